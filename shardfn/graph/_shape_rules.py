@@ -79,6 +79,14 @@ def closed(at: int, default: int = 0, name: str = "dim") -> Callable[[OpUse], La
     return label
 
 
+def put_in(use: OpUse) -> Labels:
+    """`slice_scatter`, `select_scatter`: all dims but the one of which a part is replaced."""
+    x, new = use.operands
+    dim = use.arg(2, "dim", 0) % x.ndim
+    own: Dims = tuple(None if i == dim else i for i in range(x.ndim))
+    return Labels((own, own if new.ndim == x.ndim else own[:dim] + own[dim + 1 :]), (own,), together=(0, 1))
+
+
 def stacked(use: OpUse) -> Labels:
     """`stack`: a new dim, along which the operands lie."""
     own: Dims = tuple(range(use.operands[0].ndim))

@@ -19,6 +19,7 @@ from ._shape_rules import (
     looked_up,
     made_of_nothing,
     padded,
+    put_in,
     repeated,
     selected,
     squeezed,
@@ -51,7 +52,7 @@ RULES: dict[Any, Rule] = {
     **_rules("neg clone alias lift_fresh_copy", labelled(unary_linear)),
     _ATEN.mul: labelled(scaled),
     _ATEN.div: labelled(divided),
-    **_rules("_to_copy detach where masked_fill", POINTWISE),
+    **_rules("_to_copy detach where masked_fill fill zero", POINTWISE),
     **_rules("t transpose permute", labelled(transposed)),
     _ATEN.unsqueeze: labelled(unsqueezed),
     _ATEN.squeeze: labelled(squeezed),
@@ -60,6 +61,7 @@ RULES: dict[Any, Rule] = {
     **_rules("view _unsafe_view reshape", viewed),
     **_rules("unbind select", labelled(closed(1))),
     _ATEN.slice: taken_apart(1),
+    **_rules("slice_scatter select_scatter", labelled(put_in)),
     **_rules("split split_with_sizes", taken_apart(2)),
     _ATEN.cat: joined,
     _ATEN.stack: labelled(stacked),
@@ -79,5 +81,5 @@ RULES: dict[Any, Rule] = {
     sent_along: labelled(sent),
     **dict.fromkeys((psum, pvary), labelled(unary_linear)),  # those of another axis
     pmax: POINTWISE,
-    **_rules("zeros ones full arange scalar_tensor empty eye new_zeros new_ones new_full", made_of_nothing),
+    **_rules("zeros ones full arange scalar_tensor empty eye new_zeros new_ones new_full new_empty", made_of_nothing),
 }

@@ -94,7 +94,9 @@ class Types:
         self._written: dict[int, int] = {}
         for node in gm.graph.nodes:
             if node.op != "output":
-                self.of[node] = self._type(node)
+                type = self._type(node)
+                # Other ranks may have elements, so that what is made of it, a sum over nothing, is not theirs.
+                self.of[node] = self._unsure(type) if _is_empty(node) else type
 
     def is_invariant(self, type: int, axis: str) -> bool:
         """Whether a value is certainly the same on all ranks along an axis, and counts once."""
@@ -115,8 +117,6 @@ class Types:
     def seen(self, node: Node, by: Node) -> int:
         """The type of a value where an op takes it."""
         type = self.of[node]
-        if _is_empty(node):
-            return 0
         if self._written:
             for tensor in tensors_of(node):
                 type = self._written.get(storage_of(tensor), type)
@@ -145,7 +145,7 @@ class Types:
             type = self._foreign(node, type)
         if op.writes:
             self._write(node, op, type)
-        return 0 if _is_empty(node) else type
+        return type
 
     def _local(self, node: Node, op: Op) -> int:
         """What an op makes that looks at this rank's values alone."""
@@ -277,7 +277,7 @@ def _argument(node: Node, name: str) -> Any:
 
 
 def _is_empty(node: Node) -> bool:
-    """Whether it has no elements, which no ranks can differ in and nothing sums."""
+    """Whether it has no elements on this rank."""
     found = tensors_of(node)
     return bool(found) and not any(x.numel() for x in found)
 

@@ -10,7 +10,7 @@ those of this rank's tokens, and what is not known for all tokens (padding masks
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,10 +38,12 @@ from shardfn.nn import (
 from ._module_draws import Draws
 
 NAME = "shardfn"
-_KINDS = ("full_attention", "sliding_attention")
+_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 _OVER_TOKENS = nn.modules.conv._ConvNd, nn.RNNBase
-# What an attention may be told besides, that no body computes.
-_UNKNOWN = ("softcap", "s_aux", "position_bias", "sinks", "head_mask")
+# Further arguments of an attention, which no body computes.
+_UNKNOWN = ("softcap", "position_bias", "sinks", "head_mask")
+# Arguments of models that see or hear, whose embeddings go to places in the whole rows.
+_SEEN = ("pixel_values", "image", "video", "input_features", "input_values", "audio")
 
 
 class AttentionRoute:
@@ -56,11 +58,15 @@ class AttentionRoute:
     """
 
     def __init__(self, module: nn.Module, body: Body) -> None:
-        self.body, self._models = body, _models(module)
+        self.body, towers = body, _towers(module)
+        self._models = [m for m in _models(module) if m not in towers]
+        apart = {id(c) for m in towers for c in _configs(m.config)}
+        found = [c for m in self._models for c in _configs(m.config) if id(c) not in apart]
+        self._configs = {id(c): c for c in found}.values()
         raise_all(
             ValueError,
             f"from_module(attention={body}) of this {type(module).__name__}:",
-            _problems(module, self._models, body),
+            _problems(module, self._models, towers, body),
         )
         _register()
 
@@ -71,10 +77,9 @@ class AttentionRoute:
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
         """While it is open, the configs of the module name this way to attend."""
-        configs = {id(c): c for model in self._models for c in _configs(model.config)}
-        before = [(c, c._attn_implementation_internal) for c in configs.values()]
+        before = [(c, c._attn_implementation_internal) for c in self._configs]
         try:
-            for c in configs.values():
+            for c in self._configs:
                 c._attn_implementation_internal = NAME
             yield
         finally:
@@ -97,9 +102,9 @@ class RoutedCall:
 
     def __init__(self, route: AttentionRoute, draws: Draws) -> None:
         self._route, self.body, self._draws = route, route.body, draws
-        # The documents of all tokens, and the positions that the models are called with once the first was: a later
-        # model that is given others begins anew.
-        self._ids_BT: Tensor | None = None
+        # The positions of all tokens that the call gives, and those that the models are called with once the first was:
+        # a later model that is given others begins anew.
+        self._whole_BT: Tensor | None = None
         self._filled: Tensor | None = None
         self.num_calls = 0
 
@@ -122,10 +127,16 @@ class RoutedCall:
                 " AttentionInterface."
             )
 
-    def mask(self, *, causal: bool, window: int | None) -> Mask:
+    def mask(self, q_BTHK: Tensor, *, causal: bool, window: int | None, chunk: int | None) -> Mask:
         """Which pairs count, of all tokens."""
         mask = Window(window - 1) if window is not None else Causal() if causal else Full()
-        return mask if self._ids_BT is None else mask & Segments(self._ids_BT)
+        if chunk is not None:  # by positions, which begin again with each document
+            at_BT = self._whole_BT
+            if at_BT is None:
+                B, T = q_BTHK.shape[:2]
+                at_BT = torch.arange(whole_length(self.body, T), device=q_BTHK.device).expand(B, -1)
+            mask = mask & Segments(at_BT // chunk)
+        return mask if self._whole_BT is None else mask & Segments(_documents(self._whole_BT))
 
     def dropped(self, rate: float) -> Mask:
         """The dropout of one layer's attention.
@@ -148,7 +159,9 @@ class RoutedCall:
         if tokens is None:
             return None
         if _is_cut(self.body):
-            self._draws.cut_tokens(own_rows(self.body, tokens.shape[1]), whole_length(self.body, tokens.shape[1]))
+            rows, length = own_rows(self.body, tokens.shape[1]), whole_length(self.body, tokens.shape[1])
+            _refuse_no_tokens(model, self.body, rows, length)
+            self._draws.cut_tokens(rows, length)
         more: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
         if "position_ids" in names:
             more["position_ids"] = self._positions(given.get("position_ids"), tokens)
@@ -159,7 +172,7 @@ class RoutedCall:
             self._filled = own_positions(self.body, tokens.shape[1], tokens.device)[None]
             return self._filled
         if position_ids is not self._filled:
-            self._ids_BT = _documents(position_ids.expand(tokens.shape[0], -1), self.body)
+            self._whole_BT = whole_sequence(position_ids.expand(tokens.shape[0], -1), self.body)
             self._filled = position_ids
         return position_ids
 
@@ -196,6 +209,7 @@ def routed_attention(
             *(["a mask is not known for all tokens; leave attention_mask out"] if attention_mask is not None else []),
             *([f"{n} is not computed by a body" for n in _UNKNOWN if kwargs.get(n) is not None]),
             *(["a window that looks ahead is not computed"] if sliding_window is not None and not causal else []),
+            *_problems_of_positions(module, call.body, query.shape[2]),
             *(
                 [f"{query.shape[2]} queries attend to {key.shape[2]} keys; only a sequence to itself is cut"]
                 if query.shape[2] != key.shape[2]
@@ -205,16 +219,44 @@ def routed_attention(
     )
     call.num_calls += 1
     q_BTHK, k_BSGK, v_BSGK = (x.transpose(1, 2) for x in (query, key, value))
-    mask = call.mask(causal=causal, window=sliding_window)
+    mask = call.mask(q_BTHK, causal=causal, window=sliding_window, chunk=_chunk(module))
     mask = mask & call.dropped(dropout) if dropout else mask
-    return attention(q_BTHK, k_BSGK, v_BSGK, mask=mask, scale=scaling, impl=call.body), None
+    sinks_H = kwargs.get("s_aux")
+    return attention(q_BTHK, k_BSGK, v_BSGK, mask=mask, scale=scaling, sinks_H=sinks_H, impl=call.body), None
 
 
-def _mask_of_none(*, use_vmap: bool = False, **kwargs: Any) -> None:
+def _chunk(module: Any) -> int | None:
+    """The tokens of a chunk, of a layer whose tokens attend to those of their own chunk, as in Llama 4."""
+    config = getattr(module, "config", None)
+    kinds, at = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    chunked = bool(kinds) and at is not None and kinds[at] == "chunked_attention"
+    return getattr(config, "attention_chunk_size", None) if chunked else None
+
+
+def _problems_of_positions(module: Any, body: Body, num_tokens: int) -> list[str]:
+    """Llama 4 scales queries of some layers by positions that each rank would count from 0."""
+    scales = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
+    if not (scales and _is_cut(body)) or whole_length(body, num_tokens) < module.floor_scale:
+        return []
+    return [
+        f"attn_temperature_tuning scales queries from position {module.floor_scale} - 1 on, by the number of a token on"
+        " its rank; take shorter rows, or turn it off in the config"
+    ]
+
+
+def _mask_of_none(*, use_vmap: bool = False, mask_function: Any = None, **kwargs: Any) -> None:
     """In place of the mask that transformers would make of this rank's tokens."""
     del kwargs
-    if use_vmap:
+    if use_vmap or _adds_pairs(mask_function):
         raise ValueError("from_module(attention=): the model attends by a mask of its own, which is not routed.")
+
+
+def _adds_pairs(mask_function: Any) -> bool:
+    """Whether a mask of transformers has pairs besides its layers' kind: those of the tokens of one image, say."""
+    if isinstance(mask_function, tuple):
+        return any(map(_adds_pairs, mask_function))
+    inside = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
+    return getattr(mask_function, "__qualname__", "").startswith("or_masks.") or any(map(_adds_pairs, inside))
 
 
 def _register() -> None:
@@ -232,6 +274,17 @@ def _models(module: nn.Module) -> list[Any]:
     return [m for m in module.modules() if isinstance(m, PreTrainedModel)]
 
 
+def _towers(module: nn.Module) -> list[Any]:
+    """Models beside the language model of one that sees or hears: they attend as they do by themselves."""
+    out: list[Any] = []
+    for model in _models(module):
+        if model.config.get_text_config(decoder=True) is not model.config:
+            text = model.get_decoder()
+            own = set(text.modules())
+            out += [m for m in _models(model) if m not in own and text not in set(m.modules())]
+    return list(dict.fromkeys(out))
+
+
 def _configs(config: Any) -> Iterator[Any]:
     yield config
     for name in getattr(config, "sub_configs", ()):
@@ -239,7 +292,7 @@ def _configs(config: Any) -> Iterator[Any]:
             yield from _configs(inner)
 
 
-def _problems(module: nn.Module, models: list[Any], body: Body) -> list[str]:
+def _problems(module: nn.Module, models: list[Any], towers: list[Any], body: Body) -> list[str]:
     if not models:
         return ["there is no model of transformers in it, whose attention could be routed; call nn.attention in it"]
     out = []
@@ -257,10 +310,11 @@ def _problems(module: nn.Module, models: list[Any], body: Body) -> list[str]:
     if not isinstance(body, Dense | Blockwise):
         if not any("position_ids" in inspect.signature(m.forward).parameters for m in models):
             out.append("no model in it takes position_ids, so it numbers each rank's tokens from 0")
+        apart = {m for tower in towers for m in tower.modules()}
         out += [
             f"{path} is a {type(m).__name__}, which mixes tokens besides attention"
             for path, m in named_modules(module)
-            if isinstance(m, _OVER_TOKENS)
+            if isinstance(m, _OVER_TOKENS) and m not in apart
         ]
     return list(dict.fromkeys(out))
 
@@ -274,6 +328,14 @@ def _problems_of_call(given: dict[str, Any], *, cut: bool) -> list[str]:
         )
     if given.get("past_key_values") is not None:
         out.append("past_key_values are not cut; leave them out")
+    if getattr(given.get("position_ids"), "ndim", 2) > 2:
+        out.append("position_ids of several axes are not routed; give those of text, [B, T]")
+    seen = [n for n, x in given.items() if n.startswith(_SEEN) and x is not None]
+    if cut and seen:
+        out.append(
+            f"{', '.join(seen)} would be put in places of this rank's tokens; embed whole rows before they are cut, and"
+            " give inputs_embeds"
+        )
     if cut and given.get("labels") is not None and given.get("shift_labels") is None:
         out.append(
             "labels would be shifted on each rank for itself, and the mean would be this rank's; shift them before"
@@ -286,8 +348,17 @@ def _is_cut(body: Body) -> bool:
     return not isinstance(body, Dense | Blockwise) and axis_size(body.axes) > 1
 
 
-def _documents(position_ids: Tensor, body: Body) -> Tensor:
+def _refuse_no_tokens(model: Any, body: Body, rows: Sequence[Any], length: int) -> None:
+    if not rows:
+        num = axis_size(body.axes)
+        raise ValueError(
+            f"{type(model).__name__} with attention={body}: of {length} tokens over {num} ranks this rank has none, and"
+            f" models of transformers do not run without tokens; pad rows to a multiple of {num} tokens, with labels of"
+            " -100, or take fewer ranks along the sequence."
+        )
+
+
+def _documents(whole_BT: Tensor) -> Tensor:
     """The document of each token of the whole rows: a new one begins where positions do not go on by 1."""
-    whole_BT = whole_sequence(position_ids, body)
     steps_BT = torch.diff(whole_BT, prepend=whole_BT[:, :1] - 1, dim=-1)
     return (steps_BT != 1).cumsum(-1)

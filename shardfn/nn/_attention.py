@@ -1,16 +1,18 @@
 """Softmax attention.
 
-B batch, T query tokens, S key tokens, H query heads, G key and value heads, K head dim.
+B batch, T query tokens, S key tokens, H query heads, G key and value heads, K head dim, V head dim of values.
 Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762
 Ainslie et al., GQA: Training Generalized Multi-Query Transformer Models, 2023, https://arxiv.org/abs/2305.13245
+Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023, https://arxiv.org/abs/2309.17453
 """
 
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from shardfn.core import raise_all
 
-from ._bodies import DENSE, Body, own_rows, whole_length
+from ._bodies import DENSE, Body, Dense, own_rows, whole_length
 from ._masks import Causal, Full, Mask
 from ._online import OnlineScores
 from ._pair_dropout import PairDropout
@@ -19,31 +21,34 @@ from ._pair_dropout import PairDropout
 def attention(
     q_BTHK: Float[Tensor, "b t h k"],
     k_BSGK: Float[Tensor, "b s g k"],
-    v_BSGK: Float[Tensor, "b s g k"],
+    v_BSGV: Float[Tensor, "b s g v"],
     *,
     causal: bool | None = None,
     mask: Mask | None = None,
     scale: float | None = None,
     slopes_H: Float[Tensor, " h"] | None = None,
+    sinks_H: Float[Tensor, " h"] | None = None,
     impl: Body = DENSE,
-) -> Float[Tensor, "b t h k"]:
+) -> Float[Tensor, "b t h v"]:
     """softmax(scale q k^T + mask) v; query head h reads key head h // (H / G). A query without keys gives 0.
 
     Args:
         q_BTHK: queries; where `impl` cuts the sequence, this rank's.
         k_BSGK: keys; G divides H.
-        v_BSGK: values.
+        v_BSGV: values, whose heads may be of another width, as those of latent attention are.
         causal: token t attends to tokens s <= t: True is `mask=Causal()`, False `mask=Full()`. Default True.
         mask: in place of it: which pairs count, of the whole sequence. Dropout is one: `Causal() & PairDropout(...)`.
         scale: default 1 / sqrt(K).
         slopes_H: ALiBi: the score of a key at distance d is lowered by slope * d; from `alibi_slopes`. The mask must
             look back only.
+        sinks_H: attention sinks: the score of one more key of each head, whose value is 0. Its probability is missing
+            from the others.
         impl: how it is computed: `Dense()`, `Blockwise()`, `BlockSparse()`, `Ulysses(axis, length)` or
             `Ring(axis, length)`. All give the same.
 
     Raises:
         ValueError: G does not divide H, masks that look at other numbers of tokens or heads, slopes with a mask that
-            looks ahead, tokens that are not this rank's part of the sequence, or dropout of other numbers of samples.
+            looks ahead, sinks with `Chunked()`, tokens that are not this rank's part of the sequence, or dropout of other numbers of samples.
 
     Example:
         >>> import torch
@@ -74,7 +79,14 @@ def attention(
         )
     raise_all(ValueError, f"attention with {mask}:", mask.problems(length, S if S != T else length, H))
     _check_samples(mask, q_BTHK.shape[0])
-    return impl.attend(q_BTHK, k_BSGK, v_BSGK, OnlineScores(mask, scale, slopes_H), length)
+    K, V = q_BTHK.shape[-1], v_BSGV.shape[-1]
+    how = OnlineScores(mask, scale, slopes_H, sinks_H)
+    if K == V or isinstance(impl, Dense):
+        return impl.attend(q_BTHK, k_BSGK, v_BSGV, how, length)
+    # Zeros add nothing to scores, and to results only what is left out again.
+    q_BTHK, k_BSGK, v_BSGV = (F.pad(x, (0, max(K, V) - x.shape[-1])) for x in (q_BTHK, k_BSGK, v_BSGV))
+    how = how._replace(scale=K**-0.5 if scale is None else scale)
+    return impl.attend(q_BTHK, k_BSGK, v_BSGV, how, length)[..., :V]
 
 
 def _check_samples(mask: Mask, num: int) -> None:

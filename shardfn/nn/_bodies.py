@@ -65,7 +65,7 @@ class Dense(Local):
         q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
         (H, T), (G, S) = q_BHTK.shape[1:3], k_BGSK.shape[1:3]
         options: dict[str, Any] = {"scale": how.scale, "enable_gqa": H != G}
-        if how.slopes_H is None and isinstance(how.mask, Causal | Full):
+        if how.slopes_H is None and how.sinks_H is None and isinstance(how.mask, Causal | Full):
             causal = isinstance(how.mask, Causal)
             return _attended(q_BHTK, k_BGSK, v_BGSK, is_causal=causal, **options).transpose(1, 2)
         spans, device = ((0, T), (0, S)), q_BTHK.device
@@ -74,8 +74,9 @@ class Dense(Local):
         # A row without keys attends to all, and is made 0: torch's gradient of a softmax over nothing is not.
         open = pairs | ~some
         scales = how.mask.scales(*spans, H, torch.empty((), dtype=wide(q_BHTK.dtype), device=device))
-        if scales is not None:
-            y_BHTK = _multiplied(narrowed(q_BHTK, k_BGSK, v_BGSK), (open, bias, scales), factor(how, q_BHTK))
+        if scales is not None or how.sinks_H is not None:
+            scores = how._replace(scale=factor(how, q_BHTK))
+            y_BHTK = _multiplied(narrowed(q_BHTK, k_BGSK, v_BGSK), (open, bias, scales), scores)
             return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
         told = open if bias is None else bias.masked_fill(~open, -math.inf).to(q_BTHK.dtype)
         y_BHTK = _attended(q_BHTK, k_BGSK, v_BGSK, attn_mask=told, **options)
@@ -317,17 +318,24 @@ def whole_length(body: Body, num_tokens: int) -> int:
     return lengths.pop() if lengths else num_tokens
 
 
-def _multiplied(qkv: tuple[Tensor, ...], pairs: tuple[Tensor, Tensor | None, Tensor], scale: float) -> Tensor:
-    """(scales softmax(scale q k^T + bias)) v, [B, H, T, K], with all of the scores there, in the dtype of sums."""
+def _multiplied(qkv: tuple[Tensor, ...], pairs: tuple[Tensor, Tensor | None, Tensor | None], how: OnlineScores) -> Tensor:
+    """(scales softmax(scale q k^T + bias)) v, [B, H, T, K], with all of the scores there, in the dtype of sums.
+
+    The softmax is over the sinks, too.
+    """
     q_BHTK, k_BGSK, v_BGSK = (x.to(wide(x.dtype)) for x in qkv)
     open, bias, scales = pairs
     repeats = q_BHTK.shape[1] // max(k_BGSK.shape[1], 1)
     k_BHSK, v_BHSK = (x.repeat_interleave(repeats, 1) for x in (k_BGSK, v_BGSK))
     with torch.autocast(q_BHTK.device.type, enabled=False):
-        s_BHTS = q_BHTK @ k_BHSK.mT * scale
+        s_BHTS = q_BHTK @ k_BHSK.mT * how.scale
         s_BHTS = s_BHTS if bias is None else s_BHTS + bias
-        p_BHTS = s_BHTS.masked_fill(~open, -math.inf).softmax(-1)
-        return (p_BHTS * scales @ v_BHSK).to(qkv[0].dtype)
+        s_BHTS = s_BHTS.masked_fill(~open, -math.inf)
+        if how.sinks_H is not None:
+            sinks_H1 = how.sinks_H.to(s_BHTS.dtype)[:, None, None].expand(*s_BHTS.shape[:-1], 1)
+            s_BHTS = torch.cat([s_BHTS, sinks_H1], -1)
+        p_BHTS = s_BHTS.softmax(-1)[..., : k_BHSK.shape[2]]
+        return ((p_BHTS if scales is None else p_BHTS * scales) @ v_BHSK).to(qkv[0].dtype)
 
 
 def _zigzag(sizes: list[int]) -> tuple[Rows, ...]:

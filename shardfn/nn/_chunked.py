@@ -104,6 +104,8 @@ class Chunked:
                 f"Chunked attention of {q_BTHK.shape[1]} queries over {k_BSGK.shape[1]} keys: a chunk has as many of"
                 " both; take Blockwise()."
             )
+        if how.sinks_H is not None:
+            raise ValueError("Chunked attention has no sinks; take Ulysses(), Ring() or Blockwise().")
         if self.to == "disk" and capturing():
             raise ValueError(
                 "Chunked(to='disk') is not captured; run the step without jit, or let chunks wait on 'host'."

@@ -23,8 +23,9 @@ def dealt_heads(H: int, G: int, axis: Axes) -> tuple[list[int] | None, list[int]
     None is dealt where `torch.chunk` of the key heads gives each rank what it reads.
     """
     queries, held = all_ranges(H, axis), all_ranges(G, axis)
-    needed, own = [keys_of(q, H // G) for q in queries], queries[axis_index(axis)]
-    read = [h // (H // G) - needed[axis_index(axis)][0] for h in range(*own)]
+    ratio = H // G if G else 1  # where heads are cut along another axis, too, there may be none here
+    needed, own = [keys_of(q, ratio) for q in queries], queries[axis_index(axis)]
+    read = [h // ratio - needed[axis_index(axis)][0] for h in range(*own)]
     if all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
         return None, read
     width = max(b - a for a, b in needed)

@@ -33,11 +33,13 @@ class OnlineScores(NamedTuple):
         mask: which pairs count.
         scale: of q k; None is 1 / sqrt(K).
         slopes_H: ALiBi's slopes of the query heads, or None.
+        sinks_H: the score of one more key of each query head, whose value is 0, or None.
     """
 
     mask: Mask
     scale: float | None
     slopes_H: Tensor | None = None
+    sinks_H: Tensor | None = None
 
     def bias(self, queries: Span, keys: Span, device: torch.device) -> Tensor | None:
         """What is added to scores: that of the mask, [Q, K] or [.., Q, K], and -slope * distance, [H, Q, K]."""
@@ -50,8 +52,8 @@ class OnlineScores(NamedTuple):
 
     def of_heads(self, start: int, stop: int) -> "OnlineScores":
         """Those of some query heads."""
-        slopes_H = None if self.slopes_H is None else self.slopes_H[start:stop]
-        return OnlineScores(self.mask.of_heads(start, stop), self.scale, slopes_H)
+        slopes_H, sinks_H = (None if x is None else x[start:stop] for x in (self.slopes_H, self.sinks_H))
+        return OnlineScores(self.mask.of_heads(start, stop), self.scale, slopes_H, sinks_H)
 
 
 class Tile(NamedTuple):

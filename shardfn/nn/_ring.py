@@ -58,95 +58,128 @@ def online(
     refuse_gradients(how)
     q, k, v = narrowed(*qkv)
     tile = kernel_tile(how, q.device, block) if kernel is None else kernel
-    along = course(axis, rows, q.shape[1], how._replace(slopes_H=None), block, tile)
+    along = course(axis, rows, q.shape[1], how._replace(slopes_H=None, sinks_H=None), block, tile)
     with torch.autocast(q.device.type, enabled=False):
-        return _Online.apply(q, k, v, how.slopes_H, along, *how.mask.tensors)[0]
+        return _Online.apply(q, k, v, how.sinks_H, how.slopes_H, along, *how.mask.tensors)[0]
 
 
 class _Online(torch.autograd.Function):
-    """(q, k, v, slopes, course, data of the mask) -> (y, lse), closed under backward, jvp and vmap."""
+    """(q, k, v, sinks, slopes, course, data of the mask) -> (y, lse), closed under backward, jvp and vmap."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, slopes_H: Tensor | None, along: RingCourse, *data: Tensor) -> Any:
-        return _attend(along, _told(along, slopes_H, data), (q, k, v))
+    def forward(q: Tensor, k: Tensor, v: Tensor, sinks_H: Any, slopes_H: Any, along: RingCourse, *data: Tensor) -> Any:
+        return _sunk(*_attend(along, _told(along, slopes_H, data), (q, k, v)), sinks_H)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, slopes_H, along, *data = inputs
-        ctx.along, ctx.sloped, ctx.on_mesh = along, slopes_H is not None, mesh_as_now()
+        q, k, v, sinks_H, slopes_H, along, *data = inputs
+        ctx.along, ctx.on_mesh = along, mesh_as_now()
         ctx.mark_non_differentiable(output[1])
-        kept = (q, k, v, *output, *([slopes_H] if ctx.sloped else []), *data)
-        ctx.save_for_backward(*kept)
-        ctx.save_for_forward(*kept)
+        _keep(ctx, (q, k, v, *output), (sinks_H, slopes_H), data)
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> tuple[Tensor, None]:
-        q, k, v, y, lse, *data = ctx.saved_tensors
-        how = _told(ctx.along, data.pop(0) if ctx.sloped else None, data)
-        tangents = (torch.zeros_like(x) if t is None else t for x, t in zip((q, k, v), grad_inputs[:3], strict=True))
+        saved, sinks_H, slopes_H, data = _kept(ctx, 5)
+        tangents = (torch.zeros_like(x) if t is None else t for x, t in zip(saved[:3], grad_inputs[:3], strict=True))
         with ctx.on_mesh():
-            return _pushed(ctx.along, how, (q, k, v, y, lse), tuple(tangents)), None
+            dy = _pushed(ctx.along, _told(ctx.along, slopes_H, data), saved, tuple(tangents))
+        if sinks_H is not None and grad_inputs[3] is not None:
+            share_BHT = (sinks_H[:, None] - saved[4]).exp() * grad_inputs[3][:, None]
+            dy = dy - (saved[3] * share_BHT.transpose(1, 2)[..., None]).to(dy.dtype)
+        return dy, None
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        q, k, v, y, lse, *data = ctx.saved_tensors  # once: remat makes them again at each look
-        slopes_H = data.pop(0) if ctx.sloped else None
+        saved, sinks_H, slopes_H, data = _kept(ctx, 5)  # once: remat makes them again at each look
         with ctx.on_mesh():  # a backward may run when the mesh of its forward is no longer bound
-            grads = _OnlineBackward.apply(grad_outputs[0], q, k, v, y, lse, slopes_H, ctx.along, *data)
-        return (*grads, None, None, *(None for _ in data))
+            grads = _OnlineBackward.apply(grad_outputs[0], *saved, sinks_H, slopes_H, ctx.along, *data)
+        return (*grads, *([None] if sinks_H is None else []), None, None, *(None for _ in data))
 
 
 class _OnlineBackward(torch.autograd.Function):
-    """(dy, q, k, v, y, lse, slopes, course, data of the mask) -> (dq, dk, dv).
+    """(dy, q, k, v, y, lse, sinks, slopes, course, data of the mask) -> (dq, dk, dv), and dsinks if there are sinks.
 
-    A function of dy, q, k and v: its own derivatives are those of the formula in tiles, y and lse computed again.
+    A function of dy, q, k, v and sinks: its own derivatives are those of the formula in tiles, y and lse computed again.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *rest: Any) -> Any:
+    def forward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, sinks_H: Any, *rest: Any) -> Any:
         slopes_H, along, *data = rest
-        how = _told(along, slopes_H, data)
-        return (_backward if along.kernel else _backward_in_tiles)(along, how, (q, k, v, y, lse), dy)
+        grads = (_backward if along.kernel else _backward_in_tiles)(
+            along, _told(along, slopes_H, data), (q, k, v, y, lse), dy
+        )
+        return grads if sinks_H is None else (*grads, _of_sinks(dy, y, lse, sinks_H))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         del output
-        dy, q, k, v, _, _, slopes_H, along, *data = inputs
-        ctx.along, ctx.sloped, ctx.on_mesh = along, slopes_H is not None, mesh_as_now()
-        kept = (dy, q, k, v, *([slopes_H] if ctx.sloped else []), *data)
-        ctx.save_for_backward(*kept)
-        ctx.save_for_forward(*kept)
+        dy, q, k, v, _, _, sinks_H, slopes_H, along, *data = inputs
+        ctx.along, ctx.on_mesh = along, mesh_as_now()
+        _keep(ctx, (dy, q, k, v), (sinks_H, slopes_H), data)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         primals, again, num = _again(ctx)
         with ctx.on_mesh():
             pull: Any = torch.func.vjp(again, *primals)[1]
-            grads = pull(tuple(grad_outputs))
-        return (*grads, None, None, None, None, *(None for _ in range(num)))
+            dy, dq, dk, dv, *dsinks = pull(tuple(grad_outputs))
+        return dy, dq, dk, dv, None, None, *(dsinks or [None]), None, None, *(None for _ in range(num))
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Any:
         primals, again, _ = _again(ctx)
-        tangents = [torch.zeros_like(x) if t is None else t for x, t in zip(primals, grad_inputs[:4], strict=True)]
+        given = (*grad_inputs[:4], grad_inputs[6])[: len(primals)]
+        tangents = [torch.zeros_like(x) if t is None else t for x, t in zip(primals, given, strict=True)]
         with ctx.on_mesh():
             return torch.func.jvp(again, primals, tuple(tangents))[1]
 
 
 def _again(ctx: Any) -> Any:
-    """dy, q, k and v; their gradients as differentiable operations of torch; and how many data the mask has."""
-    dy, q, k, v, *data = ctx.saved_tensors
-    how = _told(ctx.along, data.pop(0) if ctx.sloped else None, data)
+    """dy, q, k, v and sinks; their gradients as differentiable operations of torch; and how many data the mask has."""
+    saved, sinks_H, slopes_H, data = _kept(ctx, 4)
+    how = _told(ctx.along, slopes_H, data)
 
-    def again(dy: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        y, lse = _attend_in_tiles(ctx.along, how, (q, k, v))
-        return _backward_in_tiles(ctx.along, how, (q, k, v, y, lse), dy)
+    def again(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Any:
+        sinks_H = sinks[0] if sinks else None
+        y, lse = _sunk(*_attend_in_tiles(ctx.along, how, (q, k, v)), sinks_H)
+        grads = _backward_in_tiles(ctx.along, how, (q, k, v, y, lse), dy)
+        return grads if sinks_H is None else (*grads, _of_sinks(dy, y, lse, sinks_H))
 
-    return (dy, q, k, v), again, len(data)
+    return (*saved, *([] if sinks_H is None else [sinks_H])), again, len(data)
+
+
+def _sunk(y_BTHK: Tensor, lse_BHT: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Y and lse with one more key of the score `sinks_H`, whose value is 0; behind it the gradients are as before."""
+    if sinks_H is None:
+        return y_BTHK, lse_BHT
+    both_BHT = torch.logaddexp(lse_BHT, sinks_H.to(lse_BHT.dtype)[:, None])
+    share_BHT = (lse_BHT - both_BHT).exp()
+    return (y_BTHK * share_BHT.transpose(1, 2)[..., None]).to(y_BTHK.dtype), both_BHT
+
+
+def _of_sinks(dy_BTHK: Tensor, y_BTHK: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> Tensor:
+    """The gradient of the scores of sinks: -p delta, as of a key whose value is 0."""
+    delta_BHT = (dy_BTHK.to(lse_BHT.dtype) * y_BTHK.to(lse_BHT.dtype)).sum(-1).transpose(1, 2)
+    return -((sinks_H.to(lse_BHT.dtype)[:, None] - lse_BHT).exp() * delta_BHT).sum((0, 2)).to(sinks_H.dtype)
+
+
+def _keep(ctx: Any, tensors: tuple[Tensor, ...], maybe: tuple[Tensor | None, Tensor | None], data: list[Tensor]) -> None:
+    ctx.there = [x is not None for x in maybe]
+    kept = (*tensors, *(x for x in maybe if x is not None), *data)
+    ctx.save_for_backward(*kept)
+    ctx.save_for_forward(*kept)
+
+
+def _kept(ctx: Any, num: int) -> tuple[Any, Tensor | None, Tensor | None, list[Tensor]]:
+    """The tensors that `_keep` was given: `num` of them, sinks, slopes, and the data of the mask."""
+    saved = list(ctx.saved_tensors)
+    tensors, rest = tuple(saved[:num]), saved[num:]
+    sinks_H, slopes_H = (rest.pop(0) if there else None for there in ctx.there)
+    return tensors, sinks_H, slopes_H, rest
 
 
 def _told(along: RingCourse, slopes_H: Tensor | None, data: Any) -> OnlineScores:

@@ -1,15 +1,15 @@
 """`propose_specs`: how the leaves of a loss for one device are best cut along a mesh axis."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from shardfn.core import Mesh, PyTree, tree_flatten, tree_leaves
+from shardfn.core import Mesh, PyTree, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.engine import SpecSearch, Unplaced
 from shardfn.graph import Cluster, HeldBytes
 from shardfn.graph import cluster as named_cluster
-from shardfn.optim import GradientTransformation
+from shardfn.optim import GradientTransformation, decided
 
 from ._eval_shape import eval_shape
 
@@ -89,19 +89,28 @@ def propose_specs(
             f"propose_specs(axes={axes!r}): the layers of the pipeline lie along {of.stages!r}, and are cut along it"
             " anyway; name another axis."
         )
-    return SpecSearch(of, mesh, names, _kept(tree_flatten(params)[0], optimizer), memory, on).found()
+    return SpecSearch(of, mesh, names, _kept(params, optimizer), memory, on).found()
 
 
-def _kept(leaves: Sequence[Tensor], optimizer: GradientTransformation | None) -> list[HeldBytes]:
-    """Of each leaf the bytes that are kept, by what an optimizer makes of the leaf alone."""
+def _kept(params: PyTree, optimizer: GradientTransformation | None) -> list[HeldBytes]:
+    """The bytes that are kept of each leaf, by the state that an optimizer makes where the other leaves are absent."""
+    leaves, treedef = tree_flatten(params)
+    rule = None if optimizer is None else decided(optimizer, params)
+    by_leaf = rule is not optimizer  # a rule that decides by leaf, as `multi_transform` does
     found: dict[Any, HeldBytes] = {}
-    for x in leaves:
-        key = tuple(x.shape), x.dtype
+    out: list[HeldBytes] = []
+    for i, x in enumerate(leaves):
+        key = i if by_leaf else (tuple(x.shape), x.dtype)
         if key not in found:
-            has_states = optimizer is not None and x.is_floating_point()
-            states = tree_leaves(eval_shape(optimizer.init, [x])) if has_states else []  # pyright: ignore[reportOptionalMemberAccess]
-            tensors = [s for s in states if isinstance(s, Tensor)]
-            like = sum(s.element_size() for s in tensors if s.shape == x.shape)
-            other = sum(s.element_size() * s.numel() for s in tensors if s.shape != x.shape)
-            found[key] = HeldBytes(x.element_size() + like, other)
-    return [found[tuple(x.shape), x.dtype] for x in leaves]
+            alone = tree_unflatten(treedef, [y if j == i else None for j, y in enumerate(leaves)])
+            found[key] = _held(x, alone, rule if x.is_floating_point() else None)
+        out.append(found[key])
+    return out
+
+
+def _held(x: Tensor, alone: PyTree, rule: GradientTransformation | None) -> HeldBytes:
+    states = [] if rule is None else tree_leaves(eval_shape(rule.init, alone))
+    tensors = [s for s in states if isinstance(s, Tensor)]
+    like = sum(s.element_size() for s in tensors if s.shape == x.shape)
+    other = sum(s.element_size() * s.numel() for s in tensors if s.shape != x.shape)
+    return HeldBytes(x.element_size() + like, other)

@@ -142,6 +142,18 @@ def _select(r):
     return (x, r.randrange(3), 0)
 
 
+def _put_in(r):
+    x, dim = _x(r), r.randrange(-3, 3)
+    step = r.choice([1, 2])
+    part = x[tuple(slice(1, None, step) if d == dim % 3 else slice(None) for d in range(3))]
+    return (x, torch.randn_like(part), dim, 1, 2**63 - 1, step)
+
+
+def _put_in_row(r):
+    x, dim = _x(r), r.randrange(-3, 3)
+    return (x, torch.randn_like(x.select(dim, 0)), dim, 0)
+
+
 def _halves(r):
     n = r.choice([1, 2, 3, 4])
     return (randn(3, 2 * n, 2), n, 1)
@@ -174,6 +186,9 @@ CASES: dict[str, Any] = {
     "clamp": (aten.clamp.default, lambda r: (_x(r), -0.5)),
     "where": (aten.where.self, lambda r: (lambda x, y: (x > 0, x, y))(*_pair(r))),
     "masked_fill": (aten.masked_fill.Scalar, lambda r: (lambda x, y: (x, y > 0, -1.0))(*_pair(r))),
+    "fill": (aten.fill.Scalar, lambda r: (_x(r), 2.5)),
+    "fill 0-d": (aten.fill.Tensor, lambda r: (_x(r), randn())),
+    "zero": (aten.zero.default, lambda r: (_x(r),)),
     "clone": (aten.clone.default, lambda r: (_x(r),)),
     "detach": (aten.detach.default, lambda r: (_x(r),)),
     "_to_copy": (aten._to_copy.default, lambda r: ((_x(r),), {"dtype": torch.float64})),
@@ -194,6 +209,8 @@ CASES: dict[str, Any] = {
     "split in halves": (aten.split.Tensor, _halves),
     "split with sizes": (aten.split_with_sizes.default, _head),
     "slice of parts": (aten.slice.Tensor, lambda r: (lambda x, s, d: (x, d, s[0], x.shape[d]))(*_head(r))),
+    "slice scatter": (aten.slice_scatter.default, _put_in),
+    "select scatter": (aten.select_scatter.default, _put_in_row),
     "cat": (aten.cat.default, _cat),
     "stack": (aten.stack.default, lambda r: (lambda x: ([x, x + 1, 2 * x], r.randrange(-4, 4)))(_x(r))),
     "pad": (aten.constant_pad_nd.default, lambda r: (_x(r), r.choice([[0, 1], [0, 0, 1, 2]]), r.choice([0.0, 1.0]))),

@@ -51,6 +51,15 @@ def test_what_packs_unlike_values_is_unknown_and_what_packs_like_ones_is_not() -
     assert _types(f, True, False) == ["unknown", "unknown", "varying", "invariant"]
 
 
+def test_a_sum_over_nothing_is_unknown_where_other_ranks_may_have_elements() -> None:
+    assert _types(lambda v, i: (v[:0].sum(), v[:0], i[:0].sum(), i[:0]), True, False) == [
+        "unknown",
+        "unknown",
+        "invariant",
+        "invariant",
+    ]
+
+
 def test_lists_are_typed_member_by_member() -> None:
     def f(v: Tensor, i: Tensor) -> Any:
         return tuple(torch._foreach_mul([v, i], 2.0))

@@ -14,6 +14,31 @@ from shardfn.testing import assert_parity, distributed
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
+# Values narrower than keys; attention sinks, windows; tokens that attend within chunks.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 2,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {"head_dim": 4, "num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 3, "pad_token_id": 0}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "experts_implementation": "eager"},
+    ),
+    "llama4": (
+        "Llama4Text",
+        {"head_dim": 4, "attention_chunk_size": 3, "moe_layers": [], "intermediate_size_mlp": 20, "use_qk_norm": False}
+        | {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0], "pad_token_id": 0},
+    ),
+}
 BODIES = {
     "ulysses": lambda T: nn.Ulysses("sp", T),
     "ring": lambda T: nn.Ring("sp", T, zigzag=True, block=4),
@@ -26,7 +51,8 @@ def model_of(name: str, kv_heads: int = 2, rate: float = 0.0) -> Any:
     for path, norm in list(model.named_modules()):
         if type(norm).__name__.endswith("RMSNorm"):
             parent, _, last = path.rpartition(".")
-            setattr(model.get_submodule(parent), last, torch.nn.RMSNorm(16, eps=1e-6, dtype=torch.float64))
+            size = len(norm.weight)
+            setattr(model.get_submodule(parent), last, torch.nn.RMSNorm(size, eps=1e-6, dtype=torch.float64))
     return model
 
 
@@ -37,6 +63,14 @@ def made(name: str, kv_heads: int, rate: float) -> Any:
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
         config = transformers.GPT2Config(vocab_size=13, use_cache=False, **sizes, **off)
         return transformers.GPT2LMHeadModel(config).double()
+    if name in OTHERS:
+        kind, more = OTHERS[name]
+        sizes = {**SIZES, "vocab_size": 13, "num_key_value_heads": kv_heads, "use_cache": False, **more}
+        config = getattr(transformers, f"{kind}Config")(**sizes)
+        model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).double()
+        for p in model.parameters():  # sinks are uninitialised, and norms alike
+            torch.nn.init.normal_(p, std=0.3)
+        return model
     kind = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}[name]
     more: dict[str, Any] = {"sliding_window": 4} if name == "mistral" else {}
     more |= {
@@ -111,6 +145,15 @@ def test_other_models_and_a_checkpoint_within() -> None:
     parity("qwen2", BODIES["ring"](7), 7, mesh, stage=3, packed=False, checkpoint=True)
     parity("mistral", BODIES["ulysses"](7), 7, mesh, stage=3, packed=True)
     parity("gpt2", BODIES["ring"](7), 7, mesh, stage=3, packed=True)
+
+
+@pytest.mark.parametrize("name", [x if x == "gpt_oss" else pytest.param(x, marks=pytest.mark.nightly) for x in OTHERS])
+@distributed(world=2)
+def test_other_kinds_of_attention(name: str) -> None:
+    mesh = sf.make_mesh({"sp": 2})
+    # transformers' own gpt-oss attends across documents.
+    parity(name, BODIES["ring"](7), 7, mesh, stage=3, packed=name != "gpt_oss")
+    parity(name, BODIES["ulysses"](7), 7, mesh, stage=0, packed=False)
 
 
 @distributed(world=2)

@@ -41,6 +41,81 @@ def test_a_body_computes_what_the_model_does(packed: bool) -> None:
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
+def drawn(model: Any) -> Any:
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return model.double()
+
+
+def test_chunks_of_tokens_are_counted_by_positions_in_documents() -> None:
+    kinds = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0], "moe_layers": []}
+    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size_mlp": 20, "pad_token_id": 0}
+    config = transformers.Llama4TextConfig(
+        vocab_size=11, attention_chunk_size=3, use_cache=False, use_qk_norm=False, **sizes, **kinds
+    )
+    model = drawn(transformers.Llama4ForCausalLM(config))
+    params, apply = sf.from_module(model, attention=nn.Blockwise(4))
+    for given in ({}, {"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3, 4]]).expand(2, -1)}):
+        got, want = (f.logits for f in (apply(params, input_ids=TOKENS, **given), model(TOKENS, **given)))
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)  # norms of transformers compute in float32
+
+
+def llava() -> Any:
+    torch.manual_seed(0)
+    seen = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**seen, image_size=8, patch_size=4),
+        text_config=transformers.LlamaConfig(vocab_size=13, num_key_value_heads=2, **SIZES),
+        image_token_id=12,
+    )
+    return drawn(transformers.LlavaForConditionalGeneration(config)).eval()
+
+
+def test_a_model_that_sees_has_its_language_model_routed_alone() -> None:
+    model, pixels = llava(), torch.ones(2, 3, 8, 8, dtype=torch.float64)
+    tokens = torch.cat([torch.full((2, 4), 12), TOKENS], 1)
+    params, apply = sf.from_module(model, attention=nn.Blockwise(4))
+    got, want = (f.logits for f in (apply(params, tokens, pixels), model(tokens, pixels)))
+    assert not torch.equal(got, want)  # other sums
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@distributed(world=2)
+def test_rows_of_a_model_that_sees_are_embedded_before_they_are_cut() -> None:
+    mesh, model = sf.make_mesh({"sp": 2}), llava()
+    whole_BTD = model.get_input_embeddings()(TOKENS[:, :6]).detach()
+    params, apply = sf.from_module(model, attention=nn.Ring("sp", 6))
+    want = model(inputs_embeds=whole_BTD).logits.square().mean()
+    step = sf.sharded_step(
+        lambda p, b: apply(p, **b).logits.square().mean(), sf.optim.sgd(0.1), mesh=mesh, batch=sf.P(None, "sp")
+    )
+    state = step.init(params)
+    torch.testing.assert_close(step.loss(state.params, {"inputs_embeds": whole_BTD}), want, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=r"pixel_values would be put in places.*give inputs_embeds"):
+        step.loss(state.params, {"input_ids": TOKENS[:, :6], "pixel_values": torch.ones(2, 6, 8, 8)})
+
+
+def test_masks_that_have_more_pairs_are_refused() -> None:
+    seen = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.PaliGemmaConfig(
+        vision_config=transformers.SiglipVisionConfig(**seen, image_size=8, patch_size=4),
+        text_config=transformers.GemmaConfig(vocab_size=13, num_key_value_heads=2, head_dim=4, **SIZES),
+        image_token_index=12,
+    )
+    params, apply = sf.from_module(transformers.PaliGemmaForConditionalGeneration(config), attention=nn.Dense())
+    with pytest.raises(ValueError, match="attends by a mask of its own"):
+        apply(params, input_ids=TOKENS, token_type_ids=torch.zeros_like(TOKENS))
+
+
+@distributed(world=3)
+def test_a_rank_without_tokens_is_refused() -> None:
+    mesh = sf.make_mesh({"sp": 3})
+    params, apply = sf.from_module(llama(), attention=nn.Ring("sp", 4))
+    step = sf.sharded_step(lambda p, x: apply(p, x).logits.sum(), sf.optim.sgd(0.1), mesh=mesh, batch=sf.P(None, "sp"))
+    with pytest.raises((ValueError, sf.RankError), match=r"of 4 tokens over 3 ranks this rank has none.*multiple of 3"):
+        step(step.init(params), TOKENS[:, :4])
+
+
 def test_what_cannot_be_routed_is_refused() -> None:
     with pytest.raises(ValueError, match="no model of transformers"):
         sf.from_module(torch.nn.Linear(2, 2), attention=nn.Dense())

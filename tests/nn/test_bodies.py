@@ -132,6 +132,57 @@ def test_rows_without_keys_are_zeros() -> None:
         assert all(x.isfinite().all() for x in (y, dq, dk, dv))
 
 
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """The definition: one more key of this score, whose value is 0. Causal."""
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    s = torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])
+    s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    p = torch.cat([s, sinks[:, None, None].expand(*s.shape[:-1], 1)], -1).softmax(-1)
+    return torch.einsum("bhts,bshk->bthk", p[..., :-1], v)
+
+
+@pytest.mark.parametrize("width", [3, 5, 7])
+@pytest.mark.parametrize("impl", [nn.Dense(), nn.Blockwise(3), nn.BlockSparse(4), nn.Chunked(3)], ids=str)
+def test_values_of_another_width_and_sinks(impl: Any, width: int) -> None:
+    torch.manual_seed(0)
+    shapes = (2, 7, 4, 5), (2, 7, 2, 5), (2, 7, 2, width)
+    qkv = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    sinks = torch.randn(4, dtype=torch.float64).requires_grad_()
+    if isinstance(impl, nn.Chunked):
+        with pytest.raises(ValueError, match="Chunked attention has no sinks"):
+            nn.attention(*qkv, sinks_H=sinks, impl=impl)
+        sinks = torch.full((4,), -math.inf, dtype=torch.float64)  # as if there were none
+        got = nn.attention(*qkv, impl=impl)
+    else:
+        got = nn.attention(*qkv, sinks_H=sinks, impl=impl)
+    want, inputs = with_sinks(*qkv, sinks), [*qkv, sinks] if sinks.requires_grad else qkv
+    w = torch.randn(want.shape, dtype=torch.float64)
+    pairs = zip(torch.autograd.grad((got * w).sum(), inputs), torch.autograd.grad((want * w).sum(), inputs), strict=True)
+    for a, b in ((got, want), *pairs):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
+def test_sinks_are_closed_under_transforms() -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(shape, dtype=torch.float64) for shape in ((1, 5, 2, 3), (1, 5, 1, 3), (1, 5, 1, 3), (2,))]
+    other = tuple(torch.randn_like(x) for x in given)
+
+    def body(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return nn.attention(q, k, v, sinks_H=sinks, impl=nn.Blockwise(2))
+
+    tangents = [torch.func.jvp(f, tuple(given), other)[1] for f in (body, with_sinks)]
+    torch.testing.assert_close(*tangents, rtol=1e-12, atol=1e-13)
+
+    def second(f: Any) -> tuple[Tensor, ...]:
+        xs = [x.clone().requires_grad_() for x in given]
+        grads = torch.autograd.grad(f(*xs).square().sum(), xs, create_graph=True)
+        return torch.autograd.grad(torch.stack([(g * t).sum() for g, t in zip(grads, other, strict=True)]).sum(), xs)
+
+    for a, b in zip(second(body), second(with_sinks), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_narrow_dtypes(dtype: torch.dtype) -> None:
     """16-bit values are multiplied and summed in float32: no further from the truth than torch's kernel, twice over."""

@@ -66,6 +66,49 @@ def mean_in_16_bits(p: Tree, x: Tensor) -> Tensor:
     return ((x[:, None, None] * p["a"][None, :, None]).expand(40, 10, 400).contiguous().mean() * p["b"]).sum()
 
 
+def compared_in_place(p: Tree, x: Tensor) -> Tensor:
+    h = mlp(p, moved(p, x))
+    m = h.clone().gt_(0.0)
+    return (h * (m + m)).square().mean()
+
+
+def filled(p: Tree, x: Tensor) -> Tensor:
+    """Two halves written to one new tensor, as attention with latent keys does."""
+    h = hidden(p, x)
+    both = h.new_empty(5, 10)
+    both[:4], both[4:, 3:] = h, h[:1, 3:]
+    both[4, :3].fill_(0.5)
+    return (both @ p["down"]).square().mean()
+
+
+def row_by_row(p: Tree, x: Tensor) -> Tensor:
+    """A recurrence in place, as a delta rule has it."""
+    h = hidden(p, x).reshape(1, 4, 10)
+    for i in range(1, 4):
+        h[..., i, :] = h[..., i, :].clone() + 0.5 * h[..., i - 1, :].clone().tanh()
+    return (h[0] @ p["down"]).square().mean()
+
+
+def halves_in_place(p: Tree, x: Tensor) -> Tensor:
+    h = hidden(p, x)
+    gate, up = h[:, :5], h[:, 5:]
+    h[:, 5:] = up.tanh() + gate
+    seen = h.view(-1)
+    h.t()[1:3].mul_(2)
+    h.clamp_(min=-0.5)
+    seen[::3] += 0.25
+    return (h @ p["down"]).square().mean() + seen.square().sum()
+
+
+def shifted_targets(p: Tree, t: Tensor) -> Tensor:
+    """As models with a decoder make its inputs of their labels."""
+    before = t.new_zeros(t.shape)
+    before[..., 1:] = t[..., :-1].clone()
+    before[..., 0] = 3
+    before.masked_fill_(before == 2, 1)
+    return (F.embedding(before, p["table"]) * p["shift"]).square().sum()
+
+
 def classes(p: Tree, t: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy((p["shift"] + ROWS[:2, :6]) @ p["table"].t(), t, **options)
 
@@ -90,6 +133,12 @@ CASES = {
     "rolled": Case(lambda p, x: (hidden(p, x).roll(1, -1).flip(-1).tril() @ p["down"]).square().mean()),
     "gated": Case(lambda p, x: (F.glu(hidden(p, x)) @ p["down"][:5]).square().mean()),
     "log of sums": Case(lambda p, x: hidden(p, x).std(-1).mean() + torch.logcumsumexp(p["down"], 0).mean()),
+    "compared in place": Case(compared_in_place),
+    "filled in place": Case(filled),
+    "row by row in place": Case(row_by_row),
+    "views in place": Case(halves_in_place),
+    "views in place, recomputed": Case(lambda p, x: sf.remat(halves_in_place)(p, x) + sf.remat(filled)(p, x)),
+    "shifted in place": Case(shifted_targets, table_params, TABLE, TOKENS),
     "embedding": Case(
         lambda p, t: (F.embedding(t, p["table"]) * p["shift"]).square().sum(), table_params, TABLE, TOKENS
     ),
@@ -143,15 +192,29 @@ def twice(p: Tree, x: Tensor) -> Tensor:
     return y + torch.autograd.grad(y, h, create_graph=True)[0].square().sum()
 
 
-def compared_in_place(p: Tree, x: Tensor) -> Tensor:
+def rescaled_unseen(p: Tree, x: Tensor) -> Tensor:
     h = mlp(p, moved(p, x))
-    m = h.clone().gt_(0.0)
-    return (h * (m + m)).square().mean()
+    with torch.no_grad():
+        h[:, 0].mul_(2)
+    return h.square().mean()
+
+
+def windows(p: Tree, x: Tensor) -> Tensor:
+    h = mlp(p, moved(p, x))
+    h.unfold(1, 4, 4)[0].mul_(2)
+    return h.square().mean()
+
+
+def batch_overwritten(p: Tree, x: Tensor) -> Tensor:
+    x[0] = 0.0
+    return mlp(p, moved(p, x)).square().mean()
 
 
 REFUSED = {
     "differentiates something itself": Case(twice),
-    "writes to a value": Case(compared_in_place),
+    "writes to a value that is differentiated, where autograd does not see it": Case(rescaled_unseen),
+    r"writes through a view of another kind \(aten.unfold": Case(windows),
+    "writes to an argument of the loss": Case(batch_overwritten),
     r"an index of an embedding is not in \[0, 7\)": Case(
         lambda p, t: F.embedding(t, p["table"]).square().sum(), table_params, TABLE, TOKENS + 1
     ),

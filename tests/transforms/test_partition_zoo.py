@@ -124,3 +124,23 @@ def test_a_decoder_with_its_sequence_cut_between_blocks_computes_what_one_device
     pairs = [x for x in sent if x in ("psum_scatter", "all_gather")]
     # Of four pairs all but the first, before which the embedding is whole.
     assert pairs.count("psum_scatter") == pairs.count("all_gather") == 3, sent
+
+
+@distributed(world=3, timeout=240)
+def on_three_ranks():
+    """GPT-2 with a tied embedding that is cut along its features, and two heads: one rank has none."""
+    sizes = {"vocab_size": 29, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "n_inner": 6}
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**sizes, **NO_DROPOUT, use_cache=False)
+    params, apply = sf.from_module(transformers.GPT2LMHeadModel(config).double())
+    cut = {name: P(None, "tp") if "wte" in name else P() for name in params}
+    tokens = [torch.randint(0, 29, (2, 10), generator=torch.Generator().manual_seed(0))]
+    inner = loss_of(apply)
+    with sf.make_mesh({"tp": 3}) as mesh:
+        loss = sf.jit(sf.partition(inner), backend="graph")
+        assert_parity(loss, optim.sgd(0.5), params, tokens, mesh=mesh, specs=cut, batch=P(), reference=inner)
+
+
+@pytest.mark.nightly
+def test_a_captured_step_with_a_rank_without_a_head_computes_what_one_device_does():
+    on_three_ranks()

@@ -123,6 +123,19 @@ def test_what_fits_whole_stays_whole_and_what_the_loss_does_not_use_is_cut():
     assert found == {"up": P(), "down": P(), "unused": P("tp")}
 
 
+@pytest.mark.parametrize("kept", ["up", "unused"])
+@pytest.mark.parametrize("labels", ["tree", "function"])
+def test_states_count_by_the_label_of_their_leaf(labels, kept):
+    named = {name: "adam" if name == kept else "plain" for name in MLP}
+    rules = {"adam": optim.adamw(0.1), "plain": optim.sgd(0.1)}
+    tx = optim.multi_transform(rules, named if labels == "tree" else lambda params: named)
+    halves = sum(4 * x.numel() * (3 if name == kept else 1) for name, x in MLP.items()) // 2
+    with pytest.raises(ValueError, match="holds at least") as error:
+        sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), optimizer=tx, memory=1000)
+    found = re.search(r"at least (\d+)", str(error.value))
+    assert found is not None and halves <= int(found[1]) <= halves + 50  # and counts of steps
+
+
 def test_states_of_the_optimizer_count():
     whole = sum(4 * x.numel() for x in MLP.values())
     assert sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), memory=whole)["up"] == P()

@@ -1,0 +1,290 @@
+"""Writes of a captured forward, replaced by operations that return new values: functionalisation of a graph.
+
+A tensor and its views share memory. A write to one of them becomes an operation that returns the new value, which is
+put back into the tensor that it is a view of, and so on up to the one that owns the memory. Views that are used later
+are taken again, from there:
+
+    v = x[:, 1:]             v  = x[:, 1:]
+    v.add_(1)                v' = v + 1;  x' = slice_scatter(x, v', 1, 1)
+    y = x.sum()              y  = x'.sum()
+
+PyTorch does the same while it traces (https://dev-discuss.pytorch.org/t/functionalization-in-pytorch-2/965, 2022). Here
+it is a pass, so that lines, loops and sections stay beside the operations.
+"""
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node, map_arg
+
+from ._loops import loop_input
+from ._op import by_identity
+from ._ops import known_op
+from ._values import where_of
+
+_ATEN = torch.ops.aten
+_REMEDY = "write to a clone(), or use the operation that returns a new value"
+
+
+def without_writes(gm: GraphModule) -> Iterator[str]:
+    """Replaces the writes of a captured forward; see above. Yields those that it cannot replace, with a remedy."""
+    walk = _Walk(gm)
+    for node in list(gm.graph.nodes):
+        reason = walk.visit(node)
+        if reason:
+            yield f"{where_of(node) or 'a line unknown'}: {node.target} {reason}"
+    for node in reversed(walk.replaced):
+        gm.graph.erase_node(node)
+
+
+class _Walk:
+    """Goes through a graph in order, and knows the value that each tensor has by now.
+
+    Attributes:
+        replaced: the writes, which nobody uses any more.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.replaced: list[Node] = []
+        self._gm = gm
+        self._parents: dict[Node, Node] = {}  # of a view, what it is a view of
+        self._written: dict[Node, Node] = {}  # of a write, the tensor that it returns
+        self._values: dict[Node, Node] = {}
+        self._counts: dict[Node, int] = {}  # of the owner of memory, the writes to it
+        self._seen: dict[Node, int] = {}  # of a view, how many of them its value has seen
+        self._differentiated: set[Node] = set()
+        self._unclear = False  # a gradient that a detached view has got is lost where it is taken again
+
+    def visit(self, node: Node) -> str:
+        """Takes the next operation; returns the reason why it cannot replace its write, or ""."""
+        called = node.op == "call_function"
+        at = viewed(node.target) if called else None
+        parent = None if at is None else self._tensor(node.args[at])
+        written = self._tensor(node.args[0]) if called and known_op(node.target).writes else None
+        for given in list(node.all_input_nodes):
+            now = self._value(given, node)
+            if now is not given:
+                node.replace_input_with(given, now)
+        if self._unclear:
+            return f"takes a detached view that was written, as was what it is a view of; {_REMEDY}"
+        if written is not None:
+            found = functional(node)
+            if found is None:
+                return f"writes to a value; {_REMEDY.split(', or ')[1]}"
+            if viewed(found) is None:
+                return self._write(node, written, found)
+            node.target, parent = found, written  # `t_()`, which only looks otherwise at the same memory
+        if parent is not None and (node.target is not operator.getitem or parent in self._parents):
+            self._parents[node] = parent
+            self._seen[node] = self._counts.get(self._owner(node), 0)
+        self._note(node)
+        return ""
+
+    def _tensor(self, node: Any) -> Node:
+        return self._written.get(node, node)
+
+    def _owner(self, tensor: Node) -> Node:
+        while tensor in self._parents:
+            tensor = self._parents[tensor]
+        return tensor
+
+    def _value(self, node: Node, user: Node) -> Node:
+        """The value of a tensor where `user` stands."""
+        tensor = self._tensor(node)
+        count = self._counts.get(self._owner(tensor), 0)
+        if tensor in self._parents and self._seen[tensor] != count:
+            parent = self._value(self._parents[tensor], user)
+            self._unclear |= tensor.target is _ATEN.detach.default and self._values.get(tensor) in self._differentiated
+            target: Any = _ATEN.reshape.default if tensor.target in _RESHAPES else tensor.target
+            args = map_arg(tensor.args, lambda n: parent)
+            self._values[tensor] = self._call(user, tensor, target, args, dict(tensor.kwargs))
+            self._seen[tensor] = count
+        return self._values.get(tensor, tensor)
+
+    def _write(self, node: Node, tensor: Node, target: Any) -> str:
+        reason = self._refused(node, tensor)
+        if reason:
+            return reason
+        if target is _ATEN.copy.default:
+            new = self._copied(node)
+        else:
+            new = self._call(node, node, target, node.args, dict(node.kwargs))
+        dtype = tensor.meta["val"].dtype
+        if new.meta["val"].dtype != dtype:  # of a comparison, say, or of what was copied
+            new = self._call(node, node, _ATEN._to_copy.default, (new,), {"dtype": dtype})
+        self._store(node, tensor, new)
+        self._written[node] = tensor
+        self.replaced.append(node)
+        return ""
+
+    def _copied(self, node: Node) -> Node:
+        """The value that `x.copy_(y)` writes; torch does not differentiate the functional `copy`."""
+        like = node.meta["val"]
+        new = self._call(node, node, _ATEN.expand.default, (node.args[1], list(like.shape)))
+        return self._call(node, node, _ATEN.detach.default, (new,)) if node.meta.get("no_grad") else new
+
+    def _store(self, node: Node, tensor: Node, value: Node) -> None:
+        """Gives a tensor a new value, and with it what it is a view of."""
+        if tensor not in self._parents:
+            self._counts[tensor] = self._counts.get(tensor, 0) + 1
+        else:
+            source = self._source(tensor)
+            whole = self._value(source, node)
+            target, *rest = put_back(tensor, whole)  # pyright: ignore[reportGeneralTypeIssues]
+            scatters = target in _SCATTERS
+            args = (whole, value, *rest) if scatters else (value, *rest)
+            self._store(node, source, self._call(node, node, target, args))
+            self._seen[tensor] = self._counts[self._owner(tensor)]
+        self._values[tensor] = value
+
+    def _source(self, view: Node) -> Node:
+        """The tensor that it is a view of; a part of a split is one of what was split."""
+        parent = self._parents[view]
+        return self._parents[parent] if view.target is operator.getitem else parent
+
+    def _refused(self, node: Node, tensor: Node) -> str:
+        owner, views = self._owner(tensor), []
+        while tensor in self._parents:
+            views.append(tensor)
+            tensor = self._source(tensor)
+        if owner.op != "call_function":
+            return f"writes to an argument of the loss, or to a constant that it closes over; {_REMEDY}"
+        if owner.target is loop_input or any(x.meta.get("loop") is not node.meta.get("loop") for x in (owner, *views)):
+            return "in a scan writes to a value from outside; return it in the carry"
+        for view in views:
+            if put_back(view, self._source(view)) is None:
+                return f"writes through a view of another kind ({view.target}); {_REMEDY}"
+        unseen = node.meta.get("no_grad") or any(x.target is _ATEN.detach.default for x in views)
+        if unseen and self._values.get(owner, owner) in self._differentiated:
+            return (
+                "writes to a value that is differentiated, where autograd does not see it (under no_grad, or through"
+                " detach()); use the operation that returns a new value"
+            )
+        return ""
+
+    def _call(self, user: Node, like: Node, target: Any, args: Any, kwargs: dict[str, Any] | None = None) -> Node:
+        """A new operation before `user`, beside which stands what stands beside `like`."""
+        with self._gm.graph.inserting_before(user):
+            new = self._gm.graph.call_function(target, tuple(args), kwargs or {})
+        new.meta = dict(like.meta)
+        if like.meta.get("loop") is user.meta.get("loop"):
+            new.meta["section"] = user.meta.get("section")
+        given, named = map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
+        new.meta["val"] = target(*given, **named)
+        self._note(new)
+        return new
+
+    def _note(self, node: Node) -> None:
+        """Notes whether a gradient may arrive."""
+        if node.op == "get_attr":
+            able = operator.attrgetter(str(node.target))(self._gm).requires_grad
+        else:
+            able = node.op == "placeholder" or any(x in self._differentiated for x in node.all_input_nodes)
+        val = node.meta.get("val")
+        floats = not isinstance(val, Tensor) or val.is_floating_point() or val.is_complex()
+        if able and floats and not node.meta.get("no_grad") and node.target is not _ATEN.detach.default:
+            self._differentiated.add(node)
+
+
+@by_identity
+def viewed(target: Any) -> int | None:
+    """The argument of which the results of an op are views; None: they are not."""
+    row = known_op(target)
+    if row.views is not None or row.writes:
+        return row.views
+    if target is operator.getitem:
+        return 0
+    schema = getattr(target, "_schema", None)
+    if schema is None or not any(r.alias_info is not None for r in schema.returns):
+        return None
+    return next(i for i, a in enumerate(schema.arguments) if a.alias_info is not None)
+
+
+def functional(node: Node) -> Any:
+    """The op that returns what this one writes; None: there is not one."""
+    found, val = _returning(node.target), node.meta.get("val")
+    if found is None or not isinstance(node.args[0], Node) or not isinstance(val, Tensor):
+        return None
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    made = found(*args, **kwargs)
+    same = isinstance(made, Tensor) and made.shape == val.shape
+    return found if same and len(known_op(node.target).writes) == 1 else None
+
+
+@by_identity
+def _returning(target: Any) -> Any:
+    """The overload that takes the same arguments, and writes nothing."""
+    name = str(target.overloadpacket).removeprefix("aten.")
+    base = getattr(_ATEN, name.removesuffix("_"), None) if name.endswith("_") else None
+    overloads = [] if base is None else [getattr(base, x) for x in base.overloads()]
+    return next((x for x in overloads if _takes(x) == _takes(target)), None)
+
+
+def _takes(target: Any) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in target._schema.arguments]
+
+
+# Of a view, the op and the further arguments that put its value back into what it is a view of.
+
+_RESHAPES = {_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default}
+_SCATTERS = {_ATEN.slice_scatter.default, _ATEN.select_scatter.default, _ATEN.diagonal_scatter.default}
+
+
+def put_back(view: Node, whole: Node) -> tuple[Any, ...] | None:
+    """An op and its further arguments: of the whole and the value if it is a scatter, else of the value alone."""
+    packet = getattr(view.target, "overloadpacket", view.target)
+    found = _PUT_BACK.get(packet)
+    if found is None or view.target is _ATEN.view.dtype:
+        return None
+    return found(view, whole.meta["val"].shape)
+
+
+def _reshaped(view: Node, shape: torch.Size) -> tuple[Any, ...] | None:
+    repeats = view.meta["val"].numel() != shape.numel()  # an expand, of which elements share memory
+    return None if repeats else (_ATEN.reshape.default, list(shape))
+
+
+def _permuted(view: Node, shape: torch.Size) -> tuple[Any, ...]:
+    order = [d % len(shape) for d in view.args[1]]  # pyright: ignore
+    return _ATEN.permute.default, [order.index(d) for d in range(len(shape))]
+
+
+def _sliced(view: Node, shape: torch.Size) -> tuple[Any, ...]:
+    given = dict(zip(("dim", "start", "end", "step"), view.args[1:], strict=False)) | view.kwargs
+    if view.meta["val"].shape == shape:
+        return (_ATEN.alias.default,)
+    named = given.get("dim", 0), given.get("start"), given.get("end"), given.get("step", 1)
+    return _ATEN.slice_scatter.default, *named
+
+
+def _part(view: Node, shape: torch.Size) -> tuple[Any, ...] | None:
+    """One of the results of `split` or `unbind`."""
+    del shape
+    source, at = view.args
+    packet = getattr(source.target, "overloadpacket", None)  # pyright: ignore
+    given = dict(zip(("sizes", "dim"), source.args[1:], strict=False)) | source.kwargs  # pyright: ignore
+    if packet is _ATEN.unbind:
+        return _ATEN.select_scatter.default, given.get("sizes", given.get("dim", 0)), at
+    if packet not in (_ATEN.split, _ATEN.split_with_sizes):
+        return None
+    dim = given.get("dim", 0)
+    start = sum(x.shape[dim] for x in source.meta["val"][:at])  # pyright: ignore
+    return _ATEN.slice_scatter.default, dim, start, start + view.meta["val"].shape[dim], 1
+
+
+_PUT_BACK: dict[Any, Callable[[Node, torch.Size], tuple[Any, ...] | None]] = {
+    **dict.fromkeys((_ATEN.view, _ATEN._unsafe_view, _ATEN.reshape), _reshaped),
+    **dict.fromkeys((_ATEN.unsqueeze, _ATEN.squeeze, _ATEN.expand), _reshaped),
+    **dict.fromkeys((_ATEN.alias, _ATEN.lift_fresh), lambda view, shape: (_ATEN.alias.default,)),
+    _ATEN.detach: lambda view, shape: (_ATEN.detach.default,),
+    _ATEN.t: lambda view, shape: (_ATEN.t.default,),
+    _ATEN.transpose: lambda view, shape: (_ATEN.transpose.int, *view.args[1:]),
+    _ATEN.permute: _permuted,
+    _ATEN.select: lambda view, shape: (_ATEN.select_scatter.default, *view.args[1:]),
+    _ATEN.slice: _sliced,
+    _ATEN.diagonal: lambda view, shape: (_ATEN.diagonal_scatter.default, *view.args[1:]),
+    operator.getitem: _part,
+}
