@@ -46,6 +46,7 @@ from shardfn.engine import (
     comms_of,
     compare_first_batch,
     compare_first_step,
+    cut_ahead,
     describe_batch,
     describe_rows,
     drawn,
@@ -274,7 +275,7 @@ class ShardedStep(Transform):
         check_scale(given, self._loss_scale)
         describe_batch(batch, self._planner.batch, self.mesh)
         keys = () if self._key is None else (self._key,)
-        return plan, given, abstract_leaves((batch, *keys), self.mesh.device)
+        return plan, given, abstract_leaves((cut_ahead(self._parts.loss, batch), *keys), self.mesh.device)
 
     def _eager(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> StepCall:
         return StepCall(lambda comms, agreed: run_eager(self._parts, plan, comms, state, args, agreed.even))
@@ -297,7 +298,7 @@ class ShardedStep(Transform):
             check_has_values(batch, self.mesh.device)
             kept = (state.opt_state, state.model_state) if self._parts.has_state else state.opt_state
             constant = self._agreement.constant(plan, kept)
-            args = self._args_of(state, batch)
+            args = self._args_of(state, cut_ahead(self._parts.loss, batch))
             check_scale(state, self._loss_scale)
             check_kept(state.model_state, self._state_specs, has_state=self._parts.has_state)
             if only is not None and (signature(plan, args), shapes_of(state.model_state)) != only:

@@ -284,7 +284,7 @@ MISTAKES: dict[str, Mistake] = {
         lambda: run(batch={"x": torch.ones(0, 3)}), ValueError, "batch['x'] of shape (0, 3)", "drop_last=True"
     ),
     "rows that microbatches do not divide": Mistake(
-        lambda: run(sf.accumulate(loss_of, 3)), ValueError, "batch['x'] has 4 rows", "use a divisor"
+        lambda: run(sf.accumulate(loss_of, 3)), ValueError, "batch['x'] has 2 rows", "a divisor"
     ),
 }  # fmt: skip
 # What is told of an argument alone, as on one rank.
