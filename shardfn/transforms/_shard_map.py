@@ -54,7 +54,8 @@ def shard_map(
             out = f(blocks) if given is not args else f(*blocks)
             leaves, treedef = tree_flatten(out)
             specs = broadcast_prefix(out_specs, out, is_spec, names=("out_specs", "result"))
-            return tree_unflatten(treedef, [_leave(x, s, on) for x, s in zip(leaves, specs, strict=True)])
+            names = tree_paths(out, "result")
+            return tree_unflatten(treedef, [_leave(x, s, n, on) for x, s, n in zip(leaves, specs, names, strict=True)])
 
     return mapped
 
@@ -74,9 +75,13 @@ def _enter(x: Any, spec: P, name: str, mesh: Mesh) -> Any:
     return varying(x, mesh.axis_names, spec)
 
 
-def _leave(x: Any, spec: P, mesh: Mesh) -> Any:
+def _leave(x: Any, spec: P, name: str, mesh: Mesh) -> Any:
     if not isinstance(x, Tensor):
         return x
+    if len(spec) > x.ndim:
+        raise ValueError(
+            f"{name} of shape {tuple(x.shape)} has spec {spec!r} in out_specs, which has more entries than it has dims."
+        )
     for dim in range(len(spec)):
         # The minor axis first: it cut what the major one had left.
         for axis in reversed(mesh.axes(spec.dim_axes(dim))):

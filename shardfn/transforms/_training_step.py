@@ -54,6 +54,7 @@ from shardfn.engine import (
     global_mean,
     in_phase,
     losing_no_peer,
+    naming_unequal,
     num_microbatches,
     pure_step,
     rescaled,
@@ -312,7 +313,8 @@ class ShardedStep(Transform):
         check_has_rows(batch, even=agreed.even)
         # All ranks have begun this step, and so have committed the one before.
         forget(plan)
-        with bind_mesh(self.mesh), losing_no_peer(comms):
+        unequal = naming_unequal(batch, self._planner.batch, self.mesh, agreed.sizes)
+        with unequal, bind_mesh(self.mesh), losing_no_peer(comms):
             compare_first_batch(plan, batch, comms.control)
             new, metrics = call.run(comms, agreed)
         if self._loss_scale is not None:
