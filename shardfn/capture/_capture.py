@@ -11,6 +11,7 @@ import gc
 import linecache
 import pathlib
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -38,6 +39,8 @@ _PACKAGE = pathlib.Path(__file__).parents[1]
 # Rooms whose lines are the model's own, as a user's would be.
 _MODELS = str(_PACKAGE / "models")
 _PLUMBING = tuple(str(pathlib.Path(str(m.__file__)).parent) for m in (torch, jaxtyping, optree))
+# Where libraries are, whose lines no user changes.
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _SKIP = (str(_PACKAGE), *_PLUMBING, "<", contextlib.__file__, functools.__file__)
 
 
@@ -75,14 +78,19 @@ class Recorder:
         del node
 
     def line(self) -> str | None:
-        """The innermost line of the user's code that is running."""
+        """The innermost line of the user's code that is running; of a library's, also the line that called it."""
         frame: FrameType | None = sys._getframe(1)
+        inner = ""
         while frame is not None and frame is not self._top:
             name = frame.f_code.co_filename
-            if _is_users(name):
-                return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+            own = not name.startswith(_INSTALLED)
+            if _is_users(name) and (own or not inner):
+                line = f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+                if own:
+                    return f"{inner}, called at {line}" if inner else line
+                inner = line
             frame = frame.f_back
-        return None
+        return inner or None
 
     @contextlib.contextmanager
     def below(self) -> Iterator[None]:

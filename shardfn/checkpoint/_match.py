@@ -5,6 +5,7 @@ params['blocks']['w']    [L, a, b]    params['blocks'][0]['w'], ... of shape [a,
 params['blocks'][3]['w'] [a, b]       params['blocks']['w'] of shape [L, a, b]: row 3
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -138,6 +139,49 @@ def keeping(rename: Rename | None, keep: Sequence[str]) -> Rename | None:
     if not keep:
         return rename
     return lambda path: None if path.startswith(tuple(keep)) else path if rename is None else rename(path)
+
+
+def remedy(
+    targets: Sequence[Target], sources: Sequence[Source | None], manifest: Manifest, at: str, but: Recuts
+) -> str:
+    """How to read a checkpoint whose leaves are not those of the tree: the arguments of `restore` that do it.
+
+    Args:
+        targets: the leaves of the tree.
+        sources: as `matched` found them.
+        manifest: of the checkpoint.
+        at: what the paths of the tree begin with.
+        but: leaves that are none of its business.
+    """
+    used = but.paths.union(path for x in sources if x is not None for path in x.paths)
+    extra = [p for p in manifest.leaves if p not in used and p.startswith(at)]
+    pairs = zip(targets, sources, strict=True)
+    missing = [t.path for i, (t, x) in enumerate(pairs) if x is None and i not in but.at]
+    moved = _moved(missing, set(extra))
+    if moved is not None:
+        old, new = moved
+        return (
+            f" The leaves that are missing are there under another path, since the tree is built otherwise; read them"
+            f" from there: restore(..., rename=lambda path: path.replace({old!r}, {new!r}, 1))."
+        )
+    if not missing and not extra:
+        return ""
+    return (
+        " Leaves of another path are read by restore(..., rename=), a function from a path of the tree to one of the"
+        " checkpoint. Leaves that only one side has are passed over by restore(..., partial=True), and those of the"
+        " tree then stay as they are."
+    )
+
+
+def _moved(missing: Sequence[str], extra: set[str]) -> tuple[str, str] | None:
+    """The beginnings of paths, here and in the checkpoint, by which all missing leaves are found; None if none are."""
+    for other in sorted(extra) if missing else ():
+        pairs = zip(reversed(missing[0]), reversed(other), strict=False)
+        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        old, new = missing[0][: len(missing[0]) - same], other[: len(other) - same]
+        if old and all(p.startswith(old) and new + p.removeprefix(old) in extra for p in missing):
+            return old, new
+    return None
 
 
 def is_lossless(src: torch.dtype, dst: torch.dtype) -> bool:

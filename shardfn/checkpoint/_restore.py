@@ -26,7 +26,7 @@ from shardfn.state import check_alive
 
 from ._contents import mesh_of
 from ._located import check_directory, located
-from ._match import Rename, Source, Target, keeping, matched
+from ._match import Rename, Source, Target, keeping, matched, remedy
 from ._place import read_manifest
 from ._read import BoxReader, ChunkReader
 from ._recut import recut
@@ -137,8 +137,9 @@ def restore(
         recuts = recut(like, targets, manifest, keeping(rename, kept))
         sources, problems = matched(targets, manifest, at, rename, partial=partial, cast=cast, but=recuts, keep=kept)
         problems += recuts.problems
+        how = remedy(targets, sources, manifest, at, recuts) if problems and rename is None and not partial else ""
         problems = problems or nowhere(targets, leaves, sources, pool, recuts.at)
-        raise_all(ValueError, f"the checkpoint {place} does not fit:", problems)
+        raise_all(ValueError, f"the checkpoint {place} does not fit.{how} They differ in:", problems)
     agree_on_step(comms.control, "checkpoint.restore", (f"{place.name}, step {manifest.step}", ()))
     with losing_no_peer(comms), torch.no_grad(), ChunkReader(place, manifest) as reader:
         out = read_all(

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from shardfn import optim
-from shardfn.core import P, deferred, key, make_mesh, tree_map
+from shardfn.core import P, Policy, deferred, key, make_mesh, tree_map
 from shardfn.models import gpt
-from shardfn.transforms import accumulate, remat, sharded_step
+from shardfn.transforms import accumulate, mixed_precision, remat, sharded_step
 
 from ._states import Setup
 
@@ -71,25 +71,33 @@ def _step(setup: Setup):
     loss = functools.partial(gpt.loss, setup.config, **({"wrap": remat} if setup.remat else {}))
     if setup.accumulate > 1:
         loss = accumulate(loss, setup.accumulate)
+    if _is_narrow(setup):
+        dtype = getattr(torch, setup.bytes_of.dtype)
+        scale = optim.dynamic_loss_scale() if dtype == torch.float16 else None
+        loss = mixed_precision(loss, Policy(dtype, dtype, reduce=dtype, accum=dtype), scale)
     mesh = make_mesh(setup.mesh, device="cpu", abstract=True)
     return sharded_step(loss, optim.adamw(1e-4), mesh=mesh, batch=P("dp"), zero=setup.zero)
 
 
 def _inputs(setup: Setup) -> tuple[object, dict[str, torch.Tensor]]:
     """The parameters and the batch, as tensors without data."""
-    dtype = getattr(torch, setup.bytes_of.dtype)
     with deferred():
         draws = gpt.init(setup.config, key(0))
-    params = tree_map(lambda draw: torch.empty(draw.shape, dtype=dtype, device="meta"), draws)
+    params = tree_map(lambda draw: torch.empty(draw.shape, dtype=torch.float32, device="meta"), draws)
     tokens = torch.empty((setup.batch, setup.seq + 1), dtype=torch.int64, device="meta")
     return params, {"tokens": tokens}
 
 
 def _notes(setup: Setup) -> tuple[str, ...]:
     notes = ["Captured: dropout is off, and times are at the device's full rates, without --efficiency."]
-    if setup.bytes_of.optimizer == 12:
+    if _is_narrow(setup):
         notes.append(
-            f"Captured: `optim.adamw` on {setup.bytes_of.dtype} parameters, whose state is mu and nu of that dtype;"
-            " there is no float32 master copy in it."
+            f"Captured: `optim.adamw` under a policy that keeps parameters and gradients in {setup.bytes_of.dtype}, and"
+            " float32 master copies, mu and nu in the optimizer's state."
         )
     return tuple(notes)
+
+
+def _is_narrow(setup: Setup) -> bool:
+    """Whether parameters are narrower than the optimizer's copies of them."""
+    return setup.bytes_of.dtype != "float32"

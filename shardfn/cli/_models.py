@@ -13,6 +13,7 @@ from shardfn.models import gpt
 
 _SWITCHES = ("tie_embeddings", "bias", "stacked", "embedding_norm")
 _WORDS = ("norm", "mlp", "position")
+_LITERALS = {"true": True, "false": False, "none": None}
 _OPTIONAL = ("num_kv_heads", "d_ff")
 
 
@@ -40,6 +41,8 @@ def parse_model(text: str) -> gpt.Config:
     Example:
         >>> parse_model("gpt2").num_layers, parse_model("gpt2:num_layers=2").num_layers
         (12, 2)
+        >>> parse_model("gpt2:bias=false").bias
+        False
     """
     name, _, rest = text.partition(":")
     path = pathlib.Path(name.strip())
@@ -91,6 +94,8 @@ def _parse_fields(text: str) -> dict[str, Any]:
 
 
 def _value(word: str) -> Any:
+    if word.lower() in _LITERALS:
+        return _LITERALS[word.lower()]
     try:
         return ast.literal_eval(word)
     except (ValueError, SyntaxError):

@@ -11,7 +11,7 @@ from ._plan import JobPlan
 from ._search import Found
 from ._states import Setup
 from ._time import PlannedTransfer
-from ._units import gb, gib, seconds
+from ._units import count, gb, gib, seconds
 
 _KINDS = {
     "params": "this rank's pieces of the parameters",
@@ -34,7 +34,7 @@ def plan_text(p: JobPlan, exact: Exact | None = None) -> str:
         f"**{p.verdict}.** Step {seconds(p.cost.seconds)}, {p.cost.tokens_per_second:,.0f} tokens/s,"
         f" MFU {p.cost.mfu:.1%}; {p.cost.dominates} dominates.",
         "",
-        f"{p.num_params / 1e9:,.3f}e9 parameters; mesh {mesh}; ZeRO stage {s.zero.stage}; {s.precision};"
+        f"{count(p.num_params)} parameters; mesh {mesh}; ZeRO stage {s.zero.stage}; {s.precision};"
         f" {s.batch} x {s.seq} tokens a rank and step in {s.accumulate} microbatch{'es' * (s.accumulate > 1)};"
         f" remat {'on' if s.remat else 'off'}; global batch {s.tokens:,} tokens.",
     ]

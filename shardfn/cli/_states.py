@@ -216,7 +216,8 @@ def _layout(
     def layout(size: torch.Size, compute: P) -> LeafLayout:
         return leaf_layout("", size, dtype, compute, zero=zero, mesh=mesh, batch_axes=axes, trainable=True)
 
-    parts = _leaves(dataclasses.replace(config, num_layers=1))
+    # Layers of a stack are cut, gathered and reduced one by one, as those of a list are.
+    parts = _leaves(dataclasses.replace(config, num_layers=1, stacked=False))
     cut = mesh.axis_size("tp") > 1
     before, block, after = ([layout(size, spec if cut else P()) for size, spec in part] for part in parts)
     return before, block * num_layers, after

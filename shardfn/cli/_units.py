@@ -1,12 +1,14 @@
 """Numbers as text: GiB are 2^30 bytes, GB are 10^9."""
 
+import math
+
 
 def gib(nbytes: float) -> str:
     """Bytes in GiB, to at least three figures.
 
     Example:
-        >>> gib(3 << 30), gib(80 << 30)
-        ('3.000', '80.00')
+        >>> gib(3 << 30), gib(80 << 30), gib(1 << 20)
+        ('3.000', '80.00', '0.000977')
     """
     return _number(nbytes / 2**30)
 
@@ -14,6 +16,16 @@ def gib(nbytes: float) -> str:
 def gb(nbytes: float) -> str:
     """Bytes in GB, to at least three figures."""
     return _number(nbytes / 1e9)
+
+
+def count(n: int) -> str:
+    """A number of parameters.
+
+    Example:
+        >>> count(106_816), count(7_500_000_000)
+        ('106,816', '7.500e9')
+    """
+    return f"{n / 1e9:,.3f}e9" if n >= 10**8 else f"{n:,}"
 
 
 def seconds(t: float) -> str:
@@ -27,4 +39,6 @@ def seconds(t: float) -> str:
 
 
 def _number(x: float) -> str:
+    if 0 < x < 0.1:
+        return f"{x:.{2 - math.floor(math.log10(x))}f}"
     return f"{x:.3f}" if x < 10 else f"{x:,.2f}"

@@ -22,7 +22,7 @@ from ._rounds import Rounds
 # Seconds to wait for others to report a failure; and in which one that waited, too, is woken and reports it.
 GRACE, WAKING = 3.0, 1.0
 # Lines of what a rank passes that an error shows.
-_SHOWN = 20
+_SHOWN = 12
 
 
 class Constant(NamedTuple):
@@ -48,10 +48,12 @@ class Agreed(NamedTuple):
     Attributes:
         even: whether all passed the same sizes.
         known: whether all know already what the call learns at first: where sizes are the same, and where they are not.
+        sizes: those of each rank, where they differ.
     """
 
     even: bool = True
     known: tuple[bool, bool] = (True, True)
+    sizes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def ready(self) -> bool:
@@ -117,6 +119,7 @@ class Control:
         constant: Constant | None = None,
         sizes: tuple[int, ...] = (),
         known: tuple[bool, bool] = (True, True),
+        remedy: Callable[[list[str]], str] = lambda texts: "",
     ) -> Agreed:
         """Raises the same error on all ranks unless all pass the same texts; one exchange if they do.
 
@@ -126,6 +129,7 @@ class Control:
             constant: what else must be the same.
             sizes: what may differ.
             known: what this rank knows; see `Agreed`. It may differ.
+            remedy: from the texts of all ranks to further lines of the error.
 
         Returns:
             In what ranks differ that may differ.
@@ -148,10 +152,11 @@ class Control:
             told = [(f"{text}\n{rest}", code) for (text, code), rest in zip(told, rests, strict=True)]
         texts = [text for text, _ in told]
         if len(set(texts)) > 1:
-            raise RankError(f"ranks disagree on {what}:\n" + _differences(texts))
-        even = len({sizes for *_, sizes, _ in rows}) == 1
+            raise RankError(f"ranks disagree on {what}:\n" + _differences(texts) + remedy(texts))
+        passed = tuple(sizes for *_, sizes, _ in rows)
+        even = len(set(passed)) == 1
         at_even, at_uneven = (all(flags) for flags in zip(*(known for *_, known in rows), strict=True))
-        return Agreed(even, (at_even, at_uneven))
+        return Agreed(even, (at_even, at_uneven), () if even else passed)
 
     def share(self) -> None:
         """Lets rounds of ranks of one host go through memory from now on. Collective, after an agreement."""
@@ -298,11 +303,27 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _differences(texts: list[str]) -> str:
-    lines = [t.splitlines() for t in texts]
+    """What each rank has that the others lack; of ranks that are at different calls, the calls alone."""
+    lines = [t.splitlines() or [""] for t in texts]
+    if len({mine[0] for mine in lines}) > 1:  # an error has several lines
+        lines = [mine if mine[0].startswith("raised ") else mine[:1] for mine in lines]
     same = set(lines[0]).intersection(*lines[1:])
+    facts = [{_fact(line) for line in mine} for mine in lines]
     out = []
     for rank, mine in enumerate(lines):
-        own = [line for line in mine if line not in same] or ["(nothing that the others lack)"]
+        own = [line for line in mine if line not in same]
+        # An optimizer that is built otherwise has most facts of the other's, at other places.
+        apart = [line for line in own if not all(_fact(line) in theirs for theirs in facts)]
+        once: dict[Any, str] = {}
+        for line in apart or own:
+            once.setdefault(_fact(line), line)
+        own = [*once.values()] or ["(nothing that the others lack)"]
         own = [*own[:_SHOWN], *([f"... and {len(own) - _SHOWN} lines more"] if len(own) > _SHOWN else [])]
         out.append("\n".join(f"  - rank {rank}: {line}" for line in own))
     return "\n".join(out)
+
+
+def _fact(line: str) -> tuple[str, str]:
+    """A line without the path that leads to its name."""
+    path, equals, value = line.partition(" = ") if " = " in line else line.partition(": ")
+    return (path.rpartition(".")[2], value) if equals else (line, "")

@@ -5,7 +5,7 @@ is compared once, after the capture.
 """
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -140,9 +140,10 @@ class TracedControl:
         constant: Constant | None = None,
         sizes: tuple[int, ...] = (),
         known: tuple[bool, bool] = (True, True),
+        remedy: Callable[[list[str]], str] | None = None,
     ) -> Agreed:
         """Agrees."""
-        del what, text, constant, sizes
+        del what, text, constant, sizes, remedy
         return Agreed(True, known)
 
     def begin(self, call: str) -> None:

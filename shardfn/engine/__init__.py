@@ -1,7 +1,13 @@
 """The engine of a step: plan, gathers, reductions, update, schedule, agreement; eager, captured and pure."""
 
 from ._abstract import abstract_leaves as abstract_leaves, is_abstract as is_abstract
-from ._accumulated import Accumulated as Accumulated, fold as fold, num_microbatches as num_microbatches
+from ._accumulated import (
+    Accumulated as Accumulated,
+    Split as Split,
+    cut_ahead as cut_ahead,
+    fold as fold,
+    num_microbatches as num_microbatches,
+)
 from ._agreement import Agreement as Agreement
 from ._backward import run_forward as run_forward
 from ._callable import check_loss as check_loss, function_name as function_name
@@ -19,7 +25,7 @@ from ._constant import describe_function as describe_function, describe_step as 
 from ._crossed import crossed as crossed
 from ._descends import check_descends as check_descends, check_leaves_descend as check_leaves_descend
 from ._eager_step import run_eager as run_eager
-from ._evaluation import evaluation as evaluation, num_rows as num_rows, one_row as one_row
+from ._evaluation import evaluation as evaluation, has_rows as has_rows, one_row as one_row
 from ._evaluation import without_values as without_values
 from ._first import abstract_params as abstract_params, abstract_state as abstract_state, drawn as drawn
 from ._first import first_params as first_params, first_state as first_state, own_blocks as own_blocks
@@ -67,5 +73,6 @@ from ._traced_function import FunctionProgram as FunctionProgram, capture_functi
 from ._traced_function import tensors_of as tensors_of
 from ._transit import Request as Request, Transit as Transit, is_followed as is_followed
 from ._two_dtypes import naming_batch as naming_batch
+from ._unequal import naming_unequal as naming_unequal
 from ._unwrap import Unwrapped as Unwrapped, check_state as check_state, unwrap as unwrap
 from ._update import decided_on as decided_on

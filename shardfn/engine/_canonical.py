@@ -134,8 +134,16 @@ def describe_rows(plan: Plan, batch: PyTree) -> tuple[str, tuple[int, ...]]:
     chunks = plan.chunks
     if chunks is None or not chunks.num:
         return text, sizes
-    uneven = [f"{path} has {n} rows" for path, n in _rows(plan, batch) if n % chunks.num]
+    rows = _rows(plan, batch)
+    uneven = [f"{path} has {n} rows" for path, n in rows if n % chunks.num]
     raise_all(ValueError, f"{_told(chunks)}; pass a multiple:", uneven)
+    if len({n for _, n in rows}) > 1:
+        raise_all(
+            ValueError,
+            f"{_told(chunks)}, and the leaves of the batch have different numbers of rows; give each leaf one entry for"
+            " a row:",
+            [f"{path} has {n} rows" for path, n in rows],
+        )
     return text, tuple(n // chunks.num for n in sizes)
 
 

@@ -27,6 +27,7 @@ from shardfn.core import (
 )
 
 from ._no_tensor import no_tensors
+from ._unequal import remedy_of_absent
 
 
 def is_spec(x: Any) -> bool:
@@ -243,7 +244,7 @@ def agree_on_step(
     """
     control.begin(what)
     lines = filter(None, (f"{what}\n{batch[0]}", chosen_channel()))
-    agreed = control.agree("what to run", "\n".join(lines), constant, batch[1], known)
+    agreed = control.agree("what to run", "\n".join(lines), constant, batch[1], known, remedy_of_absent)
     # All have chosen the same channel: that is among the lines.
     control.share()
     return agreed

@@ -27,11 +27,12 @@ def describe_function(loss: Unwrapped, name: str) -> list[str]:
     """
     lines = [f"torch {torch.__version__}", *_captured(loss.jitted)]
     around, inner = taken_over(loss.loss)
-    cuts = [x.num_microbatches for x in around if x.transform == "accumulate"]
+    cuts = [x for x in around if x.transform == "accumulate"]
     if loss.mixed is not None:
         lines += describe((loss.mixed.policy, loss.mixed.loss_scale), "mixed_precision")
     lines += [f"partition along {x.axes}" for x in around if x.transform == "partition"]
-    lines.append(f"accumulate {' x '.join(map(str, cuts))}" if cuts else "no accumulate")
+    told = [f"{x.num_microbatches}{'' if x.split is None else ' by split='}" for x in cuts]
+    lines.append(f"accumulate {' x '.join(told)}" if cuts else "no accumulate")
     return [*lines, *describe(inner, name, strangers=False)]
 
 

@@ -16,6 +16,7 @@ from shardfn.core import (
     raise_all,
     tree_leaves,
     tree_map,
+    tree_paths,
     tree_structure,
     tree_unflatten,
 )
@@ -48,27 +49,28 @@ def evaluation(loss: Loss, metrics: Metric | None, specs: PyTree, *, has_aux: bo
         state, batch, *key = args if has_state else ((), *args)
         if metrics is not None:
             found = (Mixed(metrics, loss.policy) if isinstance(loss, Mixed) else metrics)(params, batch)
-            return _sums(found, "what metrics= returns", num_rows(batch, specs))
+            return _sums(found, "what metrics= returns", batch, specs)
         with ModelState(state).through():
             out = loss(params, batch, *key)
         main, aux = out if has_aux else (out, {})
-        return _sums({"loss": main, **aux}, "the loss and its aux", num_rows(batch, specs))
+        return _sums({"loss": main, **aux}, "the loss and its aux", batch, specs)
 
     return sums
 
 
-def num_rows(batch: PyTree, specs: PyTree) -> int:
-    """Rows of this rank: of the first leaf whose rows are cut, else of the first that has rows; 1 where none has.
+def has_rows(batch: PyTree, specs: PyTree) -> bool:
+    """Whether this rank has a row: of a leaf whose rows are cut, else of the first that has rows; True where none has.
 
-    Raises:
-        ValueError: the leaves that are cut have different numbers of rows.
+    Leaves may have different numbers of rows, such as the patches of images.
     """
+    return max(_rows(batch, specs)) > 0
+
+
+def _rows(batch: PyTree, specs: PyTree) -> list[int]:
+    """The numbers of rows of the leaves that are cut."""
     leaves = tree_leaves(batch)
-    cut = _cuts_rows(batch, specs)
-    sizes = {x.shape[0] for x, c in zip(leaves, cut, strict=True) if c}
-    if len(sizes) > 1:
-        raise ValueError(f"the leaves of a batch have different numbers of rows: {sorted(sizes)}.")
-    return sizes.pop() if sizes else next((len(x) for x in leaves if isinstance(x, Tensor) and x.ndim), 1)
+    sizes = [x.shape[0] for x, c in zip(leaves, _cuts_rows(batch, specs), strict=True) if c]
+    return sizes or [next((len(x) for x in leaves if isinstance(x, Tensor) and x.ndim), 1)]
 
 
 def one_row(batch: PyTree, specs: PyTree, device: torch.device) -> PyTree:
@@ -91,10 +93,20 @@ def _cuts_rows(batch: PyTree, specs: PyTree) -> list[bool]:
     return [isinstance(x, Tensor) and x.ndim > 0 and bool(spec.dim_axes(0)) for x, spec in pairs]
 
 
-def _sums(found: Any, what: str, rows: int) -> dict[str, Tensor]:
+def _sums(found: Any, what: str, batch: PyTree, specs: PyTree) -> dict[str, Tensor]:
     if not isinstance(found, dict) or not found:
         raise TypeError(f"{what} must be a dict of scalars with a name each; got {type(found).__name__} {found!r}.")
-    pairs = {name: x if isinstance(x, WeightedMean) else WeightedMean(x, rows) for name, x in found.items()}
+    rows = {n for n in _rows(batch, specs) if n} or {0}
+    means = [name for name, x in found.items() if not isinstance(x, WeightedMean)]
+    if means and len(rows) > 1:
+        named = zip(tree_paths(batch, "batch"), tree_leaves(batch), _cuts_rows(batch, specs), strict=True)
+        raise_all(
+            ValueError,
+            f"{', '.join(map(repr, means))} is a mean over the rows of a batch, whose leaves have different numbers of"
+            " rows; return WeightedMean(total, weight) in its place:",
+            [f"{path} has {len(x)} rows" for path, x, cut in named if cut],
+        )
+    pairs = {name: WeightedMean(x, max(rows)) if name in means else x for name, x in found.items()}
     raise_all(
         ValueError,
         f"{what}: 0-d tensors, numbers or WeightedMeans of them are wanted; take a mean, or a total and its weight:",
@@ -105,5 +117,5 @@ def _sums(found: Any, what: str, rows: int) -> dict[str, Tensor]:
     for name, (total, weight) in pairs.items():
         row = [torch.as_tensor(x, device=device).detach().to(torch.float64) for x in (total, weight)]
         # A mean is made a total; a `WeightedMean` is one already.
-        out[name] = torch.stack(row if isinstance(found[name], WeightedMean) else [row[0] * row[1], row[1]])
+        out[name] = torch.stack([row[0] * row[1], row[1]] if name in means else row)
     return out

@@ -25,11 +25,13 @@ def no_tensors(tree: PyTree, name: str) -> list[str]:
     if _are_named(tree):
         return [f"{name} is a {type(tree).__name__} of pairs of a name and a tensor; write dict({name})"]
     told: dict[str, str] = {}
-    for path, x in zip(tree_paths(tree, name), tree_leaves(tree), strict=True):
+    named = list(zip(tree_paths(tree, name), tree_leaves(tree), strict=True))
+    mixed = {_INDICES.sub("", path) for path, x in named if not isinstance(x, int | float)}
+    for path, x in named:
         if isinstance(x, Tensor):
             continue
         of = _INDICES.sub("", path)
-        if isinstance(x, int | float) and of != path:
+        if isinstance(x, int | float) and of != path and of not in mixed:
             told.setdefault(of, f"{of} is a list of numbers ({path} is {a_kind(x)}); write torch.tensor({of})")
         else:
             told[path] = f"{path} is {a_kind(x)}{_remedy(path, x)}"

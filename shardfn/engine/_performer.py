@@ -26,6 +26,7 @@ from ._plan import Plan
 from ._profiled import named_range
 from ._reduce import Reducer
 from ._splice import taking_early
+from ._unequal import UnequalBatchesError
 
 
 class Performer:
@@ -118,7 +119,7 @@ class Performer:
         if value is not None and not (plan.compared or plan.captured):
             refuse_negative(value.weight)
         if not self._even and value is not None and value.weight is None and plan.chunks is None:
-            raise ValueError(
+            raise UnequalBatchesError(
                 "ranks hold batches of different sizes, so the mean of their losses is not the global mean;"
                 " return WeightedMean(total, weight) from the loss, or pass equal batches."
             )

@@ -266,8 +266,8 @@ class Plan:
     def describe(self) -> str:
         """One line per fact, equal on all ranks that run the same plan."""
         # Each rank may have a disk of its own.
-        rule = ", ".join(f"{k}={v!r}" for k, v in self.zero.as_flat().items() if k != "directory")
-        lines = [f"Zero({rule})", f"mesh {self.mesh.shape}, batch cut along {self.batch_axes}"]
+        lines = [f"Zero({k}={v!r})" for k, v in self.zero.as_flat().items() if k != "directory"]
+        lines += [f"mesh {self.mesh.shape}, batch cut along {self.batch_axes}"]
         for x in self.leaves:
             kept = f"compute {x.compute!r} trainable {x.trainable}{' stacked' if x.layers else ''}"
             homes = f"kept at {x.home}, {x.grad_home}, {x.state_home}"

@@ -49,8 +49,9 @@ def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
         inner = dataclasses.replace(parted, inner=inner, _programs=parted._programs)
     if mixed is not None:
         inner = mixed = Mixed(inner, mixed.policy, mixed.loss_scale)
-    for num in [x.num_microbatches for x in reversed(around) if x.transform == "accumulate"]:
-        inner = Accumulated(inner, num)
+    for x in reversed(around):
+        if x.transform == "accumulate":
+            inner = Accumulated(inner, x.num_microbatches, split=x.split)
     return Unwrapped(inner, jitted, mixed)
 
 

@@ -16,8 +16,8 @@ from shardfn.engine import (
     Unwrapped,
     comms_of,
     evaluation,
+    has_rows,
     is_spec,
-    num_rows,
     one_row,
     told_before,
     without_values,
@@ -127,7 +127,7 @@ def evaluate(
     while True:
         with told_before(control):
             batch = next(rest, None)
-            rows = 0 if batch is None else num_rows(batch, specs)
+            rows = batch is not None and has_rows(batch, specs)
         there = control.exchange(2 if rows else 1 if batch is not None else 0)
         if not any(there):
             break

@@ -58,7 +58,7 @@ def shard_map(
                 paths = tree_paths(out, "result")
                 check_varying(zip(paths, leaves, specs, strict=True), mode)
                 leaves = [typed_block(x, s, mode) for x, s in zip(leaves, specs, strict=True)]
-            return tree_unflatten(treedef, [_leave(x, s, on) for x, s in zip(leaves, specs, strict=True)])
+            return tree_unflatten(treedef, [_leave(x, s, n, on) for x, s, n in zip(leaves, specs, paths, strict=True)])
 
     return mapped
 
@@ -78,9 +78,13 @@ def _enter(x: Any, spec: P, name: str, mode: Following) -> Any:
     return mode.declare(x.view_as(x), spec.axes)  # an object of its own, which carries the axes
 
 
-def _leave(x: Any, spec: P, mesh: Mesh) -> Any:
+def _leave(x: Any, spec: P, name: str, mesh: Mesh) -> Any:
     if not isinstance(x, Tensor):
         return x
+    if len(spec) > x.ndim:
+        raise ValueError(
+            f"{name} of shape {tuple(x.shape)} has spec {spec!r} in out_specs, which has more entries than it has dims."
+        )
     for dim in range(len(spec)):
         # The minor axis first: it cut what the major one had left.
         for axis in reversed(mesh.axes(spec.dim_axes(dim))):

@@ -46,6 +46,7 @@ from shardfn.engine import (
     comms_of,
     compare_first_batch,
     compare_first_step,
+    cut_ahead,
     describe_batch,
     describe_rows,
     drawn,
@@ -54,6 +55,7 @@ from shardfn.engine import (
     in_phase,
     losing_no_peer,
     losing_no_peer_purely,
+    naming_unequal,
     num_microbatches,
     pure_step,
     rescaled,
@@ -312,7 +314,7 @@ class ShardedStep(Transform):
         check_scale(given, self._loss_scale)
         describe_batch(batch, self._planner.batch, self.mesh)
         keys = () if self._key is None else (self._key,)
-        return plan, given, abstract_leaves((batch, *keys), self.mesh.device)
+        return plan, given, abstract_leaves((cut_ahead(self._parts.loss, batch), *keys), self.mesh.device)
 
     def _eager(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> StepCall:
         return StepCall(lambda comms, agreed: run_eager(self._parts, plan, comms, state, args, agreed.even))
@@ -335,7 +337,7 @@ class ShardedStep(Transform):
             check_has_values(batch, self.mesh.device)
             kept = (state.opt_state, state.model_state) if self._parts.has_state else state.opt_state
             constant = self._agreement.constant(plan, kept)
-            args = self._args_of(state, batch)
+            args = self._args_of(state, cut_ahead(self._parts.loss, batch))
             check_scale(state, self._loss_scale)
             check_kept(state.model_state, self._state_specs, has_state=self._parts.has_state)
             if only is not None and (signature(plan, args), shapes_of(state.model_state)) != only:
@@ -349,7 +351,8 @@ class ShardedStep(Transform):
         check_has_rows(batch, even=agreed.even)
         # All ranks have begun this step, and so have committed the one before.
         forget(plan)
-        with bind_mesh(self.mesh), losing_no_peer(comms):
+        unequal = naming_unequal(batch, self._planner.batch, self.mesh, agreed.sizes)
+        with unequal, bind_mesh(self.mesh), losing_no_peer(comms):
             compare_first_batch(plan, batch, comms.control)
             new, metrics = call.run(comms, agreed)
         if self._loss_scale is not None:

@@ -1,5 +1,6 @@
 """Covers modules in captured steps that bring kernels or compilers of their own: recurrent ones, compiled ones."""
 
+import re
 from typing import Any
 
 import pytest
@@ -59,3 +60,11 @@ def test_a_compiled_submodule_is_captured_as_it_was_written() -> None:
 
 def _renamed(params: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace("a._orig_mod", "0").replace("b.", "2."): x for name, x in params.items()}
+
+
+def test_a_line_of_a_library_is_told_with_the_line_that_called_it() -> None:
+    from transformers.activations import ACT2FN
+
+    step = sf.sharded_step(lambda w, x: ACT2FN["relu2"](x * w).mean(), sf.optim.sgd(0.1))
+    text = step.lower(torch.ones(3), torch.ones(3)).as_text()
+    assert re.search(r"activations.py:\d+ in \w+, called at \S*test_capture.py:\d+", text), text

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import resource
 from typing import Any
 
@@ -217,6 +218,27 @@ def test_renames_and_parts(tmp_path: pathlib.Path) -> None:
 
     got = checkpoint.restore(tmp_path, new, rename=rename, partial=True).tree
     assert got["params"]["z"].tolist() == [0, 1, 2] and got["params"]["b"].tolist() == [7, 7]
+
+
+def test_another_chain_of_the_same_rules_is_told_the_rename_that_reads_it(tmp_path: pathlib.Path) -> None:
+    params = {"w": torch.arange(3.0), "b": torch.ones(2)}
+    plain, clipped = (
+        sf.sharded_step(lambda p, x: (p["w"] * x).sum() + p["b"].sum(), tx)
+        for tx in (sf.optim.adamw(0.1), sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(0.1)))
+    )
+    for name, saved, other in (("a", plain, clipped), ("b", clipped, plain)):
+        state, _ = saved(saved.init(params), torch.ones(3))
+        checkpoint.save(tmp_path / name, state, step=1)
+        with pytest.raises(ValueError, match=r"(?s)rename=lambda path.*opt_state.*is not in the checkpoint") as error:
+            checkpoint.restore(tmp_path / name, other.init(params))
+        found = re.search(r"rename=(lambda path: path\.replace\('(.*)', '(.*)', 1\))\)", str(error.value))
+        assert found is not None, error.value
+        old, new = found[2], found[3]
+        got = checkpoint.restore(tmp_path / name, other.init(params), rename=lambda p, a=old, b=new: p.replace(a, b, 1))
+        for a, b in zip(tree_leaves(got.tree), tree_leaves(state), strict=True):
+            assert torch.equal(sf.unshard(a), sf.unshard(b))
+    with pytest.raises(ValueError, match=r"(?s)partial=True.*\.mu\['b'\] of the checkpoint has no place"):
+        checkpoint.restore(tmp_path / "a", sf.sharded_step(lambda p, x: p["w"].sum(), sf.optim.sgd(0.1)).init(params))
 
 
 def test_layers_stacked_and_in_a_list(tmp_path: pathlib.Path) -> None:

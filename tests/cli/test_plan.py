@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -189,6 +190,26 @@ def test_captured_step_agrees(stage, remat, accumulate):
         assert 0.5 * estimate < sent < 1.01 * estimate
 
 
+@pytest.mark.parametrize("precision", ["bf16-adam", "fp16-adam"])
+def test_the_captured_step_has_the_optimizer_that_the_formula_counts(precision):
+    setup = run(TINY, {"dp": 4}, 3, precision=precision, batch=4, seq=64)
+    captured, formula = exact(setup), plan(setup)
+    for kind in ("params", "optimizer"):
+        assert captured.memory[kind] == pytest.approx(formula.memory[kind], rel=0.01)
+
+
+def test_stacked_layers_have_the_states_of_layers_in_a_list():
+    for mesh in ({"tp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}):
+        stacked, listed = (plan(run(TINY + more, mesh, 3, batch=4, seq=64)) for more in (",stacked=true", ""))
+        assert stacked.memory == listed.memory
+
+
+def test_small_numbers_have_three_figures(capsys):
+    assert main(["plan", "--model", f"{TINY},bias=false"]) == 0
+    text = capsys.readouterr().out
+    assert "0.000e9" not in text and not re.search(r"\b0\.00[1-9]\b", text), text
+
+
 # Arguments.
 
 
@@ -268,7 +289,7 @@ def test_captured_report(capsys):
     flags = ["--mesh", "dp=2", "--precision", "bf16-adam", "--device", "h100", "--exact"]
     assert main(["plan", "--model", TINY, *flags]) == 0
     text = capsys.readouterr().out
-    assert "GiB, captured" in text and "there is no float32 master copy in it" in text
+    assert "GiB, captured" in text and "float32 master copies, mu and nu in the optimizer's state" in text
 
 
 # The search.

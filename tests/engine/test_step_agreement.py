@@ -3,6 +3,7 @@
 Every disagreement is an error on all ranks that shows the lines in which they differ; the next step runs.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,7 +52,7 @@ _DIFFERENT = {
         [{}, {"loss": sf.mixed_precision(_loss, sf.Policy.full())}],
         ["", "mixed_precision[0].compute = torch.float32"],
     ),
-    "clip": ([{}, {"tx": _CLIPPED}], ["optimizer.txs[0]: scale_by_adam", "optimizer.txs[0].max_norm = 1.0"]),
+    "clip": ([{}, {"tx": _CLIPPED}], ["optimizer: chain + _fused", "optimizer.txs[0].max_norm = 1.0"]),
     "rate": (
         [{"tx": optim.adamw(r)} for r in (0.1, 0.2)],
         ["optimizer.learning_rate = 0.1", "optimizer.learning_rate = 0.2"],
@@ -74,6 +75,48 @@ def test_steps_that_differ_never_meet_in_a_transfer() -> None:
         assert all(f"rank {r}: " in said and line in said for r, line in enumerate(told)), f"{name}: {said}"
     want = _run(mesh).params["w"].full_tensor()
     assert torch.equal(_run(mesh).params["w"].full_tensor(), want)
+
+
+@distributed(world=2)
+def test_one_cause_is_one_line_a_rank() -> None:
+    mesh, rank = sf.make_mesh(), dist.get_rank()
+    step = sf.sharded_step(_loss, optim.adamw(0.1), mesh=mesh)
+    state = step.init(_params())
+    cases: list[tuple[Callable[[], Any], list[str]]] = [
+        (
+            lambda: _run(mesh, tx=optim.adamw(0.1 + rank)),
+            ["optimizer.learning_rate = 0.1", "optimizer.learning_rate = 1.1"],
+        ),
+        (
+            lambda: sf.sharded_step(_loss, optim.sgd(0.1), mesh=mesh, zero=rank).init(_params()),
+            ["Zero(stage=0)", "Zero(stage=1)"],
+        ),
+        (
+            lambda: step.apply(_loss, state, torch.ones(4, 5)) if rank else step.evaluate(state, [torch.ones(4, 5)]),
+            ["step.evaluate", "apply"],
+        ),
+    ]
+    for call, told in cases:
+        with pytest.raises(sf.RankError) as caught:
+            call()
+        want = ["ranks disagree on what to run:", *(f"  - rank {r}: {line}" for r, line in enumerate(told))]
+        assert str(caught.value).splitlines() == want
+
+
+@distributed(world=2)
+def test_a_leaf_that_a_rank_lacks_and_unequal_batches_are_named() -> None:
+    mesh, rank = sf.make_mesh(), dist.get_rank()
+    step = sf.sharded_step(lambda params, batch: _loss(params, batch["x"]), optim.sgd(0.1), mesh=mesh, donate=False)
+    state, x = step.init(_params()), torch.ones(4, 5)
+    has = [{"x": x, "images": {"pixels": torch.ones(7, 2, 3)}}, {"x": x}]
+    with pytest.raises(sf.RankError, match=r"torch.zeros\(\(0, 2, 3\), dtype=torch.float32\)") as caught:
+        step(state, has[rank])
+    assert "batch['images']['pixels'] is missing on ranks [1]" in str(caught.value)
+    sizes = {"x": torch.ones(4, 5), "y": torch.ones(4), "patches": torch.ones(3 + rank, 2)}
+    with pytest.raises((ValueError, sf.RankError), match=r"WeightedMean") as told:
+        step(state, sizes)
+    if isinstance(told.value, ValueError):  # a rank whose loss comes later learns it from the one that is first
+        assert str(told.value).splitlines()[1:] == ["  - batch['patches']: dim 0 is 3 on rank 0, 4 on rank 1"]
 
 
 @distributed(world=2)

@@ -190,7 +190,7 @@ def test_a_rank_that_raises_in_any_microbatch_or_before_is_named() -> None:
         calls.update(n=0, fail=-1)
         with pytest.raises(TypeError if rank else sf.RankError, match=r"batch\['x'\] is a float"):
             step(state, {"x": 1.0} if rank else _batch())
-        refused = "cannot cut the batch evenly" + "|different sizes" * (
+        refused = "cuts the batch unevenly" + "|different sizes" * (
             rank == 0
         )  # rank 0's own, or what rank 1 left word of
         with pytest.raises(ValueError if rank else (ValueError, sf.RankError), match=refused):

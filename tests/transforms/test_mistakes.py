@@ -280,11 +280,20 @@ MISTAKES: dict[str, Mistake] = {
     "a text in the batch": Mistake(
         lambda: run(batch={**batch_of(), "name": "a"}), TypeError, "batch['name'] is a str", "leave it out"
     ),
+    "a flag in the batch": Mistake(
+        lambda: run(batch=(torch.ones(4, 3), True)), TypeError, "batch[1] is a bool", "write torch.tensor(True)"
+    ),
+    "out_specs with more entries than dims": Mistake(
+        lambda: sf.shard_map(lambda x: x.sum(), mesh=sf.make_mesh(), in_specs=sf.P(), out_specs=sf.P(None, "dp"))(
+            torch.ones(4)
+        ),
+        ValueError, "result of shape ()", "more entries than it has dims",
+    ),
     "an empty batch": Mistake(
         lambda: run(batch={"x": torch.ones(0, 3)}), ValueError, "batch['x'] of shape (0, 3)", "drop_last=True"
     ),
     "rows that microbatches do not divide": Mistake(
-        lambda: run(sf.accumulate(loss_of, 3)), ValueError, "batch['x'] has 4 rows", "use a divisor"
+        lambda: run(sf.accumulate(loss_of, 3)), ValueError, "batch['x'] has 2 rows", "a divisor"
     ),
 }  # fmt: skip
 # What is told of an argument alone, as on one rank.

@@ -147,7 +147,7 @@ def test_state_of_another_tree_or_kind() -> None:
 def test_transforms_in_an_order_that_makes_no_sense() -> None:
     with pytest.raises(ValueError, match=r"use accumulate\(remat\(f\), n\)"):
         sf.remat(sf.accumulate(_loss, 2))
-    with pytest.raises(ValueError, match=r"accumulate\(3\) cannot cut the batch evenly: batch\['x'\] has 4 rows"):
+    with pytest.raises(ValueError, match=r"accumulate\(3\) cuts the batch unevenly.*batch\['x'\] has 2 rows"):
         step = _step(sf.accumulate(_loss, 3))
         step(step.init(_params()), BATCH)
     with pytest.raises(ValueError, match="positive number of microbatches, got 0"):
