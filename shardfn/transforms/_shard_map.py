@@ -17,20 +17,23 @@ def shard_map(
     """Runs `f` on each rank's blocks: in it a dim that a spec cuts has the block's size, and collectives know the axes.
 
     Every rank passes the same whole tensors, takes its own blocks of them, and gets the same whole results. It can be
-    differentiated: the transpose of a cut is `all_gather_invariant`, of replication `psum`.
+    differentiated: the transpose of a cut is `all_gather_invariant`. Inside, values have JAX's types: an argument varies
+    along the axes of its spec, a tensor closed over along none, and where one that is the same on all ranks meets one
+    that varies, `pvary` is inserted, whose transpose is the sum.
 
     Args:
         f: a function over blocks; may use `psum` and the others with the mesh's axis names.
         mesh: the mesh.
         in_specs: a prefix tree of `P` for the tuple of arguments.
-        out_specs: a prefix tree of `P` for the result. A result must be the same on all ranks along axes its spec
-            leaves out.
+        out_specs: a prefix tree of `P` for the result. A result must not vary along axes that its spec leaves out.
 
     Returns:
         `g(*args)` with whole tensors (or `GlobalTensor`s of just that spec, whose blocks are taken as they are).
 
     Raises:
         ValueError: a spec names an unknown axis, or (when called) does not fit its argument.
+        AxisTypeError: (when called) a result varies along an axis that its spec leaves out, or `pvary` is applied to a
+            value that varies already.
 
     Example:
         >>> import torch
