@@ -25,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", type=int, default=20000)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", default="")
     args = parser.parse_args()
     torch.set_num_threads(1)
     mode = Following(make_mesh({"dp": 2}, device="cpu", abstract=True), ("dp",))
@@ -43,11 +44,8 @@ def main() -> None:
             [name, f"{1e6 * statistics.median(a for a, _ in pairs):.2f}", f"{mid:.2f}", f"{low:.2f} .. {high:.2f}"]
         )
     head = ["operation", "alone, us", "more when followed, us", "quartiles"]
-    publish(
-        "following",
-        table(head, rows),
-        f"{args.ops} calls of each in each of {args.rounds} rounds, tensors of 16 elements",
-    )
+    note = f"{args.ops} calls of each in each of {args.rounds} rounds, tensors of 16 elements"
+    publish("The cost of following values along axes", f"{note}\n\n{table(head, rows)}", out=args.out)
 
 
 def _seconds(f: Callable[[], Any], num: int) -> float:
