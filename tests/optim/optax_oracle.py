@@ -108,8 +108,8 @@ def gradients(params: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]
 
 def trained(name: str) -> list[list[float]]:
     """The parameters after some steps, by optax."""
-    import jax
-    import optax
+    import jax  # pyright: ignore[reportMissingImports]
+    import optax  # pyright: ignore[reportMissingImports]
 
     tx, params = form(name, "optax")(optax), {k: jax.numpy.asarray(v) for k, v in first().items()}
     state, update, shown = tx.init(params), jax.jit(tx.update), []
@@ -124,8 +124,8 @@ def trained(name: str) -> list[list[float]]:
 
 def oracle() -> dict[str, Any]:
     """All values, by optax in float64."""
-    import jax
-    import optax
+    import jax  # pyright: ignore[reportMissingImports]
+    import optax  # pyright: ignore[reportMissingImports]
 
     jax.config.update("jax_enable_x64", True)
     rates = {name: [_rounded(float(make(optax)(n))) for n in SEEN] for name, make in SCHEDULES.items()}
