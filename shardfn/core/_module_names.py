@@ -36,7 +36,7 @@ def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> lis
 
     Example:
         >>> import torch
-        >>> [name for name, _ in named_parameters(nn.Sequential(torch.compile(nn.Linear(2, 1))))]
+        >>> [name for name, _ in named_parameters(nn.Sequential(torch.compile(nn.Linear(2, 1), backend="eager")))]
         ['0.weight', '0.bias']
     """
     return [(_plain(name), p) for name, p in module.named_parameters(remove_duplicate=remove_duplicate)]
