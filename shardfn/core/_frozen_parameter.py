@@ -42,7 +42,12 @@ def frozen(x: Tensor) -> Tensor:
 
 
 def is_frozen(x: Any) -> bool:
-    """Whether a leaf is a parameter without gradient, or a leaf of a state that began as one."""
+    """Whether a leaf is a parameter without gradient, or a leaf of a state that began as one.
+
+    Example:
+        >>> is_frozen(nn.Parameter(torch.ones(2), requires_grad=False)), is_frozen(nn.Parameter(torch.ones(2)))
+        (True, False)
+    """
     if isinstance(x, Tensor):
         return isinstance(x, nn.Parameter) and not x.requires_grad
     return getattr(x, "frozen", False)

@@ -11,7 +11,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
     Example:
         >>> import torch
         >>> linear = nn.Linear(2, 1)
-        >>> uncompiled(torch.compile(linear)) is linear is uncompiled(linear)
+        >>> uncompiled(torch.compile(linear, backend="eager")) is linear is uncompiled(linear)
         True
     """
     while (inner := module._modules.get(_WRAPPED)) is not None:
@@ -20,7 +20,13 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def named_modules(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
-    """`module.named_modules()`, with originals in the places of compiled modules."""
+    """`module.named_modules()`, with originals in the places of compiled modules.
+
+    Example:
+        >>> import torch
+        >>> [path for path, _ in named_modules(nn.Sequential(torch.compile(nn.Tanh(), backend="eager")))]
+        ['', '0']
+    """
     named = module.named_modules(remove_duplicate=remove_duplicate)
     return [(_plain(path), sub) for path, sub in named if _WRAPPED not in sub._modules]
 
@@ -30,19 +36,31 @@ def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> lis
 
     Example:
         >>> import torch
-        >>> [name for name, _ in named_parameters(nn.Sequential(torch.compile(nn.Linear(2, 1))))]
+        >>> [name for name, _ in named_parameters(nn.Sequential(torch.compile(nn.Linear(2, 1), backend="eager")))]
         ['0.weight', '0.bias']
     """
     return [(_plain(name), p) for name, p in module.named_parameters(remove_duplicate=remove_duplicate)]
 
 
 def named_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """`module.named_buffers()`, under the names that they have without `torch.compile`."""
+    """`module.named_buffers()`, under the names that they have without `torch.compile`.
+
+    Example:
+        >>> import torch
+        >>> named_buffers(torch.compile(nn.BatchNorm1d(1), backend="eager"))[0]
+        ('running_mean', tensor([0.]))
+    """
     return [(_plain(name), x) for name, x in module.named_buffers()]
 
 
 def state_names(module: nn.Module) -> list[str]:
-    """The keys of `module.state_dict()`, as they are without `torch.compile`."""
+    """The keys of `module.state_dict()`, as they are without `torch.compile`.
+
+    Example:
+        >>> import torch
+        >>> state_names(torch.compile(nn.Linear(2, 1), backend="eager"))
+        ['weight', 'bias']
+    """
     return [_plain(name) for name in module.state_dict()]
 
 

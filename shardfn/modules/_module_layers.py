@@ -33,7 +33,7 @@ class RunsModule(Protocol):
     """What `from_module` makes of a module without naming its layers: `ModuleFunction`."""
 
     module: nn.Module
-    trainable: Mapping[str, bool]
+    trainable: dict[str, bool]
 
     def draws(self, key: Tensor, index_B: Tensor) -> Callable[[], Draws]:
         """Makes what gives one call its random numbers."""

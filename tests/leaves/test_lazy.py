@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 
 from shardfn.leaves import LazyLeaf
 
@@ -30,7 +31,7 @@ def test_a_compiled_function_opens_it_outside_of_its_graph(fullgraph: bool) -> N
     leaf = LazyLeaf.make(0, "params['w']", torch.zeros(4), book)
     f = torch.compile(lambda w, x: torch.tanh(w * x).sum(), backend="eager", fullgraph=fullgraph)
     if fullgraph:
-        with pytest.raises(torch._dynamo.exc.Unsupported, match=r'sf.jit\(loss, backend="inductor"\), or leave out'):
+        with pytest.raises(Unsupported, match=r'sf.jit\(loss, backend="inductor"\), or leave out'):
             f(leaf, torch.ones(4))
     else:
         torch.testing.assert_close(f(leaf, torch.ones(4)), torch.tanh(book.whole).sum())

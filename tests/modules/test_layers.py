@@ -65,6 +65,7 @@ class _Lists(nn.Module):
 def test_a_named_list_draws_the_masks_of_the_module(again: bool) -> None:
     x, keyed = torch.ones(4, 6), (sf.key(0), torch.arange(4))
     found = []
+    options: Any
     for options in ({}, {"layers": "layers"}):
         params, apply = from_module(_Lists(again), **options)
         loss: Any = lambda p, apply=apply: apply.keyed(*keyed)(p, x).square().sum()  # noqa: E731

@@ -103,10 +103,11 @@ def test_the_configuration_names_the_class_of_the_module(tmp_path: pathlib.Path)
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, use_cache=False, **sizes))
-    params, apply = _from_module(torch.compile(copy.deepcopy(model), backend="eager"))
+    compiled: Any = torch.compile(copy.deepcopy(model), backend="eager")
+    params, apply = _from_module(compiled)
     ids = torch.arange(6).view(1, 6)
     torch.testing.assert_close(apply(params, input_ids=ids).logits, model(input_ids=ids).logits)
-    sf.interop.module_to_hf(torch.compile(model, backend="eager"), params, tmp_path)
+    sf.interop.module_to_hf(compiled, params, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
