@@ -82,5 +82,4 @@ def test_there_is_no_other_kind():
         for word in words
         if word in path.read_text()
     ]
-    # A count of the calls that have patched torch is no value that anybody asks for.
-    assert found == ["core/_ambient.py: threading.local", "modules/_module_recompute.py: global"]
+    assert found == ["core/_ambient.py: threading.local"]

@@ -221,7 +221,7 @@ def layers(num_chunks: int = 1) -> tuple[Any, Any, Any, Any]:
     stacks = [drawn(6 // num_chunks, 4, 4, seed=n) for n in range(num_chunks)]
     params = {"embed": drawn(4, 4, seed=9), "blocks": stacks[0] if num_chunks == 1 else stacks}
     how: dict[str, Any] = {} if num_chunks == 1 else {"schedule": "interleaved", "num_chunks": num_chunks}
-    loss = sf.pipeline(first, sf.remat(dense), last, num_microbatches=2, **how)
+    loss = sf.pipeline(first, sf.remat(dense), last, num_microbatches=2 if num_chunks == 1 else 6, **how)
     return params, loss, loss, {"embed": P(), "blocks": tree_map(lambda _: P("pp"), params["blocks"])}
 
 
@@ -240,7 +240,7 @@ def test_pipelines_of_each_kind(world: int, name: str) -> None:
     params, loss, piped, specs = PIPELINES[name]()
     mesh = sf.make_mesh({"pp": world}, device="cpu")
     assert_derivative_parity(
-        piped, params, drawn(4, 4, seed=5), mesh=mesh, reference=loss, specs=specs, batch_spec=P(), **REVERSE
+        piped, params, drawn(6, 4, seed=5), mesh=mesh, reference=loss, specs=specs, batch_spec=P(), **REVERSE
     )
 
 
@@ -251,7 +251,9 @@ def test_pipelines_of_each_kind(world: int, name: str) -> None:
 def test_pipelines_with_zero(name: str, stage: int) -> None:
     params, loss, piped, specs = PIPELINES[name]()
     mesh, zero = sf.make_mesh({"dp": 2, "pp": 2}, device="cpu"), Zero(stage=stage, persist_elements=0)
-    assert_derivative_parity(piped, params, drawn(8, 4, seed=5), mesh=mesh, reference=loss, specs=specs, zero=zero)
+    assert_derivative_parity(
+        piped, params, drawn(12, 4, seed=5), mesh=mesh, reference=loss, specs=specs, batch_spec=P("dp"), zero=zero
+    )
 
 
 # Losses that are partitioned.
