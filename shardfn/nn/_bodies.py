@@ -318,7 +318,9 @@ def whole_length(body: Body, num_tokens: int) -> int:
     return lengths.pop() if lengths else num_tokens
 
 
-def _multiplied(qkv: tuple[Tensor, ...], pairs: tuple[Tensor, Tensor | None, Tensor | None], how: OnlineScores) -> Tensor:
+def _multiplied(
+    qkv: tuple[Tensor, ...], pairs: tuple[Tensor, Tensor | None, Tensor | None], how: OnlineScores
+) -> Tensor:
     """(scales softmax(scale q k^T + bias)) v, [B, H, T, K], with all of the scores there, in the dtype of sums.
 
     The softmax is over the sinks, too.

@@ -163,7 +163,9 @@ def _of_sinks(dy_BTHK: Tensor, y_BTHK: Tensor, lse_BHT: Tensor, sinks_H: Tensor)
     return -((sinks_H.to(lse_BHT.dtype)[:, None] - lse_BHT).exp() * delta_BHT).sum((0, 2)).to(sinks_H.dtype)
 
 
-def _keep(ctx: Any, tensors: tuple[Tensor, ...], maybe: tuple[Tensor | None, Tensor | None], data: list[Tensor]) -> None:
+def _keep(
+    ctx: Any, tensors: tuple[Tensor, ...], maybe: tuple[Tensor | None, Tensor | None], data: list[Tensor]
+) -> None:
     ctx.there = [x is not None for x in maybe]
     kept = (*tensors, *(x for x in maybe if x is not None), *data)
     ctx.save_for_backward(*kept)

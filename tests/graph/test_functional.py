@@ -92,7 +92,10 @@ def compare(seed: int) -> bool:
         want = run(*given)
         want_grads = derivatives(want, given)
         gm = capture(lambda *xs: run(*[x.requires_grad_() for x in xs]), inputs(), differentiable=True)
-    except (RuntimeError, IndexError):  # of autograd: a value that a backward needs was overwritten, say; or of torch's tracer
+    except (
+        RuntimeError,
+        IndexError,
+    ):  # of autograd: a value that a backward needs was overwritten, say; or of torch's tracer
         return False
     try:
         gm = prepare(gm)

@@ -157,7 +157,9 @@ def test_values_of_another_width_and_sinks(impl: Any, width: int) -> None:
         got = nn.attention(*qkv, sinks_H=sinks, impl=impl)
     want, inputs = with_sinks(*qkv, sinks), [*qkv, sinks] if sinks.requires_grad else qkv
     w = torch.randn(want.shape, dtype=torch.float64)
-    pairs = zip(torch.autograd.grad((got * w).sum(), inputs), torch.autograd.grad((want * w).sum(), inputs), strict=True)
+    pairs = zip(
+        torch.autograd.grad((got * w).sum(), inputs), torch.autograd.grad((want * w).sum(), inputs), strict=True
+    )
     for a, b in ((got, want), *pairs):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
