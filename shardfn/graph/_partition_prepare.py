@@ -4,10 +4,8 @@ What cannot be made so is refused, with its line.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from shardfn.core import raise_all
