@@ -48,7 +48,8 @@ def attention(
 
     Raises:
         ValueError: G does not divide H, masks that look at other numbers of tokens or heads, slopes with a mask that
-            looks ahead, sinks with `Chunked()`, tokens that are not this rank's part of the sequence, or dropout of other numbers of samples.
+            looks ahead, sinks with `Chunked()`, tokens that are not this rank's part of the sequence, or dropout of
+            other numbers of samples.
 
     Example:
         >>> import torch

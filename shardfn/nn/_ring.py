@@ -101,7 +101,7 @@ class _Online(torch.autograd.Function):
 class _OnlineBackward(torch.autograd.Function):
     """(dy, q, k, v, y, lse, sinks, slopes, course, data of the mask) -> (dq, dk, dv), and dsinks if there are sinks.
 
-    A function of dy, q, k, v and sinks: its own derivatives are those of the formula in tiles, y and lse computed again.
+    A function of dy, q, k, v and sinks: its derivatives are those of the formula in tiles, y and lse computed again.
     """
 
     generate_vmap_rule = True

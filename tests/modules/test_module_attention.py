@@ -76,7 +76,6 @@ def test_a_model_that_sees_has_its_language_model_routed_alone() -> None:
     tokens = torch.cat([torch.full((2, 4), 12), TOKENS], 1)
     params, apply = sf.from_module(model, attention=nn.Blockwise(4))
     got, want = (f.logits for f in (apply(params, tokens, pixels), model(tokens, pixels)))
-    assert not torch.equal(got, want)  # other sums
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
@@ -90,9 +89,10 @@ def test_rows_of_a_model_that_sees_are_embedded_before_they_are_cut() -> None:
         lambda p, b: apply(p, **b).logits.square().mean(), sf.optim.sgd(0.1), mesh=mesh, batch=sf.P(None, "sp")
     )
     state = step.init(params)
-    torch.testing.assert_close(step.loss(state.params, {"inputs_embeds": whole_BTD}), want, rtol=1e-6, atol=1e-6)
+    own_BTD = whole_BTD.chunk(2, 1)[torch.distributed.get_rank()]
+    torch.testing.assert_close(step.loss(state.params, {"inputs_embeds": own_BTD}), want, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match=r"pixel_values would be put in places.*give inputs_embeds"):
-        step.loss(state.params, {"input_ids": TOKENS[:, :6], "pixel_values": torch.ones(2, 6, 8, 8)})
+        step.loss(state.params, {"input_ids": TOKENS[:, :3], "pixel_values": torch.ones(2, 3, 8, 8)})
 
 
 def test_masks_that_have_more_pairs_are_refused() -> None:
@@ -113,7 +113,7 @@ def test_a_rank_without_tokens_is_refused() -> None:
     params, apply = sf.from_module(llama(), attention=nn.Ring("sp", 4))
     step = sf.sharded_step(lambda p, x: apply(p, x).logits.sum(), sf.optim.sgd(0.1), mesh=mesh, batch=sf.P(None, "sp"))
     with pytest.raises((ValueError, sf.RankError), match=r"of 4 tokens over 3 ranks this rank has none.*multiple of 3"):
-        step(step.init(params), TOKENS[:, :4])
+        step(step.init(params), TOKENS[:, 2 * torch.distributed.get_rank() : 4][:, :2])
 
 
 def test_what_cannot_be_routed_is_refused() -> None:

@@ -1,5 +1,6 @@
 """28 heads on 8 and on 16 ranks, as Turing-NLG has them: layers written with an axis, and a loss for one device."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import shardfn as sf
-from shardfn import P, optim
+from shardfn import P, nn, optim
 from shardfn.core import tree_flatten, tree_map, tree_paths, tree_unflatten
 from shardfn.models import gpt
 from shardfn.testing import assert_parity, distributed
@@ -60,6 +61,24 @@ def both(num):
     layers(gpt.Config(**SIZES, per_head=True), num)
     layers(gpt.Config(**SIZES, num_kv_heads=4, per_head=True), num)
     return unmodified(gpt.Config(**SIZES), num)
+
+
+@pytest.mark.parametrize("body", [nn.Ulysses("sp", 6), nn.Chunked(3, "sp", 6)], ids=["ulysses", "chunked"])
+@distributed(world=4)
+def test_a_rank_without_a_head_has_its_part_of_a_sequence(body):
+    torch.set_num_threads(1)
+    sizes = {"vocab_size": 7, "num_layers": 1, "d_model": 4, "num_heads": 1, "max_len": 6}
+    config = gpt.Config(**sizes, per_head=True, attention=body)
+    params, batches = drawn(config)
+    rows = {"tokens": batches[0]["tokens"] % 7}
+    want = gpt.loss(dataclasses.replace(config, attention=nn.Dense()), params, rows)
+    with sf.make_mesh({"tp": 2, "sp": 2}) as mesh:
+        loss = functools.partial(gpt.loss, config, axis="tp")
+        how = {"mesh": mesh, "specs": gpt.specs(config, tp="tp"), "batch": P(None, "sp")}
+        for f in (loss, sf.jit(loss, backend="graph")):
+            step = sf.sharded_step(f, optim.sgd(0.1), **how)
+            _, metrics = step(step.init(params), gpt.cut_sequences(config, rows, mesh))
+            torch.testing.assert_close(metrics["loss"], want, rtol=1e-12, atol=0)
 
 
 @distributed(world=8, timeout=300)
