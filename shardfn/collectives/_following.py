@@ -47,6 +47,8 @@ from ._primitive import Call, bind, own_block
 
 _AXES, _MADE_AT = "_shardfn_axes", "_shardfn_made_at"
 _BITS = 16
+_CARRY_NOTHING = {int, float, bool, str, type(None), torch.dtype, torch.device, type(...), torch.layout}
+_transforming = torch._C._are_functorch_transforms_active
 _STAMPS = itertools.count(1)
 # The primitives whose results all ranks hold alike.
 _JOINS = ("psum", "pmax", "all_gather_invariant")
@@ -124,9 +126,11 @@ class Following(TorchFunctionMode):
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation of any kind: the result varies along the union of the axes of its operands."""
-        union, unlike = self._union(args, kwargs)
-        if unlike and _recording_gradients():
-            args, kwargs = self._alike(args, union), self._alike(kwargs, union)
+        union = None if kwargs or self._wrote else self._common(args)
+        if union is None:
+            union, unlike = self._union(args, kwargs)
+            if unlike and _recording_gradients():
+                args, kwargs = self._alike(args, union), self._alike(kwargs, union)
         out = func(*args, **kwargs)
         self._note_result(out, union, sys._getframe(2))
         return out
@@ -158,6 +162,19 @@ class Following(TorchFunctionMode):
         base = _base(x)
         return self._default if base is None else self._of(base)
 
+    def _common(self, args: Any) -> int | None:
+        """The axes of operands that all have the same and hold no others, which is the rule; else None."""
+        stamp, common = self._stamp, None
+        for a in args:
+            if isinstance(a, Tensor):
+                mask = a.__dict__.get(_AXES, 0) ^ stamp
+                if mask >> _BITS or (mask != common and common is not None):
+                    return None
+                common = mask
+            elif type(a) not in _CARRY_NOTHING:
+                return None
+        return common
+
     def _union(self, args: Any, kwargs: Any) -> tuple[int, bool]:
         """The axes of all operands together, and whether they differ."""
         masks: list[int] = []
@@ -188,7 +205,7 @@ class Following(TorchFunctionMode):
 
     def _note(self, x: Tensor, mask: int) -> None:
         x.__dict__[_AXES] = self._stamp | mask
-        if functorch.maybe_current_level() is not None:
+        if _transforming():
             while functorch.is_functorch_wrapped_tensor(x):
                 x = functorch.get_unwrapped(x)
                 x.__dict__[_AXES] = self._stamp | mask
@@ -360,14 +377,14 @@ def _base(x: Tensor) -> Tensor | None:
 
 
 def _recording_gradients() -> bool:
-    return torch.is_grad_enabled() or functorch.maybe_current_level() is not None
+    return torch.is_grad_enabled() or _transforming()
 
 
 def _differentiable(x: Tensor) -> bool:
     """Whether a gradient may be wanted; inside torch.func any tensor of floats may have one at an outer level."""
     if not (x.is_floating_point() or x.is_complex()):
         return False
-    return x.requires_grad or functorch.maybe_current_level() is not None
+    return x.requires_grad or _transforming()
 
 
 def same_axes(x: Tensor, like: Tensor) -> Tensor:
