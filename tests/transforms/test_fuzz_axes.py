@@ -68,7 +68,7 @@ class Layout:
     @staticmethod
     def of(draw: random.Random, world: int) -> "Layout":
         """A layout over so many ranks."""
-        mesh = dict.fromkeys(("dp", "tp", "pp", "sp"), 1)
+        mesh: dict[str, int] = {"dp": 1, "tp": 1, "pp": 1, "sp": 1}
         for factor in (2, 2) if world == 4 and draw.random() < 0.8 else (world,):
             mesh[draw.choice(list(mesh))] *= factor
         tensor = draw.choice(("hand", "hand", "partition")) if mesh["sp"] == 1 else "hand"

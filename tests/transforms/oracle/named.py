@@ -1,7 +1,8 @@
 """Programs by their names: "2:17" is the random one of seed 17 on two ranks, "2:psum_psum" a known one."""
 
 from .cases import cases
-from .programs import Generator, Program
+from .generator import Generator
+from .programs import Program
 
 
 def named(name: str) -> Program:
