@@ -10,7 +10,7 @@ from shardfn.core import did_you_mean
 
 # The rules that have one of torch's of the same name.
 _TORCH = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
-_NAMES = ("adam", "adamw", "lamb", "lion", "onebit_adam", "onebit_lamb", "sgd", "zero_one_adam")
+_NAMES = ("adafactor", "adam", "adamw", "lamb", "lion", "muon", "onebit_adam", "onebit_lamb", "sgd", "zero_one_adam")
 # Keywords of torch and of other libraries, and what they are called here.
 MEANT = {
     "lr": "learning_rate={value!r}",
