@@ -110,7 +110,7 @@ def matched(
         partial: whether leaves that only one side has are passed over.
         cast: whether values may be rounded.
         but: leaves that are none of its business.
-        keep: what the paths of leaves that stay as they are begin with; what the checkpoint has there is passed over.
+        keep: beginnings of paths; leaves there stay as they are, and those of the checkpoint are passed over.
     """
     problems = [
         f"keep={k!r} begins no path of the tree" for k in keep if not any(t.path.startswith(k) for t in targets)
@@ -135,7 +135,7 @@ def matched(
 
 
 def keeping(rename: Rename | None, keep: Sequence[str]) -> Rename | None:
-    """`rename`, for a tree of which some leaves stay as they are."""
+    """`rename`, which leaves out the leaves that stay as they are."""
     if not keep:
         return rename
     return lambda path: None if path.startswith(tuple(keep)) else path if rename is None else rename(path)

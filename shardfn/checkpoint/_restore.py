@@ -88,8 +88,8 @@ def restore(
         step: the checkpoint of a run; default the newest.
         at: a prefix of the tree's paths, such as "params" for `state.params`.
         rename: from a path of the tree to the path in the checkpoint; None = the leaf stays as it is.
-        keep: what the paths of leaves that stay as they are in `like` begin with: "opt_state" goes on with another
-            optimizer. What the checkpoint has there is ignored.
+        keep: beginnings of paths; leaves there stay as they are in `like`, and those of the checkpoint are ignored:
+            "opt_state" goes on with another optimizer.
         partial: whether leaves that only one side has are ignored; those of `like` stay unchanged.
         cast: whether values may be rounded to a leaf's dtype. Casts that lose nothing are always made.
         donate: whether the memory of `like` is reused; `like` cannot be used afterwards. If False, the result has its

@@ -21,12 +21,12 @@ def eval_state(state: TrainState) -> TrainState:
     """The state to evaluate, export or save, whose parameters are those that the optimizer averages.
 
     They are the average of `optim.average_params`, the slow parameters of `optim.lookahead`, and the average x of
-    `optim.schedule_free`; leaves that none of them trains are the state's own. The parameters have the layout, memory
-    and dtype of the state's; unrounded ones, where there are master copies, are what `export` and `to_module` write.
+    `optim.schedule_free`; leaves that they do not train are the state's own. The parameters have the layout, memory
+    and dtype of the state's; with master copies, `export` and `to_module` write the averages unrounded.
     It has no other optimizer state, so that it cannot be trained. Collective.
 
     Args:
-        state: what a step returned.
+        state: the state that a step returned.
 
     Returns:
         A state for `step.evaluate`, `step.apply`, `export`, `to_module` and `checkpoint.save`. It may share leaves with
@@ -73,7 +73,7 @@ def _by_path(tree: PyTree) -> dict[Any, Any]:
 
 
 def _evaluated(node: Any, trained: dict[Any, GlobalTensor]) -> dict[Any, GlobalTensor]:
-    """By path, the parameters that the state of an averaging rule stands for."""
+    """By path, the parameters to evaluate, from the state of an averaging rule."""
     if isinstance(node, AverageParamsState):
         return _by_path(node.average)
     if isinstance(node, LookaheadState):

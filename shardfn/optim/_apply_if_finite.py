@@ -122,7 +122,7 @@ class _ApplyIfFinite:
     def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         finite, steps, counts = self._counted(grads, state, specs)
         inner = state.inner_state
-        if transforming() or isinstance(steps, FakeTensor) or steps.is_meta:  # nobody can read it
+        if transforming() or isinstance(steps, FakeTensor) or steps.is_meta:  # its value cannot be read
             params, inner = self._chosen(grads, state, params, specs)
         elif bool(steps):
             params, inner = inplace(self.tx)(grads, inner, params, specs=specs)

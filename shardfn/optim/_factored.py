@@ -195,7 +195,7 @@ class _Leaf(NamedTuple):
         return F.pad(x.sum(without), [n for pair in reversed(pads) for n in pair])
 
     def factor(self, row: Tensor, column: Tensor) -> Tensor:
-        """What multiplies this rank's block of the gradient."""
+        """The factor of this rank's block of the gradient."""
         assert self.dims is not None
         other, largest = self.dims
         mean = row.mean(other - 1 if other > largest else other, keepdim=True)

@@ -56,7 +56,7 @@ def hidden_matrices(params: Params) -> PyTree:
 
 
 def default_dims(x: Tensor) -> MatrixDims:
-    """The dims of a leaf of which only the shape is known."""
+    """The dims of a leaf, by its shape."""
     return MatrixDims((0,), (1, 2, 3)) if x.ndim == 4 else MatrixDims()
 
 

@@ -168,7 +168,7 @@ def _exchanged(f: OnMatrix, units: Sequence[tuple[_Cut, Tensor]], axes: tuple[st
         here.append((cut, cut.apply(f, cut.joined(blocks))))
         at += rooms[k]
     mine_rooms = [rooms[k] for k in owned[mine]]
-    # Every row is made of what came, so that both exchanges have a transpose on a rank that owns nothing, too.
+    # Every row depends on the first exchange, so that a rank that owns nothing takes part in its transpose, too.
     back = [_row([x[cut.box(j)] for cut, x in here], mine_rooms, width, got[j]) for j in range(n)]
     done = all_to_all(torch.stack(back), axes, split_dim=0, concat_dim=0)
     out: dict[int, Tensor] = {}

@@ -70,7 +70,7 @@ def _owners(tree: PyTree, params: PyTree) -> dict[tuple[Any, ...], Any]:
 
 
 def check_movable(state: TrainState) -> None:
-    """Refuses a state of which parts are on disk.
+    """Refuses a state with parts on disk.
 
     Raises:
         ValueError: lists the leaves.

@@ -182,7 +182,7 @@ class ShardedStep(Transform):
         Collective.
 
         Args:
-            state: what the other step returned; consumed. Its ranks are those of this step's mesh.
+            state: that of the other step; consumed. Its ranks are those of this step's mesh.
             opt_state: "keep", or "new" to begin with a new state of this step's optimizer, which may be any other.
 
         Returns:

@@ -2,7 +2,7 @@
 
     python tests/optim/optax_wrapping.py > tests/optim/optax_wrapping.json
 
-What the tests share with it needs numpy only.
+The parts that the tests use need numpy only.
 """
 
 import functools
@@ -106,7 +106,7 @@ def run(
     broken: bool = False,
     seen: Callable[[Any, Any], Any] = lambda params, state: params,
 ) -> Any:
-    """Where a rule leads: by step the parameters, fast and slow ones, or what `seen` makes of them."""
+    """Where a rule leads: by step the parameters, fast and slow ones, or the result of `seen`."""
     import jax  # pyright: ignore[reportMissingImports]
     import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
     import optax  # pyright: ignore[reportMissingImports]

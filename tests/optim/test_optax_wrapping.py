@@ -1,4 +1,4 @@
-"""Covers rules of matrices and rules around others against optax: what it gave once, and what it gives now."""
+"""Covers rules of matrices and rules around others against optax: its results as committed, and of a run."""
 
 import functools
 import json

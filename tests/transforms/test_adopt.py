@@ -93,8 +93,12 @@ def test_leaves_are_unfrozen_at_every_stage(world: int, name: str) -> None:
 @distributed(world=2)
 def test_a_checkpoint_is_restored_with_more_leaves_or_another_optimizer(tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": 2})
-    make = lambda tx, trainable=ALL: sf.sharded_step(loss, tx, mesh=mesh, trainable=trainable, zero=3)  # noqa: E731
-    head, both, other = make(optim.adam(0.05), HEAD), make(optim.adam(0.05)), make(optim.sgd(0.1, momentum=0.9))
+    make = lambda tx, trainable: sf.sharded_step(loss, tx, mesh=mesh, trainable=trainable, zero=3)  # noqa: E731
+    head, both, other = (
+        make(optim.adam(0.05), HEAD),
+        make(optim.adam(0.05), ALL),
+        make(optim.sgd(0.1, momentum=0.9), ALL),
+    )
     state = train(head, head.init(params()), batches()[:2])
     sf.checkpoint.save(tmp_path, state)
     with pytest.raises(ValueError, match="opt_state"):
