@@ -319,16 +319,18 @@ def _whole(x: Any) -> Any:
     return x
 
 
+_AUGMENTED = frozenset(
+    f"__i{name}__" for name in "add sub mul truediv div floordiv mod pow and or xor lshift rshift matmul".split()
+)
+
+
 def _refuse_writes(func: Any, args: Any) -> None:
     name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in (
-        "__setitem__",
-        "__set__",
-        "__iadd__",
-        "__imul__",
-    )
+    in_place = name.endswith("_") and not name.endswith("__")
+    in_place = in_place or name in ("__setitem__", "__set__") or name in _AUGMENTED
     if in_place and args and type(args[0]) is LazyLeaf:
-        raise TypeError(
-            f"{args[0]._path} is written to inside the loss (by {name}); parameters are immutable there."
-            " Return the new value as aux, or write to a clone()."
+        # No TypeError, for which Python tries x * y in place of x *= y.
+        raise ValueError(
+            f"{args[0]._path} is written to inside the loss (by {name}). Parameters are immutable there: write to a"
+            " clone(), or return the new value as aux."
         )
