@@ -16,11 +16,9 @@ from shardfn.core import Policy, PyTree, did_you_mean, first_of, tree_leaves, tr
 _SAYS = re.compile(r"same dtype|expected scalar type|type .* should be the same")
 _SAYS_DEVICES = re.compile(r"same device|device type|different devices?|is on (cpu|cuda|meta)")
 _SAYS_LIST = re.compile(r"(list|tuple) indices must be integers|must be a mapping, not (list|tuple)")
-_SAYS_WRITTEN = re.compile(
-    r"leaf Variable that requires grad is being used in an in-place|functions with out=\.\.\. arg"
-)
-# The keys in a path.
-_KEYS = re.compile(r"\w+")
+_SAYS_WRITTEN = re.compile(r"leaf Variable that requires grad is being used|functions with out=\.\.\. arg")
+# The last key of a path.
+_LAST_KEY = re.compile(r"\w+(?=\W*$)")
 # What it says of operands whose sizes do not fit.
 _SAYS_SHAPES = re.compile(
     r"shapes? .*(cannot be multiplied|invalid|mismatch)|must match the size|[Ee]xpected size|normalized_shape"
@@ -117,15 +115,14 @@ def _text_of_written(params: PyTree, error: RuntimeError) -> str:
         tensors = [x for x in tree_leaves([*frame.f_locals.values()]) if type(x) is Tensor]
         here = dict.fromkeys(own[k] for x in tensors if (k := x.untyped_storage()._cdata) in own)
         if here:
-            named = [
-                p for p in here if re.search(rf"\b{re.escape(_KEYS.findall(p)[-1] if _KEYS.search(p) else p)}\b", text)
-            ]
-            found, where = named or list(here), f" at {frame.f_code.co_filename}:{line}, `{text.strip()}`"
+            keys = {p: key[0] for p in here if (key := _LAST_KEY.search(p))}
+            found = [p for p in keys if re.search(rf"\b{keys[p]}\b", text)] or list(here)
+            where = f" at {frame.f_code.co_filename}:{line}, `{text.strip()}`"
             break
     lines = "\n".join(f"  - {path}" for path in first_of(found, _SHOWN))
     return (
-        f"parameters are written to inside the loss{where}. Parameters are immutable there: write to a clone(), or return"
-        f" the new value as aux. The state passed in is as it was. Those that the line has are\n{lines}"
+        f"parameters are written to inside the loss{where}. Parameters are immutable there: write to a clone(), or"
+        f" return the new value as aux. The state passed in is as it was. The line has:\n{lines}"
     )
 
 

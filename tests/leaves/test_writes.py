@@ -181,9 +181,7 @@ def test_writes_in_place_are_one_error_at_all_stages(world: int) -> None:
 
             step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage=stage, persist_elements=0))
             state = step.init({"weight": torch.ones(4), "bias": torch.zeros(4)})
-            with pytest.raises(
-                ValueError, match=r"(?s)written to inside the loss.*immutable there: write to a\s+clone"
-            ) as told:
+            with pytest.raises(ValueError, match=r"inside the loss.*write to a clone") as told:
                 step(state, torch.ones(4))
             assert "params['weight']" in str(told.value)
             assert torch.equal(state.params["weight"].full_tensor(), torch.ones(4))
