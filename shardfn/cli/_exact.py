@@ -73,8 +73,9 @@ def _step(setup: Setup):
         loss = accumulate(loss, setup.accumulate)
     if _is_narrow(setup):
         dtype = getattr(torch, setup.bytes_of.dtype)
-        scale = optim.dynamic_loss_scale() if dtype == torch.float16 else None
-        loss = mixed_precision(loss, Policy(dtype, dtype, reduce=dtype, accum=dtype), scale)
+        # Gradients are divided by a loss scale in the dtype in which they are added up, which is then float32.
+        scale, accum = (optim.dynamic_loss_scale(), torch.float32) if dtype == torch.float16 else (None, dtype)
+        loss = mixed_precision(loss, Policy(dtype, dtype, reduce=dtype, accum=accum), scale)
     mesh = make_mesh(setup.mesh, device="cpu", abstract=True)
     return sharded_step(loss, optim.adamw(1e-4), mesh=mesh, batch=P("dp"), zero=setup.zero)
 
@@ -92,7 +93,7 @@ def _notes(setup: Setup) -> tuple[str, ...]:
     notes = ["Captured: dropout is off, and times are at the device's full rates, without --efficiency."]
     if _is_narrow(setup):
         notes.append(
-            f"Captured: `optim.adamw` under a policy that keeps parameters and gradients in {setup.bytes_of.dtype}, and"
+            f"Captured: `optim.adamw` under a policy that keeps parameters in {setup.bytes_of.dtype}, and"
             " float32 master copies, mu and nu in the optimizer's state."
         )
     return tuple(notes)

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch
 from torch.overrides import TorchFunctionMode
 
 from shardfn.core import Again, Mesh, Note, bound_again, noted_again
@@ -49,6 +48,7 @@ _AXES, _MADE_AT = "_shardfn_axes", "_shardfn_made_at"
 _BITS = 16
 _CARRY_NOTHING = {int, float, bool, str, type(None), torch.dtype, torch.device, type(...), torch.layout}
 _transforming = torch._C._are_functorch_transforms_active
+functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 _STAMPS = itertools.count(1)
 # The primitives whose results all ranks hold alike.
 _JOINS = ("psum", "pmax", "all_gather_invariant")
@@ -204,11 +204,11 @@ class Following(TorchFunctionMode):
                 self._collect(y, into)
 
     def _note(self, x: Tensor, mask: int) -> None:
-        x.__dict__[_AXES] = self._stamp | mask
+        setattr(x, _AXES, self._stamp | mask)
         if _transforming():
             while functorch.is_functorch_wrapped_tensor(x):
                 x = functorch.get_unwrapped(x)
-                x.__dict__[_AXES] = self._stamp | mask
+                setattr(x, _AXES, self._stamp | mask)
 
     def _note_result(self, out: Any, mask: int, frame: Any) -> None:
         if isinstance(out, Tensor):
@@ -216,7 +216,7 @@ class Following(TorchFunctionMode):
             if mask and _MADE_AT not in out.__dict__:
                 while _is_inside(frame):
                     frame = frame.f_back
-                out.__dict__[_MADE_AT] = frame.f_code, frame.f_lineno
+                setattr(out, _MADE_AT, (frame.f_code, frame.f_lineno))
         elif isinstance(out, (tuple, list)):
             for x in out:
                 self._note_result(x, mask, frame)
@@ -258,6 +258,13 @@ class Following(TorchFunctionMode):
                 f" already{self.made_at(x)}: each rank's gradient would be the sum of all ranks'. Leave out this pvary:"
                 " where a value that is the same on all ranks meets one that is not, the cast is inserted. Or sum the"
                 " value first, with sf.psum. (Along an axis that cuts the batch parameters vary from the beginning.)"
+            )
+        if call.name == "psum" and has & over and over & ~has and not self._default:
+            rest = ", ".join(map(repr, self._named(over & ~has)))
+            raise AxisTypeError(
+                f"{_line_of_user()}psum over {', '.join(map(repr, call.line.axes))} of a value of shape"
+                f" {tuple(x.shape)} that is the same along {rest}{self.made_at(x)}: it would be counted once a rank"
+                f" there. Leave {rest} out of the psum, or pass the value through sf.pvary(x, {rest}) first."
             )
         if call.name == "take_own_block" and has & over:
             out = own_block(x, call)  # of a value that varies its block is a slice as any other
@@ -391,7 +398,7 @@ def same_axes(x: Tensor, like: Tensor) -> Tensor:
     """Notes that `x` varies as `like` does, where values are followed; returns it."""
     noted = like.__dict__.get(_AXES)
     if noted is not None:
-        x.__dict__[_AXES] = noted
+        setattr(x, _AXES, noted)
     return x
 
 
@@ -444,7 +451,7 @@ def _same_arguments(args: Sequence[Any]) -> Note | None:
 
     def note(args: Sequence[Any]) -> None:
         for i, axes in noted:
-            args[i].__dict__[_AXES] = axes
+            setattr(args[i], _AXES, axes)
 
     return note
 

@@ -291,6 +291,12 @@ class GlobalTensor:
         abstract = isinstance(held, Tensor) and (held.is_meta or isinstance(held, FakeTensor))
         return f"{size(held.nbytes)} {'a rank' if abstract else 'here'} on {self.memory_kind}"
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError(
+            "a leaf of a state is not written in place. Change values before step.init(params); of a state, make a new"
+            " leaf, x.with_block(block) of this rank's block x.local, and put it in: state._replace(params=...)."
+        )
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a GlobalTensor has no attribute {name!r}. {_COMPUTE}", name=name, obj=self)
 

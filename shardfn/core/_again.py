@@ -146,11 +146,11 @@ def _generator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def generator(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        again, same = as_now(), [same for look in _ARGUMENTS if (same := look(args)) is not None]
+        again, notes = as_now(), [note for note in (look(args) for look in _ARGUMENTS) if note is not None]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with again():
-                for note in same:
+                for note in notes:
                     note(args)
                 return f(*args, **kwargs)
 

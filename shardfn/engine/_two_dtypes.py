@@ -1,7 +1,9 @@
 """Explains errors of operations that get two dtypes or two devices, by naming the leaves that have them."""
 
 import contextlib
+import linecache
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,13 @@ from shardfn.core import Policy, PyTree, did_you_mean, first_of, tree_leaves, tr
 _SAYS = re.compile(r"same dtype|expected scalar type|type .* should be the same")
 _SAYS_DEVICES = re.compile(r"same device|device type|different devices?|is on (cpu|cuda|meta)")
 _SAYS_LIST = re.compile(r"(list|tuple) indices must be integers|must be a mapping, not (list|tuple)")
+_SAYS_WRITTEN = re.compile(r"leaf Variable that requires grad is being used|functions with out=\.\.\. arg")
+# The last key of a path.
+_LAST_KEY = re.compile(r"\w+(?=\W*$)")
+# What it says of operands whose sizes do not fit.
+_SAYS_SHAPES = re.compile(
+    r"shapes? .*(cannot be multiplied|invalid|mismatch)|must match the size|[Ee]xpected size|normalized_shape"
+)
 _SHOWN = 6
 
 
@@ -62,6 +71,11 @@ def naming_batch(params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[None]:
     except KeyError as error:
         if batch and isinstance(batch[0], Mapping) and error.args and error.args[0] not in batch[0]:
             error.add_note(f"The batch has {list(batch[0])}.{did_you_mean(str(error.args[0]), map(str, batch[0]))}")
+        if isinstance(params, Mapping) and error.args and error.args[0] not in params:
+            known = first_of([repr(name) for name in params], _SHOWN)
+            error.add_note(
+                f"The parameters have {', '.join(known)}.{did_you_mean(str(error.args[0]), map(str, params))}"
+            )
         raise
     except IndexError as error:
         for line in _ranges(*batch) if "index out of range" in str(error) else ():
@@ -70,6 +84,8 @@ def naming_batch(params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[None]:
     except RuntimeError as error:
         if type(error) is not RuntimeError:
             raise
+        if _SAYS_WRITTEN.search(str(error)):
+            raise _noted(ValueError(_text_of_written(params, error)), error) from error
         said, own = str(error), [x for x in tree_leaves(params) if isinstance(x, Tensor) and x.is_floating_point()]
         unlike = []
         if own and batch and _SAYS.search(said):
@@ -77,10 +93,43 @@ def naming_batch(params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[None]:
         elif own and batch and _SAYS_DEVICES.search(said):
             unlike = _other_devices(own[0].device, *batch)
         if not unlike:
+            if _SAYS_SHAPES.search(said):
+                error.add_note(_shapes("The batch has", "batch", *batch))
+                error.add_note(_shapes("The parameters have", "params", params))
             raise
         first = f"an operation of the loss failed: {said.splitlines()[0]}. The parameters are {own[0].dtype} on"
         lines = [f"{first} {own[0].device}, and of the batch", *(f"  - {x}" for x in first_of(unlike, _SHOWN))]
         raise _noted(ValueError("\n".join(lines)), error) from error
+
+
+def _text_of_written(params: PyTree, error: RuntimeError) -> str:
+    """Names the parameters at the line that writes to one; torch refuses the write, and does not say to which."""
+    own = {
+        x.untyped_storage()._cdata: path
+        for path, x in zip(tree_paths(params, "params"), tree_leaves(params), strict=True)
+        if type(x) is Tensor and x.requires_grad
+    }
+    found, where = list(own.values()), ""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        text = linecache.getline(frame.f_code.co_filename, line)
+        tensors = [x for x in tree_leaves([*frame.f_locals.values()]) if type(x) is Tensor]
+        here = dict.fromkeys(own[k] for x in tensors if (k := x.untyped_storage()._cdata) in own)
+        if here:
+            keys = {p: key[0] for p in here if (key := _LAST_KEY.search(p))}
+            found = [p for p in keys if re.search(rf"\b{keys[p]}\b", text)] or list(here)
+            where = f" at {frame.f_code.co_filename}:{line}, `{text.strip()}`"
+            break
+    lines = "\n".join(f"  - {path}" for path in first_of(found, _SHOWN))
+    return (
+        f"parameters are written to inside the loss{where}. Parameters are immutable there: write to a clone(), or"
+        f" return the new value as aux. The state passed in is as it was. The line has:\n{lines}"
+    )
+
+
+def _shapes(text: str, name: str, tree: PyTree = ()) -> str:
+    """The shapes of the leaves of a tree."""
+    named = zip(tree_paths(tree, name), tree_leaves(tree), strict=True)
+    return f"{text} {', '.join(first_of([f'{path} {tuple(x.shape)}' for path, x in named], _SHOWN))}."
 
 
 def _text_of_list(batch: Sequence[Any], error: str) -> str:

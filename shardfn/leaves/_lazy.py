@@ -194,7 +194,8 @@ class LazyLeaf(torch.Tensor):
         leaf = _linked(*handles, stacked=True)
         leaf._path, leaf._layers, leaf._book = path, tuple(layers), book
         leaf.handle = handles[0]
-        return same_axes(leaf, layers[0])
+        same_axes(leaf, layers[0])
+        return leaf
 
     def _part(self, which: slice) -> "LazyLeaf | None":
         """The stack of some layers; None of no layers."""
@@ -205,7 +206,8 @@ class LazyLeaf(torch.Tensor):
         """The same leaf, whose gradient arrives at another handle."""
         leaf = _linked(handle)
         leaf.number, leaf._path, leaf.handle, leaf._book, leaf._layers = self.number, self._path, handle, self._book, ()
-        return same_axes(leaf, self)
+        same_axes(leaf, self)
+        return leaf
 
     def whole(self) -> Tensor:
         """The whole tensor, connected to the handle that collects its gradient."""
@@ -261,7 +263,7 @@ class LazyLeaf(torch.Tensor):
         del types
         for a, x in zip(func._schema.arguments, args, strict=False):
             if a.alias_info is not None and a.alias_info.is_write:
-                _refuse_write(x, str(func), ValueError)  # torch takes a TypeError here for its own
+                _refuse_write(x, str(func))
         args, kwargs = tree_map(_values, (tuple(args), kwargs or {}))  # pyright: ignore[reportGeneralTypeIssues]
         return func(*args, **kwargs)
 
@@ -364,21 +366,22 @@ def _values(x: Any) -> Any:
     return x._book.values_of(x._saved()) if type(x) is LazyLeaf else x
 
 
+_AUGMENTED = frozenset(
+    f"__i{name}__" for name in "add sub mul truediv div floordiv mod pow and or xor lshift rshift matmul".split()
+)
+
+
 def _refuse_writes(func: Any, args: Any) -> None:
     name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in (
-        "__setitem__",
-        "__set__",
-        "__iadd__",
-        "__imul__",
-    )
-    if in_place and args:
+    in_place = name.endswith("_") and not name.endswith("__")
+    if args and (in_place or name in ("__setitem__", "__set__") or name in _AUGMENTED):
         _refuse_write(args[0], name)
 
 
-def _refuse_write(x: Any, name: str, kind: type[Exception] = TypeError) -> None:
+def _refuse_write(x: Any, name: str) -> None:
     if type(x) is LazyLeaf:
-        raise kind(
-            f"{x._path} is written to inside the loss (by {name}); parameters are immutable there."
-            " Return the new value as aux, or write to a clone()."
+        # No TypeError, for which Python tries x * y in place of x *= y.
+        raise ValueError(
+            f"{x._path} is written to inside the loss (by {name}). Parameters are immutable there: write to a clone(),"
+            " or return the new value as aux."
         )

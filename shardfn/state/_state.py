@@ -56,6 +56,17 @@ class TrainState(NamedTuple):
     loss_scale: PyTree = ()
     model_state: PyTree = ()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"a TrainState is not changed in place: write state = state._replace({name}=...), with leaves that a step"
+            " or a restore has made."
+        )
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        raise TypeError(
+            "a TrainState is not changed in place, and its fields have names: write state = state._replace(params=...)."
+        )
+
     def __repr__(self) -> str:
         """A line a leaf: path, global shape, dtype, spec, memory, bytes here; long states are cut short."""
         return _shown(self)

@@ -30,6 +30,7 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
+from shardfn.engine import num_microbatches
 from shardfn.optim import GradientTransformation, LossScale, MasterState, Pair, apply_updates, as_transformation
 from shardfn.transforms import Mixed, WeightedMean, default_batch, sharded_step
 
@@ -253,8 +254,38 @@ def assert_parity(
     """
     want = one_device(reference or loss, optimizer, params, batches, trainable=trainable, key=key, parts=parts)
     got = on_mesh(loss, optimizer, params, batches, mesh=mesh, trainable=trainable, key=key, zero=zero, **options)
-    assert_same(got, want)
+    try:
+        assert_same(got, want)
+    except AssertionError as error:
+        num = _num_parts(loss, mesh, options)
+        even = all(x.ndim and len(x) % num == 0 for whole in batches for x in tree_leaves(whole))
+        how: dict[str, Any] = {"trainable": trainable, "key": key, "parts": num}
+        plain = reference or loss
+        if 1 == parts < num and even and _are_same(got, one_device(plain, optimizer, params, batches, **how)):
+            error.add_note(
+                f"The sharded run has the mean of the losses of {num} parts of the batch (ranks times microbatches),"
+                " which is not the loss of the batch. Return a mean over rows; or, where parts have unequal numbers of"
+                " terms, such as tokens that count, sf.WeightedMean(total, weight)."
+            )
+        raise
     return got
+
+
+def _num_parts(loss: Callable[..., Any], mesh: Mesh | None, options: dict[str, Any]) -> int:
+    """The number of parts of a batch whose losses a step averages: ranks times microbatches."""
+    on, specs = as_mesh(mesh), options.get("batch")
+    specs = default_batch(options.get("specs", P()), on) if specs is None else specs
+    found = tree_leaves(specs, is_leaf=lambda x: isinstance(x, P))
+    axes = dict.fromkeys(a for spec in found if len(spec) for a in on.axes(spec.dim_axes(0)))
+    return on.axis_size(tuple(axes)) * num_microbatches(loss)
+
+
+def _are_same(got: Run, want: Run) -> bool:
+    try:
+        assert_same(got, want)
+    except AssertionError:
+        return False
+    return True
 
 
 def assert_same(got: Run, want: Run, *, exact: bool = False, computed: torch.dtype | None = None) -> None:

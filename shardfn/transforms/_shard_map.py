@@ -17,9 +17,9 @@ def shard_map(
     """Runs `f` on each rank's blocks: in it a dim that a spec cuts has the block's size, and collectives know the axes.
 
     Every rank passes the same whole tensors, takes its own blocks of them, and gets the same whole results. It can be
-    differentiated: the transpose of a cut is `all_gather_invariant`. Inside, values have JAX's types: an argument varies
-    along the axes of its spec, a tensor closed over along none, and where one that is the same on all ranks meets one
-    that varies, `pvary` is inserted, whose transpose is the sum.
+    differentiated: the transpose of a cut is `all_gather_invariant`. Inside, values have JAX's types: an argument
+    varies along the axes of its spec, a tensor closed over along none, and where one that is the same on all ranks
+    meets one that varies, `pvary` is inserted, whose transpose is the sum.
 
     Args:
         f: a function over blocks; may use `psum` and the others with the mesh's axis names.

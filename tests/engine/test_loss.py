@@ -195,3 +195,24 @@ def test_lower_and_value_and_grad_refuse_a_loss_without_a_gradient() -> None:
             sf.value_and_grad(loss)(_params(), BATCHES[0])
     _, grads = sf.value_and_grad(_mean)(_params(), BATCHES[0])  # one of two leaves
     assert grads["w"].any() and not grads["gate"].any()
+
+
+def test_bare_errors_name_the_leaves_and_the_remedy() -> None:
+    params = {"w": torch.ones(3, 2), "b": torch.zeros(2)}
+    step = sf.sharded_step(lambda p, batch: (batch["x"] @ p["w"] + p["b"]).mean(), sf.optim.sgd(0.1), donate=False)
+    state = step.init(params)
+    with pytest.raises(RuntimeError) as caught:
+        step(state, {"x": torch.ones(4, 5)})
+    assert "The batch has batch['x'] (4, 5)." in caught.value.__notes__
+    assert "The parameters have params['b'] (2,), params['w'] (3, 2)." in caught.value.__notes__
+    other = sf.sharded_step(lambda p, batch: (batch["x"] @ p["weight"]).mean(), sf.optim.sgd(0.1), donate=False)
+    with pytest.raises(KeyError) as caught:
+        other(other.init(params), {"x": torch.ones(4, 3)})
+    assert any("The parameters have 'w', 'b'." in note for note in caught.value.__notes__)
+    with pytest.raises(AttributeError, match=r"state = state._replace\(params=...\)"):
+        state.params = params  # type: ignore[misc]
+    with pytest.raises(TypeError, match=r"state = state._replace\(params=...\)"):
+        state["params"] = params
+    with pytest.raises(TypeError, match=r"not written in place.*with_block"):
+        state.params["w"][0] = 1.0
+    assert torch.equal(step(state, {"x": torch.ones(4, 3)})[0].step, torch.tensor(1))

@@ -160,3 +160,28 @@ def test_other_memory_for_a_leaf_is_named(graph: bool) -> None:
     loss = _loss_that(lambda w: setattr(w, "data", w.data * 0.5))
     step = sf.sharded_step(sf.jit(loss, backend="graph") if graph else loss, sf.optim.sgd(0.1))
     _check(step, X, "data =")
+
+
+def _augmented(w: Tensor) -> None:
+    w *= 2
+
+
+IN_PLACE = [lambda w: w.mul_(2), _augmented, lambda w: w.__setitem__(0, 1.0), lambda w: torch.relu_(w)]
+
+
+@distributed(world=[1, 2])
+def test_writes_in_place_are_one_error_at_all_stages(world: int) -> None:
+    mesh = sf.make_mesh({"dp": world})
+    for stage in (0, 3):
+        for write in IN_PLACE:
+
+            def loss(params: Any, x: Tensor, write: Any = write) -> Tensor:
+                write(params["weight"])
+                return (params["weight"] * x + params["bias"]).sum()
+
+            step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage=stage, persist_elements=0))
+            state = step.init({"weight": torch.ones(4), "bias": torch.zeros(4)})
+            with pytest.raises(ValueError, match=r"inside the loss.*write to a clone") as told:
+                step(state, torch.ones(4))
+            assert "params['weight']" in str(told.value)
+            assert torch.equal(state.params["weight"].full_tensor(), torch.ones(4))

@@ -124,3 +124,14 @@ def test_what_is_no_number_or_has_another_shape_or_dtype_differs(got: Tensor, me
             runs[0] = runs[0]._replace(metrics=[{"x": want}])
         with pytest.raises(AssertionError, match=f"^the runs differ:\n  - {re.escape(part)}\\['x'\\]{message}"):
             assert_same(*runs)
+
+
+@distributed(world=2)
+def test_a_mean_over_unequal_terms_is_told_its_remedy() -> None:
+    def masked(params: Params, x: Tensor) -> Tensor:
+        counts = (x[:, :1] > 0).to(x)
+        return ((x @ params["w"]).square() * counts).sum() / counts.sum()
+
+    with pytest.raises(AssertionError, match=r"^the runs differ:") as caught:
+        _check(masked, 2)
+    assert "mean of the losses of 2 parts" in caught.value.__notes__[0] and "WeightedMean" in caught.value.__notes__[0]
