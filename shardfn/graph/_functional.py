@@ -84,7 +84,7 @@ class _Walk:
         return ""
 
     def _tensor(self, node: Any) -> Node:
-        return self._written.get(node, node)
+        return self._written[node] if node in self._written else node
 
     def _owner(self, tensor: Node) -> Node:
         while tensor in self._parents:

@@ -75,8 +75,7 @@ class Dense(Local):
         open = pairs | ~some
         scales = how.mask.scales(*spans, H, torch.empty((), dtype=wide(q_BHTK.dtype), device=device))
         if scales is not None or how.sinks_H is not None:
-            scores = how._replace(scale=factor(how, q_BHTK))
-            y_BHTK = _multiplied(narrowed(q_BHTK, k_BGSK, v_BGSK), (open, bias, scales), scores)
+            y_BHTK = _multiplied(narrowed(q_BHTK, k_BGSK, v_BGSK), (open, bias, scales), how)
             return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
         told = open if bias is None else bias.masked_fill(~open, -math.inf).to(q_BTHK.dtype)
         y_BHTK = _attended(q_BHTK, k_BGSK, v_BGSK, attn_mask=told, **options)
@@ -330,7 +329,7 @@ def _multiplied(
     repeats = q_BHTK.shape[1] // max(k_BGSK.shape[1], 1)
     k_BHSK, v_BHSK = (x.repeat_interleave(repeats, 1) for x in (k_BGSK, v_BGSK))
     with torch.autocast(q_BHTK.device.type, enabled=False):
-        s_BHTS = q_BHTK @ k_BHSK.mT * how.scale
+        s_BHTS = q_BHTK @ k_BHSK.mT * factor(how, q_BHTK)
         s_BHTS = s_BHTS if bias is None else s_BHTS + bias
         s_BHTS = s_BHTS.masked_fill(~open, -math.inf)
         if how.sinks_H is not None:

@@ -155,7 +155,7 @@ def test_values_of_another_width_and_sinks(impl: Any, width: int) -> None:
         got = nn.attention(*qkv, impl=impl)
     else:
         got = nn.attention(*qkv, sinks_H=sinks, impl=impl)
-    want, inputs = with_sinks(*qkv, sinks), [*qkv, sinks] if sinks.requires_grad else qkv
+    want, inputs = with_sinks(qkv[0], qkv[1], qkv[2], sinks), [*qkv, sinks] if sinks.requires_grad else qkv
     w = torch.randn(want.shape, dtype=torch.float64)
     pairs = zip(
         torch.autograd.grad((got * w).sum(), inputs), torch.autograd.grad((want * w).sum(), inputs), strict=True

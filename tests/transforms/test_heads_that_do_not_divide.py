@@ -67,7 +67,7 @@ def both(num):
 @distributed(world=4)
 def test_a_rank_without_a_head_has_its_part_of_a_sequence(body):
     torch.set_num_threads(1)
-    sizes = {"vocab_size": 7, "num_layers": 1, "d_model": 4, "num_heads": 1, "max_len": 6}
+    sizes: dict[str, Any] = {"vocab_size": 7, "num_layers": 1, "d_model": 4, "num_heads": 1, "max_len": 6}
     config = gpt.Config(**sizes, per_head=True, attention=body)
     params, batches = drawn(config)
     rows = {"tokens": batches[0]["tokens"] % 7}
