@@ -31,7 +31,7 @@ def named_modules(module: nn.Module, *, remove_duplicate: bool = True) -> list[t
     return [(_plain(path), sub) for path, sub in named if _WRAPPED not in sub._modules]
 
 
-def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Parameter]]:
+def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, Tensor]]:
     """`module.named_parameters()`, under the names that they have without `torch.compile`.
 
     Example:
