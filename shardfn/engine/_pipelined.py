@@ -17,6 +17,7 @@ from shardfn.collectives import axis_index, axis_size, psum, pvary, transforming
 from shardfn.core import (
     Mesh,
     PyTree,
+    chunk_bounds,
     fold_in,
     tree_flatten,
     tree_leaves,
@@ -28,7 +29,7 @@ from shardfn.nn import scan
 from shardfn.schedules import PipelineSchedule, loop_stages, timeline, v_stages
 
 from ._elsewhere import ElsewhereTensor
-from ._leaf_views import Pick, every_leaf
+from ._leaf_views import LeafViews, Pick, every_leaf
 from ._levels import Transform, taken_over
 from ._loss import Loss
 from ._padded import check_rows, refilled, unpadded, used_rows
@@ -73,6 +74,7 @@ class Pipelined(Transform):
         per_stage: how many layers each rank has of a stack with unused rows; None: every row is a layer, and the stack
             is cut evenly.
         has_state: whether its functions take and return parts of a model state, inside `ModelState.through`.
+        views: the leaves of a step's parameters; None: nothing has bound the loss to leaves yet.
     """
 
     transform: ClassVar[str] = "pipeline"
@@ -84,6 +86,7 @@ class Pipelined(Transform):
     turns: bool
     per_stage: tuple[int, ...] | None
     has_state: bool = dataclasses.field(default=False, kw_only=True)
+    views: LeafViews | None = dataclasses.field(default=None, kw_only=True, repr=False, compare=False)
 
     @abc.abstractmethod
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
@@ -206,10 +209,20 @@ class Pipelined(Transform):
         """By rank and chunk, the stage."""
         return v_stages(num_ranks) if self.turns else loop_stages(num_ranks, self.num_chunks)
 
+    def _rows_of_all(self, params: PyTree) -> list[list[int]]:
+        """By chunk, how many layers of the stack each rank has."""
+        num = axis_size(self.axis)
+        if self.views is None:
+            return [_told_rows(stack, self.axis) for stack in self.stacks(params)]
+        # From the whole shapes, so that a captured call needs no value.
+        blocks, treedef = tree_flatten(params)
+        wholes = self.stacks(tree_unflatten(treedef, self.views.seen_as(treedef, blocks)))
+        return [cut_evenly(tree_leaves(stack)[0].shape[0], num) for stack in wholes]
+
     def _stage_by_stage(self, params: PyTree, batch: PyTree, h: PyTree, key: tuple[Tensor, ...]) -> PyTree:
         """Runs the layers of all ranks on `h`, each on its own rank; the result is on all ranks."""
         num, rank, stacks = axis_size(self.axis), axis_index(self.axis), self.stacks(params)
-        rows = [list(self.per_stage or _rows_of_all(s, self.axis)) for s in stacks]
+        rows = [list(self.per_stage)] if self.per_stage else self._rows_of_all(params)
         firsts = [self.firsts(rows, r) for r in range(num)]
         homes = {s: (r, c) for r, row in enumerate(self.stages(num)) for c, s in enumerate(row)}
         # So that autograd follows h on all ranks or on none: what follows it on one, in a collective, must on all.
@@ -393,8 +406,14 @@ def _length(stack: PyTree) -> int:
     return leaves[0].shape[0]
 
 
-def _rows_of_all(stack: PyTree, axis: str) -> list[int]:
+def cut_evenly(rows: int, ranks: int) -> list[int]:
     """By rank, how many layers of a stack it has."""
+    bounds = [chunk_bounds(rows, ranks, r) for r in range(ranks)]
+    return [stop - start for start, stop in bounds]
+
+
+def _told_rows(stack: PyTree, axis: str) -> list[int]:
+    """By rank, how many layers of a stack it has, from the ranks themselves."""
     own = torch.zeros(axis_size(axis), dtype=torch.int64, device=tree_leaves(stack)[0].device)
     own[axis_index(axis)] = _length(stack)
     return psum(own, axis).tolist()

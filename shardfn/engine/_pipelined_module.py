@@ -80,4 +80,4 @@ class PipelinedModule(Pipelined):
         stack = filled[self.function.path]
         hidden: dict[str, Any] = {name: ElsewhereTensor.of(x) for name, x in stack.items()}
         span.stack, span.shown = stack, hidden
-        return self.function.within(span, self.loss, {**filled, self.function.path: hidden}, batch, *key)
+        return self.function.on_span(span, self.loss, {**filled, self.function.path: hidden}, batch, *key)

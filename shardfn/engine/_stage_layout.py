@@ -1,11 +1,11 @@
 """Checks that a layout, and a first model state, fit the stages of a pipeline along an axis."""
 
-from shardfn.core import PyTree, chunk_bounds, raise_all, tree_leaves, tree_unflatten
+from shardfn.core import PyTree, raise_all, tree_leaves, tree_unflatten
 
 from ._loss import Loss
 from ._model_state import check_kept, first_model_state
 from ._padded import check_rows
-from ._pipelined import UNLIKE, Pipelined, pipelined_in, told_lengths
+from ._pipelined import UNLIKE, Pipelined, cut_evenly, pipelined_in, told_lengths
 from ._plan import Plan
 from ._stage_state import check_stage_state
 from ._step import StepParts
@@ -83,7 +83,7 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
     if of.per_stage is not None:
         _check_padded(plan, list(inside), of.per_stage, num)
         return [list(of.per_stage)]
-    return [_cut(next(iter(found.values())), num) for found in lengths]
+    return [cut_evenly(next(iter(found.values())), num) for found in lengths]
 
 
 def _check_padded(plan: Plan, inside: list[int], per_stage: tuple[int, ...], num: int) -> None:
@@ -95,11 +95,6 @@ def _check_padded(plan: Plan, inside: list[int], per_stage: tuple[int, ...], num
     if num not in (1, len(per_stage)):
         raise ValueError(f"layers_per_stage={per_stage} is for {len(per_stage)} stages; the axis has {num} ranks.")
     check_rows({plan.leaves[i].path: plan.leaves[i].shape[0] for i in inside}, per_stage)
-
-
-def _cut(rows: int, ranks: int) -> list[int]:
-    bounds = [chunk_bounds(rows, ranks, r) for r in range(ranks)]
-    return [stop - start for start, stop in bounds]
 
 
 def _check_state_of_stages(plan: Plan, f: Loss, state: PyTree, specs: PyTree) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardfn.core import Ambient, raise_all
 
 from ._absent import NeedsValue, is_absent
-from ._layers_run import Ended, LayerSpan, LayersRun
+from ._layers_run import Ended, LayerSpan, LayersRun, RunAgain
 from ._module_draws import Draws
 
 _SPAN = Ambient[LayerSpan]("layers of a module on this rank", by_thread=True)
@@ -63,7 +63,7 @@ class LayeredFunction:
         num_layers: how many there are.
         needs_params: whether something besides the first layer's first argument is needed of what comes before it, and
             depends on parameters; found when a stage runs.
-        returns: what a layer returns besides, and the structure; None until a stage has asked one.
+        returns: what a layer returns besides, and the structure; None until a stage has learnt it.
     """
 
     def __init__(self, function: RunsModule, path: str, names: Iterable[str]) -> None:
@@ -86,16 +86,30 @@ class LayeredFunction:
         """
         return self._run(Draws(self.module), params, args, kwargs)
 
-    def keyed(self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"]) -> Callable[..., Any]:
+    def within(self, forward: Callable[..., Any], params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`forward(*args, **kwargs)`, which calls the module, or a part of it with the layers, and that once.
+
+        Args:
+            forward: runs in the place of the module; see `ModuleFunction.within`. On ranks without the last layer it
+                runs up to a layer.
+            params: as of the module's forward.
+            *args: what it takes.
+            **kwargs: what it takes by name.
+        """
+        return self._run(Draws(self.module), params, args, kwargs, forward)
+
+    def keyed(
+        self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"], forward: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
         """The same function with dropout; see `ModuleFunction.keyed`. Masks do not depend on which rank has a layer."""
         draws = self._function.draws(key, index_B)
 
         def f(params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
-            return self._run(draws(), params, args, kwargs)
+            return self._run(draws(), params, args, kwargs, forward)
 
         return f
 
-    def within(self, span: LayerSpan, loss: Callable[..., Any], *args: Any) -> Any:
+    def on_span(self, span: LayerSpan, loss: Callable[..., Any], *args: Any) -> Any:
         """What a loss of this function comes to on a rank that has some of the layers.
 
         Args:
@@ -116,6 +130,8 @@ class LayeredFunction:
                     out = loss(*args)
             except Ended as ended:
                 out = ended.h
+            except RunAgain:
+                continue
             except NeedsValue as needs:
                 self._with_params(str(needs))
                 continue
@@ -146,7 +162,14 @@ class LayeredFunction:
         assert isinstance(found, nn.ModuleList)
         return found
 
-    def _run(self, draws: Draws, params: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self,
+        draws: Draws,
+        params: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        forward: Callable[..., Any] | None = None,
+    ) -> Any:
         stack, span = params[self.path], _SPAN.innermost()
         if set(stack) != self._names:
             raise ValueError(f"params[{self.path!r}] has {sorted(stack)}; the layers have {sorted(self._names)}.")
@@ -172,7 +195,7 @@ class LayeredFunction:
         flat = {name: x for name, x in params.items() if name != self.path}
         for name, x in stack.items() if span.num else ():
             flat.update({f"{self.path}.{span.start + i}.{name}": row for i, row in enumerate(x.unbind(0))})
-        run = LayersRun(self, span, draws)
+        run = LayersRun(self, span, draws, forward)
         return self._function.run(draws, flat, None, args, kwargs, run.call)[0]
 
 
