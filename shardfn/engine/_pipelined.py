@@ -29,7 +29,7 @@ from shardfn.nn import scan
 from shardfn.schedules import PipelineSchedule, loop_stages, timeline, v_stages
 
 from ._elsewhere import ElsewhereTensor
-from ._leaf_views import LeafViews, Pick, every_leaf
+from ._leaf_views import LeafView, LeafViews, Pick, every_leaf
 from ._levels import Transform, taken_over
 from ._loss import Loss
 from ._padded import check_rows, refilled, unpadded, used_rows
@@ -145,6 +145,21 @@ class Pipelined(Transform):
             )
         return found
 
+    def kinds(self, stack: PyTree) -> Sequence[PyTree]:
+        """The parts of a stack, or of a tree like it, whose layers differ in their leaves, and which may be uncut."""
+        return [stack]
+
+    def shares(self, rows: Sequence[Sequence[int]]) -> list[int]:
+        """By rank, how many layers it has of a stack.
+
+        Args:
+            rows: by kind and rank, how many rows.
+
+        Raises:
+            ValueError: the rows of a rank are not those of layers that run one after another.
+        """
+        return list(rows[0])
+
     def filled(self, stack: PyTree) -> PyTree:
         """A stack, or this rank's block of it, without unused rows."""
         if self.per_stage is None:
@@ -211,13 +226,12 @@ class Pipelined(Transform):
 
     def _rows_of_all(self, params: PyTree) -> list[list[int]]:
         """By chunk, how many layers of the stack each rank has."""
-        num = axis_size(self.axis)
         if self.views is None:
-            return [_told_rows(stack, self.axis) for stack in self.stacks(params)]
+            return [self.shares([_told_rows(kind, self.axis) for kind in self.kinds(s)]) for s in self.stacks(params)]
         # From the whole shapes, so that a captured call needs no value.
         blocks, treedef = tree_flatten(params)
         wholes = self.stacks(tree_unflatten(treedef, self.views.seen_as(treedef, blocks)))
-        return [cut_evenly(tree_leaves(stack)[0].shape[0], num) for stack in wholes]
+        return [self.shares([rows_of_ranks(tree_leaves(k), self.axis) for k in self.kinds(s)]) for s in wholes]
 
     def _stage_by_stage(self, params: PyTree, batch: PyTree, h: PyTree, key: tuple[Tensor, ...]) -> PyTree:
         """Runs the layers of all ranks on `h`, each on its own rank; the result is on all ranks."""
@@ -406,9 +420,12 @@ def _length(stack: PyTree) -> int:
     return leaves[0].shape[0]
 
 
-def cut_evenly(rows: int, ranks: int) -> list[int]:
-    """By rank, how many layers of a stack it has."""
-    bounds = [chunk_bounds(rows, ranks, r) for r in range(ranks)]
+def rows_of_ranks(leaves: Sequence[LeafView], axis: str) -> list[int]:
+    """By rank along an axis, how many rows of a stack it has: a block, or all where the stack is not cut."""
+    rows, num = leaves[0].shape[0], axis_size(axis)
+    if axis not in leaves[0].spec.dim_axes(0):
+        return [rows] * num
+    bounds = [chunk_bounds(rows, num, r) for r in range(num)]
     return [stop - start for start, stop in bounds]
 
 

@@ -28,7 +28,7 @@ class LayerSpan:
         given: what the layer before `start` has made; None at the first stage.
         ends: whether the forward runs to its end, and not to the layer after.
         calls: how often the module has been called within.
-        stack: this rank's rows of the layers' leaves, by name, where the loss is shown others in their place.
+        stack: this rank's rows of the layers' leaves, as in params, where the loss is shown others in their place.
         shown: those, which it is to pass on as they are.
     """
 
@@ -37,8 +37,8 @@ class LayerSpan:
     given: Tensor | None
     ends: bool
     calls: int = 0
-    stack: Mapping[str, Tensor] | None = None
-    shown: Mapping[str, Tensor] | None = None
+    stack: Mapping[str, Any] | None = None
+    shown: Mapping[str, Any] | None = None
 
 
 class Ended(BaseException):

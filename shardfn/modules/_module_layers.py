@@ -13,16 +13,17 @@ parameters, so that none is gathered for it. Where more than the first layer's f
 what comes before the list runs again with the parameters; they are then leaves that several stages use.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from shardfn.core import Ambient, raise_all
+from shardfn.core import Ambient, raise_all, tree_leaves
 
 from ._absent import NeedsValue, is_absent
+from ._layer_kinds import LayerKinds
 from ._layers_run import Ended, LayerSpan, LayersRun, RunAgain
 from ._module_draws import Draws
 
@@ -52,7 +53,7 @@ class RunsModule(Protocol):
 
 
 class LayeredFunction:
-    """A module's forward as a function of its parameters, of which those of its layers are stacked.
+    """A module's forward as a function of its parameters, of which those of its layers are stacked, by their kinds.
 
     Made by `from_module(module, layers=...)`. It is an ordinary function; `pipeline_module` puts its layers on several
     ranks.
@@ -60,15 +61,16 @@ class LayeredFunction:
     Attributes:
         module: the module.
         path: the list of layers; in params, the key of the stacked leaves.
+        kinds: which layers are alike.
         num_layers: how many there are.
         needs_params: whether something besides the first layer's first argument is needed of what comes before it, and
             depends on parameters; found when a stage runs.
         returns: what a layer returns besides, and the structure; None until a stage has learnt it.
     """
 
-    def __init__(self, function: RunsModule, path: str, names: Iterable[str]) -> None:
-        self._function, self.module, self.path, self._names = function, function.module, path, frozenset(names)
-        self.num_layers = len(self.layers)
+    def __init__(self, function: RunsModule, kinds: LayerKinds) -> None:
+        self._function, self.module, self.path, self.kinds = function, function.module, kinds.path, kinds
+        self.num_layers = kinds.num_layers
         self.needs_params = False
         self.returns: tuple[list[Any], Any] | None = None
 
@@ -76,7 +78,8 @@ class LayeredFunction:
         """The module's forward.
 
         Args:
-            params: by name, and under the path of the list the layers' leaves by name, each [L, *shape].
+            params: by name, and under the path of the list the layers' leaves by name, each [L, *shape]; of several
+                kinds of layers those of each, under the number of its first layer.
             *args: what the module takes.
             **kwargs: what it takes by name.
 
@@ -171,10 +174,10 @@ class LayeredFunction:
         forward: Callable[..., Any] | None = None,
     ) -> Any:
         stack, span = params[self.path], _SPAN.innermost()
-        if set(stack) != self._names:
-            raise ValueError(f"params[{self.path!r}] has {sorted(stack)}; the layers have {sorted(self._names)}.")
         if span is not None and span.stack is not None:
-            if any(x is not (span.shown or {}).get(name) for name, x in stack.items()):
+            shown = [id(x) for x in tree_leaves(span.shown)]
+            self.kinds.stacks(stack)
+            if [id(x) for x in tree_leaves(stack)] != shown:
                 raise ValueError(
                     f"the loss calls the module with another params[{self.path!r}] than it is given: the layers are on"
                     " several ranks; pass them on as they are."
@@ -188,26 +191,21 @@ class LayeredFunction:
                 f"the loss calls the module twice, whose layers {self.path!r} are on several ranks: call it once, on"
                 " all rows."
             )
-        wrong = {name: x.shape[0] for name, x in stack.items() if span.num and x.shape[0] != span.num}
-        if wrong:
-            hint = "; a loss of blocks of layers is for pipeline_module" if whole else ""
-            raise ValueError(f"params[{self.path!r}] should have {span.num} layers, and has {wrong}{hint}.")
         flat = {name: x for name, x in params.items() if name != self.path}
-        for name, x in stack.items() if span.num else ():
-            flat.update({f"{self.path}.{span.start + i}.{name}": row for i, row in enumerate(x.unbind(0))})
+        try:
+            flat |= self.kinds.flat(stack, span.start, span.num)
+        except ValueError as error:
+            hint = "; a loss of blocks of layers is for pipeline_module" if whole else ""
+            raise ValueError(f"{error}{hint}.") from None
         run = LayersRun(self, span, draws, forward)
         return self._function.run(draws, flat, None, args, kwargs, run.call)[0]
 
 
-def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[str]]:
-    """The parameters of a module, with those of its list of layers stacked.
-
-    Returns:
-        The parameters, and the names of a layer's own within it.
+def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple[dict[str, Any], LayerKinds]:
+    """The parameters of a module, with those of its list of layers stacked, and the kinds of its layers.
 
     Raises:
-        ValueError: there is no such list; or its layers have other leaves, shapes or dtypes than the first, or share
-            parameters; every leaf is listed.
+        ValueError: there is no such list; or its layers share parameters; every leaf is listed.
     """
     try:
         layers = module.get_submodule(path)
@@ -216,26 +214,20 @@ def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple
     if not isinstance(layers, nn.ModuleList) or not path or not len(layers):
         found = [p for p, sub in module.named_modules() if isinstance(sub, nn.ModuleList) and len(sub)]
         raise ValueError(f"layers={path!r} is no list of layers of this {type(module).__name__}; it has {found}.")
-    own = [dict(layer.named_parameters()) for layer in layers]
-    first = own[0]
-    problems = []
-    for i, leaves in enumerate(own):
-        problems += [f"{path}.{i} has no {name}, which {path}.0 has" for name in first.keys() - leaves.keys()]
-        problems += [f"{path}.0 has no {name}, which {path}.{i} has" for name in leaves.keys() - first.keys()]
-        problems += [
-            f"{path}.{i}.{name} is {tuple(x.shape)} {x.dtype}, {path}.0.{name} is {tuple(y.shape)} {y.dtype}"
-            for name, x in leaves.items()
-            if (y := first.get(name)) is not None and (x.shape, x.dtype) != (y.shape, y.dtype)
-        ]
-        problems += [
-            f"{path}.{i}.{name} is {other}, too; untie them"
-            for name, x in leaves.items()
-            if (other := _elsewhere(module, f"{path}.{i}", x)) is not None
-        ]
-    raise_all(ValueError, f"the layers of {path!r} cannot be stacked, as they are not alike:", problems)
+    problems = [
+        f"{path}.{i}.{name} is {other}, too; untie them"
+        for i, layer in enumerate(layers)
+        for name, x in layer.named_parameters()
+        if (other := _elsewhere(module, f"{path}.{i}", x)) is not None
+    ]
+    raise_all(ValueError, f"the layers of {path!r} cannot be stacked, as they share parameters:", problems)
     others = {name: x for name, x in params.items() if not name.startswith(f"{path}.")}
-    stack = {name: torch.stack([leaves[name].detach() for leaves in own]) for name in first}
-    return {**others, path: stack}, list(first)
+    kinds = LayerKinds.of(path, list(layers))
+    stacks = [
+        {name: torch.stack([params[f"{path}.{i}.{name}"] for i in kind.layers]) for name in kind.names}
+        for kind in kinds.kinds
+    ]
+    return {**others, path: kinds.tree(stacks)}, kinds
 
 
 def _elsewhere(module: nn.Module, layer: str, x: Tensor) -> str | None:
