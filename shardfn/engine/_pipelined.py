@@ -36,6 +36,7 @@ from ._padded import check_rows, refilled, unpadded, used_rows
 from ._stage_state import PipelineState, apart, check_in_order, current_state, put_part, with_part
 from ._unwrap import Unwrapped
 
+NO_LAYERS = "a pipeline has no stacked layers: `blocks` leads to an empty tree."
 UNLIKE = "the leaves of a pipeline's stack are of different numbers of layers; stack as many of each:"
 
 
@@ -235,7 +236,7 @@ class Pipelined(Transform):
 
     def _stage_by_stage(self, params: PyTree, batch: PyTree, h: PyTree, key: tuple[Tensor, ...]) -> PyTree:
         """Runs the layers of all ranks on `h`, each on its own rank; the result is on all ranks."""
-        num, rank, stacks = axis_size(self.axis), axis_index(self.axis), self.stacks(params)
+        num, rank = axis_size(self.axis), axis_index(self.axis)
         rows = [list(self.per_stage)] if self.per_stage else self._rows_of_all(params)
         firsts = [self.firsts(rows, r) for r in range(num)]
         homes = {s: (r, c) for r, row in enumerate(self.stages(num)) for c, s in enumerate(row)}
@@ -413,7 +414,7 @@ def _length(stack: PyTree) -> int:
     """
     leaves = tree_leaves(stack)
     if not leaves:
-        raise ValueError("a pipeline has no stacked layers: `blocks` leads to an empty tree.")
+        raise ValueError(NO_LAYERS)
     if len({x.shape[0] for x in leaves}) > 1:
         named = zip(tree_paths(stack, "blocks"), leaves, strict=True)
         raise ValueError(f"{UNLIKE} {told_lengths({path: x.shape[0] for path, x in named})}")

@@ -7,7 +7,7 @@ from ._leaf_views import LeafView
 from ._loss import Loss
 from ._model_state import check_kept, first_model_state
 from ._padded import check_rows
-from ._pipelined import UNLIKE, Pipelined, pipelined_in, rows_of_ranks, told_lengths
+from ._pipelined import NO_LAYERS, UNLIKE, Pipelined, pipelined_in, rows_of_ranks, told_lengths
 from ._plan import Plan
 from ._stage_state import check_stage_state
 from ._step import StepParts
@@ -58,8 +58,10 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
     num = plan.mesh.axis_size(of.axis)
     stacks = of.stacks(tree_unflatten(plan.treedef, list(range(len(plan.leaves)))))
     kinds = [[tree_leaves(kind) for kind in of.kinds(stack)] for stack in stacks]
+    if not all(kind for of_stack in kinds for kind in of_stack):
+        raise ValueError(NO_LAYERS)
     # Where there are several kinds, some may be uncut; then they are like leaves that are no layers.
-    inside = [i for of_stack in kinds for i in _cut_ones(plan, of_stack, of.axis)]
+    inside = dict.fromkeys(i for of_stack in kinds for i in _cut_ones(plan, of_stack, of.axis))
     problems = []
     for i, leaf in enumerate(plan.leaves):
         if i in inside and leaf.compute.dim_axes(0) != (of.axis,):
@@ -85,7 +87,7 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
     lengths = [{plan.leaves[i].path: plan.leaves[i].shape[0] for i in kind} for of_stack in kinds for kind in of_stack]
     raise_all(ValueError, UNLIKE, [told_lengths(found) for found in lengths if len(set(found.values())) > 1])
     if of.per_stage is not None:
-        _check_padded(plan, inside, of.per_stage, num)
+        _check_padded(plan, list(inside), of.per_stage, num)
         return [list(of.per_stage)]
     with bind_mesh(plan.mesh):
         rows = [[rows_of_ranks([LeafView.of(plan.leaves[i]) for i in k], of.axis) for k in ks] for ks in kinds]

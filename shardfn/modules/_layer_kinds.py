@@ -46,8 +46,8 @@ class LayerKinds(NamedTuple):
         for i, layer in enumerate(layers):
             leaves = ((name, x.shape, x.dtype) for name, x in layer.named_parameters())
             found.setdefault(frozenset(leaves), []).append(i)
-        names = (tuple(name for name, _ in layers[rows[0]].named_parameters()) for rows in found.values())
-        return LayerKinds(path, tuple(LayerKind(tuple(rows), own) for rows, own in zip(found.values(), names)))
+        firsts = {rows[0]: [name for name, _ in layers[rows[0]].named_parameters()] for rows in found.values()}
+        return LayerKinds(path, tuple(LayerKind(tuple(rows), tuple(firsts[rows[0]])) for rows in found.values()))
 
     @property
     def num_layers(self) -> int:

@@ -180,7 +180,7 @@ class LayersRun:
                 if not self._span.num:
                     self._refuse(
                         f"this rank runs no layer, and the structure of a layer's result {self._assumed}. Use no more"
-                        " stages than have a layer, or let layers return a tensor and ask for no values"
+                        " stages than have a layer, or let layers ask for no values."
                     )
             self._draws.count = count
         if self._of.returns is None:
@@ -219,9 +219,7 @@ class LayersRun:
         _put_back(self._absent)
 
     def _refuse(self, what: str) -> None:
-        raise ValueError(
-            f"{self._of.path!r} of this {type(self._of.module).__name__} cannot be cut in stages: {what}"
-        )
+        raise ValueError(f"{self._of.path!r} of this {type(self._of.module).__name__} cannot be cut in stages: {what}")
 
 
 class _StandIn(nn.Module):

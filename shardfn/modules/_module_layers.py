@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from shardfn.core import Ambient, raise_all, tree_leaves
+from shardfn.core import Ambient, raise_all
 
 from ._absent import NeedsValue, is_absent
 from ._layer_kinds import LayerKinds
@@ -175,9 +175,8 @@ class LayeredFunction:
     ) -> Any:
         stack, span = params[self.path], _SPAN.innermost()
         if span is not None and span.stack is not None:
-            shown = [id(x) for x in tree_leaves(span.shown)]
-            self.kinds.stacks(stack)
-            if [id(x) for x in tree_leaves(stack)] != shown:
+            pairs = zip(self.kinds.stacks(stack), self.kinds.stacks(span.shown or {}), strict=True)
+            if any(x is not shown[name] for own, shown in pairs for name, x in own.items()):
                 raise ValueError(
                     f"the loss calls the module with another params[{self.path!r}] than it is given: the layers are on"
                     " several ranks; pass them on as they are."

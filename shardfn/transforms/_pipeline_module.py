@@ -87,8 +87,8 @@ def pipeline_module(
         raise ValueError(f"pipeline_module needs a microbatch, got num_microbatches={num_microbatches}.")
     if layers_per_stage is not None and len(function.kinds.kinds) > 1:
         raise ValueError(
-            f"pipeline_module(layers_per_stage={tuple(layers_per_stage)}) of layers of {len(function.kinds.kinds)} kinds:"
-            " their stacks are cut evenly; leave it out."
+            f"pipeline_module(layers_per_stage={tuple(layers_per_stage)}): the layers are of"
+            f" {len(function.kinds.kinds)} kinds, and their stacks are cut evenly; leave it out."
         )
     table, path, per_stage = schedule_of(schedule, 1), function.path, per_stage_of(layers_per_stage, 1)
     whole = loss.inner if isinstance(loss, Partitioned) else loss

@@ -27,6 +27,7 @@ def _parity(body: Any, T: int, mesh: sf.Mesh, *, jit: bool = False, **how: Any) 
     model, plain = (model_of("llama", rate=rate).train() for _ in range(2))
     for one in (model, plain) if how.pop("twice", False) else ():
         one.model.layers.extend(copy.deepcopy(one.model.layers))
+        one.config.num_hidden_layers = 4
     params, apply = sf.from_module(model, layers=PATH, attention=body)
     _, dense = sf.from_module(plain, layers=PATH, attention=nn.Dense())
     order = nn.sequence_order(body, T, mesh.axis_size("sp")) if getattr(body, "axes", ()) else torch.arange(T)
@@ -60,6 +61,7 @@ def test_bodies_on_whole_rows(body: Any) -> None:
     _parity(body, 7, sf.make_mesh({"pp": 2}, device="cpu"))
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_captured_pipeline_of_a_body() -> None:
     _parity(nn.Blockwise(3), 7, sf.make_mesh({"pp": 2}, device="cpu"), jit=True, tile=2)

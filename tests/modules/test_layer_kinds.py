@@ -40,7 +40,10 @@ def test_the_rows_of_a_stack_are_those_of_its_layers() -> None:
     every = kinds.flat(tree, 0, 4)
     assert [float(every[f"layers.{i}.weight"]) for i in range(4)] == [0.0, 10.0, 1.0, 11.0]
     own = kinds.flat({"0": {name: x[1:] for name, x in stacks[0].items()}, "1": stacks[1]}, 2, 2)
-    assert {name: float(x) for name, x in own.items() if "bias" in name} == {"layers.2.bias": 1.0, "layers.3.bias": 11.0}
+    assert {name: float(x) for name, x in own.items() if "bias" in name} == {
+        "layers.2.bias": 1.0,
+        "layers.3.bias": 11.0,
+    }
     with pytest.raises(ValueError, match=r"params\['layers'\]\['0'\] should have 1 layers, and has {'weight': 3"):
         kinds.flat({"0": {name: torch.zeros(3) for name in ("weight", "bias")}, "1": stacks[1]}, 2, 2)
     with pytest.raises(ValueError, match=r"params\['layers'\] has \['0'\]; its layers are of the kinds \['0', '1'\]"):

@@ -62,7 +62,12 @@ def _evaluated(loss: Any, mesh: sf.Mesh, params: Any, specs: Any = None, **optio
     (batch,) = _batches(1)
     want = loss(params, batch)
     step = sf.sharded_step(
-        sf.jit(loss, backend="graph"), optim.sgd(0.1), mesh=mesh, specs=specs or _specs(params), batch=P("dp"), **options
+        sf.jit(loss, backend="graph"),
+        optim.sgd(0.1),
+        mesh=mesh,
+        specs=specs or _specs(params),
+        batch=P("dp"),
+        **options,
     )
     num, own = mesh.axis_size("dp"), mesh.axis_index("dp")
     rows = sf.core.tree_map(lambda x: x.chunk(num)[own], batch)
