@@ -82,6 +82,8 @@ def _parity(name: str, mesh: sf.Mesh, *, layers: int = 4, jit: bool = False, **o
     if len(apply.kinds.kinds) > 1 and name != "qwen3_next":
         specs["model.layers"] = {"0": P(), "1": P("pp")}  # pyright: ignore
     piped: Any = sf.pipeline_module(loss, apply, num_microbatches=2)
+    if name == "qwen3_next":  # its linear attention computes in float32, which tells other orders of sums apart
+        options["parts"] = 2 * mesh.axis_size("dp")
     assert_parity(
         sf.jit(piped, backend="graph") if jit else piped, optim.sgd(0.1), params, _ids(), mesh=mesh, reference=plain,
         specs=specs, batch=P("dp"), **options,
