@@ -1,4 +1,4 @@
-"""Binds the partitioned functions in a step's loss to the leaves that the step hands them."""
+"""Binds a step's pipelined loss, and the partitioned functions in its loss, to the leaves that the step hands them."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,7 @@ from ._unwrap import Unwrapped
 
 
 def bind(unwrapped: Unwrapped, planner: Planner) -> Unwrapped:
-    """Gives the partitioned functions of a step's loss their leaves.
+    """Gives a pipelined loss, and the partitioned functions of a step's loss, their leaves.
 
     Raises:
         ValueError: an axis of theirs cuts the batch, or stages of a pipeline lie along it; or a function is partitioned
@@ -29,7 +29,7 @@ def _bound(f: Any, views: LeafViews) -> Any:
     if isinstance(f, Accumulated | Mixed):
         return dataclasses.replace(f, inner=_bound(f.inner, views))
     if isinstance(f, Pipelined):
-        return _bound_stages(f, views)
+        return dataclasses.replace(_bound_stages(f, views), views=views)
     if not isinstance(f, Partitioned):
         return f
     for axis in set(f.axes) & set(views.planner.batch_axes):
@@ -45,7 +45,7 @@ def _bound(f: Any, views: LeafViews) -> Any:
                 "partition(pipeline(...)) of functions that are partitioned themselves: drop the partition around the"
                 " pipeline, or those inside."
             )
-        return PartitionedPipeline.made(bound, f.inner)
+        return PartitionedPipeline.made(bound, dataclasses.replace(f.inner, views=views))
     return bound
 
 

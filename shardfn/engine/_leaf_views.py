@@ -106,7 +106,9 @@ class LeafViews:
             }
             if len(found) != 1:
                 what = "several trees that this step has met have" if found else "no tree that this step has met has"
-                raise ValueError(f"partition(loss): {what} blocks of shapes {list(shapes)}; make a step for each tree.")
+                raise ValueError(
+                    f"partition or pipeline: {what} blocks of shapes {list(shapes)}; make a step for each tree."
+                )
             self._found[key] = found.pop()
         return self._found[key]
 

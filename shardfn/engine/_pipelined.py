@@ -17,6 +17,7 @@ from shardfn.collectives import axis_index, axis_size, psum, pvary, transforming
 from shardfn.core import (
     Mesh,
     PyTree,
+    chunk_bounds,
     fold_in,
     tree_flatten,
     tree_leaves,
@@ -28,13 +29,15 @@ from shardfn.nn import scan
 from shardfn.schedules import PipelineSchedule, loop_stages, timeline, v_stages
 
 from ._elsewhere import ElsewhereTensor
-from ._leaf_views import Pick, every_leaf
+from ._leaf_views import LeafView, LeafViews, Pick, every_leaf
 from ._levels import Transform, taken_over
 from ._loss import Loss
 from ._padded import check_rows, refilled, unpadded, used_rows
 from ._stage_state import PipelineState, apart, check_in_order, current_state, put_part, with_part
 from ._unwrap import Unwrapped
 
+Rows = list[list[list[int]]]  # by chunk, kind of layers and rank
+NO_LAYERS = "a pipeline has no stacked layers: `blocks` leads to an empty tree."
 UNLIKE = "the leaves of a pipeline's stack are of different numbers of layers; stack as many of each:"
 
 
@@ -73,6 +76,7 @@ class Pipelined(Transform):
         per_stage: how many layers each rank has of a stack with unused rows; None: every row is a layer, and the stack
             is cut evenly.
         has_state: whether its functions take and return parts of a model state, inside `ModelState.through`.
+        views: the leaves of a step's parameters; None: nothing has bound the loss to leaves yet.
     """
 
     transform: ClassVar[str] = "pipeline"
@@ -84,6 +88,7 @@ class Pipelined(Transform):
     turns: bool
     per_stage: tuple[int, ...] | None
     has_state: bool = dataclasses.field(default=False, kw_only=True)
+    views: LeafViews | None = dataclasses.field(default=None, kw_only=True, repr=False, compare=False)
 
     @abc.abstractmethod
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
@@ -141,6 +146,25 @@ class Pipelined(Transform):
                 f" {told}; cut the stack in that many along dim 0."
             )
         return found
+
+    def kinds(self, stack: PyTree) -> Sequence[PyTree]:
+        """The parts of a stack, or of a tree like it, whose layers differ in their leaves, and which may be uncut."""
+        return [stack]
+
+    def cut(self, rows: Sequence[Sequence[int]]) -> list[bool]:
+        """By kind, whether ranks have different rows of its stack; `rows` are as in `shares`."""
+        return [True for _ in rows]
+
+    def shares(self, rows: Sequence[Sequence[int]]) -> list[int]:
+        """By rank, how many layers it has of a stack.
+
+        Args:
+            rows: by kind and rank, how many rows.
+
+        Raises:
+            ValueError: the rows of a rank are not those of layers that run one after another.
+        """
+        return list(rows[0])
 
     def filled(self, stack: PyTree) -> PyTree:
         """A stack, or this rank's block of it, without unused rows."""
@@ -206,22 +230,34 @@ class Pipelined(Transform):
         """By rank and chunk, the stage."""
         return v_stages(num_ranks) if self.turns else loop_stages(num_ranks, self.num_chunks)
 
-    def _varying(self, params: PyTree) -> PyTree:
-        """The parameters, of which those outside of the stacks vary along the axis."""
-        own = {id(x) for x in tree_leaves(self.stacks(params))}
+    def _varying(self, params: PyTree, rows: Rows) -> PyTree:
+        """The parameters, of which those that are not cut along the axis vary along it."""
+        kinds = [zip(self.kinds(s), self.cut(r), strict=True) for s, r in zip(self.stacks(params), rows, strict=True)]
+        own = {id(x) for of_stack in kinds for kind, is_cut in of_stack if is_cut for x in tree_leaves(kind)}
         differs = lambda x: id(x) not in own and x.is_floating_point()  # noqa: E731
         return tree_map(lambda x: pvary(x, self.axis) if differs(x) else x, params)
 
+    def _rows_of_all(self, params: PyTree) -> Rows:
+        """How many rows of the stacks each rank has."""
+        if self.per_stage:
+            return [[list(self.per_stage)]]
+        if self.views is None:
+            return [[_told_rows(kind, self.axis) for kind in self.kinds(s)] for s in self.stacks(params)]
+        # From the whole shapes, so that a captured call needs no value.
+        blocks, treedef = tree_flatten(params)
+        wholes = self.stacks(tree_unflatten(treedef, self.views.seen_as(treedef, blocks)))
+        return [[rows_of_ranks(tree_leaves(k), self.axis) for k in self.kinds(s)] for s in wholes]
+
     def _stage_by_stage(self, params: PyTree, batch: PyTree, h: PyTree, key: tuple[Tensor, ...]) -> PyTree:
         """Runs the layers of all ranks on `h`, each on its own rank; the result is on all ranks."""
-        num, rank, stacks = axis_size(self.axis), axis_index(self.axis), self.stacks(params)
-        rows = [list(self.per_stage or _rows_of_all(s, self.axis)) for s in stacks]
+        num, rank, rows_of_kinds = axis_size(self.axis), axis_index(self.axis), self._rows_of_all(params)
+        rows = [list(self.per_stage)] if self.per_stage else [self.shares(of_stack) for of_stack in rows_of_kinds]
         firsts = [self.firsts(rows, r) for r in range(num)]
         homes = {s: (r, c) for r, row in enumerate(self.stages(num)) for c, s in enumerate(row)}
         tie = None
         if torch.is_grad_enabled() or transforming():
             # Each rank uses leaves for its own layers alone, so their gradients are summed along the axis.
-            params = self._varying(params)
+            params = self._varying(params, rows_of_kinds)
             # So that autograd follows h on all ranks or on none: what follows it on one, in a collective, must on all.
             tie = _tie(self.tied(params))
         for stage in range(num * self.num_chunks):
@@ -396,15 +432,24 @@ def _length(stack: PyTree) -> int:
     """
     leaves = tree_leaves(stack)
     if not leaves:
-        raise ValueError("a pipeline has no stacked layers: `blocks` leads to an empty tree.")
+        raise ValueError(NO_LAYERS)
     if len({x.shape[0] for x in leaves}) > 1:
         named = zip(tree_paths(stack, "blocks"), leaves, strict=True)
         raise ValueError(f"{UNLIKE} {told_lengths({path: x.shape[0] for path, x in named})}")
     return leaves[0].shape[0]
 
 
-def _rows_of_all(stack: PyTree, axis: str) -> list[int]:
-    """By rank, how many layers of a stack it has."""
+def rows_of_ranks(leaves: Sequence[LeafView], axis: str) -> list[int]:
+    """By rank along an axis, how many rows of a stack it has: a block, or all where the stack is not cut."""
+    rows, num = leaves[0].shape[0], axis_size(axis)
+    if axis not in leaves[0].spec.dim_axes(0):
+        return [rows] * num
+    bounds = [chunk_bounds(rows, num, r) for r in range(num)]
+    return [stop - start for start, stop in bounds]
+
+
+def _told_rows(stack: PyTree, axis: str) -> list[int]:
+    """By rank, how many layers of a stack it has, from the ranks themselves."""
     own = torch.zeros(axis_size(axis), dtype=torch.int64, device=tree_leaves(stack)[0].device)
     own[axis_index(axis)] = _length(stack)
     return psum(own, axis).tolist()

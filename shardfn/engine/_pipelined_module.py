@@ -1,13 +1,13 @@
 """The loss that `pipeline_module` returns: of a module whose layers may lie on several ranks."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from shardfn.collectives import axis_size
-from shardfn.core import PyTree, tree_leaves
+from shardfn.collectives import axis_index, axis_size
+from shardfn.core import PyTree, tree_leaves, tree_map
 from shardfn.modules import LayeredFunction, LayerSpan
 
 from ._elsewhere import ElsewhereTensor
@@ -56,9 +56,21 @@ class PipelinedModule(Pipelined):
         """What the first layer is called with."""
         return self._run(params, batch, LayerSpan(0, 0, None, False), key)
 
+    def kinds(self, stack: PyTree) -> Sequence[PyTree]:
+        """The stacks of each kind of layers."""
+        return self.function.kinds.stacks(stack)
+
+    def cut(self, rows: Sequence[Sequence[int]]) -> list[bool]:
+        """Which kinds of layers have a stack that is cut."""
+        return self.function.kinds.cut(rows)
+
+    def shares(self, rows: Sequence[Sequence[int]]) -> list[int]:
+        """How many layers each rank has, of all kinds."""
+        return self.function.kinds.shares(rows)
+
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
         """The loss, up to the end of this stage."""
-        num = self._num_rows(params)
+        num = self._num_layers(params, place)
         if not num and not place.ends:
             return given
         start = place.row if num else self.function.num_layers
@@ -66,15 +78,20 @@ class PipelinedModule(Pipelined):
 
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
         """The loss from its first own layer to the end of the last."""
-        num = self._num_rows(params)
+        num = self._num_layers(params, place)
         return h if not num else self._run(params, batch, LayerSpan(place.row, num, h, False), key)
 
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """The part of the loss after the layers."""
         return self._run(params, batch, LayerSpan(self.function.num_layers, 0, h, True), key)
 
-    def _num_rows(self, params: PyTree) -> int:
-        return tree_leaves(self.filled(self.blocks(params)))[0].shape[0]
+    def _num_layers(self, params: PyTree, place: Place) -> int:
+        kinds = self.function.kinds
+        rows = [tree_leaves(stack)[0].shape[0] for stack in kinds.stacks(self.filled(self.blocks(params)))]
+        if len(rows) == 1:
+            return rows[0]
+        last = axis_index(self.axis) == axis_size(self.axis) - 1
+        return kinds.end(place.row, rows, last=last) - place.row
 
     def _filled(self, params: PyTree) -> PyTree:
         return {**params, self.function.path: self.filled(params[self.function.path])}
@@ -82,6 +99,6 @@ class PipelinedModule(Pipelined):
     def _run(self, params: PyTree, batch: PyTree, span: LayerSpan, key: tuple[Tensor, ...]) -> Any:
         filled = self._filled(params)
         stack = filled[self.function.path]
-        hidden: dict[str, Any] = {name: ElsewhereTensor.of(x) for name, x in stack.items()}
+        hidden: Any = tree_map(ElsewhereTensor.of, stack)
         span.stack, span.shown = stack, hidden
-        return self.function.within(span, self.loss, {**filled, self.function.path: hidden}, batch, *key)
+        return self.function.on_span(span, self.loss, {**filled, self.function.path: hidden}, batch, *key)

@@ -108,6 +108,18 @@ class PartitionedPipeline(Pipelined):
         """See `Pipelined`."""
         return self.of.stacks(params)
 
+    def kinds(self, stack: PyTree) -> Sequence[PyTree]:
+        """See `Pipelined`."""
+        return self.of.kinds(stack)
+
+    def cut(self, rows: Sequence[Sequence[int]]) -> list[bool]:
+        """See `Pipelined`."""
+        return self.of.cut(rows)
+
+    def shares(self, rows: Sequence[Sequence[int]]) -> list[int]:
+        """See `Pipelined`."""
+        return self.of.shares(rows)
+
     def tied(self, params: PyTree) -> PyTree:
         """See `Pipelined`."""
         return self.of.tied(params)

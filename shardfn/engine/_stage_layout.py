@@ -1,11 +1,13 @@
 """Checks that a layout, and a first model state, fit the stages of a pipeline along an axis."""
 
-from shardfn.core import PyTree, chunk_bounds, raise_all, tree_leaves, tree_unflatten
+from shardfn.collectives import bind_mesh
+from shardfn.core import PyTree, raise_all, tree_leaves, tree_unflatten
 
+from ._leaf_views import LeafView
 from ._loss import Loss
 from ._model_state import check_kept, first_model_state
 from ._padded import check_rows
-from ._pipelined import UNLIKE, Pipelined, pipelined_in, told_lengths
+from ._pipelined import NO_LAYERS, UNLIKE, Pipelined, pipelined_in, rows_of_ranks, told_lengths
 from ._plan import Plan
 from ._stage_state import check_stage_state
 from ._step import StepParts
@@ -55,7 +57,11 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
     """
     num = plan.mesh.axis_size(of.axis)
     stacks = of.stacks(tree_unflatten(plan.treedef, list(range(len(plan.leaves)))))
-    inside = {i: chunk for chunk, stack in enumerate(stacks) for i in tree_leaves(stack)}
+    kinds = [[tree_leaves(kind) for kind in of.kinds(stack)] for stack in stacks]
+    if not all(kind for of_stack in kinds for kind in of_stack):
+        raise ValueError(NO_LAYERS)
+    # Where there are several kinds, some may be uncut; then they are like leaves that are no layers.
+    inside = dict.fromkeys(i for of_stack in kinds for i in _cut_ones(plan, of_stack, of.axis))
     problems = []
     for i, leaf in enumerate(plan.leaves):
         if i in inside and leaf.compute.dim_axes(0) != (of.axis,):
@@ -78,12 +84,20 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
         f"ZeRO cannot keep leaves in pieces along {of.axis!r}, whose ranks do other things at the same time:",
         [leaf.path for leaf in plan.leaves if of.axis in leaf.zero_axes],
     )
-    lengths = [{plan.leaves[i].path: plan.leaves[i].shape[0] for i in tree_leaves(stack)} for stack in stacks]
+    lengths = [{plan.leaves[i].path: plan.leaves[i].shape[0] for i in kind} for of_stack in kinds for kind in of_stack]
     raise_all(ValueError, UNLIKE, [told_lengths(found) for found in lengths if len(set(found.values())) > 1])
     if of.per_stage is not None:
         _check_padded(plan, list(inside), of.per_stage, num)
         return [list(of.per_stage)]
-    return [_cut(next(iter(found.values())), num) for found in lengths]
+    with bind_mesh(plan.mesh):
+        rows = [[rows_of_ranks([LeafView.of(plan.leaves[i]) for i in k], of.axis) for k in ks] for ks in kinds]
+    return [of.shares(of_stack) for of_stack in rows]
+
+
+def _cut_ones(plan: Plan, kinds: list[list[int]], axis: str) -> list[int]:
+    """The leaves of the kinds of layers of a stack that must be cut: of any that a spec cuts, or of all if none is."""
+    cut = [kind for kind in kinds if any(axis in plan.leaves[i].compute.axes for i in kind)]
+    return [i for kind in cut or kinds for i in kind]
 
 
 def _check_padded(plan: Plan, inside: list[int], per_stage: tuple[int, ...], num: int) -> None:
@@ -95,11 +109,6 @@ def _check_padded(plan: Plan, inside: list[int], per_stage: tuple[int, ...], num
     if num not in (1, len(per_stage)):
         raise ValueError(f"layers_per_stage={per_stage} is for {len(per_stage)} stages; the axis has {num} ranks.")
     check_rows({plan.leaves[i].path: plan.leaves[i].shape[0] for i in inside}, per_stage)
-
-
-def _cut(rows: int, ranks: int) -> list[int]:
-    bounds = [chunk_bounds(rows, ranks, r) for r in range(ranks)]
-    return [stop - start for start, stop in bounds]
 
 
 def _check_state_of_stages(plan: Plan, f: Loss, state: PyTree, specs: PyTree) -> None:

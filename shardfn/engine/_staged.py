@@ -94,8 +94,8 @@ class Staged:
         self._firsts = of.firsts(check_stages(plan, of), self._rank)
         given = (batches[0], *rest), model_state
         self._shape = _shape(plan, of, self._mixed, given)
-        if plan.captured:
-            plan.stages.ends = _ends(plan, loss, self._shape, given, has_aux)
+        # Found after this rank's layers have run: what a layer returns may be known by then only.
+        self._ends = functools.partial(_ends, plan, loss, self._shape, given, has_aux)
         channel = comms.channels.between(self.late_axes)
         self._line = StageLink(channel, self._shape.leaves, table, self._rank, plan.mesh.device)
         # What `receive` has brought for the one action that runs now.
@@ -153,7 +153,9 @@ class Staged:
     def values(self, seen: list[Value]) -> list[Value]:
         """The sums that the last stage has, as one value, told to the others."""
         plan = self._plan
-        if plan.stages.ends is None:
+        if plan.captured:
+            plan.stages.ends = self._ends()
+        elif plan.stages.ends is None:
             told = [x for x in self._comms.control.gather(_kinds(seen)) if x is not None]
             plan.stages.ends = told[0]
         ends = plan.stages.ends

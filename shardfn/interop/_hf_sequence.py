@@ -76,7 +76,7 @@ def causal_lm_loss(apply: Any, *, tile: int | None = None) -> Callable[..., Weig
     """The mean cross entropy of a causal language model, exact for any numbers of targets on a rank.
 
     Args:
-        apply: of `from_module(model)`, a `...ForCausalLM`.
+        apply: of `from_module(model)`, a `...ForCausalLM`; with `layers=`, the loss is for `pipeline_module`, too.
         tile: tokens whose logits are there at a time; None is all of a rank's.
 
     Returns:

@@ -376,8 +376,8 @@ def from_module(
         axis: with `has_state`, the mesh axes along which ranks hold other rows of the batch: `BatchNorm` in training
             normalises by the statistics of all their rows.
         layers: the name of the list of layers, if these are to lie on several ranks (`pipeline_module`): an
-            `nn.ModuleList` of layers with the same leaves, each called once on what the one before has made. What they
-            compute may differ.
+            `nn.ModuleList` of layers, each called once on what the one before has made. What they compute may differ.
+            Those whose leaves are alike are stacked.
         attention: how the attention of the models of transformers in it is computed, in place of their own way:
             `nn.Blockwise()`, or `nn.Ulysses(axis, length)` and `nn.Ring(axis, length)` on ranks that each have some
             tokens of a sequence. Positions are then those of all tokens; where they are given and start again, so does
@@ -386,13 +386,15 @@ def from_module(
     Returns:
         `(params, apply)`: params by name, detached, and `apply(params, *args, **kwargs)` = the module's forward. With
         `has_state`, `(params, model_state, apply)`, and `apply(params, model_state, *args, **kwargs)` = the forward and
-        the new model state. With `layers`, `params[layers]` has the layers' leaves by name, stacked along dim 0.
+        the new model state. With `layers`, `params[layers]` has the layers' leaves by name, stacked along dim 0. If
+        layers have other leaves, or of other shapes, it has a dict of these for each kind, under the number of the
+        first layer of the kind, as a string.
         Parameters with `requires_grad=False` are frozen: steps train them only if `trainable=` includes them.
 
     Raises:
         ValueError: the module cannot be trained as torch would train it: a parameter has gradient hooks, no shape yet,
             or shares memory with another tensor; or an embedding has max_norm or scale_grad_by_freq. Or there is no
-            state to hand on; or the layers are not alike; every leaf is listed. Or attention cannot be routed, with
+            state to hand on; or layers share parameters; every leaf is listed. Or attention cannot be routed, with
             each reason; (when called) masks, labels or dropout that are not known for all tokens.
 
     Example:
@@ -408,8 +410,8 @@ def from_module(
     if layers is not None:
         if has_state:
             raise ValueError("from_module(layers=..., has_state=True): buffers that change are not cut in stages.")
-        stacked, names = layered(module, layers, params)
-        return stacked, LayeredFunction(ModuleFunction(module, keep_dtype, route=route), layers, names)
+        stacked, kinds = layered(module, layers, params)
+        return stacked, LayeredFunction(ModuleFunction(module, keep_dtype, route=route), kinds)
     if not has_state:
         return params, ModuleFunction(module, keep_dtype, route=route)
     kept = set(state_names(module))

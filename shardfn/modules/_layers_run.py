@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 from shardfn.core import uncompiled
 
 from ._absent import AbsentTensor, NeedsValue, is_absent
+from ._module_attention import none_attends
 from ._module_draws import Draws
 from ._module_parts import ModuleParts
 
@@ -25,7 +27,7 @@ class LayerSpan:
         given: what the layer before `start` has made; None at the first stage.
         ends: whether the forward runs to its end, and not to the layer after.
         calls: how often the module has been called within.
-        stack: this rank's rows of the layers' leaves, by name, where the loss is shown others in their place.
+        stack: this rank's rows of the layers' leaves, as in params, where the loss is shown others in their place.
         shown: those, which it is to pass on as they are.
     """
 
@@ -34,8 +36,8 @@ class LayerSpan:
     given: Tensor | None
     ends: bool
     calls: int = 0
-    stack: Mapping[str, Tensor] | None = None
-    shown: Mapping[str, Tensor] | None = None
+    stack: Mapping[str, Any] | None = None
+    shown: Mapping[str, Any] | None = None
 
 
 class Ended(BaseException):
@@ -46,6 +48,10 @@ class Ended(BaseException):
         self.h = h
 
 
+class RunAgain(BaseException):
+    """The call must start again, now that it is known what a layer returns; no `Exception`, as `Ended`."""
+
+
 class Layers(Protocol):
     """A module with a list of layers.
 
@@ -54,7 +60,7 @@ class Layers(Protocol):
         path: where in it the list is.
         num_layers: how many layers there are.
         needs_params: whether what comes before the layers is more than the first layer's argument.
-        returns: what a layer returns besides, and the structure; None until one has been asked.
+        returns: what a layer returns besides, and the structure; None until that is known.
     """
 
     module: nn.Module
@@ -76,12 +82,14 @@ class LayersRun:
     parameters in the places of those that are no layer's, if nothing in front of the layers needs their values.
     """
 
-    def __init__(self, of: Layers, span: LayerSpan, draws: Draws) -> None:
-        self._of, self._span, self._draws = of, span, draws
+    def __init__(self, of: Layers, span: LayerSpan, draws: Draws, forward: Callable[..., Any] | None = None) -> None:
+        self._of, self._span, self._draws, self._forward = of, span, draws, forward or of.module
         # `_next` is the layer whose call is due. Once `call` has ended (`_over`), a checkpoint alone calls layers.
         self._next, self._stop, self._over = 0, span.start + span.num, False
         # Parameters that absent ones stand for, with their places; empty once an own layer runs.
         self._absent: list[tuple[dict[str, Any], str, Any]] = []
+        # Why a layer's result is assumed to be a tensor; None once it is known what layers return.
+        self._assumed: str | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         of, module = self._of, self._of.module
@@ -99,10 +107,16 @@ class LayersRun:
                     self._hide(layer, elsewhere)
             if self._span.given is not None and not of.needs_params:
                 self._take_params(module)
-            out = module(*args, **kwargs)
+            if not self._span.num:
+                none_attends()
+            out = self._forward(*args, **kwargs)
             if self._next < of.num_layers:
-                self._refuse(f"the forward calls {self._next} of {of.num_layers} layers")
+                self._refuse(f"the forward calls {self._next} of {of.num_layers} layers. {_IN_ORDER}")
             return out
+        except Exception as error:
+            if self._assumed is not None:
+                error.add_note(f"A layer's result was assumed to be a tensor, as it {self._assumed}.")
+            raise
         finally:
             layers._modules = own
             self._give_params()
@@ -115,7 +129,12 @@ class LayersRun:
         if self._over:  # what a checkpoint computes again, in the backward
             return self._own(number, layer, args, kwargs)
         if number != self._next:
-            self._refuse(f"the forward calls layer {number} where layer {self._next} should be")
+            self._refuse(f"the forward calls layer {number} where layer {self._next} should be. {_IN_ORDER}")
+        if number == 0 and span.num < self._of.num_layers and (names := _recorded()):
+            self._refuse(
+                f"transformers records {', '.join(names)} of all layers, and each rank has those of its own layers"
+                f" alone. Turn off {', '.join(f'output_{name}' for name in names)}."
+            )
         h, _ = _first_argument(layer, args, kwargs)
         if number == self._stop and not span.ends:
             raise Ended(h)
@@ -129,6 +148,7 @@ class LayersRun:
             self._draws.skip(layer)
             return out
         out = self._own(number, layer, args, kwargs)
+        self._learn(out)
         if not span.ends and self._next == self._stop == self._of.num_layers:
             raise Ended(pytree.tree_leaves(out)[0])
         return out
@@ -142,18 +162,43 @@ class LayersRun:
         return layer(*args, **kwargs)
 
     def _returned(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], h: Any) -> Any:
-        """What a layer returns that makes `h`; what it returns besides is absent. Found once, without computing it."""
-        if self._of.returns is None:
-            absent = pytree.tree_map_only(Tensor, _absent_like, (args, kwargs))
-            mark = self._draws.mark
-            out = layer(*absent[0], **absent[1])
+        """What a layer returns that makes `h`; what it returns besides is absent.
+
+        The structure is found once, by a run of the layer without data. Where a layer asks for values, as experts do,
+        it is assumed to return a tensor, until this rank's first layer has run.
+        """
+        if self._of.returns is None and self._assumed is None:
+            absent, mark = pytree.tree_map_only(Tensor, _absent_like, (args, kwargs)), self._draws.mark
+            try:
+                self._learn(layer(*absent[0], **absent[1]))
+            except (NeedsValue, Exception) as error:
+                self._assumed = f"cannot be found by a run of the layer without data ({error})"
+                if not self._span.num:
+                    self._refuse(
+                        f"this rank runs no layer, and the structure of a layer's result {self._assumed}. Use no more"
+                        " stages than have a layer, or let layers ask for no values."
+                    )
             self._draws.mark = mark
-            leaves, treedef = pytree.tree_flatten(out)
-            if not leaves or not isinstance(leaves[0], Tensor):
-                self._refuse(f"a layer returns a {type(out).__name__}, which does not begin with a tensor")
-            self._of.returns = leaves[1:], treedef
+        if self._of.returns is None:
+            return h
         rest, treedef = self._of.returns
         return pytree.tree_unflatten([h, *rest], treedef)
+
+    def _learn(self, out: Any) -> None:
+        """Takes note of what a layer returns.
+
+        Raises:
+            RunAgain: it was assumed to be something else.
+        """
+        if self._of.returns is not None:
+            return
+        leaves, treedef = pytree.tree_flatten(out)
+        if not leaves or not isinstance(leaves[0], Tensor):
+            self._refuse(f"a layer returns a {type(out).__name__}, which does not begin with a tensor. {_IN_ORDER}")
+        self._of.returns = [_absent_like(x) if isinstance(x, Tensor) else x for x in leaves[1:]], treedef
+        assumed, self._assumed = self._assumed, None
+        if assumed is not None and not isinstance(out, Tensor):
+            raise RunAgain
 
     def _take_params(self, module: nn.Module) -> None:
         dot = f"{self._of.path}."
@@ -170,18 +215,22 @@ class LayersRun:
         _put_back(self._absent)
 
     def _refuse(self, what: str) -> None:
-        raise ValueError(
-            f"{self._of.path!r} of this {type(self._of.module).__name__} cannot be cut in stages: {what}. Its"
-            " layers must run once each, in order."
-        )
+        raise ValueError(f"{self._of.path!r} of this {type(self._of.module).__name__} cannot be cut in stages: {what}")
 
 
 class _StandIn(nn.Module):
-    """Stands in the place of a layer, and is it in everything but its call."""
+    """Takes the place of a layer, and is like it in everything but its call: in its kind, its parts and its hooks."""
 
     def __init__(self, number: int, layer: nn.Module, at: Callable[..., Any]) -> None:
         super().__init__()
-        self.__dict__.update(number=number, layer=layer, at=at, training=layer.training)
+        # The dicts themselves: a hook that is registered here is the layer's.
+        self.__dict__.update({name: layer.__dict__[name] for name in self.__dict__ if name in layer.__dict__})
+        self.__dict__.update(number=number, layer=layer, at=at)
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The layer's, for `isinstance`."""
+        return type(self.__dict__["layer"]) if "layer" in self.__dict__ else _StandIn
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["layer"], name)
@@ -196,6 +245,17 @@ class _StandIn(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         delattr(self.__dict__["layer"], name)
+
+
+_IN_ORDER = "Its layers must run once each, in order."
+
+
+def _recorded() -> list[str]:
+    """What transformers records of the layers of the model that runs, by the hooks that it has put on them."""
+    known = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(known, "_active_collector", None)
+    found = None if collector is None else collector.get()
+    return sorted(name for name in found or {} if not name.startswith("_"))
 
 
 def _make_absent(owner: nn.Module, name: str, taken: list[tuple[dict[str, Any], str, Any]]) -> None:

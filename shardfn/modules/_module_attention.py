@@ -107,6 +107,7 @@ class RoutedCall:
         self._whole_BT: Tensor | None = None
         self._filled: Tensor | None = None
         self.num_calls = 0
+        self.attends = True
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -120,7 +121,7 @@ class RoutedCall:
         Raises:
             ValueError: it has not.
         """
-        if not self.num_calls:
+        if self.attends and not self.num_calls:
             raise ValueError(
                 f"from_module(attention={self.body}): the forward has not asked transformers for its attention, and"
                 " may have attended to this rank's tokens alone; use a model whose attention follows its"
@@ -178,6 +179,13 @@ class RoutedCall:
 
 
 _CALL = Ambient[RoutedCall]("attention of a module's call", by_thread=True)
+
+
+def none_attends() -> None:
+    """Notes of the call that runs that its layers, which attend, are all on other ranks."""
+    call = _CALL.innermost()
+    if call is not None:
+        call.attends = False
 
 
 def routed_attention(

@@ -13,17 +13,17 @@ parameters, so that none is gathered for it. Where more than the first layer's f
 what comes before the list runs again with the parameters; they are then leaves that several stages use.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from shardfn.core import Ambient, frozen, named_modules, named_parameters, raise_all
+from shardfn.core import Ambient, named_modules, named_parameters, raise_all
 
 from ._absent import NeedsValue, is_absent
-from ._layers_run import Ended, LayerSpan, LayersRun
+from ._layer_kinds import LayerKinds
+from ._layers_run import Ended, LayerSpan, LayersRun, RunAgain
 from ._module_draws import Draws
 
 _SPAN = Ambient[LayerSpan]("layers of a module on this rank", by_thread=True)
@@ -53,7 +53,7 @@ class RunsModule(Protocol):
 
 
 class LayeredFunction:
-    """A module's forward as a function of its parameters, of which those of its layers are stacked.
+    """A module's forward as a function of its parameters, of which those of its layers are stacked, by their kinds.
 
     Made by `from_module(module, layers=...)`. It is an ordinary function; `pipeline_module` puts its layers on several
     ranks.
@@ -61,19 +61,20 @@ class LayeredFunction:
     Attributes:
         module: the module.
         path: the list of layers; in params, the key of the stacked leaves.
+        kinds: which layers are alike.
         num_layers: how many there are.
         needs_params: whether something besides the first layer's first argument is needed of what comes before it, and
             depends on parameters; found when a stage runs.
-        returns: what a layer returns besides, and the structure; None until a stage has asked one.
+        returns: what a layer returns besides, and the structure; None until a stage has learnt it.
         trainable: as of a `ModuleFunction`, a tree like the parameters.
     """
 
-    def __init__(self, function: RunsModule, path: str, names: Iterable[str]) -> None:
-        self._function, self.module, self.path, self._names = function, function.module, path, frozenset(names)
-        self.num_layers = len(self.layers)
-        flags, (first, *_) = function.trainable, self.layers
-        self.trainable: dict[str, Any] = {k: v for k, v in flags.items() if not k.startswith(f"{path}.")}
-        self.trainable[path] = {name: p.requires_grad for name, p in named_parameters(first)}
+    def __init__(self, function: RunsModule, kinds: LayerKinds) -> None:
+        self._function, self.module, self.path, self.kinds = function, function.module, kinds.path, kinds
+        self.num_layers = kinds.num_layers
+        flags = function.trainable.items()
+        self.trainable: dict[str, Any] = {k: v for k, v in flags if not k.startswith(f"{self.path}.")}
+        self.trainable[self.path] = kinds.trainable
         self.needs_params = False
         self.returns: tuple[list[Any], Any] | None = None
 
@@ -81,7 +82,8 @@ class LayeredFunction:
         """The module's forward.
 
         Args:
-            params: by name, and under the path of the list the layers' leaves by name, each [L, *shape].
+            params: by name, and under the path of the list the layers' leaves by name, each [L, *shape]; of several
+                kinds of layers those of each, under the number of its first layer.
             *args: what the module takes.
             **kwargs: what it takes by name.
 
@@ -91,16 +93,30 @@ class LayeredFunction:
         """
         return self._run(Draws(self.module), params, args, kwargs)
 
-    def keyed(self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"]) -> Callable[..., Any]:
+    def within(self, forward: Callable[..., Any], params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`forward(*args, **kwargs)`, which calls the module, or a part of it with the layers, and that once.
+
+        Args:
+            forward: runs in the place of the module; see `ModuleFunction.within`. On ranks without the last layer it
+                runs up to a layer.
+            params: as of the module's forward.
+            *args: what it takes.
+            **kwargs: what it takes by name.
+        """
+        return self._run(Draws(self.module), params, args, kwargs, forward)
+
+    def keyed(
+        self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"], forward: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
         """The same function with dropout; see `ModuleFunction.keyed`. Masks do not depend on which rank has a layer."""
         draws = self._function.draws(key, index_B)
 
         def f(params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
-            return self._run(draws(), params, args, kwargs)
+            return self._run(draws(), params, args, kwargs, forward)
 
         return f
 
-    def within(self, span: LayerSpan, loss: Callable[..., Any], *args: Any) -> Any:
+    def on_span(self, span: LayerSpan, loss: Callable[..., Any], *args: Any) -> Any:
         """What a loss of this function comes to on a rank that has some of the layers.
 
         Args:
@@ -121,6 +137,8 @@ class LayeredFunction:
                     out = loss(*args)
             except Ended as ended:
                 out = ended.h
+            except RunAgain:
+                continue
             except NeedsValue as needs:
                 self._with_params(str(needs))
                 continue
@@ -151,12 +169,18 @@ class LayeredFunction:
         assert isinstance(found, nn.ModuleList)
         return found
 
-    def _run(self, draws: Draws, params: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self,
+        draws: Draws,
+        params: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        forward: Callable[..., Any] | None = None,
+    ) -> Any:
         stack, span = params[self.path], _SPAN.innermost()
-        if set(stack) != self._names:
-            raise ValueError(f"params[{self.path!r}] has {sorted(stack)}; the layers have {sorted(self._names)}.")
         if span is not None and span.stack is not None:
-            if any(x is not (span.shown or {}).get(name) for name, x in stack.items()):
+            pairs = zip(self.kinds.stacks(stack), self.kinds.stacks(span.shown or {}), strict=True)
+            if any(x is not shown[name] for own, shown in pairs for name, x in own.items()):
                 raise ValueError(
                     f"the loss calls the module with another params[{self.path!r}] than it is given: the layers are on"
                     " several ranks; pass them on as they are."
@@ -170,26 +194,21 @@ class LayeredFunction:
                 f"the loss calls the module twice, whose layers {self.path!r} are on several ranks: call it once, on"
                 " all rows."
             )
-        wrong = {name: x.shape[0] for name, x in stack.items() if span.num and x.shape[0] != span.num}
-        if wrong:
-            hint = "; a loss of blocks of layers is for pipeline_module" if whole else ""
-            raise ValueError(f"params[{self.path!r}] should have {span.num} layers, and has {wrong}{hint}.")
         flat = {name: x for name, x in params.items() if name != self.path}
-        for name, x in stack.items() if span.num else ():
-            flat.update({f"{self.path}.{span.start + i}.{name}": row for i, row in enumerate(x.unbind(0))})
-        run = LayersRun(self, span, draws)
+        try:
+            flat |= self.kinds.flat(stack, span.start, span.num)
+        except ValueError as error:
+            hint = "; a loss of blocks of layers is for pipeline_module" if whole else ""
+            raise ValueError(f"{error}{hint}.") from None
+        run = LayersRun(self, span, draws, forward)
         return self._function.run(draws, flat, None, args, kwargs, run.call)[0]
 
 
-def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[str]]:
-    """The parameters of a module, with those of its list of layers stacked.
-
-    Returns:
-        The parameters, and the names of a layer's own within it.
+def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple[dict[str, Any], LayerKinds]:
+    """The parameters of a module, with those of its list of layers stacked, and the kinds of its layers.
 
     Raises:
-        ValueError: there is no such list; or its layers have other leaves, shapes or dtypes than the first, or share
-            parameters; every leaf is listed.
+        ValueError: there is no such list; or its layers share parameters; every leaf is listed.
     """
     try:
         layers = module.get_submodule(path)
@@ -198,39 +217,16 @@ def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple
     if not isinstance(layers, nn.ModuleList) or not path or not len(layers):
         found = [p for p, sub in named_modules(module) if isinstance(sub, nn.ModuleList) and len(sub)]
         raise ValueError(f"layers={path!r} is no list of layers of this {type(module).__name__}; it has {found}.")
-    own = [dict(named_parameters(layer)) for layer in layers]
-    first = own[0]
-    problems = []
-    for i, leaves in enumerate(own):
-        problems += [f"{path}.{i} has no {name}, which {path}.0 has" for name in first.keys() - leaves.keys()]
-        problems += [f"{path}.0 has no {name}, which {path}.{i} has" for name in leaves.keys() - first.keys()]
-        problems += [
-            f"{path}.{i}.{name} is {tuple(x.shape)} {x.dtype}, {path}.0.{name} is {tuple(y.shape)} {y.dtype}"
-            for name, x in leaves.items()
-            if (y := first.get(name)) is not None and (x.shape, x.dtype) != (y.shape, y.dtype)
-        ]
-        problems += [
-            f"{path}.{i}.{name} is {other}, too; untie them"
-            for name, x in leaves.items()
-            if (other := _elsewhere(module, f"{path}.{i}", x)) is not None
-        ]
-    raise_all(ValueError, f"the layers of {path!r} cannot be stacked, as they are not alike:", problems)
-    raise_all(
-        ValueError,
-        f"{path!r} has layers that are frozen and layers that are not, and a stacked leaf is trained as a whole; set"
-        " requires_grad alike in all layers, or leave out layers=:",
-        [
-            f"{path}.{i}.{name}.requires_grad is {x.requires_grad}, {path}.0.{name}.requires_grad is {y.requires_grad}"
-            for i, leaves in enumerate(own)
-            for name, x in leaves.items()
-            if x.requires_grad is not (y := first[name]).requires_grad
-        ],
-    )
+    problems = [
+        f"{path}.{i}.{name} is {other}, too; untie them"
+        for i, layer in enumerate(layers)
+        for name, x in named_parameters(layer)
+        if (other := _elsewhere(module, f"{path}.{i}", x)) is not None
+    ]
+    raise_all(ValueError, f"the layers of {path!r} cannot be stacked, as they share parameters:", problems)
     others = {name: x for name, x in params.items() if not name.startswith(f"{path}.")}
-    stack = {name: torch.stack([leaves[name].detach() for leaves in own]) for name in first}
-    return {**others, path: {name: x if first[name].requires_grad else frozen(x) for name, x in stack.items()}}, list(
-        first
-    )
+    kinds = LayerKinds.of(path, list(layers))
+    return {**others, path: kinds.stacked(params)}, kinds
 
 
 def _elsewhere(module: nn.Module, layer: str, x: Tensor) -> str | None:

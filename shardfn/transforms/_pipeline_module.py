@@ -32,8 +32,13 @@ def pipeline_module(
     rank computes the other arguments of layers (masks, rotary angles) itself; parameters on which these depend are
     tied.
 
-    Layers may compute different things, but must have the same leaves. Only the first rank uses the parts before the
-    layers, and only the last one those behind.
+    Layers may compute different things. Those with leaves of other names or shapes are stacked by kind, and all ranks
+    run the layers in order: either the evenly cut stacks of all kinds give each rank layers that run one after another,
+    or the kind with the most layers is cut, and the leaves of a kind without `axis` in its specs are whole on all
+    ranks. Only the first rank uses the parts before the layers, and only the last one those behind.
+
+    A layer that asks for values of tensors, as a mixture of experts does, may return a tensor or a tuple; its result is
+    learnt from a rank's own layers.
 
     Args:
         loss: `loss(params, batch[, key])`, which calls `function`, or a result of `function.keyed`, once. May be
@@ -42,12 +47,13 @@ def pipeline_module(
         axis: the axis along which the stages lie.
         num_microbatches: the number of microbatches; must divide the rows of the batch.
         schedule: "gpipe" or "1f1b"; or one of `shardfn.schedules`.
-        layers_per_stage: as of `pipeline`, of a padded `params["model.layers"]`.
+        layers_per_stage: as of `pipeline`, of a padded `params["model.layers"]`, whose layers are of one kind.
 
     Raises:
         TypeError: `function` was made without naming the layers.
-        ValueError: as of `pipeline`. Also when a step runs: something besides the next layer uses what a layer returns;
-            or layers do not run once each, in order.
+        ValueError: as of `pipeline`. Also when a step is built: a rank would have layers, of several kinds, that do not
+            run one after another. Also when a step runs: something besides the next layer uses what a layer returns;
+            layers do not run once each, in order; or transformers records outputs of all layers.
 
     Example:
         >>> import torch
@@ -79,6 +85,11 @@ def pipeline_module(
         )
     if num_microbatches < 1:
         raise ValueError(f"pipeline_module needs a microbatch, got num_microbatches={num_microbatches}.")
+    if layers_per_stage is not None and len(function.kinds.kinds) > 1:
+        raise ValueError(
+            f"pipeline_module(layers_per_stage={tuple(layers_per_stage)}): the layers are of"
+            f" {len(function.kinds.kinds)} kinds, and their stacks are cut evenly; leave it out."
+        )
     table, path, per_stage = schedule_of(schedule, 1), function.path, per_stage_of(layers_per_stage, 1)
     whole = loss.inner if isinstance(loss, Partitioned) else loss
     made = PipelinedModule(lambda params: params[path], axis, table, 1, False, per_stage, whole, function)

@@ -116,3 +116,16 @@ def test_compiled_layers_are_stacked_under_their_names() -> None:
     params, apply = _from_module(_layers(_net()), layers="layers")
     assert params["layers"].keys() == want["layers"].keys() == {"0.weight", "0.bias"}
     torch.testing.assert_close(apply(params, X), plain(want, X))
+
+
+def test_compiled_layers_of_two_kinds_are_stacked_under_their_names() -> None:
+    def net() -> Any:
+        made: Any = _net()
+        made.layers.insert(0, nn.Linear(3, 3))
+        return made
+
+    want, plain = sf.from_module(net(), layers="layers")
+    params, apply = _from_module(_layers(net()), layers="layers")
+    for key, stack in {"0": {"weight", "bias"}, "1": {"0.weight", "0.bias"}}.items():
+        assert params["layers"][key].keys() == want["layers"][key].keys() == stack
+    torch.testing.assert_close(apply(params, X), plain(want, X))

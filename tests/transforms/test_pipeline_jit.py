@@ -57,6 +57,50 @@ def test_with_every_stage_of_zero(stage: int) -> None:
     _same_bits(again, mesh, params, zero=Zero(stage=stage))
 
 
+def _evaluated(loss: Any, mesh: sf.Mesh, params: Any, specs: Any = None, **options: Any) -> None:
+    """An evaluation of a captured step, and its loss by `apply`, are those of one device."""
+    (batch,) = _batches(1)
+    want = loss(params, batch)
+    step = sf.sharded_step(
+        sf.jit(loss, backend="graph"),
+        optim.sgd(0.1),
+        mesh=mesh,
+        specs=specs or _specs(params),
+        batch=P("dp"),
+        **options,
+    )
+    num, own = mesh.axis_size("dp"), mesh.axis_index("dp")
+    rows = sf.core.tree_map(lambda x: x.chunk(num)[own], batch)
+    for _ in range(2):
+        found = step.evaluate(step.init(params), [rows])["loss"]
+        want = want.total / want.weight if isinstance(want, sf.WeightedMean) else want
+        torch.testing.assert_close(found, float(want), rtol=1e-12, atol=0)
+    if num == 1:
+        applied = step.apply(sf.jit(loss, backend="graph"), step.init(params), rows)
+        applied = applied.total / applied.weight if isinstance(applied, sf.WeightedMean) else applied
+        torch.testing.assert_close(applied, want, rtol=1e-12, atol=0)
+
+
+@distributed(world=[2, 3])
+def test_evaluation_is_captured(world: int) -> None:
+    mesh = sf.make_mesh({"pp": world}, device="cpu")
+    _evaluated(_loss(), mesh, _params(4))
+    _evaluated(_loss(_weighted), mesh, _params(5))
+    cut = (3, 1) if world == 2 else (1, 2, 1)
+    params = _params(4)
+    params["blocks"] = sf.pad_layers(params["blocks"], cut)
+    _evaluated(_loss(layers_per_stage=cut), mesh, params)
+
+
+@NIGHTLY
+@distributed(world=4)
+def test_evaluation_is_captured_of_chunks_and_with_zero() -> None:
+    mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
+    _evaluated(_loss(_weighted), mesh, _params(5), zero=Zero(stage=3, persist_elements=0))
+    for schedule in ("interleaved", "zb-v"):
+        _evaluated(_loss(_weighted, schedule=schedule, num_chunks=2), mesh, _params(7, chunks=2), zero=Zero(stage=3))
+
+
 @NIGHTLY
 @distributed(world=4)
 def test_of_several_chunks() -> None:

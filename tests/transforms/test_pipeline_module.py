@@ -294,11 +294,12 @@ def test_lists_that_cannot_be_stacked_are_refused() -> None:
     with pytest.raises(ValueError, match=r"layers='blocks' is no list of layers of this _Net; it has \['layers'\]"):
         from_module(net, layers="blocks")
     layers: Any = net.layers
-    layers[1].linear = nn.Linear(5, 5, bias=False)
     layers[2].linear.weight = layers[3].linear.weight
-    with pytest.raises(
-        ValueError, match=r"(?s)layers\.1 has no linear\.bias.*layers\.2\.linear\.weight is layers\.3\.linear"
-    ):
+    layers[0].linear.bias = net.embed.bias
+    said = (
+        r"(?s)share parameters.*layers\.0\.linear\.bias is embed\.bias.*layers\.2\.linear\.weight is layers\.3\.linear"
+    )
+    with pytest.raises(ValueError, match=said):
         from_module(net, layers="layers")
     with pytest.raises(ValueError, match="has_state"):
         from_module(_Net(), layers="layers", has_state=True)  # pyright: ignore[reportCallIssue]

@@ -165,6 +165,66 @@ def test_layers_of_which_some_are_frozen_cannot_be_stacked() -> None:
         sf.from_module(module, layers="layers")
 
 
+class Gate(nn.Module):
+    """A layer of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def _two_kinds() -> Layered:
+    """Frozen linear layers, and a gate behind each."""
+    torch.manual_seed(0)
+    module = Layered()
+    module.layers = nn.ModuleList([nn.Linear(5, 5), Gate(), nn.Linear(5, 5), Gate()])
+    for layer in (module.layers[0], module.layers[2]):
+        layer.requires_grad_(False)
+    return module
+
+
+def _assert_gates_alone_train(state: Any, apply: Any, module: nn.Module) -> None:
+    full = sf.unshard(state.params)
+    flat = {name: x for name, x in full.items() if name != "layers"} | apply.kinds.flat(full["layers"], 0, 4)
+    _assert_same(state._replace(params=flat), module)
+
+
+def test_of_two_kinds_of_layers_one_is_frozen() -> None:
+    module = _two_kinds()
+    params, apply = sf.from_module(module, layers="layers")
+    frozen, trained = params["layers"]["0"], params["layers"]["1"]
+    assert all(sf.core.is_frozen(x) for x in frozen.values()) and not sf.core.is_frozen(trained["scale"])
+    assert apply.trainable == {
+        "layers": {"0": {"weight": False, "bias": False}, "1": {"scale": True}},
+        "last.weight": True,
+        "last.bias": True,
+    }
+    _assert_gates_alone_train(_run(_step(apply), params), apply, module)
+    plain = sf.tree_map(lambda x: x.detach().as_subclass(Tensor), params)
+    _assert_gates_alone_train(_run(_step(apply, trainable=apply.trainable), plain), apply, module)
+    module.layers[3].requires_grad_(False)
+    with pytest.raises(
+        ValueError, match=r"(?s)all layers of a kind.*layers\.3\.scale\.requires_grad is False, layers\.1"
+    ):
+        sf.from_module(module, layers="layers")
+
+
+@distributed(world=2)
+def test_stages_leave_a_frozen_kind_of_layers() -> None:
+    module, mesh = _two_kinds(), sf.make_mesh({"pp": 2}, device="cpu")
+    params, apply = sf.from_module(module, layers="layers")
+    specs: dict[str, Any] = {name: sf.P() for name in params}
+    for cut in (sf.P("pp"), {"0": sf.P("pp"), "1": sf.P()}):
+        piped = sf.pipeline_module(lambda p, x: apply(p, x).square().mean(), apply, num_microbatches=2)
+        step = sf.sharded_step(
+            piped, sf.optim.adamw(1e-2, weight_decay=0.1), mesh=mesh, specs={**specs, "layers": cut}, batch=sf.P()
+        )
+        _assert_gates_alone_train(_run(step, params), apply, module)
+
+
 def test_the_files_of_a_module_follow_its_flags(tmp_path: pathlib.Path) -> None:
     module = _module()
     sf.interop.module_to_hf(module, dict(module.named_parameters()), tmp_path)

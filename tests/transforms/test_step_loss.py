@@ -182,9 +182,9 @@ def last(p: Any, h: Tensor, x: Tensor) -> Any:
 class Shifted(nn.Module):
     """A layer that is given a second tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = True) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.linear = nn.Linear(4, 4, bias=bias)
 
     def forward(self, h: Tensor, shift: Tensor) -> Tensor:
         return torch.tanh(self.linear(h) + shift)
@@ -231,7 +231,24 @@ def functions() -> tuple[Any, Any, Any, Any]:
     return {"embed": drawn(4, 4, seed=9), "blocks": own}, loss, loss, P()
 
 
-PIPELINES = {"layers": layers, "chunks": functools.partial(layers, 2), "functions": functions, "module": module}
+def kinds() -> tuple[Any, Any, Any, Any]:
+    """A layer without bias, uncut, in front of the others: all ranks have its leaves, and the first rank runs it."""
+    torch.manual_seed(0)
+    model = Model()
+    model.layers.insert(0, Shifted(bias=False))
+    params, apply = sf.from_module(model.double(), layers="layers")
+    specs = {name: {"0": P(), "1": P("pp")} if name == "layers" else P() for name in params}
+    piped = sf.pipeline_module(lambda p, x: apply(p, x), apply, num_microbatches=2)
+    return params, lambda p, x: apply(p, x), piped, specs
+
+
+PIPELINES = {
+    "layers": layers,
+    "chunks": functools.partial(layers, 2),
+    "functions": functions,
+    "module": module,
+    "kinds": kinds,
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=NIGHTLY if n == "chunks" else ()) for n in PIPELINES])

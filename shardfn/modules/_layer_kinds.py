@@ -1,0 +1,188 @@
+"""Which layers of a list are alike, and so have their leaves in one stack; and how stacks that are cut make stages.
+
+Layers of one kind have leaves of the same names, shapes and dtypes. A list of one kind has one stack. Of several kinds,
+such as dense layers before mixtures of experts, each has a stack of its own, under the number of its first layer.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardfn.core import frozen, named_parameters, raise_all
+
+
+class LayerKind(NamedTuple):
+    """Layers that are alike.
+
+    Attributes:
+        layers: their numbers, in order.
+        names: the names of a layer's leaves.
+        frozen: the names of those with `requires_grad=False`.
+    """
+
+    layers: tuple[int, ...]
+    names: tuple[str, ...]
+    frozen: frozenset[str]
+
+    @property
+    def key(self) -> str:
+        """The key of their stack, where there are several."""
+        return str(self.layers[0])
+
+
+class LayerKinds(NamedTuple):
+    """The kinds of layers of a list.
+
+    Attributes:
+        path: the name of the list.
+        kinds: in the order of their first layers.
+    """
+
+    path: str
+    kinds: tuple[LayerKind, ...]
+
+    @staticmethod
+    def of(path: str, layers: Sequence[nn.Module]) -> "LayerKinds":
+        """Those of a list of modules.
+
+        Raises:
+            ValueError: some layers of a kind have frozen leaves that others train; lists them.
+        """
+        own = [dict(named_parameters(layer)) for layer in layers]
+        found: dict[Any, list[int]] = {}
+        for i, leaves in enumerate(own):
+            found.setdefault(frozenset((name, x.shape, x.dtype) for name, x in leaves.items()), []).append(i)
+        raise_all(
+            ValueError,
+            f"{path!r} has layers that are frozen and layers that are not, and a stacked leaf is trained as a whole;"
+            " set requires_grad alike in all layers of a kind, or leave out layers=:",
+            [
+                f"{path}.{i}.{name}.requires_grad is {x.requires_grad},"
+                f" {path}.{rows[0]}.{name}.requires_grad is {y.requires_grad}"
+                for rows in found.values()
+                for i in rows
+                for name, x in own[i].items()
+                if x.requires_grad is not (y := own[rows[0]][name]).requires_grad
+            ],
+        )
+        return LayerKinds(path, tuple(_kind(rows, own[rows[0]]) for rows in found.values()))
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are, of all kinds."""
+        return sum(len(kind.layers) for kind in self.kinds)
+
+    @property
+    def trainable(self) -> Any:
+        """Which stacked leaves are not frozen, as a tree like the stacks in params."""
+        return self.tree([{name: name not in kind.frozen for name in kind.names} for kind in self.kinds])
+
+    def stacked(self, params: Mapping[str, Tensor]) -> Any:
+        """The stacks of all kinds as they are in params, from the layers' leaves by full name."""
+        stacks: list[dict[str, Tensor]] = []
+        for kind in self.kinds:
+            leaves = {
+                name: torch.stack([params[f"{self.path}.{i}.{name}"] for i in kind.layers]) for name in kind.names
+            }
+            stacks.append({name: frozen(x) if name in kind.frozen else x for name, x in leaves.items()})
+        return self.tree(stacks)
+
+    def tree(self, stacks: Sequence[Any]) -> Any:
+        """The stacks of all kinds as they are in params."""
+        if len(self.kinds) == 1:
+            return stacks[0]
+        return {kind.key: stack for kind, stack in zip(self.kinds, stacks, strict=True)}
+
+    def stacks(self, tree: Mapping[str, Any]) -> list[Any]:
+        """By kind, the stack: the inverse of `tree`.
+
+        Raises:
+            ValueError: there are other stacks, or they have other leaves.
+        """
+        keys = [kind.key for kind in self.kinds]
+        if len(keys) > 1 and set(tree) != set(keys):
+            raise ValueError(f"params[{self.path!r}] has {sorted(tree)}; its layers are of the kinds {keys}.")
+        stacks: list[Any] = [tree] if len(keys) == 1 else [tree[key] for key in keys]
+        for kind, stack in zip(self.kinds, stacks, strict=True):
+            if set(stack) != set(kind.names):
+                raise ValueError(f"{self.told(kind)} has {sorted(stack)}; the layers have {sorted(kind.names)}.")
+        return stacks
+
+    def told(self, kind: LayerKind) -> str:
+        """The stack of a kind, in words."""
+        return f"params[{self.path!r}]" + (f"[{kind.key!r}]" if len(self.kinds) > 1 else "")
+
+    def flat(self, tree: Mapping[str, Any], start: int, num: int) -> dict[str, Tensor]:
+        """The leaves of some layers by full name, from the rows of each stack: of these layers alone, or of all.
+
+        Raises:
+            ValueError: a stack has other numbers of rows; lists them.
+        """
+        out: dict[str, Tensor] = {}
+        for kind, stack in zip(self.kinds, self.stacks(tree), strict=True):
+            own = [i for i in kind.layers if start <= i < start + num]
+            wrong = {name: len(x) for name, x in stack.items() if own and len(x) not in (len(own), len(kind.layers))}
+            if wrong:
+                raise ValueError(f"{self.told(kind)} should have {len(own)} layers, and has {wrong}")
+            for name, x in stack.items() if own else ():
+                rows = x.unbind(0)
+                first = kind.layers.index(own[0]) if len(rows) > len(own) else 0
+                out.update({f"{self.path}.{i}.{name}": rows[first + j] for j, i in enumerate(own)})
+        return out
+
+    def end(self, start: int, rows: Sequence[int], *, last: bool) -> int:
+        """The layer behind a rank's own.
+
+        Args:
+            start: its first layer.
+            rows: by kind, how many rows of the stack it has: some, or all where the stack is not cut.
+            last: whether it is the last rank, which has all that are left.
+        """
+        if last:
+            return self.num_layers
+        cut = [(kind, num) for kind, num in zip(self.kinds, rows, strict=True) if num < len(kind.layers)]
+        wanted = [(kind, _before(kind, start) + num) for kind, num in cut]
+        return next(i for i in range(start, self.num_layers + 1) if all(_before(k, i) == n for k, n in wanted))
+
+    def cut(self, rows: Sequence[Sequence[int]]) -> list[bool]:
+        """By kind, whether its stack is cut: its rows on all ranks are then those of the whole; `rows` as in `shares`."""
+        return [sum(own) == len(kind.layers) for kind, own in zip(self.kinds, rows, strict=True)]
+
+    def shares(self, rows: Sequence[Sequence[int]]) -> list[int]:
+        """By rank, how many layers it runs. Layers of stacks that are not cut go with the cut one that follows them.
+
+        Args:
+            rows: by kind and rank, how many rows of the stack the rank has.
+
+        Raises:
+            ValueError: the rows of a rank are not those of layers that run one after another.
+        """
+        num, bounds = len(rows[0]), [0]
+        cut = [(kind, own) for kind, own, is_cut in zip(self.kinds, rows, self.cut(rows), strict=True) if is_cut]
+        for rank in range(1, num):
+            wanted = [(kind, sum(own[:rank])) for kind, own in cut]
+            behind = (i for i in range(bounds[-1], self.num_layers + 1) if all(_before(k, i) == n for k, n in wanted))
+            found = next(behind, None)
+            if found is None:
+                told = [f"{self.told(k)} from layer {k.layers[n]} on" for k, n in wanted if n < len(k.layers)]
+                raise ValueError(
+                    f"{self.path!r} has layers of {len(self.kinds)} kinds, each cut evenly, and so rank {rank} of {num}"
+                    f" would have {', '.join(told)}, while the ranks before have none of the layers behind these. Use"
+                    " another number of stages, or cut one kind alone: the specs of the others are P()."
+                )
+            bounds.append(found)
+        bounds.append(self.num_layers)
+        return [stop - start for start, stop in itertools.pairwise(bounds)]
+
+
+def _kind(rows: Sequence[int], first: Mapping[str, nn.Parameter]) -> LayerKind:
+    """Layers that are alike, by their numbers and the leaves of the first."""
+    return LayerKind(tuple(rows), tuple(first), frozenset(name for name, x in first.items() if not x.requires_grad))
+
+
+def _before(kind: LayerKind, layer: int) -> int:
+    """How many layers of a kind come before a layer."""
+    return sum(i < layer for i in kind.layers)
