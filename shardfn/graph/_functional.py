@@ -87,8 +87,8 @@ class _Walk:
         return self._written[node] if node in self._written else node
 
     def _owner(self, tensor: Node) -> Node:
-        while tensor in self._parents:
-            tensor = self._parents[tensor]
+        while (parent := self._parents.get(tensor)) is not None:
+            tensor = parent
         return tensor
 
     def _value(self, node: Node, user: Node) -> Node:

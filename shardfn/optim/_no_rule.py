@@ -11,9 +11,9 @@ from shardfn.core import did_you_mean
 # The rules that have one of torch's of the same name.
 _TORCH = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "RAdam": "radam", "RMSprop": "rmsprop", "Adagrad": "adagrad"}
 _NAMES = (
-    "adafactor", "adagrad", "adam", "adamw", "lamb", "lars", "lion", "muon", "nadamw", "onebit_adam", "onebit_lamb", "radam",
-    "rmsprop", "sgd", "zero_one_adam",
-)  # fmt: skip
+    *("adafactor", "adagrad", "adam", "adamw", "lamb", "lars", "lion", "muon", "nadamw", "onebit_adam", "onebit_lamb"),
+    *("radam", "rmsprop", "sgd", "zero_one_adam"),
+)
 # Keywords of torch and of other libraries, and what they are called here.
 MEANT = {
     "lr": "learning_rate={value!r}",
