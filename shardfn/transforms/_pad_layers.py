@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shardfn.core import PyTree, raise_all, tree_leaves, tree_paths
+from shardfn.core import PyTree, frozen, is_frozen, raise_all, tree_leaves, tree_map, tree_paths
 from shardfn.engine import padded, unpadded
 
 
@@ -26,7 +26,7 @@ def pad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
         {'w': tensor([1., 0., 2., 3.])}
     """
     _check(stack, sum(layers_per_stage), layers_per_stage)
-    return padded(stack, layers_per_stage)
+    return _frozen_as(stack, padded(stack, layers_per_stage))
 
 
 def unpad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
@@ -45,7 +45,12 @@ def unpad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
         tensor([1., 2., 3.])
     """
     _check(stack, len(layers_per_stage) * max(layers_per_stage, default=0), layers_per_stage)
-    return unpadded(stack, layers_per_stage)
+    return _frozen_as(stack, unpadded(stack, layers_per_stage))
+
+
+def _frozen_as(stack: PyTree, made: PyTree) -> PyTree:
+    """The leaves of `made`, frozen where those of the stack are."""
+    return tree_map(lambda x, y: frozen(y) if is_frozen(x) else y, stack, made)
 
 
 def _check(stack: PyTree, rows: int, layers_per_stage: Sequence[int]) -> None:

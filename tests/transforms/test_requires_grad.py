@@ -186,7 +186,7 @@ def _two_kinds() -> Layered:
     return module
 
 
-def _assert_gates_alone_train(state: Any, apply: Any, module: nn.Module) -> None:
+def _assert_gates_train(state: Any, apply: Any, module: nn.Module) -> None:
     full = sf.unshard(state.params)
     flat = {name: x for name, x in full.items() if name != "layers"} | apply.kinds.flat(full["layers"], 0, 4)
     _assert_same(state._replace(params=flat), module)
@@ -202,14 +202,24 @@ def test_of_two_kinds_of_layers_one_is_frozen() -> None:
         "last.weight": True,
         "last.bias": True,
     }
-    _assert_gates_alone_train(_run(_step(apply), params), apply, module)
+    _assert_gates_train(_run(_step(apply), params), apply, module)
     plain = sf.tree_map(lambda x: x.detach().as_subclass(Tensor), params)
-    _assert_gates_alone_train(_run(_step(apply, trainable=apply.trainable), plain), apply, module)
+    _assert_gates_train(_run(_step(apply, trainable=apply.trainable), plain), apply, module)
     module.layers[3].requires_grad_(False)
     with pytest.raises(
         ValueError, match=r"(?s)all layers of a kind.*layers\.3\.scale\.requires_grad is False, layers\.1"
     ):
         sf.from_module(module, layers="layers")
+
+
+def test_padded_stacks_are_frozen_as_the_layers() -> None:
+    module = _two_kinds()
+    module.layers[0].bias.requires_grad_(True)
+    module.layers[2].bias.requires_grad_(True)
+    stack = sf.from_module(module, layers="layers")[0]["layers"]["0"]
+    padded = sf.pad_layers(stack, (1, 1))
+    for leaves in (stack, padded, sf.unpad_layers(padded, (1, 1))):
+        assert {name: sf.core.is_frozen(x) for name, x in leaves.items()} == {"weight": True, "bias": False}
 
 
 @distributed(world=2)
@@ -222,7 +232,7 @@ def test_stages_leave_a_frozen_kind_of_layers() -> None:
         step = sf.sharded_step(
             piped, sf.optim.adamw(1e-2, weight_decay=0.1), mesh=mesh, specs={**specs, "layers": cut}, batch=sf.P()
         )
-        _assert_gates_alone_train(_run(step, params), apply, module)
+        _assert_gates_train(_run(step, params), apply, module)
 
 
 def test_the_files_of_a_module_follow_its_flags(tmp_path: pathlib.Path) -> None:
