@@ -37,7 +37,7 @@ class Program:
 
         None of a program with a `pvary`: in a step parameters vary along the axes of the batch from the beginning.
         """
-        if "pvary" in self.text or "pvary" in self.body.__code__.co_names:
+        if "pvary" in self.text:
             return None
         specs = self._specs()
         rows = [i for i, spec in enumerate(specs) if spec[:1] == ("x",) and not any(spec[1:])]
