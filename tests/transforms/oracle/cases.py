@@ -162,4 +162,5 @@ def _program(name: str, world: int, body: Any, shapes: Any, specs: Any, out: Spe
     def results(s: Any, *values: Any) -> tuple[Any]:
         return (body(s, *values),)
 
-    return Program(f"{world}:{name}", MESHES[world], tuple(shapes), tuple(specs), tuple(closed), (out,), results)
+    text = " ".join(body.__code__.co_names)
+    return Program(f"{world}:{name}", MESHES[world], tuple(shapes), tuple(specs), tuple(closed), (out,), results, text)

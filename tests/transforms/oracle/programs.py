@@ -33,7 +33,12 @@ class Program:
     text: str = ""
 
     def parameters(self) -> list[int] | None:
-        """The arguments that a training step may take as parameters, where the others are rows along "x"; or None."""
+        """The arguments that a training step may take as parameters, where the others are rows along "x"; or None.
+
+        None of a program with a `pvary`: in a step parameters vary along the axes of the batch from the beginning.
+        """
+        if "pvary" in self.text:
+            return None
         specs = self._specs()
         rows = [i for i, spec in enumerate(specs) if spec[:1] == ("x",) and not any(spec[1:])]
         others = [i for i in range(len(specs)) if i not in rows]
