@@ -29,16 +29,17 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardfn.core import Again, Mesh, Note, bound_again, noted_again
+from shardfn.core import Again, Axes, Mesh, Note, bound_again, noted_again
 
 from ._axis_index import AxisIndex
+from ._env import current_mesh
 from ._function_modes import (
-    INTERCEPTED,
     WAITING,
     Waiting,
     began,
     function_modes,
     function_modes_changed,
+    interception,
     waiting_to_begin,
 )
 from ._line import line_along
@@ -85,17 +86,20 @@ class Following(TorchFunctionMode):
         self.batch = tuple(a for a in (default if batch is None else batch) if a in self._bit)
         self._names: dict[int, tuple[str, ...]] = {}
         self._wrote = False
+        self._around: list[Any] = []
 
     def __enter__(self) -> "Following":
         """Begins to follow."""
-        INTERCEPTED.__enter__()
+        around = interception()
+        around.__enter__()
+        self._around.append(around)
         super().__enter__()
         return self
 
     def __exit__(self, *failure: Any) -> None:
         """Ends."""
         super().__exit__(*failure)
-        INTERCEPTED.__exit__()
+        self._around.pop().__exit__(None, None, None)
 
     def axes_of(self, x: Tensor) -> tuple[str, ...]:
         """The axes along which a tensor varies."""
@@ -283,17 +287,15 @@ class Following(TorchFunctionMode):
         target = args[0]
         if not unlike or not isinstance(target, Tensor):
             return self.operation(func, args, kwargs)
-        rest, kwargs, missing = self._alike(args[1:], union), self._alike(kwargs, union), union & ~self._of(target)
-        if missing and _differentiable(target) and _recording_gradients():
-            written = self._cast(target, missing).clone()
-            func(written, *rest, **kwargs)
-            out = target.copy_(written)
-        else:
-            out = func(target, *rest, **kwargs)
+        rest, kwargs, base = self._alike(args[1:], union), self._alike(kwargs, union), _base(target)
+        owner = target if base is None else base
+        missing = union & ~self._of(owner)
+        if missing and _differentiable(owner) and _recording_gradients():
+            owner.copy_(self._cast(owner, missing).clone())  # what it holds so far counts as varying, too
+        out = func(target, *rest, **kwargs)
         self._wrote = True
-        for x in (target, _base(target)):
-            if x is not None:
-                self._note(x, union | self._of(x))
+        for x in (target, owner):
+            self._note(x, union | self._of(x))
         return out
 
     def first_alone(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -372,7 +374,7 @@ def _is_inside(frame: Any) -> bool:
     return known
 
 
-_INSIDE = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
+_INSIDE = *(os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__))), contextlib.__file__
 _CODES: dict[types.CodeType, bool] = {}
 _MOST_CODES = 16384
 
@@ -392,6 +394,13 @@ def _differentiable(x: Tensor) -> bool:
     if not (x.is_floating_point() or x.is_complex()):
         return False
     return x.requires_grad or _transforming()
+
+
+def summed_inside(x: Tensor, axis: Axes) -> Tensor:
+    """Notes that a Function has made `x` by sums along `axis`, so that it is the same on all ranks there; returns it."""
+    mode = following_now(begin=False)
+    named = () if mode is None else current_mesh().axes(axis)
+    return x if mode is None else mode.declare(x, [a for a in mode.axes_of(x) if a not in named])
 
 
 def same_axes(x: Tensor, like: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +21,12 @@ class Waiting:
     Attributes:
         mode: the mode.
         begun: whether it has.
+        around: closed after it.
     """
 
     mode: TorchFunctionMode
     begun: bool = False
+    around: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
 
 WAITING: Ambient[Waiting] = Ambient("mode that begins with the first collective", by_thread=True)
@@ -53,9 +56,16 @@ def began() -> bool:
     if waiting is None or waiting.begun:
         return False
     # Below the modes that the function itself has entered, which end before it.
+    try:
+        waiting.around.enter_context(interception())
+    except RuntimeError as error:  # of `set_stance`
+        raise TypeError(
+            "torch.compile runs a function of the loss that calls a collective of shardfn, into which no casts can be"
+            " inserted. Leave out this torch.compile, and wrap the loss in sf.jit(loss, backend='inductor'), which"
+            " compiles the whole step."
+        ) from error
     with function_modes_changed() as stack:
         stack.insert(0, waiting.mode)
-    INTERCEPTED.__enter__()
     waiting.begun = True
     return True
 
@@ -69,9 +79,9 @@ def waiting_to_begin(mode: TorchFunctionMode) -> Iterator[None]:
             yield
         finally:
             if waiting.begun:
-                INTERCEPTED.__exit__()
                 with function_modes_changed() as stack:
                     stack.remove(mode)
+            waiting.around.close()
 
 
 @functools.cache
@@ -88,4 +98,13 @@ def _application(original: Any) -> Any:
     return classmethod(apply)
 
 
-INTERCEPTED = Replaced(lambda: [(torch.autograd.Function, "apply", _application)])
+@contextlib.contextmanager
+def interception() -> Iterator[None]:
+    """Calls of Functions go through the modes, and compiled functions run as they were written, operation by operation."""
+    with _INTERCEPTED, torch.compiler.set_stance("force_eager") if _COMPILER in sys.modules else _NOTHING:
+        yield
+
+
+_COMPILER = "torch._dynamo"  # whose import takes seconds
+_NOTHING = contextlib.nullcontext()
+_INTERCEPTED = Replaced(lambda: [(torch.autograd.Function, "apply", _application)])

