@@ -397,7 +397,7 @@ def _differentiable(x: Tensor) -> bool:
 
 
 def summed_inside(x: Tensor, axis: Axes) -> Tensor:
-    """Notes that a Function has made `x` by sums along `axis`, so that it is the same on all ranks there; returns it."""
+    """Notes that `x`, which a Function has made by sums along `axis`, is the same on all ranks there; returns it."""
     mode = following_now(begin=False)
     named = () if mode is None else current_mesh().axes(axis)
     return x if mode is None else mode.declare(x, [a for a in mode.axes_of(x) if a not in named])

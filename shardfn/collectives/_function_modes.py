@@ -100,7 +100,7 @@ def _application(original: Any) -> Any:
 
 @contextlib.contextmanager
 def interception() -> Iterator[None]:
-    """Calls of Functions go through the modes, and compiled functions run as they were written, operation by operation."""
+    """Lets calls of Functions go through the modes, and compiled functions run operation by operation, as written."""
     with _INTERCEPTED, torch.compiler.set_stance("force_eager") if _COMPILER in sys.modules else _NOTHING:
         yield
 

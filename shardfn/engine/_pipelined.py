@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.collectives import axis_index, axis_size, psum, pvary, transforming
+from shardfn.collectives import axis_index, axis_size, following_now, psum, pvary, transforming
 from shardfn.core import (
     Mesh,
     PyTree,
@@ -31,7 +31,7 @@ from shardfn.schedules import PipelineSchedule, loop_stages, timeline, v_stages
 from ._elsewhere import ElsewhereTensor
 from ._leaf_views import LeafView, LeafViews, Pick, every_leaf
 from ._levels import Transform, taken_over
-from ._loss import Loss
+from ._loss import Loss, varying_along
 from ._padded import check_rows, refilled, unpadded, used_rows
 from ._stage_state import PipelineState, apart, check_in_order, current_state, put_part, with_part
 from ._unwrap import Unwrapped
@@ -267,7 +267,7 @@ class Pipelined(Transform):
                 mine = self.between(params, batch, mine, Place(chunk, firsts[rank][chunk], False, False), key)
             if self.has_state:
                 put_part(blocks=self.shared_layers(current_state(), stage, there == rank).blocks)
-            h = tree_map(lambda x, on=there == rank: from_one(x, on, self.axis, tie), mine)
+            h = tree_map(lambda x, given, on=there == rank: _passed_on(x, given, on, self.axis, tie), mine, h)
         return h
 
 
@@ -459,6 +459,15 @@ def _tie(stacks: PyTree) -> Tensor | None:
     """A zero that depends on what this rank trains."""
     floats = [x for x in tree_leaves(stacks) if x.is_floating_point()]
     return torch.stack([x.flatten()[:1].sum() for x in floats]).sum() if floats else None
+
+
+def _passed_on(x: Tensor, given: Tensor, here: bool, axis: str, tie: Tensor | None) -> Tensor:
+    """One rank's result of a stage that was given `given`, on all ranks, which must know alike along what it varies."""
+    mode = following_now(begin=False)
+    if mode is None:
+        return from_one(x, here, axis, tie)
+    axes = (*mode.batch, *mode.axes_of(given))
+    return mode.declare(from_one(varying_along("h", x, axes) if here else x, here, axis, tie), axes)
 
 
 def from_one(x: Tensor, here: bool, axis: str, tie: Tensor | None = None) -> Tensor:

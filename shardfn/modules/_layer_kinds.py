@@ -148,7 +148,7 @@ class LayerKinds(NamedTuple):
         return next(i for i in range(start, self.num_layers + 1) if all(_before(k, i) == n for k, n in wanted))
 
     def cut(self, rows: Sequence[Sequence[int]]) -> list[bool]:
-        """By kind, whether its stack is cut: then the rows of all ranks are those of the whole; `rows` as in `shares`."""
+        """By kind, whether its stack is cut: the rows of all ranks are then those of the whole. `rows`: see `shares`."""
         return [sum(own) == len(kind.layers) for kind, own in zip(self.kinds, rows, strict=True)]
 
     def shares(self, rows: Sequence[Sequence[int]]) -> list[int]:

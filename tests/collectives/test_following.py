@@ -270,6 +270,6 @@ def test_a_loss_that_varies_where_ranks_have_the_same_rows_is_refused(world: int
 def test_a_collective_in_a_compiled_part_of_a_loss_is_refused(world: int) -> None:
     compiled = torch.compile(lambda y: sf.pmean(y, "dp").square().sum(), backend="eager")
     step = sf.sharded_step(lambda w, x: compiled(x * w), sf.optim.sgd(1.0), mesh=_on(world))
-    with warnings.catch_warnings(), pytest.raises(TypeError, match="wrap the loss in sf.jit"):
+    with warnings.catch_warnings(), pytest.raises(TypeError, match=r"wrap the loss in sf\.jit"):
         warnings.simplefilter("ignore")  # of dynamo, of what it does not trace
         step(step.init(torch.ones(2)), torch.ones(2))
