@@ -148,7 +148,7 @@ class LayerKinds(NamedTuple):
         return next(i for i in range(start, self.num_layers + 1) if all(_before(k, i) == n for k, n in wanted))
 
     def cut(self, rows: Sequence[Sequence[int]]) -> list[bool]:
-        """By kind, whether its stack is cut: the rows of all ranks are then those of the whole. `rows`: see `shares`."""
+        """By kind, whether its stack is cut, so that the rows of all ranks are those of the whole; see `shares`."""
         return [sum(own) == len(kind.layers) for kind, own in zip(self.kinds, rows, strict=True)]
 
     def shares(self, rows: Sequence[Sequence[int]]) -> list[int]:
@@ -178,7 +178,7 @@ class LayerKinds(NamedTuple):
         return [stop - start for start, stop in itertools.pairwise(bounds)]
 
 
-def _kind(rows: Sequence[int], first: Mapping[str, nn.Parameter]) -> LayerKind:
+def _kind(rows: Sequence[int], first: Mapping[str, Tensor]) -> LayerKind:
     """Layers that are alike, by their numbers and the leaves of the first."""
     return LayerKind(tuple(rows), tuple(first), frozenset(name for name, x in first.items() if not x.requires_grad))
 

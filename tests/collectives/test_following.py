@@ -164,11 +164,11 @@ def test_a_mode_that_waits_begins_below_those_of_the_function_and_ends() -> None
     with bind_mesh(mesh), following(mode, at_once=False):
         assert following_now(begin=False) is None
         with counting:
-            torch.ones(2) + 1
+            torch.ones(2).add(1)
             assert following_now() is mode
             assert _get_current_function_mode_stack() == [mode, counting]
             seen = counting.seen
-            torch.ones(2) + 1
+            torch.ones(2).add(1)
             assert counting.seen > seen
         with not_following():
             assert following_now() is None

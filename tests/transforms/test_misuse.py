@@ -113,7 +113,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "parameters in half precision": Mistake(
         lambda: run(params={"w": torch.ones(3, 2, dtype=torch.float16)}),
-        UserWarning, "params['w']: trained in torch.float16 without a policy", "sf.mixed_precision(loss, sf.Policy.bf16())",
+        UserWarning, "params['w']: trained in torch.float16 without a policy", "sf.mixed_precision(loss, sf.Policy.",
     ),
     "a batch without values": Mistake(
         lambda: run(batch={"x": _META}), ValueError, "batch['x'] of shape (4, 3)", "step.lower takes it"
