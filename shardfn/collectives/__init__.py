@@ -53,7 +53,8 @@ from ._wire_ops import StoppedError as StoppedError, bind_channels as bind_chann
 from ._wire_ops import Sizes as Sizes, as_runs as as_runs, in_runs as in_runs, with_sizes as with_sizes
 from ._following import AxisTypeError as AxisTypeError, Following as Following, following as following
 from ._following import following_now as following_now, not_following as not_following
-from ._following import noted_axes as noted_axes, same_axes as same_axes, summed_inside as summed_inside
+from ._following import noted_axes as noted_axes, one_operation as one_operation
+from ._following import same_axes as same_axes, summed_inside as summed_inside
 from ._where import Applied as Applied, current_application as current_application
 from ._where import at_line as at_line, current_line as current_line, recording_lines as recording_lines
 from ._notice import Notice as Notice, notice_of as notice_of

@@ -128,6 +128,15 @@ class Following(TorchFunctionMode):
             return rule(self, func, args, kwargs or {})
         return self.operation(func, args, kwargs or {})
 
+    def whole(self, func: Any, args: Any, along: Iterable[str]) -> Any:
+        """A function as one operation; see `one_operation`."""
+        union = self._union(args, {})[0] | self._mask(along)
+        args = self._alike(args, union) if _recording_gradients() else args
+        with not_following():
+            out = func(*args)
+        self._note_result(out, union, sys._getframe(2))
+        return out
+
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation of any kind: the result varies along the union of the axes of its operands."""
         union = None if kwargs or self._wrote else self._common(args)
@@ -394,6 +403,15 @@ def _differentiable(x: Tensor) -> bool:
     if not (x.is_floating_point() or x.is_complex()):
         return False
     return x.requires_grad or _transforming()
+
+
+def one_operation(f: Callable[..., Any], *args: Any, along: Axes = None) -> Any:
+    """`f(*args)`, followed as one operation whose result varies along `along`, too.
+
+    For code that does not do the same on all ranks: followed by its operations, it would get casts on some ranks alone.
+    """
+    mode = following_now()
+    return f(*args) if mode is None else mode.whole(f, args, current_mesh().axes(along))
 
 
 def summed_inside(x: Tensor, axis: Axes) -> Tensor:

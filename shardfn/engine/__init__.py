@@ -29,10 +29,12 @@ from ._evaluation import evaluation as evaluation, has_rows as has_rows, one_row
 from ._evaluation import without_values as without_values
 from ._first import abstract_params as abstract_params, abstract_state as abstract_state, drawn as drawn
 from ._first import first_params as first_params, first_state as first_state, own_blocks as own_blocks
-from ._functional import global_mean as global_mean, pure_apply as pure_apply, pure_step as pure_step
+from ._functional import global_mean as global_mean, pure_apply as pure_apply, pure_loss as pure_loss
+from ._functional import pure_step as pure_step
 from ._graphs import Graphs as Graphs, Ready as Ready, signature as signature
 from ._interface import Argument as Argument, Interface as Interface, REMEDY as REMEDY, block_of as block_of
-from ._interface import check_varying as check_varying, size_along as size_along, typed_block as typed_block
+from ._interface import check_varying as check_varying, entered_argument as entered_argument
+from ._interface import entered_as_rows as entered_as_rows, size_along as size_along, typed_block as typed_block
 from ._jitted import CacheInfo as CacheInfo, Jitted as Jitted, leaf_signature as leaf_signature
 from ._levels import Transform as Transform, check_order as check_order
 from ._loss import Loss as Loss, NoGradientError as NoGradientError, WeightedMean as WeightedMean, evaluate as evaluate

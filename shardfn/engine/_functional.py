@@ -134,6 +134,14 @@ def pure_apply(plan: Plan, params: PyTree, f: Callable[[PyTree], Any]) -> Any:
         return f(tree_unflatten(plan.treedef, wholes))
 
 
+def pure_loss(plan: Plan, params: PyTree, f: Callable[[PyTree], Any]) -> Any:
+    """`f(params)` with params as a loss sees them, for results that are each rank's own. The mesh must be bound."""
+    plan = plan.with_whole_stacks()
+    wholes = enter(plan, [x.local for x in tree_leaves(params)])
+    with plan.follows():
+        return f(tree_unflatten(plan.treedef, wholes))
+
+
 def _either(finite: Tensor, new: TrainState, old: TrainState) -> TrainState:
     """The values of one state or of the other, by a 0-d condition."""
 

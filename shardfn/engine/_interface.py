@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn.capture import fakes
-from shardfn.collectives import AnyControl, AxisTypeError, Following, GlobalTensor, current_mesh, following, psum
+from shardfn.collectives import AnyControl, AxisTypeError, Following, GlobalTensor, current_mesh, following, psum, pvary
 from shardfn.core import (
     DonatedError,
     Mesh,
@@ -168,6 +168,11 @@ class Interface:
             leaves[i] = GlobalTensor(x, shape, p, self.mesh)
         return tree_unflatten(treedef, leaves)
 
+    @property
+    def has_specs(self) -> bool:
+        """Whether a result is cut, or promised to be the same on all ranks."""
+        return any(x is not None for x in tree_leaves(self.out_specs, is_leaf=is_entry))
+
     def typed(self, out: PyTree, mode: Following) -> PyTree:
         """The result, whose sharded leaves vary along the axes of their specs.
 
@@ -185,8 +190,7 @@ class Interface:
     ) -> Callable[[PyTree], Any]:
         """The function of its first argument, whose values are followed where `out_specs` has specs."""
         mode = plan.following_function
-        promised = any(x is not None for x in tree_leaves(self.out_specs, is_leaf=is_entry))
-        if not (mode.axes and promised):
+        if not (mode.axes and self.has_specs):
             return lambda params: f(params, *args)
 
         def run(params: PyTree) -> Any:
@@ -276,6 +280,25 @@ def check_varying(results: Iterable[tuple[str, Any, P | None]], mode: Following)
                 " in its spec; if it was gathered, use sf.all_gather_invariant"
             )
     raise_all(AxisTypeError, "ranks hold different values where out_specs promises one:", problems)
+
+
+def entered_argument(a: Argument, plan: Plan) -> Any:
+    """An argument of a differentiated function, which varies along the axes of its spec; without one, the batch's."""
+    x = a.seen
+    if not isinstance(x, Tensor):
+        return x
+    # A donated one may be written to, and a pure function leaves its arguments as they are.
+    block = x.clone() if a.donated else x.view_as(x)
+    return plan.following_function.declare(block, plan.batch_axes if a.spec is None else a.spec.axes)
+
+
+def entered_as_rows(a: Argument, plan: Plan) -> Any:
+    """An argument of a differentiated function whose values vary along the batch's axes, as those of a loss."""
+    if a.spec is None or not isinstance(a.seen, Tensor):
+        return a.seen
+    rest = tuple(axis for axis in plan.batch_axes if axis not in a.spec.axes)
+    block = pvary(a.seen, rest) if a.seen.is_floating_point() else a.seen
+    return block.clone() if a.donated else block
 
 
 def typed_block(x: Any, spec: P | None, mode: Following) -> Any:

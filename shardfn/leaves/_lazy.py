@@ -211,7 +211,7 @@ class LazyLeaf(torch.Tensor):
 
     def whole(self) -> Tensor:
         """The whole tensor, connected to the handle that collects its gradient."""
-        if peek_interpreter_stack() is None:
+        if torch.compiler.is_compiling() or peek_interpreter_stack() is None:
             return self._opened()
         # A constant of a transform of torch.func inside the loss; autograd follows it outside of the transform.
         with temporarily_clear_interpreter_stack():

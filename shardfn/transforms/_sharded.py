@@ -57,6 +57,8 @@ from shardfn.engine import (
     describe_function,
     disk_of,
     drawn,
+    entered_argument,
+    entered_as_rows,
     first_params,
     is_abstract,
     leaf_signature,
@@ -64,6 +66,7 @@ from shardfn.engine import (
     losing_no_peer_purely,
     own_blocks,
     pure_apply,
+    pure_loss,
     run_forward,
     signature,
     stage_axes,
@@ -254,19 +257,14 @@ class Sharded(Transform):
             plan, arguments = self._plan_of(params), self._interface.arguments(args)
             self._agreement.agree_once(plan, self._what)
 
-            mode = plan.following_function
-
-            def entered(a: Argument) -> Any:
-                x = a.seen
-                if not isinstance(x, Tensor):
-                    return x
-                # A donated one may be written to, and a pure function leaves its arguments as they are.
-                block = x.clone() if a.donated else x.view_as(x)
-                return mode.declare(block, plan.batch_axes if a.spec is None else a.spec.axes)
-
-            given = tree_unflatten(tree_structure(args), map(entered, arguments))
+            entered = entered_argument if self._interface.has_specs else entered_as_rows
             with bind_mesh(self.mesh), computing_in(self._compute):
-                out = pure_apply(plan, params, lambda tree: self._interface.typed(self._f(tree, *given), mode))
+                given = tree_unflatten(tree_structure(args), [entered(a, plan) for a in arguments])
+                if self._interface.has_specs:
+                    typed = functools.partial(self._interface.typed, mode=plan.following_function)
+                    out = pure_apply(plan, params, lambda tree: typed(self._f(tree, *given)))
+                else:
+                    out = pure_loss(plan, params, lambda tree: self._f(tree, *given))
                 return self._interface.results(out, self._interface.shapes_within)
 
     def lower(self, params: PyTree, /, *args: Any) -> Lowered:

@@ -80,7 +80,8 @@ def test_there_and_back(name: str, tmp_path: pathlib.Path) -> None:
         like = gpt.init(config, sf.key(0))
         assert tree_map(lambda x: x.shape, params) == tree_map(lambda x: x.shape, like)
         gpt_to_hf(tmp_path / "out", config, params, file_bytes=9000)
-        other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+        # The attention of `model_of`: with another kernel float32 is further off than the tolerance on some processors.
+        other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
         assert type(other) is type(model_of(name))
         ours, theirs = other.state_dict(), model_of(name).state_dict()
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)

@@ -155,5 +155,7 @@ def test_what_is_refused_on_one_device_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="tensor at index 1 appears to not have been used in the graph"):
         step(unused)
-    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"):
+    with pytest.raises(
+        RuntimeError, match=r"being used in an in-place operation|Cannot access storage of TensorWrapper"
+    ):
         step(written)

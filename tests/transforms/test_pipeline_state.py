@@ -36,7 +36,7 @@ def _specs(params: Any, state: PipelineState) -> Any:
 
 def _norm(s: Any, h: Tensor, axis: Any) -> tuple[Tensor, Tensor]:
     mean = 0.5 * s["mean"] + 0.5 * sf.pmean(h.mean(0), axis)
-    return h - sf.pvary(mean, axis), mean
+    return h - mean, mean
 
 
 def _first(p: Any, s: Any, x: Tensor, axis: Any = "dp") -> Any:
