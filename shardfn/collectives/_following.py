@@ -184,7 +184,7 @@ class Following(TorchFunctionMode):
                 if mask >> _BITS or (mask != common and common is not None):
                     return None
                 common = mask
-            elif type(a) not in _CARRY_NOTHING:
+            elif type(a) not in _CARRY_NOTHING and not (type(a) in (tuple, slice) and _carries_nothing(a)):
                 return None
         return common
 
@@ -386,6 +386,12 @@ def _is_inside(frame: Any) -> bool:
 _INSIDE = *(os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__))), contextlib.__file__
 _CODES: dict[types.CodeType, bool] = {}
 _MOST_CODES = 16384
+
+
+def _carries_nothing(index: Any) -> bool:
+    """Whether an index has neither tensors nor numbers that remember axes."""
+    parts = index if type(index) is tuple else (index.start, index.stop, index.step)
+    return all(type(x) in _CARRY_NOTHING or (type(x) is slice and _carries_nothing(x)) for x in parts)
 
 
 def _base(x: Tensor) -> Tensor | None:
