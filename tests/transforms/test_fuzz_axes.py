@@ -30,7 +30,7 @@ from shardfn.testing._parity import own_rows
 WORLDS, CASES, PART = (2, 3, 4), 300, 10
 # What may be refused, and why: a part of the message each.
 REFUSALS = {
-    r"on disk.*so torch's transforms cannot reach it": "torch.func of leaves on disk",
+    r"on disk.*so torch.func cannot differentiate or map it": "torch.func of leaves on disk",
     r"has no effect": "an option that would do nothing here",
 }
 STYLES: dict[str, dict[str, Any]] = {
