@@ -1,4 +1,4 @@
-"""The files of activations that wait on disk: nobody commits them, and each goes when its value does."""
+"""Pools of files for activations on disk: files are never committed, and each is deleted with its value."""
 
 import os
 import pathlib
@@ -17,7 +17,7 @@ def pool_of(directory: str | os.PathLike[str] | None) -> PoolOf:
     """The pool under a directory, or without one that of the step around; made at the first value that goes there.
 
     Raises:
-        ValueError: (when called) there is neither.
+        ValueError: (when called) there is neither a directory nor a step with a disk.
         CaptureError: (when called) in a capture, with a directory.
     """
 

@@ -27,7 +27,7 @@ class Away:
         self.nbytes, self._device = flat.nbytes, flat.device
         self._pool = pool() if to == "disk" else None
         self._source: Tensor | None = flat
-        # The copy runs on while the caller computes: who writes to `flat` before it is done spoils it.
+        # The copy runs on while the caller computes: a write to `flat` before it is done spoils it.
         self._version, self._spoiled = flat._version, False
         self._down: Pending[Tensor] | None = to_host(flat)
         self._host: Tensor | None = None
@@ -37,19 +37,19 @@ class Away:
 
     @property
     def leaving(self) -> bool:
-        """Whether it is still on its way."""
+        """Whether the copy to the host, or the write to disk, is still in progress."""
         return self._down is not None or self._writing is not None
 
     @property
     def spoiled(self) -> bool:
-        """Whether it was written to while it left, so that nobody knows what has arrived."""
+        """Whether the source was written to during the copy, so that the copy's content is undefined."""
         return self._spoiled or (self._source is not None and self._source._version != self._version)
 
     def settle(self, *, wait: bool) -> None:
-        """Lets go of what has been copied, and waits for the rest if told to."""
+        """Releases the source once it is copied, then begins the write to disk, if any; with `wait`, completes both."""
         if self._down is not None and (wait or self._down.done()):
             self._host = self._down.result()
-            # The last moment to tell: the source goes now.
+            # Checked now, as the source is released below.
             self._spoiled, self._source, self._down = self.spoiled, None, None
             if self._pool is not None:
                 self._writing = self._pool.write(self._host)
@@ -58,7 +58,7 @@ class Away:
 
     def begin(self) -> None:
         """Starts the way back, or its second half."""
-        # It has not left: there is nothing to bring.
+        # It has not left: the source is still here.
         if self._source is not None:
             return
         with plumbing():
@@ -73,11 +73,11 @@ class Away:
 
     def value(self) -> Tensor:
         """The row, on the device; waits for it."""
-        # A graph has no "not yet": what was sent is written down as gone.
+        # A graph knows no timing: every value that was sent counts as having left.
         if capturing():
             self.settle(wait=True)
         if self._source is not None:
-            # Asked for before it has left, it stays what it was.
+            # Needed before the copy was done: the source is still here and is used.
             return self._source
         self.begin()
         assert self._back is not None
@@ -85,7 +85,7 @@ class Away:
             return self._back.result()
 
     def drop(self) -> None:
-        """Forgets what came back; it can come again."""
+        """Releases the fetched copy; it can be fetched again."""
         self._back = None
 
 
@@ -101,7 +101,7 @@ def flat_of(x: Tensor) -> Tensor:
 
 
 def is_plain(x: Any) -> bool:
-    """Whether a value is a tensor with memory of its own, or stands for one in a capture.
+    """Whether a value is a strided `Tensor` or `Parameter`, or, in a capture, a fake tensor.
 
     Example:
         >>> is_plain(torch.ones(1)), is_plain(torch.ones(1).to_sparse())
@@ -112,9 +112,9 @@ def is_plain(x: Any) -> bool:
 
 
 def can_leave(x: Tensor) -> bool:
-    """Whether a tensor is of a kind that is moved: a plain one, with bytes of its own on the device.
+    """Whether a tensor may be moved: a plain one on the device, whose view covers at least a quarter of its storage.
 
-    What shows a small part of its memory only is not: the rest may be somebody else's, who keeps it here.
+    A smaller view stays: other views may keep its storage alive here, so that moving it would free nothing.
     """
     if (
         not (type(x) in (Tensor, torch.nn.Parameter) or capturing())
@@ -123,7 +123,7 @@ def can_leave(x: Tensor) -> bool:
         or x.is_conj()
     ):
         return False
-    # Where there is a GPU, what is on the host needs no moving.
+    # With a GPU, host tensors stay: they are already away from the device.
     if x.is_meta or x.is_neg() or x.is_cuda != torch.cuda.is_available():
         return False
     storage = x.untyped_storage().nbytes()

@@ -1,4 +1,4 @@
-"""Whether the names that a policy goes by are said at all by the function that it is for."""
+"""Warns if a function never assigns a name that its policy uses."""
 
 import contextlib
 import warnings
@@ -11,11 +11,11 @@ from .policies import SavePolicy, names_of
 
 @contextlib.contextmanager
 def noticing_names(who: str, policy: SavePolicy | None, done: list[None]) -> Iterator[None]:
-    """Around the first call of a function: warns of names that nothing in it has.
+    """Around the first call of a function: warns of policy names that no value of the call has.
 
     Args:
         who: the transform.
-        policy: what it goes by.
+        policy: the policy whose names are checked; None checks nothing.
         done: empty before the first call.
     """
     names = () if policy is None else names_of(policy)

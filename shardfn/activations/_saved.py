@@ -1,7 +1,7 @@
-"""What autograd saves in one forward, and where each part of it waits for the backward.
+"""The tensors that autograd saves in one forward, and where each waits for the backward.
 
-What is saved is memory, so an entry is a storage: views of it, and operations that save it again, share the entry. The
-decision on an entry is put off until the next operation saves something, so that a value can still be named.
+An entry is a storage: all views of it, and all operations that save it, share the entry. The policy decides on an entry
+when the next operation saves something, so that a value can be named after it was made.
 """
 
 import collections
@@ -22,7 +22,7 @@ from ._away import Away, PoolOf, can_leave, flat_of
 from .policies import Action, SavePolicy, check_action, describe, limit_of
 
 _AUTOGRAD: Any = getattr(torch._C, "_autograd")  # noqa: B009  # torch has no stub of it
-# How many saved tensors further back one looks for what to bring back next.
+# How many earlier saved tensors are searched for the ones to prefetch.
 _REACH = 256
 
 
@@ -39,7 +39,7 @@ class SavedStorage:
 
 
 class SavedUse:
-    """One tensor that one operation has saved: what autograd holds in place of it."""
+    """The handle that autograd holds in place of one tensor saved by one operation."""
 
     __slots__ = ("__weakref__", "at", "dtype", "entry", "look")
 
@@ -49,7 +49,7 @@ class SavedUse:
 
 
 class _Untouched:
-    """A tensor that stays as it is, and the version that the backward needs."""
+    """A tensor that is not moved, with the version that the backward needs."""
 
     __slots__ = ("version", "x")
 
@@ -58,7 +58,7 @@ class _Untouched:
 
 
 class _Others:
-    """What the hooks around these have made of a tensor that is theirs."""
+    """The packed form of a tensor that the surrounding hooks have taken."""
 
     __slots__ = ("packed",)
 
@@ -72,8 +72,8 @@ class SavedValue:
     Args:
         policy: decides.
         window: bytes that may be on their way out, or back ahead of their use.
-        pool: gives the pool, for what goes to disk.
-        held: tensors that somebody holds anyway, such as the function's own parameters.
+        pool: gives the pool of files, for values that go to disk.
+        held: tensors that stay alive anyway, such as the function's parameters; they are not moved.
     """
 
     def __init__(self, policy: SavePolicy, window: int, pool: PoolOf, held: Iterable[Tensor]) -> None:
@@ -95,7 +95,7 @@ class SavedValue:
         """While it is active, autograd saves by these rules."""
         self._outer = _hooks_around()
         with hearing_names(self._name), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            # Only the forward's notes end here: this object unpacks what was saved, whenever a backward runs.
+            # Only the forward's bookkeeping ends here: this object unpacks saved tensors whenever a backward runs.
             yield
         self._decide(None)
         self._known.clear()
@@ -106,7 +106,7 @@ class SavedValue:
 
     def _pack(self, x: Tensor) -> Any:
         if self._outer is not None:
-            # Those around come first: what they take, a lazy leaf's whole tensor above all, is not memory to be moved.
+            # Surrounding hooks come first: tensors that they take, mostly gathered lazy leaves, must not be moved.
             packed = self._outer[0](x)
             if isinstance(packed, checkpoint._Holder):
                 raise ValueError(
@@ -119,7 +119,7 @@ class SavedValue:
         if key in self._held or not can_leave(x):
             # Detached: an operation's own result, kept by its node, would keep that node alive.
             return _Untouched(x.detach())
-        # The same for all that one operation saves.
+        # Equal for all tensors that one operation saves.
         turn = _AUTOGRAD._get_sequence_nr()
         self._decide(turn)
         use = SavedUse(self._entry(x, key, turn), x, len(self._uses))
@@ -129,7 +129,7 @@ class SavedValue:
     def _entry(self, x: Tensor, key: int, turn: int) -> SavedStorage:
         if key in self._known:
             found = self._known[key][1]()
-            # Written to since, it is another value, with an entry of its own; the old one is an error when asked for.
+            # After a write it is another value, with an entry of its own; a use of the old one is an error.
             if found is not None and found.version == x._version:
                 return found
         entry = SavedStorage(x, self._names[key][1] if key in self._names else None, turn)
@@ -178,16 +178,16 @@ class SavedValue:
         return action
 
     def _send(self) -> None:
-        """Sends away what the budget has no room for, no faster than it leaves."""
-        # In a graph it is decided now, and not by how fast things go, that what would still be leaving stays.
-        # By bytes that were saved, and not by what is alive: entries that died are skipped when their turn comes.
+        """Sends values beyond the budget away, oldest first, with at most a window in flight."""
+        # A graph has no speeds to go by: the last window's worth, which would still be leaving, stays.
+        # Counts bytes saved, not bytes alive: entries that died are skipped when their turn comes.
         room = limit_of(self._policy) + (self._window if capturing() else 0)
         while self._waiting and self._waiting_bytes > room:
             ref, nbytes = self._waiting.popleft()
             self._waiting_bytes -= nbytes
             entry = ref()
             if entry is None or entry.flat is None or entry.flat._version != entry.version:
-                continue  # nobody needs it any more; or it is of no use, and an error if the backward asks for it
+                continue  # dead, or written to since: then an error if the backward uses it
             assert entry.action is not None
             entry.away = Away(entry.flat, entry.action, self._pool)
             entry.flat = None
@@ -196,7 +196,7 @@ class SavedValue:
         self._settle()
 
     def _settle(self) -> None:
-        """Lets go of what has left; waits where more than a window is on its way."""
+        """Releases values that have left; waits while more than a window is in flight."""
         for away in self._leaving:
             away.settle(wait=False)
         self._leaving = collections.deque(a for a in self._leaving if a.leaving)
@@ -228,7 +228,7 @@ class SavedValue:
         return (flat if flat.dtype == packed.dtype else flat.view(packed.dtype)).as_strided(*packed.look)
 
     def _fetch_ahead(self, use: SavedUse) -> None:
-        """Begins to bring back what was saved just before, and drops what is neither that nor in use.
+        """Prefetches the values saved just before this one, and drops fetched copies outside that range.
 
         In a graph the passes decide how far ahead.
         """
@@ -242,7 +242,7 @@ class SavedValue:
             if total > self._window:
                 break
             ahead[id(near.entry)] = near.entry
-        # That of `use`, too: its row lives by whoever asked for it, and comes again if another use does.
+        # Including that of `use`: the caller holds its row, and another use fetches it again.
         for entry in [*(ref() for ref in self._ahead), use.entry]:
             if entry is not None and entry.away is not None and id(entry) not in ahead:
                 entry.away.drop()

@@ -1,4 +1,4 @@
-"""`remat` with a policy: which results of the forward the recomputation is given, and where they wait for it.
+"""`remat` with a policy: keeps or moves chosen results of the forward, and reuses them in the recomputation.
 
 The forward numbers the operations that make new tensors, and puts the results of some aside. The recomputation runs
 the same operations; where a result was put aside, it is taken in place of running the operation.
@@ -18,7 +18,7 @@ from shardfn.core import hearing_names, tree_leaves
 from ._away import Away, PoolOf, can_leave, flat_of
 from .policies import Action, SavePolicy, check_action, describe, limit_of
 
-# What other ranks take part in is run again by all of them, whatever sizes a policy sees on each.
+# Collectives are always recomputed: a policy may see other sizes on other ranks, and all must take part.
 _SHARED = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "shardfn")
 
 
@@ -46,7 +46,7 @@ class _Result:
 
 
 class _RecordedOp:
-    """One operation of the forward, and what is put aside of it: all results, or none."""
+    """One operation of the forward, with all of its results if they were put aside, else with none."""
 
     def __init__(self, func: Any) -> None:
         self.name = str(func)
@@ -60,12 +60,12 @@ class _RecordedOp:
 
 
 class Results:
-    """What one call of a function has put aside for its recomputation.
+    """The results that one call of a function puts aside for its recomputation.
 
     Args:
         policy: decides.
         window: bytes that may be on their way out, or back ahead of their use.
-        pool: gives the pool, for what goes to disk.
+        pool: gives the pool of files, for values that go to disk.
     """
 
     def __init__(self, policy: SavePolicy, window: int, pool: PoolOf) -> None:
@@ -85,7 +85,7 @@ class Results:
             self._forget(x)
         if not is_numbered(func):
             return
-        # The names of a result are said after its operation and before the next one.
+        # A result is named after its operation and before the next one.
         self.conclude()
         op = _RecordedOp(func)
         self.ops.append(op)
@@ -93,7 +93,7 @@ class Results:
         if not outs or not all(isinstance(x, Tensor) for x in outs) or _draws(func, args, kwargs):
             return
         inputs = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        # It returns an argument, though its schema says that it does not.
+        # It returns an argument, against its schema.
         if any(_key(x) in inputs for x in outs):
             return
         op.makes = _only if isinstance(out, Tensor) else type(out)
@@ -108,7 +108,7 @@ class Results:
         return check_action(self._policy(saved), saved)
 
     def name(self, x: Tensor, name: str) -> None:
-        """Hears that `x` has a name."""
+        """Applies the policy to `x` under its name."""
         op = self._of.get(_key(x), (None, None))[1]
         if op is None:
             return
@@ -121,7 +121,7 @@ class Results:
         op.action = action
 
     def conclude(self) -> None:
-        """The last operation has its names: carries out what the policy says of it, as far as the budget goes."""
+        """Ends the naming of the last operation's results, and parts with the oldest results beyond the budget."""
         op, self._last = self._last, None
         if op is None or not op.results or op.action == "keep":
             return
@@ -157,13 +157,13 @@ class Results:
     def _forget(self, x: Tensor) -> None:
         op = self._of.get(_key(x), (None, None))[1]
         if op is not None:
-            # Nobody can tell any more what the operation returned.
+            # The operation's result has been overwritten.
             op.results = []
 
     # The recomputation.
 
     def take(self, number: int, func: Any) -> Any:
-        """What operation `number` returns; None if it must run again.
+        """The results of operation `number`; None if it must run again.
 
         Raises:
             RuntimeError: the recomputation runs other operations than the forward did.
@@ -180,12 +180,12 @@ class Results:
         self._settle()
         self.fetch_ahead(number + 1)
         values = [r.take() for r in op.results]
-        # Each is taken once, so that what was put aside goes as the recomputation comes along.
+        # Each is taken once, so that memory is freed as the recomputation proceeds.
         op.results = []
         return None if any(v is None for v in values) else op.makes([v for v in values if v is not None])
 
     def fetch_ahead(self, number: int) -> None:
-        """Begins to bring back what operations from `number` on have returned."""
+        """Prefetches results of the operations from `number` on, up to a window."""
         total = 0
         for op in () if capturing() else self.ops[number:]:
             for away in [r.away for r in op.results if r.away is not None]:
@@ -263,7 +263,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
     schema = getattr(func, "_schema", None)
     if schema is None:
         return []
-    if func.namespace in _SHARED:  # transfers write without saying so
+    if func.namespace in _SHARED:  # their schemas do not declare all writes
         return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
     wrote = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]

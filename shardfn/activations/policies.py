@@ -1,9 +1,9 @@
-"""Policies: where a value that the backward needs waits for it.
+"""Policies: where each value that the backward needs is kept until then, or whether it is recomputed.
 
-A policy is a pure function of what is known of the value, `SavedTensor -> "keep" | "recompute" | "host" | "disk"`, so
-one of your own is a lambda. `remat(f, policy=...)` asks it about the result of every operation, and
-`offload(f, policy)` about every tensor that autograd saves, which cannot be recomputed. Names and meanings are those of
-`jax.checkpoint_policies`, where it has them.
+A policy is a pure function of a value's description, `SavedTensor -> "keep" | "recompute" | "host" | "disk"`, so a
+lambda will do. `remat(f, policy=...)` calls it for the result of every operation, and `offload(f, policy)` for every
+tensor that autograd saves, which cannot be recomputed. Names and meanings are those of `jax.checkpoint_policies`, where
+it has them.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ Action = Literal["keep", "recompute", "host", "disk"]
 
 @dataclasses.dataclass(frozen=True)
 class SavedTensor:
-    """The description of a value, by which a policy decides.
+    """The description of a value that a policy decides on.
 
     Attributes:
         name: given by `checkpoint_name`, or None.
         shape: its shape.
         dtype: its dtype.
         nbytes: bytes of memory that keeping it costs: its storage's.
-        op: the operation that made it, as in "aten.mm.default"; None under `offload`, which sees what is saved only.
+        op: the operation that made it, as in "aten.mm.default"; None under `offload`, which sees only saved tensors.
     """
 
     name: str | None
@@ -37,16 +37,16 @@ class SavedTensor:
 
 SavePolicy = Callable[[SavedTensor], Action]
 
-# Products of matrices, of which those of the second line go over batches of them.
+# Matrix products and convolutions; then products of batches of matrices.
 _DOTS = {f"aten.{op}.default" for op in ("mm", "addmm", "mv", "addmv", "linear", "convolution")}
 _BATCHED = {f"aten.{op}.default" for op in ("bmm", "baddbmm")}
 
 
 def check_action(action: object, saved: SavedTensor) -> Action:
-    """The action, if it is one.
+    """Returns the action if it is valid.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not an action.
 
     Example:
         >>> check_action("host", SavedTensor(None, (2,), torch.float32, 8))
@@ -106,7 +106,7 @@ def dots_with_no_batch_dims_saveable(saved: SavedTensor) -> Action:
 
 
 def offload_dot_with_no_batch_dims(offload_dst: Action = "host") -> SavePolicy:
-    """As `dots_with_no_batch_dims_saveable`, with what that keeps sent away.
+    """As `dots_with_no_batch_dims_saveable`, but sends the results it would keep to `offload_dst`.
 
     Example:
         >>> offload_dot_with_no_batch_dims()(SavedTensor(None, (2, 2), torch.float32, 16, "aten.mm.default"))
@@ -119,7 +119,7 @@ def offload_dot_with_no_batch_dims(offload_dst: Action = "host") -> SavePolicy:
 
 
 def names_of(policy: SavePolicy) -> tuple[str, ...]:
-    """The names that a policy of these goes by; none of any other.
+    """The names that a policy by name was made with; empty for any other policy.
 
     Example:
         >>> names_of(save_only_these_names("attn_out")), names_of(everything_saveable)
@@ -134,7 +134,7 @@ def _going_by(names: tuple[str, ...], policy: SavePolicy) -> SavePolicy:
 
 
 def save_only_these_names(*names: str) -> SavePolicy:
-    """Keeps what is so named, recomputes the rest.
+    """Keeps the named values, recomputes the rest.
 
     Example:
         >>> save_only_these_names("attn_out")(SavedTensor("attn_out", (2,), torch.float32, 8))
@@ -144,7 +144,7 @@ def save_only_these_names(*names: str) -> SavePolicy:
 
 
 def save_anything_except_these_names(*names: str) -> SavePolicy:
-    """Recomputes what is so named, keeps the rest, unnamed values included.
+    """Recomputes the named values, keeps the rest, unnamed values included.
 
     Example:
         >>> save_anything_except_these_names("logits")(SavedTensor(None, (2,), torch.float32, 8))
@@ -183,7 +183,7 @@ def save_and_offload_only_these_names(
 
 
 def offload_only_these_names(*names: str, to: Action = "host") -> SavePolicy:
-    """Sends what is so named to `to`, keeps the rest.
+    """Sends the named values to `to`, keeps the rest.
 
     Example:
         >>> offload_only_these_names("mlp")(SavedTensor("mlp", (2,), torch.float32, 8))
@@ -193,7 +193,7 @@ def offload_only_these_names(*names: str, to: Action = "host") -> SavePolicy:
 
 
 def offload_anything_except_these_names(*names: str, to: Action = "host") -> SavePolicy:
-    """Keeps what is so named, sends the rest to `to`.
+    """Keeps the named values, sends the rest to `to`.
 
     Example:
         >>> offload_anything_except_these_names("mlp")(SavedTensor("mlp", (2,), torch.float32, 8))
@@ -206,7 +206,7 @@ def offload_anything_except_these_names(*names: str, to: Action = "host") -> Sav
 
 
 def offload_larger_than(nbytes: int, to: Action = "host") -> SavePolicy:
-    """Sends what is larger than `nbytes` to `to`, keeps the rest.
+    """Sends values larger than `nbytes` to `to`, keeps the rest.
 
     Example:
         >>> offload_larger_than(4)(SavedTensor(None, (2,), torch.float32, 8))
@@ -217,31 +217,31 @@ def offload_larger_than(nbytes: int, to: Action = "host") -> SavePolicy:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """A policy, of which the newest `limit` bytes that it would not keep are kept all the same.
+    """A policy that also keeps the newest `limit` bytes of the values that `then` would not keep.
 
     Attributes:
         limit: the bytes.
-        then: what becomes of older values; an action, or a policy.
+        then: an action, or a policy, for older values.
     """
 
     limit: int
     then: Action | SavePolicy = "host"
 
     def __call__(self, saved: SavedTensor) -> Action:
-        """What becomes of a value that the budget has no room for."""
+        """The action for a value beyond the budget."""
         return self.then(saved) if callable(self.then) else self.then
 
 
 def budget(nbytes: int, then: Action | SavePolicy = "host") -> Budget:
     """Keeps the newest values up to `nbytes`; as newer ones come, the oldest leave.
 
-    The backward asks for the newest first, so those that leave are the ones that it needs last: they have the longest
-    time to come back, and the first bytes of the backward wait for nothing. The budget counts one call of the function
-    that is transformed, and values that `then` would have gone elsewhere.
+    The backward needs the newest values first, so the ones that leave are needed last: they have the longest time to
+    come back, and the backward starts without a wait. The budget is per call of the transformed function, and counts
+    only values that `then` would not keep.
 
     Args:
         nbytes: the budget.
-        then: what becomes of the others; an action, or a policy that says it of each.
+        then: an action for the other values, or a policy that decides on each.
 
     Raises:
         ValueError: `nbytes` is negative.
@@ -256,7 +256,7 @@ def budget(nbytes: int, then: Action | SavePolicy = "host") -> Budget:
 
 
 def limit_of(policy: SavePolicy) -> int:
-    """The bytes that a policy keeps whatever it says; 0 for all but budgets.
+    """The bytes that a policy keeps regardless of its decisions; 0 for all but budgets.
 
     Example:
         >>> limit_of(budget(8)), limit_of(everything_saveable)

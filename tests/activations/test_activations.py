@@ -1,4 +1,4 @@
-"""Covers where activations wait: `offload`, `remat` with a policy, names, budgets, disk, and what they compose with."""
+"""Covers where activations wait: `offload`, `remat` with a policy, names, budgets, disk, and their compositions."""
 
 import functools
 import pathlib
@@ -51,7 +51,7 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 GRADIENTS = LAYERS * WIDTH * WIDTH * 4
-# What an operation of the backward needs besides: cotangents before and after it, and one it adds up.
+# Working memory of an operation in the backward: its incoming and outgoing cotangents, and one accumulated sum.
 AT_WORK = 4 * EACH
 
 
@@ -115,7 +115,7 @@ def test_remat_runs_again_what_is_not_kept() -> None:
             got, _ = _gradients(sf.remat(_loss, policy))
         assert _same(got, want)
         ran = [sum(name.startswith(f"aten.{op}.") for name in count.ran) for op in ("mm", "tanh")]
-        # Two products a layer are the backward's, less the one towards x; recomputation stops at what is needed last.
+        # Two products a layer are the backward's, less the one towards x; recomputation stops at the last needed value.
         assert ran == [LAYERS + 2 * LAYERS - 1 + dots, LAYERS + tanhs], policy
 
 
@@ -345,7 +345,7 @@ def test_in_captured_steps_the_moves_are_ops(world: int, tmp_path: pathlib.Path)
         for f in (blocks, sf.offload(blocks, ALL, window=0)):
             step = sf.sharded_step(sf.jit(f, prefetch=EACH), sf.optim.sgd(0.1), mesh=mesh, zero=zero)
             peaks.append(step.lower(_weights(), torch.ones(8 * ROWS, WIDTH)).memory_analysis().peak)
-    # Rows are many, so that activations are what counts: here inputs of blocks and products, then one, then neither.
+    # With many rows activations dominate: here inputs of blocks and products, then one of the two, then neither.
     most = (LAYERS - 3) * 8 * EACH
     assert peaks[0] - max(peaks[1:3]) >= most and min(peaks[1:3]) - peaks[3] >= most, [p / EACH for p in peaks]
     kept = sf.Zero(3, persist_elements=0, optimizer="disk", disk=sf.Disk(str(tmp_path)))
