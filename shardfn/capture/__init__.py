@@ -1,4 +1,4 @@
-"""Functions written down as graphs: how they are recorded, what cannot be, and what is written again."""
+"""Capture of functions as graphs: recording, its errors, and copies of recorded parts."""
 
 from ._capture import CaptureError as CaptureError, Recorder as Recorder, capture as capture, capturing as capturing
 from ._capture import draws as draws, mark as mark, quiet as quiet, recomputing as recomputing, recorder as recorder

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
 _LIBRARY.define("check(Tensor flag, bool expected, str text) -> ()")
-# By its code object: all that is known of who asks is a frame.
+# Recognised by its code object, as only the caller's frame is known.
 _CHECKS: Any = getattr(torch, "_check_tensor_all_with").__code__  # noqa: B009  # not in torch's stubs
 _TENSOR: Any = Tensor
 _CHECKERS = ("<@beartype", str(pathlib.Path(jaxtyping.__file__).parent))
@@ -46,12 +46,12 @@ def _(flag: Tensor, expected: bool, text: str) -> None:
     del flag, expected, text
 
 
-# Nobody uses its result: without this it would go with the dead code.
+# Without this, dead-code elimination would remove it, as its result has no use.
 has_side_effect(torch.ops.shardfn.check.default)
 
 
 class Asserting(TorchFunctionMode):
-    """While it is active, checks of tensors without data pass, and are written down."""
+    """While it is active, checks of tensors without data pass, and become ops of the graph."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (_TENSOR.__bool__, _TENSOR.item) and isinstance(args[0], FakeTensor):
@@ -62,7 +62,7 @@ class Asserting(TorchFunctionMode):
 
 
 def _caller(frame: FrameType) -> FrameType:
-    """The frame that asks, past those of checkers of signatures, and of other modes that pass the question on."""
+    """The frame that uses the value, past the frames of signature checkers and of other modes."""
 
     def passes_on(code: CodeType) -> bool:
         return code.co_filename.startswith(_CHECKERS) or code.co_name == "__torch_function__"
@@ -74,7 +74,7 @@ def _caller(frame: FrameType) -> FrameType:
 
 
 def _taken(func: Any, x: Tensor, frame: FrameType) -> Any:
-    """What stands for the value of `x` in `frame`; None if it decides more than whether an error is raised."""
+    """The result of `func(x)` for which `frame` raises no error; None if the value decides more than that."""
     code, at = frame.f_code, frame.f_lasti
     if func is _TENSOR.item:
         if code is _CHECKS:
@@ -85,7 +85,7 @@ def _taken(func: Any, x: Tensor, frame: FrameType) -> Any:
             where = "" if caller is None else f"{caller.f_code.co_filename}:{caller.f_lineno}: "
             torch.ops.shardfn.check(x, True, f"{where}{text}")
             return True
-        # Compared there, it will be asked for its truth next.
+        # It is compared there; the truth value of the result is used next.
         return x if _passing(code, at, inside=True) is not None else None
     found = _passing(code, at)
     if found is None:
@@ -96,10 +96,12 @@ def _taken(func: Any, x: Tensor, frame: FrameType) -> Any:
     return expected
 
 
-# For good, as code objects are immutable, and a file is taken to be what it was when it was imported.
+# Cached without end: code objects are immutable, and a file is assumed unchanged since its import.
 @functools.cache
 def _passing(code: CodeType, at: int, inside: bool = False) -> tuple[bool, str] | None:
-    """The truth of the expression that is being looked at for which no error is raised, and the statement's text.
+    """The truth value of the tested expression for which no error is raised, and the statement's text.
+
+    None if the expression decides more than an error.
 
     Args:
         code: of the function.
@@ -137,11 +139,11 @@ def _contains(node: Any, span: Any) -> bool:
 
 
 def _looked_at(code: CodeType, at: int, inside: bool) -> Any:
-    """Where the expression stands whose value an instruction takes; `inside`, where that stands which it is part of."""
+    """The span of the expression that an instruction consumes; with `inside`, that of the instruction itself."""
     before = None
     for step in dis.get_instructions(code):
         if step.offset == at:
-            # Of a jump, the position of what it tests: of the instruction before, which made the value.
+            # A jump tests the value of the instruction before it, so that one has the position.
             p = step.positions if inside or before is None else before.positions
             if p is None or None in p:
                 return None
@@ -179,5 +181,5 @@ def _parsed(filename: str) -> ast.Module | None:
 def _told(message: Any) -> str:
     try:
         return str(message() if callable(message) else message or "a check of a tensor's values failed")
-    except Exception:  # it may tell of the values that there are none of yet
+    except Exception:  # it may format values of tensors, which do not exist yet
         return "a check of a tensor's values failed"

@@ -1,8 +1,7 @@
 """`capture`: a function of tensors as one flat graph of aten ops and transfers.
 
-The function runs once, on tensors without data, and what it does is written down. So the graph is the program that
-eager mode would run, op for op; what depends on the values of tensors cannot be written down, and is an error that
-names the line.
+The function runs once on tensors without data, and its ops are recorded. So the graph is the program that eager mode
+would run, op for op. Code that depends on the values of tensors cannot be recorded: an error names its line.
 """
 
 import contextlib
@@ -49,13 +48,13 @@ class CaptureError(RuntimeError):
 
 
 class Recorder:
-    """What a capture notes beside each op.
+    """Annotates each op that a capture records.
 
     Attributes:
         phase: the part of the step that is being captured.
-        part: the action of a pipeline that is, in words; else empty.
-        tracer: what writes the graph, while a capture runs.
-        known: what has been traced once, by key.
+        part: the action of a pipeline that is being captured, in words; else empty.
+        tracer: the tracer that writes the graph, while a capture runs.
+        known: traces to copy again (`traced_once`), by key.
     """
 
     def __init__(self) -> None:
@@ -64,17 +63,17 @@ class Recorder:
         self.known: dict[Any, Any] = {}
         self._top: FrameType | None = None
 
-    # Said aloud, since an op of the backward is written down by autograd, from which no caller's frame tells.
+    # Set explicitly: autograd records the ops of a backward, and its frames do not show the phase.
     def mark(self, phase: str) -> None:
-        """Says which part of the step begins."""
+        """Marks the beginning of a part of the step."""
         self.phase = phase
 
     def name(self, part: str) -> None:
-        """Says which action of a pipeline begins."""
+        """Marks the beginning of an action of a pipeline."""
         self.part = part
 
     def note(self, node: Node) -> None:
-        """Notes more beside an op, while it is written down; for captures of a special kind."""
+        """Adds notes to an op when it is recorded; a hook for captures of a special kind."""
         del node
 
     def line(self) -> str | None:
@@ -142,7 +141,7 @@ class Recorder:
                 yield
         finally:
             tracer.create_node = create
-            # They would keep the trace alive; what is known of one graph means nothing in the next.
+            # They would keep the trace alive, and nodes of one graph are useless in the next.
             self._top = self.tracer = None
             self.known.clear()
 
@@ -161,24 +160,24 @@ def capturing() -> bool:
     return get_proxy_mode() is not None
 
 
-# What values of a step are, beside what their ops say: a whole leaf, a leaf's gradient, a result of the loss.
+# Roles of values that their ops do not show: a whole leaf, a leaf's gradient, a result of the loss.
 MARKS = frozenset({"whole_of", "gradient_to", "result"})
 
 
 def mark(x: Tensor, key: str, what: Any) -> None:
-    """Notes beside the node of a tensor what it is, while a capture runs."""
+    """Adds a role to the node of a tensor, while a capture runs."""
     notes = recorder()
     slot: Any = None if notes is None else get_proxy_slot(x, notes.tracer, None)
     if slot is not None:
         meta = slot.proxy.node.meta
-        # A value may be several at once: a leaf that the loss returns as it is.
+        # A value may have several roles, such as a leaf that the loss returns unchanged.
         meta[key] = tuple(dict.fromkeys((*meta.get(key, ()), what)))
 
 
 def recorder() -> Recorder | None:
-    """What notes, while a capture runs and its tracer is the innermost one."""
+    """The recorder of the running capture, if its tracer is the innermost one; else None."""
     innermost = _RECORDER.innermost()
-    if innermost is None:  # asked first, as an eager step asks for each leaf
+    if innermost is None:  # checked first, as an eager step calls this for each leaf
         return None
     mode = get_proxy_mode()
     # Not in a capture inside, which has no recorder here: its nodes are not of the graph that is noted.
@@ -195,10 +194,10 @@ def capture(
     """The graph of `f(*inputs)`.
 
     Args:
-        f: takes as many tensors as there are inputs, returns a flat sequence of tensors.
+        f: takes one tensor for each input, returns a flat sequence of tensors.
         inputs: anything with shape, dtype and device; values are not looked at.
-        recorder: what notes phase and line of each op.
-        differentiable: whether the graph is to be differentiated afterwards: it keeps what stops gradients.
+        recorder: annotates each op with phase and line.
+        differentiable: whether the graph is to be differentiated afterwards: it then keeps `detach`.
 
     Returns:
         The graph module; each node's `meta["val"]` is a tensor without data.
@@ -241,8 +240,9 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uncompiled() -> Iterator[None]:
-    """What a model compiles for itself runs as it was written, and so becomes a part of the graph."""
-    dynamo: Any = sys.modules.get("torch._dynamo")  # not there: nothing is compiled; importing it takes seconds
+    """Runs a model's compiled functions as written, so that their ops are part of the graph."""
+    # Not imported for this, which takes seconds: where it is missing, the model has compiled nothing.
+    dynamo: Any = sys.modules.get("torch._dynamo")
     with contextlib.nullcontext() if dynamo is None else dynamo.config.patch(error_on_nested_fx_trace=False):
         yield
 
@@ -261,7 +261,7 @@ def _naming_lines() -> Iterator[None]:
                 "a tensor that the function of a scan has made is used outside of it, and is neither in the carry nor"
                 " in y; return it, since the function's Python runs for some layers only."
             ) from error
-        # What asks for the memory of a tensor: .numpy(), and an index that is a sequence of tensors.
+        # Uses of a tensor's memory: .numpy(), and an index that is a sequence of tensors.
         if not any(said in str(error) for said in ("numpy", "data is not allocated yet")):
             raise
         raise CaptureError(_explain(error)) from error

@@ -1,7 +1,7 @@
-"""What a capture has written into its graph, written again with other values: `Copy`, `traced_once`, `alias`.
+"""Copies recorded parts of a capture's graph for other values: `Copy`, `traced_once`, `alias`.
 
-Tracing an op takes a tracer half a millisecond, copying its node a tenth of that. A step does the same to each of many
-leaves, so what does it is traced once.
+Tracing an op takes half a millisecond, copying its node a tenth of that. A step does the same to each of many leaves,
+so it traces such work once.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -22,13 +22,13 @@ from ._capture import Recorder, recorder
 
 
 class Written(NamedTuple):
-    """One node, after it was taken out of the graph.
+    """One recorded node, as a template of copies.
 
     Attributes:
-        node: what it is known by.
-        op: what kind of node.
-        target: what it calls.
-        args: its arguments, in which nodes stand for steps, stand-ins, or what lies outside.
+        node: the node itself, its key among the steps.
+        op: the kind of node.
+        target: the function that it calls.
+        args: its arguments, in which nodes are other steps, placeholders, or nodes outside the template.
         kwargs: the same by name.
         meta: its metadata.
     """
@@ -42,10 +42,10 @@ class Written(NamedTuple):
 
 
 class Copy:
-    """One copy of steps: which node stands for which, and where the copies' memory is.
+    """One copy of steps: maps the template's nodes and memory to the copy's.
 
-    All tensors of the trace that it makes of one memory share one counter of versions, as aliases do in eager mode: it
-    is that of the tensor by which the memory came in, so a later write to any of them is seen by whoever saved another.
+    All tensors of the trace that it makes of one memory share one version counter, as aliases do in eager mode: that of
+    the tensor by which the memory came in. So autograd notices a later write to any of them if it has saved another.
     """
 
     def __init__(self, recorder: Recorder, outside: dict[int, Any]) -> None:
@@ -57,7 +57,7 @@ class Copy:
         self._counters: dict[int, Tensor] = {}
 
     def let(self, node: Node, given: Tensor) -> None:
-        """Makes a tensor of the trace stand for the value of `node`."""
+        """Substitutes a tensor of the trace for the value of `node`."""
         copied = node_of(given, self._recorder)
         self._nodes[node] = copied
         # A layer's leaf may be a view into a stack, which begins elsewhere than the template's.
@@ -98,7 +98,7 @@ class Copy:
         nodes[step.node] = node
 
     def tensor(self, node: Node) -> Tensor:
-        """A tensor of the trace that stands for a node's copy."""
+        """A tensor of the trace with the value of a node's copy."""
         copied = self._nodes.get(node, node)
         val: Any = copied.meta["val"]
         if (key := storage_of(val)) not in self._counters:
@@ -110,7 +110,7 @@ class Copy:
     def _fresh(self, val: Any) -> Any:
         if isinstance(val, FakeTensor):
             key = storage_of(val)
-            # All of it, once: what shares memory in the template does so in the copy.
+            # One whole storage for each of the template's: tensors that share memory there share it in the copy.
             if key not in self._storages:
                 self._storages[key] = torch.UntypedStorage(val.untyped_storage().nbytes(), device="meta"), 0
             return _alias(val, *self._storages[key])
@@ -120,10 +120,10 @@ class Copy:
 
 
 def traced_once(key: Hashable, f: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """`f(*tensors)`; while a capture runs, written down as the last call of that key was.
+    """`f(*tensors)`; while a capture runs, a copy of the trace of the first call with that key.
 
     Args:
-        key: with shapes, strides and dtypes of the tensors, all that decides what `f` does.
+        key: with shapes, strides, dtypes and devices of the tensors it must determine the ops of `f`.
         f: a function of tensors that need no gradient.
         tensors: its arguments.
     """
@@ -132,11 +132,11 @@ def traced_once(key: Hashable, f: Callable[..., Sequence[Tensor]], tensors: Sequ
         return f(*tensors)
     nodes = [node_of(t, notes) for t in tensors]
     whole_key = key, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-    # No values and no nodes are in the key: `f` may use its arguments only, and what `key` names.
+    # The key has no values and no nodes: `f` may depend on its arguments and on `key` alone.
     known = notes.known.get(whole_key)
     if known is None:
         graph = notes.tracer.graph
-        # Whatever follows it is what `f` does: in a capture nothing runs beside `f` that writes to the graph.
+        # The nodes after it are those of `f`, as no other code writes to the graph meanwhile.
         last = next(iter(reversed(graph.nodes)))
         out = f(*tensors)
         notes.known[whole_key] = nodes, list(steps_after(last, notes)), [node_of(t, notes) for t in out]
@@ -168,7 +168,7 @@ def node_of(x: Tensor, notes: Recorder) -> Node:
 
 
 def steps_after(last: Node, notes: Recorder) -> Iterator[Written]:
-    """What was written after a node."""
+    """The nodes recorded after a node."""
     node = last.next
     while node is not notes.tracer.graph._root:
         meta = dict(node.meta)

@@ -1,8 +1,8 @@
-"""Tensors without data, and what operations make of them where torch's own answer is not the kernel's.
+"""Tensors without data, with corrected results where torch's fake results differ from its kernels'.
 
-What a capture writes down relies on shapes, dtypes and strides: a `view` of a result goes through only if the result
-lies in memory as was said. So `Fakes` answers as the kernels do, for the operations where torch says otherwise; which
-they are is in the op table (`shardfn/graph/_ops.py`).
+A captured graph relies on shapes, dtypes and strides: a `view` of a result runs only if the result has the strides that
+the capture saw. So `Fakes` gives the kernels' layouts for the operations whose fake results in torch differ; the op
+table (`shardfn/graph/_ops.py`) lists them.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ class Fakes(FakeTensorMode):
     """The mode of tensors without data in a capture; corrected ahead of torch's cache of answers."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What an operation makes."""
+        """The results of an operation."""
         kwargs = kwargs or {}
         op, overload = known_op(func), getattr(func, "_overloadname", "")
         if overload in op.abstract:
             with self:
-                # In this mode again: what the answer is made of is without data, too.
+                # In this mode again: intermediate tensors have no data either.
                 return op.abstract[overload](*args, **kwargs)
         out: Any = super().dispatch(func, types, args, kwargs)
         if overload not in op.strides:

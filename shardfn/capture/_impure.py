@@ -1,7 +1,7 @@
-"""What a captured function may not leave behind: numbers that it drew while it was captured, tensors in caches.
+"""Side effects that a capture refuses or undoes: draws of random numbers, and tensors left in caches.
 
-The Python of a function runs at its capture alone. A number that it draws there by itself, and not by an operation of
-the graph, would be the same in every step; and what it puts into a cache would be a tensor without data.
+The Python of a function runs at its capture alone. A number that is drawn there, and not by an operation of the graph,
+would be the same in every step; and a tensor put into a cache would have no data.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ _CACHE: Any = type(functools.lru_cache(len))
 
 
 class Drawn(Exception):
-    """A function draws numbers; says of what, and where it is known."""
+    """A function draws numbers; has the generator's name and, where it is known, the line."""
 
 
 @contextlib.contextmanager
 def drawing_nothing(line: Callable[[], str | None]) -> Iterator[None]:
-    """Refuses what draws from Python's and numpy's generators meanwhile, and puts a generator back that was moved.
+    """Refuses draws from Python's and numpy's generators meanwhile, and restores a generator that has advanced.
 
     Args:
         line: gives the user's line that is running.
@@ -103,5 +103,5 @@ def _same(a: Any, b: Any) -> bool:
         return torch.equal(a, b)
     if isinstance(a, tuple):
         return a == b
-    # After as many draws as the key has numbers the position is the old one, and the key is another.
+    # Drawing all numbers of a key returns the position to its old value, but then the key is another.
     return a["state"]["pos"] == b["state"]["pos"] and bool((a["state"]["key"] == b["state"]["key"]).all())

@@ -4,13 +4,13 @@ from contextlib import AbstractContextManager
 
 from shardfn.core import Ambient
 
-# By thread: what another one runs meanwhile may be the function's own.
+# By thread: another thread may run the function's own operations meanwhile.
 _PLUMBING = Ambient[None]("the engine is at work", by_thread=True)
 _AT_WORK = _PLUMBING.bound(None)
 
 
 def plumbing() -> AbstractContextManager[None]:
-    """Says that the operations inside are the engine's: transfers of a leaf, which come and go as they must.
+    """Marks the operations inside as the engine's, such as transfers of a leaf, which differ from run to run.
 
     Example:
         >>> with plumbing():

@@ -1,4 +1,4 @@
-"""Covers what operations make of tensors without data: shapes, dtypes and strides are those of the kernels."""
+"""Covers operations on tensors without data: shapes, dtypes and strides are those of the kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -120,7 +120,7 @@ def _turned(x: Tensor) -> Tensor:
 
 @_turned.register_fake
 def _(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)  # says that its rows lie one after another
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)  # contiguous, unlike the operation's result
 
 
 _turned.register_autograd(lambda ctx, grad: grad.clone())

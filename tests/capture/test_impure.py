@@ -13,7 +13,7 @@ import shardfn as sf
 
 
 def drawn(p: dict, x: Tensor) -> Tensor:
-    """Of every kind that models use: in place, of a shape, dropout, of an own generator."""
+    """Draws in every way that models do: in place, dropout, by shape, like a tensor."""
     scale = torch.empty(1, dtype=x.dtype).uniform_(-float(numpy.log(2.0)), float(numpy.log(2.0))).exp()
     h = torch.nn.functional.dropout(torch.tanh(x @ p["w"]) * scale, 0.3)
     return h.square().mean() + torch.rand(3).sum() + torch.randn_like(x).mean()
