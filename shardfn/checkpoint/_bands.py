@@ -1,4 +1,4 @@
-"""A box of a row-major tensor in a file: runs of bytes that lie together; bands of rows, where little is between."""
+"""Reads a box of a row-major tensor in a file: by contiguous runs of bytes, or by bands of rows if gaps are small."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +18,9 @@ ReadBytes = Callable[[int, Bytes], None]
 
 
 def read_box(shape: Sequence[int], box: Sequence[tuple[int, int]], out: Tensor, read: ReadBytes) -> None:
-    """Fills `out` with a box of a tensor, of which `read` gives bytes.
+    """Fills `out` with a box of a tensor whose bytes `read` supplies.
 
-    Beside `out` at most a band is in memory: some megabytes, or a row; none where the bytes of the box lie together.
+    Beside `out` at most a band is in memory: some megabytes, or a row; no band if the box is contiguous.
 
     Args:
         shape: of the whole tensor.
@@ -55,7 +55,7 @@ def read_box(shape: Sequence[int], box: Sequence[tuple[int, int]], out: Tensor, 
 
 
 def _read_together(target: Tensor, start: int, read: ReadBytes) -> None:
-    """Reads bytes that lie together, into a tensor of any strides."""
+    """Reads contiguous bytes into a tensor of any strides."""
     here = target if target.is_contiguous() else staging(target.shape, target.dtype)
     data = as_bytes(here)
     for lo in range(0, len(data), PIECE):
@@ -65,19 +65,19 @@ def _read_together(target: Tensor, start: int, read: ReadBytes) -> None:
 
 
 def staging(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Host memory for what is read on its way."""
+    """Temporary host memory for a read."""
     with on_host():
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 def _bands(shape: Sequence[int], inner: Sequence[tuple[int, int]], itemsize: int) -> Iterator[Box]:
-    """Boxes whose bytes lie together in a row-major tensor, and which together have `inner`.
+    """Boxes that are contiguous in a row-major tensor, and together cover `inner`.
 
-    The last dims that are wanted whole, or from whose rows little is left out, belong to every band.
+    Every band has all of the last dims that `inner` needs whole, or almost whole.
     """
     dim, row = len(shape), itemsize
     while dim and (shape[dim - 1] - (inner[dim - 1][1] - inner[dim - 1][0])) * row <= _PAGE:
-        # All of this dim is read, if what lies around it is.
+        # Bands have all of this dim, so a row of the dim before it has all of these bytes.
         row *= shape[dim - 1]
         dim -= 1
     tail = tuple((0, n) for n in shape[dim:])

@@ -1,4 +1,4 @@
-"""What of a tree is saved: leaves by path, with this rank's blocks; and in which files each rank writes its part."""
+"""The contents of a checkpoint: a tree's leaves by path, with this rank's blocks, and the files of each rank."""
 
 import collections
 import hashlib
@@ -21,7 +21,7 @@ from ._safetensors import safetensors_header
 
 # Bytes that are read, hashed and written at a time.
 _PIECE = 8 << 20
-# What a group of files begins with: the field of a state.
+# Leaves are grouped into files by the first field of their path, as in `params['w']`.
 _GROUP = re.compile(r"[a-z][a-z_]{0,40}")
 
 
@@ -35,7 +35,7 @@ class Content(NamedTuple):
         spec: how it is cut.
         held: this rank's block.
         start: where that begins in the leaf.
-        same_as: the number of a leaf before it that has the same block, of which it is another name.
+        same_as: the number of an earlier leaf with the same block, to which it is tied; else None.
     """
 
     path: str
@@ -118,7 +118,7 @@ def contents(tree: PyTree, at: str, mesh: Mesh) -> list[Content]:
 
 
 def describe(leaves: Sequence[Content]) -> str:
-    """What ranks must have in common, one line a leaf; of what all hold as plain tensors, the values too."""
+    """A text that must be equal on all ranks, one line a leaf; with a digest of small leaves that all ranks hold."""
     lines = []
     for x in leaves:
         small = x.spec == P() and isinstance(x.held, Tensor) and x.held.numel() <= 1024
@@ -173,7 +173,7 @@ def local_slices(leaf: Content, box: Box) -> tuple[slice, ...]:
 
 
 def windows(held: Tensor | Stored, where: tuple[slice, ...]) -> Iterator[Bytes]:
-    """The bytes of a part of a block, row-major, a few megabytes at a time, from whatever memory it is in."""
+    """The bytes of a part of a block, row-major, a few megabytes at a time; the block may be in any memory."""
     if isinstance(held, Tensor):
         x = held.detach().resolve_conj().resolve_neg()[where]
         if x.device.type == "cpu" and x.is_contiguous():
@@ -195,7 +195,7 @@ def windows(held: Tensor | Stored, where: tuple[slice, ...]) -> Iterator[Bytes]:
 
 
 def _file(name: str, own: Sequence[Owned], leaves: Sequence[Content]) -> FilePlan:
-    # The widest elements first, so that each stands at a multiple of its size.
+    # The widest elements first, which aligns every tensor to its element size.
     order = sorted(own, key=lambda x: -leaves[x.leaf].dtype.itemsize)
     entries = [(_name(leaves[x.leaf], x.box), leaves[x.leaf].dtype, tuple(hi - lo for lo, hi in x.box)) for x in order]
     head = safetensors_header(entries)
@@ -211,7 +211,7 @@ def _axes(spec: P) -> tuple[tuple[str, ...], ...]:
 
 
 def _name(leaf: Content, box: Box) -> str:
-    """What other tools see: the path, and of a part which."""
+    """The tensor's name in the file: the leaf's path, and for a part the box."""
     whole = all(hi - lo == size for (lo, hi), size in zip(box, leaf.shape, strict=True))
     return leaf.path + ("" if whole else f"[{', '.join(f'{lo}:{hi}' for lo, hi in box)}]")
 

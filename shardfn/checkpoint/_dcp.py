@@ -1,7 +1,7 @@
 """Checkpoints of `torch.distributed.checkpoint` (DCP), in both directions.
 
-`save_dcp` writes each leaf's blocks as DCP's shards, of any spec and memory, also of those that no `DTensor` has.
-`restore_dcp` reads what any program has written by DCP, box by box as `restore` does. Keys are the paths of leaves.
+`save_dcp` writes each leaf's blocks as DCP's shards, of any spec and memory, including those that `DTensor` lacks.
+`restore_dcp` reads DCP checkpoints of any program, box by box as `restore` does. Keys are the paths of leaves.
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
@@ -23,16 +23,16 @@ from ._read_into import ReadKeywords, read_into
 
 
 def save_dcp(directory: str | os.PathLike[str], tree: PyTree, *, at: str = "") -> None:
-    """Saves a tree by `torch.distributed.checkpoint`, for programs that read that. Collective over all ranks.
+    """Saves a tree by `torch.distributed.checkpoint`, for programs that read its format. Collective over all ranks.
 
     Args:
         directory: of this checkpoint, on a file system that all ranks see. DCP writes over one that is there.
         tree: a `TrainState`, or a tree of `GlobalTensor`s and of tensors that are the same on all ranks; read only.
-        at: what paths begin with.
+        at: a prefix of all paths.
 
     Raises:
         TypeError: a leaf is no tensor.
-        ValueError: the mesh is not of all ranks, with whom DCP talks; or a leaf cannot be saved.
+        ValueError: the mesh does not have all ranks, as DCP needs; or a leaf cannot be saved.
         DonatedError: a step has consumed the state.
         RankError: ranks save different things, or another one failed.
 
@@ -70,8 +70,9 @@ def save_dcp(directory: str | os.PathLike[str], tree: PyTree, *, at: str = "") -
 def restore_dcp(directory: str | os.PathLike[str], like: PyTree, **options: Unpack[ReadKeywords]) -> Any:
     """Reads a checkpoint of `torch.distributed.checkpoint` into a tree like this one. Collective over its mesh.
 
-    As `restore` does, it compares everything before a value is read, and each rank reads its own blocks. What
-    compressing optimizers owe is not shared out among other ranks. DCP's metadata is a pickle: open what you trust.
+    As `restore` does, it compares everything before a value is read, and each rank reads its own blocks. The errors of
+    compressing optimizers are not rebalanced for another number of ranks. DCP's metadata is a pickle: open trusted
+    checkpoints only.
 
     Args:
         directory: of the checkpoint.

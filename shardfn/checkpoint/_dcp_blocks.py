@@ -1,4 +1,4 @@
-"""What `torch.distributed.checkpoint` asks of us: a planner whose shards are blocks, and boxes from its files."""
+"""Adapters to `torch.distributed.checkpoint`: a planner whose shards are blocks, and a reader of boxes."""
 
 import math
 import os
@@ -41,7 +41,7 @@ class BlockPlanner(dcp.DefaultSavePlanner):
 
 
 def _write_item(x: Content) -> WriteItem | None:
-    """What this rank has of a leaf; None if that is nothing, while others have something."""
+    """This rank's block of a leaf as a write item; None if the block is empty, but not the leaf."""
     sizes = torch.Size(x.held.shape)
     if math.prod(x.shape) and not sizes.numel():
         return None
@@ -52,7 +52,7 @@ def _write_item(x: Content) -> WriteItem | None:
 
 
 class DcpReader:
-    """Boxes of leaves from DCP's files, which no other rank needs to be asked for."""
+    """Reads boxes of leaves from DCP's files, without communication."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.storage = dcp.FileSystemReader(directory)

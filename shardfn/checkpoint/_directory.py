@@ -1,12 +1,12 @@
-"""Checkpoints in a directory of a file system: names, and how one appears and disappears as a whole.
+"""Checkpoints in a directory of a file system: their names, and how they are published and removed as a whole.
 
     step_000100/             complete: it has a manifest, which was written before the directory got this name
     step_000200.tmp-5f3a/    being written, or left by a process that was killed
     step_000050.was-5f3a/    complete, and giving way to a new one of its number
     step_000050.old-91c0/    being removed
 
-So whoever lists the directory, at any instant, sees complete checkpoints and no others. Where one gives way there is a
-moment without it; whoever owns the directory next puts it back, if the new one has not got the name.
+So a listing of the directory, at any instant, shows complete checkpoints and no others. A checkpoint that gives way is
+absent for a moment; if its successor never gets the name, the directory's next owner restores it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _REMEDY = "Give each job a directory of its own, or end that process."
 _PIECE = 8 << 20
 # How long another rank's directory may take to be seen: network file systems look up names now and then only.
 _SEEN_SECONDS = 5.0
-# Errors that say something about this process, not about the file.
+# Errors of this process, not of the file.
 _OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 
 
@@ -89,7 +89,7 @@ class FilePlace:
         return OpenFile(self.directory / name, size)
 
     def size(self, name: str) -> int:
-        """The bytes of a file; -1 if there is none."""
+        """The bytes of a file; -1 if it does not exist."""
         path = self.directory / name
         return path.stat().st_size if path.is_file() else -1
 
@@ -106,7 +106,7 @@ class _NewFile:
         while done < len(data):
             done += os.write(self._fd, data[done:])
         if hasattr(os, "posix_fadvise"):
-            # The device begins with these pages now, so that whoever waits for the file later waits for few of them.
+            # The device begins to write these pages now, so that a later sync of the file waits for few of them.
             os.posix_fadvise(self._fd, self._size, done, os.POSIX_FADV_DONTNEED)
         self._size += done
 
@@ -134,7 +134,7 @@ class FileDraft(FilePlace):
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[_NewFile]:
         """A new file."""
-        # O_EXCL: the directory is new, so a file that is there would be somebody else's.
+        # O_EXCL: the directory is new, so an existing file would be another writer's.
         fd = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             yield _NewFile(fd)
@@ -159,7 +159,7 @@ class FileDraft(FilePlace):
         """Writes the manifest, last, and gives the directory its name."""
         tmp, place = self.directory, self._place
         (tmp / MANIFEST).write_text(encoded(manifest))
-        read_manifest(self)  # nothing gets a name that could not be read
+        read_manifest(self)  # an unreadable checkpoint must not get a name
         if durable:
             sync(tmp / MANIFEST)
             sync(tmp)
@@ -210,7 +210,7 @@ class DirectoryStore:
 
     @contextlib.contextmanager
     def owning(self) -> Iterator[None]:
-        """Makes the directory this process's while the body runs, and clears away what killed processes have left."""
+        """Locks the directory for this process while the body runs, and removes remains of killed processes."""
         try:
             self._place.mkdir(parents=True, exist_ok=True)
             with locked(self._place, "a checkpoint writer", _REMEDY) as lock:
@@ -234,11 +234,11 @@ class DirectoryStore:
         return FileDraft(self.path(step), token)
 
     def remove(self, step: int) -> None:
-        """Removes a checkpoint, which is none any more from the first moment on."""
+        """Removes a checkpoint; it is renamed first, so it never appears incomplete."""
         _remove(self.path(step))
 
     def explained(self, problem: OSError) -> OSError:
-        """The same error, with what it means for checkpoints."""
+        """The same error, explained for checkpoints where that is possible."""
         if isinstance(problem, FileExistsError | NotADirectoryError) and not self._place.is_dir():
             return NotADirectoryError(
                 errno.ENOTDIR, f"{self._place} is a file, or lies below one: checkpoints need a directory."
@@ -279,7 +279,7 @@ class DirectoryStore:
 
 
 def _clear(path: pathlib.Path) -> None:
-    """Removes what was being written or removed; a checkpoint that was giving way keeps its place, if that is free."""
+    """Removes unfinished drafts and removals; a checkpoint that gave way gets its name back if that is free."""
     rest = _REST.fullmatch(path.name)
     if rest is None or not path.is_dir() or path.is_symlink():
         return

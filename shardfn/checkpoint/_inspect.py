@@ -1,4 +1,4 @@
-"""Checkpoints looked at from outside: is every byte what was written, what is there, what differs."""
+"""Inspection of checkpoints: verifies digests, lists leaves, reads some of them, and compares two checkpoints."""
 
 import hashlib
 import math
@@ -20,7 +20,7 @@ _PIECE = 8 << 20
 
 
 class Verified(NamedTuple):
-    """What was found to be as it was written: files, and their bytes."""
+    """The result of `verify`: the numbers of intact files and of their bytes."""
 
     step: int
     files: int
@@ -28,12 +28,12 @@ class Verified(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A leaf that two checkpoints have otherwise.
+    """A leaf in which two checkpoints differ.
 
     Attributes:
         path: of the leaf.
         what: how it differs.
-        largest: the largest difference of an element; None where there is none to tell.
+        largest: the largest difference of an element; None if elements are not comparable.
     """
 
     path: str
@@ -42,7 +42,7 @@ class Difference(NamedTuple):
 
 
 def verify(directory: str | os.PathLike[str], step: int | None = None) -> Verified:
-    """Reads a checkpoint from the first byte to the last, and compares all of it with what was written.
+    """Reads a checkpoint from the first byte to the last, and compares all of it with its digests.
 
     Args:
         directory: a run's checkpoints, or one of them.
@@ -80,7 +80,7 @@ def verify(directory: str | os.PathLike[str], step: int | None = None) -> Verifi
 
 
 def inspect(directory: str | os.PathLike[str], step: int | None = None) -> str:
-    """What a checkpoint holds, as text: a line a leaf.
+    """Describes the contents of a checkpoint as text: a line a leaf.
 
     Args:
         directory: a run's checkpoints, or one of them.
@@ -88,7 +88,7 @@ def inspect(directory: str | os.PathLike[str], step: int | None = None) -> str:
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        DamagedError: its manifest is not what was written.
+        DamagedError: its manifest has changed since it was written.
 
     Example:
         >>> import tempfile, torch
@@ -123,7 +123,7 @@ def stored(directory: str | os.PathLike[str], step: int | None = None) -> dict[s
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        DamagedError: its manifest is not what was written.
+        DamagedError: its manifest has changed since it was written.
 
     Example:
         >>> import tempfile, torch
@@ -140,7 +140,7 @@ def stored(directory: str | os.PathLike[str], step: int | None = None) -> dict[s
 def read_leaves(
     directory: str | os.PathLike[str], paths: Iterable[str], step: int | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Leaves of a checkpoint, whole and one after another, on one device; what was read is compared with its digests.
+    """Reads whole leaves of a checkpoint, one after another, on one device; their digests are checked.
 
     Args:
         directory: a run's checkpoints, or one of them.
@@ -153,7 +153,7 @@ def read_leaves(
     Raises:
         FileNotFoundError: there is no such checkpoint.
         KeyError: it has no such leaf.
-        DamagedError: files are not what was written.
+        DamagedError: files have changed since they were written.
 
     Example:
         >>> import tempfile, torch
@@ -179,7 +179,7 @@ def diff(
     *,
     steps: tuple[int | None, int | None] = (None, None),
 ) -> list[Difference]:
-    """The leaves in which two checkpoints differ, however each was cut. Bits are compared.
+    """The leaves in which two checkpoints differ, bit by bit; how each was cut does not matter.
 
     Args:
         first: a run's checkpoints, or one of them.
@@ -188,7 +188,7 @@ def diff(
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        DamagedError: files are not what was written.
+        DamagedError: files have changed since they were written.
 
     Example:
         >>> import tempfile, torch

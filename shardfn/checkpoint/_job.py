@@ -1,10 +1,10 @@
-"""One checkpoint, from the state to its name in the directory: what all ranks do in turn.
+"""The work of all ranks for one checkpoint, from the state to its name in the directory.
 
-    prepare    agree on what is saved; rank 0 makes a draft, and all see it
+    prepare    agree on the contents; rank 0 makes a draft, and all see it
     write      each rank its files (here, or behind the next steps from a snapshot)
     finish     all have written: rank 0 writes the manifest and gives the directory its name
 
-Each of the last two ends with a round in which ranks tell each other how it went, so they fail together or not at all.
+Each of the last two ends with a round in which ranks exchange their outcomes, so they fail together or not at all.
 """
 
 import json
@@ -33,7 +33,7 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 class SaveOptions(NamedTuple):
-    """How checkpoints are written; see `save`. `in_order`: none is saved below the newest but with `replace`."""
+    """How checkpoints are written; see `save`. `in_order`: steps below the newest are saved only with `replace`."""
 
     durable: bool
     replace: bool
@@ -57,14 +57,14 @@ class Saved(NamedTuple):
 
 
 class SaveJob(NamedTuple):
-    """A checkpoint that is under way.
+    """A checkpoint in progress.
 
     Attributes:
         mesh: whose ranks write it.
         step: its number.
-        user: what the caller gave, as it was then.
-        leaves: what is saved.
-        boxes: who writes what.
+        user: the caller's values, copied.
+        leaves: the leaves to save.
+        boxes: the boxes of the leaves, with the ranks that write them.
         store: the checkpoints it will be one of.
         draft: its files.
         options: how it is written.
@@ -80,7 +80,7 @@ class SaveJob(NamedTuple):
     options: SaveOptions
 
     def without_tensors(self) -> "SaveJob":
-        """The same, holding none of the state's memory; what is on disk is held, so that it stays."""
+        """The same without the state's tensors; blocks on disk are still held, so that their files stay."""
         nothing = torch.empty(0)
         return self._replace(
             leaves=[x._replace(held=nothing) if isinstance(x.held, Tensor) else x for x in self.leaves]
@@ -93,14 +93,14 @@ class SaveJob(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """How something went on a rank, as others are told: the name and the text of its error, or what came of it."""
+    """A rank's outcome, as the other ranks receive it: the name and the text of its error, or the result."""
 
     error: tuple[str, str] | None
     value: Any = None
 
 
 def prepare(store: Store, tree: PyTree, at: str, step: int, user: Any, mesh: Mesh, options: SaveOptions) -> SaveJob:
-    """Agrees on what is saved, and begins a draft. Collective; rank 0 owns the store."""
+    """Agrees on the contents, and begins a draft. Collective; rank 0 owns the store."""
     comms = comms_of(mesh)
     with told_before(comms.control):
         if step < 0:
@@ -121,7 +121,7 @@ def prepare(store: Store, tree: PyTree, at: str, step: int, user: Any, mesh: Mes
         if mesh.rank == 0:
             draft.discard()
         with losing_no_peer(comms):
-            comms.control.gather(None)  # what was made is gone when ranks raise
+            comms.control.gather(None)  # the draft is gone before ranks raise
         blind = [str(rank) for rank, own in enumerate(seen) if not own]
         raise ValueError(
             f"{store} of rank 0 is not the one that ranks {', '.join(blind)} see: it is local to a machine. All"
@@ -136,12 +136,12 @@ def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> 
     """Writes this rank's files; when all have, gives the checkpoint its name. Collective.
 
     Args:
-        job: what `prepare` gave.
+        job: the result of `prepare`.
         snapshot: this rank's parts, copied; None = they are read from the state.
-        meet: how ranks talk.
+        meet: gathers a value from each rank.
 
     Returns:
-        What was written; or the error that all ranks are to raise, when the draft is gone.
+        The saved checkpoint; or the error that all ranks are to raise, in which case the draft is gone.
 
     Raises:
         RankError: another rank died.
@@ -166,17 +166,17 @@ def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> 
 
 
 def by_first(mesh: Mesh, at: Store, meet: Meet, work: Callable[..., Any], *args: Any) -> Any:
-    """Lets rank 0 do something for a checkpoint. Collective.
+    """Calls a function on rank 0 and gives its result to all ranks. Collective.
 
     Args:
-        mesh: whose ranks.
-        at: the checkpoints.
-        meet: how ranks talk.
-        work: what rank 0 does.
-        *args: what it takes.
+        mesh: of the ranks.
+        at: the checkpoints; explains errors of the file system.
+        meet: gathers a value from each rank.
+        work: the function.
+        *args: its arguments.
 
     Returns:
-        What it has made, on all ranks; or the error that all ranks are to raise.
+        The result, on all ranks; or the error that all ranks are to raise.
 
     Raises:
         RankError: another rank died.
@@ -187,7 +187,7 @@ def by_first(mesh: Mesh, at: Store, meet: Meet, work: Callable[..., Any], *args:
 
 
 def _named(job: SaveJob, wrote: Sequence[_Told]) -> None:
-    """Gives a checkpoint its name if all ranks have written; else removes what they have."""
+    """Gives a checkpoint its name if all ranks have written it; else removes the draft."""
     try:
         if all(told.error is None for told in wrote):
             _publish(job, [told.value.digests for told in wrote])
@@ -222,11 +222,11 @@ def _before(job: SaveJob) -> LastFiles | None:
         place = job.store.at(found[-1])
         return LastFiles(place, read_manifest(place))
     except (OSError, ValueError):
-        return None  # nothing to link from; whoever restores it is told
+        return None  # no files to link; a restore of it raises the error
 
 
 def _attempt(at: Store, work: Callable[..., Any], *args: Any) -> tuple[_Told, Exception | None]:
-    """Runs a function whose error all ranks are to raise; gives what to tell them, and this rank's own error."""
+    """Runs a function whose error all ranks are to raise; gives the outcome to send, and this rank's own error."""
     try:
         return _Told(None, work(*args)), None
     except Exception as problem:
@@ -237,7 +237,7 @@ def _attempt(at: Store, work: Callable[..., Any], *args: Any) -> tuple[_Told, Ex
 
 
 def _failure(outcomes: Sequence[_Told], own: Exception | None) -> Exception | None:
-    """The error to raise: this rank's, or one of the kind that another rank has told of; None if all went well."""
+    """The error to raise: this rank's, or one like another rank's; None if all succeeded."""
     if own is not None:
         return own
     for rank, told in enumerate(outcomes):

@@ -1,4 +1,4 @@
-"""From what a caller gives, a path or a URL, to checkpoints."""
+"""Finds checkpoints by the caller's path or URL."""
 
 import os
 import re
@@ -31,10 +31,10 @@ def store_of(directory: str | os.PathLike[str]) -> Store:
 
 
 def check_directory(directory: Any) -> None:
-    """Refuses what is neither a path nor a URL: a state, where arguments are swapped.
+    """Refuses a value that is neither a path nor a URL, such as a state in swapped arguments.
 
     Raises:
-        TypeError: says what to write.
+        TypeError: it is not one; the message has the right order of the arguments.
     """
     if not isinstance(directory, str | os.PathLike):
         raise TypeError(
@@ -55,15 +55,15 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def located(directory: str | os.PathLike[str], step: int | None = None) -> Location:
-    """The checkpoint that a directory is, or has.
+    """The checkpoint at a directory, or in it.
 
     Args:
         directory: of one checkpoint, or of a run's; or a URL.
         step: which of a run's; default the newest.
 
     Raises:
-        FileNotFoundError: there is none, or not of that step; says what is there.
-        DamagedError: a step is asked for, and the manifest that says which this one is of has changed.
+        FileNotFoundError: it does not exist; the message lists those that do.
+        DamagedError: `step` is given for a directory of one checkpoint, and the manifest with its number has changed.
     """
     store = store_of(directory)
     one = store.itself()

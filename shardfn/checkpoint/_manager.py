@@ -1,7 +1,7 @@
 """`Manager`: the checkpoints of a run. They are written behind the steps, and old ones are removed.
 
-A save is a copy of this rank's part to the host; a thread writes it while the next steps run. Ranks talk about it on
-a communicator of its own, so that nothing of it comes between the messages of steps. At most one save is under way.
+A save is a copy of this rank's part to the host; a thread writes it while the next steps run. Ranks coordinate it on
+a communicator of its own, apart from the messages of steps. At most one save is in progress.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _LOG = logging.getLogger("shardfn.checkpoint")
 
 
 class Manager:
-    """Saves every so many steps, keeps the newest checkpoints, and finds the one to go on from.
+    """Saves at regular steps, keeps the newest checkpoints, and restores the one to resume from.
 
     All its methods but `steps` are collective over the mesh. It owns the directory until `close`, or the end of a
     `with`.
@@ -38,14 +38,14 @@ class Manager:
     Args:
         directory: of the run's checkpoints, as for `save`.
         mesh: whose ranks save; default one device.
-        save_every: `save` does something at multiples of so many steps.
+        save_every: `save` acts at multiples of this number of steps.
         keep_last: how many of the newest checkpoints stay.
-        keep_every: checkpoints at multiples of so many steps stay as well; None = no others.
+        keep_every: checkpoints at multiples of this number of steps stay as well; None = no others.
         background: whether files are written while the next steps run.
         durable: whether to wait, in the background, until the disk has them.
         file_bytes: as for `save`.
-        replace: whether the run takes the place of another one that went further, as when it goes on from an older
-            checkpoint: a step that has one already is saved anew, and when a checkpoint is complete newer ones go.
+        replace: whether the run replaces one that went further, as when it resumes from an older checkpoint: existing
+            steps are saved again, and newer checkpoints are removed once a save is complete.
 
     Raises:
         ValueError: an argument is out of range.
@@ -91,14 +91,14 @@ class Manager:
         control.agree("what to run", f"checkpoint.Manager, every {save_every} steps")
         group = self._mesh.new_group(self._mesh.axis_names, backend="gloo") if self._mesh.size > 1 else None
         self._rounds = Rounds(group, self._mesh.rank, _lost)
-        # What the thread has come to; read after it has ended only.
+        # The thread's outcome; read only after it has ended.
         self._thread: threading.Thread | None = None
         self._done: Saved | Exception | None = None
         # The host memory of snapshots, by part: that of the last one is filled again.
         self._buffers: dict[Part, Tensor] = {}
 
     def save(self, tree: PyTree, step: int | None = None, *, user: Any = None, now: bool = False, at: str = "") -> bool:
-        """Saves a state, if its step is one of those to be saved.
+        """Saves a state if its step is a multiple of `save_every`.
 
         It returns once the state is copied, which may then go into the next step. The checkpoint is complete some time
         later.
@@ -107,15 +107,15 @@ class Manager:
             tree: as for `save`.
             step: its number; default that of the state.
             user: as for `save`.
-            now: whether to save whatever the number is.
+            now: whether to save regardless of `save_every`.
             at: as for `save`.
 
         Returns:
-            Whether it is one of those.
+            Whether it saves.
 
         Raises:
-            Exception: what the last save, which was under way, has come to; and what `save` raises.
-            FileExistsError: the directory has a checkpoint of this step, or newer ones, and none is to be replaced.
+            Exception: the error of the previous save, which was still in progress; or an error of `save`.
+            FileExistsError: the directory has a checkpoint of this step, or newer ones, and `replace` is False.
             ValueError: leaves are on another mesh than the manager's.
         """
         number = step_of(tree, step)
@@ -138,13 +138,13 @@ class Manager:
         return True
 
     def wait(self) -> Saved | None:
-        """Waits for the save that is under way.
+        """Waits for the save in progress.
 
         Returns:
-            What it has written; None if there was none.
+            The saved checkpoint; None if no save was in progress.
 
         Raises:
-            Exception: what went wrong: of another rank, too. It is raised once.
+            Exception: the error of the save, which may be another rank's. It is raised once.
         """
         if self._thread is not None:
             self._thread.join()
@@ -167,7 +167,7 @@ class Manager:
         """Waits for a save in progress, and releases the directory.
 
         Raises:
-            Exception: what went wrong in it.
+            Exception: the error of that save.
         """
         try:
             self.wait()
@@ -199,14 +199,14 @@ class Manager:
         return by_first(self._mesh, self._store, meet, self._prune, job.step) or done
 
     def _prune(self, newest: int) -> None:
-        """Removes what is not kept. Those above `newest` are of a run that this one takes the place of."""
+        """Removes checkpoints that are not kept. Steps above `newest` are of a run that this one replaces."""
         found = self._store.steps()
         left = to_remove([n for n in found if n <= newest], self._last, self._keep_every)
         for number in [*(n for n in found if n > newest and self._options.replace), *left]:
             self._store.remove(number)
 
     def _copied(self, job: SaveJob) -> dict[Part, Tensor]:
-        """This rank's parts of what is in memory, copied; what is on disk does not change."""
+        """Copies of this rank's parts in memory; blocks on disk need no copy, as they do not change."""
         out: dict[Part, Tensor] = {}
         with torch.no_grad(), on_host():
             for part in (p for plan in job.files(job.mesh.rank) for p in plan.parts):
@@ -233,7 +233,7 @@ def to_remove(found: Sequence[int], keep_last: int, keep_every: int | None) -> l
 
 
 def latest(directory: str | os.PathLike[str]) -> int | None:
-    """The step of the newest complete checkpoint of a directory; None if there is none.
+    """The step of the newest complete checkpoint of a directory; None if it has no complete one.
 
     Example:
         >>> import tempfile

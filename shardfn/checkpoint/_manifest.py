@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: each leaf by path, as chunks of a logical tensor in safetensors files.
 
 A manifest that `decoded` has admitted is consistent: chunks lie inside their leaf, do not overlap and cover it; byte
-ranges lie inside their file and have the bytes of their shapes. So what reads by it never asks for more bytes than
-the files have. Files are named, not reached: a name is one component, without a slash.
+ranges lie inside their file and have the bytes of their shapes. So a reader never asks for more bytes than the files
+have. A file's name is one component, without a slash: it cannot lead out of the directory.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from shardfn.memory import DamagedError
 
 FORMAT = 1
 _KIND = "shardfn.checkpoint"
-# A file is one component of a path, of letters that mean nothing to a shell or a file system.
+# A file's name is one component of a path, of letters without a special meaning to shells and file systems.
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,120}\.safetensors", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _MAX_DIMS = 64
@@ -50,12 +50,12 @@ class StoredChunk(NamedTuple):
 
 
 class StoredLeaf(NamedTuple):
-    """A logical tensor: what all ranks together have of a leaf of the tree.
+    """A logical tensor: a leaf of the tree, put together from all ranks.
 
     Attributes:
         shape: global.
         dtype: as torch calls it.
-        spec: the axes along which each dim was cut when it was saved. Chunks say where its bytes are.
+        spec: the axes along which each dim was cut when it was saved; only chunks locate its bytes.
         chunks: boxes that cover it.
     """
 
@@ -79,11 +79,11 @@ class File(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         step: the number under which it was saved.
-        user: what the caller gave, of JSON's types.
+        user: the caller's values, of JSON's types.
         mesh: axes and sizes of the mesh that saved it.
         leaves: by path.
         files: by name.
@@ -100,8 +100,8 @@ def encoded(manifest: Manifest) -> str:
     """The text of a manifest: JSON whose last entry is the digest of the others.
 
     Raises:
-        TypeError: `user` is nothing that JSON has.
-        ValueError: it has numbers that JSON has not.
+        TypeError: `user` is not a JSON value.
+        ValueError: it has numbers that JSON lacks: NaN or infinities.
     """
     body = {
         "kind": _KIND,
@@ -116,14 +116,14 @@ def encoded(manifest: Manifest) -> str:
 
 
 def decoded(text: str, where: str) -> Manifest:
-    """The manifest of a text that may be anything.
+    """Parses a manifest from an untrusted text.
 
     Args:
         text: the file.
         where: its name, for errors.
 
     Raises:
-        DamagedError: it is not what was written, or contradicts itself; lists what is wrong.
+        DamagedError: it has changed since it was written, or contradicts itself; lists the contradictions.
         ValueError: it is of a newer version.
     """
     try:
@@ -240,7 +240,7 @@ def _inside(chunk: StoredChunk, itemsize: int, file: File) -> bool:
 
 
 def _covers(leaf: StoredLeaf) -> bool:
-    """Whether the chunks are side by side and leave nothing out."""
+    """Whether the chunks cover the leaf without overlap."""
     if sum(math.prod(c.shape) for c in leaf.chunks) != math.prod(leaf.shape):
         return False
     full = [c for c in leaf.chunks if math.prod(c.shape)]
@@ -255,7 +255,7 @@ def _covers(leaf: StoredLeaf) -> bool:
 
 
 def _clashes(manifest: Manifest) -> list[str]:
-    """Ranges of a file that overlap, and bytes that are nobody's; tied leaves have the same range."""
+    """Ranges of a file that overlap, and bytes that no leaf has; tied leaves share a range."""
     spans: dict[str, set[tuple[int, int]]] = {name: set() for name in manifest.files}
     for leaf in manifest.leaves.values():
         for c in leaf.chunks:

@@ -19,13 +19,13 @@ from shardfn.core import did_you_mean
 from ._manifest import Manifest, StoredLeaf
 from ._read import BoxReader, dtype_of
 
-# From the path of a leaf of the tree to its path in the checkpoint; None = it is not read, and stays as it is.
+# From the path of a leaf of the tree to its path in the checkpoint; None = the leaf keeps its value.
 Rename = Callable[[str], str | None]
 _INDEX = re.compile(r"\[(\d+)\]", re.ASCII)
 
 
 class Recuts(Protocol):
-    """Leaves that are not read as they are."""
+    """Leaves that are converted when they are read, instead of matched here."""
 
     @property
     def at(self) -> frozenset[int]:
@@ -100,17 +100,17 @@ def matched(
     but: Recuts,
     keep: Sequence[str] = (),
 ) -> tuple[list[Source | None], list[str]]:
-    """The source of each leaf of the tree, None for those that stay as they are; and what does not fit.
+    """The source of each leaf of the tree, None for leaves that keep their values; and the problems found.
 
     Args:
         targets: the leaves of the tree.
         manifest: of the checkpoint.
-        at: what the paths of the tree begin with.
+        at: the prefix of the tree's paths.
         rename: paths of the tree -> paths of the checkpoint.
         partial: whether leaves that only one side has are passed over.
         cast: whether values may be rounded.
-        but: leaves that are none of its business.
-        keep: beginnings of paths; leaves there stay as they are, and those of the checkpoint are passed over.
+        but: leaves to leave out, which are converted elsewhere.
+        keep: prefixes of paths; leaves there keep their values, and those of the checkpoint are ignored.
     """
     problems = [
         f"keep={k!r} begins no path of the tree" for k in keep if not any(t.path.startswith(k) for t in targets)
@@ -135,7 +135,7 @@ def matched(
 
 
 def keeping(rename: Rename | None, keep: Sequence[str]) -> Rename | None:
-    """`rename`, which leaves out the leaves that stay as they are."""
+    """`rename`, with None for the paths under `keep`."""
     if not keep:
         return rename
     return lambda path: None if path.startswith(tuple(keep)) else path if rename is None else rename(path)
@@ -150,8 +150,8 @@ def remedy(
         targets: the leaves of the tree.
         sources: as `matched` found them.
         manifest: of the checkpoint.
-        at: what the paths of the tree begin with.
-        but: leaves that are none of its business.
+        at: the prefix of the tree's paths.
+        but: leaves to leave out, which are converted elsewhere.
     """
     used = but.paths.union(path for x in sources if x is not None for path in x.paths)
     extra = [p for p in manifest.leaves if p not in used and p.startswith(at)]
@@ -197,12 +197,12 @@ def is_lossless(src: torch.dtype, dst: torch.dtype) -> bool:
         return src == dst
     try:
         return torch.promote_types(src, dst) == dst
-    except RuntimeError:  # of 8-bit floats torch knows no common type
+    except RuntimeError:  # torch has no common type for 8-bit floats
         return src.itemsize == 1 and dst in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def source_of(target: Target, manifest: Manifest, rename: Rename | None) -> Source | str | None:
-    """The source of a leaf; None if it is to be left out; or the path at which nothing was found."""
+    """The source of a leaf; None if `rename` leaves it out; or the path that the checkpoint lacks."""
     path = asked(target.parts, rename)
     if path is None:
         return None
@@ -221,7 +221,7 @@ def source_of(target: Target, manifest: Manifest, rename: Rename | None) -> Sour
 
 
 def asked(parts: Sequence[str], rename: Rename | None) -> str | None:
-    """The path in the checkpoint of a leaf of the tree; None if it is to be left out."""
+    """The path in the checkpoint of a leaf of the tree; None if `rename` leaves it out."""
     path = "".join(parts).removeprefix(".")
     return path if rename is None else rename(path)
 
@@ -249,7 +249,7 @@ def _layers(target: Target, k: int, manifest: Manifest, rename: Rename | None) -
 
 
 def _layers_left(sources: Sequence[Source | str | None]) -> list[str]:
-    """Stacks of the checkpoint of which the tree has some layers only."""
+    """Stacks of the checkpoint with layers that the tree lacks."""
     rows: dict[tuple[str, int], set[int]] = {}
     for x in sources:
         if isinstance(x, Source) and x.row is not None:

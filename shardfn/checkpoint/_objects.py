@@ -1,13 +1,13 @@
-"""Checkpoints in an object store, or whatever else has a URL that fsspec knows: s3://, gs://, memory://, file://.
+"""Checkpoints in an object store, or at any other URL that fsspec supports: s3://, gs://, memory://, file://.
 
     writer.json                                         the token of the job that came last, which may publish
     step_000100/draft-5f3a91c0                          a checkpoint of that number is being written
     step_000100/params-00003-0001-5f3a91c0.safetensors  its files
     step_000100/manifest.json                           put last, as one object: from now on the checkpoint is complete
 
-An object store has no rename, so the manifest is what makes a checkpoint, and files have the draft's token in their
-names: one that gives way is complete until the new manifest takes the place of its own. It has no lock that ends with
-its holder either, so a job that comes later takes the store over, and the one before it is told when it publishes.
+An object store has no rename, so the manifest makes a checkpoint complete, and files have the draft's token in their
+names: one that gives way is complete until the new manifest replaces its own. It has no lock that ends with its holder
+either, so a later job takes the store over, and the earlier one gets an error when it publishes.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from ._manifest import Manifest, decoded, encoded
 from ._place import MANIFEST, STEP, Location, damaged, no_checkpoint, read_manifest, step_name, there_already
 
 _WRITER = "writer.json"
-# What drafts write; other objects are never removed.
+# Objects that drafts write; others are never removed.
 _OURS = re.compile(r"draft-[0-9a-f]{8}|.+-[0-9a-f]{8}\.safetensors", re.ASCII)
 
 
@@ -41,7 +41,7 @@ class ObjectSource:
         return min(len(got), len(data))
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing: it holds no resources."""
 
 
 class ObjectPlace:
@@ -49,7 +49,7 @@ class ObjectPlace:
 
     Args:
         fs: an fsspec file system.
-        root: what their names begin with, without a protocol.
+        root: the prefix of their names, without a protocol.
     """
 
     def __init__(self, fs: Any, root: str) -> None:
@@ -77,7 +77,7 @@ class ObjectPlace:
         return ObjectSource(self.fs, f"{self.root}/{name}")
 
     def size(self, name: str) -> int:
-        """The bytes of an object; -1 if there is none."""
+        """The bytes of an object; -1 if it does not exist."""
         try:
             about = self.fs.info(f"{self.root}/{name}")
         except FileNotFoundError:
@@ -89,10 +89,10 @@ class ObjectPlace:
         return self.size(MANIFEST) >= 0
 
     def named(self) -> set[str]:
-        """The objects that its manifest has; none without one.
+        """The objects that its manifest lists; empty without a manifest.
 
         Raises:
-            DamagedError: the manifest is not what was written.
+            DamagedError: the manifest has changed since it was written.
             ValueError: it is of a newer version.
         """
         return set(read_manifest(self).files) if self.complete() else set()
@@ -107,7 +107,7 @@ class ObjectDraft(ObjectPlace):
 
     @property
     def marker(self) -> str:
-        """What says that it has begun."""
+        """The object that marks it as begun."""
         return f"{self.root}/draft-{self._token}"
 
     def seen(self) -> bool:
@@ -132,25 +132,25 @@ class ObjectDraft(ObjectPlace):
         return True
 
     def settle(self, name: str) -> None:
-        """What was put is there."""
+        """Does nothing: a put returns when the store has the object."""
 
     def publish(self, manifest: Manifest, *, durable: bool, replace: bool) -> None:
-        """Puts the manifest, in place of one that is there, and removes what that one had."""
+        """Puts the manifest, in place of an existing one, and removes the files of that one."""
         text = encoded(manifest)
-        decoded(text, str(self))  # nothing gets a manifest that could not be read
+        decoded(text, str(self))  # an unreadable manifest must not be put
         self._store.check_owner()
         self.fs.pipe_file(f"{self.root}/{MANIFEST}", text.encode())
         try:
             self._store.check_owner()
         except InUseError:
-            # Whoever came in between may have removed the files already.
+            # The job that took over in between may have removed the files already.
             self.fs.rm_file(f"{self.root}/{MANIFEST}")
             raise
         self._store.tidy(self.root)
 
     def discard(self) -> None:
         """Removes this draft's objects, unless a manifest has them: a put that failed may have arrived."""
-        with contextlib.suppress(OSError):  # what stays is removed by whoever writes here next
+        with contextlib.suppress(OSError):  # the next writer removes the remains
             kept = self.named()
             mine = [p for p in _below(self.fs, self.root) if p == self.marker or f"-{self._token}." in p]
             _remove(self.fs, [p for p in mine if p.rpartition("/")[2] not in kept])
@@ -163,7 +163,7 @@ class ObjectStore:
         url: where; credentials are fsspec's matter: its configuration, or the environment.
 
     Raises:
-        ImportError: the package for its protocol is missing; says which.
+        ImportError: the package for its protocol is missing; the message names it.
         ValueError: no such protocol.
     """
 
@@ -187,7 +187,7 @@ class ObjectStore:
         return ObjectPlace(self.fs, f"{self.root}/{step_name(step)}")
 
     def itself(self) -> ObjectPlace:
-        """What is below the URL as one checkpoint."""
+        """The objects below the URL as one checkpoint."""
         return ObjectPlace(self.fs, self.root)
 
     def absent(self, step: int | None, found: list[int]) -> FileNotFoundError:
@@ -200,7 +200,7 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def owning(self) -> Iterator[None]:
-        """Takes the store over while the body runs, and clears away what jobs before have left."""
+        """Takes the store over while the body runs, and removes remains of earlier jobs."""
         self.fs.makedirs(self.root, exist_ok=True)
         self.fs.pipe_file(f"{self.root}/{_WRITER}", self._token.encode())
         for path in sorted({p.rpartition("/")[0] for p in _below(self.fs, self.root)}):
@@ -243,11 +243,11 @@ class ObjectStore:
         self.tidy(self.at(step).root)
 
     def tidy(self, root: str) -> None:
-        """Removes what is below a step and in no manifest; of one whose manifest cannot be read, nothing."""
+        """Removes our objects below a step that its manifest does not list; nothing if the manifest cannot be read."""
         try:
             kept = ObjectPlace(self.fs, root).named()
         except (OSError, ValueError):
-            return  # damaged, or of a newer version: somebody may want to look at it
+            return  # damaged, or of a newer version: left for inspection
         left = [p for p in _below(self.fs, root) if _OURS.fullmatch(name := p.rpartition("/")[2]) and name not in kept]
         _remove(self.fs, left)
         if not kept and self.fs.isdir(root):  # file systems have directories, which may be empty
@@ -255,7 +255,7 @@ class ObjectStore:
                 self.fs.rmdir(root)
 
     def explained(self, problem: OSError) -> OSError:
-        """The same error, with what it means for checkpoints."""
+        """The same error, explained for checkpoints where that is possible."""
         if type(problem) is PermissionError:
             return PermissionError(problem.errno, f"{self} cannot be written to ({problem}): check the credentials.")
         return problem

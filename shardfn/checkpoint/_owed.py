@@ -1,12 +1,12 @@
 """Errors of compression from one cut of a leaf to another: by other axes, by other ranks, layers stacked or in a list.
 
-Of a leaf of shape S, in T blocks along the axes that are not averaged over, P ranks keep
+For a leaf of shape S, in T blocks along the axes that are not averaged over, P ranks keep
 
     worker [P, T N]    server [T N]
 
 where each of the T rows of N begins with its block, row-major. Laid out over the leaf they are `[P, *S]` and `[*S]`,
-and those are the same in every cut: they are read into that, and cut anew. Where P changes, every new rank gets the
-mean of the old ranks' errors, as `optim.rebalanced` has it.
+the same in every cut: they are read into this form, and cut anew. Where P changes, every new rank gets the mean of the
+old ranks' errors, as in `optim.rebalanced`.
 """
 
 import itertools
@@ -28,7 +28,7 @@ _FIELDS = Residual._fields
 
 
 class _Layer(NamedTuple):
-    """What a leaf of the checkpoint owes: its blocks, and the errors by name; `row` of dim 0 alone, or all of it."""
+    """A leaf of the checkpoint with its errors by name and its blocks; `row` is a row of dim 0, None = all of it."""
 
     shape: tuple[int, ...]
     blocks: list[Box]
@@ -42,11 +42,11 @@ class Owed(NamedTuple):
     Attributes:
         at: the numbers of its leaves among those of the tree, worker and server.
         paths: of the checkpoint's leaves that they are made of.
-        like: the errors as they are to be kept.
+        like: the errors in the layout of the tree.
         shape: of the leaf.
-        blocks: that it is cut into here.
-        layers: what they are read from; several are piled along dim 0.
-        piled: whether they are.
+        blocks: the blocks that it is cut into here.
+        layers: their sources in the checkpoint; several are piled along dim 0.
+        piled: whether the layers are piled.
     """
 
     at: tuple[int, ...]
@@ -81,7 +81,7 @@ class Owed(NamedTuple):
 def owed(
     state: Any, index: Any, targets: Mapping[int, Target], manifest: Manifest, rename: Rename | None
 ) -> list[Owed]:
-    """What the ranks of a checkpoint owe for each leaf that a state compresses; empty if it does not say.
+    """The errors in a checkpoint for each leaf that a state compresses; empty if they cannot be determined.
 
     Args:
         state: one whose `residual` is a tree like that of its moments.
@@ -123,7 +123,7 @@ def everywhere(owed_leaves: Sequence[Owed], manifest: Manifest) -> list[str]:
 
 
 def _layers(found: Source, manifest: Manifest) -> list[_Layer]:
-    """What the checkpoint has of each leaf that a moment is read from; empty if errors are missing, or do not fit."""
+    """The checkpoint's errors for each leaf that a moment is read from; empty if some are missing, or do not fit."""
     out = []
     for path, moment in zip(found.paths, found.leaves, strict=True):
         base = _residual_of(path)

@@ -1,6 +1,6 @@
-"""Who writes what: each element of each leaf once, by a rank that holds it, and ranks about as many bytes each.
+"""Divides the writing among ranks: one that holds an element writes it, once, and ranks write about equally much.
 
-It is a function of shapes, specs and the mesh alone, so all ranks know it without asking.
+The division is a function of shapes, specs and the mesh alone, so all ranks compute it without communication.
 """
 
 import math
@@ -50,7 +50,7 @@ def owned(leaves: Sequence[tuple[tuple[int, ...], int, P]], mesh: Mesh) -> list[
                 continue
             most = -(-_numel(box) // len(ranks)) if size > cut else _numel(box)
             shared += [(_numel(b) * itemsize, i, b, ranks) for b in pieces(box, most)]
-    # The largest first, each to whoever has least: at most 4/3 of the best (Graham 1969).
+    # The largest first, each to the rank with the least load: at most 4/3 of the optimum (Graham 1969).
     for size, i, box, ranks in sorted(shared, key=lambda x: -x[0]):
         owner = min(ranks, key=lambda r: (load[r], r))
         load[owner] += size

@@ -1,4 +1,4 @@
-"""Where checkpoints are, as what writes and reads them sees it: a directory of a file system, or an object store.
+"""Protocols of the places of checkpoints, for their readers and writers: file systems and object stores.
 
     Store          a run's checkpoints
     Location       the files of one of them; `str` of it is where it is
@@ -25,11 +25,11 @@ class OpenedFile(Protocol):
     """A file that is open for reading."""
 
     def into(self, data: Bytes, start: int) -> int:
-        """Reads bytes from `start` on, as many as are there and as fit; how many they were."""
+        """Fills `data` with bytes from `start` on, up to the end of the file; returns their number."""
         ...
 
     def close(self) -> None:
-        """Gives up what it holds."""
+        """Releases its resources."""
         ...
 
 
@@ -37,7 +37,7 @@ class Location(Protocol):
     """The files of one checkpoint.
 
     Attributes:
-        name: `step_000100`; what a directory of one's own is called.
+        name: `step_000100`; or the name of the directory of a single checkpoint.
     """
 
     @property
@@ -47,7 +47,7 @@ class Location(Protocol):
         """The bytes of the manifest.
 
         Raises:
-            FileNotFoundError: it has none.
+            FileNotFoundError: it has no manifest.
         """
         ...
 
@@ -60,7 +60,7 @@ class Location(Protocol):
         ...
 
     def size(self, name: str) -> int:
-        """The bytes of a file; -1 if there is none."""
+        """The bytes of a file; -1 if it does not exist."""
         ...
 
 
@@ -76,11 +76,11 @@ class NewLocation(Location, Protocol):
     """The files of a checkpoint that is being written. Each rank has one; rank 0 publishes or discards it."""
 
     def seen(self) -> bool:
-        """Whether this rank sees what rank 0 has begun."""
+        """Whether this rank sees the draft that rank 0 has begun."""
         ...
 
     def called(self, name: str) -> str:
-        """What a file is called here: two drafts of one step must not write the same object."""
+        """The name of a file in this draft: two drafts of one step must not write the same object."""
         ...
 
     def create(self, name: str) -> AbstractContextManager[Sink]:
@@ -100,7 +100,7 @@ class NewLocation(Location, Protocol):
         ...
 
     def discard(self) -> None:
-        """Removes the files; of one that was published, nothing."""
+        """Removes the files, unless it was published."""
         ...
 
 
@@ -116,7 +116,7 @@ class Store(Protocol):
         ...
 
     def itself(self) -> Location:
-        """What it would be if it were one checkpoint, and not a run's."""
+        """The place itself as one checkpoint, instead of a run's checkpoints."""
         ...
 
     def absent(self, step: int | None, found: list[int]) -> FileNotFoundError:
@@ -124,11 +124,11 @@ class Store(Protocol):
         ...
 
     def path(self, step: int) -> pathlib.Path | str:
-        """Where the one of a step is, for whoever wants to open it: a path, or a URL."""
+        """The path or URL of the one of a step."""
         ...
 
     def owning(self) -> AbstractContextManager[None]:
-        """Makes it this process's while the body runs, and clears away what killed processes have left.
+        """Takes ownership for this process while the body runs, and removes remains of killed processes.
 
         Raises:
             InUseError: another process writes there.
@@ -140,7 +140,7 @@ class Store(Protocol):
         """Begins a checkpoint; ranks then have `draft(step, token)`.
 
         Raises:
-            FileExistsError: it is there, and is not to give way.
+            FileExistsError: it exists, and `replace` is False.
         """
         ...
 
@@ -149,16 +149,16 @@ class Store(Protocol):
         ...
 
     def remove(self, step: int) -> None:
-        """Removes a checkpoint, which is none any more from the first moment on."""
+        """Removes a checkpoint; it is unlisted first, so it never appears incomplete."""
         ...
 
     def explained(self, problem: OSError) -> OSError:
-        """The same error, with what it means for checkpoints."""
+        """The same error, explained for checkpoints where that is possible."""
         ...
 
 
 def step_name(step: int) -> str:
-    """What the checkpoint of a step is called.
+    """The name of the checkpoint of a step.
 
     Example:
         >>> step_name(100)
@@ -171,7 +171,7 @@ def read_manifest(place: Location) -> Manifest:
     """The manifest of one checkpoint.
 
     Raises:
-        DamagedError: it is not what was written.
+        DamagedError: it has changed since it was written.
         ValueError: it is of a newer version.
     """
     try:
@@ -190,7 +190,7 @@ def there_already(where: str) -> FileExistsError:
 
 
 def no_checkpoint(store: Store, step: int | None, found: list[int], missing: str = "") -> FileNotFoundError:
-    """The error of a checkpoint that a store has not; `missing` is what it is instead of one that could have it."""
+    """The error of a checkpoint that a store lacks; `missing` is a clause with a special reason, if there is one."""
     what = missing or (f"has checkpoints of steps {found}" if found else "has none")
     return FileNotFoundError(
         f"no checkpoint{'' if step is None else f' of step {step}'} in {store}, which {what}."
@@ -199,5 +199,5 @@ def no_checkpoint(store: Store, step: int | None, found: list[int], missing: str
 
 
 def damaged(what: str) -> DamagedError:
-    """The error of a file that is not what was written."""
+    """The error of a file that has changed since it was written."""
     return DamagedError(f"{what}. {_REMEDY}")

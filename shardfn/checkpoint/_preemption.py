@@ -1,8 +1,8 @@
 """`Preemption`: a signal on any rank ends the loop of all of them, after the same step.
 
 A scheduler that wants its machine back sends a signal, to some processes or to all, at different times. Ranks that
-left the loop at different steps would wait for one another. So the handler only notes the signal; the note rides on
-what ranks agree on before each step anyway, and after that step all know of it.
+left the loop at different steps would wait for one another. So the handler only notes the signal; the note is part of
+the agreement before each step, and after that step all ranks know of it.
 """
 
 import os
@@ -17,27 +17,27 @@ from shardfn.collectives import notice_of
 from shardfn.core import Mesh, as_mesh
 from shardfn.engine import comms_of
 
-# What sysexits.h calls a temporary failure: the job is to be started again. Launchers take 0 for a job that is done.
+# EX_TEMPFAIL of sysexits.h: the job is to be started again. Launchers take 0 for a job that is done.
 _TRY_AGAIN: Mapping[signal.Signals, int] = types.MappingProxyType({signal.SIGTERM: 75})
 
 
 class Preemption:
     """Notices signals while its block runs, and has all ranks stop after the same step.
 
-    Costs no message: the note rides on the agreement before each step, whoever runs it (eager, captured, a `sharded`
-    function). After the same steps it has the same value on all ranks.
+    Costs no message: the note is part of the agreement before each step, be it eager, captured or a call of a `sharded`
+    function. After the same steps it has the same value on all ranks.
 
-    A second signal ends the process at once, as it would have without this block. What comes within `patience` seconds
-    after the first is taken for the same, as launchers pass on what the whole group of processes has got already.
+    A second signal ends the process at once, as it would have without this block. Signals within `patience` seconds of
+    the first count as one, since launchers forward a signal that the whole process group has already received.
 
     Args:
         mesh: whose ranks stop together; default one device.
-        signals: which signals say so, and what to end the process with after each. Launchers take 0 for a job that is
-            done. If ranks get different ones, the greatest number counts.
+        signals: the signals to handle, each with the exit code for it. Launchers take 0 for a job that is done. If
+            ranks receive different signals, the greatest code counts.
         patience: seconds.
 
     Raises:
-        ValueError: not in the main thread, which Python's handlers need; or an exit code that is none.
+        ValueError: not in the main thread, which Python's handlers need; or an exit code outside 0 to 255.
 
     Example:
         >>> with Preemption() as preemption:
@@ -68,20 +68,20 @@ class Preemption:
 
     @property
     def stopping(self) -> bool:
-        """Whether ranks stop now; the same on all that have run the same steps."""
+        """Whether ranks stop now; equal on all ranks that have run the same steps."""
         return self._notice.told > 0
 
     @property
     def exit_code(self) -> int:
-        """What to end the process with: 0 until ranks stop, then the number that belongs to the signal."""
+        """The exit code for the process: 0 until ranks stop, then that of the signal."""
         return max(self._notice.told - 1, 0)
 
     def stop(self, exit_code: int = 0) -> None:
-        """Asks from this rank that all stop, like a signal, for instance when the time is up."""
+        """Requests from this rank that all ranks stop, as a signal does, for instance when the time is up."""
         self._notice.mine = max(self._notice.mine, exit_code + 1)
 
     def meet(self) -> None:
-        """Asks all ranks, by a message of its own: for loops whose steps agree on nothing. Collective."""
+        """Exchanges the notes by a message of its own: for loops whose steps have no agreement. Collective."""
         comms_of(self._mesh).control.exchange(0)
 
     def __enter__(self) -> "Preemption":

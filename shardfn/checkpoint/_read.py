@@ -24,7 +24,7 @@ _MAX_OPEN = 64
 
 
 class BoxReader(Protocol):
-    """What boxes of leaves are read by."""
+    """Reads boxes of leaves."""
 
     def box(self, leaf: StoredLeaf, box: Box, out: Tensor, *, check: bool = True) -> None:
         """Fills `out`, a host tensor of the box's shape and the leaf's dtype, with a box of a leaf."""
@@ -35,16 +35,16 @@ class ChunkReader:
     """The files of one checkpoint.
 
     Args:
-        place: where it is.
-        manifest: what it has.
+        place: its location.
+        manifest: its manifest.
 
     Attributes:
-        read_bytes: that were read so far.
+        read_bytes: the number of bytes read so far.
     """
 
     def __init__(self, place: Location, manifest: Manifest) -> None:
         self.place, self.manifest, self.read_bytes = place, manifest, 0
-        # Open files by name, the one that was used last at the end. Whoever reads from one holds the lock meanwhile.
+        # Open files by name, the last used at the end. A thread that reads from one holds the lock meanwhile.
         self._open: dict[str, OpenedFile] = {}
         self._lock = threading.Lock()
 
@@ -67,7 +67,7 @@ class ChunkReader:
             check: whether chunks that are read whole are compared with their digests.
 
         Raises:
-            DamagedError: a file is not what was written.
+            DamagedError: a file has changed since it was written.
         """
         for chunk in leaf.chunks:
             both = _overlap(box, chunk)
@@ -93,7 +93,7 @@ class ChunkReader:
             self.read_bytes += len(data)
 
     def _file(self, name: str) -> OpenedFile:
-        """An open file, until others have been asked for."""
+        """An open file; it is closed once too many others have been used since."""
         file = self._open.pop(name, None)
         if file is None:
             while len(self._open) >= _MAX_OPEN:

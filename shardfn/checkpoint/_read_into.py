@@ -1,4 +1,4 @@
-"""What is no checkpoint of ours, read into a tree as `restore` does it; and one such thing, tensors that are here."""
+"""Reads a tree's leaves from other sources than our checkpoints, as `restore` does; one of them: tensors in memory."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
@@ -20,12 +20,12 @@ from ._restore import LeafTask, donate_all, nowhere, read_all, targets_of
 
 
 class ReadKeywords(TypedDict, total=False):
-    """How a tree is filled, as `restore` takes it.
+    """Options for filling a tree, as `restore` takes them.
 
     Attributes:
-        at: what the tree's paths begin with.
-        rename: from a path of the tree to the name there; None = the leaf stays as it is.
-        partial: whether leaves that only one side has are passed over.
+        at: a prefix of the tree's paths.
+        rename: from a path of the tree to the name there; None = the leaf keeps its value.
+        partial: whether leaves that only one side has are ignored.
         cast: whether values may be rounded to a leaf's dtype.
         donate: whether the memory of the tree is filled, which then cannot be touched again.
         pool: for leaves on disk of an abstract tree.
@@ -40,7 +40,7 @@ class ReadKeywords(TypedDict, total=False):
 
 
 class ReadOptions(NamedTuple):
-    """The same with what holds where nothing is said."""
+    """The same options with their defaults."""
 
     at: str = ""
     rename: Rename | None = None
@@ -51,20 +51,20 @@ class ReadOptions(NamedTuple):
 
 
 class LeafReader(BoxReader, Protocol):
-    """Leaves by name, of which boxes are read."""
+    """Reads boxes of leaves that have names."""
 
     def manifest(self) -> Manifest:
-        """What there is: each leaf one chunk, whose file is the leaf's name."""
+        """The leaves, each of one chunk whose file is the leaf's name."""
         ...
 
 
 def read_into(like: PyTree, opened: Callable[[], LeafReader], what: str, options: ReadKeywords) -> Any:
-    """A tree like this one with the values that a reader has. Collective; nothing is written before all leaves fit.
+    """A tree like this one with a reader's values. Collective; no leaf is written before all of them fit.
 
     Args:
         like: as `restore` takes it.
         opened: opens the reader.
-        what: it is read, for messages.
+        what: names the source in messages.
         options: how.
 
     Raises:
@@ -94,7 +94,7 @@ def read_into(like: PyTree, opened: Callable[[], LeafReader], what: str, options
 
 
 def one_chunk(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredLeaf:
-    """A leaf that lies in one piece under this name."""
+    """A leaf of one chunk, whose file has this name."""
     return StoredLeaf(shape, dtype_name(dtype), (), (StoredChunk((0,) * len(shape), shape, name, 0, ""),))
 
 
@@ -113,8 +113,8 @@ def restore_tensors(tensors: Mapping[str, Tensor], like: PyTree, **options: Unpa
         The tree.
 
     Raises:
-        ValueError: leaves are missing, or additional, or of another shape, or a dtype would round values, or is of no
-            kind that checkpoints have; lists all.
+        ValueError: leaves are missing, or additional, or of another shape, or a dtype would round values, or
+            checkpoints do not support it; lists all.
         DonatedError: a step has consumed `like`.
         RankError: another rank failed.
 
@@ -142,7 +142,7 @@ class _Tensors(NamedTuple):
 
 
 class _NoRecuts:
-    """All leaves are read as they are."""
+    """No leaf is converted."""
 
     at: frozenset[int] = frozenset()
     paths: frozenset[str] = frozenset()

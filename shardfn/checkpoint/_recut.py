@@ -1,9 +1,9 @@
-"""States of optimizers that compress: what ranks owe one another is cut by ranks, and does not fit others as it is.
+"""States of compressing optimizers: their errors are cut by ranks, and must be converted for another number of ranks.
 
-Where the number of ranks is the same, errors are read as they are, and only codes of the last momentum, which depend on
-the ZeRO stage, are left out: the next step gathers the rows of it instead, once. On other ranks `optim.rebalanced`
-shares out what the old ones owe; it takes whole leaves. Where other axes cut the leaves, or layers are stacked on one
-side, errors are laid out over their leaves and cut anew (`_owed`).
+For the same number of ranks errors are read unchanged, and only codes of the last momentum, which depend on the ZeRO
+stage, are left out: the next step gathers its rows instead, once. For another number `optim.rebalanced` distributes the
+old ranks' errors; it takes whole leaves. Where other axes cut the leaves, or layers are stacked on one side, errors are
+laid out over their leaves and cut anew (`_owed`).
 """
 
 import math
@@ -22,7 +22,7 @@ from ._match import Rename, Target, asked
 from ._owed import Owed, everywhere, owed
 from ._read import ChunkReader, dtype_of
 
-# What ranks have rounded away and not sent yet is lost then.
+# This loses the rounding errors that ranks have not sent yet.
 _WITHOUT = "let errors begin at 0: rename=lambda path: None if '.residual' in path else path"
 Rebalance = Callable[[PyTree, PyTree], PyTree]
 
@@ -44,7 +44,7 @@ class _Node(NamedTuple):
 
 
 class _Fresh(NamedTuple):
-    """Leaves that depend on the ZeRO stage, and begin anew: codes, and the word that there are some."""
+    """Leaves that depend on the ZeRO stage, and begin at 0: codes, and the flag that there are some."""
 
     codes: list[int]
     begun: list[int]
@@ -55,7 +55,7 @@ class _Fresh(NamedTuple):
 
 
 class Recut(NamedTuple):
-    """What of a tree is made of states of other ranks.
+    """The leaves of a tree that are converted from states of other ranks.
 
     Attributes:
         at: the numbers of its leaves.
@@ -63,7 +63,7 @@ class Recut(NamedTuple):
         nodes: the states.
         zeros: the numbers of leaves that begin at 0.
         owed: errors that are cut anew, leaf by leaf.
-        problems: what cannot be.
+        problems: messages about states that cannot be converted.
     """
 
     at: frozenset[int]

@@ -1,4 +1,4 @@
-"""`restore`: a checkpoint into a tree of any other mesh, memory and dtype; each rank reads what it is to hold."""
+"""`restore`: reads a checkpoint into a tree of any other mesh, memory and dtype; each rank reads its own blocks."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -36,12 +36,12 @@ _PIECE = 32 << 20
 
 
 class Restored(NamedTuple):
-    """What a checkpoint had.
+    """The result of `restore`.
 
     Attributes:
-        tree: the state, or whatever was to be like.
+        tree: a tree like the given one, with the checkpoint's values.
         step: the checkpoint's number.
-        user: what was saved beside it.
+        user: the values saved as `user`.
         read: bytes that this rank has read.
     """
 
@@ -79,7 +79,7 @@ def restore(
     """Reads a checkpoint into a tree like this one. Collective over the mesh of its leaves.
 
     The tree may be of any other mesh, ZeRO stage, memory, and dtype than the one that was saved, and its layers may be
-    stacked or in a list. Each rank reads the bytes of its own blocks. Nothing is written before all leaves fit.
+    stacked or in a list. Each rank reads the bytes of its own blocks. No value is written before all leaves fit.
 
     Args:
         directory: a run's checkpoints, or one of them.
@@ -87,8 +87,8 @@ def restore(
             which takes no memory.
         step: the checkpoint of a run; default the newest.
         at: a prefix of the tree's paths, such as "params" for `state.params`.
-        rename: from a path of the tree to the path in the checkpoint; None = the leaf stays as it is.
-        keep: beginnings of paths; leaves there stay as they are in `like`, and those of the checkpoint are ignored:
+        rename: from a path of the tree to the path in the checkpoint; None = the leaf keeps its value.
+        keep: prefixes of paths; leaves there keep their values in `like`, and those of the checkpoint are ignored:
             "opt_state" goes on with another optimizer.
         partial: whether leaves that only one side has are ignored; those of `like` stay unchanged.
         cast: whether values may be rounded to a leaf's dtype. Casts that lose nothing are always made.
@@ -154,7 +154,7 @@ def restore(
 
 def read_all(tasks: Sequence[LeafTask], but: frozenset[int], reader: BoxReader, check: bool) -> list[Any]:
     """The leaves with their values, but some. Tied leaves stay tied where they are in the checkpoint."""
-    # Before any is donated: the blocks as they are kept, which all live.
+    # Taken before any is donated, while all blocks are alive and their ids distinct.
     blocks = [id(t.like.held if isinstance(t.like, GlobalTensor) else t.like) for t in tasks]
     seen: dict[Any, Any] = {}
     written: set[int] = set()
@@ -250,7 +250,7 @@ def _on_disk(reader: BoxReader, source: Source, box: Box, dtype: torch.dtype, po
 
 
 def donate_all(leaves: Sequence[Any], out: Sequence[Any]) -> None:
-    """Consumes the leaves that others stand for now."""
+    """Consumes the leaves that new ones replace."""
     for x, new in zip(leaves, out, strict=True):
         if isinstance(x, GlobalTensor) and x is not new and not x.donated:
             x.donate()

@@ -3,7 +3,7 @@
     8 bytes: N, little-endian    N bytes: JSON, padded with spaces    data
 
 `{name: {"dtype", "shape", "data_offsets": [begin, end]}}`, offsets from the end of the header on, without gaps.
-Restores of checkpoints go by the manifest, which says more; `verify` compares the two.
+Restores of checkpoints use the manifest instead; `verify` compares the header with the digest there.
 https://github.com/huggingface/safetensors
 """
 
@@ -39,7 +39,7 @@ SAFETENSORS_DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
-# What the format's own reader takes.
+# The limit of the format's own reader.
 _MAX_HEADER = 100 << 20
 
 
@@ -67,11 +67,11 @@ class SafetensorsEntry(NamedTuple):
 def safetensors_header(
     entries: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The header of a file that has these tensors, one after another. Of other dtypes than the format's, bytes.
+    """The header of a file that has these tensors, one after another. Dtypes outside the format are declared as bytes.
 
     Args:
         entries: name, dtype and shape of each.
-        metadata: what else the file is to say.
+        metadata: strings by name, for the entry `__metadata__`.
 
     Example:
         >>> safetensors_header([("w", torch.float32, (2, 3))])[8:].decode().rstrip()
@@ -90,14 +90,14 @@ def safetensors_header(
 
 
 def safetensors_entries(path: str | os.PathLike[str]) -> dict[str, SafetensorsEntry]:
-    """The tensors of a file, by its header. Nothing is believed of it: what it says must be what the file can have.
+    """The tensors of a file, by its header, which is checked in full: offsets must fit shapes, dtypes and the file.
 
     Args:
         path: of the file.
 
     Raises:
         OSError: it cannot be read.
-        DamagedError: it is no such file, or was cut short, or tensors overlap or leave bytes out.
+        DamagedError: it is not such a file, or was cut short, or tensors overlap or leave bytes out.
 
     Example:
         >>> import tempfile

@@ -29,9 +29,9 @@ def save(
 ) -> Saved:
     """Saves a state, or any tree of tensors, as `directory/step_000100`. Collective over the mesh of its leaves.
 
-    Each element is written once, by a rank that holds it, and ranks write about equally much. The checkpoint appears
-    under its name when all of it is there: whatever ends the processes meanwhile, earlier ones are untouched. Leaves
-    are kept as logical tensors, so it restores under any other mesh.
+    Each element is written once, by a rank that holds it, and ranks write about equally much. The checkpoint gets its
+    name once it is complete: if processes end before that, for any reason, earlier ones are untouched. Leaves are kept
+    as logical tensors, so it restores under any other mesh.
 
     Args:
         directory: of the run's checkpoints, on a file system that all ranks see, made if missing; or a URL that
@@ -40,17 +40,17 @@ def save(
             It is read only.
         step: the checkpoint's number; default that of the state.
         user: any JSON values, the same on all ranks, such as the position in the data.
-        at: a prefix of all paths, if the tree is a part of what will be restored, such as "params".
+        at: a prefix of all paths, such as "params", if the tree is a part of the one that will be restored.
         durable: whether to wait until the disk has it, so that it outlives a loss of power as well.
         replace: whether an existing checkpoint of that step is replaced.
-        file_bytes: from when on a rank begins another file. Files in which nothing has changed since the newest
+        file_bytes: the size beyond which a rank begins another file. Files without a change since the newest
             checkpoint of the directory are linked, not written.
 
     Returns:
         Where it is, and the bytes of this rank.
 
     Raises:
-        TypeError: a leaf is no tensor, or `user` nothing that JSON has.
+        TypeError: a leaf is not a tensor, or `user` is not a JSON value.
         ValueError: leaves are on different meshes; or ranks do not share the directory.
         DonatedError: a step has consumed the state.
         FileExistsError: the step has a checkpoint already.

@@ -1,4 +1,4 @@
-"""A rank's files: written, or linked from the checkpoint before where nothing in them has changed."""
+"""A rank's files: written, or linked from the previous checkpoint if they have not changed."""
 
 import concurrent.futures
 import hashlib
@@ -12,7 +12,7 @@ from ._contents import FilePlan, Part
 from ._manifest import Manifest
 from ._place import Location, NewLocation
 
-# The token of a draft in the name of a file; those of directories have none.
+# The token of a draft in the name of a file; only files in object stores have one.
 _TOKEN = re.compile(r"-[0-9a-f]{8}(?=\.safetensors$)", re.ASCII)
 # Files that are written at a time. Bytes are hashed more slowly than they are written, so several cores help.
 _THREADS = 2
@@ -27,17 +27,17 @@ class LastFiles(NamedTuple):
     manifest: Manifest
 
     def named(self, name: str) -> str | None:
-        """What it calls the file that a draft calls `name`."""
+        """Its name for the file that a draft calls `name`, without regard to tokens; None if it lacks the file."""
         base = _TOKEN.sub("", name)
         return next((x for x in self.manifest.files if _TOKEN.sub("", x) == base), None)
 
 
 class WrittenFile(NamedTuple):
-    """What a rank has written.
+    """A rank's written files.
 
     Attributes:
         digests: of the parts of each file.
-        bytes: that were written.
+        bytes: the number of bytes written.
         linked: bytes of files that were taken over.
     """
 
@@ -49,7 +49,7 @@ class WrittenFile(NamedTuple):
 def write_files(
     place: NewLocation, plans: Sequence[FilePlan], read: Read, before: LastFiles | None, *, durable: bool
 ) -> WrittenFile:
-    """Writes files that nobody reads yet.
+    """Writes the files of an unpublished checkpoint.
 
     Args:
         place: where.
@@ -59,7 +59,7 @@ def write_files(
         durable: whether to wait until they have reached the device.
 
     Raises:
-        OSError: it failed; what was written is of no use.
+        OSError: a write failed; the files are then incomplete.
     """
     with _threads("digest") as beside, _threads("write") as writers, _threads("settle") as settling:
 
@@ -97,7 +97,7 @@ def _threads(task: str) -> concurrent.futures.ThreadPoolExecutor:
 
 
 def _unchanged(plan: FilePlan, read: Read, before: LastFiles) -> tuple[str | None, list[str]]:
-    """What the checkpoint before calls this very file, if it has it; and the digests of the parts looked at."""
+    """The previous checkpoint's name for this file, if it has it unchanged; and the digests computed so far."""
     name = before.named(plan.name)
     if name is None:
         return None, []

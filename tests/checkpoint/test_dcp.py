@@ -1,4 +1,4 @@
-"""Covers `checkpoint.save_dcp` and `restore_dcp`: torch's DCP reads what we wrote, and we read what it wrote."""
+"""Covers `checkpoint.save_dcp` and `restore_dcp`: torch's DCP reads our checkpoints, and we read its checkpoints."""
 
 import pathlib
 import warnings
@@ -64,7 +64,7 @@ def _state_restored(place: pathlib.Path, stage: int, world: int) -> Any:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP says so to one process
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP's warning in one process
 @pytest.mark.parametrize("source", [1, 2, 3])
 def test_a_state_saved_for_dcp_is_read_by_torch_and_by_us(tmp_path: pathlib.Path, source: int) -> None:
     want = _state_saved(tmp_path, world=source)[0]

@@ -1,4 +1,4 @@
-"""Covers what ranks owe one another under 1-bit Adam, restored on other ranks, stages and blocks; see `test_grid`."""
+"""Covers the errors of 1-bit Adam, restored on other numbers of ranks, stages and blocks; see `test_grid`."""
 
 import itertools
 import pathlib

@@ -18,7 +18,7 @@ from shardfn.models import gpt
 from shardfn.testing import distributed, own_rows
 
 CONFIG = gpt.Config.llama_like(vocab_size=19, num_layers=3, d_model=12, num_heads=3, d_ff=20, max_len=6, per_head=True)
-# Of a step on other ranks, whose sums are taken in another order.
+# The tolerance for a step on other ranks, which sum in another order.
 PARITY = 1e-5
 # One layout: axes (dp, tp, pp), and the ZeRO stage along dp.
 Layout = tuple[int, int, int, int]
@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, Any] = {
 # Ranks keep parts of the state for themselves; 1-bit LAMB's messages are of several leaves, so only dp may change.
 RINGS: dict[str, list[Layout]] = dict.fromkeys(OPTIMIZERS, RING) | {"zero_one_adam": UNCUT, "onebit_lamb": ALONG_DP}
 OWED, STEPS = ("onebit_adam", "apmsqueeze", "zero_one_adam"), 4
-# What depends on the stage or on the number of ranks; compared as it lies over the leaves, where it is of `OWED`.
+# Leaves that depend on the stage or on the number of ranks; those of `OWED` are compared laid out over the parameters.
 OF_RANKS = (".residual", ".codes", ".begun")
 
 
@@ -116,7 +116,7 @@ def whole(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def own_errors(state: Any, specs: Any, mesh: Any) -> dict[str, Any]:
-    """This rank's errors: of each leaf its shape, the block that they are of, and what the worker and server keep."""
+    """This rank's errors: for each leaf its shape and block, the rank's index along dp, and both errors."""
     inner: Any = state.opt_state
     if not hasattr(inner, "adam"):
         return {}
@@ -133,7 +133,7 @@ def own_errors(state: Any, specs: Any, mesh: Any) -> dict[str, Any]:
 
 
 def over_leaves(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """What ranks keep as it lies over the leaves: `worker of w` [P, *shape], `server of w` [1, *shape]."""
+    """The ranks' errors, laid out over the leaves: `worker of w` [P, *shape], `server of w` [1, *shape]."""
     out: dict[str, Tensor] = {}
     for path in ranks[0]:
         rows = [own[path] for own in ranks]
@@ -151,7 +151,7 @@ def over_leaves(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def went_on(step: Any, state: Any, specs: Any) -> Any:
-    """What a rank has of the state, and of it one step later, and the loss of that."""
+    """A rank's blocks and errors of the state, the same one step later, and the loss of that step."""
     now = own_blocks(state, step.mesh), own_errors(state, specs, step.mesh)
     state, metrics = step(state, own_rows(batch(STEPS), sf.P("dp"), step.mesh))
     return *now, own_blocks(state, step.mesh), own_errors(state, specs, step.mesh), float(metrics["loss"])
@@ -196,7 +196,7 @@ def assert_close(found: dict[str, Tensor], want: dict[str, Tensor], where: objec
 
 
 def assert_owed(old: list[dict[str, Any]], new: list[dict[str, Any]], where: object) -> None:
-    """On as many ranks the errors are the same bits; on others each rank has the mean of the old ones'."""
+    """On an equal number of ranks the errors are the same bits; else each rank has the mean of the old ones'."""
     want, found = over_leaves(old), over_leaves(new)
     for path, x in want.items():
         num = len(found[path])
@@ -206,14 +206,14 @@ def assert_owed(old: list[dict[str, Any]], new: list[dict[str, Any]], where: obj
 
 
 def owing(after: list[Any], state: dict[str, Tensor]) -> dict[str, tuple[Tensor, ...]]:
-    """What travelled in a step, what each rank still owes, and the server: their sum is the momentum uncompressed."""
+    """By leaf, the momentum as sent and the mean errors of workers and server: their sum is the exact momentum."""
     errors = over_leaves([rank[3] for rank in after])
     mus = {p[p.index(".mu") + 3 :]: x for p, x in state.items() if ".mu[" in p}
     return {p: (x, errors[f"worker of {p}"].mean(0), errors[f"server of {p}"][0]) for p, x in mus.items()}
 
 
 def assert_owing(found: dict[str, tuple[Tensor, ...]], want: dict[str, tuple[Tensor, ...]], where: object) -> None:
-    """The sums are equal, to the rounding of what they are sums of."""
+    """The sums are equal, up to rounding at the scale of their terms."""
     for path, terms in want.items():
         scale = max(float(x.abs().max()) for x in terms)
         difference = float((sum(found[path]) - sum(terms)).abs().max())  # type: ignore[union-attr]
@@ -232,7 +232,7 @@ def saved(directory: pathlib.Path, sources: list[Layout], name: str) -> dict[Lay
 def assert_restored(
     directory: pathlib.Path, all_saved: dict[Layout, list[Any]], target: Layout, sources: list[Layout], name: str
 ) -> None:
-    """What was saved is what a layout restores, bit for bit; and its next step is that of the job that saved it.
+    """A layout restores the saved state bit for bit; and its next step is that of the job that saved it.
 
     LAMB has a ratio a leaf, so that a stack of layers makes another step than a list of them.
     """
@@ -273,7 +273,7 @@ def test_around_a_ring_of_layouts(tmp_path: pathlib.Path, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What is saved of an optimizer in all layouts, once."""
+    """The states of an optimizer saved in all layouts, once."""
 
     @functools.cache
     def of(name: str) -> tuple[pathlib.Path, dict[Layout, list[Any]]]:

@@ -1,4 +1,4 @@
-"""Covers checkpoints that somebody made to do harm: none is believed, reaches outside, or asks for memory."""
+"""Covers malicious checkpoints: each is refused or harmless, reads no file outside, and takes no excess memory."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ REFUSED = (DamagedError, ValueError, FileNotFoundError)
 
 
 def sealed(body: dict[str, Any]) -> str:
-    """A manifest with a digest that is right, as whoever means harm would write it."""
+    """A manifest with a correct digest, as an attacker would write it."""
     body = {k: v for k, v in body.items() if k != "sha256"}
     text = json.dumps(body, separators=(",", ":"))
     return f'{text[:-1]},"sha256":"{hashlib.sha256(text.encode()).hexdigest()}"}}\n'
@@ -91,7 +91,7 @@ def fuzz(directory: pathlib.Path, cases: int, seed: int) -> int:
             except (ValueError, UnicodeError):
                 continue
         try:
-            read_manifest(FilePlace(place))  # all that a restore goes by
+            read_manifest(FilePlace(place))  # a restore depends on this alone
             got = checkpoint.restore(place, like()).tree
             assert got["a"].shape == (4, 6)  # the change was one that means nothing here
         except REFUSED:

@@ -56,7 +56,7 @@ def test_checkpoints_are_written_behind_the_steps_and_removed(tmp_path: pathlib.
 
 
 def test_older_numbers_than_the_directory_has_are_refused_or_take_its_place(tmp_path: pathlib.Path) -> None:
-    """What was just saved is never removed, and whoever restarts goes on from the run that was saved last."""
+    """A checkpoint just saved is never removed, and a restart goes on from the run that was saved last."""
     with Manager(tmp_path, keep_last=2) as manager:
         for step in (1, 700, 800):
             manager.save(tree(step), step)
@@ -84,7 +84,7 @@ def test_at_most_one_save_is_under_way(tmp_path: pathlib.Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "write", slow)
     with Manager(tmp_path, save_every=2, keep_last=9) as manager:
-        assert manager.save(tree(2), 2) and not manager.save(tree(3), 3)  # both return; nothing is written yet
+        assert manager.save(tree(2), 2) and not manager.save(tree(3), 3)  # both return before a write
         assert manager.steps() == []
         later = threading.Timer(0.3, may_write.set)
         later.start()
@@ -137,7 +137,7 @@ def test_an_error_in_removing_old_checkpoints_is_raised_by_all(tmp_path: pathlib
         finally:
             os.rename = rename
         assert manager.steps() == [1, 2]
-        manager.save({"w": torch.ones(3)}, 3)  # ranks are in step, and what was left goes now
+        manager.save({"w": torch.ones(3)}, 3)  # ranks are in step, and the older checkpoints go now
     assert checkpoint.steps(tmp_path) == [3]
 
 
@@ -331,7 +331,7 @@ for n in range(int(sys.argv[2])):
 
 
 def killed(directory: pathlib.Path, times: int, seed: int) -> int:
-    """Kills a process that saves, so many times; after each the newest checkpoint is whole."""
+    """Kills a saving process `times` times; after each kill the newest checkpoint is whole."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "TESTS": str(pathlib.Path(__file__).parent)}
     command = [sys.executable, "-c", LOOP, str(directory), str(times), str(seed)]
     halves, newest = 0, 0
@@ -385,7 +385,7 @@ def test_a_rank_that_dies_leaves_whole_checkpoints(tmp_path: pathlib.Path) -> No
         checkpoint.verify(tmp_path, step)
     newest = checkpoint.latest(tmp_path)
     assert newest is not None and newest >= 1
-    checkpoint.save(tmp_path, tree(1), newest + 1)  # the directory is free, and what was left is gone
+    checkpoint.save(tmp_path, tree(1), newest + 1)  # the directory is free, and the remains are removed
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
@@ -442,7 +442,7 @@ def _loss(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _run(directory: str, steps: int) -> list[float]:
-    """Goes on to so many steps, on as many ranks as there are; the parameters then."""
+    """Resumes and runs up to `steps` steps on all ranks; returns the parameters."""
     mesh = sf.make_mesh({"dp": -1}, device="cpu")
     rule = sf.optim.chain(sf.optim.clip_by_global_norm(0.3), sf.optim.adamw(1e-2))
     step = sf.sharded_step(_loss, rule, mesh=mesh, zero=sf.Zero(stage=mesh.size - 1, persist_elements=0, **CANONICAL))

@@ -1,4 +1,4 @@
-"""Covers checkpoints in object stores, by fsspec: what directories promise by names, a store does by its manifest."""
+"""Covers checkpoints in object stores, by fsspec: manifests give the promises that names give in directories."""
 
 import pathlib
 import re

@@ -64,7 +64,7 @@ def keep(place: pathlib.Path = RELEASES / sf.__version__) -> None:
     """Writes the checkpoints of this release."""
     for name, values in _kept(place, world=2)[0].items():
         save_file(values, place / name / "values.safetensors")
-        (place / name / "owner").unlink()  # the lock, which nobody holds
+        (place / name / "owner").unlink()  # the lock, which is free
 
 
 @distributed(world=[1, 2, 3])
@@ -77,7 +77,7 @@ def _opened(place: pathlib.Path, name: str, stage: int, world: int) -> Any:
 
 
 def assert_opens(place: pathlib.Path, name: str, world: int, stage: int, but: str = "^$") -> None:
-    """What is restored has the bits of what was saved, but for paths that match; and a step can go on."""
+    """The restored state has the saved bits, except at paths that match `but`; and a step can go on."""
     want = load_file(place / "values.safetensors")
     number, user, found, loss = _opened(place, name, stage, world=world)[0]
     assert (number, user) == (4, USER) and loss < float("inf")

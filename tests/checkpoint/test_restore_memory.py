@@ -1,4 +1,4 @@
-"""Covers the memory that a restore takes: what a rank keeps, and no more than one leaf beside."""
+"""Covers the memory that a restore takes: that of the rank's blocks, and at most one leaf more."""
 
 import math
 import pathlib
@@ -110,7 +110,7 @@ def _resident(directory: pathlib.Path, world: int) -> None:
         tree = {k: sf.shard(x, specs_of("rows")[k], mesh) for k, x in values(32).items()}
         checkpoint.save(directory, tree, 0, durable=False)
         return
-    checkpoint.save(directory / "first", {"x": sf.shard(torch.ones(8), P("dp"), mesh)}, 0)  # what is loaded once
+    checkpoint.save(directory / "first", {"x": sf.shard(torch.ones(8), P("dp"), mesh)}, 0)  # loads code and buffers
     checkpoint.restore(directory / "first", {"x": sf.shard(torch.zeros(8), P("dp"), mesh)})
     like = abstract("columns", torch.float32, mesh, 32)
     pathlib.Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,4 @@
-"""Covers `checkpoint.save` and `restore` against whole tensors: any spec, memory, dtype, mesh; what does not fit."""
+"""Covers `checkpoint.save` and `restore` against whole tensors: any spec, memory, dtype, mesh; and their refusals."""
 
 import json
 import os
@@ -354,4 +354,4 @@ def test_a_newer_format_and_a_directory_that_is_being_written(tmp_path: pathlib.
         checkpoint.restore(tmp_path / "step_000000.tmp-00ff", {"w": torch.zeros(1)})
     assert checkpoint.steps(tmp_path) == []
     checkpoint.save(tmp_path, {"w": torch.ones(1)}, step=3)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["owner", "step_000003"]  # what was left is gone
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["owner", "step_000003"]  # the remains are gone
