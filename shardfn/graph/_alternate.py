@@ -1,8 +1,8 @@
-"""Megatron's layout of any program: leaves that are multiplied are cut by columns and by rows, in turn.
+"""Megatron's layout for any program: weights of products are cut by columns and by rows, in turn.
 
-A product with what is whole is cut by its columns, so that its result is; the next product with that by its rows, whose
-results are summed. A table in which rows are looked up is cut by rows. It is a beginning for the search of layouts,
-which prices it as any other: nothing depends on its being good.
+A weight that multiplies a whole value is cut by columns, and so is the result; the next weight, which multiplies that,
+is cut by rows, and the results are summed. A lookup table is cut by rows. The search of layouts starts from this one
+and prices it like any other, so it need not be good.
 """
 
 from typing import Any
@@ -19,9 +19,9 @@ _POINTWISE = {_ATEN.add, _ATEN.mul, _ATEN.sub}
 
 
 def alternate(scope: Scope, num: int) -> dict[PlannedValue, Form]:
-    """Forms of those inputs of a scope for which this says one; see above."""
+    """Forms of the inputs of a scope that this layout covers; see above."""
     found: dict[PlannedValue, Form] = {}
-    spread: set[PlannedValue] = set()  # what is made of a product that is cut by columns, and of no later one
+    spread: set[PlannedValue] = set()  # values computed from a product that is cut by columns, before the next product
 
     def settle(value: PlannedValue, dim: int) -> Form:
         leaf, dims = _leaf_of(value, scope)
@@ -49,7 +49,7 @@ def alternate(scope: Scope, num: int) -> dict[PlannedValue, Form]:
 
 
 def _leaf_of(value: PlannedValue, scope: Scope) -> tuple[PlannedValue | None, list[Any]]:
-    """The input of which a value is a turned look or a cast, and which of its dims each of the value's is."""
+    """The input that a value is a transposed view or a cast of, and the input's dim for each dim of the value."""
     turns: list[Node] = []
     while value.part_of is not None:
         turns.append(value.node)

@@ -27,9 +27,9 @@ class Compiled:
 
     Attributes:
         function: the tensors of the graph's arguments -> the tuple of its outputs; without autograd.
-        backend: what runs it.
+        backend: the back end that runs it.
         seconds: how long it took to make the function.
-        num_regions: regions of arithmetic, each of which became one call.
+        num_regions: regions of arithmetic, each one call.
         num_compiled: how many different regions were compiled.
         cache_hits: how many of these were found in the cache on disk.
     """
@@ -88,8 +88,8 @@ def compile_graph(gm: GraphModule, backend: Backend | None = None, *, min_bytes:
     """Makes a function that runs a captured graph.
 
     "graph": each node is one call, in the graph's order; bit-identical to eager. "inductor": runs of pointwise ops
-    and reductions become compiled calls (`cut` says which); transfers, writes in place, matrix products and attention
-    are as in "graph", at the same places. Either way a value is dropped after its last use.
+    and reductions become compiled calls (see `cut`); transfers, writes in place, matrix products and attention are as
+    in "graph", at the same places. Either way a value is dropped after its last use.
 
     Args:
         gm: a flat graph of aten ops with `meta["val"]`.
@@ -97,13 +97,13 @@ def compile_graph(gm: GraphModule, backend: Backend | None = None, *, min_bytes:
         min_bytes: runs that read and write fewer bytes are not compiled.
 
     Returns:
-        The callable, with what it took.
+        The callable, with the time and counts of its compilation.
 
     Raises:
         ValueError: no such backend.
         RuntimeError: "inductor" without a working C++ compiler.
 
-    The callable raises ValueError where compiled code meets an argument that is laid out otherwise than the traced one.
+    The callable raises ValueError if an argument of compiled code has another shape or strides than the traced one.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx

@@ -87,7 +87,7 @@ def _bucket_scatters(gm: GraphModule, limit: int) -> GraphModule:
     needed = _needed_at(memory, before)
 
     def joins(start: Node, members: Sequence[Node]) -> bool:
-        # The message leaves with its last member: nobody may have needed another one's sum before that.
+        # The message leaves with its last member: no node may need another member's sum before that.
         return memory.position[start] < min(needed[m] for m in members)
 
     groups = _groups(memory, {n for n in memory.order if n.target is PSUM_SCATTER}, reduced_bytes, joins, limit)

@@ -20,7 +20,8 @@ def calibrate(mesh: Mesh | None = None, *, seconds: float = 2.0) -> Cluster:
     """Measures a `Cluster`: matrix products by dtype, memory bandwidth, and the network between the mesh's ranks.
 
     rate = 2 n^3 / time of an n x n product; bandwidth = bytes moved by a copy / its time; the link's latency is the
-    time of the smallest transfer, its bandwidth what further bytes add. Each figure is the best of several runs.
+    time of the smallest transfer, its bandwidth that of the bytes and the time by which the largest exceeds it. Each
+    figure is the best of several runs.
     Collective over the mesh: all ranks get the same figures, those of the slowest rank, so that decisions drawn from
     them agree.
 
@@ -76,7 +77,7 @@ def _link(mesh: Mesh | None, device: torch.device) -> tuple[float, float]:
 
 
 def _best(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """The time of the shortest run, of as many as fit into `seconds`, but at least three."""
+    """The shortest time of the runs that fit into `seconds`, at least three."""
     end, times = time.perf_counter() + seconds, list[float]()
     while len(times) < 4 or time.perf_counter() < end:
         times.append(_timed(run, device))
@@ -84,7 +85,7 @@ def _best(run: Callable[[], object], device: torch.device, seconds: float) -> fl
 
 
 def _repeated(run: Callable[[], object], device: torch.device, count: int = 9) -> float:
-    """The time of the shortest of `count` runs. The number is fixed, as all ranks must run as many collectives."""
+    """The shortest time of `count` runs. The number is fixed, as all ranks must run equally many collectives."""
     return min([_timed(run, device) for _ in range(count)][1:])
 
 

@@ -68,7 +68,7 @@ def compare_sequences(sequences: Sequence[Sequence[str]], mesh_shape: Mapping[st
 
     Args:
         sequences: per rank, in rank order, the lines of `collective_sequence`.
-        mesh_shape: axis name -> size; tells which ranks share a group. Default: they all do.
+        mesh_shape: axis name -> size; determines which ranks share a group. Default: all do.
 
     Raises:
         RankError: the first difference, with the ranks, both lines of the user's code and the remedy.
@@ -127,7 +127,7 @@ def prove_no_hang(gms: Sequence[GraphModule], mesh_shape: Mapping[str, int] | No
 
 
 class MessageEnd(NamedTuple):
-    """One end of a message: who is at the other, by index along the channel's axes; the tag; and how it looks."""
+    """One end of a message: the other end's index along the channel's axes, the tag, and dtype and shape as text."""
 
     sends: bool
     peer: int
@@ -153,7 +153,7 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Events:
-    """What one rank's program does with other ranks, in order. A rank can send this value to others.
+    """One rank's transfers with other ranks, in order, as a value that can be sent to them.
 
     Attributes:
         lines: as from `collective_sequence`.
@@ -176,7 +176,7 @@ class Events:
 
 
 def collective_events(gm: GraphModule) -> Events:
-    """What a rank's step does with other ranks, in the order of its graph.
+    """The transfers of a rank's step with other ranks, in the order of its graph.
 
     Example:
         >>> from torch.fx import symbolic_trace
@@ -198,7 +198,7 @@ def collective_events(gm: GraphModule) -> Events:
 
 
 def compare_events(events: Sequence[Events], mesh_shape: Mapping[str, int]) -> None:
-    """Proves that all ranks finish if each does what its `Events` say; see `prove_no_hang`.
+    """Proves that all ranks finish if each runs its `Events`; see `prove_no_hang`.
 
     Args:
         events: per rank, in rank order.
@@ -288,7 +288,7 @@ def _line(t: Transfer) -> str:
 
 
 def _sizes(t: Transfer) -> str:
-    """The sizes that must be equal between ranks, as text. An uneven exchange has none: ranks see other rows."""
+    """The sizes that must be equal between ranks, as text; "uneven" for an exchange whose sizes differ by rank."""
     if t.op in _EXCHANGES:
         received = list(t.node.args[1])  # pyright: ignore[reportArgumentType]  # an fx argument
         if len({*t.sizes, *received}) > 1:
@@ -301,14 +301,14 @@ def _same(a: Sequence[str], b: Sequence[str]) -> bool:
 
 
 def _agree(a: str, b: str) -> bool:
-    """Whether two lines may be one collective. Of an uneven exchange, the row of some rank may be even or empty."""
+    """Whether two lines may be one collective. Sizes of an uneven exchange may look even on some rank."""
     a, b = _key(a), _key(b)
     uneven = a.endswith(_UNEVEN) or b.endswith(_UNEVEN)
     return a == b or (uneven and _exchanged(a) is not None and _exchanged(a) == _exchanged(b))
 
 
 def _exchanged(key: str) -> str | None:
-    """The line of an exchange without its sizes; other lines as they are."""
+    """The line of an exchange without its sizes; None for other lines."""
     what = key.removesuffix(_UNEVEN) if key.endswith(_UNEVEN) else key.partition(" [")[0]
     return what if any(f"{op} " in what for op in _EXCHANGES) else None
 
@@ -356,7 +356,7 @@ def _groups(axes: str, mesh_shape: Mapping[str, int] | None, count: int) -> list
 
 
 class _Simulation:
-    """A simulation of all ranks. Each runs until it blocks; whoever completes a transfer wakes those that wait."""
+    """A simulation of all ranks. Each runs until it blocks; a rank that completes a transfer wakes those that wait."""
 
     def __init__(self, programs: Sequence[Sequence[Moment]], shape: Mapping[str, int]) -> None:
         self._programs, self._at = programs, [0] * len(programs)
@@ -364,7 +364,7 @@ class _Simulation:
         self._group = {c: self._group_of_rank(c, shape) for c in sorted(self._axes)}
         self._shape = shape
         self._started: dict[Any, int] = collections.Counter()
-        # By what they wait for: a rank is looked at again only when that has happened.
+        # By the event that they wait for: a rank advances again only when that has happened.
         self._blocked: dict[Any, list[int]] = collections.defaultdict(list)
 
     def run(self) -> None:
@@ -395,7 +395,7 @@ class _Simulation:
         return woken
 
     def _need(self, rank: int, event: Moment) -> Any:
-        """What must happen before the event: the starts of all ranks of the group, or that of a message's other end."""
+        """The key of the starts that the event waits for: the group's, or a message's other end; None if past."""
         if event.message is not None:
             key = self._end(rank, event, not event.message.sends)
             return key if event.wait and not self._started[key] else None
@@ -404,7 +404,7 @@ class _Simulation:
         return key if event.wait and self._started[key] < size else None
 
     def _end(self, rank: int, event: Moment, sends: bool) -> Any:
-        """The key of one end of a message, in the set of what has started."""
+        """The key of one end of a message in `_started`."""
         assert event.message is not None
         group, own = _place(event.channel, self._shape, rank)
         return event.channel, group, event.message.route(own), sends

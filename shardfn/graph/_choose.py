@@ -26,7 +26,7 @@ _TIE = 1e-3
 # Messages, in units of latency x bandwidth; windows of transfers ahead, in units of the largest one.
 _MESSAGES = (1, 8)
 _WINDOWS = (0, 4)
-# Bytes for the step's own values when nothing fits, as parts of what its arguments leave free.
+# Bytes for the step's own values when nothing fits, as parts of the memory that its arguments leave free.
 _PARTS = (1.0, 0.85, 0.7, 0.5)
 
 
@@ -176,7 +176,7 @@ class _Candidates:
         self._sends = bool(gathers or sums)
         links = [cluster.link(gm.meta.get("mesh_shape", {}), t.axes) for t in moves]
         knee = max((int(link.latency * link.bandwidth) for link in links), default=0)
-        # Of fewer than two messages that are smaller nothing can be joined.
+        # Merging needs at least two messages below the limit.
         mergeable = [sum(size < k * knee for size in (*gathers, *sums)) > 1 for k in _MESSAGES]
         self._limits = [k * knee if some else None for k, some in zip(_MESSAGES, mergeable, strict=True)]
 
@@ -215,7 +215,7 @@ class _Scores:
     def __init__(self, gm: GraphModule, cluster: Cluster, fuses: bool) -> None:
         self._gm, self._cluster, self._fuses = gm, cluster, fuses
         self._scores: dict[Schedule, _Score] = {}
-        # What comes of the graph that is written so when these passes are still to run.
+        # Scores by a graph's fingerprint and the passes that are still to run on it.
         self._known: dict[tuple[bytes, tuple[Stage, ...]], _Score] = {}
 
     def __call__(self, schedules: Iterable[Schedule]) -> tuple[Scored, ...]:

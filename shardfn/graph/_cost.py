@@ -29,7 +29,7 @@ class CostAnalysis:
     Attributes:
         flops: floating-point operations.
         flops_by_phase: phase -> operations.
-        bytes: what ops read and write in memory.
+        bytes: bytes that ops read and write in memory.
         bytes_by_phase: phase -> bytes.
         transfers: (collective, axes) -> (calls, bytes sent), as the traffic counter has them.
         moves: (from, to) -> (moves, bytes) between "device", "host" and "disk", as the ledger has them.
@@ -80,7 +80,7 @@ class Event:
         start: seconds since the step began.
         seconds: how long it takes.
         where: the user's line.
-        detail: the op, and what a transfer moves.
+        detail: the op; for a transfer also its bytes and leaves.
     """
 
     name: str
@@ -132,7 +132,7 @@ def cost_analysis(gm: GraphModule) -> CostAnalysis:
     for node, phase in phases_of(gm).items():
         flops[phase] += node_flops(node)
         moved[phase] += node_bytes(node)
-    # Who receives sends nothing.
+    # A receiver sends nothing.
     traffic = _totals(((t.op, t.axes), t.sent) for t in transfers(gm) if t.op != "receive")
     local = _totals(((m.src, m.dst), m.nbytes) for m in moves(gm))
     return CostAnalysis(sum(flops.values()), dict(flops), sum(moved.values()), dict(moved), traffic, local)
@@ -173,15 +173,15 @@ def _seconds(node: Node, flops: int, device: Device) -> float:
 def estimate(gm: GraphModule, cluster: Cluster) -> Estimate:
     """The time of a captured step on `cluster`: a simulated run with a lane that computes and one for each link.
 
-    What is computed on the host is taken to run at the device's rates; moves run on the cluster's `host` and `disk`
-    links, one wire a direction, and take no time where it has none.
+    Computation on the host is assumed to run at the device's rates; moves run on the cluster's `host` and `disk` links,
+    one wire a direction, and take no time without a link.
 
     Args:
         gm: the step; `gm.meta["mesh_shape"]` lays its ranks out over the cluster's nodes.
         cluster: rates, as measured by `calibrate` or from a table.
 
     Returns:
-        Seconds, what of the communication is exposed, the model flops utilisation, and the timeline.
+        Seconds, the exposed part of the communication, the model flops utilisation, and the timeline.
 
     Raises:
         ValueError: an axis is not in the mesh, or the device has no rate for a dtype.

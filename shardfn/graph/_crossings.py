@@ -1,9 +1,9 @@
 """Operations of a program that send along other axes than the one along which it is partitioned: crossings.
 
-Ranks along the other axes send the parts to one another that the partition makes of the operands. So all of them must
-take the same parts, though the blocks that each has of other values may be of several sizes: then each plans a graph of
-its own. One of these plans decides for all how crossings are computed. Along dims in which ranks differ nothing crosses
-in parts, so what one plan decides the others can do.
+Ranks along the other axes exchange parts of the operands, as the partition cuts them. So all of them must use the same
+parts. Their blocks of other values may differ in size; then each rank plans a graph of its own, and one of these plans
+decides for all how crossings are computed. Dims in which ranks differ are not cut at crossings, so all other plans can
+follow the decision.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,11 +24,11 @@ class EveryRank:
     """Which strategies of the crossings of a graph all ranks along the other axes can take.
 
     Args:
-        graph: what is planned.
-        chosen: of each crossing the strategy that was taken elsewhere, in order; None: it is to be decided here.
+        graph: the graph to plan.
+        chosen: for each crossing, in order, the strategy that the deciding plan took; None: this plan decides.
 
     Raises:
-        ValueError: there are not as many.
+        ValueError: the number of crossings differs.
     """
 
     def __init__(self, graph: Graph, chosen: Sequence[Strategy] | None) -> None:
@@ -46,11 +46,11 @@ class EveryRank:
             return strategies
         if self._chosen is not None:
             return [self._chosen[node]]
-        # On a rank with an empty block nothing may be there to be summed later.
+        # A rank with an empty block might have no summand.
         return [s for s in strategies if all(f.kind != "partial" for f in s.ins)]
 
     def taken(self, program: PartitionProgram) -> list[Strategy]:
-        """What a program of the graph does at its crossings, in order."""
+        """The strategies that a program of the graph takes at its crossings, in order."""
         found = dict(_computed(program))
         return [found[n] for n in self._nodes]
 
@@ -64,7 +64,7 @@ def _computed(program: PartitionProgram) -> Iterator[tuple[Node, Strategy]]:
 
 
 def of_several_sizes(programs: Sequence[PartitionProgram]) -> Mapping[str, list[int]]:
-    """Of each axis along which ranks have blocks of several sizes, of anything: one index for each kind of rank.
+    """The axes along which ranks have blocks of several sizes, each with one index for each kind of rank.
 
     The first is 0. Ranks of one kind have blocks of the same sizes of everything.
     """
@@ -78,7 +78,7 @@ def of_several_sizes(programs: Sequence[PartitionProgram]) -> Mapping[str, list[
 
 
 def _held(program: PartitionProgram) -> Iterator[tuple[int, ...]]:
-    """Of each value that is cut, how much of the dim each rank has."""
+    """For each value that is cut, the length of each rank's block."""
     for step in program.steps:
         if isinstance(step, Loop):
             yield from _held(step.body)

@@ -67,7 +67,7 @@ class Cluster:
     """Nodes of equal devices, ranks numbered node by node.
 
     Attributes:
-        device: what each rank computes on.
+        device: the device of each rank.
         per_node: ranks in a node.
         inside: the wire between ranks of one node.
         between: each rank's share of the wire between nodes.
@@ -94,7 +94,7 @@ class Cluster:
         """The wire that a collective along `axes` runs on, ranks being numbered row-major over the mesh.
 
         If every group of ranks along `axes` lies in one node it is `inside`. Else the group's ring leaves each node on
-        as many wires as the group has ranks in it, k, so that the slowest hop is min(inside, k * between).
+        k wires, where k is the number of its ranks there, so that the slowest hop is min(inside, k * between).
 
         Args:
             mesh_shape: axis name -> size, major to minor.
@@ -173,7 +173,7 @@ def _cluster(
 
 # Vendors' figures: dense tensor-core rates with float32 accumulation for the 16-bit types, plain (not TF32) float32,
 # memory in GiB as the driver counts it (the vendors' GB are that, rounded). NVLink is halved, since vendors add both
-# directions. Wires between nodes: what the vendor's reference machine has, divided by its devices. Latencies are
+# directions. Wires between nodes: those of the vendor's reference machine, divided by its devices. Latencies are
 # typical, not vendors'.
 # V100: NVIDIA Tesla V100 datasheet (2020) and DGX-2 datasheet: 16 x SXM3, NVSwitch 300 GB/s, 8 x EDR 100 Gbit/s.
 # A100: NVIDIA A100 datasheet (2021), DGX A100 datasheet: NVSwitch 600 GB/s, 8 x HDR 200 Gbit/s for training.

@@ -17,8 +17,8 @@ def donate(gm: GraphModule, *, temporaries: bool = True) -> GraphModule:
     """Turns elementwise ops into in-place ones where their first operand dies there: `add -> add_`, foreach ops too.
 
     The operand must be contiguous, of the result's shape and dtype, and its memory a temporary or a placeholder that
-    `gm.meta["donated"]` names; nobody may read that memory later, a transfer in flight included. So an optimizer
-    written as pure functions runs in the buffers of the state it was given. Before a `stop_unless` placeholders stay.
+    `gm.meta["donated"]` names; no node may read that memory later, nor a transfer in flight. So an optimizer written as
+    pure functions runs in the buffers of the state it was given. Before a `stop_unless` placeholders stay.
 
         m = mu * 0.9                     m = mu.mul_(0.9)
         m1 = m + g                =>     m1 = m.add_(g)
@@ -30,7 +30,7 @@ def donate(gm: GraphModule, *, temporaries: bool = True) -> GraphModule:
             needs no memory between them, and does better without.
 
     Returns:
-        A new graph whose outputs have the same bits; donated placeholders hold whatever was put there.
+        A new graph whose outputs have the same bits; the contents of donated placeholders are undefined afterwards.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -55,7 +55,7 @@ def _write_in_place(node: Node, twin: Any, new: dict[Node, Node]) -> set[Node]:
     """Replaces the node by its in-place op. One over lists returns nothing, so its operands become its results."""
     here = new[node]
     here.target = twin
-    here.meta["overwrites"] = "dead"  # nobody reads that memory later but through its own result
+    here.meta["overwrites"] = "dead"  # that memory is read later only through its own result
     here.meta["val"] = abstract_value(here)
     operands: Any = node.args[0]
     if not isinstance(operands, list | tuple):
@@ -79,9 +79,9 @@ class _Owners:
 
     def __init__(self, memory: Memory, donated: set[str], temporaries: bool) -> None:
         self._memory, self._temporaries = memory, temporaries
-        # By memory as it is now known; two that are joined take the later of the two.
+        # The position of the last read, by memory; `_join` updates it.
         self._last = {m: i for i, n in enumerate(memory.order) for m in memory.reads(n)}
-        # A program that stops leaves the state as it was.
+        # A program that stops must leave the state unchanged.
         self._stop = max((i for i, n in enumerate(memory.order) if is_stop(n)), default=-1)
         self._foreign: set[int] = set()
         for node in memory.order:
@@ -106,7 +106,7 @@ class _Owners:
         given = [m in self._memory.given for m in owned]
         if any(given) if i < self._stop else not self._temporaries and not all(given):
             return False
-        # An operand may meet itself, element by element; nothing else may look at what is overwritten.
+        # An operand may be used twice, element by element; no other operand may share the overwritten memory.
         others = [n for n in _others(node) if n is not node.args[0]]
         if any(m in owned for n in others for m in self._of(n)):
             return False
@@ -124,7 +124,7 @@ class _Owners:
 
 
 def in_place_twin(node: Node) -> Any:
-    """The op that writes the result of an elementwise node into its first argument; None if there is none.
+    """The op that writes the result of an elementwise node into its first argument; None if it does not exist.
 
     Example:
         >>> graph = torch.fx.Graph()
@@ -176,5 +176,5 @@ def _not_owned(node: Node, donated: set[str], memory: Memory) -> tuple[int, ...]
         return memory.shown(node)
     if not is_gather(node):
         return ()
-    # Its own block is sent until the channel's next turn, which no wait tells.
+    # Its own block is sent until the channel's next gather, for which there is no wait.
     return tuple(m for n in node.all_input_nodes for m in memory.shown(n) if m not in memory.given)

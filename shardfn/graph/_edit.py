@@ -27,7 +27,7 @@ def drafted(gm: GraphModule) -> GraphModule:
     It saves time: one copy of the step of a trillion parameters takes a second, and there are nine passes.
     """
     out = reordered(gm, list(gm.graph.nodes))[0]
-    out.meta["draft"] = {}  # what `Memory` knows of it
+    out.meta["draft"] = {}  # a cache of `Memory`
     return out
 
 
@@ -90,14 +90,14 @@ def finish(gm: GraphModule, graph: Graph) -> GraphModule:
 def call(
     graph: Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, like: Node
 ) -> Node:
-    """Adds a node at the insertion point, with its abstract value and with `like`'s phase and place.
+    """Adds a node at the insertion point, with its abstract value and with `like`'s phase and line.
 
     Args:
         graph: where.
         target: the op.
         args: its arguments.
         kwargs: its keyword arguments.
-        like: the node in whose stead it stands.
+        like: the node that it replaces.
     """
     node = graph.create_node("call_function", target, args, dict(kwargs or {}), target._schema.name.split("::")[1])
     node.meta.update({k: like.meta[k] for k in ("phase", "where", "memory") if k in like.meta})
@@ -106,7 +106,7 @@ def call(
 
 
 def abstract_value(node: Node) -> Any:
-    """What the node returns for the abstract values of its arguments."""
+    """The node's result for the abstract values of its arguments."""
     values: Any = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     args, kwargs = values
     if node.target is operator.getitem:
@@ -123,7 +123,7 @@ def revalue(node: Node, old: Node, changed: set[Node], memory: Memory) -> None:
 
     Args:
         node: a node of the edited graph; to be called on all of them in order.
-        old: what it was before the edit.
+        old: the node before the edit.
         changed: nodes of the edited graph whose abstract value is other memory than before.
         memory: facts about the graph before the edit.
     """

@@ -29,7 +29,7 @@ def emit(gm: GraphModule, steps: Sequence[Node | Region], calls: Sequence[Callab
 
     Args:
         gm: the graph whose nodes the steps are; its attributes are bound.
-        steps: nodes, each after what it reads, and regions; the last is the output.
+        steps: nodes and regions, each after its inputs; the last is the output.
         calls: for each region, in order, the function of the list of its inputs, which it empties.
 
     Example:
@@ -91,7 +91,7 @@ def _view_or_copy(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _same_as(node: Node) -> Node | None:
-    """The node of which this one is a view of all as it is, so that it will do; else None."""
+    """The node that this one is a view of with equal shape and strides, so that it can replace it; else None."""
     of = node.args[0] if node.target in _LOOKS else None
     if not isinstance(of, Node) or not _is_passed_on(node):
         return None
@@ -102,7 +102,7 @@ def _same_as(node: Node) -> Node | None:
 
 
 def _is_passed_on(node: Node) -> bool:
-    """Whether only ops of the graph see a value: what is returned is a tensor of its own."""
+    """Whether only ops of the graph use a value; a returned value must be a tensor of its own."""
     return all(user.op != "output" for user in node.users)
 
 
@@ -188,7 +188,7 @@ class _CodeWriter:
         op: Any = node.target
         if op in _LOOKS and self.written.isdisjoint(map(storage_of, tensors_of(node))):
             return self._global(_view_or_copy)
-        # The same kernels through torch's parsers written in C++: 1 us a call less, which tells where ops are small.
+        # The same kernels through torch's parsers written in C++: 1 us a call less, which matters for small ops.
         binding = op_of(node).calls.get(getattr(op, "_overloadname", ""))
         return self._global(binding or (op._op if isinstance(op, torch._ops.OpOverload) else op))
 

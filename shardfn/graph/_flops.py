@@ -32,9 +32,9 @@ def node_flops(node: Node) -> int:
 
 
 def node_bytes(node: Node) -> int:
-    """Bytes that `node` reads and writes: its operands and its results once; views and transfers none.
+    """Bytes that `node` reads and writes: its operands and its results once; 0 for views and transfers.
 
-    Lookups (`embedding`, `gather`, ...) read what they return.
+    Lookups (`embedding`, `gather`, ...) read only the elements that they return.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx

@@ -1,4 +1,4 @@
-"""How a value is spread along a mesh axis, and what a sharding rule says: from forms of operands to those of results.
+"""How a value is spread along a mesh axis: its form, and sharding rules, from forms of operands to those of results.
 
 A value of a program that was written for one device has one of these forms along an axis:
 
@@ -8,7 +8,7 @@ A value of a program that was written for one device has one of these forms alon
                in which several things lie one after another, block i of each of these parts
     PARTIAL    every rank holds a summand (type V)
 
-A rule offers strategies; whoever plans a graph chooses. What a strategy does not say is converted by collectives.
+A rule offers strategies; a planner chooses one for each op. Collectives convert values of other forms.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ class Form(NamedTuple):
         kind: see above.
         dim: which dim is cut.
         multiple: blocks begin at multiples of it; divides the dim.
-        parts: of a dim whose parts are cut each by itself (queries, keys and values of one projection), of each part
-            its size and multiple; `multiple` is then 1.
+        parts: size and multiple of each part, for a dim whose parts are cut separately (queries, keys and values of one
+            projection); `multiple` is then 1.
     """
 
     kind: Literal["whole", "varying", "cut", "partial"]
@@ -68,7 +68,7 @@ def cut(dim: int, size: int, num: int, multiple: int = 1, parts: Parts = ()) -> 
 
 
 def blocks(size: int, num: int, form: Form) -> tuple[tuple[int, ...], ...]:
-    """Of each part of a cut dim the lengths of its blocks.
+    """For each part of a cut dim the lengths of its blocks.
 
     Example:
         >>> blocks(12, 2, cut(0, 12, 2)), blocks(12, 2, cut(0, 12, 2, parts=((8, 1), (4, 1))))
@@ -103,7 +103,7 @@ def multiple_of(size: int, held: Sequence[int]) -> int | None:
 
 
 class Ranks:
-    """The ranks along the axis, as what a strategy runs sees them.
+    """The ranks along the axis, for the `run` of a strategy.
 
     Attributes:
         axis: its name.
@@ -119,11 +119,11 @@ class Ranks:
         return psum(x, self.axis)
 
     def pmax(self, x: Tensor) -> Tensor:
-        """The maximum, whole; of what is not differentiated."""
+        """The maximum, whole; not differentiable."""
         return pmax(x, self.axis)
 
     def pvary(self, x: Tensor) -> Tensor:
-        """What is whole, varying."""
+        """A whole value as a varying one."""
         return pvary(x, self.axis)
 
     def bounds(self, size: int, multiple: int = 1) -> tuple[int, int]:
@@ -161,9 +161,9 @@ class Strategy(NamedTuple):
     Attributes:
         ins: the form that each tensor among the operands must have, in their order.
         outs: the form of each result.
-        run: computes it, of the arguments with parts in the place of tensors; None: the op itself does.
+        run: computes it from the arguments, with parts in the place of tensors; None: the op itself does.
         sent: bytes that `run` sends, forward and backward, a rank.
-        note: what `run` sends, in words.
+        note: the messages of `run`, in words.
     """
 
     ins: tuple[Form, ...]
@@ -195,8 +195,8 @@ class OpUse:
         args: by position, with `Operand` in the place of tensors.
         kwargs: by name.
         operands: the tensors among them, in order.
-        forms: how the operands are spread as they come.
-        outs: the results; None of those that are no tensors.
+        forms: the forms in which the operands come.
+        outs: the results that are tensors.
         num: ranks along the axis.
     """
 
@@ -221,5 +221,5 @@ Rule = Callable[[OpUse], list[Strategy]]
 
 
 def whole(use: OpUse) -> Strategy:
-    """What always holds: whole operands give whole results."""
+    """The strategy that always holds: whole operands give whole results."""
     return Strategy((WHOLE,) * len(use.operands), (WHOLE,) * len(use.outs))

@@ -12,9 +12,9 @@ from ._ops import op_of
 def free_at_last_use(gm: GraphModule) -> GraphModule:
     """Shortens lifetimes without changing the order of transfers, of writes or of arithmetic.
 
-    Constants, views, and casts of what is smaller or is there anyway (a placeholder) are made just before their first
-    use; results of an op with several are taken apart at once, so that the others die; what nobody uses goes, except
-    writes, transfers and random draws.
+    Constants, views, and casts of smaller values or of placeholders are made just before their first use; several
+    results of one op are unpacked at once, so that unused ones die; unused nodes are removed, except writes, transfers
+    and random draws.
 
         z = zeros(1000)                  y = x.relu()
         c = x.float()  # unused          z = zeros(1000)

@@ -1,4 +1,4 @@
-"""Leaves whose forms a search chooses on its way: where they stand, and what it has chosen."""
+"""Leaves whose forms a search chooses on its way: their first values, and the forms that it has chosen."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ def free_leaf() -> Held:
 
 
 def settled(plan: SearchedPlan, scope: Scope, start: Mapping[PlannedValue, Held], num: int) -> dict[PlannedValue, Form]:
-    """In which forms the first operations that read them have free leaves."""
+    """The forms in which the first operations that read free leaves take them."""
     found: dict[PlannedValue, Form] = {}
     for node in scope.nodes:
         choice = plan.choices[node]

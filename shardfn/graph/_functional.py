@@ -41,16 +41,16 @@ def without_writes(gm: GraphModule) -> Iterator[str]:
 
 
 class _Walk:
-    """Goes through a graph in order, and knows the value that each tensor has by now.
+    """Goes through a graph in order, and tracks the current value of each tensor.
 
     Attributes:
-        replaced: the writes, which nobody uses any more.
+        replaced: the writes, which have no more users.
     """
 
     def __init__(self, gm: GraphModule) -> None:
         self.replaced: list[Node] = []
         self._gm = gm
-        self._parents: dict[Node, Node] = {}  # of a view, what it is a view of
+        self._parents: dict[Node, Node] = {}  # by view, the node that it is a view of
         self._written: dict[Node, Node] = {}  # of a write, the tensor that it returns
         self._values: dict[Node, Node] = {}
         self._counts: dict[Node, int] = {}  # of the owner of memory, the writes to it
@@ -76,7 +76,7 @@ class _Walk:
                 return f"writes to a value; {_REMEDY.split(', or ')[1]}"
             if viewed(found) is None:
                 return self._write(node, written, found)
-            node.target, parent = found, written  # `t_()`, which only looks otherwise at the same memory
+            node.target, parent = found, written  # `t_()`, which only changes the view of the memory
         if parent is not None and (node.target is not operator.getitem or parent in self._parents):
             self._parents[node] = parent
             self._seen[node] = self._counts.get(self._owner(node), 0)
@@ -92,7 +92,7 @@ class _Walk:
         return tensor
 
     def _value(self, node: Node, user: Node) -> Node:
-        """The value of a tensor where `user` stands."""
+        """The value of a tensor at the position of `user`."""
         tensor = self._tensor(node)
         count = self._counts.get(self._owner(tensor), 0)
         if tensor in self._parents and self._seen[tensor] != count:
@@ -113,7 +113,7 @@ class _Walk:
         else:
             new = self._call(node, node, target, node.args, dict(node.kwargs))
         dtype = tensor.meta["val"].dtype
-        if new.meta["val"].dtype != dtype:  # of a comparison, say, or of what was copied
+        if new.meta["val"].dtype != dtype:  # as for a comparison, or a copy from another dtype
             new = self._call(node, node, _ATEN._to_copy.default, (new,), {"dtype": dtype})
         self._store(node, tensor, new)
         self._written[node] = tensor
@@ -127,7 +127,7 @@ class _Walk:
         return self._call(node, node, _ATEN.detach.default, (new,)) if node.meta.get("no_grad") else new
 
     def _store(self, node: Node, tensor: Node, value: Node) -> None:
-        """Gives a tensor a new value, and with it what it is a view of."""
+        """Gives a new value to a tensor, and so to the tensors that it is a view of."""
         if tensor not in self._parents:
             self._counts[tensor] = self._counts.get(tensor, 0) + 1
         else:
@@ -141,7 +141,7 @@ class _Walk:
         self._values[tensor] = value
 
     def _source(self, view: Node) -> Node:
-        """The tensor that it is a view of; a part of a split is one of what was split."""
+        """The tensor that it is a view of; for a part of a split, the tensor that was split."""
         parent = self._parents[view]
         return self._parents[parent] if view.target is operator.getitem else parent
 
@@ -166,7 +166,7 @@ class _Walk:
         return ""
 
     def _call(self, user: Node, like: Node, target: Any, args: Any, kwargs: dict[str, Any] | None = None) -> Node:
-        """A new operation before `user`, beside which stands what stands beside `like`."""
+        """A new operation before `user`, with the metadata of `like`."""
         with self._gm.graph.inserting_before(user):
             new = self._gm.graph.call_function(target, tuple(args), kwargs or {})
         new.meta = dict(like.meta)
@@ -191,7 +191,7 @@ class _Walk:
 
 @by_identity
 def viewed(target: Any) -> int | None:
-    """The argument of which the results of an op are views; None: they are not."""
+    """The argument that the results of an op are views of; None: they are not views."""
     row = known_op(target)
     if row.views is not None or row.writes:
         return row.views
@@ -204,7 +204,7 @@ def viewed(target: Any) -> int | None:
 
 
 def functional(node: Node) -> Any:
-    """The op that returns what this one writes; None: there is not one."""
+    """The op that returns the value that this one writes; None: it does not exist."""
     found, val = _returning(node.target), node.meta.get("val")
     if found is None or not isinstance(node.args[0], Node) or not isinstance(val, Tensor):
         return None
@@ -227,7 +227,7 @@ def _takes(target: Any) -> list[tuple[str, str]]:
     return [(a.name, str(a.type)) for a in target._schema.arguments]
 
 
-# Of a view, the op and the further arguments that put its value back into what it is a view of.
+# By view, the op and the further arguments that put its value back into its source.
 
 _RESHAPES = {_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default}
 _SCATTERS = {_ATEN.slice_scatter.default, _ATEN.select_scatter.default, _ATEN.diagonal_scatter.default}
@@ -243,7 +243,7 @@ def put_back(view: Node, whole: Node) -> tuple[Any, ...] | None:
 
 
 def _reshaped(view: Node, shape: torch.Size) -> tuple[Any, ...] | None:
-    repeats = view.meta["val"].numel() != shape.numel()  # an expand, of which elements share memory
+    repeats = view.meta["val"].numel() != shape.numel()  # an expand, whose elements share memory
     return None if repeats else (_ATEN.reshape.default, list(shape))
 
 

@@ -2,14 +2,14 @@
 
 Nodes have a partial order, made of the rules below. Any order of the graph that keeps it computes the same bits:
 
-    data             a user comes after what it uses
-    read after write, write after read, write after write: of one memory, through whatever alias
-    in flight        what a transfer reads counts as read, and where it lands as written, until its `wait`
-    stops            what writes, transfers or draws at random stays on its side of an op that may end the program
+    data             a user comes after its inputs
+    read after write, write after read, write after write: of one memory, through any alias
+    in flight        a transfer's operands count as read, and its result as written, until its `wait`
+    stops            nodes that write, transfer or draw at random stay on their side of an op that may end the program
     messages         sends, receives and their waits keep their order, by which no two ranks wait for each other
     channels         gathers among themselves, reductions among themselves and the loss's own collectives keep
-                     their order, as do random ops: so all ranks issue alike; a gather that brings what another one
-                     gathers further is of a line of its own, so that it may run ahead of those
+                     their order, as do random ops: so all ranks issue alike; a gather whose result is gathered again
+                     (the first of two hops) is on a channel of its own, so that it may run ahead of those
 
 A view reads no memory; it is tied to the memory's values only through its readers.
 """
@@ -28,7 +28,7 @@ from ._ops import PSUM_SCATTER, SENT, WAIT, known_op, op_of
 from ._transfers import is_gather, is_message, is_start, is_wait, start_of
 from ._values import tensors_of, written_by
 
-# Orders that no memory carries, as memories of their own.
+# Pseudo-memories, for orders that no memory carries.
 _GATHER, _REDUCE, _COLLECTIVE, _RANDOM, _EFFECT, _FAR, _MESSAGE = -1, -2, -3, -4, -5, -6, -7
 
 
@@ -38,7 +38,7 @@ class Memory:
     Attributes:
         order: the nodes.
         position: their index in it.
-        inputs: what each of them takes.
+        inputs: the inputs of each node.
         mutated: memories that an op overwrites, by its schema.
         given: the memories of placeholders.
         sizes: bytes of each memory.
@@ -53,7 +53,7 @@ class Memory:
         self._raw: dict[Node, tuple[int, ...]] = {}
         # By node its abstract value, and the memories of that; passes over one draft share it.
         self._known: dict[Node, tuple[Any, Sequence[tuple[int, Any]]]] = gm.meta.get("draft", {})
-        # As they are now: a pass may edit the graph and still ask.
+        # A snapshot: a pass may edit the graph and still ask.
         self.inputs: dict[Node, list[Node]] = {n: n.all_input_nodes for n in self.order}
         acts = {n: _acts(n.target) if n.op == "call_function" else _NEVER for n in self.order}
         self._waits: dict[Node, Node] = {}
@@ -98,7 +98,7 @@ class Memory:
         return _once((*self._of(self.inputs[node]), *self.mutates(start)))
 
     def find(self, memory: int) -> int:
-        """The number that stands for all memories that were found to be the same."""
+        """The representative of all memories that were found to be the same."""
         while self._parent[memory] != memory:
             self._parent[memory] = memory = self._parent[self._parent[memory]]
         return memory
@@ -131,7 +131,7 @@ class Memory:
         return _once(m for n in nodes for m in self._shown[n])
 
     def _found(self, memories: tuple[int, ...]) -> tuple[int, ...]:
-        """What stands for these memories, each once."""
+        """The representatives of these memories, each once."""
         if len(memories) == 1:
             return memories if self._parent[memories[0]] == memories[0] else (self.find(memories[0]),)
         return _once(map(self.find, memories))
@@ -139,21 +139,21 @@ class Memory:
     def _numbers(self, node: Node) -> tuple[int, ...]:
         if node.op == "output":
             return ()
-        # By the memory of the abstract value, of which aliases share one, as tensors do.
+        # By the storage of the abstract value, which aliases share, as real tensors do.
         if "val" in node.meta:
             return tuple([self._new(key, storage) for key, storage in self._storages(node)])
         if node.op != "call_function":
             return (self._new((node.op, node.target)),)
         if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns:
             return ()
-        # An op that nobody described may return its arguments.
+        # An op without an abstract value may return its arguments.
         own = self._new(node)
         for m in [m for n in self.inputs[node] for m in self._raw[n]]:
             self.unite(own, m)
         return (own,)
 
     def _storages(self, node: Node) -> Sequence[tuple[int, Any]]:
-        """The memories of the node's abstract value, as numbers and as what torch has: of a draft, asked for once."""
+        """The storages of the node's abstract value, with their addresses; cached for a draft."""
         val, known = node.meta["val"], self._known.get(node)
         if known is None or known[0] is not val:
             storages = [t.untyped_storage() for t in tensors_of(node)]
@@ -188,7 +188,7 @@ class Memory:
 
 
 class _Acts(NamedTuple):
-    """What an op may do: waits, gives another look at memory, overwrites some."""
+    """The possible effects of an op: it waits, returns a view, overwrites memory."""
 
     waits: bool
     may_view: bool
@@ -241,8 +241,8 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
     out: dict[Node, list[Node]] = {}
     for node in memory.order:
         turns, writes = _turns(node), memory.writes(node)
-        # What is not to happen if the program stops before it, nor to be missing if it stops after it. Also a transfer:
-        # a rank that stops must have started all that others wait for, and no more.
+        # Nodes that must not run if the program stops before them, and must have run if it stops after them. Also
+        # transfers: a rank that stops must have started exactly those that others wait for.
         stopped = (_EFFECT,) if writes or _RANDOM in turns or is_start(node) else ()
         if turns:
             turns = (_FAR,) if node in memory.far else turns
@@ -257,7 +257,7 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
             last[m] = node
         for m in reads:
             readers.setdefault(m, []).append(node)
-        # It may read what it writes.
+        # A node may read the memory that it writes.
         before.pop(node, None)
         out[node] = sorted(before, key=memory.position.__getitem__) if len(before) > 1 else list(before)
     return out
@@ -303,13 +303,13 @@ def legal_order(wish: Sequence[Node], before: dict[Node, list[Node]]) -> list[No
 
 
 def put_off(order: Sequence[Node], before: dict[Node, list[Node]], lazy: set[Node]) -> list[Node]:
-    """The order in which `lazy` nodes stand directly before the first node that must come after them."""
+    """The order with each `lazy` node directly before the first node that must come after it."""
     busy = [n for n in order if n not in lazy and n.op != "output"]
     return legal_order([*busy, *(n for n in order if n in lazy), order[-1]], before)
 
 
 def put_forward(order: Sequence[Node], before: dict[Node, list[Node]], eager: set[Node]) -> list[Node]:
-    """The order in which `eager` nodes stand directly after the last node that must come before them."""
+    """The order with each `eager` node directly after the last node that must come before it."""
     first = [n for n in order if n.op == "placeholder"]
     busy = [n for n in order if n not in eager and n.op != "placeholder"]
     late = [n for n in order if n in eager]

@@ -56,7 +56,7 @@ def compile_regions(regions: Sequence[Region]) -> Kernels:
         The kernels, in the order of `regions`.
 
     Raises:
-        RuntimeError: the C++ compiler failed; the message says what to do.
+        RuntimeError: the C++ compiler failed; the message has the remedies.
 
     Example:
         >>> compile_regions([]).num_compiled
@@ -90,7 +90,7 @@ def canonical(region: Region) -> str:
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler that inductor would call (`CXX`, else g++), or None if there is none.
+    """The C++ compiler that inductor would call (`CXX`, else g++); None if it is not found.
 
     Example:
         >>> find_compiler() is None or len(find_compiler()) > 0

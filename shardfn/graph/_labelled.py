@@ -1,6 +1,6 @@
 """Sharding rules of ops that treat some dims alike: dims have labels, and where a label is cut, it is cut everywhere.
 
-A label stands for one dim of each operand and result that has it. Products, pointwise ops, reductions, norms, lookups
+A label names one dim of each operand and result that has it. Products, pointwise ops, reductions, norms, lookups
 and attention differ in their labels alone: `mk, kn -> mn`. A label that no result has is summed over.
 """
 
@@ -9,19 +9,19 @@ from collections.abc import Callable, Sequence
 
 from ._forms import PARTIAL, VARYING, Form, Operand, OpUse, Parts, Run, Strategy, whole
 
-# Of each dim its label, or None for a dim that must not be cut.
+# A label for each dim, or None for a dim that must not be cut.
 Dims = tuple[object, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """What an op does with dims.
+    """The labels of an op's dims.
 
     Attributes:
         ins: the labels of each operand's dims.
         outs: those of each result's.
         sums: whether a label that no result has may be cut: the op is a sum over it.
-        linear: operands of which the op is a linear function, each by itself; its result is then partial with them.
+        linear: operands in which the op is linear, each by itself; its result is partial if one of them is.
         together: the op is linear in these operands taken together, as a sum is.
         run: see `Strategy`; given the forms of the results.
     """
@@ -94,13 +94,13 @@ def broadcast(use: OpUse) -> Labels:
 
 
 def aligned(x: Operand, out: Operand) -> Dims:
-    """Labels of an operand's dims, by what they are broadcast to."""
+    """Labels of an operand's dims: the dims of the result that they are broadcast to."""
     lead = out.ndim - x.ndim
     return tuple(i + lead if size == out.shape[i + lead] else None for i, size in enumerate(x.shape))
 
 
 def sum_of_operands(use: OpUse) -> Labels:
-    """Pointwise and linear in all its operands together; nothing is added that is no tensor."""
+    """Pointwise and linear in all its operands together, if these are all tensors."""
     labels = broadcast(use)
     every = tuple(range(len(use.operands)))
     alone = len(every) == len(use.args)
@@ -123,7 +123,7 @@ def scaled(use: OpUse) -> Labels:
 
 
 def divided(use: OpUse) -> Labels:
-    """A quotient: linear in what is divided."""
+    """A quotient: linear in the dividend."""
     labels = broadcast(use)
     small = len(use.operands) == 1 or all(s == 1 for s in use.operands[1].shape)
     first = isinstance(use.args[0], Operand)

@@ -12,7 +12,7 @@ from ._values import is_view
 def leaves_behind(own: Any) -> tuple[str, ...]:
     """Paths of the leaves that a transfer's operand, a node or a list of them, is made of, in the operand's order.
 
-    A node's own word counts too: `node.meta["gradient_of"]`, where a capture gives it.
+    Leaves in `node.meta["gradient_of"]`, where a capture has noted them, count too.
     """
     names: dict[str, None] = {}
     for operand in own if isinstance(own, (list, tuple)) else [own]:

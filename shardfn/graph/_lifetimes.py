@@ -1,15 +1,15 @@
 """Lifetimes of the memory of a captured step: when the graph, run in its order, allocates and frees each piece.
 
 A value dies after its last use, and memory after the last value that shows it. Placeholders belong to the caller and
-constants to the graph: they live throughout; outputs live to the end. A transfer holds what it reads until its wait,
-and memory of its own:
+constants to the graph: they live throughout; outputs live to the end. A transfer holds its operands until its wait, and
+memory of its own:
 
     all_gather    the result, from start to its last use; the own block until the channel's next gather
-    psum_scatter  the blocks that arrive, (ranks - 1) of them on the first and the last rank; of two ranks they become
+    psum_scatter  the blocks that arrive, (ranks - 1) of them on the first and the last rank; for two ranks they become
                   the result, else the result is added at the wait
     psum          a packed copy of its parts, which becomes the result
 
-A token stands for the bytes on disk that it names.
+A token counts as the bytes on disk that it names.
 """
 
 import collections
@@ -31,10 +31,10 @@ class Block:
     Attributes:
         nbytes: its size.
         maker: the node that makes it.
-        born: position in the graph of the node at which it comes to life; -1 for what is there before.
+        born: position in the graph of the node at which it comes to life; -1 for memory that is there before.
         dies: position of the last node at which it is alive.
-        holders: the nodes whose values show it; none for buffers inside a transfer.
-        operand: what a buffer inside a transfer is for.
+        holders: the nodes whose values show it; empty for buffers inside a transfer.
+        operand: the purpose of a buffer inside a transfer.
     """
 
     nbytes: int
@@ -127,10 +127,10 @@ def _arriving(move: Transfer, at: Mapping[Node, int], blocks: Mapping[int, Block
         return []
     result.born = wait
     rows = n - 1 if index in (0, n - 1) else n
-    # Of two ranks, what arrives is overwritten by the sum.
+    # With two ranks the sum overwrites the block that arrives.
     made = [Block(rows * own, move.node, start, wait - 1 if rows == 1 else wait, operand="arriving")]
     if size == 2:
-        # A 32-bit total and a row cast to be added to it; what arrived from several ranks does not hold the result.
+        # A 32-bit total and a row cast to be added to it; with several rows the result is not one of them.
         wide = 2 * 4 * move.sizes[index] - (own if rows > 1 else 0)
         made.append(Block(wide, move.wait, wait, wait, operand="32-bit sum"))
     return made

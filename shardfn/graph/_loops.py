@@ -1,6 +1,6 @@
-"""Loops over layers in the graph of a forward: the body stands in it once, and a node says how often it runs.
+"""Loops over layers in the graph of a forward: the graph has the body once, and a node that runs it for each layer.
 
-    given ... = loop_input()                  stand in for the carry and for the layer's x
+    given ... = loop_input()                  placeholders of the carry and of the layer's x
     ...                                       the body; meta["loop"] of each node is the loop's mark
     out = looped(carry, layers, given, ends)  the last carry, then the ys of each layer
 
@@ -17,7 +17,7 @@ from ._values import where_of
 
 
 def loop_input() -> Any:
-    """Target of a node that stands in for an argument of a body."""
+    """Target of a node that is a placeholder of a body's argument."""
 
 
 def looped(carry: Any, layers: Any, given: Any, ends: Any) -> Any:
@@ -31,11 +31,11 @@ class LoopMark:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Body:
-    """What a loop runs for each layer.
+    """The operations that a loop runs for each layer.
 
     Attributes:
         nodes: its operations in order, those of loops inside it left out.
-        given: the nodes that stand in for the carry and for x.
+        given: the placeholders of the carry and of x.
         num_carry: how many of them are the carry's.
         ends: the nodes of the carry that it returns, then of y.
         outside: the nodes of the graph around it that it uses, directly or in loops inside it.
@@ -52,7 +52,7 @@ def bodies_of(graph: Graph) -> tuple[list[Node], dict[Node, Body]]:
     """The nodes outside of all loops, in order, and the body of each loop, by the node that runs it.
 
     Raises:
-        ValueError: a value that a body makes is used outside of it; says where.
+        ValueError: a value that a body makes is used outside of it; the message has the line.
     """
     within: dict[LoopMark | None, list[Node]] = {None: []}
     for node in graph.nodes:
@@ -88,7 +88,7 @@ def _body(node: Node, nodes: Sequence[Node], bodies: dict[Node, Body]) -> Body:
 
 
 def _check_scope(nodes: Sequence[Node], bodies: dict[Node, Body]) -> None:
-    """Refuses what a body has made and does not return, and somebody around it uses."""
+    """Refuses uses, outside of a body, of values that it has made and does not return."""
     for node in nodes:
         mark = node.meta.get("loop") if node.op != "get_attr" else None
         for n in reads(node, bodies):

@@ -1,4 +1,4 @@
-"""The memory that a captured step needs, when, and for what, from the lifetimes of its values in the graph's order."""
+"""The memory of a captured step over time and by kind, from the lifetimes of its values in the graph's order."""
 
 import dataclasses
 import itertools
@@ -33,7 +33,7 @@ class Live:
         nbytes: its size.
         shape: the shape of the value that made it; empty for buffers inside an op.
         dtype: its dtype.
-        leaf: the path of the leaf that it is, or what a buffer is for.
+        leaf: the path of the leaf that it is, or the purpose of a buffer.
         where: the user's line.
     """
 
@@ -59,7 +59,7 @@ class MemoryAnalysis:
         phase: the phase there.
         timeline: bytes alive after each node, in the graph's order.
         largest: the largest pieces alive at the peak, largest first.
-        by_memory: "device", "host", "disk" -> the most that is alive there at once, each at a time of its own.
+        by_memory: "device", "host", "disk" -> the most bytes alive there at once, each at a time of its own.
         max_by_memory: for each of them, kind -> the most of it that is alive there at any time.
     """
 
@@ -96,10 +96,10 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20) -> MemoryAnalysis:
     """The peak of live tensor bytes of a captured step, by kind and over time.
 
     live(i) = sum of the blocks born at or before node i that die at or after it, and the scratch of i itself;
-    peak = max_i live(i), for each memory. Kinds: what the caller gives is `params`, `optimizer`, `batch` (or `other`);
-    what a gather or a fetch for the loss makes is `gathered`; what is made in the backward for the update or for a sum
-    over ranks is `grads`; what is made in the forward and used in the backward is `activations`; results that nothing
-    else reads are `other`; the rest is `temporaries`.
+    peak = max_i live(i), for each memory. Kinds: arguments are `params`, `optimizer`, `batch` (or `other`); results of
+    gathers and of fetches for the loss are `gathered`; values made in the backward for the update or for a sum over
+    ranks are `grads`; values made in the forward and used in the backward are `activations`; results that no node reads
+    are `other`; the rest is `temporaries`.
 
     Args:
         gm: the step.
@@ -182,7 +182,7 @@ _Events = list[list[tuple[str, int]]]
 
 
 def _events(blocks: Sequence[Block], kinds: Sequence[str], count: int) -> tuple[_Events, _Events]:
-    """The blocks allocated at each node, and freed after it. The last births are what exists before the step.
+    """The blocks allocated at each node, and freed after it. The last births are of blocks that exist before the step.
 
     Blocks that are alive at the last node outlive the step.
     """
@@ -217,7 +217,7 @@ def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.2f} MiB"
 
 
-# What memory is for.
+# Kinds of memory.
 
 
 def _kinds(blocks: Sequence[Block], moves: Sequence[Transfer], phases: Mapping[Node, str]) -> list[str]:

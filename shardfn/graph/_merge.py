@@ -1,7 +1,7 @@
 """Several transfers as one: how their blocks are interleaved, and taken apart again.
 
-What `Packing` says of tensors is written down here as nodes. Ranks whose blocks have the same sizes are handled
-together, as rows of a matrix, so that the number of nodes does not grow with the number of ranks.
+The nodes make the layout that `Packing` makes of tensors. Ranks whose blocks have the same sizes are handled together,
+as rows of a matrix, so that the number of nodes does not grow with the number of ranks.
 """
 
 import functools
@@ -23,7 +23,7 @@ _wait = torch.ops.shardfn.wait.default
 
 
 def merge_gathers(starts: Sequence[Node]) -> list[Node]:
-    """Puts one all_gather in the stead of several; they stand together, and their waits later.
+    """Replaces several all_gathers by one. Their starts must be neighbours, and their waits come later.
 
     Args:
         starts: `all_gather_start` nodes, in order; they are erased, and their waits, too.
@@ -48,7 +48,7 @@ def merge_gathers(starts: Sequence[Node]) -> list[Node]:
 
 
 def merge_scatters(starts: Sequence[Node], alone: Sequence[bool]) -> list[Node]:
-    """Puts one psum_scatter in the stead of several; they stand together, and their waits later.
+    """Replaces several psum_scatters by one. Their starts must be neighbours, and their waits come later.
 
     Args:
         starts: `psum_scatter_start` nodes, in order; they are erased, and their waits, too.
@@ -70,7 +70,7 @@ def merge_scatters(starts: Sequence[Node], alone: Sequence[bool]) -> list[Node]:
     values: list[Node] = []
     for i, wait in enumerate(waits):
         with graph.inserting_before(wait):
-            # Views of one message, which lives as long as any of them; what leaves the step must not keep the others.
+            # Views of one message, which lives as long as any of them; a result of the step must not keep the others.
             value = call(graph, _aten.slice.Tensor, (whole, 0, ends[i], ends[i + 1]), like=wait)
             values.append(call(graph, _aten.clone.default, (value,), like=wait) if alone[i] else value)
     return _replace(starts, waits, values)
@@ -91,7 +91,7 @@ def _replace(starts: Sequence[Node], waits: Sequence[Node], values: list[Node]) 
 
 
 def _sizes(starts: Sequence[Node]) -> tuple[Sizes, ...]:
-    """Of each member, the elements of each rank's block."""
+    """For each member, the number of elements of each rank's block."""
     rows: list[Any] = [s.args[1] for s in starts]
     return tuple(row if isinstance(row, Sizes) else Sizes(as_runs(row)) for row in rows)
 
@@ -144,6 +144,6 @@ def _interleaved(graph: Graph, flats: Sequence[Any], sizes: tuple[Sizes, ...], l
             blocks.append(call(graph, _aten.view.default, (block, [count, n]), like=like))
         grid = call(graph, _aten.cat.default, (blocks, 1), like=like)
         parts.append(call(graph, _aten.view.default, (grid, [-1]), like=like))
-    if not parts:  # nobody has an element
+    if not parts:  # no rank has an element
         return flats[0]
     return parts[0] if len(parts) == 1 else call(graph, _aten.cat.default, (parts,), like=like)

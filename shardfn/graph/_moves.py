@@ -85,7 +85,7 @@ def memory_of(node: Node) -> MemoryKind:
 
 
 def stored_bytes(node: Node) -> int:
-    """The bytes on disk for which a token stands, that of a placeholder or of a writer."""
+    """The bytes on disk that a token names; its node is a placeholder or a writer."""
     shape, dtype = cast(tuple[Any, Any], node.meta["stored"] if node.op == "placeholder" else node.args)
     return torch.Size(shape).numel() * dtype.itemsize
 

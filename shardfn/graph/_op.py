@@ -1,7 +1,7 @@
-"""`Op`: what is known of one op. The op table is made of these.
+"""`Op`: the facts about one op. The op table consists of these.
 
-Two sources make an `Op`. Its schema says what it looks at, writes and draws, for any op there is. The rest is a row of
-the table (`_ops.py`), where an op without a row has the default of each field.
+Two sources make an `Op`. Its schema gives views, writes and draws, for any op. The other fields are a row of the table
+(`_ops.py`); an op without a row has their defaults.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _Fact = TypeVar("_Fact")
 
 
 class Crossing(NamedTuple):
-    """What a move between memories crosses, and which argument says how many bytes; None: its own value does."""
+    """The memories that a move connects, and the argument that has its bytes; None: its own value has them."""
 
     src: MemoryKind
     dst: MemoryKind
@@ -36,31 +36,31 @@ class Op:
     Attributes:
         flops: of its operands and `out_val`; None: torch's formula, or no arithmetic worth counting.
         scratch: bytes that it holds on CPU while it runs, beyond operands and results; None: operands that it casts.
-        lookup: it reads what it returns, not all of its first operand.
-        constant: it makes a value of no tensor.
+        lookup: it reads only the elements that it returns, not all of its first operand.
+        constant: it makes a value from no tensor.
         casts: it makes the same elements again, in another dtype or layout.
         copies: it only copies, casts, packs or encodes, which may be done where a value is sent, or arrives.
         carries: its elements are those of its operands.
         scales: a gradient stays that of the same leaves: cut, cast, scaled, or summed in code.
         fuses: a compiler makes one kernel of it and its neighbours; pointwise ops do in any case.
-        weight: what it counts towards a kernel being worth its compilation.
+        weight: the number of ops that it counts as, when a kernel must be worth its compilation.
         identity: it is its operand, and costs nothing.
-        channel: whose turn a transfer between ranks takes; "" for what starts none.
-        transfer: what such a transfer says of itself, of the start and the graph's metadata.
+        channel: the channel in whose order a transfer between ranks takes its turn; "" for ops that start no transfer.
+        transfer: from such a start and the graph's metadata to the fields of a `Transfer`.
         waits: it ends a transfer or a move.
-        move: what it crosses, if it starts a move between memories.
-        fetches: it brings a value nearer to where it is used, and does nothing else.
-        makes_in: the memory in which it makes its value, where it says so.
+        move: the memories that it connects, if it starts a move between memories.
+        fetches: it only brings a value nearer to its use.
+        makes_in: the memory in which it makes its value, if that is fixed.
         calls: by overload, a faster binding of the same kernel.
-        strides: by overload, how its results lie where torch's abstract answer differs: of the answer and the operands.
-        abstract: by overload, what it makes of tensors without data, where torch's answer differs in more.
-        types: how it changes the types of values along axes (`_types.py`); "" for what computes on each rank alone.
+        strides: by overload, from torch's abstract result and the operands to a result in the kernel's strides.
+        abstract: by overload, from operands without data to the result, where torch's differs in more than strides.
+        types: how it changes the types of values along axes (`_types.py`); "" for ops that compute on each rank alone.
         sharding: from the forms of its operands along an axis to strategies (`_forms.py`); None: whole values only.
-        views: the argument of which its result is another look, by its schema.
+        views: the argument that its result is a view of, by its schema.
         writes: position and name of the arguments that it overwrites, by its schema.
         draws: it draws from torch's generator, by its tags.
         pointwise: by its tags.
-        effects: it returns nothing and writes nothing, so that it is there for something else.
+        effects: it returns nothing and writes nothing, so it must have another effect.
     """
 
     flops: Callable[..., int] | None = None
@@ -146,7 +146,7 @@ def written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
 
 
 def _viewed(schema: Any) -> int | None:
-    """The argument of which the op's only result is a view."""
+    """The argument that the op's only result is a view of."""
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor" or schema.returns[0].alias_info is None:
         return None
     seen = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None]

@@ -1,7 +1,8 @@
-"""The op table. A row says what an op's schema does not: costs, memory, transfers, types and sharding.
+"""The op table. A row adds to an op's schema: costs, memory, transfers, types and sharding.
 
-A row holds for all overloads, save where it names them. An op without a row computes on each rank alone, costs what
-its operands and results weigh, and stays where it is. Everything in this room that asks which op a node is asks here.
+A row holds for all overloads, save where it names them. An op without a row computes on each rank alone, costs the
+bytes of its operands and results, and stays where it is. All code of this room that depends on a node's op uses this
+table.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ MOVE_WAIT = _MEMORY.wait.default
 
 
 def op_of(node: Node) -> Op:
-    """What is known of the op that `node` calls.
+    """The facts about the op that `node` calls.
 
     Example:
         >>> graph = torch.fx.Graph()
@@ -47,7 +48,7 @@ def op_of(node: Node) -> Op:
 
 @by_identity
 def known_op(target: Any) -> Op:
-    """What is known of an op, or of a function that is none.
+    """The facts about an op, or about another function.
 
     Example:
         >>> known_op(torch.ops.aten.mm.default).flops is formulas.product, known_op(torch.ops.aten.t.default).views
@@ -82,7 +83,7 @@ def _rows(names: str, row: Op) -> dict[Any, Op]:
 
 _NONE = Op()
 _FUSED = Op(fuses=True)
-# A constant, or what looks at a shape alone; neither is worth a kernel.
+# Ops that use only their operand's shape, and constants; neither is worth a kernel.
 _LIGHT = Op(fuses=True, weight=0, types="filled")
 _CONSTANT = Op(fuses=True, weight=0, constant=True)
 _CAST = Op(casts=True, copies=True, carries=True, scales=True, fuses=True, weight=0)
@@ -130,7 +131,7 @@ OPS: dict[Any, Op] = {
     _ATEN._log_softmax: Op(scratch=formulas.if_strided, fuses=True),
     _ATEN._log_softmax_backward_data: Op(fuses=True, strides=_DENSE),
     _ATEN.native_layer_norm_backward: Op(fuses=True, strides=_DENSE),
-    # pointwise, without the tag or with more to say
+    # pointwise, without the tag or with further facts
     **_rows("silu_backward tanh_backward sigmoid_backward threshold_backward where", _FUSED),
     **_rows("slice_backward select_backward", _FUSED),
     # whose compiled form is cheaper than eager's
@@ -158,10 +159,10 @@ OPS: dict[Any, Op] = {
     _ATEN.permute: Op(calls={"default": torch.permute}),
     _ATEN.expand: Op(calls={"default": torch.Tensor.expand}),
     _ATEN.detach: Op(calls={"default": torch.detach}),
-    _ATEN._unsafe_view: Op(scales=True, views=0),  # its schema says that it copies
+    _ATEN._unsafe_view: Op(scales=True, views=0),  # by its schema it copies
     **_rows("reshape split split_with_sizes", _SCALES),  # whose results are several, or sometimes new
-    # What lies otherwise than torch says, as a search over its operations has found: its formulas end in operands of
-    # another order, or keep strides that the kernel does not. By what the kernels do instead.
+    # Ops whose results have other strides than torch's formulas give, found by a search over torch's operations: the
+    # formulas take operands in another order, or keep strides that the kernels do not. Grouped by the kernels' strides.
     _ATEN.copysign: Op(strides=_kept("Tensor", lay_out=strides.as_elementwise)),
     _ATEN.xlogy: Op(strides=_kept("Tensor", lay_out=strides.as_elementwise)),
     **_rows("floor_divide hardswish_backward hardtanh_backward logit_backward", Op(strides=_ELEMENTWISE)),

@@ -1,4 +1,4 @@
-"""`Schedule`: what the passes over a captured graph may do, as one value."""
+"""`Schedule`: the options of the passes over a captured graph, as one value."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +15,7 @@ class Schedule:
     Attributes:
         prefetch: bytes of gathered leaves that may be there ahead of their use.
         bucket: bytes up to which small transfers travel together.
-        reductions: bytes of whole gradients that may be under way.
+        reductions: bytes of whole gradients that may be in flight.
         reuse: a gathered leaf stays in memory while at most this many bytes of others are gathered; default as
             `prefetch`.
         budget: bytes that a step's own values may take; activations beyond it are computed again. None keeps them all.
@@ -45,7 +45,7 @@ class Schedule:
                 raise ValueError(f"Schedule({name}={value}): a number of bytes, 0 or more; None leaves the pass out.")
 
     def __call__(self, gm: GraphModule, *, fuses: bool = False) -> GraphModule:
-        """The scheduled graph; `gm` stays as it is.
+        """The scheduled graph; `gm` is unchanged.
 
         Args:
             gm: a captured step.

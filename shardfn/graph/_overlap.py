@@ -15,7 +15,7 @@ from ._transfers import is_reduction, is_wait, start_of, wait_of
 def overlap_reductions(gm: GraphModule, *, limit: int) -> GraphModule:
     """Starts each sum as early as its inputs allow and waits for it as late as possible: the backward covers it.
 
-    A wait stands before the first use of its value; or, oldest first, before a start that would bring the whole
+    A wait comes before the first use of its value; or, oldest first, before a start that would bring the whole
     gradients in flight above `limit` bytes. A sum that is kept on the host, or goes on to other nodes, sets out when
     the next reduction starts, so that the backward covers this way, too. The reductions keep their order.
 
@@ -71,7 +71,7 @@ def _eager(memory: Memory, after: dict[Node, list[Node]]) -> set[Node]:
     """The starts of reductions, with the copies and views that only they need."""
     eager: set[Node] = set()
     for node in reversed(memory.order):
-        # What packs a message goes up with it; used by anything else, it stays, as it would live longer.
+        # Ops that pack a message go up with it; if others use their result, too, they stay, or it would live longer.
         packs = (is_copy(node) or memory.is_view(node)) and bool(after[node])
         if is_reduction(node) or (packs and all(n in eager for n in after[node])):
             eager.add(node)

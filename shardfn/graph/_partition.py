@@ -1,9 +1,9 @@
-"""`partition_graph`: a program of one device, along a mesh axis: which form each value has, and what is sent between.
+"""`partition_graph`: cuts a program of one device along a mesh axis, by a form for each value and conversions.
 
-The rules of the op table offer strategies for each op, and a search chooses (`_partition_search.py`). Three things make
-what is chosen a whole. A value is converted once to each form, and kept for its other uses. Views cost nothing, so that
-a view of a value that is to be sent is made again, of what was sent. And a sum that is not needed yet is not taken:
-partial values stay so through what is linear.
+The rules of the op table offer strategies for each op, and a search chooses (`_partition_search.py`). Three rules
+connect the choices. A value is converted once to each form, and kept for its other uses. Views cost nothing, so the
+source of a view is sent, once, and the view is made again. And sums are taken late: partial values stay partial through
+linear ops.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ def partition_graph(
         forms: of inputs that are cut; the others are whole.
         trained: whether a gradient may arrive at an input.
         constants: the tensor of a `get_attr`.
-        value_price: what a byte of a value that a rank holds costs, in bytes that are sent.
+        value_price: the price of a byte of a value that a rank holds, in bytes that are sent.
         every_rank: which strategies the ranks along other axes can take, too; None: all ranks see the same graph.
     """
     scope = scope_of(graph, trained, constants)
@@ -63,7 +63,7 @@ def partition_graph(
 
 
 def held_at_start(form: Form) -> Held:
-    """A leaf as it comes."""
+    """A leaf in the form in which the program receives it."""
     return Held(form, frozenset([form]), form.kind == "cut")
 
 
@@ -72,7 +72,7 @@ class _ProgramWriter:
 
     def __init__(self, program: PartitionProgram, scope: Scope, plan: SearchedPlan) -> None:
         self.program, self._scope, self._plan = program, scope, plan
-        # What a body reads from outside, in the order of its inputs.
+        # The values that a body reads from outside, in the order of its inputs.
         self.asked: list[tuple[PlannedValue, Form]] = []
         self._forms: dict[PlannedValue, Form] = {}
         self._slots: dict[PlannedValue, dict[Form, int]] = {}
@@ -88,8 +88,8 @@ class _ProgramWriter:
         """The program, once its inputs are entered.
 
         Args:
-            ends: the values that it returns, or what is no tensor.
-            forms: of each the form; None: as it is made.
+            ends: the values that it returns; others than tensors stay unchanged.
+            forms: the form of each; None: the form in which it is made.
         """
         for node in self._scope.nodes:
             self._add(node)
@@ -102,7 +102,7 @@ class _ProgramWriter:
         self.program.passages = passages(self.program)
         return self.program
 
-    # What a move asks.
+    # The protocol `Knows`.
 
     def form_of(self, value: PlannedValue) -> Form:
         """See `Knows`."""
@@ -112,7 +112,7 @@ class _ProgramWriter:
         """See `Knows`."""
         return form in self._slots.get(value, {})
 
-    # What is written down.
+    # Steps.
 
     def _add(self, node: Node) -> None:
         self._line, self._section = short(node.meta.get("where")), node.meta.get("section")
@@ -169,7 +169,7 @@ class _ProgramWriter:
         assert move.source is not None
         src = self._need(move.source, form)
         dst = self._slot(value, form)
-        # What runs on a block knows its shape; here the whole is looked at.
+        # The strategy's own `run` has the shape of a block; this view is of the whole value.
         strategy = self._plan.choices[value.node].strategy._replace(
             ins=(form,), outs=(form,), run=whole_look(value.node)
         )

@@ -1,4 +1,4 @@
-"""How a value of a partitioned program gets into another form, and what that sends."""
+"""Conversions of values of a partitioned program to other forms, and the bytes that these send."""
 
 import math
 from typing import Any, NamedTuple, Protocol
@@ -23,9 +23,10 @@ class FormMove(NamedTuple):
     """The last step towards a form.
 
     Attributes:
-        kind: "there"; "made": it is made so; "look": made again as a look at `source`; "convert": from form `before`.
+        kind: "there"; "made": it is made in this form; "look": made again as a view of `source`; "convert": from form
+            `before`.
         before: the form to convert from.
-        source: the value to look at.
+        source: the value to view.
     """
 
     kind: str
@@ -34,12 +35,12 @@ class FormMove(NamedTuple):
 
 
 def needed_form(value: PlannedValue, form: Form) -> Form:
-    """What gets no gradient needs no `pvary`."""
+    """The form to convert to: a value without a gradient needs no `pvary`, and stays whole."""
     return WHOLE if form == VARYING and not value.differentiable else form
 
 
 def move_to(value: PlannedValue, form: Form, known: Knows) -> FormMove:
-    """How a value gets into a form, as `needed_form` says it."""
+    """The last step that brings a value into a form, which `needed_form` has returned."""
     if known.has(value, form):
         return FormMove("there")
     own = known.form_of(value)
@@ -47,7 +48,7 @@ def move_to(value: PlannedValue, form: Form, known: Knows) -> FormMove:
         return FormMove("made")
     source = value.look_at
     if source is not None and form.kind in ("whole", "varying") and own.kind in ("whole", "partial", "cut"):
-        # Views cost nothing: what was sent for another look serves this one.
+        # Views cost nothing: the source, sent for another view, serves this one.
         like = known.form_of(source).kind == "cut" if own.kind == "cut" else known.form_of(source) == own
         if like and math.prod(source.seen.shape) <= math.prod(value.seen.shape):
             return FormMove("look", source=source)

@@ -1,6 +1,6 @@
-"""What a captured forward is made into before it is partitioned: without writes, products apart from their sums.
+"""Rewrites a captured forward before it is partitioned: removes writes, and separates products from added terms.
 
-What cannot be made so is refused, with its line.
+Ops that cannot be rewritten are refused, with their lines.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from ._values import where_of
 
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.addmm.default: _ATEN.mm.default, _ATEN.baddbmm.default: _ATEN.bmm.default}
-# What only looks; by their names, since ours is defined later.
+# Checks, which have no effect on values; by their names, since ours is defined later.
 _CHECKS = {"aten._assert_async.msg", "shardfn.check.default"}
 
 
@@ -61,7 +61,7 @@ def _draws_nothing(node: Node) -> bool:
 
 
 def _apart(graph: Graph, node: Node) -> None:
-    """`addmm(b, x, y)` as `mm(x, y) + b`, so that the sum over ranks may stand between."""
+    """`addmm(b, x, y)` as `mm(x, y) + b`, so that the sum over ranks can be taken between."""
     added, x, y = node.args
     with graph.inserting_before(node):
         product = graph.call_function(_PRODUCTS[node.target], (x, y))  # pyright: ignore[reportArgumentType]

@@ -1,6 +1,6 @@
-"""A program partitioned along a mesh axis, as data: steps over slots, each of which holds one value in one form.
+"""A program partitioned along a mesh axis, as data: steps over slots. A slot holds one value in one form.
 
-The planner (`_partition.py`) writes it, once a signature; whoever runs it goes through the steps in order.
+The planner (`_partition.py`) writes it, once a signature; it runs step by step.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ class Conversion(NamedTuple):
         forward: bytes that a rank sends in the forward.
         backward: and in the backward, for its transpose.
         line: the user's line of the op that asks for it.
-        because: the op, where it has no rule for what it was given; else "".
+        because: the op, if it has no rule for operands in their forms; else "".
         times: how often it is sent: once for each layer of a loop.
     """
 
@@ -52,7 +52,7 @@ class Compute(NamedTuple):
     Attributes:
         node: the op, whose arguments name nodes.
         slots: of its operands, in order.
-        dsts: of its results, by position; those that nobody needs are missing.
+        dsts: of its results, by position; unused ones are missing.
         strategy: how.
         single: whether it returns one tensor.
         line: the user's.
@@ -70,10 +70,10 @@ class Loop(NamedTuple):
     """A step: a program that runs once for each layer, on a carry and the layer's values.
 
     Attributes:
-        body: from the slots of the carry, of x, and of what is outside, to the next carry and y.
+        body: from the slots of the carry, of x, and of outside values, to the next carry and y.
         carry: the slots of the first carry.
-        layers: of each layer the slots of its x.
-        outside: slots of what all layers read.
+        layers: for each layer the slots of its x.
+        outside: slots of the values that all layers read.
         dsts: of the last carry, and of the y of each layer, by position.
         line: the user's.
     """
@@ -93,7 +93,7 @@ class Passage(NamedTuple):
     """Steps that run together.
 
     Attributes:
-        section: what they are a part of, as the capture has noted it; None of most.
+        section: the section that the capture has noted for them; mostly None.
         steps: their numbers.
         ins: slots that they need, and that others fill.
         outs: slots that they fill, and that others need.
@@ -112,14 +112,14 @@ class PartitionProgram:
     Attributes:
         axis: the mesh axis.
         num: its ranks.
-        inputs: the slot of each input; None of one that is not used.
-        constants: slot -> tensor, of what the program closes over.
+        inputs: the slot of each input.
+        constants: slot -> tensor, for tensors that the program closes over.
         steps: in order.
         outputs: a slot, or a value that is no tensor.
-        num_slots: how many there are.
-        sections: of each step, what the capture has noted of its op as "section".
+        num_slots: the number of slots.
+        sections: for each step, the "section" that the capture has noted beside its op.
         passages: the steps by section, in order.
-        last_use: by step, the slots that nobody needs afterwards.
+        last_use: by step, the slots that no later step needs.
         sent: the collectives, in order.
     """
 
@@ -147,7 +147,7 @@ def _made(step: Step) -> tuple[int, ...]:
 
 
 def passages(program: PartitionProgram) -> list[Passage]:
-    """The steps by section, with what each needs of the others."""
+    """The steps by section, with the slots that each needs and supplies."""
     steps, sections = program.steps, program.sections
     starts = [i for i in range(len(steps)) if i == 0 or sections[i] is not sections[i - 1]]
     kept = [x for is_slot, x in program.outputs if is_slot]

@@ -1,17 +1,17 @@
-"""Which strategy each op of a partitioned program takes: a search over the whole of it, for the fewest bytes.
+"""Chooses the strategy of each op of a partitioned program: a search over the whole program, for the fewest bytes.
 
-A state of the search says in which forms the values are that a later op reads; its price is what was sent so far,
-forward and backward. Ops are decided in order. Of states that hold the same only the cheapest is kept, and of all
-states the `width` cheapest. So where few values are alive, between two blocks, the search forgets nothing that matters.
-With a width of 1 it is greedy; the plan is the better of the two.
+A state of the search has the forms of the values that a later op reads; its price is the bytes sent so far, forward and
+backward. Ops are decided in order. Among states with equal forms only the cheapest is kept, and among all states the
+`width` cheapest. So where few values are alive, between two blocks, the search keeps every state that matters. With a
+width of 1 it is greedy; the result is the better plan of the two widths.
 
-A loop is one op, whose strategies are the forms of its carry: for each the body is searched once, and paid for as often
-as it runs. What it reads from outside is brought into its form once, before the loop.
+A loop is one op, whose strategies are the forms of its carry: for each the body is searched once, and its price counts
+for every run. Values that it reads from outside are brought into their forms once, before the loop.
 
-A leaf that its spec cuts is joined only where nothing else is possible: that it stays cut is what the spec is for.
+A leaf that its spec cuts is gathered only if there is no other way, since the spec asks for the cut.
 
-A leaf whose spec is still to be found is free: the first op that uses it says in which form it is, and pays for what a
-rank then holds of it (`_propose.py`).
+A leaf whose spec is still to be found is free: the first op that uses it decides its form, and pays for the part that a
+rank then holds (`_propose.py`).
 """
 
 import itertools
@@ -48,12 +48,12 @@ class Search:
     Args:
         num: ranks along the axis.
         width: how many states are kept.
-        held_price: what a byte of a free leaf costs that a rank holds, in bytes that are sent.
-        value_price: and what one costs of a value that is computed, and gets a gradient.
+        held_price: the price of a byte of a free leaf that a rank holds, in bytes that are sent.
+        value_price: the price of a byte of a computed value that gets a gradient.
         margin: how much dearer the greedy plan of a loop's body may be than that of another form of its carry, for the
             form to be searched any further.
         every_rank: which strategies the ranks along other axes can take, too; None: all ranks see the same program.
-        work_price: what a floating-point operation costs that a rank computes.
+        work_price: the price of a floating-point operation of a rank.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Search:
         self.num, self.width, self._margin, self._every_rank = num, width, margin, every_rank
         self._prices = SearchPrices(num, held_price, value_price, work_price)
         self._plans: dict[Any, SearchedPlan] = {}
-        # What is known of a value is the same few things over and over: each has a number.
+        # Values share few different `Held`: each has a number.
         self._numbers: dict[Held, int] = {}
         self._known: list[Held] = []
-        # What an op changes depends on its operands alone, and on what they are looks at.
+        # The changes of an op depend only on its operands and on the sources of these.
         self._changes: dict[Any, list[NumberedChange]] = {}
         self._marks: dict[tuple[PlannedValue, int], int] = {}
         self._random = random.Random(0)  # all ranks search alike
@@ -90,9 +90,9 @@ class Search:
         """The cheapest plan that is found.
 
         Args:
-            scope: what is planned.
+            scope: the scope to plan.
             start: its inputs.
-            ends: the values that it is to have in the end, and in which form; None: as they are made.
+            ends: the values that it must have in the end, and their forms; None: the form in which they are made.
         """
         widths = {1, self.width}
         return min((self.searched(scope, start, ends, w) for w in sorted(widths)), key=lambda p: p.total)
@@ -152,7 +152,7 @@ class Search:
         return self._keys.setdefault(key, len(self._keys))
 
     def numbered(self, held: Mapping[PlannedValue, Held]) -> dict[PlannedValue, int]:
-        """What is known of values, as numbers."""
+        """The numbers of values' `Held`."""
         out: dict[PlannedValue, int] = {}
         for value, x in held.items():
             out[value] = self._numbers.setdefault(x, len(self._known))
@@ -163,13 +163,13 @@ class Search:
     def changes(
         self, scope: Scope, node: Node, state: SearchState, begun: Mapping[PlannedValue, int]
     ) -> list[NumberedChange]:
-        """What an op may change of a state.
+        """The changes to a state that an op can make, one for each strategy that applies.
 
         Args:
             scope: of the op.
             node: the op.
             state: before it.
-            begun: what is known of inputs that no op has read yet.
+            begun: the numbers of the `Held` of inputs that no op has read yet.
         """
         held, reads = state.held, self._read_by(scope, node)
         key = node, *(held[v] if v in held else begun[v] for v in reads)
@@ -199,7 +199,7 @@ class Search:
         return self._marks[key]
 
     def _read_by(self, scope: Scope, node: Node) -> list[PlannedValue]:
-        """The operands of an op, and what they are looks at."""
+        """The operands of an op, and the values that they are views of."""
         if node not in self._reads:
             found: dict[PlannedValue, None] = {}
             for operand in scope.operands[node]:
@@ -232,7 +232,7 @@ class Search:
         price, outside = sum(draft.costs, state.price), sum(draft.outside, state.outside)
         return SearchedPlan(price - outside, price, choices, forms, asked)
 
-    # What an op may do.
+    # The strategies of an op.
 
     def _made(self, scope: Scope, node: Node, held: Mapping[PlannedValue, int]) -> Iterator[Change]:
         operands, weight, loop = scope.operands[node], scope.weights.get(node, 1), scope.loops.get(node)
@@ -246,7 +246,7 @@ class Search:
         forms = tuple(known(v).form for v in operands)
         for strategy in self.offered(node, operands, forms):
             if all(f.kind != "partial" or form == f for form, f in zip(forms, strategy.ins, strict=True)):
-                # Nothing becomes a sum that is still to be taken; it is made as one.
+                # No value is converted to a partial one; only an op makes one.
                 pairs = list(zip(operands, strategy.ins, strict=True))
                 yield Draft(self._prices, known, weight).decide(scope, node, SearchChoice(strategy), pairs)
 

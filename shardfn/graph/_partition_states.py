@@ -1,4 +1,4 @@
-"""What a search of plans knows at one point of a program, and what one op changes of it (`_partition_search.py`)."""
+"""The state of a search of plans at one point of a program, and its changes by one op (`_partition_search.py`)."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from ._forms import WHOLE, Form, Strategy, blocks, cut
 from ._partition_moves import move_to, needed_form, sent_by
 from ._partition_values import PlannedValue, Scope
 
-# What a byte of a leaf costs that its spec has cut.
+# The price of a byte of a leaf that its spec cuts.
 _KEPT_CUT = 1e6
 # So little that it decides only between strategies that send the same.
 _PER_ELEMENT, _PER_MESSAGE = 1e-9, 1e-3
@@ -21,7 +21,7 @@ class Held(NamedTuple):
     """One value at one point of a plan.
 
     Attributes:
-        form: as it is made.
+        form: the form in which it is made.
         slots: the forms in which it is there.
         leaf: whether it is a leaf that its spec cuts, or a part of one.
         free: whether it is a leaf whose form is not decided yet.
@@ -34,11 +34,11 @@ class Held(NamedTuple):
 
 
 class SearchChoice(NamedTuple):
-    """What is decided of one op.
+    """The decision on one op.
 
     Attributes:
-        strategy: how it is computed; of a loop, the forms of the carry and of what it returns.
-        plan: of a loop, that of its body.
+        strategy: how it is computed; for a loop, the forms of the carry and of its results.
+        plan: for a loop, that of its body.
     """
 
     strategy: Strategy
@@ -47,14 +47,14 @@ class SearchChoice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SearchedPlan:
-    """What is decided of all ops of a scope.
+    """The decisions on all ops of a scope.
 
     Attributes:
-        price: bytes that it sends, and a little for each message; without what it asks of `outside`.
-        total: with that, for one run of the loop's body.
+        price: bytes that it sends, and a little for each message; without conversions of `outside` values.
+        total: with these, for one run of the loop's body.
         choices: by op.
         forms: of the ends.
-        outside: of the values around a body, in which forms it reads them.
+        outside: the values around a body that it reads, and the forms in which it reads them.
     """
 
     price: float
@@ -65,13 +65,13 @@ class SearchedPlan:
 
 
 class SearchPrices(NamedTuple):
-    """What a search pays for, besides what is sent.
+    """The prices of a search besides that of a byte sent, which is 1.
 
     Attributes:
         num: ranks along the axis.
-        held: what a byte of a free leaf costs that a rank holds, in bytes that are sent.
-        value: and what one costs of a value that is computed, and gets a gradient.
-        work: what a floating-point operation costs that a rank computes.
+        held: of a byte of a free leaf that a rank holds, in bytes that are sent.
+        value: of a byte of a computed value that gets a gradient.
+        work: of a floating-point operation of a rank.
     """
 
     num: int
@@ -81,12 +81,12 @@ class SearchPrices(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What an op that is computed in one way changes of a state.
+    """The change to a state by an op, computed in one way.
 
     Attributes:
         costs: bytes, in the order in which they are added up.
         outside: those of them that bring values from around a body.
-        held: what is known of values afterwards.
+        held: the values that change, with their new `Held`.
         choice: the way.
     """
 
@@ -104,7 +104,7 @@ class NumberedChange(NamedTuple):
         outside: see `Change`.
         held: see `Change`.
         choice: see `Change`.
-        mark: what it does to the mark of a state.
+        mark: xored with the mark of a state.
     """
 
     costs: tuple[float, ...]
@@ -119,10 +119,10 @@ class SearchState(NamedTuple):
 
     Attributes:
         price: of all ops so far.
-        outside: that of what they have brought from around a body.
-        held: what is known of values, each as its number in a table of the search.
+        outside: the part of it for values from around a body.
+        held: by value, the number of its `Held` in a table of the search.
         trail: the choices so far: (trail before, node, choice), or None.
-        mark: the same for states of which the same is known: by 128 random bits for each number of each value.
+        mark: a hash of `held`: the xor of 128 random bits for each value and number.
     """
 
     price: float
@@ -142,17 +142,17 @@ class SearchState(NamedTuple):
 
     def price_after(self, change: NumberedChange) -> float:
         """The price after an op."""
-        # One by one, as they come: so a plan costs the same, whatever is remembered.
+        # One by one, in a fixed order: so a plan's price has the same bits whether or not changes were cached.
         return sum(change.costs, self.price)
 
 
 class Draft:
-    """What one op changes.
+    """Collects the change by one op.
 
     Args:
         prices: of the search.
-        known: what is known of a value before.
-        weight: for how many ops the op stands.
+        known: the `Held` of a value before the op.
+        weight: the number of equal ops that the op represents.
     """
 
     def __init__(self, prices: SearchPrices, known: Callable[[PlannedValue], Held], weight: int = 1) -> None:
@@ -224,7 +224,7 @@ class Draft:
         if not flops:
             return 0.0
         operands = scope.operands[node]
-        # The gradient of each operand of a product costs what the product does, and of attention about twice that.
+        # The gradient of each operand of a product costs as much as the product; attention's about twice as much.
         backward = min(sum(v.differentiable for v in operands), 2)
         own = [
             held_elements(v, f, self.prices.num) / max(math.prod(v.seen.shape), 1)

@@ -1,4 +1,4 @@
-"""The values of a program that is to be partitioned, as all plans of it see them: what they are, and for how long.
+"""The values of a program that is to be partitioned, for all of its plans: their origins, shapes and last uses.
 
 A scope is the program outside of all loops, or the body of one. A loop is one operation of the scope around it.
 """
@@ -17,7 +17,7 @@ from ._forms import Operand
 from ._loops import Body, bodies_of, looped, reads
 
 _ATEN = torch.ops.aten
-# Other looks at the same elements: worth making twice, rather than sending twice.
+# Views of the same elements: making one twice is better than sending it twice.
 LOOKS = {
     getattr(_ATEN, name)
     for name in "view _unsafe_view reshape t transpose permute unsqueeze squeeze alias clone expand".split()
@@ -30,13 +30,13 @@ class PlannedValue:
     """One tensor of a program.
 
     Attributes:
-        node: what makes it.
-        at: which of its results it is.
-        seen: the whole.
+        node: the node that makes it.
+        at: its position among the node's results.
+        seen: its whole shape.
         differentiable: whether a gradient may arrive.
-        look_at: the value of which it is another look.
-        part_of: the value of which it is a part, a look, or a cast; where inputs are joined, the first of them.
-        outer: in the body of a loop, the value around it that it is.
+        look_at: the value that it is a view of.
+        part_of: the value that it is a part, a view, or a cast of; if it joins inputs, the first of them.
+        outer: for an input of a loop's body from outside, that value in the scope around.
         times: how often that body runs.
     """
 
@@ -57,7 +57,7 @@ class LoopValues:
     Attributes:
         scope: the body.
         num: how often it runs.
-        given: the values of the body that stand in for the carry, then for x.
+        given: the values of the body that are the carry, then x.
         num_carry: how many are the carry's.
         carry: the values around it that the carry begins with.
         layers: those that are the x of each layer.
@@ -85,11 +85,11 @@ class Scope:
     Attributes:
         inputs: the values that it is given.
         nodes: its operations, without those that only take one of several results.
-        made: the results of each operation; None of those that are no tensors.
-        operands: of each operation, in the order in which they stand.
+        made: the results of each operation; None for results that are not tensors.
+        operands: of each operation, in the order of its arguments.
         loops: of the operations that are loops.
         dead: by operation, the values that no later one needs.
-        weights: for how many operations one stands, where that is more than itself (`_repeats.py`).
+        weights: the number of equal operations that one represents, if more than 1 (`_repeats.py`).
     """
 
     inputs: list[PlannedValue] = dataclasses.field(default_factory=list)
@@ -137,20 +137,20 @@ def scope_of(graph: Graph, trained: Callable[[Node], bool], constants: Callable[
 
 
 def is_look(node: Node) -> bool:
-    """Whether an op is another look at its operand."""
+    """Whether an op only views or copies its operand; see `LOOKS`."""
     look = node.op == "call_function" and getattr(node.target, "overloadpacket", None) in LOOKS
     return look and node.target is not _ATEN.view.dtype  # which reads the bits as other numbers
 
 
 def operands_of(node: Node) -> list[Node]:
-    """The tensors among the arguments, in the order in which they stand, each as often as it does."""
+    """The tensors among the arguments, in order, with repetitions."""
     found: list[Node] = []
     torch.fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))
     return found
 
 
 def results(node: Node) -> list[Tensor | None]:
-    """What an op returns, flat."""
+    """The results of an op, flat; None for those that are not tensors."""
     val: Any = node.meta.get("val")
     val = () if val is None else val
     return [val] if isinstance(val, Tensor) else [x if isinstance(x, Tensor) else None for x in val]
@@ -197,7 +197,7 @@ def _fill(scope: Scope, nodes: Sequence[Node], bodies: dict[Node, Body]) -> None
 
 
 def _joins_inputs(scope: Scope, node: Node, packet: Any) -> bool:
-    """Whether an op joins inputs, or parts of them: then what comes out is as much a leaf as they are."""
+    """Whether an op joins inputs, or parts of them: then the result counts as a leaf, as they do."""
     roots = list(scope.operands[node]) if packet is _ATEN.cat else []
     for k, value in enumerate(roots):
         while value.part_of is not None:
@@ -232,7 +232,7 @@ def _loop(scope: Scope, node: Node, bodies: dict[Node, Body]) -> LoopValues:
 
 
 def find_last_uses(scope: Scope, ends: Sequence[PlannedValue]) -> None:
-    """A look keeps alive what it looks at, of which it may be made again."""
+    """Fills `scope.dead`. A view keeps its source alive, as it may be made again from that."""
     alive = set(_with_sources(ends))
     for node in reversed(scope.nodes):
         used = dict.fromkeys(_with_sources([*scope.operands[node], *(v for v in scope.made[node] if v is not None)]))

@@ -18,13 +18,13 @@ FAR_AHEAD, READ_AHEAD = 2, 3
 
 
 def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
-    """Issues gathers early: as many ahead of their first use as `budget` bytes hold, but at least one.
+    """Issues gathers ahead of their first use, up to `budget` bytes, but at least one.
 
-    The gathers keep their order, so all ranks still issue the same transfers in the same order; what they read is read
-    no earlier than it was written. Their waits go down to the first use, as in `sink_waits`; a gather that was ahead by
-    more than the budget is held back. Where leaves come in two hops the first runs twice as far ahead. Blocks that are
-    kept on the host begin their way to the device as many bytes before they are gathered, or used; those on disk are
-    read three times as far ahead.
+    The gathers keep their order, so all ranks still issue the same transfers in the same order; a block is not read
+    before it is written. Their waits go down to the first use, as in `sink_waits`; a gather that was ahead by more than
+    the budget is held back. Where leaves come in two hops the first runs twice as far ahead. Blocks on the host begin
+    their way to the device `budget` bytes before they are gathered, or used; those on disk are read three times as far
+    ahead.
 
         w1 = wait(all_gather_start(a))          h1 = all_gather_start(a)
         y = x @ w1                              h2 = all_gather_start(b)
@@ -60,10 +60,10 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
         raise ValueError(f"prefetch(budget={budget}): a budget of bytes must not be negative.")
     memory, phases = Memory(gm), phases_of(gm)
     before = dependences(memory)
-    # When a gather could run asks for its inputs alone; the order among gathers is kept by `before`, and by the queue.
+    # The time when a gather could run depends on its inputs alone; `before` and the queue keep the gathers' order.
     free = dependences(memory, channels=False)
 
-    def used(node: Node) -> bool:  # the update bounds by its own order what is under way
+    def used(node: Node) -> bool:  # the update bounds its moves in flight by its own order
         return phases[node] != "update"
 
     order = put_off(memory.order, before, waits_and_views(memory, lambda n: _lands(n) and (used(n) or _gathers(n))))
@@ -74,7 +74,7 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
     if any(map(is_fetch, memory.order)):
         stages += [(lambda n: n.target is TO_DEVICE and used(n), budget)]
         stages += [(lambda n: n.target is READ and used(n), READ_AHEAD * budget)]
-    # One stage after another, the nearest first: what feeds a gather is placed by where that has come to stand.
+    # One stage after another, the nearest first: moves that feed a gather are placed by the gather's new position.
     for which, limit in stages:
         ready = ready_after(order, free, memory)
         order = legal_order(_Starter(order, ready, limit, which).wish(), before)
@@ -112,7 +112,7 @@ class _Starter:
                 continue
             if is_wait(node) and start_of(node) in self._chosen:
                 out += self._land(start_of(node))
-            # Nothing starts among the arguments: a graph has them first.
+            # No transfer starts among the placeholders, which come first in a graph.
             if node.op != "placeholder":
                 out += self._admit(i)
             out.append(node)
@@ -133,7 +133,7 @@ class _Starter:
         return out
 
     def _fits(self, nbytes: int) -> bool:
-        # One at least, whatever its size: else a leaf above the budget would never be gathered ahead.
+        # At least one, of any size: else a leaf above the budget would never be gathered ahead.
         return self._bytes == 0 or self._bytes + nbytes <= self._budget
 
     def _take(self) -> Node:

@@ -1,4 +1,4 @@
-"""What a proposal of forms says, and what it is to spare."""
+"""A proposal of forms, and the bytes of leaves that it is to save."""
 
 from typing import NamedTuple
 
@@ -8,11 +8,11 @@ from ._forms import Form
 
 
 class HeldBytes(NamedTuple):
-    """What is kept of a leaf, its optimizer state included.
+    """The bytes kept for a leaf, its optimizer state included.
 
     Attributes:
-        per_element: bytes an element, of what is cut with the leaf.
-        fixed: bytes of what each rank has.
+        per_element: bytes an element, of values that are cut with the leaf.
+        fixed: bytes of values that each rank has whole.
     """
 
     per_element: float
@@ -25,7 +25,7 @@ class Proposal(NamedTuple):
     Attributes:
         forms: by leaf.
         held: bytes that the rank with the most keeps of them.
-        sent: bytes that a rank sends, forward and backward; and what it computes, where that has a price.
+        sent: bytes that a rank sends, forward and backward; plus its operations, if they have a price.
     """
 
     forms: dict[Node, Form]

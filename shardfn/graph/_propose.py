@@ -1,10 +1,10 @@
-"""Which leaves of a program to cut along an axis, and where: the fewest bytes sent, of what a rank may hold.
+"""Chooses which leaves of a program to cut along an axis, and where: for the fewest bytes sent, within a rank's memory.
 
-What forms of leaves cost is what the plan sends that `partition` would make with them (`_partition_search.py`). Forms
-are found in two steps. First leaves are free, and a byte that a rank holds has a price: the search for a plan then
-chooses forms on its way. At a low price all is whole and nothing is sent, at a high one all is cut. Another beginning
-is columns and rows in turn (`_alternate.py`). Then the cheapest are improved, leaf by leaf and two by two, as long as a
-change sends less and fits.
+Forms of leaves cost the bytes that the plan of `partition` with these forms sends (`_partition_search.py`). They are
+found in two steps. First leaves are free, and a byte that a rank holds has a price: the search for a plan then chooses
+forms on its way. At a low price all leaves are whole and no bytes are sent, at a high one all leaves are cut. Another
+starting point is columns and rows in turn (`_alternate.py`). Then the cheapest are improved, leaf by leaf and two by
+two, as long as a change sends less and fits.
 
 Leaves at the same place of equal layers have the same form (`_repeats.py`).
 """
@@ -25,17 +25,17 @@ from ._partition_values import PlannedValue, scope_of
 from ._proposal import HeldBytes, Proposal
 from ._repeats import tie_equal_layers
 
-# Between what a byte that a rank holds may cost in the first step, in bytes that are sent.
+# The bounds of the price of a byte that a rank holds in the first step, in bytes that are sent.
 _LEAST_PRICE, _MOST_PRICE, _HALVINGS = 1e-4, 1e6, 5
 # States that searches keep: with free leaves, and with given ones.
 _FREE_WIDTH, _NARROW = 24, 4
-# Of the carry of a loop a form is not looked at whose greedy plan is so much dearer than another's.
+# A form of a loop's carry is dropped if its greedy plan is dearer than another's by more than this factor.
 _LOOP_MARGIN = 1.5
 # How many of the first step's results are improved.
 _IMPROVED = 2
-# What may be held where almost nothing may be whole, as a multiple of the least that can be.
+# The tight limit of held bytes, with almost no leaf whole, as a multiple of the least possible.
 _TIGHT = 1.1
-# Of proposals that send the same the one is taken that holds less.
+# Among proposals that send equally much the one that holds less wins.
 _PER_HELD_BYTE = 1e-9
 
 
@@ -48,12 +48,12 @@ class Proposer:
     Args:
         graph: a captured forward, as `partition_graph` takes it.
         num: ranks along the axis.
-        leaves: the inputs whose forms are to be found, with what is kept of each.
+        leaves: the inputs whose forms are to be found, with the bytes kept for each.
         trained: whether a gradient may arrive at an input.
         constants: the tensor of a `get_attr`.
         tied: whether leaves at the same place of equal layers have the same form.
         rows: leaves whose dim 0 is not to be cut, besides those of a loop.
-        work_price: what a floating-point operation costs that a rank computes, in bytes that are sent.
+        work_price: the price of a floating-point operation of a rank, in bytes that are sent.
     """
 
     def __init__(
@@ -88,18 +88,18 @@ class Proposer:
         self._narrow.offers = self._search.offers
         self._priced: dict[tuple[Form, ...], float] = {}
 
-    # What forms cost.
+    # The costs of forms.
 
     def least(self) -> list[Form]:
-        """Of each group the form of which a rank holds least."""
+        """For each group the form with the fewest bytes on a rank."""
         return [min(self._domain(i), key=lambda f: self._held_of(i, f)) for i in range(len(self._groups))]
 
     def least_held(self) -> float:
-        """Bytes that the rank with the most keeps at least, whatever is cut."""
+        """The least bytes, over all forms, that the rank with the most keeps."""
         return self._held(self.least())
 
     def proposal(self, forms: Sequence[Form]) -> Proposal:
-        """What the groups' forms are for the leaves, and cost."""
+        """The groups' forms by leaf, with their costs."""
         by_leaf = {v.node: f for g, f in zip(self._groups, forms, strict=True) for v in g}
         return Proposal(by_leaf, self._held(forms), self._plan(self._search, forms).total)
 
@@ -143,7 +143,7 @@ class Proposer:
         if self._held(whole) <= limit and not self._work_price:
             return self.proposal(self._improved(whole, limit))
         begun = self._begun(limit)
-        # What is best where almost nothing may be whole is a good beginning where more may be.
+        # The best forms under a tight limit are a good starting point for a looser one.
         tight = min(limit, _TIGHT * self.least_held())
         alternated = self._released(self._fitted(self._alternated(), limit), limit)
         found = [alternated, self._improved(self._cheapest(begun, tight)[0], tight)]
@@ -151,7 +151,7 @@ class Proposer:
         return min(map(self.proposal, [alternated, *found]), key=lambda p: (max(0.0, p.held - limit), p.sent))
 
     def _begun(self, limit: float) -> list[list[Form]]:
-        """Columns and rows in turn, and what prices give that come nearer and nearer to the limit."""
+        """Starting points: the least, columns and rows in turn, and results at prices that approach the limit."""
         found = [self.least(), self._alternated()]
         low, high = _LEAST_PRICE, _MOST_PRICE
         for _ in range(_HALVINGS):
@@ -176,7 +176,7 @@ class Proposer:
         return [list(x) for x in sorted(fitted, key=lambda x: self._cost(x, limit))]
 
     def _fitted(self, forms: list[Form], limit: float) -> list[Form]:
-        """With leaves cut as they are held least, those first of which most is held too many, until it fits."""
+        """Gives leaves their least forms until they fit, those with the largest excess of bytes first."""
         forms, least = list(forms), self.least()
         excess = {i: self._held_of(i, f) - self._held_of(i, least[i]) for i, f in enumerate(forms)}
         for i in sorted(excess, key=excess.__getitem__, reverse=True):
@@ -191,7 +191,7 @@ class Proposer:
             for changes in (self._single, self._double):
                 for change in changes():
                     tried = _with(forms, change)
-                    # What does not fit is not worth a search.
+                    # A change that does not fit is not worth a search.
                     fits = tried != forms and self._held(tried) <= max(limit, self._held(forms))
                     if fits and self._cost(tried, limit) < self._cost(forms, limit):
                         forms = tried
@@ -199,7 +199,7 @@ class Proposer:
                 return forms
 
     def _released(self, forms: list[Form], limit: float) -> list[Form]:
-        """With leaves whole for which there is room: those first that save most for a byte, or most."""
+        """Makes leaves whole for which there is room: first those that save most per byte, or most in all."""
         saved: dict[int, float] = {}
         a_byte: dict[int, float] = {}
         for i, form in enumerate(forms):
@@ -231,7 +231,7 @@ class Proposer:
     # The first step.
 
     def _at_price(self, price: float) -> list[Form]:
-        """The forms that a search chooses when what a rank holds has this price."""
+        """The forms that a search chooses when a byte that a rank holds has this price."""
         search = Search(self._num, _FREE_WIDTH, price, work_price=self._work_price)
         search.offers = self._search.offers
         found: dict[PlannedValue, Form] = {}
@@ -249,7 +249,7 @@ class Proposer:
         start = {v: held_at_start(WHOLE) for v in self._scope.inputs}
         start |= {v: held_at_start(found[v]) if v in found else free_leaf() for v in self._kept}
         found |= settled(search.searched(self._scope, start, self._ends, _FREE_WIDTH), self._scope, start, self._num)
-        # Of equal layers the second speaks for the others; what no operation reads is held in pieces.
+        # The second of equal layers decides for the others; leaves that no operation reads get their least form.
         least = self.least()
         return [next((found[v] for v in reversed(g) if v in found), least[i]) for i, g in enumerate(self._groups)]
 

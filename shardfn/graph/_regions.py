@@ -1,8 +1,8 @@
-"""Cuts a captured graph into regions of arithmetic, each of which becomes one kernel, and determines where it runs.
+"""Cuts a captured graph into regions of arithmetic, of one kernel each, and determines where each runs.
 
-Everything that a schedule is about stays a node at its place: transfers and their waits, ops that write in place,
-matrix products and attention. Between them float the pointwise ops, the reductions and the views. Those that hang
-together form a region, which runs directly before the first fixed node that needs it: so no fixed node moves.
+The nodes that a schedule orders stay at their places: transfers and their waits, ops that write in place, matrix
+products and attention. Pointwise ops, reductions and views move between them. Those that are connected form a region,
+which runs directly before the first fixed node that needs it: so no fixed node moves.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Region:
     """Arithmetic that becomes one call.
 
     Attributes:
-        nodes: what it computes, in order; views between them are made inside.
+        nodes: its arithmetic, in order; views between them are made inside.
         inputs: the values it reads, made outside. None of them is a view.
         outputs: the values read outside. Each has memory of its own: views of outputs are made outside.
     """
@@ -56,14 +56,14 @@ class Region:
 
 
 def cut(gm: GraphModule, *, min_nodes: int = 2, min_bytes: int = 1 << 16) -> list[Node | Region]:
-    """The graph's nodes in order of execution, with regions in place of what they hold.
+    """The graph's nodes in order of execution, with regions in place of their nodes.
 
     The order of all nodes outside regions is the graph's, save that views are made just before their first use. A
-    region runs later than its nodes stood only while the peak of live bytes does not grow by that; a node joins an
-    earlier region only if its value is small (a bias gradient, summed where the gradient it sums is made).
+    region runs later than its nodes did only if that does not raise the peak of live bytes; a node joins an earlier
+    region only if its value is small (a bias gradient, summed where the gradient it sums is made).
 
     Args:
-        gm: a flat graph of aten ops; nodes without `meta["val"]` stay as they are.
+        gm: a flat graph of aten ops; nodes without `meta["val"]` stay nodes.
         min_nodes: regions with fewer ops of arithmetic stay nodes.
         min_bytes: regions that read and write fewer bytes stay nodes: the kernel would not repay its compilation.
 
@@ -139,7 +139,7 @@ def _bytes(node: Node) -> int:
 
 
 def _written(node: Node) -> list[Node]:
-    """The arguments that a node writes. A wait counts as writing what its start writes."""
+    """The arguments that a node writes. A wait counts as writing its operands and those that its start writes."""
     if not is_wait(node):
         return written_by(node)
     return [*node.all_input_nodes, *(n for start in node.all_input_nodes for n in written_by(start))]
@@ -156,7 +156,7 @@ class _LiveValues:
         for i, node in enumerate(nodes):
             for value in tensors_of(node):
                 key = storage_of(value)
-                # The caller's memory is there whatever is done.
+                # The caller's memory counts 0: it is there in any order.
                 given = nodes[born.setdefault(key, i)].op == "placeholder"
                 self.size[key] = 0 if given else value.untyped_storage().nbytes()
             for used in (node, *node.all_input_nodes):
@@ -252,7 +252,7 @@ class _Groups:
         self.unknown = at if unknown else self.unknown
         self.written.update(dict.fromkeys(storages, at))
         for group in list(self.open):
-            # What it reads is about to be written, or its values are needed: it runs directly before.
+            # The node overwrites an input of the group, or needs its values: the group runs directly before.
             if unknown or id(group) in needed or not storages.isdisjoint(group.reads):
                 self._close(group, at)
         growth = [max(0, self._growth(group, at)) for group in self.open]

@@ -17,12 +17,12 @@ _REACH = (128, 512, 2048)
 
 
 def rematerialise(gm: GraphModule, *, budget: int) -> GraphModule:
-    """Computes activations again just before the backward needs them, until what is alive fits `budget` bytes.
+    """Computes activations again just before the backward needs them, until the live values fit `budget` bytes.
 
     An activation is memory made in the forward and used in the backward, by ops that are pure and not random. Those
     with the most bytes per operation go first, from inputs that are alive then, computed again too, or gathered by the
-    backward anyway (that gather then moves up; gathers keep their order). `out.meta["rematerialise"]` says what came
-    of it: `{"budget": ..., "reached": peak bytes, "again": number of ops run again}`.
+    backward anyway (that gather then moves up; gathers keep their order). `out.meta["rematerialise"]` has the result:
+    `{"budget": ..., "reached": peak bytes, "again": number of ops run again}`.
 
         y = gelu(x)   # forward            y = gelu(x)
         z = y @ w                          z = y @ w

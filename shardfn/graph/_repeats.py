@@ -1,8 +1,8 @@
-"""Equal layers of a program: operations that come again and again, of leaves of their own.
+"""Equal layers of a program: repeated operations, each time on other leaves.
 
-A program of many equal layers is searched as one of two: the second layer stands for all later ones, and what it sends
-counts as often. That is exact for plans in which all layers but the first do the same, and leaves that stand at the
-same place of equal layers are in the same form.
+A program of many equal layers is searched as one of two: the second layer represents all later ones, and its bytes are
+counted for each of them. That is exact for plans in which all layers but the first do the same, and leaves at the same
+place of equal layers have the same form.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from ._partition_values import PlannedValue, Scope, find_last_uses, results
 
 
 class _Repetition(NamedTuple):
-    """Operations `start` to `stop`, each of which is like the one `period` before it."""
+    """Operations `start` to `stop`; each from `start + period` on is like the one `period` before it."""
 
     start: int
     stop: int
@@ -27,10 +27,10 @@ def tie_equal_layers(scope: Scope, ends: Sequence[PlannedValue]) -> list[list[Pl
 
     Args:
         scope: the program outside of all loops; it is changed.
-        ends: the values that it is to have in the end.
+        ends: the values that it must have in the end.
 
     Returns:
-        The inputs of which several stand at the same place of equal layers, together.
+        The groups of inputs at the same place of equal layers.
     """
     tied: list[list[PlannedValue]] = []
     done: set[_Repetition] = set()
@@ -46,7 +46,7 @@ def tie_equal_layers(scope: Scope, ends: Sequence[PlannedValue]) -> list[list[Pl
 
 
 def _longest(scope: Scope, done: set[_Repetition]) -> _Repetition | None:
-    """The longest run of three layers or more of which none was shortened yet."""
+    """The longest run of three layers or more that is not in `done`."""
     kinds: dict[Any, int] = {}
     keys = torch.tensor([kinds.setdefault(_kind(n, scope), len(kinds)) for n in scope.nodes])
     best: _Repetition | None = None
@@ -80,7 +80,7 @@ def _kind(node: Node, scope: Scope) -> Any:
 
 
 def _same_inputs(scope: Scope, run: _Repetition) -> list[list[PlannedValue]] | None:
-    """The inputs that correspond; None where operations do not read what those of the layer before read."""
+    """The inputs that correspond in a run's layers; None if some operations do not read corresponding values."""
     nodes = scope.nodes
     place = {v: (i, k) for i, n in enumerate(nodes) for k, v in enumerate(scope.made[n]) if v is not None}
     group: dict[PlannedValue, list[PlannedValue]] = {}
@@ -94,7 +94,7 @@ def _same_inputs(scope: Scope, run: _Repetition) -> list[list[PlannedValue]] | N
                 if place.get(before) == (at - run.period, k):
                     continue
                 if i < run.start + 2 * run.period and at >= run.start:
-                    continue  # what the first layer has from outside, the second has from the first
+                    continue  # the first layer reads it from outside, the second from the first
                 return None
             if before in place:
                 return None
@@ -107,7 +107,7 @@ def _same_inputs(scope: Scope, run: _Repetition) -> list[list[PlannedValue]] | N
 
 
 def _shorten(scope: Scope, run: _Repetition, ends: Sequence[PlannedValue]) -> bool:
-    """Leaves two layers; whether that was possible: what comes afterwards reads of the last layer only."""
+    """Leaves two layers; returns whether that was possible: if later operations read only the last layer."""
     start, period = run.start, run.period
     num = (run.stop - start) // period
     last, second = start + (num - 1) * period, start + period

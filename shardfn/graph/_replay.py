@@ -1,4 +1,4 @@
-"""Plans that run parts of the forward again: which activations they can compute, from which values, at what cost."""
+"""Plans that run parts of the forward again: the activations that they can compute, their inputs and costs."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ class Step:
 
     Attributes:
         value: the node that runs there, or that runs there again.
-        swaps: which of its inputs it takes from elsewhere than the graph says.
+        swaps: its inputs that are replaced, with their replacements.
     """
 
     value: Node | Again
@@ -140,7 +140,7 @@ class Replay:
                 taken = self.stand_in(a, i, {m})
                 if taken is None:
                     stack.append(a)
-                # It is read later than before: what is written in between would be read instead.
+                # It is read later than before: a write in between would change the value.
                 elif not self._steady(a, node):
                     return None
                 elif taken is a:
@@ -163,7 +163,7 @@ class Replay:
 
     def _can_run_again(self, node: Node) -> bool:
         memory, shown = self.memory, self.memory.shown(node)
-        # What other ranks take part in runs once; random numbers would be others; a write would be done twice.
+        # Not transfers, which involve other ranks, nor random draws, which would differ, nor writes, done twice.
         if node.op != "call_function" or self.phases[node] != "forward" or not shown:
             return False
         if is_start(node) or is_wait(node) or is_random(node) or memory.mutates(node):
@@ -204,7 +204,7 @@ class ReplayPlan:
         chosen: activations.
 
     Attributes:
-        steps: what runs, in order.
+        steps: the nodes that run, in order.
     """
 
     def __init__(self, replay: Replay, chosen: set[int]) -> None:
@@ -225,7 +225,7 @@ class ReplayPlan:
         return max(itertools.accumulate(change))
 
     def _emit(self, target: Node) -> None:
-        """Runs the node, after what must come before it."""
+        """Runs the node, after those that must come before it."""
         # By hand and not by recursion: chains are as long as a model is deep.
         stack = [target]
         while stack:
@@ -248,7 +248,7 @@ class ReplayPlan:
             self.steps.append(Step(node, swaps))
 
     def _need(self, root: Node, i: int) -> Again:
-        """Runs `root` again before position i, with all that it needs, unless it did already."""
+        """Runs `root` again before position i, with the inputs that must run again, unless it did already."""
         stack = [root]
         while stack:
             node = stack[-1]
@@ -263,7 +263,7 @@ class ReplayPlan:
         return self._again[root]
 
     def _append_again(self, node: Node, inputs: Mapping[Node, Node | None]) -> None:
-        # What is taken from elsewhere may come later in the graph: it runs now.
+        # A replacement may come later in the graph: it runs now.
         for taken in inputs.values():
             if taken is not None:
                 self._emit(taken)
@@ -275,7 +275,7 @@ class ReplayPlan:
 def _lifetimes(replay: Replay, steps: Sequence[Step]) -> tuple[dict[int, int], dict[int, int], list[int]]:
     """The first and the last step at which each memory that is not given is held, and all sizes."""
     memory, sizes = replay.memory, list(replay.memory.sizes)
-    # What values show in the plan where the graph says otherwise.
+    # By value, its memories in the plan, where they differ from the graph's.
     names: dict[Node | Again, dict[int, int]] = {}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -313,5 +313,5 @@ def _node_of(value: Node | Again) -> Node:
 
 
 def needed_by(node: Node) -> list[Node]:
-    """The nodes whose values are alive while `node` runs; a wait holds what its transfer reads."""
+    """The nodes whose values are alive while `node` runs; a wait holds its transfer's operands."""
     return [*node.all_input_nodes, *(start_of(node).all_input_nodes if is_wait(node) else ())]

@@ -16,10 +16,10 @@ from ._transfers import is_gather, wait_of
 def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
     """Drops the second gather of a leaf where its first value is still alive, or is worth keeping until then.
 
-    It is worth it where the other gathered values that are used between the last use of the first and the first use of
-    the second hold at most `budget` bytes: so at the turn from forward to backward the last layers stay. What is
-    brought from the host for use counts as gathered. A value that is written to, or returned, is not shared; nor are
-    gathers with a write to the block between them.
+    It is worth it if the other gathered values that are used between the last use of the first and the first use of the
+    second hold at most `budget` bytes: so at the turn from forward to backward the last layers stay. Values fetched
+    from the host for use count as gathered. A value that is written to, or returned, is not shared; nor are gathers
+    with a write to the block between them.
 
         w = wait(all_gather_start(a))           w = wait(all_gather_start(a))
         y = x @ w                               y = x @ w
@@ -50,7 +50,7 @@ def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
     if budget < 0:
         raise ValueError(f"reuse_gathers(budget={budget}): a budget of bytes must not be negative.")
     memory = Memory(gm)
-    # Apart, since what is not gathered may have other sizes on other ranks, which must gather alike.
+    # Apart: values that are not gathered may have other sizes on other ranks, while all ranks must gather alike.
     lone, number = _lone_fetches(memory), value_numbers(memory)
     stands = _Recent(memory, number, budget, lambda n: n.target is ALL_GATHER).stands
     stands |= _Recent(memory, number, budget, lone.__contains__).stands
@@ -72,7 +72,7 @@ class _Recent:
     """Gathered values in the order of their last use; those beyond the budget are dropped.
 
     Attributes:
-        stands: for each wait that is dropped, the wait whose value replaces it.
+        stands: dropped wait -> the wait whose value replaces it.
     """
 
     def __init__(self, memory: Memory, number: Mapping[Node, int], budget: int, which: Callable[[Node], bool]) -> None:
@@ -110,13 +110,13 @@ class _Recent:
     def _touch(self, leaf: int, nbytes: int) -> None:
         self._total += nbytes - self._recent.pop(leaf, 0)
         self._recent[leaf] = nbytes
-        # What stays beside the oldest one is what was used after it.
+        # All others were used after the oldest one: that one stays only while they fit the budget.
         while self._recent and self._total - next(iter(self._recent.values())) > self._budget:
             self._total -= self._recent.popitem(last=False)[1]
 
 
 def _lone_fetches(memory: Memory) -> set[Node]:
-    """The moves to the device whose values are used as they are, and not gathered there."""
+    """The moves to the device whose values are used directly, and not gathered there."""
     gathered = {m for n in memory.order if is_gather(n) for m in memory.reads(n)}
     waits = {n: wait_of(n) for n in memory.order if n.target is TO_DEVICE}
     return {n for n, wait in waits.items() if wait is not None and gathered.isdisjoint(memory.shown(wait))}

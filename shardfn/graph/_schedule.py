@@ -27,11 +27,11 @@ def schedule(
     donate: bool = True,
     temporaries: bool = True,
 ) -> GraphModule:
-    """Schedules a captured step; every option but `budget` only changes when things happen, `None` leaves it out.
+    """Schedules a captured step by a sequence of passes; None leaves an option's pass out. Only `budget` adds work.
 
-    First the passes on computation (`rematerialise`), then on what is sent (`reuse_gathers`, `bucket`), then on when
-    (`sink_waits`, `overlap_reductions`, `prefetch`), then where it is kept (`free_at_last_use`, `donate`), which needs
-    the final order. It is a function of the graph alone: ranks with the same graph issue the same transfers in the same
+    First the passes on computation (`rematerialise`), then on messages (`reuse_gathers`, `bucket`), then on their times
+    (`sink_waits`, `overlap_reductions`, `prefetch`), then on memory (`free_at_last_use`, `donate`), which needs the
+    final order. It is a function of the graph alone: ranks with the same graph issue the same transfers in the same
     order.
 
         w = wait(all_gather_start(a))            h = all_gather_start(a)

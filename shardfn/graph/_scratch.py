@@ -12,7 +12,7 @@ from ._values import tensors_of, written_by
 def scratch_bytes(node: Node) -> int:
     """Bytes that `node` holds while it runs beyond its arguments and results.
 
-    Operands of a pointwise op in another dtype than that of its arithmetic are cast whole; other ops as their rows say.
+    Operands of a pointwise op in another dtype than that of its arithmetic are cast whole; other ops by their rows.
     Off the CPU kernels cast element by element, and this is 0.
 
     Args:
@@ -43,5 +43,5 @@ def _casts(node: Node) -> int:
         return 0
     common = functools.reduce(torch.promote_types, (t.dtype for t in operands))
     written = [t for n in written_by(node) for t in tensors_of(n)]
-    # What is written in place is cast to be read, and the result is cast back from another buffer.
+    # An operand written in place is cast to be read, and the result is cast back from another buffer.
     return sum(t.numel() * common.itemsize for t in (*operands, *written) if t.dtype != common and t.dim())

@@ -1,4 +1,4 @@
-"""Sharding rules of what is sent along another axis: for this one an operation that leaves most dims alone."""
+"""Sharding rules of transfers along another axis: for this axis, operations that leave most dims unchanged."""
 
 from typing import Any
 

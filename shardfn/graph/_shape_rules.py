@@ -1,4 +1,4 @@
-"""Sharding rules of views and of ops that move elements: what a cut dim becomes."""
+"""Sharding rules of views and of ops that move elements: from cut dims of operands to cut dims of results."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from ._view_rules import shaped
 
 
 def _moved(use: OpUse, order: Sequence[object]) -> Labels:
-    """One operand, all of whose dims keep their elements; `order` labels the result's."""
+    """Labels for an operand whose dims keep their elements; `order` labels the result's dims."""
     x = use.operands[0]
     return Labels((tuple(range(x.ndim)),), (tuple(order),), together=(0,))
 
@@ -49,7 +49,7 @@ def squeezed(use: OpUse) -> Labels:
 
 
 def expanded(use: OpUse) -> Labels:
-    """Dims of size 1 that are repeated; the shape is an argument, of which this rank's part is taken."""
+    """Dims of size 1 that are repeated; the shape, an argument, becomes that of this rank's part."""
     x, out = use.operands[0], use.outs[0]
     own = aligned(x, out)
     sizes: Dims = tuple(i if i in own and out.shape[i] > 1 else None for i in range(out.ndim))
@@ -64,7 +64,7 @@ def repeated(use: OpUse) -> Labels:
 
 
 def closed(at: int, default: int = 0, name: str = "dim") -> Callable[[OpUse], Labels]:
-    """All dims but one, of which it takes or joins parts: `slice`, `split`, `cat`, `unbind`, `select`, `cumsum`."""
+    """All dims but one, along which it takes or joins parts: `slice`, `split`, `cat`, `unbind`, `select`, `cumsum`."""
 
     def label(use: OpUse) -> Labels:
         x = max(use.operands, key=lambda one: one.ndim)
@@ -80,7 +80,7 @@ def closed(at: int, default: int = 0, name: str = "dim") -> Callable[[OpUse], La
 
 
 def put_in(use: OpUse) -> Labels:
-    """`slice_scatter`, `select_scatter`: all dims but the one of which a part is replaced."""
+    """`slice_scatter`, `select_scatter`: all dims but the one along which a part is replaced."""
     x, new = use.operands
     dim = use.arg(2, "dim", 0) % x.ndim
     own: Dims = tuple(None if i == dim else i for i in range(x.ndim))
@@ -97,7 +97,7 @@ def stacked(use: OpUse) -> Labels:
 
 
 def _untouched(use: OpUse, dim: int) -> bool:
-    """Whether a slice takes all of its dim, whatever its length."""
+    """Whether a slice takes all of its dim, at any length."""
     if use.target.__name__ != "slice.Tensor":
         return False
     start, stop, step = use.arg(2, "start"), use.arg(3, "end"), use.arg(4, "step", 1)
@@ -117,7 +117,7 @@ def padded(use: OpUse) -> Labels:
 
 
 def looked_up(use: OpUse) -> list[Strategy]:
-    """`embedding`: any dim of the indices, columns of the table; or its rows, of which each rank looks up its own."""
+    """`embedding`: any dim of the indices, columns of the table; or its rows, where each rank looks up its own."""
     table, index = use.operands
     if use.arg(3, "scale_grad_by_freq", False) or use.arg(4, "sparse", False):
         return [whole(use)]  # the gradient counts all indices
@@ -185,5 +185,5 @@ def indexed(use: OpUse) -> Labels:
 
 
 def made_of_nothing(use: OpUse) -> list[Strategy]:
-    """Constants: whole. What they look at is a shape, of whichever form."""
+    """Constants: whole. Operands may have any form, as only their shapes are used."""
     return [Strategy(tuple(use.forms), (WHOLE,) * len(use.outs))]

@@ -1,4 +1,4 @@
-"""Moves waits down to the first use of what they wait for."""
+"""Moves waits down to the first use of their values."""
 
 from collections.abc import Callable, Iterable
 
@@ -13,9 +13,9 @@ from ._transfers import is_wait
 def sink_waits(gm: GraphModule) -> GraphModule:
     """Moves each wait, and the views of its result, down to just before the first use.
 
-    What happens between start and wait then overlaps with the transfer. A wait passes neither a use of its value,
-    through whatever alias, nor a write to what its transfer reads. Moves between memories, and sends to other stages,
-    are waited for where the program says, since it bounds by that what is under way.
+    The computation between start and wait then overlaps with the transfer. A wait passes neither a use of its value,
+    through any alias, nor a write to its transfer's operands. Waits for moves between memories, and for sends to other
+    stages, stay where the program has them, since it bounds the transfers in flight by them.
 
         h = all_gather_start(own)        h = all_gather_start(own)
         w = wait(h)                      y = x * 2
@@ -48,7 +48,7 @@ def sink_waits(gm: GraphModule) -> GraphModule:
 
 
 def waits_and_views(memory: Memory, which: Callable[[Node], bool]) -> set[Node]:
-    """The nodes that `which` accepts, and the views of what they return."""
+    """The nodes that `which` accepts, and the views of their results."""
     lazy: set[Node] = set()
     for node in memory.order:
         if which(node) or (memory.is_view(node) and _all(lazy, node.all_input_nodes)):

@@ -28,7 +28,7 @@ def _reduced(use: OpUse) -> tuple[Dims, Dims, list[int]]:
 
 
 def summed(use: OpUse) -> Labels:
-    """`sum`: partial along what is summed."""
+    """`sum`: partial if a summed dim is cut."""
     own, result, _ = _reduced(use)
     return Labels((own,), (result,), sums=True, together=(0,))
 
@@ -95,7 +95,7 @@ def _over_ranks(dim: int, *, logarithm: bool) -> Run:
         held = x.detach()
         none = held.new_full([1 if i == dim else n for i, n in enumerate(held.shape)], -math.inf)
         top = ranks.pmax(held.amax(dim, keepdim=True) if held.shape[dim] else none)
-        # A row of which nothing is above minus infinity is what one device makes of it: not a number.
+        # A row of minus infinities alone gives NaN, as on one device.
         shifted = x - top
         powers = shifted.exp()
         total = ranks.pvary(ranks.psum(powers.sum(dim, keepdim=True)))

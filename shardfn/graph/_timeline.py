@@ -11,7 +11,7 @@ def chrome_trace(events: Estimate | Sequence[Event], *, name: str = "step") -> d
 
     Args:
         events: an estimate, or events that were measured.
-        name: what to call the process.
+        name: the name of the process in the trace.
 
     Returns:
         A dict to be written with `json.dump`. Times are in microseconds.

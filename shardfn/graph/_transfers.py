@@ -1,4 +1,4 @@
-"""The transfers of a captured step: what each sends, over which axes, for which leaves."""
+"""The transfers of a captured step, with the bytes, axes and leaves of each."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,8 +24,8 @@ class Transfer:
         axes: mesh axes larger than 1, as in "dp,tp".
         num_ranks: ranks along `axes`.
         sent: bytes that this rank puts on the wire.
-        dtype: what travels.
-        sizes: number of elements: of each rank's block, of the whole (sums), or of what this rank sends each other one.
+        dtype: of the elements on the wire.
+        sizes: numbers of elements: of each rank's block, of the whole (sums), or of this rank's part for each rank.
         phase: "forward", "backward" or "update".
         where: the user's line.
         channel: transfers on one channel run in the order of their starts.
@@ -49,12 +49,12 @@ class Transfer:
 def transfers(gm: GraphModule) -> list[Transfer]:
     """The transfers of a captured step in the order of their starts.
 
-    For blocks of m bytes over n ranks: `all_gather` sends m (n - 1), `psum_scatter` what does not stay, a sum of m
+    For blocks of m bytes over n ranks: `all_gather` sends m (n - 1), `psum_scatter` all but the own block, a sum of m
     bytes 2 m (n - 1) / n; a message of m bytes m, on the rank that sends it.
 
     Args:
-        gm: the step. `gm.meta["mesh_shape"]` and `gm.meta["groups"]` say what axes and groups mean; where the rank's
-            own index matters, `gm.meta["coords"]` (default: the first rank).
+        gm: the step. `gm.meta["mesh_shape"]` has the sizes of axes, `gm.meta["groups"]` the axes of groups; where the
+            rank's own index matters, `gm.meta["coords"]` has it (default: the first rank).
 
     Returns:
         One `Transfer` per start.
@@ -121,7 +121,7 @@ def channel_axes(gm: GraphModule) -> list[tuple[tuple[str, ...], str]]:
 
     A kind is "gather", "reduce" or "between".
 
-    Not of use: a rank that has nothing of a leaf may gather it before it reduces another.
+    The order of uses would differ: a rank that has no part of a leaf may gather it before it reduces another.
 
     Example:
         >>> channel_axes(torch.fx.symbolic_trace(lambda x: x + 1))
@@ -135,7 +135,7 @@ def _transfer(node: Node, meta: Mapping[str, Any], phase: str, updates: Updates)
     read = op_of(node).transfer
     assert read is not None
     wait = wait_of(node)
-    if is_message(node):  # of activations, whatever leaves they depend on
+    if is_message(node):  # it carries activations, so it has no leaves
         return Transfer(node=node, wait=wait, phase=phase, where=where_of(node), **vars(read(node, meta)))
     leaves = leaves_behind(node.args[1 if node.target is ALL_GATHER_INTO else 0])
     if not leaves and wait is not None and phase != "forward":

@@ -1,7 +1,7 @@
-"""What the types of a captured step prove wrong: collectives of the loss that are missing, or stand twice.
+"""Errors that the types of a captured step prove: collectives of the loss that are missing, or applied twice.
 
 Each check is certain: it raises where values differ that must be the same on all ranks, or where a gradient is counted
-once a rank. What is unknown passes.
+once a rank. Unknown types pass.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from shardfn.core import raise_all
 from ._types import Applications, Leaf, Types
 from ._values import where_of
 
-# What is the same on all ranks afterwards.
+# Primitives whose result is the same on all ranks.
 _JOINS = ("psum", "pmax", "all_gather_invariant")
 _HEAD = (
     "ranks would not compute what one device computes (if they are not meant to, jit(..., check_types=False) goes on):"
@@ -39,7 +39,7 @@ def value_types(gm: GraphModule) -> dict[Node, dict[str, str]]:
 
 
 def check_types(gm: GraphModule) -> None:
-    """Refuses a captured step in which a collective of the loss is certainly missing, or stands certainly twice.
+    """Refuses a captured step in which a collective of the loss is certainly missing, or certainly applied twice.
 
     Args:
         gm: the step, before any pass; `gm.meta["results"]` lists path and axes of its outputs.
@@ -55,14 +55,14 @@ def check_types(gm: GraphModule) -> None:
     if not types.axes:
         return
     sizes = gm.meta["mesh_shape"]
-    # What is wrong at its own line comes before what is wrong for it.
+    # Causes come before consequences.
     for found in (_twice(types, sizes), _results(types, sizes), _gradients(types), _outputs(gm, types)):
         raise_all(AxisTypeError, _HEAD, list(dict.fromkeys(found)))
 
 
 def _twice(types: Types, sizes: dict[str, int]) -> Iterator[str]:
-    """Collectives of what needs none."""
-    # A transpose has the number of what it transposes: what is not among these has no gradient to be wrong.
+    """Collectives of values that need none."""
+    # A transpose has the number of its primal collective: one whose number is missing has no gradient to be wrong.
     differentiated = {a.applied.transposes for a in types.applications}
     for found in types.applications:
         applied = found.applied
@@ -71,7 +71,7 @@ def _twice(types: Types, sizes: dict[str, int]) -> Iterator[str]:
                 continue
             if applied.transposes:
                 yield from _never_summed(types, found, axis, sizes[axis])
-            # A needless one that nothing is differentiated through changes no value but its own, which may be meant.
+            # A needless one without a gradient changes only its own value, which may be intended.
             elif applied.number in differentiated:
                 yield from _needless(types, found, axis, sizes[axis])
 
@@ -93,7 +93,7 @@ def _needless(types: Types, found: Applications, axis: str, num: int) -> Iterato
 
 
 def _never_summed(types: Types, found: Applications, axis: str, num: int) -> Iterator[str]:
-    """In the backward: the transpose of a `pvary` or an `all_gather` sums what is the same on all ranks."""
+    """In the backward: a transpose of a `pvary` or an `all_gather` that sums equal values of all ranks."""
     name = {"psum": "pvary", "psum_scatter": "all_gather"}.get(found.applied.name)
     again = found.node.meta.get("again") or types.phases[found.node] != "backward"
     if name is None or again or axis in types.batch or not found.taken or not types.is_invariant(found.taken, axis):
@@ -130,7 +130,7 @@ def _results(types: Types, sizes: dict[str, int]) -> Iterator[str]:
 
 
 def _is_summed(types: Types, loss: Node, axis: str) -> bool:
-    """Whether what a loss has of the parameters comes through sums along an axis, whatever else makes it vary."""
+    """Whether a loss depends on parameters only through sums along an axis; other inputs may still make it vary."""
     found, seen, left = False, set[Node](), [loss]
     while left:
         node = left.pop()
@@ -184,7 +184,7 @@ def _told(node: Node) -> str:
 
 
 def _origin(types: Types, node: Node, axis: str) -> str:
-    """Where what makes a value vary comes in."""
+    """The origin of a value's variation along an axis, in words."""
     while True:
         before = next((n for n in node.all_input_nodes if types.is_varying(types.of[n], axis)), None)
         leaf = None if before is None else _leaf_of(before)
@@ -202,7 +202,7 @@ def _leaf_of(node: Node) -> Leaf | None:
 
 
 def _first_mixed(types: Types, path: str, axis: str) -> Node | None:
-    """The first op of the forward that takes what is made of a leaf, and still invariant, beside what varies."""
+    """The first op of the forward that combines a still invariant value made of a leaf with a varying one."""
     reached: set[Node] = set()
     for node in types.of:
         leaf = _leaf_of(node)

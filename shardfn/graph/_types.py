@@ -5,19 +5,19 @@
     varying    ranks hold different values; as the gradient of an invariant value it is unreduced: each has a part
     unknown    none of this is certain
 
-Types start at the inputs of a step and go through it op by op. A type says what is certain of the *values*, and
-"declared" what is due to their cotangents besides; so detached values need no rule of their own. What is not certain
-is unknown, and no error follows from it. Numbers that a rank puts in by its index cannot be seen, and look invariant.
+Types start at the inputs of a step and go through it op by op. A type describes the *values*; "declared" adds how their
+cotangents count, so that detached values need no rule of their own. Uncertain values are unknown, and no error follows
+from them. Numbers that a rank puts in by its index cannot be seen, and look invariant.
 
     inputs        a leaf varies along the axes that cut it, a batch along its axes; the rest is invariant
     the loss      sees every leaf as declared along the batch's axes, for the step sums the gradient there
     local ops     varying if an operand is; unknown if one is; lists whose members differ are unknown, as are
                   comparisons and integers made of varying floats, since ranks may agree on them
-    messages      what comes from another stage of a pipeline is unknown, along all axes
+    messages      values from another stage of a pipeline are unknown, along all axes
     collectives   by the table in `shardfn/collectives/_primitive.py`
 
-A capture says what the ops cannot, in `gm.meta` ("batch_axes") and in the metadata of nodes: "enters" of inputs and
-"whole_of" of gathered leaves (a `Leaf`), "collective" of the ops of one primitive (an `Applied`).
+A capture adds facts that ops do not show, in `gm.meta` ("batch_axes") and in the metadata of nodes: "enters" of inputs
+and "whole_of" of gathered leaves (a `Leaf`), "collective" of the ops of one primitive (an `Applied`).
 """
 
 import functools
@@ -39,7 +39,7 @@ _BITS = 3
 
 
 class Leaf(NamedTuple):
-    """A parameter, or another part of what a step is given, as one rank holds it.
+    """A parameter, or another leaf of a step's arguments, as one rank holds it.
 
     Attributes:
         path: its name.
@@ -53,12 +53,12 @@ class Leaf(NamedTuple):
 
 
 class Applications(NamedTuple):
-    """Where a collective of the program takes what others have made.
+    """An application of a collective of the program.
 
     Attributes:
-        node: the op that takes it.
+        node: the collective's op that takes the operand.
         applied: the collective.
-        taken: the type of what it takes.
+        taken: the operand's type.
     """
 
     node: Node
@@ -90,12 +90,12 @@ class Types:
         self._entered = self._mask(DECLARED, self.batch)
         self._own = self._mask(DECLARED, [a for a in self.axes if a not in self.batch])
         self._columns: dict[Node, list[int]] = {}
-        # What was written since a value was made, by memory.
+        # The type last written to each memory.
         self._written: dict[int, int] = {}
         for node in gm.graph.nodes:
             if node.op != "output":
                 type = self._type(node)
-                # Other ranks may have elements, so that what is made of it, a sum over nothing, is not theirs.
+                # Other ranks may have elements, so values made of it, such as its empty sum, may differ from theirs.
                 self.of[node] = self._unsure(type) if _is_empty(node) else type
 
     def is_invariant(self, type: int, axis: str) -> bool:
@@ -107,7 +107,7 @@ class Types:
         return type >> self._at[axis] & 6 == VARIES
 
     def is_trained(self, type: int) -> bool:
-        """Whether a value depends on what has a gradient."""
+        """Whether a value depends on a leaf that has a gradient."""
         return bool(type & self._trained)
 
     def words(self, node: Node) -> dict[str, str]:
@@ -125,7 +125,7 @@ class Types:
             return type
         if node.op == "placeholder":
             return type | self._entered
-        # What a cotangent is multiplied with does not say how it is summed.
+        # That a forward value is declared does not determine how a cotangent multiplied with it is summed.
         return type & ~self._own if phase == "backward" and self.phases[node] == "forward" else type
 
     # One node.
@@ -148,19 +148,19 @@ class Types:
         return type
 
     def _local(self, node: Node, op: Op) -> int:
-        """What an op makes that looks at this rank's values alone."""
+        """The type of the result of an op that uses this rank's values alone."""
         if op.constant or op.types == "filled" or (op.types == "product" and 0 in node.args):
             return 0
-        if op.draws and _argument(node, "dropout_p") != 0:  # attention without dropout is tagged like that with it
+        if op.draws and _argument(node, "dropout_p") != 0:  # attention has the tag even without dropout
             return self._all[UNKNOWN]
         if node.target is operator.getitem and node.args[0] in self._columns:
             return self._columns[node.args[0]][node.args[1]]  # pyright: ignore[reportArgumentType, reportCallIssue]
-        # What is copied over says nothing.
+        # The overwritten operand of a copy does not count.
         type = self._joined(node, node.args[1:] if op.types == "copied" else node.args)
         return self._unsure(type) if type & self._all[VARIES] and _decides(node) else type
 
     def _joined(self, node: Node, args: Sequence[Any]) -> int:
-        """The operands together; what is packed of unlike ones may be taken apart again, and is unknown."""
+        """The joined type of the operands; unlike ones packed into a list may be unpacked again, and are unknown."""
         if len(node.all_input_nodes) == 1:
             return self.seen(node.all_input_nodes[0], node)
         type, lists = 0, list[list[int]]()
@@ -212,13 +212,13 @@ class Types:
     # Transfers and collectives.
 
     def _transferred(self, node: Node, op: Op, type: int) -> int:
-        """The ops of `shardfn`, which name axes: what is gathered or summed whole is the same everywhere."""
+        """The type of a `shardfn` op's result: whole gathers and sums are the same along the axes that it names."""
         axes = [a for a in str(node.args[-1]).split(",") if a in self._at]
         if op.types == "receive":
-            # Of what kind it is, the program of another stage says.
+            # Its type is in the program of another stage.
             return self._all[UNKNOWN] | self._trained
         if op.types == "gather":
-            # Behind it is a leaf; the memory that it lands in says nothing.
+            # The last operand is the leaf's block; a destination, which comes first, does not count.
             own = node.all_input_nodes[-1]
             entered = self._entered if self.phases[node] != "update" else 0
             return self._set(self.seen(own, node), axes, 0) | entered & self._mask(DECLARED, axes)
@@ -227,7 +227,7 @@ class Types:
         return self._set(type, axes, {"sum": 0, "scatter": VARIES, "exchange": UNKNOWN}[op.types])
 
     def _foreign(self, node: Node, type: int) -> int:
-        """A collective that somebody has written without the primitives."""
+        """A collective of the loss that is torch's own, not one of our primitives."""
         named = next((self._groups[a] for a in node.args if isinstance(a, str) and a in self._groups), "")
         axes = named.split(",") if named else self.axes
         self.foreign.update(axes)
@@ -268,7 +268,7 @@ def _decides(node: Node) -> bool:
 
 
 def _argument(node: Node, name: str) -> Any:
-    """What is passed as the argument of that name; its default, or None where the op has no such argument."""
+    """The value of the argument of that name; its default, or None where the op has no such argument."""
     schema = getattr(node.target, "_schema", None)
     for i, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == name:

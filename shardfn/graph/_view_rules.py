@@ -1,9 +1,8 @@
 """Sharding rules of views that join and divide dims: where the blocks of a cut dim lie afterwards.
 
-A view keeps the order of elements, so that of a group of dims that are joined or divided it is enough to know in which
-order the elements of a block stand. Dim `i` of a group has `before` elements of the dims to its left and `after` of
-those to its right: as a dim of its own the group is [before, size, after], and a cut of dim i by p parts has `before p`
-parts, of which each is cut alike.
+A view keeps the order of elements, so for a group of dims that are joined or divided only the order of a block's
+elements matters. Dim `i` of a group has `before` elements of the dims to its left and `after` of those to its right: as
+a dim of its own the group is [before, size, after], and a cut of dim i by p parts has `before p` parts, all cut alike.
 """
 
 import math
@@ -54,7 +53,7 @@ def _passed(use: OpUse, p: range, q: range, i: int, j: int) -> Iterator[Strategy
 
 
 def _cuts(use: OpUse, dim: int, each: int, into: int, *, own_only: bool) -> list[Form]:
-    """How the operand is cut along a dim, and how it may be; what is not the first dim of its group, only as it is."""
+    """The cuts of the operand along a dim to try: its own, and, for the first dim of a group, others that may pass."""
     size, form = use.operands[0].shape[dim], use.forms[0]
     own = [form] if form.kind == "cut" and form.dim == dim else []
     if own_only:
@@ -80,7 +79,7 @@ def _groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[range, range]]:
 
 
 def whole_look(node: Node) -> Run | None:
-    """What takes another look at a whole value, whose elements may lie otherwise than the capture's; None: the op."""
+    """The function for a view of a whole value, whose strides may differ from the capture's; None: the op itself."""
     if node.target not in (_ATEN.view.default, _ATEN._unsafe_view.default):
         return None
     return lambda ranks, args, kwargs: args[0].reshape(args[1])

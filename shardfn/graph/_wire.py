@@ -17,7 +17,7 @@ from ._values import axes_size, num_bytes, tensors_in
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What a start sends; the fields are those of `Transfer`."""
+    """The message of a start; the fields are those of `Transfer`."""
 
     op: str
     axes: str
@@ -129,7 +129,7 @@ def functional_all_to_all(node: Node, meta: Mapping[str, Any]) -> Sent:
 
 
 def own_index(meta: Mapping[str, Any], axes: str) -> int:
-    """This rank's index along `axes`; 0 where the graph does not say."""
+    """This rank's index along `axes`; 0 if the graph has no coordinates."""
     shape, coords, index = meta.get("mesh_shape", {}), meta.get("coords", {}), 0
     for name in axes.split(","):
         index = index * shape.get(name, 1) + coords.get(name, 0)
@@ -137,7 +137,7 @@ def own_index(meta: Mapping[str, Any], axes: str) -> int:
 
 
 def _kind_of_exchange(node: Node, send: tuple[int, ...], recv: tuple[int, ...]) -> str:
-    """An exchange serves three primitives; which one, a capture notes. Ranks see different rows: no one row tells."""
+    """The primitive of an exchange, as the capture notes it; else a guess, as one rank's rows do not determine it."""
     if (applied := node.meta.get("collective")) is not None:
         return applied.name
     if len(send) > 2 and sum(map(bool, send)) <= 1 and sum(map(bool, recv)) <= 1:

@@ -256,7 +256,7 @@ def test_the_timeline_of_a_gpt_is_that_of_its_run() -> None:
     with torch.no_grad():
         measured.run(*args)
     after = [b for b, n in zip(measured.timeline, gm.graph.nodes, strict=True) if n.op == "call_function"]
-    # The interpreter frees placeholders too; what it holds on top of them is the same.
+    # The interpreter frees placeholders too; it holds the same memory on top of them.
     assert max(after) <= memory.peak <= max(after) + given
     assert memory.peak > given and sum(memory.by_kind.values()) == memory.peak
 

@@ -79,7 +79,7 @@ def test_the_first_difference_is_named_with_both_lines(other: Callable[[Tensor],
 
 
 def test_a_circle_across_channels_is_found() -> None:
-    """Each channel's own sequence agrees, but each rank waits for what the other starts later."""
+    """Each channel's own sequence agrees, but each rank waits for a transfer that the other starts later."""
     gms = [_graph(_gather_then_sum, dp=2), _graph(_sum_then_gather, dp=2)]
     compare_sequences([collective_sequence(g) for g in gms])
     with pytest.raises(RankError, match="2 of 2 ranks would wait forever") as error:
@@ -151,7 +151,7 @@ def test_every_rank_needs_a_graph() -> None:
 
 
 def test_a_rank_without_a_part_in_an_uneven_exchange_agrees() -> None:
-    """Of a hop that some ranks skip, or a ragged exchange whose row on one rank is even by chance."""
+    """As in a hop that some ranks skip, or a ragged exchange whose row on one rank is even by chance."""
     for op in ("ppermute", "all_to_all"):
         uneven, empty, even = (f"loss sp: {op} float32 {sizes}" for sizes in ("uneven", "[0, 0, 0]", "[2, 2, 2]"))
         compare_sequences([[empty], [uneven], [uneven]])
@@ -166,7 +166,7 @@ def test_a_rank_without_a_part_in_an_uneven_exchange_agrees() -> None:
 
 @pytest.mark.parametrize("name", ["all_to_all", "ppermute", "psum_scatter"])
 def test_an_exchange_has_the_name_that_was_noted(name: str) -> None:
-    """This rank's row is that of a permutation, whatever the others send."""
+    """This rank's row looks like a permutation's, which does not decide for the others."""
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(2)

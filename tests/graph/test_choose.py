@@ -57,7 +57,7 @@ def _box(link: Link, memory: int = 1 << 30) -> Cluster:
 
 
 def _holds(gm: GraphModule, cluster: Cluster, choice: Choice) -> None:
-    """What the choice says of its schedule is what the analyses say, and nothing that fits is faster."""
+    """The choice has the seconds and the peak of the analyses, and no fitting candidate is faster."""
     out = choice.schedule(gm)
     assert (choice.seconds, choice.peak) == (estimate(out, cluster).seconds, memory_analysis(out).peak)
     fitting = [s for s in choice.table if s.peak <= choice.memory]

@@ -95,7 +95,7 @@ def compare(seed: int) -> bool:
     except (
         RuntimeError,
         IndexError,
-    ):  # of autograd: a value that a backward needs was overwritten, say; or of torch's tracer
+    ):  # from autograd, as for an overwritten value that a backward needs; or from torch's tracer
         return False
     try:
         gm = prepare(gm)

@@ -1,4 +1,4 @@
-"""The back ends: same values, same mutations, same order of transfers; what is cut into regions; the cache on disk."""
+"""The back ends: same values, same mutations, same order of transfers; cuts into regions; the cache on disk."""
 
 import collections
 import operator
@@ -28,7 +28,7 @@ shardfn = torch.ops.shardfn
 
 
 class Wire(Channels):
-    """One rank's communicators; writes down what is sent."""
+    """One rank's communicators, with a log of the messages."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
@@ -72,7 +72,7 @@ def run(function: Callable[..., Any], args: list[torch.Tensor]) -> tuple[tuple[A
 
 
 def both(function: Callable[..., Any], *args: torch.Tensor, exact: bool = False) -> Compiled:
-    """Asserts that the back ends agree on outputs and on what is left in the arguments."""
+    """Asserts that the back ends agree on outputs and on the arguments' final values."""
     gm = captured(function, *args)
     compiled = compile_graph(gm, "inductor", min_bytes=0)
     plain, plain_args, plain_wire = run(gm, list(args))
@@ -220,7 +220,7 @@ def test_an_argument_of_another_layout_is_an_error_that_names_it() -> None:
         compiled(torch.randn(4, 4).t())
 
 
-# What is cut
+# Cuts into regions
 
 
 def regions(function: Callable[..., Any], *args: torch.Tensor) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Covers the op table: what schemas say, what rows say, and that rows are of ops that exist."""
+"""Covers the op table: facts from schemas and from rows, and that rows are of ops that exist."""
 
 import operator
 

@@ -18,7 +18,7 @@ SIZE = 12
 
 
 def drawn_loss(r: random.Random, steps: int) -> Any:
-    """Products, sums, softmax and views of what is there, in some order."""
+    """A loss of products, sums, softmax and views of earlier values, in random order."""
     moves = [
         (r.choice(["mm", "mm", "add", "t", "softmax", "relu", "sum"]), r.random(), r.random()) for _ in range(steps)
     ]
@@ -60,7 +60,7 @@ def planned(seed: int, steps: int, num: int) -> tuple[Scope, dict[Any, Held], li
 
 
 def price(search: Search, scope: Scope, start: Any, ends: Any, choices: dict[Any, SearchChoice]) -> float:
-    """What these choices cost, by going through them."""
+    """The price of these choices, by going through them."""
     state, known = SearchState(0.0, 0.0, {}, None), dict(start)
     for node in scope.nodes:
         pairs = list(zip(scope.operands[node], choices[node].strategy.ins, strict=True))

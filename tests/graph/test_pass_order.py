@@ -1,4 +1,4 @@
-"""Covers what each pass does to the order of a graph, before and after; and which moves memory forbids."""
+"""Covers the order of a graph before and after each pass; and the moves that memory forbids."""
 
 import operator
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def _traced(f: Callable[..., Any], *args: Tensor, donated: tuple[int, ...] = ())
 
 
 def _ops(gm: GraphModule) -> list[str]:
-    """What runs, as short words."""
+    """The ops that run, by short names."""
     short = {"all_gather_start": "gather", "psum_scatter_start": "scatter", "getitem": "take"}
     nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
     names = [str(getattr(n.target, "__name__", n.target)).split(".")[0] for n in nodes]
@@ -284,7 +284,7 @@ def test_cheap_activations_are_computed_again() -> None:
     assert _ops(gm) == ["mm", "cos", "repeat", "sum", "t", "mul", "mm"]
     out = rematerialise(gm, budget=7 * 256 + 8)
     assert _ops(out) == ["mm", "cos", "repeat", "sum", "cos", "t", "mul", "mm"]
-    # What was computed for the backward alone is no longer computed before.
+    # Values for the backward alone are no longer computed before it.
     assert _ops(free_at_last_use(out)) == ["mm", "repeat", "sum", "cos", "mul", "t", "mm"]
     assert out.meta["rematerialise"]["reached"] <= 7 * 256 + 8
     assert _ops(rematerialise(gm, budget=1 << 20)) == _ops(gm)
@@ -427,7 +427,7 @@ def test_every_twin_takes_the_same_arguments() -> None:
     assert in_place_twin(graph.call_function(aten.bernoulli.p, (x, 0.5))) is None
 
 
-# What keeps its order
+# Orders that are kept
 
 
 def test_random_draws_and_stops_keep_their_order() -> None:

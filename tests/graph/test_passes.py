@@ -33,7 +33,7 @@ _OPS = torch.ops.shardfn
 _MOVES = torch.ops.shardfn_memory
 
 
-# A wire on which a transfer happens at its wait: until then its destination is poisoned, and nobody may touch an end.
+# A wire on which a transfer happens at its wait: until then its destination is poisoned, and both ends are checked.
 
 
 class _Wire(Channels):
@@ -122,7 +122,7 @@ class _Line:
 
 
 def _late_move(x: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
-    """A copy between memories that takes place at its wait; until then its source must stay as it is."""
+    """A copy between memories that takes place at its wait; until then its source must stay unchanged."""
     sent, into = x.clone(), torch.empty_like(x) if out is None else out
     into.fill_(torch.nan)
 
@@ -295,7 +295,7 @@ class _Step:
             assert isinstance(norm, Tensor)
             _OPS.stop_unless(norm > -1, [norm, loss])
         outs += [norm, *self._new(own, moments, squares, grads, count)]
-        # A leaf that all keep whole, of which each updates its rows.
+        # A leaf that all ranks keep whole, and each updates its rows.
         rows = [self.width // self.world + (r < self.width % self.world) for r in range(self.world)]
         piece = resident.split_with_sizes(rows)[rank] * 0.5 + norm
         _wait(_OPS.all_gather_into_start(resident.view(-1), piece, rows, "dp"))
@@ -390,7 +390,7 @@ def _traced(step: _Step, rank: int) -> GraphModule:
 
 @functools.lru_cache(maxsize=64)
 def _expected(seed: int, world: int) -> tuple[Any, ...]:
-    """A step as it is traced, and what it computes."""
+    """A step, its inputs and traces, and its results."""
     step = _Step(seed, world)
     inputs = [step.inputs(r) for r in range(world)]
     graphs = [_traced(step, r) for r in range(world)]
@@ -432,7 +432,7 @@ def _said(node: Any) -> tuple[Any, ...]:
 
 
 def _check_values(gm: GraphModule) -> None:
-    """The abstract values say what a new trace of the graph would say, and share memory where it would."""
+    """The abstract values are those of a new trace of the graph, and share memory alike."""
     args = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     with args[0].fake_mode, torch.no_grad():
         again = make_fx(torch.fx.Interpreter(gm).run, tracing_mode="real")(*[torch.empty_like(a) for a in args])

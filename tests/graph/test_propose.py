@@ -76,7 +76,7 @@ def test_work_is_priced_by_the_operations_of_the_rank_with_the_most():
 
     # All leaves have gradients here, and each product's backward is one for each operand.
     assert work(2, [WHOLE, WHOLE]) == pytest.approx(6 * product)
-    # Of 31 columns two ranks have 16 and 15, and three have 11, 11 and 9.
+    # Two ranks have 16 and 15 of the 31 columns, three have 11, 11 and 9.
     for num, most in ((2, 16), (3, 11)):
         megatron = [cut(1, inner, num), cut(0, inner, num)]
         assert work(num, megatron) == pytest.approx(6 * product * most / inner)

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 class Board(Ranks):
-    """The ranks of one process, each a thread; what they send lies on a board."""
+    """The ranks of one process, each a thread; their messages lie on a board."""
 
     def __init__(self, num: int, index: int, barrier: threading.Barrier, board: dict[int, Tensor]) -> None:
         self.axis, self.num, self.index, self._barrier, self._board = "tp", num, index, barrier, board
@@ -44,7 +44,7 @@ def sizes(r: random.Random, *names: str) -> list[int]:
     return [r.choice([1, 2, 3, 4, 5, 6, 7, 8, 12]) for _ in names]
 
 
-# Of each op how its arguments are drawn.
+# Draws of arguments for each op.
 
 
 def _mm(r):

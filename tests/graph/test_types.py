@@ -13,7 +13,7 @@ WIRE = torch.ops.shardfn
 
 
 def _types(f: Callable[..., Any], *cuts: bool) -> list[str]:
-    """The types along "tp" of what `f` returns of vectors that are cut or whole."""
+    """The types along "tp" of the results of `f`, for vectors that are cut or whole."""
     gm = make_fx(f, tracing_mode="fake")(*(torch.ones(4) for _ in cuts))
     gm.meta["mesh_shape"] = {"tp": 2, "one": 1}
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
