@@ -141,7 +141,7 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """What `b @ a` is multiplied by."""
+        """The factor of `b @ a`."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
@@ -165,7 +165,7 @@ class LoRA:
         return out
 
     def init(self, key: Int64[Tensor, "2"], *, dtype: torch.dtype = torch.float32) -> dict[str, dict[str, Tensor]]:
-        """First values: `a` uniform in +-1 / sqrt(in), `b` zero, so that the model is as it was.
+        """First values: `a` uniform in +-1 / sqrt(in), `b` zero, so that the model's outputs are unchanged.
 
         Args:
             key: adapter i of those in order is drawn with `fold_in(key, i)`.
@@ -233,7 +233,7 @@ class LoRA:
 
     def _weight(self, w: Tensor, adapter: Mapping[str, Tensor], site: Site) -> LowRankWeight:
         *_, out, into = self._axes(site)
-        # Where the leaf is cut, what is whole of its adapter is a value that ranks use differently.
+        # Where the leaf is cut, ranks use the uncut part of its adapter differently, so it becomes varying.
         a = pvary(adapter["a"], out) if out else adapter["a"]
         b = pvary(adapter["b"], into) if into else adapter["b"]
         # Only where it must be: a leaf that arrives when it is used would arrive now.
