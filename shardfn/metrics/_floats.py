@@ -18,8 +18,8 @@ def to_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
         metrics: 0-d tensors of any dtype, on any device, and numbers.
 
     Returns:
-        The same names in the same order. In float64 on the way, so that float32 and integers below 2^53 stay as they
-        are; on a device without float64 in float32.
+        The same names in the same order. Values pass through float64, which is exact for float32 and integers below
+        2^53; on a device without float64 through float32.
 
     Raises:
         TypeError: values are neither; lists all.

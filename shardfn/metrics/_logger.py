@@ -26,7 +26,7 @@ class Logger:
             again. 0 begins anew.
 
     Attributes:
-        rows: what has been written, those lines included that were there.
+        rows: the lines written so far, including those of the file that it goes on from.
 
     Raises:
         ModuleNotFoundError: (on the first rank) `tensorboard` is asked for, and not installed.
@@ -69,7 +69,7 @@ class Logger:
         """One line: the number of a step and its metrics, 0-d tensors or numbers, from one mapping or several.
 
         Returns:
-            What was written; on other ranks than the first an empty dict.
+            The line as written; on other ranks than the first an empty dict.
 
         Raises:
             TypeError: a metric is neither a 0-d tensor nor a number, or `step` is no number.
@@ -124,5 +124,5 @@ def _events(out: pathlib.Path, start: int) -> Any:
     if not start:  # TensorBoard would join two runs in one curve
         for old in out.glob("events.out.tfevents.*"):
             old.unlink()
-    # What is there from later steps is hidden: `purge_step` is TensorBoard's word for a run that goes on.
+    # `purge_step` makes TensorBoard hide events of later steps, which a resumed run makes again.
     return SummaryWriter(str(out), purge_step=start + 1 if start else None)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 def flops_per_token(num_params: int, *, num_layers: int = 0, d_attention: int = 0, length: int = 0) -> float:
     """Floating-point operations of forward and backward for a token: `6 N + 12 L D T`.
 
-    As model FLOPs utilisation counts them: what is computed again under `remat` does not count, and attention counts in
-    full although a causal mask leaves half of it out.
+    Counted as for model FLOPs utilisation: recomputation under `remat` does not count, and attention counts in full
+    although a causal mask leaves half of it out.
 
     Args:
         num_params: N, parameters that a token meets: without the embedding table, unless it is the output layer too.
@@ -29,8 +29,8 @@ def flops_per_token(num_params: int, *, num_layers: int = 0, d_attention: int = 
 class Throughput:
     """The speed of a loop, from one call to the next.
 
-    Call it where the loop has waited for the device (after `to_floats`): before that, time says how fast steps are
-    asked for, not how fast they run.
+    Call it where the loop has waited for the device (after `to_floats`): before that, the time measures how fast steps
+    are launched, not how fast they run.
 
     Args:
         flops_per_token: see `flops_per_token`; None leaves "mfu" out.
@@ -62,10 +62,10 @@ class Throughput:
         self._last = clock()
 
     def __call__(self, tokens: int) -> dict[str, float]:
-        """What the time since the last call, or since the start, gives.
+        """The rates since the last call, or since the start.
 
         Args:
-            tokens: of all ranks, that were trained on in it.
+            tokens: the number of tokens trained on in that time, on all ranks.
 
         Returns:
             "tokens_per_s", and "mfu", a fraction of 1, where it is known.
