@@ -46,7 +46,7 @@ def gradients(
     """
     ends = [ends_of(x) or Ends([x], False) for x in inputs]
     flat = [x for end in ends for x in end.handles]
-    # Of a stack some layers may be unused.
+    # Some layers of a stack may be unused.
     given: dict[str, Any] = options | {"allow_unused": True, "materialize_grads": False}
     found = iter(torch.autograd.grad(outputs, flat, **given))
     grads = [_whole_gradient(end, [next(found) for _ in end.handles]) for end in ends]
