@@ -1,4 +1,4 @@
-"""Batches as a function: row i of batch n is a window of the corpus that (seed, n, i) name.
+"""Batches as a function: row i of batch n is a window of the corpus determined by (seed, n, i).
 
 The corpus is cut into windows of T ids (each read with the one id after it, the last target). A fixed shuffle puts
 them in an order from which training and validation take disjoint ranges; each epoch visits its range once, in an order
@@ -25,7 +25,7 @@ from ._permute import permute, shuffled
 
 @runtime_checkable
 class TokenSource(Protocol):
-    """What `Batches` reads: numbered token ids. `TokenFile` is one."""
+    """The source that `Batches` reads: numbered token ids. `TokenFile` is one."""
 
     @property
     def num_tokens(self) -> int:
@@ -132,7 +132,7 @@ class Batches:
     def windows(self, index: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         """Which window each row number n B + i reads; window w starts at id w T."""
         place = shuffled(index, self.num_windows, self.seed)
-        # By a shuffle without the seed, so that parts are disjoint whatever the seeds of those who use them.
+        # Shuffled without the seed, so that parts are disjoint even if they are used with different seeds.
         return permute(place + self._part[0], self._total)
 
     def iterate(self, first: int, stop: int, *, rank: int = 0, world: int = 1) -> Iterator[dict[str, Tensor]]:

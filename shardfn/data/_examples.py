@@ -1,4 +1,4 @@
-"""Batches of a map-style dataset as a function: row i of batch n is an example that (seed, n, i) name.
+"""Batches of a map-style dataset as a function: row i of batch n is an example determined by (seed, n, i).
 
     g = n B + i,   epoch, k = divmod(g, N),   example = permute(k, N, seed, epoch)
 
@@ -146,9 +146,9 @@ class Cursor:
         return batch
 
     def state(self) -> dict[str, int]:
-        """What to save, beside the state of the step: plain numbers, for `Manager.save(user=...)`.
+        """The position to save beside the state of the step: plain numbers, for `Manager.save(user=...)`.
 
-        With it go the seed and the size of the batches, where they have some: another batch n would follow otherwise.
+        It includes the seed and the size of the batches, where they have some: under others batch n would differ.
         """
         told = {name: getattr(self.batches, name, None) for name in ("seed", "batch_size")}
         return {"next": self.next} | {name: x for name, x in told.items() if x is not None}

@@ -1,4 +1,4 @@
-"""A file of JSON lines as a map-style dataset, of which only the places of lines are kept."""
+"""A file of JSON lines as a map-style dataset that keeps only the places of lines in memory."""
 
 import json
 import os
@@ -17,7 +17,7 @@ class JSONLines:
 
     Args:
         path: the file, UTF-8.
-        encode: applied to each value, such as text to token ids; default the value as it is.
+        encode: applied to each value, such as text to token ids; default the identity.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -49,7 +49,7 @@ class JSONLines:
         """Line `index`, decoded.
 
         Raises:
-            IndexError: there are not as many.
+            IndexError: there are fewer lines.
             ValueError: the line is no JSON; names its number and the file.
         """
         if not -len(self) <= index < len(self):

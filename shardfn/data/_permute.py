@@ -78,7 +78,7 @@ def shuffled(rows: Int64[np.ndarray, " n"], size: int, seed: int | None) -> Int6
     Args:
         rows: numbers from 0 on, 1-d int64.
         size: of an epoch.
-        seed: of the orders; None = as they are.
+        seed: of the orders; None = in order.
 
     Example:
         >>> order = shuffled(np.arange(6), 3, 42)

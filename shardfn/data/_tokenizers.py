@@ -13,7 +13,7 @@ _CHUNK = 1 << 20
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What turns text into ids in {0, ..., vocab_size - 1} and back."""
+    """Turns text into ids in {0, ..., vocab_size - 1} and back."""
 
     @property
     def vocab_size(self) -> int:
@@ -21,11 +21,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> Int64[np.ndarray, " n"]:
-        """The ids of `text`; lone surrogates stand for bytes that are no UTF-8 (PEP 383)."""
+        """The ids of `text`; lone surrogates encode bytes that are not UTF-8 (PEP 383)."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; never fails, whatever was sampled."""
+        """The text of `ids`; never fails, for any sampled ids."""
         ...
 
 
@@ -85,7 +85,7 @@ class BPETokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "BPETokenizer":
-        """Reads what `save` wrote (the `tokenizers` library's own json).
+        """Reads a file that `save` wrote (the `tokenizers` library's own json).
 
         Raises:
             ImportError: the `tokenizers` library is missing.

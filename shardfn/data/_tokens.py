@@ -41,7 +41,7 @@ class TokenFile:
 
         Raises:
             FileNotFoundError: the file or its description is missing.
-            ValueError: the description is no description, or the file has another size than it says.
+            ValueError: the description is not one, or its size differs from the file's.
         """
         path = pathlib.Path(path)
         for needed in (path, _sidecar(path)):
