@@ -79,7 +79,7 @@ def parse_setup(args: argparse.Namespace) -> Setup:
     """The run that the arguments describe.
 
     Raises:
-        ValueError: names what is wrong and the nearest known word.
+        ValueError: names the wrong argument and the nearest known word.
     """
     config = parse_model(args.model)
     travel, pace = Travel(bucket_bytes=args.bucket_bytes), Pace(prefetch_bytes=args.prefetch_bytes)
