@@ -62,7 +62,7 @@ class Dropped(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a pair's score has besides q k. A field that is None adds nothing.
+    """The parts of a pair's score beside q k. A field that is None has no effect.
 
     Attributes:
         ids_q: with ids_k: only pairs of the same number count, [B, T].
@@ -94,15 +94,15 @@ def block_sparse_attention(
         lse = log sum of e^s over the pairs of a row        -inf where there is none
         y = sum of c e^(s - lse) v                          0 where there is none
 
-    with c = 1, or what `given.dropped` makes it.
+    with c = 1, or the factor of `given.dropped`.
 
-    Computed in fp32, of fp64 in fp64. Time and memory are proportional to the tiles.
+    Computed in fp32, for fp64 in fp64. Time and memory are proportional to the tiles.
 
     Args:
         q_BTHK: queries; fp64, fp32, bf16 or fp16.
         k_BSGK: keys, of the same dtype; G divides H.
         v_BSGK: values.
-        tiles: which are computed; of 1 layout for all heads, or of H.
+        tiles: the computed tiles; of 1 layout for all heads, or of H.
         given: what else a pair has.
         block: queries, and keys, of a tile.
         scale: of q k.
@@ -150,7 +150,7 @@ def block_sparse_attention_backward(
         qkv: queries, keys and values.
         y_BTHK: the result.
         lse_BHT: the other result.
-        tiles: as in the forward, like all that follow.
+        tiles: as in the forward, like the following.
         given: what else a pair has.
         block: queries, and keys, of a tile.
         scale: of q k.

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from shardfn.kernels._library import LIBRARY
 
-# Of the arguments behind the tensors of samples: tiles (4), ids of queries and of keys, added, table, keys of dropout.
+# Indices after the samples' tensors, where arguments are tiles (4), ids of queries and keys, added, table, dropout
+# keys.
 _OF_SAMPLES, _ADDED = (4, 5, 8), 6
 
 

@@ -46,5 +46,5 @@ def dequantize(codes: Tensor, scales: Tensor, c: int, bits: int, block: int) -> 
 
 
 def dequantize_into(codes: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
-    """Writes what codes stand for, in the dtype of `out` [r, c]."""
+    """Writes the dequantized values, in the dtype of `out` [r, c]."""
     out.copy_(dequantize(codes, scales, out.shape[1], bits, block))
