@@ -1,7 +1,8 @@
 """Which layers of a list are alike, and so have their leaves in one stack; and how stacks that are cut make stages.
 
-Layers of one kind have leaves of the same names, shapes and dtypes. A list of one kind has one stack. Of several kinds,
-such as dense layers before mixtures of experts, each has a stack of its own, under the number of its first layer.
+Layers of one kind have leaves of the same names, shapes and dtypes. A list of one kind has one stack. If there are
+several kinds, such as dense layers before mixtures of experts, each has a stack of its own, under the number of its
+first layer.
 """
 
 import itertools
@@ -81,7 +82,7 @@ class LayerKinds(NamedTuple):
         return self.tree([{name: name not in kind.frozen for name in kind.names} for kind in self.kinds])
 
     def stacked(self, params: Mapping[str, Tensor]) -> Any:
-        """The stacks of all kinds as they are in params, from the layers' leaves by full name."""
+        """The stacks of all kinds in the form of params, from the layers' leaves by full name."""
         stacks: list[dict[str, Tensor]] = []
         for kind in self.kinds:
             leaves = {
@@ -91,7 +92,7 @@ class LayerKinds(NamedTuple):
         return self.tree(stacks)
 
     def tree(self, stacks: Sequence[Any]) -> Any:
-        """The stacks of all kinds as they are in params."""
+        """The stacks of all kinds in the form of params."""
         if len(self.kinds) == 1:
             return stacks[0]
         return {kind.key: stack for kind, stack in zip(self.kinds, stacks, strict=True)}
@@ -134,12 +135,12 @@ class LayerKinds(NamedTuple):
         return out
 
     def end(self, start: int, rows: Sequence[int], *, last: bool) -> int:
-        """The layer behind a rank's own.
+        """The layer after a rank's own.
 
         Args:
             start: its first layer.
-            rows: by kind, how many rows of the stack it has: some, or all where the stack is not cut.
-            last: whether it is the last rank, which has all that are left.
+            rows: by kind, its number of rows of the stack: all of them if the stack is not cut.
+            last: whether it is the last rank, which has all remaining layers.
         """
         if last:
             return self.num_layers

@@ -1,11 +1,12 @@
-"""Attention of models of transformers, computed by a body of `nn.attention`: also where ranks have parts of a sequence.
+"""Attention of models of transformers by a body of `nn.attention`, also where ranks have parts of a sequence.
 
-transformers looks up how to attend in a table, by a name in the model's config. While a module runs for `from_module`,
-its configs name what is registered here, and afterwards what they named before. So no model is changed, and one whose
-attention does not ask that table is refused when it comes in.
+transformers looks up its attention function in a table, by a name in the model's config. While a module runs for
+`from_module`, its configs have the name registered here, and afterwards the one they had before. So no model is
+changed; a model whose attention does not use that table is refused by `from_module`.
 
-What else depends on where a rank's tokens are is looked after when a model is called: positions that nobody gave are
-those of this rank's tokens, and what is not known for all tokens (padding masks, labels to be shifted) is refused.
+Other values that depend on the positions of a rank's tokens are handled when a model is called: default positions are
+those of this rank's tokens, and arguments that are not known for all tokens (padding masks, labels to be shifted) are
+refused.
 """
 
 import contextlib
@@ -71,7 +72,7 @@ class AttentionRoute:
         _register()
 
     def of_call(self, draws: Draws) -> "RoutedCall":
-        """What holds for one call, and for what of it runs again in the backward."""
+        """The routing of one call, including its parts that run again in the backward."""
         return RoutedCall(self, draws)
 
     @contextlib.contextmanager
@@ -88,7 +89,7 @@ class AttentionRoute:
 
     @contextlib.contextmanager
     def watched(self, hook: Any) -> Iterator[None]:
-        """While it is open, `hook` sees what the models are called with."""
+        """While it is open, `hook` sees the arguments of the models' calls."""
         handles = [m.register_forward_pre_hook(hook, with_kwargs=True, prepend=True) for m in self._models]
         try:
             yield
@@ -200,10 +201,10 @@ def routed_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls, [B, H, T, K] -> [B, T, H, K]: `nn.attention` by the body of the module that runs.
+    """The function that transformers calls, [B, H, T, K] -> [B, T, H, K]: `nn.attention` by the running module's body.
 
     Raises:
-        ValueError: it is asked for what a body does not compute.
+        ValueError: an argument asks for attention that a body does not compute.
         RuntimeError: no module of `from_module(attention=)` runs.
     """
     call = _CALL.innermost()
@@ -260,7 +261,7 @@ def _mask_of_none(*, use_vmap: bool = False, mask_function: Any = None, **kwargs
 
 
 def _adds_pairs(mask_function: Any) -> bool:
-    """Whether a mask of transformers has pairs besides its layers' kind: those of the tokens of one image, say."""
+    """Whether a mask of transformers adds pairs to its layers' kind, such as those of the tokens of one image."""
     if isinstance(mask_function, tuple):
         return any(map(_adds_pairs, mask_function))
     inside = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]

@@ -21,16 +21,16 @@ _NO_WRITES = frozenset({"__index__", "__int__", "__invert__", "__init__", "requi
 
 
 class Buffers:
-    """Finds out what a forward does to buffers; must be told of each function before it runs.
+    """Follows a forward's reads and writes of buffers; must be called with each function before it runs.
 
-    Of buffers that are the forward's own for the call, `state`, it knows nothing: they may change in any way.
+    It ignores the buffers in `state`, which are the forward's own for the call and may change in any way.
 
     A forward may read a buffer, and it may give one another value for the rest of the call if that does not come of
     the old one: a cache, such as rotary frequencies for a longer text. A value that comes of the old one is a state,
     which the next step would need: that is refused.
 
-    Invariant: `_read` holds the buffers whose own values were used while they were in their place; the module's own
-    tensors are never written to by a function that this class was told of.
+    Invariant: `_read` holds the buffers whose own values were used while they were in their place; no function passed
+    to this class writes to the module's own tensors.
     """
 
     def __init__(self, placed: Placed, state: frozenset[TensorSlot] = frozenset()) -> None:
@@ -59,7 +59,7 @@ class Buffers:
             )
 
     def converted(self, name: str, x: Any, out: Any) -> None:
-        """Takes note of what a function of that name has made of `x`."""
+        """Records the result of a function of that name applied to `x`."""
         path = self._known.get(id(x))
         if path is not None and name in _CONVERTS and isinstance(out, Tensor) and out is not x:
             self._kept.append(out)
@@ -98,7 +98,7 @@ class Buffers:
         return name in WRITES_WHOLE and id(x) in self._known and x is self._tensors[self._known[id(x)]]
 
     def overwrite(self, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The value that the buffer has from here to the end of the call; its own stays as it is."""
+        """The value that the buffer has from here to the end of the call; its own is not changed."""
         path = self._known[id(x)]
         if path in self._read:
             raise ValueError(self._refusal(path, f"reads it ({self._read[path]}) and then writes it ({func.__name__})"))
@@ -109,7 +109,7 @@ class Buffers:
         return new
 
     def check(self) -> None:
-        """Refuses what was assigned of old values, and what was written behind the back of torch's functions.
+        """Refuses values assigned from old ones, and writes that bypassed torch's functions.
 
         Raises:
             ValueError: names the buffer, and what to do.

@@ -1,4 +1,4 @@
-"""What a module must not have if a step is to train it: found when it comes in."""
+"""Checks of `from_module` for features that a step cannot train."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,11 +25,11 @@ BY_FREQUENCY = (
 
 
 def check_module(module: nn.Module) -> None:
-    """Refuses what a step cannot do as torch does it.
+    """Refuses modules that a step cannot train as torch does.
 
     Raises:
         TypeError: it is no module.
-        ValueError: lists every parameter and submodule that is not possible, with a remedy.
+        ValueError: lists every unsupported parameter and submodule, with a remedy.
     """
     if not isinstance(module, nn.Module):
         what = f"the class {module.__name__}" if isinstance(module, type) else f"of type {type(module).__name__}"

@@ -28,13 +28,13 @@ class TensorSlot(NamedTuple):
 
 
 class ModuleParts(NamedTuple):
-    """The submodules and the tensors of a module by full name; what is shared has several.
+    """The submodules and the tensors of a module by full name; shared ones have several names.
 
     Attributes:
         modules: the submodules.
         params: places of parameters.
         buffers: places of buffers.
-        unique: each submodule once, with what the names of its tensors begin with.
+        unique: each submodule once, with the prefix of its tensors' names.
     """
 
     modules: dict[str, nn.Module]
@@ -64,7 +64,7 @@ def first_names(module: nn.Module) -> dict[str, str]:
 
 
 class GivenTensors(NamedTuple):
-    """What takes the place of a module's own tensors.
+    """The tensors that take the place of a module's own.
 
     Attributes:
         params: by full name; all names of a shared parameter.
@@ -80,7 +80,7 @@ def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, T
 
     Raises:
         TypeError: there are no names, or a value is a leaf of a state.
-        ValueError: a name is none of the module's, or a shared parameter is given twice with different values.
+        ValueError: a name is not one of the module's, or a shared parameter is given twice with different values.
     """
     if not isinstance(given, Mapping):
         raise TypeError(
@@ -114,7 +114,7 @@ def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, T
 
 
 class _Before(NamedTuple):
-    """A submodule as it was, before others took the places of its tensors."""
+    """The attributes and tensors of a submodule before its tensors were replaced."""
 
     path: str
     sub: nn.Module
@@ -124,7 +124,7 @@ class _Before(NamedTuple):
 
 
 class Overrides(NamedTuple):
-    """What a forward has made of the attributes and buffers of a submodule."""
+    """The values that a forward has assigned to the attributes and buffers of a submodule."""
 
     sub: nn.Module
     attributes: dict[str, Any]
@@ -132,12 +132,12 @@ class Overrides(NamedTuple):
 
 
 class Placed:
-    """A module whose tensors others have taken the place of.
+    """A module whose tensors are replaced by others.
 
-    Invariant: between `__enter__` and `__exit__` each place of `given` holds what was given, and everything else what
-    it held before, but for what the forward assigns. `__exit__` puts back the module's own tensors whatever has
-    happened; a submodule whose forward has assigned a tensor gets all its attributes back, since what it keeps beside
-    the tensor (up to which length it was computed, say) must go with it.
+    Invariant: between `__enter__` and `__exit__` each place of `given` holds the given tensor, and every other place
+    its previous value, except for the forward's assignments. `__exit__` puts back the module's own tensors in any case;
+    a submodule whose forward has assigned a tensor gets all its attributes back, since other attributes (such as the
+    length up to which the tensor was computed) must agree with it.
 
     Each part that runs again in the backward enters once, with the whole module: a few dict copies a submodule.
 
@@ -153,7 +153,7 @@ class Placed:
 
     def __enter__(self) -> "Placed":
         """Puts the given tensors in their places."""
-        # The dicts themselves stay, since others may hold them; what is in them is copied.
+        # The dicts themselves stay, since others may hold them; their contents are copied.
         self._before = [
             _Before(path, sub, sub.__dict__.copy(), sub._parameters.copy(), sub._buffers.copy())
             for path, sub in self.parts.unique
@@ -191,7 +191,7 @@ class Placed:
         return [Overrides(sub, sub.__dict__.copy(), sub._buffers.copy()) for sub in subs]
 
     def override(self, overrides: Sequence[Overrides]) -> None:
-        """Makes what a forward had assigned where a part of it began the start of that part, which runs again."""
+        """Restores the assignments that a forward had made before a part of it that now runs again."""
         for x in overrides:
             _put_back(x.sub.__dict__, x.attributes)
             _put_back(x.sub._buffers, x.buffers)
@@ -242,7 +242,7 @@ def one_thread(module: nn.Module, caller: int) -> Iterator[None]:
         caller: the thread that has called it; autograd may run a part again in one of its own, while that one waits.
 
     Raises:
-        RuntimeError: says what to do.
+        RuntimeError: another thread runs it; gives the remedy.
     """
     me = threading.get_ident()
     with _LOCK:

@@ -11,10 +11,11 @@ from shardfn.core import Axes
 
 
 def global_batch_norm(axis: Axes) -> Callable[..., Tensor]:
-    """What stands in for `torch.nn.functional.batch_norm` where ranks along `axis` hold parts of the batch.
+    """The replacement of `torch.nn.functional.batch_norm` where ranks along `axis` hold parts of the batch.
 
-    Mean and variance are those of all their rows, however many each has. Their gradients are summed over ranks, since
-    every rank's output depends on them. Sums are taken in float32 at least; running statistics keep their dtype.
+    Mean and variance are those of all their rows, for any number of rows per rank. Their gradients are summed over
+    ranks, since every rank's output depends on them. Sums are taken in float32 at least; running statistics keep their
+    dtype.
     """
     return functools.partial(_batch_norm, axis)
 

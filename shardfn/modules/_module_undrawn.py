@@ -4,10 +4,10 @@ from typing import Any
 
 
 class Undrawn:
-    """A uniform number in [0, 1) that there is no key to draw by.
+    """A uniform number in [0, 1) that cannot be drawn for lack of a key.
 
-    Models ask for one per layer whatever their configuration, and compare it with the rate at which layers are skipped,
-    most often 0. What any number in [0, 1) would give is known; anything else is an error.
+    Models ask for one per layer in every configuration, and compare it with the rate at which layers are skipped, most
+    often 0. Comparisons with one result for all numbers in [0, 1) have it; others are errors.
 
     Args:
         remedy: how to give a key.
