@@ -4,7 +4,7 @@ Its files are pickles. They are opened by torch's unpickler for weights, which m
 few classes of DeepSpeed's own that lie between them become objects that do nothing, and any other name is refused.
 
     stage 1, 2   ranks' flat partitions, one after another, are the group; parameters lie in it in order
-    stage 3      a parameter is cut in as many equal pieces as there are ranks, the last ones padded
+    stage 3      a parameter is cut in equal pieces, one per rank, the last ones padded
     universal    a file for each parameter and each of its states; flat where stage 3 wrote it
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardfn.core import raise_all
 
-# What lies in DeepSpeed's files and holds no tensor.
+# Classes in DeepSpeed's files that hold no tensor.
 _INERT = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -45,13 +45,13 @@ class _Inert:
 
 
 class DeepSpeedState(NamedTuple):
-    """What a checkpoint of DeepSpeed has.
+    """The contents of a checkpoint of DeepSpeed.
 
     Attributes:
         params: whole parameters in float32, by the module's names: masters where there are any. Frozen ones are there.
         moments: the optimizer's states of a parameter's shape, "exp_avg" and "exp_avg_sq" for Adam, "momentum_buffer"
             for SGD; each by the same names.
-        step: how many updates there were; 0 if nothing says it.
+        step: the number of updates; 0 if the files do not have it.
         shared: names of tied parameters, and of the one in `params` that each is.
         buffers: of the module, by its names, in their own dtypes.
     """
@@ -66,18 +66,18 @@ class DeepSpeedState(NamedTuple):
 def read_deepspeed(directory: str, tag: str | None = None) -> DeepSpeedState:
     """Reads a checkpoint that `engine.save_checkpoint` wrote, or `ds_to_universal` made of one.
 
-    Files are mapped, not loaded, so what is in memory at a time is what is made of them. Give `params` to `step.init`,
-    with a module's own names through `from_module`; moments have the names of parameters, so a tree of the optimizer's
-    is made of them as of the parameters.
+    Files are mapped, not loaded, so only the resulting tensors are in memory. Give `params` to `step.init`, with a
+    module's own names through `from_module`; moments have the names of parameters, so they form a tree of the
+    optimizer's state in the same way.
 
     Args:
-        directory: what `save_checkpoint` was given.
+        directory: the one passed to `save_checkpoint`.
         tag: which of the checkpoints; default the one that `latest` (or `latest_universal`) names.
 
     Raises:
-        FileNotFoundError: no such checkpoint; says which files are missing.
-        ValueError: a file has what is no tensor or plain container, or does not fit the others; or the checkpoint is of
-            several model-parallel ranks, of stage 0, or has experts.
+        FileNotFoundError: no such checkpoint; names the missing files.
+        ValueError: a file has objects other than tensors and plain containers, or does not fit the others; or the
+            checkpoint is of several model-parallel ranks, of stage 0, or has experts.
     """
     place = _place(pathlib.Path(directory), tag)
     return _universal(place) if (place / "zero").is_dir() else _partitioned(place)
@@ -157,7 +157,7 @@ def _partitioned(place: pathlib.Path) -> DeepSpeedState:
 
 
 def _with_module(place: pathlib.Path, models: Sequence[Mapping[str, Any]], own: DeepSpeedState) -> DeepSpeedState:
-    """What the optimizer's files have, and what the module's files add to it."""
+    """The state in the optimizer's files, completed from the module's files."""
     if not models:
         return own
     _check_twice(place, own.params, models[0])
@@ -185,7 +185,7 @@ def _groups(optim: Mapping[str, Any]) -> list[_Flat]:
 def _thirds(optim: Mapping[str, Any]) -> list[_Flat]:
     inner = optim["optimizer_state_dict"].get("state", {})
     parts = [_flat(x, inner.get(number) or {}) for number, x in enumerate(optim["fp32_flat_groups"])]
-    # What one flat group lacks is too short in the end, which the cut tells.
+    # A state that one flat group lacks is too short when joined, which the cut detects.
     names = {name for part in parts for name in part.states}
     whole = {name: torch.cat([part.states[name] for part in parts if name in part.states]) for name in names}
     return [_Flat(max([0, *(part.step for part in parts)]), whole)]
@@ -202,7 +202,7 @@ def _union(groups: Sequence[Mapping[str, torch.Size]]) -> dict[str, torch.Size]:
 
 
 def _models(place: pathlib.Path) -> list[dict[str, Any]]:
-    """What the ranks wrote of the module, by rank; below stage 3 one file for all."""
+    """The ranks' files of the module, by rank; below stage 3 one file for all."""
     paths = place.glob("*mp_rank_00_model_states.pt")
     return [_loaded(path) for path in sorted(paths, key=lambda p: int((_RANK.search(p.name) or ["", "0"])[1]))]
 

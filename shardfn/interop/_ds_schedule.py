@@ -1,7 +1,7 @@
 """DeepSpeed's schedulers as schedules: from the count of updates so far to the rate of the next one.
 
-DeepSpeed sets the rate after each update, counting from 0, and once before the first. So what a scheduler calls
-iteration `k` is the rate of update `k + 1`, and the first update has a rate of its own.
+DeepSpeed sets the rate after each update, counting from 0, and once before the first. So a scheduler's iteration `k`
+gives the rate of update `k + 1`, and the first update has a rate of its own.
 """
 
 import math
@@ -36,7 +36,7 @@ Schedule = Callable[[Any], Tensor]
 
 
 def schedule_of(kind: str, params: Mapping[str, Any], lr: float) -> tuple[Schedule | None, list[str]]:
-    """A scheduler's schedule; or what is wrong with its arguments.
+    """A scheduler's schedule, and the problems with its arguments.
 
     Args:
         kind: its name.

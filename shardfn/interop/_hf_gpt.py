@@ -20,7 +20,7 @@ from ._layouts import Row, empty_for, rows
 
 Slices = tuple[slice, ...]
 
-# Of older files: buffers, which have no information, and heads that are the embedding.
+# Entries of older files: buffers, which have no information, and heads that are the embedding.
 _PASSED_OVER = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|attention\.mask$")
 
 
@@ -34,7 +34,7 @@ def gpt_from_hf(
 
     Args:
         directory: has `config.json`, and `model.safetensors` or several files with an index.
-        dtype: what to convert to; default the dtype of the files, which must then be one.
+        dtype: the dtype to convert to; default that of the files, which must then have only one.
         **changes: other fields of the `Config`, such as `stacked=True` or `per_head=True`.
 
     Returns:
@@ -95,8 +95,8 @@ def gpt_to_hf(
         config: the shape.
         params: as of `gpt.init(config, key)`, sharded or not.
         model_type: of transformers; default the one that fits.
-        dtype: what to convert to; default that of the leaves.
-        file_bytes: from when on another file begins, with an index of all.
+        dtype: the dtype to convert to; default that of the leaves.
+        file_bytes: the size after which another file begins; several files have an index.
 
     Raises:
         ValueError: transformers has no such model, or leaves do not fit the config; the message lists all.
@@ -157,7 +157,7 @@ def _groups(table: list[Row]) -> list[list[Row]]:
 
 
 def _shape(config: gpt.Config, row: Row) -> tuple[int, ...]:
-    """Of the leaf: with heads and their features as one dim or two, as the config says."""
+    """The leaf's shape: with heads and their features as one dim, or two with `config.per_head`."""
     return row.base if config.per_head or row.heads is None else _merged(row.base, row.heads)
 
 

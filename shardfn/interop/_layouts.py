@@ -20,7 +20,7 @@ class Row(NamedTuple):
 
     Attributes:
         path: of the leaf, ("embed",); of a leaf of every block, ("blocks", "wq").
-        name: of the tensor; "{}" stands for the number of the block.
+        name: of the tensor, with "{}" for the number of the block.
         view: dims that the tensor is seen with.
         pick: a dim of `view` and the index in it, if the tensor has several leaves.
         order: the dims that are left, in the order of the leaf's.
@@ -67,7 +67,7 @@ def _plain(path: tuple[str, ...], name: str, *view: int) -> Row:
 
 
 def _turned(path: tuple[str, ...], name: str, into: int, *view: int) -> Row:
-    """Of a weight that is kept as [in, out]; the first `into` dims of `view` are those of the input."""
+    """The row of a weight that is stored as [in, out]; the first `into` dims of `view` are those of the input."""
     shape = math.prod(view[:into]), math.prod(view[into:])
     order = (*range(into, len(view)), *range(into))
     return Row(path, name, view, None, order, shape, 1 if into == 2 else None)
