@@ -85,7 +85,7 @@ def attention(
     how = OnlineScores(mask, scale, slopes_H, sinks_H)
     if K == V or isinstance(impl, Dense):
         return _attended(impl, q_BTHK, k_BSGK, v_BSGV, how, length)
-    # Zeros add nothing to scores, and to results only what is left out again.
+    # Zeros add nothing to scores, and to results only columns that are cut off again.
     q_BTHK, k_BSGK, v_BSGV = (F.pad(x, (0, max(K, V) - x.shape[-1])) for x in (q_BTHK, k_BSGK, v_BSGV))
     how = how._replace(scale=K**-0.5 if scale is None else scale)
     return _attended(impl, q_BTHK, k_BSGK, v_BSGV, how, length)[..., :V]

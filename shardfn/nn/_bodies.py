@@ -9,8 +9,8 @@
     Ulysses("u", T, inner=Ring("r"))        both: the tokens are cut by r, and then by u
 
 All of them compute the same. A sequence of `length` tokens is cut as `torch.chunk` cuts it, by `axes` from major to
-minor; any length will do. With `zigzag` the tokens lie in `sequence_order` before they are cut: each rank then has one
-stretch from the front and one from the back, and of a causal mask as many pairs as any other.
+minor; any length will do. With `zigzag` the tokens are put in `sequence_order` before they are cut: each rank then has
+one stretch from the front and one from the back, and under a causal mask an equal number of pairs.
 
 B samples, T queries, S keys, H query heads, G key heads, R = H / G, K head dim, P ranks.
 Jacobs et al., DeepSpeed Ulysses, 2023, https://arxiv.org/abs/2309.14509
@@ -71,7 +71,7 @@ class Dense(Local):
         spans, device = ((0, T), (0, S)), q_BTHK.device
         pairs, bias = how.mask.pairs(*spans, device), how.bias(*spans, device)
         some = pairs.any(-1, keepdim=True)
-        # A row without keys attends to all, and is made 0: torch's gradient of a softmax over nothing is not.
+        # A row without keys attends to all, and is set to 0: torch's gradient of an empty softmax is not 0.
         open = pairs | ~some
         scales = how.mask.scales(*spans, H, torch.empty((), dtype=wide(q_BHTK.dtype), device=device))
         if scales is not None or how.sinks_H is not None:
@@ -210,7 +210,7 @@ CAUSAL = Causal()
 
 
 class Attending(NamedTuple):
-    """What a layer of attention does with its queries, keys and values.
+    """The mask and the implementation of a layer's attention.
 
     Attributes:
         mask: which pairs count, of all tokens and all heads.
@@ -279,7 +279,7 @@ def own_positions(body: Body, num_tokens: int, device: torch.device | None = Non
 
 
 def whole_sequence(x_BT: Int64[Tensor, "b t"], body: Body) -> Int64[Tensor, "b t2"]:
-    """Numbers of all tokens, in the order of positions, of which each rank has its own: what `Segments` takes.
+    """Gathers the ranks' numbers of their tokens to those of all tokens, in the order of positions, for `Segments`.
 
     Args:
         x_BT: of this rank's tokens.
@@ -301,7 +301,7 @@ def whole_sequence(x_BT: Int64[Tensor, "b t"], body: Body) -> Int64[Tensor, "b t
 
 
 def whole_length(body: Body, num_tokens: int) -> int:
-    """The number of tokens of the whole sequence, of which this rank has some.
+    """The number of tokens of the whole sequence, from this rank's number.
 
     Raises:
         ValueError: it is stated nowhere, or twice.

@@ -83,7 +83,7 @@ def _vocab_parallel(
     """The loss log sum exp(logits) - logits[target], of blocks of the classes; invariant along `axis`."""
     start, stop, size = own_classes("cross_entropy: logits_BTV", logits_BTV.shape[-1], vocab_size, axis)
     own_BT = logits_BTV.logsumexp(-1)
-    top_BT = pmax(own_BT.detach(), axis)  # a shift, of which the result does not depend
+    top_BT = pmax(own_BT.detach(), axis)  # a shift, on which the result does not depend
     if start == stop:
         hit_BT = logits_BTV.sum(-1)
     else:

@@ -1,4 +1,4 @@
-"""What bodies that compute their own gradients ask of what they are given."""
+"""Requirements on inputs of bodies that compute their own gradients."""
 
 import torch
 from torch import Tensor

@@ -1,11 +1,11 @@
-"""Which keys a query attends to, as values: `Causal() & Segments(ids_BT)`.
+"""Masks of attention as values: `Causal() & Segments(ids_BT)`.
 
-A mask speaks of global positions, so that a rank with some tokens of a sequence uses the same value as one device. It
-answers for a rectangle of positions, (start, stop) of queries and (start, stop) of keys: whether all pairs of it
-count, none, or some; which; and how many. Bodies of attention skip the rectangles in which none counts.
+A mask refers to global positions, so that a rank with some tokens of a sequence uses the same value as one device. It
+answers for a rectangle of positions, (start, stop) of queries and (start, stop) of keys: whether all pairs count, some,
+or no pair; which; and how many. Bodies of attention skip rectangles without pairs.
 
-What an answer "none" or "all" depends on is known to the program (positions, lengths, layouts) and never read from a
-tensor: ranks agree on what is skipped, and a capture is good for all batches.
+An answer "none" or "all" depends on values known to the program (positions, lengths, layouts) and never on a tensor's:
+ranks agree on the skipped rectangles, and a capture is good for all batches.
 
 B samples, T tokens, H query heads, N and M tiles of queries and keys.
 Dong et al., Flex Attention, 2024, https://arxiv.org/abs/2412.05496
@@ -70,12 +70,12 @@ class Mask(abc.ABC):
 
     @property
     def parts(self) -> tuple["Mask", ...]:
-        """The masks of which it is the intersection."""
+        """The masks whose intersection it is."""
         return (self,)
 
     @property
     def tile(self) -> int | None:
-        """Of how many tokens its blocks are, where it has blocks."""
+        """The number of tokens of its blocks; None without blocks."""
         return None
 
     def grid(self, queries: Array, keys: Array) -> Array:
@@ -85,11 +85,11 @@ class Mask(abc.ABC):
         return np.array(found, np.int8).reshape(1, len(rows), len(columns))
 
     def bias(self, queries: Span, keys: Span, device: torch.device | None = None) -> Float[Tensor, "*bh q k"] | None:
-        """What is added to the scores of a rectangle, [Q, K], [H, Q, K] or [B, H or 1, Q, K]."""
+        """The numbers added to the scores of a rectangle, [Q, K], [H, Q, K] or [B, H or 1, Q, K]."""
         del queries, keys, device
 
     def scales(self, queries: Span, keys: Span, heads: int, like: Tensor) -> Float[Tensor, "#b #h q k"] | None:
-        """By what the probabilities of a rectangle are multiplied behind the softmax, in the dtype of `like`."""
+        """The factors of a rectangle's probabilities after the softmax, in the dtype of `like`."""
         del queries, keys, heads, like
 
     @property
@@ -100,7 +100,7 @@ class Mask(abc.ABC):
 
     @property
     def in_kernels(self) -> bool:
-        """Whether the kernels of attention take it: it is of positions, or `given` tells the rest."""
+        """Whether the kernels of attention take it: it depends on positions alone, or `given` has its data."""
         return self.of_positions or type(self).given is not Mask.given
 
     def given(self, queries: Span, keys: Span) -> Given:

@@ -25,7 +25,7 @@ class PairDropout(Mask):
 
         y = (keep p / (1 - rate)) v,   p = softmax(scores)
 
-    Every pair counts in the softmax; what is dropped is dropped behind it. `keep` is a function of (key, sample number,
+    Every pair counts in the softmax; probabilities are dropped after it. `keep` is a function of (key, sample number,
     query head, query, key), so it is the same bits for any body, block, number of ranks and microbatches, and when the
     backward makes it again. `rate` is rounded to a multiple of 2**-16, and the scale is that of the rounded rate.
 

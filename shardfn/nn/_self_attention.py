@@ -205,7 +205,7 @@ def _own_keys(w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, tuple
     for name, x in (("wk", w.wk), ("wv", w.wv), ("bk", w.bk), ("bv", w.bv)):
         if x is not None:
             _check_rows(name, x, heads.keys, heads, axis, by_head=rows == 1)
-    # Rows that are cut inside a head are joined, whatever is needed.
+    # Rows that are cut inside a head are always joined.
     aligned = all_ranges(heads.keys * rows, axis) == [(a * rows, b * rows) for a, b in held]
     if aligned and all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
         return held[axis_index(axis)][0], (w.wk, w.wv, w.bk, w.bv)

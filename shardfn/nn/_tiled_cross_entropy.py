@@ -45,10 +45,10 @@ def tiled_cross_entropy(
     vocab_size: int | None = None,
     sequence: int | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """`cross_entropy_sum(x w^T, targets)`, of which no more than `tile` rows of logits are there at a time.
+    """`cross_entropy_sum(x w^T, targets)` with no more than `tile` rows of logits in memory at a time.
 
     Args:
-        x_BTD: what the output layer takes, whole, or with `sequence` this rank's rows of the tokens.
+        x_BTD: the input of the output layer, whole, or with `sequence` this rank's rows of the tokens.
         w_VD: the output layer; with `axis`, this rank's classes.
         targets_BT: classes in [0, V), or `ignore_index`.
         tile: tokens.
@@ -121,7 +121,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """The identity, of which there is no derivative: gradients of a loss whose second derivatives are not there."""
+    """The identity without a derivative, for gradients of a loss whose second derivatives are not supported."""
 
     generate_vmap_rule = True
 
@@ -143,7 +143,7 @@ class _Once(torch.autograd.Function):
 
 
 class _Targets(NamedTuple):
-    """Of tokens: their classes among this rank's, whether they count, and whether that and the class is here."""
+    """The tokens' classes among this rank's, whether they count, and whether they count and have their class here."""
 
     classes: Tensor
     counts: Tensor
@@ -157,7 +157,7 @@ def _own(targets_N: Tensor, how: _How) -> _Targets:
 
 
 def _gradient(p_NV: Tensor, w_VD: Tensor, targets: _Targets) -> Tensor:
-    """(p - the targets, as ones) w; what is not wide is corrected, not what is as wide as the logits."""
+    """(p - one-hot targets) w; the targets' part is subtracted from the product, which is narrower than the logits."""
     dx_ND = (p_NV @ w_VD).masked_fill(~targets.counts[:, None], 0.0)
     return dx_ND - w_VD[targets.classes].masked_fill(~targets.hits[:, None], 0.0) if len(w_VD) else dx_ND
 
@@ -182,7 +182,7 @@ def _tile(x_ND: Tensor, w_VD: Tensor, targets: _Targets, how: _How) -> tuple[Ten
 
 
 def _over_ranks(logits_NV: Tensor, targets: _Targets, how: _How) -> tuple[Tensor, Tensor]:
-    """Of tokens whose classes are cut, log sum exp and the loss."""
+    """The log sum exp and the loss of tokens whose classes are cut over ranks."""
     start, stop, _ = how.classes
     if start == stop:
         hit_N = logits_NV.sum(-1)

@@ -1,4 +1,4 @@
-"""What the layouts share: numbers of blocks, ranges of them, random ones, and what is refused."""
+"""Parts shared by the layouts: numbers of blocks, ranges of them, random ones, and checks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -46,7 +46,7 @@ def as_layout(out: Blocks, block: int, padded: bool) -> BlockLayout:
 
 
 def ranges(name: str, chosen: Sequence[int | tuple[int, int]]) -> list[tuple[int, int]]:
-    """(start, stop) of what is chosen."""
+    """(start, stop) of each chosen block or range."""
     out = [(x, x + 1) if isinstance(x, int) else x for x in chosen]
     wrong = [x for x in out if not 0 <= x[0] < x[1]]
     if wrong:
@@ -55,7 +55,7 @@ def ranges(name: str, chosen: Sequence[int | tuple[int, int]]) -> list[tuple[int
 
 
 def random_blocks(name: str, num: int, key: Tensor, head: int, among: Blocks) -> Blocks:
-    """`num` blocks of each row, or as many as there are to choose from; all choices are equally likely."""
+    """`num` blocks of each row, or all if there are fewer to choose from; all choices are equally likely."""
     N = among.shape[0]
     if not 0 <= num <= N:
         raise ValueError(f"{name}: {num} random blocks of {N}; draw at most as many as there are.")
