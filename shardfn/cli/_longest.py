@@ -12,7 +12,7 @@ gathered leaves, is the largest of three, for elements of s bytes and a loss tha
     the update                      all gradients + the largest leaf
 
 where kept is L, for the inputs of L blocks, or 0 if these are stored on the host. The factors were read off steps of
-`models.gpt` in Llama's style with as many key heads as heads; with fewer it is less.
+`models.gpt` in Llama's style whose numbers of key heads and heads are equal; with fewer key heads it is less.
 `benchmarks/bench_longest_sequence.py` compares them with counted bytes. Messages of attention between ranks are not in
 them.
 

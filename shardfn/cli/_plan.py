@@ -96,7 +96,7 @@ _num_params = functools.lru_cache(maxsize=64)(gpt.num_params)
 
 
 def problems(s: Setup) -> list[str]:
-    """The problems of a run's settings, as texts; empty if there are none."""
+    """The problems of a run's settings, as texts; empty if the settings are valid."""
     out = []
     for name in ("batch", "seq", "accumulate"):
         if getattr(s, name) < 1:

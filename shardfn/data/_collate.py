@@ -28,7 +28,7 @@ def pad(length: int | None = None, *, token: int = 0) -> Collate:
 
     Args:
         length: T; default the longest of the batch, for one rank: several must have one T, so name it there.
-        token: what rows are filled up with.
+        token: the id that rows are filled up with.
 
     Raises:
         ValueError: (on use) an example is longer than `length`, or has another number of labels than of tokens; lists
@@ -64,7 +64,7 @@ def pack(length: int, *, token: int = 0, rows: int | None = None) -> Collate:
 
     Args:
         length: T.
-        token: what rows are filled up with.
+        token: the id that rows are filled up with.
         rows: R; default the number that the examples need. If given, rows that are not needed are padding, with weight
             0.
 
@@ -180,5 +180,5 @@ def _empty(rows: int, length: int, token: int) -> dict[str, Tensor]:
 
 
 def _weights(labels: Int64[Tensor, "b t"]) -> Tensor:
-    # The first token has none before it that could predict it.
+    # The first token of a row is predicted by no other.
     return (labels[:, 1:] != IGNORED).sum(1).to(torch.float32)

@@ -64,7 +64,7 @@ def own_rows(loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> DataL
 
 
 class _OwnRows:
-    """This rank's indices of each batch, marked True; if it has none, the batch's first one, marked False."""
+    """This rank's indices of each batch, marked True; without any, the batch's first one, marked False."""
 
     def __init__(self, batches: Any, rank: int, world: int) -> None:
         if not 0 <= rank < world:

@@ -124,7 +124,7 @@ class ArchiveWriter:
     Args:
         directory: where to.
         entries: name -> dtype and shape.
-        stem: what names of files begin with.
+        stem: the prefix of the files' names.
         file_bytes: the size after which another file begins.
     """
 

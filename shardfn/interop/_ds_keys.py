@@ -10,7 +10,7 @@ from shardfn.core import did_you_mean
 
 
 class Refused(NamedTuple):
-    """A key that changes what a step computes, in a way that is not here.
+    """A key that changes computed values in a way without a counterpart here.
 
     Attributes:
         why: the alternative here.

@@ -29,8 +29,8 @@ def gpt_from_hf(
 ) -> tuple[gpt.Config, gpt.Params]:
     """A model of transformers as a `Config` and parameters that are read when they are used.
 
-    Nothing but headers is read here. The leaves are deferred: `step.init(params)` reads the rows and columns that this
-    rank is to hold, and no others, so that at most one leaf is there beyond what the rank keeps.
+    Only headers are read here. The leaves are deferred: `step.init(params)` reads only the rows and columns of this
+    rank, so that at most one leaf is in memory beyond the rank's own parts.
 
     Args:
         directory: has `config.json`, and `model.safetensors` or several files with an index.
@@ -43,8 +43,8 @@ def gpt_from_hf(
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the model is another; or tensors are missing, left over, or of another shape; lists all.
-        DamagedError: a file is no safetensors file, or was cut short.
+        ValueError: the model is of another type; or tensors are missing, left over, or of another shape; lists all.
+        DamagedError: a file is not a safetensors file, or was cut short.
 
     Example:
         >>> import tempfile

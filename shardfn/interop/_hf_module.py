@@ -58,9 +58,9 @@ def module_from_hf(
 ) -> dict[str, Tensor]:
     """The parameters of a module from `model.safetensors`, one file or several, as `from_module` names them.
 
-    They are deferred: `step.init(params)` reads what this rank is to hold, leaf by leaf. The module's own parameters
-    are not touched, so they may be on `meta` (`without_weights`). Buffers that the files have are read into it. Those
-    with `requires_grad=False` are frozen, as from `from_module`.
+    They are deferred: `step.init(params)` reads this rank's parts, leaf by leaf. The module's own parameters are not
+    touched, so they may be on `meta` (`without_weights`). Buffers that the files have are read into it. Those with
+    `requires_grad=False` are frozen, as from `from_module`.
 
     Args:
         module: for names, shapes, tied and frozen parameters.

@@ -69,7 +69,7 @@ def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple
 
 
 def cxx_compiler() -> str | None:
-    """The path of the C++ compiler that `build` uses; None if there is none."""
+    """The path of the C++ compiler that `build` uses; None without a compiler."""
     return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 

@@ -139,7 +139,7 @@ def check_graph(
     Args:
         graph: the part of the step captured so far: forward and backward.
         leaves: by storage, the path of a leaf.
-        name: the captured code, such as "the loss".
+        name: of the captured code, such as "the loss".
         what: the leaves' tree, for the error.
         remedy: the remedy, for the error.
 

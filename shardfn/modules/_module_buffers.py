@@ -76,7 +76,7 @@ class Buffers:
         """Refuses to write to a buffer or to a view of one.
 
         Raises:
-            ValueError: names it, and what to do.
+            ValueError: names it, and the remedy.
         """
         for x in tensors_of(where):
             path = self._path(x)
@@ -87,7 +87,7 @@ class Buffers:
         """Refuses to give a buffer other memory, by `x.data = ...`.
 
         Raises:
-            ValueError: names it, and what to do.
+            ValueError: names it, and the remedy.
         """
         path = self._known.get(id(x))
         if path is not None and x is self._tensors[path]:
@@ -112,7 +112,7 @@ class Buffers:
         """Refuses values assigned from old ones, and writes that bypassed torch's functions.
 
         Raises:
-            ValueError: names the buffer, and what to do.
+            ValueError: names the buffer, and the remedy.
         """
         for path, x in self._tensors.items():
             now = self._now(path)

@@ -88,7 +88,7 @@ class ModuleMode(TorchFunctionMode):
         """Refuses state that the forward has left in buffers; call it at its end.
 
         Raises:
-            ValueError: names the buffer, and what to do.
+            ValueError: names the buffer, and the remedy.
         """
         self._buffers.check()
 

@@ -32,7 +32,7 @@ def _batches(device: str) -> list[Any]:
 
 
 def _run(loss: Callable[..., Any] = odd_loss, zero: sf.Zero | None = None, **options: Any) -> Run:
-    """Three steps on the GPU; what they computed, on the CPU."""
+    """Three steps on the GPU; returns their results on the CPU."""
     mesh = sf.make_mesh({"dp": 1})
     assert mesh.device.type == "cuda"
     run = on_mesh(

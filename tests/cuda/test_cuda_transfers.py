@@ -1,4 +1,4 @@
-"""Covers transfers on a GPU: pinned memory, streams of their own, what waits for what. Never run so far."""
+"""Covers transfers on a GPU: pinned memory, streams of their own, waits between them. Never run so far."""
 
 import torch
 

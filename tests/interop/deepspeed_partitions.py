@@ -5,7 +5,7 @@
 
 For each of `deepspeed_model.CASES` in a directory of its own. `begin` makes three steps, saves a checkpoint "theirs",
 and makes two more, with `want.pt` for their losses and the parameters. `go_on` begins with the checkpoint "ours" and
-makes the same two, with `got.pt` for them, for what zero_to_fp32 makes of it, and for where it differs from "theirs".
+makes the same two, with `got.pt` for them, for the result of zero_to_fp32, and for differences from "theirs".
 """
 
 import contextlib
@@ -75,7 +75,7 @@ def compared(place: pathlib.Path) -> list[str]:
     for name in names[0] if names[0] == names[1] else []:
         one, other = (torch.load(place / tag / name, weights_only=False) for tag in ("theirs", "ours"))
         for x in (one, other):
-            x.pop("ds_config")  # DeepSpeed's has what it has filled in
+            x.pop("ds_config")  # DeepSpeed's own has defaults filled in
         lines += differing(one, other, f"{place.name}, {name}")
     return lines if names[0] == names[1] else [f"{names[0]}, {names[1]}"]
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed computes, for `test_deepspeed`: run by torchrun, under a Python that has DeepSpeed.
+"""Trains by DeepSpeed, for `test_deepspeed`: run by torchrun, under a Python that has DeepSpeed.
 
     deepspeed_training.py CONFIG.json OUT.pt STEPS SAVED [CHECKPOINTS]
 

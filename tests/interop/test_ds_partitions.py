@@ -14,7 +14,7 @@ from shardfn.testing import distributed
 
 
 class Net(torch.nn.Module):
-    """Tied, frozen, with layers that a state may stack, buffers of which one is not saved, and a scalar."""
+    """Tied, frozen, with layers that a state may stack, buffers, one of them not saved, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ def test_there_and_back(name: str, tmp_path: pathlib.Path) -> None:
     ways: list[dict[str, Any]] = [{}, {"stacked": True, "per_head": True}]
     for how in ways:
         config, params = gpt_from_hf(place, **how)
-        # transformers forms angles in float32, whatever the weights are.
+        # transformers forms angles in float32 for all dtypes of weights.
         exact = full(gpt_from_hf(place, dtype=torch.float64, **how)[1])
         close(gpt.apply(config, exact, TOKENS).float(), wide.float())
         params = full(params)

@@ -1,4 +1,4 @@
-"""Covers the layout as a pure function: what is cut, packed and sent is put together as it was, for any shapes."""
+"""Covers the layout as a pure function: blocks that are cut, packed and sent are joined unchanged, for any shapes."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Covers `save_peft` and `load_peft`: adapters come back as they were, and `peft` itself gives the same logits."""
+"""Covers `save_peft` and `load_peft`: adapters come back unchanged, and `peft` itself gives the same logits."""
 
 import json
 import pathlib

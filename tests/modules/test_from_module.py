@@ -1,4 +1,4 @@
-"""Covers modules as functions of their parameters: what is taken, what is refused by name, and that remedies work."""
+"""Covers modules as functions of their parameters: supported modules, refusals by name, and that remedies work."""
 
 import threading
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from shardfn.testing import assert_same, distributed, on_mesh, one_device
 
 
 def step_on(module: nn.Module, x: Tensor, *, jit: bool = False, stage: int = 3) -> dict[str, Tensor]:
-    """The parameters after a step; the loss is the mean square of what the module gives."""
+    """The parameters after a step; the loss is the mean square of the module's outputs."""
     params, apply = sf.from_module(module)
 
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Covers what a module recomputes in the backward: it runs with the parameters and the draws of its forward."""
+"""Covers a module's recomputations in the backward: they run with the parameters and the draws of its forward."""
 
 import functools
 import gc
@@ -18,7 +18,7 @@ ROWS = 12
 
 
 class Blocks(nn.Module):
-    """Two blocks, the first of which uses a layer twice; `how` runs them."""
+    """Two blocks; the first uses a layer twice, and `how` runs them."""
 
     def __init__(self, how: Callable[..., Any] | None) -> None:
         super().__init__()

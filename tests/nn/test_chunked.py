@@ -1,4 +1,4 @@
-"""Covers attention whose chunks wait elsewhere: values and gradients, what is on the device, jit, remat, refusals."""
+"""Covers attention whose chunks wait elsewhere: values and gradients, memory of the device, jit, remat, refusals."""
 
 import functools
 import random
@@ -87,7 +87,7 @@ def test_many_chunks_on_ranks(world: int) -> None:
     on_ranks(sf.make_mesh({"sp": world}), (world * 2 - 1, 23, 40, 61))
 
 
-# What is on the device.
+# Memory of the device.
 
 
 def beside(T: int, chunk: int) -> float:

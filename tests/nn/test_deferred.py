@@ -1,4 +1,4 @@
-"""Covers `DeferredGradients`: both parts together are autograd's backward, and nothing is computed twice."""
+"""Covers `DeferredGradients`: both parts together are autograd's backward, and no product is computed twice."""
 
 import collections
 from typing import Any
@@ -86,7 +86,7 @@ def test_both_parts_are_the_whole_backward(remat: bool) -> None:
         "b": (True, False),
         "g": (True, False),
     }
-    # The chain runs once: as many multiplications in both parts as in one backward.
+    # The chain runs once: both parts together have the multiplications of one backward.
     assert first.products["multiplications"] + rest.products["multiplications"] == whole.products["multiplications"]
     assert rest.products["multiplications"] >= 0.25 * whole.products["multiplications"]
 
@@ -164,7 +164,7 @@ def test_a_function_that_differentiates_itself_is_refused(create_graph: bool) ->
             torch.autograd.grad(y, [w.t()], create_graph=create_graph, allow_unused=True)
         with pytest.raises(ValueError, match="differentiates something itself cannot have its backward split"):
             (torch.ones(1, 2) @ w).sum().backward()
-        (two,) = torch.autograd.grad(2 * x.sum(), x)  # of what it defers, nothing
+        (two,) = torch.autograd.grad(2 * x.sum(), x)  # contains no deferred product
         assert torch.equal(two, torch.full((1, 2), 2.0))
 
 

@@ -1,4 +1,4 @@
-"""Covers the mask values: what they answer for a rectangle is what the whole says, alone and composed."""
+"""Covers the mask values: their answers for a rectangle agree with the whole mask, alone and composed."""
 
 import itertools
 import random

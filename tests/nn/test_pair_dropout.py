@@ -238,7 +238,7 @@ def test_narrow_dtypes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("which", ["reference", "native"])
 def test_kernels_keep_the_pairs_of_the_mask(which: str) -> None:
-    """Of equal scores, and values that tell keys apart: y shows which pairs are kept. In any tile, bit for bit."""
+    """Scores are equal, and values identify keys, so y shows the kept pairs. In any tile, bit for bit."""
     T = 21
     drop = nn.PairDropout(sf.key(3), 0.3, torch.tensor([7, 40]), first_head=2)
     scales = drop.scales((0, T), (0, T), 4, torch.empty(()))
@@ -251,7 +251,7 @@ def test_kernels_keep_the_pairs_of_the_mask(which: str) -> None:
 
 
 def test_several_dropouts_and_masks_without_data() -> None:
-    """What a kernel does not know is not left out: torch's products compute it, or it is refused."""
+    """Masks that a kernel does not support are not ignored: torch's products compute them, or they are refused."""
     q = torch.randn(2, 9, 2, 3, dtype=torch.float64)
     one, two = (nn.PairDropout(sf.key(n), 0.3, torch.arange(2)) for n in (1, 2))
     mask = nn.Causal() & one & two

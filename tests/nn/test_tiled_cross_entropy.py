@@ -1,4 +1,4 @@
-"""Covers the loss in tiles: that of all logits at once, its gradients, classes that are cut, and what is kept."""
+"""Covers the loss in tiles: equal to that of all logits at once, its gradients, classes that are cut, and memory."""
 
 import functools
 from typing import Any

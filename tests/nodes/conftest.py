@@ -33,7 +33,7 @@ class TwoNodes(NamedTuple):
             for number, name in enumerate(self.names):
                 how = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
                 how += [f"--rdzv-endpoint={ADDRESSES[0]}:29500"]
-                # Names of hosts tell torchrun which node has the rendezvous; namespaces of one machine share a name.
+                # torchrun finds the node of the rendezvous by host names, and namespaces of one machine share a name.
                 how += ["--rdzv-id=test", f"--rdzv-conf=is_host={1 - number}", f"--local-addr={ADDRESSES[number]}"]
                 line = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", *how, str(program)]
                 agents.append(

@@ -1,6 +1,6 @@
 """Covers torchrun's restarts: ranks that are killed, stopped or cut off are named, and the job goes on by itself.
 
-Under canonical sums it goes on bit for bit as if nothing had happened, on as many ranks, fewer, or more.
+Under canonical sums it goes on bit for bit like an undisturbed job, on the same number of ranks, fewer, or more.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import pytest
 from shardfn import checkpoint
 
 PROGRAM = pathlib.Path(__file__).parent / "train_elastic.py"
-PATIENCE = 300  # seconds; a bound for a hang, whatever else the machine does
+PATIENCE = 300  # seconds; a bound for a hang, under any load of the machine
 
 
 def _env(**more: str) -> dict[str, str]:
@@ -60,7 +60,7 @@ def _said(directory: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def _ending(agent: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    """Ends it after the block, whatever happened."""
+    """Ends it after the block, in any case."""
     try:
         yield agent
     finally:
@@ -88,7 +88,7 @@ def _standalone(ranks: int) -> list[str]:
 
 
 def _told(directory: pathlib.Path, ranks: set[int]) -> list[str]:
-    """What these ranks of the first round have raised."""
+    """The errors of these ranks of the first round."""
     found = {int(p.name.split("-")[2]): p.read_text() for p in directory.glob("told-0-*")}
     assert found.keys() == ranks
     return list(found.values())
@@ -108,7 +108,7 @@ def test_a_rank_that_is_killed_is_named_and_the_job_goes_on(tmp_path: pathlib.Pa
 @pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_hangs_is_named_with_its_call_and_the_job_goes_on(tmp_path: pathlib.Path, victim: int) -> None:
-    """It is stopped, not dead: only the timeout tells. torchrun waits another 30 seconds before it kills it."""
+    """It is stopped, not dead: only the timeout detects it. torchrun waits another 30 seconds before it kills it."""
     place = tmp_path / "job"
     place.mkdir()
     agent = _agent(place, _standalone(3), "--steps", "6", "--fault", f"stop:{victim}:3", "--timeout", "12")
@@ -121,7 +121,7 @@ def test_a_rank_that_hangs_is_named_with_its_call_and_the_job_goes_on(tmp_path: 
 
 @pytest.mark.nightly
 def test_where_rank_0_has_the_store_and_hangs_the_others_say_so_and_the_job_goes_on(tmp_path: pathlib.Path) -> None:
-    """Nobody answers then what ranks ask the store."""
+    """The ranks' requests to the store then get no answer."""
     place = tmp_path / "job"
     place.mkdir()
     how = (*_standalone(3), "--monitor-interval", "0.5")

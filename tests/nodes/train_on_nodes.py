@@ -1,6 +1,6 @@
-"""What each rank of `test_two_nodes` runs under torchrun: steps on a mesh over two nodes, against one device.
+"""The program of `test_two_nodes` under torchrun: steps on a mesh over two nodes, against one device.
 
-Prints, from the first rank of each node, what the plan says and what the kernel counted, as one line of JSON.
+Prints, from the first rank of each node, the planned bytes and the kernel's count, as one line of JSON.
 """
 
 import json
@@ -31,7 +31,7 @@ def sent() -> int:
 
 
 def counted(run) -> tuple[int, sf.collectives.Traffic]:  # pyright: ignore[reportMissingParameterType]
-    """The bytes that leave the node while all ranks run something, and what this rank's counter says."""
+    """The bytes that leave the node while all ranks run `run`, and this rank's traffic."""
     dist.barrier()
     before = sent()
     dist.barrier()

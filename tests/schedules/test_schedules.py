@@ -97,7 +97,7 @@ def test_zb_v() -> None:
         run = timeline(zero_bubble_v(p, m))
         assert max(run.peaks) <= 2 * min(m, p), (p, m)
         if m >= 2 * p - 1:
-            for row in run.ranks:  # nothing is idle but before a rank's first action and after its last one
+            for row in run.ranks:  # idle only before a rank's first action and after its last one
                 assert math.isclose(row[-1].end - row[0].start, 3 * m, abs_tol=1e-9), (p, m)
             assert math.isclose(_idle(run, Costs()), (p - 1) / 2, abs_tol=1e-9)
 
@@ -177,7 +177,7 @@ def test_mutants_are_refused_or_meet_every_need() -> None:
 
 
 def test_a_verifier_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each action is looked at twice at most: when its rank comes to it, and when what it waits for is done."""
+    """Each action is visited twice at most: when its rank comes to it, and when the action it waits for is done."""
     looks = 0
     missing = _timeline._PaperRun.missing
 

@@ -15,9 +15,9 @@ def inputs(model: Any, given: Mapping[str, Any], seed: int, images: int = 0) -> 
 
     Args:
         model: the model.
-        given: shapes that the names do not say, or None for what is left out.
+        given: shapes that do not follow from the names, or None for inputs that are left out.
         seed: of the values.
-        images: how many places in front of the text an image takes.
+        images: the number of places in front of the text that an image takes.
     """
     g = torch.Generator().manual_seed(seed)
     takes = inspect.signature(model.forward).parameters

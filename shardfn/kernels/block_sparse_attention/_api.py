@@ -91,8 +91,8 @@ def block_sparse_attention(
 ) -> tuple[Float[Tensor, "b t h k"], Float[Tensor, "b h t"]]:
     """Softmax(scale q k^T + added) c v over the pairs of some tiles; query head h reads key head h // (H / G).
 
-        lse = log sum of e^s over the pairs of a row        -inf where there is none
-        y = sum of c e^(s - lse) v                          0 where there is none
+        lse = log sum of e^s over the pairs of a row        -inf without pairs
+        y = sum of c e^(s - lse) v                          0 without pairs
 
     with c = 1, or the factor of `given.dropped`.
 
