@@ -1,4 +1,4 @@
-"""`shardfn env`: the libraries and devices that shardfn uses, found or missing, and the features each miss disables."""
+"""`shardfn env`: the libraries and devices that shardfn uses, found or missing, and the features lost without them."""
 
 import importlib.metadata
 import os

@@ -29,7 +29,7 @@ class TokenSource(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """How many ids there are."""
+        """The number of ids."""
         ...
 
     def read(self, starts: Int64[np.ndarray, " n"], count: int) -> Int64[np.ndarray, "n count"]:
@@ -45,7 +45,7 @@ class Batches:
         source: the token ids.
         batch_size: B, rows of a global batch, over all ranks.
         length: T, ids a row predicts; a row holds T + 1.
-        seed: names the order of windows; the windows held out by `split` do not depend on it.
+        seed: determines the order of windows; the windows held out by `split` do not depend on it.
         part: (first, stop) of the fixed shuffle of windows; None takes all. `split` sets it.
 
     Raises:
@@ -130,7 +130,7 @@ class Batches:
         return {"tokens": torch.from_numpy(tokens), "index": torch.from_numpy(index)}
 
     def windows(self, index: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """Which window each row number n B + i reads; window w starts at id w T."""
+        """The window of each row number n B + i; window w starts at id w T."""
         place = shuffled(index, self.num_windows, self.seed)
         # Shuffled without the seed, so that parts are disjoint even if they are used with different seeds.
         return permute(place + self._part[0], self._total)

@@ -1,8 +1,8 @@
 """Collators: examples of unequal length to a batch, by filling up rows or by laying several into one.
 
 An example is a sequence of token ids, or a mapping with "tokens" and, where some of them are not to be predicted,
-"labels" (-100 there, as Hugging Face and torch have it). A label belongs to the token at the same place: the model, or
-the loss, shifts.
+"labels" (-100 there, as in Hugging Face and torch). A label belongs to the token at the same place: the model, or the
+loss, shifts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfn.core import PyTree, raise_all, tree_map
 
-IGNORED = -100  # cross-entropy's `ignore_index` in torch, and so everybody's
+IGNORED = -100  # cross-entropy's `ignore_index` in torch, and so the usual one
 
 Collate = Callable[[list[Any]], dict[str, Tensor]]
 
@@ -104,7 +104,7 @@ def pack(length: int, *, token: int = 0, rows: int | None = None) -> Collate:
 
 
 def first_fit(lengths: Sequence[int], length: int) -> tuple[list[tuple[int, int]], int]:
-    """Where each example goes, as (row, first position), and how many rows that takes: the longest first.
+    """The place of each example, as (row, first position), and the number of rows; the longest are placed first.
 
     Takes at most 11/9 of the fewest rows possible, and one more.
 

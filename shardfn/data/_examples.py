@@ -20,10 +20,10 @@ from ._permute import shuffled
 
 @runtime_checkable
 class Examples(Protocol):
-    """A map-style dataset: numbered examples. Lists are, and so is any of torch or of Hugging Face."""
+    """A map-style dataset: numbered examples, such as a list, or a dataset of torch or Hugging Face."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of examples."""
         ...
 
     def __getitem__(self, index: int, /) -> Any:
@@ -39,7 +39,7 @@ class ExampleBatches:
         examples: the dataset, the same on all ranks.
         batch_size: B, examples of a global batch, over all ranks.
         collate: a list of examples -> a batch, as `pad(...)` and `pack(...)` make; also torch's `default_collate`.
-        seed: names the order of each epoch; None = in the dataset's order.
+        seed: determines the order of each epoch; None = in the dataset's order.
 
     Raises:
         ValueError: the dataset is empty, or `batch_size` is not positive.
@@ -87,7 +87,7 @@ class ExampleBatches:
         return self._rows(n * self.batch_size, self.batch_size, rank, world)
 
     def index(self, rows: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """Which example each row number n B + i is."""
+        """The example of each row number n B + i."""
         return shuffled(rows, len(self.examples), self.seed)
 
     def iterate(self, first: int, stop: int, *, rank: int = 0, world: int = 1) -> Iterator[PyTree]:
@@ -110,7 +110,7 @@ class ExampleBatches:
 
 @dataclasses.dataclass
 class Cursor:
-    """A place in the batches of a run: an iterator over this rank's rows that can be saved and gone on from.
+    """A place in the batches of a run: an iterator over this rank's rows that can be saved and resumed.
 
     Attributes:
         batches: `batches(n, rank=, world=)`: an `ExampleBatches`, a `Batches`, or a function.

@@ -10,7 +10,7 @@ import numpy as np
 
 
 class JSONLines:
-    """The lines of a file, each a JSON value; read when it is asked for, blank ones left out.
+    """The lines of a file, each a JSON value, read on access; blank ones are left out.
 
     The file is read once to find the lines, 8 bytes of memory each, and opened anew for each read: so it can be copied
     to other processes.
@@ -50,7 +50,7 @@ class JSONLines:
 
         Raises:
             IndexError: there are fewer lines.
-            ValueError: the line is no JSON; names its number and the file.
+            ValueError: the line is not JSON; names its number and the file.
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"{str(self.path)!r} has {len(self)} lines; there is no line {index}.")

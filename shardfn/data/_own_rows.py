@@ -97,7 +97,7 @@ class _Marked(Dataset[Any]):
 
 
 class _CollateMarked:
-    """A collator of marked examples: of one that is not its own no row is left."""
+    """A collator of marked examples, which drops the rows of an example that is not this rank's."""
 
     def __init__(self, collate: Any) -> None:
         self._collate = collate

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
-_POLL = 0.05  # seconds after which a full queue looks whether anybody still reads
+_POLL = 0.05  # seconds after which a writer to a full queue checks for a reader
 
 
 def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
@@ -14,7 +14,7 @@ def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
 
     The thread starts with the first `next` and has ended when the iterator is exhausted, closed (`.close()`, or a `for`
     loop left and the iterator dropped) or has raised. An exception of `iterable` is raised here, in its place in the
-    order. An item that is being computed is waited for.
+    order. Closing waits for an item that is being computed.
 
     Args:
         iterable: the source of items; it runs in the thread.

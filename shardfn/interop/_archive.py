@@ -158,7 +158,7 @@ class ArchiveWriter:
         self._left = set(entries)
 
     def _begin(self, number: int, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        """Makes a file of its full length, with its header; where that fails, none of the files is left."""
+        """Makes a file of its full length, with its header; on an error all files are removed."""
         path = self.directory / f"{self._names[number]}.tmp"
         try:
             text = safetensors_header([(name, *entry) for name, entry in entries.items()], {"format": "pt"})

@@ -1,4 +1,4 @@
-"""The parameters of a checkpoint as files that other tools open, and of such files a checkpoint; without a mesh."""
+"""The parameters of a checkpoint as files for other tools, and such files as a checkpoint; without a mesh."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def export_checkpoint(
     Args:
         directory: a run's checkpoints, or one of them.
         out: the directory for the files; made if missing.
-        step: which of a run's; default the newest.
+        step: the number of the checkpoint in a run; default the newest.
         dtype: "float32", "bfloat16" or "float16", to which floating-point leaves are rounded; default their own.
 
     Returns:

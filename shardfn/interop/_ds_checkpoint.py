@@ -29,12 +29,12 @@ _INERT = (
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _TAG = re.compile(r"[\w.\-]+", re.ASCII)
 _RANK = re.compile(r"zero_pp_rank_(\d+)_")
-# The files of a parameter in a universal checkpoint that are no state of its shape.
+# The files of a parameter in a universal checkpoint that are not a state of its shape.
 _APART = ("fp32", "step")
 
 
 class _Inert:
-    """In the place of an object of DeepSpeed's."""
+    """A placeholder for an object of DeepSpeed's."""
 
     def __new__(cls, *args: Any) -> "_Inert":
         return super().__new__(cls)
@@ -72,7 +72,7 @@ def read_deepspeed(directory: str, tag: str | None = None) -> DeepSpeedState:
 
     Args:
         directory: the one passed to `save_checkpoint`.
-        tag: which of the checkpoints; default the one that `latest` (or `latest_universal`) names.
+        tag: of the checkpoint; default the one that `latest` (or `latest_universal`) names.
 
     Raises:
         FileNotFoundError: no such checkpoint; names the missing files.
@@ -217,14 +217,14 @@ def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _updates(model: Mapping[str, Any]) -> int:
-    """How many updates there were; the optimizer itself may count none, as torch's SGD."""
+    """The number of updates; the optimizer itself may not count them, as torch's SGD."""
     return int(model.get("global_steps") or 0) - int(model.get("skipped_steps") or 0)
 
 
 def _frozen(
     place: pathlib.Path, models: Sequence[Mapping[str, Any]], others: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Parameters that no optimizer has: in fragments where they are cut, and else whole in the module."""
+    """Parameters outside of the optimizer: in fragments where they are cut, else whole in the module."""
     first, out = models[0], {}
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
         parts = torch.cat([model["frozen_param_fragments"][name].flatten() for model in models])
@@ -232,7 +232,7 @@ def _frozen(
             have = f"{parts.numel()} elements are there of {len(models)} ranks, too few for"
             raise ValueError(f"{place}, frozen parameters: {have} {name} {tuple(shape)}.")
         out[name] = parts[: shape.numel()].view(shape).float()
-    # Stage 1 writes no fragments. Stage 3 has parts of no elements in the module, and none of them is left over.
+    # Stage 1 writes no fragments. Stage 3 has empty parts in the module, and none of them is left over.
     known = {*others, *out, *_shared(first), *(first.get("buffer_names") or ())}
     rest = {name: x for name, x in (first.get("module") or {}).items() if name not in known and isinstance(x, Tensor)}
     return out | {name: x.float().clone() for name, x in rest.items()}
@@ -252,7 +252,7 @@ def _check_twice(place: pathlib.Path, params: Mapping[str, Tensor], model: Mappi
 
 
 def _gaps(optim: Mapping[str, Any], number: int, shapes: Mapping[str, torch.Size]) -> Sequence[int]:
-    """Elements behind each parameter that nothing uses, of a job with `parameter_alignment`."""
+    """The number of unused elements after each parameter, in a job with `parameter_alignment`."""
     found = optim.get("param_alignment_paddings")
     return found[number] if found else [0] * len(shapes)
 

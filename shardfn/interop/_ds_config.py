@@ -85,7 +85,7 @@ def from_deepspeed_config(
         config: a JSON file, or its contents.
         ranks: over which the batch is cut, so that batch sizes can be checked.
         axis: the mesh axes over which ZeRO cuts.
-        secondary_axis: of these, the one inside a node, for `zero_hpz_partition_size`.
+        secondary_axis: the one of these inside a node, for `zero_hpz_partition_size`.
         gradient_clipping: the norm if the file has no value. DeepSpeed 0.19.8 then clips to 1.0; older versions did not
             clip at all, which is 0.
 
@@ -249,7 +249,7 @@ class _Reading:
             return Zero()
 
     def _moves(self, had: Mapping[str, Any], stage: int, secondary: str | None, compute: torch.dtype) -> dict[str, Any]:
-        """How leaves travel, and when."""
+        """The options of transfers: thresholds, sizes, codes and prefetch."""
         at, out, travel = "zero_optimization.", {}, {}
         if "stage" in had:
             self._took(f"{at}stage", stage, f"`Zero(stage={stage})`")
@@ -294,7 +294,7 @@ class _Reading:
     def optimizer(
         self, axis: str | tuple[str, ...], default_clip: float
     ) -> tuple[optim.GradientTransformation | None, Any]:
-        """The rule behind the clipping, and its rate."""
+        """The optimizer after the clipping, and its rate."""
         clip = self._number(self._config, "gradient_clipping", "", default_clip, (int, float))
         if "gradient_clipping" in self._config:
             self._took("gradient_clipping", clip, f"`optim.clip_by_global_norm({clip})`" if clip else "off")

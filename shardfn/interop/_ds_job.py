@@ -60,10 +60,10 @@ class FlatGroup(NamedTuple):
     """Parameters that lie in one flat tensor on each rank.
 
     Attributes:
-        owner: which of the optimizer's groups they are of.
+        owner: the index of their group in the optimizer.
         shapes: by name, in the order in which they lie.
         starts: where each begins: below stage 3 in the whole group, else in each rank's part.
-        paddings: elements that nothing uses behind each.
+        paddings: unused elements after each.
         used: elements of the whole group, paddings between parameters included.
         size: elements of a rank's part.
     """
@@ -88,7 +88,7 @@ class Partition(NamedTuple):
         order: names of all tensors that the module saves, in its order.
         names: all names of each parameter, by its first.
         shapes: of all parameters, by their first names.
-        owners: names of the optimizer's groups.
+        owners: the names of the parameters in each group of the optimizer.
         settings: of the optimizer's groups, without parameters.
         groups: flat ones.
         states: of the optimizer, that a parameter has.
@@ -114,7 +114,7 @@ class Partition(NamedTuple):
         return {name for names in self.owners for name in names}
 
     def cuts(self, name: str) -> Iterator[PieceOfLeaf]:
-        """Which elements of a trained parameter are where."""
+        """The place of each element of a trained parameter."""
         number, group = next((i, x) for i, x in enumerate(self.groups) if name in x.shapes)
         count, first = group.shapes[name].numel(), group.starts[name]
         piece = -(-count // self.ranks)
@@ -148,7 +148,7 @@ def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
     names = parameter_names(job.module)
     leaves = dict(named_parameters(job.module))
     shapes = {name: torch.Size(p.shape) for name, p in leaves.items()}
-    # DeepSpeed gives none without elements to its optimizer.
+    # DeepSpeed omits empty parameters from its optimizer.
     trained = [name for name, p in leaves.items() if p.requires_grad and p.numel()]
     groups = [dict(x) for x in job.groups] if job.groups is not None else [{"params": trained}]
     owners = tuple(tuple(x.pop("params", ())) for x in groups)
@@ -275,7 +275,7 @@ def _row(owner: int, shapes: dict[str, torch.Size], ranks: int, align: int) -> F
     for name, shape in shapes.items():
         starts[name] = at
         at += shape.numel()
-        # Behind the last one the group is filled up for all ranks.
+        # After the last one the group is padded for all ranks.
         paddings.append(-at % align if len(starts) < len(shapes) else 0)
         at += paddings[-1]
     return FlatGroup(owner, shapes, starts, tuple(paddings), at, -(-at // (2 * ranks)) * 2)

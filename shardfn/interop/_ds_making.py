@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed's in the making: a directory beside, which gets its name when it is complete."""
+"""A checkpoint of DeepSpeed's while it is written: a directory that is renamed when it is complete."""
 
 import pathlib
 import shutil

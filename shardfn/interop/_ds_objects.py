@@ -22,7 +22,7 @@ class _Named:
 
 
 class LossScaler(_Named):
-    """A scale that stays."""
+    """A constant scale."""
 
     at = ("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
 
@@ -34,7 +34,7 @@ class DynamicLossScaler(_Named):
 
 
 class FragmentAddress(_Named):
-    """Where in a rank's part of a group a parameter's elements are."""
+    """The place of a parameter's elements in a rank's part of a group."""
 
     at = ("deepspeed.utils.tensor_fragment", "fragment_address")
 
@@ -51,7 +51,7 @@ class ZeroStage(_Named):
 class _Pickler(pickle._Pickler):  # the one in Python: that in C has no way to override the writing of names
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if not (isinstance(obj, type) and issubclass(obj, _Named)):
-            # The stubs know none of the three methods called here.
+            # The stubs lack the three methods called here.
             super().save_global(obj, name)  # pyright: ignore[reportAttributeAccessIssue]
             return
         module, other = obj.at

@@ -93,5 +93,5 @@ def _made(name: str, had: Mapping[str, Any], rate: Rate, axis: str | tuple[str, 
         return optim.lamb(rate, b1, b2, eps, decay, **rest)
     rule = {"onebitadam": optim.onebit_adam, "onebitlamb": optim.onebit_lamb, "zerooneadam": optim.zero_one_adam}[name]
     if name != "zerooneadam":
-        rest["bias_correction"] = False  # DeepSpeed takes the argument, and never uses it
+        rest["bias_correction"] = False  # DeepSpeed accepts the argument, and never uses it
     return rule(rate, b1, b2, eps, decay, axis=axis, **rest)

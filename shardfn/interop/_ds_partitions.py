@@ -20,7 +20,7 @@ from ._ds_making import FilesInTheMaking
 from ._ds_objects import DynamicLossScaler, FragmentAddress, LossScaler, ZeroStage, save_objects
 from ._ds_parts import StatePart
 
-# Whose layout the files have.
+# The version whose layout the files have.
 VERSION = "0.19.8"
 
 
@@ -39,7 +39,7 @@ class Counters:
 
 
 class PartitionedFiles(FilesInTheMaking):
-    """A checkpoint of a file for each rank in the making.
+    """Writes a checkpoint with a file for each rank.
 
     Args:
         place: the checkpoint's directory.
@@ -73,7 +73,7 @@ class PartitionedFiles(FilesInTheMaking):
         try:
             super().__exit__(kind, error, trace)
         finally:
-            # An error may keep this object alive, and the disk has back the space of mapped files only afterwards.
+            # An error may keep this object alive, and mapped files free their disk space only after it.
             self._flats, self._weights = {}, {}
 
     def put(self, name: StatePart, x: Tensor) -> None:

@@ -41,7 +41,7 @@ def part_of(path: str, names: Names) -> StatePart | None:
 
 
 def key_of(part: StatePart) -> str:
-    """The part in a word, as messages show it.
+    """The name of the part in messages.
 
     Example:
         >>> key_of(StatePart("exp_avg", "a.weight")), key_of(StatePart("step"))

@@ -1,4 +1,4 @@
-"""`restore_deepspeed`: a state that goes on where DeepSpeed stopped."""
+"""`restore_deepspeed`: a state that resumes where DeepSpeed stopped."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ def restore_deepspeed(
     """Resumes where DeepSpeed stopped: weights, moments, step and buffers, into a state of any mesh. Collective.
 
     A leaf's name is the keys of the tree with dots between, so `params['blocks'][0]['w']` is `blocks.0.w`; layers that
-    are stacked here are read one by one. Parameters in 16 bits get theirs rounded, and their master copies all. The key
-    and the loss scale are not changed. Buffers that the state does not have are ignored.
+    are stacked here are read one by one. Parameters in 16 bits get rounded values, and their master copies the exact
+    ones. The key and the loss scale are not changed. Buffers that the state does not have are ignored.
 
     Args:
         found: the result of `read_deepspeed`, the same on all ranks.

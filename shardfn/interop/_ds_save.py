@@ -53,12 +53,12 @@ def save_deepspeed(
         directory: the one to pass to `engine.load_checkpoint`. `latest_universal`, or `latest`, names the newest one.
         state: of a step over the parameters that `from_module` gave, or a tree whose keys, with dots between, are the
             names of the module.
-        tag: of this checkpoint; there must be none of this name.
+        tag: of this checkpoint; must not exist yet.
         learning_rate: of the next update, in all groups of the optimizer that have no "lr" of their own in `job`;
             `recipe.learning_rate(int(state.step))` where the recipe is of `from_deepspeed_config`. DeepSpeed's
             schedulers set the rate after an update, never before the first.
         names: from a parameter's or buffer's name here to DeepSpeed's.
-        job: the one that is to load the checkpoint.
+        job: the one that will load the checkpoint.
 
     Raises:
         ValueError: the tag or a name is not a valid file name; or the optimizer has other states than Adam's moments,
@@ -116,7 +116,7 @@ def _said(entries: Sequence[PlacedPart]) -> str:
 
 
 class _Files(FilesInTheMaking):
-    """A universal checkpoint in the making."""
+    """Writes a universal checkpoint."""
 
     def __init__(self, place: pathlib.Path, step: int, rate: float, parts: Mapping[StatePart, Any]) -> None:
         super().__init__(place, "latest_universal")
@@ -124,7 +124,7 @@ class _Files(FilesInTheMaking):
         self._shapes = {part.name: torch.Size(x.shape) for part, x in parts.items() if part.kind == "fp32"}
         self._buffers = [part.name for part in parts if part.kind == "buffer"]
         self._trained = {part.name for part in parts if part.kind in _ADAM}
-        # An optimizer without moments: all are trained, for all one knows.
+        # An optimizer without moments: all are assumed to be trained.
         self._trained = self._trained or set(self._shapes)
         self._module: OrderedDict[str, Tensor] = OrderedDict()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardfn.core import did_you_mean
 
-# Arguments and defaults; those without one are to be given.
+# Arguments and defaults; `...` marks required ones.
 _WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"}
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "WarmupLR": _WARMUP,
@@ -65,7 +65,7 @@ def schedule_of(kind: str, params: Mapping[str, Any], lr: float) -> tuple[Schedu
 
 
 def _warmed(had: Mapping[str, Any]) -> tuple[int, Callable[[Tensor], Tensor]]:
-    """The length of a warm-up, and how much of it is done at an iteration below that."""
+    """The length of a warm-up, and the fraction of the full rate as a function of an earlier iteration."""
     steps = max(2, had["warmup_num_steps"])
     if had["warmup_type"] == "linear":
         return steps, lambda k: k / steps

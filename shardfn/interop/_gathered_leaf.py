@@ -1,4 +1,4 @@
-"""Leaves of a tree one after another, whole, for a file: no more than one of them is there at a time.
+"""Leaves of a tree one after another, whole, for a file: no more than one of them is in memory at a time.
 
 The first rank writes, and all gather. After an error in writing it must gather on, or the others would wait for ever;
 all ranks raise the error at the end.
@@ -38,7 +38,7 @@ def is_writer(tree_leaves: Sequence[Any]) -> bool:
 
 
 class Writer(Protocol):
-    """Files in the making, which get their names on leaving, or are removed if that is by an error."""
+    """A writer of files, which get their names on leaving, or are removed after an error."""
 
     def __enter__(self) -> Any: ...
 
@@ -81,7 +81,7 @@ class WrittenByFirst:
         return self
 
     def put(self, name: Any, x: Tensor) -> None:
-        """Writes a leaf, on the first rank, unless something went wrong before."""
+        """Writes a leaf, on the first rank, unless an error came before."""
         if self._writer is not None:
             self._do(self._writer.put, name, x)
 

@@ -136,7 +136,7 @@ def gpt_to_hf(
 def _each(
     config: gpt.Config, leaves: dict[Any, Any], group: list[Row], put: Callable[[str, Tensor], None], dtype: Any
 ) -> None:
-    """Hands out one tensor of the file after another; the leaves that it has are gathered for it."""
+    """Yields one tensor of the file after another, and gathers the leaves for it."""
     per_block = len(group[0].path) == 2
     for i in range(config.num_layers if per_block else 1):
         target = None
@@ -208,7 +208,7 @@ def _stack(layers: list[Draw]) -> Draw:
 
 
 def _prefix(archive: Archive, table: list[Row]) -> Callable[[str], str]:
-    """Files of a model without its head have names without its name in front."""
+    """The prefix of names: files of a model without its head lack the model's name."""
     start = table[0].name.split(".")[0] + "."
     bare = not any(name.startswith(start) for name in archive)
     return lambda name: name.removeprefix(start) if bare else name
@@ -233,7 +233,7 @@ def _check(archive: Archive, table: list[Row], config: gpt.Config, prefix: Any, 
 
 
 def _find(params: gpt.Params, config: gpt.Config, row: Row) -> Any:
-    """The leaf of a row: a list of layers' where they are not stacked; None if it is not there."""
+    """The leaf of a row: a list of layers' leaves if they are not stacked; None if it is missing."""
     if len(row.path) == 1:
         return params.get(row.path[0])
     blocks, name = params.get("blocks"), row.path[1]

@@ -28,9 +28,9 @@ from ._gathered_leaf import WrittenByFirst, whole
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
-    """Modules that are made in here have parameters of shape and dtype alone, on `meta`; their buffers are real.
+    """Modules made in this context have parameters of shape and dtype alone, on `meta`; their buffers are real.
 
-    Tied parameters stay tied. One parameter at a time is there while its module is made.
+    Tied parameters stay tied. One parameter at a time is in memory while its module is made.
 
     Example:
         >>> with without_weights():

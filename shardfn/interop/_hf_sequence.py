@@ -20,7 +20,7 @@ from shardfn.transforms import WeightedMean
 _CUT = ("input_ids", "targets", "position_ids")
 # Entries by which collators separate documents for kernels; routed models do not read them.
 _PACKED = ("segment_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
-# Whose logits are the product of the last hidden state and the output layer, and nothing else.
+# Models whose logits are only the product of the last hidden state and the output layer.
 _PLAIN = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3")
 
 
@@ -76,7 +76,7 @@ def causal_lm_loss(apply: Any, *, tile: int | None = None) -> Callable[..., Weig
 
     Args:
         apply: of `from_module(model)`, a `...ForCausalLM`; with `layers=`, the loss is for `pipeline_module`, too.
-        tile: tokens whose logits are there at a time; None is all of a rank's.
+        tile: tokens whose logits are in memory at a time; None is all of a rank's.
 
     Returns:
         `loss(params, batch[, key])` of batches as `causal_lm_batch` makes them. A key turns dropout on; the batch then

@@ -106,7 +106,7 @@ def _built(name: str, compiler: str, sources: tuple[pathlib.Path, ...], flags: t
             fresh = pathlib.Path(folder) / path.name
             run = [compiler, *flags, "-o", str(fresh), str(sources[0])]
             subprocess.run(run, check=True, capture_output=True, text=True, timeout=120)
-            # In one go: other ranks build, too, and must never load half a file.
+            # By one rename: other ranks build, too, and must never load half a file.
             fresh.replace(path)
     return path
 

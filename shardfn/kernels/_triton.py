@@ -1,7 +1,7 @@
 """Helpers of the Triton kernels.
 
 Functions of Triton's library that are themselves compiled (`tl.sum`, `tl.zeros`) are not called, so that the
-interpreter may be switched on after the package was imported; how to reduce it knows by name, and does so fast.
+interpreter may be switched on after the package was imported; it recognises reductions by name, and runs them fast.
 Contraction of products and sums is switched off, and divisions round correctly, so that results are the reference's.
 """
 

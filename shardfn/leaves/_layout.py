@@ -82,7 +82,7 @@ class LeafLayout:
 
     @functools.cached_property
     def dtypes(self) -> Dtypes:
-        """In which precision it is kept, updated, computed, sent and added up."""
+        """The dtypes in which it is kept, updated, computed, sent and added up."""
         return self.places.dtypes
 
     @functools.cached_property
@@ -122,12 +122,12 @@ class LeafLayout:
 
     @functools.cached_property
     def lazy(self) -> bool:
-        """Whether the parameter is brought when it is used: gathered, or fetched from where it is kept, or both."""
+        """Whether the parameter arrives when it is used: gathered, or fetched from another memory, or both."""
         return self.gathered or not self.plain
 
     @functools.cached_property
     def refreshed(self) -> bool:
-        """Whether the parameter is resident while each rank updates only rows of it: made whole again after."""
+        """Whether the parameter is resident, but each rank updates only rows of it, which are gathered afterwards."""
         return not self.gathered and self.dim is not None
 
     @functools.cached_property

@@ -79,7 +79,7 @@ class LeafBook:
         return alias(whole)
 
     def note(self, leaf: int, whole: Tensor) -> None:
-        """Takes note of the whole tensor of a leaf."""
+        """Records the whole tensor of a leaf."""
         storage = whole.untyped_storage()
         # A weak reference keeps the StorageImpl's address from being reused, so the key stays unambiguous.
         known = self._known.get(storage._cdata)
@@ -87,11 +87,11 @@ class LeafBook:
             self._known[storage._cdata] = (leaf, whole._version, StorageWeakRef(storage))
             self.look_after(self.leaves[leaf].path, whole)
         else:
-            # Asked for again while it is alive, it comes in the same memory.
+            # Requested again while it is alive, it has the same memory.
             self._check(known, whole)
 
     def look_after(self, path: str, whole: Tensor) -> None:
-        """Lets writes to a tensor of a leaf be seen."""
+        """Watches a tensor of a leaf for writes."""
         if capturing():
             self.captured[whole.untyped_storage()._cdata] = path, whole.untyped_storage()
         elif not transforming():  # where tensors cannot be emptied, and are checked when they are saved alone
@@ -110,7 +110,7 @@ class LeafBook:
             yield
 
     def _pack(self, x: Tensor) -> Any:
-        if type(x) is LazyLeaf:  # saved by a Function that was given the leaf itself
+        if type(x) is LazyLeaf:  # saved by a Function that received the leaf itself
             return x._saved()
         known = self._known.get(x.untyped_storage()._cdata)
         if known is None:
@@ -198,7 +198,7 @@ class LazyLeaf(torch.Tensor):
         return leaf
 
     def _part(self, which: slice) -> "LazyLeaf | None":
-        """The stack of some layers; None of no layers."""
+        """The stack of some layers; None without any."""
         layers = self._layers[which]
         return LazyLeaf._stack(self._path, layers, self._book) if layers else None
 
@@ -268,7 +268,7 @@ class LazyLeaf(torch.Tensor):
         return func(*args, **kwargs)
 
     def ends(self) -> Ends:
-        """The tensors at which its gradient arrives: its handle; of a stack, one a layer."""
+        """The tensors at which its gradient arrives: its handle; for a stack, one per layer."""
         return Ends([x.handle if type(x) is LazyLeaf else x for x in self._layers or (self,)], bool(self._layers))
 
     def _saved(self) -> "_SavedLeaf":
@@ -350,7 +350,7 @@ def _wrapper(shape: Sequence[int], like: Tensor) -> Any:
 
 
 def opened(x: Any) -> Any:
-    """A lazy leaf's whole tensor; of anything else, itself."""
+    """A lazy leaf's whole tensor; other values unchanged."""
     return x.whole() if type(x) is LazyLeaf else x
 
 

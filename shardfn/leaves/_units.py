@@ -22,8 +22,8 @@ class Unit:
 
     Attributes:
         leaves: their indices in the layout.
-        nbytes: bytes of their wholes, as they travel.
-        packing: how their pieces lie in the message.
+        nbytes: bytes of the whole leaves in the dtype in which they travel.
+        packing: the places of their pieces in the message.
     """
 
     leaves: tuple[int, ...]

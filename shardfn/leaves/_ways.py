@@ -115,7 +115,7 @@ def ways(ndim: int, places: Places, manner: Manner, sizes: Sizes) -> Ways:
 
 
 def _summed(places: Places, manner: Manner, sent: Placement, state: Placement) -> Placement:
-    """Rows, but where the optimizer averages over the axes along which they are cut: it takes the gradient whole."""
+    """Rows; or the whole gradient, for an optimizer that averages itself over the axes that cut the rows."""
     rows = [a for a in state.spec.axes if a not in sent.spec.axes]
     spec = sent.spec if set(rows) & set(manner.left) else state.spec
     home = places.memories.grad
@@ -124,7 +124,7 @@ def _summed(places: Places, manner: Manner, sent: Placement, state: Placement) -
 
 
 def _way_in(kept: Placement, used: Placement, manner: Manner) -> list[Placement]:
-    """Cast before it is sent; rounded, if so, on all of the way; across the far axes first."""
+    """The stops from `kept` to `used`: cast before sending, in code (if any) on all of the way, the far axes first."""
     here = kept.with_(memory_kind="device", dtype=used.dtype, code=manner.gather_code)
     via = [here] + ([here.with_(brought=manner.far)] if manner.far else [])
     return via if manner.gather_code is None else [*via, used.with_(code=manner.gather_code)]
@@ -133,7 +133,7 @@ def _way_in(kept: Placement, used: Placement, manner: Manner) -> list[Placement]
 def _way_out(sent: Placement, summed: Placement, state: Placement, manner: Manner) -> list[Placement]:
     """Summed to rows, if these are cut along axes of the batch alone, then over the others; or summed whole, then cut.
 
-    All of it is in the dtype that is sent, or in float32 where sums of codes are.
+    All stops have the dtype that is sent; sums of codes are in float32.
     """
     rows = {a for a in state.spec.axes if a not in sent.spec.axes}
     if not rows or not rows <= set(sent.unreduced) - set(manner.left):

@@ -24,7 +24,7 @@ _REMEDY = "Parameters are immutable there: write to a clone(), or return the new
 class Watch:
     """Tensors that must not be written to for as long as a loss and its backward run.
 
-    `check` compares versions with those at `add`; who adds a tensor must not write to it before the last `check`.
+    `check` compares versions with those at `add`; the caller must not write to an added tensor before the last `check`.
 
     Args:
         bits: whether the bits of the state's own tensors are compared as well, at the first `check` of each place.
@@ -38,9 +38,9 @@ class Watch:
         self._entered: list[tuple[str, Tensor, int]] = []
 
     def enter(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Watches tensors that a loss is given as leaves: whether one gets other memory, by `x.data = ...`.
+        """Watches the tensors that enter a loss as leaves for other memory, by `x.data = ...`.
 
-        Kept alive, and so for as long as this object.
+        They are kept alive as long as this object.
         """
         self._entered += [(path, x, _place_of(x)) for path, x in named]
 
@@ -51,7 +51,7 @@ class Watch:
             self._bits += [(path, x, _sum_of_bits(x)) for path, x in named]
         self._kept += [(path, x, x._version) for path, x in named if not x.is_inference()]
         for path, x in named:
-            if x.is_inference():  # whose count is not its own
+            if x.is_inference():  # inference tensors have no count of their own
                 self._witness(path, x, kept=True)
 
     def add(self, path: str, x: Tensor) -> None:
@@ -113,7 +113,7 @@ def _place_of(x: Tensor) -> int:
 
 
 def _sum_of_bits(x: Tensor) -> Tensor:
-    """A sum that an assignment of other values changes, but for a chance."""
+    """A checksum of the bits: other values change it, except by chance."""
     with torch.no_grad():
         real = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
         size = real.element_size()
@@ -122,7 +122,7 @@ def _sum_of_bits(x: Tensor) -> Tensor:
 
 
 class _WatchedTensor(NamedTuple):
-    """A tensor that is watched: by an empty one that shares its version."""
+    """A watched tensor: an empty one shares its version."""
 
     path: str
     witness: Tensor

@@ -51,7 +51,7 @@ def save_peft(
         task_type: of `peft`.
 
     Raises:
-        ValueError: a leaf is no weight of a module.
+        ValueError: a leaf is not a weight of a module.
     """
     tensors, modules, problems = {}, [], []
     for path, site in lora.sites.items():
@@ -88,12 +88,12 @@ def load_peft(
 ) -> tuple[LoRA, dict[str, dict[str, Tensor]]]:
     """Reads adapters that `peft` or `save_peft` has written.
 
-    A dropout that they were trained with does not matter here: it acts in training alone.
+    Their dropout is ignored, as it acts in training alone.
 
     Args:
         directory: with both files.
         params: a module's parameters by name, from `from_module`, stacked layers included.
-        specs: theirs.
+        specs: of the parameters.
 
     Returns:
         The adapters' description, and their values.

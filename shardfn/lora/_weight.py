@@ -1,7 +1,7 @@
 """A weight with a low-rank part that is never added to it: `w + scale * (left @ right)`, as two thin products.
 
-    x @ w                      what the model wrote
-    x @ w + scale * (x @ left) @ right      what is computed
+    x @ w                                   written in the model
+    x @ w + scale * (x @ left) @ right      computed
 
 It is a tensor under `isinstance`, and a pytree node with its three parts as children for `scan`, `remat` and their
 kind. Operations other than products, transposes and taking layers from a stack see the sum.
@@ -122,7 +122,7 @@ _SWAPS: set[Any] = {_TENSOR.transpose, torch.transpose, _TENSOR.swapaxes, _TENSO
 
 
 def _view(func: Any, x: LowRankWeight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operations that keep the parts apart: a transpose, or layers of a stack. None for other operations."""
+    """The result of an operation that keeps the parts apart: a transpose, or layers of a stack. None for others."""
     if kwargs and func is not _TENSOR.unbind:
         return None
     if func in _TRANSPOSES and (x.ndim == 2 or func is _TENSOR.mT.__get__):
@@ -186,7 +186,7 @@ def _of_parts(scale: float, parts: Any) -> Any:
     weight, left, right = parts
     if all(isinstance(x, Tensor) for x in (weight, left, right)):
         return LowRankWeight.of(weight, left, right, scale)
-    return {"weight": weight, "left": left, "right": right}  # of a tree of something else: specs, names
+    return {"weight": weight, "left": left, "right": right}  # parts of another tree, of specs or names
 
 
 register_pytree_node(LowRankWeight, _parts, _of_parts)

@@ -10,7 +10,7 @@ from shardfn.core import not_scalar, raise_all
 
 
 def to_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as floats: all tensors of a device are stacked there and brought over at once.
+    """Metrics as floats: all tensors of a device are stacked there and copied at once.
 
     Waits for the device, so a loop that calls it every few steps, and not after each, keeps the device busy.
 

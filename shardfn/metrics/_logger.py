@@ -15,8 +15,8 @@ from ._floats import to_floats
 class Logger:
     """Writes metrics by step to `metrics.jsonl` and, where asked, to TensorBoard events in the same folder.
 
-    The first rank of the mesh writes; on the others nothing happens, and no metric is brought over from the device. A
-    line is on disk when `write` returns, so that a run that dies leaves all its lines.
+    The first rank of the mesh writes; on the others nothing happens, and no metric is copied from the device. A line is
+    on disk when `write` returns, so that a run that dies leaves all its lines.
 
     Args:
         folder: where to; made if missing.
@@ -29,7 +29,7 @@ class Logger:
         rows: the lines written so far, including those of the file that it goes on from.
 
     Raises:
-        ModuleNotFoundError: (on the first rank) `tensorboard` is asked for, and not installed.
+        ModuleNotFoundError: (on the first rank) `tensorboard` is requested, and not installed.
 
     Example:
         >>> import tempfile, torch

@@ -1,4 +1,4 @@
-"""Tokens a second, and the part of the devices' arithmetic that they amount to."""
+"""Tokens per second, and model FLOPs utilisation."""
 
 import time
 from collections.abc import Callable
@@ -58,7 +58,7 @@ class Throughput:
             told = ", ".join(f"{name}={x}" for name, x in given.items())
             raise ValueError(f"Throughput({told}): 'mfu' needs both, above 0; leave out both to go without.")
         self._flops, self._peak, self._clock = flops_per_token, peak_flops, clock
-        # When the last call, or the start, was: each call measures from there, and no time is counted twice.
+        # The time of the last call, or of the start: each call measures from there, and no time is counted twice.
         self._last = clock()
 
     def __call__(self, tokens: int) -> dict[str, float]:

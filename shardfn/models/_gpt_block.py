@@ -19,7 +19,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Along(NamedTuple):
-    """Along which axes the blocks are cut; with `sequence`, the number of tokens, tokens are cut between blocks."""
+    """The axes that cut the blocks; with `sequence`, the number of tokens, tokens are cut between blocks."""
 
     axis: Axes = None
     sequence: int | None = None

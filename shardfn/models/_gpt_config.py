@@ -39,11 +39,11 @@ class Config:
             Draws and values are the same.
         attention: how attention is computed: `nn.Dense()`, `nn.Blockwise()`, `nn.BlockSparse()`, or on ranks that each
             have some tokens `nn.Ulysses(axis, length)` or `nn.Ring(axis, length)`. Values are the same.
-        loss_tile: tokens whose logits are there at a time in the loss; None is all. Values are the same.
+        loss_tile: tokens whose logits are in memory at a time in the loss; None is all. Values are the same.
         norm_eps: the term that norms add to the variance.
         rope_base: of rotary positions: the longest wave is 2 pi rope_base tokens.
         window: tokens that a token attends to, itself among them, as in Mistral; None is all before it.
-        layout: from the number of tokens to a mask, by which pairs are masked in addition. Block-sparse attention is
+        layout: from the number of tokens to a further mask, intersected with the others. Block-sparse attention is
             `functools.partial(nn.layouts.fixed, block=64)` with `attention=nn.BlockSparse()`. A mask that differs
             between heads has num_heads of them.
         causal: False: tokens attend to later ones, too, as in BERT. A batch then has "targets".

@@ -264,7 +264,7 @@ def generate(
         config: the shape.
         params: as from `init`.
         prompt_BT: at least one token.
-        num_tokens: how many to append.
+        num_tokens: the number to append.
         key: the key of the noise.
         temperature: 0 takes the likeliest token.
         axis: the mesh axes along which the leaves are cut, as in `apply`.
@@ -384,7 +384,7 @@ def _shifted(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weighted(batch: dict[str, Any]) -> bool:
-    """Whether rows differ in how many targets count."""
+    """Whether rows differ in the number of targets that count."""
     return "targets" in batch or "segment_ids" in batch
 
 

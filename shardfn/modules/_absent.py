@@ -26,14 +26,14 @@ class AbsentTensor(torch.Tensor):
     """A tensor without data, on the device that the value would be on.
 
     Raises:
-        NeedsValue: its value is asked for, or written to a tensor that is here.
+        NeedsValue: its value is needed, or written to a tensor with data.
     """
 
     _meta: Tensor
 
     @staticmethod
     def of(x: Tensor) -> "AbsentTensor":
-        """One of the shape and dtype of a tensor, which is not used."""
+        """An absent tensor with the shape and dtype of a tensor, whose values are not used."""
         return _wrapped(_as_meta(x), x.device)
 
     @classmethod

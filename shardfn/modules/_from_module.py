@@ -93,8 +93,8 @@ class ModuleFunction:
             `f(params, *args, **kwargs)`.
 
         Raises:
-            ValueError: a layer of torch.nn that drops has the batch in dim 1; or (when called) a tensor that is dropped
-                from has another number of rows, or of a rank's tokens, or something else draws.
+            ValueError: a layer of torch.nn that drops has the batch in dim 1; or (when called) a tensor under dropout
+                has another number of rows, or of a rank's tokens, or another function draws.
 
         Example:
             >>> from shardfn.core import key
@@ -254,7 +254,7 @@ class _ModuleCall:
         return entered
 
     def path_of(self, sub: nn.Module) -> str | None:
-        """Where in the module `sub` is; None if it is no part of it."""
+        """The path of `sub` in the module; None if it is not a part of it."""
         return next((path for path, m in self._parts.modules.items() if m is sub), None)
 
     def converted(self, sub: nn.Module, convert: Callable[[Any], Any]) -> bool:
@@ -366,13 +366,13 @@ def from_module(
 
     Where parameters come in another dtype, as under `mixed_precision`, floating-point buffers follow the parameters of
     their dtype next to them, as with `module.to(dtype)`. Submodules whose parameters are all exceptions of the policy
-    compute in the dtype of these, and give back that of their input.
+    compute in the dtype of these, and return that of their input.
 
     Args:
         module: any module, in the mode (train or eval) it should run in.
         keep_dtype: patterns; buffers in whose names `re.search` finds one keep their dtype.
-        has_state: whether the buffers that `state_dict` has are handed on as model state, so that a forward may change
-            them: running statistics, counters.
+        has_state: whether the buffers in `state_dict` become model state, so that a forward may change them: running
+            statistics, counters.
         axis: with `has_state`, the mesh axes along which ranks hold other rows of the batch: `BatchNorm` in training
             normalises by the statistics of all their rows.
         layers: the name of the list of layers, if these are to lie on several ranks (`pipeline_module`): an
@@ -393,8 +393,8 @@ def from_module(
 
     Raises:
         ValueError: the module cannot be trained as torch would train it: a parameter has gradient hooks, no shape yet,
-            or shares memory with another tensor; or an embedding has max_norm or scale_grad_by_freq. Or there is no
-            state to hand on; or layers share parameters; every leaf is listed. Or attention cannot be routed, with
+            or shares memory with another tensor; or an embedding has max_norm or scale_grad_by_freq. Or there are no
+            buffers for `has_state`; or layers share parameters; lists every leaf. Or attention cannot be routed, with
             each reason; (when called) masks, labels or dropout that are not known for all tokens.
 
     Example:
@@ -431,7 +431,7 @@ def _own(parts: ModuleParts, name: str) -> Tensor:
 
 
 def _cast(parts: ModuleParts, given: GivenTensors, found: Casts, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The buffers that come in another dtype; those of a state are kept in their own."""
+    """The buffers cast to another dtype; those of a state keep their own."""
     out = {}
     for name, dtype in found.buffers.items():
         if name in state:

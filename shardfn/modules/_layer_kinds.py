@@ -1,4 +1,4 @@
-"""Which layers of a list are alike, and so have their leaves in one stack; and how stacks that are cut make stages.
+"""The groups of layers of a list that are alike, with a stack of leaves each; and stages made of cut stacks.
 
 Layers of one kind have leaves of the same names, shapes and dtypes. A list of one kind has one stack. If there are
 several kinds, such as dense layers before mixtures of experts, each has a stack of its own, under the number of its
@@ -73,12 +73,12 @@ class LayerKinds(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are, of all kinds."""
+        """The number of layers of all kinds."""
         return sum(len(kind.layers) for kind in self.kinds)
 
     @property
     def trainable(self) -> Any:
-        """Which stacked leaves are not frozen, as a tree like the stacks in params."""
+        """Whether each stacked leaf is not frozen, as a tree like the stacks in params."""
         return self.tree([{name: name not in kind.frozen for name in kind.names} for kind in self.kinds])
 
     def stacked(self, params: Mapping[str, Tensor]) -> Any:
@@ -153,10 +153,10 @@ class LayerKinds(NamedTuple):
         return [sum(own) == len(kind.layers) for kind, own in zip(self.kinds, rows, strict=True)]
 
     def shares(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """By rank, how many layers it runs. Layers of stacks that are not cut go with the cut one that follows them.
+        """The number of layers of each rank. Layers of uncut stacks run with the next layer of a cut stack.
 
         Args:
-            rows: by kind and rank, how many rows of the stack the rank has.
+            rows: by kind and rank, the rank's number of rows of the stack.
 
         Raises:
             ValueError: the rows of a rank are not those of layers that run one after another.
@@ -185,5 +185,5 @@ def _kind(rows: Sequence[int], first: Mapping[str, Tensor]) -> LayerKind:
 
 
 def _before(kind: LayerKind, layer: int) -> int:
-    """How many layers of a kind come before a layer."""
+    """The number of layers of a kind before a layer."""
     return sum(i < layer for i in kind.layers)

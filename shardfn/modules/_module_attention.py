@@ -41,14 +41,14 @@ from ._module_draws import Draws
 NAME = "shardfn"
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 _OVER_TOKENS = nn.modules.conv._ConvNd, nn.RNNBase
-# Further arguments of an attention, which no body computes.
+# Further arguments of an attention, which bodies do not support.
 _UNKNOWN = ("softcap", "position_bias", "sinks", "head_mask")
-# Arguments of models that see or hear, whose embeddings go to places in the whole rows.
+# Arguments of models of images or sound, whose embeddings go to places in the whole rows.
 _SEEN = ("pixel_values", "image", "video", "input_features", "input_values", "audio")
 
 
 class AttentionRoute:
-    """How the attention of one module is computed.
+    """The body that computes the attention of one module.
 
     Args:
         module: with models of transformers in it.
@@ -77,7 +77,7 @@ class AttentionRoute:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """While it is open, the configs of the module name this way to attend."""
+        """While it is open, the configs of the module name this attention."""
         before = [(c, c._attn_implementation_internal) for c in self._configs]
         try:
             for c in self._configs:
@@ -117,7 +117,7 @@ class RoutedCall:
             yield
 
     def check(self) -> None:
-        """Refuses a forward that has not asked for attention.
+        """Refuses a forward that has not called attention.
 
         Raises:
             ValueError: it has not.
@@ -130,7 +130,7 @@ class RoutedCall:
             )
 
     def mask(self, q_BTHK: Tensor, *, causal: bool, window: int | None, chunk: int | None) -> Mask:
-        """Which pairs count, of all tokens."""
+        """The mask of all tokens' pairs."""
         mask = Window(window - 1) if window is not None else Causal() if causal else Full()
         if chunk is not None:  # by positions, which begin again with each document
             at_BT = self._whole_BT
@@ -183,7 +183,7 @@ _CALL = Ambient[RoutedCall]("attention of a module's call", by_thread=True)
 
 
 def none_attends() -> None:
-    """Notes of the call that runs that its layers, which attend, are all on other ranks."""
+    """Marks the running call as one whose layers with attention are all on other ranks."""
     call = _CALL.innermost()
     if call is not None:
         call.attends = False
@@ -254,7 +254,7 @@ def _problems_of_positions(module: Any, body: Body, num_tokens: int) -> list[str
 
 
 def _mask_of_none(*, use_vmap: bool = False, mask_function: Any = None, **kwargs: Any) -> None:
-    """In place of the mask that transformers would make of this rank's tokens."""
+    """Replaces the mask that transformers would make of this rank's tokens."""
     del kwargs
     if use_vmap or _adds_pairs(mask_function):
         raise ValueError("from_module(attention=): the model attends by a mask of its own, which is not routed.")
@@ -284,7 +284,7 @@ def _models(module: nn.Module) -> list[Any]:
 
 
 def _towers(module: nn.Module) -> list[Any]:
-    """Models beside the language model of one that sees or hears: they attend as they do by themselves."""
+    """Models of images or sound beside the language model: they keep their own attention."""
     out: list[Any] = []
     for model in _models(module):
         if model.config.get_text_config(decoder=True) is not model.config:

@@ -25,9 +25,9 @@ class Buffers:
 
     It ignores the buffers in `state`, which are the forward's own for the call and may change in any way.
 
-    A forward may read a buffer, and it may give one another value for the rest of the call if that does not come of
-    the old one: a cache, such as rotary frequencies for a longer text. A value that comes of the old one is a state,
-    which the next step would need: that is refused.
+    A forward may read a buffer, and it may assign a value that does not depend on the old one for the rest of the call:
+    a cache, such as rotary frequencies for a longer text. A value that depends on the old one is a state, which the
+    next step would need: that is refused.
 
     Invariant: `_read` holds the buffers whose own values were used while they were in their place; no function passed
     to this class writes to the module's own tensors.
@@ -43,10 +43,10 @@ class Buffers:
         self._versions = {name: _version(x) for name, x in self._tensors.items()}
         self._read: dict[str, str] = {}
         self._shown: dict[int, str] = {}
-        self._kept: list[Tensor] = []  # so that no other tensor gets the id of one that is known
+        self._kept: list[Tensor] = []  # so that no other tensor gets the id of a known one
 
     def see(self, name: str, x: Tensor) -> None:
-        """Takes note that a function of that name is given `x`."""
+        """Records that a function of that name receives `x`."""
         path = self._known.get(id(x))
         if path is None or name in _METADATA or name in _CONVERTS:
             return
@@ -66,7 +66,7 @@ class Buffers:
             self._known[id(out)] = path
 
     def shown(self, x: Any, out: Tensor) -> None:
-        """Takes note that `out` is an attribute of `x`, in the same memory."""
+        """Records that `out` is an attribute of `x`, in the same memory."""
         path = self._known.get(id(x))
         if path is not None and x is self._tensors[path]:
             self._kept.append(out)
@@ -103,7 +103,7 @@ class Buffers:
         if path in self._read:
             raise ValueError(self._refusal(path, f"reads it ({self._read[path]}) and then writes it ({func.__name__})"))
         slot = self._placed.parts.buffers[path]
-        # Not of `x`: written whole, it needs none of the old values, and the module keeps its own.
+        # Not applied to `x`: a buffer that is written whole does not need its old values, and the module keeps them.
         new = func(torch.empty_like(x), *args, **kwargs)
         slot.owner._buffers[slot.name] = new
         return new
@@ -171,7 +171,7 @@ def tensors_of(x: Any) -> Iterator[Tensor]:
 
 
 def has_storage(x: Tensor) -> bool:
-    """Whether a tensor can be asked for its memory."""
+    """Whether a tensor has memory."""
     if is_functorch_wrapped_tensor(x):
         return False
     return x.layout == torch.strided and type(x) in (Tensor, nn.Parameter, FakeTensor)

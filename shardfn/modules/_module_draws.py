@@ -74,7 +74,7 @@ class Draws:
 
     @contextlib.contextmanager
     def _within(self, number: int) -> Iterator[None]:
-        if number in self._begun:  # called once more: numbers go on, as a mask is not used twice
+        if number in self._begun:  # called again: numbers go on, as no mask is used twice
             yield
             return
         self._begun.add(number)
@@ -98,7 +98,7 @@ class Draws:
 
     @property
     def num_rows(self) -> int | None:
-        """How many samples this rank has; None where there is no key."""
+        """This rank's number of samples; None without a key."""
         return None if self._index_B is None else len(self._index_B)
 
     def cut_tokens(self, own: Sequence[tuple[int, int]], length: int) -> None:
@@ -184,7 +184,7 @@ def _elements(module: nn.Module) -> dict[int, tuple[int, nn.Module]]:
 
 
 def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Of `rrelu(input, lower, upper, training)`."""
+    """The argument `training` of `rrelu(input, lower, upper, training)`."""
     return bool(kwargs.get("training", args[3] if len(args) > 3 else False))
 
 

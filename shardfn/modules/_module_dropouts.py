@@ -14,7 +14,7 @@ from shardfn.core import Ambient
 
 from ._module_draws import Draws
 
-# A module around the one that called such a function sees it as well.
+# A module around the caller of such a function sees the call as well.
 _INSIDE = Ambient[None]("a function draws by key within itself", by_thread=True)
 _aten: Any = torch.ops.aten
 _SELU_ALPHA = 1.7580993408473766
@@ -112,7 +112,7 @@ def _recurrent(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _inside(what: str, draws: Draws, func: Any, args: Any, kwargs: Any, *, dim: int = 0, parts: bool = False) -> Any:
-    """Runs a function that drops within itself, in the form that is made of plain operations."""
+    """Runs a function with a dropout inside, in its form made of plain operations."""
     with _INSIDE.bound(None), sdpa_kernel(SDPBackend.MATH), _KeyedNoise(what, draws, dim, parts):
         return func(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""In which dtypes the parts of a module compute, where its parameters come in others than its own."""
+"""The dtypes in which the parts of a module compute if its parameters arrive in other dtypes than its own."""
 
 import collections
 import re
@@ -14,7 +14,7 @@ from shardfn.core import Ambient, tree_leaves, tree_map
 from ._module_parts import ModuleParts
 
 _COMPUTE = Ambient[tuple[torch.dtype | None]]("dtype in which the loss computes", by_thread=True)
-# (own dtype, dtype it comes in) -> number of elements.
+# (own dtype, dtype of the given parameter) -> number of elements.
 _Moves = collections.Counter[tuple[torch.dtype, torch.dtype]]
 
 
@@ -24,7 +24,7 @@ class Casts(NamedTuple):
     Attributes:
         buffers: the dtype of each buffer that changes.
         apart: the submodules that compute in a dtype of their own, and that dtype.
-        main: the dtype of everything else; None where that does not matter.
+        main: the dtype of everything else; None if it is not needed.
     """
 
     buffers: dict[str, torch.dtype]

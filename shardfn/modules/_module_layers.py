@@ -83,7 +83,7 @@ class LayeredFunction:
 
         Args:
             params: by name, and under the path of the list the layers' leaves by name, each [L, *shape]; with several
-            kinds of layers one such dict per kind, under the number of its first layer.
+                kinds of layers one such dict per kind, under the number of its first layer.
             *args: the module's arguments.
             **kwargs: its arguments by name.
 
@@ -108,7 +108,7 @@ class LayeredFunction:
     def keyed(
         self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"], forward: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """The same function with dropout; see `ModuleFunction.keyed`. Masks do not depend on which rank has a layer."""
+        """The same function with dropout; see `ModuleFunction.keyed`. Masks do not depend on the rank of a layer."""
         draws = self._function.draws(key, index_B)
 
         def f(params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -230,6 +230,6 @@ def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple
 
 
 def _elsewhere(module: nn.Module, layer: str, x: Tensor) -> str | None:
-    """Where a layer's parameter is in the module besides that layer."""
+    """The other place of a layer's parameter in the module."""
     names = (name for name, y in named_parameters(module, remove_duplicate=False) if y is x)
     return next((name for name in names if not name.startswith(f"{layer}.")), None)

@@ -29,7 +29,7 @@ class ModuleMode(TorchFunctionMode):
 
     Args:
         placed: the module.
-        draws: where random numbers come from.
+        draws: the source of random numbers.
         state: the buffers that the forward may change.
         axis: with `state`, the axes along which ranks hold other rows of the batch.
     """
@@ -61,7 +61,7 @@ class ModuleMode(TorchFunctionMode):
         if overwrites:
             return self._buffers.overwrite(func, *args, **kwargs)
         if kwargs.get("out") is not None or writes(name):
-            written = (args or tuple(kwargs.values()))[:1] if writes(name) else ()  # those of nn.init come by name
+            written = (args or tuple(kwargs.values()))[:1] if writes(name) else ()  # nn.init passes it by name
             self._buffers.check_write(name, (written, kwargs.get("out", ())))
         # A lazy leaf that is converted to its own dtype and device need not be gathered.
         if name == "to" and type(args[0]) is LazyLeaf and _stays(*args, **kwargs):
@@ -146,7 +146,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Gives a dense gradient, of the same values, where a sparse one is asked for."""
+    """Gives a dense gradient with the same values where a sparse one is requested."""
     del sparse
     _check_embedding("embedding", max_norm, scale_grad_by_freq)
     return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, False)
@@ -204,14 +204,14 @@ def _instance_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _plain_embedding(
     func: Any, weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, *sparse: Any
 ) -> Tensor:
-    """`torch.embedding`, whose arguments are others than those of torch.nn.functional's."""
+    """`torch.embedding`, whose arguments differ from those of torch.nn.functional's."""
     del sparse
     _check_embedding("embedding", None, scale_grad_by_freq)
     return func(weight, indices, padding_idx, scale_grad_by_freq, False)
 
 
 def _plain_embedding_bag(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.embedding_bag`, of the same kind."""
+    """`torch.embedding_bag`, whose arguments differ as well."""
     _check_embedding("embedding_bag", None, bool(kwargs.get("scale_grad_by_freq", args[3] if len(args) > 3 else False)))
     return func(*args, **kwargs)
 

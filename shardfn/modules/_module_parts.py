@@ -1,4 +1,4 @@
-"""Where the tensors of a module hang, and other tensors in their place for a while."""
+"""The places of a module's tensors, and other tensors in them for a while."""
 
 import contextlib
 import operator
@@ -12,7 +12,7 @@ from shardfn.collectives import GlobalTensor
 from shardfn.core import did_you_mean, named_modules, named_parameters, raise_all
 
 _LOCK = threading.Lock()
-_RUNNING: dict[int, tuple[int, int]] = {}  # by id of a module that runs: its thread, and how many calls are under way
+_RUNNING: dict[int, tuple[int, int]] = {}  # by id of a running module: its thread, and the number of calls under way
 
 
 class TensorSlot(NamedTuple):
@@ -44,7 +44,7 @@ class ModuleParts(NamedTuple):
 
     @staticmethod
     def of(module: nn.Module) -> "ModuleParts":
-        """Those that the module has now."""
+        """The present parts of a module."""
         parts, seen = ModuleParts({}, {}, {}, []), set[int]()
         for path, sub in named_modules(module, remove_duplicate=False):
             parts.modules[path] = sub
@@ -76,7 +76,7 @@ class GivenTensors(NamedTuple):
 
 
 def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, Tensor]) -> GivenTensors:
-    """Finds the places that the tensors of `given` are for; a parameter that is not given stays the module's own.
+    """Finds the places of the tensors of `given`; a parameter that is not given stays the module's own.
 
     Raises:
         TypeError: there are no names, or a value is a leaf of a state.
@@ -212,7 +212,7 @@ def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
     if (now or before) and not _same(now, before):
-        # In one go, so that the order of names is that of before, too.
+        # In one update, so that the order of names is restored, too.
         now.clear()
         now.update(before)
 
@@ -239,7 +239,8 @@ def one_thread(module: nn.Module, caller: int) -> Iterator[None]:
 
     Args:
         module: the module.
-        caller: the thread that has called it; autograd may run a part again in one of its own, while that one waits.
+        caller: the thread that has called it; autograd may run a part again in a thread of its own, while the caller
+            waits.
 
     Raises:
         RuntimeError: another thread runs it; gives the remedy.

@@ -23,7 +23,7 @@ class Running(Protocol):
     """A call of a module that is under way."""
 
     def again(self) -> Again:
-        """A way to go on with the call later, as from here."""
+        """A context to resume the call later, as from here."""
         ...
 
     def converted(self, sub: nn.Module, convert: Callable[[Any], Any]) -> bool:
@@ -31,7 +31,7 @@ class Running(Protocol):
         ...
 
     def path_of(self, sub: nn.Module) -> str | None:
-        """Where in the module `sub` is; None if it is no part of it."""
+        """The path of `sub` in the module; None if it is not a part of it."""
         ...
 
 

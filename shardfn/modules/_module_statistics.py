@@ -52,7 +52,7 @@ def _batch_norm(
 
 
 def _update(mean: Tensor | None, var: Tensor | None, new_mean: Tensor, new_var: Tensor, momentum: float) -> None:
-    """Moves the running statistics, the buffers of this call, a part of the way."""
+    """Updates the running statistics, which are buffers of this call."""
     for old, new in ((mean, new_mean), (var, new_var)):
         if old is not None:
             old.mul_(1 - momentum).add_(momentum * new.to(old.dtype))

@@ -54,7 +54,7 @@ def _attended(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options: Any) ->
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Local):
-    """`scaled_dot_product_attention`; masks other than causal and full ones are there whole, [T, S] or larger.
+    """`scaled_dot_product_attention`; masks other than causal and full ones are in memory whole, [T, S] or larger.
 
     So are the probabilities where a mask multiplies them: `PairDropout`.
     """
@@ -151,7 +151,7 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class Ulysses:
-    """Each rank has all tokens of some heads while it attends: `all_to_all` of q, k and v before, and of y behind.
+    """Each rank has all tokens of some heads while it attends: `all_to_all` of q, k and v before, and of y after.
 
     Query heads are dealt as `torch.chunk` deals them, also where the ranks do not divide them, or are more. Each rank
     gets the key heads that its query heads read; those that several need are sent several times.
@@ -159,7 +159,7 @@ class Ulysses:
     Attributes:
         axis: mesh axes that cut the tokens.
         length: tokens of the whole sequence; needed where the axis has several ranks.
-        inner: how each rank attends; a `Ring` cuts the tokens by its axis first.
+        inner: the body of each rank; a `Ring` cuts the tokens by its axis first.
     """
 
     axis: Axes
@@ -213,8 +213,8 @@ class Attending(NamedTuple):
     """The mask and the implementation of a layer's attention.
 
     Attributes:
-        mask: which pairs count, of all tokens and all heads.
-        impl: how it is computed.
+        mask: the pairs that count, of all tokens and all heads.
+        impl: the body that computes it.
     """
 
     mask: Mask = CAUSAL
@@ -222,7 +222,7 @@ class Attending(NamedTuple):
 
 
 def sequence_order(body: Body, length: int, num_ranks: int) -> Int64[Tensor, " t"]:
-    """The order in which tokens lie before they are cut: `x[:, order]`. That of positions, but for zigzag.
+    """The order of tokens before they are cut: `x[:, order]`. That of positions, except with zigzag.
 
     Args:
         body: how attention is computed.
@@ -244,7 +244,7 @@ def own_rows(body: Body, num_tokens: int) -> Rows:
         num_tokens: that this rank has.
 
     Raises:
-        ValueError: the body cuts the tokens and does not know of how many, or this rank has others.
+        ValueError: the body cuts the tokens but has no length, or this rank has another number of tokens.
 
     Example:
         >>> own_rows(Ulysses("sp", 8), 8)
@@ -304,7 +304,7 @@ def whole_length(body: Body, num_tokens: int) -> int:
     """The number of tokens of the whole sequence, from this rank's number.
 
     Raises:
-        ValueError: it is stated nowhere, or twice.
+        ValueError: it is missing, or given twice.
     """
     lengths = set(body.lengths)
     if len(lengths) > 1:
@@ -320,7 +320,7 @@ def whole_length(body: Body, num_tokens: int) -> int:
 def _multiplied(
     qkv: tuple[Tensor, ...], pairs: tuple[Tensor, Tensor | None, Tensor | None], how: OnlineScores
 ) -> Tensor:
-    """(scales softmax(scale q k^T + bias)) v, [B, H, T, K], with all of the scores there, in the dtype of sums.
+    """(scales softmax(scale q k^T + bias)) v, [B, H, T, K], with all scores in memory, in the dtype of sums.
 
     The softmax is over the sinks, too.
     """
@@ -340,7 +340,7 @@ def _multiplied(
 
 
 def _zigzag(sizes: list[int]) -> tuple[Rows, ...]:
-    """Two stretches a rank, together of its size: fronts in the order of ranks, and backs in the other."""
+    """Two stretches per rank, together of its size: fronts in the order of ranks, and backs in reverse."""
     fronts = [-(-n // 2) for n in sizes]
     backs, out = [n - f for n, f in zip(sizes, fronts, strict=True)], []
     for r in range(len(sizes)):

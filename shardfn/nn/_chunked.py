@@ -40,7 +40,7 @@ class Chunked:
 
     Along an axis each rank has all tokens of some heads while a chunk is computed, as with `Ulysses`, and a piece of
     every chunk at rest: rows lie in `sequence_order` before they are cut. Queries, results and their gradients wait
-    where keys do, but for sums of gradients, which wait on the host. There is no vmap, no forward mode and no second
+    where keys do, except sums of gradients, which wait on the host. There is no vmap, no forward mode and no second
     derivative; `Blockwise` and `Ulysses` have them.
 
     Attributes:

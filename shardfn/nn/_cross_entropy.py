@@ -49,7 +49,7 @@ def cross_entropy_sum(
     axis: Axes = None,
     vocab_size: int | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """The sum over the targets that count, and how many they are: for means over ranks with unequal numbers of tokens.
+    """The sum over the targets that count, and their number: for means over ranks with unequal numbers of tokens.
 
     With `axis` no rank has all logits: three numbers a token cross the mesh, a maximum, a sum and the target's logit.
 

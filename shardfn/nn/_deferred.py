@@ -46,7 +46,7 @@ _ITSELF = (
 
 
 class _Put(NamedTuple):
-    """A weight's gradient that is to be made: where it goes, and how."""
+    """A deferred gradient of a weight: its edge in the graph, and the function that makes it."""
 
     weight: GradientEdge
     make: Callable[[], Tensor]
@@ -131,10 +131,10 @@ class DeferredGradients:
         return out
 
     def note(self, leaf: int, weight: GradientEdge, make: Callable[[], Tensor]) -> None:
-        """Puts a gradient off. Called by backward functions of `first`.
+        """Defers a gradient. Called by backward functions of `first`.
 
         Raises:
-            ValueError: something else differentiates.
+            ValueError: it is not `first` that differentiates.
         """
         if not self.runs or torch.is_grad_enabled():
             raise ValueError(_ITSELF)
@@ -153,10 +153,10 @@ class DeferredGradients:
         return self._roots[node]
 
     def check_inputs(self, inputs: Any) -> None:
-        """Refuses gradients of leaves that the function itself asks for.
+        """Refuses gradients of leaves that the function itself requests.
 
         Raises:
-            ValueError: there is one.
+            ValueError: an input is a leaf, or a view or cast of one.
         """
         asked = [self._opened(x) for x in (inputs if isinstance(inputs, list | tuple) else [inputs])]
         if any(isinstance(x, Tensor) and self.leaf_of(x) is not None for x in asked):

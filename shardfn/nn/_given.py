@@ -28,7 +28,7 @@ class Keys(Mask):
     """Only some keys count: those of a batch's rows that are no padding. A boolean key padding mask.
 
     Attributes:
-        keep_BS: which, of the whole sequence.
+        keep_BS: True for the keys that count, of the whole sequence.
 
     Example:
         >>> Keys(torch.tensor([[True, True, False]])).pairs((0, 2), (0, 3)).int().tolist()

@@ -1,4 +1,4 @@
-"""Which heads each rank has while it attends to all tokens, and which key heads its query heads read."""
+"""The heads of each rank while it attends to all tokens, and the key heads that its query heads read."""
 
 from shardfn.collectives import axis_index
 from shardfn.core import Axes

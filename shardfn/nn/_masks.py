@@ -28,7 +28,7 @@ from shardfn.kernels import Given
 
 Span = tuple[int, int]
 Cover = Literal["all", "none", "some"]
-# A grid's words for them: an intersection is the least.
+# The values of `Mask.grid`, in this order, so that the cover of an intersection is the least.
 COVERS: tuple[Cover, ...] = ("none", "some", "all")
 NONE, SOME, ALL = range(3)
 Array = np.ndarray
@@ -94,7 +94,7 @@ class Mask(abc.ABC):
 
     @property
     def of_positions(self) -> bool:
-        """Whether `cover` and `pairs` are all there is to it: no data, nothing added, nothing multiplied."""
+        """Whether `cover` and `pairs` define it: no data, no added numbers, no factors."""
         own = type(self)
         return not self.tensors and own.bias is Mask.bias and own.scales is Mask.scales
 
@@ -107,7 +107,7 @@ class Mask(abc.ABC):
         """The data in it for a rectangle, as the kernels of attention take it.
 
         Raises:
-            ValueError: they do not.
+            ValueError: they do not support it.
         """
         del queries, keys
         told = f"BlockSparse() does not know the data of {type(self).__name__}; give that mask a method given(), or"
@@ -230,7 +230,7 @@ class Causal(Window):
 
 @dataclasses.dataclass(frozen=True)
 class Prefix(Mask):
-    """Causal, but that the first `length` tokens are seen by all: a prefix language model.
+    """Causal, except that all tokens see the first `length` ones: a prefix language model.
 
     Attributes:
         length: tokens of the prefix.
@@ -391,6 +391,6 @@ def _halves(span: Span) -> tuple[Span, Span]:
 
 
 def alike(mask: Mask, queries: int, keys: int) -> list[str]:
-    """The problem of a mask of positions where queries and keys are of other numbers."""
+    """The problem of a mask of positions if the numbers of queries and keys differ."""
     told = f"{mask} of {queries} queries over {keys} keys: the counts must agree, or positions do not meet"
     return [told] if queries != keys else []

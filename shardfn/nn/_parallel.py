@@ -41,7 +41,7 @@ Features = int | Sequence[int] | None
 def enter_parallel(
     x_D: Float[Tensor, "*batch d"], axis: Axes, sequence: int | None = None
 ) -> Float[Tensor, "*batch2 d"]:
-    """Into a block whose features are cut along `axis`: all ranks have all tokens, and go on differently.
+    """Into a block whose features are cut along `axis`: all ranks have all tokens, and use them differently.
 
     Args:
         x_D: whole, or with `sequence` this rank's rows of the tokens, [*batch, T_axis, D].

@@ -114,7 +114,7 @@ def _einsum(equation: Any, *operands: Any) -> Any:
 
 
 def _einsum_product(equation: str) -> Product | None:
-    """The product that an equation is, if the gradient of each operand is another such equation."""
+    """The product of an equation, if the gradient of each operand is another such equation."""
     inputs, arrow, out = equation.partition("->")
     a, comma, b = inputs.partition(",")
     if not arrow or not comma or "," in b or "." in equation:

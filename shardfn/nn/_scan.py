@@ -73,7 +73,7 @@ def scan(
 
 
 def run_layers(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
-    """The loop of a `scan`, on layers that are apart already: the last carry, and the y of each."""
+    """The loop of a `scan`, on layers that are separate already: the last carry, and the y of each."""
     loop = _LOOP.innermost() or plain_loop
     return loop(run, carry, layers)
 
@@ -107,7 +107,7 @@ class ScanBody:
         """One layer.
 
         Raises:
-            TypeError: it is not; lists every leaf with both values.
+            TypeError: the carry or y differs from these; lists every leaf with both values.
         """
         out = self.f(carry, x)
         if not isinstance(out, tuple) or len(out) != 2:

@@ -37,7 +37,7 @@ def tiled_linear(
         The leading dims of `x_D` and F.
 
     Raises:
-        ValueError: the tiles are no grid, or their columns do not add up to D, or their rows to the bias's F.
+        ValueError: the tiles are not a grid, or their columns do not add up to D, or their rows to the bias's F.
 
     Example:
         >>> import torch
@@ -87,7 +87,7 @@ def tiles(
 
 
 def untile(w_FD: Grid) -> Float[Tensor, "f d"]:
-    """The weight that a grid of tiles is.
+    """The weight made of a grid of tiles.
 
     Example:
         >>> import torch

@@ -16,7 +16,7 @@ class Waiting:
     """Bundles of tensors that wait on the host or on disk.
 
     Args:
-        device: to which bundles return.
+        device: the device to which bundles return.
         pool: of files; None is the host.
         kept: tensors and tokens that wait already.
         width: the number of tensors of a bundle in `kept`.
@@ -78,6 +78,6 @@ class Sums:
         self._sums[i] = to_host(x if before is None else before + x)
 
     def take(self, i: int) -> Tensor | None:
-        """Sum i, on the device, which is gone from here; None where nothing was added."""
+        """Removes and returns sum i, on the device; None if nothing was added."""
         found = self._sums.pop(i, None)
         return None if found is None else Fetch(found.result(), self._device).result()

@@ -133,7 +133,7 @@ def _zero_bubble_v(rank: int, p: int, m: int) -> Actions:
         row.add("forward", 1)
         row.split(1)
         row.weights()
-    # From here on each half microbatch that enters is paid for by one that leaves, so that no more than 2 p are held.
+    # From here on a half microbatch leaves for each that enters, so that no more than 2 p are held.
     while row.count("forward", 1) < m:
         if row.count("forward", 0) < m:
             row.add("forward", 0)

@@ -67,7 +67,7 @@ class PipelineSchedule:
 
     Attributes:
         name: the name of the schedule.
-        num_microbatches: how many there are.
+        num_microbatches: the number of microbatches.
         stages: by rank and chunk, the stage; stages are counted along the model.
         ranks: by rank, its actions, in their order.
 
@@ -88,7 +88,7 @@ class PipelineSchedule:
 
     @property
     def num_chunks(self) -> int:
-        """How many pieces of the model each rank has."""
+        """The number of pieces of the model on each rank."""
         return len(self.stages[0])
 
     @property
@@ -98,7 +98,7 @@ class PipelineSchedule:
 
     @functools.cached_property
     def num_stages(self) -> int:
-        """How many pieces the model is cut into."""
+        """The number of pieces of the model."""
         return self.num_ranks * self.num_chunks
 
     @functools.cached_property
@@ -112,11 +112,11 @@ class PipelineSchedule:
         return any(split_backwards(row) for row in self.ranks)
 
     def place(self, rank: int, action: Action) -> StageAction:
-        """Where in the model an action of a rank is."""
+        """The place of a rank's action in the model."""
         return StageAction(action.kind, action.microbatch, self.stages[rank][action.chunk])
 
     def at(self, place: StageAction) -> tuple[int, Action]:
-        """Whose action is at a place of the model, and which."""
+        """The rank and the action of a place in the model."""
         rank, chunk = self.home[place.stage]
         return rank, Action(place.kind, place.microbatch, chunk)
 

@@ -66,10 +66,10 @@ def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
 
 
 def check_numbers(name: str, num_ranks: int, num_microbatches: int) -> None:
-    """Refuses numbers that are no numbers of ranks and microbatches.
+    """Refuses numbers of ranks or microbatches below 1.
 
     Raises:
-        ValueError: they are not.
+        ValueError: a number is below 1.
     """
     if num_ranks < 1 or num_microbatches < 1:
         raise ValueError(

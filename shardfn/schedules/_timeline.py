@@ -47,8 +47,8 @@ class Timeline:
     Attributes:
         schedule: the schedule.
         ranks: by rank, its spans.
-        peaks: by rank, how many activations it holds at most: a microbatch through one chunk each, from its forward to
-            the end of its backward, W included.
+        peaks: by rank, the most activations it holds: a microbatch through one chunk each, from its forward to the end
+            of its backward, W included.
     """
 
     schedule: PipelineSchedule
@@ -68,7 +68,7 @@ class Timeline:
 
 
 def timeline(schedule: PipelineSchedule, costs: Costs | None = None) -> Timeline:
-    """Runs a schedule on paper.
+    """Simulates a schedule.
 
     Args:
         schedule: the schedule.

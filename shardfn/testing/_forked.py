@@ -57,7 +57,7 @@ class Forked:
 
 
 class ForkServer:
-    """A server that runs; it and its workers end with this process, whose end of their standard input they read.
+    """A running server; it and its workers end with this process, which holds the other end of their standard input.
 
     Args:
         files: Python files that it runs before the first fork.

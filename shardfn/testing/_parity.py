@@ -232,7 +232,7 @@ def assert_parity(
         batches: one global batch a step.
         mesh: the mesh.
         reference: the plain loss that the one-device loop runs, or `mixed_precision` of one; default `loss`.
-        parts: into how many pieces that loop cuts the batch; see `one_device`.
+        parts: the number of pieces into which that loop cuts the batch; see `one_device`.
         trainable: prefix tree of bools; default: all leaves but frozen ones.
         key: for losses that take one.
         zero: the ZeRO rule.

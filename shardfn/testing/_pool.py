@@ -30,7 +30,7 @@ from ._report import GRACE, Report, raise_first
 RENDEZVOUS = 30.0  # seconds that ranks have to find one another
 _SCRIPTS = tuple(str(pathlib.Path(__file__).with_name(f"{name}.py")) for name in ("_worker", "_fork_server"))
 _WORKERS: list["Worker"] = []
-_SERVER: list[ForkServer] = []  # none or one
+_SERVER: list[ForkServer] = []  # at most one
 _SETUP_FILES: list[str] = []
 _STORE: list[dist.TCPStore] = []
 _NUMBERS = itertools.count()
@@ -240,7 +240,7 @@ def _stack(worker: Worker) -> str:
     return "\n".join(f"    {line}" for line in lines if not any(s in line for s in _SCRIPTS))
 
 
-# tell
+# report
 
 
 def _take(file: IO[bytes]) -> str:

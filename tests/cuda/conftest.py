@@ -20,7 +20,7 @@ PROJECT = HERE.parents[1] / "pyproject.toml"
 
 
 def wanted_torch() -> str:
-    """The version of torch that the project is pinned to."""
+    """The version of torch to which the project is pinned."""
     pins = [d for d in tomllib.loads(PROJECT.read_text())["project"]["dependencies"] if d.startswith("torch==")]
     return pins[0].removeprefix("torch==")
 

@@ -33,7 +33,7 @@ def _same(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
     there = [x.cuda() if isinstance(x, Tensor) else x for x in args]
     with kernels.implemented_by("reference"):
         want = run(*here, **options)
-    got = run(*there, **options)  # a device that is no CPU takes Triton by itself
+    got = run(*there, **options)  # other devices than a CPU use Triton by default
     pairs = zip([*_tensors(got), *_tensors(tuple(there))], [*_tensors(want), *_tensors(tuple(here))], strict=True)
     for a, b in pairs:
         assert a.is_cuda and a.dtype == b.dtype and a.shape == b.shape

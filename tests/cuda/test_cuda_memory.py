@@ -20,7 +20,7 @@ def _loss(params: dict[str, Tensor], batch: Tensor) -> Tensor:
 
 
 def _peak(**fields: Any) -> tuple[int, int]:
-    """Bytes on the device at the peak of a warm step, and those that came up from the host in it."""
+    """Bytes on the device at the peak of a warm step, and those copied from the host in it."""
     step = sf.sharded_step(
         _loss,
         sf.optim.sgd(1e-3),

@@ -171,7 +171,7 @@ def test_ctrl_c_under_torchrun(text: pathlib.Path, tmp_path: pathlib.Path) -> No
     )
     process = start(TORCHRUN, text, tmp_path / "x", *options.split())
     _, said = interrupt(process, tmp_path / "x", signal.SIGINT)
-    # the launcher ends with an error of its own, that it got a signal; the ranks ended well
+    # the launcher ends with an error of its own, for the signal; the ranks ended normally
     assert "SignalException" in said
     assert "ChildFailedError" not in said
     assert_complete(tmp_path / "x")

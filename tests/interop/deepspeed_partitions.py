@@ -48,7 +48,7 @@ def trained(engine: Any, net: torch.nn.Module, steps: range) -> dict[str, Any]:
 
 
 def differing(one: Any, other: Any, at: str) -> list[str]:
-    """Where two values of a checkpoint differ; tensors bit for bit, but at stage 3, where anything pads them."""
+    """The differences of two values of a checkpoint; tensors bit for bit, except at stage 3 their padding."""
     if type(one) is not type(other):
         return [f"{at}: {type(one)}, {type(other)}"]
     if isinstance(one, torch.Tensor):
@@ -69,7 +69,7 @@ def differing(one: Any, other: Any, at: str) -> list[str]:
 
 
 def compared(place: pathlib.Path) -> list[str]:
-    """Where the files that we have written differ from DeepSpeed's."""
+    """The differences of our files from DeepSpeed's."""
     lines = []
     names = [sorted(p.name for p in (place / tag).iterdir()) for tag in ("theirs", "ours")]
     for name in names[0] if names[0] == names[1] else []:

@@ -166,7 +166,7 @@ def test_weights_written_over_others_are_never_mixed(tmp_path: pathlib.Path, fil
 
     write(1.0)
     child = os.fork()
-    if child == 0:  # no test goes on here: it is killed, or ends
+    if child == 0:  # the child never returns to the test: it is killed, or exits
         rename, left = pathlib.Path.rename, [renames]
 
         def counted(self: pathlib.Path, to: pathlib.Path) -> pathlib.Path:

@@ -23,7 +23,7 @@ from shardfn.testing import distributed
 
 PROGRAM = pathlib.Path(__file__).parent / "deepspeed_training.py"
 SAVING = PROGRAM.with_name("deepspeed_saving.py")
-# Tests are no package, and the programs run where shardfn is not installed.
+# Tests are not a package, and the programs run without shardfn installed.
 shared: Any = types.SimpleNamespace(**runpy.run_path(str(PROGRAM.with_name("deepspeed_model.py"))))
 PYTHON = os.environ.get("DEEPSPEED_PYTHON", sys.executable)
 STEPS = 5
@@ -216,7 +216,7 @@ def test_three_ranks_checkpoints_are_what_zero_to_fp32_makes_of_them(
 
 @distributed(world=2, timeout=120)
 def _write_ours(directory: str) -> None:
-    """From states that DeepSpeed has trained, or for the plain ones we; a file for each of three ranks."""
+    """From states that DeepSpeed has trained, or we for the plain ones; a file for each of three ranks."""
     mesh = sf.make_mesh({"dp": 2}, device="cpu")
     for case in shared.CASES:
         net, config = shared.net_of(case), shared.config_of(case)

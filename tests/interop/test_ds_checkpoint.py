@@ -1,4 +1,4 @@
-"""Covers DeepSpeed's files: laid out as it lays them out, at odd sizes, and made to do harm."""
+"""Covers DeepSpeed's files: in its own layout, at odd sizes, and malicious ones."""
 
 import os
 import pathlib

@@ -132,7 +132,7 @@ def test_several_ranks_write_what_one_would(tmp_path: pathlib.Path, world: int) 
 
 
 class Recorded:
-    """In the place of an object of DeepSpeed's."""
+    """A placeholder for an object of DeepSpeed's."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values

@@ -128,7 +128,7 @@ def parity(name: str, body: Any, T: int, mesh: sf.Mesh, *, stage: int, packed: b
 @pytest.mark.parametrize("body", BODIES)
 @distributed(world=[2, 3])
 def test_llama_along_a_sequence(body: str, world: int) -> None:
-    """Stages 0 and 3; packed documents; 7 tokens, which nothing divides; and a key head that all ranks share."""
+    """Stages 0 and 3; packed documents; 7 tokens, which no mesh divides; and a key head that all ranks share."""
     mesh = sf.make_mesh({"sp": world})
     parity("llama", BODIES[body](7), 7, mesh, stage=3, packed=True, tile=2)
     parity("llama", BODIES[body](7), 7, mesh, stage=0, packed=False, kv_heads=1)

@@ -1,4 +1,4 @@
-"""Covers attention over the tiles of a layout: every implementation is the formula over the whole, with gradients."""
+"""Covers attention over the tiles of a layout: every implementation equals the whole formula, with gradients."""
 
 import importlib
 import math

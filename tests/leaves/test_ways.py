@@ -1,4 +1,4 @@
-"""Covers placements by name and the routes between them: each of ZeRO's options as the hops that it comes to."""
+"""Covers placements by name and the routes between them: the hops of each of ZeRO's options."""
 
 from typing import Any
 

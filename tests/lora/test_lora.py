@@ -1,4 +1,4 @@
-"""Covers `LoRA`: adapters beside a model train as the sum would, sharded as on one device, and nothing else trains."""
+"""Covers `LoRA`: adapters beside a model train like the sum, sharded as on one device, and no other leaf does."""
 
 import functools
 from typing import Any

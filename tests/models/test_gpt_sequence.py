@@ -133,7 +133,7 @@ def test_ring_and_ulysses_at_once() -> None:
 @pytest.mark.parametrize("name", BODIES)
 @distributed(world=[1, 2, 3, 4, 6], timeout=900)
 def test_grid(name: str, jit: bool, world: int) -> None:
-    """{sp 1, 2, 3} x {dp 1, 2} x {tp 1, 2} x stages 0 and 3 x styles, lengths that nothing divides."""
+    """{sp 1, 2, 3} x {dp 1, 2} x {tp 1, 2} x stages 0 and 3 x styles, lengths that no mesh divides."""
     for sp, dp, tp in itertools.product((1, 2, 3), (1, 2), (1, 2)):
         if sp * dp * tp != world:
             continue

@@ -39,7 +39,7 @@ def params_of(config: gpt.Config) -> Any:
 
 
 def batch_of(config: gpt.Config, seed: int, rows: int = 4) -> dict[str, Tensor]:
-    """Documents, targets, some of which do not count, and the numbers of the samples."""
+    """Documents, targets (some do not count), and the numbers of the samples."""
     g = torch.Generator().manual_seed(seed)
     tokens, targets = torch.randint(config.vocab_size, (2, rows, T), generator=g)
     ids = torch.randint(2, (rows, T), generator=g).sort(-1).values

@@ -33,7 +33,7 @@ def by_torch(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 class Wrapped(nn.Module):
-    """A linear layer, and a forward of one's own."""
+    """A linear layer with a given forward."""
 
     def __init__(self, forward: Callable[["Wrapped", Tensor], Tensor]) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from shardfn.testing import distributed
 
 
 class _Dropped(nn.Module):
-    """A dropout in each layer and one behind it; notes the masks."""
+    """A dropout in each layer and one after it; records the masks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -241,7 +241,7 @@ def test_a_forward_that_writes_to_its_results_passes_through_torch_func() -> Non
 
 
 class Standardized(nn.Conv1d):
-    """Normalises its weight by batch_norm, whose "batch" is then no batch of rows."""
+    """Normalises its weight by batch_norm, whose "batch" is then not rows of the batch."""
 
     def forward(self, input: Tensor) -> Tensor:
         rows = self.weight.reshape(1, self.out_channels, -1)

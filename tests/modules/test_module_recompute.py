@@ -212,7 +212,7 @@ def test_what_runs_again_sees_the_buffers_as_they_were_where_it_began(way: str) 
 
 
 class _Reversed(torch.autograd.Function):
-    """As reversible layers do: the backward runs the part again, to differentiate it there."""
+    """As in reversible layers: the backward runs the part again, to differentiate it there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: Any) -> Tensor:

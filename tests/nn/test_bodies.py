@@ -25,7 +25,7 @@ TOL = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: nn.Mask, slopes: Tensor | None = None) -> Tensor:
-    """The definition, written with none of the library's arithmetic."""
+    """The definition, without the library's arithmetic."""
     T, H, K = q.shape[1:]
     S, G = k.shape[1:3]
     k, v = (x.repeat_interleave(H // G, 2) for x in (k, v))
@@ -120,7 +120,7 @@ def test_bodies_on_one_rank() -> None:
 
 
 def test_rows_without_keys_are_zeros() -> None:
-    """The first two rows see nothing; nor does anything of theirs reach the gradients."""
+    """The first two rows see no key, and do not affect the gradients."""
     qkv = [torch.randn(1, 4, 2, 3, dtype=torch.float64) for _ in range(3)]
     mask = nn.Causal() & nn.BlockLayout([[0, 1], [1, 0]], 2)
     for impl in (nn.Dense(), nn.Blockwise(2), nn.Blockwise(3), nn.BlockSparse(), nn.BlockSparse(3)):
@@ -151,7 +151,7 @@ def test_values_of_another_width_and_sinks(impl: Any, width: int) -> None:
     if isinstance(impl, nn.Chunked):
         with pytest.raises(ValueError, match="Chunked attention has no sinks"):
             nn.attention(*qkv, sinks_H=sinks, impl=impl)
-        sinks = torch.full((4,), -math.inf, dtype=torch.float64)  # as if there were none
+        sinks = torch.full((4,), -math.inf, dtype=torch.float64)  # equal to no sinks
         got = nn.attention(*qkv, impl=impl)
     else:
         got = nn.attention(*qkv, sinks_H=sinks, impl=impl)
@@ -251,7 +251,7 @@ def test_many_bodies_on_one_rank() -> None:
 
 
 def many_ranks(mesh: sf.Mesh, impls: Any, seeds: range, longest: int) -> None:
-    """Every rank draws alike, and takes its tokens of the whole."""
+    """Every rank draws the same, and takes its tokens of the whole."""
     torch.set_num_threads(1)
     for seed in seeds:
         draw = random.Random(seed)

@@ -77,7 +77,8 @@ def test_both_parts_are_the_whole_backward(remat: bool) -> None:
     zero = torch.zeros((), dtype=torch.float64)
     for name, a, b, full in zip(p, early, late, wanted, strict=True):
         torch.testing.assert_close((zero if a is None else a) + (zero if b is None else b), full, msg=name)
-    # A leaf that is in products alone has nothing in the first part; one that is in none, nothing in the second.
+    # A leaf used only in products has no gradient in the first part; one outside products has no gradient in the
+    # second.
     told = {name: (a is not None, b is not None) for name, a, b in zip(p, early, late, strict=True)}
     assert told == {
         "embed": (True, True),
@@ -92,7 +93,7 @@ def test_both_parts_are_the_whole_backward(remat: bool) -> None:
 
 
 def test_what_depends_on_no_trained_activation_is_reached() -> None:
-    """Products of constants, whose first part has nothing to give."""
+    """Products of constants, whose first part has no gradient."""
     w = torch.ones(2, 3, requires_grad=True)
     deferred = DeferredGradients([w])
     with deferred.recorded():

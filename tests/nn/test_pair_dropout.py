@@ -74,7 +74,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, mask: nn.Mask, scales: Tensor, slop
 
 
 def case(seed: int) -> tuple[list[Tensor], Tensor, nn.Mask, nn.PairDropout, Tensor | None]:
-    """q, k, v; a cotangent; a mask, dropout and slopes or none. Lengths and heads that nothing divides."""
+    """q, k, v; a cotangent; a mask, dropout and slopes or none. Lengths and heads that no mesh divides."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     B, T, G, K = draw.randint(1, 3), draw.randint(1, 17), draw.randint(1, 3), draw.randint(1, 4)
@@ -142,7 +142,7 @@ def test_many_bodies_on_one_rank() -> None:
 
 
 def many_ranks(mesh: sf.Mesh, impls: Any, seeds: range) -> None:
-    """Every rank draws alike, and takes its tokens, and along "dp" its samples, of the whole."""
+    """Every rank draws the same, and takes its tokens, and along "dp" its samples, of the whole."""
     torch.set_num_threads(1)
     for seed in seeds:
         qkv, w, mask, dropout, slopes = case(seed)
@@ -160,7 +160,7 @@ def many_ranks(mesh: sf.Mesh, impls: Any, seeds: range) -> None:
 
 
 def line(T: int) -> list[nn.Body]:
-    """Heads and tokens are dealt unevenly, and to some ranks none."""
+    """Heads and tokens are dealt unevenly, and some ranks have none."""
     ulysses = [nn.Ulysses("sp", T, inner) for inner in (nn.Dense(), nn.Blockwise(6), nn.BlockSparse(6))]
     return [*ulysses, nn.Ring("sp", T, block=5), nn.Ring("sp", T, zigzag=True, block=4)]
 

@@ -140,7 +140,7 @@ def _layers_equal_one_device(world: int, cut: bool) -> None:
 
 
 class Sites:
-    """Counts the calls of some functions, and leaves one out, whose name it adds to `names`."""
+    """Counts the calls of some functions, and skips one, whose name it adds to `names`."""
 
     def __init__(self, left_out: int | None = None, names: list[str] | None = None) -> None:
         self.left_out, self.count, self.names = left_out, 0, names

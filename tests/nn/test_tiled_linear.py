@@ -102,5 +102,5 @@ def test_no_more_than_tiles_are_on_the_device(world: int, tmp_path: pathlib.Path
     for kind in ("host", "disk"):
         got, peak = trained(kind, draw(in_splits=4, out_splits=4))
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-        # The tile at work, the one ahead, and gradients on their way down; a weight of one piece takes 16 and more.
+        # The tile in use, the one ahead, and gradients on their way down; a weight of one piece takes 16 and more.
         assert peak <= 7 * tile, peak / tile

@@ -1,4 +1,4 @@
-"""Covers torchrun's restarts: ranks that are killed, stopped or cut off are named, and the job goes on by itself.
+"""Covers torchrun's restarts: ranks that are killed, stopped or cut off are named, and the job resumes by itself.
 
 Under canonical sums it goes on bit for bit like an undisturbed job, on the same number of ranks, fewer, or more.
 """
@@ -34,14 +34,14 @@ def _rows(directory: pathlib.Path) -> list[dict[str, object]]:
 
 
 def _undisturbed(directory: pathlib.Path, steps: int) -> dict[object, object]:
-    """The losses of one process that nothing happens to."""
+    """The losses of one undisturbed process."""
     directory.mkdir()
     assert runpy.run_path(str(PROGRAM))["main"](str(directory), "--steps", str(steps)) == 0
     return {row["step"]: row["loss"] for row in _rows(directory)}
 
 
 def _assert_undisturbed(directory: pathlib.Path, want: dict[object, object]) -> None:
-    """Every step was made, and each time it was, it had the same loss; the end is saved."""
+    """Every step was made, with the same loss each time; the end is saved."""
     rows = _rows(directory)
     assert {row["step"] for row in rows} == want.keys()
     assert [row for row in rows if row["loss"] != want[row["step"]]] == []
@@ -148,7 +148,7 @@ def test_a_job_loses_half_of_its_ranks_goes_on_and_gets_them_back(tmp_path: path
         how = ["--nnodes=2:4", "--nproc-per-node=1", "--max-restarts=9", "--rdzv-backend=c10d", "--rdzv-id=elastic"]
         how += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
         how += [f"--rdzv-conf={conf.format(int(name == 'a'))}"]
-        # A store for each round: the common one is looked for where it was, though that node may be gone.
+        # A store for each round: the shared one is expected on its old node, which may be gone.
         own = {"NAME": name, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return _agent(place, how, "--steps", "12", "--gate", "5", "8", **own)
 
@@ -171,7 +171,7 @@ def test_a_job_loses_half_of_its_ranks_goes_on_and_gets_them_back(tmp_path: path
     told = [p.read_text() for p in place.glob("told-0-*")]
     assert told and all("died without a word" in text for text in told)
     _assert_undisturbed(place, _undisturbed(tmp_path / "one", 12))
-    # The ranks that were asked to make room for others had saved the step that they were at: nothing was done twice.
+    # The ranks that made room for others had saved their current step, so no step was made twice.
     steps = [(int(str(row["step"])), row["world"]) for row in _rows(place)]
     again = [n for n, world in steps if world == 4 and n >= 8]
     assert again == sorted(set(again))

@@ -25,7 +25,7 @@ WARM, STEPS, ROWS, TOKENS = 2, 4, 8, 64
 
 
 def sent() -> int:
-    """The bytes that have left this node, as the kernel counts them, frames and all."""
+    """The bytes that have left this node, by the kernel's count, with frames."""
     lines = pathlib.Path("/proc/self/net/dev").read_text().splitlines()
     return next(int(x.split()[9]) for x in lines if x.strip().startswith(f"{INTERFACE}:"))
 

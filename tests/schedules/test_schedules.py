@@ -43,7 +43,7 @@ def _all() -> Iterator[tuple[str, PipelineSchedule]]:
 
 
 def _idle(run: Timeline, costs: Costs) -> float:
-    """Idle time of a rank: the same for all, as all have the same to do."""
+    """Idle time of a rank: the same for all, as all have equal work."""
     return run.makespan - run.schedule.num_microbatches * sum(costs[:3])
 
 
@@ -155,7 +155,7 @@ def test_what_is_missing_is_listed() -> None:
 
 
 def test_mutants_are_refused_or_meet_every_need() -> None:
-    """Two actions of a rank change places: either that ends, with its needs met, or a circle is printed."""
+    """Two actions of a rank change places: the run either ends, with all needs met, or a circle is printed."""
     draw, refused = random.Random(0), 0
     for _, schedule in itertools.islice(_all(), 40, None, 7):
         rank = draw.randrange(schedule.num_ranks)

@@ -1,4 +1,4 @@
-"""Covers `assert_parity`: it passes where a sharded run equals one device, and else names each leaf and both values."""
+"""Covers `assert_parity`: it passes if a sharded run equals one device, or names each leaf and both values."""
 
 import math
 import re

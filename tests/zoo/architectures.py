@@ -17,7 +17,7 @@ class Entry(NamedTuple):
         config: fields of its config that `tiny` cannot guess.
         inputs: shapes of its inputs that `inputs` cannot guess; None = left out.
         dtype: of the modes other than bf16; float32 where a kernel has no float64, such as that of mixtures of experts.
-        coupled: whether its loss is no mean over rows, so that one device must cut the batch as the ranks do.
+        coupled: whether its loss is not a mean over rows, so that one device must cut the batch as the ranks do.
         images: the number of places of the text that an image takes.
         refused: the remedies that refusals name, in order, until a step is taken.
         refused_in: mode -> further ones in it.
@@ -102,7 +102,7 @@ ZOO: dict[str, Entry] = {name: Entry() for name in _PLAIN} | {
     "UdopForConditionalGeneration": Entry(_START, refused_in=_NO_JIT),
     # torch's FFT has no bfloat16.
     "FNetForMaskedLM": Entry(impossible={"bf16": "Unsupported dtype BFloat16"}),
-    # Their forward asks for the value of a tensor, which a captured step has not.
+    # Their forward needs the value of a tensor, which a captured step does not have.
     "HiggsAudioV2ForConditionalGeneration": Entry(refused_in=_NO_JIT),
     "HubertForCTC": Entry(refused_in=_NO_JIT),
     "JetMoeForCausalLM": Entry(refused_in=_NO_JIT),
@@ -118,7 +118,7 @@ ZOO: dict[str, Entry] = {name: Entry() for name in _PLAIN} | {
     "Swinv2ForImageClassification": Entry({"embed_dim": 8, "num_heads": [2, 2, 2, 2]}),
     "DonutSwinModel": Entry({"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2]}),
     "MaskFormerSwinModel": Entry({"embed_dim": 8, "num_heads": [2, 2, 2, 2]}),
-    # Texts as short as these are no blocks; it would make other layers, in its forward.
+    # Texts this short have no blocks; it would make other layers, in its forward.
     "BigBirdForCausalLM": Entry({"attention_type": "original_full"}),
     "LEDForConditionalGeneration": Entry(
         {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}, refused_in=_NO_JIT

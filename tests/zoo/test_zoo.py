@@ -125,7 +125,7 @@ def _build(name: str, narrow: bool, remedies: tuple[str, ...], dropout: float = 
             m.p = dropout
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and "constant statistics" in remedies:
             m.eval()
-    # A leaf whose gradient is 0, as that of a key's bias, keeps a size that its rounding can be compared with.
+    # A leaf with gradient 0, such as a key's bias, must be large against its gradient's rounding.
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn_like(p))
@@ -149,7 +149,7 @@ def _loss(apply: Callable[..., Any], policy: sf.Policy | None, *, keyed: bool) -
         out = f(params, **given)
         if getattr(out, "loss", None) is not None:
             return out.loss
-        # A model without labels: the mean of the squares of all it returns.
+        # A model without labels: the mean of the squares of its results.
         found = [x for x in tree_leaves(dict(out)) if isinstance(x, Tensor) and x.is_floating_point()]
         return torch.stack([x.square().mean() for x in found if x.requires_grad]).mean()
 

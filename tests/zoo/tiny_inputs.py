@@ -37,7 +37,7 @@ def inputs(model: Any, given: Mapping[str, Any], seed: int, images: int = 0) -> 
 
 
 def _seeing(batch: dict[str, Tensor], takes: Any, config: Any, images: int, g: torch.Generator) -> dict[str, Tensor]:
-    """A picture in front of each text."""
+    """An image in front of each text."""
     token = getattr(config, "image_token_id", None) or config.image_token_index
     fill = {"input_ids": token, "attention_mask": 1, "labels": -100, "token_type_ids": 1}
     if "token_type_ids" in takes:

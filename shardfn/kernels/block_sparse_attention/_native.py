@@ -13,7 +13,7 @@ from . import _reference
 from ._reference import QKV
 
 SOURCE = "block_sparse_attention/_native.cpp"
-# The newest generation of x86-64 whose code may run, where the processor has it; tests ask for older ones.
+# The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
 NEWEST = 4
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-TINY = 2.0**-110  # a block whose maximum is smaller counts as zero: its scale would be no normal number
+TINY = 2.0**-110  # a block whose maximum is smaller counts as zero: its scale would not be a normal number
 
 
 def num_codes(c: int, bits: int) -> int:

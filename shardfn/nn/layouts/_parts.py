@@ -16,7 +16,7 @@ Blocks = np.ndarray
 
 
 def num_blocks(length: int, block: int, padded: bool = False) -> int:
-    """How many blocks a sequence has.
+    """The number of blocks of a sequence.
 
     Args:
         length: tokens of the sequence.
@@ -41,7 +41,7 @@ def num_blocks(length: int, block: int, padded: bool = False) -> int:
 
 
 def as_layout(out: Blocks, block: int, padded: bool) -> BlockLayout:
-    """One layout where there is one head."""
+    """A `BlockLayout`, without the dim of heads if there is one head."""
     return BlockLayout(out[0] if len(out) == 1 else out, block, padded)
 
 
@@ -75,7 +75,7 @@ def is_causal(name: str, attention: str, *more: str) -> bool:
 
 
 def check_fewer(name: str, asked: dict[str, int], N: int) -> None:
-    """Refuses numbers of blocks that there are not."""
+    """Refuses numbers of blocks that are negative or above N."""
     wrong = [f"{option}={n}" for option, n in asked.items() if not 0 <= n <= N]
     if wrong:
         raise ValueError(f"{name} of {N} blocks cannot have {', '.join(wrong)}; take smaller blocks or lower it.")

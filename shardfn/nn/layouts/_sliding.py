@@ -32,7 +32,7 @@ def bigbird(
     Args:
         length: tokens of the sequence.
         block: tokens of a block.
-        num_heads: H for a layout a head, 1 for one that is all heads'.
+        num_heads: H for a layout per head, 1 for one layout of all heads.
         num_window_blocks: n: the window has n // 2 blocks on each side.
         num_global_blocks: of the start.
         random: the number of blocks for each block of queries, and the key that draws them; the paper has 3.
@@ -41,8 +41,8 @@ def bigbird(
         padded: the last block may be shorter.
 
     Raises:
-        ValueError: an unknown attention, fewer blocks than one of the numbers asks for, or the block does not divide
-            the length and it is not padded.
+        ValueError: an unknown attention, fewer blocks than one of the numbers, or the block does not divide the length
+            and it is not padded.
 
     Example:
         >>> from shardfn.core import key

@@ -53,7 +53,7 @@ def fixed(
     Args:
         length: tokens of the sequence.
         block: tokens of a block.
-        num_heads: H for a layout a head, 1 for one that is all heads'.
+        num_heads: H for a layout per head, 1 for one layout of all heads.
         num_local_blocks: L.
         num_global_blocks: g, which divides L.
         num_patterns: of the blocks that are seen; head h has pattern h mod num_patterns. At most L / g.
@@ -106,14 +106,14 @@ def variable(
     Args:
         length: tokens of the sequence.
         block: tokens of a block.
-        num_heads: H for a layout a head, 1 for one that is all heads'.
+        num_heads: H for a layout per head, 1 for one layout of all heads.
         local_window_blocks: the windows' sizes; the last is repeated to the end.
         global_blocks: the blocks that all see: a block, or (start, stop) of several. Blocks behind the end, which a
             short sequence lacks, are left out.
         random: the number of blocks for each block of queries, and the key that draws them among all, later ones too:
             compose with `Causal()` where they must not count.
-        attention: "unidirectional": without later blocks, but for random ones; "horizontal": the blocks that all see
-            see all, too.
+        attention: "unidirectional": without later blocks, except random ones; "horizontal": the blocks that all see see
+            all, too.
         padded: the last block may be shorter.
 
     Raises:
