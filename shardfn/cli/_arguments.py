@@ -103,7 +103,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     """`dp=8,tp=2` as axis sizes, in the order given.
 
     Raises:
-        ValueError: lists every entry that is no axis of a plan or has no positive size.
+        ValueError: lists every entry that is not an axis of a plan or has no positive size.
 
     Example:
         >>> parse_mesh("dp=8,tp=2")

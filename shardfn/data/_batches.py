@@ -6,7 +6,7 @@ of its own:
 
     g = n B + i,   epoch, k = divmod(g, W),   window = shuffle(first + permute(k, W, seed, epoch))
 
-Nothing is remembered between batches: resuming at batch n needs n, and any rank can compute any rows.
+There is no state between batches: resuming at batch n needs n, and any rank can compute any rows.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
     g = n B + i,   epoch, k = divmod(g, N),   example = permute(k, N, seed, epoch)
 
-As for `Batches`, nothing is remembered between batches, and the number of ranks changes none of it.
+As for `Batches`, there is no state between batches, and they do not depend on the number of ranks.
 """
 
 import dataclasses

@@ -46,7 +46,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return bytes(ids).decode("utf-8", "replace")
 
     def __repr__(self) -> str:
@@ -105,7 +105,7 @@ class BPETokenizer:
         return self._inner.get_vocab_size()
 
     def encode(self, text: str) -> Int64[np.ndarray, " n"]:
-        """The ids of `text`; bytes that are no UTF-8 become U+FFFD first."""
+        """The ids of `text`; bytes that are not UTF-8 become U+FFFD first."""
         return np.array(self._inner.encode(_clean(text), add_special_tokens=False).ids, np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -48,7 +48,8 @@ class DeepSpeedState(NamedTuple):
     """The contents of a checkpoint of DeepSpeed.
 
     Attributes:
-        params: whole parameters in float32, by the module's names: masters where there are any. Frozen ones are there.
+        params: whole parameters in float32, by the module's names: masters where there are any, and frozen ones
+            included.
         moments: the optimizer's states of a parameter's shape, "exp_avg" and "exp_avg_sq" for Adam, "momentum_buffer"
             for SGD; each by the same names.
         step: the number of updates; 0 if the files do not have it.
@@ -239,7 +240,7 @@ def _frozen(
 
 
 def _check_twice(place: pathlib.Path, params: Mapping[str, Tensor], model: Mapping[str, Any]) -> None:
-    """Below stage 3 the module's own weights are there, too: the masters, rounded."""
+    """Compares the module's own weights, which the files have below stage 3, with the masters, rounded."""
     module = model.get("module") or {}
     both = [(name, x, module[name]) for name, x in params.items() if name in module and module[name].numel()]
     odd = [f"{name} {tuple(x.shape)}" for name, x, own in both if not torch.equal(x.to(own.dtype), own)]

@@ -1,4 +1,4 @@
-"""The keys of DeepSpeed's configuration, 0.19: which are taken, which have no counterpart, which are refused.
+"""The keys of DeepSpeed's configuration, 0.19: those taken, those without a counterpart, and those refused.
 
 A `str` is the reason why a key has no counterpart: it changes no value that a step computes, or is set elsewhere here.
 A `Refused` key changes computed values, and is refused unless it has a value that turns it off.

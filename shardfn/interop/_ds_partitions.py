@@ -1,6 +1,6 @@
 """The files of each rank of a job of DeepSpeed's, from leaves that come one after another.
 
-Flat groups are mapped files until all leaves are there; then each rank's part is written. So one leaf and one rank's
+Flat groups are mapped files until all leaves have arrived; then each rank's part is written. So one leaf and one rank's
 part are in memory, and twice the checkpoint is on the disk.
 """
 
@@ -34,7 +34,7 @@ class Counters:
 
     def __init__(self, updates: int, scale: Any) -> None:
         self.updates, self.scale = updates, scale
-        # Skipped steps are counted there, and here they are no updates.
+        # DeepSpeed counts skipped steps, which are not updates here.
         self.steps = int(scale.count) if hasattr(scale, "count") and scale else updates
 
 

@@ -37,7 +37,7 @@ def save_deepspeed(
 ) -> None:
     """Writes a state as a checkpoint of DeepSpeed's. Collective.
 
-    Without `job` it is a universal checkpoint, for `load_universal` and any of DeepSpeed's meshes. DeepSpeed goes on
+    Without `job` it is a universal checkpoint, for `load_universal` and any of DeepSpeed's meshes. DeepSpeed resumes
     with the weights (the master copies where there are some), Adam's moments, the step, and its own schedulers at it.
     It does not load frozen parameters and buffers from such checkpoints: these are in `module` of the model's file, for
     `read_deepspeed` and for you.

@@ -45,7 +45,7 @@ class Watch:
         self._entered += [(path, x, _place_of(x)) for path, x in named]
 
     def keep(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Watches the state's own tensors, each with the path of its leaf: their memory is there anyway."""
+        """Watches the state's own tensors, each with the path of its leaf: they are in memory anyway."""
         # No sums of whole leaves: these are dropped and made again, and writes to them are lost with them.
         if self._bits is not None:
             self._bits += [(path, x, _sum_of_bits(x)) for path, x in named]

@@ -1,8 +1,8 @@
-"""LoRA as trees: which leaves have adapters, their first values and specs, and a loss that uses both.
+"""LoRA as trees: the leaves that have adapters, their first values and specs, and a loss that uses both.
 
     {"base": the model's parameters, "lora": {path: {"a": [..., r, in], "b": [..., out, r]}}}
 
-A leaf `[..., out, in]` becomes `w + scale * (b @ a)`, and is never computed as such: products take the two thin ones.
+A leaf `[..., out, in]` becomes `w + scale * (b @ a)`, a sum that products do not form: they use the thin factors.
 Leading dims stack layers.
 """
 

@@ -22,11 +22,11 @@ class Logger:
         folder: where to; made if missing.
         mesh: only its first rank writes; None means that this process writes.
         tensorboard: whether events are written too, for which the package `tensorboard` must be installed.
-        start: the step that a resumed run goes on from: lines of later steps are dropped, since those steps are made
-            again. 0 begins anew.
+        start: the step from which a run resumes: lines of later steps are dropped, since those steps are made again. 0
+            begins anew.
 
     Attributes:
-        rows: the lines written so far, including those of the file that it goes on from.
+        rows: the lines written so far, including those that a resumed run found in the file.
 
     Raises:
         ModuleNotFoundError: (on the first rank) `tensorboard` is requested, and not installed.
@@ -72,7 +72,7 @@ class Logger:
             The line as written; on other ranks than the first an empty dict.
 
         Raises:
-            TypeError: a metric is neither a 0-d tensor nor a number, or `step` is no number.
+            TypeError: a metric is neither a 0-d tensor nor a number, or `step` is not a number.
         """
         if isinstance(step, Mapping):
             raise TypeError("Logger.write: the step's number comes first: logger.write(step, metrics).")

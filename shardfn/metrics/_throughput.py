@@ -38,7 +38,7 @@ class Throughput:
         clock: returns the time in seconds.
 
     Raises:
-        ValueError: one of the two numbers of "mfu" is there without the other, or is not positive.
+        ValueError: one of the two numbers of "mfu" is given without the other, or is not positive.
 
     Example:
         >>> now = iter([0.0, 2.0])

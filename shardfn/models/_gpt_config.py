@@ -127,7 +127,7 @@ class Config:
 
     @classmethod
     def bloom_like(cls, **changes: Any) -> "Config":
-        """BLOOM 176B with `changes`: ALiBi, and a norm behind the embedding.
+        """BLOOM 176B with `changes`: ALiBi, and a norm after the embedding.
 
         Example:
             >>> Config.bloom_like(num_layers=2, d_model=24, num_heads=3).position

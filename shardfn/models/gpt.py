@@ -106,7 +106,7 @@ def loss(
         A 0-d tensor, or a WeightedMean where "targets" or "segment_ids" are in the batch.
 
     Raises:
-        TypeError: the batch is no dict with "tokens" of integers, [B, T + 1].
+        TypeError: the batch is not a dict with "tokens" of integers, [B, T + 1].
         ValueError: as `apply`; a model that looks ahead and a batch without "targets", whose tokens it would see; or
             `tile` and `sequence`, whose layers take all of a rank's tokens together.
 
@@ -306,7 +306,7 @@ def _check_batch(batch: Any) -> None:
     """Refuses batches without int64 tokens [B, T + 1].
 
     Raises:
-        TypeError: gives the form of a batch, and what was passed.
+        TypeError: describes a batch, and the argument.
     """
     tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point():

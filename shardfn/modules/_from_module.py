@@ -239,7 +239,7 @@ class _ModuleCall:
         """Reruns code as from here: with the same draws, and the buffers that the forward has assigned so far."""
         assert self._placed is not None
         mark, overrides = self._draws.mark, self._placed.overrides()
-        # Copies, as the forward goes on to write to its own.
+        # Copies, as the forward may still write to its own.
         state = {name: x.clone() for name, x in self._now().items()}
 
         @contextlib.contextmanager
@@ -312,7 +312,7 @@ class _ModuleCall:
                     f"the forward of the module assigns its parameters {', '.join(assigned)}, which the step keeps and"
                     " trains; give what it computes another name, or convert the module before from_module."
                 )
-            # Only if there was no error: the first one is to be reported.
+            # Only without an earlier error, which is the one to report.
             mode.check()
 
     @contextlib.contextmanager
@@ -364,9 +364,9 @@ def from_module(
     Code under `torch.utils.checkpoint` inside the module runs again in the backward with the parameters and draws of
     its forward; the reentrant kind runs as the other. Dropout needs a key: `apply.keyed(key, index_B)(params, ...)`.
 
-    Where parameters come in another dtype, as under `mixed_precision`, floating-point buffers follow the parameters of
-    their dtype next to them, as with `module.to(dtype)`. Submodules whose parameters are all exceptions of the policy
-    compute in the dtype of these, and return that of their input.
+    If parameters have another dtype, as under `mixed_precision`, floating-point buffers follow the parameters of their
+    dtype next to them, as with `module.to(dtype)`. Submodules whose parameters are all exceptions of the policy compute
+    in the dtype of these, and return that of their input.
 
     Args:
         module: any module, in the mode (train or eval) it should run in.

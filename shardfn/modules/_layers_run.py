@@ -166,8 +166,8 @@ class LayersRun:
     def _returned(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], h: Any) -> Any:
         """The result of a layer whose first tensor is `h`; its other tensors are absent.
 
-        The structure is found once, by a run of the layer without data. Where a layer asks for values, as experts do,
-        it is assumed to return a tensor, until this rank's first layer has run.
+        The structure is found once, by a run of the layer without data. If a layer needs values, as experts do, it is
+        assumed to return a tensor until this rank's first layer has run.
         """
         if self._of.returns is None and self._assumed is None:
             absent, mark = pytree.tree_map_only(Tensor, _absent_like, (args, kwargs)), self._draws.mark

@@ -52,7 +52,7 @@ class AttentionRoute:
 
     Args:
         module: with models of transformers in it.
-        body: how attention is computed.
+        body: the body of `nn.attention`.
 
     Raises:
         ValueError: there is no such model, or the attention of one cannot be routed; lists all of them with reasons.
@@ -204,7 +204,7 @@ def routed_attention(
     """The function that transformers calls, [B, H, T, K] -> [B, T, H, K]: `nn.attention` by the running module's body.
 
     Raises:
-        ValueError: an argument asks for attention that a body does not compute.
+        ValueError: an argument needs attention that a body does not support.
         RuntimeError: no module of `from_module(attention=)` runs.
     """
     call = _CALL.innermost()
@@ -368,6 +368,6 @@ def _refuse_no_tokens(model: Any, body: Body, rows: Sequence[Any], length: int) 
 
 
 def _documents(whole_BT: Tensor) -> Tensor:
-    """The document of each token of the whole rows: a new one begins where positions do not go on by 1."""
+    """The document of each token of the whole rows: a new one begins where positions do not increase by 1."""
     steps_BT = torch.diff(whole_BT, prepend=whole_BT[:, :1] - 1, dim=-1)
     return (steps_BT != 1).cumsum(-1)

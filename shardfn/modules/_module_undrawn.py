@@ -6,7 +6,7 @@ from typing import Any
 class Undrawn:
     """A uniform number in [0, 1) that cannot be drawn for lack of a key.
 
-    Models ask for one per layer in every configuration, and compare it with the rate at which layers are skipped, most
+    Models draw one per layer in every configuration, and compare it with the rate at which layers are skipped, most
     often 0. A comparison whose result is the same for all numbers in [0, 1) gives that result; any other use is an
     error.
 

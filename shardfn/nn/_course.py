@@ -72,7 +72,7 @@ def course(
 
 
 def num_rows(rows: Rows) -> int:
-    """How many tokens they are."""
+    """The number of their tokens."""
     return sum(stop - start for start, stop in rows)
 
 

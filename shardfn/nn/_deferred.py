@@ -163,7 +163,7 @@ class DeferredGradients:
             raise ValueError(_ITSELF)
 
     def split(self, product: Product, args: Sequence[Any]) -> Any:
-        """The product: as one node whose weight is no input, if one of the two operands is a weight."""
+        """The product, as one node without the weight among its inputs, if one of the two operands is a weight."""
         given: list[Any] = [self._opened(x) for x in args]
         leaves = [self.leaf_of(x) for x in given[:2]]
         if (leaves[0] is None) == (leaves[1] is None):

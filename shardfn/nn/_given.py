@@ -25,7 +25,7 @@ from ._masks import Cover, Mask, Span
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Keys(Mask):
-    """Only some keys count: those of a batch's rows that are no padding. A boolean key padding mask.
+    """Only some keys count: those of a batch's rows that are not padding. A boolean key padding mask.
 
     Attributes:
         keep_BS: True for the keys that count, of the whole sequence.

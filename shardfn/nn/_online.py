@@ -1,4 +1,4 @@
-"""Attention tile by tile: the softmax of a row is kept as (top, total, sum) while its keys come in parts.
+"""Attention tile by tile: the softmax of a row is kept as (top, total, sum) while its keys arrive in parts.
 
     forward   top' = max(top, max s);  total' = total e^(top - top') + sum e^(s - top');  sum likewise with v
     backward  p = e^(s - lse);  dv = (c p)^T dy;  ds = p (c dy v^T - delta);  dq = ds k;  dk = ds^T q
@@ -30,7 +30,7 @@ class OnlineScores(NamedTuple):
     """The parts of a score besides q k.
 
     Attributes:
-        mask: which pairs count.
+        mask: the pairs that count.
         scale: of q k; None is 1 / sqrt(K).
         slopes_H: ALiBi's slopes of the query heads, or None.
         sinks_H: the score of one more key of each query head, whose value is 0, or None.

@@ -153,7 +153,7 @@ def _again(ctx: Any) -> Any:
 
 
 def _sunk(y_BTHK: Tensor, lse_BHT: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Y and lse with one more key of the score `sinks_H`, whose value is 0; behind it the gradients are as before."""
+    """Y and lse with one more key of the score `sinks_H`, whose value is 0; with them the gradients' formulas hold."""
     if sinks_H is None:
         return y_BTHK, lse_BHT
     both_BHT = torch.logaddexp(lse_BHT, sinks_H.to(lse_BHT.dtype)[:, None])

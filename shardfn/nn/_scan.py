@@ -50,8 +50,8 @@ def scan(
         The last carry, and the ys, each leaf stacked along a new dim 0.
 
     Raises:
-        TypeError: a leaf is no tensor, or the carry changes its structure, shapes or dtypes; all leaves are listed.
-        ValueError: leaves of `xs` differ in length, or there is nothing to scan over; all leaves are listed.
+        TypeError: a leaf is not a tensor, or the carry changes its structure, shapes or dtypes; lists all leaves.
+        ValueError: leaves of `xs` differ in length, or there is nothing to scan over; lists all leaves.
         CaptureError: (in a captured step) `f` does not do the same for all layers.
 
     Example:

@@ -93,7 +93,7 @@ def self_attention(
         The shape of `x_BTD`.
 
     Raises:
-        ValueError: the axis would cut a head in two, or a weight is no block of these heads.
+        ValueError: the axis would cut a head in two, or a weight is not a block of these heads.
 
     Example:
         >>> w = AttentionWeights(*(torch.ones(8, 8) for _ in range(4)))
@@ -177,7 +177,7 @@ def _own_heads(wq: Tensor, heads: Heads, axis: Axes) -> tuple[int, int]:
     """The query heads of this rank.
 
     Raises:
-        ValueError: the axis would cut a head in two, or the weight is no block of these heads.
+        ValueError: the axis would cut a head in two, or the weight is not a block of these heads.
     """
     n, (start, stop) = axis_size(axis), own_range(heads.queries, axis)
     by_row, by_head = all_ranges(heads.queries * heads.dim, axis), all_ranges(heads.queries, axis)

@@ -35,7 +35,7 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> P
         forwards = [_turn("forward", i, p, v) for i in range(m * v)]
         backwards = [_turn("backward", i, p, v) for i in range(m * v)]
         warmup = min(m * v, 2 * (p - rank - 1) + (v - 1) * p)
-        # Then a forward and a backward alternate; behind the last forward the slice is empty.
+        # Then a forward and a backward alternate; after the last forward the slice is empty.
         row = forwards[:warmup]
         for i, backward in enumerate(backwards):
             row += forwards[warmup + i : warmup + i + 1]

@@ -323,7 +323,7 @@ def _differences(name: str, got: PyTree, want: PyTree, exact: bool, least: float
 
 
 def _farthest(a: Tensor, b: Tensor) -> str:
-    """The element in which two tensors of one shape differ most, or one that is no number, with both values."""
+    """The element in which two tensors of one shape differ most, or one that is NaN, with both values."""
     k = int((a.double() - b.double()).abs().argmax())
     at = [int(i) for i in torch.unravel_index(torch.tensor(k), a.shape)] if a.ndim else ""
     return f"{at}: {a.flatten()[k].item()!r} is not {b.flatten()[k].item()!r}"

@@ -4,8 +4,8 @@
 
 It has never run: no GPU has been lent so far. Its expectations of a GPU are derived from the code, not observed.
 
-It asks for the torch that `pyproject.toml` names, built for CUDA. If shardfn imports on another one as well, the head
-of the report notes this, since a failure may then be that version's; otherwise the error names both. Tests that need
+It needs the torch that `pyproject.toml` names, built for CUDA. If shardfn imports on another one as well, the head of
+the report notes this, since a failure may then be that version's; otherwise the error names both. Tests that need
 several devices start their own ranks, with NCCL between them.
 """
 

@@ -1,4 +1,4 @@
-"""Jobs of DeepSpeed's that stop and go on, for `test_deepspeed`: run by torchrun, under a Python that has DeepSpeed.
+"""Jobs of DeepSpeed's that stop and resume, for `test_deepspeed`: run by torchrun, under a Python with DeepSpeed.
 
     deepspeed_partitions.py begin DIRECTORY
     deepspeed_partitions.py go_on DIRECTORY

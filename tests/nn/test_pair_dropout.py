@@ -160,7 +160,7 @@ def many_ranks(mesh: sf.Mesh, impls: Any, seeds: range) -> None:
 
 
 def line(T: int) -> list[nn.Body]:
-    """Heads and tokens are dealt unevenly, and some ranks have none."""
+    """Heads and tokens are dealt unevenly, and some ranks get no heads or tokens."""
     ulysses = [nn.Ulysses("sp", T, inner) for inner in (nn.Dense(), nn.Blockwise(6), nn.BlockSparse(6))]
     return [*ulysses, nn.Ring("sp", T, block=5), nn.Ring("sp", T, zigzag=True, block=4)]
 

@@ -1,6 +1,6 @@
 """Covers torchrun's restarts: ranks that are killed, stopped or cut off are named, and the job resumes by itself.
 
-Under canonical sums it goes on bit for bit like an undisturbed job, on the same number of ranks, fewer, or more.
+Under canonical sums it continues bit for bit like an undisturbed job, on the same number of ranks, fewer, or more.
 """
 
 import contextlib

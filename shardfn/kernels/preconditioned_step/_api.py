@@ -27,8 +27,8 @@ def preconditioned_step(
         d = sqrt(nu / c2) + eps                    infinite where nu <= 0: such an element has no scale to step by
         u = -lr (m / c1 / d + weight_decay p)
 
-    Computed in fp32 in this order, each operation, the root too, rounded once; without weight decay there is no such
-    term.
+    Computed in fp32 in this order, each operation, the root too, rounded once; without weight decay the term is left
+    out.
 
     Args:
         p: parameters.

@@ -78,7 +78,7 @@ def bslongformer(
         length: tokens of the sequence.
         block: tokens of a block.
         num_window_blocks: n: the window has n // 2 blocks on each side.
-        global_blocks: a block, or (start, stop) of several; blocks behind the end are left out.
+        global_blocks: a block, or (start, stop) of several; blocks beyond the end are left out.
         attention: "unidirectional": without later blocks.
         padded: the last block may be shorter.
 

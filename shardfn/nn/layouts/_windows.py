@@ -108,8 +108,8 @@ def variable(
         block: tokens of a block.
         num_heads: H for a layout per head, 1 for one layout of all heads.
         local_window_blocks: the windows' sizes; the last is repeated to the end.
-        global_blocks: the blocks that all see: a block, or (start, stop) of several. Blocks behind the end, which a
-            short sequence lacks, are left out.
+        global_blocks: the blocks that all see: a block, or (start, stop) of several. Blocks beyond the end, as of a
+            short sequence, are left out.
         random: the number of blocks for each block of queries, and the key that draws them among all, later ones too:
             compose with `Causal()` where they must not count.
         attention: "unidirectional": without later blocks, except random ones; "horizontal": the blocks that all see see
