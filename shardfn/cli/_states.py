@@ -1,8 +1,8 @@
 """Model states: the bytes of parameters, gradients and optimizer state on the rank that has the most.
 
 Counted piece by piece from the layout that `sharded_step` makes, so padding, leaves that stay whole and tensor
-parallelism are in it. For N parameters over n ranks it is (Rajbhandari et al. 2019, arXiv 1910.02054, section 5) p N +
-g N + o N at stage 0, (p + g) N + o N / n at 1, p N + (g + o) N / n at 2, (p + g + o) N / n at 3.
+parallelism are in it. For N parameters over n ranks the sum is (Rajbhandari et al. 2019, arXiv 1910.02054, section 5)
+p N + g N + o N at stage 0, (p + g) N + o N / n at 1, p N + (g + o) N / n at 2, (p + g + o) N / n at 3.
 """
 
 import dataclasses

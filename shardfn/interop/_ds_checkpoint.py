@@ -48,7 +48,7 @@ class DeepSpeedState(NamedTuple):
     """The contents of a checkpoint of DeepSpeed.
 
     Attributes:
-        params: whole parameters in float32, by the module's names: masters where there are any, and frozen ones
+        params: whole parameters in float32, by the module's names: masters where there are any; frozen ones are
             included.
         moments: the optimizer's states of a parameter's shape, "exp_avg" and "exp_avg_sq" for Adam, "momentum_buffer"
             for SGD; each by the same names.

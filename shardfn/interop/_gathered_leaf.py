@@ -1,7 +1,7 @@
 """Leaves of a tree one after another, whole, for a file: no more than one of them is in memory at a time.
 
-The first rank writes, and all gather. After an error in writing it must gather on, or the others would wait for ever;
-all ranks raise the error at the end.
+The first rank writes, and all gather. After an error in writing it must keep gathering, or the others would wait for
+ever; all ranks raise the error at the end.
 """
 
 import contextlib

@@ -78,7 +78,7 @@ def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, An
     return told
 
 
-# Fields that determine the computed values; and those that determine only the way.
+# Fields that determine the computed values; and those that choose only the way to compute them.
 _OF_THE_MODEL = ("norm", "mlp", "position", "bias", "embedding_norm", "window", "layout", "causal")
 _OURS = ("stacked", "per_head", "attention", "loss_tile", "dropout")
 _Told = tuple[dict[str, Any], list[str]]

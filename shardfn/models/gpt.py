@@ -303,7 +303,7 @@ def generate(
 
 
 def _check_batch(batch: Any) -> None:
-    """Refuses batches without int64 tokens [B, T + 1].
+    """Refuses batches without integer tokens [B, T + 1].
 
     Raises:
         TypeError: describes a batch, and the argument.

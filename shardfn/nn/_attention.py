@@ -38,15 +38,14 @@ def attention(
         k_BSGK: keys; G divides H.
         v_BSGV: values, whose heads may be of another width, as those of latent attention are.
         causal: token t attends to tokens s <= t: True is `mask=Causal()`, False `mask=Full()`. Default True.
-        mask: in place of it: the pairs that count, of the whole sequence. Dropout is a mask: `Causal() &
-            PairDropout(...)`.
+        mask: in place of it: the pairs that count, of the whole sequence. Dropout too: `Causal() & PairDropout(...)`.
         scale: default 1 / sqrt(K).
         slopes_H: ALiBi: the score of a key at distance d is lowered by slope * d; from `alibi_slopes`. The mask must
             look back only.
         sinks_H: attention sinks: the score of one more key of each head, whose value is 0. Its probability is missing
             from the others.
-        impl: the implementation: `Dense()`, `Blockwise()`, `BlockSparse()`, `Ulysses(axis, length)` or `Ring(axis,
-            length)`. All give the same values.
+        impl: `Dense()`, `Blockwise()`, `BlockSparse()`, `Ulysses(axis, length)` or `Ring(axis, length)`. All give the
+            same values.
 
     Raises:
         ValueError: G does not divide H, masks of other numbers of tokens or heads, slopes with a mask that looks ahead,

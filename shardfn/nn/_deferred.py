@@ -134,7 +134,7 @@ class DeferredGradients:
         """Defers a gradient. Called by backward functions of `first`.
 
         Raises:
-            ValueError: it is not `first` that differentiates.
+            ValueError: another function than `first` differentiates.
         """
         if not self.runs or torch.is_grad_enabled():
             raise ValueError(_ITSELF)

@@ -139,7 +139,7 @@ class _OnlineBackward(torch.autograd.Function):
 
 
 def _again(ctx: Any) -> Any:
-    """dy, q, k, v and sinks; their gradients as differentiable operations of torch; and how many data the mask has."""
+    """dy, q, k, v and sinks; their gradients as differentiable operations of torch; and the number of mask data."""
     saved, sinks_H, slopes_H, data = _kept(ctx, 4)
     how = _told(ctx.along, slopes_H, data)
 

@@ -146,7 +146,7 @@ def tile_shapes(
     tile_bytes: int | None = None,
     itemsize: int = 4,
 ) -> list[list[tuple[int, int]]]:
-    """The shapes of the tiles of a weight; sizes that do not divide differ by at most one.
+    """The shapes of the tiles of a weight, whose sizes along a dim differ by at most one.
 
     Args:
         shape: [F, D] of the weight.

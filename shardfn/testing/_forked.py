@@ -22,7 +22,7 @@ _SCRIPT = str(pathlib.Path(__file__).with_name("_fork_server.py"))
 
 
 class Forked:
-    """A worker, which is a child of the server, with the methods of `subprocess.Popen`.
+    """A worker, which is a child of the server, with methods as of `subprocess.Popen`.
 
     The server writes its exit code into a pipe, which it then closes; a pipe closed without one means that the server
     has ended too.
