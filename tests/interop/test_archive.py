@@ -1,4 +1,4 @@
-"""Covers `Archive`: malicious files of weights are refused, and make it allocate no memory."""
+"""Covers `Archive`: malicious files of weights are refused, and do not make it allocate memory."""
 
 import json
 import os
