@@ -1,4 +1,4 @@
-"""The command line. `plan` says what a run needs, `checkpoint` inspects files of a run, `env` describes the machine."""
+"""The command line: `plan` estimates a run's needs, `checkpoint` inspects its files, `env` describes the machine."""
 
 from ._main import main as main
 from ._models import PRESETS as PRESETS, Preset as Preset, parse_model as parse_model

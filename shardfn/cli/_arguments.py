@@ -79,7 +79,7 @@ def parse_setup(args: argparse.Namespace) -> Setup:
     """The run that the arguments describe.
 
     Raises:
-        ValueError: names what is wrong and the nearest known word.
+        ValueError: names the wrong argument and the nearest known word.
     """
     config = parse_model(args.model)
     travel, pace = Travel(bucket_bytes=args.bucket_bytes), Pace(prefetch_bytes=args.prefetch_bytes)
@@ -103,7 +103,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     """`dp=8,tp=2` as axis sizes, in the order given.
 
     Raises:
-        ValueError: lists every entry that is no axis of a plan or has no positive size.
+        ValueError: lists every entry that is not an axis of a plan or has no positive size.
 
     Example:
         >>> parse_mesh("dp=8,tp=2")

@@ -1,4 +1,4 @@
-"""`shardfn checkpoint`: what a checkpoint holds, whether it is intact, how two differ; exports and imports weights."""
+"""`shardfn checkpoint`: shows, verifies and compares checkpoints, and exports and imports weights."""
 
 import argparse
 

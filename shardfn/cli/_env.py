@@ -1,4 +1,4 @@
-"""`shardfn env`: which of the things that shardfn uses this machine has, and what does not work without the others."""
+"""`shardfn env`: the libraries and devices that shardfn uses, found or missing, and the features lost without them."""
 
 import importlib.metadata
 import os
@@ -35,9 +35,9 @@ class Fact(NamedTuple):
     """A line of `shardfn env`.
 
     Attributes:
-        what: the name of what was looked for.
-        found: what was found.
-        lacks: what does not work without it; empty if it was found.
+        what: the name of the library or device.
+        found: its version or description.
+        lacks: the features that do not work without it; empty if it was found.
     """
 
     what: str

@@ -44,7 +44,7 @@ def exact(setup: Setup) -> Exact:
     """Captures the step of a run and analyses its graph: seconds for a small model, a minute for the largest.
 
     Raises:
-        ValueError: the mesh has an axis "tp" or "pp", along which nothing is captured here.
+        ValueError: the mesh has an axis "tp" or "pp", which the capture here does not support.
 
     Example:
         >>> from shardfn.cli import parse_model

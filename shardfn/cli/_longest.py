@@ -12,9 +12,9 @@ gathered leaves, is the largest of three, for elements of s bytes and a loss tha
     the update                      all gradients + the largest leaf
 
 where kept is L, for the inputs of L blocks, or 0 if these are stored on the host. The factors were read off steps of
-`models.gpt` in Llama's style with as many key heads as heads; with fewer it is less.
-`benchmarks/bench_longest_sequence.py` compares them with what is counted. Messages of attention between ranks are not
-in them.
+`models.gpt` in Llama's style whose numbers of key heads and heads are equal; with fewer key heads it is less.
+`benchmarks/bench_longest_sequence.py` compares them with counted bytes. Messages of attention between ranks are not in
+them.
 
 B batch, t tokens of a rank, D model, K head dim, F ffn, V vocabulary, L layers.
 """
@@ -31,7 +31,7 @@ from ._states import Setup, model_states
 # Tokens of a tile of the MLP, and the tiles of the loss that are tried.
 MLP_WIDTH = 256
 LOSS_TILES = (1024, 512, 256, 128, 64, 32, 16)
-# Past this nothing is looked for.
+# The search ends here.
 _END = 1 << 32
 
 

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return checkpoint_command(args) if args.command == "checkpoint" else _plan_command(args)
-    except (ValueError, OSError, ImportError) as e:  # the last one of a URL whose package is missing
+    except (ValueError, OSError, ImportError) as e:  # ImportError for a URL whose package is missing
         print(f"shardfn {args.command}: error: {e}", file=sys.stderr)
         return 1 if isinstance(e, DamagedError) else 2
 

@@ -103,7 +103,7 @@ def _value(word: str) -> Any:
 
 
 def _problem(name: str, value: Any) -> list[str]:
-    """What is wrong with the type of a field's value, empty if nothing; the config checks its range."""
+    """The errors in the type of a field's value, at most one; the config checks its range."""
     if name in _WORDS or (name in _OPTIONAL and value is None):
         return []
     if name in _SWITCHES:

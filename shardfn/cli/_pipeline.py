@@ -47,7 +47,7 @@ def pipeline(setup: Setup) -> Pipeline:
 
 
 def pipeline_problems(setup: Setup) -> list[str]:
-    """What is wrong with a run's pipeline."""
+    """The problems of a run's pipeline, as texts; empty if there are no problems."""
     name, p, layers = setup.schedule, setup.axis("pp"), setup.config.num_layers
     if name not in SCHEDULES:
         return [f"--schedule {name!r} is not known.{did_you_mean(name, SCHEDULES)} Known: {', '.join(SCHEDULES)}."]
@@ -79,7 +79,7 @@ def _num_chunks(name: str, p: int, m: int) -> int:
 def _pipeline(name: str, p: int, m: int, remat: bool) -> Pipeline:
     if p == 1:
         return Pipeline(1, (1,), 0.0, 0, 0)
-    if name in ("gpipe", "1f1b"):  # what the timeline says of them, without it
+    if name in ("gpipe", "1f1b"):  # the timeline's results in closed form
         held = tuple(m if name == "gpipe" else min(m, p - rank) for rank in range(p))
         return Pipeline(1, held, p - 1.0, 1 if p == 2 else 2, 2 * (p - 1))
     # From 3 p microbatches on there is a middle, which more of them make longer.

@@ -1,4 +1,4 @@
-"""A plan: whether a run fits, what takes memory, and what takes time."""
+"""A plan of a run: whether it fits, its memory by kind, and its time."""
 
 import dataclasses
 import functools
@@ -13,13 +13,13 @@ from ._states import PRECISIONS, Setup, States, model_states
 from ._time import Cost, step_cost
 from ._units import gib
 
-# Of a device's memory, what is not the program's: the driver's context, communicators, the allocator's fragments.
+# The fraction of a device's memory taken by the driver's context, communicators and the allocator's fragments.
 HEADROOM = 0.06
 
 
 @dataclasses.dataclass(frozen=True)
 class JobPlan:
-    """What a run needs.
+    """The memory and time that a run needs.
 
     Attributes:
         setup: the run.
@@ -96,7 +96,7 @@ _num_params = functools.lru_cache(maxsize=64)(gpt.num_params)
 
 
 def problems(s: Setup) -> list[str]:
-    """The problems of a run's settings, as texts; empty if there are none."""
+    """The problems of a run's settings, as texts; empty if the settings are valid."""
     out = []
     for name in ("batch", "seq", "accumulate"):
         if getattr(s, name) < 1:

@@ -1,4 +1,4 @@
-"""Runs that were published, by name: their settings, and what their authors report of them."""
+"""Runs that were published, by name: their settings, and the figures that their authors report."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from ._report import plan_json, plan_text, table
 from ._states import Setup
 from ._units import gb, seconds
 
-# What is compared, and how a plan says it.
+# The compared figures, each with its value in a plan.
 _FIGURES: Mapping[str, Callable[[JobPlan], str]] = {
     "parameters": lambda p: f"{p.num_params / 1e9:,.1f}e9",
     "devices": lambda p: str(p.setup.world),
@@ -33,7 +33,7 @@ class Recipe:
 
     Attributes:
         setup: its settings.
-        published: what its authors report, by the figure's name.
+        published: the values that its authors report, by the figure's name.
         source: authors and paper; and which settings were chosen here because they do not give them.
     """
 
@@ -46,7 +46,7 @@ def recipe(name: str) -> Recipe:
     """The recipe of that name.
 
     Raises:
-        ValueError: there is none; names the nearest.
+        ValueError: the name is unknown; suggests the nearest.
 
     Example:
         >>> recipe("mt-nlg-530b").setup.world
@@ -58,7 +58,7 @@ def recipe(name: str) -> Recipe:
 
 
 def recipe_text(name: str) -> str:
-    """The plan of a recipe as Markdown, beside what was published.
+    """The plan of a recipe as Markdown, beside the published values.
 
     Example:
         >>> recipe_text("zero-1t").splitlines()[0]
@@ -71,7 +71,7 @@ def recipe_text(name: str) -> str:
 
 
 def recipe_json(name: str) -> dict[str, Any]:
-    """The plan of a recipe as JSON's types, and what was published."""
+    """The plan of a recipe as JSON's types, and the published values."""
     found = recipe(name)
     return plan_json(plan(found.setup)) | {"recipe": name, "published": dict(found.published), "source": found.source}
 

@@ -69,7 +69,7 @@ def longest_json(found: Sequence[LongestSequence]) -> dict[str, Any]:
 
 
 def advice_text(told: Sequence[str]) -> str:
-    """Advice as the last part of a report; empty if there is none."""
+    """Advice as the last part of a report; empty without any."""
     return "\n## Advice\n\n" + "\n".join(f"- {line}" for line in told) + "\n" if told else ""
 
 

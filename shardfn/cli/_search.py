@@ -14,12 +14,12 @@ SEARCHED = ("1f1b", "interleaved", "zb-h1")
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         best: plans that fit, fastest first; of equally fast ones the smaller first.
         failed: for each (tp, pp, stage) or (tp, pp, stage, remat) with no plan that fits, its smallest plan.
-        tried: how many plans were made.
+        tried: the number of plans made.
         skipped: reasons why some combinations were not tried.
     """
 
@@ -34,7 +34,7 @@ def search(setup: Setup) -> Found:
 
     Along pp it tries the schedules of `SEARCHED`, with each number of microbatches that they accept.
 
-    The global batch (batch x dp of `setup`), sequence, precision, device and the number of ranks stay as they are.
+    The global batch (batch x dp of `setup`), sequence, precision, device and the number of ranks stay fixed.
 
     Raises:
         ValueError: the settings that stay are out of range.

@@ -1,7 +1,7 @@
 """Model states: the bytes of parameters, gradients and optimizer state on the rank that has the most.
 
 Counted piece by piece from the layout that `sharded_step` makes, so padding, leaves that stay whole and tensor
-parallelism are in it. For N parameters over n ranks it comes to (Rajbhandari et al. 2019, arXiv 1910.02054, section 5)
+parallelism are in it. For N parameters over n ranks the sum is (Rajbhandari et al. 2019, arXiv 1910.02054, section 5)
 p N + g N + o N at stage 0, (p + g) N + o N / n at 1, p N + (g + o) N / n at 2, (p + g + o) N / n at 3.
 """
 
@@ -24,11 +24,11 @@ class Precision:
     """Bytes of each kind of state for one parameter.
 
     Attributes:
-        dtype: what the loss computes in.
+        dtype: of the loss's computation.
         params: bytes of the parameter.
         grads: bytes of its gradient.
         optimizer: bytes of its optimizer state.
-        about: what the optimizer state consists of.
+        about: the components of the optimizer state.
     """
 
     dtype: str
@@ -114,7 +114,7 @@ class States:
         reducing: whole gradients that are in memory at once before each rank keeps only its rows.
         gathered: bytes of this rank's blocks that are gathered for use.
         refreshed: bytes of this rank's blocks that are gathered after the update.
-        scattered: bytes of gradients of which each rank keeps rows.
+        scattered: bytes of gradients that are reduced to each rank's rows.
         summed: bytes of gradients that are summed whole.
         shared: bytes of the gradients of the leaves outside the blocks, which all ranks of a pipeline have.
         messages: for each of gathered, refreshed, scattered and summed, the number of transfers that send it once.

@@ -16,7 +16,7 @@ from ._units import gb, gib, seconds
 # GB (10^9 bytes) of model states on a GPU, by stage: Rajbhandari et al. 2019, arXiv 1910.02054, figure 1 and section 5.
 _ZERO_PAPER: Mapping[int, str] = {0: "120", 1: "31.4", 2: "16.6", 3: "1.88"}
 _RANKS = 64
-# The largest machine that the last table asks for.
+# The largest machine in the last table.
 _MOST_RANKS = 1 << 14
 
 

@@ -4,7 +4,7 @@ Work: 6 N + 12 L D T operations per token, for N weights that are multiplied (ta
 not count) and sequences of T tokens; with remat the blocks' forward runs twice. Attention counts all pairs, masked ones
 too, as in PaLM's appendix B (Chowdhery et al. 2022, arXiv 2204.02311). Data-parallel transfers overlap with the
 computation: a layer takes max(computation, transfers). Sums of tensor parallelism do not overlap: their time is added.
-A pipeline is as slow as its slowest stage, and is idle while it fills and drains, for as long as its schedule says.
+A pipeline is as slow as its slowest stage, and is idle while it fills and drains, by its schedule's timeline.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class PlannedTransfer:
 
     Attributes:
         axis: the axis of the mesh that it goes along.
-        what: what is sent.
+        what: the name of the values sent.
         nbytes: bytes that each rank sends in a step.
         messages: transfers in a step.
         bandwidth: of the link, in bytes per second.
@@ -39,7 +39,7 @@ class PlannedTransfer:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Where a step's time goes; seconds unless said otherwise.
+    """The parts of a step's time; in seconds unless noted.
 
     Attributes:
         transfers: the traffic.

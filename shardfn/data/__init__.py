@@ -1,4 +1,4 @@
-"""What batch n is: a pure function of (seed, n), the same under any number of ranks."""
+"""Batch n as a pure function of (seed, n), the same under any number of ranks."""
 
 from ._batches import Batches as Batches, TokenSource as TokenSource
 from ._collate import IGNORED as IGNORED, first_fit as first_fit, pack as pack, pad as pad

@@ -1,4 +1,4 @@
-"""Batches as a function: row i of batch n is a window of the corpus that (seed, n, i) name.
+"""Batches as a function: row i of batch n is a window of the corpus determined by (seed, n, i).
 
 The corpus is cut into windows of T ids (each read with the one id after it, the last target). A fixed shuffle puts
 them in an order from which training and validation take disjoint ranges; each epoch visits its range once, in an order
@@ -6,7 +6,7 @@ of its own:
 
     g = n B + i,   epoch, k = divmod(g, W),   window = shuffle(first + permute(k, W, seed, epoch))
 
-Nothing is remembered between batches: resuming at batch n needs n, and any rank can compute any rows.
+There is no state between batches: resuming at batch n needs n, and any rank can compute any rows.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ from ._permute import permute, shuffled
 
 @runtime_checkable
 class TokenSource(Protocol):
-    """What `Batches` reads: numbered token ids. `TokenFile` is one."""
+    """The source that `Batches` reads: numbered token ids. `TokenFile` is one."""
 
     @property
     def num_tokens(self) -> int:
-        """How many ids there are."""
+        """The number of ids."""
         ...
 
     def read(self, starts: Int64[np.ndarray, " n"], count: int) -> Int64[np.ndarray, "n count"]:
@@ -45,7 +45,7 @@ class Batches:
         source: the token ids.
         batch_size: B, rows of a global batch, over all ranks.
         length: T, ids a row predicts; a row holds T + 1.
-        seed: names the order of windows; the windows held out by `split` do not depend on it.
+        seed: determines the order of windows; the windows held out by `split` do not depend on it.
         part: (first, stop) of the fixed shuffle of windows; None takes all. `split` sets it.
 
     Raises:
@@ -130,9 +130,9 @@ class Batches:
         return {"tokens": torch.from_numpy(tokens), "index": torch.from_numpy(index)}
 
     def windows(self, index: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """Which window each row number n B + i reads; window w starts at id w T."""
+        """The window of each row number n B + i; window w starts at id w T."""
         place = shuffled(index, self.num_windows, self.seed)
-        # By a shuffle without the seed, so that parts are disjoint whatever the seeds of those who use them.
+        # Shuffled without the seed, so that parts are disjoint even if they are used with different seeds.
         return permute(place + self._part[0], self._total)
 
     def iterate(self, first: int, stop: int, *, rank: int = 0, world: int = 1) -> Iterator[dict[str, Tensor]]:

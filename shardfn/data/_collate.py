@@ -1,8 +1,8 @@
 """Collators: examples of unequal length to a batch, by filling up rows or by laying several into one.
 
 An example is a sequence of token ids, or a mapping with "tokens" and, where some of them are not to be predicted,
-"labels" (-100 there, as Hugging Face and torch have it). A label belongs to the token at the same place: the model, or
-the loss, shifts.
+"labels" (-100 there, as in Hugging Face and torch). A label belongs to the token at the same place: the model, or the
+loss, shifts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfn.core import PyTree, raise_all, tree_map
 
-IGNORED = -100  # cross-entropy's `ignore_index` in torch, and so everybody's
+IGNORED = -100  # cross-entropy's `ignore_index` in torch, and so the usual one
 
 Collate = Callable[[list[Any]], dict[str, Tensor]]
 
@@ -22,16 +22,17 @@ Collate = Callable[[list[Any]], dict[str, Tensor]]
 def pad(length: int | None = None, *, token: int = 0) -> Collate:
     """A collator that fills up each example to one length.
 
-    Its batches have "tokens" [B, T], "labels" [B, T] with -100 where nothing is predicted, padding included, and
+    Its batches have "tokens" [B, T], "labels" [B, T] with -100 where no token is predicted, padding included, and
     "attention_mask" [B, T], 1 at tokens, all int64; and "weight" [B] float32, the number of predicted tokens: the first
-    token of a row is predicted by nothing, and does not count.
+    token of a row is never predicted, and does not count.
 
     Args:
         length: T; default the longest of the batch, for one rank: several must have one T, so name it there.
-        token: what rows are filled up with.
+        token: the id that rows are filled up with.
 
     Raises:
-        ValueError: (on use) an example is longer than `length`, or has as many labels as it has no tokens; lists all.
+        ValueError: (on use) an example is longer than `length`, or has another number of labels than of tokens; lists
+            all.
 
     Example:
         >>> batch = pad(4)([[5, 6, 7], {"tokens": [8, 9], "labels": [-100, 9]}])
@@ -63,8 +64,9 @@ def pack(length: int, *, token: int = 0, rows: int | None = None) -> Collate:
 
     Args:
         length: T.
-        token: what rows are filled up with.
-        rows: R; default as many as it takes. Named, rows that are not needed are of padding, with weight 0.
+        token: the id that rows are filled up with.
+        rows: R; default the number that the examples need. If given, rows that are not needed are padding, with weight
+            0.
 
     Raises:
         ValueError: (on use) an example is longer than `length`, or they take more than `rows`; lists all.
@@ -102,7 +104,7 @@ def pack(length: int, *, token: int = 0, rows: int | None = None) -> Collate:
 
 
 def first_fit(lengths: Sequence[int], length: int) -> tuple[list[tuple[int, int]], int]:
-    """Where each example goes, as (row, first position), and how many rows that takes: the longest first.
+    """The place of each example, as (row, first position), and the number of rows; the longest are placed first.
 
     Takes at most 11/9 of the fewest rows possible, and one more.
 
@@ -156,7 +158,7 @@ def _check_examples(examples: list[Any]) -> None:
     """Refuses examples that are not tokenized, or have their tokens under another name.
 
     Raises:
-        TypeError: lists them, and says what to write.
+        TypeError: lists them, each with its remedy.
     """
     problems = []
     for i, example in enumerate(examples):
@@ -178,5 +180,5 @@ def _empty(rows: int, length: int, token: int) -> dict[str, Tensor]:
 
 
 def _weights(labels: Int64[Tensor, "b t"]) -> Tensor:
-    # By the tokens before them: the first one has none.
+    # The first token of a row is predicted by no other.
     return (labels[:, 1:] != IGNORED).sum(1).to(torch.float32)

@@ -1,8 +1,8 @@
-"""Batches of a map-style dataset as a function: row i of batch n is an example that (seed, n, i) name.
+"""Batches of a map-style dataset as a function: row i of batch n is an example determined by (seed, n, i).
 
     g = n B + i,   epoch, k = divmod(g, N),   example = permute(k, N, seed, epoch)
 
-As for `Batches`, nothing is remembered between batches, and the number of ranks changes none of it.
+As for `Batches`, there is no state between batches, and they do not depend on the number of ranks.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from ._permute import shuffled
 
 @runtime_checkable
 class Examples(Protocol):
-    """A map-style dataset: numbered examples. Lists are, and so is any of torch or of Hugging Face."""
+    """A map-style dataset: numbered examples, such as a list, or a dataset of torch or Hugging Face."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of examples."""
         ...
 
     def __getitem__(self, index: int, /) -> Any:
@@ -39,7 +39,7 @@ class ExampleBatches:
         examples: the dataset, the same on all ranks.
         batch_size: B, examples of a global batch, over all ranks.
         collate: a list of examples -> a batch, as `pad(...)` and `pack(...)` make; also torch's `default_collate`.
-        seed: names the order of each epoch; None = in the dataset's order.
+        seed: determines the order of each epoch; None = in the dataset's order.
 
     Raises:
         ValueError: the dataset is empty, or `batch_size` is not positive.
@@ -87,7 +87,7 @@ class ExampleBatches:
         return self._rows(n * self.batch_size, self.batch_size, rank, world)
 
     def index(self, rows: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """Which example each row number n B + i is."""
+        """The example of each row number n B + i."""
         return shuffled(rows, len(self.examples), self.seed)
 
     def iterate(self, first: int, stop: int, *, rank: int = 0, world: int = 1) -> Iterator[PyTree]:
@@ -110,7 +110,7 @@ class ExampleBatches:
 
 @dataclasses.dataclass
 class Cursor:
-    """A place in the batches of a run: an iterator over this rank's rows that can be saved and gone on from.
+    """A place in the batches of a run: an iterator over this rank's rows that can be saved and resumed.
 
     Attributes:
         batches: `batches(n, rank=, world=)`: an `ExampleBatches`, a `Batches`, or a function.
@@ -146,9 +146,9 @@ class Cursor:
         return batch
 
     def state(self) -> dict[str, int]:
-        """What to save, beside the state of the step: plain numbers, for `Manager.save(user=...)`.
+        """The position to save beside the state of the step: plain numbers, for `Manager.save(user=...)`.
 
-        With it go the seed and the size of the batches, where they have some: another batch n would follow otherwise.
+        It includes the seed and the size of the batches, where they have some: under others batch n would differ.
         """
         told = {name: getattr(self.batches, name, None) for name in ("seed", "batch_size")}
         return {"next": self.next} | {name: x for name, x in told.items() if x is not None}

@@ -1,4 +1,4 @@
-"""A file of JSON lines as a map-style dataset, of which only the places of lines are kept."""
+"""A file of JSON lines as a map-style dataset that keeps only the places of lines in memory."""
 
 import json
 import os
@@ -10,14 +10,14 @@ import numpy as np
 
 
 class JSONLines:
-    """The lines of a file, each a JSON value; read when it is asked for, blank ones left out.
+    """The lines of a file, each a JSON value, read on access; blank ones are left out.
 
     The file is read once to find the lines, 8 bytes of memory each, and opened anew for each read: so it can be copied
     to other processes.
 
     Args:
         path: the file, UTF-8.
-        encode: applied to each value, such as text to token ids; default the value as it is.
+        encode: applied to each value, such as text to token ids; default the identity.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -49,8 +49,8 @@ class JSONLines:
         """Line `index`, decoded.
 
         Raises:
-            IndexError: there are not as many.
-            ValueError: the line is no JSON; names its number and the file.
+            IndexError: there are fewer lines.
+            ValueError: the line is not JSON; names its number and the file.
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"{str(self.path)!r} has {len(self)} lines; there is no line {index}.")

@@ -13,9 +13,9 @@ from ._collate import first_rows
 def own_rows(loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> DataLoader[Any]:
     """A loader like `loader`, of the rows of its batches that rank `rank` of `world` holds.
 
-    `loader` is what one device would use: its batches are the global ones. Ranks in order concatenate to them; of a
-    last batch that is too short for all, a rank may have no row, and gets tensors of none. Workers, pinning, collation
-    and samplers stay as they are.
+    `loader` is the one that a single device would use: its batches are the global ones, and those of the ranks in order
+    concatenate to them. If the last batch is too short for all ranks, a rank may get tensors without rows. Workers,
+    pinning, collation and samplers stay unchanged.
 
     Args:
         loader: over a map-style dataset, with `batch_size` or a `batch_sampler`. It must have the same order on all
@@ -24,7 +24,7 @@ def own_rows(loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> DataL
         world: ranks along the batch axis.
 
     Raises:
-        TypeError: the dataset is iterable only, so that nobody can read some of its rows; or there are no batches.
+        TypeError: the dataset is iterable only, so that its rows cannot be read by index; or there are no batches.
         ValueError: the order is random and has no `generator`: each rank would shuffle on its own.
 
     Example:
@@ -64,7 +64,7 @@ def own_rows(loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> DataL
 
 
 class _OwnRows:
-    """Of each batch of indices this rank's; of none of them the first one, marked as not its own."""
+    """This rank's indices of each batch, marked True; without any, the batch's first one, marked False."""
 
     def __init__(self, batches: Any, rank: int, world: int) -> None:
         if not 0 <= rank < world:
@@ -97,7 +97,7 @@ class _Marked(Dataset[Any]):
 
 
 class _CollateMarked:
-    """A collator of marked examples: of one that is not its own no row is left."""
+    """A collator of marked examples, which drops the rows of an example that is not this rank's."""
 
     def __init__(self, collate: Any) -> None:
         self._collate = collate

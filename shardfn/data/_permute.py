@@ -1,4 +1,4 @@
-"""A shuffle that is never stored: a keyed bijection of {0, ..., size - 1}, evaluated where it is asked.
+"""A shuffle that is never stored: a keyed bijection of {0, ..., size - 1}, evaluated on demand.
 
 A Feistel network permutes the integers of b bits, the smallest b with 2^b >= size; an image outside {0, ..., size - 1}
 is sent through again until it lies inside (cycle walking), which takes at most two passes on average.
@@ -17,12 +17,12 @@ _ROUNDS = 8  # four make a strong cipher of wide halves; ours may be one bit wid
 
 
 def permute(index: Int64[np.ndarray, " n"], size: int, *key: int) -> Int64[np.ndarray, " n"]:
-    """The images of `index` under the permutation of {0, ..., size - 1} that `key` names.
+    """The images of `index` under the permutation of {0, ..., size - 1} with this key.
 
     Args:
         index: numbers in {0, ..., size - 1}.
-        size: how many numbers are permuted.
-        key: integers; each tuple names another permutation.
+        size: the number of permuted numbers.
+        key: integers; each tuple gives another permutation.
 
     Returns:
         One number in {0, ..., size - 1} for each index.
@@ -38,7 +38,7 @@ def permute(index: Int64[np.ndarray, " n"], size: int, *key: int) -> Int64[np.nd
         raise ValueError(f"index spans {index.min()} to {index.max()}, but the permutation is of 0 to {size - 1}.")
     keys, bits = _round_keys(key), max(size - 1, 0).bit_length()
     out = _feistel(index.astype(np.uint64), bits, keys)
-    # Ends: a bijection of a finite set leads back to where it set out, and that was inside.
+    # Terminates: the orbit of a bijection of a finite set returns to its start, which lies inside.
     while (outside := out >= size).any():
         out[outside] = _feistel(out[outside], bits, keys)
     return out.astype(np.int64)
@@ -71,14 +71,14 @@ def _round_keys(key: tuple[int, ...]) -> list[np.uint64]:
 
 
 def shuffled(rows: Int64[np.ndarray, " n"], size: int, seed: int | None) -> Int64[np.ndarray, " n"]:
-    """Which of `size` things each row of an endless sequence is: all of them once an epoch, in an order of its own.
+    """The item, of `size`, at each row of an endless sequence: each item once an epoch, every epoch in its own order.
 
         epoch, k = divmod(row, size);   permute(k, size, seed, epoch)
 
     Args:
         rows: numbers from 0 on, 1-d int64.
         size: of an epoch.
-        seed: of the orders; None = as they are.
+        seed: of the orders; None = in order.
 
     Example:
         >>> order = shuffled(np.arange(6), 3, 42)

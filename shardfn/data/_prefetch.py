@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
-_POLL = 0.05  # seconds after which a full queue looks whether anybody still reads
+_POLL = 0.05  # seconds after which a writer to a full queue checks for a reader
 
 
 def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
@@ -14,10 +14,10 @@ def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
 
     The thread starts with the first `next` and has ended when the iterator is exhausted, closed (`.close()`, or a `for`
     loop left and the iterator dropped) or has raised. An exception of `iterable` is raised here, in its place in the
-    order. An item that is being computed is waited for.
+    order. Closing waits for an item that is being computed.
 
     Args:
-        iterable: what to run ahead of; it runs in the thread.
+        iterable: the source of items; it runs in the thread.
         depth: items that may wait.
 
     Raises:
@@ -33,7 +33,7 @@ def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
 
 
 def _run(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
-    # One writer, the thread; one reader, whoever iterates. The last thing in it is "end" or "error".
+    # One writer, the thread; one reader, the iterating one. Its last entry is "end" or "error".
     items: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(depth)
     left = threading.Event()
     thread = threading.Thread(target=_fill, args=(iterable, items, left), name="shardfn-prefetch", daemon=True)
@@ -46,7 +46,7 @@ def _run(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
             if kind == "error":
                 assert isinstance(item, BaseException)
                 raise item
-            yield item  # pyright: ignore[reportReturnType] -- kind says which of the union it is
+            yield item  # pyright: ignore[reportReturnType] -- `kind` determines the member of the union
     finally:
         # The reader has gone, at the end or before it: the thread must not wait for room for ever.
         left.set()
@@ -70,5 +70,5 @@ def _fill(
             if not put("item", item):
                 return
         put("end", None)
-    except BaseException as error:  # whatever it is, the reader gets it
+    except BaseException as error:  # the reader gets every exception
         put("error", error)

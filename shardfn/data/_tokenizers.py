@@ -13,7 +13,7 @@ _CHUNK = 1 << 20
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What turns text into ids in {0, ..., vocab_size - 1} and back."""
+    """Turns text into ids in {0, ..., vocab_size - 1} and back."""
 
     @property
     def vocab_size(self) -> int:
@@ -21,11 +21,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> Int64[np.ndarray, " n"]:
-        """The ids of `text`; lone surrogates stand for bytes that are no UTF-8 (PEP 383)."""
+        """The ids of `text`; lone surrogates encode bytes that are not UTF-8 (PEP 383)."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; never fails, whatever was sampled."""
+        """The text of `ids`; never fails, for any sampled ids."""
         ...
 
 
@@ -46,7 +46,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return bytes(ids).decode("utf-8", "replace")
 
     def __repr__(self) -> str:
@@ -85,7 +85,7 @@ class BPETokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "BPETokenizer":
-        """Reads what `save` wrote (the `tokenizers` library's own json).
+        """Reads a file that `save` wrote (the `tokenizers` library's own json).
 
         Raises:
             ImportError: the `tokenizers` library is missing.
@@ -105,7 +105,7 @@ class BPETokenizer:
         return self._inner.get_vocab_size()
 
     def encode(self, text: str) -> Int64[np.ndarray, " n"]:
-        """The ids of `text`; bytes that are no UTF-8 become U+FFFD first."""
+        """The ids of `text`; bytes that are not UTF-8 become U+FFFD first."""
         return np.array(self._inner.encode(_clean(text), add_special_tokens=False).ids, np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:

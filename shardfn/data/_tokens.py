@@ -27,7 +27,7 @@ class TokenFile:
         path: the `.bin` file.
         dtype: "uint8", "uint16" or "uint32", the smallest that holds the vocabulary.
         vocab_size: every id is below it.
-        num_tokens: how many ids there are.
+        num_tokens: the number of ids.
     """
 
     path: pathlib.Path
@@ -41,7 +41,7 @@ class TokenFile:
 
         Raises:
             FileNotFoundError: the file or its description is missing.
-            ValueError: the description is no description, or the file has another size than it says.
+            ValueError: the description is malformed, or the file has another size than follows from it.
         """
         path = pathlib.Path(path)
         for needed in (path, _sidecar(path)):

@@ -1,7 +1,6 @@
-"""Weights in safetensors files, one or several with an index, as Hugging Face keeps them: read and written in parts.
+"""Weights in safetensors files, one or several with an index, as Hugging Face stores them: read and written in parts.
 
-Of a tensor only the bytes of the box that is asked for are read, with what lies between runs that are less than a page
-apart.
+Only the bytes of a requested box of a tensor are read, including gaps of less than a page between runs.
 https://github.com/huggingface/safetensors
 """
 
@@ -34,14 +33,14 @@ class Archive(Mapping[str, SafetensorsEntry]):
 
     Args:
         directory: where they are.
-        stem: what their names begin with.
+        stem: the prefix of their names.
 
     Attributes:
-        read_bytes: that were read so far of tensors.
+        read_bytes: the number of bytes of tensors read so far.
 
     Raises:
-        FileNotFoundError: there are none.
-        DamagedError: a header is not one, or the index names what no file has.
+        FileNotFoundError: there are no such files.
+        DamagedError: a header is damaged, or the index names tensors that no file has.
 
     Example:
         >>> import tempfile
@@ -90,7 +89,7 @@ class Archive(Mapping[str, SafetensorsEntry]):
         Args:
             name: of the tensor.
             box: start and stop in each dim.
-            shape: the dims in which `box` counts; of as many elements as the tensor's own, the default.
+            shape: the dims to which `box` refers, with the tensor's number of elements; default its own.
 
         Returns:
             The box, in the file's dtype.
@@ -120,13 +119,13 @@ class Archive(Mapping[str, SafetensorsEntry]):
 
 
 class ArchiveWriter:
-    """Writes tensors one by one, in any order, to as many files as it takes; they get their names on leaving.
+    """Writes tensors one by one, in any order, to one or more files; they get their names on leaving.
 
     Args:
         directory: where to.
         entries: name -> dtype and shape.
-        stem: what names of files begin with.
-        file_bytes: from when on another file begins.
+        stem: the prefix of the files' names.
+        file_bytes: the size after which another file begins.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class ArchiveWriter:
         self._left = set(entries)
 
     def _begin(self, number: int, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        """Makes a file of its full length, with its header; where that fails, none of the files is left."""
+        """Makes a file of its full length, with its header; on an error all files are removed."""
         path = self.directory / f"{self._names[number]}.tmp"
         try:
             text = safetensors_header([(name, *entry) for name, entry in entries.items()], {"format": "pt"})
@@ -179,7 +178,7 @@ class ArchiveWriter:
             (self.directory / f"{name}.tmp").unlink(missing_ok=True)
 
     def put(self, name: str, x: Tensor) -> None:
-        """Writes a tensor of the dtype and shape that were told."""
+        """Writes a tensor of the dtype and shape in `entries`."""
         kept = self._at[name][1]
         assert (x.dtype, tuple(x.shape)) == (kept.dtype, tuple(kept.shape)) and name in self._left
         data = as_bytes(x.detach().cpu().contiguous())
@@ -210,7 +209,7 @@ class ArchiveWriter:
             raise
 
     def _name(self, paths: list[pathlib.Path]) -> None:
-        """Gives files their names. Whoever reads meanwhile, or after a kill, finds the old weights, the new or none."""
+        """Gives files their names. A reader meanwhile, or after a kill, finds the old weights, the new or no file."""
         one, index = self.directory / f"{self._stem}.safetensors", self.directory / (self._stem + INDEX)
         if len(paths) == 1:
             paths[0].rename(one)  # read before any index

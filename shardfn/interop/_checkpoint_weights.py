@@ -1,4 +1,4 @@
-"""The parameters of a checkpoint as files that other tools open, and of such files a checkpoint; without a mesh."""
+"""The parameters of a checkpoint as files for other tools, and such files as a checkpoint; without a mesh."""
 
 import os
 import re
@@ -32,16 +32,16 @@ def export_checkpoint(
     Args:
         directory: a run's checkpoints, or one of them.
         out: the directory for the files; made if missing.
-        step: which of a run's; default the newest.
-        dtype: "float32", "bfloat16" or "float16", what leaves of floats are rounded to; default as they are kept.
+        step: the number of the checkpoint in a run; default the newest.
+        dtype: "float32", "bfloat16" or "float16", to which floating-point leaves are rounded; default their own.
 
     Returns:
-        The names that were written.
+        The names of the written tensors.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
         ValueError: it has no leaves below `params`, or two of them would have the same name.
-        DamagedError: files are not what was written.
+        DamagedError: files differ from those written.
 
     Example:
         >>> import tempfile
@@ -81,11 +81,11 @@ def import_weights(weights: str | os.PathLike[str], directory: str | os.PathLike
         step: the checkpoint's number.
 
     Returns:
-        The names that were read.
+        The names of the tensors.
 
     Raises:
         FileNotFoundError: there are no such files.
-        DamagedError: a file is none of weights.
+        DamagedError: a file is not a safetensors file.
         FileExistsError: the step has a checkpoint already.
     """
     archive = Archive(weights)

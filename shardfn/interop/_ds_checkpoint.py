@@ -4,7 +4,7 @@ Its files are pickles. They are opened by torch's unpickler for weights, which m
 few classes of DeepSpeed's own that lie between them become objects that do nothing, and any other name is refused.
 
     stage 1, 2   ranks' flat partitions, one after another, are the group; parameters lie in it in order
-    stage 3      a parameter is cut in as many equal pieces as there are ranks, the last ones padded
+    stage 3      a parameter is cut in equal pieces, one per rank, the last ones padded
     universal    a file for each parameter and each of its states; flat where stage 3 wrote it
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardfn.core import raise_all
 
-# What lies in DeepSpeed's files and holds no tensor.
+# Classes in DeepSpeed's files that hold no tensor.
 _INERT = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -29,12 +29,12 @@ _INERT = (
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _TAG = re.compile(r"[\w.\-]+", re.ASCII)
 _RANK = re.compile(r"zero_pp_rank_(\d+)_")
-# The files of a parameter in a universal checkpoint that are no state of its shape.
+# The files of a parameter in a universal checkpoint that are not a state of its shape.
 _APART = ("fp32", "step")
 
 
 class _Inert:
-    """In the place of an object of DeepSpeed's."""
+    """A placeholder for an object of DeepSpeed's."""
 
     def __new__(cls, *args: Any) -> "_Inert":
         return super().__new__(cls)
@@ -45,13 +45,14 @@ class _Inert:
 
 
 class DeepSpeedState(NamedTuple):
-    """What a checkpoint of DeepSpeed has.
+    """The contents of a checkpoint of DeepSpeed.
 
     Attributes:
-        params: whole parameters in float32, by the module's names: masters where there are any. Frozen ones are there.
+        params: whole parameters in float32, by the module's names: masters where there are any; frozen ones are
+            included.
         moments: the optimizer's states of a parameter's shape, "exp_avg" and "exp_avg_sq" for Adam, "momentum_buffer"
             for SGD; each by the same names.
-        step: how many updates there were; 0 if nothing says it.
+        step: the number of updates; 0 if the files do not have it.
         shared: names of tied parameters, and of the one in `params` that each is.
         buffers: of the module, by its names, in their own dtypes.
     """
@@ -66,18 +67,18 @@ class DeepSpeedState(NamedTuple):
 def read_deepspeed(directory: str, tag: str | None = None) -> DeepSpeedState:
     """Reads a checkpoint that `engine.save_checkpoint` wrote, or `ds_to_universal` made of one.
 
-    Files are mapped, not loaded, so what is in memory at a time is what is made of them. Give `params` to `step.init`,
-    with a module's own names through `from_module`; moments have the names of parameters, so a tree of the optimizer's
-    is made of them as of the parameters.
+    Files are mapped, not loaded, so only the resulting tensors are in memory. Give `params` to `step.init`, with a
+    module's own names through `from_module`; moments have the names of parameters, so they form a tree of the
+    optimizer's state in the same way.
 
     Args:
-        directory: what `save_checkpoint` was given.
-        tag: which of the checkpoints; default the one that `latest` (or `latest_universal`) names.
+        directory: the one passed to `save_checkpoint`.
+        tag: of the checkpoint; default the one that `latest` (or `latest_universal`) names.
 
     Raises:
-        FileNotFoundError: no such checkpoint; says which files are missing.
-        ValueError: a file has what is no tensor or plain container, or does not fit the others; or the checkpoint is of
-            several model-parallel ranks, of stage 0, or has experts.
+        FileNotFoundError: no such checkpoint; names the missing files.
+        ValueError: a file has objects other than tensors and plain containers, or does not fit the others; or the
+            checkpoint is of several model-parallel ranks, of stage 0, or has experts.
     """
     place = _place(pathlib.Path(directory), tag)
     return _universal(place) if (place / "zero").is_dir() else _partitioned(place)
@@ -157,7 +158,7 @@ def _partitioned(place: pathlib.Path) -> DeepSpeedState:
 
 
 def _with_module(place: pathlib.Path, models: Sequence[Mapping[str, Any]], own: DeepSpeedState) -> DeepSpeedState:
-    """What the optimizer's files have, and what the module's files add to it."""
+    """The state in the optimizer's files, completed from the module's files."""
     if not models:
         return own
     _check_twice(place, own.params, models[0])
@@ -185,7 +186,7 @@ def _groups(optim: Mapping[str, Any]) -> list[_Flat]:
 def _thirds(optim: Mapping[str, Any]) -> list[_Flat]:
     inner = optim["optimizer_state_dict"].get("state", {})
     parts = [_flat(x, inner.get(number) or {}) for number, x in enumerate(optim["fp32_flat_groups"])]
-    # What one flat group lacks is too short in the end, which the cut tells.
+    # A state that one flat group lacks is too short when joined, which the cut detects.
     names = {name for part in parts for name in part.states}
     whole = {name: torch.cat([part.states[name] for part in parts if name in part.states]) for name in names}
     return [_Flat(max([0, *(part.step for part in parts)]), whole)]
@@ -202,7 +203,7 @@ def _union(groups: Sequence[Mapping[str, torch.Size]]) -> dict[str, torch.Size]:
 
 
 def _models(place: pathlib.Path) -> list[dict[str, Any]]:
-    """What the ranks wrote of the module, by rank; below stage 3 one file for all."""
+    """The ranks' files of the module, by rank; below stage 3 one file for all."""
     paths = place.glob("*mp_rank_00_model_states.pt")
     return [_loaded(path) for path in sorted(paths, key=lambda p: int((_RANK.search(p.name) or ["", "0"])[1]))]
 
@@ -217,14 +218,14 @@ def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _updates(model: Mapping[str, Any]) -> int:
-    """How many updates there were; the optimizer itself may count none, as torch's SGD."""
+    """The number of updates; the optimizer itself may not count them, as torch's SGD."""
     return int(model.get("global_steps") or 0) - int(model.get("skipped_steps") or 0)
 
 
 def _frozen(
     place: pathlib.Path, models: Sequence[Mapping[str, Any]], others: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Parameters that no optimizer has: in fragments where they are cut, and else whole in the module."""
+    """Parameters outside of the optimizer: in fragments where they are cut, else whole in the module."""
     first, out = models[0], {}
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
         parts = torch.cat([model["frozen_param_fragments"][name].flatten() for model in models])
@@ -232,14 +233,14 @@ def _frozen(
             have = f"{parts.numel()} elements are there of {len(models)} ranks, too few for"
             raise ValueError(f"{place}, frozen parameters: {have} {name} {tuple(shape)}.")
         out[name] = parts[: shape.numel()].view(shape).float()
-    # Stage 1 writes no fragments. Stage 3 has parts of no elements in the module, and none of them is left over.
+    # Stage 1 writes no fragments. Stage 3 has empty parts in the module, and none of them is left over.
     known = {*others, *out, *_shared(first), *(first.get("buffer_names") or ())}
     rest = {name: x for name, x in (first.get("module") or {}).items() if name not in known and isinstance(x, Tensor)}
     return out | {name: x.float().clone() for name, x in rest.items()}
 
 
 def _check_twice(place: pathlib.Path, params: Mapping[str, Tensor], model: Mapping[str, Any]) -> None:
-    """Below stage 3 the module's own weights are there, too: the masters, rounded."""
+    """Compares the module's own weights, which the files have below stage 3, with the masters, rounded."""
     module = model.get("module") or {}
     both = [(name, x, module[name]) for name, x in params.items() if name in module and module[name].numel()]
     odd = [f"{name} {tuple(x.shape)}" for name, x, own in both if not torch.equal(x.to(own.dtype), own)]
@@ -252,7 +253,7 @@ def _check_twice(place: pathlib.Path, params: Mapping[str, Tensor], model: Mappi
 
 
 def _gaps(optim: Mapping[str, Any], number: int, shapes: Mapping[str, torch.Size]) -> Sequence[int]:
-    """Elements behind each parameter that nothing uses, of a job with `parameter_alignment`."""
+    """The number of unused elements after each parameter, in a job with `parameter_alignment`."""
     found = optim.get("param_alignment_paddings")
     return found[number] if found else [0] * len(shapes)
 

@@ -1,4 +1,4 @@
-"""`from_deepspeed_config`: a DeepSpeed configuration as the values of this library that say the same."""
+"""`from_deepspeed_config`: a DeepSpeed configuration as the equivalent values of this library."""
 
 import dataclasses
 import json
@@ -35,17 +35,17 @@ _FP16 = {
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedRecipe:
-    """The contents of a configuration. `str` of it is a table of its keys, and of what became of each.
+    """The contents of a configuration. `str` of it is a table of its keys and their outcomes.
 
     Attributes:
-        optimizer: with its schedule, behind the clipping; None where the configuration has none.
+        optimizer: with its schedule, after the clipping; None if the configuration has no optimizer.
         zero: the stage and the memories.
         policy: the precision; None = that of the parameters.
         loss_scale: with fp16.
         num_microbatches: of a step.
         rows_per_step: rows of the global batch; None if the file does not have it.
         learning_rate: of the optimizer: a number, or a schedule.
-        rows: what became of each key.
+        rows: the outcome of each key.
     """
 
     optimizer: optim.GradientTransformation | None
@@ -82,16 +82,16 @@ def from_deepspeed_config(
     """Reads a DeepSpeed configuration. Every key is accounted for: see `str` of the result.
 
     Args:
-        config: a JSON file, or what one has.
+        config: a JSON file, or its contents.
         ranks: over which the batch is cut, so that batch sizes can be checked.
         axis: the mesh axes over which ZeRO cuts.
-        secondary_axis: of these, the one inside a node, for `zero_hpz_partition_size`.
-        gradient_clipping: the norm where the file has none. DeepSpeed 0.19.8 clips to 1.0 then; older ones did not clip
-            at all, which is 0.
+        secondary_axis: the one of these inside a node, for `zero_hpz_partition_size`.
+        gradient_clipping: the norm if the file has no value. DeepSpeed 0.19.8 then clips to 1.0; older versions did not
+            clip at all, which is 0.
 
     Raises:
-        ValueError: lists every key that is unknown, that would change what is computed and has no counterpart, or
-            whose value is out of place.
+        ValueError: lists every key that is unknown, that would change results and has no counterpart, or whose value is
+            out of place.
 
     Example:
         >>> recipe = from_deepspeed_config(
@@ -118,7 +118,7 @@ def from_deepspeed_config(
 
 
 class _Reading:
-    """A configuration while it is read: what became of its keys, and what is wrong with it."""
+    """A configuration while it is read: the outcomes of its keys, and its problems."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = dict(config)
@@ -140,7 +140,7 @@ class _Reading:
         value = section.get(key, otherwise)
         if value is None or (isinstance(value, kind) and not isinstance(value, bool) and value >= 0):
             return value
-        if value != "auto":  # which is told already
+        if value != "auto":  # which is reported already
             self.problems.append(f"{at}{key} = {value!r} is no number")
         return otherwise
 
@@ -213,7 +213,7 @@ class _Reading:
         )
 
     def zero(self, axis: str | tuple[str, ...], secondary: str | None, compute: torch.dtype) -> Zero:
-        """The stage, and what is kept where."""
+        """The stage, and the memories of parameters and optimizer state."""
         had = self._section("zero_optimization")
         stage = self._number(had, "stage", "zero_optimization.", 0)
         if stage > 3:
@@ -249,7 +249,7 @@ class _Reading:
             return Zero()
 
     def _moves(self, had: Mapping[str, Any], stage: int, secondary: str | None, compute: torch.dtype) -> dict[str, Any]:
-        """How leaves travel, and when."""
+        """The options of transfers: thresholds, sizes, codes and prefetch."""
         at, out, travel = "zero_optimization.", {}, {}
         if "stage" in had:
             self._took(f"{at}stage", stage, f"`Zero(stage={stage})`")
@@ -294,7 +294,7 @@ class _Reading:
     def optimizer(
         self, axis: str | tuple[str, ...], default_clip: float
     ) -> tuple[optim.GradientTransformation | None, Any]:
-        """The rule behind the clipping, and its rate."""
+        """The optimizer after the clipping, and its rate."""
         clip = self._number(self._config, "gradient_clipping", "", default_clip, (int, float))
         if "gradient_clipping" in self._config:
             self._took("gradient_clipping", clip, f"`optim.clip_by_global_norm({clip})`" if clip else "off")

@@ -1,6 +1,6 @@
-"""`DeepSpeedJob`: what decides where a job of DeepSpeed's keeps each element, and what its files name it by.
+"""`DeepSpeedJob`: the settings that determine the place of each element in the files of a job of DeepSpeed's.
 
-stage 1, 2   the parameters of a group, one after another, are cut in as many equal parts as there are ranks
+stage 1, 2   the parameters of a group, one after another, are cut in equal parts, one per rank
 stage 3      each parameter is cut so; a rank's part of a group is its pieces, one after another
 """
 
@@ -27,17 +27,17 @@ _ALIGNED_BYTES = 16
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedJob:
-    """A job of DeepSpeed's, as far as it decides what its checkpoints look like.
+    """The settings of a job of DeepSpeed's that determine the form of its checkpoints.
 
-    A rank's file has no names in it: where an element of a parameter lies follows from all of this, and DeepSpeed
-    checks the number of ranks only. So it must be what the job that loads has.
+    A rank's file has no names in it: the place of an element of a parameter follows from these settings, and DeepSpeed
+    checks the number of ranks only. So they must equal those of the job that loads the files.
 
     Attributes:
-        config: its configuration: a JSON file, or what one has.
-        ranks: how many share the batch.
-        module: that it trains, for names, order, and what is tied or frozen; its parameters may be on `meta`.
-        groups: of the optimizer, as torch has them, with names for parameters: `[{"params": ["a.weight"],
-            "weight_decay": 0.0}, ...]`. Default: one, of all that is trained, in the module's order.
+        config: its configuration: a JSON file, or its contents.
+        ranks: the number of ranks that share the batch.
+        module: the trained module, for names, order, and tied or frozen parameters; these may be on `meta`.
+        groups: of the optimizer, in torch's form, with names for parameters: `[{"params": ["a.weight"], "weight_decay":
+            0.0}, ...]`. Default: one group of all trained parameters, in the module's order.
     """
 
     config: str | os.PathLike[str] | Mapping[str, Any]
@@ -60,10 +60,10 @@ class FlatGroup(NamedTuple):
     """Parameters that lie in one flat tensor on each rank.
 
     Attributes:
-        owner: which of the optimizer's groups they are of.
+        owner: the index of their group in the optimizer.
         shapes: by name, in the order in which they lie.
         starts: where each begins: below stage 3 in the whole group, else in each rank's part.
-        paddings: elements that nothing uses behind each.
+        paddings: unused elements after each.
         used: elements of the whole group, paddings between parameters included.
         size: elements of a rank's part.
     """
@@ -77,18 +77,18 @@ class FlatGroup(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """How a job cuts what it keeps.
+    """A job's partition of parameters and optimizer states.
 
     Attributes:
-        config: what the file has.
+        config: the contents of the file.
         stage: of ZeRO.
         ranks: that share the batch.
         dtype: of the module's weights.
-        rows: of a global batch; None where the configuration does not say.
-        order: names of all that the module saves, in its order.
+        rows: of a global batch; None if the configuration does not have it.
+        order: names of all tensors that the module saves, in its order.
         names: all names of each parameter, by its first.
         shapes: of all parameters, by their first names.
-        owners: names of the optimizer's groups.
+        owners: the names of the parameters in each group of the optimizer.
         settings: of the optimizer's groups, without parameters.
         groups: flat ones.
         states: of the optimizer, that a parameter has.
@@ -110,11 +110,11 @@ class Partition(NamedTuple):
     torch_steps: bool
 
     def trained(self) -> set[str]:
-        """Names of what the optimizer has."""
+        """Names of the optimizer's parameters."""
         return {name for names in self.owners for name in names}
 
     def cuts(self, name: str) -> Iterator[PieceOfLeaf]:
-        """Which elements of a trained parameter are where."""
+        """The place of each element of a trained parameter."""
         number, group = next((i, x) for i, x in enumerate(self.groups) if name in x.shapes)
         count, first = group.shapes[name].numel(), group.starts[name]
         piece = -(-count // self.ranks)
@@ -131,14 +131,15 @@ class Partition(NamedTuple):
 
 
 def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
-    """How a job cuts what it keeps.
+    """A job's partition of parameters and optimizer states.
 
     Args:
-        job: which.
-        rate: of the next update, in the groups that have none of their own.
+        job: the job.
+        rate: of the next update, in the groups without one of their own.
 
     Raises:
-        ValueError: files of such a job are not written, or its groups are not what the module trains; lists all.
+        ValueError: files of such a job are not supported, or its groups are not the module's trained parameters; lists
+            all.
     """
     config = dict(job.config if isinstance(job.config, Mapping) else json.loads(pathlib.Path(job.config).read_text()))
     raise_all(ValueError, "files for each rank are not written for such a job of DeepSpeed's:", _refused(config, job))
@@ -147,7 +148,7 @@ def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
     names = parameter_names(job.module)
     leaves = dict(named_parameters(job.module))
     shapes = {name: torch.Size(p.shape) for name, p in leaves.items()}
-    # DeepSpeed gives none without elements to its optimizer.
+    # DeepSpeed omits empty parameters from its optimizer.
     trained = [name for name, p in leaves.items() if p.requires_grad and p.numel()]
     groups = [dict(x) for x in job.groups] if job.groups is not None else [{"params": trained}]
     owners = tuple(tuple(x.pop("params", ())) for x in groups)
@@ -274,7 +275,7 @@ def _row(owner: int, shapes: dict[str, torch.Size], ranks: int, align: int) -> F
     for name, shape in shapes.items():
         starts[name] = at
         at += shape.numel()
-        # Behind the last one the group is filled up for all ranks.
+        # After the last one the group is padded for all ranks.
         paddings.append(-at % align if len(starts) < len(shapes) else 0)
         at += paddings[-1]
     return FlatGroup(owner, shapes, starts, tuple(paddings), at, -(-at // (2 * ranks)) * 2)

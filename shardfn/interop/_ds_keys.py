@@ -1,7 +1,7 @@
-"""The keys of DeepSpeed's configuration, 0.19: which are taken, which have no counterpart, which are refused.
+"""The keys of DeepSpeed's configuration, 0.19: those taken, those without a counterpart, and those refused.
 
-A `str` says why a key has no counterpart: it changes no value that a step computes, or its place is elsewhere here. A
-`Refused` key changes what is computed, and is refused unless it has a value that turns it off.
+A `str` is the reason why a key has no counterpart: it changes no value that a step computes, or is set elsewhere here.
+A `Refused` key changes computed values, and is refused unless it has a value that turns it off.
 """
 
 from typing import Any, NamedTuple
@@ -10,10 +10,10 @@ from shardfn.core import did_you_mean
 
 
 class Refused(NamedTuple):
-    """A key that changes what a step computes, in a way that is not here.
+    """A key that changes computed values in a way without a counterpart here.
 
     Attributes:
-        why: what to do instead.
+        why: the alternative here.
         off: the values with which it does nothing.
     """
 
@@ -173,13 +173,13 @@ KEYS |= dict.fromkeys(
 
 
 class ReadKey(NamedTuple):
-    """What became of a key.
+    """The outcome of a key.
 
     Attributes:
         key: as in the file, with dots.
-        value: it had.
+        value: its value in the file.
         outcome: "taken", "another default here", or "no counterpart".
-        note: what it became, or why nothing.
+        note: its counterpart, or the reason why it has no counterpart.
     """
 
     key: str
@@ -189,7 +189,7 @@ class ReadKey(NamedTuple):
 
 
 def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple[list[ReadKey], list[str]]:
-    """The keys that have no counterpart, and what is wrong with others: unknown, or refused."""
+    """The keys that have no counterpart, and the problems with unknown or refused ones."""
     rows: list[ReadKey] = []
     problems: list[str] = []
     for key, value in config.items():

@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed's in the making: a directory beside, which gets its name when it is complete."""
+"""A checkpoint of DeepSpeed's while it is written: a directory that is renamed when it is complete."""
 
 import pathlib
 import shutil
@@ -12,7 +12,7 @@ from ._ds_parts import StatePart
 
 
 class FilesInTheMaking(ABC):
-    """Nothing stands under the checkpoint's name until all of it is written; an error leaves nothing behind.
+    """Files of a checkpoint that get its name only when all of them are written; an error leaves nothing behind.
 
     Args:
         place: the checkpoint's directory.
@@ -43,7 +43,7 @@ class FilesInTheMaking(ABC):
                 made.write_text(self._place.name)
                 made.rename(self._newest)
         finally:
-            # Of a complete one there is none left.
+            # A complete checkpoint has been renamed already.
             shutil.rmtree(self._making, ignore_errors=True)
 
     @abstractmethod
@@ -56,4 +56,4 @@ class FilesInTheMaking(ABC):
 
     @abstractmethod
     def _finish(self) -> None:
-        """Writes what is known when all leaves are there."""
+        """Writes the files that need all leaves."""

@@ -1,7 +1,7 @@
 """The few objects of DeepSpeed's own that its files have, written without DeepSpeed.
 
 A pickle names a class by its module and name. Python's pickler looks both up before it writes them; here they are
-written as they are, for the program that has them.
+written without a look-up, for a program that has the class.
 """
 
 import os
@@ -13,7 +13,7 @@ import torch
 
 
 class _Named:
-    """An object of a class that is elsewhere: its attributes are what is written."""
+    """An object of a class that is elsewhere: its attributes are written."""
 
     at = ("", "")
 
@@ -22,7 +22,7 @@ class _Named:
 
 
 class LossScaler(_Named):
-    """A scale that stays."""
+    """A constant scale."""
 
     at = ("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
 
@@ -34,7 +34,7 @@ class DynamicLossScaler(_Named):
 
 
 class FragmentAddress(_Named):
-    """Where in a rank's part of a group a parameter's elements are."""
+    """The place of a parameter's elements in a rank's part of a group."""
 
     at = ("deepspeed.utils.tensor_fragment", "fragment_address")
 
@@ -48,10 +48,10 @@ class ZeroStage(_Named):
         return type(self), (self.__dict__["stage"],)
 
 
-class _Pickler(pickle._Pickler):  # the one in Python: that in C cannot be told how to write a name
+class _Pickler(pickle._Pickler):  # the one in Python: that in C has no way to override the writing of names
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if not (isinstance(obj, type) and issubclass(obj, _Named)):
-            # The stubs know none of the three methods called here.
+            # The stubs lack the three methods called here.
             super().save_global(obj, name)  # pyright: ignore[reportAttributeAccessIssue]
             return
         module, other = obj.at
@@ -64,7 +64,7 @@ _MODULE.__dict__["Pickler"] = _Pickler
 
 
 def save_objects(value: Any, path: os.PathLike[str]) -> None:
-    """`torch.save` of what may have objects of this file in it.
+    """`torch.save` of a value that may contain objects of this file.
 
     Example:
         >>> import pathlib, tempfile

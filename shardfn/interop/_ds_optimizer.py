@@ -9,7 +9,7 @@ from shardfn.core import did_you_mean
 Rate = Any
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-# What has no effect on values here, or none but this one.
+# Arguments with the only values that have a counterpart here.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "bias_correction": (True,),
     "amsgrad": (False,),
@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 def optimizer_of(
     kind: str, params: Mapping[str, Any], axis: str | tuple[str, ...]
 ) -> tuple[Callable[[Rate], optim.GradientTransformation] | None, float, list[str]]:
-    """An optimizer of a rate, and the rate it has in the file; or what is wrong.
+    """An optimizer as a function of its rate, the rate in the file, and the problems found.
 
     Args:
         kind: its name, in any case.
@@ -93,5 +93,5 @@ def _made(name: str, had: Mapping[str, Any], rate: Rate, axis: str | tuple[str, 
         return optim.lamb(rate, b1, b2, eps, decay, **rest)
     rule = {"onebitadam": optim.onebit_adam, "onebitlamb": optim.onebit_lamb, "zerooneadam": optim.zero_one_adam}[name]
     if name != "zerooneadam":
-        rest["bias_correction"] = False  # DeepSpeed takes the argument, and never uses it
+        rest["bias_correction"] = False  # DeepSpeed accepts the argument, and never uses it
     return rule(rate, b1, b2, eps, decay, axis=axis, **rest)

@@ -1,7 +1,7 @@
 """The files of each rank of a job of DeepSpeed's, from leaves that come one after another.
 
-What is for the ranks lies in files that are mapped until all leaves are there; then each rank's part is written. So one
-leaf and one rank's part are in memory, and twice the checkpoint is on the disk.
+Flat groups are mapped files until all leaves have arrived; then each rank's part is written. So one leaf and one rank's
+part are in memory, and twice the checkpoint is on the disk.
 """
 
 import os
@@ -20,31 +20,31 @@ from ._ds_making import FilesInTheMaking
 from ._ds_objects import DynamicLossScaler, FragmentAddress, LossScaler, ZeroStage, save_objects
 from ._ds_parts import StatePart
 
-# Whose layout the files have.
+# The version whose layout the files have.
 VERSION = "0.19.8"
 
 
 class Counters:
-    """How far a job has come.
+    """The progress of a job.
 
     Args:
         updates: of the parameters.
-        scale: the state of the loss scale; `()` where there is none.
+        scale: the state of the loss scale; `()` without one.
     """
 
     def __init__(self, updates: int, scale: Any) -> None:
         self.updates, self.scale = updates, scale
-        # Skipped steps are counted there, and here they are no updates.
+        # DeepSpeed counts skipped steps, which are not updates here.
         self.steps = int(scale.count) if hasattr(scale, "count") and scale else updates
 
 
 class PartitionedFiles(FilesInTheMaking):
-    """A checkpoint of a file for each rank in the making.
+    """Writes a checkpoint with a file for each rank.
 
     Args:
         place: the checkpoint's directory.
-        cut: how the job cuts what it keeps.
-        counters: how far it has come.
+        cut: the job's partition.
+        counters: the job's progress.
     """
 
     def __init__(self, place: pathlib.Path, cut: Partition, counters: Counters) -> None:
@@ -73,7 +73,7 @@ class PartitionedFiles(FilesInTheMaking):
         try:
             super().__exit__(kind, error, trace)
         finally:
-            # An error may keep this object alive, and the disk has back the space of mapped files only afterwards.
+            # An error may keep this object alive, and mapped files free their disk space only after it.
             self._flats, self._weights = {}, {}
 
     def put(self, name: StatePart, x: Tensor) -> None:
@@ -155,7 +155,7 @@ class PartitionedFiles(FilesInTheMaking):
         return {"state": {k: x for k, x in state.items() if x}, "param_groups": groups}
 
     def _first(self, rank: int) -> dict[str, Any]:
-        """Of stages 1 and 2."""
+        """A rank's optimizer file at stages 1 and 2."""
         groups = self._cut.groups
         paddings = [min(max((rank + 1) * x.size - x.used, 0), x.size) for x in groups]
         parts = [self._flats["fp32", i][rank, : x.size - paddings[i]].clone() for i, x in enumerate(groups)]
@@ -184,7 +184,7 @@ class PartitionedFiles(FilesInTheMaking):
         }
 
     def _model(self, rank: int) -> dict[str, Any]:
-        """What a rank writes of the module; below stage 3 one for all."""
+        """A rank's file of the module; below stage 3 one for all."""
         cut, third = self._cut, self._cut.stage == 3
         trained = cut.trained()
         frozen = OrderedDict((name, shape) for name, shape in cut.shapes.items() if name not in trained)
@@ -194,7 +194,7 @@ class PartitionedFiles(FilesInTheMaking):
             module |= dict.fromkeys(names, value)
         buffers = [name for name in cut.order if name in self._buffers]
         samples = {} if cut.rows is None else {"global_samples": self._counters.steps * cut.rows}
-        # At stage 3 the first rank alone says it.
+        # At stage 3 only the first rank has these.
         aliases = {alias: names[0] for names in cut.names.values() for alias in names[1:]}
         fragments = OrderedDict((name, self._fragment(name, rank) if third else self._weights[name]) for name in frozen)
         return {

@@ -1,4 +1,4 @@
-"""What each leaf of a state is in a checkpoint of DeepSpeed's.
+"""The part of a checkpoint of DeepSpeed's that corresponds to each leaf of a state.
 
 params['a'], opt_state...master['a']   fp32 of a
 opt_state...mu['a'], ...nu['a']        exp_avg, exp_avg_sq of a
@@ -22,14 +22,14 @@ _FIELDS = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer", "mas
 
 
 class StatePart(NamedTuple):
-    """What a leaf is there: "fp32", "buffer" or a state, of which parameter; the step is of none."""
+    """The part of a leaf: "fp32", "buffer" or a state, and its parameter's name, which is empty for the step."""
 
     kind: str
     name: str = ""
 
 
 def part_of(path: str, names: Names) -> StatePart | None:
-    """What a leaf is there; None of what has no counterpart."""
+    """The part of a leaf; None if it has no counterpart."""
     if found := _PARAM.fullmatch(path):
         return StatePart("fp32", names(dotted(found[1])))
     if found := _BUFFER.fullmatch(path):
@@ -41,7 +41,7 @@ def part_of(path: str, names: Names) -> StatePart | None:
 
 
 def key_of(part: StatePart) -> str:
-    """The part in a word, as messages show it.
+    """The name of the part in messages.
 
     Example:
         >>> key_of(StatePart("exp_avg", "a.weight")), key_of(StatePart("step"))

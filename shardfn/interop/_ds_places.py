@@ -1,4 +1,4 @@
-"""Which leaf of a state is what in the files of a job of DeepSpeed's: by the module's names, stacks layer by layer."""
+"""Assigns the leaves of a state to parts of a job of DeepSpeed's: by the module's names, stacks layer by layer."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from ._ds_parts import StatePart, key_of
 
 
 class PlacedPart(NamedTuple):
-    """A leaf, or a layer of a stacked one, and what it is there."""
+    """A leaf, or a layer of a stacked one, and its part."""
 
     part: StatePart
     leaf: Any
@@ -24,7 +24,7 @@ def placed(parts: Mapping[StatePart, Any], cut: Partition, module: nn.Module) ->
     """All leaves that files of a job have, in an order that is the same on all ranks.
 
     Args:
-        parts: the leaves of the state, by what they are.
+        parts: the leaves of the state, by part.
         cut: the job's.
         module: the job's.
 
@@ -81,7 +81,7 @@ def _unlike(out: list[PlacedPart], cut: Partition) -> list[str]:
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """What the module saves besides parameters."""
+    """The tensors that the module saves besides parameters."""
     weights = {name for name, _ in named_parameters(module, remove_duplicate=False)}
     kept = zip(state_names(module), module.state_dict().values(), strict=True)
     rest = {name: x for name, x in kept if name not in weights}

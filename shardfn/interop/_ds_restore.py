@@ -1,4 +1,4 @@
-"""`restore_deepspeed`: a state that goes on where DeepSpeed stopped."""
+"""`restore_deepspeed`: a state that resumes where DeepSpeed stopped."""
 
 from typing import Any
 
@@ -19,16 +19,16 @@ def restore_deepspeed(
     names: Names = lambda name: name,
     donate: bool = True,
 ) -> Any:
-    """Goes on where DeepSpeed stopped: weights, moments, step and buffers, into a state of any mesh. Collective.
+    """Resumes where DeepSpeed stopped: weights, moments, step and buffers, into a state of any mesh. Collective.
 
     A leaf's name is the keys of the tree with dots between, so `params['blocks'][0]['w']` is `blocks.0.w`; layers that
-    are stacked here are read one by one. Parameters in 16 bits get theirs rounded, and their master copies all. The key
-    and the loss scale stay as they are. Buffers that the state does not have are the module's business.
+    are stacked here are read one by one. Parameters in 16 bits get rounded values, and their master copies the exact
+    ones. The key and the loss scale are not changed. Buffers that the state does not have are ignored.
 
     Args:
-        found: what `read_deepspeed` gave, the same on all ranks.
-        like: what `step.init` gives, of a rule with the moments that DeepSpeed's had; or a part of it.
-        at: what the paths of `like` begin with: "params" of `state.params`, to begin anew with the weights.
+        found: the result of `read_deepspeed`, the same on all ranks.
+        like: the result of `step.init`, of an optimizer with the moments of DeepSpeed's; or a part of it.
+        at: the prefix of the paths of `like`: "params" for `state.params`, to begin anew with the weights.
         names: from a parameter's or buffer's name here to DeepSpeed's.
         donate: whether the memory of `like` is filled, which then cannot be touched again.
 

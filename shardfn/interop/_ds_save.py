@@ -37,32 +37,32 @@ def save_deepspeed(
 ) -> None:
     """Writes a state as a checkpoint of DeepSpeed's. Collective.
 
-    Without `job` it is a universal checkpoint, for `load_universal` and any of DeepSpeed's meshes. DeepSpeed goes on
+    Without `job` it is a universal checkpoint, for `load_universal` and any of DeepSpeed's meshes. DeepSpeed resumes
     with the weights (the master copies where there are some), Adam's moments, the step, and its own schedulers at it.
-    What it does not load from such checkpoints are frozen parameters and buffers: these are in `module` of the model's
-    file, for `read_deepspeed` and for you.
+    It does not load frozen parameters and buffers from such checkpoints: these are in `module` of the model's file, for
+    `read_deepspeed` and for you.
 
-    With `job` it is what `engine.save_checkpoint` of that job would have written, at ZeRO stage 1, 2 or 3: a file for
-    each of its ranks, for `engine.load_checkpoint` and `zero_to_fp32`. It has all of the state: frozen parameters,
-    buffers, the loss scale, momentum of SGD; layers that are stacked here are written one by one. Only a job that cuts
-    its tensors in the same way may load it, see `DeepSpeedJob`.
+    With `job` it is the checkpoint that `engine.save_checkpoint` of that job would write, at ZeRO stage 1, 2 or 3: a
+    file for each of its ranks, for `engine.load_checkpoint` and `zero_to_fp32`. It has all of the state: frozen
+    parameters, buffers, the loss scale, momentum of SGD; layers that are stacked here are written one by one. Only a
+    job that cuts its tensors in the same way may load it, see `DeepSpeedJob`.
 
     Leaves are gathered one after another; the first rank writes.
 
     Args:
-        directory: what `engine.load_checkpoint` is given. `latest_universal`, or `latest`, names the newest one.
+        directory: the one to pass to `engine.load_checkpoint`. `latest_universal`, or `latest`, names the newest one.
         state: of a step over the parameters that `from_module` gave, or a tree whose keys, with dots between, are the
             names of the module.
-        tag: of this checkpoint; there must be none of this name.
+        tag: of this checkpoint; must not exist yet.
         learning_rate: of the next update, in all groups of the optimizer that have no "lr" of their own in `job`;
             `recipe.learning_rate(int(state.step))` where the recipe is of `from_deepspeed_config`. DeepSpeed's
             schedulers set the rate after an update, never before the first.
         names: from a parameter's or buffer's name here to DeepSpeed's.
-        job: the one that is to load the checkpoint.
+        job: the one that will load the checkpoint.
 
     Raises:
-        ValueError: the tag or a name is none of a file; or the optimizer has other states than Adam's moments, of which
-            DeepSpeed loads none from universal checkpoints; or the state does not fit the job. Lists all.
+        ValueError: the tag or a name is not a valid file name; or the optimizer has other states than Adam's moments,
+            which DeepSpeed does not load from universal checkpoints; or the state does not fit the job. Lists all.
         FileExistsError: there is a checkpoint of this tag.
         DonatedError: a step has consumed the state.
         RankError: another rank failed.
@@ -116,7 +116,7 @@ def _said(entries: Sequence[PlacedPart]) -> str:
 
 
 class _Files(FilesInTheMaking):
-    """A universal checkpoint in the making."""
+    """Writes a universal checkpoint."""
 
     def __init__(self, place: pathlib.Path, step: int, rate: float, parts: Mapping[StatePart, Any]) -> None:
         super().__init__(place, "latest_universal")
@@ -124,12 +124,12 @@ class _Files(FilesInTheMaking):
         self._shapes = {part.name: torch.Size(x.shape) for part, x in parts.items() if part.kind == "fp32"}
         self._buffers = [part.name for part in parts if part.kind == "buffer"]
         self._trained = {part.name for part in parts if part.kind in _ADAM}
-        # An optimizer without moments: all are trained, for all one knows.
+        # An optimizer without moments: all are assumed to be trained.
         self._trained = self._trained or set(self._shapes)
         self._module: OrderedDict[str, Tensor] = OrderedDict()
 
     def put(self, name: StatePart, x: Tensor) -> None:
-        """Writes a leaf; what is trained to files of its own."""
+        """Writes a leaf; trained ones to files of their own."""
         part, value = name, x.detach().cpu()
         if part.name not in self._trained:
             self._module[part.name] = value.clone()
@@ -143,7 +143,7 @@ class _Files(FilesInTheMaking):
     def _finish(self) -> None:
         step = torch.tensor(float(self._step))
         (self._making / "zero").mkdir(parents=True, exist_ok=True)
-        # What groups do not say here stays that of the job that loads it, which has at most a group a parameter.
+        # Settings that the groups lack here stay those of the loading job, which has at most one group per parameter.
         group = {"lr": self._rate}
         said = {
             "ds_version": VERSION,
@@ -171,10 +171,10 @@ class _Files(FilesInTheMaking):
 
 
 def _parts_of(state: TrainState, names: Names) -> dict[StatePart, Any]:
-    """The leaves by what they are there; of a parameter its widest copy."""
+    """The leaves by part; the widest copy of each parameter."""
     named = list(zip((p.removeprefix(".") for p in tree_paths(state)), tree_leaves(state), strict=True))
     parts = [(path, part, x) for path, x in named if (part := part_of(path, names)) and part.kind != "step"]
-    # Masters come after the parameters, and stand in for them.
+    # Masters come after the parameters, and replace them.
     out = {part: x for _, part, x in parts}
     counts: dict[StatePart, int] = {}
     for path, part, _ in parts:

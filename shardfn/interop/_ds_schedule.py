@@ -1,7 +1,7 @@
 """DeepSpeed's schedulers as schedules: from the count of updates so far to the rate of the next one.
 
-DeepSpeed sets the rate after each update, counting from 0, and once before the first. So what a scheduler calls
-iteration `k` is the rate of update `k + 1`, and the first update has a rate of its own.
+DeepSpeed sets the rate after each update, counting from 0, and once before the first. So a scheduler's iteration `k`
+gives the rate of update `k + 1`, and the first update has a rate of its own.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardfn.core import did_you_mean
 
-# Arguments and defaults; those without one are to be given.
+# Arguments and defaults; `...` marks required ones.
 _WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"}
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "WarmupLR": _WARMUP,
@@ -36,7 +36,7 @@ Schedule = Callable[[Any], Tensor]
 
 
 def schedule_of(kind: str, params: Mapping[str, Any], lr: float) -> tuple[Schedule | None, list[str]]:
-    """A scheduler's schedule; or what is wrong with its arguments.
+    """A scheduler's schedule, and the problems with its arguments.
 
     Args:
         kind: its name.
@@ -65,7 +65,7 @@ def schedule_of(kind: str, params: Mapping[str, Any], lr: float) -> tuple[Schedu
 
 
 def _warmed(had: Mapping[str, Any]) -> tuple[int, Callable[[Tensor], Tensor]]:
-    """The length of a warm-up, and how much of it is done at an iteration below that."""
+    """The length of a warm-up, and the fraction of the full rate as a function of an earlier iteration."""
     steps = max(2, had["warmup_num_steps"])
     if had["warmup_type"] == "linear":
         return steps, lambda k: k / steps

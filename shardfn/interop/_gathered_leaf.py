@@ -1,7 +1,7 @@
-"""Leaves of a tree one after another, whole, for a file: no more than one of them is there at a time.
+"""Leaves of a tree one after another, whole, for a file: no more than one of them is in memory at a time.
 
-The first rank writes, and all gather. What goes wrong in writing must not keep it from gathering on, for the others
-would wait for ever; all are told at the end.
+The first rank writes, and all gather. After an error in writing it must keep gathering, or the others would wait for
+ever; all ranks raise the error at the end.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def is_writer(tree_leaves: Sequence[Any]) -> bool:
 
 
 class Writer(Protocol):
-    """Files in the making, which get their names on leaving, or are removed if that is by an error."""
+    """A writer of files, which get their names on leaving, or are removed after an error."""
 
     def __enter__(self) -> Any: ...
 
@@ -54,13 +54,13 @@ class Writer(Protocol):
 class WrittenByFirst:
     """A writer that the first rank of some leaves has, while all gather. Entered and left by all: collective.
 
-    On leaving, what went wrong is raised there; on the others a `RankError` that says it.
+    On leaving, an error is raised there, and on the others a `RankError` with its message.
 
     Args:
         leaves: of the tree that is written.
         what: the call, in words.
         opened: makes the writer.
-        then: what the first rank does when the files have their names.
+        then: called on the first rank when the files have their names.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class WrittenByFirst:
         self._failed: Exception | None = None
         self._writer: Writer | None = None
         mesh = next((x.mesh for x in leaves if isinstance(x, GlobalTensor)), None)
-        # Of plain tensors nothing is gathered, and whoever calls writes: no other rank need be there.
+        # Plain tensors are not gathered, and each caller writes: no other rank need take part.
         self._comms = None if mesh is None else comms_of(mesh)
         self._stack = contextlib.ExitStack()
 
@@ -81,7 +81,7 @@ class WrittenByFirst:
         return self
 
     def put(self, name: Any, x: Tensor) -> None:
-        """Writes a leaf, on the first rank, unless something went wrong before."""
+        """Writes a leaf, on the first rank, unless an error came before."""
         if self._writer is not None:
             self._do(self._writer.put, name, x)
 

@@ -1,4 +1,4 @@
-"""`config.json` of transformers as a `gpt.Config`, and back; what the GPT cannot compute is refused, all at once."""
+"""`config.json` of transformers as a `gpt.Config`, and back; refuses all settings that the GPT cannot compute."""
 
 import json
 import os
@@ -14,16 +14,16 @@ _CLASSES = {"gpt2": "GPT2LMHeadModel", "bloom": "BloomForCausalLM"}
 
 
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `config.json` says.
+    """The contents of `config.json`.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the file is missing.
     """
     return json.loads((pathlib.Path(directory) / "config.json").read_text())
 
 
 def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
-    """The `Config` whose GPT computes what the model of this `config.json` does.
+    """The `Config` whose GPT computes the same as the model of this `config.json`.
 
     Args:
         told: the contents of `config.json`; missing values are the defaults of transformers.
@@ -67,7 +67,7 @@ def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, An
         raise ValueError(f"model_type={kind!r} is none of {MODEL_TYPES}.{did_you_mean(kind, MODEL_TYPES)}")
     common = {"model_type": kind, "architectures": [_CLASSES.get(kind, f"{kind.capitalize()}ForCausalLM")]}
     told = common | {"gpt2": _to_gpt2, "bloom": _to_bloom}.get(kind, _to_llama)(config)
-    # What it would be read as must be the model that is written: no list of exceptions to keep up to date.
+    # Reading it back must give the config that is written: no list of exceptions to keep up to date.
     back = gpt_config(told, **{name: getattr(config, name) for name in _OURS})
     wrong = [
         f"{name}={getattr(config, name)!r}, but a {kind} has {getattr(back, name)!r}"
@@ -78,7 +78,7 @@ def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, An
     return told
 
 
-# Fields that say what is computed; and those that say only how.
+# Fields that determine the computed values; and those that choose only the way to compute them.
 _OF_THE_MODEL = ("norm", "mlp", "position", "bias", "embedding_norm", "window", "layout", "causal")
 _OURS = ("stacked", "per_head", "attention", "loss_tile", "dropout")
 _Told = tuple[dict[str, Any], list[str]]

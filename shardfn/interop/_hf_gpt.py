@@ -20,7 +20,7 @@ from ._layouts import Row, empty_for, rows
 
 Slices = tuple[slice, ...]
 
-# Of older files: buffers, which have no information, and heads that are the embedding.
+# Entries of older files: buffers, which have no information, and heads that are the embedding.
 _PASSED_OVER = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|attention\.mask$")
 
 
@@ -29,12 +29,12 @@ def gpt_from_hf(
 ) -> tuple[gpt.Config, gpt.Params]:
     """A model of transformers as a `Config` and parameters that are read when they are used.
 
-    Nothing but headers is read here. The leaves are deferred: `step.init(params)` reads the rows and columns that this
-    rank is to hold, and no others, so that at most one leaf is there beyond what the rank keeps.
+    Only headers are read here. The leaves are deferred: `step.init(params)` reads only the rows and columns of this
+    rank, so that at most one leaf is in memory beyond the rank's own parts.
 
     Args:
         directory: has `config.json`, and `model.safetensors` or several files with an index.
-        dtype: what to convert to; default the dtype of the files, which must then be one.
+        dtype: the dtype to convert to; default that of the files, which must then have only one.
         **changes: other fields of the `Config`, such as `stacked=True` or `per_head=True`.
 
     Returns:
@@ -43,8 +43,8 @@ def gpt_from_hf(
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the model is another; or tensors are missing, left over, or of another shape; lists all.
-        DamagedError: a file is no safetensors file, or was cut short.
+        ValueError: the model is of another type; or tensors are missing, left over, or of another shape; lists all.
+        DamagedError: a file is not a safetensors file, or was cut short.
 
     Example:
         >>> import tempfile
@@ -95,8 +95,8 @@ def gpt_to_hf(
         config: the shape.
         params: as of `gpt.init(config, key)`, sharded or not.
         model_type: of transformers; default the one that fits.
-        dtype: what to convert to; default that of the leaves.
-        file_bytes: from when on another file begins, with an index of all.
+        dtype: the dtype to convert to; default that of the leaves.
+        file_bytes: the size after which another file begins; several files have an index.
 
     Raises:
         ValueError: transformers has no such model, or leaves do not fit the config; the message lists all.
@@ -136,7 +136,7 @@ def gpt_to_hf(
 def _each(
     config: gpt.Config, leaves: dict[Any, Any], group: list[Row], put: Callable[[str, Tensor], None], dtype: Any
 ) -> None:
-    """Hands out one tensor of the file after another; the leaves that it has are gathered for it."""
+    """Yields one tensor of the file after another, and gathers the leaves for it."""
     per_block = len(group[0].path) == 2
     for i in range(config.num_layers if per_block else 1):
         target = None
@@ -157,7 +157,7 @@ def _groups(table: list[Row]) -> list[list[Row]]:
 
 
 def _shape(config: gpt.Config, row: Row) -> tuple[int, ...]:
-    """Of the leaf: with heads and their features as one dim or two, as the config says."""
+    """The leaf's shape: with heads and their features as one dim, or two with `config.per_head`."""
     return row.base if config.per_head or row.heads is None else _merged(row.base, row.heads)
 
 
@@ -208,7 +208,7 @@ def _stack(layers: list[Draw]) -> Draw:
 
 
 def _prefix(archive: Archive, table: list[Row]) -> Callable[[str], str]:
-    """Files of a model without its head have names without its name in front."""
+    """The prefix of names: files of a model without its head lack the model's name."""
     start = table[0].name.split(".")[0] + "."
     bare = not any(name.startswith(start) for name in archive)
     return lambda name: name.removeprefix(start) if bare else name
@@ -233,7 +233,7 @@ def _check(archive: Archive, table: list[Row], config: gpt.Config, prefix: Any, 
 
 
 def _find(params: gpt.Params, config: gpt.Config, row: Row) -> Any:
-    """The leaf of a row: a list of layers' where they are not stacked; None if it is not there."""
+    """The leaf of a row: a list of layers' leaves if they are not stacked; None if it is missing."""
     if len(row.path) == 1:
         return params.get(row.path[0])
     blocks, name = params.get("blocks"), row.path[1]

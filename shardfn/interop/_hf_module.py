@@ -28,9 +28,9 @@ from ._gathered_leaf import WrittenByFirst, whole
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
-    """Modules that are made in here have parameters of shape and dtype alone, on `meta`; their buffers are real.
+    """Modules made in this context have parameters of shape and dtype alone, on `meta`; their buffers are real.
 
-    Tied parameters stay tied. One parameter at a time is there while its module is made.
+    Tied parameters stay tied. One parameter at a time is in memory while its module is made.
 
     Example:
         >>> with without_weights():
@@ -45,7 +45,7 @@ def without_weights() -> Iterator[None]:
             return None
         return nn.Parameter(p.data.to("meta"), requires_grad=p.requires_grad)
 
-    register: Any = register_module_parameter_registration_hook  # its type says that hooks return nothing
+    register: Any = register_module_parameter_registration_hook  # its type allows only hooks without a result
     handle = register(hook)
     try:
         yield
@@ -58,15 +58,15 @@ def module_from_hf(
 ) -> dict[str, Tensor]:
     """The parameters of a module from `model.safetensors`, one file or several, as `from_module` names them.
 
-    They are deferred: `step.init(params)` reads what this rank is to hold, leaf by leaf. The module's own parameters
-    are not touched, so they may be on `meta` (`without_weights`). Buffers that the files have are read into it. Those
-    with `requires_grad=False` are frozen, as from `from_module`.
+    They are deferred: `step.init(params)` reads this rank's parts, leaf by leaf. The module's own parameters are not
+    touched, so they may be on `meta` (`without_weights`). Buffers that the files have are read into it. Those with
+    `requires_grad=False` are frozen, as from `from_module`.
 
     Args:
         module: for names, shapes, tied and frozen parameters.
         directory: where the files are.
-        dtype: what to convert to; default float32 for tensors of 16 bits, which small updates would not change, and
-            each tensor's own for others. `Policy.bf16()` rounds them to bfloat16 and keeps these as master copies.
+        dtype: the dtype to convert to; default float32 for tensors of 16 bits, which small updates would not change,
+            and each tensor's own for others. `Policy.bf16()` rounds them to bfloat16 and keeps these as master copies.
 
     Returns:
         name -> deferred tensor; a tied parameter once, under its first name.
@@ -123,11 +123,11 @@ def module_to_hf(
     Leaves are gathered one after another; the first rank writes. Collective over the mesh of the leaves.
 
     Args:
-        module: which the parameters are of.
+        module: the parameters' module.
         params: from `from_module`, sharded or not.
         directory: where to; made if missing.
-        dtype: what to convert parameters to; default that of the leaves.
-        file_bytes: from when on another file begins, with an index of all.
+        dtype: the dtype to convert parameters to; default that of the leaves.
+        file_bytes: the size after which another file begins; several files have an index.
         buffers: by name, those to write in place of the module's own, sharded or not, as `state.model_state` has them.
 
     Raises:

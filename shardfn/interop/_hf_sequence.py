@@ -18,9 +18,9 @@ from shardfn.nn import Body, cross_entropy_sum, tiled_cross_entropy, whole_lengt
 from shardfn.transforms import WeightedMean
 
 _CUT = ("input_ids", "targets", "position_ids")
-# By which collators tell documents apart for kernels; models that are routed do not read them.
+# Entries by which collators separate documents for kernels; routed models do not read them.
 _PACKED = ("segment_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
-# Whose logits are the product of the last hidden state and the output layer, and nothing else.
+# Models whose logits are only the product of the last hidden state and the output layer.
 _PLAIN = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3")
 
 
@@ -36,11 +36,10 @@ def causal_lm_batch(body: Body, batch: Mapping[str, Tensor], mesh: Mesh) -> dict
         mesh: the mesh of the step.
 
     Returns:
-        {"input_ids", "targets", "position_ids"?, ...}, [B, own tokens] each; what else is in the batch as it is.
+        {"input_ids", "targets", "position_ids"?, ...}, [B, own tokens] each; other entries of the batch unchanged.
 
     Raises:
-        ValueError: rows are of another length than the body's, or are packed, as another entry tells, without
-            "position_ids".
+        ValueError: rows have another length than the body's, or are packed by another entry without "position_ids".
 
     Example:
         >>> import shardfn as sf
@@ -77,7 +76,7 @@ def causal_lm_loss(apply: Any, *, tile: int | None = None) -> Callable[..., Weig
 
     Args:
         apply: of `from_module(model)`, a `...ForCausalLM`; with `layers=`, the loss is for `pipeline_module`, too.
-        tile: tokens whose logits are there at a time; None is all of a rank's.
+        tile: tokens whose logits are in memory at a time; None is all of a rank's.
 
     Returns:
         `loss(params, batch[, key])` of batches as `causal_lm_batch` makes them. A key turns dropout on; the batch then

@@ -1,4 +1,4 @@
-"""How the leaves of `models.gpt` lie in the files of `transformers`: GPT-2, Llama, Mistral, Qwen2, BLOOM.
+"""The layout of the leaves of `models.gpt` in the files of `transformers`: GPT-2, Llama, Mistral, Qwen2, BLOOM.
 
 One row a leaf, which reads both ways: the tensor of the file, seen with the dims `view`, at index `pick`, its dims in
 the order `order`, has the elements of the leaf in row-major order.
@@ -16,16 +16,17 @@ from shardfn.models import gpt
 
 
 class Row(NamedTuple):
-    """Where one leaf is.
+    """The place of one leaf in a file.
 
     Attributes:
         path: of the leaf, ("embed",); of a leaf of every block, ("blocks", "wq").
-        name: of the tensor; "{}" stands for the number of the block.
+        name: of the tensor, with "{}" for the number of the block.
         view: dims that the tensor is seen with.
         pick: a dim of `view` and the index in it, if the tensor has several leaves.
         order: the dims that are left, in the order of the leaf's.
         shape: of the tensor itself.
-        heads: the dim of the leaf that counts heads, the next one their features, which may be one dim; None if none.
+        heads: the dim of the leaf that counts heads; the next one is their features, and both may be one dim; None
+            without heads.
     """
 
     path: tuple[str, ...]
@@ -38,7 +39,7 @@ class Row(NamedTuple):
 
     @property
     def base(self) -> tuple[int, ...]:
-        """The dims after picking and ordering; the leaf's own, but that its first two may be one."""
+        """The dims after picking and ordering; the leaf's own, except that its first two may be one."""
         kept = [n for d, n in enumerate(self.view) if self.pick is None or d != self.pick[0]]
         return tuple(kept[d] for d in self.order)
 
@@ -67,7 +68,7 @@ def _plain(path: tuple[str, ...], name: str, *view: int) -> Row:
 
 
 def _turned(path: tuple[str, ...], name: str, into: int, *view: int) -> Row:
-    """Of a weight that is kept as [in, out]; the first `into` dims of `view` are those of the input."""
+    """The row of a weight that is stored as [in, out]; the first `into` dims of `view` are those of the input."""
     shape = math.prod(view[:into]), math.prod(view[into:])
     order = (*range(into, len(view)), *range(into))
     return Row(path, name, view, None, order, shape, 1 if into == 2 else None)
@@ -133,5 +134,5 @@ _WB = (("w", "weight"), ("b", "bias"))
 
 
 def empty_for(row: Row, dtype: torch.dtype) -> Tensor:
-    """A flat tensor with room for the one that `row` names."""
+    """An uninitialised flat tensor of the size of `row`'s tensor."""
     return torch.empty(torch.Size(row.view).numel(), dtype=dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""What was trained, on its way out: the widest copy of each parameter, into a module or into files."""
+"""Exports trained parameters, the widest copy of each, into a module or into files."""
 
 import os
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ from ._hf_module import module_to_hf, parameter_names
 def master_params(state: TrainState) -> PyTree:
     """The parameters of a state, each as its master copy where the optimizer keeps one; nothing is gathered.
 
-    Parameters in 16 bits are roundings of their copies: these are what to go on from elsewhere.
+    Parameters in 16 bits are roundings of their master copies: use the copies to continue elsewhere.
 
     Args:
-        state: what a step returned.
+        state: the result of a step.
 
     Returns:
         A tree like `state.params`, of the state's own leaves: as long as the next step does not consume it.
@@ -49,17 +49,17 @@ def master_params(state: TrainState) -> PyTree:
 
 
 def to_module(state: TrainState, module: nn.Module, *, rank0_only: bool = False) -> None:
-    """Writes what was trained into a module: master copies where there are some, and its changing buffers.
+    """Writes trained parameters into a module: master copies where there are some, and its changing buffers.
 
     Leaves are gathered one after another. Collective.
 
     Args:
         state: of a step over the parameters that `from_module(module)` gave.
         module: its parameters are written in their own dtype; those on `meta` are replaced, in the dtype of the state.
-        rank0_only: whether the other ranks keep their module as it was; a module takes memory on each.
+        rank0_only: whether the other ranks leave their module unchanged; a module takes memory on each.
 
     Raises:
-        TypeError: `state` is none.
+        TypeError: `state` is not a state.
         ValueError: names or shapes are not those of the module; lists all.
         DonatedError: the state was consumed by a step.
 
@@ -100,7 +100,7 @@ def export(
     dtype: torch.dtype | None = None,
     file_bytes: int = 5 << 30,
 ) -> None:
-    """Writes what was trained as safetensors and `config.json`, for `from_pretrained`: `module_to_hf(master_params)`.
+    """Writes trained weights as safetensors and `config.json`, for `from_pretrained`: `module_to_hf(master_params)`.
 
     Leaves are gathered one after another; the first rank writes. Collective.
 
@@ -108,11 +108,11 @@ def export(
         state: of a step over the parameters that `from_module(module)` gave.
         module: for names, its `config`, and buffers that `state.model_state` lacks; its parameters may be on `meta`.
         directory: where to; made if missing.
-        dtype: what to convert to; default that of the master copies.
-        file_bytes: from when on another file begins.
+        dtype: the dtype to convert to; default that of the master copies.
+        file_bytes: the size after which another file begins.
 
     Raises:
-        TypeError: `state` is none.
+        TypeError: `state` is not a state.
         ValueError: names or shapes are not those of the module; lists all.
         DonatedError: the state was consumed by a step.
 
@@ -155,7 +155,7 @@ def _check(params: PyTree, shapes: Mapping[str, tuple[int, ...]], what: str) -> 
 
 @torch.no_grad()
 def _put(module: nn.Module, names: list[str], value: Tensor) -> None:
-    """Writes a parameter; one on `meta` is replaced wherever it stands."""
+    """Writes a parameter; one on `meta` is replaced under all its names."""
     p = module.get_parameter(names[0])
     if not p.is_meta:
         p.copy_(value)

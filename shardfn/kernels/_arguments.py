@@ -37,7 +37,7 @@ def check_bytes(name: str, c: int) -> None:
 
 
 def check_block(bits: int, block: int) -> None:
-    """Raises ValueError for numbers of bits, or block sizes, that the quantizers do not have."""
+    """Raises ValueError for numbers of bits, or block sizes, that the quantizers do not support."""
     if bits not in (4, 8):
         raise ValueError(f"bits is {bits}; codes have 4 or 8 bits")
     if block < 1 or (bits == 4 and block % 2):

@@ -2,7 +2,7 @@
 
 The sources include only the headers of the language, so that a build takes about a second. The result is kept in the
 user's cache, under a name made of sources and flags. Ranks that start together may each build it; each puts its file in
-the same place, and the files are equal. There is no lock, so that nobody can wait for one of a process that has died.
+the same place, and the files are equal. There is no lock, so that no process can wait for that of a dead one.
 """
 
 import ctypes
@@ -24,8 +24,8 @@ from torch import Tensor
 _ROOM = pathlib.Path(__file__).parent
 _SHARED = "_native.cpp"
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-# What is not held to the reference's bits has threads, and products and sums in one. It says itself what is unrolled,
-# and is built in a third of the time of -O3.
+# Sources that need not match the reference's bits use threads, and fused multiply-adds. They mark the loops to unroll,
+# so -O2 suffices, and builds in a third of the time of -O3.
 _FAST = ("-O2", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
 
 
@@ -49,7 +49,7 @@ def library(source: str = _SHARED) -> ctypes.CDLL | None:
 
 
 def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """Builds a C++ source and loads what it exports.
+    """Builds a C++ source and loads it as a library.
 
     Args:
         name: of the file in the cache.
@@ -69,7 +69,7 @@ def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple
 
 
 def cxx_compiler() -> str | None:
-    """The path of the C++ compiler that `build` uses; None if there is none."""
+    """The path of the C++ compiler that `build` uses; None without a compiler."""
     return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 
@@ -97,7 +97,7 @@ def _passed(arg: Any) -> Any:
 
 
 def _built(name: str, compiler: str, sources: tuple[pathlib.Path, ...], flags: tuple[str, ...]) -> pathlib.Path:
-    # All that decides the machine code: a library built otherwise has another name.
+    # Everything that determines the machine code: a library built otherwise has another name.
     texts = [source.read_text() for source in sources]
     key = "\0".join([*texts, compiler, *flags, platform.machine(), *platform.libc_ver()])
     path = _folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
@@ -106,7 +106,7 @@ def _built(name: str, compiler: str, sources: tuple[pathlib.Path, ...], flags: t
             fresh = pathlib.Path(folder) / path.name
             run = [compiler, *flags, "-o", str(fresh), str(sources[0])]
             subprocess.run(run, check=True, capture_output=True, text=True, timeout=120)
-            # In one go: other ranks build, too, and must never load half a file.
+            # By one rename: other ranks build, too, and must never load half a file.
             fresh.replace(path)
     return path
 

@@ -66,7 +66,7 @@ class Pack:
 
 
 class Squares:
-    """Adds up the squares of a row that comes block by block; bitwise equal to `sum_squares`."""
+    """Adds up the squares of a row block by block; bitwise equal to `sum_squares`."""
 
     def __init__(self, num: int) -> None:
         rows = -(-min(num, BLOCK) // LANES)
@@ -88,7 +88,7 @@ class Squares:
             self._spans.append(self._lanes)
             np.add.reduce(wide, axis=0, out=self._lanes)
         else:
-            # Added in front of the new rows, lane by lane: one sum in one order, however it is cut in blocks.
+            # Added in front of the new rows, lane by lane: one sum in one order, for any cut in blocks.
             np.copyto(self._wide[0], self._lanes)
             np.add.reduce(self._wide[: 1 + rows], axis=0, out=self._lanes)
         self._count += y.size

@@ -31,7 +31,7 @@ def scratch_bytes(op: Any, args: Sequence[Any]) -> int:
 
     Args:
         op: of torch.
-        args: tensors, of which shapes and dtypes count, and numbers.
+        args: tensors, whose shapes and dtypes alone are read, and numbers.
 
     Example:
         >>> scratch_bytes(torch.ops.aten.add.Tensor, (torch.ones(2), torch.ones(2)))

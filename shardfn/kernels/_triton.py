@@ -1,7 +1,7 @@
 """Helpers of the Triton kernels.
 
 Functions of Triton's library that are themselves compiled (`tl.sum`, `tl.zeros`) are not called, so that the
-interpreter may be switched on after the package was imported; how to reduce it knows by name, and does so fast.
+interpreter may be switched on after the package was imported; it recognises reductions by name, and runs them fast.
 Contraction of products and sums is switched off, and divisions round correctly, so that results are the reference's.
 """
 
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ._sums import LANES
 
-MAGIC: Any = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it is rounded to a whole number, ties to even
+MAGIC: Any = tl.constexpr(12582912.0)  # 1.5 * 2^23: numbers added to it are rounded to whole numbers, ties to even
 TINY: Any = tl.constexpr(2.0**-110)
 NOT_FINITE: Any = tl.constexpr(0x7F800000)
 

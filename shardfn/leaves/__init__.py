@@ -1,4 +1,4 @@
-"""How a parameter stands in a loss: its layout, the lazy leaf that is gathered at its use, the watch on writes."""
+"""A parameter inside a loss: its layout, the lazy leaf that is gathered at its use, the watch on writes."""
 
 from ._layout import LeafLayout as LeafLayout, leaf_layout as leaf_layout, stacked_layout as stacked_layout
 from ._layout import with_ratio as with_ratio

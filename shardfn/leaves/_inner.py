@@ -1,4 +1,4 @@
-"""Derivatives that a loss takes itself, of leaves that are not there yet.
+"""Derivatives that a loss takes itself, with respect to leaves that are not gathered yet.
 
 `torch.autograd.grad` gets the tensors at which the gradients of leaves arrive, in place of the leaves. `torch.func`
 refuses the saved-tensor hooks that keep whole tensors out of the graph; so these rest while it differentiates, and
@@ -19,10 +19,10 @@ _AUTOGRAD: Any = getattr(torch._C, "_autograd")  # noqa: B009  # torch has no st
 
 
 class Ends(NamedTuple):
-    """Where the gradient of a leaf arrives.
+    """The tensors at which the gradient of a leaf arrives.
 
     Attributes:
-        handles: its handle; of a stack, one a layer.
+        handles: its handle; for a stack, one per layer.
         stacked: whether it is a stack.
     """
 
@@ -33,12 +33,12 @@ class Ends(NamedTuple):
 def gradients(
     outputs: Any, inputs: Sequence[Any], ends_of: Callable[[Any], Ends | None], **options: Any
 ) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad(outputs, inputs)`, of inputs among which are leaves.
+    """`torch.autograd.grad(outputs, inputs)` for inputs that may be lazy leaves.
 
     Args:
         outputs: tensors.
         inputs: tensors and leaves.
-        ends_of: returns where the gradient of a leaf arrives; None for a tensor.
+        ends_of: returns the `Ends` of a leaf; None for a tensor.
         **options: those of `torch.autograd.grad`.
 
     Raises:
@@ -46,7 +46,7 @@ def gradients(
     """
     ends = [ends_of(x) or Ends([x], False) for x in inputs]
     flat = [x for end in ends for x in end.handles]
-    # Of a stack some layers may be unused.
+    # Some layers of a stack may be unused.
     given: dict[str, Any] = options | {"allow_unused": True, "materialize_grads": False}
     found = iter(torch.autograd.grad(outputs, flat, **given))
     grads = [_whole_gradient(end, [next(found) for _ in end.handles]) for end in ends]
@@ -70,10 +70,10 @@ def _whole_gradient(end: Ends, grads: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def hooks_at_rest(are_ours: Callable[[Any], bool]) -> Replaced:
-    """A context in which torch.func finds no hooks of ours where it refuses hooks.
+    """A context that removes our hooks wherever torch.func refuses hooks.
 
     Args:
-        are_ours: whether saved-tensor hooks are ours, by their pack function.
+        are_ours: whether saved-tensor hooks are ours, from their pack function.
     """
 
     def resting(original: Callable[..., Any]) -> Callable[..., Any]:

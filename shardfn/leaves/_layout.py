@@ -1,7 +1,7 @@
 """The layout of a step: where each leaf's parameter, gradient and optimizer state live, and the ways between.
 
-ZeRO's stages, memories, precision, codes and an optimizer's own averaging differ in the placements and routes of
-`ways`, and nowhere else: all that the step asks of a leaf is read off these.
+ZeRO's stages, memories, precision, codes and an optimizer's own averaging differ only in the placements and routes of
+`ways`: every property of a leaf that the step reads is derived from these.
 """
 
 import dataclasses
@@ -21,20 +21,20 @@ from ._ways import Manner, Memories, Places, Sizes, Ways, ways
 
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
-    """Where one leaf lives, and the ways between.
+    """The placements of one leaf and the routes between them.
 
     Attributes:
-        path: how errors call it.
+        path: its name in errors.
         shape: global shape.
         trainable: whether it gets a gradient.
-        places: where it is.
-        manner: how it travels, where that does not say.
+        places: its specs, dtypes and memories.
+        manner: the choices of its routes that the placements leave open.
         sizes: the mesh's axes.
-        pieces: how the ZeRO ranks share what the loss sees on this rank.
+        pieces: how the ZeRO ranks share this rank's block, the tensor that the loss sees.
         numel: elements of the largest rank's block: the same number on all ranks, since groupings follow from it.
-        layers: of a stacked leaf, the layouts of this rank's layers, which enter the loss and travel one by one; else
+        layers: for a stacked leaf the layouts of this rank's layers, which enter the loss and travel one by one; else
             empty.
-        apart: of such a layer, the axes along which other ranks have other layers.
+        apart: for such a layer the axes along which other ranks have other layers.
         frozen: whether it is a parameter with `requires_grad=False`, which a step trains only if `trainable=` includes
             it.
     """
@@ -56,18 +56,18 @@ class LeafLayout:
         """Its placements, and the routes between them."""
         return ways(len(self.shape), self.places, self.manner, self.sizes)
 
-    # All of what follows from the fields is worked out once: a step asks for it leaf by leaf, many times.
+    # Properties derived from the fields are cached: a step reads them many times per leaf.
 
-    # What its places say.
+    # Derived from its placements.
 
     @functools.cached_property
     def compute(self) -> P:
-        """The spec of what the loss sees."""
+        """The spec of the tensor that the loss sees."""
         return self.places.compute
 
     @functools.cached_property
     def own_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks see different elements: what one of them sees is no part of another's gradient."""
+        """The axes along which ranks see different elements, so that gradients are not summed over them."""
         return self.apart + self.compute.axes
 
     @functools.cached_property
@@ -82,7 +82,7 @@ class LeafLayout:
 
     @functools.cached_property
     def dtypes(self) -> Dtypes:
-        """In which precision it is kept, updated, computed, sent and added up."""
+        """The dtypes in which it is kept, updated, computed, sent and added up."""
         return self.places.dtypes
 
     @functools.cached_property
@@ -102,12 +102,12 @@ class LeafLayout:
 
     @functools.cached_property
     def plain(self) -> bool:
-        """Whether the parameter lies in the device's memory as it is used: see `Placement.is_plain`."""
+        """Whether the parameter lies in the device's memory in the form that is used: see `Placement.is_plain`."""
         return self.ways.kept.is_plain
 
     @functools.cached_property
     def at_home(self) -> bool:
-        """Whether all of it lies in the device's memory as it is."""
+        """Whether the parameter is `plain`, and gradient and state lie in the device's memory too."""
         return self.plain and self.grad_home == self.state_home == "device"
 
     @functools.cached_property
@@ -122,12 +122,12 @@ class LeafLayout:
 
     @functools.cached_property
     def lazy(self) -> bool:
-        """Whether the parameter is brought when it is used: gathered, or fetched from where it is kept, or both."""
+        """Whether the parameter arrives when it is used: gathered, or fetched from another memory, or both."""
         return self.gathered or not self.plain
 
     @functools.cached_property
     def refreshed(self) -> bool:
-        """Whether the parameter is resident while each rank updates only rows of it: made whole again after."""
+        """Whether the parameter is resident, but each rank updates only rows of it, which are gathered afterwards."""
         return not self.gathered and self.dim is not None
 
     @functools.cached_property
@@ -140,7 +140,7 @@ class LeafLayout:
         """The axes along which the ZeRO ranks share it."""
         return tuple(a for a in self.shard.axes if a not in self.compute.axes)
 
-    # What its routes say.
+    # Derived from its routes.
 
     @functools.cached_property
     def use_axes(self) -> tuple[str, ...]:
@@ -155,12 +155,12 @@ class LeafLayout:
 
     @functools.cached_property
     def gather_code(self) -> Code | None:
-        """What it travels as when it is gathered; None = in the dtype that the loss sees."""
+        """The code in which it is gathered; None = the dtype that the loss sees."""
         return code_of(self.ways.use)
 
     @functools.cached_property
     def reduce_code(self) -> Code | None:
-        """What its gradient travels as; None = in `dtypes.reduce`."""
+        """The code in which its gradient is sent; None = `dtypes.reduce`."""
         return code_of(self.ways.reduce)
 
     @functools.cached_property
@@ -182,7 +182,7 @@ class LeafLayout:
 
     @functools.cached_property
     def block(self) -> torch.Size:
-        """The shape of what the loss sees on this rank."""
+        """The shape of the tensor that the loss sees on this rank."""
         return self.pieces.whole
 
     @functools.cached_property
@@ -192,12 +192,12 @@ class LeafLayout:
 
     @functools.cached_property
     def used_pieces(self) -> Cuts:
-        """What is sent when it is used: the ranks' pieces, or the block where it is kept whole."""
+        """The message when it is used: the ranks' pieces, or the block where it is kept whole."""
         return self.pieces if self.gathered else Cuts(self.block)
 
     @functools.cached_property
     def sent_pieces(self) -> Cuts:
-        """What is sent of its gradient: to each rank its rows, or the whole."""
+        """The message of its gradient: each rank's rows, or the whole."""
         return self.pieces if self.cut else Cuts(self.block)
 
     def rows(self, x: Tensor, rank: int) -> Tensor:
@@ -206,7 +206,7 @@ class LeafLayout:
 
     @functools.cached_property
     def looks(self) -> object:
-        """What is the same for leaves that travel alike."""
+        """A key that is equal for leaves that travel alike."""
         bounds = self.pieces.bounds
         cut = self.use_axes, self.zero_axes, self.dim, bounds[:1], bounds[-1:], len(bounds)
         return (
@@ -227,7 +227,7 @@ class LeafLayout:
 
     def left_to(self, axes: tuple[str, ...]) -> "LeafLayout":
         """The layout in a step whose optimizer averages over `axes` itself."""
-        # Units are made of layers: these must say what the leaf does.
+        # Units are made of layers, so these must agree with the leaf.
         layers = tuple(layer.left_to(axes) for layer in self.layers)
         return dataclasses.replace(self, manner=self.manner._replace(left=axes), layers=layers)
 
@@ -255,7 +255,7 @@ def leaf_layout(
 ) -> LeafLayout:
     """Applies the ZeRO rule to one leaf.
 
-    One dtype stands for all of its dtypes; `home` overrides the rule's memory for the parameter.
+    A single dtype is used for all purposes; `home` overrides the rule's memory for the parameter.
     """
     shard = zero_spec(tuple(shape), compute, zero.axis, mesh) if zero.stage >= 1 else compute
     # By the global shape, and not by blocks, whose sizes differ between ranks.
@@ -283,7 +283,7 @@ def leaf_layout(
 def stacked_layout(path: str, shape: torch.Size, dtype: torch.dtype | Dtypes, compute: P, **rule: Any) -> LeafLayout:
     """Applies the ZeRO rule to each layer of a stacked leaf [L, *shape of a layer]; see `leaf_layout`.
 
-    Of a leaf whose dim 0 is cut a rank has some layers, each of which is whole as far as that axis goes.
+    If dim 0 is cut, a rank has some of the layers, and none of these is cut along that axis.
     """
     one = leaf_layout(path, shape[1:], dtype, P(*compute.entries[1:]), **rule)
     apart, mesh = compute.dim_axes(0), rule["mesh"]

@@ -1,8 +1,8 @@
 """Lazy leaves: a parameter that is gathered when an op first uses it, and that the graph does not keep.
 
 `LazyLeaf` has the leaf's shape and dtype and no storage. `__torch_function__` replaces it by the whole tensor when a
-real op takes it; metadata costs nothing. `keep_out_of_graph` is the other half: what autograd would save of a whole
-tensor is saved as (leaf, view geometry), and gathered again when the backward asks for it.
+real op takes it; metadata costs nothing. `keep_out_of_graph` is the other half: in place of a whole tensor or a view of
+it autograd saves (leaf, view geometry), and the backward gathers the leaf again.
 
 A stacked leaf enters as a lazy leaf of lazy leaves: taking a layer by its index, or iterating, opens nothing. A slice
 of its layers is a stack again.
@@ -36,7 +36,7 @@ _FETCH: "Ambient[Callable[[LeafBook, int], Tensor]]" = Ambient("gives the whole 
 class _FetchedLeaf(torch.autograd.Function):
     """handle -> whole tensor; the transpose is the identity, so a handle collects the sum over all uses of its leaf."""
 
-    hands_on = True  # for what defers the gradients of weights
+    hands_on = True  # read where the gradients of weights are deferred
 
     @staticmethod
     def forward(ctx: Any, handle: Tensor, fetch: Callable[[], Tensor]) -> Tensor:
@@ -55,10 +55,10 @@ class LeafBook:
     Args:
         source: gives the whole tensor of leaf i.
         leaves: the layout.
-        watch: is told of the whole tensors, which a loss must not write to.
+        watch: receives the whole tensors, which a loss must not write to.
 
     Attributes:
-        captured: in a capture, by storage, the path of the leaf that it is of, and the storage.
+        captured: in a capture, by storage, the path of its leaf, and the storage.
     """
 
     def __init__(self, source: Source, leaves: Sequence[LeafLayout], watch: Watch | None = None) -> None:
@@ -79,7 +79,7 @@ class LeafBook:
         return alias(whole)
 
     def note(self, leaf: int, whole: Tensor) -> None:
-        """Takes note of the whole tensor of a leaf."""
+        """Records the whole tensor of a leaf."""
         storage = whole.untyped_storage()
         # A weak reference keeps the StorageImpl's address from being reused, so the key stays unambiguous.
         known = self._known.get(storage._cdata)
@@ -87,11 +87,11 @@ class LeafBook:
             self._known[storage._cdata] = (leaf, whole._version, StorageWeakRef(storage))
             self.look_after(self.leaves[leaf].path, whole)
         else:
-            # Asked for again while it is alive, it comes in the same memory.
+            # Requested again while it is alive, it has the same memory.
             self._check(known, whole)
 
     def look_after(self, path: str, whole: Tensor) -> None:
-        """Lets writes to a tensor of a leaf be seen."""
+        """Watches a tensor of a leaf for writes."""
         if capturing():
             self.captured[whole.untyped_storage()._cdata] = path, whole.untyped_storage()
         elif not transforming():  # where tensors cannot be emptied, and are checked when they are saved alone
@@ -110,7 +110,7 @@ class LeafBook:
             yield
 
     def _pack(self, x: Tensor) -> Any:
-        if type(x) is LazyLeaf:  # saved by a Function that was given the leaf itself
+        if type(x) is LazyLeaf:  # saved by a Function that received the leaf itself
             return x._saved()
         known = self._known.get(x.untyped_storage()._cdata)
         if known is None:
@@ -161,11 +161,11 @@ class _SavedLeaf(NamedTuple):
 
 
 class LazyLeaf(torch.Tensor):
-    """A parameter that arrives when it is used. Behaves as the tensor it stands for; must not be written to.
+    """A parameter that arrives when it is used. Behaves as the whole tensor; must not be written to.
 
     Attributes:
-        number: which leaf of the layout it is.
-        handle: what its gradient arrives at; of a stacked leaf, its first layer's.
+        number: its index in the layout.
+        handle: the tensor at which its gradient arrives; for a stacked leaf that of its first layer.
     """
 
     number: int
@@ -198,7 +198,7 @@ class LazyLeaf(torch.Tensor):
         return leaf
 
     def _part(self, which: slice) -> "LazyLeaf | None":
-        """The stack of some layers; None of no layers."""
+        """The stack of some layers; None without any."""
         layers = self._layers[which]
         return LazyLeaf._stack(self._path, layers, self._book) if layers else None
 
@@ -223,7 +223,7 @@ class LazyLeaf(torch.Tensor):
             self._book.look_after(self._path, out)
             return same_axes(out, self)
         book, index = self._book, self.number
-        # One node of autograd a use: what they send back is summed at the handle, whose hook sees the sum.
+        # One node of autograd per use: their gradients are summed at the handle, whose hook sees the sum.
         if self.handle.requires_grad and torch.is_grad_enabled():
             out: Any = _FetchedLeaf.apply(self.handle, lambda: book.fetch(index))
             return same_axes(out, self)
@@ -248,7 +248,7 @@ class LazyLeaf(torch.Tensor):
         if func is torch.autograd.grad:
             return gradients(_whole(args[0]), args[1], lambda x: x.ends() if type(x) is LazyLeaf else None, **kwargs)
         _refuse_writes(func, args)
-        if func == DATA:  # which would hide what is written to it
+        if func == DATA:  # which would hide writes to it
             return _whole(args[0]).detach()
         args = tuple(_whole(a) for a in args)
         kwargs = {k: _whole(v) for k, v in kwargs.items()} if kwargs else {}
@@ -268,7 +268,7 @@ class LazyLeaf(torch.Tensor):
         return func(*args, **kwargs)
 
     def ends(self) -> Ends:
-        """The tensors at which its gradient arrives: its handle; of a stack, one a layer."""
+        """The tensors at which its gradient arrives: its handle; for a stack, one per layer."""
         return Ends([x.handle if type(x) is LazyLeaf else x for x in self._layers or (self,)], bool(self._layers))
 
     def _saved(self) -> "_SavedLeaf":
@@ -326,7 +326,7 @@ _METADATA = {
 
 
 class _Joined(torch.autograd.Function):
-    """handles -> lazy leaf: gradients of what takes it past `__torch_function__`, as a Function's `apply`, end here."""
+    """handles -> lazy leaf: gradients of code that bypasses `__torch_function__`, as a Function's `apply`, end here."""
 
     @staticmethod
     def forward(ctx: Any, stacked: bool, *handles: Tensor) -> Tensor:
@@ -350,7 +350,7 @@ def _wrapper(shape: Sequence[int], like: Tensor) -> Any:
 
 
 def opened(x: Any) -> Any:
-    """A lazy leaf's whole tensor; of anything else, itself."""
+    """A lazy leaf's whole tensor; other values unchanged."""
     return x.whole() if type(x) is LazyLeaf else x
 
 

@@ -15,7 +15,7 @@ TAKING: Any = {
 
 
 def taken_layers(func: Any, layers: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
-    """What takes layers from a stack without opening it, several of them as a slice; None if that is not asked."""
+    """The layers that `func` takes from a stack, without opening it; several as a slice. None for other operations."""
     if func is _TENSOR.__getitem__:
         first, *rest = args[0] if type(args[0]) is tuple and args[0] else (args[0],)
         if isinstance(first, slice) and not rest and first.step in (None, 1):

@@ -22,8 +22,8 @@ class Unit:
 
     Attributes:
         leaves: their indices in the layout.
-        nbytes: bytes of their wholes, as they travel.
-        packing: how their pieces lie in the message.
+        nbytes: bytes of the whole leaves in the dtype in which they travel.
+        packing: the places of their pieces in the message.
     """
 
     leaves: tuple[int, ...]
@@ -32,11 +32,11 @@ class Unit:
 
     @staticmethod
     def of(leaves: Sequence[LeafLayout], members: Sequence[int], nbytes: int, pieces: "CutsOf") -> "Unit":
-        """A unit of these leaves, of each of which `pieces` says what is sent."""
+        """A unit of these leaves; `pieces` gives the message of each."""
         return Unit(tuple(members), nbytes, Packing([pieces(leaves[i]) for i in members]))
 
 
-# Of a leaf: how that is cut which travels.
+# From a leaf to the cuts of its message.
 CutsOf = Callable[[LeafLayout], Cuts]
 
 
@@ -54,9 +54,9 @@ def make_units(
         leaves: the layout.
         members: indices of the leaves to group, in order.
         bucket: bytes.
-        key: in which dtype a leaf travels, and what else must be equal for leaves to share a unit.
-        span: how many bytes of other leaves may lie between the first and the last leaf of a unit.
-        pieces: of a leaf, how that is cut which travels.
+        key: the dtype in which a leaf travels, and a value that must be equal for leaves to share a unit.
+        span: the bytes of other leaves that may lie between the first and the last leaf of a unit.
+        pieces: from a leaf to the cuts of its message.
     """
     units: list[Unit] = []
     open_units: dict[object, tuple[list[int], int, int]] = {}
@@ -80,14 +80,14 @@ def make_units(
 def gather_units(leaves: Sequence[LeafLayout], bucket: int) -> list[Unit]:
     """The units in which lazy leaves are brought on use: near neighbours only, so that a window stays small.
 
-    What travels in a code travels alone: leaves of unlike scales would share blocks, and so a scale.
+    Leaves sent in a code travel alone: in a shared block, leaves of unlike magnitude would share a scale.
     """
     pieces = operator.attrgetter("used_pieces")
     members = [i for i, leaf in enumerate(leaves) if leaf.gathered and leaf.gather_code is None]
     units = make_units(leaves, members, bucket, lambda leaf: (leaf.dtypes.compute, leaf.zero_axes), 4 * bucket, pieces)
     alone = {i for i, leaf in enumerate(leaves) if leaf.lazy} - set(members)
     units += [Unit.of(leaves, (i,), leaves[i].numel * leaves[i].dtypes.compute.itemsize, pieces) for i in alone]
-    # Nothing but the layout has been looked at: so all ranks have the same units, by the same numbers.
+    # Units depend on the layout alone, so all ranks have the same units with the same numbers.
     return sorted(units, key=lambda u: u.leaves[0])
 
 
@@ -101,7 +101,7 @@ def refresh_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
 def reduce_units(leaves: Sequence[LeafLayout], zero: Zero, mesh: Mesh) -> list[Unit]:
     """The units in which gradients are reduced: the same at stages 1, 2 and 3, so that their bits are the same.
 
-    What goes nowhere is not packed, nor what travels in a code, whose blocks are of one leaf each.
+    Leaves that are not sent, or sent in a code, are not packed: blocks of a code must not span leaves.
     """
 
     def alone(leaf: LeafLayout) -> bool:

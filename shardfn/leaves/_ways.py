@@ -1,8 +1,8 @@
-"""A leaf's placements, by name, and the routes between them: what ZeRO's stages, memories, precision and codes come to.
+"""A leaf's placements, by name, and the routes between them; ZeRO's stages, memories, precision and codes set both.
 
-placement   what                                      in pieces
+placement   meaning                                   in pieces
 kept        the parameter between steps               at stage 3
-used        what the loss sees                        as the model's own spec says
+used        the tensor in the loss                    as the model's own spec says
 sent        this rank's gradient as it travels        no: summands along the axes that cut the batch
 summed      the gradient as it waits for the update   where the optimizer's state is
 state       the optimizer's state, and the rows       from stage 1
@@ -22,7 +22,7 @@ import torch
 from shardfn.collectives import Route, route
 from shardfn.core import Dtypes, MemoryKind, Mesh, P, Placement
 
-# Axis -> size, hashable, so that what is kept of a mesh does not keep the mesh.
+# Axis -> size, hashable, so that cached values do not keep a mesh alive.
 Sizes = tuple[tuple[str, int], ...]
 
 
@@ -35,11 +35,12 @@ class Memories(NamedTuple):
 
 
 class Manner(NamedTuple):
-    """How a leaf travels, where its placements do not say.
+    """The choices of a leaf's routes that its placements leave open.
 
     Attributes:
-        far: where it is gathered in two hops, the axes of the first; a gradient in code is summed along them last.
-        gather_code: (bits, elements that share a scale) in which it is gathered; None = as the loss sees it.
+        far: the axes of the first hop where it is gathered in two; a gradient in code is summed along them last.
+        gather_code: (bits, elements that share a scale) in which it is gathered; None = in the dtype that the loss
+            sees.
         reduce_code: the same for its gradient, if that arrives in rows.
         left: the axes of the batch over which the optimizer averages itself.
     """
@@ -51,17 +52,17 @@ class Manner(NamedTuple):
 
 
 class Places(NamedTuple):
-    """What decides where a leaf is.
+    """The specs, dtypes and memories from which a leaf's placements follow.
 
     Attributes:
-        compute: the spec of what the loss sees.
+        compute: the spec of the tensor that the loss sees.
         param: the spec in which the parameter is kept.
         shard: the spec of the optimizer's state.
         batch_axes: the axes that cut the batch.
-        dtypes: of all of it.
-        memories: of all of it.
+        dtypes: those of parameter, gradient and state.
+        memories: those of parameter, gradient and state.
         stacked: whether dim 0 stacks layers.
-        code: what the parameter is rounded to where it is kept; None = it is kept as it is.
+        code: (bits, elements that share a scale) to which the kept parameter is rounded; None = it is not rounded.
     """
 
     compute: P
@@ -75,7 +76,7 @@ class Places(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """The named placements of a leaf, and the routes between them; the routes' shape is a stand-in."""
+    """The named placements of a leaf, and the routes between them; the routes' shape is a placeholder."""
 
     kept: Placement
     used: Placement
@@ -89,10 +90,10 @@ class Ways(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def ways(ndim: int, places: Places, manner: Manner, sizes: Sizes) -> Ways:
-    """The placements and routes of a leaf of so many dims.
+    """The placements and routes of a leaf.
 
     Args:
-        ndim: its dims.
+        ndim: its number of dims.
         places: where it is.
         manner: how it travels.
         sizes: the axes of the mesh.
@@ -105,7 +106,7 @@ def ways(ndim: int, places: Places, manner: Manner, sizes: Sizes) -> Ways:
     grad = used.cotangent(places.batch_axes)
     sent = grad.with_(dtype=dtypes.reduce)
     summed = _summed(places, manner, sent, state)
-    # Hops follow from the dims alone, so that leaves of all shapes share what is cached.
+    # Hops depend on the number of dims alone, so leaves of all shapes share the cache.
     shape = (2,) * ndim
     use = route(shape, kept, used, mesh, via=_way_in(kept, used, manner))
     reduce = route(shape, grad, summed, mesh, via=_way_out(sent, summed, state, manner))
@@ -114,7 +115,7 @@ def ways(ndim: int, places: Places, manner: Manner, sizes: Sizes) -> Ways:
 
 
 def _summed(places: Places, manner: Manner, sent: Placement, state: Placement) -> Placement:
-    """Rows, but where the optimizer averages over the axes along which they are cut: it takes the gradient whole."""
+    """Rows; or the whole gradient, for an optimizer that averages itself over the axes that cut the rows."""
     rows = [a for a in state.spec.axes if a not in sent.spec.axes]
     spec = sent.spec if set(rows) & set(manner.left) else state.spec
     home = places.memories.grad
@@ -123,7 +124,7 @@ def _summed(places: Places, manner: Manner, sent: Placement, state: Placement) -
 
 
 def _way_in(kept: Placement, used: Placement, manner: Manner) -> list[Placement]:
-    """Cast before it is sent; rounded, if so, on all of the way; across the far axes first."""
+    """The stops from `kept` to `used`: cast before sending, in code (if any) on all of the way, the far axes first."""
     here = kept.with_(memory_kind="device", dtype=used.dtype, code=manner.gather_code)
     via = [here] + ([here.with_(brought=manner.far)] if manner.far else [])
     return via if manner.gather_code is None else [*via, used.with_(code=manner.gather_code)]
@@ -132,7 +133,7 @@ def _way_in(kept: Placement, used: Placement, manner: Manner) -> list[Placement]
 def _way_out(sent: Placement, summed: Placement, state: Placement, manner: Manner) -> list[Placement]:
     """Summed to rows, if these are cut along axes of the batch alone, then over the others; or summed whole, then cut.
 
-    All of it is in the dtype that is sent, or in float32 where sums of codes are.
+    All stops have the dtype that is sent; sums of codes are in float32.
     """
     rows = {a for a in state.spec.axes if a not in sent.spec.axes}
     if not rows or not rows <= set(sent.unreduced) - set(manner.left):

@@ -1,9 +1,9 @@
-"""Writes to parameters inside a loss: no value may change there, and one that does is named.
+"""Finds writes to parameters inside a loss, which must not change them, and names the leaves.
 
-Tensors that share memory share a count of writes, their version. `.data` is the exception: that of a lazy leaf is made
-to share it, that of a leaf which enters as a plain tensor is not, as torch.compile takes no other kind. So of those the
-bits are added up too, once: a loss that writes past PyTorch does it in its first step already. In a capture the ops of
-the graph say what they write, through `.data` too.
+Tensors that share memory share a count of writes, their version, except with their `.data`. A lazy leaf's `.data` is
+made to share it; that of a leaf which enters as a plain tensor does not, because torch.compile accepts no other kind.
+For those leaves a sum of bits is compared too, once: a loss that bypasses the count does so in its first step already.
+In a capture the schemas of the graph's ops give the writes, through `.data` too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ _REMEDY = "Parameters are immutable there: write to a clone(), or return the new
 class Watch:
     """Tensors that must not be written to for as long as a loss and its backward run.
 
-    `check` compares versions with those at `add`; who adds a tensor must not write to it before the last `check`.
+    `check` compares versions with those at `add`; the caller must not write to an added tensor before the last `check`.
 
     Args:
         bits: whether the bits of the state's own tensors are compared as well, at the first `check` of each place.
@@ -38,20 +38,20 @@ class Watch:
         self._entered: list[tuple[str, Tensor, int]] = []
 
     def enter(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Watches tensors that a loss is given as leaves: whether one gets other memory, by `x.data = ...`.
+        """Watches the tensors that enter a loss as leaves for other memory, by `x.data = ...`.
 
-        Kept alive, and so for as long as this object.
+        They are kept alive as long as this object.
         """
         self._entered += [(path, x, _place_of(x)) for path, x in named]
 
     def keep(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Watches the state's own tensors, each with the path of its leaf: their memory is there anyway."""
-        # Not of whole leaves: these are dropped and made again, and what was written to one goes with it.
+        """Watches the state's own tensors, each with the path of its leaf: they are in memory anyway."""
+        # No sums of whole leaves: these are dropped and made again, and writes to them are lost with them.
         if self._bits is not None:
             self._bits += [(path, x, _sum_of_bits(x)) for path, x in named]
         self._kept += [(path, x, x._version) for path, x in named if not x.is_inference()]
         for path, x in named:
-            if x.is_inference():  # whose count is not its own
+            if x.is_inference():  # inference tensors have no count of their own
                 self._witness(path, x, kept=True)
 
     def add(self, path: str, x: Tensor) -> None:
@@ -65,10 +65,10 @@ class Watch:
         self._seen.append(_WatchedTensor(path, witness, witness._version, kept, StorageWeakRef(x.untyped_storage())))
 
     def check(self, where: str) -> None:
-        """Compares.
+        """Compares versions, memory and bits with those at the start.
 
         Args:
-            where: what has run since: "the loss", say.
+            where: the code that has run since, such as "the loss".
 
         Raises:
             ValueError: lists every leaf that was written to.
@@ -94,26 +94,26 @@ class Watch:
         )
 
     def _changed(self, where: str) -> list[str]:
-        """The leaves whose bits are others than at `add`."""
+        """The leaves whose sum of bits has changed since `keep`."""
         if not self._bits or where in self._compared:
             return []
-        # Once, as it reads every parameter: what a loss writes past the count, it writes the first time, too.
+        # Once, as it reads every parameter: a loss that bypasses the count does so the first time, too.
         self._compared.add(where)
         same = torch.stack([_sum_of_bits(x).eq(total).cpu() for _, x, total in self._bits]).tolist()
         return [path for (path, *_), is_same in zip(self._bits, same, strict=True) if not is_same]
 
     def forget_dead(self) -> None:
-        """Drops tensors that are gone; what was written to them, `check` has seen."""
+        """Drops tensors that are gone; `check` has seen writes to them."""
         self._seen = [x for x in self._seen if not x.memory.expired()]
 
 
 def _place_of(x: Tensor) -> int:
-    """Where its memory is; of a tensor without data, what stands for that."""
+    """The address of its data, or of its storage if it has no data."""
     return x.data_ptr() if type(x) is Tensor else storage_of(x)
 
 
 def _sum_of_bits(x: Tensor) -> Tensor:
-    """A sum that an assignment of other values changes, but for a chance."""
+    """A checksum of the bits: other values change it, except by chance."""
     with torch.no_grad():
         real = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
         size = real.element_size()
@@ -122,7 +122,7 @@ def _sum_of_bits(x: Tensor) -> Tensor:
 
 
 class _WatchedTensor(NamedTuple):
-    """A tensor that is watched: by an empty one that shares its version."""
+    """A watched tensor: an empty one shares its version."""
 
     path: str
     witness: Tensor
@@ -137,11 +137,11 @@ def check_graph(
     """Refuses ops that write to parameters.
 
     Args:
-        graph: what has been captured of the step so far: forward and backward.
+        graph: the part of the step captured so far: forward and backward.
         leaves: by storage, the path of a leaf.
-        name: what was captured: "the loss", say.
-        what: what the leaves are of.
-        remedy: what to do.
+        name: of the captured code, such as "the loss".
+        what: the leaves' tree, for the error.
+        remedy: the remedy, for the error.
 
     Raises:
         ValueError: lists every such op, with its line.

@@ -1,4 +1,4 @@
-"""Low-rank adapters: a few trainable leaves beside a model that stays as it is."""
+"""Low-rank adapters: a few trainable leaves beside a frozen model."""
 
 from ._lora import LoRA as LoRA
 from ._peft import load_peft as load_peft, save_peft as save_peft

@@ -1,8 +1,8 @@
-"""LoRA as trees: which leaves have adapters, their first values and specs, and a loss that uses both.
+"""LoRA as trees: the leaves that have adapters, their first values and specs, and a loss that uses both.
 
     {"base": the model's parameters, "lora": {path: {"a": [..., r, in], "b": [..., out, r]}}}
 
-A leaf `[..., out, in]` becomes `w + scale * (b @ a)`, and is never computed as such: products take the two thin ones.
+A leaf `[..., out, in]` becomes `w + scale * (b @ a)`, a sum that products do not form: they use the thin factors.
 Leading dims stack layers.
 """
 
@@ -39,7 +39,7 @@ class Site:
     """A leaf that has an adapter.
 
     Attributes:
-        entries: the keys that lead to it.
+        entries: the keys of its path.
         shape: its global shape.
         spec: how it is cut.
         stacked: whether its layers are gathered one at a time (`Sharding`).
@@ -58,7 +58,7 @@ class LoRA:
     Attributes:
         rank: r.
         alpha: the scale is alpha / r, or alpha / sqrt(r) with `rslora`.
-        rslora: see there.
+        rslora: see `alpha`.
         fan_in_fan_out: whether weights are `[..., in, out]`, as GPT-2's of `transformers`.
         sites: by path, the leaves.
         base_specs: the specs of the model's parameters.
@@ -105,8 +105,8 @@ class LoRA:
 
         Args:
             params: the model's parameters, or anything of their shapes.
-            targets: regular expressions; a leaf in whose path, keys joined by dots, one is found (`re.search`) has an
-                adapter.
+            targets: regular expressions; a leaf has an adapter if one is found (`re.search`) in its path, keys joined
+                by dots.
             rank: r.
             alpha: default r, so that the scale is 1.
             rslora: whether the scale is alpha / sqrt(r), so that it suits large ranks.
@@ -114,8 +114,8 @@ class LoRA:
             specs: the specs of the model's parameters, or a prefix of their tree.
 
         Raises:
-            ValueError: a target fits no leaf, or one that is no floating weight of two dims or more, or whose smaller
-                side is under r; all are listed.
+            ValueError: a target fits no leaf, or one that is not a floating weight of two dims or more, or whose
+                smaller side is under r; lists all.
         """
         leaves, entries = tree_flatten(params)[0], tree_entries(params)
         cuts = broadcast_prefix(specs, params, lambda x: isinstance(x, P | Sharding), names=("specs", "params"))
@@ -141,7 +141,7 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """What `b @ a` is multiplied by."""
+        """The factor of `b @ a`."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
@@ -165,11 +165,11 @@ class LoRA:
         return out
 
     def init(self, key: Int64[Tensor, "2"], *, dtype: torch.dtype = torch.float32) -> dict[str, dict[str, Tensor]]:
-        """First values: `a` uniform in +-1 / sqrt(in), `b` zero, so that the model is as it was.
+        """First values: `a` uniform in +-1 / sqrt(in), `b` zero, so that the model's outputs are unchanged.
 
         Args:
-            key: adapter i of those in order is drawn with `fold_in(key, i)`.
-            dtype: theirs.
+            key: adapter i, in order, is drawn with `fold_in(key, i)`.
+            dtype: of the adapters.
         """
         out = {}
         for i, (path, shapes) in enumerate(self.shapes.items()):
@@ -227,16 +227,16 @@ class LoRA:
         return {k: Sharding(cut, stacked=True) for k, cut in cuts.items()} if site.stacked else cuts  # pyright: ignore
 
     def _axes(self, site: Site) -> list[Any]:
-        """By dim, stacked ones first, then those of out and in."""
+        """The axes that cut each dim: stacked dims first, then out and in."""
         axes: list[Any] = [tuple(site.spec.dim_axes(d)) or None for d in range(len(site.shape))]
         return [*axes[:-2], axes[-1], axes[-2]] if self.fan_in_fan_out else axes
 
     def _weight(self, w: Tensor, adapter: Mapping[str, Tensor], site: Site) -> LowRankWeight:
         *_, out, into = self._axes(site)
-        # Where the leaf is cut, what is whole of its adapter is a value that ranks use differently.
+        # Where the leaf is cut, ranks use the uncut part of its adapter differently, so it becomes varying.
         a = pvary(adapter["a"], out) if out else adapter["a"]
         b = pvary(adapter["b"], into) if into else adapter["b"]
-        # Only where it must be: a leaf that arrives when it is used would arrive now.
+        # Only if necessary: a cast would gather a lazy leaf here.
         a, b = (x if x.dtype == w.dtype else x.to(w.dtype) for x in (a, b))
         left, right = (a.mT, b.mT) if self.fan_in_fan_out else (b, a)
         return LowRankWeight.of(w, left, right, self.scale)

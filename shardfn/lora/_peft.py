@@ -17,7 +17,7 @@ from ._lora import LoRA, Site
 
 _PREFIX = "base_model.model."
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# What `peft` can do and these trees cannot: refused where the file says anything but this.
+# Features of `peft` that these trees cannot express: a file with any other value is refused.
 _PLAIN: dict[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
@@ -45,13 +45,13 @@ def save_peft(
 
     Args:
         directory: made if it is not there.
-        lora: what the adapters are of; its leaves are weights of a module, by name, as `from_module` gives them.
-        adapters: the values.
+        lora: the adapters' description; its leaves are weights of a module, named as by `from_module`.
+        adapters: their values.
         base_model: the name or directory of the model, which the configuration states.
         task_type: of `peft`.
 
     Raises:
-        ValueError: a leaf is no weight of a module.
+        ValueError: a leaf is not a weight of a module.
     """
     tensors, modules, problems = {}, [], []
     for path, site in lora.sites.items():
@@ -88,20 +88,20 @@ def load_peft(
 ) -> tuple[LoRA, dict[str, dict[str, Tensor]]]:
     """Reads adapters that `peft` or `save_peft` has written.
 
-    A dropout that they were trained with does not matter here: it acts in training alone.
+    Their dropout is ignored, as it acts in training alone.
 
     Args:
         directory: with both files.
         params: a module's parameters by name, from `from_module`, stacked layers included.
-        specs: theirs.
+        specs: of the parameters.
 
     Returns:
-        What the adapters are of, and their values.
+        The adapters' description, and their values.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: they are of another kind than plain LoRA; or of leaves that are not there, or have other shapes. All
-            of it is listed.
+        ValueError: they are of another kind than plain LoRA, or belong to leaves that are missing or have other shapes;
+            lists all.
     """
     place = pathlib.Path(directory)
     config: dict[str, Any] = json.loads((place / _CONFIG).read_text())
@@ -138,7 +138,7 @@ def load_peft(
 
 
 def _modules_of(site: Site) -> list[str] | None:
-    """The modules whose weight a leaf is: one, or of stacked layers as many as there are."""
+    """The modules whose weight a leaf is: one, or one per layer of a stack. None if it is not a module's weight."""
     *before, last = map(str, site.entries)
     if not last.endswith(".weight") or len(before) > 1 or len(site.shape) != 2 + len(before):
         return None
@@ -147,10 +147,10 @@ def _modules_of(site: Site) -> list[str] | None:
 
 
 def _sites(params: PyTree, tensors: Mapping[str, Tensor], place: pathlib.Path) -> dict[str, dict[str, Tensor]]:
-    """By path, what the file has of a leaf; layers stacked as the leaf has them.
+    """The file's tensors by the path of their leaf, with layers stacked as in the leaf.
 
     Raises:
-        ValueError: lists what has no leaf, and layers that are missing.
+        ValueError: lists tensors without a leaf, and missing layers.
     """
     sites = [
         Site(entry, tuple(x.shape), P()) for entry, x in zip(tree_entries(params), tree_flatten(params)[0], strict=True)

@@ -1,10 +1,10 @@
 """A weight with a low-rank part that is never added to it: `w + scale * (left @ right)`, as two thin products.
 
-    x @ w                      what the model wrote
-    x @ w + scale * (x @ left) @ right      what is computed
+    x @ w                                   written in the model
+    x @ w + scale * (x @ left) @ right      computed
 
-It is a tensor to whoever asks, and a node of pytrees, with its three parts as children, to `scan`, `remat` and their
-kind. What is no product of it, nor takes layers from a stack, sees the sum.
+It is a tensor under `isinstance`, and a pytree node with its three parts as children for `scan`, `remat` and their
+kind. Operations other than products, transposes and taking layers from a stack see the sum.
 """
 
 import string
@@ -19,7 +19,7 @@ from shardfn.nn import Product, product_of
 
 
 class _WithoutValues(torch.autograd.Function):
-    """The parts -> the weight without values: gradients of what takes it past torch's functions end here."""
+    """The parts -> the weight without values. Gradients of code that bypasses torch's functions arrive here."""
 
     @staticmethod
     def forward(ctx: Any, scale: float, weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class _WithoutValues(torch.autograd.Function):
 
 
 class LowRankWeight(torch.Tensor):
-    """A weight `[..., m, n]` as `weight + scale * (left @ right)`. Behaves as the tensor it stands for.
+    """A weight `[..., m, n]` as `weight + scale * (left @ right)`. Behaves as that sum.
 
     Attributes:
         weight: `[..., m, n]`.
@@ -73,7 +73,7 @@ class LowRankWeight(torch.Tensor):
         return self.weight + self.scale * (self.left @ self.right)
 
     def with_parts(self, f: Callable[[Tensor], Tensor]) -> "LowRankWeight":
-        """The weight of what `f` makes of each part."""
+        """The weight with `f` applied to each part."""
         return LowRankWeight.of(f(self.weight), f(self.left), f(self.right), self.scale)
 
     def transposed(self) -> "LowRankWeight":
@@ -122,7 +122,7 @@ _SWAPS: set[Any] = {_TENSOR.transpose, torch.transpose, _TENSOR.swapaxes, _TENSO
 
 
 def _view(func: Any, x: LowRankWeight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What keeps the parts apart: a transpose, or layers of a stack. None if it is neither."""
+    """The result of an operation that keeps the parts apart: a transpose, or layers of a stack. None for others."""
     if kwargs and func is not _TENSOR.unbind:
         return None
     if func in _TRANSPOSES and (x.ndim == 2 or func is _TENSOR.mT.__get__):
@@ -147,7 +147,7 @@ def _multiplied(func: Any, args: tuple[Any, ...], operands: tuple[Any, ...]) -> 
     x, w, on_right = (a, b, True) if type(b) is LowRankWeight else (b, a, False)
     if func is torch.einsum:
         return torch.einsum(args[0], *(_alone(y) for y in operands)) + w.scale * _thin_einsum(args[0], x, w, on_right)
-    if func is torch.nn.functional.linear and not on_right:  # the weight is what is mapped
+    if func is torch.nn.functional.linear and not on_right:  # the weight is the mapped operand
         return torch.nn.functional.linear(w.whole(), x, *bias)
     base = func(*(_alone(y) for y in args))
     if func is torch.nn.functional.linear:
@@ -156,7 +156,7 @@ def _multiplied(func: Any, args: tuple[Any, ...], operands: tuple[Any, ...]) -> 
 
 
 def _thin_einsum(equation: str, x: Tensor, w: LowRankWeight, on_right: bool) -> Tensor:
-    """The low-rank part of an einsum of two operands; what is summed with `x` goes first."""
+    """The low-rank part of an einsum of two operands; the factor that is contracted with `x` comes first."""
     inputs, _, out = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     of_x, of_w = terms if on_right else terms[::-1]
@@ -186,7 +186,7 @@ def _of_parts(scale: float, parts: Any) -> Any:
     weight, left, right = parts
     if all(isinstance(x, Tensor) for x in (weight, left, right)):
         return LowRankWeight.of(weight, left, right, scale)
-    return {"weight": weight, "left": left, "right": right}  # of a tree of something else: specs, names
+    return {"weight": weight, "left": left, "right": right}  # parts of another tree, of specs or names
 
 
 register_pytree_node(LowRankWeight, _parts, _of_parts)

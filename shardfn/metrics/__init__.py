@@ -1,4 +1,4 @@
-"""What a run shows of itself: metrics as numbers, its speed, and where they are written."""
+"""Metrics of a run: their conversion to numbers, its speed, and a log of both."""
 
 from ._floats import to_floats as to_floats
 from ._logger import Logger as Logger

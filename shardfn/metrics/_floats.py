@@ -10,7 +10,7 @@ from shardfn.core import not_scalar, raise_all
 
 
 def to_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as floats: all tensors of a device are stacked there and brought over at once.
+    """Metrics as floats: all tensors of a device are stacked there and copied at once.
 
     Waits for the device, so a loop that calls it every few steps, and not after each, keeps the device busy.
 
@@ -18,8 +18,8 @@ def to_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
         metrics: 0-d tensors of any dtype, on any device, and numbers.
 
     Returns:
-        The same names in the same order. In float64 on the way, so that float32 and integers below 2^53 stay as they
-        are; on a device without float64 in float32.
+        The same names in the same order. Values pass through float64, which is exact for float32 and integers below
+        2^53; on a device without float64 through float32.
 
     Raises:
         TypeError: values are neither; lists all.

@@ -15,21 +15,21 @@ from ._floats import to_floats
 class Logger:
     """Writes metrics by step to `metrics.jsonl` and, where asked, to TensorBoard events in the same folder.
 
-    The first rank of the mesh writes; on the others nothing happens, and no metric is brought over from the device. A
-    line is on disk when `write` returns, so that a run that dies leaves all its lines.
+    The first rank of the mesh writes; on the others nothing happens, and no metric is copied from the device. A line is
+    on disk when `write` returns, so that a run that dies leaves all its lines.
 
     Args:
         folder: where to; made if missing.
         mesh: only its first rank writes; None means that this process writes.
         tensorboard: whether events are written too, for which the package `tensorboard` must be installed.
-        start: the step that a resumed run goes on from: lines of later steps are dropped, since those steps are made
-            again. 0 begins anew.
+        start: the step from which a run resumes: lines of later steps are dropped, since those steps are made again. 0
+            begins anew.
 
     Attributes:
-        rows: what has been written, those lines included that were there.
+        rows: the lines written so far, including those that a resumed run found in the file.
 
     Raises:
-        ModuleNotFoundError: (on the first rank) `tensorboard` is asked for, and not installed.
+        ModuleNotFoundError: (on the first rank) `tensorboard` is requested, and not installed.
 
     Example:
         >>> import tempfile, torch
@@ -69,10 +69,10 @@ class Logger:
         """One line: the number of a step and its metrics, 0-d tensors or numbers, from one mapping or several.
 
         Returns:
-            What was written; on other ranks than the first an empty dict.
+            The line as written; on other ranks than the first an empty dict.
 
         Raises:
-            TypeError: a metric is neither a 0-d tensor nor a number, or `step` is no number.
+            TypeError: a metric is neither a 0-d tensor nor a number, or `step` is not a number.
         """
         if isinstance(step, Mapping):
             raise TypeError("Logger.write: the step's number comes first: logger.write(step, metrics).")
@@ -124,5 +124,5 @@ def _events(out: pathlib.Path, start: int) -> Any:
     if not start:  # TensorBoard would join two runs in one curve
         for old in out.glob("events.out.tfevents.*"):
             old.unlink()
-    # What is there from later steps is hidden: `purge_step` is TensorBoard's word for a run that goes on.
+    # `purge_step` makes TensorBoard hide events of later steps, which a resumed run makes again.
     return SummaryWriter(str(out), purge_step=start + 1 if start else None)

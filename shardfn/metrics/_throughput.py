@@ -1,4 +1,4 @@
-"""Tokens a second, and the part of the devices' arithmetic that they amount to."""
+"""Tokens per second, and model FLOPs utilisation."""
 
 import time
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from collections.abc import Callable
 def flops_per_token(num_params: int, *, num_layers: int = 0, d_attention: int = 0, length: int = 0) -> float:
     """Floating-point operations of forward and backward for a token: `6 N + 12 L D T`.
 
-    As model FLOPs utilisation counts them: what is computed again under `remat` does not count, and attention counts in
-    full although a causal mask leaves half of it out.
+    Counted as for model FLOPs utilisation: recomputation under `remat` does not count, and attention counts in full
+    although a causal mask leaves half of it out.
 
     Args:
         num_params: N, parameters that a token meets: without the embedding table, unless it is the output layer too.
@@ -29,8 +29,8 @@ def flops_per_token(num_params: int, *, num_layers: int = 0, d_attention: int = 
 class Throughput:
     """The speed of a loop, from one call to the next.
 
-    Call it where the loop has waited for the device (after `to_floats`): before that, time says how fast steps are
-    asked for, not how fast they run.
+    Call it where the loop has waited for the device (after `to_floats`): before that, the time measures how fast steps
+    are launched, not how fast they run.
 
     Args:
         flops_per_token: see `flops_per_token`; None leaves "mfu" out.
@@ -38,7 +38,7 @@ class Throughput:
         clock: returns the time in seconds.
 
     Raises:
-        ValueError: one of the two numbers of "mfu" is there without the other, or is not positive.
+        ValueError: one of the two numbers of "mfu" is given without the other, or is not positive.
 
     Example:
         >>> now = iter([0.0, 2.0])
@@ -58,14 +58,14 @@ class Throughput:
             told = ", ".join(f"{name}={x}" for name, x in given.items())
             raise ValueError(f"Throughput({told}): 'mfu' needs both, above 0; leave out both to go without.")
         self._flops, self._peak, self._clock = flops_per_token, peak_flops, clock
-        # When the last call, or the start, was: each call measures from there, and no time is counted twice.
+        # The time of the last call, or of the start: each call measures from there, and no time is counted twice.
         self._last = clock()
 
     def __call__(self, tokens: int) -> dict[str, float]:
-        """What the time since the last call, or since the start, gives.
+        """The rates since the last call, or since the start.
 
         Args:
-            tokens: of all ranks, that were trained on in it.
+            tokens: the number of tokens trained on in that time, on all ranks.
 
         Returns:
             "tokens_per_s", and "mfu", a fraction of 1, where it is known.

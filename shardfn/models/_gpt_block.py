@@ -19,7 +19,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Along(NamedTuple):
-    """Along which axes the blocks are cut; with `sequence`, the number of tokens, tokens are cut between blocks."""
+    """The axes that cut the blocks; with `sequence`, the number of tokens, tokens are cut between blocks."""
 
     axis: Axes = None
     sequence: int | None = None
@@ -35,7 +35,7 @@ def block(
     key: Tensor | None,
     index_B: Tensor | None,
 ) -> Tensor:
-    """The stream after one block. `p` has its leaves; `table` is what attention is told of positions and documents."""
+    """The stream after one block. `p` has its leaves; `table` has attention's arguments for positions and documents."""
     k1, k2 = (None, None) if key is None else split(key).unbind()
     table = _dropping(config, table, key, index_B)
     y_BTD = _attention(config, along, p, norm(config, along, x_BTD, p["norm1_w"], p.get("norm1_b")), table)
@@ -68,14 +68,14 @@ def _mlp(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor:
 
 
 def norm(config: Config, along: Along, x_BTD: Tensor, w_D: Tensor, b_D: Tensor | None) -> Tensor:
-    """The norm that the config names, of what lies between blocks."""
+    """The config's norm, applied to activations between blocks."""
     w_D, b_D = nn.between(w_D, *along), None if b_D is None else nn.between(b_D, *along)
     eps = config.norm_eps
     return nn.rms_norm(x_BTD, w_D, eps=eps) if config.norm == "rms" else nn.layer_norm(x_BTD, w_D, b_D, eps=eps)
 
 
 def _dropping(config: Config, table: dict[str, Any], key: Tensor | None, index_B: Tensor | None) -> dict[str, Any]:
-    """What attention is told, with the dropout of one block."""
+    """The arguments of attention, with the dropout of one block added."""
     if key is None or config.attention_dropout == 0:
         return table
     how, index_B = table["how"], _numbers(f"attention_dropout {config.attention_dropout}", index_B)
@@ -89,7 +89,7 @@ def _numbers(what: str, index_B: Tensor | None) -> Tensor:
     """The samples' global numbers.
 
     Raises:
-        ValueError: there are none.
+        ValueError: they are missing.
     """
     if index_B is None:
         raise ValueError(

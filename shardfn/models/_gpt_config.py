@@ -28,8 +28,8 @@ class Config:
         mlp: "gelu" or "swiglu".
         position: "learned", "rope" or "alibi".
         tie_embeddings: the output layer is the embedding.
-        bias: the projections, the gelu MLP and layer norm have biases. RMS norm, swiglu and the output layer have none.
-            "qkv" is those of queries, keys and values alone, as in Qwen2.
+        bias: the projections, the gelu MLP and layer norm have biases. RMS norm, swiglu and the output layer have no
+            bias. "qkv" is those of queries, keys and values alone, as in Qwen2.
         dropout: rate, on the embeddings and on both residual branches; active only where a key is given.
         stacked: blocks are one dict of leaves [L, ...] that are scanned over, in place of L dicts; a step of many
             layers is then captured in seconds. Draws and values are the same.
@@ -39,14 +39,14 @@ class Config:
             Draws and values are the same.
         attention: how attention is computed: `nn.Dense()`, `nn.Blockwise()`, `nn.BlockSparse()`, or on ranks that each
             have some tokens `nn.Ulysses(axis, length)` or `nn.Ring(axis, length)`. Values are the same.
-        loss_tile: tokens whose logits are there at a time in the loss; None is all. Values are the same.
-        norm_eps: what norms add to the variance.
+        loss_tile: tokens whose logits are in memory at a time in the loss; None is all. Values are the same.
+        norm_eps: the term that norms add to the variance.
         rope_base: of rotary positions: the longest wave is 2 pi rope_base tokens.
         window: tokens that a token attends to, itself among them, as in Mistral; None is all before it.
-        layout: from the number of tokens to a mask: of those pairs only that it counts, too. Block-sparse attention is
-            `functools.partial(nn.layouts.fixed, block=64)` with `attention=nn.BlockSparse()`. Heads, where it tells
-            them apart, are num_heads.
-        causal: False: tokens attend to later ones, too, as in BERT. A batch then says its "targets".
+        layout: from the number of tokens to a further mask, intersected with the others. Block-sparse attention is
+            `functools.partial(nn.layouts.fixed, block=64)` with `attention=nn.BlockSparse()`. A mask that differs
+            between heads has num_heads of them.
+        causal: False: tokens attend to later ones, too, as in BERT. A batch then has "targets".
         attention_dropout: rate, on the probabilities of attention (`nn.PairDropout`); active only where a key is given.
 
     Raises:
@@ -127,7 +127,7 @@ class Config:
 
     @classmethod
     def bloom_like(cls, **changes: Any) -> "Config":
-        """BLOOM 176B with `changes`: ALiBi, and a norm behind the embedding.
+        """BLOOM 176B with `changes`: ALiBi, and a norm after the embedding.
 
         Example:
             >>> Config.bloom_like(num_layers=2, d_model=24, num_heads=3).position

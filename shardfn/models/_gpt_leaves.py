@@ -33,7 +33,7 @@ from shardfn.core import (
 
 from ._gpt_config import Config
 
-Params = Any  # a dict as `init` makes it; optree types what it returns as its own PyTree
+Params = Any  # a dict as `init` makes it; optree types its results as its own PyTree
 
 
 def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
@@ -103,7 +103,7 @@ def check_blocks(config: Config, params: Params, axis: Axes) -> None:
     if config.stacked:
         sizes = _stack_blocks(sizes, lambda same: _BlockShape((config.num_layers, *same[0].shape)))
     if tree_structure(sizes) != tree_structure(params):
-        return  # the layers say what they miss
+        return  # the layers' errors name missing leaves
     named: list[Any] = list(zip(tree_paths(sizes, "params"), tree_leaves(params), tree_leaves(sizes), strict=True))
     problems = [
         f"{path} is {tuple(x.shape)}, but this rank's block is {block.shape}; use specs(config, tp={axis!r})"

@@ -106,7 +106,7 @@ def loss(
         A 0-d tensor, or a WeightedMean where "targets" or "segment_ids" are in the batch.
 
     Raises:
-        TypeError: the batch is no dict with "tokens" of integers, [B, T + 1].
+        TypeError: the batch is not a dict with "tokens" of integers, [B, T + 1].
         ValueError: as `apply`; a model that looks ahead and a batch without "targets", whose tokens it would see; or
             `tile` and `sequence`, whose layers take all of a rank's tokens together.
 
@@ -125,7 +125,7 @@ def loss(
 
 
 def shifted(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch with each token's successor beside it, which is how sequences are cut; one that has them as it is.
+    """The batch with each token's successor as "targets", so that sequences can be cut; unchanged if it has them.
 
     The successor of a document's last token does not count.
 
@@ -193,8 +193,8 @@ class Stages(NamedTuple):
 def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = None, sequence: bool = False) -> Stages:
     """`loss` as the parts of a pipeline: `pipeline(*stages(config), axis="pp")` with `specs(config, pp="pp")`.
 
-    What travels is the residual stream, the positions and documents of the tokens, and where dropout is on the samples'
-    numbers. A pipeline gives each layer a key of its own, so its dropout masks are others than those of `loss`.
+    Stages send the residual stream, the positions and documents of the tokens, and with dropout the samples' numbers. A
+    pipeline gives each layer a key of its own, so its dropout masks differ from those of `loss`.
 
     Args:
         config: the shape; its blocks are stacked.
@@ -264,7 +264,7 @@ def generate(
         config: the shape.
         params: as from `init`.
         prompt_BT: at least one token.
-        num_tokens: how many to append.
+        num_tokens: the number to append.
         key: the key of the noise.
         temperature: 0 takes the likeliest token.
         axis: the mesh axes along which the leaves are cut, as in `apply`.
@@ -303,10 +303,10 @@ def generate(
 
 
 def _check_batch(batch: Any) -> None:
-    """Refuses tokens that are none.
+    """Refuses batches without integer tokens [B, T + 1].
 
     Raises:
-        TypeError: says what a batch is.
+        TypeError: describes a batch, and the argument.
     """
     tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
@@ -384,7 +384,7 @@ def _shifted(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weighted(batch: dict[str, Any]) -> bool:
-    """Whether rows differ in how many targets count."""
+    """Whether rows differ in the number of targets that count."""
     return "targets" in batch or "segment_ids" in batch
 
 
@@ -408,7 +408,7 @@ def _logits(config: Config, params: Params, x_BTD: Tensor, along: _Along) -> Ten
 
 
 def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None) -> dict[str, Any]:
-    """What attention is told of positions and documents: of this rank's tokens and all heads."""
+    """Attention's arguments for positions and documents: of this rank's tokens and all heads."""
     causal = nn.Causal() if config.window is None else nn.Window(config.window - 1)
     mask = causal if config.causal else nn.Full()
     if config.layout is not None:

@@ -1,7 +1,7 @@
-"""Values that are on another rank: of their shape and dtype, and computed without data.
+"""Placeholders for values on another rank: shape and dtype without data.
 
-A stage of a pipeline runs the module's own forward. What other stages compute is absent there: functions of it give
-absent results, of the shapes that torch finds on its meta device, and cost no arithmetic and no gather.
+A stage of a pipeline runs the module's own forward, where values computed by other stages are absent: functions of them
+give absent results, with the shapes that torch infers on its meta device, and cost no arithmetic and no gather.
 """
 
 from typing import Any
@@ -19,21 +19,21 @@ _METADATA = frozenset(
 
 
 class NeedsValue(BaseException):
-    """What runs asks for the value of what is absent. No `Exception`, so that no forward catches it."""
+    """The running code needs an absent value. Not an `Exception`, so that no forward catches it."""
 
 
 class AbsentTensor(torch.Tensor):
     """A tensor without data, on the device that the value would be on.
 
     Raises:
-        NeedsValue: its value is asked for, or written to a tensor that is here.
+        NeedsValue: its value is needed, or written to a tensor with data.
     """
 
     _meta: Tensor
 
     @staticmethod
     def of(x: Tensor) -> "AbsentTensor":
-        """One of the shape and dtype of a tensor, which is not used."""
+        """An absent tensor with the shape and dtype of a tensor, whose values are not used."""
         return _wrapped(_as_meta(x), x.device)
 
     @classmethod
@@ -52,7 +52,7 @@ class AbsentTensor(torch.Tensor):
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 out = func(*on_meta[0], **on_meta[1])
-        except (RuntimeError, NotImplementedError) as error:  # what torch says of meta tensors without values
+        except (RuntimeError, NotImplementedError) as error:  # torch's errors for meta tensors without values
             raise NeedsValue(f"{name}: {error}") from error
         if writes(name):
             return args[0]
@@ -60,7 +60,7 @@ class AbsentTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses what has not come through `__torch_function__`."""
+        """Refuses calls that have not come through `__torch_function__`."""
         del types, args, kwargs
         raise NeedsValue(f"{func} takes it by another way than a function of torch")
 

@@ -48,13 +48,13 @@ class ModuleFunction:
 
         Args:
             params: by name; those that are not given are the module's own, as constants.
-            *args: what the module takes.
-            **kwargs: what it takes by name.
+            *args: the module's arguments.
+            **kwargs: its arguments by name.
 
         Raises:
-            ValueError: a name is none of the module's; or the forward does what would not be the same on every number
-                of ranks, or would be lost: it draws from torch's generator, changes a buffer, normalises over the
-                batch, or assigns a parameter.
+            ValueError: a name is not one of the module's; or the result would depend on the number of ranks, or be
+                lost: the forward draws from torch's generator, changes a buffer, normalises over the batch, or assigns
+                a parameter.
             RuntimeError: another thread runs the module at this moment.
         """
         return self.run(Draws(self.module), params, None, args, kwargs)[0]
@@ -65,8 +65,8 @@ class ModuleFunction:
         Args:
             forward: runs in the place of the module.
             params: by name.
-            *args: what it takes.
-            **kwargs: what it takes by name.
+            *args: arguments of `forward`.
+            **kwargs: its arguments by name.
 
         Example:
             >>> module = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -86,15 +86,15 @@ class ModuleFunction:
 
         Args:
             key: for this step.
-            index_B: global number of each row of the batch, which is dim 0 of whatever is dropped from.
+            index_B: global number of each row of the batch, which is dim 0 of the tensors under dropout.
             forward: runs in the place of the module, as in `within`.
 
         Returns:
             `f(params, *args, **kwargs)`.
 
         Raises:
-            ValueError: a layer of torch.nn that drops has the batch in dim 1; or (when called) a tensor that is dropped
-                from has another number of rows, or of a rank's tokens, or something else draws.
+            ValueError: a layer of torch.nn that drops has the batch in dim 1; or (when called) a tensor under dropout
+                has another number of rows, or of a rank's tokens, or another function draws.
 
         Example:
             >>> from shardfn.core import key
@@ -112,7 +112,7 @@ class ModuleFunction:
         return f
 
     def draws(self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"]) -> Callable[[], Draws]:
-        """Makes what gives one call its random numbers."""
+        """Makes the random numbers of one call."""
         check_keyed(self.module, key, index_B)
         return lambda: Draws(self.module, key, index_B)
 
@@ -125,13 +125,13 @@ class ModuleFunction:
         kwargs: dict[str, Any],
         forward: Callable[..., Any] | None = None,
     ) -> tuple[Any, dict[str, Tensor]]:
-        """The forward, and what it has made of the buffers in `state`; it may change these, and no others.
+        """The forward's result, and the new values of the buffers in `state`; it may change these, and no others.
 
-        `forward` runs in the place of the module, and calls it.
+        `forward` runs in place of the module, and calls it.
         """
         check_cache()
         warn_of_asked_balance(self.module, kwargs)
-        # At each call: between calls the module is its owner's, who may have moved or replaced what is in it.
+        # At each call: between calls the module's owner may move or replace its tensors.
         parts = ModuleParts.of(self.module)
         given = resolve(parts, self._firsts, params)
         found = self._found(parts, given)
@@ -145,7 +145,7 @@ class ModuleFunction:
         dtypes = {name: x.dtype for name, x in given.params.items()}
         compute, key = compute_dtype(), (tuple(own.items()), tuple(dtypes.values()), tuple(parts.buffers))
         known = self._casts.get(key)
-        # What runs again in the backward runs outside the loss: there the forward's answer counts.
+        # Recomputation in the backward runs outside the loss: there the answer found in the forward is used.
         if known is None or compute not in (None, known.main):
             known = self._casts[key] = casts(parts, own, dtypes, self._keep_dtype, compute)
         return known
@@ -165,13 +165,13 @@ class StatefulFunction:
     def __call__(
         self, params: Mapping[str, Tensor], model_state: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        """The module's forward, and what it has made of the buffers; see `ModuleFunction`.
+        """The module's forward, and the new values of the buffers; see `ModuleFunction`.
 
         Args:
             params: by name.
-            model_state: by name; left as it is.
-            *args: what the module takes.
-            **kwargs: what it takes by name.
+            model_state: by name; not changed.
+            *args: the module's arguments.
+            **kwargs: its arguments by name.
 
         Raises:
             ValueError: the model state is not the one that `from_module` gave, by names; or as `ModuleFunction`.
@@ -201,13 +201,13 @@ class StatefulFunction:
 
 
 class _ModuleCall:
-    """One call of a module, and what runs again of it in the backward.
+    """One call of a module, and the parts of it that run again in the backward.
 
-    Invariant: whatever runs, the first time and again, runs between `_running` and its end: with the given tensors in
-    their places, every function of torch seen, and the draws numbered from where that part began the first time.
-    Nothing is kept but the given tensors, which are leaves; so no gathered parameter outlives its use. Buffers of the
-    state are written to in copies, which are made anew whenever something runs: so what runs again begins with the
-    values that it had the first time, and changes nothing that was returned.
+    Invariant: every part, the first time and again, runs inside `_running`: with the given tensors in their places,
+    every function of torch seen, and the draws numbered from the part's first start. Only the given tensors are kept,
+    which are leaves; so no gathered parameter outlives its use. Buffers of the state are written to in copies, made
+    anew for each run: so a part that runs again begins with the values of its first run, and does not change returned
+    values.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class _ModuleCall:
         self._parts, self._given, self._found, self._draws = parts, given, found, draws
         self._state, self._axis, self._routed = state, axis, routed
         self._placed: Placed | None = None  # while it runs
-        # What runs again may run on autograd's thread, for this one: `one_thread` is told.
+        # Parts may run again on autograd's thread, on behalf of this one: `one_thread` needs its id.
         self._caller = threading.get_ident()
 
     def call(
@@ -236,10 +236,10 @@ class _ModuleCall:
         return out
 
     def again(self) -> Again:
-        """Runs what follows with the draws that it would make here, and the buffers that the forward has assigned."""
+        """Reruns code as from here: with the same draws, and the buffers that the forward has assigned so far."""
         assert self._placed is not None
         mark, overrides = self._draws.mark, self._placed.overrides()
-        # Copies, as the forward goes on to write to its own.
+        # Copies, as the forward may still write to its own.
         state = {name: x.clone() for name, x in self._now().items()}
 
         @contextlib.contextmanager
@@ -254,7 +254,7 @@ class _ModuleCall:
         return entered
 
     def path_of(self, sub: nn.Module) -> str | None:
-        """Where in the module `sub` is; None if it is no part of it."""
+        """The path of `sub` in the module; None if it is not a part of it."""
         return next((path for path, m in self._parts.modules.items() if m is sub), None)
 
     def converted(self, sub: nn.Module, convert: Callable[[Any], Any]) -> bool:
@@ -277,7 +277,7 @@ class _ModuleCall:
         return True
 
     def _now(self) -> dict[str, Tensor]:
-        """The buffers of the state as they are at this moment."""
+        """The current buffers of the state."""
         slots = {name: self._parts.buffers[name] for name in self._state or {}}
         return {name: slot.owner._buffers[slot.name] for name, slot in slots.items()}  # pyright: ignore[reportReturnType]
 
@@ -295,7 +295,7 @@ class _ModuleCall:
             slots = None if self._state is None else frozenset(self._parts.buffers[name] for name in own)
             mode = ModuleMode(placed, self._draws, slots, self._axis)
             placed.override(overrides)
-            # After `override`, which puts back what the forward had assigned: a buffer of the state is this run's own.
+            # After `override`, which restores the forward's assignments: a buffer of the state is this run's own.
             for name, x in own.items():
                 self._parts.buffers[name].owner._buffers[self._parts.buffers[name].name] = x
             routed = contextlib.nullcontext() if self._routed is None else self._routed.running()
@@ -312,7 +312,7 @@ class _ModuleCall:
                     f"the forward of the module assigns its parameters {', '.join(assigned)}, which the step keeps and"
                     " trains; give what it computes another name, or convert the module before from_module."
                 )
-            # Only where nothing was raised: the first error is the one to tell.
+            # Only without an earlier error, which is the one to report.
             mode.check()
 
     @contextlib.contextmanager
@@ -358,26 +358,26 @@ def from_module(
     """Splits a module into its parameters and a pure function of them.
 
     Tied parameters appear once, under their first name, and stay tied. Buffers are closed over, and are constants: a
-    forward that changes one is refused, by name, before it does. The module itself is left as it is; its own parameters
+    forward that changes one is refused, by name, before it does. The module itself is not changed; its own parameters
     may be freed with `module.to("meta")` once a step has taken them, if it has no buffers.
 
-    What `torch.utils.checkpoint` inside the module runs again in the backward runs with the parameters and the draws of
+    Code under `torch.utils.checkpoint` inside the module runs again in the backward with the parameters and draws of
     its forward; the reentrant kind runs as the other. Dropout needs a key: `apply.keyed(key, index_B)(params, ...)`.
 
-    Where parameters come in another dtype, as under `mixed_precision`, floating-point buffers follow the parameters of
-    their dtype next to them, as with `module.to(dtype)`. Submodules whose parameters are all exceptions of the policy
-    compute in the dtype of these, and give back that of their input.
+    If parameters have another dtype, as under `mixed_precision`, floating-point buffers follow the parameters of their
+    dtype next to them, as with `module.to(dtype)`. Submodules whose parameters are all exceptions of the policy compute
+    in the dtype of these, and return that of their input.
 
     Args:
         module: any module, in the mode (train or eval) it should run in.
         keep_dtype: patterns; buffers in whose names `re.search` finds one keep their dtype.
-        has_state: whether the buffers that `state_dict` has are handed on as model state, so that a forward may change
-            them: running statistics, counters.
+        has_state: whether the buffers in `state_dict` become model state, so that a forward may change them: running
+            statistics, counters.
         axis: with `has_state`, the mesh axes along which ranks hold other rows of the batch: `BatchNorm` in training
             normalises by the statistics of all their rows.
         layers: the name of the list of layers, if these are to lie on several ranks (`pipeline_module`): an
-            `nn.ModuleList` of layers, each called once on what the one before has made. What they compute may differ.
-            Those whose leaves are alike are stacked.
+            `nn.ModuleList` of layers, each called once on the result of the one before. Layers may differ; those whose
+            leaves are alike are stacked.
         attention: how the attention of the models of transformers in it is computed, in place of their own way:
             `nn.Blockwise()`, or `nn.Ulysses(axis, length)` and `nn.Ring(axis, length)` on ranks that each have some
             tokens of a sequence. Positions are then those of all tokens; where they are given and start again, so does
@@ -393,8 +393,8 @@ def from_module(
 
     Raises:
         ValueError: the module cannot be trained as torch would train it: a parameter has gradient hooks, no shape yet,
-            or shares memory with another tensor; or an embedding has max_norm or scale_grad_by_freq. Or there is no
-            state to hand on; or layers share parameters; every leaf is listed. Or attention cannot be routed, with
+            or shares memory with another tensor; or an embedding has max_norm or scale_grad_by_freq. Or there are no
+            buffers for `has_state`; or layers share parameters; lists every leaf. Or attention cannot be routed, with
             each reason; (when called) masks, labels or dropout that are not known for all tokens.
 
     Example:
@@ -431,7 +431,7 @@ def _own(parts: ModuleParts, name: str) -> Tensor:
 
 
 def _cast(parts: ModuleParts, given: GivenTensors, found: Casts, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The buffers that come in another dtype; those of a state are kept in their own."""
+    """The buffers cast to another dtype; those of a state keep their own."""
     out = {}
     for name, dtype in found.buffers.items():
         if name in state:

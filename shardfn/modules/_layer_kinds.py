@@ -1,7 +1,8 @@
-"""Which layers of a list are alike, and so have their leaves in one stack; and how stacks that are cut make stages.
+"""The groups of layers of a list that are alike, with a stack of leaves each; and stages made of cut stacks.
 
-Layers of one kind have leaves of the same names, shapes and dtypes. A list of one kind has one stack. Of several kinds,
-such as dense layers before mixtures of experts, each has a stack of its own, under the number of its first layer.
+Layers of one kind have leaves of the same names, shapes and dtypes. A list of one kind has one stack. If there are
+several kinds, such as dense layers before mixtures of experts, each has a stack of its own, under the number of its
+first layer.
 """
 
 import itertools
@@ -72,16 +73,16 @@ class LayerKinds(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are, of all kinds."""
+        """The number of layers of all kinds."""
         return sum(len(kind.layers) for kind in self.kinds)
 
     @property
     def trainable(self) -> Any:
-        """Which stacked leaves are not frozen, as a tree like the stacks in params."""
+        """Whether each stacked leaf is not frozen, as a tree like the stacks in params."""
         return self.tree([{name: name not in kind.frozen for name in kind.names} for kind in self.kinds])
 
     def stacked(self, params: Mapping[str, Tensor]) -> Any:
-        """The stacks of all kinds as they are in params, from the layers' leaves by full name."""
+        """The stacks of all kinds in the form of params, from the layers' leaves by full name."""
         stacks: list[dict[str, Tensor]] = []
         for kind in self.kinds:
             leaves = {
@@ -91,7 +92,7 @@ class LayerKinds(NamedTuple):
         return self.tree(stacks)
 
     def tree(self, stacks: Sequence[Any]) -> Any:
-        """The stacks of all kinds as they are in params."""
+        """The stacks of all kinds in the form of params."""
         if len(self.kinds) == 1:
             return stacks[0]
         return {kind.key: stack for kind, stack in zip(self.kinds, stacks, strict=True)}
@@ -134,12 +135,12 @@ class LayerKinds(NamedTuple):
         return out
 
     def end(self, start: int, rows: Sequence[int], *, last: bool) -> int:
-        """The layer behind a rank's own.
+        """The layer after a rank's own.
 
         Args:
             start: its first layer.
-            rows: by kind, how many rows of the stack it has: some, or all where the stack is not cut.
-            last: whether it is the last rank, which has all that are left.
+            rows: by kind, its number of rows of the stack: all of them if the stack is not cut.
+            last: whether it is the last rank, which has all remaining layers.
         """
         if last:
             return self.num_layers
@@ -152,10 +153,10 @@ class LayerKinds(NamedTuple):
         return [sum(own) == len(kind.layers) for kind, own in zip(self.kinds, rows, strict=True)]
 
     def shares(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """By rank, how many layers it runs. Layers of stacks that are not cut go with the cut one that follows them.
+        """The number of layers of each rank. Layers of uncut stacks run with the next layer of a cut stack.
 
         Args:
-            rows: by kind and rank, how many rows of the stack the rank has.
+            rows: by kind and rank, the rank's number of rows of the stack.
 
         Raises:
             ValueError: the rows of a rank are not those of layers that run one after another.
@@ -184,5 +185,5 @@ def _kind(rows: Sequence[int], first: Mapping[str, Tensor]) -> LayerKind:
 
 
 def _before(kind: LayerKind, layer: int) -> int:
-    """How many layers of a kind come before a layer."""
+    """The number of layers of a kind before a layer."""
     return sum(i < layer for i in kind.layers)

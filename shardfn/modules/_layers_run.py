@@ -1,4 +1,4 @@
-"""One call of a module of which this rank runs some layers: what stands in the places of the others."""
+"""One call of a module on a rank that runs some of its layers: placeholders for the others."""
 
 import dataclasses
 import inspect
@@ -23,12 +23,13 @@ class LayerSpan:
 
     Attributes:
         start: the first layer.
-        num: how many.
-        given: what the layer before `start` has made; None at the first stage.
+        num: their number.
+        given: the result of the layer before `start`; None at the first stage.
         ends: whether the forward runs to its end, and not to the layer after.
-        calls: how often the module has been called within.
-        stack: this rank's rows of the layers' leaves, as in params, where the loss is shown others in their place.
-        shown: those, which it is to pass on as they are.
+        calls: the number of calls of the module in this loss.
+        stack: this rank's rows of the layers' leaves, in the form of params, if the loss is given placeholders for
+            them.
+        shown: these placeholders, which the loss must pass on unchanged.
     """
 
     start: int
@@ -49,7 +50,7 @@ class Ended(BaseException):
 
 
 class RunAgain(BaseException):
-    """The call must start again, now that it is known what a layer returns; no `Exception`, as `Ended`."""
+    """The call must start again, as the structure of a layer's result is now known; no `Exception`, as `Ended`."""
 
 
 class Layers(Protocol):
@@ -57,10 +58,11 @@ class Layers(Protocol):
 
     Attributes:
         module: the module.
-        path: where in it the list is.
-        num_layers: how many layers there are.
-        needs_params: whether what comes before the layers is more than the first layer's argument.
-        returns: what a layer returns besides, and the structure; None until that is known.
+        path: the name of the list in it.
+        num_layers: the number of layers.
+        needs_params: whether the layers need values from before them, other than the first argument, that depend on
+            parameters.
+        returns: a layer's further results, and the structure of all; None until they are known.
     """
 
     module: nn.Module
@@ -76,19 +78,19 @@ class Layers(Protocol):
 
 
 class LayersRun:
-    """One call of a module, of which this rank runs some layers.
+    """One call of a module on a rank that runs some of its layers.
 
-    Invariant: while `call` runs, stand-ins are in the module's list; and until the first own layer is called, absent
-    parameters in the places of those that are no layer's, if nothing in front of the layers needs their values.
+    Invariant: while `call` runs, the module's list holds placeholders; and until the first own layer is called, the
+    parameters outside the layers are absent, unless code before the layers needs their values.
     """
 
     def __init__(self, of: Layers, span: LayerSpan, draws: Draws, forward: Callable[..., Any] | None = None) -> None:
         self._of, self._span, self._draws, self._forward = of, span, draws, forward or of.module
         # `_next` is the layer whose call is due. Once `call` has ended (`_over`), a checkpoint alone calls layers.
         self._next, self._stop, self._over = 0, span.start + span.num, False
-        # Parameters that absent ones stand for, with their places; empty once an own layer runs.
+        # The parameters replaced by absent ones, with their places; empty once an own layer runs.
         self._absent: list[tuple[dict[str, Any], str, Any]] = []
-        # Why a layer's result is assumed to be a tensor; None once it is known what layers return.
+        # Why a layer's result is assumed to be a tensor; None once the structure of results is known.
         self._assumed: str | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,9 +126,9 @@ class LayersRun:
             self._over = True
 
     def _at(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What happens at the call of a layer."""
+        """Handles the call of a layer."""
         span = self._span
-        if self._over:  # what a checkpoint computes again, in the backward
+        if self._over:  # a checkpoint's recomputation, in the backward
             return self._own(number, layer, args, kwargs)
         if number != self._next:
             self._refuse(f"the forward calls layer {number} where layer {self._next} should be. {_IN_ORDER}")
@@ -162,10 +164,10 @@ class LayersRun:
         return layer(*args, **kwargs)
 
     def _returned(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], h: Any) -> Any:
-        """What a layer returns that makes `h`; what it returns besides is absent.
+        """The result of a layer whose first tensor is `h`; its other tensors are absent.
 
-        The structure is found once, by a run of the layer without data. Where a layer asks for values, as experts do,
-        it is assumed to return a tensor, until this rank's first layer has run.
+        The structure is found once, by a run of the layer without data. If a layer needs values, as experts do, it is
+        assumed to return a tensor until this rank's first layer has run.
         """
         if self._of.returns is None and self._assumed is None:
             absent, mark = pytree.tree_map_only(Tensor, _absent_like, (args, kwargs)), self._draws.mark
@@ -185,10 +187,10 @@ class LayersRun:
         return pytree.tree_unflatten([h, *rest], treedef)
 
     def _learn(self, out: Any) -> None:
-        """Takes note of what a layer returns.
+        """Records the structure of a layer's result.
 
         Raises:
-            RunAgain: it was assumed to be something else.
+            RunAgain: another structure was assumed.
         """
         if self._of.returns is not None:
             return
@@ -207,7 +209,7 @@ class LayersRun:
                 _make_absent(owner, own, self._absent)
 
     def _hide(self, layer: nn.Module, taken: list[tuple[dict[str, Any], str, Any]]) -> None:
-        """Makes the parameters of another rank's layer absent: here they are those of the module as it was made."""
+        """Makes the parameters of another rank's layer absent: here they have only their initial values."""
         for owner, own in ModuleParts.of(layer).params.values():
             _make_absent(owner, own, taken)
 
@@ -251,7 +253,7 @@ _IN_ORDER = "Its layers must run once each, in order."
 
 
 def _recorded() -> list[str]:
-    """What transformers records of the layers of the model that runs, by the hooks that it has put on them."""
+    """The names of the outputs that transformers records from the running model's layers, by its hooks on them."""
     known = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(known, "_active_collector", None)
     found = None if collector is None else collector.get()
@@ -274,7 +276,7 @@ def _put_back(taken: list[tuple[dict[str, Any], str, Any]]) -> None:
 def _first_argument(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """What a layer is called with first, and its arguments with another in its place."""
+    """The first argument of a layer, and a function that puts another in its place."""
     if args:
         return args[0], lambda h: ((h, *args[1:]), kwargs)
     name = next(iter(inspect.signature(layer.forward).parameters), "")

@@ -1,11 +1,12 @@
-"""Attention of models of transformers, computed by a body of `nn.attention`: also where ranks have parts of a sequence.
+"""Attention of models of transformers by a body of `nn.attention`, also where ranks have parts of a sequence.
 
-transformers looks up how to attend in a table, by a name in the model's config. While a module runs for `from_module`,
-its configs name what is registered here, and afterwards what they named before. So no model is changed, and one whose
-attention does not ask that table is refused when it comes in.
+transformers looks up its attention function in a table, by a name in the model's config. While a module runs for
+`from_module`, its configs have the name registered here, and afterwards the one they had before. So no model is
+changed; a model whose attention does not use that table is refused by `from_module`.
 
-What else depends on where a rank's tokens are is looked after when a model is called: positions that nobody gave are
-those of this rank's tokens, and what is not known for all tokens (padding masks, labels to be shifted) is refused.
+Other values that depend on the positions of a rank's tokens are handled when a model is called: default positions are
+those of this rank's tokens, and arguments that are not known for all tokens (padding masks, labels to be shifted) are
+refused.
 """
 
 import contextlib
@@ -40,18 +41,18 @@ from ._module_draws import Draws
 NAME = "shardfn"
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 _OVER_TOKENS = nn.modules.conv._ConvNd, nn.RNNBase
-# Further arguments of an attention, which no body computes.
+# Further arguments of an attention, which bodies do not support.
 _UNKNOWN = ("softcap", "position_bias", "sinks", "head_mask")
-# Arguments of models that see or hear, whose embeddings go to places in the whole rows.
+# Arguments of models of images or sound, whose embeddings go to places in the whole rows.
 _SEEN = ("pixel_values", "image", "video", "input_features", "input_values", "audio")
 
 
 class AttentionRoute:
-    """How the attention of one module is computed.
+    """The body that computes the attention of one module.
 
     Args:
         module: with models of transformers in it.
-        body: how attention is computed.
+        body: the body of `nn.attention`.
 
     Raises:
         ValueError: there is no such model, or the attention of one cannot be routed; lists all of them with reasons.
@@ -71,12 +72,12 @@ class AttentionRoute:
         _register()
 
     def of_call(self, draws: Draws) -> "RoutedCall":
-        """What holds for one call, and for what of it runs again in the backward."""
+        """The routing of one call, including its parts that run again in the backward."""
         return RoutedCall(self, draws)
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """While it is open, the configs of the module name this way to attend."""
+        """While it is open, the configs of the module name this attention."""
         before = [(c, c._attn_implementation_internal) for c in self._configs]
         try:
             for c in self._configs:
@@ -88,7 +89,7 @@ class AttentionRoute:
 
     @contextlib.contextmanager
     def watched(self, hook: Any) -> Iterator[None]:
-        """While it is open, `hook` sees what the models are called with."""
+        """While it is open, `hook` sees the arguments of the models' calls."""
         handles = [m.register_forward_pre_hook(hook, with_kwargs=True, prepend=True) for m in self._models]
         try:
             yield
@@ -116,7 +117,7 @@ class RoutedCall:
             yield
 
     def check(self) -> None:
-        """Refuses a forward that has not asked for attention.
+        """Refuses a forward that has not called attention.
 
         Raises:
             ValueError: it has not.
@@ -129,7 +130,7 @@ class RoutedCall:
             )
 
     def mask(self, q_BTHK: Tensor, *, causal: bool, window: int | None, chunk: int | None) -> Mask:
-        """Which pairs count, of all tokens."""
+        """The mask of all tokens' pairs."""
         mask = Window(window - 1) if window is not None else Causal() if causal else Full()
         if chunk is not None:  # by positions, which begin again with each document
             at_BT = self._whole_BT
@@ -182,7 +183,7 @@ _CALL = Ambient[RoutedCall]("attention of a module's call", by_thread=True)
 
 
 def none_attends() -> None:
-    """Notes of the call that runs that its layers, which attend, are all on other ranks."""
+    """Marks the running call as one whose layers with attention are all on other ranks."""
     call = _CALL.innermost()
     if call is not None:
         call.attends = False
@@ -200,10 +201,10 @@ def routed_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls, [B, H, T, K] -> [B, T, H, K]: `nn.attention` by the body of the module that runs.
+    """The function that transformers calls, [B, H, T, K] -> [B, T, H, K]: `nn.attention` by the running module's body.
 
     Raises:
-        ValueError: it is asked for what a body does not compute.
+        ValueError: an argument needs attention that a body does not support.
         RuntimeError: no module of `from_module(attention=)` runs.
     """
     call = _CALL.innermost()
@@ -253,14 +254,14 @@ def _problems_of_positions(module: Any, body: Body, num_tokens: int) -> list[str
 
 
 def _mask_of_none(*, use_vmap: bool = False, mask_function: Any = None, **kwargs: Any) -> None:
-    """In place of the mask that transformers would make of this rank's tokens."""
+    """Replaces the mask that transformers would make of this rank's tokens."""
     del kwargs
     if use_vmap or _adds_pairs(mask_function):
         raise ValueError("from_module(attention=): the model attends by a mask of its own, which is not routed.")
 
 
 def _adds_pairs(mask_function: Any) -> bool:
-    """Whether a mask of transformers has pairs besides its layers' kind: those of the tokens of one image, say."""
+    """Whether a mask of transformers adds pairs to its layers' kind, such as those of the tokens of one image."""
     if isinstance(mask_function, tuple):
         return any(map(_adds_pairs, mask_function))
     inside = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
@@ -283,7 +284,7 @@ def _models(module: nn.Module) -> list[Any]:
 
 
 def _towers(module: nn.Module) -> list[Any]:
-    """Models beside the language model of one that sees or hears: they attend as they do by themselves."""
+    """Models of images or sound beside the language model: they keep their own attention."""
     out: list[Any] = []
     for model in _models(module):
         if model.config.get_text_config(decoder=True) is not model.config:
@@ -367,6 +368,6 @@ def _refuse_no_tokens(model: Any, body: Body, rows: Sequence[Any], length: int) 
 
 
 def _documents(whole_BT: Tensor) -> Tensor:
-    """The document of each token of the whole rows: a new one begins where positions do not go on by 1."""
+    """The document of each token of the whole rows: a new one begins where positions do not increase by 1."""
     steps_BT = torch.diff(whole_BT, prepend=whole_BT[:, :1] - 1, dim=-1)
     return (steps_BT != 1).cumsum(-1)

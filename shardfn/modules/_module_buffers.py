@@ -21,16 +21,16 @@ _NO_WRITES = frozenset({"__index__", "__int__", "__invert__", "__init__", "requi
 
 
 class Buffers:
-    """Finds out what a forward does to buffers; must be told of each function before it runs.
+    """Follows a forward's reads and writes of buffers; must be called with each function before it runs.
 
-    Of buffers that are the forward's own for the call, `state`, it knows nothing: they may change in any way.
+    It ignores the buffers in `state`, which are the forward's own for the call and may change in any way.
 
-    A forward may read a buffer, and it may give one another value for the rest of the call if that does not come of
-    the old one: a cache, such as rotary frequencies for a longer text. A value that comes of the old one is a state,
-    which the next step would need: that is refused.
+    A forward may read a buffer, and it may assign a value that does not depend on the old one for the rest of the call:
+    a cache, such as rotary frequencies for a longer text. A value that depends on the old one is a state, which the
+    next step would need: that is refused.
 
-    Invariant: `_read` holds the buffers whose own values were used while they were in their place; the module's own
-    tensors are never written to by a function that this class was told of.
+    Invariant: `_read` holds the buffers whose own values were used while they were in their place; no function passed
+    to this class writes to the module's own tensors.
     """
 
     def __init__(self, placed: Placed, state: frozenset[TensorSlot] = frozenset()) -> None:
@@ -43,10 +43,10 @@ class Buffers:
         self._versions = {name: _version(x) for name, x in self._tensors.items()}
         self._read: dict[str, str] = {}
         self._shown: dict[int, str] = {}
-        self._kept: list[Tensor] = []  # so that no other tensor gets the id of one that is known
+        self._kept: list[Tensor] = []  # so that no other tensor gets the id of a known one
 
     def see(self, name: str, x: Tensor) -> None:
-        """Takes note that a function of that name is given `x`."""
+        """Records that a function of that name receives `x`."""
         path = self._known.get(id(x))
         if path is None or name in _METADATA or name in _CONVERTS:
             return
@@ -59,14 +59,14 @@ class Buffers:
             )
 
     def converted(self, name: str, x: Any, out: Any) -> None:
-        """Takes note of what a function of that name has made of `x`."""
+        """Records the result of a function of that name applied to `x`."""
         path = self._known.get(id(x))
         if path is not None and name in _CONVERTS and isinstance(out, Tensor) and out is not x:
             self._kept.append(out)
             self._known[id(out)] = path
 
     def shown(self, x: Any, out: Tensor) -> None:
-        """Takes note that `out` is an attribute of `x`, in the same memory."""
+        """Records that `out` is an attribute of `x`, in the same memory."""
         path = self._known.get(id(x))
         if path is not None and x is self._tensors[path]:
             self._kept.append(out)
@@ -76,7 +76,7 @@ class Buffers:
         """Refuses to write to a buffer or to a view of one.
 
         Raises:
-            ValueError: names it, and what to do.
+            ValueError: names it, and the remedy.
         """
         for x in tensors_of(where):
             path = self._path(x)
@@ -87,7 +87,7 @@ class Buffers:
         """Refuses to give a buffer other memory, by `x.data = ...`.
 
         Raises:
-            ValueError: names it, and what to do.
+            ValueError: names it, and the remedy.
         """
         path = self._known.get(id(x))
         if path is not None and x is self._tensors[path]:
@@ -98,21 +98,21 @@ class Buffers:
         return name in WRITES_WHOLE and id(x) in self._known and x is self._tensors[self._known[id(x)]]
 
     def overwrite(self, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The value that the buffer has from here to the end of the call; its own stays as it is."""
+        """The value that the buffer has from here to the end of the call; its own is not changed."""
         path = self._known[id(x)]
         if path in self._read:
             raise ValueError(self._refusal(path, f"reads it ({self._read[path]}) and then writes it ({func.__name__})"))
         slot = self._placed.parts.buffers[path]
-        # Not of `x`: written whole, it needs none of the old values, and the module keeps its own.
+        # Not applied to `x`: a buffer that is written whole does not need its old values, and the module keeps them.
         new = func(torch.empty_like(x), *args, **kwargs)
         slot.owner._buffers[slot.name] = new
         return new
 
     def check(self) -> None:
-        """Refuses what was assigned of old values, and what was written behind the back of torch's functions.
+        """Refuses values assigned from old ones, and writes that bypassed torch's functions.
 
         Raises:
-            ValueError: names the buffer, and what to do.
+            ValueError: names the buffer, and the remedy.
         """
         for path, x in self._tensors.items():
             now = self._now(path)
@@ -171,7 +171,7 @@ def tensors_of(x: Any) -> Iterator[Tensor]:
 
 
 def has_storage(x: Tensor) -> bool:
-    """Whether a tensor can be asked for its memory."""
+    """Whether a tensor has memory."""
     if is_functorch_wrapped_tensor(x):
         return False
     return x.layout == torch.strided and type(x) in (Tensor, nn.Parameter, FakeTensor)

@@ -1,4 +1,4 @@
-"""What a module must not have if a step is to train it: found when it comes in."""
+"""Checks of `from_module` for features that a step cannot train."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,11 +25,11 @@ BY_FREQUENCY = (
 
 
 def check_module(module: nn.Module) -> None:
-    """Refuses what a step cannot do as torch does it.
+    """Refuses modules that a step cannot train as torch does.
 
     Raises:
-        TypeError: it is no module.
-        ValueError: lists every parameter and submodule that is not possible, with a remedy.
+        TypeError: it is not a module.
+        ValueError: lists every unsupported parameter and submodule, with a remedy.
     """
     if not isinstance(module, nn.Module):
         what = f"the class {module.__name__}" if isinstance(module, type) else f"of type {type(module).__name__}"
@@ -42,11 +42,11 @@ def check_module(module: nn.Module) -> None:
 
 
 def check_keyed(module: nn.Module, key: Any, index_B: Any) -> None:
-    """Refuses to draw by sample where torch.nn has the batch in another place than dim 0.
+    """Refuses to draw by sample in layers of torch.nn whose batch is not dim 0.
 
     Raises:
         ValueError: lists every such layer.
-        TypeError: `key` is no key, or `index_B` no numbers of rows.
+        TypeError: `key` is not a key, or `index_B` not numbers of rows.
     """
     if not isinstance(key, Tensor) or key.shape != (2,) or key.dtype != torch.int64:
         raise TypeError(f"apply.keyed(key, index_B): key is {_shown(key)}, not a key, int64 of shape (2,).")
@@ -70,7 +70,7 @@ def _shown(x: Any) -> str:
 
 
 def check_cache() -> None:
-    """Refuses to run a module while results of its parametrizations are remembered from other parameters.
+    """Refuses to run a module while its parametrizations are cached from other parameters.
 
     Raises:
         ValueError: `torch.nn.utils.parametrize.cached()` is active.
@@ -111,7 +111,7 @@ def _embeddings(module: nn.Module) -> Iterator[str]:
 
 
 def _shared(module: nn.Module) -> Iterator[str]:
-    """Tensors that share memory without being one: a step, which keeps parameters elsewhere, would part them."""
+    """Distinct tensors that share memory: a step, which moves parameters, would separate them."""
     params, seen = {name for name, _ in named_parameters(module)}, {}
     for name, x in (*named_parameters(module), *named_buffers(module)):
         if x.layout != torch.strided or x.device.type == "meta" or type(x.data) is not Tensor or not x.numel():

@@ -1,4 +1,4 @@
-"""Modules that went through `torch.compile`: they run as they were before, as compiled code is of their own tensors."""
+"""Modules compiled by `torch.compile`: they run uncompiled, as compiled code is bound to their own tensors."""
 
 import contextlib
 import warnings
@@ -9,7 +9,7 @@ from torch import nn
 
 from shardfn.core import uncompiled
 
-_COMPILED = "_compiled_call_impl"  # what `module.compile()` calls in the place of the module
+_COMPILED = "_compiled_call_impl"  # the attribute that `module.compile()` sets, called in place of the module
 
 
 def original(module: nn.Module) -> nn.Module:

@@ -2,7 +2,7 @@
 
 A mask is a function of (key, number of the draw in the forward, global number of the sample, position in the sample):
 the same on any number of ranks, when a part of the forward runs again, and in a captured step. Draws in an element of
-an `nn.ModuleList` have numbers of that element, whatever runs before it on this rank.
+an `nn.ModuleList` have numbers of that element, independent of the code before it on this rank.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ KEYED = (
     "apply.keyed(key, index_B)(params, ...), with the key that sharded_step(key=) gives the loss and the global numbers"
     " of this rank's rows"
 )
-_DRAWS_EACH = 1 << 20  # numbers of an element of a list, and as many for what follows it
+_DRAWS_EACH = 1 << 20  # numbers of an element of a list, and of the draws after it
 _DRAWS = frozenset(
     {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli"}
     | {"multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "normal_", "uniform_", "random_"}
@@ -37,7 +37,7 @@ _DRAWS_IN_TRAINING = frozenset({"rrelu", "rrelu_"})
 class Draws:
     """The random numbers of one call of a module.
 
-    Invariant: what runs again starts from the `mark` that it had the first time.
+    Invariant: a part that runs again starts from the `mark` of its first run.
 
     Attributes:
         count: the number of the next draw.
@@ -74,7 +74,7 @@ class Draws:
 
     @contextlib.contextmanager
     def _within(self, number: int) -> Iterator[None]:
-        if number in self._begun:  # called once more: numbers go on, as a mask is not used twice
+        if number in self._begun:  # called again: numbers go on, as no mask is used twice
             yield
             return
         self._begun.add(number)
@@ -91,18 +91,18 @@ class Draws:
                 pass
 
     def handler(self, name: str) -> Callable[..., Any] | None:
-        """What runs in place of a torch function that draws, called with it and its arguments."""
+        """The replacement of a torch function that draws, called with it and its arguments."""
         if name in _DRAWS or name in _DRAWS_IN_TRAINING:
             return functools.partial(self.refuse, name)
         return None
 
     @property
     def num_rows(self) -> int | None:
-        """How many samples this rank has; None where there is no key."""
+        """This rank's number of samples; None without a key."""
         return None if self._index_B is None else len(self._index_B)
 
     def cut_tokens(self, own: Sequence[tuple[int, int]], length: int) -> None:
-        """From here on dim 1 of what is dropped from is this rank's tokens: these positions of a sequence."""
+        """From here on dim 1 of tensors under dropout is this rank's tokens: these positions of a sequence."""
         self._tokens = own, length
 
     def drop(self, what: str, x: Tensor, p: float) -> Tensor:
@@ -184,7 +184,7 @@ def _elements(module: nn.Module) -> dict[int, tuple[int, nn.Module]]:
 
 
 def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Of `rrelu(input, lower, upper, training)`."""
+    """The argument `training` of `rrelu(input, lower, upper, training)`."""
     return bool(kwargs.get("training", args[3] if len(args) > 3 else False))
 
 

@@ -1,4 +1,4 @@
-"""torch's dropouts, drawn by key: what runs in their place, each called as the function of torch is."""
+"""torch's dropouts, drawn by key: their replacements, each called like the function of torch."""
 
 import functools
 import math
@@ -14,17 +14,17 @@ from shardfn.core import Ambient
 
 from ._module_draws import Draws
 
-# A module around the one that called such a function sees it as well.
+# A module around the caller of such a function sees the call as well.
 _INSIDE = Ambient[None]("a function draws by key within itself", by_thread=True)
 _aten: Any = torch.ops.aten
 _SELU_ALPHA = 1.7580993408473766
 
 
 def dropout_of(draws: Draws, name: str) -> Callable[..., Any] | None:
-    """What runs in place of torch's dropout of that name; None if it is none.
+    """The replacement of torch's dropout of that name; None for other names.
 
     Args:
-        draws: where its masks come from.
+        draws: the source of its masks.
         name: of the function.
     """
     if name not in _DROPOUTS or _INSIDE:
@@ -33,7 +33,7 @@ def dropout_of(draws: Draws, name: str) -> Callable[..., Any] | None:
 
 
 def _named_alike(dropout: Callable[..., Any], draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls with `training` what torch calls `train` where it is no function of torch.nn.functional."""
+    """Renames the argument `train`, its name outside torch.nn.functional, to `training`."""
     if "train" in kwargs:
         kwargs["training"] = kwargs.pop("train")
     return dropout(draws, func, *args, **kwargs)
@@ -64,7 +64,7 @@ def _channels(name: str, dims: int) -> Callable[..., Any]:
 
 
 def _alpha(name: str, channels: bool) -> Callable[..., Any]:
-    """Keeps mean and variance of what a SELU gives (Klambauer et al., 2017, https://arxiv.org/abs/1706.02515)."""
+    """Keeps mean and variance of a SELU's outputs (Klambauer et al., 2017, https://arxiv.org/abs/1706.02515)."""
 
     def drop(
         draws: Draws, func: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
@@ -112,7 +112,7 @@ def _recurrent(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _inside(what: str, draws: Draws, func: Any, args: Any, kwargs: Any, *, dim: int = 0, parts: bool = False) -> Any:
-    """Runs a function that drops within itself, in the form that is made of plain operations."""
+    """Runs a function with a dropout inside, in its form made of plain operations."""
     with _INSIDE.bound(None), sdpa_kernel(SDPBackend.MATH), _KeyedNoise(what, draws, dim, parts):
         return func(*args, **kwargs)
 
@@ -122,9 +122,9 @@ class _KeyedNoise(TorchDispatchMode):
 
     Args:
         what: the function.
-        draws: where the noise comes from.
-        dim: which dim of the noise is the rows.
-        parts: whether dim 0 is rows times something (heads), rows first.
+        draws: the source of the noise.
+        dim: the dim of the noise that is rows.
+        parts: whether dim 0 is rows times another size (heads), rows first.
     """
 
     def __init__(self, what: str, draws: Draws, dim: int, parts: bool) -> None:

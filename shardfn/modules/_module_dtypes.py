@@ -1,4 +1,4 @@
-"""In which dtypes the parts of a module compute, where its parameters come in others than its own."""
+"""The dtypes in which the parts of a module compute if its parameters arrive in other dtypes than its own."""
 
 import collections
 import re
@@ -14,17 +14,17 @@ from shardfn.core import Ambient, tree_leaves, tree_map
 from ._module_parts import ModuleParts
 
 _COMPUTE = Ambient[tuple[torch.dtype | None]]("dtype in which the loss computes", by_thread=True)
-# (own dtype, dtype it comes in) -> number of elements.
+# (own dtype, dtype of the given parameter) -> number of elements.
 _Moves = collections.Counter[tuple[torch.dtype, torch.dtype]]
 
 
 class Casts(NamedTuple):
-    """What goes with a change of the parameters' dtypes.
+    """The casts that follow from a change of the parameters' dtypes.
 
     Attributes:
         buffers: the dtype of each buffer that changes.
-        apart: the submodules that compute in a dtype of their own, and which.
-        main: the dtype of everything else; None where that does not matter.
+        apart: the submodules that compute in a dtype of their own, and that dtype.
+        main: the dtype of everything else; None if it is not needed.
     """
 
     buffers: dict[str, torch.dtype]
@@ -33,12 +33,12 @@ class Casts(NamedTuple):
 
 
 def computing_in(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Says in which dtype the loss computes, but for exceptions; None = that is not known."""
+    """Sets the dtype in which the loss computes, except for a policy's exceptions; None = it is not known."""
     return _COMPUTE.bound((dtype,))
 
 
 def compute_dtype() -> torch.dtype | None:
-    """What `computing_in` says."""
+    """The dtype set by `computing_in`; None if it is not known."""
     bound = _COMPUTE.innermost()
     return bound[0] if bound else None
 
@@ -50,11 +50,11 @@ def casts(
     keep: Sequence[str],
     compute: torch.dtype | None,
 ) -> Casts:
-    """Works out what goes with parameters that come in dtypes `given` where the module's own have `own`.
+    """The casts for parameters of dtypes `given` in a module whose own have dtypes `own`.
 
-    A floating-point buffer changes as the parameters of its dtype do that are nearest to it, as by `module.to(dtype)`;
-    those whose name a pattern of `keep` is found in do not. A submodule all of whose parameters come in a dtype other
-    than `compute` (the narrowest, where that is not known) computes in it.
+    A floating-point buffer changes like the nearest parameters of its dtype, as by `module.to(dtype)`, unless a pattern
+    of `keep` matches in its name. A submodule whose parameters all have one dtype other than `compute` (or other than
+    the narrowest, if that is not known) computes in it.
     """
     floating = {n: (own[n], d) for n, d in given.items() if own[n].is_floating_point and d.is_floating_point}
     if all(a == b for a, b in floating.values()):
@@ -68,7 +68,7 @@ def casts(
         size = max(1, slot.owner._parameters[slot.name].numel())  # pyright: ignore[reportOptionalMemberAccess]
         for path in _ancestors(owner):
             moves[path][move] += size
-    # Exceptions are wider than the rest, but for a policy that says otherwise, which is then known.
+    # Exceptions are wider than the rest, unless a policy makes them narrower; `compute` is then known.
     main = compute or min((to for _, to in moves[""]), key=lambda d: d.itemsize)
     buffers = {}
     for name, slot in parts.buffers.items():
@@ -82,7 +82,7 @@ def casts(
 
 
 def forwards(parts: ModuleParts, found: Casts) -> list[tuple[nn.Module, Callable[..., Any]]]:
-    """The forwards of the submodules that compute in a dtype of their own: of inputs in it, back to what came."""
+    """The forwards of the submodules that compute in a dtype of their own: they cast inputs to it, and results back."""
     assert found.main is not None or not found.apart
     unique = {id(parts.modules[path]): (parts.modules[path], dtype) for path, dtype in found.apart.items()}
     return [(sub, _computing_in(dtype, found.main, sub.forward)) for sub, dtype in unique.values()]
@@ -113,7 +113,7 @@ def _ancestors(path: str) -> list[str]:
 
 
 def _nearest(moves: Mapping[str, _Moves], path: str, dtype: torch.dtype, main: torch.dtype) -> torch.dtype | None:
-    """What parameters of a dtype come in, next to a place; `main` if some do."""
+    """The new dtype of the parameters of a dtype that are nearest to a path; `main` if some have it."""
     for above in _ancestors(path):
         to = {b: n for (a, b), n in moves.get(above, _Moves()).items() if a == dtype}
         if to:

@@ -1,16 +1,16 @@
-"""A module whose list of layers may lie on several ranks: each runs the module's own forward, around its own layers.
+"""A module whose layers may lie on several ranks, where each runs the module's own forward around its own layers.
 
-In place of each layer stands one that says what happens at its call. On a rank with layers [a, b):
+Each layer is replaced by one that handles its call. On a rank with layers [a, b):
 
-    layers before a    are not run; what they return is absent
-    layer a            is given what the rank before has made, in place of its first argument
+    layers before a    are not run; their results are absent
+    layer a            receives the previous rank's result in place of its first argument
     a ... b - 1        run
-    layer b            is where it ends: its first argument is what the next rank is given
+    layer b            is where it ends: its first argument is sent to the next rank
     no layer b         the forward runs to its end
 
-What comes before the list runs on each rank for what layers are given besides (masks, rotary angles), of absent
-parameters, so that none is gathered for it. Where more than the first layer's first argument depends on a parameter,
-what comes before the list runs again with the parameters; they are then leaves that several stages use.
+Code before the list runs on each rank, as it makes the layers' other arguments (masks, rotary angles). Its parameters
+are absent, so that none is gathered for it. If another value than the first layer's first argument depends on a
+parameter, that code runs again with the parameters, which are then leaves that several stages use.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,13 +30,13 @@ _SPAN = Ambient[LayerSpan]("layers of a module on this rank", by_thread=True)
 
 
 class RunsModule(Protocol):
-    """What `from_module` makes of a module without naming its layers: `ModuleFunction`."""
+    """The interface of a module's function without named layers: `ModuleFunction`."""
 
     module: nn.Module
     trainable: dict[str, bool]
 
     def draws(self, key: Tensor, index_B: Tensor) -> Callable[[], Draws]:
-        """Makes what gives one call its random numbers."""
+        """Makes the random numbers of one call."""
         ...
 
     def run(
@@ -48,12 +48,12 @@ class RunsModule(Protocol):
         kwargs: dict[str, Any],
         forward: Callable[..., Any] | None = None,
     ) -> tuple[Any, dict[str, Tensor]]:
-        """The forward, and what it has made of the buffers in `state`."""
+        """The forward's result, and the new values of the buffers in `state`."""
         ...
 
 
 class LayeredFunction:
-    """A module's forward as a function of its parameters, of which those of its layers are stacked, by their kinds.
+    """A module's forward as a function of its parameters; those of its layers are stacked by kind.
 
     Made by `from_module(module, layers=...)`. It is an ordinary function; `pipeline_module` puts its layers on several
     ranks.
@@ -61,11 +61,11 @@ class LayeredFunction:
     Attributes:
         module: the module.
         path: the list of layers; in params, the key of the stacked leaves.
-        kinds: which layers are alike.
-        num_layers: how many there are.
-        needs_params: whether something besides the first layer's first argument is needed of what comes before it, and
-            depends on parameters; found when a stage runs.
-        returns: what a layer returns besides, and the structure; None until a stage has learnt it.
+        kinds: the groups of layers that are alike.
+        num_layers: the number of layers.
+        needs_params: whether the layers need values from before them, other than the first argument, that depend on
+            parameters; found when a stage runs.
+        returns: a layer's further results, and the structure of all; None until a stage has learnt them.
         trainable: as of a `ModuleFunction`, a tree like the parameters.
     """
 
@@ -82,14 +82,14 @@ class LayeredFunction:
         """The module's forward.
 
         Args:
-            params: by name, and under the path of the list the layers' leaves by name, each [L, *shape]; of several
-                kinds of layers those of each, under the number of its first layer.
-            *args: what the module takes.
-            **kwargs: what it takes by name.
+            params: by name, and under the path of the list the layers' leaves by name, each [L, *shape]; with several
+                kinds of layers one such dict per kind, under the number of its first layer.
+            *args: the module's arguments.
+            **kwargs: its arguments by name.
 
         Raises:
             ValueError: as of `ModuleFunction`; or the forward does not call the layers once each, one after another,
-                each on what the one before has made.
+                each on the result of the one before.
         """
         return self._run(Draws(self.module), params, args, kwargs)
 
@@ -100,15 +100,15 @@ class LayeredFunction:
             forward: runs in the place of the module; see `ModuleFunction.within`. On ranks without the last layer it
                 runs up to a layer.
             params: as of the module's forward.
-            *args: what it takes.
-            **kwargs: what it takes by name.
+            *args: arguments of `forward`.
+            **kwargs: its arguments by name.
         """
         return self._run(Draws(self.module), params, args, kwargs, forward)
 
     def keyed(
         self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"], forward: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """The same function with dropout; see `ModuleFunction.keyed`. Masks do not depend on which rank has a layer."""
+        """The same function with dropout; see `ModuleFunction.keyed`. Masks do not depend on the rank of a layer."""
         draws = self._function.draws(key, index_B)
 
         def f(params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -117,18 +117,18 @@ class LayeredFunction:
         return f
 
     def on_span(self, span: LayerSpan, loss: Callable[..., Any], *args: Any) -> Any:
-        """What a loss of this function comes to on a rank that has some of the layers.
+        """Runs a loss of this function on a rank that has some of the layers.
 
         Args:
-            span: which.
+            span: these layers.
             loss: calls this function, once; the stack in its parameters has the rows of the span.
             *args: its arguments.
 
         Returns:
-            What the layer after the span is given; or, if the span ends the forward, what the loss returns.
+            The input of the layer after the span; or, if the span ends the forward, the loss's result.
 
         Raises:
-            ValueError: the loss does not call this function once, or does what cannot be cut in stages.
+            ValueError: the loss does not call this function once, or cannot be cut in stages.
         """
         while True:
             span.calls = 0
@@ -149,10 +149,10 @@ class LayeredFunction:
             self._with_params("the loss depends on it" if span.ends else "a layer's first argument depends on it")
 
     def _with_params(self, why: str) -> None:
-        """From now on what comes before the layers runs with its parameters.
+        """From now on code before the layers runs with its parameters.
 
         Raises:
-            ValueError: it does already, so what is needed is what a layer of another rank has made.
+            ValueError: it does already, so the value needed is one computed by a layer of another rank.
         """
         if self.needs_params:
             raise ValueError(
@@ -230,6 +230,6 @@ def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple
 
 
 def _elsewhere(module: nn.Module, layer: str, x: Tensor) -> str | None:
-    """Where a layer's parameter is in the module besides that layer."""
+    """The other place of a layer's parameter in the module."""
     names = (name for name, y in named_parameters(module, remove_duplicate=False) if y is x)
     return next((name for name in names if not name.startswith(f"{layer}.")), None)

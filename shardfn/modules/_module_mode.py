@@ -1,7 +1,7 @@
-"""What a module calls while it runs by parameters from outside: each function of torch, seen before it runs.
+"""Watches a module that runs with parameters from outside: sees each function of torch before it runs.
 
-A forward must be a function of parameters, inputs and key, and mean the same on every number of ranks. What is not is
-refused by name, in eager steps and in captures alike; dropout is drawn by the key; the rest goes through as it is.
+A forward must be a function of parameters, inputs and key, and mean the same on every number of ranks. Other functions
+are refused by name, in eager steps and in captures alike; dropout is drawn by the key; the rest runs unchanged.
 """
 
 import weakref
@@ -29,7 +29,7 @@ class ModuleMode(TorchFunctionMode):
 
     Args:
         placed: the module.
-        draws: where random numbers come from.
+        draws: the source of random numbers.
         state: the buffers that the forward may change.
         axis: with `state`, the axes along which ranks hold other rows of the batch.
     """
@@ -41,7 +41,7 @@ class ModuleMode(TorchFunctionMode):
         self._own, self._buffers, self._draws = placed.own, Buffers(placed, state or frozenset()), draws
         self._batch_norm = None if state is None else global_batch_norm(axis)
         self._given = placed.given.params
-        # What of parameters alone is, by identity: themselves, and their views. Nothing is kept alive by it.
+        # Tensors made of parameters alone, by identity: themselves, and their views. None is kept alive by it.
         self._of_params: dict[int, Callable[[], Any]] = {id(p): weakref.ref(p) for p in self._given.values()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,9 +61,9 @@ class ModuleMode(TorchFunctionMode):
         if overwrites:
             return self._buffers.overwrite(func, *args, **kwargs)
         if kwargs.get("out") is not None or writes(name):
-            written = (args or tuple(kwargs.values()))[:1] if writes(name) else ()  # those of nn.init come by name
+            written = (args or tuple(kwargs.values()))[:1] if writes(name) else ()  # nn.init passes it by name
             self._buffers.check_write(name, (written, kwargs.get("out", ())))
-        # Asked for what it is, a lazy leaf need not be gathered.
+        # A lazy leaf that is converted to its own dtype and device need not be gathered.
         if name == "to" and type(args[0]) is LazyLeaf and _stays(*args, **kwargs):
             return args[0]
         handler = None if func is F.batch_norm and self._is_of_params(args) else self._handler(func)
@@ -72,7 +72,7 @@ class ModuleMode(TorchFunctionMode):
         if args:
             self._buffers.converted(name, args[0], out)
             if name in _VIEWS and self._is_of_params(args):
-                # By identity and weakly: an id that is used again is told apart, and no whole leaf is kept.
+                # By identity and weakly: a reused id is detected, and no whole leaf is kept.
                 self._of_params[id(out)] = weakref.ref(out)
         return out
 
@@ -80,15 +80,15 @@ class ModuleMode(TorchFunctionMode):
         return self._batch_norm if func is F.batch_norm and self._batch_norm is not None else _HANDLERS.get(func)
 
     def _is_of_params(self, args: tuple[Any, ...]) -> bool:
-        """Whether the first argument is a parameter or a view of one: a weight that is standardised, say."""
+        """Whether the first argument is a parameter or a view of one, such as a weight that is standardised."""
         known = self._of_params.get(id(args[0])) if args else None
         return known is not None and known() is args[0]
 
     def check(self) -> None:
-        """Refuses what the forward has left in buffers; call it when it is over.
+        """Refuses state that the forward has left in buffers; call it at its end.
 
         Raises:
-            ValueError: names the buffer, and what to do.
+            ValueError: names the buffer, and the remedy.
         """
         self._buffers.check()
 
@@ -146,7 +146,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Gives a dense gradient, of the same values, where a sparse one is asked for."""
+    """Gives a dense gradient with the same values where a sparse one is requested."""
     del sparse
     _check_embedding("embedding", max_norm, scale_grad_by_freq)
     return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, False)
@@ -204,14 +204,14 @@ def _instance_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _plain_embedding(
     func: Any, weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, *sparse: Any
 ) -> Tensor:
-    """`torch.embedding`, whose arguments are others than those of torch.nn.functional's."""
+    """`torch.embedding`, whose arguments differ from those of torch.nn.functional's."""
     del sparse
     _check_embedding("embedding", None, scale_grad_by_freq)
     return func(weight, indices, padding_idx, scale_grad_by_freq, False)
 
 
 def _plain_embedding_bag(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.embedding_bag`, of the same kind."""
+    """`torch.embedding_bag`, whose arguments differ as well."""
     _check_embedding("embedding_bag", None, bool(kwargs.get("scale_grad_by_freq", args[3] if len(args) > 3 else False)))
     return func(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Where the tensors of a module hang, and other tensors in their place for a while."""
+"""The places of a module's tensors, and other tensors in them for a while."""
 
 import contextlib
 import operator
@@ -12,7 +12,7 @@ from shardfn.collectives import GlobalTensor
 from shardfn.core import did_you_mean, named_modules, named_parameters, raise_all
 
 _LOCK = threading.Lock()
-_RUNNING: dict[int, tuple[int, int]] = {}  # by id of a module that runs: its thread, and how many calls are under way
+_RUNNING: dict[int, tuple[int, int]] = {}  # by id of a running module: its thread, and the number of calls under way
 
 
 class TensorSlot(NamedTuple):
@@ -28,13 +28,13 @@ class TensorSlot(NamedTuple):
 
 
 class ModuleParts(NamedTuple):
-    """The submodules and the tensors of a module by full name; what is shared has several.
+    """The submodules and the tensors of a module by full name; shared ones have several names.
 
     Attributes:
         modules: the submodules.
         params: places of parameters.
         buffers: places of buffers.
-        unique: each submodule once, with what the names of its tensors begin with.
+        unique: each submodule once, with the prefix of its tensors' names.
     """
 
     modules: dict[str, nn.Module]
@@ -44,7 +44,7 @@ class ModuleParts(NamedTuple):
 
     @staticmethod
     def of(module: nn.Module) -> "ModuleParts":
-        """Those that the module has now."""
+        """The present parts of a module."""
         parts, seen = ModuleParts({}, {}, {}, []), set[int]()
         for path, sub in named_modules(module, remove_duplicate=False):
             parts.modules[path] = sub
@@ -64,7 +64,7 @@ def first_names(module: nn.Module) -> dict[str, str]:
 
 
 class GivenTensors(NamedTuple):
-    """What takes the place of a module's own tensors.
+    """The tensors that take the place of a module's own.
 
     Attributes:
         params: by full name; all names of a shared parameter.
@@ -76,11 +76,11 @@ class GivenTensors(NamedTuple):
 
 
 def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, Tensor]) -> GivenTensors:
-    """Finds the places that the tensors of `given` are for; a parameter that is not given stays the module's own.
+    """Finds the places of the tensors of `given`; a parameter that is not given stays the module's own.
 
     Raises:
         TypeError: there are no names, or a value is a leaf of a state.
-        ValueError: a name is none of the module's, or a shared parameter is given twice with different values.
+        ValueError: a name is not one of the module's, or a shared parameter is given twice with different values.
     """
     if not isinstance(given, Mapping):
         raise TypeError(
@@ -114,7 +114,7 @@ def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, T
 
 
 class _Before(NamedTuple):
-    """A submodule as it was, before others took the places of its tensors."""
+    """The attributes and tensors of a submodule before its tensors were replaced."""
 
     path: str
     sub: nn.Module
@@ -124,7 +124,7 @@ class _Before(NamedTuple):
 
 
 class Overrides(NamedTuple):
-    """What a forward has made of the attributes and buffers of a submodule."""
+    """The values that a forward has assigned to the attributes and buffers of a submodule."""
 
     sub: nn.Module
     attributes: dict[str, Any]
@@ -132,12 +132,12 @@ class Overrides(NamedTuple):
 
 
 class Placed:
-    """A module whose tensors others have taken the place of.
+    """A module whose tensors are replaced by others.
 
-    Invariant: between `__enter__` and `__exit__` each place of `given` holds what was given, and everything else what
-    it held before, but for what the forward assigns. `__exit__` puts back the module's own tensors whatever has
-    happened; a submodule whose forward has assigned a tensor gets all its attributes back, since what it keeps beside
-    the tensor (up to which length it was computed, say) must go with it.
+    Invariant: between `__enter__` and `__exit__` each place of `given` holds the given tensor, and every other place
+    its previous value, except for the forward's assignments. `__exit__` puts back the module's own tensors in any case;
+    a submodule whose forward has assigned a tensor gets all its attributes back, since other attributes (such as the
+    length up to which the tensor was computed) must agree with it.
 
     Each part that runs again in the backward enters once, with the whole module: a few dict copies a submodule.
 
@@ -153,7 +153,7 @@ class Placed:
 
     def __enter__(self) -> "Placed":
         """Puts the given tensors in their places."""
-        # The dicts themselves stay, since others may hold them; what is in them is copied.
+        # The dicts themselves stay, since others may hold them; their contents are copied.
         self._before = [
             _Before(path, sub, sub.__dict__.copy(), sub._parameters.copy(), sub._buffers.copy())
             for path, sub in self.parts.unique
@@ -191,7 +191,7 @@ class Placed:
         return [Overrides(sub, sub.__dict__.copy(), sub._buffers.copy()) for sub in subs]
 
     def override(self, overrides: Sequence[Overrides]) -> None:
-        """Makes what a forward had assigned where a part of it began the start of that part, which runs again."""
+        """Restores the assignments that a forward had made before a part of it that now runs again."""
         for x in overrides:
             _put_back(x.sub.__dict__, x.attributes)
             _put_back(x.sub._buffers, x.buffers)
@@ -212,7 +212,7 @@ def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
     if (now or before) and not _same(now, before):
-        # In one go, so that the order of names is that of before, too.
+        # In one update, so that the order of names is restored, too.
         now.clear()
         now.update(before)
 
@@ -239,10 +239,11 @@ def one_thread(module: nn.Module, caller: int) -> Iterator[None]:
 
     Args:
         module: the module.
-        caller: the thread that has called it; autograd may run a part again in one of its own, while that one waits.
+        caller: the thread that has called it; autograd may run a part again in a thread of its own, while the caller
+            waits.
 
     Raises:
-        RuntimeError: says what to do.
+        RuntimeError: another thread runs it; gives the remedy.
     """
     me = threading.get_ident()
     with _LOCK:

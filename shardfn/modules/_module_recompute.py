@@ -1,7 +1,8 @@
 """Parts of a module's forward that run again in the backward, with the parameters and the draws of the forward.
 
-`torch.utils.checkpoint` calls its function a second time when the call of the module is over and its own weights are
-back; it then runs as a part of that call again. What else would reach the weights past their time is refused.
+`torch.utils.checkpoint` calls its function a second time after the module's call has ended and its own weights are
+back; the function then runs as a part of that call again. Other code that would use the weights after the call is
+refused.
 """
 
 import contextlib
@@ -22,15 +23,15 @@ class Running(Protocol):
     """A call of a module that is under way."""
 
     def again(self) -> Again:
-        """A way to go on with the call later, as from here."""
+        """A context to resume the call later, as from here."""
         ...
 
     def converted(self, sub: nn.Module, convert: Callable[[Any], Any]) -> bool:
-        """Whether `sub` is a part of the module, which `convert` leaves as it is."""
+        """Whether `sub` is a part of the module that `convert` would not change."""
         ...
 
     def path_of(self, sub: nn.Module) -> str | None:
-        """Where in the module `sub` is; None if it is no part of it."""
+        """The path of `sub` in the module; None if it is not a part of it."""
         ...
 
 
@@ -49,7 +50,7 @@ def _same_calls() -> list[Again]:
 
 @functools.cache
 def _conversion(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`nn.Module.to` and its kin: inside a forward they may ask for what there is, and change nothing."""
+    """`nn.Module.to` and its kin: inside a forward they may only ask for the present dtype and device."""
 
     @functools.wraps(original)
     def _apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
@@ -64,7 +65,7 @@ def _conversion(original: Callable[..., Any]) -> Callable[..., Any]:
 def _application(original: Any) -> Any:
     """`autograd.Function.apply` that refuses parts of the module: its backward would run them with their own weights.
 
-    Nothing tells it from here which call of the module it belongs to, so that they could not be put in their place.
+    The backward cannot find its call of the module, so the given weights could not be put in place.
     """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,10 +11,11 @@ from shardfn.core import Axes
 
 
 def global_batch_norm(axis: Axes) -> Callable[..., Tensor]:
-    """What stands in for `torch.nn.functional.batch_norm` where ranks along `axis` hold parts of the batch.
+    """The replacement of `torch.nn.functional.batch_norm` where ranks along `axis` hold parts of the batch.
 
-    Mean and variance are those of all their rows, however many each has. Their gradients are summed over ranks, since
-    every rank's output depends on them. Sums are taken in float32 at least; running statistics keep their dtype.
+    Mean and variance are those of all their rows, for any number of rows per rank. Their gradients are summed over
+    ranks, since every rank's output depends on them. Sums are taken in float32 at least; running statistics keep their
+    dtype.
     """
     return functools.partial(_batch_norm, axis)
 
@@ -51,7 +52,7 @@ def _batch_norm(
 
 
 def _update(mean: Tensor | None, var: Tensor | None, new_mean: Tensor, new_var: Tensor, momentum: float) -> None:
-    """Moves the running statistics, the buffers of this call, a part of the way."""
+    """Updates the running statistics, which are buffers of this call."""
     for old, new in ((mean, new_mean), (var, new_var)):
         if old is not None:
             old.mul_(1 - momentum).add_(momentum * new.to(old.dtype))

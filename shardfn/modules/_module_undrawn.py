@@ -1,13 +1,14 @@
-"""A random number that a forward asks for and, more often than not, never needs."""
+"""A random number that a forward requests and mostly does not need."""
 
 from typing import Any
 
 
 class Undrawn:
-    """A uniform number in [0, 1) that there is no key to draw by.
+    """A uniform number in [0, 1) that cannot be drawn for lack of a key.
 
-    Models ask for one per layer whatever their configuration, and compare it with the rate at which layers are skipped,
-    most often 0. What any number in [0, 1) would give is known; anything else is an error.
+    Models draw one per layer in every configuration, and compare it with the rate at which layers are skipped, most
+    often 0. A comparison whose result is the same for all numbers in [0, 1) gives that result; any other use is an
+    error.
 
     Args:
         remedy: how to give a key.

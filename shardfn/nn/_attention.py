@@ -38,19 +38,19 @@ def attention(
         k_BSGK: keys; G divides H.
         v_BSGV: values, whose heads may be of another width, as those of latent attention are.
         causal: token t attends to tokens s <= t: True is `mask=Causal()`, False `mask=Full()`. Default True.
-        mask: in place of it: which pairs count, of the whole sequence. Dropout is one: `Causal() & PairDropout(...)`.
+        mask: in place of it: the pairs that count, of the whole sequence. Dropout too: `Causal() & PairDropout(...)`.
         scale: default 1 / sqrt(K).
         slopes_H: ALiBi: the score of a key at distance d is lowered by slope * d; from `alibi_slopes`. The mask must
             look back only.
         sinks_H: attention sinks: the score of one more key of each head, whose value is 0. Its probability is missing
             from the others.
-        impl: how it is computed: `Dense()`, `Blockwise()`, `BlockSparse()`, `Ulysses(axis, length)` or
-            `Ring(axis, length)`. All give the same.
+        impl: `Dense()`, `Blockwise()`, `BlockSparse()`, `Ulysses(axis, length)` or `Ring(axis, length)`. All give the
+            same values.
 
     Raises:
-        ValueError: G does not divide H, masks that look at other numbers of tokens or heads, slopes with a mask that
-            looks ahead, sinks with `Chunked()`, tokens that are not this rank's part of the sequence, or dropout of
-            other numbers of samples.
+        ValueError: G does not divide H, masks of other numbers of tokens or heads, slopes with a mask that looks ahead,
+            sinks with `Chunked()`, tokens that are not this rank's part of the sequence, or dropout of other numbers of
+            samples.
 
     Example:
         >>> import torch
@@ -85,7 +85,7 @@ def attention(
     how = OnlineScores(mask, scale, slopes_H, sinks_H)
     if K == V or isinstance(impl, Dense):
         return _attended(impl, q_BTHK, k_BSGK, v_BSGV, how, length)
-    # Zeros add nothing to scores, and to results only what is left out again.
+    # Zeros add nothing to scores, and to results only columns that are cut off again.
     q_BTHK, k_BSGK, v_BSGV = (F.pad(x, (0, max(K, V) - x.shape[-1])) for x in (q_BTHK, k_BSGK, v_BSGV))
     how = how._replace(scale=K**-0.5 if scale is None else scale)
     return _attended(impl, q_BTHK, k_BSGK, v_BSGV, how, length)[..., :V]

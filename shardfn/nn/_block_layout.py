@@ -1,4 +1,4 @@
-"""Layouts of blocks as masks: which blocks of keys each block of queries attends to.
+"""Layouts of blocks as masks: the blocks of keys that each block of queries attends to.
 
 H query heads, N blocks.
 """

@@ -9,8 +9,8 @@
     Ulysses("u", T, inner=Ring("r"))        both: the tokens are cut by r, and then by u
 
 All of them compute the same. A sequence of `length` tokens is cut as `torch.chunk` cuts it, by `axes` from major to
-minor; any length will do. With `zigzag` the tokens lie in `sequence_order` before they are cut: each rank then has one
-stretch from the front and one from the back, and of a causal mask as many pairs as any other.
+minor; any length will do. With `zigzag` the tokens are put in `sequence_order` before they are cut: each rank then has
+one stretch from the front and one from the back, and under a causal mask an equal number of pairs.
 
 B samples, T queries, S keys, H query heads, G key heads, R = H / G, K head dim, P ranks.
 Jacobs et al., DeepSpeed Ulysses, 2023, https://arxiv.org/abs/2309.14509
@@ -54,7 +54,7 @@ def _attended(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options: Any) ->
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Local):
-    """`scaled_dot_product_attention`; masks other than causal and full ones are there whole, [T, S] or larger.
+    """`scaled_dot_product_attention`; masks other than causal and full ones are in memory whole, [T, S] or larger.
 
     So are the probabilities where a mask multiplies them: `PairDropout`.
     """
@@ -71,7 +71,7 @@ class Dense(Local):
         spans, device = ((0, T), (0, S)), q_BTHK.device
         pairs, bias = how.mask.pairs(*spans, device), how.bias(*spans, device)
         some = pairs.any(-1, keepdim=True)
-        # A row without keys attends to all, and is made 0: torch's gradient of a softmax over nothing is not.
+        # A row without keys attends to all, and is set to 0: torch's gradient of an empty softmax is not 0.
         open = pairs | ~some
         scales = how.mask.scales(*spans, H, torch.empty((), dtype=wide(q_BHTK.dtype), device=device))
         if scales is not None or how.sinks_H is not None:
@@ -151,7 +151,7 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class Ulysses:
-    """Each rank has all tokens of some heads while it attends: `all_to_all` of q, k and v before, and of y behind.
+    """Each rank has all tokens of some heads while it attends: `all_to_all` of q, k and v before, and of y after.
 
     Query heads are dealt as `torch.chunk` deals them, also where the ranks do not divide them, or are more. Each rank
     gets the key heads that its query heads read; those that several need are sent several times.
@@ -159,7 +159,7 @@ class Ulysses:
     Attributes:
         axis: mesh axes that cut the tokens.
         length: tokens of the whole sequence; needed where the axis has several ranks.
-        inner: how each rank attends; a `Ring` cuts the tokens by its axis first.
+        inner: the body of each rank; a `Ring` cuts the tokens by its axis first.
     """
 
     axis: Axes
@@ -210,11 +210,11 @@ CAUSAL = Causal()
 
 
 class Attending(NamedTuple):
-    """What a layer of attention does with its queries, keys and values.
+    """The mask and the implementation of a layer's attention.
 
     Attributes:
-        mask: which pairs count, of all tokens and all heads.
-        impl: how it is computed.
+        mask: the pairs that count, of all tokens and all heads.
+        impl: the body that computes it.
     """
 
     mask: Mask = CAUSAL
@@ -222,7 +222,7 @@ class Attending(NamedTuple):
 
 
 def sequence_order(body: Body, length: int, num_ranks: int) -> Int64[Tensor, " t"]:
-    """The order in which tokens lie before they are cut: `x[:, order]`. That of positions, but for zigzag.
+    """The order of tokens before they are cut: `x[:, order]`. That of positions, except with zigzag.
 
     Args:
         body: how attention is computed.
@@ -244,7 +244,7 @@ def own_rows(body: Body, num_tokens: int) -> Rows:
         num_tokens: that this rank has.
 
     Raises:
-        ValueError: the body cuts the tokens and does not know of how many, or this rank has others.
+        ValueError: the body cuts the tokens but has no length, or this rank has another number of tokens.
 
     Example:
         >>> own_rows(Ulysses("sp", 8), 8)
@@ -279,7 +279,7 @@ def own_positions(body: Body, num_tokens: int, device: torch.device | None = Non
 
 
 def whole_sequence(x_BT: Int64[Tensor, "b t"], body: Body) -> Int64[Tensor, "b t2"]:
-    """Numbers of all tokens, in the order of positions, of which each rank has its own: what `Segments` takes.
+    """Gathers the ranks' numbers of their tokens to those of all tokens, in the order of positions, for `Segments`.
 
     Args:
         x_BT: of this rank's tokens.
@@ -301,10 +301,10 @@ def whole_sequence(x_BT: Int64[Tensor, "b t"], body: Body) -> Int64[Tensor, "b t
 
 
 def whole_length(body: Body, num_tokens: int) -> int:
-    """The number of tokens of the whole sequence, of which this rank has some.
+    """The number of tokens of the whole sequence, from this rank's number.
 
     Raises:
-        ValueError: it is stated nowhere, or twice.
+        ValueError: it is missing, or given twice.
     """
     lengths = set(body.lengths)
     if len(lengths) > 1:
@@ -320,7 +320,7 @@ def whole_length(body: Body, num_tokens: int) -> int:
 def _multiplied(
     qkv: tuple[Tensor, ...], pairs: tuple[Tensor, Tensor | None, Tensor | None], how: OnlineScores
 ) -> Tensor:
-    """(scales softmax(scale q k^T + bias)) v, [B, H, T, K], with all of the scores there, in the dtype of sums.
+    """(scales softmax(scale q k^T + bias)) v, [B, H, T, K], with all scores in memory, in the dtype of sums.
 
     The softmax is over the sinks, too.
     """
@@ -340,7 +340,7 @@ def _multiplied(
 
 
 def _zigzag(sizes: list[int]) -> tuple[Rows, ...]:
-    """Two stretches a rank, together of its size: fronts in the order of ranks, and backs in the other."""
+    """Two stretches per rank, together of its size: fronts in the order of ranks, and backs in reverse."""
     fronts = [-(-n // 2) for n in sizes]
     backs, out = [n - f for n, f in zip(sizes, fronts, strict=True)], []
     for r in range(len(sizes)):

@@ -2,10 +2,10 @@
 
 A sequence is cut into spans, and each span over the ranks, in order: so after the `all_to_all` of one piece from every
 rank each has a whole span of its heads. All keys and values are dealt so and sent away, one span after another; then
-each span of queries takes the spans of keys that its mask reads, of which the next is on its way while this one is
-computed. The backward goes through the spans of keys, and for each through the spans of queries, whose gradients wait
-on the host between two of them. Beside the arguments and the results of a rank a few spans are on the device, however
-many there are, and nothing is kept there for the backward.
+each span of queries takes the spans of keys that its mask reads, and the next is fetched while one is computed. The
+backward goes through the spans of keys, and for each through the spans of queries, whose gradients wait on the host
+between two of them. Beside the arguments and the results of a rank a few spans are on the device, independent of their
+number, and the backward needs no memory there in between.
 
 B samples, T tokens, H query heads, G key heads, K head dim, P ranks.
 
@@ -40,7 +40,7 @@ class Chunked:
 
     Along an axis each rank has all tokens of some heads while a chunk is computed, as with `Ulysses`, and a piece of
     every chunk at rest: rows lie in `sequence_order` before they are cut. Queries, results and their gradients wait
-    where keys do, but for sums of gradients, which wait on the host. There is no vmap, no forward mode and no second
+    where keys do, except sums of gradients, which wait on the host. There is no vmap, no forward mode and no second
     derivative; `Blockwise` and `Ulysses` have them.
 
     Attributes:
@@ -124,7 +124,7 @@ class Chunked:
 
 
 class ChunkPlan(NamedTuple):
-    """What the autograd functions need besides tensors.
+    """The arguments of the autograd functions besides tensors.
 
     Attributes:
         axis: mesh axes that cut each span; None is one rank.
@@ -177,7 +177,7 @@ class _Backwards(torch.autograd.Function):
 
 
 class _ChunkedAttention(_Backwards):
-    """(q, k, v, slopes, plan, data of the mask) -> (y, what waits for the backward ...)."""
+    """(q, k, v, slopes, plan, data of the mask) -> (y, tensors that wait for the backward ...)."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, slopes_H: Tensor | None, plan: ChunkPlan, *data: Tensor) -> Any:
@@ -202,7 +202,7 @@ class _ChunkedAttention(_Backwards):
         q, _, _, slopes_H, plan, *data = inputs
         ctx.plan, ctx.sloped, ctx.told, ctx.on_mesh = plan, slopes_H is not None, (q.device, q.dtype), mesh_as_now()
         ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)  # of what waits there are none, and no zeros on the device
+        ctx.set_materialize_grads(False)  # waiting tensors have no gradients, and need no zeros on the device
         ctx.save_for_backward(*output[1:], *([slopes_H] if ctx.sloped else []), *data)
 
     @staticmethod
@@ -216,7 +216,7 @@ class _ChunkedAttention(_Backwards):
 
 
 class _ChunkedBackward(_Backwards):
-    """(dy, slopes, plan, (device, dtype), what has waited, data of the mask) -> (dq, dk, dv)."""
+    """(dy, slopes, plan, (device, dtype), tensors that waited, data of the mask) -> (dq, dk, dv)."""
 
     @staticmethod
     def forward(dy: Tensor, slopes_H: Tensor | None, plan: ChunkPlan, told: Any, *rest: Tensor) -> Any:
@@ -263,7 +263,7 @@ def _nothing(q_BTHK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sizes(own: list[int], chunk: int) -> tuple[tuple[int, ...], ...]:
-    """Tokens of each rank's piece of each span, [spans][P], of ranks with so many tokens."""
+    """Tokens of each rank's piece of each span, [spans][P], for ranks with `own` tokens."""
     each = -(-chunk // len(own))
     num = -(-max(own) // each)
     return tuple(tuple(min(each, max(n - i * each, 0)) for n in own) for i in range(num))

@@ -1,4 +1,4 @@
-"""What goes round a ring of ranks that attend to each other's keys, and who needs it."""
+"""The transfers of keys round a ring of ranks that attend to each other's keys."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ Perm = list[tuple[int, int]]
 
 @dataclasses.dataclass(frozen=True)
 class RingCourse:
-    """What goes round, and who needs it.
+    """The positions of each rank's keys and queries, from which the transfers of each hop follow.
 
     Attributes:
         axis: mesh axes; None is one rank.
@@ -64,7 +64,7 @@ class RingCourse:
 def course(
     axis: Axes, rows: tuple[Rows, ...], num_queries: int, how: OnlineScores, block: int, kernel: int | None = None
 ) -> RingCourse:
-    """The course of this rank's tensors; on one rank queries need not be as many as keys."""
+    """The course of this rank's tensors; on one rank the numbers of queries and keys may differ."""
     assert len(rows) == axis_size(axis)
     index = axis_index(axis)
     queries = rows[index] if axis_size(axis) > 1 else tuple(r for r in ((0, num_queries),) if num_queries)
@@ -72,7 +72,7 @@ def course(
 
 
 def num_rows(rows: Rows) -> int:
-    """How many tokens they are."""
+    """The number of their tokens."""
     return sum(stop - start for start, stop in rows)
 
 

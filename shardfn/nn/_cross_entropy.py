@@ -49,7 +49,7 @@ def cross_entropy_sum(
     axis: Axes = None,
     vocab_size: int | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """The sum over the targets that count, and how many they are: for means over ranks with unequal numbers of tokens.
+    """The sum over the targets that count, and their number: for means over ranks with unequal numbers of tokens.
 
     With `axis` no rank has all logits: three numbers a token cross the mesh, a maximum, a sum and the target's logit.
 
@@ -83,7 +83,7 @@ def _vocab_parallel(
     """The loss log sum exp(logits) - logits[target], of blocks of the classes; invariant along `axis`."""
     start, stop, size = own_classes("cross_entropy: logits_BTV", logits_BTV.shape[-1], vocab_size, axis)
     own_BT = logits_BTV.logsumexp(-1)
-    top_BT = pmax(own_BT.detach(), axis)  # a shift, of which the result does not depend
+    top_BT = pmax(own_BT.detach(), axis)  # a shift, on which the result does not depend
     if start == stop:
         hit_BT = logits_BTV.sum(-1)
     else:

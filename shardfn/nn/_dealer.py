@@ -42,7 +42,7 @@ class Dealer:
         return self._forth(x_BTHK[:, self._pieces[i]], i)
 
     def undeal(self, x_BSHK: Tensor, i: int) -> Tensor:
-        """The way back, which is the transpose."""
+        """The inverse of `deal`, which is its transpose."""
         return self._back(x_BSHK, i, self._H)
 
     def deal_keys(self, x_BTGK: Tensor, i: int) -> Tensor:

@@ -1,15 +1,15 @@
-"""Backwards in two parts: gradients of activations first, gradients of weights when somebody asks for them.
+"""Backwards in two parts: gradients of activations first, gradients of weights on request.
 
     y = x @ w        first:  dx = dy @ w.t()        later:  dw = x.t() @ dy
 
-A pipeline sends dx to the stage before at once, and makes dw when it would be idle. What is deferred are the products
-of an activation and a weight, which are nearly all of a model's arithmetic. Autograd alone cannot split a backward
-without running the chain of activations twice: a graph from which both parts could be taken has paths from one layer's
-weights through other layers, wherever leaves are stacked or tied. So such a product is one node of autograd here that
-knows its activation alone. Its backward notes dy and x, and how to make dw of them.
+A pipeline sends dx to the stage before at once, and makes dw when it would be idle. Only products of an activation and
+a weight are deferred, which are nearly all of a model's arithmetic. Autograd alone cannot split a backward without
+running the chain of activations twice: a graph from which both parts could be taken has paths from one layer's weights
+through other layers, wherever leaves are stacked or tied. So such a product is one node of autograd here that knows its
+activation alone. Its backward records dy and x, and how to make dw of them.
 
-Which operand is the weight, the graph says: it is reached from a leaf through views and casts, and nothing else. Where
-that holds of none of the operands, or of both, the product is left as it is, and its gradients come in the first part.
+The graph determines the weight: the operand that is reached from a leaf through views and casts alone. If neither
+operand is, or both are, the product is not split, and its gradients come in the first part.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ _ITSELF = (
 
 
 class _Put(NamedTuple):
-    """A weight's gradient that is to be made: where it goes, and how."""
+    """A deferred gradient of a weight: its edge in the graph, and the function that makes it."""
 
     weight: GradientEdge
     make: Callable[[], Tensor]
@@ -56,11 +56,11 @@ class DeferredGradients:
     """The gradients of one run of a function, in two parts.
 
     `recorded` once, around the function; then `first` once; then `rest` once. Between `first` and `rest` it holds the
-    activations that the products took, and the cotangents of what they gave. Not thread-safe.
+    activations that the products took, and the cotangents of their results. Not thread-safe.
 
     Args:
         leaves: tensors that require gradients; nothing else is a weight.
-        opened: what makes a tensor of what stands in for a leaf.
+        opened: makes a tensor of an object that replaces a leaf, such as a lazy leaf.
 
     Example:
         >>> w, x = torch.ones(2, 3, requires_grad=True), torch.ones(4, 2, requires_grad=True)
@@ -86,7 +86,7 @@ class DeferredGradients:
         self._noted: dict[int, list[_Put]] = {}
         # Whether the first part is being computed.
         self.runs = False
-        # Every deferred product depends on it, so that all of them are reached, whatever their activations depend on.
+        # Every deferred product depends on it, so that all are reached even if their activations need no gradient.
         self.anchor = torch.zeros((), requires_grad=True)
 
     def recorded(self) -> AbstractContextManager[Any]:
@@ -100,20 +100,20 @@ class DeferredGradients:
     def first(
         self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Differentiates, and notes what is left to do. Lets the graph go.
+        """Differentiates, and records the deferred products. Lets the graph go.
 
         Args:
-            outputs: tensors that the function has made.
+            outputs: results of the function.
             cotangents: theirs.
             inputs: tensors whose gradients are wanted whole.
 
         Returns:
-            What the leaves get in this part, then the gradients of `inputs`; None where there is nothing.
+            The leaves' gradients from this part, then those of `inputs`; None for no gradient.
         """
         wanted = [*self._leaves, *inputs, self.anchor]
         self.runs = True
         try:
-            with self.recorded():  # for what is computed again, which must save what it has saved
+            with self.recorded():  # for recomputations, which must save the same tensors
                 grads: Sequence[Tensor | None] = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
             return list(grads[:-1])
         finally:
@@ -121,7 +121,7 @@ class DeferredGradients:
 
     @torch.no_grad()
     def rest(self) -> list[Tensor | None]:
-        """What the leaves get in the second part, each as soon as it is made: hooks see one leaf after the other."""
+        """The leaves' gradients from the second part, made one by one: hooks see each as soon as it is made."""
         out: list[Tensor | None] = [None] * len(self._leaves)
         while self._noted:
             i = next(iter(self._noted))
@@ -131,10 +131,10 @@ class DeferredGradients:
         return out
 
     def note(self, leaf: int, weight: GradientEdge, make: Callable[[], Tensor]) -> None:
-        """Puts a gradient off. Called by backward functions of `first`.
+        """Defers a gradient. Called by backward functions of `first`.
 
         Raises:
-            ValueError: something else differentiates.
+            ValueError: another function than `first` differentiates.
         """
         if not self.runs or torch.is_grad_enabled():
             raise ValueError(_ITSELF)
@@ -153,17 +153,17 @@ class DeferredGradients:
         return self._roots[node]
 
     def check_inputs(self, inputs: Any) -> None:
-        """Refuses gradients of leaves that the function itself asks for.
+        """Refuses gradients of leaves that the function itself requests.
 
         Raises:
-            ValueError: there is one.
+            ValueError: an input is a leaf, or a view or cast of one.
         """
         asked = [self._opened(x) for x in (inputs if isinstance(inputs, list | tuple) else [inputs])]
         if any(isinstance(x, Tensor) and self.leaf_of(x) is not None for x in asked):
             raise ValueError(_ITSELF)
 
     def split(self, product: Product, args: Sequence[Any]) -> Any:
-        """The product: as one node whose weight is no input, if one of the two operands is a weight."""
+        """The product, as one node without the weight among its inputs, if one of the two operands is a weight."""
         given: list[Any] = [self._opened(x) for x in args]
         leaves = [self.leaf_of(x) for x in given[:2]]
         if (leaves[0] is None) == (leaves[1] is None):
@@ -181,7 +181,7 @@ def _same_splitting() -> list[Again]:
 
 
 def splitting() -> bool:
-    """Whether the products of what runs now are to be nodes of their own."""
+    """Whether products that run now become nodes of their own."""
     return any(isinstance(mode, _Splitting) for mode in _get_current_function_mode_stack())
 
 
@@ -204,7 +204,7 @@ class _Splitting(TorchFunctionMode):
 
 
 class _Split(torch.autograd.Function):
-    """A product of which autograd knows one operand. Both are saved as an op saves them, through hooks."""
+    """A product with one operand that autograd knows. Both are saved through hooks, as by an op."""
 
     @staticmethod
     def forward(ctx: Any, product: Product, at: int, note: Any, anchor: Tensor, *operands: Any) -> Any:
@@ -237,7 +237,7 @@ def _hands_on(node: Any) -> bool:
 
 
 def _made(puts: list[_Put]) -> list[Tensor]:
-    """The gradients; what they are made of goes as they are made."""
+    """The gradients; their inputs are freed one by one."""
     made: list[Tensor] = []
     while puts:
         made.append(puts.pop(0).make())

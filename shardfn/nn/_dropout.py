@@ -83,7 +83,7 @@ def dropout_of_rows(
         length: tokens of the whole sequence.
 
     Raises:
-        ValueError: as `dropout`, or the stretches are not as many tokens as x has.
+        ValueError: as `dropout`, or the stretches have another number of tokens than x.
 
     Example:
         >>> from shardfn.core import key
@@ -116,7 +116,7 @@ def _lanes(key: Tensor, index_B: Tensor, size: int, start: int, count: int) -> T
 
 
 def dropped_levels(rate: float) -> int:
-    """Of how many of the `LEVELS` numbers an element is dropped."""
+    """The number of the `LEVELS` values at which an element is dropped."""
     return min(round(rate * LEVELS), LEVELS - 1)
 
 

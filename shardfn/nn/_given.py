@@ -1,10 +1,10 @@
-"""Masks that are data of a batch or a model: keys that count, and what is added to scores.
+"""Masks that are data of a batch or a model: keys that count, and numbers added to scores.
 
     Keys(keep_BS)          only some keys: padding
     Added(numbers)         a number for each pair, -inf where it does not count
     Relative(table_HD)     a number for each distance
 
-They compose by `&` as the others do. With a body that computes its own gradient they have none: `Dense()` gives it.
+They compose by `&` as the others do. Only `Dense()` gives their gradients: the other bodies compute their own.
 
 B samples, T queries, S keys, H query heads.
 """
@@ -25,10 +25,10 @@ from ._masks import Cover, Mask, Span
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Keys(Mask):
-    """Only some keys count: those of a batch's rows that are no padding. A boolean key padding mask.
+    """Only some keys count: those of a batch's rows that are not padding. A boolean key padding mask.
 
     Attributes:
-        keep_BS: which, of the whole sequence.
+        keep_BS: True for the keys that count, of the whole sequence.
 
     Example:
         >>> Keys(torch.tensor([[True, True, False]])).pairs((0, 2), (0, 3)).int().tolist()
@@ -123,7 +123,7 @@ class Relative(Mask):
     """Numbers that are added to the scores by the distance s - t of a key from a query: relative position bias.
 
     Attributes:
-        table_HD: [H or 1, 2 R + 1], of distances -R .. R; what is further away has the number of R, or -R.
+        table_HD: [H or 1, 2 R + 1], of distances -R .. R; greater distances have the number of R, or -R.
 
     Example:
         >>> Relative(torch.tensor([[-1.0, 0, 1]])).bias((0, 2), (0, 3)).tolist()
@@ -172,7 +172,7 @@ class Relative(Mask):
 
 
 def together(found: Iterable[Given]) -> Given:
-    """All that is given as one: sums of what is added, and numbers that are equal where all are.
+    """Joins several `Given` to one: sums of added numbers, and ids that are equal where all of theirs are.
 
     Example:
         >>> a, b = (Given(torch.tensor([ids]), torch.tensor([ids])) for ids in ([7, 7, 9], [1, 2, 1]))

@@ -1,4 +1,4 @@
-"""Which heads each rank has while it attends to all tokens, and which key heads its query heads read."""
+"""The heads of each rank while it attends to all tokens, and the key heads that its query heads read."""
 
 from shardfn.collectives import axis_index
 from shardfn.core import Axes
@@ -18,12 +18,12 @@ def keys_of(queries: tuple[int, int], ratio: int) -> tuple[int, int]:
 
 
 def dealt_heads(H: int, G: int, axis: Axes) -> tuple[list[int] | None, list[int]]:
-    """Key heads as they are dealt, as many to each rank; and which of its own each query head of this rank reads.
+    """The key heads dealt to ranks, equally many to each, and the index among its own that each query head reads.
 
-    None is dealt where `torch.chunk` of the key heads gives each rank what it reads.
+    The first is None if `torch.chunk` of the key heads gives each rank the heads that it reads.
     """
     queries, held = all_ranges(H, axis), all_ranges(G, axis)
-    ratio = H // G if G else 1  # where heads are cut along another axis, too, there may be none here
+    ratio = H // G if G else 1  # a rank may have no heads if these are cut along another axis, too
     needed, own = [keys_of(q, ratio) for q in queries], queries[axis_index(axis)]
     read = [h // ratio - needed[axis_index(axis)][0] for h in range(*own)]
     if all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):

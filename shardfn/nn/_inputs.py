@@ -1,4 +1,4 @@
-"""What bodies that compute their own gradients ask of what they are given."""
+"""Requirements on inputs of bodies that compute their own gradients."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def refuse_gradients(how: OnlineScores) -> None:
     """Raises where data beside queries, keys and values would need a gradient.
 
     Raises:
-        ValueError: it does.
+        ValueError: slopes or a mask's data require a gradient.
     """
     if how.slopes_H is not None and how.slopes_H.requires_grad:
         raise ValueError("attention: slopes_H requires a gradient, which only Dense() takes; pass slopes_H.detach().")

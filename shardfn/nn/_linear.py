@@ -43,7 +43,7 @@ def embedding(
     vocab_size: int | None = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "*batch2 d"]:
-    """Row `tokens[...]` of the table; with `axis`, of a table of which each rank has its own rows.
+    """Row `tokens[...]` of the table; with `axis`, of a table whose rows are cut over ranks.
 
     Each rank looks up its own rows, and the sum over ranks is the result: of all tokens, or with `sequence` of this
     rank's.
@@ -79,10 +79,10 @@ def embedding(
 
 
 def own_classes(name: str, rows: int, vocab_size: int | None, axis: Axes) -> tuple[int, int, int]:
-    """Start and stop of this rank's classes, and how many there are.
+    """Start and stop of this rank's classes, and the number of all.
 
     Raises:
-        ValueError: `vocab_size` is missing, or the block is not as long as it says.
+        ValueError: `vocab_size` is missing, or the block has another number of rows than follows from it.
     """
     check_block(name, (rows,), vocab_size, axis, option="vocab_size")
     size = rows if vocab_size is None else vocab_size
@@ -90,9 +90,9 @@ def own_classes(name: str, rows: int, vocab_size: int | None, axis: Axes) -> tup
 
 
 def own_index(tokens: Tensor, start: int, stop: int, size: int) -> tuple[Tensor, Tensor]:
-    """Indices into this rank's rows, and which tokens are other ranks'.
+    """Indices into this rank's rows, and a mask of the other ranks' tokens.
 
-    What is in no rank's rows is left to the first or the last rank as it is, where the lookup refuses it.
+    Tokens outside the table go unchanged to the first or the last rank, whose lookup refuses them.
     """
     below = tokens.lt(start) if start > 0 else None
     above = tokens.ge(stop) if stop < size else None

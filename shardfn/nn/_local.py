@@ -1,4 +1,4 @@
-"""What bodies of attention on one device have in common: each has all tokens, in the order of positions."""
+"""The base of bodies of attention on one device: each has all tokens, in the order of positions."""
 
 import abc
 

@@ -1,11 +1,11 @@
-"""Which keys a query attends to, as values: `Causal() & Segments(ids_BT)`.
+"""Masks of attention as values: `Causal() & Segments(ids_BT)`.
 
-A mask speaks of global positions, so that a rank with some tokens of a sequence uses the same value as one device. It
-answers for a rectangle of positions, (start, stop) of queries and (start, stop) of keys: whether all pairs of it
-count, none, or some; which; and how many. Bodies of attention skip the rectangles in which none counts.
+A mask refers to global positions, so that a rank with some tokens of a sequence uses the same value as one device. It
+answers for a rectangle of positions, (start, stop) of queries and (start, stop) of keys: whether all pairs count, some,
+or no pair; which; and how many. Bodies of attention skip rectangles without pairs.
 
-What an answer "none" or "all" depends on is known to the program (positions, lengths, layouts) and never read from a
-tensor: ranks agree on what is skipped, and a capture is good for all batches.
+An answer "none" or "all" depends on values known to the program (positions, lengths, layouts) and never on a tensor's:
+ranks agree on the skipped rectangles, and a capture is good for all batches.
 
 B samples, T tokens, H query heads, N and M tiles of queries and keys.
 Dong et al., Flex Attention, 2024, https://arxiv.org/abs/2412.05496
@@ -28,7 +28,7 @@ from shardfn.kernels import Given
 
 Span = tuple[int, int]
 Cover = Literal["all", "none", "some"]
-# A grid's words for them: an intersection is the least.
+# The values of `Mask.grid`, in this order, so that the cover of an intersection is the least.
 COVERS: tuple[Cover, ...] = ("none", "some", "all")
 NONE, SOME, ALL = range(3)
 Array = np.ndarray
@@ -70,12 +70,12 @@ class Mask(abc.ABC):
 
     @property
     def parts(self) -> tuple["Mask", ...]:
-        """The masks of which it is the intersection."""
+        """The masks whose intersection it is."""
         return (self,)
 
     @property
     def tile(self) -> int | None:
-        """Of how many tokens its blocks are, where it has blocks."""
+        """The number of tokens of its blocks; None without blocks."""
         return None
 
     def grid(self, queries: Array, keys: Array) -> Array:
@@ -85,29 +85,29 @@ class Mask(abc.ABC):
         return np.array(found, np.int8).reshape(1, len(rows), len(columns))
 
     def bias(self, queries: Span, keys: Span, device: torch.device | None = None) -> Float[Tensor, "*bh q k"] | None:
-        """What is added to the scores of a rectangle, [Q, K], [H, Q, K] or [B, H or 1, Q, K]."""
+        """The numbers added to the scores of a rectangle, [Q, K], [H, Q, K] or [B, H or 1, Q, K]."""
         del queries, keys, device
 
     def scales(self, queries: Span, keys: Span, heads: int, like: Tensor) -> Float[Tensor, "#b #h q k"] | None:
-        """By what the probabilities of a rectangle are multiplied behind the softmax, in the dtype of `like`."""
+        """The factors of a rectangle's probabilities after the softmax, in the dtype of `like`."""
         del queries, keys, heads, like
 
     @property
     def of_positions(self) -> bool:
-        """Whether `cover` and `pairs` are all there is to it: no data, nothing added, nothing multiplied."""
+        """Whether `cover` and `pairs` define it: no data, no added numbers, no factors."""
         own = type(self)
         return not self.tensors and own.bias is Mask.bias and own.scales is Mask.scales
 
     @property
     def in_kernels(self) -> bool:
-        """Whether the kernels of attention take it: it is of positions, or `given` tells the rest."""
+        """Whether the kernels of attention take it: it depends on positions alone, or `given` has its data."""
         return self.of_positions or type(self).given is not Mask.given
 
     def given(self, queries: Span, keys: Span) -> Given:
         """The data in it for a rectangle, as the kernels of attention take it.
 
         Raises:
-            ValueError: they do not.
+            ValueError: they do not support it.
         """
         del queries, keys
         told = f"BlockSparse() does not know the data of {type(self).__name__}; give that mask a method given(), or"
@@ -230,7 +230,7 @@ class Causal(Window):
 
 @dataclasses.dataclass(frozen=True)
 class Prefix(Mask):
-    """Causal, but that the first `length` tokens are seen by all: a prefix language model.
+    """Causal, except that all tokens see the first `length` ones: a prefix language model.
 
     Attributes:
         length: tokens of the prefix.
@@ -391,6 +391,6 @@ def _halves(span: Span) -> tuple[Span, Span]:
 
 
 def alike(mask: Mask, queries: int, keys: int) -> list[str]:
-    """The problem of a mask of positions where queries and keys are of other numbers."""
+    """The problem of a mask of positions if the numbers of queries and keys differ."""
     told = f"{mask} of {queries} queries over {keys} keys: the counts must agree, or positions do not meet"
     return [told] if queries != keys else []

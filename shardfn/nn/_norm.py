@@ -60,8 +60,8 @@ def rms_norm(
 def _of_nothing(x_D: Tensor, w_D: Tensor, b_D: Tensor | None) -> Tensor:
     """The norm of no rows, as a function of the weights.
 
-    A rank without rows of a sequence adds its gradient to those of the others like every rank; torch's norms forget the
-    weights then.
+    A rank without rows of a sequence adds its gradient to those of the others like every rank; torch's norms do not
+    depend on the weights then.
     """
     y_D = x_D * w_D
     return (y_D if b_D is None else y_D + b_D).to(x_D.dtype)

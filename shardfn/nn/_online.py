@@ -1,12 +1,12 @@
-"""Attention tile by tile: the softmax of a row is kept as (top, total, sum) while its keys come in parts.
+"""Attention tile by tile: the softmax of a row is kept as (top, total, sum) while its keys arrive in parts.
 
     forward   top' = max(top, max s);  total' = total e^(top - top') + sum e^(s - top');  sum likewise with v
     backward  p = e^(s - lse);  dv = (c p)^T dy;  ds = p (c dy v^T - delta);  dq = ds k;  dk = ds^T q
 
-with s = scale q k^T + bias, lse = top + log total and delta = (dy y) summed over K, less the cotangent of lse. c is
-what the mask multiplies probabilities by, as dropout does: it is in `sum`, and not in `total` or lse. A row without
-keys has lse = -inf, y = 0 and gradient 0. No more than a tile of scores is there at a time. Tiles in which the mask
-counts no pair are left out.
+with s = scale q k^T + bias, lse = top + log total and delta = (dy y) summed over K, less the cotangent of lse. c is the
+mask's factor of probabilities, such as dropout's: it is in `sum`, and not in `total` or lse. A row without keys has lse
+= -inf, y = 0 and gradient 0. No more than a tile of scores is in memory at a time. Tiles without a pair of the mask are
+left out.
 
 B samples, G key heads, R query heads of a key head, T queries, S keys, K head dim.
 Milakov, Gimelshein, Online normalizer calculation for softmax, 2018, https://arxiv.org/abs/1805.02867
@@ -27,10 +27,10 @@ Rows = tuple[Span, ...]
 
 
 class OnlineScores(NamedTuple):
-    """What a score is besides q k.
+    """The parts of a score besides q k.
 
     Attributes:
-        mask: which pairs count.
+        mask: the pairs that count.
         scale: of q k; None is 1 / sqrt(K).
         slopes_H: ALiBi's slopes of the query heads, or None.
         sinks_H: the score of one more key of each query head, whose value is 0, or None.
@@ -42,7 +42,7 @@ class OnlineScores(NamedTuple):
     sinks_H: Tensor | None = None
 
     def bias(self, queries: Span, keys: Span, device: torch.device) -> Tensor | None:
-        """What is added to scores: that of the mask, [Q, K] or [.., Q, K], and -slope * distance, [H, Q, K]."""
+        """The numbers added to scores: the mask's, [Q, K] or [.., Q, K], and -slope * distance, [H, Q, K]."""
         added = self.mask.bias(queries, keys, device)
         if self.slopes_H is None:
             return added
@@ -93,7 +93,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def factor(how: OnlineScores, q: Tensor) -> float:
-    """By what q k is scaled."""
+    """The scale of q k."""
     return q.shape[-1] ** -0.5 if how.scale is None else how.scale
 
 
@@ -127,7 +127,7 @@ def finish(
     """Y [B, G, R, T, K] and lse [B, G, R, T] of all tiles."""
     ys, lses = [], []
     for state, query in zip(states, tiles(queries, block), strict=True):
-        if state is None:  # sums of nothing, as functions of what they would be sums of
+        if state is None:  # empty sums, as functions of their would-be inputs
             q = take(q_BGRTK, query.at)
             empty = torch.zeros_like(q[..., 0])
             ys.append(empty[..., None].expand(*empty.shape, v.shape[-1]))
@@ -144,7 +144,7 @@ def finish(
 
 
 class Outer(NamedTuple):
-    """What a backward knows of the queries: themselves, the cotangent of y, lse, and delta."""
+    """The inputs of a backward that belong to queries: themselves, the cotangent of y, lse, and delta."""
 
     q_BGRTK: Tensor
     dy_BGRTK: Tensor
@@ -245,7 +245,7 @@ def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
 
 
 def _multiplier(p: Tensor, queries: Span, keys: Span, how: OnlineScores) -> Tensor | None:
-    """What the probabilities of a tile [B, G, R, Q, K] are multiplied by behind the softmax; None is 1."""
+    """The factors of the probabilities of a tile [B, G, R, Q, K] after the softmax; None is 1."""
     c = how.mask.scales(queries, keys, math.prod(p.shape[-4:-2]), p)
     return None if c is None else _by_group(c, p)
 

@@ -25,12 +25,13 @@ class PairDropout(Mask):
 
         y = (keep p / (1 - rate)) v,   p = softmax(scores)
 
-    Every pair counts in the softmax; what is dropped is dropped behind it. `keep` is a function of (key, sample number,
+    Every pair counts in the softmax; probabilities are dropped after it. `keep` is a function of (key, sample number,
     query head, query, key), so it is the same bits for any body, block, number of ranks and microbatches, and when the
     backward makes it again. `rate` is rounded to a multiple of 2**-16, and the scale is that of the rounded rate.
 
-    `Dense()` has the probabilities there whole, [B, H, T, S]. The kernels of `BlockSparse()` and `Blockwise()` draw a
-    tile's numbers while they compute it; of several such masks at once only torch's products of `Blockwise()` know.
+    `Dense()` has the probabilities in memory whole, [B, H, T, S]. The kernels of `BlockSparse()` and `Blockwise()` draw
+    a tile's numbers while they compute it. With several such masks at once `BlockSparse()` raises, and the other bodies
+    use torch's products.
 
     Attributes:
         key: a key for this place and step.

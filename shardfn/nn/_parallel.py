@@ -7,8 +7,8 @@ each rank has its own features. `enter_parallel` leads in and `leave_parallel` l
     x[T, D]             pvary         h[T, F_axis]        psum
     x[T_axis, D]        all_gather    h[T, F_axis]        psum_scatter
 
-So a block sends twice forward and twice backward, whatever it computes. An `axis` that is None, missing in the mesh or
-of one rank is the identity: the same function is the one-device layer.
+So every block sends twice forward and twice backward. An `axis` that is None, missing in the mesh or of one rank is the
+identity: the same function is the one-device layer.
 
 D features between blocks, F features inside, T tokens.
 Shoeybi et al., Megatron-LM, 2019, https://arxiv.org/abs/1909.08053
@@ -34,14 +34,14 @@ from shardfn.collectives import (
 )
 from shardfn.core import Axes, P, all_coords, block_slices
 
-# Sizes of one dim, or of several of which an axis cuts one.
+# The size of one dim, or the sizes of several, one of them cut by an axis.
 Features = int | Sequence[int] | None
 
 
 def enter_parallel(
     x_D: Float[Tensor, "*batch d"], axis: Axes, sequence: int | None = None
 ) -> Float[Tensor, "*batch2 d"]:
-    """Into a block whose features are cut along `axis`: all ranks have all tokens, and go on differently.
+    """Into a block whose features are cut along `axis`: all ranks have all tokens, and use them differently.
 
     Args:
         x_D: whole, or with `sequence` this rank's rows of the tokens, [*batch, T_axis, D].
@@ -62,7 +62,7 @@ def enter_parallel(
 def leave_parallel(
     y_D: Float[Tensor, "*batch d"], axis: Axes, sequence: int | None = None
 ) -> Float[Tensor, "*batch2 d"]:
-    """Out of it: the sum of what the ranks computed of their features, whole or as rows of the tokens.
+    """Out of a block: the sum of the ranks' results of their own features, whole or as rows of the tokens.
 
     Args:
         y_D: this rank's summand, of all tokens.
@@ -88,7 +88,7 @@ def leave_parallel(
 
 
 def between(w: Tensor, axis: Axes, sequence: int | None = None) -> Tensor:
-    """A whole leaf as it is used between blocks, such as a norm's: on rows of the sequence its uses differ.
+    """A whole leaf for use between blocks, such as a norm's: varying where ranks apply it to their own rows.
 
     Args:
         w: the leaf, whole on all ranks.
@@ -130,10 +130,10 @@ def column_linear(
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "..."]:
-    """The affine map y = x w^T + b of which each rank computes its own features: w[F_axis, D], b[F_axis].
+    """The affine map y = x w^T + b, where each rank computes its own features: w[F_axis, D], b[F_axis].
 
-    A weight may have several output dims, [*F, D], of which any one is cut: [3, H, K, D] with `P(None, axis)` is a
-    fused projection cut between heads, [2, F, D] the two halves of a gated layer.
+    A weight may have several output dims, [*F, D], any one of them cut: [3, H, K, D] with `P(None, axis)` is a fused
+    projection cut between heads, [2, F, D] the two halves of a gated layer.
 
     Args:
         x_D: whole, or with `sequence` this rank's rows of the tokens.
@@ -167,7 +167,7 @@ def row_linear(
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "*batch2 d"]:
-    """The affine map y = x w^T + b of which each rank has its own input features: x[F_axis], w[D, F_axis].
+    """The affine map y = x w^T + b, where each rank has its own input features: x[F_axis], w[D, F_axis].
 
     The bias is whole on all ranks, and is added once, to the sum.
 
@@ -207,17 +207,17 @@ def affine(x_D: Tensor, w_FD: Tensor, b_F: Tensor | None) -> Tensor:
 
 
 def check_block(name: str, block: Sequence[int], whole: Features, axis: Axes, *, option: str) -> None:
-    """Refuses a weight that is not cut as the layer needs it: of whole ones the sum would count each feature n times.
+    """Refuses a weight that is not cut as the layer needs it: with whole ones the sum would count features n times.
 
     Args:
         name: the layer and its weight.
-        block: the dims that the axis may cut, as this rank has them.
-        whole: the same dims of the whole layer, of which the axis cuts one; None is taken on one rank alone.
+        block: the dims that the axis may cut, in this rank's sizes.
+        whole: the same dims of the whole layer; the axis cuts one of them. None is allowed on one rank alone.
         axis: mesh axes; None is one device.
-        option: how the layer calls `whole`.
+        option: the layer's name for `whole`.
 
     Raises:
-        ValueError: says what this rank's block is, and the remedy.
+        ValueError: gives this rank's block, and the remedy.
 
     Example:
         >>> check_block("mlp: w_up", (8,), 8, "tp", option="d_ff")

@@ -36,7 +36,7 @@ class Product:
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
         """The product."""
-        if has_torch_function((a, b)):  # a leaf that arrives when it is used, or what splits backwards
+        if has_torch_function((a, b)):  # a lazy leaf, or `_Splitting` of backwards
             return handle_torch_function(self, (a, b), a, b)
         return _TwoOperands.apply(self, a, b)  # pyright: ignore[reportReturnType]
 
@@ -60,10 +60,10 @@ class _TwoOperands(torch.autograd.Function):
 
 
 def product_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Product | None, tuple[Any, ...]]:
-    """The product that a call of torch is, and its operands; None if it is none, or one that is not known.
+    """The product that a call of torch computes, and its operands; None if it is not a known product.
 
-    Known are `linear`, `matmul` and its kinds of tensors of two dims or more, `addmm` without factors, and `einsum` of
-    two operands; real ones, outside of autocast. Of aten's own, called as such, `mm` and `bmm`.
+    Known are `linear`, `matmul` and its kinds of tensors of two dims or more, `addmm` without factors, `einsum` of two
+    operands, and the aten ops `mm` and `bmm`; with floating-point operands, outside of autocast.
     """
     if isinstance(func, Product):
         return func, args
@@ -114,13 +114,13 @@ def _einsum(equation: Any, *operands: Any) -> Any:
 
 
 def _einsum_product(equation: str) -> Product | None:
-    """The product that an equation is, if the gradient of each operand is another such equation."""
+    """The product of an equation, if the gradient of each operand is another such equation."""
     inputs, arrow, out = equation.partition("->")
     a, comma, b = inputs.partition(",")
     if not arrow or not comma or "," in b or "." in equation:
         return None
     plain = all(len(set(term)) == len(term) for term in (a, b, out))
-    # A dim that one term alone has was summed, or is missing from what its gradient is made of.
+    # A dim in one term alone was summed, or is missing from the inputs of its gradient.
     if not plain or set(a) - set(b + out) or set(b) - set(a + out):
         return None
 
@@ -138,14 +138,14 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _left(dy: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
-    """Of a in a @ b."""
+    """The gradient of a in a @ b."""
     if b.ndim == 2:
         return (_rows(dy) @ b.mT).reshape(shape)
     return (dy @ b.mT).sum_to_size(shape)
 
 
 def _right(dy: Tensor, a: Tensor, shape: torch.Size) -> Tensor:
-    """Of b in a @ b."""
+    """The gradient of b in a @ b."""
     if len(shape) == 2:
         return _rows(a).mT @ _rows(dy)
     return (a.mT @ dy).sum_to_size(shape)

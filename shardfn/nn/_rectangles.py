@@ -1,7 +1,7 @@
 """Attention of some queries over some keys by `kernels.block_sparse_attention`, and of both in parts.
 
-A rectangle has the queries of positions (start, stop) and the keys of others. What its rows know of the keys of one
-rectangle is (y, lse); of two, with lse = log(e^lse1 + e^lse2),
+A rectangle has the queries of positions (start, stop) and the keys of others. The result of its rows is (y, lse); two
+results over different keys join, with lse = log(e^lse1 + e^lse2), to
 
     y = e^(lse1 - lse) y1 + e^(lse2 - lse) y2
 
@@ -29,15 +29,15 @@ from ._online import OnlineScores, Outer, Rows, absorb, factor, finish, gathered
 from ._pair_dropout import PairDropout
 from ._tiles import tiles_of
 
-# Of a tile of the kernel, where nothing says otherwise: two of them and the products of both fit a core's cache.
+# The default tile of the kernel: two of them and the products of both fit a core's cache.
 KERNEL_TILE = 64
-# Of a tile of torch's products.
+# The tile of torch's products.
 TORCH_TILE = 512
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class Rectangle(NamedTuple):
-    """Positions of queries and of keys, and of how many a tile is; `kernel` says by which of both it is computed."""
+    """Positions of queries and keys, and the size of a tile; computed by the kernel or by torch's products."""
 
     queries: Span
     keys: Span
@@ -48,8 +48,8 @@ class Rectangle(NamedTuple):
 def kernel_tile(how: OnlineScores, device: torch.device, block: int) -> int | None:
     """The tile with which the kernel computes these scores best; None where torch's products are to do it.
 
-    They do it where the kernel's fast path does not run, which is that of a CPU with a compiler, and where a mask does
-    not tell the kernel its data.
+    They do it without the kernel's fast path, which needs a CPU with a compiler, and for masks that do not give the
+    kernel their data.
     """
     known = all(m.in_kernels for m in how.mask.parts) and sum(isinstance(m, PairDropout) for m in how.mask.parts) <= 1
     return min(block, KERNEL_TILE) if known and device.type == "cpu" and is_native("block_sparse_attention") else None
@@ -64,7 +64,7 @@ def attend_over(qkv: QKV, how: OnlineScores, at: Rectangle) -> tuple[Tensor, Ten
 
 
 def gradients_over(dy_BTHK: Tensor, qkv: QKV, y_BTHK: Tensor, lse_BHT: Tensor, how: OnlineScores, at: Rectangle) -> QKV:
-    """What a rectangle adds to the gradients of q, k and v; y and lse are those over all keys."""
+    """A rectangle's parts of the gradients of q, k and v; y and lse are those over all keys."""
     if not at.kernel:
         return _gradients_in_tiles(dy_BTHK, qkv, y_BTHK, lse_BHT, how, at)
     found, scale = _told(qkv[0], how, at), factor(how, qkv[0])
@@ -89,7 +89,7 @@ def merged(one: tuple[Tensor, Tensor] | None, other: tuple[Tensor, Tensor]) -> t
 
 
 def rectangles(queries: Rows, keys: Rows, how: OnlineScores, block: int) -> Iterator[tuple[Span, Span, Rectangle]]:
-    """Of stretches of queries and of keys in which a pair counts: the rows of both, and the kernel's rectangle."""
+    """Pairs of stretches of queries and keys that share a pair: the rows of both, and the kernel's rectangle."""
     whole = sum(stop - start for start, stop in (*queries, *keys)) or 1
     for query in tiles(queries, whole):
         for key in tiles(keys, whole):

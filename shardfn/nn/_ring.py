@@ -1,14 +1,14 @@
-"""Attention whose keys and values go round a ring of ranks, each of which keeps its own queries.
+"""Attention whose keys and values go round a ring of ranks, while each rank keeps its own queries.
 
-At hop h rank r has the keys and values of rank r - h. They are sent on as long as a rank ahead has a query that
-attends to them, which masks tell by positions alone, so that all ranks know what is sent. What comes next is on its
-way while what is here is computed. Nothing but this rank's own tensors is kept for the backward, in which keys and
+At hop h rank r has the keys and values of rank r - h. They are sent on as long as a rank ahead has a query that attends
+to them. Masks decide this by positions alone, so that all ranks know the transfers. The next keys and values are on
+their way while the present ones are used. Only this rank's own tensors are kept for the backward, in which keys and
 values go round once more, with their gradients one hop behind; from the last rank that adds to them, those go home.
 
     sent by a rank, of b samples, N tokens, h features of keys: forward 2 b N h (P - 1) / P, backward twice that
 
 With one rank this is attention in blocks. On a CPU `kernels.block_sparse_attention` computes each hop; the products of
-torch, a tile at a time, compute what it does not know, derivatives of the gradients, and forward mode.
+torch, a tile at a time, compute unsupported masks, derivatives of the gradients, and forward mode.
 
 B samples, T queries, S keys, H query heads, G key heads, R = H / G, K head dim, P ranks.
 Liu et al., Ring Attention with Blockwise Transformers, 2023, https://arxiv.org/abs/2310.01889
@@ -44,7 +44,7 @@ def online(
         qkv: this rank's, [B, T, H or G, K].
         how: the scores.
         block: of a tile.
-        kernel: of a tile of the kernel; default what suits it.
+        kernel: of a tile of the kernel; default by `kernel_tile`.
 
     Raises:
         ValueError: data of a mask require a gradient.
@@ -139,7 +139,7 @@ class _OnlineBackward(torch.autograd.Function):
 
 
 def _again(ctx: Any) -> Any:
-    """dy, q, k, v and sinks; their gradients as differentiable operations of torch; and how many data the mask has."""
+    """dy, q, k, v and sinks; their gradients as differentiable operations of torch; and the number of mask data."""
     saved, sinks_H, slopes_H, data = _kept(ctx, 4)
     how = _told(ctx.along, slopes_H, data)
 
@@ -153,7 +153,7 @@ def _again(ctx: Any) -> Any:
 
 
 def _sunk(y_BTHK: Tensor, lse_BHT: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Y and lse with one more key of the score `sinks_H`, whose value is 0; behind it the gradients are as before."""
+    """Y and lse with one more key of the score `sinks_H`, whose value is 0; with them the gradients' formulas hold."""
     if sinks_H is None:
         return y_BTHK, lse_BHT
     both_BHT = torch.logaddexp(lse_BHT, sinks_H.to(lse_BHT.dtype)[:, None])
@@ -286,9 +286,9 @@ def _pushed(along: RingCourse, how: OnlineScores, saved: Saved, tangents: tuple[
 
 
 def _hops(along: RingCourse, dim: int, *kv: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Rows, int]]:
-    """Keys and values (and whatever lies like them) as they come by, with their positions and the hop.
+    """Keys and values (and tensors with the same rows) of each hop, with their positions and the hop.
 
-    What is asked for is sent on before it is handed out, and waited for when the next is asked for.
+    Each bundle is sent on before it is yielded, and the next is waited for only when it is requested.
     """
     n, own = along.size, num_rows(along.rows[along.index])
     if n == 1 or not along.onward(1):
@@ -315,8 +315,8 @@ def _round_and_home(
 ) -> Tensor:
     """The gradients of this rank's keys and values, along the last dim: those of all ranks that read them.
 
-    What a rank has added to travels while it computes for the keys that follow, and home while it computes for the
-    later ones of its own keys, which wait until then.
+    A rank's sums travel while it computes with the next keys, and home while it computes with the later part of its own
+    keys, which is left until then.
     """
     coming: list[Callable[[], Tensor]] = []
     passing: Callable[[], Tensor] | None = None
@@ -345,7 +345,7 @@ def _round_and_home(
 
 
 def _sent(x: Tensor, along: RingCourse, perm: Perm) -> Callable[[], Tensor]:
-    """Sends `x`; what is returned waits for what comes."""
+    """Sends `x`; returns a function that waits for the received tensor."""
     if torch.is_grad_enabled() or transforming():
         here = ppermute(x, along.axis, perm)
         return lambda: here

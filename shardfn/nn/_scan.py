@@ -20,7 +20,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 
-# `run(carry, x, first ys) -> (carry, y)`; and what carries a value through all layers by it.
+# `run(carry, x, first ys) -> (carry, y)`; and the loop that carries a value through all layers by it.
 Run = Callable[..., Any]
 Loop = Callable[[Run, PyTree, Sequence[PyTree]], tuple[PyTree, list[PyTree]]]
 _LOOP = Ambient[Loop]("loop of scans")
@@ -40,8 +40,8 @@ def scan(
     same code over the same objects for each microbatch, the layers of all microbatches are copies of one.
 
     Args:
-        f: `f(carry, x) -> (carry, y)`, a pure function: what differs between layers is in `x`. In a captured step
-            its Python runs for some layers, of some microbatches, only.
+        f: `f(carry, x) -> (carry, y)`, a pure function: differences between layers are in `x`. In a captured step its
+            Python runs for some layers, of some microbatches, only.
         init: the first carry: a tree of tensors.
         xs: a tree of tensors with one leading dim; None with `length`.
         length: the number of layers; must agree with `xs`.
@@ -50,8 +50,8 @@ def scan(
         The last carry, and the ys, each leaf stacked along a new dim 0.
 
     Raises:
-        TypeError: a leaf is no tensor, or the carry changes its structure, shapes or dtypes; all leaves are listed.
-        ValueError: leaves of `xs` differ in length, or there is nothing to scan over; all leaves are listed.
+        TypeError: a leaf is not a tensor, or the carry changes its structure, shapes or dtypes; lists all leaves.
+        ValueError: leaves of `xs` differ in length, or there is nothing to scan over; lists all leaves.
         CaptureError: (in a captured step) `f` does not do the same for all layers.
 
     Example:
@@ -73,7 +73,7 @@ def scan(
 
 
 def run_layers(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
-    """The loop of a `scan`, on layers that are apart already: the last carry, and the y of each."""
+    """The loop of a `scan`, on layers that are separate already: the last carry, and the y of each."""
     loop = _LOOP.innermost() or plain_loop
     return loop(run, carry, layers)
 
@@ -94,7 +94,7 @@ def plain_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTre
 
 @dataclasses.dataclass(frozen=True)
 class ScanBody:
-    """`(carry, x, first ys) -> f(carry, x)`, of which the carry must be like `init`, and y like the first y."""
+    """`(carry, x, first ys) -> f(carry, x)`, whose carry must be like `init`, and y like the first y."""
 
     f: Callable[[Any, Any], tuple[Any, Any]]
     init: PyTree
@@ -107,7 +107,7 @@ class ScanBody:
         """One layer.
 
         Raises:
-            TypeError: it is not; lists every leaf with both values.
+            TypeError: the carry or y differs from these; lists every leaf with both values.
         """
         out = self.f(carry, x)
         if not isinstance(out, tuple) or len(out) != 2:
@@ -125,7 +125,7 @@ class ScanBody:
 
 
 def _looks(tree: PyTree) -> object:
-    """What is equal for trees of one structure, of tensors of the same shapes and dtypes; of no other tree's."""
+    """A key that is equal exactly for trees of tensors with the same structure, shapes and dtypes."""
     if type(tree) is Tensor:
         return tree.shape, tree.dtype
     leaves, treedef = tree_flatten(tree)

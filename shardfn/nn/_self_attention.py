@@ -1,4 +1,4 @@
-"""Self-attention as a block of a model: projections, attention and the way back, with heads cut along a mesh axis.
+"""Self-attention as a block of a model: projections, attention and output, with heads cut along a mesh axis.
 
 Query heads are cut as `torch.chunk` cuts them, and so are key heads; any numbers will do. Where each rank's own key
 heads are those that its query heads read, nothing more is sent. Elsewhere (fewer key heads than ranks, or borders that
@@ -84,8 +84,8 @@ def self_attention(
         heads: of the whole layer.
         table: cos and sin for `rope`, of all tokens; None = no rotation.
         slopes_H: ALiBi's slopes of all H heads, or None.
-        how: the mask, and how attention is computed; where `how.impl` cuts the tokens, x is of this rank's, and so is
-            the table.
+        how: the mask and the body of attention; where `how.impl` cuts the tokens, x has this rank's, and so has the
+            table.
         axis: mesh axes that cut the heads; None is one device.
         sequence: T where x and the result are this rank's rows of the tokens.
 
@@ -93,7 +93,7 @@ def self_attention(
         The shape of `x_BTD`.
 
     Raises:
-        ValueError: the axis would cut a head in two, or a weight is no block of these heads.
+        ValueError: the axis would cut a head in two, or a weight is not a block of these heads.
 
     Example:
         >>> w = AttentionWeights(*(torch.ones(8, 8) for _ in range(4)))
@@ -138,9 +138,9 @@ def fused_self_attention(
     Args:
         x_BTD: whole, or with `sequence` this rank's rows of the tokens.
         w_GRKD: this rank's groups of the projection.
-        w_DHK: this rank's columns of the way back; H in the order of groups.
+        w_DHK: this rank's columns of the output projection; H in the order of groups.
         b_GRK: this rank's groups of the bias, or None.
-        b_D: bias of the way back, or None.
+        b_D: bias of the output projection, or None.
         groups: G of the whole layer; needed where the axis has several ranks.
         table: cos and sin for `rope`, of all tokens; None = no rotation.
         axis: mesh axes that cut the groups; None is one device. `w_DHK` is cut in step with them where H = G, or the
@@ -177,7 +177,7 @@ def _own_heads(wq: Tensor, heads: Heads, axis: Axes) -> tuple[int, int]:
     """The query heads of this rank.
 
     Raises:
-        ValueError: the axis would cut a head in two, or the weight is no block of these heads.
+        ValueError: the axis would cut a head in two, or the weight is not a block of these heads.
     """
     n, (start, stop) = axis_size(axis), own_range(heads.queries, axis)
     by_row, by_head = all_ranges(heads.queries * heads.dim, axis), all_ranges(heads.queries, axis)
@@ -205,7 +205,7 @@ def _own_keys(w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, tuple
     for name, x in (("wk", w.wk), ("wv", w.wv), ("bk", w.bk), ("bv", w.bv)):
         if x is not None:
             _check_rows(name, x, heads.keys, heads, axis, by_head=rows == 1)
-    # Rows that are cut inside a head are joined, whatever is needed.
+    # Rows that are cut inside a head are always joined.
     aligned = all_ranges(heads.keys * rows, axis) == [(a * rows, b * rows) for a, b in held]
     if aligned and all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
         return held[axis_index(axis)][0], (w.wk, w.wv, w.bk, w.bv)

@@ -1,8 +1,8 @@
-"""The loss of a language model whose logits are never there whole: a tile of tokens at a time.
+"""The loss of a language model without its logits in memory as a whole: a tile of tokens at a time.
 
-The gradients are computed beside the loss, in the forward, while a tile's logits are there; the backward multiplies
-them by its cotangent. They are kept in float32 or better. So beside x there are two tensors like a tile of logits and,
-where a gradient is wanted, one tensor like x and two like w (one while there are two of the logits).
+The gradients are computed beside the loss, in the forward, while a tile's logits are in memory; the backward multiplies
+them by its cotangent. They are kept in float32 or better. So the memory beside x is two tensors like a tile of logits
+and, if a gradient is needed, one tensor like x and two like w (one while two of the logits are alive).
 
 N tokens, D model, V vocabulary.
 Snowflake, Arctic Long Sequence Training, 2025, https://arxiv.org/abs/2506.13996
@@ -45,10 +45,10 @@ def tiled_cross_entropy(
     vocab_size: int | None = None,
     sequence: int | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """`cross_entropy_sum(x w^T, targets)`, of which no more than `tile` rows of logits are there at a time.
+    """`cross_entropy_sum(x w^T, targets)` with no more than `tile` rows of logits in memory at a time.
 
     Args:
-        x_BTD: what the output layer takes, whole, or with `sequence` this rank's rows of the tokens.
+        x_BTD: the input of the output layer, whole, or with `sequence` this rank's rows of the tokens.
         w_VD: the output layer; with `axis`, this rank's classes.
         targets_BT: classes in [0, V), or `ignore_index`.
         tile: tokens.
@@ -83,7 +83,7 @@ def tiled_cross_entropy(
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
-    """(x, w, targets) -> (total, dx, dw, nothing); the last is there to be a function of x and w in the backward."""
+    """(x, w, targets) -> (total, dx, dw, empty); the backward uses the last as a function of x and w."""
 
     generate_vmap_rule = True
 
@@ -100,7 +100,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
             if how.differentiated:
                 dxs.append(_gradient(p, w_VD.to(work), targets))
                 dw_VD = torch.addmm(dw_VD, p.mT, x.to(work) * targets.counts[:, None])
-            del p  # before the next tile's are there
+            del p  # before those of the next tile are made
         dx_ND = torch.cat(dxs) if dxs else torch.zeros_like(x_ND, dtype=work)
         if how.differentiated and len(w_VD):
             dw_VD = dw_VD.index_add(0, own.classes, x_ND.to(work) * own.hits[:, None], alpha=-1)
@@ -121,7 +121,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """The identity, of which there is no derivative: gradients of a loss whose second derivatives are not there."""
+    """The identity without a derivative, for gradients of a loss whose second derivatives are not supported."""
 
     generate_vmap_rule = True
 
@@ -143,7 +143,7 @@ class _Once(torch.autograd.Function):
 
 
 class _Targets(NamedTuple):
-    """Of tokens: their classes among this rank's, whether they count, and whether that and the class is here."""
+    """The tokens' classes among this rank's, whether they count, and whether they count and have their class here."""
 
     classes: Tensor
     counts: Tensor
@@ -157,7 +157,7 @@ def _own(targets_N: Tensor, how: _How) -> _Targets:
 
 
 def _gradient(p_NV: Tensor, w_VD: Tensor, targets: _Targets) -> Tensor:
-    """(p - the targets, as ones) w; what is not wide is corrected, not what is as wide as the logits."""
+    """(p - one-hot targets) w; the targets' part is subtracted from the product, which is narrower than the logits."""
     dx_ND = (p_NV @ w_VD).masked_fill(~targets.counts[:, None], 0.0)
     return dx_ND - w_VD[targets.classes].masked_fill(~targets.hits[:, None], 0.0) if len(w_VD) else dx_ND
 
@@ -165,7 +165,8 @@ def _gradient(p_NV: Tensor, w_VD: Tensor, targets: _Targets) -> Tensor:
 def _tile(x_ND: Tensor, w_VD: Tensor, targets: _Targets, how: _How) -> tuple[Tensor, Tensor]:
     """The sum over the tokens of a tile, and the probabilities of all classes.
 
-    No more than two tensors of the size of the logits are alive at once: each is let go when the next is made of it.
+    No more than two tensors of the size of the logits are alive at once: each is freed when the next has been made of
+    it.
     """
     logits_NV = F.linear(x_ND, w_VD)
     logits_NV = logits_NV.to(wide(logits_NV.dtype))
@@ -182,7 +183,7 @@ def _tile(x_ND: Tensor, w_VD: Tensor, targets: _Targets, how: _How) -> tuple[Ten
 
 
 def _over_ranks(logits_NV: Tensor, targets: _Targets, how: _How) -> tuple[Tensor, Tensor]:
-    """Of tokens whose classes are cut, log sum exp and the loss."""
+    """The log sum exp and the loss of tokens whose classes are cut over ranks."""
     start, stop, _ = how.classes
     if start == stop:
         hit_N = logits_NV.sum(-1)

@@ -25,8 +25,8 @@ def tiled_linear(
 ) -> Float[Tensor, "*batch f"]:
     """Y = x w^T + b with w in tiles: y_i = b_i + sum_j x_j w_ij^T.
 
-    Equals `linear(x, untile(w), b)` up to the order in which the products along D are added; bit for bit in what a
-    matrix product promises where there is one column of tiles.
+    Equals `linear(x, untile(w), b)` up to the order in which the products along D are added; with one column of tiles
+    also bit for bit, where a matrix product's bits do not depend on its number of outputs F.
 
     Args:
         x_D: any leading dims.
@@ -37,7 +37,7 @@ def tiled_linear(
         The leading dims of `x_D` and F.
 
     Raises:
-        ValueError: the tiles are no grid, or their columns do not add up to D, or their rows to the bias's F.
+        ValueError: the tiles are not a grid, or their columns do not add up to D, or their rows to the bias's F.
 
     Example:
         >>> import torch
@@ -87,7 +87,7 @@ def tiles(
 
 
 def untile(w_FD: Grid) -> Float[Tensor, "f d"]:
-    """The weight that a grid of tiles is.
+    """The weight made of a grid of tiles.
 
     Example:
         >>> import torch
@@ -146,17 +146,17 @@ def tile_shapes(
     tile_bytes: int | None = None,
     itemsize: int = 4,
 ) -> list[list[tuple[int, int]]]:
-    """The shapes of the tiles of a weight; sizes differ by one at most where nothing divides.
+    """The shapes of the tiles of a weight, whose sizes along a dim differ by at most one.
 
     Args:
         shape: [F, D] of the weight.
         in_splits: tiles along D.
         out_splits: tiles along F.
-        tile_bytes: in place of both: the fewest tiles of at most so many bytes. Whole rows where a row fits.
+        tile_bytes: in place of both: the fewest tiles of at most this size. Whole rows where a row fits.
         itemsize: bytes of an element.
 
     Raises:
-        ValueError: more tiles than features, none, `tile_bytes` below an element, or both ways to say it.
+        ValueError: more tiles than features, no tiles, `tile_bytes` below an element, or both options at once.
 
     Example:
         >>> tile_shapes((5, 4), in_splits=2, out_splits=2)

@@ -1,4 +1,4 @@
-"""What a mask of positions leaves of a grid of tiles, as lists that kernels walk along.
+"""The tiles of a grid that a mask of positions leaves, as lists that kernels iterate over.
 
 It is computed once a mask and length: masks are values, and another layout is another value.
 """

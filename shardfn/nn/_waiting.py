@@ -13,13 +13,13 @@ Bundle = tuple[Tensor, ...]
 
 
 class Waiting:
-    """What waits, bundle by bundle.
+    """Bundles of tensors that wait on the host or on disk.
 
     Args:
-        device: where it is wanted.
+        device: the device to which bundles return.
         pool: of files; None is the host.
-        kept: what waits already.
-        width: tensors of a bundle of it.
+        kept: tensors and tokens that wait already.
+        width: the number of tensors of a bundle in `kept`.
     """
 
     def __init__(self, device: torch.device, pool: AnyPool | None, kept: Sequence[Tensor] = (), width: int = 1) -> None:
@@ -28,7 +28,7 @@ class Waiting:
 
     @property
     def kept(self) -> list[Tensor]:
-        """Host tensors, and tokens of what is on disk, when all has left."""
+        """Host tensors, and tokens of tensors on disk, when all have left."""
         self.settle()
         return self._kept
 
@@ -39,7 +39,7 @@ class Waiting:
         self._going = [(to_host(x), x.numel() > 0) for x in bundle]
 
     def settle(self) -> None:
-        """Waits until what was sent has arrived."""
+        """Waits until all sent bundles have arrived."""
         going, self._going = self._going, []
         for pending, some in going:
             host = pending.result()
@@ -48,7 +48,7 @@ class Waiting:
             self._kept.append(host)
 
     def come(self, order: Iterable[int]) -> Iterator[Bundle]:
-        """The bundles of these numbers, of which the next is on its way while one is in use."""
+        """The bundles of these numbers; the next is on its way while one is in use."""
         before: list[Fetch] | None = None
         for i in order:
             coming = [self._fetch(x) for x in self.kept[i * self._width : (i + 1) * self._width]]
@@ -67,7 +67,7 @@ class Waiting:
 
 
 class Sums:
-    """Sums that wait on the host between what is added to them."""
+    """Sums that wait on the host between additions."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._sums = device, dict[int, Pending[Tensor]]()
@@ -78,6 +78,6 @@ class Sums:
         self._sums[i] = to_host(x if before is None else before + x)
 
     def take(self, i: int) -> Tensor | None:
-        """Sum i, on the device, which is gone from here; None where nothing was added."""
+        """Removes and returns sum i, on the device; None if nothing was added."""
         found = self._sums.pop(i, None)
         return None if found is None else Fetch(found.result(), self._device).result()

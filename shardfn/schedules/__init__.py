@@ -1,4 +1,4 @@
-"""What a pipeline does, as data: lists of forwards and backwards, what they cost, and pictures of them."""
+"""Pipeline schedules as data: lists of forwards and backwards, their costs, and pictures of them."""
 
 from ._schedule import (
     Action as Action,

@@ -1,19 +1,19 @@
-"""Which layers go to which stage, where layers, or what is in front of and behind them, cost unequally."""
+"""Assigns layers to stages where layers, embedding and head cost unequally."""
 
 from collections.abc import Sequence
 
 
 def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """How many layers each stage has, in order, so that the most expensive stage costs least.
+    """The number of layers of each stage, in order, such that the most expensive stage costs least.
 
-    Of several such cuts, the one whose stages' costs have the least sum of squares: the most even one; of several of
-    these, the one with fewer layers in earlier stages. Every stage has a layer.
+    Ties are broken by the least sum of squares of the stages' costs, the most even cut, and then by fewer layers in
+    earlier stages. Every stage has a layer.
 
     Args:
-        costs: of each layer: its number of parameters, or the seconds that it takes.
-        num_stages: how many stages there are.
-        first: what the first stage does besides: the embedding.
-        last: what the last stage does besides: the head.
+        costs: one per layer: its number of parameters, or the seconds that it takes.
+        num_stages: the number of stages.
+        first: the extra cost of the first stage, for the embedding.
+        last: the extra cost of the last stage, for the head.
 
     Raises:
         ValueError: there are fewer layers than stages, or a cost is negative or not finite.
@@ -44,9 +44,9 @@ def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last
 
 
 def _least(num: int, num_stages: int, cost, join, limit: float) -> tuple[float, tuple[int, ...]]:  # pyright: ignore
-    """The cut of least cost, joined stage by stage, none of which costs more than `limit`; and that cost.
+    """The least cost, joined stage by stage, and its cut, among cuts whose stages each cost at most `limit`.
 
-    By the number of layers that the stages up to here have: the least cost and the cut.
+    Dynamic programming over stages: `best` maps the number of layers used so far to the least cost and its cut.
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(num_stages):

@@ -7,7 +7,7 @@ from ._single import check_numbers
 
 
 def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> PipelineSchedule:
-    """1F1B of v chunks a rank: (p - 1) / (v m + p - 1) of the time is idle, for v times as many transfers.
+    """1F1B of v chunks a rank: (p - 1) / (v m + p - 1) of the time is idle, for v times the transfers.
 
     Microbatches go through a chunk p at a time. Rank 0 holds v p + p - 1 of them, through a chunk each.
 
@@ -35,7 +35,7 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> P
         forwards = [_turn("forward", i, p, v) for i in range(m * v)]
         backwards = [_turn("backward", i, p, v) for i in range(m * v)]
         warmup = min(m * v, 2 * (p - rank - 1) + (v - 1) * p)
-        # Then a forward and a backward alternate; behind the last forward the slice is empty.
+        # Then a forward and a backward alternate; after the last forward the slice is empty.
         row = forwards[:warmup]
         for i, backward in enumerate(backwards):
             row += forwards[warmup + i : warmup + i + 1]
@@ -47,7 +47,7 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> P
 def zero_bubble_v(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
     """Two chunks a rank, down the ranks and up again: with F = B = W only the first and last p - 1 Fs and Ws are idle.
 
-    It holds 2 p half microbatches a rank, what 1F1B holds on rank 0.
+    It holds 2 p half microbatches a rank, which is the memory of 1F1B on rank 0.
 
     References:
         Qi et al., Pipeline Parallelism with Controllable Memory, 2024, https://arxiv.org/abs/2405.15362
@@ -55,13 +55,13 @@ def zero_bubble_v(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
     p, m = num_ranks, num_microbatches
     check_numbers("zb-v", p, m)
     rows = (_zero_bubble_v(rank, p, max(m, 2 * p - 1)) for rank in range(p))
-    # With few microbatches it is what is left of that of 2 p - 1.
+    # With fewer microbatches it is the schedule of 2 p - 1 without the actions of those beyond m.
     kept = tuple(tuple(a for a in row if a.microbatch < m) for row in rows)
     return PipelineSchedule("zb-v", m, v_stages(p), kept)
 
 
 def dual_pipe_v(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
-    """Two chunks a rank as in ZB-V, where forwards of one chunk stand beside backwards of the other.
+    """Two chunks a rank as in ZB-V, with forwards of one chunk next to backwards of the other.
 
     A pair of them can hide one's transfers behind the other's arithmetic. Only the backwards at the two ends are split.
 
@@ -93,7 +93,7 @@ class _RankList:
         self.actions: list[Action] = []
         # The microbatch that an action of this kind and chunk takes next: all before it are in the list.
         self._next: collections.Counter[tuple[Kind, int]] = collections.Counter()
-        # The Ws of the backwards that were split and have none in the list yet, the oldest first.
+        # The Ws of split backwards that are not in the list yet, the oldest first.
         self._open: collections.deque[Action] = collections.deque()
 
     def add(self, kind: Kind, chunk: int, times: int = 1) -> None:
@@ -133,7 +133,7 @@ def _zero_bubble_v(rank: int, p: int, m: int) -> Actions:
         row.add("forward", 1)
         row.split(1)
         row.weights()
-    # From here on each half microbatch that enters is paid for by one that leaves, so that no more than 2 p are held.
+    # From here on a half microbatch leaves for each that enters, so that no more than 2 p are held.
     while row.count("forward", 1) < m:
         if row.count("forward", 0) < m:
             row.add("forward", 0)

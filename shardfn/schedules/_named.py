@@ -20,10 +20,10 @@ SCHEDULES: Mapping[str, Callable[[int, int], PipelineSchedule]] = {
 
 
 def named_schedule(name: str, num_chunks: int = 1) -> Callable[[int, int], PipelineSchedule]:
-    """The schedule of a name, with so many chunks, as a function of the numbers of ranks and microbatches.
+    """The schedule with this name and number of chunks, as a function of the numbers of ranks and microbatches.
 
     Raises:
-        ValueError: the name is unknown, or the schedule is not of so many chunks.
+        ValueError: the name is unknown, or the schedule has another number of chunks.
 
     Example:
         >>> named_schedule("interleaved", 3)(2, 4).num_chunks

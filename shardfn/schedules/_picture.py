@@ -14,11 +14,11 @@ _ROW, _TOP, _LEFT = 24, 30, 58
 
 
 def as_picture(run: Timeline, unit: float | None = None) -> str:
-    """Time runs to the right, a rank a line; dots are idle, and dashes go on with what stands before them.
+    """A picture in text, a line per rank: time runs to the right, dots are idle, dashes continue an action.
 
     Args:
         run: the timeline.
-        unit: the time that a column takes; by default that of the shortest action.
+        unit: the time of a column; by default the duration of the shortest action.
 
     Example:
         >>> from shardfn.schedules import one_f_one_b, timeline
@@ -43,7 +43,7 @@ def as_picture(run: Timeline, unit: float | None = None) -> str:
 
 
 def as_svg(run: Timeline, width: int = 900) -> str:
-    """The same picture as an SVG document of so many pixels.
+    """The same picture as an SVG document `width` pixels wide.
 
     Example:
         >>> from shardfn.schedules import gpipe, timeline

@@ -1,4 +1,4 @@
-"""What a pipeline does, as data: for each rank a list of forwards and backwards of microbatches.
+"""A pipeline schedule as data: for each rank a list of forwards and backwards of microbatches.
 
 F is a forward. B is a backward; where the list has a W of the same microbatch and chunk, B gives the gradient of the
 activations alone, and W that of the weights. A chunk is one of several pieces of the model that a rank has.
@@ -33,7 +33,7 @@ Actions = tuple[Action, ...]
 
 
 class StageAction(NamedTuple):
-    """An action by what it does to the model, whoever does it: on which stage, counted from the model's first."""
+    """An action by its stage, counted from the model's first, independent of the rank that performs it."""
 
     kind: Kind
     microbatch: int
@@ -41,19 +41,19 @@ class StageAction(NamedTuple):
 
 
 class ListedAction(NamedTuple):
-    """An action by where it stands: the place in a rank's list."""
+    """An action by its rank and its position in that rank's list."""
 
     rank: int
     position: int
 
 
 class Neighbours(NamedTuple):
-    """With whom an action exchanges activations, or their gradients.
+    """The actions with which an action exchanges activations or their gradients.
 
     Attributes:
-        place: where in the model it is.
-        before: what makes what it begins with; None where that comes from nowhere.
-        after: what takes what it makes; None where nobody does.
+        place: its kind, microbatch and stage.
+        before: the action that sends its input; None if no rank does.
+        after: the action that receives its output; None if no rank does.
     """
 
     place: StageAction
@@ -67,7 +67,7 @@ class PipelineSchedule:
 
     Attributes:
         name: the name of the schedule.
-        num_microbatches: how many there are.
+        num_microbatches: the number of microbatches.
         stages: by rank and chunk, the stage; stages are counted along the model.
         ranks: by rank, its actions, in their order.
 
@@ -88,7 +88,7 @@ class PipelineSchedule:
 
     @property
     def num_chunks(self) -> int:
-        """How many pieces of the model each rank has."""
+        """The number of pieces of the model on each rank."""
         return len(self.stages[0])
 
     @property
@@ -98,7 +98,7 @@ class PipelineSchedule:
 
     @functools.cached_property
     def num_stages(self) -> int:
-        """How many pieces the model is cut into."""
+        """The number of pieces of the model."""
         return self.num_ranks * self.num_chunks
 
     @functools.cached_property
@@ -112,11 +112,11 @@ class PipelineSchedule:
         return any(split_backwards(row) for row in self.ranks)
 
     def place(self, rank: int, action: Action) -> StageAction:
-        """Where in the model an action of a rank is."""
+        """The place of a rank's action in the model."""
         return StageAction(action.kind, action.microbatch, self.stages[rank][action.chunk])
 
     def at(self, place: StageAction) -> tuple[int, Action]:
-        """Whose action is at a place of the model, and which."""
+        """The rank and the action of a place in the model."""
         rank, chunk = self.home[place.stage]
         return rank, Action(place.kind, place.microbatch, chunk)
 
@@ -129,7 +129,7 @@ class PipelineSchedule:
         return [{action: i for i, action in enumerate(row)} for row in self.ranks]
 
     def neighbours(self, rank: int) -> dict[Action, Neighbours]:
-        """What each action of a rank has to do with others'; worked out once.
+        """The neighbours of each action of a rank; computed once per rank.
 
         Example:
             >>> by_hand = PipelineSchedule("by hand", 1, ((0,), (1,)), (parse("F0 B0"), parse("F0 B0")))
@@ -142,7 +142,7 @@ class PipelineSchedule:
 
     @functools.cached_property
     def _known(self) -> dict[int, dict[Action, Neighbours]]:
-        """What `neighbours` has found."""
+        """The cache of `neighbours`, by rank."""
         return {}
 
     def _neighbours(self, rank: int, action: Action) -> Neighbours:
@@ -157,7 +157,7 @@ class PipelineSchedule:
         return Neighbours(place, entry(place.stage - step), entry(place.stage + step))
 
     def needs(self, place: StageAction) -> Iterator[StageAction]:
-        """What must have been done before: by the rank itself, and by the neighbour that sends to it."""
+        """The actions that must run before: the rank's own, and that of the neighbour that sends to it."""
         kind, k, stage = place
         if kind == "forward":
             if stage:
@@ -175,7 +175,7 @@ class PipelineSchedule:
 
 
 def split_backwards(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """Of one rank's list, the (microbatch, chunk) of backwards whose W comes apart.
+    """The (microbatch, chunk) pairs of one rank's list whose weight gradient (W) is a separate action.
 
     Example:
         >>> split_backwards(parse("F0 F1 B0 B1 W1"))

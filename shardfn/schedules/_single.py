@@ -40,8 +40,8 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
 def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
     """1F1B whose Ws wait: with enough microbatches (p - 1) (F + B - W) is idle, and p are held at most.
 
-    Rank r does a W r microbatches after its B. So B runs against the stream of the pipeline, which is what the ranks
-    before wait for, and the Ws that are left fill its end.
+    Rank r does a W r microbatches after its B. So each B, for which the ranks before wait, runs early, and the
+    remaining Ws fill the end of the pipeline.
 
     Example:
         >>> print(zero_bubble_h1(2, 3).as_text())
@@ -66,10 +66,10 @@ def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
 
 
 def check_numbers(name: str, num_ranks: int, num_microbatches: int) -> None:
-    """Refuses numbers that are no numbers of ranks and microbatches.
+    """Refuses numbers of ranks or microbatches below 1.
 
     Raises:
-        ValueError: they are not.
+        ValueError: a number is below 1.
     """
     if num_ranks < 1 or num_microbatches < 1:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""What a schedule costs: when each action runs, what is idle, what is held; and whether it can run at all.
+"""The cost of a schedule: the times of its actions, idle time and held microbatches; and whether it can run at all.
 
-An action starts when its rank is done with the one before and what it needs has arrived. Sends never wait, so that is
-all there is to wait for. One pass over the actions, each of which is looked at twice at most.
+An action starts when its rank has finished the previous one and its inputs have arrived; sends never wait. One pass
+over the actions, which visits each at most twice.
 """
 
 import collections
@@ -17,13 +17,13 @@ class ScheduleError(ValueError):
 
 
 class Costs(NamedTuple):
-    """What a microbatch costs a rank, through all of its chunks; a backward that is not split costs both.
+    """The time that a rank spends on a microbatch, in all its chunks; a backward that is not split takes both parts.
 
     Attributes:
-        forward: its forward.
-        backward: the gradient of its activations.
-        weights: the gradient of the weights.
-        transfer: from one rank to another.
+        forward: of the forward.
+        backward: of the gradient of the activations.
+        weights: of the gradient of the weights.
+        transfer: of a transfer from one rank to another.
     """
 
     forward: float = 1.0
@@ -47,8 +47,8 @@ class Timeline:
     Attributes:
         schedule: the schedule.
         ranks: by rank, its spans.
-        peaks: by rank, how many activations it holds at most: a microbatch through one chunk each, from its forward to
-            the end of its backward, W included.
+        peaks: by rank, the most activations it holds: a microbatch through one chunk each, from its forward to the end
+            of its backward, W included.
     """
 
     schedule: PipelineSchedule
@@ -68,7 +68,7 @@ class Timeline:
 
 
 def timeline(schedule: PipelineSchedule, costs: Costs | None = None) -> Timeline:
-    """Runs a schedule on paper.
+    """Simulates a schedule.
 
     Args:
         schedule: the schedule.
@@ -114,24 +114,25 @@ def check_complete(schedule: PipelineSchedule) -> None:
 
 
 class _PaperRun:
-    """How far each rank has come. Nothing is looked at again until what it waits for is done."""
+    """A simulated run: how far each rank has come. A waiting rank is visited again once its missing action is done."""
 
     def __init__(self, schedule: PipelineSchedule, costs: Costs) -> None:
         self._schedule = schedule
         self._split = {schedule.place(r, a) for r, row in enumerate(schedule.ranks) for a in row if a.kind == "weights"}
         self._took = {kind: getattr(costs, kind) / schedule.num_chunks for kind in ("forward", "backward", "weights")}
         self._transfer = costs.transfer
-        # When what has run ended. A rank that waits stands in `_waiting` under the one action that it waits for: that
-        # of a neighbour, if the schedule can run, and no other rank waits for the same.
+        # The end times of finished actions. `_waiting` maps a missing action to the rank that waits for it. If the
+        # schedule can run, it is a neighbour's action, and no other rank waits for it.
         self._done: dict[StageAction, float] = {}
         self._waiting: dict[StageAction, int] = {}
-        # `at[rank]` actions of a rank have run and have spans; `held` is what it held before the first and after each.
+        # `at[rank]` actions of a rank have run and have spans; `held` counts its held microbatches before the first
+        # and after each.
         self.at = [0] * schedule.num_ranks
         self.spans: list[list[Span]] = [[] for _ in schedule.ranks]
         self.held: list[list[int]] = [[0] for _ in schedule.ranks]
 
     def advance(self, rank: int) -> list[int]:
-        """Lets a rank go on as far as it can; which ranks were waiting for what it has done."""
+        """Advances a rank as far as it can; returns the ranks that waited for the actions it has run."""
         woken, row = [], self._schedule.ranks[rank]
         while self.at[rank] < len(row):
             place = self._schedule.place(rank, row[self.at[rank]])
@@ -145,7 +146,7 @@ class _PaperRun:
         return woken
 
     def missing(self, place: StageAction) -> StageAction | None:
-        """What an action waits for."""
+        """The first action that this one waits for; None if it can run."""
         return next((x for x in self._schedule.needs(place) if x not in self._done), None)
 
     def _perform(self, rank: int, action: Action, place: StageAction) -> None:

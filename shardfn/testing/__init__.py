@@ -1,4 +1,4 @@
-"""What a test of sharded code needs: ranks to run on."""
+"""Ranks for tests of sharded code."""
 
 from ._distributed import distributed as distributed
 from ._pool import worker_setup as worker_setup

@@ -45,7 +45,7 @@ def assert_derivative_parity(
         specs: compute specs of params.
         batch_spec: the batch's specs; default that of `sharded_step`.
         own: this rank's part of the batch; default its rows by `batch_spec`.
-        derivatives: which of them; `torch.func` takes no saved-tensor hooks of torch, for example.
+        derivatives: a selection of these; `torch.func` takes no saved-tensor hooks of torch, for example.
         **options: further options of `sharded_step`.
 
     Raises:

@@ -70,7 +70,7 @@ def distributed(world: int | Sequence[int], timeout: float = 180.0) -> Callable[
 
 
 def _task(function: Callable[..., Any]) -> dict[str, Any]:
-    """Where a worker finds the function."""
+    """The file and name by which a worker finds the function."""
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     if file is None or "<" in function.__qualname__:

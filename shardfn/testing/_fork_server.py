@@ -1,7 +1,7 @@
-"""The process that the pool's workers are forked from, started as a script: it imports once what each of them needs.
+"""The process from which the pool's workers are forked, started as a script: it imports their modules once.
 
-Only the thread that forks goes on in the child, so this process has one thread, and what it imports may start none. It
-serves one pipe in one loop, and ends when the parent closes its end.
+Only the thread that forks survives in the child, so this process has one thread, and imported modules must not start
+any. It serves one pipe in one loop, and ends when the parent closes its end.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from multiprocessing.reduction import recv_handle
 from types import ModuleType
 from typing import Any, NoReturn
 
-HANDLES = 5  # what comes with a request: the worker's pipe, its three files, and where its exit code goes
+HANDLES = 5  # sent with a request: the worker's pipe, its three files, and the pipe for its exit code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _work(worker: ModuleType, request: dict[str, Any], conn: int, out: int, err:
 
 
 def main() -> None:
-    """Imports what the parent names, says so, and serves."""
+    """Imports the modules that the parent names, reports to it, and serves."""
     parent = Connection(int(sys.argv[1]))
     setup = parent.recv()
     sys.path[:] = setup["path"]

@@ -1,6 +1,6 @@
 """The parent's side of the fork server: one process that has imported torch, and the workers forked from it.
 
-A worker so starts in some ten milliseconds, where its imports take seconds, and shares the memory of what it imported.
+A worker thus starts in some ten milliseconds, where its imports take seconds, and shares the memory of the modules.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ _SCRIPT = str(pathlib.Path(__file__).with_name("_fork_server.py"))
 
 
 class Forked:
-    """A worker, which is a child of the server: what `subprocess.Popen` offers of one's own children.
+    """A worker, which is a child of the server, with methods as of `subprocess.Popen`.
 
-    The server writes its exit code into a pipe, which it then closes; a closed pipe without one says that the server
-    has gone too.
+    The server writes its exit code into a pipe, which it then closes; a pipe closed without one means that the server
+    has ended too.
     """
 
     def __init__(self, pid: int, status: Connection) -> None:
@@ -57,7 +57,7 @@ class Forked:
 
 
 class ForkServer:
-    """A server that runs; it and its workers end with this process, whose end of their standard input they read.
+    """A running server; it and its workers end with this process, which holds the other end of their standard input.
 
     Args:
         files: Python files that it runs before the first fork.
@@ -88,8 +88,8 @@ class ForkServer:
 
         Args:
             conn: its end of the pipe to the pool, which is closed here.
-            files: its standard output, its standard error, and what its stack is written to.
-            request: what else it is told.
+            files: its standard output, its standard error, and the file for its stack.
+            request: further entries of the message to the server.
 
         Raises:
             RankError: the server has ended; has its stderr.

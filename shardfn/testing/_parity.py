@@ -1,4 +1,4 @@
-"""The parity harness: what runs sharded equals what runs on one device.
+"""The parity harness: a sharded run equals the run on one device.
 
 The one-device side is a plain loop: torch.autograd on the whole tree, the optimizer's pure `update`, and an addition.
 It shares no code with `sharded_step` but the optimizer's mathematics.
@@ -39,7 +39,7 @@ RTOL = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch
 
 
 class Run(NamedTuple):
-    """What a few steps computed: whole tensors, and one dict of metrics a step."""
+    """The results of a few steps: whole tensors, and one dict of metrics a step."""
 
     params: PyTree
     opt_state: PyTree
@@ -61,12 +61,12 @@ def one_device(
     Args:
         loss: `loss(params, batch)`, or `loss(params, batch, key)` when `key` is given.
         optimizer: the optimizer.
-        params: tree of whole tensors; left as it is.
+        params: tree of whole tensors; not changed.
         batches: one global batch a step.
         trainable: prefix tree of bools; default: all leaves but frozen ones.
         key: folded with the step's number.
-        parts: into how many pieces each batch is cut, whose gradients are added up: as many as there are ranks times
-            microbatches, where 16-bit results are to be compared more closely than they are rounded.
+        parts: the number of pieces into which each batch is cut, whose gradients are added up. Use ranks times
+            microbatches to compare 16-bit results more closely than they are rounded.
     """
     optimizer = as_transformation(optimizer)
     leaves, treedef = tree_flatten(tree_map(torch.clone, params))
@@ -173,7 +173,7 @@ def on_mesh(
     batch: PyTree = None,
     **options: Any,
 ) -> Run:
-    """Runs `sharded_step` on global batches, of which each rank takes its rows. Collective.
+    """Runs `sharded_step` on global batches; each rank takes its own rows of them. Collective.
 
     Args:
         loss: as `sharded_step` takes it.
@@ -232,7 +232,7 @@ def assert_parity(
         batches: one global batch a step.
         mesh: the mesh.
         reference: the plain loss that the one-device loop runs, or `mixed_precision` of one; default `loss`.
-        parts: into how many pieces that loop cuts the batch; see `one_device`.
+        parts: the number of pieces into which that loop cuts the batch; see `one_device`.
         trainable: prefix tree of bools; default: all leaves but frozen ones.
         key: for losses that take one.
         zero: the ZeRO rule.
@@ -295,8 +295,7 @@ def assert_same(got: Run, want: Run, *, exact: bool = False, computed: torch.dty
         got: a run.
         want: the expected value.
         exact: whether bits are compared.
-        computed: the dtype of their arithmetic, where that is coarser than that of what is kept and where it is done
-            in another order.
+        computed: the dtype of their arithmetic, if it is coarser than that of the kept values and its order differs.
 
     Raises:
         AssertionError: lists every leaf and metric that differs.
@@ -324,7 +323,7 @@ def _differences(name: str, got: PyTree, want: PyTree, exact: bool, least: float
 
 
 def _farthest(a: Tensor, b: Tensor) -> str:
-    """The element in which two tensors of one shape differ most, or one that is no number, with both values."""
+    """The element in which two tensors of one shape differ most, or one that is NaN, with both values."""
     k = int((a.double() - b.double()).abs().argmax())
     at = [int(i) for i in torch.unravel_index(torch.tensor(k), a.shape)] if a.ndim else ""
     return f"{at}: {a.flatten()[k].item()!r} is not {b.flatten()[k].item()!r}"

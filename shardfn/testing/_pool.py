@@ -1,7 +1,7 @@
 """The pool of long-lived workers on which `distributed` runs: start, call, watch, end.
 
-Rank r of a call is worker r of the pool, whatever the world size, so a session holds as many workers as its largest
-world. A call that leaves a worker dead or stuck ends the workers it used; the next call starts new ones.
+Rank r of a call is worker r of the pool for every world size, so a session holds the workers of its largest world. A
+call that leaves a worker dead or stuck ends the workers it used; the next call starts new ones.
 """
 
 import atexit
@@ -30,7 +30,7 @@ from ._report import GRACE, Report, raise_first
 RENDEZVOUS = 30.0  # seconds that ranks have to find one another
 _SCRIPTS = tuple(str(pathlib.Path(__file__).with_name(f"{name}.py")) for name in ("_worker", "_fork_server"))
 _WORKERS: list["Worker"] = []
-_SERVER: list[ForkServer] = []  # none or one
+_SERVER: list[ForkServer] = []  # at most one
 _SETUP_FILES: list[str] = []
 _STORE: list[dist.TCPStore] = []
 _NUMBERS = itertools.count()
@@ -50,11 +50,11 @@ class Worker:
 def worker_setup(file: str | os.PathLike[str]) -> None:
     """Runs a Python file before anything else in every worker, typically the test suite's own conftest.
 
-    What must precede the first `import shardfn` (jaxtyping's import hook) thereby holds in the workers as well. The
-    file is run once, in the process that all workers are forked from, so it must leave no thread running.
+    So code that must precede the first `import shardfn`, such as jaxtyping's import hook, runs for the workers as well.
+    The file is run once, in the process that all workers are forked from, so it must leave no thread running.
 
     Args:
-        file: path of the file. Workers that run already are ended, so that none is without it.
+        file: path of the file. Running workers are ended, because they have not run it.
 
     Example:
         >>> worker_setup(__file__)  # doctest: +SKIP
@@ -66,7 +66,7 @@ def worker_setup(file: str | os.PathLike[str]) -> None:
 
 
 def call(world: int, timeout: float, what: str, task: Mapping[str, Any]) -> list[Any]:
-    """Runs one task on ranks 0..world-1 and returns what they returned, in rank order.
+    """Runs one task on ranks 0..world-1 and returns their results in rank order.
 
     Raises:
         TimeoutError: a rank did not finish in time; the message has every rank's state and stack.
@@ -240,7 +240,7 @@ def _stack(worker: Worker) -> str:
     return "\n".join(f"    {line}" for line in lines if not any(s in line for s in _SCRIPTS))
 
 
-# tell
+# report
 
 
 def _take(file: IO[bytes]) -> str:
@@ -252,7 +252,7 @@ def _take(file: IO[bytes]) -> str:
 
 
 def _relay(rank: int, worker: Worker) -> str:
-    """Passes on what a worker wrote, and returns its stderr."""
+    """Prints a worker's output with its rank, and returns its stderr."""
     out, err = _take(worker.out), _take(worker.err)
     for stream, text in ((sys.stdout, out), (sys.stderr, err)):
         for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""What is known of the ranks of one call, and the error that tells it."""
+"""The known state of the ranks of one call, and the error that reports it."""
 
 import dataclasses
 import pickle
@@ -10,7 +10,7 @@ GRACE = 5.0  # seconds that the other ranks have to end once one has failed
 
 @dataclasses.dataclass
 class Report:
-    """What is known of one rank of a call."""
+    """The known state of one rank of a call."""
 
     status: str = "running"  # then finished | failed | died
     time: float = 0.0
@@ -20,7 +20,7 @@ class Report:
     released: bool = False
     idle: bool = False
     stack: str = ""
-    started: bool = False  # its process group stands, the function runs
+    started: bool = False  # its process group is set up, the function runs
 
     @property
     def stuck(self) -> bool:
@@ -29,7 +29,7 @@ class Report:
 
 
 def raise_first(what: str, timeout: float, reports: list[Report], errors: list[str]) -> None:
-    """Raises what the caller must know, if anything: the error of the first rank that failed, a death, or a hang.
+    """Raises the error of the call, if there is one: that of the first failed rank, a death, or a hang.
 
     Args:
         what: name of the function that ran.

@@ -1,7 +1,7 @@
 """One worker of the pool behind `distributed`: imports nothing of shardfn until a test or a setup file does.
 
-It takes one call at a time from a pipe, answers with an outcome, and waits to be told that every rank is done before it
-leaves the process group, so that no peer loses data that is still on its way.
+It takes one call at a time from a pipe, answers with an outcome, and waits for the message that every rank is done
+before it leaves the process group, so that no peer loses data that is still on its way.
 """
 
 import ast
@@ -166,6 +166,6 @@ def _pickle_error(error: BaseException) -> bytes | None:
 
 
 def _exit_with_parent() -> None:
-    """Standard input is a pipe that nobody writes to: it ends when the parent does."""
+    """Exits when the parent does: standard input is a pipe that the parent never writes to and that ends with it."""
     os.read(0, 1)
     os._exit(1)

@@ -16,7 +16,7 @@ Said = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """Exit status of a command, and all that it prints."""
+    """Exit status of a command, and its output."""
 
     def run(*words: object) -> tuple[int, str]:
         status = main(["checkpoint", *map(str, words)])

@@ -1,4 +1,4 @@
-"""Covers `shardfn env`: what a machine has, and what does not work for want of something."""
+"""Covers `shardfn env`: found and missing parts of a machine, and the features that the missing ones disable."""
 
 import shutil
 from importlib.metadata import PackageNotFoundError

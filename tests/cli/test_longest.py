@@ -1,4 +1,4 @@
-"""Covers `shardfn plan --longest`: what it finds just fits, the bytes are those of steps, what is refused."""
+"""Covers `shardfn plan --longest`: its result just fits, its bytes are those of steps, and refusals."""
 
 import dataclasses
 import functools

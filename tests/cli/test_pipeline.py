@@ -1,4 +1,4 @@
-"""What a plan says of pipelines: against the schedules themselves, and against what was published."""
+"""Plans of pipelines: against the schedules themselves, and against published figures."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ def run(mesh: dict[str, int], m: int, schedule: str = "1f1b", *, remat: bool = F
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_few_microbatches_tell_what_many_cost(name: str, remat: bool):
-    """Idle time, what is held and what is sent are those of the whole schedule, though it is not run on paper."""
+    """Idle time, held microbatches and hops are those of the whole schedule, which is not simulated for it."""
     compared = 0
     for p, m in itertools.product((2, 3, 5), (1, 2, 3, 4, 6, 10, 15, 30)):
         try:
@@ -63,7 +63,7 @@ def test_what_is_held_follows_the_schedule():
     assert {name: max(pipeline(r).held) for name, r in runs.items()} == {"gpipe": 16, "1f1b": 4, "zb-h1": 4}
     layer = 32 * 2 * (4 * 64 + 4 * 64 + 2 * 4 * 64)  # 32 tokens of two bytes: norms; q, k, v and output; the MLP
     gpipe, one = (plan(runs[name]).memory["activations"] for name in ("gpipe", "1f1b"))
-    assert gpipe == 16 * 3 * layer + 2 * 32 * 2 * 64  # and on the last rank what its end keeps
+    assert gpipe == 16 * 3 * layer + 2 * 32 * 2 * 64  # and on the last rank the activations of its end
     assert one == 4 * 3 * layer
 
 

@@ -1,4 +1,4 @@
-"""`shardfn plan`: published figures, bad arguments, what fits and what does not, the search, the formats."""
+"""`shardfn plan`: published figures, bad arguments, runs that fit or do not, the search, the formats."""
 
 import builtins
 import json
@@ -84,7 +84,7 @@ def test_presets_have_the_published_counts(name, billions):
 
 
 def test_activations_are_the_published_34_bytes():
-    # Korthikanti et al.: s b h (34 + 5 a s / h) a layer, of which 1 is the mask of the scores, which are not kept here.
+    # Korthikanti et al.: s b h (34 + 5 a s / h) a layer; 1 of these is the mask of the scores, which are not kept here.
     config = parse_model("gpt3-175b:dropout=0.1")
     one, two = (
         activation_bytes(
@@ -180,7 +180,7 @@ def test_captured_step_agrees(stage, remat, accumulate):
     captured, formula = exact(setup), plan(setup)
     for kind in ("params", "optimizer"):
         assert captured.memory[kind] == pytest.approx(formula.memory[kind], rel=0.01)
-    # The schedule may keep gradients under way as long as they are small, as they are here.
+    # The schedule may keep small gradients under way, and these are small.
     assert 0.5 * formula.peak < captured.peak < formula.peak + captured.memory.get("grads", 0)
     sent = sum(n for _, _, n in captured.traffic)
     estimate = sum(t.nbytes for t in formula.cost.transfers)

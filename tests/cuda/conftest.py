@@ -2,11 +2,11 @@
 
     ./scripts/test -m cuda
 
-It has never run: no GPU has been lent so far. What it says of a GPU is read off the code, not seen.
+It has never run: no GPU has been lent so far. Its expectations of a GPU are derived from the code, not observed.
 
-It asks for the torch that `pyproject.toml` names, built for CUDA. Where shardfn imports on another one as well, the
-head of the report says so, since then a failure may be that version's; where it does not, the error names both. Tests
-that need several devices start their own ranks, with NCCL between them.
+It needs the torch that `pyproject.toml` names, built for CUDA. If shardfn imports on another one as well, the head of
+the report notes this, since a failure may then be that version's; otherwise the error names both. Tests that need
+several devices start their own ranks, with NCCL between them.
 """
 
 import pathlib
@@ -20,13 +20,13 @@ PROJECT = HERE.parents[1] / "pyproject.toml"
 
 
 def wanted_torch() -> str:
-    """The version of torch that the project is pinned to."""
+    """The version of torch to which the project is pinned."""
     pins = [d for d in tomllib.loads(PROJECT.read_text())["project"]["dependencies"] if d.startswith("torch==")]
     return pins[0].removeprefix("torch==")
 
 
 def pytest_report_header() -> str:
-    """What there is to run on, in front of the results."""
+    """The torch and the devices in use, in front of the results."""
     found, wanted = torch.__version__, wanted_torch()
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     other = (
@@ -37,7 +37,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before marks are selected by -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is in this folder; a test says how many devices it needs by `@pytest.mark.cuda(devices=2)`."""
+    """Marks the tests of this folder; `@pytest.mark.cuda(devices=2)` on a test is the number of devices it needs."""
     for item in items:
         if HERE not in item.path.parents:
             continue

@@ -1,4 +1,4 @@
-"""What `test_cuda_nccl.py` starts with torchrun: on ranks that have a GPU each, steps equal one device."""
+"""The program that `test_cuda_nccl.py` starts with torchrun: on ranks with a GPU each, steps equal one device."""
 
 import functools
 import os

@@ -17,7 +17,7 @@ SHAPES = [(1, 8), (2, 256), (3, 1504), (5, 4096)]
 
 
 def _bits(x: Tensor) -> Tensor:
-    """What `torch.equal` can compare, NaN with NaN."""
+    """The bits as integers, so that `torch.equal` compares NaN with NaN."""
     kind = {4: torch.int32, 2: torch.int16, 8: torch.int64}.get(x.element_size())
     return x.view(kind) if kind is not None and x.is_floating_point() else x
 
@@ -27,13 +27,13 @@ def _tensors(found: Any) -> list[Tensor]:
 
 
 def _same(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """The reference on the CPU, after it was found on the GPU bit by bit; what is written in place as well."""
+    """The CPU's reference, after a check that the GPU gives the same bits, also of tensors written in place."""
     pytest.importorskip("triton")
     here = [x.clone() if isinstance(x, Tensor) else x for x in args]
     there = [x.cuda() if isinstance(x, Tensor) else x for x in args]
     with kernels.implemented_by("reference"):
         want = run(*here, **options)
-    got = run(*there, **options)  # a device that is no CPU takes Triton by itself
+    got = run(*there, **options)  # other devices than a CPU use Triton by default
     pairs = zip([*_tensors(got), *_tensors(tuple(there))], [*_tensors(want), *_tensors(tuple(here))], strict=True)
     for a, b in pairs:
         assert a.is_cuda and a.dtype == b.dtype and a.shape == b.shape

@@ -1,4 +1,4 @@
-"""Covers what a step holds on a GPU at its peak, by the allocator's own count. Never run so far."""
+"""Covers the peak memory of a step on a GPU, by the allocator's own count. Never run so far."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def _loss(params: dict[str, Tensor], batch: Tensor) -> Tensor:
 
 
 def _peak(**fields: Any) -> tuple[int, int]:
-    """Bytes on the device at the peak of a warm step, and those that came up from the host in it."""
+    """Bytes on the device at the peak of a warm step, and those copied from the host in it."""
     step = sf.sharded_step(
         _loss,
         sf.optim.sgd(1e-3),
@@ -43,7 +43,7 @@ def test_leaves_on_the_host_are_on_the_device_a_few_at_a_time() -> None:
     away, moved = _peak(params="host", grads="host", optimizer="host")
     assert here >= LAYERS * LAYER and nothing == 0
     assert moved >= LAYERS * LAYER
-    assert away < LAYERS * LAYER  # less than the model, of which the window holds a few layers and their gradients
+    assert away < LAYERS * LAYER  # less than the model: the window holds a few layers and their gradients
 
 
 def test_steps_leave_nothing_behind() -> None:

@@ -32,7 +32,7 @@ def _batches(device: str) -> list[Any]:
 
 
 def _run(loss: Callable[..., Any] = odd_loss, zero: sf.Zero | None = None, **options: Any) -> Run:
-    """Three steps on the GPU; what they computed, on the CPU."""
+    """Three steps on the GPU; returns their results on the CPU."""
     mesh = sf.make_mesh({"dp": 1})
     assert mesh.device.type == "cuda"
     run = on_mesh(
@@ -61,7 +61,7 @@ def test_stages_and_transforms_have_the_bits_of_none() -> None:
 @pytest.mark.parametrize("kinds", [{"params": "host"}, {"optimizer": "host"}, HOST], ids=str)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_pinned_placements_have_the_bits_of_none(stage: int, kinds: dict[str, Any]) -> None:
-    # Leaves come up on a stream of their own, gradients go down on another: hooks that forget to wait show here.
+    # Leaves arrive on a stream of their own, gradients leave on another: missing waits in hooks show here.
     assert_same(_run(zero=_zero(stage, **kinds)), _run(zero=_zero(stage)), exact=True)
 
 

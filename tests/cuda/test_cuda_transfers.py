@@ -1,4 +1,4 @@
-"""Covers transfers on a GPU: pinned memory, streams of their own, what waits for what. Never run so far."""
+"""Covers transfers on a GPU: pinned memory, streams of their own, waits between them. Never run so far."""
 
 import torch
 
@@ -27,7 +27,7 @@ def test_a_transfer_does_not_wait_for_the_caller_s_stream() -> None:
     torch.cuda.synchronize()
     torch.cuda._sleep(CYCLES)
     down = memory.to_host(x)
-    assert not down.done()  # behind the busy stream, and the caller has gone on
+    assert not down.done()  # behind the busy stream, without blocking the caller
     assert bool(down.result().all()) and down.done()
 
 

@@ -11,7 +11,7 @@ EXAMPLES = [[3, 1, 4], {"tokens": [1, 5, 9, 2, 6], "labels": [IGNORED, IGNORED, 
 
 
 def _of_positions(batch: dict[str, Tensor], positions: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
-    """Total and weight of a model with attention within segments, which sees positions."""
+    """Total and weight of a model with positions, and attention within segments."""
     table = torch.randn(16, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     place = torch.randn(16, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     h = table[batch["tokens"]] + place[positions]

@@ -1,4 +1,4 @@
-"""Covers shardfn/data/_json_lines.py: lines of JSON, read where they are asked for."""
+"""Covers shardfn/data/_json_lines.py: lines of JSON, read on access."""
 
 import pathlib
 import pickle

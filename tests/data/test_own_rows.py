@@ -1,4 +1,4 @@
-"""Covers shardfn/data/_own_rows.py: a DataLoader of global batches, of which each rank reads its rows."""
+"""Covers shardfn/data/_own_rows.py: a DataLoader of global batches, where each rank reads its own rows."""
 
 from collections.abc import Iterator
 from typing import Any

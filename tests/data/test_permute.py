@@ -1,4 +1,4 @@
-"""The stored-nowhere shuffle: a bijection of every size, another one for every key, near to random."""
+"""The shuffle that is never stored: a bijection of every size, another one for every key, near to random."""
 
 import numpy as np
 import pytest

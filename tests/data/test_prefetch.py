@@ -36,7 +36,7 @@ def test_it_runs_ahead_but_not_further_than_depth() -> None:
 
     ahead = prefetch(items(), 2)
     assert next(ahead) == 0
-    assert third.wait(10)  # 1 and 2 wait in the queue, 3 in the thread's hand
+    assert third.wait(10)  # 1 and 2 wait in the queue, 3 in the thread
     assert made == [0, 1, 2, 3]
     ahead.close()
 

@@ -1,4 +1,4 @@
-"""Tokenizers: what is encoded decodes to itself, and decoding never fails."""
+"""Tokenizers: decoding inverts encoding, and never fails."""
 
 import builtins
 import pathlib

@@ -1,4 +1,4 @@
-"""Token files: what is written is read back, mapped and not loaded, and every broken pair of files is named."""
+"""Token files: written ids are read back, mapped and not loaded, and every broken pair of files is named."""
 
 import json
 import pathlib

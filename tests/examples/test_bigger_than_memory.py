@@ -1,4 +1,4 @@
-"""Covers examples/bigger_than_memory.py: it trains under its limit, goes on from its directory, and loses no bit."""
+"""Covers examples/bigger_than_memory.py: it trains under its limit, and resumes from its directory bit for bit."""
 
 import pathlib
 import re

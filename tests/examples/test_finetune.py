@@ -1,4 +1,4 @@
-"""The fine-tuning example end to end: its length, one process, two, interrupted, and what transformers reads of it."""
+"""The fine-tuning example end to end: its length, one process, two, interrupted, and its files in transformers."""
 
 import ast
 import io

@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/huggingface.py"
 VOCAB, STEPS = 61, 3
-# GPT-2's key biases have no gradient but rounding; eps keeps Adam from blowing that up to a step of full size.
+# The gradients of GPT-2's key biases are rounding; eps keeps Adam from scaling these to a full step.
 LR, EPS = 1e-2, 1e-3
 
 
@@ -156,7 +156,7 @@ def test_tied_weights_stay_tied() -> None:
     sharded = step.apply(lambda p: apply(p, input_ids=tokens).logits, state)
     missing, unexpected = model.load_state_dict(sf.unshard(state.params), strict=False)
     assert not unexpected
-    assert set(missing) == {"lm_head.weight"}  # it is the embedding, which was there
+    assert set(missing) == {"lm_head.weight"}  # it is the embedding, which is in the file
     named = dict(model.named_parameters(remove_duplicate=False))
     assert named["lm_head.weight"] is named["transformer.wte.weight"]
     with torch.no_grad():

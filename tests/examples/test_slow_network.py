@@ -1,4 +1,4 @@
-"""Covers examples/slow_network.py: two ranks train, and send a small part of what Adam sends."""
+"""Covers examples/slow_network.py: two ranks train, and send a small part of Adam's bytes."""
 
 import pathlib
 import re

@@ -82,7 +82,7 @@ def test_a_mesh_of_several_axes_computes_the_same(text: pathlib.Path, tmp_path: 
     assert runs["many"][-1]["validation_loss"] == pytest.approx(runs["one"][-1]["validation_loss"], rel=1e-4)
 
 
-# Runs the example in this process for each list of arguments; prints the codes and what was said.
+# Runs the example in this process for each list of arguments; prints the codes and the outputs.
 ONE_BY_ONE = """
 import contextlib, io, json, runpy, sys, traceback
 
@@ -106,7 +106,7 @@ NO_MESHES = ("dp=2,tp=2", "dp=1,dp=1", "ep=1", "dp=x")
 
 @pytest.fixture(scope="module")
 def refusals(text: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """What is said to arguments that do not fit, by the argument; by one process, as a start takes seconds."""
+    """The answers to invalid arguments, by the argument; from one process, as a start takes seconds."""
     out = tmp_path_factory.mktemp("refused")
     runs = {mesh: ["--data", str(text), "--mesh", mesh] for mesh in NO_MESHES}
     runs["gone.txt"] = ["--data", str(out / "gone.txt")]
@@ -171,7 +171,7 @@ def test_ctrl_c_under_torchrun(text: pathlib.Path, tmp_path: pathlib.Path) -> No
     )
     process = start(TORCHRUN, text, tmp_path / "x", *options.split())
     _, said = interrupt(process, tmp_path / "x", signal.SIGINT)
-    # the launcher ends with an error of its own, that it got a signal; the ranks ended well
+    # the launcher ends with an error of its own, for the signal; the ranks ended normally
     assert "SignalException" in said
     assert "ChildFailedError" not in said
     assert_complete(tmp_path / "x")

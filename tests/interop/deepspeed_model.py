@@ -34,7 +34,7 @@ class Net(torch.nn.Module):
         return self.head(self.mlp(self.emb(x)))
 
 
-# What jobs of three ranks have, of which `test_deepspeed` writes a file for each rank.
+# Models of the jobs of three ranks, for which `test_deepspeed` writes a file for each rank.
 KINDS = ("plain", "tied and frozen", "bf16 in groups", "momentum")
 CASES = [f"{kind}, stage {stage}" for kind in KINDS for stage in (1, 2, 3)]
 

@@ -1,11 +1,11 @@
-"""Jobs of DeepSpeed's that stop and go on, for `test_deepspeed`: run by torchrun, under a Python that has DeepSpeed.
+"""Jobs of DeepSpeed's that stop and resume, for `test_deepspeed`: run by torchrun, under a Python with DeepSpeed.
 
     deepspeed_partitions.py begin DIRECTORY
     deepspeed_partitions.py go_on DIRECTORY
 
 For each of `deepspeed_model.CASES` in a directory of its own. `begin` makes three steps, saves a checkpoint "theirs",
 and makes two more, with `want.pt` for their losses and the parameters. `go_on` begins with the checkpoint "ours" and
-makes the same two, with `got.pt` for them, for what zero_to_fp32 makes of it, and for where it differs from "theirs".
+makes the same two, with `got.pt` for them, for the result of zero_to_fp32, and for differences from "theirs".
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def trained(engine: Any, net: torch.nn.Module, steps: range) -> dict[str, Any]:
 
 
 def differing(one: Any, other: Any, at: str) -> list[str]:
-    """Where two values of a checkpoint differ; tensors bit for bit, but at stage 3, where anything pads them."""
+    """The differences of two values of a checkpoint; tensors bit for bit, except at stage 3 their padding."""
     if type(one) is not type(other):
         return [f"{at}: {type(one)}, {type(other)}"]
     if isinstance(one, torch.Tensor):
@@ -69,13 +69,13 @@ def differing(one: Any, other: Any, at: str) -> list[str]:
 
 
 def compared(place: pathlib.Path) -> list[str]:
-    """Where the files that we have written differ from DeepSpeed's."""
+    """The differences of our files from DeepSpeed's."""
     lines = []
     names = [sorted(p.name for p in (place / tag).iterdir()) for tag in ("theirs", "ours")]
     for name in names[0] if names[0] == names[1] else []:
         one, other = (torch.load(place / tag / name, weights_only=False) for tag in ("theirs", "ours"))
         for x in (one, other):
-            x.pop("ds_config")  # DeepSpeed's has what it has filled in
+            x.pop("ds_config")  # DeepSpeed's own has defaults filled in
         lines += differing(one, other, f"{place.name}, {name}")
     return lines if names[0] == names[1] else [f"{names[0]}, {names[1]}"]
 

@@ -1,10 +1,10 @@
-"""What DeepSpeed saves, for `test_deepspeed`: run by torchrun, under a Python that has DeepSpeed.
+"""Saves checkpoints by DeepSpeed, for `test_deepspeed`: run by torchrun, under a Python that has DeepSpeed.
 
     deepspeed_saving.py STAGE KIND DIRECTORY
 
 Saves a checkpoint "here" of a model that is tied, partly frozen, in groups, in bf16, under SGD with or without
-momentum, or whose gradients go round and flat groups are small; and beside it, as `want.pt`, what DeepSpeed's own
-zero_to_fp32 makes of it.
+momentum, or whose gradients go round and flat groups are small; and beside it, as `want.pt`, the result of DeepSpeed's
+own zero_to_fp32.
 """
 
 import sys

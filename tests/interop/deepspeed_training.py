@@ -1,9 +1,9 @@
-"""What DeepSpeed computes, for `test_deepspeed`: run by torchrun, under a Python that has DeepSpeed.
+"""Trains by DeepSpeed, for `test_deepspeed`: run by torchrun, under a Python that has DeepSpeed.
 
     deepspeed_training.py CONFIG.json OUT.pt STEPS SAVED [CHECKPOINTS]
 
 Writes the parameters after the steps, and the loss and the rate of each; saves a checkpoint "here" in SAVED. Both sides
-have their model and batches from `deepspeed_model`. With CHECKPOINTS it goes on from the universal checkpoint there.
+have their model and batches from `deepspeed_model`. With CHECKPOINTS it resumes from the universal checkpoint there.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Covers `Archive`: files of weights that somebody made to do harm are refused, and ask for no memory."""
+"""Covers `Archive`: malicious files of weights are refused, and do not make it allocate memory."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def mutated(header: Any, draw: random.Random) -> Any:
 
 
 def fuzz(directory: pathlib.Path, cases: int) -> int:
-    """How many of so many files were refused; the others are read, within the file's bytes."""
+    """The number of refused files among `cases`; the others are read, within the file's bytes."""
     (header, data), draw, refused = saved(directory), random.Random(cases), 0
     path = directory / "model.safetensors"
     good = path.read_bytes()
@@ -155,7 +155,7 @@ def test_a_writer_that_fails_leaves_the_old_files_and_nothing_else(
 @pytest.mark.parametrize("files", [2, 3])
 @pytest.mark.parametrize("renames", range(5))
 def test_weights_written_over_others_are_never_mixed(tmp_path: pathlib.Path, files: int, renames: int) -> None:
-    """A writer is killed after so many renames: what is then read is old, new or nothing."""
+    """A writer is killed after `renames` renames: a reader then finds the old weights, the new or no file."""
     names = "abc"[:files]
     entries: Any = {name: (torch.float32, (5, 3)) for name in names}
 
@@ -166,7 +166,7 @@ def test_weights_written_over_others_are_never_mixed(tmp_path: pathlib.Path, fil
 
     write(1.0)
     child = os.fork()
-    if child == 0:  # no test goes on here: it is killed, or ends
+    if child == 0:  # the child never returns to the test: it is killed, or exits
         rename, left = pathlib.Path.rename, [renames]
 
         def counted(self: pathlib.Path, to: pathlib.Path) -> pathlib.Path:

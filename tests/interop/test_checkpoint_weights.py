@@ -40,7 +40,7 @@ def test_files_become_a_checkpoint(tmp_path: pathlib.Path) -> None:
     like = {name: torch.zeros_like(x) for name, x in tree.items()}
     got = checkpoint.restore(tmp_path / "run", like, at="params")
     assert got.step == 3 and all(torch.equal(got.tree[n], x) for n, x in tree.items())
-    assert main(["checkpoint", "import", str(tmp_path), str(tmp_path / "run"), "--step", "3"]) == 2  # it is there
+    assert main(["checkpoint", "import", str(tmp_path), str(tmp_path / "run"), "--step", "3"]) == 2  # the step exists
     assert main(["checkpoint", "import", str(tmp_path / "none"), str(tmp_path / "run")]) == 2
 
 

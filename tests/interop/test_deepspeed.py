@@ -1,4 +1,4 @@
-"""Covers DeepSpeed as an oracle that nobody here wrote: the same configuration, rows and steps there and here.
+"""Covers DeepSpeed as an independent oracle: the same configuration, rows and steps there and here.
 
 Run with `pytest -m deepspeed`. DeepSpeed 0.19.8 and torch 2.13 are to be in the environment that DEEPSPEED_PYTHON names
 the Python of (default: this one).
@@ -23,7 +23,7 @@ from shardfn.testing import distributed
 
 PROGRAM = pathlib.Path(__file__).parent / "deepspeed_training.py"
 SAVING = PROGRAM.with_name("deepspeed_saving.py")
-# Tests are no package, and the programs run where shardfn is not installed.
+# Tests are not a package, and the programs run without shardfn installed.
 shared: Any = types.SimpleNamespace(**runpy.run_path(str(PROGRAM.with_name("deepspeed_model.py"))))
 PYTHON = os.environ.get("DEEPSPEED_PYTHON", sys.executable)
 STEPS = 5
@@ -75,7 +75,7 @@ def ran(*words: object, program: str = "torch.distributed.run") -> None:
 
 
 def deepspeeds(config: dict[str, Any], place: pathlib.Path, steps: int = STEPS, *begun: pathlib.Path) -> dict[str, Any]:
-    """What DeepSpeed comes to on two ranks, and a checkpoint in `place / "saved"`."""
+    """The results of DeepSpeed on two ranks, and a checkpoint in `place / "saved"`."""
     told, out = place / "config.json", place / "out.pt"
     told.write_text(json.dumps(config | {"checkpoint": {"load_universal": bool(begun)}}))
     ran("--standalone", "--nproc-per-node=2", PROGRAM, told, out, steps, place / "saved", *begun)
@@ -130,7 +130,7 @@ def test_steps_are_those_of_deepspeed_and_its_checkpoints_are_read_exactly(name:
 
 @distributed(world=[1, 2, 4], timeout=120)
 def _go_on(config: dict[str, Any], want: dict[str, Any], saved: str, world: int) -> None:
-    """The last two steps of five, of which DeepSpeed made the first three."""
+    """The last two steps of five, after three by DeepSpeed."""
     recipe = interop.from_deepspeed_config(config)
     mesh = sf.make_mesh({"dp": world}, device="cpu")
     assert recipe.optimizer is not None
@@ -157,7 +157,7 @@ def _begin(config: dict[str, Any], directory: str, world: int) -> None:
     interop.save_deepspeed(directory, state, f"world{world}", learning_rate=float(recipe.learning_rate(3)))
 
 
-# The rate falls from step to step: what goes on in a wrong step, or without moments, goes elsewhere.
+# The rate falls from step to step: a run that resumes at a wrong step, or without moments, diverges.
 BOTH = {"train_batch_size": 16, "gradient_clipping": 0.0, "optimizer": ADAMW, "scheduler": DECAY}
 
 
@@ -186,7 +186,7 @@ def test_three_ranks_checkpoints_are_what_zero_to_fp32_makes_of_them(
     want = torch.load(tmp_path / "want.pt", weights_only=True)
     found = interop.read_deepspeed(str(tmp_path), "here")
     have = found.params | found.buffers | {name: found.params[of] for name, of in found.shared.items()}
-    # zero_to_fp32 forgets what is frozen at stage 1.
+    # zero_to_fp32 omits frozen parameters at stage 1.
     lost = {"mlp.0.weight", "mlp.1.bias"} if (kind, stage) == ("frozen", 1) else set()
     assert have.keys() == want.keys() | lost and ("seen" in found.buffers)
     for name, x in want.items():
@@ -195,12 +195,12 @@ def test_three_ranks_checkpoints_are_what_zero_to_fp32_makes_of_them(
     states = {"sgd": set(), "momentum": {"momentum_buffer"}}.get(kind, {"exp_avg", "exp_avg_sq"})
     assert found.moments.keys() == states and all(x.keys() == trained for x in found.moments.values())
     assert found.step == 3
-    if kind in ("sgd", "momentum"):  # of which DeepSpeed makes no universal checkpoint
+    if kind in ("sgd", "momentum"):  # DeepSpeed makes no universal checkpoint of these
         return
     words = ["--input_folder", tmp_path / "here", "--output_folder", tmp_path / "universal", "--inject_missing_state"]
     words += ["--num_extract_workers", 1, "--num_merge_workers", 1]
     ran(*words, program="deepspeed.checkpoint.ds_to_universal")
-    if kind == "small" and stage < 3:  # DeepSpeed's own converter mixes up what goes round
+    if kind == "small" and stage < 3:  # DeepSpeed's own converter mixes up gradients that go round
         with pytest.raises(ValueError, match=r"(?s)read the one that it was made of.*mlp\.0\.weight"):
             interop.read_deepspeed(str(tmp_path), "universal")
         return
@@ -216,7 +216,7 @@ def test_three_ranks_checkpoints_are_what_zero_to_fp32_makes_of_them(
 
 @distributed(world=2, timeout=120)
 def _write_ours(directory: str) -> None:
-    """From states that DeepSpeed has trained, or for the plain ones we; a file for each of three ranks."""
+    """From states that DeepSpeed has trained, or we for the plain ones; a file for each of three ranks."""
     mesh = sf.make_mesh({"dp": 2}, device="cpu")
     for case in shared.CASES:
         net, config = shared.net_of(case), shared.config_of(case)
@@ -260,7 +260,7 @@ def test_files_for_each_rank_are_those_that_deepspeed_writes_and_goes_on_from(tm
         for name, x in got["whole"].items():
             mine = ours.params | ours.buffers | {name: ours.params[of] for name, of in ours.shared.items()}
             assert torch.equal(mine[name], x), f"{case}: {name}"
-        if "plain" in case:  # of which the values are ours, and equal to 1e-6 only
+        if "plain" in case:  # its values are ours, and equal to 1e-6 only
             continue
         assert got["differing"] == [], case
         for mine, yours in ((ours.params, theirs.params), *((x, theirs.moments[k]) for k, x in ours.moments.items())):

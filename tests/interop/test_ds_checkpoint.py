@@ -1,4 +1,4 @@
-"""Covers DeepSpeed's files: laid out as it lays them out, at odd sizes, and made to do harm."""
+"""Covers DeepSpeed's files: in its own layout, at odd sizes, and malicious ones."""
 
 import os
 import pathlib
@@ -20,7 +20,7 @@ def values(seed: int) -> dict[str, torch.Tensor]:
 
 
 def write(place: pathlib.Path, stage: int, world: int) -> dict[str, dict[str, torch.Tensor]]:
-    """A checkpoint of a stage; what it has."""
+    """Writes a checkpoint of a stage; returns its values."""
     place.mkdir(parents=True)
     (place.parent / "latest").write_text(place.name)
     trees = {"fp32": values(0), "exp_avg": values(1), "exp_avg_sq": values(2)}
@@ -89,7 +89,7 @@ def test_parameters_and_moments_are_whole_again(tmp_path: pathlib.Path, stage: i
 
 
 def write_universal(place: pathlib.Path, *, flat: bool) -> dict[str, dict[str, torch.Tensor]]:
-    """A universal checkpoint as of stage 3, whose files are flat, or of the others; what it has."""
+    """Writes a universal checkpoint as of stage 3, with flat files, or of the others; returns its values."""
     trees = {"fp32": values(0), "exp_avg": values(1), "exp_avg_sq": values(2)}
     model = {
         "param_shapes": [OrderedDict((n, torch.Size(s)) for n, s in group.items()) for group in SHAPES],
@@ -107,7 +107,7 @@ def write_universal(place: pathlib.Path, *, flat: bool) -> dict[str, dict[str, t
     if flat:
         inner = {"optimizer_state_dict": {"state": {0: {"step": torch.tensor(4.0)}}}}
         torch.save(inner, place / "zero" / "optimizer_state.pt")
-    else:  # what is tied, and buffers, are written again
+    else:  # tied parameters and buffers are written again
         for name in ("tied", "seen"):
             (place / "zero" / name).mkdir()
             torch.save({"param": torch.arange(3)}, place / "zero" / name / "fp32.pt")

@@ -1,4 +1,4 @@
-"""Covers DeepSpeed's configurations as values of ours: every key is told of, and none is passed over in silence."""
+"""Covers DeepSpeed's configurations as values of ours: every key is reported, and none is skipped in silence."""
 
 import json
 import math
@@ -41,7 +41,7 @@ FULL: dict[str, Any] = {
 
 
 def scales(rule: optim.LossScale) -> list[float]:
-    """The scale over steps of which some overflow."""
+    """The scale over steps, some of them with overflows."""
     state, out = rule.init(), []
     for n in range(12):
         state = rule.update(state, torch.tensor(n % 3 == 2))

@@ -14,7 +14,7 @@ from shardfn.testing import distributed
 
 
 class Net(torch.nn.Module):
-    """Tied, frozen, with layers that a state may stack, buffers of which one is not saved, and a scalar."""
+    """Tied, frozen, with layers that a state may stack, buffers, one of them not saved, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_several_ranks_write_what_one_would(tmp_path: pathlib.Path, world: int) 
 
 
 class Recorded:
-    """In the place of an object of DeepSpeed's."""
+    """A placeholder for an object of DeepSpeed's."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values

@@ -15,7 +15,7 @@ SHAPES = {"a": (7, 5), "b": (3,), "blocks.0.w": (4, 3), "blocks.1.w": (4, 3)}
 
 
 def found(*kinds: str) -> interop.DeepSpeedState:
-    """What a checkpoint might have: of each state values of its own."""
+    """Possible contents of a checkpoint: each state has values of its own."""
     g = torch.Generator().manual_seed(0)
 
     def tree() -> dict[str, torch.Tensor]:

@@ -73,7 +73,7 @@ def test_there_and_back(name: str, tmp_path: pathlib.Path) -> None:
     ways: list[dict[str, Any]] = [{}, {"stacked": True, "per_head": True}]
     for how in ways:
         config, params = gpt_from_hf(place, **how)
-        # transformers forms angles in float32, whatever the weights are.
+        # transformers forms angles in float32 for all dtypes of weights.
         exact = full(gpt_from_hf(place, dtype=torch.float64, **how)[1])
         close(gpt.apply(config, exact, TOKENS).float(), wide.float())
         params = full(params)
@@ -166,7 +166,7 @@ def _cannot_be_written(directory: str, when: str) -> None:
 
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_a_writer_that_fails_is_told_to_all(tmp_path: pathlib.Path, when: str) -> None:
-    """Where there is no directory to be, and where the disk is full after a tensor."""
+    """Without a directory to write to, and with a disk that is full after a tensor."""
     place = tmp_path / "out"
     if when == "first":
         place.write_text("")
@@ -187,7 +187,7 @@ def test_only_the_bytes_of_the_block_are_read(tmp_path: pathlib.Path) -> None:
     assert torch.equal(archive.box("w", [(2, 64), (1, 2), (0, 1024)], (64, 3, 1024))[:, 0], x[2:, 1024:2048])
     assert archive.read_bytes == 62 * 1024 * 4
     archive.read_bytes = 0
-    assert torch.equal(archive.box("w", [(5, 7), (10, 3072)]), x[5:7, 10:])  # little is left out: whole rows are read
+    assert torch.equal(archive.box("w", [(5, 7), (10, 3072)]), x[5:7, 10:])  # gaps are small: whole rows are read
     assert archive.read_bytes == 2 * 3072 * 4
 
 

@@ -69,7 +69,7 @@ def test_a_captured_pipeline_of_a_body() -> None:
 
 @distributed(world=3)
 def test_a_rank_without_layers_attends_to_nothing() -> None:
-    """Four layers on three ranks: two, two and none."""
+    """Four layers on three ranks: two, two and zero."""
     _parity(nn.Blockwise(3), 7, sf.make_mesh({"pp": 3}, device="cpu"), twice=True)
 
 

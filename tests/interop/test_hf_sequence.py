@@ -1,4 +1,4 @@
-"""Covers models of transformers on ranks that each have some tokens: what they compute is what one device does."""
+"""Covers models of transformers on ranks that each have some tokens: their results equal those of one device."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ BODIES = {
 
 
 def model_of(name: str, kv_heads: int = 2, rate: float = 0.0) -> Any:
-    """In float64 throughout: the norms of transformers compute in float32, which tells other orders of sums apart."""
+    """In float64 throughout: the norms of transformers compute in float32, whose rounding shows the order of sums."""
     model = made(name, kv_heads, rate)
     for path, norm in list(model.named_modules()):
         if type(norm).__name__.endswith("RMSNorm"):
@@ -128,7 +128,7 @@ def parity(name: str, body: Any, T: int, mesh: sf.Mesh, *, stage: int, packed: b
 @pytest.mark.parametrize("body", BODIES)
 @distributed(world=[2, 3])
 def test_llama_along_a_sequence(body: str, world: int) -> None:
-    """Stages 0 and 3; packed documents; 7 tokens, which nothing divides; and a key head that all ranks share."""
+    """Stages 0 and 3; packed documents; 7 tokens, which no mesh divides; and a key head that all ranks share."""
     mesh = sf.make_mesh({"sp": world})
     parity("llama", BODIES[body](7), 7, mesh, stage=3, packed=True, tile=2)
     parity("llama", BODIES[body](7), 7, mesh, stage=0, packed=False, kv_heads=1)
@@ -158,7 +158,7 @@ def test_other_kinds_of_attention(name: str) -> None:
 
 @distributed(world=2)
 def test_dropout_has_the_masks_of_one_device() -> None:
-    """Of attention, and of the residual stream, whose tokens are cut in two stretches a rank; and again in remat."""
+    """In attention, and in the residual stream, whose tokens are cut in two stretches a rank; and again in remat."""
     mesh = sf.make_mesh({"sp": 2})
     parity("llama", BODIES["ulysses"](7), 7, mesh, stage=3, packed=True, rate=0.25, tile=2)
     parity("gpt2", BODIES["ring"](7), 7, mesh, stage=0, packed=False, rate=0.25, checkpoint=True)

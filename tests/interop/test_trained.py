@@ -1,4 +1,4 @@
-"""Covers shardfn/interop/_trained.py: what was trained, out of a state, unrounded."""
+"""Covers shardfn/interop/_trained.py: trained parameters, out of a state, unrounded."""
 
 import pathlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""Covers attention over the tiles of a layout: every implementation is the formula over the whole, with gradients."""
+"""Covers attention over the tiles of a layout: every implementation equals the whole formula, with gradients."""
 
 import importlib
 import math
@@ -18,7 +18,7 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-2, to
 
 
 def drawn(seed: int, dtype: torch.dtype = torch.float32, small: bool = False) -> tuple[Any, ...]:
-    """Queries, keys, values; tiles; the pairs [L, T, S] that they are; what is given; block and scale."""
+    """Queries, keys, values; tiles; their pairs [L, T, S]; `Given`; block and scale."""
     draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
     block = draw.choice([4, 16] if small else [5, 16, 17, 32, 64])
     B, G, R, K = (
@@ -174,7 +174,7 @@ def test_triton_is_the_formula_in_many_cases(dtype: torch.dtype, monkeypatch: py
 
 @pytest.mark.parametrize("which", ["reference", "native", "triton"])
 def test_what_is_dropped_is_the_same_bits(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probabilities of equal scores, and values that show which pair they are of: y tells what was kept."""
+    """Probabilities of equal scores, and values that identify their pair: y shows the kept ones."""
     if which == "triton":
         pytest.importorskip("triton")
         monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -198,7 +198,7 @@ def test_what_is_dropped_is_the_same_bits(which: str, monkeypatch: pytest.Monkey
 
 
 def test_a_ledger_counts_what_the_kernel_allocates() -> None:
-    """At the peak, forward and backward, beside arguments and results; what 16 bits become in fp32, too."""
+    """At the peak, forward and backward, beside arguments and results; with the fp32 copies of 16-bit values."""
     if not kernels.is_native("block_sparse_attention"):
         pytest.skip("no C++ compiler")
     for dtype in (torch.float32, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Covers kernels as torch ops: one node each in a graph, torch's own checks, refusals, which implementation runs."""
+"""Covers kernels as torch ops: one node each in a graph, torch's own checks, refusals, the choice of implementation."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -95,7 +95,7 @@ def test_what_is_refused(run: Callable[[], Any], kind: type[Exception], said: st
 
 @pytest.fixture
 def unbuilt() -> Iterator[None]:
-    """Nothing has been built yet, nor will have been."""
+    """The state before any build; builds in the test do not outlast it."""
     caches = (_build.library, _dispatch._serving)
     for cache in caches:
         cache.cache_clear()

@@ -78,7 +78,7 @@ def _check_bound(x: Tensor, back: Tensor, bits: int, block: int) -> None:
         part, got = x[:, lo : lo + block], back[:, lo : lo + block]
         top = part.abs().amax(1, keepdim=True)
         bound = torch.where(part > top * (1 - 1.5 * 2.0**-bits), 2 * top / 2**bits, top / 2**bits)
-        assert ((part - got).abs() <= bound + top * 2**-22).all()  # what fp32 rounds off
+        assert ((part - got).abs() <= bound + top * 2**-22).all()  # the rounding of fp32
 
 
 def test_rows_longer_than_a_core_remembers(kind: str) -> None:

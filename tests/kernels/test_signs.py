@@ -47,7 +47,7 @@ def test_sign_of_zeros_and_what_is_no_number(kind: str) -> None:
     bits, scale, error = kernels.sign_compress(y, -torch.zeros(1, 8))
     assert torch.equal(kernels.unpack_signs(bits, scale) + error, y)
     bits, scale, error = kernels.sign_compress(torch.full((2, 8), math.nan)[:1], torch.zeros(2, 8))
-    assert scale[0].isnan() and error[0].isnan().all() and not bits[0].any()  # and the other row is none the worse
+    assert scale[0].isnan() and error[0].isnan().all() and not bits[0].any()  # and the other row is unaffected
     assert (scale[1], bits[1].item(), error[1].any()) == (0, 255, False)
 
 

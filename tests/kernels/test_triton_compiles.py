@@ -1,5 +1,5 @@
-"""Covers Triton's kernels as a GPU gets them: they compile without one; all but attention's with nothing fused and
-divisions rounded."""
+"""Covers Triton's kernels as compiled for a GPU: they compile without one; all but attention's without fused operations
+and with rounded divisions."""
 
 import os
 import subprocess

@@ -120,7 +120,7 @@ def test_derivatives_inside_a_loss_at_every_stage(world: int, name: str, stacked
     for stage in range(4):
         for m in (1, 2):
             check(name, world, stage=stage, stacked=stacked, wrap=functools.partial(sf.accumulate, num_microbatches=m))
-    if name != "hessian":  # in a capture torch warns that its own code reads the .grad of tensors that are no leaves
+    if name != "hessian":  # in a capture torch warns that its own code reads the .grad of tensors that are not leaves
         check(name, world, stacked=stacked, wrap=functools.partial(sf.jit, backend="graph"))
 
 

@@ -1,4 +1,4 @@
-"""Covers the layout as a pure function: what is cut, packed and sent is put together as it was, for any shapes."""
+"""Covers the layout as a pure function: blocks that are cut, packed and sent are joined unchanged, for any shapes."""
 
 import math
 import random
@@ -16,7 +16,7 @@ from shardfn.engine import Plan, Planner
 from shardfn.leaves._units import Unit
 from shardfn.testing import assert_parity, distributed
 
-# Dims that nothing divides, that are smaller than a mesh, that are no dims at all.
+# Dims that no mesh divides, dims smaller than a mesh, and tensors without dims.
 DIMS = [0, 1, 2, 3, 4, 5, 7, 8, 13]
 SHARED = {"w": (4,), "e": (0, 5), "z": (6, 4)}
 

@@ -1,4 +1,4 @@
-"""Covers placements by name and the routes between them: each of ZeRO's options as the hops that it comes to."""
+"""Covers placements by name and the routes between them: the hops of each of ZeRO's options."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ DP, NODE, GPU = ("dp",), ("node",), ("gpu",)
             (PsumScatter(DP, 0), Cast(F32)),
             (),
         ),
-        # The optimizer's state is cut along an axis that the batch is not: summed whole, of which rows are taken.
+        # The optimizer's state is cut along an axis that does not cut the batch: summed whole, then sliced to rows.
         (
             {"dp": 2, "tp": 2},
             sf.Zero(1, axis="tp"),

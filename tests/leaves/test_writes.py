@@ -1,4 +1,4 @@
-"""Covers writes to parameters inside a loss: each is named, wherever the leaf lives, and nothing is said untruly."""
+"""Covers writes to parameters inside a loss: each is named, in every memory of its leaf, and no message is false."""
 
 import pathlib
 from collections.abc import Callable
@@ -54,14 +54,14 @@ def _loss_that(write: Write) -> Callable[..., Tensor]:
 
 
 def _to_a_clone(params: dict[str, Tensor], x: Tensor) -> Tensor:
-    """What the message says to do; `.data` can be read."""
+    """The message's remedy; `.data` can be read."""
     a = params["a"].data.clone()
     a.mul_(0.5)
     return _mean(params, x) + a.sum()
 
 
 def _said(step: Any, x: Tensor) -> tuple[str, bool]:
-    """What a step says, and whether the state is as it was."""
+    """The message of a step's error, and whether the state is unchanged."""
     state = step.init(_params())
     try:
         step(state, x)

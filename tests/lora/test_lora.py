@@ -1,4 +1,4 @@
-"""Covers `LoRA`: adapters beside a model train as the sum would, sharded as on one device, and nothing else trains."""
+"""Covers `LoRA`: adapters beside a model train like the sum, sharded as on one device, and no other leaf does."""
 
 import functools
 from typing import Any
@@ -101,7 +101,7 @@ def test_sharded_it_equals_one_device(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 @distributed(world=4)
 def test_beside_leaves_that_are_cut(stage: int) -> None:
-    """What is whole of an adapter is used by all ranks of the axis, and its gradient is of all of them."""
+    """All ranks of the axis use the whole leaf of an adapter, and its gradient sums over all of them."""
     mesh = sf.make_mesh({"dp": 2, "tp": 2}, device="cpu")
     lora, tree = _lora(_params(), TP)
     assert lora.specs["lora"]["blocks.up"] == {"a": P(), "b": P(None, "tp")}
@@ -151,7 +151,7 @@ def _shares(x: Tensor, y: Any) -> bool:
 
 
 def test_no_sum_is_made_and_no_gradient_of_a_whole_weight() -> None:
-    """What it is for: memory of the adapters, not of the leaves."""
+    """The purpose of adapters: memory of their size, not of the leaves'."""
     lora, tree = _lora(_params())
     for ab in tree["lora"].values():
         for x in ab.values():

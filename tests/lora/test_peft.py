@@ -1,4 +1,4 @@
-"""Covers `save_peft` and `load_peft`: adapters come back as they were, and `peft` itself gives the same logits."""
+"""Covers `save_peft` and `load_peft`: adapters come back unchanged, and `peft` itself gives the same logits."""
 
 import json
 import pathlib
@@ -58,7 +58,7 @@ def test_they_come_back_as_they_were(name: str, stacked: bool, tmp_path: pathlib
     names = load_file(tmp_path / "adapter_model.safetensors").keys()
     one = "model.layers.1.self_attn.q_proj" if name == "llama" else "transformer.h.1.attn.c_attn"
     assert {f"base_model.model.{one}.lora_A.weight", f"base_model.model.{one}.lora_B.weight"} <= names
-    # Layers stacked or not: one file serves both.
+    # One file is for stacked layers and for unstacked ones.
     other, _ = sf.from_module(module) if stacked else sf.from_module(module, layers=layers)
     _, theirs = load_peft(tmp_path, other)
     assert sum(ab["a"].numel() for ab in theirs.values()) == sum(ab["a"].numel() for ab in adapters.values())

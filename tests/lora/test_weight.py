@@ -1,4 +1,4 @@
-"""Covers `LowRankWeight`: whatever is done with it equals what is done with the sum of its parts."""
+"""Covers `LowRankWeight`: every operation on it equals the same operation on the sum of its parts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -115,7 +115,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
 
 
 def test_past_torchs_functions_it_is_the_sum() -> None:
-    """An autograd.Function takes it as it is, and its gradient goes to the parts."""
+    """An autograd.Function receives it unopened, and its gradient goes to the parts."""
 
     class Own(torch.autograd.Function):
         @staticmethod

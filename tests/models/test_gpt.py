@@ -38,7 +38,7 @@ every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 class Reference(torch.nn.Module):
-    """The same model as a textbook would write it, with modules and explicit masks."""
+    """The same model in textbook form, with modules and explicit masks."""
 
     def __init__(self, c, params):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Covers `models.gpt` along a `tp` axis: what the ranks compute together is what one device computes."""
+"""Covers `models.gpt` along a `tp` axis: the ranks' results together equal those of one device."""
 
 import dataclasses
 import functools
@@ -124,7 +124,7 @@ def test_three_ranks_and_float32() -> None:
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @distributed(world=4)
 def test_more_ranks_than_heads_tokens_and_classes(sequence: bool, jit: bool) -> None:
-    """3 heads, 3 tokens and 5 classes over 4 ranks: one has none of any."""
+    """3 heads, 3 tokens and 5 classes over 4 ranks: the last rank has no head, token or class."""
     config = dataclasses.replace(CONFIGS["mqa"], vocab_size=5, num_layers=1)
     parity(config, sf.make_mesh({"tp": 4}), None, sequence=sequence, jit=jit, tokens=3)
 
@@ -147,7 +147,7 @@ def test_grid(name: str, stage: int, jit: bool, world: int) -> None:
             parity(config, mesh, STAGES[stage], rows=2 * dp, **how)
 
 
-# What is sent.
+# Transfers.
 
 
 def _sent(config: gpt.Config, sequence: bool, tokens: int) -> dict[str, tuple[int, int]]:

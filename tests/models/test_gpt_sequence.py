@@ -1,4 +1,4 @@
-"""Covers `models.gpt` on ranks that each have some tokens of a sequence: what they compute is what one device does."""
+"""Covers `models.gpt` on ranks that each have some tokens of a sequence: their results equal those of one device."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ def trainable_of(config: gpt.Config) -> Any:
 
 
 def batches_of(config: gpt.Config, T: int, packed: bool, order: Tensor, rows: int = 4) -> list[Any]:
-    """Rows of which some targets do not count, in the order in which they are cut."""
+    """Rows with some targets that do not count, in the order in which they are cut."""
     g, out = torch.Generator().manual_seed(1), []
     for n in range(2):
         batch: dict[str, Any] = {"tokens": torch.randint(config.vocab_size, (rows, T + 1), generator=g)}
@@ -133,7 +133,7 @@ def test_ring_and_ulysses_at_once() -> None:
 @pytest.mark.parametrize("name", BODIES)
 @distributed(world=[1, 2, 3, 4, 6], timeout=900)
 def test_grid(name: str, jit: bool, world: int) -> None:
-    """{sp 1, 2, 3} x {dp 1, 2} x {tp 1, 2} x stages 0 and 3 x styles, lengths that nothing divides."""
+    """{sp 1, 2, 3} x {dp 1, 2} x {tp 1, 2} x stages 0 and 3 x styles, lengths that no mesh divides."""
     for sp, dp, tp in itertools.product((1, 2, 3), (1, 2), (1, 2)):
         if sp * dp * tp != world:
             continue
@@ -202,7 +202,7 @@ def test_cut_sequences_are_what_the_spec_cuts() -> None:
     tokens, mesh = torch.arange(24).view(2, 12), sf.make_mesh({"sp": 3})
     batch = {"tokens": tokens, "segment_ids": (tokens > 5).long() + (tokens > 16).long()}
     whole = gpt.shifted(batch)
-    assert (whole["targets"] == -100).sum() == 2  # what follows a document's last token
+    assert (whole["targets"] == -100).sum() == 2  # the successors of documents' last tokens
     for body in (nn.Ring("sp", 11, zigzag=True), nn.Ulysses("sp", 11), nn.Ring("sp", 11)):
         got = gpt.cut_sequences(gpt.Config(**{**SHAPE, "max_len": 11}, attention=body), batch, mesh)
         own = nn.sequence_order(body, 11, 3).chunk(3)[mesh.rank]

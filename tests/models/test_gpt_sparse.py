@@ -39,7 +39,7 @@ def params_of(config: gpt.Config) -> Any:
 
 
 def batch_of(config: gpt.Config, seed: int, rows: int = 4) -> dict[str, Tensor]:
-    """Documents, targets of which some do not count, and the numbers of the samples."""
+    """Documents, targets (some do not count), and the numbers of the samples."""
     g = torch.Generator().manual_seed(seed)
     tokens, targets = torch.randint(config.vocab_size, (2, rows, T), generator=g)
     ids = torch.randint(2, (rows, T), generator=g).sort(-1).values
@@ -85,7 +85,7 @@ def test_bodies_compute_the_same(causal: bool) -> None:
 
 @distributed(world=2)
 def test_dropout_of_tiles_on_two_ranks() -> None:
-    """Each rank draws for its heads, of its samples, what one device draws."""
+    """Each rank draws the same as one device for its heads and samples."""
     one = dataclasses.replace(CONFIG, num_layers=1, attention_dropout=0.25)
     parity(sf.make_mesh({"sp": 2}), dataclasses.replace(one, attention=nn.Ulysses("sp", T, nn.BlockSparse())))
 

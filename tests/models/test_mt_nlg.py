@@ -1,4 +1,4 @@
-"""Covers the step of MT-NLG lowered over three axes: what each link carries, against formulas by hand."""
+"""Covers the step of MT-NLG lowered over three axes: the bytes on each link, against formulas by hand."""
 
 import dataclasses
 import importlib.util
@@ -29,10 +29,10 @@ def test_a_tiny_clone_sends_what_the_formulas_say() -> None:
 
 @pytest.mark.nightly
 def test_a_stage_of_530_billion_parameters_sends_what_the_formulas_say() -> None:
-    """Of stage 17 of 35, on one of 2,240 ranks; with 4 microbatches of the run's 240."""
+    """Stage 17 of 35, on one of 2,240 ranks; with 4 microbatches of the run's 240."""
     bench = _bench()
     found, expected = bench.lowered(17, 4), bench.by_hand(bench.CONFIG, bench.SIZES, 4)
     assert bench.compared(found, expected) == []
-    # What is gathered along dp, in bf16, is what a rank has less its own eighth.
+    # The bytes gathered along dp, in bf16, are the rank's parameters less its own eighth.
     params = found.lowered.memory_analysis().by_kind["params"]
     assert params == pytest.approx(expected["all_gather", "dp"] * 8 / 7, rel=1e-3)

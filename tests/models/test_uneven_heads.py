@@ -43,7 +43,7 @@ def test_eight_ranks(name: str, sequence: bool) -> None:
 
 
 def test_sixteen_ranks_on_paper() -> None:
-    """Ranks have 2 heads or none, and a step sends Megatron's sums, as it does over a number that divides."""
+    """Ranks have 2 heads or 0, and a step sends Megatron's sums, as over a number that divides."""
     config, found = CONFIGS["28 heads"], []
     with sf.core.deferred():
         params = gpt.init(config, sf.key(0))

@@ -1,4 +1,4 @@
-"""Covers modules as functions of their parameters: what is taken, what is refused by name, and that remedies work."""
+"""Covers modules as functions of their parameters: supported modules, refusals by name, and that remedies work."""
 
 import threading
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from shardfn.testing import assert_same, distributed, on_mesh, one_device
 
 
 def step_on(module: nn.Module, x: Tensor, *, jit: bool = False, stage: int = 3) -> dict[str, Tensor]:
-    """The parameters after a step; the loss is the mean square of what the module gives."""
+    """The parameters after a step; the loss is the mean square of the module's outputs."""
     params, apply = sf.from_module(module)
 
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def by_torch(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 class Wrapped(nn.Module):
-    """A linear layer, and a forward of one's own."""
+    """A linear layer with a given forward."""
 
     def __init__(self, forward: Callable[["Wrapped", Tensor], Tensor]) -> None:
         super().__init__()

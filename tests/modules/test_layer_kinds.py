@@ -1,4 +1,4 @@
-"""Covers the kinds of layers of a list: which share a stack, and which layers ranks have of stacks that are cut."""
+"""Covers the kinds of layers of a list: those that share a stack, and the ranks' layers of stacks that are cut."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def _kinds(pattern: str) -> LayerKinds:
 
 
 def _ends(kinds: LayerKinds, rows: list[list[int]]) -> list[int]:
-    """By rank, how many layers it has, as the rank itself finds it."""
+    """The number of layers of each rank, as the rank itself finds it."""
     shares, start = kinds.shares(rows), 0
     for rank, num in enumerate(shares):
         own = [by_rank[rank] for by_rank in rows]
@@ -60,7 +60,7 @@ def test_the_rows_of_a_stack_are_those_of_its_layers() -> None:
         ("abbbb", [[1, 1], [2, 2]], [3, 2]),  # one dense layer, which all ranks have
         ("aabbbbb", [[2, 2, 2], [2, 2, 1]], [4, 2, 1]),
         ("bbbba", [[2, 2], [1, 1]], [2, 3]),
-        ("bbabb", [[2, 2], [1, 1]], [2, 3]),  # an uncut layer goes with the cut one behind it
+        ("bbabb", [[2, 2], [1, 1]], [2, 3]),  # an uncut layer runs with the cut one after it
         ("abbbb", [[1, 1, 1], [2, 2, 0]], [3, 2, 0]),
         ("bbbba", [[2, 2, 0], [1, 1, 1]], [2, 2, 1]),
     ],

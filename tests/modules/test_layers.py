@@ -1,4 +1,4 @@
-"""Covers modules with a named list of layers: what a forward may do around them, and what stages refuse."""
+"""Covers modules with a named list of layers: forwards around them, and refusals of stages."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from shardfn.testing import distributed
 
 
 class _Dropped(nn.Module):
-    """A dropout in each layer and one behind it; notes the masks."""
+    """A dropout in each layer and one after it; records the masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def test_no_two_dropouts_of_a_forward_share_a_mask() -> None:
 
 
 class _Lists(nn.Module):
-    """Dropout around and in two lists, of which the first runs twice."""
+    """Dropout around and in two lists; the first runs twice."""
 
     def __init__(self, again: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Covers attention of models of transformers by a body: values on one device, what stays as it was, what is refused."""
+"""Covers attention of models of transformers by a body: values on one device, restored configs, refusals."""
 
 from typing import Any
 

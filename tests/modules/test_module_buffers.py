@@ -13,7 +13,7 @@ from shardfn.testing import assert_same, distributed, on_mesh, one_device
 
 
 class Counted(nn.Module):
-    """A linear layer, a buffer `n` in a part of its own, and what a forward does to it."""
+    """A linear layer, a buffer `n` in a part of its own, and a forward that uses it."""
 
     def __init__(self, forward: Callable[[Any, Tensor], Any], n: Tensor) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_all_ranks_raise_and_nothing_is_changed(world: int) -> None:
     assert net.get_buffer("1.num_batches_tracked").item() == 0
 
 
-# --- what stays allowed ---
+# --- allowed uses ---
 
 
 def _read(part: Any, x: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def test_data_that_stays_is_no_change() -> None:
 
 
 class InPlace(nn.Module):
-    """Writes to what it has computed."""
+    """Writes to its own results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def test_a_forward_that_writes_to_its_results_passes_through_torch_func() -> Non
 
 
 class Standardized(nn.Conv1d):
-    """Normalises its weight by batch_norm, whose "batch" is then no batch of rows."""
+    """Normalises its weight by batch_norm, whose "batch" is then not rows of the batch."""
 
     def forward(self, input: Tensor) -> Tensor:
         rows = self.weight.reshape(1, self.out_channels, -1)

@@ -1,4 +1,4 @@
-"""Covers shardfn/modules/_module_compiled.py: modules that went through torch.compile, and their names."""
+"""Covers shardfn/modules/_module_compiled.py: modules compiled by torch.compile, and their names."""
 
 import copy
 import json

@@ -193,7 +193,7 @@ OTHERS: dict[str, Callable[[Tensor], Any]] = {
     "gumbel_softmax": lambda x: F.gumbel_softmax(x),
     "native_dropout": lambda x: torch.native_dropout(x, 0.5, True),
     "rrelu": lambda x: F.rrelu(x, training=True),
-    "uniform_": lambda x: nn.Linear(3, 3)(x),  # torch passes what it fills by name
+    "uniform_": lambda x: nn.Linear(3, 3)(x),  # torch passes the filled tensor by name
     "randperm": lambda x: x[torch.randperm(4)],
 }
 
@@ -208,14 +208,14 @@ def test_other_draws_are_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_number_that_decides_whether_a_layer_is_skipped(jit: bool) -> None:
-    """As encoders do: drawn for each layer, whatever the rate."""
+    """As in encoders: drawn for each layer, at any rate."""
 
     def skipping(rate: float) -> nn.Module:
         class Layers(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-                self.gain = nn.Parameter(torch.ones(3))  # what gives a gradient where all layers are skipped
+                self.gain = nn.Parameter(torch.ones(3))  # has a gradient even if all layers are skipped
 
             def forward(self, x: Tensor) -> Tensor:
                 for layer in self.layers:

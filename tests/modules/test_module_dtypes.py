@@ -1,4 +1,4 @@
-"""Covers modules whose parameters come in other dtypes: buffers follow, exceptions of a policy compute in theirs."""
+"""Covers modules with parameters in other dtypes: buffers follow, exceptions of a policy compute in theirs."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ class Rotary(nn.Module):
 
 
 class Norm(nn.Module):
-    """As those of language models: computes in float32, multiplies by its weight in the dtype that came."""
+    """As in language models: computes in float32, multiplies by its weight in the dtype of the input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Covers what a module recomputes in the backward: it runs with the parameters and the draws of its forward."""
+"""Covers a module's recomputations in the backward: they run with the parameters and the draws of its forward."""
 
 import functools
 import gc
@@ -18,7 +18,7 @@ ROWS = 12
 
 
 class Blocks(nn.Module):
-    """Two blocks, the first of which uses a layer twice; `how` runs them."""
+    """Two blocks; the first uses a layer twice, and `how` runs them."""
 
     def __init__(self, how: Callable[..., Any] | None) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def test_what_runs_again_sees_the_buffers_as_they_were_where_it_began(way: str) 
 
 
 class _Reversed(torch.autograd.Function):
-    """As reversible layers do: the backward runs the part again, to differentiate it there."""
+    """As in reversible layers: the backward runs the part again, to differentiate it there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: Any) -> Tensor:

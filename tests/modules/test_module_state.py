@@ -118,7 +118,7 @@ def test_statistics_keep_their_dtype_under_a_policy() -> None:
 
 
 class Counted(nn.Module):
-    """A buffer `n`, and what a forward does to it."""
+    """A buffer `n`, and a forward that changes it."""
 
     def __init__(self, change: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Covers the block-sparse body: layouts against dense attention, transforms, capture, what it computes and refuses."""
+"""Covers the block-sparse body: layouts against dense attention, transforms, capture, computed tiles and refusals."""
 
 import functools
 import itertools
@@ -53,7 +53,7 @@ def test_heads_have_their_own_layouts_and_only_their_tiles_are_computed() -> Non
     tiles = _tiles.tiles_of(nn.Causal() & layout, (0, 64), (0, 64), 8)
     assert len(tiles.columns) == layout.blocks.sum() and len(tiles.patterns) == 1
     assert [len(tiles.columns), tiles.starts.shape] == [4 * 24, (4, 9)]
-    # Another tile than the layout's block computes what covers it.
+    # With another tile than the layout's block the tiles that cover its blocks are computed.
     assert len(_tiles.tiles_of(layout, (0, 64), (0, 64), 16).columns) == sum(
         int(x.reshape(4, 2, 4, 2).any((1, 3)).sum()) for x in layout.blocks
     )
@@ -92,7 +92,7 @@ def test_transforms() -> None:
         close(*found)
     tables = torch.randn(2, 1, 3, dtype=torch.float64)
     close(*(torch.func.vmap(lambda x, f=f: f(q, nn.Causal() & nn.Relative(x)))(tables) for f in (sparse, dense)))
-    # The derivatives of the gradient, too, backward and forward; torch's kernels have none.
+    # The derivatives of the gradient, too, backward and forward, which torch's kernels lack.
     formula = functools.partial(f, nn.Dense())
     first = [torch.func.grad(lambda q, f=f: f(q).pow(3).sum()) for f in (sparse, formula)]
     with sdpa_kernel(SDPBackend.MATH):

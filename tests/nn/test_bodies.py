@@ -25,7 +25,7 @@ TOL = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: nn.Mask, slopes: Tensor | None = None) -> Tensor:
-    """The definition, written with none of the library's arithmetic."""
+    """The definition, without the library's arithmetic."""
     T, H, K = q.shape[1:]
     S, G = k.shape[1:3]
     k, v = (x.repeat_interleave(H // G, 2) for x in (k, v))
@@ -120,7 +120,7 @@ def test_bodies_on_one_rank() -> None:
 
 
 def test_rows_without_keys_are_zeros() -> None:
-    """The first two rows see nothing; nor does anything of theirs reach the gradients."""
+    """The first two rows see no key, and do not affect the gradients."""
     qkv = [torch.randn(1, 4, 2, 3, dtype=torch.float64) for _ in range(3)]
     mask = nn.Causal() & nn.BlockLayout([[0, 1], [1, 0]], 2)
     for impl in (nn.Dense(), nn.Blockwise(2), nn.Blockwise(3), nn.BlockSparse(), nn.BlockSparse(3)):
@@ -151,7 +151,7 @@ def test_values_of_another_width_and_sinks(impl: Any, width: int) -> None:
     if isinstance(impl, nn.Chunked):
         with pytest.raises(ValueError, match="Chunked attention has no sinks"):
             nn.attention(*qkv, sinks_H=sinks, impl=impl)
-        sinks = torch.full((4,), -math.inf, dtype=torch.float64)  # as if there were none
+        sinks = torch.full((4,), -math.inf, dtype=torch.float64)  # equal to no sinks
         got = nn.attention(*qkv, impl=impl)
     else:
         got = nn.attention(*qkv, sinks_H=sinks, impl=impl)
@@ -251,7 +251,7 @@ def test_many_bodies_on_one_rank() -> None:
 
 
 def many_ranks(mesh: sf.Mesh, impls: Any, seeds: range, longest: int) -> None:
-    """Every rank draws alike, and takes its tokens of the whole."""
+    """Every rank draws the same, and takes its tokens of the whole."""
     torch.set_num_threads(1)
     for seed in seeds:
         draw = random.Random(seed)
@@ -295,7 +295,7 @@ def test_bodies_on_a_grid() -> None:
 
 @distributed(world=2)
 def test_sequence_bodies_are_closed_under_transforms() -> None:
-    """On several ranks too: jvp, vmap, vmap of grad; each rank's tokens of what the plain formula gives."""
+    """On several ranks too: jvp, vmap, vmap of grad; each rank has its tokens of the plain formula's results."""
     torch.set_num_threads(1)
     mesh, T = sf.make_mesh({"sp": 2}), 7
     torch.manual_seed(3)
@@ -313,7 +313,7 @@ def test_sequence_bodies_are_closed_under_transforms() -> None:
         all_three = torch.func.grad(scalar(f, cut(w)), argnums=(0, 1, 2))
         duals = torch.func.jvp(f, tuple(map(cut, args)), tuple(map(cut, tangents)))
         batch = [cut(x) for x in many]
-        with warnings.catch_warnings():  # torch's kernel is vmapped a sample at a time, and says so
+        with warnings.catch_warnings():  # torch's kernel is vmapped a sample at a time, with a warning
             warnings.filterwarnings("ignore", ".*performance drop")
             mapped = [torch.func.vmap(f)(*batch), *torch.func.vmap(all_three)(*batch)]
         return [*duals, *mapped]
@@ -341,7 +341,7 @@ def test_many_bodies_on_a_grid(part: int) -> None:
     many_ranks(sf.make_mesh({"r": 3, "u": 2}), grid, range(100 + part, 200, 5), 300)
 
 
-# What is sent, and what is computed.
+# Transfers and computed tiles.
 
 
 def sent(impl: nn.Body, mask: nn.Mask, tokens: int, heads: int, key_heads: int) -> tuple[list[int], list[int]]:
@@ -367,7 +367,7 @@ def test_bytes_are_those_of_the_formulas(world: int) -> None:
         full, h, h_kv = nn.Full(), H * K, G * K
         with bind_mesh(mesh):
             (forward, backward), _ = sent(nn.Ulysses("sp", T), full, T // P, H, G)
-            # (2 + 2 kv / heads) N h / P a rank, of which it keeps 1 / P; fewer key heads than ranks are repeated.
+            # (2 + 2 kv / heads) N h / P a rank, less the 1 / P that it keeps; fewer key heads than ranks are repeated.
             wide = max(G, P) * K
             assert forward == backward == (2 * h + 2 * wide) * T // P * (P - 1) // P
             (forward, backward), calls = sent(nn.Ring("sp", T, block=16), full, T // P, H, G)
@@ -396,7 +396,7 @@ def test_hops_without_pairs_are_not_sent() -> None:
 
 
 def test_zigzag_is_balanced_and_sends_no_more() -> None:
-    """No rank has 2% more pairs of a causal mask than the mean; cut plainly, the last has nearly twice as many."""
+    """No rank has 2% more pairs of a causal mask than the mean; cut plainly, the last has nearly twice the mean."""
     for T, P in ((4096, 4), (4097, 3), (1000, 8)):
         sizes = [len(x) for x in torch.arange(T).chunk(P)]
         cuts = _bodies._zigzag(sizes)
@@ -439,7 +439,7 @@ def test_autocast_rounds_bodies_alike() -> None:
 
 @pytest.mark.parametrize("impl", [nn.Ulysses("sp", 6), nn.Ring("sp", 6), nn.Chunked(2, "sp", 6)], ids=str)
 def test_what_a_body_cannot_cut_is_refused(impl: Any) -> None:
-    """Before anything is sent: with the shapes, and with what can."""
+    """Before any transfer: the error has the shapes, and the bodies that can."""
     mesh = sf.make_mesh({"sp": 2}, abstract=True, device="cpu")
     q, k, other = torch.ones(1, 3, 5, 2), torch.ones(1, 3, 2, 2), torch.ones(1, 4, 5, 2)
     with bind_mesh(mesh):

@@ -1,4 +1,4 @@
-"""Covers attention whose chunks wait elsewhere: values and gradients, what is on the device, jit, remat, refusals."""
+"""Covers attention whose chunks wait elsewhere: values and gradients, memory of the device, jit, remat, refusals."""
 
 import functools
 import random
@@ -29,7 +29,7 @@ def gradients(qkv: list[Tensor], w: Tensor, mask: nn.Mask, impl: Any) -> list[Te
 def masks(T: int) -> list[nn.Mask]:
     ids = torch.arange(T).repeat(2, 1) // 5
     drop = nn.PairDropout(sf.key(3), 0.25, torch.arange(2))
-    empty = nn.BlockLayout(torch.eye(-(-T // 4)).roll(1, 0), 4, padded=True)  # rows that see nothing, with Causal
+    empty = nn.BlockLayout(torch.eye(-(-T // 4)).roll(1, 0), 4, padded=True)  # rows that see no key, with Causal
     return [nn.Full(), nn.Causal(), nn.Window(3, 2), nn.Causal() & nn.Segments(ids) & drop, nn.Causal() & empty]
 
 
@@ -77,7 +77,7 @@ def on_ranks(mesh: sf.Mesh, lengths: tuple[int, ...]) -> None:
 
 @distributed(world=[2, 3])
 def test_chunks_on_ranks_are_dense_attention(world: int) -> None:
-    """Lengths that nothing divides, fewer heads and key heads than ranks, masks of all kinds."""
+    """Lengths that no mesh divides, fewer heads and key heads than ranks, masks of all kinds."""
     on_ranks(sf.make_mesh({"sp": world}), (11,))
 
 
@@ -87,7 +87,7 @@ def test_many_chunks_on_ranks(world: int) -> None:
     on_ranks(sf.make_mesh({"sp": world}), (world * 2 - 1, 23, 40, 61))
 
 
-# What is on the device.
+# Memory of the device.
 
 
 def beside(T: int, chunk: int) -> float:

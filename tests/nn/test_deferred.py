@@ -1,4 +1,4 @@
-"""Covers `DeferredGradients`: both parts together are autograd's backward, and nothing is computed twice."""
+"""Covers `DeferredGradients`: both parts together are autograd's backward, and no product is computed twice."""
 
 import collections
 from typing import Any
@@ -77,7 +77,8 @@ def test_both_parts_are_the_whole_backward(remat: bool) -> None:
     zero = torch.zeros((), dtype=torch.float64)
     for name, a, b, full in zip(p, early, late, wanted, strict=True):
         torch.testing.assert_close((zero if a is None else a) + (zero if b is None else b), full, msg=name)
-    # A leaf that is in products alone has nothing in the first part; one that is in none, nothing in the second.
+    # A leaf used only in products has no gradient in the first part; one outside products has no gradient in the
+    # second.
     told = {name: (a is not None, b is not None) for name, a, b in zip(p, early, late, strict=True)}
     assert told == {
         "embed": (True, True),
@@ -86,13 +87,13 @@ def test_both_parts_are_the_whole_backward(remat: bool) -> None:
         "b": (True, False),
         "g": (True, False),
     }
-    # The chain runs once: as many multiplications in both parts as in one backward.
+    # The chain runs once: both parts together have the multiplications of one backward.
     assert first.products["multiplications"] + rest.products["multiplications"] == whole.products["multiplications"]
     assert rest.products["multiplications"] >= 0.25 * whole.products["multiplications"]
 
 
 def test_what_depends_on_no_trained_activation_is_reached() -> None:
-    """Products of constants, whose first part has nothing to give."""
+    """Products of constants, whose first part has no gradient."""
     w = torch.ones(2, 3, requires_grad=True)
     deferred = DeferredGradients([w])
     with deferred.recorded():
@@ -164,7 +165,7 @@ def test_a_function_that_differentiates_itself_is_refused(create_graph: bool) ->
             torch.autograd.grad(y, [w.t()], create_graph=create_graph, allow_unused=True)
         with pytest.raises(ValueError, match="differentiates something itself cannot have its backward split"):
             (torch.ones(1, 2) @ w).sum().backward()
-        (two,) = torch.autograd.grad(2 * x.sum(), x)  # of what it defers, nothing
+        (two,) = torch.autograd.grad(2 * x.sum(), x)  # contains no deferred product
         assert torch.equal(two, torch.full((1, 2), 2.0))
 
 

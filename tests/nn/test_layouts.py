@@ -1,4 +1,4 @@
-"""Covers the layouts of block-sparse attention: golden counts and rows, options, and what is refused."""
+"""Covers the layouts of block-sparse attention: golden counts and rows, options, and refusals."""
 
 import functools
 from typing import Any
@@ -62,7 +62,7 @@ def test_fixed_rows_are_golden() -> None:
 
 
 def test_fixed_ends_as_there_is_room() -> None:
-    """Of an incomplete last window the blocks that all see are as far in as in the others, or at the end."""
+    """In an incomplete last window the blocks that all see have the others' offset, or are at the end."""
     end = layouts.fixed(11, block=1).blocks  # windows at 0, 4 and 8, the last of 3 blocks
     assert end.all(0).tolist() == [False] * 3 + [True] + [False] * 3 + [True] + [False] * 2 + [True]
     early = layouts.fixed(11, block=1, num_heads=4, num_patterns=4).blocks
@@ -82,7 +82,7 @@ def test_variable_windows_end_with_the_sequence() -> None:
         [0] * 5 + [1] * 2,
     ]
     assert layouts.variable(3, block=1, local_window_blocks=[2, 9, 4]).blocks.shape == (3, 3)
-    # What a short sequence does not have is left out, and a range is cut.
+    # Blocks that a short sequence lacks are left out, and a range is cut.
     assert counts(layouts.variable(4, block=1, global_blocks=[9, (3, 7)])) == [16]
 
 
@@ -114,7 +114,7 @@ def test_causal_bigbird_draws_from_what_is_before() -> None:
     blocks = layouts.bigbird(N, block=1, random=(3, sf.key(0)), attention="unidirectional").blocks
     assert not np.triu(blocks, 1).any() and blocks.any(-1).all()
     assert counts(layouts.bigbird(N, block=1, random=(3, sf.key(0)), attention="unidirectional"))[0] > 45
-    # Of variable windows, random ones are drawn from all.
+    # With variable windows random blocks are drawn from all.
     assert np.triu(layouts.variable(N, block=1, random=(3, sf.key(0)), attention="unidirectional").blocks, 1).any()
 
 

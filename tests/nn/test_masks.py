@@ -1,4 +1,4 @@
-"""Covers the mask values: what they answer for a rectangle is what the whole says, alone and composed."""
+"""Covers the mask values: their answers for a rectangle agree with the whole mask, alone and composed."""
 
 import itertools
 import random
@@ -72,7 +72,7 @@ def test_intersections_are_those_of_the_dense_masks() -> None:
 
 
 def test_what_positions_tell_is_told_exactly() -> None:
-    """A rectangle of a mask of positions is "some" only if it is mixed."""
+    """The cover of a mask of positions is "some" only for a mixed rectangle."""
     for mask in (nn.Causal(), nn.Window(3, 2), nn.Window(None, 1), nn.Window(4), nn.Prefix(7)):
         whole = mask.pairs((0, 12), (0, 12))
         for a, c in itertools.product(range(12), range(12)):

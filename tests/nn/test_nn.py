@@ -1,4 +1,4 @@
-"""Layers against written-out references, values and gradients; dropout's invariance to how samples are dealt."""
+"""Layers against written-out references, values and gradients; dropout is invariant to the samples' distribution."""
 
 import functools
 import math

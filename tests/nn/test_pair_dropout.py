@@ -74,7 +74,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, mask: nn.Mask, scales: Tensor, slop
 
 
 def case(seed: int) -> tuple[list[Tensor], Tensor, nn.Mask, nn.PairDropout, Tensor | None]:
-    """q, k, v; a cotangent; a mask, dropout and slopes or none. Lengths and heads that nothing divides."""
+    """q, k, v; a cotangent; a mask, dropout and slopes or none. Lengths and heads that no mesh divides."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     B, T, G, K = draw.randint(1, 3), draw.randint(1, 17), draw.randint(1, 3), draw.randint(1, 4)
@@ -142,7 +142,7 @@ def test_many_bodies_on_one_rank() -> None:
 
 
 def many_ranks(mesh: sf.Mesh, impls: Any, seeds: range) -> None:
-    """Every rank draws alike, and takes its tokens, and along "dp" its samples, of the whole."""
+    """Every rank draws the same, and takes its tokens, and along "dp" its samples, of the whole."""
     torch.set_num_threads(1)
     for seed in seeds:
         qkv, w, mask, dropout, slopes = case(seed)
@@ -160,7 +160,7 @@ def many_ranks(mesh: sf.Mesh, impls: Any, seeds: range) -> None:
 
 
 def line(T: int) -> list[nn.Body]:
-    """Heads and tokens are dealt unevenly, and to some ranks none."""
+    """Heads and tokens are dealt unevenly, and some ranks get no heads or tokens."""
     ulysses = [nn.Ulysses("sp", T, inner) for inner in (nn.Dense(), nn.Blockwise(6), nn.BlockSparse(6))]
     return [*ulysses, nn.Ring("sp", T, block=5), nn.Ring("sp", T, zigzag=True, block=4)]
 
@@ -238,7 +238,7 @@ def test_narrow_dtypes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("which", ["reference", "native"])
 def test_kernels_keep_the_pairs_of_the_mask(which: str) -> None:
-    """Of equal scores, and values that tell keys apart: y shows which pairs are kept. In any tile, bit for bit."""
+    """Scores are equal, and values identify keys, so y shows the kept pairs. In any tile, bit for bit."""
     T = 21
     drop = nn.PairDropout(sf.key(3), 0.3, torch.tensor([7, 40]), first_head=2)
     scales = drop.scales((0, T), (0, T), 4, torch.empty(()))
@@ -251,7 +251,7 @@ def test_kernels_keep_the_pairs_of_the_mask(which: str) -> None:
 
 
 def test_several_dropouts_and_masks_without_data() -> None:
-    """What a kernel does not know is not left out: torch's products compute it, or it is refused."""
+    """Masks that a kernel does not support are not ignored: torch's products compute them, or they are refused."""
     q = torch.randn(2, 9, 2, 3, dtype=torch.float64)
     one, two = (nn.PairDropout(sf.key(n), 0.3, torch.arange(2)) for n in (1, 2))
     mask = nn.Causal() & one & two

@@ -140,7 +140,7 @@ def _layers_equal_one_device(world: int, cut: bool) -> None:
 
 
 class Sites:
-    """Counts the calls of some functions, and leaves one out, whose name it adds to `names`."""
+    """Counts the calls of some functions, and skips one, whose name it adds to `names`."""
 
     def __init__(self, left_out: int | None = None, names: list[str] | None = None) -> None:
         self.left_out, self.count, self.names = left_out, 0, names
@@ -307,7 +307,7 @@ def test_what_does_not_fit_is_named() -> None:
             gpt.apply(config, gpt.init(config, sf.key(0)), torch.zeros(1, 2, dtype=torch.int64), axis="tp")
 
 
-# A whole leaf where a block belongs, and a layer whose size nobody says.
+# A whole leaf where a block belongs, and a layer of unstated size.
 WRONG: dict[str, Callable[[Tensor], Any]] = {
     "mlp": lambda x: nn.mlp(x, torch.ones(4, D), torch.ones(D, 4), d_ff=4, axis="tp"),
     "swiglu": lambda x: nn.swiglu(x, torch.ones(4, D), torch.ones(4, D), torch.ones(D, 4), d_ff=4, axis="tp"),

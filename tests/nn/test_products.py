@@ -39,7 +39,7 @@ def _drawn(shapes: list[tuple[int, ...]]) -> list[Tensor]:
 
 
 def _read(call: Any, operands: list[Tensor]) -> tuple[Product | None, tuple[Any, ...]]:
-    """What is found of a call: of the torch function itself, as a mode sees it."""
+    """The product found for a call: for the torch function itself, as a mode sees it."""
     seen: list[Any] = []
 
     class _Look(torch.overrides.TorchFunctionMode):

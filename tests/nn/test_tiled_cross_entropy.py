@@ -1,4 +1,4 @@
-"""Covers the loss in tiles: that of all logits at once, its gradients, classes that are cut, and what is kept."""
+"""Covers the loss in tiles: equal to that of all logits at once, its gradients, classes that are cut, and memory."""
 
 import functools
 from typing import Any
@@ -39,7 +39,7 @@ def test_tiles_are_the_whole(tile: int) -> None:
 
 
 def test_transforms() -> None:
-    """`torch.func.grad` and `vmap` go through; a second derivative, which is not there, is refused and not zero."""
+    """`torch.func.grad` and `vmap` work; a second derivative is not supported, and is refused instead of 0."""
     x, w, targets = drawn()
     tiled = lambda x: nn.tiled_cross_entropy(x, w, targets, tile=4)[0]  # noqa: E731
     whole = lambda x: nn.cross_entropy_sum(nn.linear(x, w), targets)[0]  # noqa: E731

@@ -1,4 +1,4 @@
-"""Covers tiled linear maps: they equal untiled ones, whatever the cuts, and hold few tiles of the weight at once."""
+"""Covers tiled linear maps: they equal untiled ones for any cuts, and hold few tiles of the weight at once."""
 
 import functools
 import itertools
@@ -86,7 +86,7 @@ def test_no_more_than_tiles_are_on_the_device(world: int, tmp_path: pathlib.Path
         )
         step = sf.sharded_step(loss, sf.optim.adamw(1e-2), mesh=mesh, zero=zero)
         state = step.init({"w": w, "b": torch.ones(wide)})
-        # What may be under way is bounded by constants that are larger than this weight.
+        # The bounds of transfers under way are by default larger than this weight.
         bounds = {"IN_FLIGHT_BYTES": tile, "PATIENCE": 60.0}
         few = mock.patch.multiple(_parts, LEAVING_BYTES=tile), mock.patch.multiple(_reduce, **bounds)
         with few[0], few[1], sf.memory.ledger() as book:
@@ -102,5 +102,5 @@ def test_no_more_than_tiles_are_on_the_device(world: int, tmp_path: pathlib.Path
     for kind in ("host", "disk"):
         got, peak = trained(kind, draw(in_splits=4, out_splits=4))
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-        # The tile at work, the one ahead, and gradients on their way down; a weight of one piece takes 16 and more.
+        # The tile in use, the one ahead, and gradients on their way down; a weight of one piece takes 16 and more.
         assert peak <= 7 * tile, peak / tile

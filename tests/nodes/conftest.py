@@ -16,13 +16,13 @@ INTERFACE = "node0"
 
 
 class TwoNodes(NamedTuple):
-    """The names of two namespaces, joined by a link, that see nothing of the machine's network."""
+    """The names of two namespaces, joined by a link and isolated from the machine's network."""
 
     names: tuple[str, str]
 
     @contextlib.contextmanager
     def torchrun(self, program: pathlib.Path, *args: str) -> Iterator[list[subprocess.Popen[str]]]:
-        """Runs a program on two ranks of each node; the agents, which are ended after the block."""
+        """Runs a program on two ranks of each node; yields the agents, which are ended after the block."""
         env = os.environ | {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": INTERFACE,
@@ -33,7 +33,7 @@ class TwoNodes(NamedTuple):
             for number, name in enumerate(self.names):
                 how = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
                 how += [f"--rdzv-endpoint={ADDRESSES[0]}:29500"]
-                # Names of hosts tell torchrun which node has the rendezvous; namespaces of one machine share a name.
+                # torchrun finds the node of the rendezvous by host names, and namespaces of one machine share a name.
                 how += ["--rdzv-id=test", f"--rdzv-conf=is_host={1 - number}", f"--local-addr={ADDRESSES[number]}"]
                 line = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", *how, str(program)]
                 agents.append(
@@ -45,11 +45,11 @@ class TwoNodes(NamedTuple):
         finally:
             for agent in agents:
                 agent.kill()
-                with agent:  # waits for it, and closes its pipe, which a run that ended by itself leaves open
+                with agent:  # waits for it, and closes its pipe, which stays open if the run ended by itself
                     pass
 
     def cut(self) -> None:
-        """Cuts the link. No connection is closed by that."""
+        """Cuts the link, which closes no connection."""
         _ip("-n", self.names[1], "link", "set", INTERFACE, "down")
 
 

@@ -1,6 +1,6 @@
-"""Covers a link between two nodes that is cut in the middle of a run: ranks on both sides stop, and say why.
+"""Covers a link between two nodes that is cut in the middle of a run: ranks on both sides stop, with the reason.
 
-Nothing closes a connection then, and the store by which ranks tell one another who failed is on one side only.
+No connection is closed then, and the store by which ranks report failures is on one side only.
 """
 
 import json
@@ -13,7 +13,7 @@ import pytest
 
 PROGRAM = pathlib.Path(__file__).parent / "train_over_cut.py"
 TIMEOUT = 15.0
-# A bound for a hang, whatever else the machine does. The store alone would be waited for a quarter of an hour.
+# A bound for a hang, under any load of the machine. The wait for the store alone would take a quarter of an hour.
 PATIENCE = 240
 
 

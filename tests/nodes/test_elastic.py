@@ -1,6 +1,6 @@
-"""Covers torchrun's restarts: ranks that are killed, stopped or cut off are named, and the job goes on by itself.
+"""Covers torchrun's restarts: ranks that are killed, stopped or cut off are named, and the job resumes by itself.
 
-Under canonical sums it goes on bit for bit as if nothing had happened, on as many ranks, fewer, or more.
+Under canonical sums it continues bit for bit like an undisturbed job, on the same number of ranks, fewer, or more.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import pytest
 from shardfn import checkpoint
 
 PROGRAM = pathlib.Path(__file__).parent / "train_elastic.py"
-PATIENCE = 300  # seconds; a bound for a hang, whatever else the machine does
+PATIENCE = 300  # seconds; a bound for a hang, under any load of the machine
 
 
 def _env(**more: str) -> dict[str, str]:
@@ -34,14 +34,14 @@ def _rows(directory: pathlib.Path) -> list[dict[str, object]]:
 
 
 def _undisturbed(directory: pathlib.Path, steps: int) -> dict[object, object]:
-    """The losses of one process that nothing happens to."""
+    """The losses of one undisturbed process."""
     directory.mkdir()
     assert runpy.run_path(str(PROGRAM))["main"](str(directory), "--steps", str(steps)) == 0
     return {row["step"]: row["loss"] for row in _rows(directory)}
 
 
 def _assert_undisturbed(directory: pathlib.Path, want: dict[object, object]) -> None:
-    """Every step was made, and each time it was, it had the same loss; the end is saved."""
+    """Every step was made, with the same loss each time; the end is saved."""
     rows = _rows(directory)
     assert {row["step"] for row in rows} == want.keys()
     assert [row for row in rows if row["loss"] != want[row["step"]]] == []
@@ -60,7 +60,7 @@ def _said(directory: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def _ending(agent: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    """Ends it after the block, whatever happened."""
+    """Ends it after the block, in any case."""
     try:
         yield agent
     finally:
@@ -88,7 +88,7 @@ def _standalone(ranks: int) -> list[str]:
 
 
 def _told(directory: pathlib.Path, ranks: set[int]) -> list[str]:
-    """What these ranks of the first round have raised."""
+    """The errors of these ranks of the first round."""
     found = {int(p.name.split("-")[2]): p.read_text() for p in directory.glob("told-0-*")}
     assert found.keys() == ranks
     return list(found.values())
@@ -108,7 +108,7 @@ def test_a_rank_that_is_killed_is_named_and_the_job_goes_on(tmp_path: pathlib.Pa
 @pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_hangs_is_named_with_its_call_and_the_job_goes_on(tmp_path: pathlib.Path, victim: int) -> None:
-    """It is stopped, not dead: only the timeout tells. torchrun waits another 30 seconds before it kills it."""
+    """It is stopped, not dead: only the timeout detects it. torchrun waits another 30 seconds before it kills it."""
     place = tmp_path / "job"
     place.mkdir()
     agent = _agent(place, _standalone(3), "--steps", "6", "--fault", f"stop:{victim}:3", "--timeout", "12")
@@ -121,7 +121,7 @@ def test_a_rank_that_hangs_is_named_with_its_call_and_the_job_goes_on(tmp_path: 
 
 @pytest.mark.nightly
 def test_where_rank_0_has_the_store_and_hangs_the_others_say_so_and_the_job_goes_on(tmp_path: pathlib.Path) -> None:
-    """Nobody answers then what ranks ask the store."""
+    """The ranks' requests to the store then get no answer."""
     place = tmp_path / "job"
     place.mkdir()
     how = (*_standalone(3), "--monitor-interval", "0.5")
@@ -148,7 +148,7 @@ def test_a_job_loses_half_of_its_ranks_goes_on_and_gets_them_back(tmp_path: path
         how = ["--nnodes=2:4", "--nproc-per-node=1", "--max-restarts=9", "--rdzv-backend=c10d", "--rdzv-id=elastic"]
         how += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
         how += [f"--rdzv-conf={conf.format(int(name == 'a'))}"]
-        # A store for each round: the common one is looked for where it was, though that node may be gone.
+        # A store for each round: the shared one is expected on its old node, which may be gone.
         own = {"NAME": name, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return _agent(place, how, "--steps", "12", "--gate", "5", "8", **own)
 
@@ -171,7 +171,7 @@ def test_a_job_loses_half_of_its_ranks_goes_on_and_gets_them_back(tmp_path: path
     told = [p.read_text() for p in place.glob("told-0-*")]
     assert told and all("died without a word" in text for text in told)
     _assert_undisturbed(place, _undisturbed(tmp_path / "one", 12))
-    # The ranks that were asked to make room for others had saved the step that they were at: nothing was done twice.
+    # The ranks that made room for others had saved their current step, so no step was made twice.
     steps = [(int(str(row["step"])), row["world"]) for row in _rows(place)]
     again = [n for n, world in steps if world == 4 and n >= 8]
     assert again == sorted(set(again))

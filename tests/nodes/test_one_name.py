@@ -1,4 +1,4 @@
-"""Covers two machines of one name: they notice that they share no memory, and nobody expects them to."""
+"""Covers two machines of one name: they notice that they share no memory, and do not try to use any."""
 
 import importlib.util
 import json

@@ -1,6 +1,6 @@
 """Covers two nodes: torchrun with its rendezvous across a link between two network namespaces, `tp` inside a node.
 
-The step equals one device, and the link carries the bytes that the plan says, by the kernel's counter.
+The step equals one device, and the link carries the planned bytes, by the kernel's counter.
 """
 
 import json
@@ -15,7 +15,7 @@ CONTROL = 200_000
 
 
 def _torchrun(nodes: Any, *args: str) -> list[dict[str, Any]]:
-    """What the nodes have printed."""
+    """The output of the nodes."""
     with nodes.torchrun(PROGRAM, *args) as agents:
         printed = [agent.communicate(timeout=280)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(printed)[-6000:]
@@ -26,7 +26,7 @@ def _torchrun(nodes: Any, *args: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("across", "stage"), [("dp", 2), ("dp", 3), ("pp", 0), ("node", 3)])
 def test_two_nodes_equal_one_device_and_send_what_is_planned(nodes: Any, across: str, stage: int) -> None:
     for node in _torchrun(nodes, across, str(stage)):
-        # What a byte of payload costs in frames (TCP's, IP's and Ethernet's headers) is measured on the same link.
+        # The bytes in frames (TCP's, IP's and Ethernet's headers) per byte of payload are measured on the same link.
         if across == "node":  # in two hops: those of one node share memory, and only those
             assert node["memory"] == ["dp"] and "node" in node["gloo"]
         else:

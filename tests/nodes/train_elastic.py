@@ -1,4 +1,4 @@
-"""What `test_elastic` runs under torchrun: the loop of docs/elastic.md, with faults on demand.
+"""The program of `test_elastic` under torchrun: the loop of docs/elastic.md, with faults on demand.
 
     train_elastic.py DIRECTORY [--steps N] [--fault WHAT:RANK:STEP] [--gate STEP] [--timeout SECONDS]
 
@@ -39,7 +39,7 @@ def fault(what: str) -> None:
 
 
 def main(*argv: str) -> int:
-    """Trains to the end, or to a signal; what to end with."""
+    """Trains to the end, or to a signal; returns the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=pathlib.Path)
     parser.add_argument("--steps", type=int, default=8)

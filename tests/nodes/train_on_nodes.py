@@ -1,6 +1,6 @@
-"""What each rank of `test_two_nodes` runs under torchrun: steps on a mesh over two nodes, against one device.
+"""The program of `test_two_nodes` under torchrun: steps on a mesh over two nodes, against one device.
 
-Prints, from the first rank of each node, what the plan says and what the kernel counted, as one line of JSON.
+Prints, from the first rank of each node, the planned bytes and the kernel's count, as one line of JSON.
 """
 
 import json
@@ -25,13 +25,13 @@ WARM, STEPS, ROWS, TOKENS = 2, 4, 8, 64
 
 
 def sent() -> int:
-    """The bytes that have left this node, as the kernel counts them, frames and all."""
+    """The bytes that have left this node, by the kernel's count, with frames."""
     lines = pathlib.Path("/proc/self/net/dev").read_text().splitlines()
     return next(int(x.split()[9]) for x in lines if x.strip().startswith(f"{INTERFACE}:"))
 
 
 def counted(run) -> tuple[int, sf.collectives.Traffic]:  # pyright: ignore[reportMissingParameterType]
-    """The bytes that leave the node while all ranks run something, and what this rank's counter says."""
+    """The bytes that leave the node while all ranks run `run`, and this rank's traffic."""
     dist.barrier()
     before = sent()
     dist.barrier()

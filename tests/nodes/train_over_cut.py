@@ -1,4 +1,4 @@
-"""What each rank of `test_cut_link` runs under torchrun: steps, until the link between the nodes is gone.
+"""The program of `test_cut_link` under torchrun: steps, until the link between the nodes is gone.
 
     train_over_cut.py DIRECTORY TIMEOUT
 

@@ -1,4 +1,4 @@
-"""Covers `schedules.balance`: no cut in runs has a cheaper most expensive stage, by looking at all of them."""
+"""Covers `schedules.balance`: no cut has a cheaper most expensive stage, by an exhaustive search."""
 
 import itertools
 import random

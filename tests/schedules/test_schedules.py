@@ -43,7 +43,7 @@ def _all() -> Iterator[tuple[str, PipelineSchedule]]:
 
 
 def _idle(run: Timeline, costs: Costs) -> float:
-    """Idle time of a rank: the same for all, as all have the same to do."""
+    """Idle time of a rank: the same for all, as all have equal work."""
     return run.makespan - run.schedule.num_microbatches * sum(costs[:3])
 
 
@@ -97,7 +97,7 @@ def test_zb_v() -> None:
         run = timeline(zero_bubble_v(p, m))
         assert max(run.peaks) <= 2 * min(m, p), (p, m)
         if m >= 2 * p - 1:
-            for row in run.ranks:  # nothing is idle but before a rank's first action and after its last one
+            for row in run.ranks:  # idle only before a rank's first action and after its last one
                 assert math.isclose(row[-1].end - row[0].start, 3 * m, abs_tol=1e-9), (p, m)
             assert math.isclose(_idle(run, Costs()), (p - 1) / 2, abs_tol=1e-9)
 
@@ -155,7 +155,7 @@ def test_what_is_missing_is_listed() -> None:
 
 
 def test_mutants_are_refused_or_meet_every_need() -> None:
-    """Two actions of a rank change places: either that ends, with its needs met, or a circle is printed."""
+    """Two actions of a rank change places: the run either ends, with all needs met, or a circle is printed."""
     draw, refused = random.Random(0), 0
     for _, schedule in itertools.islice(_all(), 40, None, 7):
         rank = draw.randrange(schedule.num_ranks)
@@ -177,7 +177,7 @@ def test_mutants_are_refused_or_meet_every_need() -> None:
 
 
 def test_a_verifier_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each action is looked at twice at most: when its rank comes to it, and when what it waits for is done."""
+    """Each action is visited twice at most: when its rank comes to it, and when the action it waits for is done."""
     looks = 0
     missing = _timeline._PaperRun.missing
 

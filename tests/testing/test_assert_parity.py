@@ -1,4 +1,4 @@
-"""Covers `assert_parity`: it passes where a sharded run equals one device, and else names each leaf and both values."""
+"""Covers `assert_parity`: it passes if a sharded run equals one device, or names each leaf and both values."""
 
 import math
 import re
@@ -18,12 +18,12 @@ def _mean(params: Params, x: Tensor) -> Tensor:
 
 
 def _total(params: Params, x: Tensor) -> Tensor:
-    """No mean over rows, so what ranks compute of their own rows does not average to what one device computes."""
+    """No mean over rows, so the ranks' values of their own rows do not average to that of one device."""
     return (torch.tanh(x @ params["w"]).square().sum(0) + params["b"]).mean()
 
 
 def _late(params: Params, x: Tensor) -> Tensor:
-    """Wrong by what the last of 35 elements adds, and only where rows are spread over ranks."""
+    """Wrong by a term of the last of 35 elements, and only where rows are spread over ranks."""
     return _mean(params, x) + params["w"][-1, -1] * (len(x) - 6)
 
 
@@ -36,7 +36,7 @@ def _check(loss, world: int, stage: int = 3, **options) -> Run:
 
 
 def _found(loss, world: int, **options) -> dict[str, tuple[float, float]]:
-    """What the error lists: for each leaf or metric, by path and element, the sharded value and that of one device."""
+    """The error's lines: for each leaf or metric, by path and element, the sharded value and that of one device."""
     with pytest.raises(AssertionError) as caught:
         _check(loss, world, **options)
     title, *lines = str(caught.value).splitlines()

@@ -120,7 +120,7 @@ def test_sys_exit_does_not_end_the_caller() -> None:
 def asserts(x: int) -> None:
     print("said on stdout")
     print("said on stderr", file=sys.stderr)
-    dist.barrier()  # both have said it before one fails
+    dist.barrier()  # both have printed before one fails
     assert x + dist.get_rank() == 7
 
 

@@ -1,4 +1,4 @@
-"""The zoo: which architectures, and what the names of their fields and inputs do not say of them."""
+"""The zoo: its architectures, with the fields and inputs that do not follow from their names."""
 
 import types
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ class Entry(NamedTuple):
     Attributes:
         config: fields of its config that `tiny` cannot guess.
         inputs: shapes of its inputs that `inputs` cannot guess; None = left out.
-        dtype: of the modes that are no bf16; float32 where a kernel has no float64, as that of mixtures of experts.
-        coupled: whether its loss is no mean over rows, so that one device must cut the batch as the ranks do.
-        images: how many places of the text an image takes.
+        dtype: of the modes other than bf16; float32 where a kernel has no float64, such as that of mixtures of experts.
+        coupled: whether its loss is not a mean over rows, so that one device must cut the batch as the ranks do.
+        images: the number of places of the text that an image takes.
         refused: the remedies that refusals name, in order, until a step is taken.
-        refused_in: mode -> those that it meets besides.
-        impossible: the modes that it cannot run in, and what torch or shardfn says to that.
+        refused_in: mode -> further ones in it.
+        impossible: the modes that it cannot run in, and the error of torch or shardfn.
     """
 
     config: Mapping[str, Any] = _NOTHING
@@ -34,7 +34,7 @@ class Entry(NamedTuple):
     impossible: Mapping[str, str] = _NOTHING
 
 
-# Of these the names say everything.
+# For these the names suffice.
 _PLAIN = """
     Aimv2VisionModel AlbertForMaskedLM ApertusForCausalLM ASTForAudioClassification BailingHybridForCausalLM
     BambaForCausalLM BartForCausalLM BartForConditionalGeneration BeamForCausalLM BeitForImageClassification
@@ -89,11 +89,11 @@ ZOO: dict[str, Entry] = {name: Entry() for name in _PLAIN} | {
     "Qwen3MoeForCausalLM": Entry(dtype=F32),
     "KimiLinearForCausalLM": Entry(dtype=F32),
     "NemotronHForCausalLM": Entry(dtype=F32),
-    "PhimoeForCausalLM": Entry(dtype=F32, refused=("eval",)),  # draws what it adds to its router's logits
+    "PhimoeForCausalLM": Entry(dtype=F32, refused=("eval",)),  # draws the noise that it adds to its router's logits
     "Qwen3NextForCausalLM": Entry(dtype=F32),
     "Qwen4ExpForCausalLM": Entry(dtype=F32),
     "SolarOpenForCausalLM": Entry(dtype=F32),
-    # Encoders and decoders that want to be told where a text begins.
+    # Encoders and decoders that need the token that begins a text.
     "SwitchTransformersForConditionalGeneration": Entry(
         _START, dtype=F32, refused_in={"bf16": ("exceptions",), **_NO_JIT}
     ),
@@ -102,7 +102,7 @@ ZOO: dict[str, Entry] = {name: Entry() for name in _PLAIN} | {
     "UdopForConditionalGeneration": Entry(_START, refused_in=_NO_JIT),
     # torch's FFT has no bfloat16.
     "FNetForMaskedLM": Entry(impossible={"bf16": "Unsupported dtype BFloat16"}),
-    # Their forward asks for the value of a tensor, which a captured step has not.
+    # Their forward needs the value of a tensor, which a captured step does not have.
     "HiggsAudioV2ForConditionalGeneration": Entry(refused_in=_NO_JIT),
     "HubertForCTC": Entry(refused_in=_NO_JIT),
     "JetMoeForCausalLM": Entry(refused_in=_NO_JIT),
@@ -118,13 +118,13 @@ ZOO: dict[str, Entry] = {name: Entry() for name in _PLAIN} | {
     "Swinv2ForImageClassification": Entry({"embed_dim": 8, "num_heads": [2, 2, 2, 2]}),
     "DonutSwinModel": Entry({"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2]}),
     "MaskFormerSwinModel": Entry({"embed_dim": 8, "num_heads": [2, 2, 2, 2]}),
-    # Texts as short as these are no blocks; it would make other layers, in its forward.
+    # Texts this short have no blocks; it would make other layers, in its forward.
     "BigBirdForCausalLM": Entry({"attention_type": "original_full"}),
     "LEDForConditionalGeneration": Entry(
         {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}, refused_in=_NO_JIT
     ),
     "XLNetLMHeadModel": Entry({"d_inner": 48}),
-    # Models that see: so many places of a text are an image's.
+    # Models of images: an image takes `images` places of a text.
     "Gemma3ForConditionalGeneration": Entry({"mm_tokens_per_image": 4}, images=4),
     "LlavaForConditionalGeneration": Entry(images=16),
     "PaliGemmaForConditionalGeneration": Entry(images=16),

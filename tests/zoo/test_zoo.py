@@ -24,7 +24,7 @@ from tiny_inputs import ROWS, inputs  # noqa: E402
 STEPS, WORLD = 2, 2
 MODES = ("stage 3", "stage 1", "jit", "bf16", "checkpointing", "dropout")
 TX = sf.optim.sgd(0.1)
-# What a refusal says -> the remedy that it names, and that a test then applies.
+# A pattern of a refusal -> the remedy that it names, and that a test then applies.
 REMEDIES = {
     r"get_submodule\('[^']+'\)\.eval\(\)|batch_norm in training": "constant statistics",
     r"apply\.keyed\(key, index_B\)": "key",
@@ -49,9 +49,9 @@ def test_architectures_equal_one_device(name: str) -> None:
 
 
 def _compare(name: str, modes: Sequence[str]) -> None:
-    """Each mode on models of its own; the errors of all of them are told together."""
+    """Each mode on models of its own; the errors of all of them are raised together."""
     mesh, wrong = sf.make_mesh({"dp": WORLD}), {}
-    wants: dict[Any, Run] = {}  # what one device computes, which most modes have in common
+    wants: dict[Any, Run] = {}  # the results of one device, which most modes share
     for mode in modes:
         said = ZOO[name].impossible.get(mode)
         try:
@@ -65,13 +65,13 @@ def _compare(name: str, modes: Sequence[str]) -> None:
 
 
 def run_mode(name: str, mode: str, mesh: sf.Mesh, wants: dict[Any, Run]) -> None:
-    """Runs one mode; what it refuses must be what the table says, and the remedy that the refusal names must work.
+    """Runs one mode; its refusals must be those of the table, and the remedies that they name must work.
 
     Args:
         name: of the architecture.
         mode: one of `MODES`.
         mesh: the mesh.
-        wants: what one device computes, which several modes have in common.
+        wants: the results of one device, which several modes share.
     """
     remedies: tuple[str, ...] = ()
     while True:
@@ -115,7 +115,7 @@ def _attempt(name: str, mode: str, mesh: sf.Mesh, wants: dict[Any, Run], remedie
 
 
 def _build(name: str, narrow: bool, remedies: tuple[str, ...], dropout: float = 0.0) -> Any:
-    """The model, tiny, in training mode but for what a remedy says."""
+    """The model, tiny, in training mode except where a remedy sets another."""
     entry, kind = ZOO[name], getattr(transformers, name)
     config = tiny(kind.config_class, entry.config)
     torch.manual_seed(0)
@@ -125,7 +125,7 @@ def _build(name: str, narrow: bool, remedies: tuple[str, ...], dropout: float = 
             m.p = dropout
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and "constant statistics" in remedies:
             m.eval()
-    # A leaf whose gradient is 0, as that of a key's bias, keeps a size that its rounding can be compared with.
+    # A leaf with gradient 0, such as a key's bias, must be large against its gradient's rounding.
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn_like(p))
@@ -149,7 +149,7 @@ def _loss(apply: Callable[..., Any], policy: sf.Policy | None, *, keyed: bool) -
         out = f(params, **given)
         if getattr(out, "loss", None) is not None:
             return out.loss
-        # A model without labels: the mean of the squares of all it returns.
+        # A model without labels: the mean of the squares of its results.
         found = [x for x in tree_leaves(dict(out)) if isinstance(x, Tensor) and x.is_floating_point()]
         return torch.stack([x.square().mean() for x in found if x.requires_grad]).mean()
 
@@ -159,9 +159,9 @@ def _loss(apply: Callable[..., Any], policy: sf.Policy | None, *, keyed: bool) -
 def _reference(
     name: str, model: nn.Module, policy: sf.Policy | None, batches: list[dict[str, Tensor]], options: dict[str, Any]
 ) -> Run:
-    """One device on the halves of each batch in turn, so that what it rounds is what two ranks round.
+    """One device on the halves of each batch in turn, so that it rounds the same sums as two ranks.
 
-    By torch's own `functional_call` where neither a policy's buffers nor keys ask for more.
+    By torch's own `functional_call`, unless a policy's buffers or keys need `from_module`.
     """
     params, apply = sf.from_module(model)
 
@@ -171,7 +171,7 @@ def _reference(
     loss = _loss(plain if policy is None and not options else apply, policy, keyed=bool(options))
     want = one_device(loss, TX, params, batches, parts=WORLD, **options)
     if policy is None and not ZOO[name].coupled:
-        # The halves are the whole. Some models compute in float32 inside, whatever their dtype.
+        # The halves equal the whole. Some models compute in float32 inside, for every dtype.
         whole = one_device(loss, TX, params, batches[:1], **options)
         for k, x in whole.metrics[0].items():
             torch.testing.assert_close(want.metrics[0][k].double(), x.double(), rtol=RTOL[torch.float32], atol=0)

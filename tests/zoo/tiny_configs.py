@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 VOCAB = 64
-# The first pattern found in a field's name says its value, if the default is a number of that kind.
+# The first pattern found in a field's name gives its value, if the default is a number of that kind.
 NUMBERS: dict[str, Any] = {
     r"(^|_)vocab_size|^vocabulary_size|n_embeds$|^num_embeddings$|max_entity": VOCAB,
     r"type_vocab_size": 2,
@@ -51,7 +51,7 @@ OFF = re.compile(
 
 
 def tiny(kind: Any, given: Mapping[str, Any] | None = None) -> Any:
-    """A small config of this class; `given` says what the names of the fields do not."""
+    """A small config of this class; `given` has the values that do not follow from the fields' names."""
     given = dict(given or {})
     made = {f.name: _value(f) for f in dataclasses.fields(kind) if f.init and f.name not in given}
     made = {k: v for k, v in made.items() if v is not None}

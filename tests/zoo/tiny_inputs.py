@@ -15,9 +15,9 @@ def inputs(model: Any, given: Mapping[str, Any], seed: int, images: int = 0) -> 
 
     Args:
         model: the model.
-        given: shapes that the names do not say, or None for what is left out.
+        given: shapes that do not follow from the names, or None for inputs that are left out.
         seed: of the values.
-        images: how many places in front of the text an image takes.
+        images: the number of places in front of the text that an image takes.
     """
     g = torch.Generator().manual_seed(seed)
     takes = inspect.signature(model.forward).parameters
@@ -37,7 +37,7 @@ def inputs(model: Any, given: Mapping[str, Any], seed: int, images: int = 0) -> 
 
 
 def _seeing(batch: dict[str, Tensor], takes: Any, config: Any, images: int, g: torch.Generator) -> dict[str, Tensor]:
-    """A picture in front of each text."""
+    """An image in front of each text."""
     token = getattr(config, "image_token_id", None) or config.image_token_index
     fill = {"input_ids": token, "attention_mask": 1, "labels": -100, "token_type_ids": 1}
     if "token_type_ids" in takes:

@@ -21,13 +21,13 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Tiles(NamedTuple):
-    """Which tiles are computed, row by row: those of row i of layout l are starts[l, i] .. starts[l, i + 1].
+    """The computed tiles, row by row: those of row i of layout l are starts[l, i] .. starts[l, i + 1].
 
     Attributes:
         starts: [L, N + 1].
         columns: of each tile, its block of keys, [tiles].
-        kinds: of each tile, -1 where all its pairs count, else which pattern it has, [tiles].
-        patterns: which pairs count, [patterns, block, block].
+        kinds: of each tile, -1 if all its pairs count, else its pattern, [tiles].
+        patterns: the pairs that count, [patterns, block, block].
     """
 
     starts: Int32[Tensor, "l n1"]
@@ -37,7 +37,7 @@ class Tiles(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """Which probabilities are zeroed behind the softmax; the others are scaled by 2^16 / (2^16 - level).
+    """Dropout of probabilities after the softmax; those that are kept are scaled by 2^16 / (2^16 - level).
 
     Each pair has a number of 16 bits, and is dropped where that is below `level`. With (k0, k1) = threefry2x32(key of
     the sample, (0, head)) those of the keys 4 i .. 4 i + 3 of a query are the quarters of threefry2x32((k0, k1),
@@ -46,9 +46,9 @@ class Dropped(NamedTuple):
     Attributes:
         keys: of each sample, two words of 32 bits, [B, 2].
         level: in [1, 2^16).
-        head: which head of the whole the first one here is.
-        query: which query of the whole the first one here is.
-        key: which key of the whole the first one here is.
+        head: the index in the whole of the first head here.
+        query: the index in the whole of the first query here.
+        key: the index in the whole of the first key here.
 
     References:
         Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011, https://doi.org/10.1145/2063384.2063405
@@ -62,14 +62,14 @@ class Dropped(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a pair's score has besides q k. A field that is None adds nothing.
+    """The parts of a pair's score beside q k. None for a field leaves it out.
 
     Attributes:
         ids_q: with ids_k: only pairs of the same number count, [B, T].
         ids_k: [B, S].
         added: to the scores, [B or 1, H or 1, T or 1, S or 1]; -inf leaves a pair out.
         table: added by distance: at s - t + T - 1 for query t and key s, [H or 1, T + S - 1].
-        dropped: which probabilities are zeroed.
+        dropped: the dropout of probabilities.
     """
 
     ids_q: Int64[Tensor, "b t"] | None = None
@@ -91,19 +91,19 @@ def block_sparse_attention(
 ) -> tuple[Float[Tensor, "b t h k"], Float[Tensor, "b h t"]]:
     """Softmax(scale q k^T + added) c v over the pairs of some tiles; query head h reads key head h // (H / G).
 
-        lse = log sum of e^s over the pairs of a row        -inf where there is none
-        y = sum of c e^(s - lse) v                          0 where there is none
+        lse = log sum of e^s over the pairs of a row        -inf without pairs
+        y = sum of c e^(s - lse) v                          0 without pairs
 
-    with c = 1, or what `given.dropped` makes it.
+    with c = 1, or the factor of `given.dropped`.
 
-    Computed in fp32, of fp64 in fp64. Time and memory are proportional to the tiles.
+    Computed in fp32, for fp64 in fp64. Time and memory are proportional to the tiles.
 
     Args:
         q_BTHK: queries; fp64, fp32, bf16 or fp16.
         k_BSGK: keys, of the same dtype; G divides H.
         v_BSGK: values.
-        tiles: which are computed; of 1 layout for all heads, or of H.
-        given: what else a pair has.
+        tiles: the computed tiles; of 1 layout for all heads, or of H.
+        given: the other parts of scores.
         block: queries, and keys, of a tile.
         scale: of q k.
 
@@ -150,8 +150,8 @@ def block_sparse_attention_backward(
         qkv: queries, keys and values.
         y_BTHK: the result.
         lse_BHT: the other result.
-        tiles: as in the forward, like all that follow.
-        given: what else a pair has.
+        tiles: as in the forward, like the following.
+        given: the other parts of scores.
         block: queries, and keys, of a tile.
         scale: of q k.
 

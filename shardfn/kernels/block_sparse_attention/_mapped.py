@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardfn.kernels._library import LIBRARY
 
-# Of the arguments behind the tensors of samples: tiles (4), ids of queries and of keys, added, table, keys of dropout.
+# Indices after the samples' tensors of the ids and keys of dropout, and of `added`; the tiles are 0 to 3, the table 7.
 _OF_SAMPLES, _ADDED = (4, 5, 8), 6
 
 

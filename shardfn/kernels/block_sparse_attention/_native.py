@@ -13,7 +13,7 @@ from . import _reference
 from ._reference import QKV
 
 SOURCE = "block_sparse_attention/_native.cpp"
-# The newest generation of x86-64 whose code may run, where the processor has it; tests ask for older ones.
+# The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
 NEWEST = 4
 
 
@@ -55,7 +55,7 @@ def _run(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float, outer: 
     keys, *places = given.dropped or (None, 0, 0, 0, 0)
     sizes = B, T, S, H, G, K, block, tiles.starts.shape[0], *strides, heads, *places
     data = (None if x is None else x.contiguous() for x in (given.ids_q, given.ids_k, keys))
-    # Held until the call returns: what is passed on is where they lie.
+    # Held until the call returns, because it receives their addresses.
     tensors = *qkv, *(x.contiguous() for x in tiles), *data, added, table, *outer
     tensors += (None,) * (19 - len(tensors))
     at = np.array([0 if x is None else x.data_ptr() for x in tensors], np.uint64)

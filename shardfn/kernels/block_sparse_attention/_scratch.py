@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 _WIDE = 512  # columns of scores that pass through the softmax together, where blocks are smaller
-_PARTS = 16  # at least as many units of work has a backward
+_PARTS = 16  # the least number of units of work in a backward
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
-    """Of the forward: keys and values padded to whole vectors, one block of queries per thread, 16-bit values as fp32.
+    """Forward: keys and values padded to whole vectors, a block of queries per thread, and 16-bit values as fp32.
 
     Example:
         >>> q = torch.empty(1, 4, 1, 16)
@@ -24,7 +24,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
 
 
 def backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *rest: Any) -> int:
-    """Of the backward: keys and values in two layouts, and their gradients once for each part of the queries."""
+    """Backward: keys and values in two layouts, and their gradients once for each part of the queries."""
     del y, lse
     (B, T, H, K), S, block = q.shape, k.shape[1], int(rest[-2])
     W, P = _padded(K), _padded(block)

@@ -79,7 +79,7 @@ def _by_column(tiles: Tiles, num_columns: int) -> Turned:
 
 
 def _sides(q: Tensor, block: int) -> dict[str, Any]:
-    """The sizes of what one program holds: rows of a tile, and their width, both rounded up to powers of two."""
+    """The sizes of one program's blocks: rows of a tile, and their width, both rounded up to powers of two."""
     K = q.shape[-1]
     width = max(16, 1 << (K - 1).bit_length())
     most = max(16, min(MOST, (1 << 15) // (width * q.element_size())))
@@ -128,7 +128,7 @@ def _scores(
         id = tl.load(ids_q + b * T + t, mask=t < T, other=0)
         counts = counts & (id == tl.load(ids_k + b * S + s, mask=s < S, other=0))
     place = patterns + kind.to(tl.int64) * BLOCK * BLOCK + r[:, None] * BLOCK + c[None, :]
-    # Of a vector: the interpreter takes no bool of a scalar and a tensor for a mask.
+    # A vector of bools: the interpreter takes no mask made of a scalar and a tensor.
     pattern = tl.load(place, mask=counts & (kind + 0 * c >= 0)[None, :], other=1)
     return tl.where(counts & (pattern != 0), x, float("-inf"))
 

@@ -18,7 +18,7 @@ def dequantize_sum(
     bits: int = 8,
     block: int = 256,
 ) -> Float32[Tensor, "r c"]:
-    """The sum over k of what codes of `quantize` stand for, in fp32, added in the order of k.
+    """The sum over k of dequantized codes of `quantize`, in fp32, added in the order of k.
 
     Args:
         codes: int8 [k, r, c], or uint8 [k, r, ceil(c / 2)] with 4 bits; k >= 1.
@@ -54,13 +54,13 @@ def dequantize_sum_quantize(
 ) -> tuple[Integer[Tensor, "r codes"], Float32[Tensor, "r blocks"]]:
     """`quantize(dequantize_sum(...))` without the floats between: the middle of a reduction in two hops.
 
-    It sums in fp32, and does not divide: whoever wants the mean divides once, at the end.
+    It sums in fp32, and does not divide: for the mean divide once, at the end.
 
     Args:
         codes: int8 [k, r, c], or uint8 [k, r, ceil(c / 2)] with 4 bits; k >= 1.
         scales: fp32 [k, r, ceil(c / block)].
         c: elements of a row.
-        bits: 8 or 4, as in `quantize`, of what comes and of what is returned.
+        bits: 8 or 4, as in `quantize`, of the argument and of the result.
         block: as in `quantize`.
 
     Returns:

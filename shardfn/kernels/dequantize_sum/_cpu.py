@@ -1,4 +1,4 @@
-"""Sums of quantized rows, on a CPU: the definition, on what stays in a core's cache."""
+"""Sums of quantized rows, on a CPU: the definition, applied to parts that fit in a core's cache."""
 
 from torch import Tensor
 

@@ -14,7 +14,7 @@ def moving_average_(m: Float32[Tensor, "*shape"], x: Float32[Tensor, "*shape"], 
 
     Args:
         m: the average, contiguous, overwritten.
-        x: what is averaged.
+        x: the new value.
         b: the rate of decay.
 
     Raises:

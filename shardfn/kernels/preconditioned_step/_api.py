@@ -27,16 +27,16 @@ def preconditioned_step(
         d = sqrt(nu / c2) + eps                    infinite where nu <= 0: such an element has no scale to step by
         u = -lr (m / c1 / d + weight_decay p)
 
-    Computed in fp32 in this order, each operation, the root too, rounded once; without weight decay there is no such
-    term.
+    Computed in fp32 in this order, each operation, the root too, rounded once; without weight decay the term is left
+    out.
 
     Args:
         p: parameters.
         m: the mean of gradients.
         nu: the mean of their squares.
         lr: learning rate.
-        c1: what corrects m, `1 - b1^t`; None = 1.
-        c2: what corrects nu, `1 - b2^t`; None = 1.
+        c1: the bias correction of m, `1 - b1^t`; None = 1.
+        c2: the bias correction of nu, `1 - b2^t`; None = 1.
         eps: outside the root.
         weight_decay: factor of the decoupled decay.
 
@@ -73,11 +73,11 @@ def preconditioned_step_(
 
     Args:
         p: parameters, overwritten.
-        m: as in `preconditioned_step`, like all that follow.
+        m: as in `preconditioned_step`, like the following.
         nu: the mean of squares.
         lr: learning rate.
-        c1: what corrects m.
-        c2: what corrects nu.
+        c1: the bias correction of m.
+        c2: the bias correction of nu.
         eps: outside the root.
         weight_decay: factor of the decoupled decay.
 

@@ -10,6 +10,6 @@ from ._reference import Numbers
 def preconditioned_step(
     p: Tensor, m: Tensor, nu: Tensor, numbers: Numbers, eps: float, weight_decay: float, out: Tensor | None
 ) -> None:
-    """Flat fp32 [n] each; lr, c1 and c2 as fp32 []. Writes `out`, or adds to p where there is none."""
-    lr, c1, c2 = (1.0 if x is None else x.item() for x in numbers)  # what is divided by 1 keeps its bits
+    """Flat fp32 [n] each; lr, c1 and c2 as fp32 []. Writes `out`, or adds to p without it."""
+    lr, c1, c2 = (1.0 if x is None else x.item() for x in numbers)  # division by 1 keeps all bits
     call("preconditioned_step", p, m, nu, p.numel(), -lr, c1, c2, float(eps), float(weight_decay), out)

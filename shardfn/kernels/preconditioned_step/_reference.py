@@ -11,7 +11,7 @@ Numbers = tuple[Tensor, Tensor | None, Tensor | None]
 def preconditioned_step(
     p: Tensor, m: Tensor, nu: Tensor, numbers: Numbers, eps: float, weight_decay: float, out: Tensor | None
 ) -> None:
-    """Flat fp32 [n] each; lr, c1 and c2 as fp32 []. Writes `out`, or adds to p where there is none."""
+    """Flat fp32 [n] each; lr, c1 and c2 as fp32 []. Writes `out`, or adds to p without it."""
     lr, c1, c2 = numbers
     d = torch.where(nu <= 0, math.inf, nu)
     # torch's roots of fp32 numbers are not always the nearest; those of fp64, rounded, are.

@@ -18,7 +18,7 @@ def quantize(
         codes = clamp(round(x S), -2^(bits-1), 2^(bits-1) - 1)      ties to even
         scales = 1 / S = max|x| 2^(1-bits)
 
-    So |x - codes * scales| <= max|x| / 2^bits, save for what is clamped: +max|x| itself, which loses one step. An
+    So |x - codes * scales| <= max|x| / 2^bits, except for the clamped value, +max|x| itself, which loses one step. An
     infinity or NaN makes its block NaN. With 4 bits two codes share a byte, the first in its high nibble; an odd row
     ends in a code 0. x is read twice, from the cache the second time.
 
@@ -121,7 +121,7 @@ def _dequantize(codes: Tensor, scales: Tensor, c: int, bits: int, block: int, dt
 
 
 def empty_codes(x: Tensor, c: int, bits: int, block: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised codes and scales for as many rows as x has, of c elements each."""
+    """Uninitialised codes and scales for the number of rows of x, of c elements each."""
     r = x.shape[-2]
     codes = x.new_empty(r, c, dtype=torch.int8) if bits == 8 else x.new_empty(r, (c + 1) // 2, dtype=torch.uint8)
     return codes, x.new_empty(r, -(-c // block), dtype=torch.float32)

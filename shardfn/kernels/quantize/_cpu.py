@@ -1,4 +1,4 @@
-"""Blocks of a row in codes of 8 or 4 bits, on a CPU: the definition on what stays in a core's cache."""
+"""Blocks of a row in codes of 8 or 4 bits, on a CPU: the definition, applied to parts that fit in a core's cache."""
 
 from torch import Tensor
 
@@ -19,6 +19,6 @@ def quantize(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_into(codes: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
-    """Writes what codes stand for, in the dtype of `out` [r, c]."""
+    """Writes the dequantized values, in the dtype of `out` [r, c]."""
     for part, some, factors in slabs(out, codes, scales, bits, block, BLOCK):
         reference.dequantize_into(some, factors, bits, block, part)

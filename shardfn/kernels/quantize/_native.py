@@ -19,7 +19,7 @@ def quantize(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_into(codes: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
-    """Writes what codes stand for, in the dtype of `out` [r, c]."""
+    """Writes the dequantized values, in the dtype of `out` [r, c]."""
     for part, some, factors in slabs(out, codes, scales, bits, block, _size(out)):
         wide = part if part.dtype == torch.float32 else torch.empty(part.shape)
         call("dequantize", some, factors, *part.shape, bits, block, wide)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-TINY = 2.0**-110  # a block whose maximum is smaller counts as zero: its scale would be no normal number
+TINY = 2.0**-110  # a block whose maximum is smaller counts as zero: its scale would not be a normal number
 
 
 def num_codes(c: int, bits: int) -> int:
@@ -46,5 +46,5 @@ def dequantize(codes: Tensor, scales: Tensor, c: int, bits: int, block: int) -> 
 
 
 def dequantize_into(codes: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
-    """Writes what codes stand for, in the dtype of `out` [r, c]."""
+    """Writes the dequantized values, in the dtype of `out` [r, c]."""
     out.copy_(dequantize(codes, scales, out.shape[1], bits, block))

@@ -22,7 +22,7 @@ def quantize(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_into(codes: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
-    """Writes what codes stand for, in the dtype of `out` [r, c]."""
+    """Writes the dequantized values, in the dtype of `out` [r, c]."""
     c = out.shape[1]
     tiles = ceil(c, WIDTH)
     sizes = c, block, codes.shape[1], tiles

@@ -19,9 +19,9 @@ def sign_compress(
         bits = y >= 0                      as `pack_signs` packs them
         new_error = y - scale * sign(y)    where sign(0) = 1
 
-    Nothing is lost: scale * sign(y) + new_error = y. Computed in fp32; squares are added in float64, in an order that
-    is part of the definition, so that every implementation on a CPU returns the same bits. One infinity or NaN makes
-    the scale, and so the errors of its rows, NaN: look for them before.
+    The compression is exact with its error: scale * sign(y) + new_error = y. Computed in fp32; squares are added in
+    float64, in an order that is part of the definition, so that every implementation on a CPU returns the same bits.
+    One infinity or NaN makes the scale, and so the errors of its rows, NaN: check for them before.
 
     Args:
         x: fp32, bf16 or fp16 of any shape with at most r c elements. They fill the rows one after the other; beyond

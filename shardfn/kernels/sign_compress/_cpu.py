@@ -1,4 +1,4 @@
-"""A tensor and what is still owed, as signs and scales, on a CPU."""
+"""A tensor plus the previous error, as signs and scales, on a CPU."""
 
 import numpy as np
 import torch

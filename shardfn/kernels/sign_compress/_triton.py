@@ -1,4 +1,4 @@
-"""A tensor and what is still owed, as signs and scales, in Triton."""
+"""A tensor plus the previous error, as signs and scales, in Triton."""
 
 from typing import no_type_check
 

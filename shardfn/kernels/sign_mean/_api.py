@@ -12,7 +12,7 @@ from shardfn.kernels._library import define
 def sign_mean(
     bits: UInt8[Tensor, "k b"], scale: Float32[Tensor, " k"], error: Float32[Tensor, " 8*b"]
 ) -> tuple[UInt8[Tensor, " b"], Float32[Tensor, "1"], Float32[Tensor, " 8*b"]]:
-    """Averages what k workers have sent, adds the error of the previous call, and compresses the result.
+    """Averages the signs of k workers, adds the error of the previous call, and compresses the result.
 
         z = (scale_0 q_0 + ... + scale_(k-1) q_(k-1)) / k + error    q_i = +-1 of row i, added in the order of rows
         scale = sqrt(mean(z^2)), bits = z >= 0, new_error = z - scale * sign(z)

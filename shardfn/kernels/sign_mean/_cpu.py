@@ -1,4 +1,4 @@
-"""The mean of signs and what is still owed, as signs and a scale, on a CPU."""
+"""The mean of signs plus the previous error, as signs and a scale, on a CPU."""
 
 import numpy as np
 import torch

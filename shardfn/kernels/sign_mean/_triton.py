@@ -1,4 +1,4 @@
-"""The mean of signs and what is still owed, as signs and a scale, in Triton."""
+"""The mean of signs plus the previous error, as signs and a scale, in Triton."""
 
 from typing import no_type_check
 

@@ -40,5 +40,5 @@ def _pack(x, bits, num, BYTES: tl.constexpr):
 @no_type_check
 def _unpack(bits, scale, out, num, c, WIDTH: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    inside = tl.where(at < num, at, 0)  # of what is not empty
+    inside = tl.where(at < num, at, 0)  # an index within the tensor, which is not empty
     tl.store(out + at, signs_of(bits, inside, tl.load(scale + inside // c)), mask=at < num)

@@ -1,4 +1,4 @@
-"""Layouts of block-sparse attention: which blocks of keys each block of queries attends to, made for a length.
+"""Layouts of block-sparse attention: the blocks of keys that each block of queries attends to, made for a length.
 
     dense            every block
     fixed            a window of its own, and the last blocks of every window
@@ -11,8 +11,8 @@ Each is a function of the length that returns a `BlockLayout`, which composes wi
 every pair counts: "unidirectional" leaves out later blocks only, and a causal model attends by `Causal() & layout`. A
 model, which knows no length, takes the function itself: `functools.partial(layouts.fixed, block=64)`.
 
-A layout is made for the length at hand; the corner of a longer one is another layout. Random blocks are a function of
-the key and the head, so that all ranks, and all processes that resume, draw the same.
+A layout is made for one length; the corner of a longer one is another layout. Random blocks are a function of the key
+and the head, so that all ranks, and all processes that resume, draw the same.
 """
 
 from ._parts import num_blocks as num_blocks

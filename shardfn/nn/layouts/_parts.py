@@ -1,4 +1,4 @@
-"""What the layouts share: numbers of blocks, ranges of them, random ones, and what is refused."""
+"""Parts shared by the layouts: numbers of blocks, ranges of them, random ones, and checks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ Blocks = np.ndarray
 
 
 def num_blocks(length: int, block: int, padded: bool = False) -> int:
-    """How many blocks a sequence has.
+    """The number of blocks of a sequence.
 
     Args:
         length: tokens of the sequence.
@@ -41,12 +41,12 @@ def num_blocks(length: int, block: int, padded: bool = False) -> int:
 
 
 def as_layout(out: Blocks, block: int, padded: bool) -> BlockLayout:
-    """One layout where there is one head."""
+    """A `BlockLayout`, without the dim of heads if there is one head."""
     return BlockLayout(out[0] if len(out) == 1 else out, block, padded)
 
 
 def ranges(name: str, chosen: Sequence[int | tuple[int, int]]) -> list[tuple[int, int]]:
-    """(start, stop) of what is chosen."""
+    """(start, stop) of each chosen block or range."""
     out = [(x, x + 1) if isinstance(x, int) else x for x in chosen]
     wrong = [x for x in out if not 0 <= x[0] < x[1]]
     if wrong:
@@ -55,7 +55,7 @@ def ranges(name: str, chosen: Sequence[int | tuple[int, int]]) -> list[tuple[int
 
 
 def random_blocks(name: str, num: int, key: Tensor, head: int, among: Blocks) -> Blocks:
-    """`num` blocks of each row, or as many as there are to choose from; all choices are equally likely."""
+    """`num` blocks of each row, or all if there are fewer to choose from; all choices are equally likely."""
     N = among.shape[0]
     if not 0 <= num <= N:
         raise ValueError(f"{name}: {num} random blocks of {N}; draw at most as many as there are.")
@@ -75,7 +75,7 @@ def is_causal(name: str, attention: str, *more: str) -> bool:
 
 
 def check_fewer(name: str, asked: dict[str, int], N: int) -> None:
-    """Refuses numbers of blocks that there are not."""
+    """Refuses numbers of blocks that are negative or above N."""
     wrong = [f"{option}={n}" for option, n in asked.items() if not 0 <= n <= N]
     if wrong:
         raise ValueError(f"{name} of {N} blocks cannot have {', '.join(wrong)}; take smaller blocks or lower it.")

@@ -32,17 +32,17 @@ def bigbird(
     Args:
         length: tokens of the sequence.
         block: tokens of a block.
-        num_heads: H for a layout a head, 1 for one that is all heads'.
+        num_heads: H for a layout per head, 1 for one layout of all heads.
         num_window_blocks: n: the window has n // 2 blocks on each side.
         num_global_blocks: of the start.
-        random: how many blocks, and the key of which they are drawn, for each block of queries; the paper has 3.
-        attention: "unidirectional": without later blocks; random ones are then drawn from those before, as far as there
-            are so many.
+        random: the number of blocks for each block of queries, and the key that draws them; the paper has 3.
+        attention: "unidirectional": without later blocks; random ones are then drawn from those before, at most all of
+            them.
         padded: the last block may be shorter.
 
     Raises:
-        ValueError: an unknown attention, fewer blocks than one of the numbers asks for, or the block does not divide
-            the length and it is not padded.
+        ValueError: an unknown attention, fewer blocks than one of the numbers, or the block does not divide the length
+            and it is not padded.
 
     Example:
         >>> from shardfn.core import key
@@ -78,7 +78,7 @@ def bslongformer(
         length: tokens of the sequence.
         block: tokens of a block.
         num_window_blocks: n: the window has n // 2 blocks on each side.
-        global_blocks: a block, or (start, stop) of several; what lies behind the end is left out.
+        global_blocks: a block, or (start, stop) of several; blocks beyond the end are left out.
         attention: "unidirectional": without later blocks.
         padded: the last block may be shorter.
 

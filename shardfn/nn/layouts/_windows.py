@@ -16,7 +16,7 @@ from ._parts import Blocks, as_layout, is_causal, num_blocks, random_blocks, ran
 
 
 def dense(length: int, *, block: int = 16, padded: bool = False) -> BlockLayout:
-    """Every block: what the others are measured against.
+    """Every block: the baseline for the other layouts.
 
     Args:
         length: tokens of the sequence.
@@ -45,15 +45,15 @@ def fixed(
     attention: str = "bidirectional",
     padded: bool = False,
 ) -> BlockLayout:
-    """Windows of L blocks that attend to themselves; of each window g blocks that all (unidirectional: all later) see.
+    """Windows of L blocks that attend to themselves, and g blocks of each that all (unidirectional: all later) see.
 
-    Those are the last g of the window, of pattern p of a head the g that lie p g further in front. What is left of the
-    blocks at the end, fewer than a window, has its own as far in, or as far as there is room.
+    The g blocks are the last of the window, or with a head's pattern p those p g blocks earlier. A last window of fewer
+    than L blocks has them at the same offset, or at the greatest offset possible.
 
     Args:
         length: tokens of the sequence.
         block: tokens of a block.
-        num_heads: H for a layout a head, 1 for one that is all heads'.
+        num_heads: H for a layout per head, 1 for one layout of all heads.
         num_local_blocks: L.
         num_global_blocks: g, which divides L.
         num_patterns: of the blocks that are seen; head h has pattern h mod num_patterns. At most L / g.
@@ -106,14 +106,14 @@ def variable(
     Args:
         length: tokens of the sequence.
         block: tokens of a block.
-        num_heads: H for a layout a head, 1 for one that is all heads'.
+        num_heads: H for a layout per head, 1 for one layout of all heads.
         local_window_blocks: the windows' sizes; the last is repeated to the end.
-        global_blocks: which blocks all see: a block, or (start, stop) of several. What lies behind the end is left
-            out, since a short sequence has none of it.
-        random: how many blocks, and the key of which they are drawn, for each block of queries among all, later ones
-            too: compose with `Causal()` where they must not count.
-        attention: "unidirectional": without later blocks, but for random ones; "horizontal": the blocks that all see
-            see all, too.
+        global_blocks: the blocks that all see: a block, or (start, stop) of several. Blocks beyond the end, as of a
+            short sequence, are left out.
+        random: the number of blocks for each block of queries, and the key that draws them among all, later ones too:
+            compose with `Causal()` where they must not count.
+        attention: "unidirectional": without later blocks, except random ones; "horizontal": the blocks that all see see
+            all, too.
         padded: the last block may be shorter.
 
     Raises:
