@@ -46,81 +46,14 @@ if __name__.startswith("_worker_setup"):
     import torch._dynamo
     import torch.fx.experimental.symbolic_shapes
 
-# What these show others show too, on another number of ranks, stage or optimizer, and long tests; every night they run.
-NIGHTLY = re.compile(
-    "|".join(
-        [
-            r"test_(functional|mixed_precision|jit|primitives|zero)\.py::\w+\[4\b",
-            r"test_(offload_jit|offload_ledger|offload_faults)\.py::\w+\[1\]"
-            r"|test_activations\.py::test_(?!in_captured)\w+\[1\]",
-            r"test_offload_ahead\.py::\w+\[(1-|2-(adamw, disk|delayed, host))",
-            r"test_(phases|readme|functional)\.py::\w+\[1\b",
-            r"test_(phases|step_failures|step_waits|onebit_exact)\.py::\w+\[3\b",
-            r"test_primitives\.py::test_rows_mean_what_the_slow_spec_says\[3\]",
-            r"test_compressed\.py::test_equals_the_formula_of_all_ranks\[4\]",
-            r"test_failure_graph\.py::\w+\[\w+-3\]",
-            r"test_parity\.py::test_stages_equal_one_device_and_one_another\[(2-(adam|lion|sgd|lamb)|1-(?!adamw)\w+)\]",
-            r"test_parity\.py::test_(remat_is|reduce_once)\w+\[[24]\]",
-            r"test_parity\.py::test_thresholds_never_change_a_bit\[3\]",
-            r"test_lower\.py::test_predicted_bytes_are_the_counted_ones\[([01]|3-False)",
-            r"test_parity\.py::test_dropout\w+\[[12]\]",
-            r"test_offload\.py::test_placements_have_the_bits_of_none\[(2-1|2-2|1-2|1-3)\]",
-            r"test_offload\.py::test_compositions_have_the_bits_of_none\[1\]",
-            r"test_functional\.py::test_hypergradients_of_other_optimizers\b.*",
-            r"test_functional\.py::test_tensor_parallel_leaves_and_other_axes",
-            r"test_scan\.py::test_(the_graph_is_that_of_a_python_loop|tensor_parallel_layers|captured_steps_have)\w*",
-            r"test_onebit_steps\.py::test_stages_give_the_same_bits",
-            r"test_compressed\.py::test_equals_the_formula_of_all_ranks\[3\]",
-            r"test_lower\.py::test_each_pass_and_all_of_them_keep_every_bit",
-            r"test_distributed\.py::test_(error_beside_a_hang_does_not_wait_for_the_timeout|collectives\[4\])",
-            r"test_functional\.py::test_(vmap_over_seeds_with_weights\w+\[3\]|hypergradients_through_three_steps\[2-odd\])",
-            r"test_offload_jit\.py::test_(each_pass_and_all|what_is_fetched_comes_early)\w+",
-            r"test_onebit_steps\.py::test_other_ranks_owe_what_the_old_ones_did",
-            r"test_inductor\.py::test_a_second_process_finds_the_code_on_disk_and_no_worker_is_left",
-            r"test_readme\.py::test_python_runs_on_ranks\[2-docs/jit\.md\]",
-            r"test_zero_plus_plus\.py::test_a_captured_step_has_the_bits_of_the_eager_one\[all\]",
-            r"test_lower\.py::test_predicted_bytes_are_the_counted_ones\[2-False-2\]",
-            r"test_jit_cluster\.py::test_lower_shows_what_was_chosen_from",
-            r"test_bigger_than_memory\.py::test_it_goes_on_with_the_losses_of_a_run_in_memory",
-            r"test_activations\.py::test_they_compose_with_what_else_a_loss_is_wrapped_in",
-            r"test_passes\.py::test_the_schedule_keeps_all_bits\[0\]",
-            r"test_primitives\.py::test_rows_along_one_or_several_axes_of_a_grid",
-            r"test_activations\.py::test_in_captured_steps_the_moves_are_ops\[2\]",
-            r"test_huggingface\.py::test_unmodified_models_equal_one_device\[gpt2\]",
-            r"test_passes\.py::test_the_schedule_keeps_all_bits\[2000\]",
-            r"test_pipeline\.py::test_split_backwards\[3-",
-            r"test_huggingface\.py::test_the_example_prints_the_plain_loop_s_losses\b.*",
-            r"test_train_gpt\.py::test_(ctrl_c_under_torchrun|minutes_end_the_run)",
-            r"test_gpt_sequence\.py::test_dp_and_tp_and_a_captured_step",
-            r"test_uneven_heads\.py::test_sixteen_ranks_on_paper",
-            r"test_partition_scans\.py::test_recomputed_layers_and_keys\[keys and remat\]",
-            r"test_partition_search\.py::test_no_plan_is_dearer_than_that_of_greedy\[[18]\]",
-            r"test_plan\.py::test_captured_step_agrees\[(False-1-[12]|True-2-[023])\]",
-            r"test_jit\.py::test_ten_steps_have_the_bits_of_eager\[1\]",
-            r"test_gpt_parallel\.py::test_every_style_on_two_ranks_in_float64\[(mqa|gpt2_tied)-",
-            r"test_gpt_parallel\.py::test_a_block_sends_four_all_reduces_or_their_volume_in_pairs\[2-",
-            r"test_partition\.py::test_(with_zero_over_the_other_axis\[3-False\]|a_captured_step_computes_the_same\[gpt2\])",
-            r"test_pipeline(_module)?\.py::test_stages_equal_one_device\[2-",
-            r"test_inductor\.py::test_gelu_and_its_gradient\[dtype(0-tanh|1-none)\]",
-            r"test_canonical\.py::test_any_number_of_ranks_gives_the_same_bits\[[24]\]",
-            r"test_zero\.py::test_one_gradient_tensor_for_two_leaves_is_not_overwritten\[2\]",
-            r"test_partition_losses\.py::test_losses_and_gradients_are_those_of_one_device\[2\]",
-        ]
-    )
-)
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--share 3/12`: of the tests that are left, those of one part of twelve."""
     parser.addoption("--share", metavar="K/N", type=_share, help="only part K of N (0 <= K < N) of the tests")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts off to the night what takes long and seldom finds what the day does not; then takes the share asked for."""
-    for item in items:
-        if NIGHTLY.match(f"{item.path.name}::{item.name}"):
-            item.add_marker(pytest.mark.nightly)
+    """Keeps the share of the tests that `--share` asks for."""
     share = config.getoption("--share")
     if share is not None:
         part, parts = share

@@ -40,6 +40,7 @@ DESIGN = [
     "docs/design/0020-shared-memory.md",
     "docs/design/0021-canonical-sums.md",
 ]
+SLOW = ["docs/jit.md"]
 DOCS = [
     "docs/index.md",
     "docs/install.md",
@@ -131,8 +132,10 @@ def test_the_training_program_has_the_options_that_are_named() -> None:
         assert option in done.stdout
 
 
-@pytest.mark.parametrize("page", ["README.md", *DOCS])
-@distributed(world=[1, 2])
+@pytest.mark.parametrize(
+    "page", ["README.md", *(pytest.param(x, marks=pytest.mark.nightly) if x in SLOW else x for x in DOCS)]
+)
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_python_runs_on_ranks(world: int, page: str) -> None:
     # Processes of a user draw random numbers each on its own; a page whose ranks need the same ones has to seed them.
     torch.manual_seed(1 + (torch.distributed.get_rank() if world > 1 else 0))
@@ -164,7 +167,7 @@ def test_names_that_are_used_exist() -> None:
             value = getattr(value, part)
 
 
-@distributed(world=[1, 3])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_shard_map_is_a_function_of_whole_tensors(world: int) -> None:
     """Blocks of 7 rows and of 5 columns over an axis; values and gradients of the matrix product."""
     mesh = sf.make_mesh({"tp": world})

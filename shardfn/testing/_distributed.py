@@ -10,12 +10,20 @@ import pathlib
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ._pool import call
 
 
-def distributed(world: int | Sequence[int], timeout: float = 180.0) -> Callable[[Callable[..., Any]], Any]:
+@runtime_checkable
+class Param(Protocol):
+    """A `pytest.param`: a number of ranks with marks."""
+
+    @property
+    def values(self) -> Sequence[Any]: ...
+
+
+def distributed(world: int | Sequence[int | Param], timeout: float = 180.0) -> Callable[[Callable[..., Any]], Any]:
     """Runs a module-level function on every rank of a world of its own.
 
     The call `f(*args)` becomes `[f(*args) on rank 0, ..., f(*args) on rank N-1]`, each in a process that has a fresh
@@ -24,7 +32,8 @@ def distributed(world: int | Sequence[int], timeout: float = 180.0) -> Callable[
 
     Args:
         world: the number of ranks N; or several numbers, for which pytest runs the test one by one (a direct call then
-            names one with `world=`). A parameter called `world` receives it.
+            names one with `world=`). A parameter called `world` receives it. A number with marks is a
+            `pytest.param(4, marks=pytest.mark.slow)`.
         timeout: seconds that the ranks may take together.
 
     Returns:
@@ -43,7 +52,8 @@ def distributed(world: int | Sequence[int], timeout: float = 180.0) -> Callable[
         ...     torch.distributed.all_reduce(x)
         ...     assert x == 2
     """
-    worlds = [world] if isinstance(world, int) else list(world)
+    params = [world] if isinstance(world, int) else list(world)
+    worlds = [n if isinstance(n, int) else n.values[0] for n in params]
     if not worlds or min(worlds) < 1:
         raise ValueError(f"distributed(world={world!r}): a world has 1 rank or more.")
 
@@ -64,7 +74,7 @@ def distributed(world: int | Sequence[int], timeout: float = 180.0) -> Callable[
 
         vars(run)["__distributed__"] = function
         vars(run)["__signature__"] = _seen_by_pytest(signature, several=not isinstance(world, int))
-        return run if isinstance(world, int) else _parametrize(run, worlds)
+        return run if isinstance(world, int) else _parametrize(run, params)
 
     return decorate
 
@@ -108,7 +118,7 @@ def _seen_by_pytest(signature: inspect.Signature, several: bool) -> inspect.Sign
     return signature.replace(parameters=kept)
 
 
-def _parametrize(run: Callable[..., Any], worlds: list[int]) -> Any:
+def _parametrize(run: Callable[..., Any], worlds: list[int | Param]) -> Any:
     try:
         import pytest
     except ModuleNotFoundError:  # a plain script on a machine without pytest

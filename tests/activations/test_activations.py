@@ -306,7 +306,7 @@ def _run(loss: Callable[..., Any], mesh: sf.Mesh, **options: Any) -> tuple[Any, 
         return on_mesh(loss, sf.optim.adamw(1e-2), _weights(), [x, x], mesh=mesh, **options), book
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_steps_have_the_bits_and_the_traffic_of_their_activations(world: int, tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": world})
     down: dict[str, set[int]] = {}
@@ -327,7 +327,7 @@ def test_steps_have_the_bits_and_the_traffic_of_their_activations(world: int, tm
     assert book.moved("host", "disk") > 2 * LAYERS * EACH
 
 
-@distributed(world=[1, 2])
+@distributed(world=[1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_in_captured_steps_the_moves_are_ops(world: int, tmp_path: pathlib.Path) -> None:
     mesh, zero = sf.make_mesh({"dp": world}), sf.Zero(3, persist_elements=0)
     want, _ = _run(_loss, mesh, zero=zero)
@@ -355,6 +355,7 @@ def test_in_captured_steps_the_moves_are_ops(world: int, tmp_path: pathlib.Path)
     assert book.moved("host", "disk") > 2 * LAYERS * EACH
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_they_compose_with_what_else_a_loss_is_wrapped_in() -> None:
     mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(3, persist_elements=0)

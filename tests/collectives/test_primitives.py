@@ -195,12 +195,15 @@ def check_rows(axis: Axes, seed: int, sizes: tuple[int, ...]) -> None:
             check_transforms(row, index, seed + 3 * k)
 
 
-@distributed(world=[1, 2, 3, 4], timeout=300)
+@distributed(
+    world=[1, 2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly)], timeout=300
+)
 def test_rows_mean_what_the_slow_spec_says(world: int) -> None:
     with c.bind_mesh(make_mesh({"dp": world}, device="cpu")):
         check_rows("dp", 0, (2, 7))
 
 
+@pytest.mark.nightly
 @distributed(world=4, timeout=300)
 def test_rows_along_one_or_several_axes_of_a_grid() -> None:
     with c.bind_mesh(make_mesh({"dp": 2, "tp": 2}, device="cpu")):

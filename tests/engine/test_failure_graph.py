@@ -76,7 +76,7 @@ def _params_of(state: sf.TrainState) -> list[Tensor]:
     return [x.local.clone() for x in sf.core.tree_leaves(state.params)]
 
 
-@distributed(world=[2, 3], timeout=120)
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)], timeout=120)
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_an_error_of_one_rank_is_told_and_the_next_step_runs(mode: str, world: int) -> None:
     mesh, rank = sf.make_mesh({"dp": -1}), torch.distributed.get_rank()

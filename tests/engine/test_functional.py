@@ -84,7 +84,7 @@ def plain_step(loss: Any, tx: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lion", "lamb"])
-@distributed(world=[1, 2, 4])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_vmap_over_learning_rates_trains_a_population(world: int, name: str) -> None:
     mesh = sf.make_mesh({"dp": world})
     loss, params, batch = problem("smooth" if name == "lamb" else "odd")  # LAMB has its norms in float32
@@ -121,6 +121,7 @@ def weighted_loss(params: dict, batch: dict, key: torch.Tensor) -> tuple[sf.Weig
     return sf.WeightedMean(errors.sum(), batch["mask"].sum()), {"error": worst}
 
 
+@pytest.mark.nightly
 @distributed(world=[1, 3])
 def test_vmap_over_seeds_with_weights_aux_and_accumulation(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
@@ -150,6 +151,7 @@ def tp_loss(params: dict, batch: dict) -> torch.Tensor:
     return ((out - batch["y"]) ** 2).mean()
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_tensor_parallel_leaves_and_other_axes() -> None:
     g = torch.Generator().manual_seed(3)
@@ -189,7 +191,7 @@ def cosine(like: Any, whole: Any) -> Any:
     return tree_map(lambda x, w: sf.shard(torch.cos(w), x.spec, x.mesh), like, whole)
 
 
-@distributed(world=[1, 2, 4])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_per_example_gradients(world: int) -> None:
     mesh, batch = sf.make_mesh({"dp": world}), odd_batch(0)
     one = lambda p, x, y: odd_loss(p, {"x": x[None], "y": y[None]})  # noqa: E731
@@ -210,7 +212,7 @@ def test_per_example_gradients(world: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["smooth", "odd"])
-@distributed(world=[1, 2, 4])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_hessian_vector_products_both_ways_and_jvp(world: int, name: str) -> None:
     mesh, (loss, whole, batch_of) = sf.make_mesh({"dp": world}), problem(name)
     batch, direction = batch_of(0), tree_map(torch.cos, whole)
@@ -232,8 +234,8 @@ def hyper(clip: float, log_lr: Any, decay: Any = 0.1, b1: Any = 0.9) -> optim.Gr
     return optim.chain(optim.clip_by_global_norm(clip), adamw) if clip else adamw
 
 
-@pytest.mark.parametrize("name", ["smooth", "odd"])
-@distributed(world=[1, 2, 4])
+@pytest.mark.parametrize("name", ["smooth", pytest.param("odd", marks=pytest.mark.nightly)])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_hypergradients_through_three_steps(world: int, name: str) -> None:
     mesh, (loss, whole, batch_of) = sf.make_mesh({"dp": world}), problem(name)
     batches, held_out = [batch_of(n) for n in range(3)], batch_of(9)
@@ -269,6 +271,7 @@ def test_hypergradients_through_three_steps(world: int, name: str) -> None:
             close(hessian(sharded)(*at), hessian(plain)(*at))
 
 
+@pytest.mark.nightly
 @distributed(world=[1, 3])
 def test_hypergradients_of_other_optimizers(world: int) -> None:
     """Lamb's norms and the schedule's rate are float32, so hyperparameters are, and the model is float64."""

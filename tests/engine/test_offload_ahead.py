@@ -51,8 +51,16 @@ def _counted() -> Iterator[list[int]]:
         yield units
 
 
-@pytest.mark.parametrize("case", ["adamw, disk", "adamw, host", "delayed, disk", "delayed, host"])
-@distributed(world=[1, 2])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("adamw, disk", marks=pytest.mark.nightly),
+        "adamw, host",
+        "delayed, disk",
+        pytest.param("delayed, host", marks=pytest.mark.nightly),
+    ],
+)
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_an_update_beside_the_backward_has_the_bits_of_one_after_it(world: int, case: str) -> None:
     mesh = sf.make_mesh({"dp": world})
     policy = sf.Policy.bf16(reduce=torch.bfloat16)

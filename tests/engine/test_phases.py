@@ -75,7 +75,7 @@ def _inner(run: Any) -> Any:
     return run._replace(opt_state=run.opt_state.inner, metrics=[])
 
 
-@distributed(world=[1, 2, 3])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_gradients_add_up_to_those_that_are_given(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     batches = [odd_batch(n) for n in range(STEPS)]

@@ -69,7 +69,7 @@ class _FailingBackward(torch.autograd.Function):
         raise _Boom("in the backward")
 
 
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_rank_that_raises_is_named_by_the_others_at_once(world: int) -> None:
     # At once: who waits for what never comes waits for 30 minutes, the limit of a mesh, and this test has three.
     rank = torch.distributed.get_rank()
@@ -118,7 +118,7 @@ def _die_in_mid_step(stage: int, out: pathlib.Path) -> None:
         raise
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_rank_that_dies_is_named(stage: int, tmp_path: pathlib.Path) -> None:
     with pytest.raises(sf.RankError, match="rank 1"):
         _die_in_mid_step(stage, tmp_path)
@@ -126,7 +126,7 @@ def test_a_rank_that_dies_is_named(stage: int, tmp_path: pathlib.Path) -> None:
     assert told and all("rank 1 died" in text for text in told.values()), told
 
 
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_branches_that_only_some_ranks_take_neither_hang_nor_err(world: int) -> None:
     """Facts of the matter: rank-dependent leaves, a branch by call counter, a different number of calls."""
     rank = torch.distributed.get_rank()

@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "bigger_than_memory.py"
 
 
@@ -16,6 +18,7 @@ def _losses(*options: str) -> list[str]:
     return re.findall(r"step \d+ loss (\S+)", done.stdout)
 
 
+@pytest.mark.nightly
 def test_it_goes_on_with_the_losses_of_a_run_in_memory(tmp_path: pathlib.Path) -> None:
     where = "--directory", str(tmp_path / "states")
     begun = _losses("--steps", "1", *where)

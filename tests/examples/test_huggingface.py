@@ -62,7 +62,7 @@ def _plain_loop(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.nightly)])
 @distributed(world=2)
 def test_unmodified_models_equal_one_device(world: int, name: str) -> None:
     model, mesh = _model(name), sf.make_mesh({"dp": world})
@@ -185,6 +185,7 @@ def _losses(*arguments: str) -> list[float]:
     return [float(x) for x in re.findall(r"^step \d+ loss (\S+)$", done.stdout, re.M)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_the_example_prints_the_plain_loop_s_losses(name: str) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -164,6 +164,7 @@ def test_ctrl_c_on_one_process(text: pathlib.Path, tmp_path: pathlib.Path) -> No
     assert "--- sample ---" in said
 
 
+@pytest.mark.nightly
 def test_ctrl_c_under_torchrun(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("tokenizers")
     options = (
@@ -179,6 +180,7 @@ def test_ctrl_c_under_torchrun(text: pathlib.Path, tmp_path: pathlib.Path) -> No
     assert "--- sample ---" in said
 
 
+@pytest.mark.nightly
 def test_minutes_end_the_run(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
     options = ("--steps", "1000000", "--minutes", "0.01", "--precision", "fp16")
     code, said = finish(start(PLAIN, text, tmp_path / "x", *options))

@@ -117,7 +117,7 @@ def test_a_training_step_keeps_its_values_its_order_and_compiles_each_kind_of_la
 
 @needs_compiler
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16])
 def test_gelu_and_its_gradient(approximate: str, dtype: torch.dtype) -> None:
     gelu, backward = torch.ops.aten.gelu, torch.ops.aten.gelu_backward
     x = torch.linspace(-12, 12, 999, dtype=dtype)
@@ -369,6 +369,7 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "cannot compile" in out or "C++ compiler" in out
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_a_second_process_finds_the_code_on_disk_and_no_worker_is_left(tmp_path: Any) -> None:
     program = """

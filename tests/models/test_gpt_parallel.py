@@ -22,6 +22,7 @@ CONFIGS = {
     "mqa": gpt.Config(**{**GPT2, "num_kv_heads": 1}, mlp="swiglu", position="rope", per_head=True),
     "bloom": gpt.Config(**GPT2, position="alibi", embedding_norm=True, tie_embeddings=True, per_head=True),
 }
+SLOW = "mqa", "gpt2_tied"
 
 
 def params_of(config: gpt.Config, dtype: torch.dtype) -> Any:
@@ -83,7 +84,7 @@ def parity(
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.nightly if x in SLOW else ()) for x in CONFIGS])
 @distributed(world=2)
 def test_every_style_on_two_ranks_in_float64(name: str, sequence: bool) -> None:
     mesh = sf.make_mesh({"tp": 2})
@@ -170,7 +171,7 @@ def _own_blocks(config: gpt.Config) -> Any:
 
 
 @pytest.mark.parametrize("name", ["gpt2_tied", "llama_gqa"])
-@distributed(world=[2, 4])
+@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_a_block_sends_four_all_reduces_or_their_volume_in_pairs(name: str, world: int) -> None:
     torch.set_num_threads(1)
     mesh = sf.make_mesh({"tp": world})

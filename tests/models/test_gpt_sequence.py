@@ -111,6 +111,7 @@ def test_every_style_on_two_ranks(name: str) -> None:
         parity(config, mesh, BODIES[name](T), T, packed=n != 2, stage=3 * (n % 2), remat=n == 2)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_dp_and_tp_and_a_captured_step() -> None:
     ulysses, ring = BODIES["ulysses"](7), BODIES["zigzag"](7)

@@ -42,6 +42,7 @@ def test_eight_ranks(name: str, sequence: bool) -> None:
     parity(CONFIGS[name], sf.make_mesh({"tp": 8}), None, sequence=sequence)
 
 
+@pytest.mark.nightly
 def test_sixteen_ranks_on_paper() -> None:
     """Ranks have 2 heads or 0, and a step sends Megatron's sums, as over a number that divides."""
     config, found = CONFIGS["28 heads"], []

@@ -131,7 +131,7 @@ class Reference:
         self.state = (self.state[0]._replace(mu=mu, nu=nu), *self.state[1:])
 
 
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_through_the_identity_compressor_the_rules_are_exact(world: int) -> None:
     with bind_mesh(sf.make_mesh({"dp": world})) as mesh:
         rank = mesh.axis_index("dp")

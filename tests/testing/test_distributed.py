@@ -28,7 +28,7 @@ class OddError(ValueError):
         super().__init__(f"{first} and {second}")
 
 
-@distributed(world=[1, 2, 3, 4])
+@distributed(world=[1, 2, 3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_collectives(world: int) -> None:
     assert dist.is_initialized() == (world > 1)
     x = torch.ones(())
@@ -175,6 +175,7 @@ def fails_beside_a_hang() -> None:
     time.sleep(1000)
 
 
+@pytest.mark.nightly
 def test_error_beside_a_hang_does_not_wait_for_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardfn.testing._pool.GRACE", 0.5)
     with pytest.raises(ValueError, match="the cause") as info:
@@ -221,9 +222,18 @@ def test_workers_check_annotations_too() -> None:
     assert checks_types() == ["TypeCheckError"]
 
 
+def test_a_number_of_ranks_may_have_marks() -> None:
+    (worlds,) = [mark for mark in vars(test_collectives)["pytestmark"] if mark.name == "parametrize"]
+    *plain, four = worlds.args[1]
+    assert plain == [1, 2, 3] and four.values == (4,) and four.marks[0].name == "nightly"
+    assert test_collectives(world=4) is None
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="1 rank or more"):
         distributed(world=0)
+    with pytest.raises(ValueError, match="1 rank or more"):
+        distributed(world=[1, pytest.param(0)])
     with pytest.raises(ValueError, match="not at the module level"):
         distributed(world=2)(lambda: None)
     with pytest.raises(TypeError, match=r"these cannot:\n  - error = <function"):

@@ -23,7 +23,7 @@ def _same(loss: Any, jitted: Any, tx: Any, params: Any, batches: Any, **options:
     assert_same(on_mesh(jitted, tx, params, batches, **options), want, exact=True)
 
 
-@distributed(world=[1, 2, 4])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ten_steps_have_the_bits_of_eager(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     batches = [odd_batch(n) for n in range(10)]

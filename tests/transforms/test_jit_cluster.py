@@ -66,6 +66,7 @@ def test_what_fails_on_one_rank_is_told_to_all() -> None:
     take(cluster=_box(LATE))
 
 
+@pytest.mark.nightly
 def test_lower_shows_what_was_chosen_from() -> None:
     mesh = sf.make_mesh({"dp": 4}, abstract=True)
     lowered = _lowered(mesh, cluster=_box(LATE))

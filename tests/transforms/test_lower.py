@@ -29,6 +29,7 @@ def _tokens(n: int, rows: int = 4) -> dict[str, torch.Tensor]:
     return {"tokens": torch.randint(33, (rows, 9), generator=torch.Generator().manual_seed(n))}
 
 
+@pytest.mark.nightly
 @distributed(world=3, timeout=200)
 def test_each_pass_and_all_of_them_keep_every_bit() -> None:
     mesh = sf.make_mesh({"dp": 3})
@@ -43,7 +44,14 @@ def test_each_pass_and_all_of_them_keep_every_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    "stage, remat, microbatches", [(0, False, 1), (1, True, 2), (2, False, 2), (3, False, 1), (3, True, 2)]
+    "stage, remat, microbatches",
+    [
+        pytest.param(0, False, 1, marks=pytest.mark.nightly),
+        pytest.param(1, True, 2, marks=pytest.mark.nightly),
+        pytest.param(2, False, 2, marks=pytest.mark.nightly),
+        pytest.param(3, False, 1, marks=pytest.mark.nightly),
+        (3, True, 2),
+    ],
 )
 @distributed(world=2, timeout=300)
 def test_predicted_bytes_are_the_counted_ones(stage: int, remat: bool, microbatches: int) -> None:

@@ -32,7 +32,7 @@ KEPT_WIDE = sf.Policy(compute=BF16)
 graph = functools.partial(sf.jit, backend="graph")
 
 
-@distributed(world=[1, 2, 4])
+@distributed(world=[1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_stages_equal_one_device_and_one_another(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     batches = [odd_batch(n) for n in range(2)]

@@ -40,10 +40,17 @@ def _compare(stage: int, world: int, placements: Iterable[tuple[str, str, str]])
         assert_same(got, want, exact=True)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
 @distributed(world=[1, 2])
-def test_placements_have_the_bits_of_none(world: int, stage: int) -> None:
+def _compare_pairs(world: int, stage: int) -> None:
     _compare(stage, world, PAIRS if stage != 3 else PAIRS[::2])
+
+
+@pytest.mark.parametrize(
+    ("world", "stage"),
+    [(1, 1), (2, 3), *(pytest.param(*x, marks=pytest.mark.nightly) for x in [(1, 2), (1, 3), (2, 1), (2, 2)])],
+)
+def test_placements_have_the_bits_of_none(world: int, stage: int) -> None:
+    _compare_pairs(stage=stage, world=world)
 
 
 @pytest.mark.nightly
@@ -100,7 +107,7 @@ def _compositions(world: int) -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.nightly), 3])
 @distributed(world=2)
 def test_compositions_have_the_bits_of_none(stage: int) -> None:
     kinds = ("disk", "host", "disk") if stage == 3 else ("host", "disk", "host")

@@ -157,7 +157,8 @@ def _kill(nursery: _Nursery, directory: str, world: int, times: int) -> None:
     assert got == _digest(nursery, "-", steps, world)[1]
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [1, 2])
 def test_killed_ranks_go_on_with_the_bits_of_a_run_that_was_not(
     tmp_path: pathlib.Path, nursery: _Nursery, world: int
 ) -> None:

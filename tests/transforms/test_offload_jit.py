@@ -65,7 +65,7 @@ def _compare(stage: int, world: int, placements: Iterable[tuple[str, ...]]) -> N
         assert_same(_placed(mesh, kinds, graph(odd_loss), stage=stage), want, exact=True)
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_placements_have_the_bits_of_eager(world: int) -> None:
     _compare(3, world, PAIRS if world == 1 else PAIRS[4:9:4])
     _compare(1, world, [("disk", "host", "device")])
@@ -79,7 +79,7 @@ def test_every_placement_has_the_bits_of_eager(world: int, stage: int) -> None:
     _compare(stage, world, itertools.product(KINDS, repeat=3))
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_composes_with_precision_accumulation_remat_and_skipped_steps(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     half, host = sf.mixed_precision(odd_loss, sf.Policy.bf16()), ("host", "host", "disk")
@@ -92,6 +92,7 @@ def test_composes_with_precision_accumulation_remat_and_skipped_steps(world: int
         assert_same(_placed(mesh, kinds, graph(loss), donate=kinds is host), want, exact=True)
 
 
+@pytest.mark.nightly
 def test_each_pass_and_all_of_them_keep_every_bit() -> None:
     mesh, kinds = sf.make_mesh({"dp": 1}), ("disk", "host", "host")
     want = _run(mesh, sf.Zero(3, persist_elements=0, travel=sf.Travel(bucket_bytes=64)))
@@ -152,7 +153,7 @@ class _Late(concurrent.futures.Future[None]):
         return super().exception(timeout)
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_analyses_say_what_the_ledger_counts(world: int) -> None:
     late = mock.patch.object(_transfer, "_thread", lambda way: types.SimpleNamespace(submit=_Late))
     with late, mock.patch.object(_parts, "LEAVING_BYTES", LEAF):
@@ -186,6 +187,7 @@ def _positions(lowered: Any, op: str) -> list[int]:
     return [i for i, n in enumerate(lowered.gm.graph.nodes) if getattr(n.target, "_opname", "") == op]
 
 
+@pytest.mark.nightly
 def test_what_is_fetched_comes_early_and_gradients_leave_during_the_backward() -> None:
     mesh, shapes = sf.make_mesh({"dp": 2}, abstract=True), [torch.empty(WIDTH, WIDTH, device="meta")] * LAYERS
     zero = _zero(("disk", "host", "host"), "/nowhere", stage=3, bucket_bytes=0)

@@ -5,6 +5,7 @@ import time
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -57,7 +58,7 @@ def _set_aside(mesh: sf.Mesh) -> int:
     return sum(of_steps) + sum(group.shared_bytes for group in shared_groups(mesh).values())
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_offload_keeps_two_bytes_a_parameter_on_the_device_and_moves_four(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     for chunk in (1 << 20, 64 << 20):
@@ -77,7 +78,7 @@ def test_offload_keeps_two_bytes_a_parameter_on_the_device_and_moves_four(world:
         assert book.live("device") <= (1 << 10)
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_disk_reads_and_writes_twelve_bytes_a_parameter(world: int, tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": world})
     chunk = 2 << 20  # of which a part has rows of pages only

@@ -29,6 +29,7 @@ def kept(run: Any, *fields: str) -> Any:
     return run._replace(opt_state={f: getattr(run.opt_state, f) for f in fields}, metrics=[])
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_stages_give_the_same_bits() -> None:
     mesh = sf.make_mesh({"dp": 2})
@@ -100,6 +101,7 @@ def _resumed(params: Any, opt_state: Any, world: int) -> Any:
     return moved, unshard(state.params), unshard(state.opt_state)
 
 
+@pytest.mark.nightly
 def test_other_ranks_owe_what_the_old_ones_did() -> None:
     [(params, (old,)), _] = _saved()
     for world in (1, 3):

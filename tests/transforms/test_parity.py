@@ -41,7 +41,9 @@ def _loss(microbatches: int, remat: bool):
     return sf.accumulate(loss, microbatches) if microbatches > 1 else loss
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [x if x == "adamw" else pytest.param(x, marks=pytest.mark.nightly) for x in OPTIMIZERS]
+)
 @distributed(world=[1, 2])
 def test_stages_equal_one_device_and_one_another(world: int, name: str) -> None:
     _compare_stages(world, name)
@@ -80,7 +82,7 @@ def _compare_stages(world: int, name: str) -> None:
             assert_same(runs[3], runs[1], exact=True)
 
 
-@distributed(world=[2, 3])
+@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_remat_is_bit_identical(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     for stage in range(4):
@@ -90,7 +92,7 @@ def test_remat_is_bit_identical(world: int) -> None:
         assert_same(on_mesh(sf.remat(odd_loss), *args, mesh=mesh, zero=zero), plain, exact=True)
 
 
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_thresholds_never_change_a_bit(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     args = (sf.accumulate(odd_loss, 2), sf.optim.adamw(1e-2), odd_params(), [odd_batch(n) for n in range(STEPS)])
@@ -106,6 +108,7 @@ def test_thresholds_never_change_a_bit(world: int) -> None:
         assert_same(run._replace(metrics=[]), want._replace(metrics=[]), exact=True)
 
 
+@pytest.mark.nightly
 @distributed(world=[2, 4])
 def test_reduce_once_equals_reduce_each(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
@@ -188,7 +191,7 @@ def _noisy_loss(params: dict, batch: dict, key: torch.Tensor) -> torch.Tensor:
     return ((x @ params["w"] - batch["y"][:, 0]) ** 2).mean()
 
 
-@distributed(world=[1, 2, 4])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_dropout_draws_the_same_bits_under_any_sharding(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     params = {"w": torch.randn(5, generator=torch.Generator().manual_seed(6))}

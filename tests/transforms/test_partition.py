@@ -111,14 +111,14 @@ def test_three_ranks_compute_what_one_computes(name):
     three_ranks(name, vocabulary, False)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "odd_gqa"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.nightly), "odd_gqa"])
 def test_a_captured_step_computes_the_same(name):
     two_ranks(name, vocabulary, True)
 
 
 @pytest.mark.parametrize(
     "stage, jitted",
-    [(3, False), (3, True), *(pytest.param(0, j, marks=pytest.mark.nightly) for j in (False, True))],
+    [*(pytest.param(*x, marks=pytest.mark.nightly) for x in [(0, False), (0, True), (3, False)]), (3, True)],
 )
 def test_with_zero_over_the_other_axis(stage, jitted):
     four_ranks("tied", stage, jitted)

@@ -70,7 +70,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "keys and remat": {"config": DROPPED, "wrap": sf.remat, "key": sf.key(3)},
     "keys, captured": {"config": DROPPED, "jitted": True, "key": sf.key(3)},
 }
-DAILY = "keys and remat", "remat of layers, captured"
+DAILY = ("remat of layers, captured",)
 
 
 @distributed(world=2)

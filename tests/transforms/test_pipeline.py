@@ -95,7 +95,7 @@ def _parity(mesh: sf.Mesh, layers: int = 5, loss: Any = None, last: Any = _last,
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@distributed(world=[2, 3])
+@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_stages_equal_one_device(world: int, schedule: str) -> None:
     mesh = sf.make_mesh({"pp": world}, device="cpu")
     for dtype in (torch.float32, torch.float64):
@@ -394,7 +394,7 @@ def test_down_the_ranks_and_up_again() -> None:
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe-v"])
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_split_backwards(world: int, name: str) -> None:
     """B gives gradients of activations, W those of weights."""
     mesh, chunks = sf.make_mesh({"pp": world}, device="cpu"), 1 if name == "zb-h1" else 2

@@ -122,7 +122,7 @@ NAMES = [name if name in DAILY else pytest.param(name, marks=pytest.mark.nightly
 
 
 @pytest.mark.parametrize("name", NAMES)
-@distributed(world=[2, 3])
+@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_stages_equal_one_device(world: int, name: str) -> None:
     mesh = sf.make_mesh({"pp": world}, device="cpu")
     if name not in IN_FLOAT32:

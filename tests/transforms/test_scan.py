@@ -144,6 +144,7 @@ def whole(p: dict, batch: dict) -> Tensor:
     return sf.remat(rematted)(p, batch)
 
 
+@pytest.mark.nightly
 @distributed(world=2, timeout=200)
 def test_captured_steps_have_the_bits_of_eager_ones() -> None:
     mesh, batches = sf.make_mesh({"dp": 2}), [batch(n) for n in range(3)]
@@ -194,6 +195,7 @@ def counted(h: Tensor, p: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return block(h, p)
 
 
+@pytest.mark.nightly
 def test_the_graph_is_that_of_a_python_loop() -> None:
     plain = functools.partial(lambda f: f)
     for stage, wrap, micro in ((0, sf.remat, 1), (1, plain, 2), (2, plain, 1), (3, sf.remat, 2)):
@@ -205,6 +207,7 @@ def test_the_graph_is_that_of_a_python_loop() -> None:
             assert len(CALLS) == 3 * micro < LAYERS * micro  # the first layer, and two to compare
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_tensor_parallel_layers() -> None:
     mesh = sf.make_mesh({"dp": 2, "tp": 2})

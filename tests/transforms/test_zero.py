@@ -74,7 +74,7 @@ def test_last_microbatch_is_reduced_too() -> None:
             assert state.params.full_tensor().tolist() == [-15.0, -17.0, -19.0, -21.0]
 
 
-@distributed(world=[2, 4])
+@distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_bytes_sent_are_those_of_the_paper(world: int) -> None:
     size = {"w1": (64, 32), "w2": (32, 64), "w3": (64, 32)}
     params = {k: torch.ones(*s) / 64 for k, s in size.items()}
@@ -250,7 +250,7 @@ def test_aux_is_averaged_over_ranks_and_microbatches(world: int) -> None:
     assert metrics["mean"] == 1.5 and metrics["share"] == 0.25
 
 
-@distributed(world=[1, 2, 3])
+@distributed(world=[1, pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_one_gradient_tensor_for_two_leaves_is_not_overwritten(world: int) -> None:
     """Autograd may hand one tensor, or overlapping ones, to several leaves; sums and updates must not mix them."""
     rank = 0 if world == 1 else torch.distributed.get_rank()

@@ -81,11 +81,8 @@ def _scanned_params() -> dict[str, Any]:
     return {"blocks": blocks, **rest, "small": torch.tensor(0.1)}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{**ALL, "block_elements": 4}, pytest.param({"secondary_axis": "gpu"}, marks=pytest.mark.nightly)],
-    ids=["all", "secondary"],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", [{**ALL, "block_elements": 4}, {"secondary_axis": "gpu"}], ids=["all", "secondary"])
 @distributed(world=4)
 def test_a_captured_step_has_the_bits_of_the_eager_one(options: dict) -> None:
     mesh, batches = _mesh(), [odd_batch(n) for n in range(2)]
