@@ -1,0 +1,165 @@
+"""Covers the captured programs of one function: the cache, agreement on what runs, and errors on all ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn.capture import capture
+from shardfn.core import Mesh
+from shardfn.engine import Graphs, signature
+from shardfn.engine._comms import Comms
+from shardfn.engine._graphs import Program, agreed
+from shardfn.engine._jitted import Jitted
+from shardfn.graph import Events
+
+from .fakes import Told, Wire, plan_of
+
+MESH = Mesh({"dp": 2}, torch.device("cpu"), abstract=True)
+SAME = Events([], [])
+
+
+class Peer(Told):
+    """Rounds with a rank that has the same, but in the exchanges that `differs` numbers."""
+
+    def __init__(self, **differs: tuple[str, Events | None]) -> None:
+        super().__init__()
+        self.differs = {int(name.removeprefix("at_")): told for name, told in differs.items()}
+        self.exchanges, self.told = 0, None
+        self.last: Any = None
+
+    def exchange(self, value: int) -> list[int]:
+        self.told = self.differs.get(self.exchanges)
+        self.exchanges += 1
+        return [value, value if self.told is None else value ^ 1]
+
+    def gather(self, value: Any) -> list[Any]:
+        told, self.told = self.told, None
+        self.last = value if told is None else told
+        return [value, self.last]
+
+    def agree(self, what: str, text: str) -> None:
+        if text != self.last[0]:
+            raise sf.RankError(f"ranks disagree on {what}: {text}")
+
+
+def _comms(peer: Peer) -> Comms:
+    return Comms(MESH, Wire(), peer)  # pyright: ignore[reportArgumentType]  # the rounds of a control plane suffice
+
+
+class Case:
+    """The graphs of `x -> (x + 1,)`."""
+
+    def __init__(self, peer: Peer | None = None) -> None:
+        self.jitted = Jitted(torch.neg, backend="graph", check_types=False)
+        self.graphs, self.peer, self.captured = Graphs(self.jitted), peer or Peer(), 0
+
+    def capture(self) -> Program:
+        self.captured += 1
+        gm = capture(lambda x: [x + 1], [torch.zeros(3)])
+        gm.meta |= {"mesh_shape": {}, "coords": {}, "groups": {}}
+        return Program(gm, "a tensor")
+
+    def ready(self, *, everywhere: bool = False, make: Callable[[], Program] | None = None) -> Any:
+        return self.graphs.ready(
+            _comms(self.peer), ("plan", 3), make or self.capture, "add", {"x": torch.zeros(3)}, everywhere=everywhere
+        )
+
+
+def test_a_signature_is_captured_once_and_found_again() -> None:
+    case = Case()
+    assert not case.graphs.knows(("plan", 3))
+    first = case.ready()
+    assert case.graphs.knows(("plan", 3)) and not case.graphs.knows(("plan", 4))
+    (out,) = first(_comms(case.peer), None, [torch.zeros(3)])
+    assert torch.equal(out, torch.ones(3))
+    sent = case.peer.exchanges
+    assert case.ready(everywhere=True) is first
+    assert (case.captured, case.peer.exchanges) == (1, sent)
+    info = case.graphs.cache_info()
+    assert (info.hits, info.misses, info.currsize) == (1, 1, 1)
+    assert case.jitted.cache_info().misses == 0  # two steps around one function count apart
+
+
+def test_where_one_rank_lacks_the_graph_all_capture_it() -> None:
+    case = Case()
+    first = case.ready()
+    assert case.ready(everywhere=False) is not first
+    assert case.captured == 2 and case.graphs.cache_info().currsize == 1
+
+
+def _fails() -> Program:
+    raise KeyError("no such leaf")
+
+
+def test_a_rank_that_fails_raises_its_own_error_after_it_has_taken_part() -> None:
+    case = Case()
+    with pytest.raises(KeyError, match="no such leaf"):
+        case.ready(make=_fails)
+    assert case.peer.exchanges == 1 and not case.graphs.knows(("plan", 3))
+
+
+@pytest.mark.parametrize("at", [0, 1, 2], ids=["capture", "types", "compilation"])
+def test_a_failure_of_another_rank_is_an_error_here_and_leaves_no_graph(at: int) -> None:
+    case = Case(Peer(**{f"at_{at}": ("KeyError: 'no such leaf'", None)}))
+    with pytest.raises(sf.RankError, match=r"another rank could not capture or compile .*\n.*rank 1 failed: KeyError"):
+        case.ready()
+    assert not case.graphs.knows(("plan", 3))
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        (("two tensors", SAME), "disagree on what the loss returns: a tensor"),
+        (("a tensor", Events(["gather dp: all_gather float32 [3, 3]"], [])), "collective 1 on channel 'gather dp'"),
+    ],
+    ids=["results", "collectives"],
+)
+def test_ranks_whose_programs_differ_are_refused(told: tuple[str, Events], says: str) -> None:
+    with pytest.raises(sf.RankError, match=says):
+        Case(Peer(at_0=told)).ready()
+
+
+def test_agreement_sends_one_number_where_programs_are_the_same() -> None:
+    peer = Peer()
+    assert agreed(_comms(peer), lambda: 7, lambda made: (str(made), SAME)) == 7
+    assert peer.exchanges == 1
+
+
+def test_a_program_is_lowered_without_a_word_to_other_ranks() -> None:
+    case = Case()
+    program, schedule = case.graphs.lower(case.capture)
+    assert isinstance(program, Program) and schedule == case.jitted.schedule and case.peer.exchanges == 0
+    ready = case.graphs.compile(program, None, _comms(case.peer))
+    assert torch.equal(ready(_comms(case.peer), None, [torch.zeros(3)])[0], torch.ones(3))
+
+
+def test_a_program_of_no_use_is_refused_by_what_all_ranks_have() -> None:
+    class Useless(Program):
+        def check(self, exchange: Callable[[int], Sequence[int]]) -> None:
+            raise ValueError(f"useless on {exchange(5)}")
+
+    case = Case()
+    with pytest.raises(ValueError, match=r"useless on \[5, 5\]"):
+        case.ready(make=lambda: Useless(**vars(case.capture())))
+
+
+def test_a_signature_has_all_that_a_graph_relies_on() -> None:
+    plan, _, _ = plan_of({"a": (4, 3)}, sf.Zero(0))
+    other, _, _ = plan_of({"a": (4, 3)}, sf.Zero(0))
+
+    def of(x: Tensor, on: Any = plan) -> Any:
+        return signature(on, {"x": x})
+
+    x = torch.zeros(3, 3)
+    assert of(x) == of(torch.ones(3, 3))
+    different = [of(torch.zeros(3, 2)), of(x.t()[:, :2]), of(x.double()), of(x[:2]), of(x, other)]
+    assert of(x.t()) == of(x.t().clone(memory_format=torch.preserve_format))
+    assert of(x.t()) != of(x) and all(key != of(x) for key in different)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert of(x) != signature(plan, {"x": torch.zeros(3, 3, dtype=torch.float64)})
+        inside = of(x)
+    assert inside != of(x)
