@@ -327,7 +327,8 @@ def test_steps_have_the_bits_and_the_traffic_of_their_activations(world: int, tm
     assert book.moved("host", "disk") > 2 * LAYERS * EACH
 
 
-@distributed(world=[1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@distributed(world=[1, 2])
 def test_in_captured_steps_the_moves_are_ops(world: int, tmp_path: pathlib.Path) -> None:
     mesh, zero = sf.make_mesh({"dp": world}), sf.Zero(3, persist_elements=0)
     want, _ = _run(_loss, mesh, zero=zero)

@@ -65,7 +65,9 @@ def _state_restored(place: pathlib.Path, stage: int, world: int) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP's warning in one process
-@pytest.mark.parametrize("source", [1, 2, 3])
+@pytest.mark.parametrize(
+    "source", [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)]
+)
 def test_a_state_saved_for_dcp_is_read_by_torch_and_by_us(tmp_path: pathlib.Path, source: int) -> None:
     want = _state_saved(tmp_path, world=source)[0]
     plain = {p: torch.full_like(x, 9) for p, x in want.items()}
@@ -101,7 +103,9 @@ def _dtensors_restored(place: pathlib.Path, world: int) -> Any:
     return {k: x.full_tensor().clone() if isinstance(x, GlobalTensor) else x for k, x in tree.items()}
 
 
-@pytest.mark.parametrize("source", [1, 2, 3])
+@pytest.mark.parametrize(
+    "source", [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)]
+)
 def test_what_torch_saved_as_dtensors_is_restored_on_any_mesh(tmp_path: pathlib.Path, source: int) -> None:
     _dtensors_saved(tmp_path, world=source)
     for target in (1, 2, 3):
@@ -160,7 +164,7 @@ def _layers_restored(place: pathlib.Path, world: int) -> None:
         assert_bits(by_path(tree), want)
 
 
-@pytest.mark.parametrize("source", [2, 4])
+@pytest.mark.parametrize("source", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_heads_stages_disk_and_stacks_there_and_back(tmp_path: pathlib.Path, source: int) -> None:
     """Two ranks have the layers stacked, along stages; all others in a list, and four have them cut along tp."""
     _layers_saved(tmp_path, world=source)

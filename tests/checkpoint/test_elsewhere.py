@@ -59,6 +59,7 @@ def assert_equal(got: Any, want: Any) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b), path
 
 
+@pytest.mark.nightly
 def test_errors_of_compression_are_kept(tmp_path: pathlib.Path) -> None:
     old = _owing(tmp_path, 1, world=2)[0]
     assert_owes_the_same(old, _going_on(tmp_path, "2-1", 1, world=2)[0], exact=True)
@@ -161,6 +162,8 @@ def _given_up(directory: pathlib.Path, name: str) -> None:
         assert metrics["loss"].isfinite()
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name", ["onebit_adam", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("onebit_lamb", "zero_one_adam"))]
+)
 def test_errors_that_cannot_be_cut_anew_may_begin_at_zero(name: str, tmp_path: pathlib.Path) -> None:
     _given_up(tmp_path, name)

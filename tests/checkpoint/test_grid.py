@@ -256,7 +256,8 @@ def ring(layouts: list[Layout]) -> list[tuple[Layout, Layout]]:
     return [(x, layouts[(i + 1) % len(layouts)]) for i, x in enumerate(layouts)]
 
 
-@pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.nightly), "onebit_adam"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["adamw", "onebit_adam"])
 def test_from_ranks_of_data_to_heads_to_layers(tmp_path: pathlib.Path, name: str) -> None:
     states = saved(tmp_path, DAY, name)
     for source, target in ring(DAY):

@@ -353,6 +353,7 @@ def killed(directory: pathlib.Path, times: int, seed: int) -> int:
     return halves
 
 
+@pytest.mark.nightly
 def test_killed_at_any_instant_the_newest_checkpoint_is_whole(tmp_path: pathlib.Path) -> None:
     assert killed(tmp_path, 8, seed=0) > 0  # some of these instants were in the middle of a save
 

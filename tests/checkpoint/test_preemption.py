@@ -48,7 +48,7 @@ def _trained(directory: pathlib.Path, told: dict[int, int], *, stage: int = 3, j
     return int(state.step), preemption.exit_code
 
 
-@distributed(world=[1, 3])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_a_signal_on_one_rank_stops_all_after_the_same_step(world: int, tmp_path: pathlib.Path) -> None:
     assert _trained(tmp_path / "one", {world - 1: 5}) == (6, 7)
     assert checkpoint.steps(tmp_path / "one") == [6]
@@ -141,6 +141,7 @@ sys.exit(preemption.exit_code)
 """
 
 
+@pytest.mark.nightly
 def test_a_second_signal_ends_at_once_but_an_echo_does_not() -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-u", "-c", PROGRAM]

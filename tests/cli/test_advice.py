@@ -72,6 +72,7 @@ def test_the_help_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None
     assert "(default a100-80)" in out and "(default bf16-adam)" in out and "(default gpt2)" in out
 
 
+@pytest.mark.nightly
 def test_the_package_is_the_program() -> None:
     done = subprocess.run([sys.executable, "-m", "shardfn", "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.startswith("usage: shardfn")

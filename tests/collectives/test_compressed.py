@@ -178,7 +178,7 @@ def check_conservation(x: Tensor, before: Any, out: Tensor, after: Any) -> None:
     torch.testing.assert_close(left, right, rtol=1e-6, atol=2e-6)
 
 
-@distributed(world=[1, 2, 3])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_leaves_buckets_donation_dtypes_and_codes_change_no_bits(world: int) -> None:
     with on(world):
         compressor = c.error_feedback(c.sign())
@@ -215,7 +215,7 @@ def test_leaves_buckets_donation_dtypes_and_codes_change_no_bits(world: int) -> 
         torch.testing.assert_close(wide.bfloat16(), out["d"], **EXACT)
 
 
-@distributed(world=[2, 3])
+@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_every_compressor_equals_its_formula_and_bounds_its_error(world: int) -> None:
     with on(world):
         for plain in COMPRESSORS:
@@ -248,7 +248,7 @@ def assert_near(compressor: Compressor, out: Tensor, mean: Tensor) -> None:
         assert out.isfinite().all() and out.norm() <= 3 * mean.norm() + 3
 
 
-@distributed(world=[2, 3])
+@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_identity_is_the_sum_in_the_order_of_ranks_and_sums_conserve(world: int) -> None:
     with on(world):
         inputs = [given(1000, i).view(10, 100) for i in range(world)]
@@ -278,7 +278,7 @@ def test_identity_is_the_sum_in_the_order_of_ranks_and_sums_conserve(world: int)
 # Bytes
 
 
-@distributed(world=[2, 4])
+@distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_bytes(world: int) -> None:
     with on(world):
         compressor = c.error_feedback(c.sign())
@@ -404,7 +404,7 @@ def test_two_axes_are_exact_inside_and_compressed_between() -> None:
 # psum_scatter
 
 
-@distributed(world=[1, 2, 3])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_compressed_psum_scatter(world: int) -> None:
     with on(world):
         shapes = [(7,), (5, 3), (1, 4), (2, 0), (8, 16)]
@@ -468,7 +468,7 @@ def test_psum_scatter_over_two_links() -> None:
 # quantized_all_gather
 
 
-@distributed(world=[2, 3])
+@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_quantized_all_gather(world: int) -> None:
     with on(world):
         cases: list[tuple[torch.dtype, Literal[8, 4]]] = [(torch.float32, 8), (torch.bfloat16, 8), (torch.float16, 4)]
@@ -571,6 +571,7 @@ def test_there_is_no_derivative() -> None:
 # Captures
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_capture_is_the_same_and_its_transfers_are_those_counted() -> None:
     mesh = make_mesh({"dp": 2}, device="cpu")

@@ -125,14 +125,14 @@ def _sizes(world: int) -> list[list[int]]:
 _RUNS = (_gathers, _scatters, _exchanges, _sums, _passes_on)
 
 
-@distributed(world=[2, 3, 4])
+@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_operations_have_the_bits_of_gloo(world: int) -> None:
     for run in _RUNS:
         _compare(world, "C++", run, _sizes(world), [torch.float32])
         _compare(world, "C++", run, _sizes(world)[2:3], [torch.bfloat16, torch.int64][: 4 - world])
 
 
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_operations_have_the_bits_of_gloo_without_a_compiler(world: int) -> None:
     for run in _RUNS:
         _compare(world, ENGINES[4 - world], run, _sizes(world)[1:3], [torch.float32, torch.bfloat16][: 4 - world])

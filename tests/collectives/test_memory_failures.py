@@ -181,7 +181,11 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Ite
     assert set(pathlib.Path("/dev/shm").glob("*shardfn*")) <= before
 
 
-_KILLED = [(2, 1, "C++"), (3, 1, "C++"), (2, 2, "C++"), (2, 1, "Python"), (3, 1, "both")]
+_KILLED = [
+    (2, 1, "C++"),
+    *(pytest.param(*x, marks=pytest.mark.nightly) for x in [(3, 1, "C++"), (2, 2, "C++"), (2, 1, "Python")]),
+    (3, 1, "both"),
+]
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -149,6 +149,7 @@ def test_ranks_of_nobody_share_memory(cache: Callable[[int], str]) -> None:
             assert said.engine == "CompiledEngine"
 
 
+@pytest.mark.nightly
 @switches
 def test_ranks_of_a_user_without_a_home_share_memory_by_python_and_say_why() -> None:
     with _job([NOBODY, NOBODY], cache="/proc/none") as job:
@@ -170,7 +171,11 @@ def test_ranks_of_different_users_go_on_by_gloo_and_the_first_says_why(users: li
     assert "/proc/" in warned[0][0] and "Permission denied" in warned[0][0]
 
 
-@pytest.mark.parametrize("users", [[ROOT, ROOT], _night(NOBODY, NOBODY), _night(NOBODY, DAEMON)], ids=str)
+@pytest.mark.parametrize(
+    "users",
+    [pytest.param([ROOT, ROOT], marks=pytest.mark.nightly), _night(NOBODY, NOBODY), _night(NOBODY, DAEMON)],
+    ids=str,
+)
 def test_two_jobs_at_the_same_time_never_meet(users: list[int]) -> None:
     mine = os.getuid()
     one, other = ([user if mine == ROOT else mine] * 2 for user in users)

@@ -196,7 +196,13 @@ def check_rows(axis: Axes, seed: int, sizes: tuple[int, ...]) -> None:
 
 
 @distributed(
-    world=[1, 2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly)], timeout=300
+    world=[
+        pytest.param(1, marks=pytest.mark.nightly),
+        2,
+        pytest.param(3, marks=pytest.mark.nightly),
+        pytest.param(4, marks=pytest.mark.nightly),
+    ],
+    timeout=300,
 )
 def test_rows_mean_what_the_slow_spec_says(world: int) -> None:
     with c.bind_mesh(make_mesh({"dp": world}, device="cpu")):

@@ -49,7 +49,7 @@ def _equal(got: Any, want: Any) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-@distributed(world=(2, 3))
+@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_values_are_those_of_rank_order_to_the_bit(world: int) -> None:
     made = torch.Generator().manual_seed(dist.get_rank())
     with sf.make_mesh({"dp": -1}, device="cpu") as mesh, bind_mesh(mesh):
@@ -83,6 +83,7 @@ def test_all_dtypes_and_orders_of_axes_are_as_by_gloo() -> None:
         _equal(found["memory", axis, dtype], found["gloo", axis, dtype])
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_blocks_of_sums_have_one_order_by_memory_by_gloo_and_in_graphs() -> None:
     mesh, found = sf.make_mesh({"dp": 2, "tp": 2}, device="cpu"), {}
@@ -147,7 +148,7 @@ def _params() -> dict[str, Tensor]:
 
 
 @distributed(world=2)
-@pytest.mark.parametrize("backend", ["", "graph", "inductor"])
+@pytest.mark.parametrize("backend", ["", "graph", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_steps_and_their_graphs_send_through_memory_alone(backend: str) -> None:
     x, runs = torch.ones(5, 4), {}
     for way in ("gloo", "memory"):
@@ -203,6 +204,7 @@ def test_a_rank_that_raises_in_a_loss_is_told_and_the_next_step_goes_through_mem
         assert all(x.shared_bytes for x in shared_groups(mesh).values())
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:
     mesh = sf.make_mesh({"tp": 2}, device="cpu", timeout=2)
@@ -323,7 +325,7 @@ def test_meshes_of_one_group_do_not_know_one_another() -> None:
 
 
 @distributed(world=2)
-@pytest.mark.parametrize("backend", ["graph", "inductor"])
+@pytest.mark.parametrize("backend", ["graph", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_a_function_captured_before_a_step_fails_goes_on_after_it(backend: str) -> None:
     mesh, fails = sf.make_mesh({"tp": 2}, device="cpu"), [True]
     f = sf.jit(lambda x: sf.psum(x, "tp") * 2, backend=backend)
@@ -349,7 +351,7 @@ def test_a_function_captured_before_a_step_fails_goes_on_after_it(backend: str) 
 
 
 @distributed(world=2)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_losses_that_torch_compiles_run_as_they_were_written_along_an_axis_of_the_model(backend: str) -> None:
     with sf.make_mesh({"tp": 2}, device="cpu") as mesh, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the tests' checks of shapes have functions that dynamo does not know

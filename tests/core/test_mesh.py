@@ -53,7 +53,8 @@ def _idle() -> tuple[int, int, int]:
 
 
 @distributed(world=2, timeout=240)
-@pytest.mark.parametrize("num", [5, pytest.param(40, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("num", [5, 40])
 def test_meshes_that_are_dropped_leave_nothing(num: int) -> None:
     kept = []
     _idle()  # gloo's connections of a process's first mesh come in their own time

@@ -34,6 +34,7 @@ def test_the_same_minor_is_not(version: str) -> None:
         check_torch(version)
 
 
+@pytest.mark.nightly
 def test_it_is_told_once_at_import() -> None:
     program = "import torch; torch.__version__ = '2.99.0'; import shardfn, shardfn.optim; print('done')"
     done = subprocess.run(

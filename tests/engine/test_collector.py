@@ -73,6 +73,7 @@ def test_no_collection_begins_inside_a_step(stage: int) -> None:
     assert inside == 0 and between >= 10
 
 
+@pytest.mark.nightly
 def test_live_objects_do_not_grow_over_two_hundred_steps() -> None:
     made: list[weakref.ref[Node]] = []
 

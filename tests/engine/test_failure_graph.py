@@ -112,6 +112,7 @@ def test_an_error_of_one_rank_is_told_and_the_next_step_runs(mode: str, world: i
     assert ones == world
 
 
+@pytest.mark.nightly
 @distributed(world=3, timeout=120)
 def test_ranks_that_need_nothing_more_of_a_failed_one_are_told_at_the_next_step() -> None:
     mesh, rank = sf.make_mesh({"dp": -1}), torch.distributed.get_rank()

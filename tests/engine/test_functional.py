@@ -83,7 +83,9 @@ def plain_step(loss: Any, tx: Any) -> Any:
     return step
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "lion", "lamb"])
+@pytest.mark.parametrize(
+    "name", ["adamw", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("sgd", "lion", "lamb"))]
+)
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_vmap_over_learning_rates_trains_a_population(world: int, name: str) -> None:
     mesh = sf.make_mesh({"dp": world})
@@ -211,7 +213,7 @@ def test_per_example_gradients(world: int) -> None:
         close(vmap(unshard)(got), each)
 
 
-@pytest.mark.parametrize("name", ["smooth", "odd"])
+@pytest.mark.parametrize("name", ["smooth", pytest.param("odd", marks=pytest.mark.nightly)])
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_hessian_vector_products_both_ways_and_jvp(world: int, name: str) -> None:
     mesh, (loss, whole, batch_of) = sf.make_mesh({"dp": world}), problem(name)
@@ -234,8 +236,9 @@ def hyper(clip: float, log_lr: Any, decay: Any = 0.1, b1: Any = 0.9) -> optim.Gr
     return optim.chain(optim.clip_by_global_norm(clip), adamw) if clip else adamw
 
 
-@pytest.mark.parametrize("name", ["smooth", pytest.param("odd", marks=pytest.mark.nightly)])
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["smooth", "odd"])
+@distributed(world=[1, 2, 4])
 def test_hypergradients_through_three_steps(world: int, name: str) -> None:
     mesh, (loss, whole, batch_of) = sf.make_mesh({"dp": world}), problem(name)
     batches, held_out = [batch_of(n) for n in range(3)], batch_of(9)
@@ -309,7 +312,7 @@ def test_hypergradients_of_other_optimizers(world: int) -> None:
         close(grad(sharded)(at), grad(plain)(at))
 
 
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_population_sends_as_many_messages_each_k_times_as_large(world: int) -> None:
     mesh, own = sf.make_mesh({"dp": world}), rows(odd_batch(0), sf.make_mesh({"dp": world}))
     for stage in STAGES:

@@ -51,8 +51,8 @@ def _under_way(state: Any) -> int:
     return sum(bool(x.coming) for x in tree_leaves(state.params))
 
 
-@distributed(world=[2, 3])
-@pytest.mark.parametrize("bucket", [0, 1 << 20])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("bucket", [pytest.param(0, marks=pytest.mark.nightly), 1 << 20])
 def test_it_has_the_bits_of_waiting_after_the_update(bucket: int) -> None:
     policy = sf.Policy(compute=torch.bfloat16)
     half: Any = sf.mixed_precision(_loss, policy)
@@ -70,6 +70,7 @@ def test_it_has_the_bits_of_waiting_after_the_update(bucket: int) -> None:
         assert not _under_way(states[1])  # it has been read
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_stacked_leaves_come_layer_by_layer() -> None:
     def loss(p: Tensor, x: Tensor) -> Tensor:

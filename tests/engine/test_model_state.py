@@ -193,7 +193,7 @@ def _writes(p: dict, s: dict, x: Tensor) -> tuple[Tensor, dict]:
     return (x @ p["w"]).square().mean(), s
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=pytest.mark.nightly)])
 def test_what_is_no_model_state_is_refused_by_path(mode: str) -> None:
     x = torch.ones(2, 3)
     for loss, error, words in (

@@ -75,7 +75,8 @@ def _inner(run: Any) -> Any:
     return run._replace(opt_state=run.opt_state.inner, metrics=[])
 
 
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@distributed(world=[1, 2, 3])
 def test_gradients_add_up_to_those_that_are_given(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     batches = [odd_batch(n) for n in range(STEPS)]
@@ -125,6 +126,7 @@ def test_weights_masters_and_loss_scales() -> None:
         assert int(state.opt_state.inner[0].steps) == STEPS
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_states_are_cut_over_the_other_axis_at_every_stage() -> None:
     mesh = sf.make_mesh({"node": 2, "gpu": 2})

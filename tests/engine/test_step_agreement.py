@@ -142,7 +142,7 @@ def test_a_state_of_another_optimizer_and_steps_that_differ_later_are_found_too(
 
 
 @distributed(world=2)
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=pytest.mark.nightly)])
 def test_ranks_without_a_dp_axis_train_together(mode: str) -> None:
     rank = dist.get_rank()
     loss = sf.jit(_loss, backend="graph") if mode == "graph" else _loss

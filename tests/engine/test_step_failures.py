@@ -169,6 +169,7 @@ def test_branches_that_only_some_ranks_take_neither_hang_nor_err(world: int) -> 
             torch.testing.assert_close(state.params[k].full_tensor(), want[k], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_rank_that_raises_in_any_microbatch_or_before_is_named() -> None:
     rank = torch.distributed.get_rank()

@@ -129,6 +129,7 @@ def _many_ways(p: Any, b: Any) -> Any:
     return loss, {"share": share, "n": 1.0, "size": sf.psum(h.square().sum(), "tp")}
 
 
+@pytest.mark.nightly
 def test_what_is_right_is_not_refused() -> None:
     for zero in STAGES[1:]:
         _lowered(_many_ways, zero, has_aux=True)
@@ -320,6 +321,7 @@ def _random_cases(seeds: list[int], changes: int) -> tuple[int, int]:
     return sum(wrong for wrong, _ in rows), sum(refused for _, refused in rows)
 
 
+@pytest.mark.nightly
 def test_random_losses_are_refused_only_where_they_are_wrong() -> None:
     _random_cases([0], 1)
 

@@ -76,7 +76,8 @@ def test_it_has_45_lines() -> None:
         assert f"{code_lines(ROOT / name)} lines" in page
 
 
-@pytest.mark.parametrize("launcher", [ALONE, pytest.param(TWO, marks=pytest.mark.nightly)], ids=["alone", "two"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", [ALONE, TWO], ids=["alone", "two"])
 def test_it_trains_and_transformers_reads_what_it_leaves(
     launcher: list[str], given: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

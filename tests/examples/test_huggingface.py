@@ -137,6 +137,7 @@ def test_dropout_without_a_key_is_refused_by_name() -> None:
         apply(params, input_ids=tokens, labels=tokens)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_tied_weights_stay_tied() -> None:
     model = _model("gpt2")

@@ -19,7 +19,7 @@ def losses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
     return [float(x) for x in re.findall(r"loss (\d+\.\d+)", out)]
 
 
-@pytest.mark.parametrize("model", ["gpt", "bert"])
+@pytest.mark.parametrize("model", ["gpt", pytest.param("bert", marks=pytest.mark.nightly)])
 def test_it_learns_and_all_attention_is_the_same(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -156,6 +156,7 @@ def test_one_process_and_two_that_run_a_graph_agree(text: pathlib.Path, tmp_path
     assert sample == same_sample
 
 
+@pytest.mark.nightly
 def test_ctrl_c_on_one_process(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
     process = start(PLAIN, text, tmp_path / "x", "--steps", "1000000", "--precision", "bf16")
     code, said = interrupt(process, tmp_path / "x", signal.SIGINT)

@@ -116,7 +116,7 @@ def test_a_training_step_keeps_its_values_its_order_and_compiles_each_kind_of_la
 
 
 @needs_compiler
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("approximate", [pytest.param("none", marks=pytest.mark.nightly), "tanh"])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16])
 def test_gelu_and_its_gradient(approximate: str, dtype: torch.dtype) -> None:
     gelu, backward = torch.ops.aten.gelu, torch.ops.aten.gelu_backward
@@ -133,6 +133,7 @@ def test_sixteen_bits_are_rounded_where_eager_rounds_them() -> None:
     both(lambda x, y: (((x * y + x) * y - x) * y,), x, y, exact=True)
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_integers_shifts_and_masks_are_exact() -> None:
     x = torch.arange(1000, dtype=torch.int64)
@@ -154,6 +155,7 @@ def test_what_is_read_before_a_write_is_read_before_it() -> None:
     both(step, torch.randn(8, 8), torch.randn(8, 8))
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_a_small_sum_does_not_move_before_a_write_to_what_it_reads() -> None:
     def step(x: torch.Tensor, w: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -166,6 +168,7 @@ def test_a_small_sum_does_not_move_before_a_write_to_what_it_reads() -> None:
     both(step, x, x.cos(), torch.randn(16))
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_a_gather_into_memory_that_exists_is_seen_only_after_its_wait() -> None:
     def step(into: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -178,6 +181,7 @@ def test_a_gather_into_memory_that_exists_is_seen_only_after_its_wait() -> None:
     both(step, torch.zeros(12), torch.randn(12))
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_views_share_memory_and_copies_do_not() -> None:
     def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -193,6 +197,7 @@ def test_views_share_memory_and_copies_do_not() -> None:
     assert len({t.data_ptr() for t in (x, y, copy, again, other)}) == 5
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_copies_inside_a_region_have_memory_of_their_own() -> None:
     def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -55,7 +55,9 @@ def _parity(body: Any, T: int, mesh: sf.Mesh, *, jit: bool = False, **how: Any) 
     torch.testing.assert_close(found, [float(total / weight)] * 2, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("body", [nn.Blockwise(3), nn.Chunked(3)], ids=["blockwise", "chunked"])
+@pytest.mark.parametrize(
+    "body", [nn.Blockwise(3), pytest.param(nn.Chunked(3), marks=pytest.mark.nightly)], ids=["blockwise", "chunked"]
+)
 @distributed(world=2)
 def test_bodies_on_whole_rows(body: Any) -> None:
     _parity(body, 7, sf.make_mesh({"pp": 2}, device="cpu"))

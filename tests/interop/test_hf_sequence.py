@@ -126,7 +126,7 @@ def parity(name: str, body: Any, T: int, mesh: sf.Mesh, *, stage: int, packed: b
 
 
 @pytest.mark.parametrize("body", BODIES)
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_llama_along_a_sequence(body: str, world: int) -> None:
     """Stages 0 and 3; packed documents; 7 tokens, which no mesh divides; and a key head that all ranks share."""
     mesh = sf.make_mesh({"sp": world})
@@ -134,6 +134,7 @@ def test_llama_along_a_sequence(body: str, world: int) -> None:
     parity("llama", BODIES[body](7), 7, mesh, stage=0, packed=False, kv_heads=1)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_llama_captured() -> None:
     parity("llama", BODIES["ulysses"](7), 7, sf.make_mesh({"sp": 2}), stage=3, packed=True, tile=3, jit=True)
@@ -147,7 +148,8 @@ def test_other_models_and_a_checkpoint_within() -> None:
     parity("gpt2", BODIES["ring"](7), 7, mesh, stage=3, packed=True)
 
 
-@pytest.mark.parametrize("name", [x if x == "gpt_oss" else pytest.param(x, marks=pytest.mark.nightly) for x in OTHERS])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OTHERS)
 @distributed(world=2)
 def test_other_kinds_of_attention(name: str) -> None:
     mesh = sf.make_mesh({"sp": 2})

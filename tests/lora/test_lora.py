@@ -98,7 +98,7 @@ def test_sharded_it_equals_one_device(stage: int) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=NIGHTLY), 3])
 @distributed(world=4)
 def test_beside_leaves_that_are_cut(stage: int) -> None:
     """All ranks of the axis use the whole leaf of an adapter, and its gradient sums over all of them."""
@@ -113,6 +113,7 @@ def test_beside_leaves_that_are_cut(stage: int) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_captured_it_has_the_bits_of_the_eager_step() -> None:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")

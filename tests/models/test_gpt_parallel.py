@@ -83,7 +83,7 @@ def parity(
     )
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.nightly if x in SLOW else ()) for x in CONFIGS])
 @distributed(world=2)
 def test_every_style_on_two_ranks_in_float64(name: str, sequence: bool) -> None:
@@ -113,6 +113,7 @@ def test_a_captured_step_on_dp_times_tp() -> None:
     parity(config, sf.make_mesh({"dp": 2, "tp": 2}), STAGES[3], sequence=True, remat=True, jit=True)
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_three_ranks_and_float32() -> None:
     mesh = sf.make_mesh({"dp": 1, "tp": 3})
@@ -122,7 +123,7 @@ def test_three_ranks_and_float32() -> None:
 
 
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["eager", "jit"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["whole", "sequence"])
 @distributed(world=4)
 def test_more_ranks_than_heads_tokens_and_classes(sequence: bool, jit: bool) -> None:
     """3 heads, 3 tokens and 5 classes over 4 ranks: the last rank has no head, token or class."""
@@ -170,7 +171,7 @@ def _own_blocks(config: gpt.Config) -> Any:
     return tree_unflatten(treedef, [x[cut].clone() for x, cut in zip(leaves, cuts, strict=True)])
 
 
-@pytest.mark.parametrize("name", ["gpt2_tied", "llama_gqa"])
+@pytest.mark.parametrize("name", ["gpt2_tied", pytest.param("llama_gqa", marks=pytest.mark.nightly)])
 @distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_a_block_sends_four_all_reduces_or_their_volume_in_pairs(name: str, world: int) -> None:
     torch.set_num_threads(1)
@@ -213,7 +214,7 @@ def test_logits_and_samples_are_those_of_one_device() -> None:
     assert torch.equal(drawn, gpt.generate(config, params, prompt, 4, sf.key(1)))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.nightly), 3])
 @distributed(world=2)
 def test_a_sharded_state_samples_what_one_device_samples(stage: int) -> None:
     config, prompt = CONFIGS["llama_gqa"], torch.tensor([[1, 2], [3, 4]])

@@ -101,7 +101,7 @@ def parity(
     )
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("name", ["ulysses", pytest.param("ring", marks=pytest.mark.nightly), "zigzag"])
 @distributed(world=2)
 def test_every_style_on_two_ranks(name: str) -> None:
     mesh, T = sf.make_mesh({"sp": 2}), 7
@@ -122,6 +122,7 @@ def test_dp_and_tp_and_a_captured_step() -> None:
     parity(llama, sf.make_mesh({"dp": 2, "sp": 2}), ring, 7, stage=3, remat=True, jit=True, packed=True)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_ring_and_ulysses_at_once() -> None:
     mesh = sf.make_mesh({"r": 2, "u": 2})
@@ -146,6 +147,7 @@ def test_grid(name: str, jit: bool, world: int) -> None:
             parity(config, mesh, BODIES[name](8), 8, accumulate=1 + (stage == 3), **how)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_a_pipeline_of_ranks_that_have_some_tokens() -> None:
     config = dataclasses.replace(CONFIGS["llama"], stacked=True)

@@ -59,6 +59,7 @@ def _from_module(module: nn.Module, **options: Any) -> Any:
         return sf.from_module(module, **options)
 
 
+@pytest.mark.nightly
 @distributed(world=[2])
 def test_a_step_over_a_compiled_module_is_that_of_the_module(world: int, tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": -1}, device="cpu")

@@ -288,6 +288,7 @@ def test_bodies_on_a_line() -> None:
     many_ranks(sf.make_mesh({"sp": 3}), line, range(4), 40)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_bodies_on_a_grid() -> None:
     many_ranks(sf.make_mesh({"r": 2, "u": 2}), grid, range(3), 40)
@@ -359,7 +360,7 @@ def sent(impl: nn.Body, mask: nn.Mask, tokens: int, heads: int, key_heads: int) 
     return numbers, calls
 
 
-@distributed(world=[2, 4])
+@distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_bytes_are_those_of_the_formulas(world: int) -> None:
     torch.set_num_threads(1)
     mesh, P, K = sf.make_mesh({"sp": world}), world, 4

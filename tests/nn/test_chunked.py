@@ -75,7 +75,7 @@ def on_ranks(mesh: sf.Mesh, lengths: tuple[int, ...]) -> None:
                 close(got, [x[:, at] for x in want])
 
 
-@distributed(world=[2, 3])
+@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_chunks_on_ranks_are_dense_attention(world: int) -> None:
     """Lengths that no mesh divides, fewer heads and key heads than ranks, masks of all kinds."""
     on_ranks(sf.make_mesh({"sp": world}), (11,))

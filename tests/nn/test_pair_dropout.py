@@ -175,6 +175,7 @@ def both(T: int) -> list[nn.Body]:
     return [nn.Ulysses("u", T, nn.Ring("r", zigzag=True, block=4))]
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_bodies_on_grids_and_samples_over_dp() -> None:
     many_ranks(sf.make_mesh({"r": 2, "u": 2}), both, range(4, 6))

@@ -113,7 +113,7 @@ def _case(name: str, axis: str | None, cut: bool) -> tuple[Callable[..., Any], A
     return loss, {k: draw(s) for k, (s, _) in leaves.items()}, {k: spec for k, (_, spec) in leaves.items()}, batch
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("cut", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["whole", "sequence"])
 @distributed(world=3)
 def test_layers_equal_one_device(cut: bool) -> None:
     _layers_equal_one_device(3, cut)

@@ -108,14 +108,21 @@ def parity(mesh: sf.Mesh, config: gpt.Config, plain: gpt.Config, jit: bool, **op
     )
 
 
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [("tp", False, {"sequence": True})],
+        pytest.param([("tp", True, {}), ("dp", False, {})], marks=pytest.mark.nightly),
+    ],
+    ids=["sequence", "captured and whole"],
+)
 @distributed(world=2)
-def test_cut_classes_equal_one_device() -> None:
+def test_cut_classes_equal_one_device(cases: list[tuple[str, bool, dict[str, Any]]]) -> None:
     style: dict[str, Any] = {"position": "rope", "norm": "rms", "per_head": True}
     plain = gpt.Config(**SHAPE, **style)
     config = gpt.Config(**SHAPE, **style, loss_tile=4)
-    parity(sf.make_mesh({"tp": 2}), config, plain, jit=False, sequence=True)
-    parity(sf.make_mesh({"tp": 2}), config, plain, jit=True)
-    parity(sf.make_mesh({"dp": 2}), config, plain, jit=False)
+    for axis, jit, options in cases:
+        parity(sf.make_mesh({axis: 2}), config, plain, jit=jit, **options)
 
 
 def test_what_is_refused() -> None:

@@ -94,6 +94,7 @@ def _told(directory: pathlib.Path, ranks: set[int]) -> list[str]:
     return list(found.values())
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_killed_is_named_and_the_job_goes_on(tmp_path: pathlib.Path) -> None:
     place = tmp_path / "job"
     place.mkdir()

@@ -108,6 +108,7 @@ def test_a_pair_in_a_step_equals_one_device() -> None:
             check(RULES[name], stage, 2)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_pairs_nest_and_are_captured() -> None:
     for name in ("chain", "multi"):

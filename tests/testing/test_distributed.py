@@ -266,6 +266,7 @@ def test_plain_script_whose_workers_end_with_it(tmp_path: Path) -> None:
     assert not any(_lives(pid) for pid in workers)
 
 
+@pytest.mark.nightly
 def test_workers_end_when_the_parent_is_killed(tmp_path: Path) -> None:
     run = _run_script(tmp_path, SCRIPT + "    os.kill(os.getpid(), 9)\n")
     workers = [int(word) for word in run.stdout.split()[2:]]
@@ -290,6 +291,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
+@pytest.mark.nightly
 def test_a_setup_file_that_fails_is_shown(tmp_path: Path) -> None:
     (tmp_path / "odd_setup.py").write_text("raise ValueError('odd setup')")
     script = tmp_path / "plain.py"

@@ -33,7 +33,7 @@ def _weighted(params: dict[str, Tensor], batch: dict[str, Tensor]) -> sf.Weighte
     return sf.WeightedMean(squares.sum(), squares.numel())
 
 
-@distributed(world=[1, 2, 3])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_a_weighted_mean_over_uneven_microbatches_equals_one_device(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     batches = [_batch(8, 1), _batch(7, 2), _batch(world, 3)]  # 7 rows that no number divides; 1 row a rank in 3 parts

@@ -90,7 +90,7 @@ CASES: dict[str, Case] = {
     "zero3_onebit": Case(optimizer="onebit"),
 }
 IN_FULL = ("zero0", "zero1", "zero3", "zero3_stacked", "zero3_host")
-DAILY = ("zero0", "zero2_accumulate", "zero3_stacked", "zero3_secondary")
+DAILY = ("zero0", "zero2_accumulate", "zero3_stacked")
 
 
 def _params(stacked: bool) -> Any:

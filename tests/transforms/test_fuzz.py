@@ -291,6 +291,7 @@ def test_what_nights_have_found(tmp_path: pathlib.Path) -> None:
     assert check([Case.of(519003897)], 3, tmp_path)["equal"] == 1
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_scan_that_is_computed_again_saves_what_its_forward_saved(tmp_path: pathlib.Path) -> None:
     """Three captured microbatches of a scan under remat and offload: the second knew the layers of the first."""

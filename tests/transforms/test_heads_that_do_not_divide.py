@@ -63,7 +63,12 @@ def both(num):
     return unmodified(gpt.Config(**SIZES), num)
 
 
-@pytest.mark.parametrize("body", [nn.Ulysses("sp", 6), nn.Chunked(3, "sp", 6)], ids=["ulysses", "chunked"])
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "body",
+    [nn.Ulysses("sp", 6), nn.Chunked(3, "sp", 6)],
+    ids=["ulysses", "chunked"],
+)
 @distributed(world=4)
 def test_a_rank_without_a_head_has_its_part_of_a_sequence(body):
     torch.set_num_threads(1)

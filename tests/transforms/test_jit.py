@@ -32,7 +32,8 @@ def test_ten_steps_have_the_bits_of_eager(world: int) -> None:
         _same(odd_loss, graph(odd_loss), optim.adamw(1e-2, weight_decay=0.1), odd_params(), batches, **options)
 
 
-@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 1, 2), marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("stages", [(3,), (0, 1, 2)])
 @distributed(world=3, timeout=200)
 def test_composes_with_accumulate_remat_clip_and_every_optimizer(stages: tuple[int, ...]) -> None:
     mesh = sf.make_mesh({"dp": 3})
@@ -54,6 +55,7 @@ def _noisy(params: dict, batch: dict, key: Tensor) -> tuple[sf.WeightedMean, dic
     return sf.WeightedMean(errors.sum(), torch.tensor(errors.numel())), {"worst": errors.max(), "two": 2}
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_composes_with_keys_aux_weights_and_uneven_ranks() -> None:
     mesh = sf.make_mesh({"dp": 3})
@@ -75,6 +77,7 @@ def _tp_loss(params: dict, batch: dict) -> Tensor:
     return ((sf.psum(h @ params["down"].t(), "tp") - batch["y"]) ** 2).mean()
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_composes_with_tensor_parallel_leaves() -> None:
     g = torch.Generator().manual_seed(3)
@@ -86,6 +89,7 @@ def test_composes_with_tensor_parallel_leaves() -> None:
         _same(_tp_loss, graph(_tp_loss), optim.adamw(1e-2), params, [odd_batch(n) for n in range(3)], **options)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_modules_and_the_gpt_run_as_graphs() -> None:
     mesh = sf.make_mesh({"dp": 2})

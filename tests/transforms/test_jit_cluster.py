@@ -43,6 +43,7 @@ def test_all_ranks_run_the_choice_of_rank_0() -> None:
     assert_same(got, want, exact=True)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_what_fails_on_one_rank_is_told_to_all() -> None:
     mesh = sf.make_mesh({"dp": 2})

@@ -83,6 +83,7 @@ def test_a_lowered_step_compiles_to_the_step() -> None:
         compiled(state, _tokens(1, rows=2))
 
 
+@pytest.mark.nightly
 def test_a_cluster_that_nobody_has() -> None:
     mesh = sf.make_mesh({"dp": 64, "tp": 2}, abstract=True)
     config = gpt.Config(vocab_size=1000, num_layers=2, d_model=256, num_heads=4, max_len=64)

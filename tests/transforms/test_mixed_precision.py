@@ -32,7 +32,7 @@ KEPT_WIDE = sf.Policy(compute=BF16)
 graph = functools.partial(sf.jit, backend="graph")
 
 
-@distributed(world=[1, 2, pytest.param(4, marks=pytest.mark.nightly)])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_stages_equal_one_device_and_one_another(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     batches = [odd_batch(n) for n in range(2)]
@@ -135,7 +135,7 @@ def _rows(n: int, large: bool, world: int) -> dict:
     return {"x": x}
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     w = {"w": torch.randn(4, 3, generator=torch.Generator().manual_seed(9))}
@@ -217,7 +217,8 @@ def test_averages_over_ranks_and_microbatches_are_exact_integers(world: int) -> 
         torch.testing.assert_close(metrics["grad_norm"], want.norm(), rtol=1e-6, atol=0.0)
 
 
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.nightly) for stage in (0, 2))])
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [3, 0, 2])
 @distributed(world=2)
 def test_jit_has_the_bits_of_eager(stage: int) -> None:
     mesh = sf.make_mesh({"dp": 2})

@@ -78,7 +78,8 @@ def test_offload_keeps_two_bytes_a_parameter_on_the_device_and_moves_four(world:
         assert book.live("device") <= (1 << 10)
 
 
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
+@pytest.mark.nightly
+@distributed(world=[1, 2])
 def test_disk_reads_and_writes_twelve_bytes_a_parameter(world: int, tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": world})
     chunk = 2 << 20  # of which a part has rows of pages only

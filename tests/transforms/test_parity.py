@@ -44,7 +44,7 @@ def _loss(microbatches: int, remat: bool):
 @pytest.mark.parametrize(
     "name", [x if x == "adamw" else pytest.param(x, marks=pytest.mark.nightly) for x in OPTIMIZERS]
 )
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_stages_equal_one_device_and_one_another(world: int, name: str) -> None:
     _compare_stages(world, name)
 
@@ -82,7 +82,7 @@ def _compare_stages(world: int, name: str) -> None:
             assert_same(runs[3], runs[1], exact=True)
 
 
-@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_remat_is_bit_identical(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     for stage in range(4):
@@ -92,7 +92,8 @@ def test_remat_is_bit_identical(world: int) -> None:
         assert_same(on_mesh(sf.remat(odd_loss), *args, mesh=mesh, zero=zero), plain, exact=True)
 
 
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@distributed(world=[2, 3])
 def test_thresholds_never_change_a_bit(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     args = (sf.accumulate(odd_loss, 2), sf.optim.adamw(1e-2), odd_params(), [odd_batch(n) for n in range(STEPS)])
@@ -120,7 +121,8 @@ def test_reduce_once_equals_reduce_each(world: int) -> None:
         assert_same(got, want)
 
 
-@pytest.mark.parametrize("batch", [sf.P(("dp", "sp")), pytest.param(sf.P("sp"), marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.nightly
+@pytest.mark.parametrize("batch", [sf.P(("dp", "sp")), sf.P("sp")], ids=str)
 @distributed(world=4)
 def test_batch_over_two_axes_and_zero_over_one(batch: sf.P) -> None:
     mesh = sf.make_mesh({"dp": 2, "sp": 2})
@@ -142,7 +144,7 @@ def _tp_loss(params: dict, batch: dict) -> torch.Tensor:
     return ((out - batch["y"]) ** 2).mean()
 
 
-@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 1, 2), marks=pytest.mark.nightly)])
 @distributed(world=4)
 def test_tensor_parallel_leaves_compose_with_every_stage(stages: tuple[int, ...]) -> None:
     g = torch.Generator().manual_seed(3)
@@ -170,7 +172,7 @@ def _weighted_loss(params: dict, batch: dict) -> sf.WeightedMean:
     return sf.WeightedMean(errors.sum(), batch["mask"].sum())
 
 
-@distributed(world=[1, 3])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_weighted_mean_is_the_global_mean_for_uneven_ranks(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     g = torch.Generator().manual_seed(5)
@@ -191,7 +193,7 @@ def _noisy_loss(params: dict, batch: dict, key: torch.Tensor) -> torch.Tensor:
     return ((x @ params["w"] - batch["y"][:, 0]) ** 2).mean()
 
 
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 4])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_dropout_draws_the_same_bits_under_any_sharding(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     params = {"w": torch.randn(5, generator=torch.Generator().manual_seed(6))}

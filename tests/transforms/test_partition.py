@@ -111,14 +111,15 @@ def test_three_ranks_compute_what_one_computes(name):
     three_ranks(name, vocabulary, False)
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.nightly), "odd_gqa"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["gpt2", "odd_gqa"])
 def test_a_captured_step_computes_the_same(name):
     two_ranks(name, vocabulary, True)
 
 
 @pytest.mark.parametrize(
     "stage, jitted",
-    [*(pytest.param(*x, marks=pytest.mark.nightly) for x in [(0, False), (0, True), (3, False)]), (3, True)],
+    [(3, False), *(pytest.param(*x, marks=pytest.mark.nightly) for x in [(0, False), (0, True), (3, True)])],
 )
 def test_with_zero_over_the_other_axis(stage, jitted):
     four_ranks("tied", stage, jitted)
@@ -140,7 +141,7 @@ def collectives_of_a_step(name):
     return forward, dict(traffic.by_op), loss.as_text()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.nightly)])
 def test_a_block_has_megatrons_collectives(name):
     forward, both, text = collectives_of_a_step(name)[0]
     config = CONFIGS[name]
@@ -168,6 +169,7 @@ def rematerialised():
     return dict(traffic.by_op)
 
 
+@pytest.mark.nightly
 def test_blocks_that_are_recomputed_send_their_sums_again():
     # A block's last sum is not needed for its gradients, and is not recomputed.
     both = rematerialised()[0]
@@ -299,6 +301,7 @@ def with_other_transforms():
         torch.testing.assert_close(own.full_tensor(), want["blocks"][0]["wq"], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.nightly
 def test_other_transforms_stand_inside_and_outside():
     with_other_transforms()
 

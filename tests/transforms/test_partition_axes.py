@@ -112,13 +112,10 @@ def six_ranks(name, layout, mesh, **how):
     return check(name, layout, mesh, **how)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name, layout",
-    [
-        ("odd", "mixed"),
-        *(pytest.param("odd", x, marks=pytest.mark.nightly) for x in ("two dims", "one dim")),
-        *(pytest.param("odd_llama", x, marks=pytest.mark.nightly) for x in LAYOUTS),
-    ],
+    [*(("odd", x) for x in ("mixed", "two dims", "one dim")), *(("odd_llama", x) for x in LAYOUTS)],
 )
 def test_sizes_that_no_axis_divides(name, layout):
     four_ranks(name, layout)

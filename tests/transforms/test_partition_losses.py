@@ -161,7 +161,8 @@ CASES = {
 }
 
 
-@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
+@pytest.mark.nightly
+@distributed(world=[2, 3])
 def test_losses_and_gradients_are_those_of_one_device(world: int) -> None:
     mesh, wrong = sf.make_mesh({"tp": world}), []
     for name, case in CASES.items():

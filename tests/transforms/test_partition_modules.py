@@ -97,7 +97,8 @@ def eight_ranks(name, **how):
     return check(name, {"dp": 2, "pp": 2, "tp": 2}, **how)
 
 
-@pytest.mark.parametrize("name", ["Qwen2", *(pytest.param(x, marks=NIGHTLY) for x in ("Llama", "Mistral", "GPT2"))])
+@NIGHTLY
+@pytest.mark.parametrize("name", ["Qwen2", "Llama", "Mistral", "GPT2"])
 def test_a_decoder_in_stages_is_cut_by_specs(name):
     joined = ["all_gather_invariant", "take_own_block"] if name == "GPT2" else []  # of queries, keys and values in one
     layer = ["pvary", *joined, "psum", "pvary", "psum"]

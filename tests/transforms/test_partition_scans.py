@@ -55,7 +55,7 @@ def plain(jitted):
     return [(x.name, x.times) for x in program.sent]
 
 
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_one_layer_is_planned_with_megatrons_collectives(jitted):
     sent = plain(jitted)[0]
     assert [x for x in sent if x[1] > 1] == [(name, LAYERS) for name in ("pvary", "psum") * 2]
@@ -70,7 +70,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "keys and remat": {"config": DROPPED, "wrap": sf.remat, "key": sf.key(3)},
     "keys, captured": {"config": DROPPED, "jitted": True, "key": sf.key(3)},
 }
-DAILY = ("remat of layers, captured",)
 
 
 @distributed(world=2)
@@ -78,7 +77,8 @@ def with_others(name):
     check_gpt({"tp": 2}, **OTHERS[name])
 
 
-@pytest.mark.parametrize("name", [x if x in DAILY else pytest.param(x, marks=pytest.mark.nightly) for x in OTHERS])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OTHERS)
 def test_recomputed_layers_and_keys(name):
     with_others(name)
 
@@ -88,7 +88,8 @@ def with_zero(jitted):
     check_gpt({"dp": 2, "tp": 2}, stage=3, jitted=jitted)
 
 
-@pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("jitted", [False, True])
 def test_stacked_leaves_that_zero_has_cut(jitted):
     with_zero(jitted)
 

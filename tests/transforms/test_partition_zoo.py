@@ -98,7 +98,8 @@ def test_a_decoder_has_megatrons_collectives_and_computes_what_one_device_does(n
     assert two_ranks(name)[0][0] == MEGATRON
 
 
-@pytest.mark.parametrize("name", ["GPT2", pytest.param("Phi3", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["GPT2", "Phi3"])
 def test_fused_projections_by_parts_have_megatrons_collectives_too(name):
     assert two_ranks(name, parts=True)[0][0] == MEGATRON
 

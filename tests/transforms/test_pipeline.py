@@ -94,7 +94,7 @@ def _parity(mesh: sf.Mesh, layers: int = 5, loss: Any = None, last: Any = _last,
     )
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=NIGHTLY), "1f1b"])
 @distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_stages_equal_one_device(world: int, schedule: str) -> None:
     mesh = sf.make_mesh({"pp": world}, device="cpu")
@@ -107,7 +107,7 @@ def test_stages_equal_one_device(world: int, schedule: str) -> None:
 NIGHTLY = pytest.mark.nightly
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(n, marks=NIGHTLY) for n in (1, 2)), 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=NIGHTLY) for n in (0, 1, 2)), 3])
 @distributed(world=4)
 def test_with_every_stage_of_zero(stage: int) -> None:
     mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
@@ -118,7 +118,8 @@ def test_with_every_stage_of_zero(stage: int) -> None:
     _parity(mesh, loss=_loss(m=3), zero=zero, dtype=torch.float32, optimizer=clipped)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=NIGHTLY)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [0, 3])
 @distributed(world=4)
 def test_several_chunks(stage: int) -> None:
     mesh = sf.make_mesh({"dp": 2, "pp": 2}, device="cpu")
@@ -127,6 +128,7 @@ def test_several_chunks(stage: int) -> None:
         _parity(mesh, 7, loss, zero=Zero.flat(stage=stage, **ODD), chunks=chunks)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_norms_are_of_whole_leaves() -> None:
     """LAMB's are by leaf, a clip's is of all: leaves that are cut count once a rank, tied ones once."""
@@ -143,6 +145,7 @@ def test_weighted_means() -> None:
         _parity(mesh, loss=_loss(_weighted, m=3), last=_weighted, zero=Zero(stage=stage))
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_remat_and_memories() -> None:
     mesh = sf.make_mesh({"dp": 2, "pp": 2}, device="cpu")
@@ -206,6 +209,7 @@ def test_keys_give_the_masks_of_one_device() -> None:
     assert torch.equal(ours["loss"], alone["loss"])
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_mixed_precision_and_aux() -> None:
     mesh = sf.make_mesh({"dp": 2, "pp": 2}, device="cpu")
@@ -318,6 +322,7 @@ def _three_axes(mesh: sf.Mesh, stage: int, dtype: torch.dtype) -> None:
     assert_parity(loss, optimizer, params, batches, mesh=mesh, specs=specs, batch=P("dp"), zero=zero)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_with_tensor_parallel_layers() -> None:
     mesh = sf.make_mesh({"pp": 2, "tp": 2}, device="cpu")
@@ -360,6 +365,7 @@ def test_as_many_microbatches_are_open_as_on_paper() -> None:
         Staged.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_accumulated_pipelines() -> None:
     mesh = sf.make_mesh({"pp": 2}, device="cpu")
@@ -393,7 +399,7 @@ def test_down_the_ranks_and_up_again() -> None:
         _parity(mesh, 7, loss, reference=_turning, chunks=2)
 
 
-@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("name", ["zb-h1", *(pytest.param(x, marks=NIGHTLY) for x in ("zb-v", "dualpipe-v"))])
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_split_backwards(world: int, name: str) -> None:
     """B gives gradients of activations, W those of weights."""
@@ -402,7 +408,8 @@ def test_split_backwards(world: int, name: str) -> None:
     _parity(mesh, 7, loss, reference=_turning if chunks > 1 else _plain(), chunks=chunks)
 
 
-@pytest.mark.parametrize("stage", [1, 3, *(pytest.param(n, marks=NIGHTLY) for n in (0, 2))])
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @distributed(world=4)
 def test_split_backwards_with_zero(stage: int) -> None:
     mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
@@ -412,6 +419,7 @@ def test_split_backwards_with_zero(stage: int) -> None:
         _parity(mesh, loss=_loss(m=3, schedule="zb-h1", block=sf.remat(_block)), zero=zero, optimizer=clipped)
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_split_backwards_hold_what_they_do_on_paper() -> None:
     """From a microbatch's forward to its W; weights are not made before their W."""
@@ -443,6 +451,7 @@ def test_split_backwards_hold_what_they_do_on_paper() -> None:
     assert done == [steps * 6 * (2 + (rank == 2))] * 2
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_a_split_backward_opens_leaves_no_third_time() -> None:
     """What W needs are activations and cotangents, so that it costs no gather."""
@@ -471,7 +480,7 @@ def test_split_backwards_of_what_else_a_loss_may_be() -> None:
     _parity(mesh, loss=sf.accumulate(_loss(m=2, schedule="zb-h1"), 2))
 
 
-@pytest.mark.parametrize("per_stage", [(1, 4, 2), (3, 1, 3)])
+@pytest.mark.parametrize("per_stage", [(1, 4, 2), pytest.param((3, 1, 3), marks=pytest.mark.nightly)])
 @distributed(world=3)
 def test_unequal_numbers_of_layers(per_stage: tuple[int, ...]) -> None:
     mesh, params = sf.make_mesh({"pp": 3}, device="cpu"), _params(7)

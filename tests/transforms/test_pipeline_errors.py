@@ -174,6 +174,7 @@ def test_a_stage_that_fails_is_named_by_all_at_once() -> None:
             assert metrics["finite"]
 
 
+@pytest.mark.nightly
 @distributed(world=4, timeout=120)
 def test_a_stage_that_fails_in_a_captured_schedule_is_named_by_all_at_once() -> None:
     mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")

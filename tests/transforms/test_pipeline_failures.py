@@ -121,9 +121,11 @@ def failures(schedule: str, channel: str, stage: int, mesh_shape: dict[str, int]
     return found
 
 
-@pytest.mark.parametrize("channel", ["memory", "gloo"])
+@pytest.mark.parametrize("channel", ["memory", pytest.param("gloo", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("schedule", list(_SCHEDULES))
-@pytest.mark.parametrize("stage, mesh_shape", [(0, {"pp": 4}), (3, {"pp": 2, "dp": 2})])
+@pytest.mark.parametrize(
+    "stage, mesh_shape", [pytest.param(0, {"pp": 4}, marks=pytest.mark.nightly), (3, {"pp": 2, "dp": 2})]
+)
 def test_all_others_raise_at_once(schedule: str, channel: str, stage: int, mesh_shape: dict[str, int]) -> None:
     for of_ranks in zip(*failures(schedule, channel, stage, mesh_shape), strict=True):
         (failed,) = (x for x in of_ranks if x.own)

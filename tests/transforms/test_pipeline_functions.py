@@ -79,7 +79,7 @@ def _parity(mesh: sf.Mesh, loss: Any, **options: Any) -> None:
     assert_parity(loss, optimizer=clipped, reference=_reference, **how, **options)
 
 
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=NIGHTLY)])
 def test_stages_equal_one_device(world: int) -> None:
     mesh = sf.make_mesh({"pp": world}, device="cpu")
     for schedule in ("1f1b", "gpipe"):

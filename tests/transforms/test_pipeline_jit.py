@@ -40,15 +40,18 @@ def _same_bits(loss: Any, mesh: sf.Mesh, params: Any, batches: Any = None, specs
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", pytest.param("zb-h1", marks=NIGHTLY)])
-@distributed(world=[2, 3])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("gpipe", marks=NIGHTLY), "1f1b", pytest.param("zb-h1", marks=NIGHTLY)]
+)
+@distributed(world=[pytest.param(2, marks=NIGHTLY), 3])
 def test_a_stage_has_the_bits_of_its_eager_step(world: int, schedule: str) -> None:
     mesh = sf.make_mesh({"pp": world}, device="cpu")
     _same_bits(_loss(schedule=schedule), mesh, _params(5, torch.float32))
     _same_bits(_loss(_weighted, m=3, schedule=schedule), mesh, _params(4, torch.float32), skip_nonfinite=True)
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=NIGHTLY) for n in (0, 1, 2)), 3])
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @distributed(world=4)
 def test_with_every_stage_of_zero(stage: int) -> None:
     mesh, params = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu"), _params(9, torch.float32)
@@ -81,7 +84,7 @@ def _evaluated(loss: Any, mesh: sf.Mesh, params: Any, specs: Any = None, **optio
         torch.testing.assert_close(applied, want, rtol=1e-12, atol=0)
 
 
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=NIGHTLY)])
 def test_evaluation_is_captured(world: int) -> None:
     mesh = sf.make_mesh({"pp": world}, device="cpu")
     _evaluated(_loss(), mesh, _params(4))

@@ -90,7 +90,8 @@ def _parity(name: str, mesh: sf.Mesh, *, layers: int = 4, jit: bool = False, **o
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("experts", ["grouped_mm", pytest.param("eager", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
 @distributed(world=2)
 def test_mixtures_of_experts_in_stages(experts: str) -> None:
     _parity("qwen3_moe", sf.make_mesh({"pp": 2}, device="cpu"), layers=3, experts=experts)
@@ -102,7 +103,8 @@ def test_captured_stages_of_experts() -> None:
     _parity("qwen3_moe", sf.make_mesh({"pp": 2}, device="cpu"), layers=2, jit=True)
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("deepseek_v3",))])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
 @distributed(world=2)
 def test_dense_layers_before_experts(name: str) -> None:
     _parity(name, sf.make_mesh({"pp": 2}, device="cpu"))
@@ -202,6 +204,7 @@ def test_stacks_of_two_kinds_are_cut_for_the_same_stages() -> None:
     _net(["a", "a", "a", "b"], mesh, uncut="3")
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_stacks_of_two_kinds_on_three_ranks() -> None:
     mesh = sf.make_mesh({"pp": 3}, device="cpu")

@@ -130,8 +130,9 @@ def test_stages_equal_one_device(world: int, name: str) -> None:
     _parity(name, mesh, dtype=torch.float32, tied=False, layers=5, schedule="gpipe", mask=True)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.nightly), 3])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "llama" else pytest.mark.nightly) for n in MODELS])
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", MODELS)
 @distributed(world=4)
 def test_with_zero(name: str, stage: int) -> None:
     mesh = sf.make_mesh({"dp": 2, "pp": 2}, device="cpu")
@@ -139,7 +140,8 @@ def test_with_zero(name: str, stage: int) -> None:
         _parity(name, mesh, tied=tied, dtype=dtype, zero=Zero(stage=stage, persist_elements=0), layers=3)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "llama" else pytest.mark.nightly) for n in MODELS])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MODELS)
 @distributed(world=2)
 def test_split_backwards(name: str) -> None:
     mesh = sf.make_mesh({"pp": 2}, device="cpu")
@@ -168,6 +170,7 @@ def test_keys_give_the_masks_of_one_device() -> None:
     assert run.metrics[0]["loss"] != undropped(input_ids=batches[0]["ids"], labels=batches[0]["ids"]).loss
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_evaluation_runs_stage_after_stage() -> None:
     params, (loss, apply), plain, path = _made("llama", 5, True, torch.float64)
@@ -180,6 +183,7 @@ def test_evaluation_runs_stage_after_stage() -> None:
     torch.testing.assert_close(step.apply(piped, state, batch), plain(params, batch), rtol=1e-12, atol=0)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_unequal_numbers_of_layers() -> None:
     params, (loss, apply), plain, path = _made("llama", 5, True, torch.float64)

@@ -118,6 +118,7 @@ def test_what_cannot_be_cut_by_layers_is_refused() -> None:
         step.lower(_params(5), _batches(1)[0])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("per_stage", [(1, 4), (3, 2)])
 @distributed(world=4)
 def test_unequal_numbers_of_layers(per_stage: tuple[int, ...]) -> None:

@@ -111,12 +111,13 @@ def _parity(mesh: sf.Mesh, layers: int = 5, chunks: int = 1, jit: Any = None, **
     return got
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.nightly), "1f1b"])
 @distributed(world=4)
 def test_it_equals_one_device(schedule: str) -> None:
     _parity(sf.make_mesh({"pp": 2, "dp": 2}, device="cpu"), schedule=schedule, zero=ODD)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_captured_step_has_the_bits_of_the_eager_one() -> None:
     mesh = sf.make_mesh({"pp": 2, "dp": 1}, device="cpu")
@@ -162,6 +163,7 @@ def _by_functions(num: int) -> tuple[Any, Any, Any]:
     return params, state, state._replace(blocks=rows)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_functions_and_rows_without_a_layer() -> None:
     mesh = sf.make_mesh({"pp": 2, "dp": 1}, device="cpu")

@@ -111,7 +111,7 @@ def _on_one_mesh(world: int, seeds: range, directory: pathlib.Path) -> None:
                 assert traffic.bytes == sum(sum(way.sent(mesh.shape, mesh.coords).values()) for way in routes), seed
 
 
-@distributed(world=[3, 4])
+@distributed(world=[3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_on_one_mesh_blocks_are_those_of_the_whole_and_bytes_the_routes(world: int, tmp_path: pathlib.Path) -> None:
     _on_one_mesh(world, range(10), tmp_path)
 
@@ -267,6 +267,7 @@ def test_between_meshes_any_leaf_goes_anywhere(case: int, tmp_path: pathlib.Path
     _between(range(100, 200), tmp_path, [FROM_TO[case]])
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_big_leaves_go_in_pieces_and_ranks_that_hold_the_same_share_the_work() -> None:
     old = sf.make_mesh({"dp": 2}, ranks=[0, 1])
@@ -371,6 +372,7 @@ def test_trees_that_do_not_fit_and_leaves_that_cannot_move() -> None:
         sf.reshard({"w": x}, P())
 
 
+@pytest.mark.nightly
 @distributed(world=4, timeout=60)
 def test_a_rank_in_neither_mesh_is_told_so() -> None:
     old, new = sf.make_mesh({"dp": 2}, ranks=[0, 1]), sf.make_mesh({"dp": 1}, ranks=[2])

@@ -67,7 +67,7 @@ def batch(n: int) -> dict[str, Tensor]:
 rematted = functools.partial(loss, wrap=sf.remat)
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_every_stage_equals_one_device(world: int) -> None:
     mesh, batches = sf.make_mesh({"dp": world}), [batch(n) for n in range(3)]
     tx = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2, weight_decay=0.1))

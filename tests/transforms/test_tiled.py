@@ -140,7 +140,7 @@ def parity(mesh: sf.Mesh, **how: Any) -> None:
     )
 
 
-@distributed(world=[1, 3])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_a_sharded_step_is_that_of_one_device(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     parity(mesh, tiles=3, jit=False, remat=True, stacked=True)

@@ -175,7 +175,7 @@ def _init(key: Tensor) -> dict:
     }
 
 
-@distributed(world=[1, 2, 3])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_sharded_init_draws_own_blocks_bit_equal_to_the_whole(world: int) -> None:
     from shardfn.core import _draw
 
@@ -205,7 +205,7 @@ def test_sharded_init_draws_own_blocks_bit_equal_to_the_whole(world: int) -> Non
         assert torch.equal(state.params[name].full_tensor(), x)
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_apply_sees_what_the_loss_sees(world: int) -> None:
     params = {"w": torch.arange(12.0).view(4, 3), "b": torch.ones(4)}
     step = sf.sharded_step(
@@ -236,7 +236,7 @@ def test_parameters_are_immutable_inside_the_loss() -> None:
         step(step.init({"w": torch.ones(4)}), torch.ones(1))
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_aux_is_averaged_over_ranks_and_microbatches(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
 
@@ -250,7 +250,7 @@ def test_aux_is_averaged_over_ranks_and_microbatches(world: int) -> None:
     assert metrics["mean"] == 1.5 and metrics["share"] == 0.25
 
 
-@distributed(world=[1, pytest.param(2, marks=pytest.mark.nightly), 3])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_one_gradient_tensor_for_two_leaves_is_not_overwritten(world: int) -> None:
     """Autograd may hand one tensor, or overlapping ones, to several leaves; sums and updates must not mix them."""
     rank = 0 if world == 1 else torch.distributed.get_rank()
@@ -274,7 +274,7 @@ def test_one_gradient_tensor_for_two_leaves_is_not_overwritten(world: int) -> No
                 assert torch.allclose(got, torch.full_like(got, float(value))), (stage, name, got)
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_gradient_that_the_user_keeps_is_not_overwritten(world: int) -> None:
     kept = torch.full((4,), 2.0)
 
@@ -345,7 +345,7 @@ class _Scaled(torch.autograd.Function):
         return grads[0] * x, grads[0] * w
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_function_of_ones_own_has_the_gradients_of_one_device(world: int) -> None:
     def loss(p: dict[str, Any], x: Tensor) -> Tensor:
         out = (
@@ -369,7 +369,7 @@ def test_a_function_of_ones_own_has_the_gradients_of_one_device(world: int) -> N
             assert all(torch.equal(got[name], want[name]) for name in want), (got, want)
 
 
-@distributed(world=[2, 3])
+@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_a_window_for_all_leaves_lets_the_gather_after_the_update_run_into_the_next_forward(world: int) -> None:
     """It is sent once a step, as after the update of stage 2, and each leaf is waited for at its first use."""
     draw = torch.Generator().manual_seed(0)
