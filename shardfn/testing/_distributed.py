@@ -118,7 +118,7 @@ def _seen_by_pytest(signature: inspect.Signature, several: bool) -> inspect.Sign
     return signature.replace(parameters=kept)
 
 
-def _parametrize(run: Callable[..., Any], worlds: list[int | Param]) -> Any:
+def _parametrize(run: Callable[..., Any], worlds: Sequence[int | Param]) -> Any:
     try:
         import pytest
     except ModuleNotFoundError:  # a plain script on a machine without pytest

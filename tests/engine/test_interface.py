@@ -117,10 +117,15 @@ class _Ranks(Told):
         return [value, *([shape] for shape in self.shapes)]
 
 
+def _control(*shapes: tuple[int, ...]) -> Any:
+    """The rounds of a control plane, which suffice here."""
+    return _Ranks(*shapes)
+
+
 def _found(spec: P, *shapes: tuple[int, ...]) -> torch.Size:
     """The global shape of blocks of these shapes, in the order of ranks: (dp, tp) = (0, 0), (0, 1), (1, 0), (1, 1)."""
     own: Tensor = torch.ones(shapes[0])
-    (shape,) = Interface(MESH).shapes_by(_Ranks(*shapes[1:]))([("result", own, spec)])
+    (shape,) = Interface(MESH).shapes_by(_control(*shapes[1:]))([("result", own, spec)])
     return shape
 
 
@@ -138,7 +143,7 @@ def test_blocks_that_are_cut_otherwise_are_shown_with_the_cut_of_the_spec() -> N
 
 
 def test_results_that_are_not_cut_cost_no_message() -> None:
-    ranks = _Ranks()
+    ranks = _control()
     assert Interface(MESH).shapes_by(ranks)([("result", torch.ones(3), P())]) == [(3,)]
     assert ranks.asked == 0
     assert not Interface(MESH, out_specs={"a": None}).has_specs and Interface(MESH, out_specs=(None, P())).has_specs

@@ -143,7 +143,9 @@ def test_it_sends_back_the_gradients_of_what_came_or_zeros(last_stage: Case, use
     last_stage.course.receive(B0)
     ends = last_stage.course.ends(B0, lambda loss, weight: torch.full_like(loss, 3.0))
     assert [x.item() for x in ends.cotangents] == [3.0] and len(ends.inputs) == 1
-    made = list(torch.autograd.grad(ends.outputs, ends.inputs, ends.cotangents)) if used else [None]
+    made: list[Tensor | None] = (
+        list(torch.autograd.grad(ends.outputs, ends.inputs, ends.cotangents)) if used else [None]
+    )
     last_stage.course.send_back(B0, made)
     ((to, back),) = last_stage.wire.sent
     assert to == 0 and torch.equal(back, made[0] if made[0] is not None else torch.zeros(ROWS, WIDTH))

@@ -15,6 +15,7 @@ from shardfn.nn import DeferredGradients
 from shardfn.testing import assert_parity, distributed
 
 V, D, B, T = 11, 6, 12, 3
+NIGHTLY = pytest.mark.nightly
 ODD: dict[str, Any] = {"persist_elements": 2, "bucket_bytes": 64, "prefetch_bytes": 150}
 
 
@@ -102,9 +103,6 @@ def test_stages_equal_one_device(world: int, schedule: str) -> None:
         _parity(mesh, loss=_loss(schedule=schedule), dtype=dtype)
     _parity(mesh, loss=_loss(m=1, schedule=schedule))
     _parity(mesh, loss=_loss(m=6, schedule=schedule), layers=3)
-
-
-NIGHTLY = pytest.mark.nightly
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(n, marks=NIGHTLY) for n in (0, 1, 2)), 3])
