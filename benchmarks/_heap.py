@@ -53,7 +53,7 @@ class Heap:
         return self._lib.heap_malloc_at_peak()
 
     def reset(self) -> None:
-        """Begins a new peak at what is alive now."""
+        """Begins a new peak at the bytes alive now."""
         self._lib.heap_reset_peak()
 
     def sizes_at_peak(self) -> dict[int, int]:

@@ -17,7 +17,7 @@ from shardfn.models import gpt
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What is benchmarked. `batch` counts the rows of all ranks together."""
+    """Sizes of the benchmarked model. `batch` counts the rows of all ranks together."""
 
     num_layers: int = 8
     d_model: int = 512

@@ -18,7 +18,7 @@ Job = Callable[..., Any]
 class Group:
     """`world` processes that share a gloo group. `setup(rank, world, *args)` runs once and returns a serving function.
 
-    `ask(x)` sends x to every rank and returns the list of what each rank's serving function makes of it. With `link`
+    `ask(x)` sends x to every rank and returns the list of the results of the ranks' serving functions. With `link`
     (of `slow_link.py`) the ranks live in its namespaces, else gloo uses the loopback.
     """
 

@@ -16,7 +16,7 @@ Build = Callable[[int, int, Size], Step]
 
 
 def loop(rank: int, world: int, size: Size) -> Step:
-    """The plain loop. With more than one rank it does not communicate: what the same rows cost without a library."""
+    """The plain loop. With more than one rank it does not communicate: the cost of the same rows without a library."""
     del rank, world
     model = Model(size)
     return _train(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
@@ -224,7 +224,7 @@ PEERS: dict[str, Build] = {
 def build(name: str) -> Build:
     """The peer of that name. Fields may follow a shardfn peer: those of `Zero.flat`, as in
     `shardfn3:prefetch_bytes=0:bucket_bytes=0`, a back end, as in `shardfn3:jit=graph`, and options of `sf.jit`,
-    as in `shardfn3:jit=graph:jit_prefetch=none`; `channel=memory` says by what ranks of one host talk.
+    as in `shardfn3:jit=graph:jit_prefetch=none`; `channel=memory` sets the channel between ranks of one host.
 
     Raises:
         ValueError: there is no such peer.

@@ -1,4 +1,4 @@
-"""What every result file begins with, and how a table is written."""
+"""The head of every result file, and the layout of tables."""
 
 import datetime
 import json

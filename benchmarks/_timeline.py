@@ -1,4 +1,4 @@
-"""What one rank does during a step, as Chrome trace events: compute, waiting, and the transfers in flight.
+"""The activity of one rank during a step, as Chrome trace events: compute, waiting, and the transfers in flight.
 
 `Recorder` wraps the methods of `Channel` and `Pending` in this process, so it sees the step's own transfers, captured
 or eager. When a transfer completes is seen by a thread that looks every half millisecond. Open the file with Perfetto

@@ -1,4 +1,4 @@
-"""Runs of several peers that take turns on the ranks of one group, all of which begin and end each together."""
+"""Runs of several peers that take turns on the ranks of one group; all ranks begin and end each run together."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -64,7 +64,7 @@ class _Leave(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """A residual MLP of which this rank has a block of the features."""
+    """A residual MLP; this rank has a block of the features."""
 
     def __init__(self, up: Tensor, down: Tensor, group: Any) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""What `step.lower` takes on a machine that runs nothing: seconds and peak memory of the process, and what dominates.
+"""The cost of `step.lower` on an idle machine: seconds and peak memory of the process, and its hot functions.
 
 Each case is captured in a fresh process, on an abstract mesh: the step of the benchmark model, and of a GPT of a
 trillion parameters, 128 layers, on 1024 ranks; `stacked` is the latter with its blocks stacked and scanned. `capture`
-is `step.lower` up to the first pass, `schedule` the passes; `CPU` are the same two in seconds of the process, which say
-more where others use the machine. `peak RSS` is that of the whole process, Python and torch included. One more run of
-each case under cProfile says where the time goes; its own seconds are larger.
+is `step.lower` up to the first pass, `schedule` the passes; `CPU` are the same two in seconds of the process, which are
+steadier where others use the machine. `peak RSS` is that of the whole process, Python and torch included. One more run
+of each case under cProfile shows where the time goes; its own seconds are larger.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from _report import publish, table
 
 
 class Case(NamedTuple):
-    """What is captured: a configuration of `gpt`, and how it is run."""
+    """A captured step: a configuration of `gpt`, and the settings of its run."""
 
     config: dict[str, Any]
     ranks: int

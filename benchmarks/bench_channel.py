@@ -2,7 +2,7 @@
 
 One group of processes a world has both channels. A round runs each way in turn, so what slows the machine for a while
 slows all of them; ratios are formed within a round. The slowest rank counts. Processor time is that of all ranks and
-their threads: on a machine that others use it says more than seconds.
+their threads: on a machine that others use it is steadier than seconds.
 """
 
 import argparse
@@ -20,7 +20,7 @@ OPS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 class Case(NamedTuple):
-    """One cell: an operation over `nbytes` on each rank (what is gathered, or is summed), `times` in a row."""
+    """One cell: an operation over `nbytes` on each rank (of the gathered result, or of the sum), `times` in a row."""
 
     op: str
     nbytes: int

@@ -4,7 +4,7 @@
 
 One process, one run: the ways take turns, each `--rounds` times, and the best of each counts. `caller` is what the
 calling thread alone computed, which other programs on the machine disturb less than they do the time; with
-`--threads 1` it is all that the step waits for.
+`--threads 1` the step waits for nothing else.
 """
 
 import argparse

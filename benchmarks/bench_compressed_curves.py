@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def serve(rank: int, world: int, name: str, args: argparse.Namespace, tokens: str) -> Callable[[int], dict[str, Any]]:
-    """Builds one run; its answer is what it came to."""
+    """Builds one run; its answer is the result."""
     import torch
 
     import shardfn as sf

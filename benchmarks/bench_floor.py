@@ -92,7 +92,7 @@ def _adamw(seconds: float) -> float:
 
 
 def _wire(rank: int, world: int, size: int, seconds: float) -> float:
-    """Bytes per second that a rank sends while it receives as many: 16 MiB in blocks of `size`, all in flight."""
+    """Bytes per second that a rank sends while it receives at that rate: 16 MiB in blocks of `size`, all in flight."""
     import torch
     import torch.distributed as dist
 

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_following.py [--ops 20000] [--rounds 15]
 
-Each round times every operation in both ways, in turn; the difference is formed within a round. No ranks are needed, as
-nothing is sent: operands are noted as varying along one axis of a mesh of two ranks.
+Each round times every operation in both ways, in turn; the difference is formed within a round. One process suffices,
+as the operations send no messages: operands are noted as varying along one axis of a mesh of two ranks.
 """
 
 import argparse

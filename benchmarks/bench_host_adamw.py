@@ -1,11 +1,11 @@
 """AdamW on the host against the memory's speed: fp32 gradients, and bf16 gradients with a bf16 copy of the parameters.
 
 One element has 28 bytes to move with fp32 gradients (parameter, two moments and gradient are read, all but the gradient
-written), and as many with bf16 gradients and a bf16 copy. Two bounds move the same bytes: `copy` of one buffer into
-another, whose writes also read what they overwrite, and `add in place`, the same three buffers written over as AdamW
-writes them. Cases take turns within a round, and ratios are formed within a round. CPU seconds stand beside wall
-seconds, since on a machine that others use too a thread may wait for its turn; with several threads they include
-idling.
+written), and the same number with bf16 gradients and a bf16 copy. Two bounds move the same bytes: `copy` of one buffer
+into another, whose writes also read what they overwrite, and `add in place`, the same three buffers written over as
+AdamW writes them. Cases take turns within a round, and ratios are formed within a round. CPU seconds are reported
+beside wall seconds, since on a machine that others use too a thread may wait for its turn; with several threads they
+include idling.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Seconds per step with and without `sf.jit`, against FSDP2 with and without torch.compile, in interleaved rounds.
 
-As `bench_step_time.py`, with the ratio of every peer to every other; and with `--capture` what the first step costs, in
-fresh processes: once with empty caches on disk, once with those that the first run left.
+As `bench_step_time.py`, with the ratio of every peer to every other; and with `--capture` the cost of the first step,
+in fresh processes: once with empty caches on disk, once with those that the first run left.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def serve_first(rank: int, world: int, name: str) -> Callable[[None], dict[str, float]]:
-    """Builds one peer; its answer is what its first step takes, and what of that is capture and compilation."""
+    """Builds one peer; its answer is the seconds of its first step, and of its capture and compilation."""
     import torch.distributed as dist
     from _peers import build
 

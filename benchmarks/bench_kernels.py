@@ -3,9 +3,9 @@
 The 1-bit work of one step at world 2: each rank compresses its gradients' whole length (`worker`), averages and
 compresses half of it (`server`), and decodes the whole result (`decode`). The quantizers work on the whole length. The
 floor of a case is the time its bytes take at the rate of `bound: add in place`, which reads two buffers and writes one
-of them: every pass over memory that the case needs, counting once what is read and written again. Cases take turns
-within a round, and ratios are formed within a round. CPU seconds stand beside wall seconds, since on a machine that
-others use too a thread may wait for its turn. Kernels run on one thread, whatever the number of torch's.
+of them: every pass over memory that the case needs, where bytes that are read and written again count once. Cases take
+turns within a round, and ratios are formed within a round. CPU seconds are reported beside wall seconds, since on a
+machine that others use too a thread may wait for its turn. Kernels run on one thread, independent of torch's number.
 """
 
 import argparse
@@ -25,7 +25,7 @@ KINDS = ("native", "cpu")
 
 
 class Case(NamedTuple):
-    """What runs, and the bytes it cannot but move."""
+    """A kernel call, and the bytes that it must move."""
 
     run: Callable[[], object]
     num_bytes: float

@@ -1,11 +1,11 @@
 """The longest sequence in a budget of tensor bytes: a plain loop of transformers beside shardfn, on one rank and four.
 
-The budget is what the plain loop (Llama, SDPA, AdamW, float32) has alive at the peak of a step of `--loop` tokens. With
+The budget is the plain loop's peak (Llama, SDPA, AdamW, float32) in a step of `--loop` tokens. With
 its gradient checkpointing the loop is run at the length that two shorter steps predict. shardfn has the settings that
 `shardfn plan --longest` gives for the budget, and makes one step each of `--times` the loop's length on one rank, of
-what the plan calls the longest (with `--limit`), and of `--many` the loop's length on `--ranks` ranks. Bytes are
-tensors alive on the device, counted by `memory.ledger` for all alike; what waits on the host is told apart. Times are
-seconds of the processor.
+the length that the plan calls the longest (with `--limit`), and of `--many` the loop's length on `--ranks` ranks. Bytes
+are tensors alive on the device, counted by `memory.ledger` for all alike; tensors that wait on the host are counted
+apart. Times are seconds of the processor.
 """
 
 import argparse
@@ -30,7 +30,7 @@ SHAPE = {"vocab_size": 32000, "num_layers": 2, "d_model": 128, "num_heads": 4, "
 
 
 class Counted(NamedTuple):
-    """Of a step: bytes at the peak on the device and on the host, and seconds of the processor."""
+    """Costs of a step: bytes at the peak on the device and on the host, and seconds of the processor."""
 
     device: int
     host: int
@@ -65,7 +65,7 @@ def loop_peak(tokens: int, checkpointing: bool) -> int:
 
 
 def step_of(tokens: int, settings: LongSettings | None, ranks: int = 1) -> tuple[Any, Any, gpt.Config, sf.Mesh]:
-    """A step of the same shape by the settings, or as it is without any; its state is made when it is called first."""
+    """A step of the same shape with the settings, or the plain one without any; a function makes its state."""
     mesh = sf.make_mesh({"sp": ranks}, device="cpu")
     body = nn.Ulysses("sp", tokens) if ranks > 1 else nn.Dense()
     n = None if settings is None else settings.loss_tile
@@ -82,7 +82,7 @@ def step_of(tokens: int, settings: LongSettings | None, ranks: int = 1) -> tuple
 
 
 def step_peak(tokens: int, settings: LongSettings, ranks: int = 1) -> Counted:
-    """Of one step on this rank."""
+    """The costs of one step on this rank."""
     g = torch.Generator().manual_seed(0)
     rows = {"tokens": torch.randint(SHAPE["vocab_size"], (1, tokens + 1), generator=g)}
     with memory.ledger() as book:

@@ -1,7 +1,7 @@
 """Peak tensor bytes per rank of shardfn and its peers, over two steady steps, each peer in fresh processes.
 
-`_heap.c` stands in front of glibc's allocator, so every tensor counts, whichever thread made it and however long ago.
-`rest` is what is alive between steps (parameters and optimizer state), `peak - rest` is what a step adds: gradients,
+`_heap.c` wraps glibc's allocator, so every tensor counts, whichever thread made it and however long ago.
+`rest` counts the bytes between steps (parameters and optimizer state), `peak - rest` those that a step adds: gradients,
 gathered parameters, activations, communication buffers.
 """
 
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def serve(rank: int, world: int, name: str) -> Callable[[int], dict[str, Any]]:
-    """Builds one peer and takes a first step; the answer to k is what k further steps had alive."""
+    """Builds one peer and takes a first step; the answer to k is the memory of k further steps."""
     import gc
 
     from _peers import build

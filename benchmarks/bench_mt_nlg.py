@@ -3,7 +3,8 @@
     python benchmarks/bench_mt_nlg.py [--stage 17] [--microbatches 240]
 
 Nothing runs, and no rank exists: the program is that of one rank of a stage. Layers are stacked, so that one is
-captured, and those of all microbatches are copies. What each link carries is compared with formulas, byte by byte.
+captured, and those of all microbatches are copies. The bytes on each link are compared with formulas, and must be
+equal.
 """
 
 import argparse
@@ -26,7 +27,7 @@ CONFIG = gpt.Config(
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What lowering took, and what it said."""
+    """A lowered step, and the cost of lowering it."""
 
     lowered: Any
     seconds: float
@@ -78,13 +79,13 @@ def by_hand(config: gpt.Config, sizes: dict[str, int], microbatches: int) -> dic
         ("send", "pp"): microbatches * (2 * h + positions),
         ("psum_scatter", "dp"): kept * 4 * (dp - 1) // dp,
         ("all_gather", "dp"): kept * 2 * (dp - 1) // dp,
-        # Gradients of the leaves that all stages have, of which each rank along dp has a share.
+        # Gradients of the leaves that all stages have; each rank along dp has a share of them.
         ("psum", "pp"): 2 * (shared // dp * 4) * (pp - 1) // pp,
     }
 
 
 def compared(found: Found, expected: dict[tuple[str, str], int]) -> list[str]:
-    """What differs from the formulas; scalars (the loss, norms, flags) are at most 64 bytes a sum."""
+    """Differences from the formulas; scalars (the loss, norms, flags) are at most 64 bytes a sum."""
     traffic = found.lowered.cost_analysis().transfers
     out = []
     for key in {*traffic, *expected}:
@@ -100,7 +101,7 @@ def _is_spec(x: Any) -> bool:
 
 
 def main() -> None:
-    """Prints what it found, as Markdown."""
+    """Prints the results, as Markdown."""
     asked = argparse.ArgumentParser(description="The step of MT-NLG 530B on 2,240 ranks, lowered.")
     asked.add_argument("--stage", type=int, default=17)
     asked.add_argument("--microbatches", type=int, default=240)

@@ -1,15 +1,15 @@
-"""What states on disk cost: the rate of the update, a step beside its compute and its I/O, and memory under a limit.
+"""The cost of states on disk: the rate of the update, a step beside its compute and its I/O, and memory under a limit.
 
 `update`: the update of a bf16 model whose master copies and moments (12 bytes a parameter) are on disk, against one
 thread that reads and writes the same number of bytes from and to files of its own with O_DIRECT; in turns, one process.
 The step may be skipped, so nothing of the update runs beside the backward.
 `overlap`: whole steps with all states on disk, for several batch sizes, beside the same steps with all states in memory
-(compute), beside the bytes that they moved at the plain rate of the same run (I/O; what is read at the rate of reading,
-what is written at that of writing), and beside the floor: the steps in memory with a thread that moves those bytes,
-until both have ended. On a machine with few cores, compute and I/O share them, and the floor is above their maximum.
+(compute), beside the bytes that they moved at the plain rate of the same run (I/O; reads at the rate of reading, writes
+at that of writing), and beside the floor: the steps in memory with a thread that moves those bytes, until both have
+ended. On a machine with few cores, compute and I/O share them, and the floor is above their maximum.
 `--optimizer`: AdamW; AdamW behind a clip by the global norm, which forbids an update beside the backward; both delayed.
-`memory`: examples/bigger_than_memory.py under RLIMIT_DATA and without, and the largest model that trains under
-that limit in memory.
+`memory`: examples/bigger_than_memory.py under RLIMIT_DATA and without, and the largest model that trains under that
+limit in memory.
 """
 
 import argparse

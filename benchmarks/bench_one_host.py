@@ -1,13 +1,13 @@
-"""A step of two ranks of one host against DDP, FSDP2 and DeepSpeed: what was asked of it beside what it takes.
+"""A step of two ranks of one host against DDP, FSDP2 and DeepSpeed: goals beside measured times.
 
 By one command, in one run a table, in interleaved rounds as `bench_step_time.py` has them:
 
     python benchmarks/bench_one_host.py --out benchmarks/results/one_host.md
 
-Peers of a table are there at the same time, so they come in tables of which each has DDP, and the plain loop without
-any communication: what the same rows and a whole update cost alone. Seconds are those of the wall and of the processor
-(a rank with all its threads, the mean of the ranks), of the same rounds. DeepSpeed takes part where it can be imported;
-else a line says that it is left out. An environment that has it needs what shardfn needs besides:
+Peers of a table are there at the same time, so they come in several tables. Each has DDP, and the plain loop without
+any communication: the cost of the same rows and a whole update alone. Seconds are those of the wall and of the
+processor (a rank with all its threads, the mean of the ranks), of the same rounds. DeepSpeed takes part where it can be
+imported; else a line says that it is left out. An environment with both is made by:
 
     python -m venv /tmp/peers && /tmp/peers/bin/pip install -e . deepspeed==0.19.8
     /tmp/peers/bin/python benchmarks/bench_one_host.py --out benchmarks/results/one_host.md
@@ -23,7 +23,7 @@ from _report import publish, table
 from bench_step_time import Times, measure_clocks, ratios
 
 TINY = Size(num_layers=8, d_model=64, num_heads=4, tokens=32, vocab=512, batch=4)
-# (size, peers beside DDP, what their step may take of that of another peer)
+# (size, peers beside DDP, the goals: a peer's step relative to that of another peer)
 Wanted = dict[str, tuple[str, float]]
 TABLES: dict[str, tuple[Size, Wanted]] = {
     "stages 0 to 2": (FULL, {"shardfn0": ("ddp", 0.94), "shardfn1": ("ddp", 0.94), "shardfn2": ("ddp", 0.95)}),

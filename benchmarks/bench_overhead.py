@@ -1,9 +1,9 @@
-"""What Python costs per leaf and step, under a process group that moves nothing: seconds, calls, collections.
+"""The cost of Python per leaf and step, under a process group that moves nothing: seconds, calls, collections.
 
 The model is a chain of tiny leaves, each gathered for itself (`persist_elements=0`, `bucket_bytes=0`), or with
-`--model gpt` the small GPT of `_model.py` as it comes. On torch's fake process group of two ranks what remains after
-the plain step is taken away is the machinery: lazy leaves, hooks, the schedule, the calls into the process group. The
-values computed are meaningless, since the fake group delivers nothing.
+`--model gpt` the small GPT of `_model.py` as it comes. On torch's fake process group of two ranks the difference to the
+plain step is the machinery: lazy leaves, hooks, the schedule, the calls into the process group. The values computed are
+meaningless, since the fake group delivers nothing.
 
 Seconds are the processor's, of this thread, so other programs count less; calls of functions are counted, and are the
 same on any machine. Collections are those of Python's collector that begin inside a step.

@@ -1,7 +1,7 @@
-"""Bubbles of pipelines whose stages sleep: what a step takes, against the schedule on paper.
+"""Bubbles of pipelines whose stages sleep: the time of a step, against the schedule on paper.
 
-Layers that sleep need no processor, so that four ranks on two cores are four ranks. What is idle is told from the time
-of a whole step, agreement and update included.
+Layers that sleep need no processor, so that four ranks on two cores are four ranks. Idle times are derived from the
+time of a whole step, agreement and update included.
 
     python benchmarks/bench_pipeline.py
 """

@@ -1,7 +1,7 @@
 """A pipelined step beside torch.distributed.pipelining's: the same stages, in the same processes, by turns.
 
-Each rank has equal layers, a residual MLP each, and no data-parallel axis. What is timed is a whole step: forwards,
-backwards, what is sent, and an SGD update in place. Before it is timed, both are compared after a step.
+Each rank has equal layers, a residual MLP each, and no data-parallel axis. The time is that of a whole step: forwards,
+backwards, transfers, and an SGD update in place. Before it is timed, both are compared after a step.
 
     python benchmarks/bench_pipeline_peers.py
 """

@@ -1,4 +1,4 @@
-"""What `step.lower` predicts against what the same step then does: peak memory and bytes sent, for stages 0 to 3.
+"""Predictions of `step.lower` against measurements of the same step: peak memory and bytes sent, for stages 0 to 3.
 
 Predicted: `step.lower(state, batch).memory_analysis().peak` and `.cost_analysis().transfers`. Measured: the peak of
 live tensor bytes of a steady step, counted by `_heap.c` as in `bench_memory.py`, and `sf.count_traffic()` around one.
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def serve(rank: int, world: int, size: Size) -> Callable[[Case], dict[str, Any]]:
-    """Makes a mesh; the answer to a case is what was predicted and what was measured."""
+    """Makes a mesh; the answer to a case is the prediction and the measurement."""
     import shardfn as sf
 
     heap, mesh = _heap.Heap(), sf.make_mesh({"dp": world})

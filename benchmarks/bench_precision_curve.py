@@ -3,7 +3,7 @@
     python benchmarks/bench_precision_curve.py
     python benchmarks/bench_precision_curve.py --precisions fp32 bf16 fp16 -- --layers 2 --dim 128 --heads 4
 
-What follows `--` goes to the example. Runs go on side by side. Curves are compared by means over windows of 25 steps.
+Arguments after `--` go to the example. Runs go on side by side. Curves are compared by means over windows of 25 steps.
 The run `fp32-reordered` is the control: float32 with the gradient of each batch summed in two halves, which changes
 nothing but the last bits. It shows how far two runs drift apart by rounding alone.
 """

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_restore.py --gigabytes 10 --saved 3 --restored 2
 
-Leaves of 1 GiB are saved by rows on as many ranks as `--saved`, and restored by rows and by columns on `--restored`.
-What a process reads is what the kernel says of it (`rchar` of /proc/self/io), and what `restore` says. Leaves are
+Leaves of 1 GiB are saved by rows on `--saved` ranks, and restored by rows and by columns on `--restored`.
+The bytes that a process reads are counted by the kernel (`rchar` of /proc/self/io) and by `restore`. Leaves are
 views of one memory, in turn, so that the file may be larger than the memory; so values are compared for one leaf.
 """
 

@@ -1,10 +1,10 @@
 """A ring's attention on a CPU, forward and backward: beside torch's experimental context parallelism, and its overlap.
 
-torch's `context_parallel` has no ring for the attention of CPUs; what it answers is in the report. Its ring is a
+torch's `context_parallel` has no ring for the attention of CPUs; its error is in the report. Its ring is a
 template, though, which takes any kernel: here it gets torch's own for CPUs. Both have the same tokens of a causal
 sequence in the balanced order, and the same results, which is checked. `nn.Ring` runs with the ranks of a link of
-`--rate`, too, whole, with its messages left out (what arrives is what was sent), and with its messages alone. Of the
-shorter of these two the part that is hidden is
+`--rate`, too, whole, with its messages left out (each rank takes its own message for the one received), and with its
+messages alone. The hidden part of the shorter of these two is
 
     (compute + messages - whole) / min(compute, messages)
 
@@ -101,7 +101,7 @@ def left_out(what: str) -> Iterator[None]:
 
 
 def serve(rank: int, world: int, shape: Shape) -> Callable[[str], tuple[float, float]]:
-    """A rank's seconds of the clock and of its processor for what is asked; all results are compared once."""
+    """A rank's seconds of the clock and of its processor for each request; all results are compared once."""
     import torch.distributed as dist
 
     runs = {OURS: ours(rank, world, shape)} | {kind: torchs(rank, world, shape, kind) for kind in KINDS}
@@ -122,7 +122,7 @@ def serve(rank: int, world: int, shape: Shape) -> Callable[[str], tuple[float, f
 
 
 def serve_public(rank: int, world: int, shape: Shape) -> Callable[[None], str]:
-    """What `context_parallel` answers on a CPU."""
+    """The result or error of `context_parallel` on a CPU."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
@@ -142,7 +142,7 @@ def serve_public(rank: int, world: int, shape: Shape) -> Callable[[None], str]:
 
 
 def measure(group: Group, names: list[str], rounds: int) -> tuple[Times, Times]:
-    """Of each round and case the seconds of the slowest rank, and those of the processors."""
+    """The seconds of the slowest rank, and those of the processors, by round and case."""
     wall, busy = Times(), Times()
     for n in range(rounds + 1):
         for name in names[n % len(names) :] + names[: n % len(names)]:

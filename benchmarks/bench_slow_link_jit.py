@@ -1,11 +1,11 @@
-"""What prefetching and bucketing of a captured step gain on a slow network: 2 ranks, 1 Gbit/s, ZeRO stage 3.
+"""The gain of prefetching and bucketing in a captured step on a slow network: 2 ranks, 1 Gbit/s, ZeRO stage 3.
 
 The peers differ in the options of `sf.jit` only; none leaves a pass out. The base of the ratios goes without prefetch
 and bucket; the peer after it does not overlap its reductions with the backward either. The schedule of the last one is
-chosen by the cost model, for the link as `sf.graph.calibrate` finds it; what it was chosen from is printed. Ratios are
+chosen by the cost model, for the link as `sf.graph.calibrate` finds it; the candidates are printed. Ratios are
 formed within rounds as in `bench_step_time.py`. With `--timeline FOLDER` one more step of each peer is recorded as a
 Chrome trace: compute, and the transfers in flight.
-Needs root and iproute2, see `slow_link.py`; where they are missing it says so and ends.
+Needs root and iproute2, see `slow_link.py`; where they are missing it prints the reason and ends.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def serve_choice(rank: int, world: int, size: Size) -> Callable[[None], str]:
-    """Measures the link; its answer is what was found, and what the schedule of the step is chosen from."""
+    """Measures the link; its answer is the cluster found, and the candidates for the step's schedule."""
     from _model import loss, params
     from _peers import adamw
 

@@ -3,12 +3,12 @@
 2 ranks behind real links (`slow_link.py`), a GPT of 33.7M parameters, two sizes of batch: one in which a step computes
 for long, and one in which it mostly communicates. Peers take their steps in interleaved rounds as in
 `bench_step_time.py`; those of 1-bit Adam are in its compressed phase. The bytes that a step sends are read off the
-counters of the links, and the floor of a step is what it takes on the loopback (with what little that costs to send)
+counters of the links, and the floor of a step is its time on the loopback (including the small cost of sending there)
 plus these bytes over the bandwidth. "unlimited" is the loopback.
 
     python benchmarks/bench_slow_network.py --plot benchmarks/results/slow_network.png
 
-Needs root and iproute2, see `slow_link.py`; where they are missing it says so and ends.
+Needs root and iproute2, see `slow_link.py`; where they are missing it prints the reason and ends.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_small_step.py --out benchmarks/results/small_step.md
 
-Each rank builds all peers, which then take turns, so that whatever slows the machine slows all of them alike; a ratio
+Each rank builds all peers, which then take turns, so that other load on the machine slows all of them alike; a ratio
 is formed within a turn. By the wall it is the slower rank, of the processor the sum of all ranks, with all threads.
 With `--profile shardfn3` rank 0 then prints where its processor time goes: by part of the step, and by function, per
 step. The parts are measured without the profiler, each without the parts inside it.
@@ -29,7 +29,7 @@ from bench_step_time import ratios
 
 TINY = Size(num_layers=8, d_model=64, num_heads=4, tokens=32, vocab=512, batch=4)
 PEERS = "ddp,loop,shardfn0,shardfn1,shardfn3,shardfn3:jit=graph"
-# What a part of an eager step is, by where its function stands.
+# The parts of an eager step, each with its function.
 PARTS = {
     "agreement on what to run": "transforms._training_step:agree_on_step",
     "rounds of agreement": "collectives._rounds:Rounds.exchange",
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def serve(rank: int, world: int, names: list[str], size: Size) -> Callable[[tuple[str, int]], tuple[float, float]]:
-    """Builds all peers; the answer to (peer, k) is what a step takes of the wall and of the processor, over k steps."""
+    """Builds all peers; the answer to (peer, k) is a step's seconds by the wall and by the processor, over k steps."""
     from _peers import build
 
     peers = {name: build(name)(rank, world, size) for name in names}

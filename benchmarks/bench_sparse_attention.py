@@ -1,12 +1,12 @@
 """Block-sparse attention on a CPU, forward and backward, beside dense attention: ours tile by tile, and torch's.
 
-Three questions. At `--tokens` tokens and about 5% of the blocks, what `nn.BlockSparse` takes beside `nn.Blockwise` over
-all pairs times the density; 1 is a kernel that is as fast a pair as the dense one. At `--long` tokens, how much faster
-the fixed layout of Sparse Transformers is than torch's `scaled_dot_product_attention`, with windows of the square root
-of the number of blocks, as in the paper, and with DeepSpeed's default of 4. And `nn.Blockwise` over all pairs beside
-torch's kernel. Cases take turns within a round, whose order rotates, and ratios are formed within a round: on a machine
-that others use too, ratios mean something and seconds do not. Seconds are the processor's: a thread may wait for its
-turn.
+Three questions. At `--tokens` tokens and about 5% of the blocks, the time of `nn.BlockSparse` beside that of
+`nn.Blockwise` over all pairs times the density; 1 is a kernel that is as fast a pair as the dense one. At `--long`
+tokens, how much faster the fixed layout of Sparse Transformers is than torch's `scaled_dot_product_attention`, with
+windows of the square root of the number of blocks, as in the paper, and with DeepSpeed's default of 4. And
+`nn.Blockwise` over all pairs beside torch's kernel. Cases take turns within a round, whose order rotates, and ratios
+are formed within a round: on a machine that others use too, ratios mean something and seconds do not. Seconds are the
+processor's: a thread may wait for its turn.
 """
 
 import argparse
@@ -26,7 +26,7 @@ DENSE, BLOCKWISE = "torch's SDPA", "Blockwise, all pairs"
 
 
 class Case(NamedTuple):
-    """What runs, and which part of all pairs its blocks are."""
+    """A kernel call, and the share of all pairs that its blocks have."""
 
     run: Callable[[], object]
     density: float

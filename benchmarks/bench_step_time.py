@@ -35,9 +35,9 @@ def measure(
     """Seconds per step of each round by `args.clock`, and the last loss, by peer.
 
     Args:
-        peers: see `_peers.py`; with `@DIRECTORY` behind its name a peer is what that checkout of shardfn makes of it.
+        peers: see `_peers.py`; with `@DIRECTORY` behind its name a peer runs with that checkout of shardfn.
         args: has `world`, `rounds`, `steps`, `warmup`.
-        size: what is trained.
+        size: sizes of the trained model.
         link: where the ranks live; None is the loopback.
         whole: every rank gets all rows of a batch, not its share.
     """

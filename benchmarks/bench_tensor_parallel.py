@@ -17,7 +17,7 @@ from _report import publish, table
 from bench_step_time import Times, add_arguments, measure_clocks, ratios
 
 PEERS = "torch_tp,shardfn_tp,shardfn_partition,shardfn_tp:jit=graph,shardfn_partition:jit=graph"
-# What each peer is compared with, if it takes part.
+# The bases of comparison for each peer, if they take part.
 BASES = ("torch_tp", "shardfn_tp", "shardfn_tp:jit=graph")
 
 

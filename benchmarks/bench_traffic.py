@@ -2,8 +2,8 @@
 
 With psi bytes of parameters and N ranks: stages 0, 1 and 2 send 2 psi (N - 1) / N (a reduce-scatter and an all-gather,
 or an all-reduce), stage 3 sends 3 psi (N - 1) / N (two gathers and a reduce-scatter). Stage 3 may send less: leaves of
-at most `Zero.persist_elements` elements stay gathered, what the prefetch window holds where the forward turns into the
-backward is not gathered again, nor is a leaf that the backward has no use for, as an embedding.
+at most `Zero.persist_elements` elements stay gathered, leaves in the prefetch window where the forward turns into the
+backward are not gathered again, nor is a leaf that the backward has no use for, as an embedding.
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2019, section 7.
 """
 
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def serve(rank: int, world: int, size: Size, stage: int, fields: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
-    """Builds a step and takes a first one; the answer to k is what k further steps sent."""
+    """Builds a step and takes a first one; the answer to k is the bytes that k further steps sent."""
     from _peers import shardfn
 
     from shardfn.collectives import count_traffic

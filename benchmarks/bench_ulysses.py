@@ -1,13 +1,13 @@
 """Ulysses beside Megatron's sequence parallelism on a slow link: seconds of a step, and bytes beside their theory.
 
-A GPT whose tokens are cut all along ("sp": `nn.Ulysses`, leaves sharded by ZeRO 3), and the same one whose layers are
+A GPT whose tokens are cut throughout ("sp": `nn.Ulysses`, leaves sharded by ZeRO 3), and the same one whose layers are
 cut, and whose tokens are between them ("tp" with `sequence=True`): an all_gather in front of attention and MLP, a
-reduce_scatter behind each. Of T tokens, h features, L layers and P ranks a rank sends, in elements of both passes,
+reduce_scatter behind each. With T tokens, h features, L layers and P ranks, a rank sends, in elements of both passes,
 
-    Ulysses     8 L T h / P (P - 1) / P      and 3 times the parameters, whatever T is
+    Ulysses     8 L T h / P (P - 1) / P      and 3 times the parameters, for every T
     Megatron    (8 L + 4) T h (P - 1) / P    4 of them for embedding and output layer; none for parameters that are cut
 
-at `--tokens` tokens and at four times as many, on `--ranks` ranks. Both take turns within a round, in the same
+at `--tokens` tokens and at four times that number, on `--ranks` ranks. Both take turns within a round, in the same
 processes, and ratios are formed within a round. Needs root and iproute2, see `slow_link.py`.
 """
 
@@ -25,7 +25,7 @@ from _report import publish, table
 from slow_link import Link, describe, why_unavailable
 
 ULYSSES, MEGATRON = "Ulysses", "Megatron"
-# What moves activations; the rest moves parameters and gradients.
+# Collectives that move activations; the others move parameters and gradients.
 OF_TOKENS = {ULYSSES: ("all_to_all",), MEGATRON: ("all_gather", "psum_scatter")}
 Sizes = dict[str, Any]
 Found = tuple[float, float, dict[str, int], float]

@@ -4,15 +4,15 @@
     rank 1 [eth0 tbf]--[tbf port 1] bridge       on a switch. All of it, the bridge too, lies in namespaces of its own:
     ...                                          the machine's network is not touched, and no address can collide.
 
-As a program it prints what the link does and runs a script on every rank, with torch's environment (RANK, WORLD_SIZE,
+As a program it prints the measured link and runs a script on every rank, with torch's environment (RANK, WORLD_SIZE,
 MASTER_ADDR, ...) set:
 
     python benchmarks/slow_link.py --ranks 2 --rate 1gbit
     python benchmarks/slow_link.py --ranks 2 --rate 100mbit -- examples/train.py --steps 3
 
 As a library: `with Link(ranks=2, rate="1gbit") as link: link.run("script.py", [...])`, or `Group(..., link=link)` of
-`_pairs.py`. Needs root, `ip` and `tc` (Debian's iproute2). What it made is removed at the end, also after SIGINT,
-SIGTERM and SIGHUP; what a run that was killed (SIGKILL) left behind is removed by the next one.
+`_pairs.py`. Needs root, `ip` and `tc` (Debian's iproute2). Its namespaces are removed at the end, also after SIGINT,
+SIGTERM and SIGHUP; those of a run that was killed (SIGKILL) are removed by the next one.
 """
 
 import argparse
@@ -45,7 +45,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Unavailable(RuntimeError):
-    """This machine cannot make namespaces or shape links; the message says why."""
+    """This machine cannot make namespaces or shape links; the message has the reason."""
 
 
 def why_unavailable() -> str:
@@ -57,7 +57,7 @@ def why_unavailable() -> str:
 
 
 def bits_per_second(rate: str) -> float:
-    """What a rate means, infinite for "unlimited".
+    """The bits per second of a rate, infinite for "unlimited".
 
     Raises:
         ValueError: it is no rate.
@@ -82,7 +82,7 @@ def enter(namespace: str) -> None:
 
 
 class Link:
-    """`ranks` namespaces on one switch, every port of which carries `rate` each way.
+    """`ranks` namespaces on one switch, whose ports carry `rate` each way.
 
     Attributes:
         namespaces: one name a rank.
@@ -121,11 +121,11 @@ class Link:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends what still runs and removes the namespaces."""
+        """Ends running processes and removes the namespaces."""
         self.close()
 
     def close(self) -> None:
-        """Ends what still runs and removes the namespaces; may be called twice."""
+        """Ends running processes and removes the namespaces; may be called twice."""
         _end(self._running)
         for name in (*self.namespaces, self._hub):
             if (_NETNS / name).exists():
@@ -143,11 +143,11 @@ class Link:
         Args:
             script: path of a Python file, or the dotted name of a module.
             args: its arguments.
-            capture: whether to return what each rank printed; else rank 0 prints to our output, the others are quiet.
+            capture: whether to return the ranks' output; else rank 0 prints to our output, the others are quiet.
             timeout: seconds after which all ranks are ended.
 
         Returns:
-            What each rank printed, with `capture`; else nothing.
+            The output of each rank, with `capture`; else nothing.
 
         Raises:
             RuntimeError: a rank failed; the others are ended.
@@ -241,7 +241,7 @@ def remove_stale() -> list[str]:
 
 
 def describe(check: dict[str, Any]) -> str:
-    """One line about what `Link.check` found."""
+    """One line about the findings of `Link.check`."""
     theory, seconds = check["theory"], check["seconds"]
     share = f", {seconds / theory:.3f} of it" if theory else ""
     allowed = f"{theory:.4f} s at that rate{share}" if theory else "no limit"
@@ -249,7 +249,7 @@ def describe(check: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Makes a link, says what it does, runs a script over it."""
+    """Makes a link, prints its rate, runs a script over it."""
     args = _arguments()
     if args.measure:
         _measure()

@@ -33,7 +33,7 @@ def blocks_of(x, spec):
     return list(x.split([max(0, min(step, rows - r * step)) for r in range(N)], dim))
 
 
-# 2. Collectives: functions from a list (what each rank holds) to a list (what each rank gets), each other's transpose.
+# 2. Collectives: functions from a list (the ranks' inputs) to a list (the ranks' results), each other's transpose.
 
 
 def all_gather(blocks, spec):

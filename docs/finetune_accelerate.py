@@ -1,4 +1,4 @@
-"""What `examples/finetune.py` does, with accelerate and FSDP2: to count lines by, and to compare.
+"""The task of `examples/finetune.py`, with accelerate and FSDP2: to count lines by, and to compare.
 
 torchrun --nproc-per-node 2 docs/finetune_accelerate.py MODEL train.jsonl validation.jsonl --out runs/finetune
 """

@@ -1,7 +1,7 @@
 """Draws the pictures of docs/a_step.md from real captured steps: python docs/make_figures.py
 
-A GPT of 4 blocks and width 1024 is lowered for 32 ranks that do not exist; its graph says what is alive and what
-travels, and the cost model of an H100 cluster says when.
+A GPT of 4 blocks and width 1024 is lowered for 32 ranks that do not exist; its graph gives live memory and transfers,
+and the cost model of an H100 cluster their times.
 """
 
 import functools
@@ -82,7 +82,7 @@ def boundaries(low: Lowered) -> list[int]:
 
 
 def memory() -> None:
-    """What is alive on a rank over a step, at the four stages."""
+    """Live memory of a rank over a step, at the four stages."""
     picture = Picture(330, "Bytes alive on one of 32 ranks over a step, by ZeRO stage")
     top, bottom, parts = 44.0, 292.0, 3
     lows = {stage: lowered(stage) for stage in STAGES}
@@ -138,7 +138,7 @@ def schedule() -> None:
 
 
 def alive(low: Lowered, node: torch.fx.Node) -> int:
-    """Position of the last node that reads the memory of what a node returns."""
+    """Position of the last node that reads the memory of a node's result."""
     nodes = list(low.gm.graph.nodes)
     mine = {storage_of(t) for t in tensors_in(node.meta["val"])}
     users = [
@@ -150,7 +150,7 @@ def alive(low: Lowered, node: torch.fx.Node) -> int:
 
 
 def leaf() -> None:
-    """The way of one leaf through a step: what of it is there, and when."""
+    """The way of one leaf through a step: its live parts, and when."""
     low = lowered(3)
     nodes = list(low.gm.graph.nodes)
     at = {node: i for i, node in enumerate(nodes)}

@@ -1,6 +1,6 @@
 """Makes docs/several_ranks.ipynb of docs/several_ranks.md: python docs/make_notebook.py
 
-Prose becomes cells of text, a block of Python a cell of code, and the block of text below it what the cell has printed.
+Prose becomes cells of text, a block of Python a cell of code, and the block of text below it the cell's output.
 Run `python docs/make_printed.py docs/several_ranks.md` first where that has changed.
 """
 

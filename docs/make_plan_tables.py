@@ -1,4 +1,4 @@
-"""Writes the generated part of plan.md: what `shardfn plan --preset-tables` prints. Run it from anywhere."""
+"""Writes the generated part of plan.md: the output of `shardfn plan --preset-tables`. Run it from anywhere."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rewrites what the pages show as printed: the block of text below a block of Python is what it prints.
+"""Rewrites the printed output in pages: the block of text below a block of Python is its output.
 
     python docs/make_printed.py docs/jit.md
 
@@ -15,7 +15,7 @@ BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$(?P<shown>\n\n```text\n(?P<te
 
 
 def printed(code: str, name: str, names: dict[str, object]) -> str:
-    """Runs a block with the names of those above it, and returns what it prints."""
+    """Runs a block with the names of those above it, and returns its output."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(code, name, "exec"), names)

@@ -2,7 +2,7 @@
 
     python docs/make_reference.py
 
-The pages only say which objects stand where; `mkdocs build` takes the text from the docstrings. The tests compare.
+The pages only list the objects; `mkdocs build` takes the text from the docstrings. The tests compare.
 """
 
 import importlib
@@ -99,14 +99,14 @@ def _first_line(room: str) -> str:
 
 def _everywhere() -> list[tuple[str, str, object]]:
     found = []
-    for room in reversed(ROOMS):  # where two rooms name a thing, the one that stands first in ROOMS has it
+    for room in reversed(ROOMS):  # if two rooms name an object, the first of them in ROOMS has it
         module = importlib.import_module(f"shardfn.{room}")
         found += [(room, name, value) for name, value in _own(room, module).items()]
     return found
 
 
 def _own(room: str, module: object) -> dict[str, object]:
-    """What a room names and no room before it: each thing stands on one page."""
+    """The names of a room that no room before it has: each object has one page."""
     before: set[int] = set()
     for other in ROOMS[: ROOMS.index(room)]:
         before |= {id(value) for value in named(importlib.import_module(f"shardfn.{other}")).values()}

@@ -1,4 +1,4 @@
-"""What the reference needs to know of our docstrings: `Example:` is griffe's section `Examples:`."""
+"""Adapts our docstrings for the reference: `Example:` is griffe's section `Examples:`."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `mkdocs build` does to each page: links to programs get a page, names of the library a link to the reference."""
+"""Changes each page in `mkdocs build`: links to programs get a page, names of the library a link to the reference."""
 
 import pathlib
 import posixpath
@@ -89,7 +89,7 @@ def _moved(text: str, path: pathlib.Path) -> str:
             return found[0]
         if target.is_file() and target.is_relative_to(DOCS):
             return f"{found[1]}({posixpath.relpath(target.as_posix(), here.as_posix())}{found[3] or ''})"
-        return found[1].strip("[]")  # what has no page in the site
+        return found[1].strip("[]")  # files without a page in the site
 
     return re.sub(r"(!?\[[^\[\]]*\])\(([^)#\s]+)(#[^)\s]*)?\)", link, text)
 

@@ -38,7 +38,7 @@ def main() -> None:
     text = b"".join(path.read_bytes() for path in itertools.islice(files, 20))
     rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, args.length + 1, args.length)
 
-    # The step: where its states live is said here and nowhere else.
+    # The step: this call alone places its states.
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         directory = args.directory or scratch
         kinds = {"params": "disk", "grads": "disk", "optimizer": "disk", "directory": str(directory)}

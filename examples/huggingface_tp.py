@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/huggingface_tp.py --tp 2
     torchrun --nproc-per-node 4 examples/huggingface_tp.py --tp 2
 
-`plain` is the loop for one device, `sharded` the same loop with nine lines of shardfn, marked. The specs say which
-parameters are cut along `tp`; `partition` finds out what to send. Both print the same losses, up to rounding.
+`plain` is the loop for one device, `sharded` the same loop with nine lines of shardfn, marked. The specs cut parameters
+along `tp`; `partition` derives the messages. Both print the same losses, up to rounding.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardfn as sf
 
-# Which parameters are cut along tp: what follows a sum by columns, norms not at all, all others by rows.
+# Cuts along tp: `o_proj` and `down_proj`, whose results are summed, by columns, norms not at all, all others by rows.
 CUT = {"o_proj": sf.P(None, "tp"), "down_proj": sf.P(None, "tp"), "norm": sf.P(), "": sf.P("tp")}  # shardfn
 
 

@@ -4,9 +4,8 @@
     torchrun --nproc-per-node 2 examples/slow_network.py --adamw
     python benchmarks/slow_link.py --ranks 2 --rate 100mbit -- examples/slow_network.py
 
-After the first steps, in which Adam learns how large gradients are, what ranks exchange is the signs of the momentum:
-one bit per element in place of 32. The last command runs it over a real link of 100 Mbit/s; it needs root and
-iproute2.
+After the first steps, in which Adam learns how large gradients are, ranks exchange the signs of the momentum: one bit
+per element in place of 32. The last command runs it over a real link of 100 Mbit/s; it needs root and iproute2.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from tqdm import tqdm
 import shardfn as sf
 from shardfn.models import gpt
 
-# Rows by which losses are compared: those of single batches differ by more than what a few steps gain.
+# Rows by which losses are compared: those of single batches differ by more than the gain of a few steps.
 HELD_OUT = 24
 
 
@@ -36,7 +35,7 @@ def main() -> None:
     )
     text = b"".join(path.read_bytes() for path in itertools.islice(sf.data.default_corpus(), 40))
     rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, 129, 128)
-    # The corpus is one file after another, some harder than others: drawn in its order, losses would tell of the files.
+    # The corpus is one file after another, some harder than others: drawn in its order, losses would reflect the files.
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     held_out, order = order[:HELD_OUT], order[HELD_OUT:]
 

@@ -6,9 +6,9 @@
     torchrun --nproc-per-node 2 examples/sparse_long.py
 
 GPT attends by the fixed pattern of Sparse Transformers, half of the heads to other blocks than the rest; BERT by a
-window, a global block and random ones, as BigBird does, and learns to tell what stood where bytes were masked. It reads
-the sources of Python's standard library unless --data says otherwise. All attention computes the same numbers but for
-rounding: `--attention dense` is slower, and needs memory for all pairs.
+window, a global block and random ones, as BigBird does, and learns to predict masked bytes. By default (without --data)
+it reads the sources of Python's standard library. All attention computes the same numbers but for rounding:
+`--attention dense` is slower, and needs memory for all pairs.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import shardfn as sf
 from shardfn import nn
 from shardfn.models import gpt
 
-MASKED = 256  # the id that stands for a byte that is to be told
+MASKED = 256  # the id of a byte that is to be predicted
 ATTENTION = {"sparse": nn.BlockSparse(), "blockwise": nn.Blockwise(), "dense": nn.Dense()}
 
 
@@ -35,7 +35,7 @@ def main():
     mesh = sf.make_mesh({"dp": -1})
     rank, world = mesh.axis_index("dp"), mesh.axis_size("dp")
 
-    # The layout is made for the number of tokens at hand; which heads see what, and how much that is.
+    # The layout for the given number of tokens: the pattern of each head, and its density.
     block, heads = args.block, args.heads
     layouts = {
         "gpt": functools.partial(
@@ -82,7 +82,7 @@ def main():
 
 
 def masked(batch, share=0.15):
-    """Tokens of which some are masked, and targets that are those: a function of the sample's number."""
+    """Tokens, some of them masked, and the masked ones as targets: a function of the sample's number."""
     tokens = batch["tokens"][:, :-1]
     keys = [sf.fold_in(sf.key(2), int(i)) for i in batch["index"]]
     chosen = torch.stack([sf.core.uniform(key, tokens.shape[1:]) < share for key in keys])

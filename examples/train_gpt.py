@@ -8,11 +8,11 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --save-every 100 --resume
     torchrun --nproc-per-node 2 examples/train_gpt.py --data a.txt b.txt --tokenizer bpe --optimizer lamb
 
-It learns Python from the sources of the standard library unless --data says otherwise. Ctrl-C ends it after the current
-step with all that the last step would have written (torchrun then adds a traceback of its own, about the signal). So
-does SIGTERM, with the exit code 75, "try again". What it leaves in --out: tokens.bin, metrics.jsonl, TensorBoard
-events, loss.png and sample.txt; with --save-every also checkpoints, from which --resume goes on: on as many ranks bit
-for bit as if nothing had happened, else to rounding.
+By default (without --data) it learns Python from the sources of the standard library. Ctrl-C ends it after the current
+step with all files of a regular end (torchrun then adds a traceback of its own, about the signal). So does SIGTERM,
+with the exit code 75, "try again". Files in --out: tokens.bin, metrics.jsonl, TensorBoard events, loss.png and
+sample.txt; with --save-every also checkpoints, from which --resume goes on: on the same number of ranks bit for bit as
+without the interruption, else to rounding.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def train(args, mesh, preemption):
     size = {"num_layers": args.layers, "d_model": args.dim, "num_heads": args.heads, "max_len": args.length}
     config = gpt.Config.llama_like(vocab_size=tokenizer.vocab_size, d_ff=None, tie_embeddings=True, **size)
     if mesh.axis_size("tp") > 1:
-        config = dataclasses.replace(config, per_head=True)  # tp then cuts between heads, whatever their number
+        config = dataclasses.replace(config, per_head=True)  # tp then cuts between heads, for any number of them
     config = dataclasses.replace(config, stacked=deep)  # a pipeline cuts the stack of layers
     config = dataclasses.replace(config, attention=ATTENTION[args.attention](args.length))
     wrap = sf.remat if args.remat else lambda inner: inner
@@ -111,7 +111,7 @@ def train(args, mesh, preemption):
         total, count = sf.psum(torch.stack(mean), ("dp", "sp"))
         return total / count
 
-    # The step: where the leaves live is said here and nowhere else.
+    # The step: this call alone places the leaves.
     optimizer, learning_rate = OPTIMIZERS[args.optimizer]
     peak, warmup = args.lr or learning_rate, max(1, min(args.warmup, args.steps // 2))
     schedule = sf.optim.warmup_cosine_decay_schedule(0.0, peak, warmup, max(args.steps, warmup + 1), peak / 10)
@@ -131,7 +131,7 @@ def train(args, mesh, preemption):
     )
     state = step.init(functools.partial(gpt.init, config), sf.key(args.seed))
 
-    # Checkpoints: written behind the steps. The newest one is read into whatever mesh and stage this run has.
+    # Checkpoints: written behind the steps. The newest one is read into the mesh and stage of this run.
     start, checkpoints = 0, None
     data = {"seed": args.seed, "batch": args.batch, "length": args.length, "tokens": source.num_tokens}
     if args.save_every or args.resume:
@@ -154,7 +154,7 @@ def train(args, mesh, preemption):
     )
     batches = sf.data.prefetch(training.iterate(start, args.steps, rank=rank, world=world))
     begin = time.monotonic()
-    # `disable=None` draws no bar where stderr is no terminal; there the log says a line every few seconds.
+    # `disable=None` draws no bar where stderr is no terminal; there the log prints a line every few seconds.
     off = None if mesh.rank == 0 else True
     with closing(batches), tqdm(total=args.steps, initial=start, disable=off, dynamic_ncols=True) as bar:
         for n, batch in enumerate(batches, start):
@@ -214,7 +214,7 @@ def to_device(batch, mesh):
 
 
 class Log(sf.metrics.Logger):
-    """What a logger writes, a curve and the terminal; on other ranks than the first it does nothing."""
+    """A logger's files, a curve and lines on the terminal; on other ranks than the first it does nothing."""
 
     def __init__(self, args, mesh, start=0):
         super().__init__(args.out, mesh, tensorboard=True, start=start)
