@@ -180,7 +180,19 @@ def _pvary(x: Tensor, call: Call) -> Tensor:
 
 
 def _pmax(x: Tensor, call: Call) -> Tensor:
-    return native.all_reduce(x, call.line, "max", name="pmax")
+    if not x.is_floating_point():
+        return native.all_reduce(x, call.line, "max", name="pmax")
+    # Backends differ in the maximum of NaN and a number. Floats are sent as integers of the same order, NaN above all.
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    bits = wide.masked_fill(wide.isnan(), torch.nan).view(torch.int64 if wide.itemsize == 8 else torch.int32)
+    top = native.all_reduce(_in_order(bits), call.line, "max", name="pmax")
+    return _in_order(top).view(wide.dtype).to(x.dtype)
+
+
+def _in_order(bits: Tensor) -> Tensor:
+    """The bits of floats as integers that have their order, and the way back, which is the same."""
+    info = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> info.bits - 1) & info.max)
 
 
 # all_gather: V -> V, all_gather_invariant: V -> I

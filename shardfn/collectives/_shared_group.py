@@ -71,7 +71,7 @@ class SharedGroup(dist.ProcessGroup):
         """Sums, or takes the maximum, in place."""
         (x,), op = tensors, opts.reduceOp.op
         lanes = self._lanes_of(x)
-        if lanes is None or x.dtype not in SUMMED or op not in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        if lanes is None or not (op == dist.ReduceOp.MAX or (op == dist.ReduceOp.SUM and x.dtype in SUMMED)):
             return self.stands_for.allreduce(tensors, opts)
         flat = x.view(-1)
         if op == dist.ReduceOp.SUM:

@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardfn.collectives import psum, transforming
+from shardfn.collectives import pmax, psum, transforming
 from shardfn.core import Pending, PyTree, broadcast_prefix, raise_all, tree_leaves, tree_paths
-from shardfn.optim import exact_limbs, largest, of_limbs, pmax_or_nan
+from shardfn.optim import exact_limbs, largest, of_limbs
 
 from ._accumulated import cut_rows, num_microbatches
 from ._check import describe_batch, is_spec
@@ -233,6 +233,6 @@ def summed_values(values: Sequence[Value], chunks: Chunks, axes: tuple[str, ...]
 def summed_squares(parts: Sequence[Tensor], axes: tuple[str, ...]) -> Tensor:
     """The sum of squares of all ranks' parts, in float64: summed as integers, so in any order. Collective."""
     top = torch.stack([largest(x) for x in parts]).max() if parts else torch.zeros((), dtype=torch.float64)
-    top = pmax_or_nan(top, axes)
+    top = pmax(top, axes)
     limbs = [exact_limbs(x, top) for x in parts] or [torch.zeros(2, dtype=torch.int64, device=top.device)]
     return of_limbs(psum(torch.stack(limbs).sum(0), axes), top)

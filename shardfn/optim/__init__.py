@@ -49,7 +49,6 @@ from ._norm import (
     large_square as large_square,
     largest as largest,
     of_limbs as of_limbs,
-    pmax_or_nan as pmax_or_nan,
     sum_squares as sum_squares,
     summing_exactly as summing_exactly,
 )

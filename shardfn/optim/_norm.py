@@ -86,7 +86,7 @@ _EXACT = Ambient[bool]("whether sums of squares are exact")
 
 def _exact_squares(leaves: list[Tensor], specs: list[P] | None) -> Float[Tensor, " num_leaves"]:
     top = torch.stack([largest(x) for x in leaves])
-    top = top if specs is None else over_blocks(top, specs, pmax_or_nan)
+    top = top if specs is None else over_blocks(top, specs, pmax)
     limbs = [exact_limbs(x, m) for x, m in zip(leaves, top.unbind(), strict=True)]
     if specs is not None:
         limbs = list(over_blocks(torch.stack(limbs), specs).unbind())
@@ -171,13 +171,7 @@ def global_norm(tree: PyTree, specs: Specs = None, *, ord: float | str | None = 
         local = torch.stack([wide(x).abs().sum(dtype=torch.float64).to(leaves[0].device) for x in leaves])
         return (local if cuts is None else over_blocks(local, cuts)).sum().to(dtype)
     top = torch.stack([largest(x).to(leaves[0].device) for x in leaves])
-    return (top if cuts is None else over_blocks(top, cuts, pmax_or_nan)).max().to(dtype)
-
-
-def pmax_or_nan(x: Float[Tensor, "..."], axes: tuple[str, ...]) -> Float[Tensor, "..."]:
-    """The maximum over ranks of values >= 0, NaN where a rank has NaN: backends differ in the maximum of NaN."""
-    top, found = pmax(torch.stack([x.nan_to_num(0.0, torch.inf), x.isnan().to(x.dtype)]), axes).unbind()
-    return torch.where(found > 0, torch.nan, top)
+    return (top if cuts is None else over_blocks(top, cuts, pmax)).max().to(dtype)
 
 
 def _local(leaves: list[Tensor], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:

@@ -6,11 +6,11 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from shardfn.collectives import current_mesh, psum, pvary, transforming
+from shardfn.collectives import current_mesh, pmax, psum, pvary, transforming
 from shardfn.core import P
 
 from ._leaves import wide
-from ._norm import exact_scale, is_exact, of_limbs, pmax_or_nan
+from ._norm import exact_scale, is_exact, of_limbs
 
 Axes = tuple[str, ...]
 
@@ -35,7 +35,7 @@ def unit_squares(
     axes = [()] * len(rows) if specs is None else [_cutting(spec, d) for spec, d in zip(specs, dims, strict=True)]
     if not is_exact():
         return _over(psum, [_along(wide(x).square(), d, torch.sum) for x, d in rows], axes)
-    tops = _over(pmax_or_nan, [_along(x.detach().abs().double(), d, torch.amax) for x, d in rows], axes)
+    tops = _over(pmax, [_along(x.detach().abs().double(), d, torch.amax) for x, d in rows], axes)
     limbs = _over(psum, [_limbs(x, top, d) for (x, d), top in zip(rows, tops, strict=True)], axes)
     exact = [of_limbs(x, top) for x, top in zip(limbs, tops, strict=True)]
     return [y.to(wide(x).dtype) for x, y in zip(leaves, exact, strict=True)]

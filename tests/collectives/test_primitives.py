@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, jacrev, jvp, vjp, vmap
 
+import shardfn as sf
 from shardfn import collectives as c
 from shardfn.collectives import _native
 from shardfn.collectives import _reference as ref
@@ -274,6 +275,28 @@ def test_pmean_and_trees() -> None:
         assert c.psum(flags, "dp").tolist() == [1, 1, 0, 2]
         assert c.pmax(flags, "dp").tolist() == [True, True, False, True]
         assert c.psum_scatter(flags, "dp").tolist() == [[1, 1], [0, 2]][me]
+
+
+@distributed(world=[2, 3])
+def test_a_nan_of_one_rank_is_the_maximum_of_all(world: int) -> None:
+    """By torch's own group and through memory, eagerly and captured; NaN of either sign, infinities and zeros."""
+    me = torch.distributed.get_rank()
+    nan = torch.tensor(torch.nan)
+    own = [nan, -nan, -torch.inf, -0.0, -1.5] if me == world - 1 else [torch.inf, 1.0, -2.0, 0.0, -1.25]
+    want = torch.tensor([torch.nan, torch.nan, -2.0, 0.0, -1.25])
+    for channel in ("gloo", "memory"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SHARDFN_CHANNEL", channel)
+            mesh = make_mesh({"dp": world}, device="cpu")
+            with mesh, c.bind_mesh(mesh):
+                for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+                    x = torch.stack([torch.as_tensor(v) for v in own]).to(dtype)
+                    for f in (c.pmax, sf.jit(c.pmax, backend="graph")):
+                        got = f(x, "dp")
+                        assert got.dtype == dtype
+                        torch.testing.assert_close(got, want.to(dtype), rtol=0, atol=0, equal_nan=True)
+                assert c.pmax(x.new_zeros(0, 2), "dp").shape == (0, 2)
+                assert c.pmax(x[0], "dp").isnan()
 
 
 @distributed(world=2)
