@@ -7,12 +7,14 @@ begins at a seed of its own.
 
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import random
 import re
 import secrets
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -151,7 +153,8 @@ class Case:
     def batches(self) -> list[Any]:
         """Global batches, of which some targets do not count."""
         g, out = torch.Generator().manual_seed(self.seed), []
-        rows = 12 * self.rows  # each mesh's ranks and microbatches divide it
+        # Ranks divide it, and so do their microbatches, which a pipeline sends in one shape.
+        rows = math.lcm(12, self.world * self.microbatches) * self.rows
         for _ in range(2):
             tokens = torch.randint(self.config.vocab_size, (rows, self.tokens + 1), generator=g)
             batch = gpt.shifted({"tokens": tokens})
@@ -211,8 +214,11 @@ class Program:
         return own_rows(tree_map(lambda x: x[:, self.order], batch), self.batch, self.mesh)
 
 
-def parts(case: Case, directory: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The parts of a training program, in order; each raises where it does not equal one device."""
+def parts(case: Case, directory: str) -> Iterator[tuple[str, Callable[[], int]]]:
+    """The parts of a training program, in order; each raises where it does not equal one device.
+
+    They return how many values they have compared.
+    """
     params, batches, plain = case.params(), case.batches(), functools.partial(gpt.loss, case.config)
     found: dict[str, Any] = {}
 
@@ -223,53 +229,54 @@ def parts(case: Case, directory: str) -> Iterator[tuple[str, Callable[[], None]]
     def want(num: int) -> Any:
         return one_device(plain, OPTIMIZERS[case.optimizer](), params, batches[:num], trainable=case.trainable())
 
-    def train() -> None:
+    def train() -> int:
         program = Program(case, case.layouts[0], f"{directory}/a")
         state, metrics = program.step(program.step.init(tree_map(torch.clone, params)), program.rows(batches[0]))
-        _same(sf.unshard(state.params), want(1).params)
-        _same(metrics["loss"], want(1).metrics[0]["loss"])
         found["state"] = state
+        return _same(sf.unshard(state.params), want(1).params) + _same(metrics["loss"], want(1).metrics[0]["loss"])
 
-    def restore() -> None:
+    def restore() -> int:
         checkpoint.save(f"{directory}/saved", found["state"], 1)
         program = Program(case, case.layouts[1], f"{directory}/b")
         like = program.step.init(tree_map(torch.zeros_like, params))
         state = checkpoint.restore(f"{directory}/saved", like).tree
         state, _ = program.step(state, program.rows(batches[1]))
-        _same(sf.unshard(state.params), want(2).params)
         found.update(state=state, step=program.step, rows=program.rows(batches[0]), params=want(2).params)
+        return _same(sf.unshard(state.params), want(2).params)
 
-    def evaluate() -> None:
+    def evaluate() -> int:
         got = found["step"].evaluate(found["state"], [found["rows"]])["loss"]
-        _same(torch.tensor(got, dtype=torch.float64), mean())
+        return _same(torch.tensor(got, dtype=torch.float64), mean())
 
-    def loss() -> None:
-        _same(found["step"].loss(found["state"].params, found["rows"]), mean())
+    def loss() -> int:
+        return _same(found["step"].loss(found["state"].params, found["rows"]), mean())
 
-    def gradient(of: Callable[..., Any]) -> None:
+    def gradient(of: Callable[..., Any]) -> int:
         got = of(found["step"].loss)(found["state"].params, found["rows"])
-        _same(sf.unshard(got), sf.grad(plain)(found["params"], batches[0]))
+        return _same(sf.unshard(got), sf.grad(plain)(found["params"], batches[0]))
 
     yield from (("train", train), ("restore", restore), ("evaluate", evaluate), ("step.loss", loss))
     yield "grad", functools.partial(gradient, sf.grad)
     yield "torch.func.grad", functools.partial(gradient, torch.func.grad)
 
 
-def _same(got: Any, want: Any) -> None:
+def _same(got: Any, want: Any) -> int:
+    num = 0
     for path, a, b in zip(tree_paths(want, ""), tree_leaves(got), tree_leaves(want), strict=True):
         if "'bk'" in path:
             continue  # not trained, and its gradient is rounding
         error, size = (a.double() - b.double()).abs().max(), max(1e-3, b.double().abs().max())
         assert error <= 100 * RTOL[b.dtype] * size, f"{path or 'loss'}: off by {error:.2g} of {size:.2g}"
+        num += b.numel()
+    return num
 
 
 def outcome(case: Case, directory: str) -> dict[str, str]:
-    """For each part "equal", "refused: ..." with the reason, or the error; nothing after a part that cannot go on."""
+    """For each part "equal: 5" (values), "refused: reason", or the error; nothing after a part that cannot go on."""
     said: dict[str, str] = {}
     for name, run in parts(case, directory):
         try:
-            run()
-            said[name] = "equal"
+            said[name] = f"equal: {run()}"
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             known = next((why for part, why in REFUSALS.items() if re.search(part, text)), None)
@@ -289,16 +296,19 @@ def fuzz(cases: list[Case], tmp_path: pathlib.Path) -> dict[int, dict[str, str]]
     return {case.seed: outcome(case, str(tmp_path / str(case.seed))) for case in cases}
 
 
-def check(cases: list[Case], tmp_path: pathlib.Path) -> None:
-    """Raises for cases of one world, with what is wrong in each."""
-    ranks, lines = fuzz(cases, tmp_path, world=cases[0].world), []
+def wrong(cases: list[Case], tmp_path: pathlib.Path, counts: Counter[str]) -> list[str]:
+    """For cases of one world, a text for each part that is wrong; counts the others, as the first rank has them."""
+    ranks, lines = fuzz(cases, tmp_path, world=cases[0].world), list[str]()
     for case in cases:
         for name in ranks[0][case.seed]:
             said = [rank[case.seed].get(name, "did not get so far") for rank in ranks]
-            bad = [f"rank {r}: {x}" for r, x in enumerate(said) if x != "equal" and not x.startswith("refused: ")]
-            if bad:
+            bad = [f"rank {r}: {x}" for r, x in enumerate(said) if not x.startswith(("equal: ", "refused: "))]
+            if not bad:
+                verdict, _, detail = said[0].partition(": ")
+                counts.update({"parts equal": 1, "values equal": int(detail)} if verdict == "equal" else [said[0]])
+            else:
                 lines.append(f"SHARDFN_FUZZ={case.seed}  {name}  {case}\n    {bad[0]}")
-    assert not lines, f"{len(lines)} parts of {len(cases)} programs:\n" + "\n".join(lines)
+    return lines
 
 
 FIRST = os.environ.get("SHARDFN_FUZZ", f"{secrets.randbelow(1 << 31)}:{CASES}")
@@ -310,10 +320,12 @@ def test_random_programs_equal_one_device(part: int, tmp_path: pathlib.Path) -> 
     first, _, number = FIRST.partition(":")
     seeds = range(int(first), int(first) + int(number or 1))[part :: CASES // PART]
     print(f"\nSHARDFN_FUZZ={FIRST}, part {part}")
+    lines, counts = list[str](), Counter[str]()
     for world in WORLDS:
         cases = [case for case in map(Case.of, seeds) if case.world == world]
-        if cases:
-            check(cases, tmp_path)
+        lines += wrong(cases, tmp_path, counts) if cases else []
+    print(f"seeds {list(seeds)}: {dict(counts)}")
+    assert not lines, f"{len(lines)} parts of {len(seeds)} programs:\n" + "\n".join(lines)
 
 
 def test_a_program_is_a_function_of_its_seed() -> None:
