@@ -158,7 +158,7 @@ def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> 
     for name, x in (("loss", out), ("weight", weight)):
         if x is not None and x.shape != ():
             raise ValueError(f"the {name} must be a 0-d tensor, got shape {tuple(x.shape)}; take its mean or sum.")
-    out, weight = of_batch("the loss", out), None if weight is None else of_batch("the loss's weight", weight)
+    out, weight = varying_along("the loss", out), None if weight is None else varying_along("the loss's weight", weight)
     if not out.is_floating_point():
         raise TypeError(
             f"the loss must be a floating-point tensor, got {out.dtype}. Counts have no gradient: return the mean of"
@@ -167,36 +167,17 @@ def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> 
     return Value(out, weight, _check_aux(aux, out))
 
 
-def of_batch(name: str, x: Tensor) -> Tensor:
-    """A result of a loss as one that varies along the axes of the batch, over which a step then averages it.
+def varying_along(name: str, x: Tensor, axes: tuple[str, ...] = (), otherwise: str = "") -> Tensor:
+    """A value that a loss or a stage returns, as one that varies along the batch's axes and `axes`.
 
     Args:
-        name: the result, in words.
-        x: the result.
+        name: the value, in words.
+        x: the value.
+        axes: more axes along which it may vary; a step averages a loss over those of the batch alone.
+        otherwise: another remedy, which ends the message.
 
     Raises:
-        AxisTypeError: it varies along other axes, so that ranks that have the same rows return different values.
-    """
-    mode = following_now(begin=False)
-    if mode is None:
-        return x
-    rest = [a for a in mode.axes_of(x) if a not in mode.batch]
-    if rest:
-        named = ", ".join(map(repr, rest))
-        raise AxisTypeError(
-            f"{name} varies along {named}, which does not cut the batch: each rank there has a value of its own"
-            f"{mode.made_at(x)}. Sum the ranks' parts where they are complete, with sf.psum(x, {named}), before"
-            " anything that is not linear; use sf.all_gather_invariant where all ranks go on alike with what was"
-            " gathered, and no sf.pvary."
-        )
-    return mode.cast(x, mode.batch)
-
-
-def varying_along(path: str, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-    """A value passed on between stages, as one that varies along the batch's axes and `axes`.
-
-    Raises:
-        AxisTypeError: it varies along others.
+        AxisTypeError: it varies along others, so that ranks that have the same rows return different values.
     """
     mode = following_now(begin=False)
     if mode is None:
@@ -205,8 +186,10 @@ def varying_along(path: str, x: Tensor, axes: tuple[str, ...]) -> Tensor:
     if rest:
         named = ", ".join(map(repr, rest))
         raise AxisTypeError(
-            f"{path} of a stage varies along {named}{mode.made_at(x)}, and `first` returns it the same on all ranks"
-            f" there. Sum the ranks' parts, with sf.psum(x, {named}), or let `first` return sf.pvary(h, {named})."
+            f"{name} varies along {named}, and must be the same on all ranks there, which have the same rows"
+            f"{mode.made_at(x)}. Sum the ranks' parts where they are complete, with sf.psum(x, {named}), before"
+            " anything that is not linear; use sf.all_gather_invariant where all ranks go on alike with what was"
+            f" gathered, and no sf.pvary.{otherwise}"
         )
     return mode.cast(x, (*mode.batch, *axes))
 
@@ -237,5 +220,5 @@ def _check_aux(aux: Any, like: Tensor) -> dict[str, WeightedMean]:
         weight = torch.as_tensor(pair.weight, device=like.device)
         if total.shape != () or weight.shape != ():
             raise ValueError(f"{name} must be 0-d, got shape {tuple(total.shape)}; reduce it inside the loss.")
-        out[key] = WeightedMean(of_batch(name, total), of_batch(name, weight))
+        out[key] = WeightedMean(varying_along(name, total), varying_along(name, weight))
     return out

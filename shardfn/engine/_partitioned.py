@@ -76,7 +76,7 @@ class Partitioned(Transform):
         told = tuple((tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad) for x in call.tensors)
         seen = tuple(x.dtype for x in leaves), tuple((type(x), x) for x in loss.static), told, _autocast(leaves)
         # What axes before this one leave of a value is planned as this rank has it.
-        at = self.views and self.views.planner, axes, tuple(map(axis_index, before))
+        at = self.views and self.views.planner, axes, tuple(int(axis_index(a)) for a in before)
         key = (self.inner, at, tuple(views), loss.treedef, loss.rest_def, *seen)
         if key not in self._programs:
             program = agreed_program(call, before, self.programs)

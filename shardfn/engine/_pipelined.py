@@ -250,7 +250,7 @@ class Pipelined(Transform):
 
     def _stage_by_stage(self, params: PyTree, batch: PyTree, h: PyTree, key: tuple[Tensor, ...]) -> PyTree:
         """Runs the layers of all ranks on `h`, each on its own rank; the result is on all ranks."""
-        num, rank, rows_of_kinds = axis_size(self.axis), axis_index(self.axis), self._rows_of_all(params)
+        num, rank, rows_of_kinds = axis_size(self.axis), int(axis_index(self.axis)), self._rows_of_all(params)
         rows = [list(self.per_stage)] if self.per_stage else [self.shares(of_stack) for of_stack in rows_of_kinds]
         firsts = [self.firsts(rows, r) for r in range(num)]
         homes = {s: (r, c) for r, row in enumerate(self.stages(num)) for c, s in enumerate(row)}
@@ -461,13 +461,18 @@ def _tie(stacks: PyTree) -> Tensor | None:
     return torch.stack([x.flatten()[:1].sum() for x in floats]).sum() if floats else None
 
 
+# Another remedy for a value that a stage returns.
+LET_FIRST = " Or let `first` return sf.pvary of it along these axes, as stages return what it returns."
+
+
 def _passed_on(x: Tensor, given: Tensor, here: bool, axis: str, tie: Tensor | None) -> Tensor:
     """One rank's result of a stage that was given `given`, on all ranks, which must know alike along what it varies."""
     mode = following_now(begin=False)
     if mode is None:
         return from_one(x, here, axis, tie)
     axes = (*mode.batch, *mode.axes_of(given))
-    return mode.declare(from_one(varying_along("h", x, axes) if here else x, here, axis, tie), axes)
+    x = varying_along("h of a stage", x, axes, LET_FIRST) if here else x
+    return mode.declare(from_one(x, here, axis, tie), axes)
 
 
 def from_one(x: Tensor, here: bool, axis: str, tie: Tensor | None = None) -> Tensor:

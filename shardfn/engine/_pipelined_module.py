@@ -90,7 +90,7 @@ class PipelinedModule(Pipelined):
         rows = [tree_leaves(stack)[0].shape[0] for stack in kinds.stacks(self.filled(self.blocks(params)))]
         if len(rows) == 1:
             return rows[0]
-        last = axis_index(self.axis) == axis_size(self.axis) - 1
+        last = int(axis_index(self.axis)) == axis_size(self.axis) - 1
         return kinds.end(place.row, rows, last=last) - place.row
 
     def _filled(self, params: PyTree) -> PyTree:

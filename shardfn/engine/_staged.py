@@ -36,7 +36,7 @@ from ._leaf_views import LeafView
 from ._loss import Loss, Value, WeightedMean, evaluate, varying_along
 from ._mixed import Mixed
 from ._model_state import ModelState
-from ._pipelined import Pipelined, Place, from_one, pipelined_in
+from ._pipelined import LET_FIRST, Pipelined, Place, from_one, pipelined_in
 from ._plan import Plan
 from ._stage_layout import check_stages
 from ._stage_link import StageLink
@@ -246,7 +246,7 @@ class Staged:
             ],
         )
         named = zip(self._shape.paths, leaves, self._shape.axes, strict=True)
-        return [varying_along(path, x, axes) for path, x, axes in named]
+        return [varying_along(f"{path} of a stage", x, axes, LET_FIRST) for path, x, axes in named]
 
 
 def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> ActivationShapes:
