@@ -51,10 +51,11 @@ from ._wires import GatherChannel as GatherChannel, gather_channel as gather_cha
 from ._wires import code_of as code_of, gather_channels as gather_channels, reduce_channel as reduce_channel
 from ._wire_ops import StoppedError as StoppedError, bind_channels as bind_channels
 from ._wire_ops import Sizes as Sizes, as_runs as as_runs, in_runs as in_runs, with_sizes as with_sizes
-from ._following import AxisTypeError as AxisTypeError, Following as Following, following as following
-from ._following import following_now as following_now, not_following as not_following
-from ._following import noted_axes as noted_axes, one_operation as one_operation
-from ._following import same_axes as same_axes, summed_inside as summed_inside
+from ._axis_index import AxisTypeError as AxisTypeError
+from ._followed import following as following, following_now as following_now, noted_axes as noted_axes
+from ._followed import not_following as not_following, one_operation as one_operation, same_axes as same_axes
+from ._followed import summed_inside as summed_inside
+from ._following import Following as Following
 from ._where import Applied as Applied, current_application as current_application
 from ._where import at_line as at_line, current_line as current_line, recording_lines as recording_lines
 from ._notice import Notice as Notice, notice_of as notice_of

@@ -83,6 +83,23 @@ def axis_size(axis: Axes) -> int:
 def axis_index(axis: Axes) -> int:
     """This rank's index along `axis` in the bound mesh; 0 where the axis is None or missing.
 
+    Where values are followed along axes, in `shard_map` and in losses, it is a number that remembers its axes, and so
+    are numbers computed from it: `+ - * / // % ** & | ^ << >>`, comparisons (0 or 1) and `abs`. A tensor made of one
+    varies along them. Its truth is refused, as ranks would go different ways: `max(0, i - 1)` is `(i - 1) * (i > 0)`,
+    and `x if i == 0 else y` is `torch.where(torch.tensor(i == 0), x, y)`. Axes are lost in `int(i)` and `float(i)`, in
+    elements of lists and tuples (`x.chunk(n)[i]`; take a slice of `x`), in `range(i)`, and beside a float on the left
+    (`0.5 * i`; write `i * 0.5`).
+
+    Args:
+        axis: mesh axes, major to minor.
+
+    Returns:
+        An `int` at least 0 and less than `axis_size(axis)`.
+
+    Raises:
+        ValueError: an axis is neither in the mesh nor a house name, or is named twice.
+        AxisTypeError: (of the number, later) it is used as a truth.
+
     Example:
         >>> axis_index(None)
         0

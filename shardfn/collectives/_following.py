@@ -17,35 +17,27 @@ References: JAX, `shard_map` and its `check_vma` (JEP 14273).
 """
 
 import contextlib
-import functools
 import itertools
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardfn.core import Again, Axes, Mesh, Note, bound_again, noted_again
+from shardfn.core import Mesh
 
-from ._axis_index import AxisIndex
-from ._env import current_mesh
-from ._function_modes import (
-    WAITING,
-    Waiting,
-    began,
-    function_modes,
-    function_modes_changed,
-    interception,
-    waiting_to_begin,
-)
+from ._axis_index import AXIS_NUMBERS, AxisTypeError, plain
+from ._function_modes import interception
 from ._line import line_along
 from ._primitive import Call, bind, own_block
 
-_AXES, _MADE_AT = "_shardfn_axes", "_shardfn_made_at"
+# The attribute of a tensor that has its axes.
+NOTED = "_shardfn_axes"
+_MADE_AT = "_shardfn_made_at"
 _BITS = 16
 _CARRY_NOTHING = {int, float, bool, str, type(None), torch.dtype, torch.device, type(...), torch.layout}
 _transforming = torch._C._are_functorch_transforms_active
@@ -53,10 +45,6 @@ functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIss
 _STAMPS = itertools.count(1)
 # The primitives whose results all ranks hold alike.
 _JOINS = ("psum", "pmax", "all_gather_invariant")
-
-
-class AxisTypeError(TypeError):
-    """A value varies along an axis where it must not: a collective is missing, or one is applied twice."""
 
 
 class Following(TorchFunctionMode):
@@ -128,20 +116,11 @@ class Following(TorchFunctionMode):
             return rule(self, func, args, kwargs or {})
         return self.operation(func, args, kwargs or {})
 
-    def whole(self, func: Any, args: Any, along: Iterable[str]) -> Any:
-        """A function as one operation; see `one_operation`."""
-        union = self._union(args, {})[0] | self._mask(along)
-        args = self._alike(args, union) if _recording_gradients() else args
-        with not_following():
-            out = func(*args)
-        self._note_result(out, union, sys._getframe(2))
-        return out
-
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation of any kind: the result varies along the union of the axes of its operands."""
         union = None if kwargs or self._wrote else self._common(args)
         if union is None:
-            union, unlike = self._union(args, kwargs)
+            union, unlike, args, kwargs = self._union(args, kwargs)
             if unlike and _recording_gradients():
                 args, kwargs = self._alike(args, union), self._alike(kwargs, union)
         out = func(*args, **kwargs)
@@ -162,7 +141,7 @@ class Following(TorchFunctionMode):
         return self._names[mask]
 
     def _of(self, x: Tensor) -> int:
-        noted = x.__dict__.get(_AXES, 0) ^ self._stamp
+        noted = x.__dict__.get(NOTED, 0) ^ self._stamp
         mask = noted if noted >> _BITS == 0 else self._inherited(x)
         if self._wrote and (base := _base(x)) is not None:
             mask |= self._of(base)
@@ -180,7 +159,7 @@ class Following(TorchFunctionMode):
         stamp, common = self._stamp, None
         for a in args:
             if isinstance(a, Tensor):
-                mask = a.__dict__.get(_AXES, 0) ^ stamp
+                mask = a.__dict__.get(NOTED, 0) ^ stamp
                 if mask >> _BITS or (mask != common and common is not None):
                     return None
                 common = mask
@@ -188,40 +167,39 @@ class Following(TorchFunctionMode):
                 return None
         return common
 
-    def _union(self, args: Any, kwargs: Any) -> tuple[int, bool]:
-        """The axes of all operands together, and whether they differ."""
+    def _union(self, args: Any, kwargs: Any) -> tuple[int, bool, Any, Any]:
+        """The axes of all operands together, whether they differ, and the operands with plain numbers."""
         masks: list[int] = []
-        for a in args:
-            self._collect(a, masks)
-        for a in kwargs.values():
-            self._collect(a, masks)
+        numbers = [self._collect(x, masks) for x in (*args, *kwargs.values())]
         union = 0
         for m in masks:
             union |= m
-        return union, any(m != union for m in masks)
+        if any(numbers):
+            args, kwargs = _with_plain_numbers(args), _with_plain_numbers(kwargs)
+        return union, any(m != union for m in masks), args, kwargs
 
-    def _collect(self, x: Any, into: list[int]) -> None:
+    def _collect(self, x: Any, into: list[int]) -> bool:
+        """Collects the axes of an operand; returns whether it has numbers that remember some."""
         kind = type(x)
         if kind is Tensor or isinstance(x, Tensor):
             into.append(self._of(x))
         elif kind is tuple or kind is list or kind is torch.Size:
-            for y in x:
-                self._collect(y, into)
-        elif kind is AxisIndex:
+            return any([self._collect(y, into) for y in x])
+        elif kind in AXIS_NUMBERS:
             into.append(self._mask(x.axes))
+            return True
         elif kind is slice:
-            for y in (x.start, x.stop, x.step):
-                self._collect(y, into)
+            return self._collect((x.start, x.stop, x.step), into)
         elif kind is dict:
-            for y in x.values():
-                self._collect(y, into)
+            return self._collect([*x.values()], into)
+        return False
 
     def _note(self, x: Tensor, mask: int) -> None:
-        setattr(x, _AXES, self._stamp | mask)
+        setattr(x, NOTED, self._stamp | mask)
         if _transforming():
             while functorch.is_functorch_wrapped_tensor(x):
                 x = functorch.get_unwrapped(x)
-                setattr(x, _AXES, self._stamp | mask)
+                setattr(x, NOTED, self._stamp | mask)
 
     def _note_result(self, out: Any, mask: int, frame: Any) -> None:
         if isinstance(out, Tensor):
@@ -272,7 +250,7 @@ class Following(TorchFunctionMode):
                 " where a value that is the same on all ranks meets one that is not, the cast is inserted. Or sum the"
                 " value first, with sf.psum. (Along an axis that cuts the batch parameters vary from the beginning.)"
             )
-        if call.name == "psum" and has & over and over & ~has and not self._default:
+        if call.name == "psum" and has & over and over & ~has:
             rest = ", ".join(map(repr, self._named(over & ~has)))
             raise AxisTypeError(
                 f"{_line_of_user()}psum over {', '.join(map(repr, call.line.axes))} of a value of shape"
@@ -292,7 +270,7 @@ class Following(TorchFunctionMode):
 
     def in_place(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A write to the first operand, which varies along the union afterwards."""
-        union, unlike = self._union(args, kwargs)
+        union, unlike, args, kwargs = self._union(args, kwargs)
         target = args[0]
         if not unlike or not isinstance(target, Tensor):
             return self.operation(func, args, kwargs)
@@ -314,9 +292,11 @@ class Following(TorchFunctionMode):
         return out
 
     def constant(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation whose result depends on the shapes of its operands alone."""
-        out = func(*args, **kwargs)
-        self._note_result(out, 0, sys._getframe(2))
+        """An operation that looks at the shape of its first operand alone; others are numbers, or data to copy."""
+        first = args[0] if args else kwargs["input"]
+        union, _, rest, kwargs = self._union(args[1:], {k: x for k, x in kwargs.items() if k != "input"})
+        out = func(first, *rest, **kwargs)
+        self._note_result(out, union, sys._getframe(2))
         return out
 
     def each(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -394,6 +374,15 @@ def _carries_nothing(index: Any) -> bool:
     return all(type(x) in _CARRY_NOTHING or (type(x) is slice and _carries_nothing(x)) for x in parts)
 
 
+def _with_plain_numbers(x: Any) -> Any:
+    kind = type(x)
+    if kind is tuple or kind is list:
+        return kind(map(_with_plain_numbers, x))
+    if kind is dict:
+        return {k: _with_plain_numbers(y) for k, y in x.items()}
+    return slice(*map(plain, (x.start, x.stop, x.step))) if kind is slice else plain(x)
+
+
 def _base(x: Tensor) -> Tensor | None:
     """The tensor that a view shows."""
     with torch._C.DisableTorchFunctionSubclass():  # a lazy leaf must not open for this
@@ -409,99 +398,3 @@ def _differentiable(x: Tensor) -> bool:
     if not (x.is_floating_point() or x.is_complex()):
         return False
     return x.requires_grad or _transforming()
-
-
-def one_operation(f: Callable[..., Any], *args: Any, along: Axes = None) -> Any:
-    """`f(*args)`, followed as one operation whose result varies along `along`, too.
-
-    For code that does not do the same on all ranks: followed by its operations, it would get casts on some ranks alone.
-    """
-    mode = following_now()
-    return f(*args) if mode is None else mode.whole(f, args, current_mesh().axes(along))
-
-
-def summed_inside(x: Tensor, axis: Axes) -> Tensor:
-    """Notes that `x`, which a Function has made by sums along `axis`, is the same on all ranks there; returns it."""
-    mode = following_now(begin=False)
-    named = () if mode is None else current_mesh().axes(axis)
-    return x if mode is None else mode.declare(x, [a for a in mode.axes_of(x) if a not in named])
-
-
-def same_axes(x: Tensor, like: Tensor) -> Tensor:
-    """Notes that `x` varies as `like` does, where values are followed; returns it."""
-    noted = like.__dict__.get(_AXES)
-    if noted is not None:
-        setattr(x, _AXES, noted)
-    return x
-
-
-def noted_axes(x: Tensor) -> int | None:
-    """The note of the axes along which a tensor varies, to be compared; None where nothing has noted any."""
-    return x.__dict__.get(_AXES)
-
-
-_NONE = Waiting(TorchFunctionMode(), begun=True)
-
-
-def following_now(*, begin: bool = True) -> Following | None:
-    """The mode that follows values on this thread, if any; with `begin`, one that waits begins now."""
-    if begin:
-        began()
-    return next((m for m in reversed(function_modes()) if isinstance(m, Following)), None)
-
-
-@contextlib.contextmanager
-def following(mode: Following, *, at_once: bool = True) -> Iterator[Following]:
-    """Follows values while it is open: from its beginning, or from the first collective or `axis_index` on.
-
-    Until then every tensor varies along the default axes.
-    """
-    if not mode.axes:
-        yield mode
-        return
-    with mode if at_once else waiting_to_begin(mode):
-        yield mode
-
-
-@bound_again
-def _same_following() -> list[Again]:
-    mode = following_now(begin=False)
-    if mode is not None:
-        return [functools.partial(following, mode)]
-    waiting = WAITING.innermost()
-    if waiting is None or waiting.begun or not isinstance(waiting.mode, Following):
-        return []
-    return [functools.partial(following, waiting.mode, at_once=False)]
-
-
-@noted_again
-def _same_arguments(args: Sequence[Any]) -> Note | None:
-    # Not the tensors, which a checkpoint is to drop; and from the end, as other arguments may precede those of a run.
-    named = enumerate(args, -len(args))
-    noted = [(i, x.__dict__[_AXES]) for i, x in named if isinstance(x, Tensor) and _AXES in x.__dict__]
-    if not noted:
-        return None
-
-    def note(args: Sequence[Any]) -> None:
-        for i, axes in noted:
-            setattr(args[i], _AXES, axes)
-
-    return note
-
-
-@contextlib.contextmanager
-def not_following() -> Iterator[None]:
-    """Runs code that has its casts already, unfollowed."""
-    with WAITING.bound(_NONE):
-        mode = next((m for m in function_modes() if isinstance(m, Following)), None)
-        if mode is None:
-            yield
-            return
-        with function_modes_changed() as stack:
-            at = stack.index(mode)
-            del stack[at]
-        try:
-            yield
-        finally:
-            with function_modes_changed() as stack:
-                stack.insert(at, mode)

@@ -15,7 +15,7 @@ from shardfn.core import Ambient, Replaced
 
 
 @dataclasses.dataclass
-class Waiting:
+class LateMode:
     """A mode that begins with the first collective.
 
     Attributes:
@@ -29,7 +29,7 @@ class Waiting:
     around: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
 
-WAITING: Ambient[Waiting] = Ambient("mode that begins with the first collective", by_thread=True)
+WAITING: Ambient[LateMode] = Ambient("mode that begins with the first collective", by_thread=True)
 
 
 def function_modes() -> list[TorchFunctionMode]:
@@ -73,7 +73,7 @@ def began() -> bool:
 @contextlib.contextmanager
 def waiting_to_begin(mode: TorchFunctionMode) -> Iterator[None]:
     """Lets the mode begin with the first collective; ends it."""
-    waiting = Waiting(mode)
+    waiting = LateMode(mode)
     with WAITING.bound(waiting):
         try:
             yield

@@ -89,4 +89,4 @@ def grid_of(op: str, x: Shaped[Tensor, "..."], axis: Axes, outer: Axes, dim: int
     sizes = tuple(mesh.shape[a] for a in named)
     order = tuple(named.index(a) for a in (*inside, *between))
     num_inner, num_outer = (math.prod(mesh.shape[a] for a in axes) for axes in (inside, between))
-    return Grid(x.shape, dim % x.ndim, sizes, order, num_inner, num_outer, axis_index(axis))
+    return Grid(x.shape, dim % x.ndim, sizes, order, num_inner, num_outer, int(axis_index(axis)))

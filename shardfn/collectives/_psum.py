@@ -32,6 +32,8 @@ def psum(x: PyTree, axis: Axes) -> PyTree:
     Raises:
         ValueError: an axis is neither in the mesh nor a house name, or is named twice.
         TypeError: a leaf is no tensor.
+        AxisTypeError: in `shard_map` or a loss, a leaf varies along some of several axes and not along the others, so
+            that it would be counted once a rank there.
 
     Example:
         >>> psum(torch.tensor([1.0, 2.0]), "dp")
@@ -88,6 +90,8 @@ def pmax(x: PyTree, axis: Axes) -> PyTree:
         NCCL: all_reduce (max).  Slow spec: `[max(blocks)] * n`.
 
         [A] [B]  =>  [max(A, B)] [max(A, B)]
+
+    A NaN of one rank is everybody's, on every backend, as in JAX.
 
     Transpose: none; it is not linear, and differentiating through it is an error. The minimum is `-pmax(-x)`.
 

@@ -82,7 +82,7 @@ class Replaced:
             self._found = self._find()
             for owner, name, replacement in self._found:
                 # A class method itself, not bound to the class.
-                value = _VALUES.setdefault((owner, name), _Value(vars(owner)[name], []))
+                value = _VALUES.setdefault((owner, name), _Attribute(vars(owner)[name], []))
                 value.replacements.append(replacement)
                 value.put(owner, name)
 
@@ -99,7 +99,7 @@ class Replaced:
                     del _VALUES[owner, name]
 
 
-class _Value(NamedTuple):
+class _Attribute(NamedTuple):
     """An attribute that is replaced: its own value, and the replacements, the outermost last."""
 
     own: Any
@@ -113,7 +113,7 @@ class _Value(NamedTuple):
 
 
 _LOCK = threading.Lock()
-_VALUES: dict[tuple[Any, str], _Value] = {}
+_VALUES: dict[tuple[Any, str], _Attribute] = {}
 
 
 def checkpoints_as_now() -> AbstractContextManager[None]:

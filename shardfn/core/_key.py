@@ -89,9 +89,9 @@ def fold_in(key: Int64[Tensor, "*k 2"], data: int | Int[Tensor, "*n"]) -> Int64[
     """
     _check_tensor("fold_in", key)
     if isinstance(data, int):
-        if not -(1 << 63) <= data < 1 << 64:
+        if not -(1 << 63) <= int(data) < 1 << 64:  # an axis index has no order, but is a number of this rank
             raise ValueError(f"fold_in(key, {data}): data has at most 64 bits.")
-        data = torch.tensor(data - (1 << 64) if data >> 63 > 0 else data, device=key.device)
+        data = torch.tensor(data - (1 << 64) if int(data) >> 63 > 0 else data, device=key.device)
     words = threefry2x32(key, data.to(device=key.device, dtype=torch.int64))
     return torch.stack(words, dim=-1).to(torch.int64) & MASK
 

@@ -33,8 +33,8 @@ from ._functional import global_mean as global_mean, pure_apply as pure_apply, p
 from ._functional import pure_step as pure_step
 from ._graphs import Graphs as Graphs, Ready as Ready, signature as signature
 from ._interface import Argument as Argument, Interface as Interface, REMEDY as REMEDY, block_of as block_of
-from ._interface import check_varying as check_varying, entered_argument as entered_argument
-from ._interface import entered_as_rows as entered_as_rows, size_along as size_along, typed_block as typed_block
+from ._interface import entered_argument as entered_argument
+from ._interface import entered_as_rows as entered_as_rows, size_along as size_along
 from ._jitted import CacheInfo as CacheInfo, Jitted as Jitted, leaf_signature as leaf_signature
 from ._levels import Transform as Transform, check_order as check_order
 from ._loss import Loss as Loss, NoGradientError as NoGradientError, WeightedMean as WeightedMean, evaluate as evaluate

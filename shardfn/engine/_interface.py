@@ -181,9 +181,11 @@ class Interface:
         """
         leaves, treedef = tree_flatten(out)
         specs = broadcast_prefix(self.out_specs, out, is_entry, names=("out_specs", "result"))
-        check_varying(zip(tree_paths(out, "result"), leaves, specs, strict=True), mode)
+        _check_varying(zip(tree_paths(out, "result"), leaves, specs, strict=True), mode)
+        # Blocks that are equal are blocks nevertheless.
         pairs = zip(leaves, specs, strict=True)
-        return tree_unflatten(treedef, [typed_block(x, spec, mode) for x, spec in pairs])
+        cast = [mode.cast(x, p.axes) if isinstance(x, Tensor) and p is not None else x for x, p in pairs]
+        return tree_unflatten(treedef, cast)
 
     def following(
         self, plan: Plan, f: Callable[..., Any], arguments: Sequence[Argument], args: tuple[Any, ...]
@@ -259,7 +261,7 @@ def block_of(x: GlobalTensor, spec: P, path: str, name: str) -> Tensor:
     return x.local
 
 
-def check_varying(results: Iterable[tuple[str, Any, P | None]], mode: Following) -> None:
+def _check_varying(results: Iterable[tuple[str, Any, P | None]], mode: Following) -> None:
     """Refuses results that vary along axes that their specs leave out.
 
     Args:
@@ -299,11 +301,6 @@ def entered_as_rows(a: Argument, plan: Plan) -> Any:
     rest = tuple(axis for axis in plan.batch_axes if axis not in a.spec.axes)
     block = pvary(a.seen, rest) if a.seen.is_floating_point() else a.seen
     return block.clone() if a.donated else block
-
-
-def typed_block(x: Any, spec: P | None, mode: Following) -> Any:
-    """A result as one that varies along the axes of its spec: equal blocks are blocks nevertheless."""
-    return mode.cast(x, spec.axes) if isinstance(x, Tensor) and spec is not None else x
 
 
 def _check(arguments: Sequence[Argument], mesh: Mesh) -> None:

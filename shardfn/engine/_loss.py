@@ -186,8 +186,8 @@ def varying_along(name: str, x: Tensor, axes: tuple[str, ...] = (), otherwise: s
     if rest:
         named = ", ".join(map(repr, rest))
         raise AxisTypeError(
-            f"{name} varies along {named}, and must be the same on all ranks there, which have the same rows"
-            f"{mode.made_at(x)}. Sum the ranks' parts where they are complete, with sf.psum(x, {named}), before"
+            f"{name} varies along {named}{mode.made_at(x)}, and must be the same on all ranks there, which have the"
+            f" same rows. Sum the ranks' parts where they are complete, with sf.psum(x, {named}), before"
             " anything that is not linear; use sf.all_gather_invariant where all ranks go on alike with what was"
             f" gathered, and no sf.pvary.{otherwise}"
         )

@@ -112,7 +112,7 @@ class Ranks:
     """
 
     def __init__(self, axis: str) -> None:
-        self.axis, self.num, self.index = axis, axis_size(axis), axis_index(axis)
+        self.axis, self.num, self.index = axis, axis_size(axis), int(axis_index(axis))
 
     def psum(self, x: Tensor) -> Tensor:
         """The sum, whole."""

@@ -140,7 +140,7 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20) -> MemoryAnalysis:
 
 
 @dataclasses.dataclass
-class _Walk:
+class _RunningTotals:
     """Running totals: the peak, where it was, and the peak of each kind."""
 
     at: int
@@ -149,7 +149,7 @@ class _Walk:
     timeline: list[int]
 
 
-def _walk_in(memory: str, nodes: Sequence[Node], blocks: Sequence[Block], kinds: Sequence[str]) -> _Walk:
+def _walk_in(memory: str, nodes: Sequence[Node], blocks: Sequence[Block], kinds: Sequence[str]) -> _RunningTotals:
     mine = [memory_of(b.maker) == memory for b in blocks]
     chosen = list(itertools.compress(blocks, mine)), list(itertools.compress(kinds, mine))
     return _walk(*chosen, _scratch_in(memory, nodes))
@@ -159,10 +159,10 @@ def _scratch_in(memory: str, nodes: Sequence[Node]) -> list[int]:
     return [scratch_bytes(n) if memory_of(n) == memory else 0 for n in nodes]
 
 
-def _walk(blocks: Sequence[Block], kinds: Sequence[str], scratch: Sequence[int]) -> _Walk:
+def _walk(blocks: Sequence[Block], kinds: Sequence[str], scratch: Sequence[int]) -> _RunningTotals:
     born, dead = _events(blocks, kinds, len(scratch))
     now = {k: sum(n for kind, n in born[-1] if kind == k) for k in KINDS}
-    total, walk = sum(now.values()), _Walk(0, -1, dict(now), [])
+    total, walk = sum(now.values()), _RunningTotals(0, -1, dict(now), [])
     for i, extra in enumerate(scratch):
         for kind, nbytes in born[i] if i < len(scratch) else ():
             now[kind] += nbytes

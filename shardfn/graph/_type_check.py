@@ -14,8 +14,6 @@ from shardfn.core import raise_all
 from ._types import Applications, Leaf, Types
 from ._values import where_of
 
-# Primitives whose result is the same on all ranks.
-_JOINS = ("psum", "pmax", "all_gather_invariant")
 _HEAD = (
     "ranks would not compute what one device computes (if they are not meant to, jit(..., check_types=False) goes on):"
 )
@@ -107,7 +105,7 @@ def _never_summed(types: Types, found: Applications, axis: str, num: int) -> Ite
 
 
 def _results(types: Types, sizes: dict[str, int]) -> Iterator[str]:
-    """The loss and its aux: the same along axes that do not cut the batch, this rank's own along those that do."""
+    """The loss and its aux: the same along axes that do not cut the batch."""
     for node, type in types.of.items():
         for what in node.meta.get("result", ()):
             for axis in types.axes:
@@ -117,36 +115,6 @@ def _results(types: Types, sizes: dict[str, int]) -> Iterator[str]:
                         f" made by {_told(node)}; {_origin(types, node, axis)}. Sum the ranks' parts where they are"
                         f" complete, with sf.psum(x, {axis!r}), before anything that is not linear."
                     )
-                once = axis in types.batch and what == "the loss" and axis not in types.foreign
-                if once and (
-                    (types.is_trained(type) and types.is_invariant(type, axis)) or _is_summed(types, node, axis)
-                ):
-                    yield (
-                        f"the loss is summed over {axis!r} already, by {_told(node)} or before, and {axis!r} cuts the"
-                        f" batch: the step averages over it again, so gradients would be {sizes[axis]} times too small."
-                        f" Return this rank's own loss, without psum or pmean over {axis!r}; or pass what was summed"
-                        f" through sf.pvary(x, {axis!r})."
-                    )
-
-
-def _is_summed(types: Types, loss: Node, axis: str) -> bool:
-    """Whether a loss depends on parameters only through sums along an axis; other inputs may still make it vary."""
-    found, seen, left = False, set[Node](), [loss]
-    while left:
-        node = left.pop()
-        if node in seen or not types.is_trained(types.of[node]):
-            continue
-        seen.add(node)
-        applied = node.meta.get("collective")
-        if applied is not None and axis in applied.axes:
-            if applied.name not in _JOINS:
-                return False
-            found = True
-        elif _leaf_of(node) is not None:
-            return False
-        else:
-            left += node.all_input_nodes
-    return found
 
 
 def _gradients(types: Types) -> Iterator[str]:

@@ -18,7 +18,7 @@ from shardfn.core import Replaced, saved_tensors_hooks
 _AUTOGRAD: Any = getattr(torch._C, "_autograd")  # noqa: B009  # torch has no stub of it
 
 
-class Ends(NamedTuple):
+class LeafEnds(NamedTuple):
     """The tensors at which the gradient of a leaf arrives.
 
     Attributes:
@@ -31,7 +31,7 @@ class Ends(NamedTuple):
 
 
 def gradients(
-    outputs: Any, inputs: Sequence[Any], ends_of: Callable[[Any], Ends | None], **options: Any
+    outputs: Any, inputs: Sequence[Any], ends_of: Callable[[Any], LeafEnds | None], **options: Any
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad(outputs, inputs)` for inputs that may be lazy leaves.
 
@@ -44,7 +44,7 @@ def gradients(
     Raises:
         RuntimeError: an input is not used, and `allow_unused` is not set.
     """
-    ends = [ends_of(x) or Ends([x], False) for x in inputs]
+    ends = [ends_of(x) or LeafEnds([x], False) for x in inputs]
     flat = [x for end in ends for x in end.handles]
     # Some layers of a stack may be unused.
     given: dict[str, Any] = options | {"allow_unused": True, "materialize_grads": False}
@@ -62,7 +62,7 @@ def gradients(
     return tuple(grads)
 
 
-def _whole_gradient(end: Ends, grads: Sequence[Tensor | None]) -> Tensor | None:
+def _whole_gradient(end: LeafEnds, grads: Sequence[Tensor | None]) -> Tensor | None:
     like = next((g for g in grads if g is not None), None)
     if like is None or not end.stacked:
         return like

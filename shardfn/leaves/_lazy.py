@@ -24,7 +24,7 @@ from shardfn.capture import alias, capturing, mark, plumbing
 from shardfn.collectives import same_axes, transforming
 from shardfn.core import Ambient, tree_map
 
-from ._inner import Ends, gradients, hooks_at_rest
+from ._inner import LeafEnds, gradients, hooks_at_rest
 from ._layout import LeafLayout
 from ._taking import TAKING, taken_layers
 from ._writes import DATA, Watch
@@ -267,9 +267,9 @@ class LazyLeaf(torch.Tensor):
         args, kwargs = tree_map(_values, (tuple(args), kwargs or {}))  # pyright: ignore[reportGeneralTypeIssues]
         return func(*args, **kwargs)
 
-    def ends(self) -> Ends:
+    def ends(self) -> LeafEnds:
         """The tensors at which its gradient arrives: its handle; for a stack, one per layer."""
-        return Ends([x.handle if type(x) is LazyLeaf else x for x in self._layers or (self,)], bool(self._layers))
+        return LeafEnds([x.handle if type(x) is LazyLeaf else x for x in self._layers or (self,)], bool(self._layers))
 
     def _saved(self) -> "_SavedLeaf":
         return _SavedLeaf(self._layers or (self,), bool(self._layers))

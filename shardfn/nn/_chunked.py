@@ -89,7 +89,7 @@ class Chunked:
 
     def rows(self, length: int) -> Rows:
         """The positions of this rank's tokens of a sequence."""
-        return _rows(_sizes([b - a for a, b in all_ranges(length, self.axis)], self.chunk), axis_index(self.axis))
+        return _rows(_sizes([b - a for a, b in all_ranges(length, self.axis)], self.chunk), int(axis_index(self.axis)))
 
     def order(self, length: int, num_ranks: int) -> Rows:
         """The positions of all tokens, in the order in which they lie before they are cut."""

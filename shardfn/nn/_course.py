@@ -66,7 +66,7 @@ def course(
 ) -> RingCourse:
     """The course of this rank's tensors; on one rank the numbers of queries and keys may differ."""
     assert len(rows) == axis_size(axis)
-    index = axis_index(axis)
+    index = int(axis_index(axis))
     queries = rows[index] if axis_size(axis) > 1 else tuple(r for r in ((0, num_queries),) if num_queries)
     return RingCourse(axis, rows, queries, index, how, block, kernel)
 

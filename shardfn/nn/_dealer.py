@@ -24,7 +24,7 @@ class Dealer:
 
     def __init__(self, axis: Axes, sizes: tuple[tuple[int, ...], ...], heads: tuple[int, int]) -> None:
         self._axis, self._sizes, (self._H, self._G) = axis, sizes, heads
-        self._ranks, self._index, at = axis_size(axis), axis_index(axis), 0
+        self._ranks, self._index, at = axis_size(axis), int(axis_index(axis)), 0
         self._pieces = []
         for pieces in sizes:
             self._pieces.append(slice(at, at + pieces[self._index]))

@@ -102,14 +102,14 @@ class _Factored:
         shapes = {str(i): None if x is None else tuple(x.shape) for i, x in enumerate(slots)}
         return replace(self, shapes=Resolved(shapes)).rule()
 
-    def leaves(self, tree: PyTree, specs: Specs = None) -> list["_Leaf"]:
+    def leaves(self, tree: PyTree, specs: Specs = None) -> list["_FactoredLeaf"]:
         """How each leaf is factored and cut."""
         blocks = tree_flatten(tree)[0]
         if self.shapes is None:
             check_whole("adafactor", tree, specs)
         shapes = [tuple(x.shape) for x in blocks] if self.shapes is None else self.shapes.of(tree)
         cuts = [P()] * len(blocks) if specs is None else spec_leaves(specs, tree)
-        return [_Leaf(shape, spec, self.dims(shape)) for shape, spec in zip(shapes, cuts, strict=True)]
+        return [_FactoredLeaf(shape, spec, self.dims(shape)) for shape, spec in zip(shapes, cuts, strict=True)]
 
     def dims(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """The second largest dim and the largest; None = the leaf is not factored."""
@@ -161,7 +161,7 @@ class _Factored:
         return tree_unflatten(treedef, out), FactoredState(state.count + 1, *trees)
 
 
-class _Leaf(NamedTuple):
+class _FactoredLeaf(NamedTuple):
     """A leaf.
 
     Attributes:
@@ -203,7 +203,7 @@ class _Leaf(NamedTuple):
         return by_row * column[self.box(other)].rsqrt().unsqueeze(other)
 
 
-def _sums(rows: Sequence[tuple[Tensor, _Leaf]]) -> list[tuple[Tensor, Tensor]]:
+def _sums(rows: Sequence[tuple[Tensor, _FactoredLeaf]]) -> list[tuple[Tensor, Tensor]]:
     """The sums over the largest dim of whole leaves, and over the other. One psum for leaves that are cut alike."""
     mesh = current_mesh()
     groups: dict[Any, list[int]] = {}

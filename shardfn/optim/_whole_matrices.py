@@ -66,7 +66,7 @@ def on_whole_matrices(
         This rank's block of each result, in the dtype of its leaf.
     """
     mesh = current_mesh()
-    cuts = [_Cut(leaf, spec, mesh.shape) for leaf, spec in zip(leaves, specs, strict=True)]
+    cuts = [_MatrixCut(leaf, spec, mesh.shape) for leaf, spec in zip(leaves, specs, strict=True)]
     lines: dict[tuple[tuple[str, ...], torch.dtype], list[int]] = {}
     for i, (cut, x) in enumerate(zip(cuts, blocks, strict=True)):
         if math.prod(cut.leaf.shape):
@@ -81,7 +81,7 @@ def on_whole_matrices(
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _MatrixCut:
     """How each matrix of a leaf is cut over a line of ranks.
 
     Attributes:
@@ -149,7 +149,7 @@ def _leaf(found: Iterator[Tensor], like: Tensor, leaf: Matrices) -> Tensor:
     return torch.stack([next(found) for _ in range(num)]).reshape(x.shape).permute(back).to(like.dtype)
 
 
-def _exchanged(f: OnMatrix, units: Sequence[tuple[_Cut, Tensor]], axes: tuple[str, ...]) -> list[Tensor]:
+def _exchanged(f: OnMatrix, units: Sequence[tuple[_MatrixCut, Tensor]], axes: tuple[str, ...]) -> list[Tensor]:
     """This rank's blocks of the results, from its blocks of the matrices."""
     if not units:
         return []
@@ -161,7 +161,7 @@ def _exchanged(f: OnMatrix, units: Sequence[tuple[_Cut, Tensor]], axes: tuple[st
     like = units[0][1].reshape(-1)
     sent = [_row([units[k][1] for k in own], [rooms[k] for k in own], width, like) for own in owned]
     got = all_to_all(torch.stack(sent), axes, split_dim=0, concat_dim=0)
-    here, at = list[tuple[_Cut, Tensor]](), 0
+    here, at = list[tuple[_MatrixCut, Tensor]](), 0
     for k in owned[mine]:
         cut = units[k][0]
         blocks = [_block(got[j], at, cut.block_shape(j)) for j in range(n)]

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.collectives import Following, GlobalTensor, all_gather_invariant, bind_mesh, following, take_own_block
 from shardfn.core import Mesh, P, PyTree, Zero, as_mesh, broadcast_prefix, tree_flatten, tree_paths, tree_unflatten
-from shardfn.engine import block_of, check_specs, check_varying, is_spec, size_along, typed_block
+from shardfn.engine import Interface, block_of, check_specs, is_spec, size_along
 
 
 def shard_map(
@@ -44,7 +44,7 @@ def shard_map(
     """
     on = as_mesh(mesh)
     check_specs({"in_specs": in_specs, "out_specs": out_specs}, P(), Zero(), on)
-    mode = Following(on, on.axis_names)
+    mode, interface = Following(on, on.axis_names), Interface(on, out_specs=out_specs)
 
     def mapped(*args: Any) -> Any:
         given = args[0] if is_spec(in_specs) and len(args) == 1 else args
@@ -55,12 +55,10 @@ def shard_map(
             entered = [_enter(x, s, n, mode) for x, s, n in zip(leaves, specs, names, strict=True)]
             blocks = tree_unflatten(treedef, entered)
             with following(mode):
-                out = f(blocks) if given is not args else f(*blocks)
-                leaves, treedef = tree_flatten(out)
-                specs = broadcast_prefix(out_specs, out, is_spec, names=("out_specs", "result"))
-                paths = tree_paths(out, "result")
-                check_varying(zip(paths, leaves, specs, strict=True), mode)
-                leaves = [typed_block(x, s, mode) for x, s in zip(leaves, specs, strict=True)]
+                out = interface.typed(f(blocks) if given is not args else f(*blocks), mode)
+            leaves, treedef = tree_flatten(out)
+            specs = broadcast_prefix(out_specs, out, is_spec, names=("out_specs", "result"))
+            paths = tree_paths(out, "result")
             return tree_unflatten(treedef, [_leave(x, s, n, on) for x, s, n in zip(leaves, specs, paths, strict=True)])
 
     return mapped

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import shardfn as sf
 from shardfn import P
-from shardfn.collectives import AxisTypeError, Following, following, following_now, not_following
+from shardfn.collectives import AxisTypeError, Following, bind_mesh, following, following_now, not_following
 from shardfn.testing import distributed
 
 X = torch.arange(1.0, 5.0, dtype=torch.float64)
@@ -134,16 +134,63 @@ def test_a_result_that_differs_where_its_spec_promises_one_is_refused(world: int
 
 def test_numbers_made_of_an_index_remember_its_axes() -> None:
     mesh = sf.make_mesh({"dp": 2, "tp": 3}, abstract=True)
-    from shardfn.collectives import axis_index, bind_mesh
+    with bind_mesh(mesh), Following(mesh, ("dp", "tp")) as mode:
+        i, j = sf.axis_index("dp"), sf.axis_index("tp")
+        integers = [i + 1, 1 + i, i - 2, 2 - i, i * 3, 3 * i, (i + 6) // 2, 7 // (i + 1), i % 2, 5 % (i + 1), -i]
+        integers += [2**i, i << 1, 1 | i, 3 ^ i, abs(i), ~i]
+        assert [int(x) for x in integers] == [1, 1, -2, 2, 0, 0, 3, 7, 0, 0, 0, 1, 0, 1, 3, 0, -1]
+        truths = [i == 0, i > 0, ~(i < 1), (i >= 0) & (i != 1), 3 > i]
+        assert [int(x) for x in truths] == [1, 0, 0, 1, 1]
+        floats = [i * 0.5, (i + 1) / 2, 1 / (1 + i), 0.5 * (i * 1.0) - 1]
+        assert [float(x) for x in floats] == [0.0, 0.5, 1.0, -1.0]
+        for x in (*integers, *truths, *floats):
+            assert mode.axes_of(torch.ones(2) * x) == ("dp",)
+            assert mode.axes_of(torch.tensor([0, x])) == ("dp",)
+            assert mode.axes_of(torch.full_like(torch.ones(2), x)) == ("dp",)
+        assert mode.axes_of(torch.full((2,), i + j)) == ("dp", "tp")
+        assert mode.axes_of(torch.full_like(input=torch.ones(2) * i, fill_value=3)) == ()
+        assert torch.tensor(i == 0).dtype == torch.bool
+        assert mode.axes_of(sf.fold_in(sf.key(0), i)) == ("dp",)
+    assert type(sf.axis_index("dp")) is int
 
-    with bind_mesh(mesh), Following(mesh, ("dp", "tp")):
-        i, j = axis_index("dp"), axis_index("tp")
-        made = [i + 1, 1 + i, i - 2, 2 - i, i * 3, 3 * i, (i + 6) // 2, 7 // (i + 1), i % 2, 5 % (i + 1), -i]
-        assert [type(x).__name__ for x in made] == ["AxisIndex"] * len(made)
-        assert all(x.axes == ("dp",) for x in made)  # pyright: ignore[reportAttributeAccessIssue]
-        assert (i + j).axes == ("dp", "tp")  # pyright: ignore[reportAttributeAccessIssue]
-        assert made == [1, 1, -2, 2, 0, 0, 3, 7, 0, 0, 0]
-    assert type(axis_index("dp")) is int
+
+CHOSEN_BY_AN_INDEX: dict[str, Any] = {
+    "max": lambda i: max(0, i - 1),
+    "min": lambda i: min(i, 1),
+    "if": lambda i: 1 if i == 0 else 2,
+    "not": lambda i: not i,
+    "and": lambda i: i and 2,
+    "a float": lambda i: max(i * 0.5, 0.25),
+    "in": lambda i: i in (0, 2),
+}
+
+
+@distributed(world=[2])
+@pytest.mark.parametrize("name", CHOSEN_BY_AN_INDEX)
+def test_a_number_that_is_chosen_by_an_index_is_refused_on_all_ranks(world: int, name: str) -> None:
+    """It would count as the same on all ranks, and on those where the other number wins it would not."""
+    f = sf.shard_map(
+        lambda x: sf.psum(x * CHOSEN_BY_AN_INDEX[name](sf.axis_index("dp")), "dp"),
+        mesh=_on(world),
+        in_specs=P(),
+        out_specs=P(),
+    )
+    with pytest.raises(AxisTypeError, match=r"truth of a number.*along 'dp'.*\(i - 1\) \* \(i > 0\).*int\(i\)"):
+        f(X)
+
+
+@distributed(world=[3])
+def test_a_mask_made_of_an_index_varies(world: int) -> None:
+    def f(w: Tensor) -> Tensor:
+        i = sf.axis_index("dp")
+        first = torch.where(torch.tensor(i == 0), w.sin(), w)
+        return sf.psum(first * ((i - 1) * (i > 0)) + w * (i != 1), "dp")
+
+    w = X.clone().requires_grad_()
+    out = sf.shard_map(f, mesh=_on(world), in_specs=P(), out_specs=P())(w)
+    torch.testing.assert_close(out, 3 * w, rtol=1e-12, atol=1e-12)
+    (grad,) = torch.autograd.grad(out.sum(), w)
+    torch.testing.assert_close(grad, torch.full_like(X, 3.0), rtol=1e-12, atol=1e-12)
 
 
 class _Counting(TorchFunctionMode):
@@ -158,8 +205,6 @@ class _Counting(TorchFunctionMode):
 def test_a_mode_that_waits_begins_below_those_of_the_function_and_ends() -> None:
     mesh = sf.make_mesh({"dp": 2}, abstract=True)
     mode, counting = Following(mesh, ("dp",), ("dp",)), _Counting()
-    from shardfn.collectives import bind_mesh
-
     apply = torch.autograd.Function.apply
     with bind_mesh(mesh), following(mode, at_once=False):
         assert following_now(begin=False) is None
@@ -254,6 +299,28 @@ def test_tensor_parallelism_without_pvary_equals_one_device(world: int) -> None:
     grads = torch.autograd.grad(loss(whole, x), [*whole.values()])
     for (k, v), g in zip(params.items(), grads, strict=True):
         torch.testing.assert_close(state.params[k].full_tensor(), v - g, rtol=1e-11, atol=1e-11)
+
+
+_OF_ONE_AXIS: dict[str, Any] = {
+    "of a parameter": lambda p, x: sf.psum(_own(p, x).square().mean(), ("dp", "tp")),
+    "of the batch": lambda p, x: _own(p, x).square().sum() / sf.psum((x > 0).sum(), ("dp", "tp")),
+    "a mean": lambda p, x: sf.pmean(_own(p, x).square().mean(), ("tp", "dp")),
+}
+
+
+@distributed(world=4)
+@pytest.mark.parametrize("name", _OF_ONE_AXIS)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_psum_over_axes_of_which_some_hold_the_same_value_is_refused_in_a_step(name: str, jitted: bool) -> None:
+    """As in `shard_map`, and in JAX: it would be counted once a rank there."""
+    mesh, loss = sf.make_mesh({"dp": 2, "tp": 2}, device="cpu"), _OF_ONE_AXIS[name]
+    for block in (False, True):  # values are followed from the first collective on, or from the beginning
+        specs = {"w": P(), **({"b": P("tp")} if block else {})}
+        params = {"w": torch.ones(3, 4), **({"b": torch.ones(2)} if block else {})}
+        made = sf.jit(loss, backend="graph") if jitted else loss
+        step = sf.sharded_step(made, sf.optim.sgd(1.0), mesh=mesh, specs=specs, batch=P("dp"))
+        with pytest.raises(AxisTypeError, match=r"psum over .*the same along 'tp'.*Leave 'tp' out of the psum"):
+            step(step.init(params), torch.ones(2, 3))
 
 
 @distributed(world=[2])

@@ -1,0 +1,122 @@
+"""Where values are followed along axes, and where not: contexts, functions that count as one operation, recomputation.
+
+The rules are those of `_following.py`.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardfn.core import Again, Axes, Note, bound_again, noted_again
+
+from ._axis_index import AxisIndex
+from ._env import current_mesh
+from ._following import NOTED, Following
+from ._function_modes import WAITING, LateMode, began, function_modes, function_modes_changed, waiting_to_begin
+
+_NONE = LateMode(TorchFunctionMode(), begun=True)
+
+
+def following_now(*, begin: bool = True) -> Following | None:
+    """The mode that follows values on this thread, if any; with `begin`, one that waits begins now."""
+    if begin:
+        began()
+    return next((m for m in reversed(function_modes()) if isinstance(m, Following)), None)
+
+
+@contextlib.contextmanager
+def following(mode: Following, *, at_once: bool = True) -> Iterator[Following]:
+    """Follows values while it is open: from its beginning, or from the first collective or `axis_index` on.
+
+    Until then every tensor varies along the default axes.
+    """
+    if not mode.axes:
+        yield mode
+        return
+    with mode if at_once else waiting_to_begin(mode):
+        yield mode
+
+
+@contextlib.contextmanager
+def not_following() -> Iterator[None]:
+    """Runs code that has its casts already, unfollowed."""
+    with WAITING.bound(_NONE):
+        mode = next((m for m in function_modes() if isinstance(m, Following)), None)
+        if mode is None:
+            yield
+            return
+        with function_modes_changed() as stack:
+            at = stack.index(mode)
+            del stack[at]
+        try:
+            yield
+        finally:
+            with function_modes_changed() as stack:
+                stack.insert(at, mode)
+
+
+def one_operation(f: Callable[..., Any], *args: Any, along: Axes = None) -> Any:
+    """`f(*args)`, followed as one operation whose result varies along `along`, too.
+
+    For code that does not do the same on all ranks: followed by its operations, it would get casts on some ranks alone.
+    """
+    mode = following_now()
+    if mode is None:
+        return f(*args)
+
+    def unfollowed(_: AxisIndex, *args: Any) -> Any:
+        with not_following():
+            return f(*args)
+
+    # A number along these axes is one more operand.
+    return mode.operation(unfollowed, (AxisIndex(0, current_mesh().axes(along)), *args), {})
+
+
+def summed_inside(x: Tensor, axis: Axes) -> Tensor:
+    """Notes that `x`, which a Function has made by sums along `axis`, is the same on all ranks there; returns it."""
+    mode = following_now(begin=False)
+    named = () if mode is None else current_mesh().axes(axis)
+    return x if mode is None else mode.declare(x, [a for a in mode.axes_of(x) if a not in named])
+
+
+def same_axes(x: Tensor, like: Tensor) -> Tensor:
+    """Notes that `x` varies as `like` does, where values are followed; returns it."""
+    noted = like.__dict__.get(NOTED)
+    if noted is not None:
+        setattr(x, NOTED, noted)
+    return x
+
+
+def noted_axes(x: Tensor) -> int | None:
+    """The note of the axes along which a tensor varies, to be compared; None where nothing has noted any."""
+    return x.__dict__.get(NOTED)
+
+
+@bound_again
+def _same_following() -> list[Again]:
+    mode = following_now(begin=False)
+    if mode is not None:
+        return [functools.partial(following, mode)]
+    waiting = WAITING.innermost()
+    if waiting is None or waiting.begun or not isinstance(waiting.mode, Following):
+        return []
+    return [functools.partial(following, waiting.mode, at_once=False)]
+
+
+@noted_again
+def _same_arguments(args: Sequence[Any]) -> Note | None:
+    # Not the tensors, which a checkpoint is to drop; and from the end, as other arguments may precede those of a run.
+    named = enumerate(args, -len(args))
+    noted = [(i, x.__dict__[NOTED]) for i, x in named if isinstance(x, Tensor) and NOTED in x.__dict__]
+    if not noted:
+        return None
+
+    def note(args: Sequence[Any]) -> None:
+        for i, axes in noted:
+            setattr(args[i], NOTED, axes)
+
+    return note
