@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, Self
 
 
 class AxisTypeError(TypeError):
@@ -18,7 +18,7 @@ class AxisIndex(int):
 
     axes: tuple[str, ...]
 
-    def __new__(cls, value: int, axes: tuple[str, ...]) -> "AxisIndex":
+    def __new__(cls, value: int, axes: tuple[str, ...]) -> Self:
         """An index along `axes`."""
         out = super().__new__(cls, value)
         out.axes = axes
@@ -48,7 +48,7 @@ class AxisFloat(float):
 
     axes: tuple[str, ...]
 
-    def __new__(cls, value: float, axes: tuple[str, ...]) -> "AxisFloat":
+    def __new__(cls, value: float, axes: tuple[str, ...]) -> Self:
         """A number along `axes`."""
         out = super().__new__(cls, value)
         out.axes = axes
@@ -77,7 +77,7 @@ def plain(x: Any) -> Any:
     return int(x) if kind is AxisIndex else float(x) if kind is AxisFloat else x
 
 
-def _refuse_truth(axes: tuple[str, ...]) -> Any:
+def _refuse_truth(axes: tuple[str, ...]) -> NoReturn:
     raise AxisTypeError(
         f"the truth of a number made of sf.axis_index differs between ranks along {', '.join(map(repr, axes))}: they"
         " would go different ways, and a number that max, min or if chooses by it would count as the same on all ranks."
