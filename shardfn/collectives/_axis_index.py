@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 
 class AxisTypeError(TypeError):
@@ -18,7 +18,7 @@ class AxisIndex(int):
 
     axes: tuple[str, ...]
 
-    def __new__(cls, value: int, axes: tuple[str, ...]) -> Self:
+    def __new__(cls, value: int, axes: tuple[str, ...]) -> Any:
         """An index along `axes`."""
         out = super().__new__(cls, value)
         out.axes = axes
@@ -48,7 +48,7 @@ class AxisFloat(float):
 
     axes: tuple[str, ...]
 
-    def __new__(cls, value: float, axes: tuple[str, ...]) -> Self:
+    def __new__(cls, value: float, axes: tuple[str, ...]) -> Any:
         """A number along `axes`."""
         out = super().__new__(cls, value)
         out.axes = axes

@@ -145,7 +145,7 @@ def save(results: Results, path: pathlib.Path) -> None:
     """Writes results to one file."""
     index = {name: {q: v if isinstance(v, str) else len(v) for q, v in r.items()} for name, r in results.items()}
     numbers = [v for r in results.values() for v in r.values() if not isinstance(v, str)]
-    np.savez_compressed(path, index=np.array(json.dumps(index)), numbers=np.concatenate(numbers))
+    np.savez_compressed(path, index=np.array(json.dumps(index)), numbers=np.concatenate([np.zeros(0), *numbers]))
 
 
 def load(path: pathlib.Path) -> Results:
