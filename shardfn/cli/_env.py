@@ -75,7 +75,7 @@ def _software() -> Iterator[Fact]:
 
 
 def _compiler(compiler: str | None) -> Fact:
-    lacks = "kernels in C++ and the channel through memory in C++; torch and Python do without, more slowly"
+    lacks = "kernels in C++ and the channel through memory; torch and gloo do without, more slowly"
     if compiler is None:
         return Fact("C++ compiler", "-", lacks)
     said = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout

@@ -1,45 +1,41 @@
-"""What drives the lanes of all channels of this process: in C++, or in Python where there is no compiler."""
+"""The engine that moves the bytes of all channels of this process, in C++ (`_memory.cpp`)."""
 
 import ctypes
 import functools
 import os
 import pathlib
 import subprocess
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 from shardfn.kernels import NoCompilerError, build
 
-from ._bell import bell
-from ._python_engine import PythonEngine
 from ._segment import NotSharedError
 
 _ADDRESSES = ("engine_new", "channel_new", "start", "message")
 _NUMBERS = ("segment_bytes", "op_state", "op_wait", "why")
 
 
-class CompiledEngine:
-    """The functions of `_memory.cpp`, and what drives all lanes of this process. Never ended: it may wake at any time.
+class Engine:
+    """The functions of `_memory.cpp`, and the thread that drives all lanes of this process. Never ended.
 
     Attributes:
         bell: the number of the pipe into which others write to wake it.
 
     Raises:
-        NotSharedError: there are no files that may be open, or no thread, to be had.
-        NoCompilerError, OSError, subprocess.SubprocessError: as `shardfn.kernels.build`.
+        NotSharedError: the library cannot be built, no more files may be open, or no thread can be started.
     """
 
     def __init__(self) -> None:
-        source = pathlib.Path(__file__).with_name("_memory.cpp")
-        headers = [source.with_name(name) for name in ("_lanes.h", "_blocks.h", "_sum_rows.h")]
-        self._library = build("memory", source, *headers, flags=("-pthread",))
-        for name in _ADDRESSES:
-            getattr(self._library, name).restype = ctypes.c_void_p
-        for name in _NUMBERS:
-            getattr(self._library, name).restype = ctypes.c_int64
-        reading, self.bell = bell()
-        made: int | None = self._library.engine_new(ctypes.c_int64(reading), ctypes.c_int64(self.bell))
+        built = _library()
+        if isinstance(built, str):
+            raise NotSharedError(f"its C++ part cannot be built: {built}")
+        self._library = built
+        try:
+            # The thread sleeps until another rank, or its own program, writes a byte.
+            reading, self.bell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise NotSharedError(f"this process cannot make the pipe that wakes it: {error.strerror}") from error
+        made: int | None = built.engine_new(ctypes.c_int64(reading), ctypes.c_int64(self.bell))
         if made is None:
             for end in (reading, self.bell):
                 os.close(end)
@@ -53,14 +49,6 @@ class CompiledEngine:
     def plain(self, name: str, *args: Any) -> Any:
         """Calls a function that takes no engine."""
         return getattr(self._library, name)(*map(_passed, args))
-
-    def defers(self, closing: Callable[[], object]) -> bool:
-        """Its thread runs no Python, and so closes nothing."""
-        del closing
-        return False
-
-
-Engine = CompiledEngine | PythonEngine
 
 
 class Address(int):
@@ -78,10 +66,10 @@ def numbers(of: "list[int]") -> Any:
 
 
 def engine() -> Engine:
-    """The engine of this process; a fork of it has none of its threads, and so another.
+    """The engine of this process; a fork makes another, as it has none of its threads.
 
     Raises:
-        NotSharedError: it can have none.
+        NotSharedError: as `Engine`.
     """
     return _engine(os.getpid())
 
@@ -89,28 +77,23 @@ def engine() -> Engine:
 @functools.cache
 def _engine(process: int) -> Engine:
     del process
-    return new_engine()
+    return Engine()
 
 
-def new_engine() -> Engine:
-    """In C++; without a compiler in Python, which writes the same memory. A compiler that fails is warned of.
-
-    Raises:
-        NotSharedError: neither can be had.
-    """
+@functools.cache
+def _library() -> ctypes.CDLL | str:
+    """The compiled functions, or the reason for their absence; cached, so that a compiler that fails runs once."""
+    source = pathlib.Path(__file__).with_name("_memory.cpp")
+    headers = [source.with_name(name) for name in ("_lanes.h", "_blocks.h", "_sum_rows.h")]
     try:
-        return CompiledEngine()
-    except NoCompilerError as error:
-        why = str(error)
-    except (OSError, subprocess.SubprocessError) as error:
-        why = getattr(error, "stderr", None) or str(error)
-        warnings.warn(
-            f"shardfn's C++ part was not built, and ranks share memory by Python instead:\n{why}", stacklevel=2
-        )
-    try:
-        return PythonEngine()
-    except NotSharedError as error:
-        raise NotSharedError(f"its C++ part cannot be built: {why}; {error}") from error
+        built = build("memory", source, *headers, flags=("-pthread",))
+    except (NoCompilerError, OSError, subprocess.SubprocessError) as error:
+        return (getattr(error, "stderr", None) or str(error)).strip()
+    for name in _ADDRESSES:
+        getattr(built, name).restype = ctypes.c_void_p
+    for name in _NUMBERS:
+        getattr(built, name).restype = ctypes.c_int64
+    return built
 
 
 def _passed(arg: Any) -> Any:

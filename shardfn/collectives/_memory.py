@@ -282,7 +282,7 @@ class _Holdings:
 
     def close(self) -> None:
         # A fork holds copies, and must not speak for the rank.
-        if self._process != os.getpid() or self._engine.defers(self.close):
+        if self._process != os.getpid():
             return
         channel, self.channel = self.channel, None
         if channel is not None:

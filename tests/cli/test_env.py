@@ -36,4 +36,4 @@ def test_a_compiler_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path
         pytest.skip("there is no compiler")
     monkeypatch.setattr(_env, "_PROBE", "this is no C++")
     (found,) = [x for x in _env.facts() if x.what == "C++ compiler"]
-    assert "CalledProcessError" in found.found and "Python do without" in found.lacks
+    assert "CalledProcessError" in found.found and "gloo do without" in found.lacks

@@ -1,11 +1,5 @@
-"""Covers the way through memory: the bits of gloo, whatever the operation, the dtype and the sizes; how it fails.
+"""Covers the way through memory: the bits of gloo, whatever the operation, the dtype and the sizes; how it fails."""
 
-All of it with both engines, the one in C++ and the one in Python, and with ranks that have different ones.
-"""
-
-import ctypes
-import functools
-import os
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -13,11 +7,9 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.collectives import Channel, Channels, TransportError, _memory
-from shardfn.collectives import _engine as _engines
-from shardfn.collectives._engine import CompiledEngine, Engine, PythonEngine
+from shardfn.collectives import Channel, Channels, TransportError
+from shardfn.collectives._engine import Address, addresses, engine
 from shardfn.collectives._memory import _KINDS, RINGS
-from shardfn.collectives._python_blocks import add_rows
 from shardfn.collectives._sharing import VARIABLE
 from shardfn.memory import ledger
 from shardfn.testing import assert_same, distributed, odd_batch, odd_loss, odd_params, on_mesh, one_device
@@ -26,25 +18,10 @@ DTYPES = [x for x in _KINDS if x != torch.bool]
 # gloo sums no others.
 _SUMMED = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.int32]
 _SUMMED += [torch.int64]
-ENGINES = ("C++", "Python", "both")
-both_engines = pytest.mark.parametrize("engine", ENGINES)
 
 
-@functools.cache
-def _engine(made: type[Engine], process: int) -> Engine:
-    del process
-    return made()
-
-
-def _use(engine: str, rank: int, patch: pytest.MonkeyPatch) -> None:
-    """What this rank's lanes are driven by; "both": C++ on the even ranks, Python on the odd ones."""
-    made = PythonEngine if engine == "Python" or (engine == "both" and rank % 2) else CompiledEngine
-    patch.setattr(_memory, "engine", lambda: _engine(made, os.getpid()))
-
-
-def _channels(mesh: sf.Mesh, way: str, engine: str = "C++") -> Channels:
+def _channels(mesh: sf.Mesh, way: str) -> Channels:
     with pytest.MonkeyPatch.context() as patch:
-        _use(engine, mesh.rank, patch)
         patch.setenv(VARIABLE, way)
         channels = Channels(mesh)
         for channel in (channels.gather(("dp",)), channels.reduce(("dp",)), channels.between(("dp",))):
@@ -99,9 +76,9 @@ def _passes_on(channels: Channels, me: int, sizes: list[int], dtype: torch.dtype
     return got
 
 
-def _compare(world: int, engine: str, run: Run, each: list[list[int]], dtypes: list[torch.dtype]) -> None:
+def _compare(world: int, run: Run, each: list[list[int]], dtypes: list[torch.dtype]) -> None:
     mesh = sf.make_mesh({"dp": world}, device="cpu")
-    ways = {way: _channels(mesh, way, engine) for way in ("memory", "gloo")}
+    ways = {way: _channels(mesh, way) for way in ("memory", "gloo")}
     for dtype in dtypes:
         for sizes in each:
             sent, got = {}, {}
@@ -128,48 +105,38 @@ _RUNS = (_gathers, _scatters, _exchanges, _sums, _passes_on)
 @distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_operations_have_the_bits_of_gloo(world: int) -> None:
     for run in _RUNS:
-        _compare(world, "C++", run, _sizes(world), [torch.float32])
-        _compare(world, "C++", run, _sizes(world)[2:3], [torch.bfloat16, torch.int64][: 4 - world])
-
-
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
-def test_operations_have_the_bits_of_gloo_without_a_compiler(world: int) -> None:
-    for run in _RUNS:
-        _compare(world, ENGINES[4 - world], run, _sizes(world)[1:3], [torch.float32, torch.bfloat16][: 4 - world])
+        _compare(world, run, _sizes(world), [torch.float32])
+        _compare(world, run, _sizes(world)[2:3], [torch.bfloat16, torch.int64][: 4 - world])
 
 
 @pytest.mark.nightly
-@both_engines
 @distributed(world=[2, 3, 4])
-def test_operations_have_the_bits_of_gloo_in_all_dtypes(engine: str, world: int) -> None:
+def test_operations_have_the_bits_of_gloo_in_all_dtypes(world: int) -> None:
     for run in _RUNS:
-        _compare(world, engine, run, _sizes(world), _SUMMED)
+        _compare(world, run, _sizes(world), _SUMMED)
 
 
-def _longer(world: int, engine: str, runs: Sequence[Run]) -> None:
+def _longer(world: int, runs: Sequence[Run]) -> None:
     n = RINGS // 4 + 12345
     for run in runs:
-        _compare(world, engine, run, [[n, n // 3, n - 1, 0][:world]], [torch.float32])
+        _compare(world, run, [[n, n // 3, n - 1, 0][:world]], [torch.float32])
 
 
-@pytest.mark.parametrize("engine", ENGINES[:2])
 @distributed(world=2)
-def test_what_is_longer_than_a_ring_has_the_bits_of_gloo(engine: str, world: int) -> None:
-    _longer(world, engine, (_gathers, _scatters))
+def test_what_is_longer_than_a_ring_has_the_bits_of_gloo(world: int) -> None:
+    _longer(world, (_gathers, _scatters))
 
 
 @pytest.mark.nightly
-@both_engines
 @distributed(world=[2, 3, 4])
-def test_all_that_is_longer_than_a_ring_has_the_bits_of_gloo(engine: str, world: int) -> None:
-    _longer(world, engine, _RUNS)
+def test_all_that_is_longer_than_a_ring_has_the_bits_of_gloo(world: int) -> None:
+    _longer(world, _RUNS)
 
 
-@both_engines
 @distributed(world=2)
-def test_what_gloo_does_not_know_is_what_torch_has(engine: str) -> None:
+def test_what_gloo_does_not_know_is_what_torch_has() -> None:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")
-    channel = _channels(mesh, "memory", engine).reduce(("dp",))
+    channel = _channels(mesh, "memory").reduce(("dp",))
     for dtype in (torch.int16, torch.bool, torch.complex64, torch.complex128):
         flats = [_drawn(rank, 2000, torch.int16).remainder(2).to(dtype) for rank in range(2)]
         got = channel.reduce_scatter(flats[mesh.rank], [1000, 1000]).result()
@@ -180,11 +147,10 @@ def test_what_gloo_does_not_know_is_what_torch_has(engine: str) -> None:
     mesh.close()
 
 
-@both_engines
 @distributed(world=2)
-def test_half_precision_is_rounded_as_torch_does_it(engine: str) -> None:
+def test_half_precision_is_rounded_as_torch_does_it() -> None:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")
-    channel = _channels(mesh, "memory", engine).reduce(("dp",))
+    channel = _channels(mesh, "memory").reduce(("dp",))
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.float16, torch.bfloat16):
         a = every.view(dtype)
@@ -197,9 +163,8 @@ def test_half_precision_is_rounded_as_torch_does_it(engine: str) -> None:
     mesh.close()
 
 
-@pytest.mark.parametrize("engine", ENGINES[:2])
 @pytest.mark.parametrize("dtype", _KINDS, ids=str)
-def test_sums_of_any_number_of_rows_are_taken_in_their_order(dtype: torch.dtype, engine: str) -> None:
+def test_sums_of_any_number_of_rows_are_taken_in_their_order(dtype: torch.dtype) -> None:
     for k in range(2, 8):
         rows = [_drawn(rank, 3000 + 7, dtype) for rank in range(k)]
         want = rows[0].float() if dtype in (torch.float16, torch.bfloat16) else rows[0].clone()
@@ -208,20 +173,15 @@ def test_sums_of_any_number_of_rows_are_taken_in_their_order(dtype: torch.dtype,
         for place in (None, 0, k - 1):  # where the sum goes: elsewhere, or over a row
             given = [_bits(row.clone()) for row in rows]
             out = torch.empty_like(given[0]) if place is None else given[place]
-            if engine == "C++":
-                at = (ctypes.c_void_p * k)(*(x.data_ptr() for x in given))
-                built = _engine(CompiledEngine, os.getpid())
-                built.plain("sum_rows", _KINDS[dtype], at, k, len(out), _engines.Address(out.data_ptr()))
-            else:
-                add_rows(_KINDS[dtype], given, out, torch.empty(2 * len(out), dtype=torch.uint8))
+            at = addresses([x.data_ptr() for x in given])
+            engine().plain("sum_rows", _KINDS[dtype], at, k, len(out), Address(out.data_ptr()))
             assert torch.equal(out, _bits(want.to(dtype))), (k, place)
 
 
-@both_engines
 @distributed(world=3)
-def test_results_are_taken_in_any_order_and_wholly_apart_by_channel(engine: str) -> None:
+def test_results_are_taken_in_any_order_and_wholly_apart_by_channel() -> None:
     mesh = sf.make_mesh({"dp": 3}, device="cpu")
-    channels, me, n = _channels(mesh, "memory", engine), mesh.rank, RINGS // 8
+    channels, me, n = _channels(mesh, "memory"), mesh.rank, RINGS // 8
     gather, reduce = channels.gather(("dp",)), channels.reduce(("dp",))
     ones = torch.ones(3 * n)
     # Each is longer than a ring; every rank waits for another one first, and starts the two channels in its own order.
@@ -237,11 +197,10 @@ def test_results_are_taken_in_any_order_and_wholly_apart_by_channel(engine: str)
     mesh.close()
 
 
-@both_engines
 @distributed(world=2)
-def test_ranks_that_call_different_things_are_told(engine: str) -> None:
+def test_ranks_that_call_different_things_are_told() -> None:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")
-    channel: Channel = _channels(mesh, "memory", engine).gather(("dp",))
+    channel: Channel = _channels(mesh, "memory").gather(("dp",))
     with pytest.raises(TransportError, match=r"where this one, rank [01], takes|closed it"):
         channel.all_gather(torch.ones(3 + mesh.rank), [3 + mesh.rank] * 2).result()
     channel.close()
@@ -250,15 +209,13 @@ def test_ranks_that_call_different_things_are_told(engine: str) -> None:
     mesh.close()
 
 
-@pytest.mark.parametrize("engine", ENGINES[1:])
 @distributed(world=3)
-def test_steps_without_a_compiler_have_the_bits_of_gloo(engine: str) -> None:
+def test_steps_have_the_bits_of_gloo() -> None:
     mesh, runs = sf.make_mesh({"dp": 3}, device="cpu"), {}
     batches = [odd_batch(n) for n in range(2)]
     want = one_device(odd_loss, sf.optim.sgd(1e-3), odd_params(), batches)
     for way in ("memory", "gloo"):
         with pytest.MonkeyPatch.context() as patch:
-            _use(engine, mesh.rank, patch)
             patch.setenv(VARIABLE, way)
             for stage in (1, 3):
                 zero = sf.Zero.flat(stage=stage, persist_elements=2, bucket_bytes=64)

@@ -5,8 +5,8 @@ import ctypes
 import functools
 import os
 import pathlib
-import platform
 import random
+import re
 import resource
 import shutil
 import signal
@@ -32,22 +32,19 @@ from shardfn.testing import distributed
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _PATIENCE = 60.0  # seconds after which a test calls it a hang
 Body = Callable[[Lanes, Callable[[str], None]], None]
-_Cpp, _Py = _engine.CompiledEngine, _engine.PythonEngine
-# What even ranks have, and odd ones.
-_ENGINES = {"C++": (_Cpp, _Cpp), "Python": (_Py, _Py), "both": (_Cpp, _Py)}
 
 
 class _Rank:
     """A process that has one end of a channel, runs a body, and says what it is told to or what it raised."""
 
-    def __init__(self, body: Body, world: int, index: int, timeout: float, made: type[_engine.Engine]) -> None:
+    def __init__(self, body: Body, world: int, index: int, timeout: float) -> None:
         self._pipe, there = Pipe()
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
                 torch.set_num_threads(1)
-                _memory.engine = made
+                _memory.engine = _engine.Engine
                 _run(body, Lanes(world, index, timeout), there)
             except BaseException:
                 traceback.print_exc()
@@ -81,8 +78,8 @@ def _run(body: Body, lanes: Lanes, pipe: Connection) -> None:
     wait([pipe], _PATIENCE)
 
 
-def _start(body: Body, world: int, engine: str, timeout: float = _PATIENCE) -> list[_Rank]:
-    ranks = [_Rank(body, world, i, timeout, _ENGINES[engine][i % 2]) for i in range(world)]
+def _start(body: Body, world: int, timeout: float = _PATIENCE) -> list[_Rank]:
+    ranks = [_Rank(body, world, i, timeout) for i in range(world)]
     offers = [rank.hear() for rank in ranks]
     for what in (offers, "go"):
         for rank in ranks:
@@ -132,9 +129,9 @@ def _a_while(turns: int) -> Body:
     return body
 
 
-def _kill(world: int, victims: int, engine: str, seed: int) -> None:
+def _kill(world: int, victims: int, seed: int) -> None:
     draw = random.Random(seed)
-    ranks = _start(_on_and_on, world, engine)
+    ranks = _start(_on_and_on, world)
     try:
         assert all(rank.hear() == "begins" for rank in ranks)
         time.sleep(draw.random() * 0.3)
@@ -151,11 +148,9 @@ def _kill(world: int, victims: int, engine: str, seed: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("engine", _ENGINES)
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_ranks_that_wait_in_orders_of_their_own_never_lock(world: int, engine: str) -> None:
-    # Eight ranks in Python on two cores that others use took a minute and more for 40 turns.
-    ranks = _start(_a_while(40 if engine == "C++" else 12), world, engine)
+def test_ranks_that_wait_in_orders_of_their_own_never_lock(world: int) -> None:
+    ranks = _start(_a_while(40), world)
     try:
         assert all(rank.hear() == "done" for rank in ranks)
     finally:
@@ -166,7 +161,7 @@ def test_ranks_that_wait_in_orders_of_their_own_never_lock(world: int, engine: s
 @pytest.fixture
 def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[None]:
     """Ranks have folders of their own for what is temporary or kept, and leave nothing there or in /dev/shm."""
-    built = pathlib.Path(_engine.CompiledEngine()._library._name)
+    built = pathlib.Path(_engine.Engine()._library._name)
     kept, temporary = tmp_path / "shardfn", tmp_path / "temporary"
     for folder in (kept, temporary):
         folder.mkdir()
@@ -181,30 +176,21 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Ite
     assert set(pathlib.Path("/dev/shm").glob("*shardfn*")) <= before
 
 
-_KILLED = [
-    (2, 1, "C++"),
-    *(pytest.param(*x, marks=pytest.mark.nightly) for x in [(3, 1, "C++"), (2, 2, "C++"), (2, 1, "Python")]),
-    (3, 1, "both"),
-]
-
-
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize(("world", "victims", "engine"), _KILLED)
-def test_a_killed_rank_is_noticed_at_once_and_leaves_nothing(world: int, victims: int, engine: str) -> None:
-    _kill(world, victims, engine, seed=world + victims)
+@pytest.mark.parametrize(("world", "victims"), [(2, 1), (3, 1), pytest.param(2, 2, marks=pytest.mark.nightly)])
+def test_a_killed_rank_is_noticed_at_once_and_leaves_nothing(world: int, victims: int) -> None:
+    _kill(world, victims, seed=world + victims)
 
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("engine", _ENGINES)
 @pytest.mark.parametrize("seed", range(20))
-def test_ranks_killed_at_any_instant_are_noticed_at_once_and_leave_nothing(seed: int, engine: str) -> None:
-    _kill(2 + seed % 3, 1 + seed % 2, engine, seed)
+def test_ranks_killed_at_any_instant_are_noticed_at_once_and_leave_nothing(seed: int) -> None:
+    _kill(2 + seed % 3, 1 + seed % 2, seed)
 
 
-@pytest.mark.parametrize("engine", ["C++", "Python"])
-def test_a_stopped_rank_is_waited_for_no_longer_than_agreed_and_then_told(engine: str) -> None:
-    ranks = _start(_on_and_on, 3, engine, timeout=2.0)
+def test_a_stopped_rank_is_waited_for_no_longer_than_agreed_and_then_told() -> None:
+    ranks = _start(_on_and_on, 3, timeout=2.0)
     try:
         assert all(rank.hear() == "begins" for rank in ranks)
         os.kill(ranks[1].pid, signal.SIGSTOP)
@@ -279,9 +265,8 @@ def _leave(lanes: Lanes, say: Callable[[str], None]) -> None:
     say(str(float(into[0][-1])))
 
 
-@pytest.mark.parametrize("engine", ["C++", "Python"])
-def test_what_a_rank_has_written_is_read_after_its_end(engine: str) -> None:
-    ranks = _start(_leave, 2, engine)
+def test_what_a_rank_has_written_is_read_after_its_end() -> None:
+    ranks = _start(_leave, 2)
     try:
         assert ranks[1].hear() == "0.0"
     finally:
@@ -316,27 +301,22 @@ def _refused(reason: str) -> None:
     assert all(reason in text and "SHARDFN_CHANNEL=gloo" in text for text in said), said
 
 
-def _no_compiler(*args: Any, **kwargs: Any) -> Any:
-    raise _engine.NoCompilerError("there is no C++ compiler")
+def test_a_compiler_that_is_missing_or_fails_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = _engine.NoCompilerError("there is no C++ compiler")
+    fails = subprocess.CalledProcessError(1, ["c++"], stderr="cc1plus: no space left\n")
+    for error, reason in ((missing, "there is no C++ compiler"), (fails, "cc1plus: no space left")):
+        calls: list[object] = []
 
+        def build(*args: Any, error: Exception = error, calls: list[object] = calls, **kwargs: Any) -> Any:
+            calls.append(args)
+            raise error
 
-@distributed(world=2)
-def test_a_rank_without_a_compiler_shares_memory_by_python_without_a_word() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(_engine, "build", _no_compiler)
-            patch.setattr(_memory, "engine", functools.cache(_engine.new_engine))
-            assert isinstance(_memory.engine(), _engine.PythonEngine)
-        assert _made()
-
-
-def test_a_compiler_that_fails_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(*args: Any, **kwargs: Any) -> Any:
-        raise subprocess.CalledProcessError(1, ["c++"], stderr="cc1plus: no space left")
-
-    monkeypatch.setattr(_engine, "build", build)
-    with pytest.warns(UserWarning, match=r"(?s)share memory by Python instead:.*no space left"):
-        assert isinstance(_engine.new_engine(), _engine.PythonEngine)
+        monkeypatch.setattr(_engine, "build", build)
+        monkeypatch.setattr(_engine, "_library", functools.cache(_engine._library.__wrapped__))
+        for _ in range(2):
+            with pytest.raises(NotSharedError, match=re.escape(f"its C++ part cannot be built: {reason}") + "$"):
+                _engine.Engine()
+        assert len(calls) == 1
 
 
 @distributed(world=2)
@@ -355,13 +335,9 @@ def test_ranks_that_cannot_share_memory_talk_by_gloo_and_say_why() -> None:
         _refused("rank 0: /proc/")
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(_engine, "build", _no_compiler)
-            patch.setattr(_memory, "engine", _engine.new_engine)
-            patch.setattr(platform, "machine", lambda: "aarch64")
-        _refused(
-            "rank 1: its C++ part cannot be built: there is no C++ compiler; Python cannot keep memory in order on"
-            " aarch64"
-        )
+            patch.setattr(_engine, "_library", lambda: "there is no C++ compiler")
+            patch.setattr(_memory, "engine", _engine.Engine)
+        _refused("rank 1: its C++ part cannot be built: there is no C++ compiler")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_memory, "MOST_RANKS", 1)
         _refused("rank 0: there are 2 ranks, and memory serves 1")
@@ -454,7 +430,7 @@ def test_who_does_not_choose_memory_builds_nothing_and_asks_nobody() -> None:
         raise AssertionError("built though nobody asked")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_engine, "build", build)
+        patch.setattr(_engine, "_library", build)
         patch.setattr(_sharing, "_gathered", build)
         assert not _made("gloo")
 
@@ -489,13 +465,20 @@ def _pages() -> int:
     return int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
+def _next_file() -> int:
+    """The number of the next file that is opened, and so a limit under which none can be."""
+    free = os.open("/dev/null", os.O_RDONLY)
+    os.close(free)
+    return free
+
+
 @pytest.mark.parametrize("limit", ["size of a file", "addresses", "open files"])
 def test_a_limit_that_forbids_the_memory_is_the_reason(limit: str) -> None:
     _engine.engine()  # what only the first channel needs
     what, most = {
         "size of a file": (resource.RLIMIT_FSIZE, 1 << 20),
         "addresses": (resource.RLIMIT_AS, _pages() + (1 << 20)),
-        "open files": (resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")) - 1),
+        "open files": (resource.RLIMIT_NOFILE, _next_file()),
     }[limit]
     with _limited(what, most), pytest.raises(NotSharedError, match=r"cannot make 8.* bytes to share"):
         Lanes(2, 0, None)
@@ -508,18 +491,16 @@ def test_a_reader_without_room_for_the_pages_is_told_so() -> None:
     segment.close()
 
 
-@pytest.mark.parametrize("made", [_Cpp, _Py])
-def test_a_limit_that_forbids_its_pipe_is_the_reason(made: type[_engine.Engine]) -> None:
+def test_a_limit_that_forbids_its_pipe_is_the_reason() -> None:
     _engine.engine()
-    # One more file may be open, as its source is looked at first.
-    free = os.open("/dev/null", os.O_RDONLY)
-    os.close(free)
-    with _limited(resource.RLIMIT_NOFILE, free + 1), pytest.raises(NotSharedError, match="cannot make the pipe"):
-        made()
+    with (
+        _limited(resource.RLIMIT_NOFILE, _next_file() + 1),
+        pytest.raises(NotSharedError, match="cannot make the pipe"),
+    ):
+        _engine.Engine()
 
 
-@pytest.mark.parametrize("made", [_Cpp, _Py])
-def test_a_limit_that_forbids_its_thread_is_the_reason(made: type[_engine.Engine]) -> None:
+def test_a_limit_that_forbids_its_thread_is_the_reason() -> None:
     _engine.engine()
     pid = os.fork()
     if pid == 0:
@@ -527,7 +508,7 @@ def test_a_limit_that_forbids_its_thread_is_the_reason(made: type[_engine.Engine
             most = _pages() + (1 << 20)
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
             for _ in range(100):  # there may be stacks that threads which have ended left
-                made()
+                _engine.Engine()
         except NotSharedError as error:
             os._exit(0 if "cannot start a thread" in str(error) else 2)
         finally:
