@@ -37,12 +37,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--remat", action="store_true", help="compute each block again in the backward")
     run.add_argument("--schedule", default="1f1b", help=f"of a mesh with pp: {', '.join(SCHEDULES)} (default 1f1b)")
     run.add_argument("--efficiency", type=float, default=0.6, help="fraction of the peak rate in use (default 0.6)")
-    run.add_argument(
-        "--bucket-bytes", "--bucket", type=int, default=Travel().bucket_bytes, help="Travel(bucket_bytes=)"
-    )
-    run.add_argument(
-        "--prefetch-bytes", "--prefetch", type=int, default=Pace().prefetch_bytes, help="Pace(prefetch_bytes=)"
-    )
+    run.add_argument("--bucket-bytes", type=int, default=Travel().bucket_bytes, help="Travel(bucket_bytes=)")
+    run.add_argument("--prefetch-bytes", type=int, default=Pace().prefetch_bytes, help="Pace(prefetch_bytes=)")
     run.add_argument("--recipe", help="a published run in place of all of these: mt-nlg-530b, bloom-176b, ...")
     out = parser.add_argument_group("what comes out")
     out.add_argument(

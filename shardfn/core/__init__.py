@@ -13,7 +13,6 @@ from ._errors import (
 )
 from ._keywords import explains_attributes as explains_attributes, explains_extra as explains_extra
 from ._keywords import explains_keywords as explains_keywords
-from ._keywords import former as former, renamed as renamed
 from ._mesh import AbstractGroup as AbstractGroup, HOUSE_AXES as HOUSE_AXES, Axes as Axes, Mesh as Mesh
 from ._mesh import MOST_DRAWN as MOST_DRAWN, all_coords as all_coords
 from ._groups import is_known as is_known, shared_name as shared_name

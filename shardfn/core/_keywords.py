@@ -1,8 +1,7 @@
-"""What is said of a keyword that a function does not have: which one is meant, where else it is said, its new name."""
+"""Errors for keywords and attributes that do not exist, with the remedy."""
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -110,52 +109,6 @@ def explains_extra(call: str, remedy: str) -> Callable[[Callable[A, R]], Callabl
         return checked
 
     return decorate
-
-
-def renamed(who: str, **new: str) -> Callable[[Callable[A, R]], Callable[A, R]]:
-    """Lets keywords go on under their old names for one version, with a warning that has the new one.
-
-    Args:
-        who: what is called.
-        **new: old name -> new name.
-
-    Example:
-        >>> @renamed("rule", grain="granularity")
-        ... def rule(granularity): return granularity
-        >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("ignore")
-        ...     rule(grain="leaf")
-        'leaf'
-    """
-
-    def decorate(f: Callable[A, R]) -> Callable[A, R]:
-        @functools.wraps(f)
-        def call(*args: A.args, **kwargs: A.kwargs) -> R:
-            for name in [name for name in kwargs if name in new]:
-                if new[name] in kwargs:
-                    raise TypeError(f"{who} got {name}= and {new[name]}=, the old name and the new one; drop {name}=.")
-                _warn(f"{who}({name}=)", f"{new[name]}=")
-                kwargs[new[name]] = kwargs.pop(name)
-            return f(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def former(name: str, new: str) -> Any:
-    """A property that reads a renamed field under its old name, with a warning."""
-
-    def get(self: Any) -> Any:
-        _warn(f"{type(self).__name__}.{name}", f".{new}")
-        return getattr(self, new)
-
-    return property(get, doc=f"The old name of `{new}`.")
-
-
-def _warn(old: str, new: str) -> None:
-    text = f"{old} is now {new}; the old name goes in the next version."
-    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def _unknown(who: str, name: str, value: object, known: list[str], meant: dict[str, str]) -> str:

@@ -15,10 +15,10 @@ from ._mesh import Mesh
 from ._pace import Pace
 from ._spec import MemoryKind, P
 from ._travel import Travel
-from ._zero_flat import check_names, flattened, nested, takes_old_names
+from ._zero_flat import check_names, explains_parts, flattened, nested
 
 
-@takes_old_names
+@explains_parts
 @dataclasses.dataclass(frozen=True)
 class Zero:
     """Which states are sharded, over which axis and in which memory; how and when they are sent.

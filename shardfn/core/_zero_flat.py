@@ -1,8 +1,7 @@
-"""`Zero`'s fields by name, however deep they lie; and, for one version, the names and places that they had before."""
+"""`Zero`'s fields and those of its parts by name."""
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -16,23 +15,6 @@ T = TypeVar("T")
 PARTS: dict[str, type[Any]] = {"travel": Travel, "pace": Pace, "disk": Disk}
 # No name is in two parts.
 PART_OF = {field.name: part for part, kind in PARTS.items() for field in dataclasses.fields(kind)}
-
-# What each keyword of `Zero` was called when all were its own.
-RENAMED = {
-    "persist": "persist_elements",
-    "ratio": "optimizer_fraction",
-    "gather": "gather",
-    "reduce": "reduce",
-    "block": "block_elements",
-    "secondary_axis": "secondary_axis",
-    "bucket": "bucket_bytes",
-    "prefetch": "prefetch_bytes",
-    "accumulate": "accumulate",
-    "chunk": "chunk_bytes",
-    "directory": "directory",
-    "checksum": "checksum",
-    "durable": "durable",
-}
 
 
 def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,44 +65,20 @@ def check_names(fields: Mapping[str, Any], own: set[str]) -> None:
             raise TypeError(f"Zero has no field {name!r}.{hint}")
 
 
-def takes_old_names(cls: type[T]) -> type[T]:
-    """Lets a rule be made, and read, under the names of before, with a warning that has the new spelling.
-
-    It wraps `__init__` rather than adding fields, so that `replace`, `repr`, `==` and pickles know new names alone.
-    """
+def explains_parts(cls: type[T]) -> type[T]:
+    """Refuses a field of a part, and an unknown one, with the right spelling."""
     init = cls.__init__
 
     @functools.wraps(init)
     def __init__(self: T, *args: Any, **fields: Any) -> None:
-        old = {name: value for name, value in fields.items() if name in RENAMED}
-        if old:
-            new = {RENAMED[name]: value for name, value in old.items()}
-            if twice := sorted(fields.keys() & (new.keys() - old.keys())):
-                raise TypeError(f"Zero got {twice[0]!r} by its old name and by its new one; leave the old one out.")
-            _warn(f"Zero({', '.join(f'{name}={value!r}' for name, value in old.items())})", f"Zero({_spelling(new)})")
-            fields = nested({k: v for k, v in fields.items() if k not in old} | new)
         own = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         check_names({name: value for name, value in fields.items() if name not in own}, own)
         for name in fields.keys() & PART_OF.keys():
             raise TypeError(f"Zero has no field {name!r}: write Zero({_spelling({name: fields[name]})}).")
         init(self, *args, **fields)
 
-    def __getattr__(self: T, name: str) -> Any:
-        # Called only for what an instance does not have.
-        if name not in RENAMED:
-            raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
-        new = RENAMED[name]
-        there = "" if PART_OF.get(new) != "disk" else " (where Zero.disk is not None)"
-        _warn(f"Zero.{name}", f"Zero.{PART_OF[new]}.{new}{there}" if new in PART_OF else f"Zero.{new}")
-        return flattened(self).get(new, False)  # of a disk that is not there nothing is asked
-
     cls.__init__ = __init__
-    setattr(cls, "__getattr__", __getattr__)  # noqa: B010 - a plain assignment would be a new attribute to a type checker
     return cls
-
-
-def _warn(before: str, after: str) -> None:
-    warnings.warn(f"{before} is now {after}; the old name goes with the next version.", DeprecationWarning, 3)
 
 
 def _spelling(fields: Mapping[str, Any]) -> str:

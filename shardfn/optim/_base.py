@@ -5,13 +5,12 @@ mathematics written into the buffers it is given. Law: `apply(g, s, p) == (p + u
 And it says in one value, `needs`, what it asks of whoever applies it to a part of a tree, or on one of many ranks.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from shardfn.core import explains_attributes, former, renamed
+from shardfn.core import explains_attributes
 
 from ._types import Grain, OptState, Params, Specs, Updates
 
@@ -96,56 +95,6 @@ class Needs(NamedTuple):
     ascends: bool | Callable[[Params], Sequence[bool]] = False
 
 
-def _reads_old_names(kind: Any, **new: str) -> None:
-    """Lets a named tuple be made and read under the former names of its fields, for one version."""
-    kind.__new__ = staticmethod(renamed(kind.__name__, **new)(kind.__new__))
-    for name, now in new.items():
-        setattr(kind, name, former(name, now))
-
-
-_reads_old_names(Needs, grain="granularity", given="specialize")
-_reads_old_names(Phases, over="axes", last="is_last")
-
-
-# The keywords of `GradientTransformation` before it had `needs`, and what says the same now.
-_BEFORE = {
-    "grain": "Needs(granularity=...)",
-    "measure": "Needs(measure=Measure(of))",
-    "additive": "Needs(measure=Measure(of, additive=True))",
-    "measures_ahead": "Needs(measure=Measure(of, ahead=...))",
-    "decide": "Needs(decide=...)",
-    "given": "Needs(specialize=...), of (params, stats, phase)",
-    "over": "Needs(phases=Phases(axes, next))",
-    "phase": "Needs(phases=Phases(axes, next))",
-    "last": "Needs(phases=Phases(axes, next, is_last))",
-}
-
-
-def _needs_of(before: dict[str, Any]) -> Needs:
-    """What the keywords said; each is named in a warning."""
-    if unknown := [name for name in before if name not in _BEFORE]:
-        raise TypeError(f"GradientTransformation() got an unexpected keyword argument {unknown[0]!r}")
-    forms = ", ".join(f"{name}= is now needs={_BEFORE[name]}" for name in before)
-    warnings.warn(f"GradientTransformation: {forms}; the old keywords go in the next version.", DeprecationWarning, 3)
-    measure, given, phase = (before.get(name) for name in ("measure", "given", "phase"))
-    # Only a rule with phases was told the phase.
-    told = given if given is None or phase is not None else lambda params, stats, phase: given(params, stats)
-    return Needs(
-        before.get("grain", "tree"),
-        measure and Measure(measure, before.get("additive", False), before.get("measures_ahead")),
-        before.get("decide"),
-        told,
-        phase and Phases(before.get("over", ()), phase, before.get("last", False)),
-    )
-
-
-class _Fields(NamedTuple):
-    init: Callable[[Params], OptState]
-    update: Callable[..., tuple[Updates, OptState]]
-    apply: Callable[..., tuple[Params, OptState]] | None = None
-    needs: Needs = Needs()
-
-
 _BY_STEP = "The step updates the parameters: state, metrics = sf.sharded_step(loss, optimizer)(state, batch)."
 
 
@@ -156,7 +105,7 @@ _BY_STEP = "The step updates the parameters: state, metrics = sf.sharded_step(lo
     state_dict="Its state is a part of the step's: sf.checkpoint.save(directory, state).",
     load_state_dict="Its state is a part of the step's: sf.checkpoint.restore(directory, state).",
 )
-class GradientTransformation(_Fields):
+class GradientTransformation(NamedTuple):
     """A rule from gradients to updates.
 
     Attributes:
@@ -179,24 +128,16 @@ class GradientTransformation(_Fields):
         Babuschkin et al., The DeepMind JAX Ecosystem (optax), 2020, https://github.com/google-deepmind/optax
     """
 
-    __slots__ = ()
-
-    def __new__(
-        cls,
-        init: Callable[[Params], OptState],
-        update: Callable[..., tuple[Updates, OptState]],
-        apply: Callable[..., tuple[Params, OptState]] | None = None,
-        needs: Needs = Needs(),  # noqa: B008  # a value
-        **before: Any,
-    ) -> "GradientTransformation":
-        return super().__new__(cls, init, update, apply, _needs_of(before) if before else needs)
+    init: Callable[[Params], OptState]
+    update: Callable[..., tuple[Updates, OptState]]
+    apply: Callable[..., tuple[Params, OptState]] | None = None
+    needs: Needs = Needs()
 
 
 class EmptyState(NamedTuple):
     """The state of a rule that remembers nothing."""
 
 
-@renamed("stateless", grain="granularity")
 def stateless(update: Callable[..., Updates], granularity: Grain = "tree") -> GradientTransformation:
     """A rule without memory, from `update(updates, params, specs) -> updates`.
 

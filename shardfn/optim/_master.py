@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import PyTree, renamed, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from ._base import GradientTransformation
 from ._decide import Resolved, per_leaf, resolved
@@ -38,7 +38,6 @@ class MasterState(NamedTuple):
     inner: OptState
 
 
-@renamed("master_weights", kept="param_dtypes")
 def master_weights(
     inner: GradientTransformation | Pair, dtype: torch.dtype = torch.float32, *, param_dtypes: PyTree = None
 ) -> GradientTransformation:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardfn.core import did_you_mean, renamed
+from shardfn.core import did_you_mean
 from shardfn.engine import Jitted, check_order
 from shardfn.graph import (
     Cluster,
@@ -12,7 +12,6 @@ from shardfn.graph import (
 )
 
 
-@renamed("jit", schedule="graph_schedule")
 def jit(
     f: Callable[..., Any],
     *,

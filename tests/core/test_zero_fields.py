@@ -1,11 +1,8 @@
-"""Covers `Zero` and its parts: defaults, errors, values that are copied and compared, and the names of before."""
+"""Covers `Zero` and its parts: defaults, errors, values that are copied and compared."""
 
 import copy
 import dataclasses
 import pickle
-import subprocess
-import sys
-import warnings
 from typing import Any
 
 import pytest
@@ -13,28 +10,10 @@ import pytest
 import shardfn as sf
 
 DISK = sf.Disk("/nowhere", checksum=True)
-CHECKSUM: dict[str, Any] = {"checksum": True}
 RULES = [
     sf.Zero(),
     sf.Zero(3, ("node", "gpu"), travel=sf.Travel(gather="int8", secondary_axis="gpu", reduce="int4", block_elements=4)),
     sf.Zero(1, optimizer="disk", optimizer_fraction=0.5, disk=DISK, pace=sf.Pace(accumulate="once", chunk_bytes=1)),
-]
-# Every keyword of before, and what says the same now.
-OLD: list[tuple[dict[str, Any], str]] = [
-    ({"prefetch": 1 << 20}, "Zero(pace=Pace(prefetch_bytes=1048576))"),
-    ({"persist": 0}, "Zero(persist_elements=0)"),
-    ({"bucket": 64}, "Zero(travel=Travel(bucket_bytes=64))"),
-    ({"accumulate": "once"}, "Zero(pace=Pace(accumulate='once'))"),
-    ({"gather": "int8", "block": 4}, "Zero(travel=Travel(gather='int8', block_elements=4))"),
-    ({"reduce": "int4"}, "Zero(travel=Travel(reduce='int4'))"),
-    ({"axis": ("node", "gpu"), "secondary_axis": "gpu"}, "Zero(travel=Travel(secondary_axis='gpu'))"),
-    ({"optimizer": "host", "ratio": 0.5}, "Zero(optimizer_fraction=0.5)"),
-    ({"chunk": 4096}, "Zero(pace=Pace(chunk_bytes=4096))"),
-    (
-        {"directory": "/nowhere", "checksum": True, "durable": True},
-        "Zero(disk=Disk(directory='/nowhere', checksum=True, durable=True))",
-    ),
-    ({"prefetch": 0, "bucket": 1}, "Zero(travel=Travel(bucket_bytes=1), pace=Pace(prefetch_bytes=0))"),
 ]
 
 
@@ -63,40 +42,12 @@ def test_flat_fields_are_all_fields() -> None:
         sf.Zero.flat(prefetch_byte=0)
 
 
-@pytest.mark.parametrize(("fields", "new"), OLD, ids=lambda x: None if isinstance(x, str) else "-".join(x))
-def test_old_keywords_make_the_same_rule_and_name_the_new_ones(fields: dict[str, Any], new: str) -> None:
-    renamed = {"axis": fields.get("axis", "dp"), "optimizer": fields.get("optimizer", "device")}
-    with pytest.warns(DeprecationWarning) as told:
-        made = sf.Zero(stage=3, **fields)
-    assert len(told) == 1 and f"is now {new};" in str(told[0].message)
-    names = {"Zero": sf.Zero, "Travel": sf.Travel, "Pace": sf.Pace, "Disk": sf.Disk}
-    want = eval(new.replace("Zero(", "Zero(stage=3, **renamed, "), {**names, "renamed": renamed})
-    assert made == want
-
-
-@pytest.mark.parametrize(("fields", "new"), OLD, ids=lambda x: None if isinstance(x, str) else "-".join(x))
-def test_old_attributes_read_the_same(fields: dict[str, Any], new: str) -> None:
-    del new
-    with pytest.warns(DeprecationWarning):
-        made = sf.Zero(stage=3, **fields)
-    for name in fields.keys() - {"axis", "optimizer", "directory"}:
-        with pytest.warns(DeprecationWarning, match=rf"Zero\.{name} is now Zero\."):
-            assert getattr(made, name) == fields[name]
-    assert made.directory == fields.get("directory")
-
-
-def test_old_keywords_change_a_rule_that_is_there() -> None:
-    with pytest.warns(DeprecationWarning, match="pace=Pace"):
-        changed = dataclasses.replace(RULES[-1], prefetch=7)
+def test_flat_fields_change_the_parts_that_are_given() -> None:
+    changed = sf.Zero.flat(**RULES[-1].as_flat() | {"prefetch_bytes": 7})
     assert changed.pace == sf.Pace(7, "once", 1) and changed.disk == DISK
-    with (
-        pytest.warns(DeprecationWarning),
-        pytest.raises(ValueError, match=r"checksum=True\) has no effect without a dir"),
-    ):
-        sf.Zero(**CHECKSUM)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not hasattr(sf.Zero(), "prefetched")
+    with pytest.raises(ValueError, match=r"checksum=True\) has no effect without a dir"):
+        sf.Zero.flat(checksum=True)
+    assert not hasattr(sf.Zero(), "prefetched")
 
 
 @pytest.mark.parametrize(
@@ -132,21 +83,9 @@ def test_fields_out_of_range_are_refused(make: Any, words: str) -> None:
 def test_fields_at_the_wrong_place_are_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"prefetch_bytes": 0}, r"write Zero\(pace=Pace\(prefetch_bytes=0\)\)"),
+        ({"prefetch": 0}, "no field 'prefetch'. Did you mean 'prefetch_bytes'"),
         ({"travel": "int8"}, r"Zero\(travel='int8'\): must be a Travel"),
     ]
     for fields, words in cases:
         with pytest.raises(TypeError, match=words):
             sf.Zero(**fields)
-
-
-@pytest.mark.nightly
-def test_the_warning_is_of_the_line_that_says_the_old_name() -> None:
-    # In a process of its own: here every function of the package is wrapped to check its arguments.
-    program = "import shardfn as sf\nzero = sf.Zero(prefetch=1)\nzero.prefetch\n"
-    done = subprocess.run([sys.executable, "-W", "default", "-"], input=program, capture_output=True, text=True)
-    assert done.returncode == 0 and [x for x in done.stderr.splitlines() if "is now" in x] == [
-        "<stdin>:2: DeprecationWarning: Zero(prefetch=1) is now Zero(pace=Pace(prefetch_bytes=1)); the old name goes"
-        " with the next version.",
-        "<stdin>:3: DeprecationWarning: Zero.prefetch is now Zero.pace.prefetch_bytes; the old name goes with the next"
-        " version.",
-    ]

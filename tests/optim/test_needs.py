@@ -173,32 +173,3 @@ def test_each_part_is_given_what_it_sees() -> None:
     seen.clear()
     optim.given(around(optim.master_weights(told("in"))), params, stats, phase)
     assert seen == [("in", whole, [1.0, 2.0], phase)]
-
-
-def test_keywords_of_before_say_what_they_said_and_warn() -> None:
-    init, update = ELEMENT.init, ELEMENT.update
-    with pytest.warns(DeprecationWarning, match=r"grain= is now needs=Needs\(granularity=\.\.\.\).*next version"):
-        assert GradientTransformation(init, update, grain="leaf").needs == Needs("leaf")
-    marks: list[Any] = []
-
-    def on(params: Any, stats: Any) -> GradientTransformation:
-        marks.append((params, stats))
-        return ELEMENT
-
-    with pytest.warns(DeprecationWarning, match=r"measure= is now.*additive= is now.*given= is now"):
-        old = GradientTransformation(init, update, measure=sums, additive=True, given=on, decide=lambda params: LEAF)
-    assert old.needs.measure == Measure(sums, additive=True)
-    assert optim.given(old, [1], None, None) is ELEMENT and marks == [([1], None)]
-    assert optim.decided(old, []) is LEAF
-
-    def told(params: Any, stats: Any, phase: Any) -> GradientTransformation:
-        marks.append(phase)
-        return LEAF
-
-    with pytest.warns(DeprecationWarning, match=r"over= is now.*phase= is now"):
-        old = GradientTransformation(init, update, over=("dp",), phase=lambda state: state, given=told)
-    assert old.needs.phases is not None and old.needs.phases.axes == ("dp",)
-    assert old.needs.phases.next(Phase("x", True)) == Phase("x", True)
-    assert optim.given(old, [1], None, Phase("x", True)) is LEAF and marks[1:] == [Phase("x", True)]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'grains'"):
-        GradientTransformation(init, update, grains="leaf")
