@@ -40,7 +40,6 @@ from ._sharing import chosen_channel as chosen_channel
 from ._shared_group import end_shared_group as end_shared_group
 from ._shared_group import shared_group as shared_group, shared_groups as shared_groups
 from ._failure import TransportError as TransportError, close as close
-from ._arrival import Arrival as Arrival
 from ._traced import TracedChannels as TracedChannels, TracedControl as TracedControl
 from ._traced import AnyChannel as AnyChannel, AnyChannels as AnyChannels, AnyControl as AnyControl
 from ._traced import AnyRounds as AnyRounds

@@ -248,11 +248,6 @@ class Channel:
         into = torch.empty(like.shape, dtype=like.dtype)
         return self.receive(into, source, tag).then(lambda x: x.to(self._device))
 
-    def has_sent(self) -> bool:
-        """Whether every block sent by this rank has left it: `flush` would not wait."""
-        self._forget_sent()
-        return not self._sends
-
     def flush(self) -> None:
         """Waits until every block sent by this rank has left it, so that its buffers may be written again."""
         with _transport:
@@ -348,10 +343,6 @@ class Channels:
     def shared(self) -> list[tuple[Channel, int]]:
         """The channels that go through memory, and the bytes that this rank has set aside for each."""
         return [(x, x.shared_bytes) for x in self._made.values() if x.shared_bytes]
-
-    def has_sent(self) -> bool:
-        """Whether every block sent by this rank has left it."""
-        return all([channel.has_sent() for channel in self._made.values()])
 
     def flush(self) -> None:
         """Waits until every block sent by this rank has left it."""

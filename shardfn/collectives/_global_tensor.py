@@ -25,7 +25,6 @@ from shardfn.core import (
     P,
     Placement,
     PyTree,
-    RankError,
     Sharding,
     Stored,
     as_html,
@@ -39,10 +38,8 @@ from shardfn.core import (
     tree_structure,
 )
 
-from ._arrival import Arrival
 from ._carry import carry
 from ._env import bind_mesh
-from ._failure import TransportError
 from ._patience import naming_the_wait
 from ._route import Route, route
 
@@ -77,7 +74,7 @@ class GlobalTensor:
         tensor([1., 1., 1.])
     """
 
-    __slots__ = ("_coming", "_local", "frozen", "memory_kind", "mesh", "shape", "spec")
+    __slots__ = ("_local", "frozen", "memory_kind", "mesh", "shape", "spec")
 
     def __init__(
         self,
@@ -86,11 +83,8 @@ class GlobalTensor:
         spec: P,
         mesh: Mesh,
         memory_kind: MemoryKind = "device",
-        coming: Sequence[Arrival] = (),
         frozen: bool = False,
     ) -> None:
-        # What is still being written to the block; whoever reads that waits.
-        self._coming = coming
         self._local: Tensor | Stored | None = local
         self.shape = shape
         self.spec = spec
@@ -115,18 +109,6 @@ class GlobalTensor:
 
         Raises:
             DonatedError: a step has consumed this leaf.
-            RankError: what other ranks have updated of it has not come; a rank has failed since.
-        """
-        if self._coming:
-            self._settle()
-        return self.memory
-
-    @property
-    def memory(self) -> Tensor | Stored:
-        """`held`, whose elements need not have come yet: for all but its elements.
-
-        Raises:
-            DonatedError: a step has consumed this leaf.
         """
         if self._local is None:
             raise DonatedError(
@@ -134,11 +116,6 @@ class GlobalTensor:
                 " returned. Use that state, or build the step with donate=False."
             )
         return self._local
-
-    @property
-    def coming(self) -> Sequence[Arrival]:
-        """What is still being written to the block: by layer of a stacked leaf, else one; nothing if all has come."""
-        return self._coming
 
     @property
     def donated(self) -> bool:
@@ -151,33 +128,21 @@ class GlobalTensor:
         self._local = None
         return held
 
-    def _settle(self) -> None:
-        """Waits for what is still being written to the block."""
-        try:
-            for arrival in self._coming:
-                arrival.wait()
-        except TransportError as error:
-            raise RankError(
-                f"this leaf of shape {tuple(self.shape)} is not whole: what other ranks have updated of it did not"
-                f" come ({error}). Go on from the last checkpoint."
-            ) from error
-        self._coming = ()
-
     @property
     def dtype(self) -> torch.dtype:
         """Element type."""
-        return self.memory.dtype
+        return self.held.dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the block; that of the host if it is on disk."""
-        held = self.memory
+        held = self.held
         return held.device if isinstance(held, Tensor) else torch.device("cpu")
 
     @property
     def code(self) -> tuple[int, int] | None:
         """What the elements of the block are rounded to where it is kept; None = they are kept as they are."""
-        held = self.memory
+        held = self.held
         return None if isinstance(held, Tensor) else held.code
 
     @property
@@ -206,7 +171,7 @@ class GlobalTensor:
     @property
     def stacked(self) -> bool:
         """Whether the block is a stack of several members', as `torch.func.vmap` returns it."""
-        return len(self.memory.shape) != len(self.shape)
+        return len(self.held.shape) != len(self.shape)
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank. Collective over the axes of `spec`.
@@ -278,7 +243,7 @@ class GlobalTensor:
 
     def _repr_html_(self) -> str:
         dtype = "donated" if self.donated else dtype_name(self.dtype)
-        block = "none" if self.donated or isinstance(self.memory, Absent) else f"{tuple(self.memory.shape)}"
+        block = "none" if self.donated or isinstance(self.held, Absent) else f"{tuple(self.held.shape)}"
         rows = [("shape", f"{tuple(self.shape)}"), ("dtype", dtype), ("spec", f"{self.spec!r}"), ("block", block)]
         mesh = self.mesh.drawing() if self.mesh.size <= MOST_DRAWN else f"{self.mesh!r}"
         return as_html("\n".join(["GlobalTensor", columns([*rows, ("memory", self._here())]), "", mesh]))
@@ -443,7 +408,7 @@ _Context = tuple[torch.Size, P, Mesh, MemoryKind, bool]
 
 
 def _flatten(x: GlobalTensor) -> tuple[list[Any], _Context]:
-    held = x._local if not x._coming else x.held
+    held = x._local
     if not isinstance(held, Tensor | Absent) and isinstance(held, Stored):
         raise ValueError(
             f"{x!r} is no tensor, so torch.func cannot differentiate or map it; sf.value_and_grad(f) reads it. Or keep"
@@ -460,7 +425,6 @@ def _flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
 def _unflatten(children: Any, context: _Context) -> GlobalTensor:
     x = object.__new__(GlobalTensor)
     (x._local,), (x.shape, x.spec, x.mesh, x.memory_kind, x.frozen) = children, context
-    x._coming = ()
     return x
 
 

@@ -17,10 +17,6 @@ class Pace:
             "once" reduces their local sum at the end, which sends fewer bytes and holds whole gradients.
         chunk_bytes: the size of the chunks in which an offloaded optimizer state passes through the memory of the
             update.
-        refresh: at stages 1 and 2, when a step waits for the parameters that other ranks have updated. "update" waits
-            before the step returns. "use" waits for each leaf where the next loss first uses it, or where somebody
-            reads the state; such leaves enter a loss as they do at stage 3. A captured step always waits before it
-            returns.
 
     Raises:
         ValueError: a field is out of range.
@@ -33,7 +29,6 @@ class Pace:
     prefetch_bytes: int = 32 << 20
     accumulate: str = "each"
     chunk_bytes: int = 64 << 20
-    refresh: str = "update"
 
     def __post_init__(self) -> None:
         if self.prefetch_bytes < 0:
@@ -41,8 +36,5 @@ class Pace:
         if self.accumulate not in ("each", "once"):
             hint = did_you_mean(str(self.accumulate), ("each", "once"))
             raise ValueError(f"Pace(accumulate={self.accumulate!r}): use 'each' or 'once'.{hint}")
-        if self.refresh not in ("update", "use"):
-            hint = did_you_mean(str(self.refresh), ("update", "use"))
-            raise ValueError(f"Pace(refresh={self.refresh!r}): use 'update' or 'use'.{hint}")
         if self.chunk_bytes < 1:
             raise ValueError(f"Pace(chunk_bytes={self.chunk_bytes}): must be positive.")

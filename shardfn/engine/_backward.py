@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Arrival, TransportError
+from shardfn.collectives import TransportError
 from shardfn.core import PyTree, RankError, Stored, tree_map
 from shardfn.leaves import LeafBook, opened
 from shardfn.state import Ahead
@@ -19,7 +19,6 @@ from ._comms import Comms, described, open_channels, rounds_of
 from ._course import Course, Whole
 from ._entered import check_capture, enter, watch_of
 from ._gather import Gatherer
-from ._late import LateLeaves
 from ._loss import Loss
 from ._order import UseOrder
 from ._outcome import Outcome
@@ -62,7 +61,6 @@ def run_backward(
     model_state: PyTree = (),
     loss_scale: Tensor | None = None,
     ahead: Ahead | None = None,
-    coming: Sequence[Sequence[Arrival]] = (),
 ) -> Outcome:
     """The loss and the summed gradients of one global batch, by the actions of the step's schedule.
 
@@ -76,7 +74,6 @@ def run_backward(
         model_state: a tree of this rank's blocks, for a loss that takes one.
         loss_scale: the factor of the gradients; None means 1.
         ahead: an update that uses gradients as soon as they are complete; stopped if they must be divided by a weight.
-        coming: by leaf, transfers that still write to its block; see `GlobalTensor.coming`.
     """
     open_channels(comms, plan, _late_axes(plan, parts))
     watch, blocks = watch_of(plan, blocks, first=not plan.compared), plan.by_layer(blocks)
@@ -89,16 +86,13 @@ def run_backward(
         loss, batches = parts.loss, chunks_of(plan, chunks, args[0], even=even)
         parts = dataclasses.replace(parts, schedule=accumulation(len(batches)))
     course = _course(plan, comms, parts, loss, batches, args[1:], model_state)
-    late = LateLeaves(plan, blocks, _by_layer(plan, coming), gatherer.whole) if plan.late else None
-    source = gatherer.whole if late is None else late.whole
-    performer = Performer(plan, comms, course, len(batches), gatherer, LeafBook(source, plan.layers, watch), ahead)
+    book = LeafBook(gatherer.whole, plan.layers, watch)
+    performer = Performer(plan, comms, course, len(batches), gatherer, book, ahead)
     with _told(gatherer, comms), torch.enable_grad():
         performer.enter(blocks, even=even, model_state=model_state, loss_scale=loss_scale)
         for action in course.actions:
             with course.named(action):
                 performer.perform(action)
-        if late is not None:
-            late.settle()
         return performer.finish(blocks, model_state)
 
 
@@ -114,14 +108,6 @@ def _course(
     if parts.table is None:
         return Whole(loss, batches, rest, parts.has_aux, parts.schedule)
     return Staged(plan, comms, loss, parts.table, batches, rest, parts.has_aux, model_state)
-
-
-def _by_layer(plan: Plan, coming: Sequence[Sequence[Arrival]]) -> list[Arrival | None]:
-    """From a dict by leaf to one by layer."""
-    out: list[Arrival | None] = []
-    for leaf, arrivals in zip(plan.leaves, coming, strict=bool(coming)):
-        out += arrivals or [None] * (len(leaf.layers) or 1)
-    return out or [None] * len(plan.layers)
 
 
 def _late_axes(plan: Plan, parts: StepParts) -> tuple[str, ...]:

@@ -134,11 +134,6 @@ def check_travel(leaves: Sequence[Any], zero: Zero, mesh: Mesh) -> None:
             f"no trainable leaf of {large} has its gradient cut along {zero.axis!r}",
         ),
     }
-    if zero.pace.refresh == "use" and not any(leaf.refreshed and leaf.plain for leaf in leaves):
-        raise ValueError(
-            "Zero(pace=Pace(refresh='use')) has no effect: no leaf is kept whole on the device and updated in"
-            " pieces, as at stages 1 and 2; leave it out."
-        )
     raise_all(
         ValueError,
         "options of Zero(travel=Travel(...)) have no effect:",

@@ -24,7 +24,6 @@ from shardfn.collectives import (
 from shardfn.core import Mesh, RankError
 from shardfn.memory import record_owner
 
-from ._late import rescue
 from ._plan import Plan
 
 
@@ -166,7 +165,6 @@ def _tell(comms: Comms, error: BaseException) -> None:
     if comms.mesh.size == 1 or comms.broken or (isinstance(error, RankError) and error.before_transfers):
         return
     comms.broken = True
-    rescue(comms.mesh)
     _, control = _live(comms)
     if isinstance(error, RankError):
         # All ranks raise it, so that none waits to be woken.

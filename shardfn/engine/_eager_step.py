@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives import GlobalTensor
 from shardfn.core import tree_leaves
 from shardfn.optim import summing_exactly
 from shardfn.state import Ahead, TrainState, looked_at, scale_of
@@ -55,17 +54,8 @@ class _Eager:
     ahead: Ahead | None
 
     def differentiate(self) -> Outcome:
-        params: list[GlobalTensor] = tree_leaves(self.state.params)
-        if self.plan.late and self.plan.compared:
-            blocks, coming = [g.memory for g in params], [g.coming for g in params]
-        else:  # the first step of a plan compares bits
-            blocks, coming = [g.held for g in params], []
-        how: dict[str, Any] = {
-            "even": self.even,
-            "coming": coming,
-            "loss_scale": scale_of(self.state),
-            "ahead": self.ahead,
-        }
+        blocks = [g.held for g in tree_leaves(self.state.params)]
+        how: dict[str, Any] = {"even": self.even, "loss_scale": scale_of(self.state), "ahead": self.ahead}
         how["model_state"] = looked_at(self.state.model_state)
         return run_backward(self.plan, self.comms, blocks, self.parts, self.args, **how)
 

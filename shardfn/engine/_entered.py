@@ -37,8 +37,7 @@ def enter(
     plain: list[tuple[str, Tensor]] = []
     aliased: Callable[[Tensor], Tensor] = alias if capturing() else Tensor.detach
     for i, (leaf, block) in enumerate(zip(plan.layers, blocks, strict=True)):
-        lazy = leaf.lazy or (reducer is not None and i in plan.late)
-        if lazy:
+        if leaf.lazy:
             handle = _handle(plan, leaf)
         else:
             assert isinstance(block, Tensor)
@@ -52,7 +51,7 @@ def enter(
             if i not in at_end:
                 handle.register_hook(_taker(reducer, i, alias(handle)))
             handles[i] = handle
-        seen = LazyLeaf.make(i, leaf.path, handle, book) if lazy else handle
+        seen = LazyLeaf.make(i, leaf.path, handle, book) if leaf.lazy else handle
         if leaf.own_axes:
             if reducer is None:
                 plan.following_function.declare(seen, leaf.own_axes)

@@ -135,13 +135,6 @@ class Plan:
         own = {a for leaf in self.leaves for a in leaf.own_axes} - {*self.batch_axes}
         return following(self.following, at_once=not own.isdisjoint(self.following.axes))
 
-    @functools.cached_property
-    def late(self) -> frozenset[int]:
-        """The layers whose gather after the update may run into the next step, where they are lazy leaves."""
-        if self.captured or self.zero.pace.refresh != "use":
-            return frozenset()
-        return frozenset(i for unit in self.refresh_units for i in unit.leaves if self.layers[i].plain)
-
     def for_capture(self) -> "Plan":
         """The same layout, with nothing learnt, for capturing a step."""
         return self._with(captured=True)

@@ -252,7 +252,7 @@ def _made_by(plan: Plan, leaves: list[Any]) -> bool:
             return False
         if x.frozen is not leaf.frozen:
             return False
-        held = x.memory
+        held = x.held
         code = None if isinstance(held, Tensor) else held.code
         if x.memory_kind != leaf.home or code != leaf.places.code or held.dtype != leaf.dtypes.param:
             return False

@@ -1,13 +1,12 @@
 """After the update: gathers resident parameters again from the rows that each rank has updated."""
 
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from shardfn.capture import capturing
-from shardfn.collectives import AnyChannels, Arrival
+from shardfn.collectives import AnyChannels
 from shardfn.core import Pending, Stored
 from shardfn.leaves import Unit
 from shardfn.memory import AnyPool, to_device, to_host
@@ -23,7 +22,6 @@ def refresh(
     blocks: Sequence[Tensor | Stored],
     rows: Sequence[Tensor | Stored | None],
     pool: AnyPool | None = None,
-    coming: dict[int, Arrival] | None = None,
 ) -> list[Tensor | Stored]:
     """The parameters to keep, given what each rank updated.
 
@@ -33,7 +31,6 @@ def refresh(
         blocks: the parameters before the update; resident ones are overwritten.
         rows: this rank's updated part of each trainable leaf (the block itself where it is not cut).
         pool: the disk, for leaves that are kept there.
-        coming: filled, by layer, with the transfers of resident parameters that are not waited for; None: wait for all.
 
     Returns:
         The new blocks, in the order of `blocks`.
@@ -46,37 +43,25 @@ def refresh(
     here = [x if isinstance(x, Tensor) else None for x in layered]
     # From here on parameters are overwritten, some by the transfers themselves: an error leaves some new and some old.
     # All are started before the first is waited for; every rank has the same units in the same order.
-    started = list[Arrival]()
+    started = list[tuple[Pending[Tensor], bool]]()
     for unit in resident:
         with named_range("refresh", plan.layers, unit.leaves):
-            pending, landed = _start(plan, channels, unit, here, fresh, idle=coming is None)
-            started.append(Arrival(pending, functools.partial(_land, unit, [here[i] for i in unit.leaves], landed)))
-    for unit, arrival in zip(resident, started, strict=True):
-        if coming is not None:
-            coming.update(dict.fromkeys(unit.leaves, arrival))
-            continue
+            started.append(_start(plan, channels, unit, here, fresh))
+    for unit, (pending, landed) in zip(resident, started, strict=True):
         with named_range("refresh", plan.layers, unit.leaves):
-            arrival.wait()
+            arrived = pending.result()
+            if not landed:
+                _spread(unit, arrived, here)
     away = [unit for unit in plan.refresh_units if not plan.layers[unit.leaves[0]].plain]
     if away:
         _close(plan, channels, away, fresh, (blocks, layered), out, pool)
-    if coming is None:
-        channels.flush()
+    channels.flush()
     return out
-
-
-def _land(unit: Unit, blocks: Sequence[Tensor | None], landed: bool, arrived: Tensor) -> None:
-    """Copies what has arrived into the blocks, without counting as a write for a loss that runs meanwhile."""
-    into = [block for block in blocks if block is not None]
-    if landed:
-        return
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(into)):
-        (unit.packing.unpack_into if capturing() else unit.packing.put)(arrived, into)
 
 
 def _spread(unit: Unit, arrived: Tensor, into: Sequence[Tensor | None]) -> None:
     blocks = [block for i in unit.leaves if (block := into[i]) is not None]
-    unit.packing.unpack_into(arrived, blocks)
+    (unit.packing.unpack_into if capturing() else unit.packing.put)(arrived, blocks)
 
 
 def _close(
@@ -140,15 +125,13 @@ def _start(
     unit: Unit,
     blocks: Sequence[Tensor | None],
     rows: Sequence[Tensor | Stored | None],
-    *,
-    idle: bool = True,
 ) -> tuple[Pending[Tensor], bool]:
-    """Starts one unit's transfer; also whether it writes to the parameter itself. `idle`: this thread will wait."""
+    """Starts one unit's transfer; also whether it writes to the parameter itself."""
     first, packing = plan.layers[unit.leaves[0]], unit.packing
     channel, block = channels.gather(first.zero_axes), blocks[unit.leaves[0]]
     pieces = [row for i in unit.leaves if isinstance(row := rows[i], Tensor)]
     assert block is not None and len(pieces) == len(unit.leaves)
     # The rows of all ranks, one after another, are the leaf as it lies in memory.
     if len(unit.leaves) == 1 and first.dim == 0 and block.is_contiguous():
-        return channel.all_gather(pieces[0], packing.sizes, block.view(-1), idle=idle), True
-    return channel.all_gather(packing.pack(pieces), packing.sizes, idle=idle), False
+        return channel.all_gather(pieces[0], packing.sizes, block.view(-1), idle=True), True
+    return channel.all_gather(packing.pack(pieces), packing.sizes, idle=True), False

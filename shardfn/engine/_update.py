@@ -1,14 +1,13 @@
 """The update: runs the optimizer on this rank's rows, and then gathers resident parameters again."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.collectives import AnyChannels, Arrival, GlobalTensor
+from shardfn.collectives import AnyChannels, GlobalTensor
 from shardfn.core import (
     MemoryKind,
     PyTree,
@@ -22,7 +21,6 @@ from shardfn.memory import on_host
 from shardfn.optim import GradientTransformation, decided, given, inplace
 from shardfn.state import Ahead, Column, Done, TrainState, Update, opened, state_owners, stream, taken
 
-from ._late import note_under_way
 from ._model_state import put_in, wrapped_like
 from ._plan import Plan
 from ._pools import pool_of
@@ -55,14 +53,11 @@ def update(
     """
     # First: its thread reads the state, which is written to from here on.
     done = Done() if ahead is None else ahead.finish()
-    coming: dict[int, Arrival] | None = {} if plan.late else None
     with taken(blocks_of(state), donate=parts.donate) as (params, opt_state, kept), torch.no_grad():
         held, rule = tree_leaves(params), parts.optimizer
-        blocks, opt_state = update_blocks(plan, channels, rule, held, opt_state, grads, scale, done, coming)
+        blocks, opt_state = update_blocks(plan, channels, rule, held, opt_state, grads, scale, done)
         kept = put_in(kept, model_state)
-    if coming:
-        note_under_way(plan.mesh, channels, coming.values())
-    return next_state(plan, state, blocks, opt_state, tree_leaves(kept), coming)
+    return next_state(plan, state, blocks, opt_state, tree_leaves(kept))
 
 
 def blocks_of(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
@@ -71,16 +66,11 @@ def blocks_of(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
 
 
 def next_state(
-    plan: Plan,
-    state: TrainState,
-    blocks: Sequence[Tensor | Stored],
-    opt_state: PyTree,
-    kept: Sequence[Tensor],
-    coming: Mapping[int, Arrival] | None = None,
+    plan: Plan, state: TrainState, blocks: Sequence[Tensor | Stored], opt_state: PyTree, kept: Sequence[Tensor]
 ) -> TrainState:
-    """The state after `state`, from this rank's new blocks and transfers to them, optimizer state and model state."""
+    """The state after `state`, from this rank's new blocks, optimizer state and model state."""
     return state._replace(
-        params=wrap(plan, blocks, coming or {}),
+        params=wrap(plan, blocks),
         opt_state=_like(opt_state, state.opt_state),
         step=state.step + 1,
         model_state=wrapped_like(kept, state.model_state),
@@ -96,15 +86,11 @@ def update_blocks(
     grads: dict[int, Tensor | Stored],
     scale: Tensor | None,
     done: Done | None = None,
-    coming: dict[int, Arrival] | None = None,
 ) -> tuple[list[Tensor | Stored], PyTree]:
-    """This rank's blocks and optimizer state after the update; all arguments are consumed, but for what is on disk.
-
-    What is not waited for goes into `coming`, by layer; see `refresh`.
-    """
+    """This rank's blocks and optimizer state after the update; all arguments are consumed, but for what is on disk."""
     if not plan.at_home:
         rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, grads, scale), done or Done())
-        return refresh(plan, channels, blocks, rows, pool_of(plan), coming), opt_state
+        return refresh(plan, channels, blocks, rows, pool_of(plan)), opt_state
     train = [leaf.trainable for leaf in plan.leaves]
     rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
     own: list[Any] = [grads.pop(i) if t else None for i, t in enumerate(train)]
@@ -118,7 +104,7 @@ def update_blocks(
         specs=plan.shards,
     )
     fresh = iter(tree_leaves(new))
-    return refresh(plan, channels, blocks, [next(fresh) if t else None for t in train], None, coming), opt_state
+    return refresh(plan, channels, blocks, [next(fresh) if t else None for t in train]), opt_state
 
 
 def _as_stream(
@@ -207,18 +193,11 @@ def whole(plan: Plan) -> PyTree:
     return tree_unflatten(plan.treedef, [like(leaf) for leaf in plan.leaves])
 
 
-def wrap(plan: Plan, blocks: Sequence[Tensor | Stored], coming: Mapping[int, Arrival] = MappingProxyType({})) -> PyTree:
-    """This rank's blocks as a tree of global tensors, of which some layers may still be coming."""
-    if not coming:
-        pairs = zip(blocks, plan.leaves, strict=True)
-        whole = [GlobalTensor(x, leaf.shape, leaf.param, plan.mesh, leaf.home, frozen=leaf.frozen) for x, leaf in pairs]
-        return tree_unflatten(plan.treedef, whole)
-    out, first = list[GlobalTensor](), 0
-    for block, leaf in zip(blocks, plan.leaves, strict=True):
-        layers = range(first, first := first + (len(leaf.layers) or 1))
-        late = [coming[i] for i in layers] if layers[0] in coming else ()
-        out.append(GlobalTensor(block, leaf.shape, leaf.param, plan.mesh, leaf.home, late, leaf.frozen))
-    return tree_unflatten(plan.treedef, out)
+def wrap(plan: Plan, blocks: Sequence[Tensor | Stored]) -> PyTree:
+    """This rank's blocks as a tree of global tensors."""
+    pairs = zip(blocks, plan.leaves, strict=True)
+    whole = [GlobalTensor(x, leaf.shape, leaf.param, plan.mesh, leaf.home, leaf.frozen) for x, leaf in pairs]
+    return tree_unflatten(plan.treedef, whole)
 
 
 def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Tensor:

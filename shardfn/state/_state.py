@@ -159,7 +159,7 @@ def _row(path: str, x: Any, nbytes: int) -> tuple[str, ...]:
 
 def _bytes_here(x: Any) -> int:
     if isinstance(x, GlobalTensor):
-        return 0 if x.donated else x.memory.nbytes
+        return 0 if x.donated else x.held.nbytes
     return x.nbytes if isinstance(x, Tensor) else 0
 
 
@@ -196,7 +196,7 @@ def check_alive(state: PyTree, name: str = "state", *, abstract: bool = False) -
             " the step with donate=False."
         )
     first = [x for x in leaves[:1] if isinstance(x, GlobalTensor)]
-    if not abstract and any(isinstance(x.memory, FakeTensor) for x in first):
+    if not abstract and any(isinstance(x.held, FakeTensor) for x in first):
         raise ValueError(
             f"this {name} has shapes and no values, as init makes it of tensors on 'meta' or without data: it is for"
             " step.lower. To run, give init values; of a module on 'meta', a function that draws or loads them."

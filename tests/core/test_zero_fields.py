@@ -35,7 +35,7 @@ def test_flat_fields_are_all_fields() -> None:
     rule = RULES[-1].as_flat()
     parts = [f.name for part in (sf.Travel, sf.Pace, sf.Disk) for f in dataclasses.fields(part)]
     own = [f.name for f in dataclasses.fields(sf.Zero) if f.name not in ("travel", "pace", "disk")]
-    assert sorted(rule) == sorted(own + parts) and len(set(rule)) == 21
+    assert sorted(rule) == sorted(own + parts) and len(set(rule)) == 20
     assert rule["directory"] == "/nowhere" and rule["accumulate"] == "once" and rule["chunk_bytes"] == 1
     assert "directory" not in sf.Zero().as_flat() and sf.Zero.flat(directory=None, checksum=False).disk is None
     with pytest.raises(TypeError, match=r"no field 'prefetch_byte'\. Did you mean 'prefetch_bytes'"):
