@@ -74,7 +74,6 @@ from ._step import StepCall as StepCall, StepParts as StepParts, rescaled as res
 from ._traced_function import FunctionProgram as FunctionProgram, capture_function as capture_function
 from ._traced_function import tensors_of as tensors_of
 from ._transit import Request as Request, Transit as Transit, is_followed as is_followed
-from ._two_dtypes import naming_batch as naming_batch
 from ._unequal import naming_unequal as naming_unequal
 from ._unwrap import Unwrapped as Unwrapped, check_state as check_state, unwrap as unwrap
 from ._update import decided_on as decided_on

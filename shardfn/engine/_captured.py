@@ -16,11 +16,11 @@ from ._comms import Comms
 from ._graphs import Graphs, Ready, signature
 from ._jitted import CacheInfo, Jitted
 from ._mixed import policy_in
+from ._noted import noting_exceptions
 from ._plan import Plan
 from ._pools import disk_of
 from ._step import StepCall, StepParts
 from ._traced_step import StepProgram, capture_step
-from ._two_dtypes import naming_exceptions
 from ._update import blocks_of, next_state
 
 
@@ -83,10 +83,10 @@ class CapturedSteps:
         num, names = len(program.plan.leaves), program.metrics
         scale = scale_of(state)
         arg_leaves = arg_leaves if scale is None else [*arg_leaves, scale]
-        plan = program.plan
-        naming = naming_exceptions(self._policy, lambda: [(x.path, x.dtypes.compute) for x in plan.leaves])
+        leaves = program.plan.leaves
+        noting = noting_exceptions(self._policy, lambda: [(x.path, x.dtypes.compute) for x in leaves])
         try:
-            with naming, taken(blocks_of(state), donate=self._parts.donate) as held:
+            with noting, taken(blocks_of(state), donate=self._parts.donate) as held:
                 given = [as_graph_value(x) for x in tree_leaves(held)]
                 outs = ready(comms, disk_of(program.plan), [*given, *arg_leaves])
         except StoppedError as stopped:  # before anything was written

@@ -16,7 +16,7 @@ from shardfn.capture import mark
 from shardfn.collectives import AxisTypeError, following_now
 from shardfn.core import PyTree
 
-from ._two_dtypes import naming_batch
+from ._noted import noting_leaves
 
 Loss = Callable[..., Any]
 
@@ -135,7 +135,7 @@ def refuse_negative(weight: Tensor | float | None) -> None:
 
 def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> Value:
     """What the loss returns, checked, and as differentiable as it was made; see `evaluate`."""
-    with naming_batch(params, args[:1]):
+    with noting_leaves(params, args[:1]):
         out = loss(params, *args)
     aux: Any = {}
     if has_aux:

@@ -13,7 +13,7 @@ from shardfn.optim import GradientTransformation, LossScale, master_weights
 from ._accumulated import of_whole_batch
 from ._levels import Transform
 from ._loss import Loss, WeightedMean
-from ._two_dtypes import naming_exceptions
+from ._noted import noting_exceptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Mixed(Transform):
         cast = [x if x.dtype == d else x.to(d) for x, d in zip(leaves, dtypes, strict=True)]
         state, args = args[: self.has_state], args[self.has_state :]
         batch = tree_map(self._cast, args[:1])
-        naming = naming_exceptions(self.policy, lambda: zip(tree_paths(params, "params"), dtypes, strict=True))
-        with computing_in(self.policy.compute), naming:
+        noting = noting_exceptions(self.policy, lambda: zip(tree_paths(params, "params"), dtypes, strict=True))
+        with computing_in(self.policy.compute), noting:
             return self._output(self.inner(tree_unflatten(treedef, cast), *state, *batch, *args[1:], **kwargs))
 
     def _computed(self, params: PyTree, leaves: list[Any], treedef: Any) -> list[torch.dtype]:

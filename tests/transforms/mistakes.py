@@ -67,7 +67,7 @@ def problem_of(mistakes: Mapping[str, Mistake], name: str) -> str | None:
         try:
             does()
         except kind as error:
-            text = str(error)
+            text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         except Exception as error:
             return f"{name}: {type(error).__name__}, not {kind.__name__}: {error}"
         else:

@@ -1,6 +1,7 @@
 """Covers more mistakes of a first hour, in the batch, in modules, and around the step: each is told with its remedy."""
 
 import pathlib
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import shardfn as sf
 from shardfn import P, optim
-from shardfn.engine import naming_batch
+from shardfn.engine._noted import noting_leaves
 from shardfn.models import gpt
 from shardfn.testing import distributed
 
@@ -101,15 +102,15 @@ MISTAKES: dict[str, Mistake] = {
     # A batch.
     "doubles, as numpy makes them": Mistake(
         lambda: run(batch={"x": torch.from_numpy(numpy.ones((4, 3)))}),
-        ValueError, "batch['x'] is torch.float64", "batch['x'].to(torch.float32)",
+        RuntimeError, "batch['x'] is torch.float64", "batch['x'].to(torch.float32)",
     ),
     "integers where floats are computed with": Mistake(
         lambda: run(batch={"x": torch.ones(4, 3, dtype=torch.int64)}),
-        ValueError, "batch['x'] is torch.int64", "batch['x'].to(torch.float32)",
+        RuntimeError, "batch['x'] is torch.int64", "batch['x'].to(torch.float32)",
     ),
     "a batch in half precision": Mistake(
         lambda: run(batch={"x": torch.ones(4, 3, dtype=torch.bfloat16)}),
-        ValueError, "The parameters are torch.float32 on cpu", "batch['x'].to(torch.float32)",
+        RuntimeError, "the parameters are torch.float32", "batch['x'].to(torch.float32)",
     ),
     "parameters in half precision": Mistake(
         lambda: run(params={"w": torch.ones(3, 2, dtype=torch.float16)}),
@@ -126,10 +127,10 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a list of examples": Mistake(
         lambda: run(batch=[{"x": torch.ones(3)}, {"x": torch.ones(3)}]),
-        TypeError, "the batch is a list of 2", "torch.utils.data.default_collate(examples)",
+        TypeError, "The batch is a list of 2", "torch.utils.data.default_collate(examples)",
     ),
     "a pair for a batch": Mistake(
-        lambda: run(batch=(torch.ones(4, 3), torch.ones(4))), TypeError, "the batch is a tuple of 2", "by number"
+        lambda: run(batch=(torch.ones(4, 3), torch.ones(4))), TypeError, "The batch is a tuple of 2", "by number"
     ),
     # A module.
     "a module among parameters": Mistake(
@@ -424,12 +425,23 @@ def test_all_ranks_tell_a_misuse() -> None:
 
 def test_leaves_on_another_device_are_named() -> None:
     batch = {"x": torch.ones(2, device="meta"), "y": torch.ones(2)}
-    with pytest.raises(ValueError, match=r"batch\['x'\] is on meta; write batch\['x'\].to\(mesh.device\)$"):
-        with naming_batch({"w": torch.ones(2)}, (batch,)):
-            raise RuntimeError("Expected all tensors to be on the same device, but found cpu and meta")
-    with pytest.raises(RuntimeError, match="of something else"):
-        with naming_batch({"w": torch.ones(2)}, (batch,)):
-            raise RuntimeError("of something else")
+    with pytest.raises(RuntimeError) as caught, noting_leaves({"w": torch.ones(2)}, (batch,)):
+        _ = torch.ones(2) @ batch["x"]
+    assert caught.value.__notes__ == [
+        "The batch has batch['x'] (2,), batch['y'] (2,).",
+        "The parameters have params['w'] (2,).",
+        "batch['x'] is on meta, and the parameters are on cpu; write batch['x'].to(mesh.device).",
+    ]
+
+
+def test_a_write_that_torch_refuses_is_named_with_its_line() -> None:
+    def writes(params: dict, batch: dict) -> Tensor:
+        params["w"].add_(1)
+        return loss_of(params, batch)
+
+    line = re.escape("`params[\"w\"].add_(1)`, variables hold params['w']")
+    with pytest.raises(ValueError, match=rf"written to inside the loss.*write to a clone.*test_misuse\.py:\d+, {line}"):
+        run(writes)
 
 
 def test_an_index_that_is_too_large_is_shown_with_the_batch() -> None:
@@ -441,7 +453,7 @@ def test_an_index_that_is_too_large_is_shown_with_the_batch() -> None:
 def test_a_name_that_the_batch_lacks_is_compared_with_its_own() -> None:
     with pytest.raises(KeyError, match="'x'") as caught:
         run(batch={"xs": torch.ones(4, 3)})
-    assert caught.value.__notes__ == ["The batch has ['xs']. Did you mean 'xs'?", "The parameters have 'w'."]
+    assert caught.value.__notes__ == ["The batch has 'xs'. Did you mean 'xs'?", "The parameters have 'w'."]
 
 
 def test_what_is_near_a_misuse_is_taken() -> None:

@@ -1,0 +1,156 @@
+"""Notes on errors that a loss raises: facts about the parameters and the batch."""
+
+import contextlib
+import linecache
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import Policy, PyTree, did_you_mean, first_of, tree_leaves, tree_paths
+
+_SHOWN = 6
+# The one text of torch that is compared: it has no class of errors for this, and refuses the write itself.
+_REFUSED = "a leaf Variable that requires grad is being used in an in-place operation"
+
+
+@contextlib.contextmanager
+def noting_exceptions(policy: Policy | None, leaves: Callable[[], Iterable[tuple[str, torch.dtype]]]) -> Iterator[None]:
+    """Around a loss under a policy: a note on torch's errors lists the leaves that have another dtype than the rest.
+
+    Args:
+        policy: the policy, or None.
+        leaves: gives the paths of the parameters, and the dtypes in which the loss sees them; called after errors.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # Errors of ranks and of transfers are of classes of their own.
+        if policy is None or type(error) is not RuntimeError:
+            raise
+        apart = [(path, d) for path, d in leaves() if d.is_floating_point and d != policy.compute]
+        if apart:
+            error.add_note(_of_exceptions(policy, [f"{path} is computed in {d}" for path, d in apart]))
+        raise
+
+
+@contextlib.contextmanager
+def noting_leaves(params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[None]:
+    """Around a loss: notes on its errors describe the parameters and the batch.
+
+    Args:
+        params: the parameters that the loss gets.
+        batch: the batch, or nothing.
+
+    Raises:
+        ValueError: in place of torch's error about a write to a parameter, as at all stages of ZeRO; names it.
+    """
+    try:
+        yield
+    except (TypeError, KeyError, IndexError, RuntimeError) as error:
+        if _REFUSED in str(error):
+            refused = ValueError(
+                "parameters are written to inside the loss. Parameters are immutable there: write to a clone(), or"
+                " return the new value as aux. The state passed in is as it was. " + " ".join(_of_line(params, error))
+            )
+            for note in getattr(error, "__notes__", ()):  # of a captured step, the line
+                refused.add_note(note)
+            raise refused from error
+        for note in _notes(error, params, batch):
+            error.add_note(note)
+        raise
+
+
+def _notes(error: Exception, params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[str]:
+    if isinstance(error, TypeError):
+        if batch and isinstance(batch[0], list | tuple):
+            yield _of_list(batch[0])
+    elif isinstance(error, KeyError):
+        for name, tree in (("batch", batch[0] if batch else ()), ("parameters", params)):
+            if isinstance(tree, Mapping) and error.args and error.args[0] not in tree:
+                known = ", ".join(first_of([repr(key) for key in tree], _SHOWN))
+                yield f"The {name} {'has' if name == 'batch' else 'have'} {known}." + did_you_mean(
+                    str(error.args[0]), map(str, tree)
+                )
+    elif isinstance(error, IndexError):
+        yield from _ranges(*batch)
+    elif type(error) is RuntimeError:  # errors of ranks and of transfers are of classes of their own
+        yield from _of_line(params, error)
+        yield f"The batch has {_shapes('batch', *batch)}."
+        yield f"The parameters have {_shapes('params', params)}."
+        yield from first_of(_unlike(params, *batch), _SHOWN)
+
+
+def _of_line(params: PyTree, error: Exception) -> Iterator[str]:
+    """Names the parameters that the innermost line with some has: torch names no operand."""
+    own = {
+        x.untyped_storage()._cdata: path
+        for path, x in zip(tree_paths(params, "params"), tree_leaves(params), strict=True)
+        if type(x) is Tensor and x.requires_grad
+    }
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        tensors = [x for x in tree_leaves([*frame.f_locals.values()]) if type(x) is Tensor]
+        here = dict.fromkeys(own[k] for x in tensors if (k := x.untyped_storage()._cdata) in own)
+        if here:
+            code = frame.f_code
+            text = linecache.getline(code.co_filename, line).strip()
+            yield f"At {code.co_filename}:{line}, `{text}`, variables hold {', '.join(first_of([*here], _SHOWN))}."
+            return
+
+
+def _tensors(name: str, tree: PyTree = ()) -> list[tuple[str, Tensor]]:
+    return [
+        (path, x) for path, x in zip(tree_paths(tree, name), tree_leaves(tree), strict=True) if isinstance(x, Tensor)
+    ]
+
+
+def _shapes(name: str, tree: PyTree = ()) -> str:
+    return ", ".join(first_of([f"{path} {tuple(x.shape)}" for path, x in _tensors(name, tree)], _SHOWN))
+
+
+def _unlike(params: PyTree, batch: PyTree = ()) -> list[str]:
+    """The leaves of the batch whose dtype or device is not that of the parameters, with the remedy."""
+    own = [x for _, x in _tensors("params", params) if x.is_floating_point()]
+    if not own:
+        return []
+    dtype, device, out = own[0].dtype, own[0].device, list[str]()
+    for path, x in _tensors("batch", batch):
+        if x.dtype != dtype:
+            out.append(
+                f"{path} is {x.dtype}, and the parameters are {dtype}; where they meet, write {path}.to({dtype})."
+            )
+        if x.device != device:
+            out.append(f"{path} is on {x.device}, and the parameters are on {device}; write {path}.to(mesh.device).")
+    return out
+
+
+def _of_list(batch: Sequence[Any]) -> str:
+    text = f"The batch is a {type(batch).__name__} of {len(batch)}."
+    if batch and isinstance(batch[0], Mapping):
+        return (
+            f"{text} Make one dict of them, whose tensors have a row for each: sf.data.pad(length)(examples), or"
+            " torch.utils.data.default_collate(examples)."
+        )
+    return f"{text} To look up names, pass a dict of tensors, step(state, {{'name': tensor}}); or take them by number."
+
+
+def _ranges(batch: PyTree = ()) -> list[str]:
+    """The least and largest values of integer leaves: one may be an index that a table does not have."""
+    return [
+        f"{path} has values from {int(x.min())} to {int(x.max())}."
+        for path, x in zip(tree_paths(batch, "batch"), tree_leaves(batch), strict=True)
+        if type(x) is Tensor and not (x.is_meta or x.is_floating_point() or x.is_complex()) and x.numel()
+    ]
+
+
+def _of_exceptions(policy: Policy, own: Sequence[str]) -> str:
+    lines = [
+        f"The loss is computed in {policy.compute} but for exceptions of the Policy. Cast where they meet, as in"
+        " x @ w.to(x.dtype), or (norm(x) * w).to(x.dtype): sf.nn.rms_norm and layer_norm do so, and sf.from_module does"
+        " it at the borders of submodules of which all parameters are exceptions (so name weight and bias alike)."
+        " Exceptions are:",
+        *(f"  - {line}" for line in first_of(own, _SHOWN)),
+    ]
+    return "\n".join(lines)
