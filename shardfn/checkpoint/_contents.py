@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Box, GlobalTensor, blocks_of
-from shardfn.core import Mesh, P, PyTree, Stored, as_mesh, dtype_name, raise_all, tree_leaves, tree_paths
+from shardfn.core import Mesh, P, PyTree, Stored, as_mesh, dtype_name, named_leaves, raise_all, tree_leaves
 from shardfn.memory import Bytes, as_bytes
 from shardfn.optim import check_in_round
 
@@ -64,16 +64,6 @@ class FilePlan(NamedTuple):
     bytes: int
 
 
-def named_leaves(tree: PyTree, at: str) -> list[tuple[str, Any]]:
-    """The leaves of a tree by path: `params['w']` of a state, `['w']` of a dict, `{at}['w']` below a path.
-
-    Example:
-        >>> named_leaves({"w": 1}, "params")
-        [("params['w']", 1)]
-    """
-    return [(p.removeprefix("."), x) for p, x in zip(tree_paths(tree, at), tree_leaves(tree), strict=True)]
-
-
 def mesh_of(tree: PyTree) -> Mesh:
     """The mesh that the leaves of a tree are on; of plain tensors, one device.
 
@@ -94,7 +84,7 @@ def contents(tree: PyTree, at: str, mesh: Mesh) -> list[Content]:
         TypeError: a leaf is no tensor, or of a dtype that cannot be read back.
         ValueError: a leaf cannot be saved; lists them.
     """
-    named = named_leaves(tree, at)
+    named = [(path.removeprefix("."), x) for path, x in named_leaves(tree, at)]
     odd = [f"{p or 'the tree'} is a {type(x).__name__}" for p, x in named if not isinstance(x, GlobalTensor | Tensor)]
     raise_all(TypeError, "a checkpoint has tensors; pass what JSON can hold as user=:", odd)
     check_in_round(tree)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Box, GlobalTensor, Residual, shard
-from shardfn.core import P, block_slices, tree_leaves, tree_paths
+from shardfn.core import P, block_slices, named_leaves, tree_leaves, tree_paths
 
 from ._manifest import Manifest, StoredLeaf
 from ._match import Rename, Source, Target, source_of
@@ -92,8 +92,8 @@ def owed(
     """
     if not hasattr(state, "adam"):  # 1-bit LAMB's messages are of several leaves
         return []
-    moments = dict(zip(tree_paths(state.adam[0].mu), tree_leaves(state.adam[0].mu), strict=True))
-    numbers = dict(zip(tree_paths(index.adam[0].mu), tree_leaves(index.adam[0].mu), strict=True))
+    moments = dict(named_leaves(state.adam[0].mu))
+    numbers = dict(named_leaves(index.adam[0].mu))
     names = tree_paths(state.residual, is_leaf=_is_residual)
     pairs = zip(*(tree_leaves(x.residual, is_leaf=_is_residual) for x in (state, index)), strict=True)
     out = []

@@ -24,7 +24,7 @@ from ._spec import MemoryKind as MemoryKind, P as P, Sharding as Sharding
 from ._spec import block_slices as block_slices, chunk_bounds as chunk_bounds
 from ._tree import PyTree as PyTree, broadcast_prefix as broadcast_prefix
 from ._tree import tree_entries as tree_entries, tree_flatten as tree_flatten, tree_leaves as tree_leaves
-from ._tree import register_pytree_node as register_pytree_node
+from ._tree import named_leaves as named_leaves, register_pytree_node as register_pytree_node
 from ._tree import tree_map as tree_map, tree_path_parts as tree_path_parts, tree_paths as tree_paths
 from ._tree import tree_structure as tree_structure, tree_unflatten as tree_unflatten
 from ._travel import BITS as BITS, Travel as Travel

@@ -106,7 +106,7 @@ def register_pytree_node(
     _optree.register_pytree_node(cls, flatten, unflatten, namespace=_optree.registry.__GLOBAL_NAMESPACE)
 
 
-def tree_paths(tree: PyTree, root: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+def tree_paths(tree: PyTree, root: str = "", is_leaf: IsLeaf = None) -> list[str]:
     """The path of each leaf, in flattening order, as Python that reaches it from `root`.
 
     Example:
@@ -114,6 +114,16 @@ def tree_paths(tree: PyTree, root: str = "", is_leaf: Callable[[Any], bool] | No
         ["params['w'][0]", "params['w'][1]"]
     """
     return [a.codify(root) for a in optree.tree_accessors(tree, is_leaf=is_leaf)]
+
+
+def named_leaves(tree: PyTree, root: str = "", is_leaf: IsLeaf = None) -> list[tuple[str, Any]]:
+    """Each leaf with its path, in flattening order.
+
+    Example:
+        >>> named_leaves({"w": 1, "b": 2}, "params")
+        [("params['b']", 2), ("params['w']", 1)]
+    """
+    return list(zip(tree_paths(tree, root, is_leaf), tree_leaves(tree, is_leaf), strict=True))
 
 
 def tree_path_parts(tree: PyTree) -> list[tuple[str, ...]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from shardfn.core import (
     PyTree,
     first_of,
+    named_leaves,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -240,7 +241,7 @@ _SHOWN = 4
 
 def _rows_told(batch: PyTree) -> list[str]:
     """The leaves of a batch that are cut, with their numbers of rows."""
-    pairs = zip(tree_paths(batch, "batch"), tree_leaves(batch), strict=True)
+    pairs = named_leaves(batch, "batch")
     return [f"{path} has {len(x)} row{'s' * (len(x) != 1)}" for path, x in pairs if _cuts(x)]
 
 

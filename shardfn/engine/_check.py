@@ -21,6 +21,7 @@ from shardfn.core import (
     broadcast_prefix,
     did_you_mean,
     draw_block,
+    named_leaves,
     raise_all,
     tree_leaves,
     tree_paths,
@@ -92,7 +93,7 @@ def check_cuts(batch: PyTree, zero: Zero) -> None:
     """
     if not zero.is_canonical:
         return
-    named = list(zip(tree_paths(batch, "batch", is_leaf=is_spec), tree_leaves(batch, is_leaf=is_spec), strict=True))
+    named = named_leaves(batch, "batch", is_leaf=is_spec)
     raise_all(
         ValueError,
         "Zero(reduction='canonical') cuts the batch in chunks of rows, so along dim 0 alone:",

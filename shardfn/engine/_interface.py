@@ -19,6 +19,7 @@ from shardfn.core import (
     all_coords,
     block_slices,
     broadcast_prefix,
+    named_leaves,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -85,9 +86,7 @@ class Interface:
         trees = {"in_specs": self.in_specs, "out_specs": self.out_specs}
         problems = [
             f"{path} is {x!r}; say P(...), or None for what is passed on as it is"
-            for path, x in zip(
-                tree_paths(trees, "specs", is_leaf=is_entry), tree_leaves(trees, is_leaf=is_entry), strict=True
-            )
+            for path, x in named_leaves(trees, "specs", is_leaf=is_entry)
             if not is_entry(x)
         ]
         raise_all(ValueError, "the specs of arguments and results:", problems)

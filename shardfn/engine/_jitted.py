@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from shardfn.capture import CaptureError, capture, capturing, quiet
 from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh, noting_meshes, record, transforming
-from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.core import PyTree, named_leaves, tree_flatten, tree_paths, tree_unflatten
 from shardfn.graph import (
     Choice,
     Cluster,
@@ -230,7 +230,7 @@ def plain_arithmetic() -> Iterator[None]:
 
 def report(name: str, root: str, tree: PyTree, known: int) -> None:
     """Logs a capture: the first one at level INFO, later ones, which a change of shapes has caused, as warnings."""
-    pairs = zip(tree_paths(tree, root), tree_leaves(tree), strict=True)
+    pairs = named_leaves(tree, root)
     shown = ", ".join(f"{p} {tuple(x.shape)}" for p, x in pairs if isinstance(x, Tensor))
     if not known:
         log.info("captured %s for %s", name, shown)

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from shardfn.core import PyTree, deferred, raise_all, tree_leaves, tree_paths
+from shardfn.core import PyTree, deferred, named_leaves, raise_all
 
 from ._callable import function_name, module_name
 from ._check import check_params
@@ -43,7 +43,7 @@ def _refuse_module(params: Any) -> None:
 
 def _refuse_mixture(params: PyTree) -> None:
     """Of leaves all have values, or none: without any, what is made is for `step.lower`."""
-    named = list(zip(tree_paths(params, "params"), tree_leaves(params), strict=True))
+    named = named_leaves(params, "params")
     without = [path for path, x in named if x.device.type == "meta"]
     if 0 < len(without) < len(named):
         raise_all(

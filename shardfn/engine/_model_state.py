@@ -25,6 +25,7 @@ from shardfn.core import (
     all_coords,
     block_slices,
     broadcast_prefix,
+    named_leaves,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -39,11 +40,6 @@ from ._loss import Loss, WeightedMean
 
 # Where the states of ranks may differ, relative to their size: what computes one twice need not round it alike.
 APART = 1e-3
-
-
-def named_leaves(tree: PyTree) -> list[tuple[str, Tensor]]:
-    """The leaves of a model state, each with its path."""
-    return list(zip(tree_paths(tree, "model_state"), tree_leaves(tree), strict=True))
 
 
 class ModelState:
@@ -129,7 +125,7 @@ def check_fit(tree: PyTree, specs: PyTree) -> None:
         TypeError: a leaf is no tensor; all are listed.
         ValueError: a leaf has fewer dims than its spec, or the trees differ.
     """
-    named = list(zip(tree_paths(tree, "model_state"), tree_leaves(tree), strict=True))
+    named = named_leaves(tree, "model_state")
     raise_all(
         TypeError,
         "model_state must be a tree of tensors:",
@@ -153,7 +149,7 @@ def check_alike(tree: PyTree, control: AnyControl) -> None:
     Raises:
         RankError: lists what each rank passes.
     """
-    mine = [f"{path}: {tuple(x.shape)} {x.dtype}" for path, x in named_leaves(tree)]
+    mine = [f"{path}: {tuple(x.shape)} {x.dtype}" for path, x in named_leaves(tree, "model_state")]
     rows: list[Any] = control.gather(mine)
     if any(row != rows[0] for row in rows):
         raise_all(RankError, "ranks pass other model states:", [f"rank {r}: {row}" for r, row in enumerate(rows)])

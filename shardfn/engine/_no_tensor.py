@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 from torch import Tensor, nn
 
-from shardfn.core import PyTree, a_kind, first_of, tree_leaves, tree_paths
+from shardfn.core import PyTree, a_kind, first_of, named_leaves
 
 _SHOWN = 20
 _INDICES = re.compile(r"(\[\d+\])+$")
@@ -25,7 +25,7 @@ def no_tensors(tree: PyTree, name: str) -> list[str]:
     if _are_named(tree):
         return [f"{name} is a {type(tree).__name__} of pairs of a name and a tensor; write dict({name})"]
     told: dict[str, str] = {}
-    named = list(zip(tree_paths(tree, name), tree_leaves(tree), strict=True))
+    named = named_leaves(tree, name)
     mixed = {_INDICES.sub("", path) for path, x in named if not isinstance(x, int | float)}
     for path, x in named:
         if isinstance(x, Tensor):

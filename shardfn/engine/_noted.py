@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.core import Policy, PyTree, did_you_mean, first_of, tree_leaves, tree_paths
+from shardfn.core import Policy, PyTree, did_you_mean, first_of, named_leaves, tree_leaves
 
 _SHOWN = 6
 # The one text of torch that is compared: it has no class of errors for this, and refuses the write itself.
@@ -87,7 +87,7 @@ def _of_line(params: PyTree, error: Exception) -> Iterator[str]:
     """Names the parameters that the innermost line with some has: torch names no operand."""
     own = {
         x.untyped_storage()._cdata: path
-        for path, x in zip(tree_paths(params, "params"), tree_leaves(params), strict=True)
+        for path, x in named_leaves(params, "params")
         if type(x) is Tensor and x.requires_grad
     }
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
@@ -101,9 +101,7 @@ def _of_line(params: PyTree, error: Exception) -> Iterator[str]:
 
 
 def _tensors(name: str, tree: PyTree = ()) -> list[tuple[str, Tensor]]:
-    return [
-        (path, x) for path, x in zip(tree_paths(tree, name), tree_leaves(tree), strict=True) if isinstance(x, Tensor)
-    ]
+    return [(path, x) for path, x in named_leaves(tree, name) if isinstance(x, Tensor)]
 
 
 def _shapes(name: str, tree: PyTree = ()) -> str:
@@ -140,7 +138,7 @@ def _ranges(batch: PyTree = ()) -> list[str]:
     """The least and largest values of integer leaves: one may be an index that a table does not have."""
     return [
         f"{path} has values from {int(x.min())} to {int(x.max())}."
-        for path, x in zip(tree_paths(batch, "batch"), tree_leaves(batch), strict=True)
+        for path, x in named_leaves(batch, "batch")
         if type(x) is Tensor and not (x.is_meta or x.is_floating_point() or x.is_complex()) and x.numel()
     ]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardfn.core import PyTree, raise_all, tree_leaves, tree_paths
+from shardfn.core import PyTree, named_leaves, raise_all, tree_leaves, tree_paths
 
 from ._plan import Plan
 
@@ -82,9 +82,5 @@ def check_has_values(batch: PyTree, device: Any) -> None:
         ValueError,
         "the batch is on the device 'meta', where tensors have no values; step.lower takes it, a step does not. Make it"
         f" on {device}, where this rank computes:",
-        [
-            f"{path} of shape {tuple(x.shape)}"
-            for path, x in zip(tree_paths(batch, "batch"), tree_leaves(batch), strict=True)
-            if x.is_meta
-        ],
+        [f"{path} of shape {tuple(x.shape)}" for path, x in named_leaves(batch, "batch") if x.is_meta],
     )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.core import PyTree, Stored
+from shardfn.core import PyTree, Stored, named_leaves
 from shardfn.leaves import LeafBook, opened
 from shardfn.nn import DeferredGradients
 from shardfn.schedules import Action, split_backwards
@@ -20,7 +20,7 @@ from ._entered import check_capture, enter
 from ._gather import DONE, IDLE, Gatherer
 from ._generator import warning_of_draws
 from ._loss import NoGradientError, Value, naming_used_up, refuse_negative
-from ._model_state import ModelState, named_leaves
+from ._model_state import ModelState
 from ._outcome import Outcome, agree_on_outcome, outcome_of
 from ._plan import Plan
 from ._profiled import named_range
@@ -88,7 +88,7 @@ class Performer:
         """Lets the leaves and the model state enter."""
         self._model_state = ModelState(model_state)
         if not self._plan.captured:
-            self._book.watch.keep(named_leaves(model_state))
+            self._book.watch.keep(named_leaves(model_state, "model_state"))
         self._even, self._loss_scale = even, loss_scale
         self._params, self._handles = enter(self._plan, blocks, self._book, self._reducer, self._at_end)
 
@@ -206,7 +206,7 @@ class Performer:
         plan, comms = self._plan, self._comms
         self._gatherer.close()
         self._course.close()
-        check_capture(plan, blocks, self._book, "the loss", named_leaves(model_state))
+        check_capture(plan, blocks, self._book, "the loss", named_leaves(model_state, "model_state"))
         if not spans_the_mesh(comms, plan):
             # Of groups that share no leaves, none goes on to the update while another one has failed.
             self._idle = all(comms.control.exchange(int(self._idle)))

@@ -19,6 +19,7 @@ from shardfn.core import (
     PyTree,
     chunk_bounds,
     fold_in,
+    named_leaves,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -171,7 +172,7 @@ class Pipelined(Transform):
         if self.per_stage is None:
             return stack
         if axis_size(self.axis) == 1:
-            named = zip(tree_paths(stack, "blocks"), tree_leaves(stack), strict=True)
+            named = named_leaves(stack, "blocks")
             check_rows({path: len(x) for path, x in named}, self.per_stage)
         if axis_size(self.axis) > 1:
             own = self.per_stage[axis_index(self.axis)]

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from shardfn.collectives import AnyControl, GlobalTensor
-from shardfn.core import Disk, Mesh, PyTree, Stored, raise_all, tree_leaves, tree_paths
+from shardfn.core import Disk, Mesh, PyTree, Stored, named_leaves, raise_all
 from shardfn.memory import AnyPool, Pool, TracedPool
 from shardfn.state import TrainState, check_origins, loaded, origin_of
 
@@ -161,7 +161,7 @@ def _leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:
     copied = [x for x in plan.leaves if x.trainable and x.dtypes.master != x.dtypes.param and x.state_home == "disk"]
     casts = {leaf.path for leaf in copied}
     parts = ("params", state.params), ("opt_state", state.opt_state), ("state", state._replace(params=(), opt_state=()))
-    named = [pair for name, tree in parts for pair in zip(tree_paths(tree, name), tree_leaves(tree), strict=True)]
+    named = [pair for name, tree in parts for pair in named_leaves(tree, name)]
     return [(path, x, _is_held(plan, x) or path in casts) for path, x in named]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import AnyChannels, AnyControl, GlobalTensor
-from shardfn.core import PyTree, Stored, raise_all, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.core import PyTree, Stored, named_leaves, raise_all, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 from shardfn.memory import on_host
 from shardfn.optim import MasterState
 from shardfn.state import TrainState, closed, cuts_of, loaded
@@ -94,7 +94,7 @@ def _casts(plan: Plan, opt_state: Any, values: dict[str, Any]) -> dict[str, Tens
     """The parameters that the commit does not hold, as casts of their master copies."""
     if not isinstance(opt_state, MasterState):
         return {}
-    paths = dict(zip(tree_paths(opt_state.master, "params"), tree_leaves(opt_state.master), strict=True))
+    paths = dict(named_leaves(opt_state.master, "params"))
     missing = [leaf for leaf in plan.leaves if leaf.path not in values and leaf.path in paths]
     with torch.no_grad():
         return {leaf.path: paths[leaf.path].local.to(leaf.dtypes.param) for leaf in missing}

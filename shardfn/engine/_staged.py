@@ -20,6 +20,7 @@ from shardfn.collectives import TransportError, following_now, psum
 from shardfn.core import (
     PyTree,
     RankError,
+    named_leaves,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -272,9 +273,9 @@ def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> Act
                 found = [
                     mode.axes_of(x) if mode is not None and isinstance(x, Tensor) else () for x in tree_leaves(out)
                 ]
-        wrong = [p for p, x in zip(tree_paths(out, "h"), tree_leaves(out), strict=True) if not isinstance(x, Tensor)]
+        wrong = [p for p, x in named_leaves(out, "h") if not isinstance(x, Tensor)]
         raise_all(TypeError, "what `first` returns must be a tree of tensors:", wrong)
-        wrong = [p for p, x in zip(tree_paths(out, "h"), tree_leaves(out), strict=True) if x.is_complex()]
+        wrong = [p for p, x in named_leaves(out, "h") if x.is_complex()]
         raise_all(TypeError, "complex activations have no gradients between stages; use torch.view_as_real:", wrong)
         like = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree_leaves(out)]
         more = [tuple(a for a in axes if a not in plan.batch_axes) for axes in found]

@@ -12,6 +12,7 @@ from torch import Tensor
 from shardfn.core import (
     Ambient,
     PyTree,
+    named_leaves,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -162,7 +163,7 @@ def _num_layers(xs: PyTree, leaves: list[Any], length: int | None) -> int:
 def _check_tensors(name: str, tree: PyTree) -> None:
     if all(isinstance(x, Tensor) for x in tree_leaves(tree)):
         return
-    named = zip(tree_paths(tree, name), tree_leaves(tree), strict=True)
+    named = named_leaves(tree, name)
     wrong = [f"{path} is {_told(x)}; make it a tensor" for path, x in named if not isinstance(x, Tensor)]
     raise_all(TypeError, "a scan takes and returns trees of tensors:", wrong)
 

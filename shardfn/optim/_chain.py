@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor, local
-from shardfn.core import raise_all, tree_leaves, tree_map, tree_paths
+from shardfn.core import named_leaves, raise_all, tree_leaves, tree_map
 
 from ._base import GradientTransformation, Phase, identity
 from ._inplace import inplace
@@ -218,7 +218,7 @@ def _check_whole(txs: Sequence[GradientTransformation], params: Params, over: Se
     Raises:
         ValueError: which rules they are, and which parameters.
     """
-    cuts = zip(tree_paths(params, "params"), tree_leaves(params), strict=True)
+    cuts = named_leaves(params, "params")
     cut = [path for path, x in cuts if isinstance(x, GlobalTensor) and set(x.mesh.axes(x.spec.axes)) & set(over)]
     looking = [i for i, tx in enumerate(txs) if _looks_at_params(tx, local(params))] if cut else []
     if looking:

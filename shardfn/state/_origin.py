@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from shardfn.collectives import AnyControl, GlobalTensor
-from shardfn.core import Mesh, P, PyTree, raise_all, tree_leaves, tree_paths
+from shardfn.core import Mesh, P, PyTree, named_leaves, raise_all
 
 log = logging.getLogger("shardfn.memory")
 
@@ -30,7 +30,7 @@ def origin_of(mesh: Mesh, run: str, *named: tuple[str, PyTree]) -> dict[str, Any
 
 def cuts_of(mesh: Mesh, *named: tuple[str, PyTree]) -> dict[str, list[list[str]]]:
     """By path, the axes that cut each dim of a leaf; leaves that are whole are left out."""
-    leaves = [pair for name, tree in named for pair in zip(tree_paths(tree, name), tree_leaves(tree), strict=True)]
+    leaves = [pair for name, tree in named for pair in named_leaves(tree, name)]
     cuts = {path: _cut(mesh, x.spec) for path, x in leaves if isinstance(x, GlobalTensor)}
     return {path: cut for path, cut in cuts.items() if any(cut)}
 

@@ -17,6 +17,7 @@ from shardfn.core import (
     columns,
     dtype_name,
     explains_attributes,
+    named_leaves,
     size,
     tree_entries,
     tree_flatten,
@@ -137,7 +138,7 @@ def _shown(state: TrainState) -> str:
     named = [
         (path, x)
         for name in ("params", "opt_state", "model_state")
-        for path, x in zip(tree_paths(getattr(state, name), name), tree_leaves(getattr(state, name)), strict=True)
+        for path, x in named_leaves(getattr(state, name), name)
     ]
     here = [_bytes_here(x) for _, x in named]
     number = "without data" if state.step.is_meta or type(state.step) is not Tensor else f"step {int(state.step)}"

@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import PyTree, raise_all, tree_entries, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.core import (
+    PyTree,
+    named_leaves,
+    raise_all,
+    tree_entries,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+)
 from shardfn.engine import Plan
 from shardfn.state import TrainState, widest
 
@@ -75,7 +84,7 @@ def check_movable(state: TrainState) -> None:
     Raises:
         ValueError: lists the leaves.
     """
-    pairs = zip(tree_paths(state, "state"), tree_leaves(state), strict=True)
+    pairs = named_leaves(state, "state")
     there = [path for path, x in pairs if isinstance(x, GlobalTensor) and x.memory_kind == "disk"]
     raise_all(
         ValueError,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shardfn.core import PyTree, frozen, is_frozen, raise_all, tree_leaves, tree_map, tree_paths
+from shardfn.core import PyTree, frozen, is_frozen, named_leaves, raise_all, tree_map
 from shardfn.engine import padded, unpadded
 
 
@@ -56,7 +56,7 @@ def _frozen_as(stack: PyTree, made: PyTree) -> PyTree:
 def _check(stack: PyTree, rows: int, layers_per_stage: Sequence[int]) -> None:
     if not layers_per_stage or min(layers_per_stage) < 1:
         raise ValueError(f"every stage has a layer, got layers_per_stage={tuple(layers_per_stage)}.")
-    pairs = zip(tree_paths(stack, "stack"), tree_leaves(stack), strict=True)
+    pairs = named_leaves(stack, "stack")
     raise_all(
         ValueError,
         f"layers_per_stage={tuple(layers_per_stage)} is for {rows} rows:",

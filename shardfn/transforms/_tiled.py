@@ -12,7 +12,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from shardfn.collectives import transforming
-from shardfn.core import PyTree, raise_all, tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
+from shardfn.core import (
+    PyTree,
+    named_leaves,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_paths,
+    tree_unflatten,
+)
 from shardfn.engine import check_order
 from shardfn.leaves import opened
 
@@ -171,7 +180,7 @@ def _joined(dim: int, lengths: list[int], outs: list[Any]) -> Any:
     """The results of the tiles as that of the whole."""
     wrong = []
     for n, out in zip(lengths, outs, strict=True):
-        for path, x in zip(tree_paths(out, "result"), tree_leaves(out), strict=True):
+        for path, x in named_leaves(out, "result"):
             fits = isinstance(x, Tensor) and (x.ndim == 0 or (x.ndim > dim and x.shape[dim] == n))
             told = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             wrong += [] if fits else [f"{path} of a tile of {n} is {told}"]

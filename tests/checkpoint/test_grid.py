@@ -13,7 +13,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import checkpoint, optim
 from shardfn.collectives import GlobalTensor, Residual, blocks_of
-from shardfn.core import tree_leaves, tree_paths
+from shardfn.core import named_leaves, tree_leaves, tree_paths
 from shardfn.models import gpt
 from shardfn.testing import distributed, own_rows
 
@@ -94,7 +94,7 @@ def by_layer(leaves: dict[str, Tensor], lead: int = 0) -> dict[str, Tensor]:
 def own_blocks(state: Any, mesh: Any) -> dict[str, Any]:
     """This rank's block of each leaf but those of ranks: the leaf's shape, where the block is, and its values."""
     out = {}
-    for path, x in zip(tree_paths(state), tree_leaves(state), strict=True):
+    for path, x in named_leaves(state):
         spec, held = (x.spec, x.local) if isinstance(x, GlobalTensor) else (sf.P(), x)
         if not any(word in path for word in OF_RANKS):
             out[path] = tuple(x.shape), blocks_of(tuple(x.shape), spec, mesh)[mesh.rank], held.clone()
@@ -121,8 +121,8 @@ def own_errors(state: Any, specs: Any, mesh: Any) -> dict[str, Any]:
     if not hasattr(inner, "adam"):
         return {}
     out = {}
-    cuts = dict(zip(tree_paths(specs), tree_leaves(specs), strict=True))
-    shapes = dict(zip(tree_paths(state.params), tree_leaves(state.params), strict=True))
+    cuts = dict(named_leaves(specs))
+    shapes = dict(named_leaves(state.params))
     residuals = tree_leaves(inner.residual, is_leaf=lambda x: isinstance(x, Residual))
     for path, r in zip(tree_paths(inner.residual, is_leaf=lambda x: isinstance(x, Residual)), residuals, strict=True):
         shape = tuple(shapes[path].shape)

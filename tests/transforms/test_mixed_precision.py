@@ -10,7 +10,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import optim
 from shardfn.collectives import member, stack, unshard
-from shardfn.core import tree_leaves, tree_paths
+from shardfn.core import named_leaves, tree_leaves
 from shardfn.models import gpt
 from shardfn.testing import (
     ODD_TRAINABLE,
@@ -294,9 +294,7 @@ def test_a_gpt_keeps_its_norms_in_float32(kind: str) -> None:
         assert not metrics["skipped"]
         losses.append(metrics["loss"].item())
     assert losses[-1] < losses[0] - 0.3
-    kept = {
-        "norm" in path: x.dtype for path, x in zip(tree_paths(state.params), tree_leaves(state.params), strict=True)
-    }
+    kept = {"norm" in path: x.dtype for path, x in named_leaves(state.params)}
     assert kept == {True: FP32, False: FP16}
 
 
