@@ -20,6 +20,7 @@ from torch import Tensor
 from ._ambient import Ambient
 from ._frozen_parameter import COPIES, frozen, is_frozen
 from ._key import threefry2x32
+from ._metadata import MetadataTensor
 from ._tree import tree_map
 
 Device = torch.device | str | None
@@ -312,7 +313,7 @@ def stack_draws(draws: Sequence[Shaped[Tensor, "..."]]) -> Shaped[Tensor, "..."]
     return Draw(block, (len(draws), *draws[0].shape), draws[0].dtype, draws[0].device)
 
 
-class Draw(Tensor):
+class Draw(MetadataTensor):
     """A tensor that is drawn when needed. Its shape, dtype and device cost nothing; any other use draws the whole.
 
     Made by `normal`, `uniform`, `zeros`, `ones` and `full` inside `deferred()`, and by `stack_draws` of such.
@@ -324,7 +325,7 @@ class Draw(Tensor):
     def __new__(
         cls, draw: Callable[[Slices], Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> "Draw":
-        self = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        self = cls.empty(shape, dtype, device)
         self._draw = draw
         return self
 
@@ -340,11 +341,8 @@ class Draw(Tensor):
         return f"Draw(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+    def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Draws what the function is given."""
         name = getattr(func, "__name__", "")
         if isinstance(kwargs.get("out"), Draw) or (_writes(name) and isinstance(args[0], Draw)):
             raise TypeError(f"{name} would write into a deferred draw, which is immutable; call .full() on it first.")
@@ -356,21 +354,6 @@ class Draw(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(f"a deferred draw reached {func} without being drawn; call .full() on it first.")
-
-
-_METADATA = {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.ndimension,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.__len__,
-    *(getattr(Tensor, n).__get__ for n in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf")),
-    *(getattr(Tensor, n).__get__ for n in ("grad", "grad_fn", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta")),
-}
 
 
 def _writes(name: str) -> bool:

@@ -12,7 +12,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardfn.capture import alias, capturing, mark, plumbing
 from shardfn.collectives import same_axes, transforming
-from shardfn.core import Ambient, tree_map
+from shardfn.core import Ambient, MetadataTensor, tree_map
 
 from ._inner import LeafEnds, gradients, hooks_at_rest
 from ._layout import LeafLayout
@@ -30,6 +30,7 @@ from ._taking import TAKING, taken_layers
 from ._writes import DATA, Watch
 
 Source = Callable[[int], Tensor]
+_TENSOR: Any = torch.Tensor
 _FETCH: "Ambient[Callable[[LeafBook, int], Tensor]]" = Ambient("gives the whole tensors of leaves")
 
 
@@ -160,13 +161,15 @@ class _SavedLeaf(NamedTuple):
     stacked: bool
 
 
-class LazyLeaf(torch.Tensor):
+class LazyLeaf(MetadataTensor):
     """A parameter that arrives when it is used. Behaves as the whole tensor; must not be written to.
 
     Attributes:
         number: its index in the layout.
         handle: the tensor at which its gradient arrives; for a stacked leaf that of its first layer.
     """
+
+    computed: ClassVar[frozenset[Any]] = frozenset({_TENSOR.requires_grad.__get__})
 
     number: int
     handle: Tensor
@@ -230,17 +233,14 @@ class LazyLeaf(torch.Tensor):
         return same_axes(book.fetch(index), self)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+    def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Opens the leaves that the function is given."""
+        if func in cls.computed:
+            return args[0].handle.requires_grad
         if torch.compiler.is_dynamo_compiling():
             torch._dynamo.graph_break(msg=_DYNAMO)
-        if func == _REQUIRES_GRAD:  # made anew at each look
-            return args[0].handle.requires_grad
         if func in TAKING and type(args[0]) is LazyLeaf and args[0]._layers:
-            taken = taken_layers(func, args[0]._layers, *args[1:], **(kwargs or {}))
+            taken = taken_layers(func, args[0]._layers, *args[1:], **kwargs)
             if isinstance(taken, slice):
                 taken = args[0]._part(taken)
             if taken is not None:
@@ -251,8 +251,7 @@ class LazyLeaf(torch.Tensor):
         if func == DATA:  # which would hide writes to it
             return _whole(args[0]).detach()
         args = tuple(_whole(a) for a in args)
-        kwargs = {k: _whole(v) for k, v in kwargs.items()} if kwargs else {}
-        return func(*args, **kwargs)
+        return func(*args, **{k: _whole(v) for k, v in kwargs.items()})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -280,49 +279,6 @@ _DYNAMO = (
     ' outside of its graph, which fullgraph=True refuses. Compile the whole step, sf.jit(loss, backend="inductor"), or'
     " leave out fullgraph=True."
 )
-_TENSOR: Any = torch.Tensor
-_REQUIRES_GRAD = _TENSOR.requires_grad.__get__
-_METADATA = {
-    getattr(_TENSOR, name).__get__
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "is_cuda",
-        "is_meta",
-        "is_sparse",
-        "is_leaf",
-        "names",
-        "itemsize",
-        "nbytes",
-        "is_quantized",
-        "is_nested",
-        "is_mkldnn",
-        "grad",
-        "grad_fn",
-        "_backward_hooks",
-    )
-    if hasattr(getattr(torch.Tensor, name, None), "__get__")
-} | {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.ndimension,
-    torch.Tensor.numel,
-    torch.Tensor.nelement,
-    torch.Tensor.stride,
-    torch.Tensor.is_contiguous,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.Tensor.element_size,
-    torch.Tensor.storage_offset,
-    torch.Tensor.__len__,
-    torch.Tensor.__hash__,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-}
 
 
 class _Joined(torch.autograd.Function):
@@ -344,9 +300,7 @@ def _linked(*handles: Tensor, stacked: bool = False) -> Any:
 
 
 def _wrapper(shape: Sequence[int], like: Tensor) -> Any:
-    return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-        LazyLeaf, shape, dtype=like.dtype, device=like.device, requires_grad=False
-    )
+    return LazyLeaf.empty(shape, like.dtype, like.device)
 
 
 def opened(x: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.core import register_pytree_node
+from shardfn.core import MetadataTensor, register_pytree_node
 from shardfn.nn import Product, product_of
 
 
@@ -25,9 +25,7 @@ class _WithoutValues(torch.autograd.Function):
     def forward(ctx: Any, scale: float, weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
         ctx.scale = scale
         ctx.save_for_backward(left, right)
-        return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-            LowRankWeight, weight.shape, dtype=weight.dtype, device=weight.device
-        )
+        return LowRankWeight.empty(weight.shape, weight.dtype, weight.device, weight.stride())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -36,7 +34,7 @@ class _WithoutValues(torch.autograd.Function):
         return None, grads[0], scaled @ right.mT, left.mT @ scaled
 
 
-class LowRankWeight(torch.Tensor):
+class LowRankWeight(MetadataTensor):
     """A weight `[..., m, n]` as `weight + scale * (left @ right)`. Behaves as that sum.
 
     Attributes:
@@ -81,12 +79,8 @@ class LowRankWeight(torch.Tensor):
         return LowRankWeight.of(self.weight.mT, self.right.mT, self.left.mT, self.scale)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+    def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A product, by the parts; of other functions, the result for the sum."""
         if type(args[0] if args else None) is LowRankWeight:
             view = _view(func, args[0], args[1:], kwargs)
             if view is not None:
@@ -106,17 +100,6 @@ class LowRankWeight(torch.Tensor):
 
 
 _TENSOR: Any = torch.Tensor
-_METADATA: set[Any] = {
-    getattr(_TENSOR, name).__get__
-    for name in (
-        *("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta", "is_sparse", "itemsize", "nbytes"),
-        *("requires_grad", "is_leaf", "grad_fn"),
-    )
-} | {
-    *(_TENSOR.size, _TENSOR.dim, _TENSOR.ndimension, _TENSOR.numel, _TENSOR.nelement, _TENSOR.__len__),
-    *(_TENSOR.is_floating_point, _TENSOR.is_complex, _TENSOR.element_size, _TENSOR.__hash__, torch.is_floating_point),
-    *(torch.is_complex, torch.numel),
-}
 _TRANSPOSES: set[Any] = {_TENSOR.t, torch.t, _TENSOR.T.__get__, _TENSOR.mT.__get__}
 _SWAPS: set[Any] = {_TENSOR.transpose, torch.transpose, _TENSOR.swapaxes, _TENSOR.swapdims}
 

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from shardfn.core import MetadataTensor
+
 from ._module_buffers import writes
 
-_METADATA = frozenset(
-    {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex"}
-    | {"element_size", "storage_offset", "__len__", "__hash__", "get_device", "requires_grad_", "__format__"}
-)
+# What else needs no value.
+_ANSWERED = frozenset({"requires_grad_", "__format__"})
 
 
 class NeedsValue(BaseException):
     """The running code needs an absent value. Not an `Exception`, so that no forward catches it."""
 
 
-class AbsentTensor(torch.Tensor):
+class AbsentTensor(MetadataTensor):
     """A tensor without data, on the device that the value would be on.
 
     Raises:
@@ -37,11 +37,10 @@ class AbsentTensor(torch.Tensor):
         return _wrapped(_as_meta(x), x.device)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function on tensors without data."""
-        del types
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in _METADATA or (name == "__get__" and func not in _VIEWS):
+        name = getattr(func, "__name__", "")
+        if name in _ANSWERED or (name == "__get__" and func not in _VIEWS):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         written = (args[:1] if writes(name) else (), kwargs.get("out"))
@@ -77,9 +76,7 @@ _VIEWS: Any = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H
 
 
 def _wrapped(meta: Tensor, device: torch.device) -> AbsentTensor:
-    made: Any = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-        AbsentTensor, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
-    )
+    made = AbsentTensor.empty(meta.shape, meta.dtype, device, meta.stride(), meta.storage_offset())
     made._meta = meta
     return made
 

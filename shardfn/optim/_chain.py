@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor, local
-from shardfn.core import named_leaves, raise_all, tree_leaves, tree_map
+from shardfn.core import MetadataTensor, named_leaves, raise_all, tree_leaves, tree_map
 
 from ._base import GradientTransformation, Phase, identity
 from ._inplace import inplace
@@ -235,8 +235,7 @@ def _looks_at_params(tx: GradientTransformation, params: Params) -> bool:
     """Whether a rule asks for more of parameters than their shape and dtype. Tried with zeros that take no memory."""
     zeros = tree_map(lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape), params)
     try:
-        # With a tensor that refuses every function of torch but those of its shape.
-        tx.update(zeros, tx.init(zeros), tree_map(lambda x: x.as_subclass(_NotLookedAt), zeros))
+        tx.update(zeros, tx.init(zeros), tree_map(lambda x: _NotLookedAt.empty(x.shape, x.dtype, x.device), zeros))
     except _LookedAtError:
         return True
     return False
@@ -246,18 +245,12 @@ class _LookedAtError(Exception):
     """A rule looked at parameters."""
 
 
-class _NotLookedAt(Tensor):
+class _NotLookedAt(MetadataTensor):
     """A parameter at which nobody may look."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if getattr(func, "__name__", "") == "__get__" or func in _SHAPE:
-                return func(*args, **(kwargs or {}))
+    def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise _LookedAtError
-
-
-_SHAPE = {Tensor.numel, Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__}
 
 
 def check_chain(who: str, state: OptState, num: int) -> None:
