@@ -28,7 +28,7 @@ from ._tree import named_leaves as named_leaves, register_pytree_node as registe
 from ._tree import tree_map as tree_map, tree_path_parts as tree_path_parts, tree_paths as tree_paths
 from ._tree import tree_structure as tree_structure, tree_unflatten as tree_unflatten
 from ._travel import BITS as BITS, Travel as Travel
-from ._pace import Pace as Pace
+from ._pace import IN_FLIGHT_BYTES as IN_FLIGHT_BYTES, PREFETCH_BYTES as PREFETCH_BYTES, Pace as Pace
 from ._disk import Disk as Disk
 from ._zero import Zero as Zero, zero_spec as zero_spec
 from ._as_zero import as_zero as as_zero

@@ -4,6 +4,9 @@ import dataclasses
 
 from ._errors import did_you_mean
 
+# The most bytes of parameters that a step gathers before their use, and of whole gradients that it has under way.
+PREFETCH_BYTES, IN_FLIGHT_BYTES = 32 << 20, 24 << 20
+
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
@@ -26,7 +29,7 @@ class Pace:
         32
     """
 
-    prefetch_bytes: int = 32 << 20
+    prefetch_bytes: int = PREFETCH_BYTES
     accumulate: str = "each"
     chunk_bytes: int = 64 << 20
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfn.capture import capturing, mark, traced_once
 from shardfn.collectives import AnyChannels, CodedReduce, dealt, is_sole_owner, psum, reduce_channel
-from shardfn.core import MemoryKind, Pending, Stored
+from shardfn.core import IN_FLIGHT_BYTES, MemoryKind, Pending, Stored
 from shardfn.leaves import LeafLayout
 from shardfn.state import Ahead, Parts, closed
 
@@ -26,8 +26,7 @@ from ._pools import pool_of
 from ._profiled import named_range
 from ._shares import brought, pieces_of
 
-# Whole gradients under way at most, and seconds that a step may spend waiting for that.
-IN_FLIGHT_BYTES = 24 << 20
+# Seconds that a step may spend waiting for gradients under way, so that they are at most `IN_FLIGHT_BYTES`.
 PATIENCE = 2.0
 
 

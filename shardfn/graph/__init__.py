@@ -1,7 +1,6 @@
 """Captured steps: graphs of aten ops and transfers, passes over them, analyses, and back ends that run them."""
 
-from ._options import Schedule as Schedule
-from ._schedule import schedule as schedule
+from ._schedule import Schedule as Schedule
 from ._choose import Choice as Choice, Scored as Scored, check_fits as check_fits, choose as choose
 from ._hazards import Memory as Memory, dependences as dependences, legal_order as legal_order
 from ._op import Op as Op

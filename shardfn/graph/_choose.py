@@ -15,10 +15,9 @@ from torch.fx import GraphModule
 from ._cost import estimate
 from ._device import Cluster
 from ._memory import memory_analysis
-from ._options import Schedule
 from ._overlap import reduced_bytes
 from ._prefetch import gathered_bytes
-from ._schedule import Stage
+from ._schedule import Schedule, Stage
 from ._transfers import is_gather, is_reduction, transfers
 
 # Estimates that differ by less are ties: the model is no better than that.

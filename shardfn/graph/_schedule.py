@@ -1,83 +1,22 @@
-"""Runs the passes in an order in which each helps the next."""
+"""`Schedule`: which passes run over a captured graph, in an order in which each helps the next, as one value."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch.fx import GraphModule
 
-from ._bucket import bucket as bucket_pass
-from ._donate import donate as donate_pass
+from shardfn.core import IN_FLIGHT_BYTES, PREFETCH_BYTES
+
+from ._bucket import bucket
+from ._donate import donate
 from ._edit import drafted, settled
 from ._free import free_at_last_use
 from ._overlap import overlap_reductions
-from ._prefetch import prefetch as prefetch_pass
+from ._prefetch import prefetch
 from ._rematerialise import rematerialise
 from ._reuse import reuse_gathers
 from ._sink import sink_waits
-
-
-def schedule(
-    gm: GraphModule,
-    *,
-    budget: int | None = None,
-    prefetch: int | None = 32 << 20,
-    bucket: int | None = 1 << 20,
-    reductions: int | None = 24 << 20,
-    reuse: int | None = None,
-    donate: bool = True,
-    temporaries: bool = True,
-) -> GraphModule:
-    """Schedules a captured step by a sequence of passes; None leaves an option's pass out. Only `budget` adds work.
-
-    First the passes on computation (`rematerialise`), then on messages (`reuse_gathers`, `bucket`), then on their times
-    (`sink_waits`, `overlap_reductions`, `prefetch`), then on memory (`free_at_last_use`, `donate`), which needs the
-    final order. It is a function of the graph alone: ranks with the same graph issue the same transfers in the same
-    order.
-
-        w = wait(all_gather_start(a))            h = all_gather_start(a)
-        y = x @ w                                h1 = all_gather_start(b)
-        v = wait(all_gather_start(b))     =>     w = wait(h)
-        z = y + v                                y = x @ w
-                                                 v = wait(h1)
-                                                 z = y.add_(v)
-
-    Args:
-        gm: a captured step.
-        budget: bytes that the step's own values may hold at any time; None keeps all activations.
-        prefetch: bytes of gathered values ahead of their use.
-        bucket: bytes up to which small transfers travel together.
-        reductions: bytes of whole gradients in flight.
-        reuse: a gathered value stays in memory while at most this many bytes of others are gathered; default as
-            `prefetch`.
-        donate: whether pure updates may run in place.
-        temporaries: whether in place means the step's own memory, too; see `donate`.
-
-    Returns:
-        A new graph with the same bits.
-
-    Raises:
-        ValueError: a number of bytes is negative.
-
-    Example:
-        >>> import torch
-        >>> from torch.fx.experimental.proxy_tensor import make_fx
-        >>> def gathered(own):
-        ...     return torch.ops.shardfn.wait(torch.ops.shardfn.all_gather_start(own, [1, 1], "dp"))
-        >>> gm = make_fx(lambda a, b, x: (x * gathered(a) + gathered(b),), tracing_mode="fake")(
-        ...     torch.ones(1), torch.ones(1), torch.ones(2))
-        >>> [n.name for n in schedule(gm, bucket=0).graph.nodes][3:-1]
-        ['all_gather_start', 'all_gather_start_1', 'wait', 'mul', 'wait_1', 'add']
-    """
-    chosen = stages(
-        budget=budget,
-        prefetch=prefetch,
-        bucket=bucket,
-        reductions=reductions,
-        reuse=reuse,
-        donate=donate,
-        temporaries=temporaries,
-    )
-    return run_all(chosen, gm)
 
 
 class Stage(NamedTuple):
@@ -96,35 +35,86 @@ class Stage(NamedTuple):
         return self.run(gm, **dict(self.options))
 
 
-def run_all(passes: Sequence["Stage"], gm: GraphModule) -> GraphModule:
-    """Runs passes of this room one after another; returns a new graph, and leaves `gm` unchanged."""
-    draft = drafted(gm)
-    for stage in passes:
-        draft = stage(draft)
-    return settled(draft)
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The passes over a captured step. All but `budget` only change when things happen; None leaves a pass out.
 
+    First the passes on computation (`rematerialise`), then on messages (`reuse_gathers`, `bucket`), then on their times
+    (`sink_waits`, `overlap_reductions`, `prefetch`), then on memory (`free_at_last_use`, `donate`), which needs the
+    final order. The result is a function of the graph alone: ranks with the same graph issue the same transfers in
+    the same order, and it has the same bits.
 
-def stages(
-    *,
-    budget: int | None,
-    prefetch: int | None,
-    bucket: int | None,
-    reductions: int | None,
-    reuse: int | None,
-    donate: bool,
-    temporaries: bool,
-) -> list[Stage]:
-    """The passes that `schedule` runs, in order."""
-    reuse = prefetch if reuse is None else reuse
-    chosen = [
-        (True, free_at_last_use, {}),
-        (budget is not None, rematerialise, {"budget": budget}),
-        (reuse is not None, reuse_gathers, {"budget": reuse}),
-        (bucket is not None, bucket_pass, {"limit": bucket}),
-        (True, sink_waits, {}),
-        (reductions is not None, overlap_reductions, {"limit": reductions}),
-        (prefetch is not None, prefetch_pass, {"budget": prefetch}),
-        (True, free_at_last_use, {}),
-        (donate, donate_pass, {"temporaries": temporaries}),
-    ]
-    return [Stage(run, tuple(options.items())) for wanted, run, options in chosen if wanted]
+        w = wait(all_gather_start(a))            h = all_gather_start(a)
+        y = x @ w                                h1 = all_gather_start(b)
+        v = wait(all_gather_start(b))     =>     w = wait(h)
+        z = y + v                                y = x @ w
+                                                 v = wait(h1)
+                                                 z = y.add_(v)
+
+    Attributes:
+        prefetch: bytes of gathered leaves that may be there ahead of their use.
+        bucket: bytes up to which small transfers travel together.
+        reductions: bytes of whole gradients that may be under way.
+        reuse: a gathered leaf stays in memory while at most this many bytes of others are gathered; default as
+            `prefetch`.
+        budget: bytes that a step's own values may take; activations beyond it are computed again. None keeps them all.
+        donate: whether pure updates may run in place.
+        passes: further passes `f(gm) -> gm`, which run first, in this order.
+
+    Raises:
+        ValueError: a number of bytes is negative.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> def gathered(own):
+        ...     return torch.ops.shardfn.wait(torch.ops.shardfn.all_gather_start(own, [1, 1], "dp"))
+        >>> gm = make_fx(lambda a, b, x: (x * gathered(a) + gathered(b),), tracing_mode="fake")(
+        ...     torch.ones(1), torch.ones(1), torch.ones(2))
+        >>> [n.name for n in Schedule(bucket=0)(gm).graph.nodes][3:-1]
+        ['all_gather_start', 'all_gather_start_1', 'wait', 'mul', 'wait_1', 'add']
+    """
+
+    prefetch: int | None = PREFETCH_BYTES
+    bucket: int | None = 1 << 20
+    reductions: int | None = IN_FLIGHT_BYTES
+    reuse: int | None = None
+    budget: int | None = None
+    donate: bool = True
+    passes: tuple[Callable[[GraphModule], GraphModule], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch", "bucket", "reductions", "reuse", "budget"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"Schedule({name}={value}): a number of bytes, 0 or more; None leaves the pass out.")
+
+    def __call__(self, gm: GraphModule, *, fuses: bool = False) -> GraphModule:
+        """The scheduled graph; `gm` stays as it is.
+
+        Args:
+            gm: a captured step.
+            fuses: whether it is for a back end that fuses elementwise ops.
+        """
+        for own in self.passes:
+            gm = own(gm)
+        draft = drafted(gm)
+        for stage in self.stages(fuses=fuses)[len(self.passes) :]:
+            draft = stage(draft)
+        return settled(draft)
+
+    def stages(self, *, fuses: bool = False) -> list[Stage]:
+        """The passes of this schedule, in order: first `passes`, then those of the room."""
+        reuse = self.prefetch if self.reuse is None else self.reuse
+        chosen = [
+            (True, free_at_last_use, {}),
+            (self.budget is not None, rematerialise, {"budget": self.budget}),
+            (reuse is not None, reuse_gathers, {"budget": reuse}),
+            (self.bucket is not None, bucket, {"limit": self.bucket}),
+            (True, sink_waits, {}),
+            (self.reductions is not None, overlap_reductions, {"limit": self.reductions}),
+            (self.prefetch is not None, prefetch, {"budget": self.prefetch}),
+            (True, free_at_last_use, {}),
+            (self.donate, donate, {"temporaries": not fuses}),
+        ]
+        return [*map(Stage, self.passes), *(Stage(run, tuple(how.items())) for wanted, run, how in chosen if wanted)]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardfn.capture import capturing
 from shardfn.collectives import may_be_added_to
-from shardfn.core import MemoryKind, Pending, Stored
+from shardfn.core import IN_FLIGHT_BYTES, MemoryKind, Pending, Stored
 from shardfn.memory import AnyPool, on_host, to_host
 
 from ._ahead import Ahead
@@ -16,7 +16,7 @@ from ._stored import loaded
 
 # Bytes of shares that may be on their way: the device holds them until they are on the host, which holds those that
 # go on to the disk until they are there.
-LEAVING_BYTES = 24 << 20
+LEAVING_BYTES = IN_FLIGHT_BYTES
 
 
 def added(before: Tensor | None, part: Tensor, key: int, summed: set[int]) -> Tensor:

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardfn.collectives  # noqa: F401  # defines the ops
+from shardfn.graph import Schedule
 from shardfn.graph._bucket import bucket
 from shardfn.graph._donate import donate, in_place_twin
 from shardfn.graph._edit import call
@@ -21,7 +22,6 @@ from shardfn.graph._overlap import overlap_reductions
 from shardfn.graph._prefetch import prefetch
 from shardfn.graph._rematerialise import rematerialise
 from shardfn.graph._reuse import reuse_gathers
-from shardfn.graph._schedule import schedule
 from shardfn.graph._sink import sink_waits
 
 _ATEN = torch.ops.aten
@@ -453,7 +453,7 @@ def test_random_draws_and_stops_keep_their_order() -> None:
 def test_passes_are_functions_of_the_graph() -> None:
     gm = _traced(_chain, *(torch.ones(2) for _ in range(4)), torch.ones(2, 2))
     text = str(gm.graph)
-    first, second = (str(schedule(gm, prefetch=32, bucket=40).graph) for _ in range(2))
+    first, second = (str(Schedule(prefetch=32, bucket=40)(gm).graph) for _ in range(2))
     assert first == second and str(gm.graph) == text
 
 
@@ -462,7 +462,7 @@ def test_a_graph_of_many_thousand_nodes_is_scheduled(layers: int) -> None:
     gm = _repeated(layers)
     assert len(gm.graph.nodes) > 17 * layers
     assert _count(gm, "gather") == 2 * _count(gm, "scatter") == 2 * layers
-    out = schedule(gm, budget=layers * 20, prefetch=64, bucket=40, reductions=64)
+    out = Schedule(budget=layers * 20, prefetch=64, bucket=40, reductions=64)(gm)
     assert _count(out, "gather") <= layers + 1 and _count(out, "scatter") == layers / 2
     assert out.meta["rematerialise"]["reached"] <= layers * 20 and out.meta["rematerialise"]["again"] > layers / 2
 

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from shardfn.collectives import Channels, StoppedError, bind_channels
 from shardfn.core import Pending
+from shardfn.graph import Schedule
 from shardfn.graph._bucket import bucket
 from shardfn.graph._donate import donate
 from shardfn.graph._edit import reordered
@@ -24,7 +25,6 @@ from shardfn.graph._overlap import overlap_reductions
 from shardfn.graph._prefetch import prefetch
 from shardfn.graph._rematerialise import rematerialise
 from shardfn.graph._reuse import reuse_gathers
-from shardfn.graph._schedule import schedule
 from shardfn.graph._sink import sink_waits
 from shardfn.graph._transfers import is_start
 from shardfn.memory import _ops
@@ -509,8 +509,8 @@ def test_all_passes_in_any_order_keep_all_bits(seed: int) -> None:
 def test_the_schedule_keeps_all_bits(budget: int | None) -> None:
     for seed in range(6):
         options = {"budget": budget, "prefetch": 300, "bucket": 250, "reductions": 300, "donate": False}
-        _check(seed, _world(seed), functools.partial(schedule, **options), donate)
-        _check(seed, _world(seed), functools.partial(schedule, **options))
+        _check(seed, _world(seed), Schedule(**options), donate)
+        _check(seed, _world(seed), Schedule(**options))
 
 
 def test_a_program_that_stops_leaves_the_state_as_it_was() -> None:
@@ -524,7 +524,7 @@ def test_a_program_that_stops_leaves_the_state_as_it_was() -> None:
     gm = _one_rank(f, torch.ones(4), torch.ones(4))
     names = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
     gm.meta["donated"] = set(names)
-    out = schedule(gm)
+    out = Schedule()(gm)
     state = [torch.ones(4), torch.ones(4)]
     wire = _Wire(1)
     wire.enter(0)
