@@ -55,7 +55,7 @@ from ._norm import (
 from ._onebit_adam import OneBitAdamState as OneBitAdamState
 from ._onebit_adam import apmsqueeze as apmsqueeze, onebit_adam as onebit_adam
 from ._onebit_lamb import OneBitLambState as OneBitLambState, onebit_lamb as onebit_lamb
-from ._pair import as_transformation as as_transformation
+from ._pair import as_transformation as as_transformation, owners as owners
 from ._per_leaf import per_leaf as per_leaf
 from ._pieces import Pieces as Pieces, in_pieces as in_pieces
 from ._radam import radam as radam, scale_by_radam as scale_by_radam

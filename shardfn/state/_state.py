@@ -27,7 +27,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 from shardfn.memory import on_host
-from shardfn.optim import GradientTransformation
+from shardfn.optim import GradientTransformation, owners
 
 
 @explains_attributes(
@@ -226,25 +226,17 @@ def state_owners(
     Raises:
         ValueError: a leaf is neither.
     """
-    by_path = {
-        path: (i, x.shape) for i, (path, x) in enumerate(zip(tree_entries(params), tree_leaves(params), strict=True))
-    }
     nothing = None if optimizer is None else optimizer.init(tree_map(lambda x: None, params))
     counters = set(tree_entries(nothing)) if optimizer is not None else set()
     out: list[int | None] = []
-    for path, name, leaf in zip(
-        tree_entries(opt_state), tree_paths(opt_state, "opt_state"), tree_leaves(opt_state), strict=True
-    ):
-        owner = next((by_path[path[k:]] for k in range(len(path) + 1) if path[k:] in by_path), None)
+    rows = zip(tree_entries(opt_state), named_leaves(opt_state, "opt_state"), owners(opt_state, params), strict=True)
+    for path, (name, leaf), owner in rows:
         if isinstance(leaf, GlobalTensor) or path in counters:
-            out.append(None)
-        elif owner is not None and owner[1] == leaf.shape:
-            out.append(owner[0])
-        elif len(leaf.shape) == 0:
-            out.append(None)
-        else:
+            owner = None
+        elif owner is None and len(leaf.shape) > 0:
             raise ValueError(
                 f"{name} of shape {tuple(leaf.shape)} has the shape of no parameter, so its sharding cannot be told;"
                 " optimizer states are 0-d, shaped as their parameter, or a GlobalTensor."
             )
+        out.append(owner)
     return out
