@@ -5,7 +5,7 @@ import pathlib
 
 from shardfn.capture import CaptureError, capturing
 from shardfn.collectives import current_mesh
-from shardfn.memory import AnyPool, Pool, TracedPool
+from shardfn.memory import POOLS, AnyPool, Pool, TracedPool
 
 from ._away import PoolOf
 
@@ -29,7 +29,7 @@ def pool_of(directory: str | os.PathLike[str] | None) -> PoolOf:
                 " have one: Zero(disk=Disk(...)) with leaves on disk."
             )
         if directory is None:
-            pools: list[Pool] = list(mesh.resources.get("pools", {}).values())
+            pools = list((POOLS.get(mesh) or {}).values())
             if not pools:
                 raise ValueError(
                     "a policy sends activations to disk, but there is no directory; pass directory= to offload or"

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from shardfn.core import Mesh
+from shardfn.core import Mesh, PerMesh
 
 
 @dataclasses.dataclass
@@ -20,6 +20,9 @@ class Notice:
     told: int = 0
 
 
+_NOTICE: PerMesh[Notice] = PerMesh()
+
+
 def notice_of(mesh: Mesh) -> Notice:
     """The notice of a mesh. It outlives communicators that are made anew after a failure.
 
@@ -29,4 +32,4 @@ def notice_of(mesh: Mesh) -> Notice:
         >>> notice_of(mesh) is notice_of(mesh), notice_of(mesh).told
         (True, 0)
     """
-    return mesh.resources.setdefault("notice", Notice())
+    return _NOTICE.of(mesh, Notice)

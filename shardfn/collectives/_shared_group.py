@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName
 
-from shardfn.core import AbstractGroup, Mesh, shared_name
+from shardfn.core import AbstractGroup, Mesh, PerMesh, shared_name
 
 from ._memory import IN, OUT, SUMMED, LaneOp, Lanes
 from ._packing import dealt
@@ -157,6 +157,9 @@ class _Entry(NamedTuple):
     group: SharedGroup
 
 
+_ENTRIES: PerMesh[dict[str, _Entry]] = PerMesh()
+
+
 def shared_group(mesh: Mesh, group: "dist.ProcessGroup | AbstractGroup") -> str:
     """The name by which a loss's collectives call a group of a mesh; registers what they then go by.
 
@@ -192,7 +195,7 @@ def end_shared_group(mesh: Mesh, group: dist.ProcessGroup) -> None:
 
 
 def _entries(mesh: Mesh) -> dict[str, _Entry]:
-    return mesh.resources.setdefault("shared groups", {})
+    return _ENTRIES.of(mesh, dict)
 
 
 def _end_all(made: dict[str, _Entry]) -> None:

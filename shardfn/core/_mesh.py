@@ -44,7 +44,7 @@ class Mesh:
         timeout: how long a collective waits for other ranks; by default as long as in the default process group.
         abstract: whether the ranks do not exist: steps can be lowered for such a mesh, for one of its ranks, but not
             run.
-        resources: objects of other rooms that live as long as the mesh, such as communicators.
+        resources: objects of other rooms that live as long as the mesh, each by its `PerMesh`.
         made: the process groups that it has made.
         closed: whether it was closed, after which nothing can be sent on it.
     """
@@ -77,7 +77,7 @@ class Mesh:
         # Whether it makes groups by itself, for which only its own ranks are needed.
         apart = ranks is not None and self.is_member and self.size > 1 and dist.is_initialized()
         self._apart = NamedGroups(self.ranks) if apart else None
-        self.resources: dict[str, Any] = {}
+        self.resources: dict[object, Any] = {}
         self.made, self.closed = MadeGroups(), False
         # Of a `device_mesh` that was made with this mesh, and ends with it.
         self._made_by_grid: MadeGroups | None = None

@@ -19,7 +19,7 @@ from ._chunks import Chunks as Chunks, tree_sum as tree_sum
 from ._check import check_cuts as check_cuts, check_specs as check_specs, default_batch as default_batch
 from ._check import describe_batch as describe_batch, is_spec as is_spec, told_before as told_before
 from ._collector import uncollected as uncollected
-from ._comms import Comms as Comms, comms_of as comms_of, losing_no_peer as losing_no_peer
+from ._comms import COMMS as COMMS, Comms as Comms, comms_of as comms_of, losing_no_peer as losing_no_peer
 from ._comms import losing_no_peer_purely as losing_no_peer_purely
 from ._constant import describe_function as describe_function, describe_step as describe_step
 from ._crossed import crossed as crossed

@@ -21,7 +21,7 @@ from shardfn.collectives import (
     shared_group,
     shared_groups,
 )
-from shardfn.core import Mesh, RankError
+from shardfn.core import Mesh, PerMesh, RankError
 from shardfn.memory import record_owner
 
 from ._plan import Plan
@@ -53,13 +53,16 @@ class Comms:
         self.broken, self.meets = False, mesh.backend != "gloo"
 
 
+COMMS: PerMesh[Comms] = PerMesh()
+
+
 def comms_of(mesh: Mesh) -> Comms:
     """The communicators of a mesh, made on first use and again after a failure, which is collective.
 
     All steps on a mesh share them, as they run one after another, in the same order on all ranks.
     """
     mesh.check_open()
-    comms: Comms | None = mesh.resources.get("comms")
+    comms = COMMS.get(mesh)
     if comms is not None and not comms.broken and not _live(comms)[1].lost:
         return comms
     try:
@@ -77,7 +80,7 @@ def comms_of(mesh: Mesh) -> Comms:
     if comms is not None:  # as all ranks are here now, none waits any more for what it agreed on before
         _close(comms)
     channels = Channels(mesh) if comms is None else _live(comms)[0].anew()
-    fresh = mesh.resources["comms"] = Comms(mesh, channels, control)
+    fresh = COMMS.put(mesh, Comms(mesh, channels, control))
     this = weakref.ref(fresh)  # in a cycle, what is closed would live on
     control.wake = lambda: None if (of := this()) is None else _close(of)
     mesh.make_own_groups()

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from shardfn.collectives import AnyControl, GlobalTensor
-from shardfn.core import Disk, Mesh, PyTree, Stored, named_leaves, raise_all
-from shardfn.memory import AnyPool, Pool, TracedPool
+from shardfn.core import Disk, Mesh, PerMesh, PyTree, Stored, named_leaves, raise_all
+from shardfn.memory import POOLS, AnyPool, Pool, TracedPool
 from shardfn.state import TrainState, check_origins, loaded, origin_of
 
 from ._plan import Plan
@@ -23,6 +23,9 @@ log = logging.getLogger("shardfn.memory")
 
 # Leaves of at most this many elements are committed wherever they are, as are those that persist.
 SMALL = 1024
+
+_COMMITS: PerMesh[dict[str | None, int]] = PerMesh()
+_RUNS: PerMesh[dict[str | None, str]] = PerMesh()
 
 
 def pool_of(plan: Plan) -> AnyPool | None:
@@ -43,25 +46,23 @@ def disk_of(plan: Plan) -> Pool | None:
     return pools[disk.directory]
 
 
-def _pools(mesh: Mesh) -> dict[str, Pool]:
+def _pools(mesh: Mesh) -> dict[str | None, Pool]:
     """The pools of a mesh's steps by directory; they are closed with the mesh."""
-    if "pools" not in mesh.resources:
-        pools: dict[str, Pool] = {}
-        mesh.resources["pools"] = pools
-        mesh.at_close("pools", lambda why: _close_all(pools))
-    return mesh.resources["pools"]
+    pools = POOLS.of(mesh, dict)
+    mesh.at_close("pools", lambda why: _close_all(pools))
+    return pools
 
 
-def _close_all(pools: dict[str, Pool]) -> None:
+def _close_all(pools: dict[str | None, Pool]) -> None:
     for pool in pools.values():
         pool.close()
 
 
 def close_pool(planner: Planner) -> None:
     """Closes the pool of a directory, if it is open."""
-    pool = planner.mesh.resources.get("pools", {}).pop(planner.zero.directory, None)
-    planner.mesh.resources.get("commits", {}).pop(planner.zero.directory, None)
-    planner.mesh.resources.get("runs", {}).pop(planner.zero.directory, None)
+    for kept in (_COMMITS, _RUNS):
+        (kept.get(planner.mesh) or {}).pop(planner.zero.directory, None)
+    pool = (POOLS.get(planner.mesh) or {}).pop(planner.zero.directory, None)
     if pool is not None:
         pool.close()
 
@@ -112,12 +113,12 @@ def cut_parts(state: TrainState) -> list[tuple[str, PyTree]]:
 
 def _commits(plan: Plan) -> dict[str | None, int]:
     """By directory, the number of the last commit."""
-    return plan.mesh.resources.setdefault("commits", {})
+    return _COMMITS.of(plan.mesh, dict)
 
 
 def _runs(plan: Plan) -> dict[str | None, str]:
     """By directory, an identifier of its run, equal on all ranks and after `resume`."""
-    return plan.mesh.resources.setdefault("runs", {})
+    return _RUNS.of(plan.mesh, dict)
 
 
 def forget(plan: Plan) -> None:

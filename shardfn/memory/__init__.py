@@ -11,7 +11,7 @@ from ._host import (
 )
 from ._ledger import Ledger as Ledger, in_host_region as in_host_region, ledger as ledger, on_host as on_host
 from ._ledger import record_owner as record_owner
-from ._pool import AnyPool as AnyPool, Opened as Opened, Pool as Pool, PoolInfo as PoolInfo
+from ._pool import POOLS as POOLS, AnyPool as AnyPool, Opened as Opened, Pool as Pool, PoolInfo as PoolInfo
 from ._disk import DiskTensor as DiskTensor, DiskWriter as DiskWriter
 from ._traced import TracedPool as TracedPool, TracedStored as TracedStored, capturing as capturing
 from ._ops import bind_pool as bind_pool, stored_of as stored_of, token_of as token_of

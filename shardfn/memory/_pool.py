@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from shardfn.core import Pending
+from shardfn.core import Pending, PerMesh
 
 from . import _manifest as manifest
 from ._disk import DiskTensor, DiskWriter
@@ -378,6 +378,8 @@ class Pool:
 
 # What the engine of a step takes: a pool, or its stand-in while the step is captured.
 AnyPool = Pool | TracedPool
+# By directory, the open pools of the steps on a mesh.
+POOLS: PerMesh[dict[str | None, Pool]] = PerMesh()
 
 
 def _entry(x: Value) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn.capture import capturing
 from shardfn.collectives import GlobalTensor, transforming
-from shardfn.core import Mesh, PyTree, as_mesh, raise_all, tree_flatten, tree_unflatten
+from shardfn.core import Mesh, PerMesh, PyTree, as_mesh, raise_all, tree_flatten, tree_unflatten
 from shardfn.engine import (
     Request,
     Transit,
@@ -115,6 +115,10 @@ def _agreed(meeting: Mesh, request: Request, *, pure: bool) -> list[Transit]:
     return transits
 
 
+# By ranks, the meshes that are made for messages between those of a call.
+_MEETINGS: PerMesh[dict[tuple[int, ...], Mesh]] = PerMesh()
+
+
 def _meeting(meshes: Sequence[Mesh]) -> Mesh:
     """The mesh of all ranks of some meshes: one of these, if it has them all; else one that the first of them keeps.
 
@@ -128,7 +132,7 @@ def _meeting(meshes: Sequence[Mesh]) -> Mesh:
         if m.ranks == ranks and not m.closed:
             return m
     first = meshes[0]
-    kept: dict[tuple[int, ...], Mesh] = first.resources.setdefault("meetings", {})
+    kept = _MEETINGS.of(first, dict)
     if ranks not in kept:
         kept[ranks] = made = Mesh({"rank": len(ranks)}, torch.device("cpu"), timeout=first.timeout, ranks=ranks)
         first.at_close(f"meeting of {ranks}", lambda why: made.close())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardfn.collectives import GlobalTensor, local
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_paths, tree_unflatten
-from shardfn.engine import Loss, NoGradientError, WeightedMean, evaluate, fold, losing_no_peer_purely
+from shardfn.engine import COMMS, Loss, NoGradientError, WeightedMean, evaluate, fold, losing_no_peer_purely
 
 
 def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
@@ -63,7 +63,7 @@ def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
     def call(params: PyTree, *args: Any) -> Any:
         # A function of this rank's blocks alone need not be called by all ranks, and has no communicators.
         meshes = [x.mesh for x in tree_leaves(params) if isinstance(x, GlobalTensor)]
-        mesh = next((m for m in meshes if "comms" in m.resources), None)
+        mesh = next((m for m in meshes if COMMS.get(m) is not None), None)
         with contextlib.nullcontext() if mesh is None else losing_no_peer_purely(mesh):
             return differentiated(params, *args)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.collectives import Control
+from shardfn.engine import comms_of
 from shardfn.testing import distributed
 
 _FAIL: dict = {"where": "", "error": None}
@@ -138,7 +139,7 @@ def test_where_connections_cannot_be_closed_eager_ranks_meet() -> None:
         lambda p, x: _passing(x @ p, "forward").square().mean(), sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage=3)
     )
     state = step.init(torch.ones(3, 2))
-    mesh.resources["comms"].meets = True
+    comms_of(mesh).meets = True
     with _told(1, _Boom, "in the loss"):
         if rank == 1:
             _FAIL.update(where="forward", error=_Boom("in the loss"))
