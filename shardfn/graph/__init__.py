@@ -18,14 +18,14 @@ from ._transfers import Transfer as Transfer, channel_axes as channel_axes, tran
 from ._moves import MemoryMove as MemoryMove, memory_of as memory_of, moves as moves
 from ._memory import MemoryAnalysis as MemoryAnalysis, memory_analysis as memory_analysis
 from ._cost import CostAnalysis as CostAnalysis, Estimate as Estimate, cost_analysis as cost_analysis
-from ._cost import estimate as estimate, node_seconds as node_seconds, transfer_seconds as transfer_seconds
+from ._cost import estimate as estimate, transfer_seconds as transfer_seconds
 from ._text import as_text as as_text
 from ._timeline import chrome_trace as chrome_trace
 from ._picture import picture_of_memory as picture_of_memory, picture_of_time as picture_of_time
 from ._calibrate import calibrate as calibrate
 from ._flops import arithmetic as arithmetic, node_flops as node_flops
 from ._device import DEVICES as DEVICES, Cluster as Cluster, Device as Device, Link as Link, cluster as cluster
-from ._check import collective_sequence as collective_sequence, compare_sequences as compare_sequences
+from ._check import compare_sequences as compare_sequences
 from ._check import Events as Events, collective_events as collective_events, compare_events as compare_events
 from ._check import prove_no_hang as prove_no_hang
 from ._types import Leaf as Leaf

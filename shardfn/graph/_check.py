@@ -32,42 +32,11 @@ _REMEDY = (
 )
 
 
-def collective_sequence(gm: GraphModule) -> list[str]:
-    """One line per transfer in the order of the starts: channel, collective, dtype, sizes, and the user's line.
-
-    Ranks may compare these lines (or a hash of them) before they run.
-
-    Args:
-        gm: the step of one rank.
-
-    Example:
-        >>> import torch
-        >>> from torch.fx.experimental.proxy_tensor import make_fx
-        >>> def f(own):
-        ...     return torch.ops.shardfn.wait(torch.ops.shardfn.all_gather_start(own, [3, 3], "dp"))
-        >>> collective_sequence(make_fx(f, tracing_mode="fake")(torch.ones(3)))
-        ['gather dp: all_gather float32 [3, 3]']
-    """
-    return [_line(t) for t in transfers(gm) if t.num_ranks > 1 and not is_message(t.node)]
-
-
-def check_collectives(texts: Sequence[str], mesh_shape: Mapping[str, int] | None = None) -> None:
-    """`compare_sequences` on texts: per rank the lines of `collective_sequence`, joined.
-
-    Raises:
-        RankError: two ranks of a group differ.
-
-    Example:
-        >>> check_collectives(["gather dp: all_gather float32 [3, 3]"] * 2)
-    """
-    compare_sequences([t.splitlines() for t in texts], mesh_shape)
-
-
 def compare_sequences(sequences: Sequence[Sequence[str]], mesh_shape: Mapping[str, int] | None = None) -> None:
     """Checks that the ranks of each group issue the same collectives in the same order on each channel.
 
     Args:
-        sequences: per rank, in rank order, the lines of `collective_sequence`.
+        sequences: per rank, in rank order, a line for each transfer: channel, collective, dtype, sizes, line of code.
         mesh_shape: axis name -> size; determines which ranks share a group. Default: all do.
 
     Raises:
@@ -156,7 +125,7 @@ class Events:
     """One rank's transfers with other ranks, in order, as a value that can be sent to them.
 
     Attributes:
-        lines: as from `collective_sequence`.
+        lines: one for each transfer that pairs by order; see `compare_sequences`.
         program: starts and waits.
     """
 

@@ -43,16 +43,6 @@ class CostAnalysis:
     moves: Mapping[tuple[str, str], tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes between device and host, both ways."""
-        return sum(nbytes for ends, (_, nbytes) in self.moves.items() if "device" in ends)
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes between host and disk, both ways."""
-        return sum(nbytes for ends, (_, nbytes) in self.moves.items() if "disk" in ends)
-
-    @property
     def sent(self) -> int:
         """Bytes sent by all collectives."""
         return sum(sent for _, sent in self.transfers.values())
@@ -145,15 +135,6 @@ def _totals(entries: Iterable[tuple[tuple[str, str], int]]) -> dict[tuple[str, s
         count, total = out.get(key, (0, 0))
         out[key] = count + 1, total + nbytes
     return out
-
-
-def node_seconds(node: Node, device: Device) -> float:
-    """How long `node` computes: max(flops / rate, bytes / bandwidth); views, waits and transfers take 0.
-
-    Raises:
-        ValueError: it multiplies in a dtype for which the device has no rate.
-    """
-    return _seconds(node, node_flops(node), device)
 
 
 def transfer_seconds(transfer: Transfer, link: Link) -> float:

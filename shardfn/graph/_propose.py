@@ -103,10 +103,6 @@ class Proposer:
         by_leaf = {v.node: f for g, f in zip(self._groups, forms, strict=True) for v in g}
         return Proposal(by_leaf, self._held(forms), self._plan(self._search, forms).total)
 
-    def forms_of(self, by_leaf: Mapping[Node, Form]) -> list[Form]:
-        """The groups' forms, of those of the leaves."""
-        return [by_leaf[g[0].node] for g in self._groups]
-
     def _domain(self, i: int) -> list[Form]:
         first = self._groups[i][0]
         shape, rows = first.seen.shape, first in self._rows

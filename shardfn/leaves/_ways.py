@@ -11,7 +11,6 @@ state       the optimizer's state, and the rows       from stage 1
 route       from -> to                                runs
 use         kept -> used                              at each use in the loss
 reduce      gradient of used -> summed                when a backward has added up a leaf's uses
-refresh     updated rows -> kept                      after the update
 """
 
 import functools
@@ -79,13 +78,10 @@ class Ways(NamedTuple):
     """The named placements of a leaf, and the routes between them; the routes' shape is a placeholder."""
 
     kept: Placement
-    used: Placement
-    sent: Placement
     summed: Placement
     state: Placement
     use: Route
     reduce: Route
-    refresh: Route
 
 
 @functools.lru_cache(maxsize=4096)
@@ -110,8 +106,7 @@ def ways(ndim: int, places: Places, manner: Manner, sizes: Sizes) -> Ways:
     shape = (2,) * ndim
     use = route(shape, kept, used, mesh, via=_way_in(kept, used, manner))
     reduce = route(shape, grad, summed, mesh, via=_way_out(sent, summed, state, manner))
-    refresh = route(shape, state.with_(memory_kind="device", dtype=dtypes.param), kept, mesh)
-    return Ways(kept, used, sent, summed, state, use, reduce, refresh)
+    return Ways(kept, summed, state, use, reduce)
 
 
 def _summed(places: Places, manner: Manner, sent: Placement, state: Placement) -> Placement:

@@ -1,6 +1,6 @@
 """`lookahead`: a fast rule steps, and every few steps slow parameters follow it a part of the way."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -85,8 +85,7 @@ class _Lookahead:
 
     def rule(self) -> GradientTransformation:
         """As an optimizer."""
-        again = lambda tx: _Lookahead(tx, self.period, self.size, self.reset).rule()  # noqa: E731
-        needs = join_needs([self.tx], again, states=lambda s: (s.fast_state,))
+        needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.fast_state,))
         return GradientTransformation(self.init, self.update, needs=needs._replace(ascends=self.tx.needs.ascends))
 
     def init(self, params: Params) -> LookaheadState:

@@ -14,9 +14,8 @@ from torch.fx.node import map_arg
 from shardfn import collectives as c
 from shardfn.core import key, make_mesh, tree_flatten, tree_unflatten
 from shardfn.graph._calibrate import calibrate
-from shardfn.graph._cost import cost_analysis, estimate, node_seconds
+from shardfn.graph._cost import cost_analysis, estimate
 from shardfn.graph._device import Cluster, Device, Link
-from shardfn.graph._flops import node_flops
 from shardfn.graph._memory import KINDS, memory_analysis
 from shardfn.graph._text import as_text
 from shardfn.graph._timeline import chrome_trace
@@ -327,9 +326,9 @@ def test_estimate_overlaps_what_is_under_way() -> None:
 
 def test_a_device_without_a_rate_is_an_error() -> None:
     gm = make_fx(lambda a: a @ a, tracing_mode="fake")(torch.ones(2, 2, dtype=torch.bfloat16))
-    node = next(n for n in gm.graph.nodes if node_flops(n))
+    gm.meta["mesh_shape"] = {}
     with pytest.raises(ValueError, match="bfloat16"):
-        node_seconds(node, _cluster(1.0).device)
+        estimate(gm, _cluster(1.0))
 
 
 @distributed(world=2)

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shardfn.collectives import Applied
 from shardfn.core import RankError
 from shardfn.graph import channel_axes, transfers
-from shardfn.graph._check import check_collectives, collective_sequence, compare_sequences, prove_no_hang
+from shardfn.graph._check import collective_events, compare_sequences, prove_no_hang
 
 S = torch.ops.shardfn
 
@@ -48,11 +48,11 @@ def _no_sum(x: Tensor) -> Tensor:
 
 
 def test_a_line_per_transfer() -> None:
-    assert collective_sequence(_graph(_gather_then_sum, dp=2)) == [
+    assert collective_events(_graph(_gather_then_sum, dp=2)).lines == [
         "gather dp: all_gather float32 [4, 4]  # model.py:1 in _gather_then_sum",
         "reduce dp: all_reduce float32 [4]  # model.py:4 in _gather_then_sum",
     ]
-    assert collective_sequence(_graph(lambda x: S.wait(S.psum_start([x], "dp")), dp=1, tp=2)) == []
+    assert collective_events(_graph(lambda x: S.wait(S.psum_start([x], "dp")), dp=1, tp=2)).lines == []
 
 
 def test_equal_programs_pass_whatever_their_lines() -> None:
@@ -61,7 +61,7 @@ def test_equal_programs_pass_whatever_their_lines() -> None:
         node.meta["where"] = "another.py:1"
     prove_no_hang([a, b])
     prove_no_hang([a, a])
-    check_collectives(["\n".join(collective_sequence(g)) for g in (a, b)])
+    compare_sequences([collective_events(g).lines for g in (a, b)])
     prove_no_hang([a, _graph(_overlapped, dp=2)])
 
 
@@ -70,7 +70,7 @@ def test_the_first_difference_is_named_with_both_lines(other: Callable[[Tensor],
     gms = [_graph(_gather_then_sum, dp=2), _graph(other, dp=2)]
     for check in (
         lambda: prove_no_hang(gms),
-        lambda: compare_sequences([collective_sequence(g) for g in gms]),
+        lambda: compare_sequences([collective_events(g).lines for g in gms]),
     ):
         with pytest.raises(RankError, match="ranks 0 and 1 differ") as error:
             check()
@@ -81,7 +81,7 @@ def test_the_first_difference_is_named_with_both_lines(other: Callable[[Tensor],
 def test_a_circle_across_channels_is_found() -> None:
     """Each channel's own sequence agrees, but each rank waits for a transfer that the other starts later."""
     gms = [_graph(_gather_then_sum, dp=2), _graph(_sum_then_gather, dp=2)]
-    compare_sequences([collective_sequence(g) for g in gms])
+    compare_sequences([collective_events(g).lines for g in gms])
     with pytest.raises(RankError, match="2 of 2 ranks would wait forever") as error:
         prove_no_hang(gms)
     text = str(error.value)

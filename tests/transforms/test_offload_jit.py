@@ -169,7 +169,7 @@ def _compare_books(mesh: sf.Mesh) -> None:
         cost, memory = lowered.cost_analysis(), lowered.memory_analysis()
         moved = [cost.moves.get(way, (0, 0))[1] for way in WAYS]
         assert moved == [eager.moved(*way) for way in WAYS] == [captured.moved(*way) for way in WAYS], kinds
-        assert cost.host_bytes + cost.disk_bytes == sum(moved) > 0
+        assert sum(moved) > 0
         if mesh.size == 1:  # a channel's buffers are its own affair
             for book in (eager, captured):
                 assert abs(memory.by_memory["device"] / book.peak("device") - 1) < 0.05, kinds
