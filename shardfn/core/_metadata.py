@@ -44,7 +44,7 @@ class MetadataTensor(Tensor):
         dtype: torch.dtype,
         device: torch.device,
         strides: Sequence[int] | None = None,
-        offset: int | None = None,
+        offset: int | torch.SymInt | None = None,
     ) -> T:
         """One of a shape, dtype and device; where no strides are given, those of a contiguous tensor."""
         return _TENSOR._make_wrapper_subclass(cls, tuple(shape), strides, offset, dtype=dtype, device=device)

@@ -53,7 +53,7 @@ def _measured(mesh: sf.Mesh, zero: sf.Zero) -> tuple[sf.memory.Ledger, int]:
 
 def _set_aside(mesh: sf.Mesh) -> int:
     """Bytes of the channels' own, where ranks share memory."""
-    comms = comms_of(mesh)
+    comms: Any = comms_of(mesh)
     of_steps = [nbytes for _, nbytes in [*comms.channels.shared(), *comms.control.shared()]]
     return sum(of_steps) + sum(group.shared_bytes for group in shared_groups(mesh).values())
 
