@@ -21,6 +21,7 @@ from shardfn.collectives import (
     psum as psum,
     psum_scatter as psum_scatter,
     pvary as pvary,
+    ragged_all_to_all as ragged_all_to_all,
     shard as shard,
     stack as stack,
     unshard as unshard,

@@ -13,6 +13,8 @@ from ._all_gather import all_gather as all_gather, all_gather_invariant as all_g
 from ._all_gather import quantized_all_gather as quantized_all_gather
 from ._psum_scatter import psum_scatter as psum_scatter, take_own_block as take_own_block
 from ._all_to_all import all_to_all as all_to_all
+from ._ragged_ops import HEAD as HEAD
+from ._ragged import ragged_all_to_all as ragged_all_to_all, ragged_exchange as ragged_exchange
 from ._ppermute import ppermute as ppermute, ppermute_start as ppermute_start
 from ._route import AllGather as AllGather, AllToAll as AllToAll, Cast as Cast, Decode as Decode, Encode as Encode
 from ._route import Hop as Hop, Move as Move, Psum as Psum, PsumScatter as PsumScatter, Slice as Slice
@@ -34,6 +36,7 @@ from ._compressed_scatter import compressed_scatter_init as compressed_scatter_i
 from ._traffic import counting_nothing as counting_nothing
 from ._traffic import Traffic as Traffic, count_traffic as count_traffic, record as record
 from ._channel import Channel as Channel, Channels as Channels
+from ._loss_channel import end_loss_channels as end_loss_channels, loss_channels as loss_channels
 from ._sole_owner import is_sole_owner as is_sole_owner
 from ._sole_owner import may_be_added_to as may_be_added_to
 from ._sharing import chosen_channel as chosen_channel

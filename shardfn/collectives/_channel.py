@@ -10,7 +10,7 @@ Elsewhere the backend's native operations run.
 import collections
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from ._sole_owner import is_sole_owner
 from ._traffic import record
 from ._transfers import as_raw, broadcast_from, native_all_gather, ordered_sum
 
+_Made = TypeVar("_Made")
 _ASYNC_ALL_TO_ALL = dist.AllToAllOptions()
 _ASYNC_ALL_TO_ALL.asyncOp = True
 
@@ -44,10 +45,10 @@ class _Transport:
 _transport = _Transport()
 
 
-def _when(works: Sequence[dist.Work | MemoryWork], finish: Callable[[], Tensor]) -> Pending[Tensor]:
+def _when(works: Sequence[dist.Work | MemoryWork], finish: Callable[[], _Made]) -> Pending[_Made]:
     """What `finish` makes when all of `works` have ended; `done` is False where the backend cannot tell."""
 
-    def result() -> Tensor:
+    def result() -> _Made:
         with _transport:
             for work in works:
                 work.wait()
@@ -61,20 +62,24 @@ def _when(works: Sequence[dist.Work | MemoryWork], finish: Callable[[], Tensor])
 class Channel:
     """A communicator of its own along `axes` of `mesh`. Making one is collective over the mesh.
 
+    With `group`, a group along these axes that exists and outlives the channel, it is collective over that alone.
+
     Attributes:
         shape: axis -> size.
         size: number of ranks along the axes.
         index: this rank's index among them.
+        device: the mesh's.
     """
 
-    def __init__(self, mesh: Mesh, axes: tuple[str, ...], backend: str | None = None) -> None:
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...], backend: str | None = None, group: Any = None) -> None:
         self.axes = mesh.axes(axes)
         self.shape = {a: mesh.shape[a] for a in self.axes}
         self.size = mesh.axis_size(self.axes)
         self.index = mesh.axis_index(self.axes)
-        group = mesh.new_group(self.axes, backend)
+        self._owns_group = group is None
+        group = mesh.new_group(self.axes, backend) if group is None else group
         self.group: Any = group
-        self._device = mesh.device
+        self.device = mesh.device
         # Of a relay: transfers that wait for their turn to use it.
         self.line: collections.deque[Any] = collections.deque()
         # Own blocks that may not have left, the oldest first, each kept alive by its entry. Empty after `flush` and
@@ -209,6 +214,37 @@ class Channel:
         assert work is not None
         return _when([work], functools.partial(_last, flat, out))
 
+    def exchange(self, parts: Sequence[Tensor], into: Sequence[Tensor], *, name: str) -> Pending[None]:
+        """Sends rank r the r-th part, and fills the r-th destination with the part that rank r has for this one.
+
+        Args:
+            parts: contiguous, of one dtype. Not to be written until the result is taken.
+            into: contiguous, each with as many elements as its sender's part.
+            name: the operation's name for the traffic counter.
+        """
+        leaving = sum(part.numel() for r, part in enumerate(parts) if r != self.index)
+        record(name, self.axes, leaving * parts[0].element_size(), dtype=parts[0].dtype)
+        if self._lanes is not None:
+            entry = self._lanes.all_to_all([x.view(-1) for x in parts], [x.view(-1) for x in into])
+            return _when([MemoryWork(self._lanes, entry, IN | OUT)], lambda: None)
+        # As bytes: nothing is computed on the way, and backends do not know all dtypes.
+        flat = torch.cat([as_raw(x) for x in parts])
+        there, back = [x.numel() * x.element_size() for x in parts], [x.numel() * x.element_size() for x in into]
+        out = flat.new_empty(sum(back))
+        with _transport:
+            if self._direct:
+                work = self.group.alltoall_base(out, flat, back, there, _ASYNC_ALL_TO_ALL)
+            else:
+                work = dist.all_to_all_single(out, flat, back, there, group=self.group, async_op=True)
+        assert work is not None
+
+        def finish() -> None:
+            _last(flat, out)
+            for x, block in zip(into, out.split_with_sizes(back), strict=True):
+                as_raw(x).copy_(block)
+
+        return _when([work], finish)
+
     @property
     def sums_in_one(self) -> bool:
         """Whether `all_reduce` may stand for `reduce_scatter` and `all_gather`: a sum of two has but one order."""
@@ -246,7 +282,7 @@ class Channel:
     def arrival(self, like: Tensor, source: int, tag: int) -> Pending[Tensor]:
         """`receive`, into a new tensor that looks like `like`, on the mesh's device."""
         into = torch.empty(like.shape, dtype=like.dtype)
-        return self.receive(into, source, tag).then(lambda x: x.to(self._device))
+        return self.receive(into, source, tag).then(lambda x: x.to(self.device))
 
     def flush(self) -> None:
         """Waits until every block sent by this rank has left it, so that its buffers may be written again."""
@@ -260,7 +296,8 @@ class Channel:
         if self._lanes is not None:
             self._lanes.close()
         if self.group is not None and not isinstance(self.group, EndedGroup):
-            close(self.group)
+            if self._owns_group:
+                close(self.group)
             self.group = EndedGroup()
         self._sends.clear()
         self._made.unwatch(self._sends)
@@ -317,10 +354,13 @@ class Channels:
     """For each set of axes one channel of each kind, so that those who gather and reduce wait in lines of their own.
 
     They are made on first request, which is collective: all ranks must ask in the same order.
+
+    Attributes:
+        mesh: the mesh.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+        self.mesh = mesh
         # In the order of the first requests, which is the same on all ranks: `anew` makes them in that order.
         self._made: dict[tuple[str, tuple[str, ...]], Channel] = {}
 
@@ -356,7 +396,7 @@ class Channels:
 
     def anew(self) -> "Channels":
         """The same channels, made again. Collective."""
-        fresh = Channels(self._mesh)
+        fresh = Channels(self.mesh)
         for kind, axes in self._made:
             fresh._get(kind, axes)
         return fresh
@@ -364,7 +404,7 @@ class Channels:
     def _get(self, kind: str, axes: tuple[str, ...]) -> Channel:
         key = (kind, axes)
         if key not in self._made:
-            self._made[key] = Channel(self._mesh, axes, "gloo" if kind == "between" else None)
+            self._made[key] = Channel(self.mesh, axes, "gloo" if kind == "between" else None)
         return self._made[key]
 
 

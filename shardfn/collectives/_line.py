@@ -28,7 +28,7 @@ class Line:
         sizes: the sizes of the axes as the caller named them, major to minor.
         index: this rank's index.
         ranks: index -> rank in `group`.
-        group: the process group.
+        group: the process group; None for one rank.
         wire: the name by which collectives call it; see `_shared_group.py`.
         mesh: the mesh, with which the groups end: a graph that a backward will go through keeps it.
     """
@@ -37,7 +37,7 @@ class Line:
     sizes: tuple[int, ...]
     index: int
     ranks: Sequence[int]
-    group: dist.ProcessGroup | AbstractGroup
+    group: dist.ProcessGroup | AbstractGroup | None
     wire: str
     mesh: Mesh | None = None
 

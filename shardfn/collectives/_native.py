@@ -111,6 +111,7 @@ def _sums_at_home(line: Line) -> bool:
     the group's ranks, so where axes are named in another order the sum is made here, too, in theirs.
     """
     group = line.group
+    assert group is not None
     if line.wire != group.group_name and line.in_order and not recording() and get_proxy_mode() is None:
         return False
     return (group.backend if isinstance(group, AbstractGroup) else dist.get_backend(group)) == "gloo"

@@ -10,6 +10,8 @@
     ppermute             V -> V    ppermute, inverse
     pmax                 V -> I    none: not linear
     quantized_all_gather V -> V    psum_scatter; its tangent is all_gather's, as if it did not round
+    ragged_all_to_all    V -> V    ragged_all_to_all, from where rows have gone to where they were
+    ragged_places        V -> V    none: integers
 
 `I` is a value that all ranks hold alike and that counts once; `V` one that differs. The cotangent of an `I` value is
 `I`: every rank must compute it alike. References: the `shard_map` design note of JAX (JEP 14273) for the types;
@@ -40,7 +42,7 @@ _NUMBERS = itertools.count(1)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """One application of a primitive: everything but the tensor.
+    """One application of a primitive: everything but the tensors.
 
     Attributes:
         name: a key of `PRIMITIVES`.
@@ -52,6 +54,7 @@ class Call:
         perm: `ppermute`: pairs (source index, destination index).
         bits: `quantized_all_gather`: of an element on the wire.
         block: `quantized_all_gather`: elements that share a scale.
+        looks: `ragged_places`: dtype and shape of the rows, in words, which ranks compare.
         batch_dims: leading dims that vmap has added.
         number: tells applications apart in a captured program.
         transposes: the number of the application of which this is the transpose, or 0.
@@ -66,6 +69,7 @@ class Call:
     perm: tuple[tuple[int, int], ...] = ()
     bits: int = 8
     block: int = 256
+    looks: str = ""
     batch_dims: int = 0
     number: int = dataclasses.field(default_factory=_NUMBERS.__next__)
     transposes: int = 0
@@ -74,29 +78,41 @@ class Call:
 Wait = Callable[[], Tensor]
 
 
+Operands = tuple[Tensor, ...]
+
+
 class Primitive(NamedTuple):
     """A row of the table.
 
     Attributes:
-        impl: the wire.
+        impl: the wire; it gets the tensor, the call and the operands.
         transpose: the call that is the transpose of a call.
         tangent: the call that maps tangents.
         start: the wire, under way; `impl` waits for it. None where nobody has anything else to do meanwhile.
+        turned: the operands of the transpose, of those of the call.
     """
 
-    impl: Callable[[Tensor, Call], Tensor]
+    impl: Callable[..., Tensor]
     transpose: Callable[[Call], Call]
     tangent: Callable[[Call], Call] = lambda call: call
     start: Callable[[Tensor, Call], Wait] | None = None
+    turned: Callable[[Operands], Operands] = lambda operands: operands
 
 
-def bind(x: Tensor, call: Call) -> Tensor:
-    """Applies `call` to `x`, differentiably. A tensor subclass may intercept it by `__torch_function__`."""
+def bind(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
+    """Applies `call` to `x`, differentiably. A tensor subclass may intercept it by `__torch_function__`.
+
+    Args:
+        x: the tensor in which the primitive is linear.
+        call: the numbers and names that a graph holds as constants.
+        operands: integer tensors that the primitive reads, such as sizes that are data; nothing is differentiated by
+            them. Under vmap each has as many leading dims as `call.batch_dims`, of size 1 where it is not batched.
+    """
     if has_torch_function_unary(x) or began():
-        return handle_torch_function(bind, (x,), x, call)
+        return handle_torch_function(bind, (x, *operands), x, call, *operands)
     if call.name == "psum" and not x.requires_grad and not recording() and not _transforming():
         return PRIMITIVES["psum"].impl(x, call)  # as a step's own sums: a Function costs more than they do
-    return _Collective.apply(x, call)
+    return _Collective.apply(x, call, *operands)
 
 
 def _transforming() -> bool:
@@ -125,40 +141,46 @@ class _Collective(torch.autograd.Function):
     """The one differentiable function behind every primitive, closed under backward, jvp and vmap."""
 
     @staticmethod
-    def forward(x: Tensor, call: Call) -> Tensor:
+    def forward(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
         impl = PRIMITIVES[call.name].impl
         if not recording():
-            return impl(x, call)
+            return impl(x, call, *operands)
         with applying(Applied(call.name, call.line.axes, call.number, call.transposes)):
-            return impl(x, call)
+            return impl(x, call, *operands)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Call], output: Tensor) -> None:
-        ctx.call, ctx.line = inputs[1], current_line()
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.call, *operands = inputs
+        ctx.line = current_line()
+        if operands:
+            ctx.save_for_backward(*operands)
+            ctx.save_for_forward(*operands)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        operands = ctx.saved_tensors
         with at_line(ctx.line):
-            call = transposed(ctx.call)
-            return bind(
-                grad_outputs[0], dataclasses.replace(call, number=next(_NUMBERS), transposes=ctx.call.number)
-            ), None
+            call = dataclasses.replace(transposed(ctx.call), number=next(_NUMBERS), transposes=ctx.call.number)
+            out = bind(grad_outputs[0], call, *PRIMITIVES[ctx.call.name].turned(operands))
+        return out, None, *(None for _ in operands)
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Tensor | None) -> Tensor:
         transposed(ctx.call)  # what has no transpose is not linear
         tangent = grad_inputs[0]
         assert tangent is not None
-        return bind(tangent, PRIMITIVES[ctx.call.name].tangent(ctx.call))
+        return bind(tangent, PRIMITIVES[ctx.call.name].tangent(ctx.call), *ctx.saved_tensors)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, None], *args: Any) -> tuple[Tensor, int]:
-        x, call = args
-        # torch calls this only where x has a batch dim: the other argument is no tensor.
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+        x, call, *operands = args
+        x_dim, _, *dims = in_dims
         batched = dataclasses.replace(
             call, dim=call.dim + 1, concat_dim=call.concat_dim + 1, batch_dims=call.batch_dims + 1
         )
-        return bind(x.movedim(in_dims[0] or 0, 0), batched), 0
+        first = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
+        rest = [o.unsqueeze(0) if dim is None else o.movedim(dim, 0) for o, dim in zip(operands, dims, strict=True)]
+        return bind(first, batched, *rest), 0
 
 
 # psum: V -> I
@@ -317,7 +339,8 @@ def _becomes(name: str) -> Callable[[Call], Call]:
     return lambda call: dataclasses.replace(call, name=name)
 
 
-def _swap_dims(call: Call) -> Call:
+def swap_dims(call: Call) -> Call:
+    """The call that cuts where a call joins."""
     return dataclasses.replace(
         call, dim=call.concat_dim, size=call.concat_size, concat_dim=call.dim, concat_size=call.size
     )
@@ -327,7 +350,8 @@ def _inverse(call: Call) -> Call:
     return dataclasses.replace(call, perm=tuple((dst, src) for src, dst in call.perm))
 
 
-def _no_transpose(call: Call) -> Call:
+def no_transpose(call: Call) -> Call:
+    """Refuses the transpose of a primitive that is not linear."""
     raise NotImplementedError(
         f"{call.name} has no derivative. Where the result is a constant of the mathematics, as the shift of a softmax"
         f" is, say so: `{call.name}(x.detach(), axis)`."
@@ -337,12 +361,12 @@ def _no_transpose(call: Call) -> Call:
 PRIMITIVES: dict[str, Primitive] = {
     "psum": Primitive(_psum, _becomes("pvary")),
     "pvary": Primitive(_pvary, _becomes("psum")),
-    "pmax": Primitive(_pmax, _no_transpose),
+    "pmax": Primitive(_pmax, no_transpose),
     "all_gather": Primitive(_all_gather, _becomes("psum_scatter"), start=_all_gather_start),
     "psum_scatter": Primitive(_psum_scatter, _becomes("all_gather")),
     "quantized_all_gather": Primitive(_quantized_all_gather, _becomes("psum_scatter"), _becomes("all_gather")),
     "all_gather_invariant": Primitive(_all_gather, _becomes("take_own_block"), start=_all_gather_start),
     "take_own_block": Primitive(own_block, _becomes("all_gather_invariant")),
-    "all_to_all": Primitive(_all_to_all, _swap_dims, start=_all_to_all_start),
+    "all_to_all": Primitive(_all_to_all, swap_dims, start=_all_to_all_start),
     "ppermute": Primitive(_ppermute, _inverse, start=_ppermute_start),
 }

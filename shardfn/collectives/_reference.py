@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 Blocks = list[Tensor]
+Numbers = list[list[int]]
 
 
 def psum_ref(blocks: Blocks) -> Blocks:
@@ -72,6 +73,25 @@ def ppermute_ref(blocks: Blocks, perm: list[tuple[int, int]]) -> Blocks:
     """Destinations get their source's block, the others zeros."""
     source = {dst: src for src, dst in perm}
     return [blocks[source[i]] if i in source else torch.zeros_like(b) for i, b in enumerate(blocks)]
+
+
+def ragged_all_to_all_ref(
+    blocks: Blocks, outs: Blocks, input_offsets: Numbers, send_sizes: Numbers, output_offsets: Numbers
+) -> Blocks:
+    """Rows of rank i go to rank j, in place of rows that it has; numbers are of sender i, for receiver j.
+
+    Example:
+        >>> x = torch.tensor([5, 6])
+        >>> ragged_all_to_all_ref([x], [torch.zeros(3, dtype=torch.int64)], [[1]], [[1]], [[2]])
+        [tensor([0, 0, 6])]
+    """
+    results = [out.clone() for out in outs]
+    for i, x in enumerate(blocks):
+        for j, result in enumerate(results):
+            start, size, to = input_offsets[i][j], send_sizes[i][j], output_offsets[i][j]
+            if size:
+                result[to : to + size] = x[start : start + size]
+    return results
 
 
 def cut(x: Tensor, n: int, dim: int) -> Blocks:

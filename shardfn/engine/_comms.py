@@ -16,8 +16,10 @@ from shardfn.collectives import (
     Channels,
     Control,
     close,
+    end_loss_channels,
     end_shared_group,
     gather_channels,
+    loss_channels,
     shared_group,
     shared_groups,
 )
@@ -107,7 +109,8 @@ def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> 
     for axes in plan.psum_axes:
         comms.mesh.group(axes)
     if isinstance(comms.channels, Channels):  # others are of captures
-        groups = [(x, x.shared_bytes) for x in shared_groups(comms.mesh).values() if x.shared_bytes]
+        of_loss = [*shared_groups(comms.mesh).values(), *loss_channels(comms.mesh)]
+        groups = [(x, x.shared_bytes) for x in of_loss if x.shared_bytes]
         for owner, nbytes in [*comms.channels.shared(), *_live(comms)[1].shared(), *groups]:
             record_owner(owner, "host", nbytes)
 
@@ -200,6 +203,7 @@ def _close(comms: Comms) -> None:
     channels, control = _live(comms)
     control.close()
     channels.close()
+    end_loss_channels(comms.mesh)
     for group in comms.mesh.own_groups().values():
         end_shared_group(comms.mesh, group)
         close(group)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from shardfn.capture import CaptureError, capture, capturing, quiet
 from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh, noting_meshes, record, transforming
-from shardfn.core import PyTree, named_leaves, tree_flatten, tree_paths, tree_unflatten
+from shardfn.core import Mesh, PyTree, named_leaves, tree_flatten, tree_paths, tree_unflatten
 from shardfn.graph import (
     Choice,
     Cluster,
@@ -104,10 +104,15 @@ class Jitted(Transform):
         self._counts[found is None] += 1
         if found is None:
             found = self._cache[key] = self._make(leaves, treedef, at, inputs)
-        compiled, moves, out_def, statics = found
+        compiled, mesh, moves, out_def, statics = found
         for move in moves:
             record(move.op, tuple(move.axes.split(",")), move.sent, dtype=move.dtype)
-        with torch.no_grad(), plain_arithmetic(), bind_pool():
+        with (
+            torch.no_grad(),
+            plain_arithmetic(),
+            bind_pool(),
+            contextlib.nullcontext() if mesh is None else bind_mesh(mesh),
+        ):
             outs = iter(compiled(*inputs))
         return tree_unflatten(out_def, [s.fill(next(outs)) if isinstance(s, ResultSlot) else s for s in statics])
 
@@ -181,7 +186,7 @@ class Jitted(Transform):
         choice = self.choose(gm)
         gm = self.scheduled(gm, choice and choice.schedule)
         self._counts[2] += time.perf_counter() - start
-        return self.compile(gm), sent_by_the_loss(gm), *result
+        return self.compile(gm), _mesh_of_the_loss(gm, meshes), sent_by_the_loss(gm), *result
 
 
 class ResultSlot(NamedTuple):
@@ -210,7 +215,25 @@ def slot_of(x: Any) -> Any:
 
 def sent_by_the_loss(gm: GraphModule) -> list[Transfer]:
     """The collectives that are torch's own ops, which do not report to the counter when they run."""
-    return [t for t in transfers(gm) if t.channel.startswith("loss") and t.num_ranks > 1]
+    loss = [t for t in transfers(gm) if t.channel.startswith("loss") and t.num_ranks > 1]
+    return [t for t in loss if getattr(t.node.target, "namespace", "") != "shardfn"]
+
+
+def _mesh_of_the_loss(gm: GraphModule, meshes: Sequence[Mesh]) -> Mesh | None:
+    """The mesh whose axes the ops of this package name; None where none of them sends.
+
+    Raises:
+        CaptureError: the function has bound several meshes.
+    """
+    if not any(t.channel.startswith("loss") and t.num_ranks > 1 for t in transfers(gm)):
+        return None
+    several = list(dict.fromkeys(mesh for mesh in meshes if mesh.size > 1))
+    if len(several) > 1:
+        raise CaptureError(
+            f"a jitted function binds {len(several)} meshes ({', '.join(map(str, several))}), so that its graph cannot"
+            " tell along which of them its exchanges go. Wrap the functions on each mesh in a jit of their own."
+        )
+    return several[0] if several else None
 
 
 def ambient() -> Any:

@@ -347,6 +347,8 @@ def _turn_of(target: Any) -> tuple[int, ...]:
         return (_GATHER,)
     if op.channel == "reduce":
         return (_REDUCE,)
+    if op.channel == "loss":
+        return (_COLLECTIVE,)
     if op.channel == "between" or target is SENT:
         return (_MESSAGE,)
     if target is operator.getitem or not isinstance(target, torch._ops.OpOverload):

@@ -194,6 +194,8 @@ OPS: dict[Any, Op] = {
     _C10D.all_gather_into_tensor: Op(channel="loss", transfer=wire.functional_all_gather, types="collective"),
     _C10D.reduce_scatter_tensor: Op(channel="loss", transfer=wire.functional_reduce_scatter, types="collective"),
     _C10D.all_to_all_single: Op(channel="loss", transfer=wire.functional_all_to_all, types="collective"),
+    _WIRE.ragged_places_start: Op(channel="loss", transfer=wire.ragged_places, types="collective"),
+    _WIRE.ragged_all_to_all_start: Op(channel="loss", transfer=wire.ragged_all_to_all, types="collective"),
     _C10D.wait_tensor: Op(waits=True, carries=True),
     # moves between memories
     _MEMORY.to_host_start: Op(move=Crossing("device", "host", 0), makes_in="host"),

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from shardfn.collectives import HEAD
+
 from ._values import axes_size, num_bytes, tensors_in
 
 
@@ -126,6 +128,19 @@ def functional_all_to_all(node: Node, meta: Mapping[str, Any]) -> Sent:
     stays = int(send[own_index(meta, axes)])
     sent = (value.numel() - stays) * value.element_size()
     return Sent(_kind_of_exchange(node, send, recv), axes, n, sent, value.dtype, send, f"loss {axes}")
+
+
+def ragged_places(node: Node, meta: Mapping[str, Any]) -> Sent:
+    axes = _drop_ones(str(node.args[-1]), meta)
+    n, own = axes_size(meta.get("mesh_shape", {}), axes), HEAD + 4 * _value(node).numel()
+    return Sent("all_gather", axes, n, 8 * own * (n - 1), torch.int64, (own,) * n, f"loss {axes}")
+
+
+def ragged_all_to_all(node: Node, meta: Mapping[str, Any]) -> Sent:
+    """The bytes are data: as many as if every row of the operand left, each once."""
+    x, axes = _value(node.args[0]), _drop_ones(str(node.args[-1]), meta)
+    n, row = axes_size(meta.get("mesh_shape", {}), axes), x.shape[1:].numel()
+    return Sent("ragged_all_to_all", axes, n, num_bytes(x) * (n > 1), x.dtype, (row,), f"loss {axes}")
 
 
 def own_index(meta: Mapping[str, Any], axes: str) -> int:

@@ -1,0 +1,273 @@
+"""Exchanges of rows whose numbers are data: `ragged_all_to_all`, `ragged_exchange`.
+
+The primitive under both is linear in `x` and knows no other rank's offsets: this rank sends rank j the rows of `x` from
+`input_offsets[j]` on, `send_sizes[j]` of them, and puts the `sizes[j]` rows from it into zeros, from `offsets[j]` on.
+Its transpose has the two pairs exchanged. `ragged_places` tells each rank its offsets, which are those of the senders.
+"""
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from shardfn.core import Axes, raise_all
+
+from ._env import current_mesh
+from ._followed import one_operation
+from ._line import Line, line_along
+from ._primitive import PRIMITIVES, Call, Operands, Primitive, bind, no_transpose, swap_dims
+from ._ragged_ops import Told, channel_along, compared_places
+from ._where import recording
+
+_ops = torch.ops.shardfn
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def ragged_all_to_all(
+    x: Shaped[Tensor, "..."],
+    out: Shaped[Tensor, "..."],
+    input_offsets: Tensor,
+    send_sizes: Tensor,
+    output_offsets: Tensor,
+    recv_sizes: Tensor,
+    axis: Axes,
+) -> Shaped[Tensor, "..."]:
+    """Sends each rank some rows of `x`, which it gets in place of some rows of `out`; how many is data: `V -> V`.
+
+        NCCL: all_to_all of unequal parts.  Slow spec, for ranks i and j, from the blocks of all:
+        `out[j][output_offsets[i][j] :][: send_sizes[i][j]] = x[i][input_offsets[i][j] :][: send_sizes[i][j]]`
+
+        [a A B] [c C]  =>  [a c .] [A B C]        with send_sizes [1, 2] and [1, 1], output_offsets [0, 0] and [1, 2]
+
+    It is `jax.lax.ragged_all_to_all`. Shapes do not depend on the sizes, so one captured graph serves them all. The
+    numbers of all ranks are compared first, in a message of 5 + 4 n integers: if they do not fit, all ranks raise the
+    same error, and nothing has been sent.
+
+    Transpose: of `x` the exchange back, in which rows that were sent several times are added; of `out` the rows that
+    have not been replaced. Nothing is differentiated by offsets and sizes.
+
+    When: tokens go to the ranks that hold their experts, within a capacity. Where shapes may depend on the data, and
+    nothing is captured, `ragged_exchange` needs no capacity. Equal parts go by `all_to_all`, without a comparison.
+
+    Args:
+        x: `[rows, ...]`; any number of rows, another one on each rank.
+        out: `[capacity, ...]`, with rows of the shape and dtype of those of `x`; the capacity may differ between ranks.
+        input_offsets: int32 or int64, one a rank along `axis`: the first of the rows of `x` for that rank.
+        send_sizes: likewise: how many.
+        output_offsets: likewise: the row of that rank's `out` at which they begin.
+        recv_sizes: likewise: how many rows come from that rank.
+        axis: mesh axes, major to minor; along None, a missing axis and an axis of size 1 there is one rank, this one.
+
+    Returns:
+        A tensor like `out`: its rows, but for those that have come.
+
+    Raises:
+        ValueError: unknown axis; operands of other shapes or dtypes; rows that differ between ranks; a size that is
+            negative, or that sender and receiver do not have alike; rows beyond those of `x` or `out`; two ranks that
+            write one row. It names the ranks, and all ranks raise it.
+
+    References:
+        JAX, `jax.lax.ragged_all_to_all`, https://docs.jax.dev/en/latest/_autosummary/jax.lax.ragged_all_to_all.html
+
+    Example:
+        >>> one = torch.tensor([1])
+        >>> ragged_all_to_all(torch.tensor([5, 6]), torch.zeros(4, dtype=torch.int64), one, one, one + 1, one, "ep")
+        tensor([0, 0, 6, 0])
+    """
+    line = line_along(axis) or _alone()
+    places = {
+        "input_offsets": input_offsets,
+        "send_sizes": send_sizes,
+        "output_offsets": output_offsets,
+        "recv_sizes": recv_sizes,
+    }
+    problems = [*_wrong_rows(x, out), *_wrong_places(line, places)]
+    if problems:
+        _refuse(line, problems)
+    return one_operation(_exchanged, x, out, *places.values(), line, along=axis)
+
+
+def ragged_exchange(
+    x: Shaped[Tensor, "..."], send_sizes: Tensor, axis: Axes
+) -> tuple[Shaped[Tensor, "..."], Shaped[Tensor, " n"]]:
+    """Sends rank 0 the first rows of `x`, rank 1 the next, and so on; returns the rows that come: `V -> V`.
+
+        [a A B] [c C]  =>  [a c] [A B C]        with send_sizes [1, 2] and [1, 1]
+
+    The rows of `x` beyond the sum of the sizes stay, with gradient zero. As the shape of the result is data, it is only
+    for code that runs as it is written: a capture refuses it.
+
+    Transpose: the exchange back.
+
+    When: tokens go to the ranks that hold their experts, whatever their number, in eager code.
+
+    Args:
+        x: `[rows, ...]`; any number of rows, another one on each rank.
+        send_sizes: int32 or int64, one a rank along `axis`: how many rows go there.
+        axis: as in `ragged_all_to_all`.
+
+    Returns:
+        The rows that have come, in the order of ranks, and how many have come from each (int64).
+
+    Raises:
+        ValueError: as `ragged_all_to_all`; or the numbers have no values here: in a capture, or batched by vmap.
+
+    Example:
+        >>> rows, sizes = ragged_exchange(torch.tensor([5, 6, 7]), torch.tensor([2]), "ep")
+        >>> rows, sizes
+        (tensor([5, 6]), tensor([2]))
+    """
+    line = line_along(axis) or _alone()
+    if (
+        recording()
+        or get_proxy_mode() is not None
+        or isinstance(x, FakeTensor)
+        or functorch.is_batchedtensor(send_sizes)
+    ):
+        raise ValueError(
+            "ragged_exchange returns as many rows as come, which a capture, or vmap over its sizes, cannot know. Use"
+            " sf.ragged_all_to_all, with an `out` of as many rows as may come at most."
+        )
+    problems = [*_wrong_rows(x, x), *_wrong_places(line, {"send_sizes": send_sizes})]
+    if problems:
+        _refuse(line, problems)
+    return one_operation(_arrived, x, send_sizes, line, along=axis)
+
+
+def _exchanged(
+    x: Tensor,
+    out: Tensor,
+    input_offsets: Tensor,
+    send_sizes: Tensor,
+    output_offsets: Tensor,
+    recv_sizes: Tensor,
+    line: Line,
+) -> Tensor:
+    rows, capacity = x.shape[0], out.shape[0]
+    compare = Call("ragged_places", line, size=capacity, concat_size=rows, looks=_looks(x))
+    offsets = bind(output_offsets, compare, input_offsets, send_sizes, recv_sizes)
+    exchange = Call("ragged_all_to_all", line, size=capacity, concat_size=rows)
+    come = bind(x, exchange, input_offsets, send_sizes, offsets, recv_sizes)
+    replaced = _covered(offsets, recv_sizes, capacity).view(capacity, *[1] * (out.ndim - 1))
+    return torch.where(replaced, come, out)
+
+
+def _arrived(x: Tensor, send_sizes: Tensor, line: Line) -> tuple[Tensor, Tensor]:
+    sizes = send_sizes.detach().long()
+    starts = sizes.cumsum(0) - sizes
+    given = torch.stack([starts, sizes, torch.full_like(sizes, -1), torch.full_like(sizes, -1)]).unsqueeze(1)
+    told = Told(_looks(x), False, x.shape[0], -1)
+    axes = ",".join(line.axes)
+    of_all = compared_places(channel_along(axes), axes, told, _by_rank(given, line).cpu()).result()
+    here = 0 if line.group is None else line.ranks[line.index]
+    come = _by_index(of_all[:, 1, 0, here], line).to(sizes.device)
+    exchange = Call("ragged_all_to_all", line, size=int(come.sum()), concat_size=x.shape[0])
+    return bind(x, exchange, starts, sizes, come.cumsum(0) - come, come), come
+
+
+def _alone() -> Line:
+    """The line of this rank alone, on which what the numbers say is done all the same."""
+    return Line((), (), 0, range(1), None, "", current_mesh())
+
+
+def _looks(x: Tensor) -> str:
+    return f"rows of {str(x.dtype).removeprefix('torch.')} {tuple(x.shape[1:])}"
+
+
+def _covered(offsets: Tensor, sizes: Tensor, capacity: int) -> Tensor:
+    """Which rows lie in one of the ranges."""
+    some = (sizes > 0).long()
+    steps = torch.zeros(capacity + 1, dtype=torch.int64, device=offsets.device)
+    begins, ends = (x.clamp(0, capacity) for x in (offsets, offsets + sizes))
+    return steps.scatter_add(0, begins, some).scatter_add(0, ends, -some)[:-1].cumsum(0) > 0
+
+
+# What is refused.
+
+
+def _wrong_rows(x: Tensor, out: Tensor) -> list[str]:
+    if not x.ndim or not out.ndim:
+        return [f"x has shape {tuple(x.shape)} and out {tuple(out.shape)}; both have rows along dim 0"]
+    problems = []
+    if x.shape[1:] != out.shape[1:]:
+        problems.append(
+            f"rows of x have shape {tuple(x.shape[1:])}, those of out {tuple(out.shape[1:])}; they are of one shape"
+        )
+    if x.dtype != out.dtype:
+        problems.append(f"x is {x.dtype}, out {out.dtype}; cast one of them")
+    if x.device != out.device:
+        problems.append(f"x is on {x.device}, out on {out.device}; move one of them")
+    return problems
+
+
+def _wrong_places(line: Line, places: dict[str, Tensor]) -> list[str]:
+    n, problems = line.size, list[str]()
+    for name, place in places.items():
+        if tuple(place.shape) != (n,):
+            problems.append(f"{name} has shape {tuple(place.shape)}; it has one entry a rank, ({n},)")
+        if place.dtype not in _INTEGERS:
+            problems.append(f"{name} is {place.dtype}; it is torch.int32 or torch.int64")
+    return problems
+
+
+def _refuse(line: Line, problems: list[str]) -> None:
+    """Raises on all ranks that exchange; a capture has agreements of its own."""
+    if line.size > 1 and not recording() and get_proxy_mode() is None:
+        axes, words = ",".join(line.axes), "; ".join(problems)
+        nothing = torch.zeros(4, 1, line.size, dtype=torch.int64)
+        compared_places(channel_along(axes), axes, Told(words, True), nothing).result()
+    raise_all(ValueError, "ragged_all_to_all: operands do not go together; nothing was sent:", problems)
+
+
+# The rows of the table. A group counts its ranks in the mesh's order, a caller as it names axes.
+
+
+def _by_rank(places: Tensor, line: Line) -> Tensor:
+    return places if line.in_order else places[..., line.indices]
+
+
+def _by_index(places: Tensor, line: Line) -> Tensor:
+    return places if line.in_order else places[..., list(line.ranks)]
+
+
+# ragged_places: V -> V
+
+
+def _ragged_places(output_offsets: Tensor, call: Call, *rest: Tensor) -> Tensor:
+    batch, line = output_offsets.shape[: call.batch_dims], call.line
+    each = [_by_rank(x.expand(*batch, line.size), line) for x in (output_offsets, *rest)]
+    axes = ",".join(line.axes)
+    handle = _ops.ragged_places_start(*each, call.concat_size, call.size, call.looks, axes)
+    return _by_index(_ops.wait(handle), line)
+
+
+# ragged_all_to_all: V -> V
+
+
+def _ragged_all_to_all(x: Tensor, call: Call, *places: Tensor) -> Tensor:
+    line, batch, (rows, capacity) = call.line, x.shape[: call.batch_dims], (call.concat_size, call.size)
+    axes = ",".join(line.axes)
+    if all(p.numel() == line.size for p in places):
+        each = [_by_rank(p.reshape(-1), line) for p in places]
+        first = x.movedim(call.batch_dims, 0).contiguous()
+        come = _ops.wait(_ops.ragged_all_to_all_start(first, *each, capacity, axes))
+        return come.movedim(0, call.batch_dims).contiguous()
+    # Each member has places of its own: all go as one, member by member.
+    member = torch.arange(batch.numel(), device=x.device).view(*batch, 1)
+    shifts = (member * rows, 0, member * capacity, 0)
+    each = [_by_rank((p + s).expand(*batch, line.size), line).reshape(-1) for p, s in zip(places, shifts, strict=True)]
+    tail = x.shape[call.batch_dims + 1 :]
+    flat = x.reshape(batch.numel() * rows, *tail)
+    come = _ops.wait(_ops.ragged_all_to_all_start(flat, *each, batch.numel() * capacity, axes))
+    return come.view(*batch, capacity, *tail)
+
+
+def _turned(places: Operands) -> Operands:
+    starts, leaving, offsets, coming = places
+    return offsets, coming, starts, leaving
+
+
+PRIMITIVES["ragged_places"] = Primitive(_ragged_places, no_transpose)
+PRIMITIVES["ragged_all_to_all"] = Primitive(_ragged_all_to_all, swap_dims, turned=_turned)

@@ -1,0 +1,243 @@
+"""Exchanges of rows whose numbers are data, as ops of a captured graph; other transfers are in `_wire_ops.py`.
+
+    ragged_places_start(output_offsets, input_offsets, send_sizes, recv_sizes, rows, capacity, looks, axes)
+        -> handle, like output_offsets      compares the places of all ranks; where the rows for this one go
+    ragged_all_to_all_start(x, input_offsets, send_sizes, offsets, sizes, rows, axes)
+        -> handle [rows, ...]               the rows from each rank at their places, zeros elsewhere
+
+Places are integers for each rank along the axes, in the order of the group, or several rows of these, one after another
+(of a batch). Rows that arrive at one place are added in that order. An axis of one rank has the name "".
+
+The check comes before the exchange, whose op needs its result; so all ranks raise alike, and nothing has been sent.
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.core import Pending, raise_all
+
+from ._channel import Channel
+from ._env import current_mesh
+from ._loss_channel import loss_channel
+from ._wire_ops import channels_of_graph, under_way
+
+_LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
+_PLACES = "Tensor output_offsets, Tensor input_offsets, Tensor send_sizes, Tensor recv_sizes"
+_LIBRARY.define(f"ragged_places_start({_PLACES}, int rows, int capacity, str looks, str axes) -> Tensor")
+_ENDS = "Tensor input_offsets, Tensor send_sizes, Tensor offsets, Tensor sizes"
+_LIBRARY.define(f"ragged_all_to_all_start(Tensor x, {_ENDS}, int rows, str axes) -> Tensor")
+# What a rank tells of itself before its places: whether it has refused its call, the bytes of its words and their
+# checksum, the rows that it holds, and those that it has room for.
+HEAD = 5
+
+
+class Told(NamedTuple):
+    """What a rank tells the others before an exchange.
+
+    Attributes:
+        words: dtype and shape of its rows; or why it has refused its call.
+        refused: whether it has.
+        rows: that it sends from.
+        capacity: the rows that it has room for; -1: as many as come.
+    """
+
+    words: str
+    refused: bool = False
+    rows: int = 0
+    capacity: int = 0
+
+
+def channel_along(axes: str) -> Channel | None:
+    """The channel of a loss's collectives along axes joined by commas; None along none."""
+    if not axes:
+        return None
+    channels = channels_of_graph()
+    return loss_channel(current_mesh() if channels is None else channels.mesh, tuple(axes.split(",")))
+
+
+# ragged_places
+
+
+def compared_places(channel: Channel | None, axes: str, told: Told, places: Tensor) -> Pending[Tensor]:
+    """The places of all ranks, `[ranks, 4, batch, ranks]`, if they fit: those of `places`, rank by rank.
+
+    Args:
+        channel: None is this rank alone.
+        axes: for words.
+        told: of this rank.
+        places: `[4, batch, ranks]`, int64: input offsets, sizes sent, output offsets, sizes received. Where a rank has
+            no output offsets, -1, rows go behind one another.
+
+    Raises:
+        ValueError: (of the result) ranks differ, or their places do not fit; the same text on all of them.
+    """
+    words = told.words.encode()
+    head = [told.refused, len(words), zlib.crc32(words), told.rows, told.capacity]
+    own = torch.cat([torch.tensor(head, dtype=torch.int64), places.reshape(-1)])
+    if channel is None:
+        return Pending(lambda: _checked([told], [head], own[HEAD:].view(1, *places.shape), "this rank"))
+
+    own = own.to(channel.device)
+
+    def compared(flat: Tensor) -> Tensor:
+        each = flat.cpu().view(channel.size, -1)
+        heads = each[:, :HEAD].tolist()
+        # Words are sent where somebody needs them: all ranks see that alike.
+        all_told = [Told("", *h[:1], *h[3:]) for h in heads]
+        if any(h[0] for h in heads) or len({h[2] for h in heads}) > 1:
+            most = max(h[1] for h in heads)
+            mine = torch.tensor(list(words.ljust(most, b"\0")), dtype=torch.uint8, device=channel.device)
+            texts = channel.all_gather(mine, [most] * channel.size, settled=True).result().view(channel.size, -1)
+            told_words = [bytes(t.tolist()[: h[1]]).decode() for t, h in zip(texts, heads, strict=True)]
+            all_told = [t._replace(words=w) for t, w in zip(all_told, told_words, strict=True)]
+        return _checked(all_told, heads, each[:, HEAD:].view(channel.size, *places.shape), f"of {axes!r}")
+
+    return channel.all_gather(own, [own.numel()] * channel.size, settled=True).then(compared)
+
+
+def _checked(told: Sequence[Told], heads: Sequence[Sequence[int]], places: Tensor, of: str) -> Tensor:
+    name = "this rank" if len(told) == 1 else f"rank {{}} {of}"
+    names = [name.format(r) for r in range(len(told))]
+    title = "ragged_all_to_all: "
+    refused = [f"{names[r]}: {t.words}" for r, t in enumerate(told) if t.refused]
+    raise_all(ValueError, title + "operands do not go together; nothing was sent:", refused)
+    if len({h[2] for h in heads}) > 1:
+        lines = [f"{names[r]}: {t.words}" for r, t in enumerate(told)]
+        raise_all(ValueError, title + "ranks differ in the dtype or the shape of a row; nothing was sent:", lines)
+    raise_all(ValueError, title + "places do not fit; nothing was sent:", _problems(told, places, names))
+    return places
+
+
+def _problems(told: Sequence[Told], places: Tensor, names: Sequence[str]) -> list[str]:
+    starts, sizes, offsets, wanted = places.unbind(1)  # each [senders, batch, receivers], `wanted` the other way round
+    asked = wanted.transpose(0, 2)
+    rows = torch.tensor([t.rows for t in told]).view(-1, 1, 1)
+    room = torch.tensor([t.capacity for t in told])
+    some, exact = sizes > 0, room < 0  # a place of no rows may be anywhere
+    ends = torch.where(some, offsets + sizes, 0)
+    bad = (sizes < 0) | ~exact & ((asked < 0) | (sizes != asked))
+    bad |= some & ((starts < 0) | (starts + sizes > rows) | ~exact & ((offsets < 0) | (offsets + sizes > room)))
+    order = torch.where(some, offsets, -1).argsort(0)
+    begins, stops = torch.where(some, offsets, 0).gather(0, order), ends.gather(0, order)
+    overlap = (begins[1:] < stops[:-1]) & some.gather(0, order)[:-1] & ~exact
+    if not bad.any() and not overlap.any():
+        return []
+    found = list[str]()
+    n = len(told)
+    for r, b, j in ((r, b, j) for r in range(n) for b in range(places.shape[2]) for j in range(n)):
+        at, size, to, want = (int(x[r, b, j]) for x in (starts, sizes, offsets, asked))
+        if size < 0 or (want < 0 and not exact[j]):
+            found += [f"{names[r]}: send_sizes[{j}] is {size}; a size is 0 or more"] * (size < 0)
+            found += [f"{names[j]}: recv_sizes[{r}] is {want}; a size is 0 or more"] * (want < 0 and not exact[j])
+        elif size != want and not exact[j]:
+            found.append(f"{names[r]} sends {size} rows to {names[j]}, whose recv_sizes[{r}] is {want}; use one number")
+        elif size:
+            if at < 0 or at + size > told[r].rows:
+                found.append(
+                    f"{names[r]}: input_offsets[{j}] is {at} and send_sizes[{j}] {size}, beyond the {told[r].rows} rows"
+                    " of x"
+                )
+            if not exact[j] and (to < 0 or to + size > told[j].capacity):
+                found.append(
+                    f"{names[r]}: output_offsets[{j}] is {to} and send_sizes[{j}] {size}, beyond the"
+                    f" {told[j].capacity} rows that out has on {names[j]}; give it more, or send fewer"
+                )
+    for i, b, j in overlap.nonzero().tolist():
+        one, other = (int(order[k, b, j]) for k in (i, i + 1))
+        ranges = [f"rows {int(offsets[r, b, j])} to {int(ends[r, b, j])} of {names[r]}" for r in (one, other)]
+        found.append(f"{names[j]}: two ranks write the same rows of out: {' and '.join(ranges)}; move one of them")
+    return found
+
+
+def _ragged_places_start(
+    output_offsets: Tensor,
+    input_offsets: Tensor,
+    send_sizes: Tensor,
+    recv_sizes: Tensor,
+    rows: int,
+    capacity: int,
+    looks: str,
+    axes: str,
+) -> Tensor:
+    channel = channel_along(axes)
+    n, index = (1, 0) if channel is None else (channel.size, channel.index)
+    places = torch.stack(
+        [x.reshape(-1, n).long().cpu() for x in (input_offsets, send_sizes, output_offsets, recv_sizes)]
+    )
+    pending = compared_places(channel, axes, Told(looks, False, rows, capacity), places)
+    handle = output_offsets.new_empty(output_offsets.shape, dtype=torch.int64)
+    return under_way(handle, pending.then(lambda all: handle.copy_(all[:, 2, :, index].t().reshape(handle.shape))))
+
+
+# ragged_all_to_all
+
+
+def _ragged_all_to_all_start(
+    x: Tensor,
+    input_offsets: Tensor,
+    send_sizes: Tensor,
+    offsets: Tensor,
+    sizes: Tensor,
+    rows: int,
+    axes: str,
+) -> Tensor:
+    channel = channel_along(axes)
+    n = 1 if channel is None else channel.size
+    starts, leaving, places, coming = (t.reshape(-1, n).tolist() for t in (input_offsets, send_sizes, offsets, sizes))
+    x, out = x.contiguous(), x.new_zeros((rows, *x.shape[1:]))
+    parts = [_joined([_rows(x, a[j], s[j]) for a, s in zip(starts, leaving, strict=True)]) for j in range(n)]
+    targets = [[_rows(out, a[j], s[j]) for a, s in zip(places, coming, strict=True)] for j in range(n)]
+    apart = _are_apart([(a, s) for pair in zip(places, coming, strict=True) for a, s in zip(*pair, strict=True)])
+    direct = apart and len(places) == 1
+    into = [t[0] if direct else x.new_empty((sum(map(len, t)), *x.shape[1:])) for t in targets]
+
+    def placed(_: object) -> Tensor:
+        for block, at in () if direct else zip(into, targets, strict=True):
+            for target, piece in zip(at, block.split([len(t) for t in at]), strict=True):
+                target.copy_(piece) if apart else target.add_(piece)
+        return out
+
+    if channel is None:
+        into[0].copy_(parts[0])
+        return under_way(out, Pending.of(None).then(placed))
+    return under_way(out, channel.exchange(parts, into, name="ragged_all_to_all").then(placed))
+
+
+def _rows(x: Tensor, start: int, size: int) -> Tensor:
+    return x[start : start + size] if size else x[:0]
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _are_apart(places: list[tuple[int, int]]) -> bool:
+    """Whether no row is in two places."""
+    end = 0
+    for start, size in sorted(p for p in places if p[1]):
+        if start < end:
+            return False
+        end = start + size
+    return True
+
+
+for _name, _impl in (
+    ("ragged_places_start", _ragged_places_start),
+    ("ragged_all_to_all_start", _ragged_all_to_all_start),
+):
+    _LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("shardfn::ragged_places_start", lib=_LIBRARY)
+def _(output_offsets: Tensor, *args: Any) -> Tensor:
+    return output_offsets.new_empty(output_offsets.shape, dtype=torch.int64)
+
+
+@torch.library.register_fake("shardfn::ragged_all_to_all_start", lib=_LIBRARY)
+def _(x: Tensor, *args: Any) -> Tensor:
+    *_, rows, _ = args
+    return x.new_empty((rows, *x.shape[1:]))
