@@ -60,6 +60,7 @@ DOCS = [
     "docs/pipeline.md",
     "docs/passes.md",
     "docs/sharded.md",
+    "docs/collectives.md",
     "docs/transforms.md",
     "docs/modules.md",
     "docs/model_state.md",

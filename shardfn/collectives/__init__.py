@@ -36,12 +36,10 @@ from ._compressed_scatter import compressed_scatter_init as compressed_scatter_i
 from ._traffic import counting_nothing as counting_nothing
 from ._traffic import Traffic as Traffic, count_traffic as count_traffic, record as record
 from ._channel import Channel as Channel, Channels as Channels
-from ._loss_channel import end_loss_channels as end_loss_channels, loss_channels as loss_channels
 from ._sole_owner import is_sole_owner as is_sole_owner
 from ._sole_owner import may_be_added_to as may_be_added_to
 from ._sharing import chosen_channel as chosen_channel
-from ._shared_group import end_shared_group as end_shared_group
-from ._shared_group import shared_group as shared_group, shared_groups as shared_groups
+from ._channel import forget_loss_channels as forget_loss_channels, set_loss_channels as set_loss_channels
 from ._failure import TransportError as TransportError, close as close
 from ._traced import TracedChannels as TracedChannels, TracedControl as TracedControl
 from ._traced import AnyChannel as AnyChannel, AnyChannels as AnyChannels, AnyControl as AnyControl

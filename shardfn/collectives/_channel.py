@@ -19,7 +19,7 @@ from torch import Tensor
 from shardfn.core import Mesh, Pending
 
 from ._failure import EndedGroup, TransportError, close
-from ._memory import IN, OUT, LaneOp
+from ._memory import IN, OUT, SUMMED, LaneOp, Lanes
 from ._packing import dealt
 from ._sharing import MemoryWork, shared_lanes
 from ._sole_owner import is_sole_owner
@@ -27,6 +27,9 @@ from ._traffic import record
 from ._transfers import as_raw, broadcast_from, native_all_gather, ordered_sum
 
 _Made = TypeVar("_Made")
+# What every backend sends as it is; others travel as bytes.
+_KNOWN = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_KNOWN += (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 _ASYNC_ALL_TO_ALL = dist.AllToAllOptions()
 _ASYNC_ALL_TO_ALL.asyncOp = True
 
@@ -62,7 +65,8 @@ def _when(works: Sequence[dist.Work | MemoryWork], finish: Callable[[], _Made]) 
 class Channel:
     """A communicator of its own along `axes` of `mesh`. Making one is collective over the mesh.
 
-    With `group`, a group along these axes that exists and outlives the channel, it is collective over that alone.
+    One of a loss is made without the other ranks where its group exists: `group`, which outlives the channel. Whether
+    its ranks share memory is found out at its first transfer, as it may have none.
 
     Attributes:
         shape: axis -> size.
@@ -71,7 +75,9 @@ class Channel:
         device: the mesh's.
     """
 
-    def __init__(self, mesh: Mesh, axes: tuple[str, ...], backend: str | None = None, group: Any = None) -> None:
+    def __init__(
+        self, mesh: Mesh, axes: tuple[str, ...], backend: str | None = None, *, group: Any = None, of_loss: bool = False
+    ) -> None:
         self.axes = mesh.axes(axes)
         self.shape = {a: mesh.shape[a] for a in self.axes}
         self.size = mesh.axis_size(self.axes)
@@ -92,15 +98,22 @@ class Channel:
         self._roots = [broadcast_from(rank) for rank in range(self.size)]
         self._direct = group is not None and dist.get_backend(group) in ("gloo", "fake")
         # The way through memory: of all ranks of the group, or of none.
-        on_host = (
+        self._on_host = (
             group is not None and dist.get_backend(group) == "gloo" and (backend == "gloo" or mesh.device.type == "cpu")
         )
-        self._lanes = shared_lanes(group, mesh.timeout) if on_host else None
+        self._timeout = mesh.timeout
+        if not of_loss:
+            _ = self._lanes
+
+    @functools.cached_property
+    def _lanes(self) -> Lanes | None:
+        return shared_lanes(self.group, self._timeout) if self._on_host else None
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of memory that this rank has set aside for others to read; 0 where the channel goes another way."""
-        return 0 if self._lanes is None else self._lanes.nbytes
+        lanes: Lanes | None = vars(self).get("_lanes")
+        return 0 if lanes is None else lanes.nbytes
 
     def all_gather(
         self,
@@ -126,7 +139,7 @@ class Channel:
             Pending whose result is the destination.
         """
         out = own.new_empty(sum(sizes)) if into is None else into
-        blocks = out.split_with_sizes(list(sizes))
+        blocks: Sequence[Tensor] = out.split_with_sizes(list(sizes))
         mine = blocks[self.index]
         if own.data_ptr() != mine.data_ptr():
             mine.copy_(own.view(-1))
@@ -135,6 +148,8 @@ class Channel:
             return Pending.of(out)
         if self._lanes is not None:
             return self._through_memory(own, blocks, out, settled)
+        if own.dtype not in _KNOWN:
+            own, mine, blocks = as_raw(own), as_raw(mine), [as_raw(block) for block in blocks]
         if self._direct:
             with _transport:
                 works = self._exchange(own, blocks) if idle else self._broadcasts(own, blocks, settled)
@@ -158,7 +173,7 @@ class Channel:
         group = self.group
         if group is None:
             return Pending.of(flat)
-        if self._lanes is not None:
+        if self._lanes is not None and flat.dtype in SUMMED:
             out = flat[start : start + own] if reuse and is_sole_owner(flat) else flat.new_empty(own)
             return self._shared(self._lanes.reduce_scatter(flat.split_with_sizes(list(sizes)), out), lambda: out)
         if not self._direct and len(set(sizes)) == 1:
@@ -250,16 +265,32 @@ class Channel:
         """Whether `all_reduce` may stand for `reduce_scatter` and `all_gather`: a sum of two has but one order."""
         return self._direct and self.size == 2
 
-    def all_reduce(self, flat: Tensor) -> Pending[Tensor]:
+    def all_reduce(self, flat: Tensor, *, name: str = "all_reduce") -> Pending[Tensor]:
         """Sums a flat tensor over all ranks, in place; bit-identical to the sum in rank order where `sums_in_one`."""
         # Of several ranks only: where there is no group, torch would take that of the whole job.
         nbytes = flat.numel() * flat.element_size()
-        record("all_reduce", self.axes, 2 * nbytes * (self.size - 1) // self.size, dtype=flat.dtype)
-        if self._lanes is not None:
+        record(name, self.axes, 2 * nbytes * (self.size - 1) // self.size, dtype=flat.dtype)
+        if self._lanes is not None and flat.dtype in SUMMED:
             parts = flat.view(-1).split_with_sizes(dealt(flat.numel(), self.size))
             return self._shared(self._lanes.all_reduce(parts), lambda: flat)
+        self._check_known(flat.dtype)
         with _transport:
             work = dist.all_reduce(flat, group=self.group, async_op=True)
+        assert work is not None
+        return _when([work], lambda: flat)
+
+    def maximum(self, flat: Tensor, *, name: str) -> Pending[Tensor]:
+        """Takes the elementwise maximum of a flat tensor over all ranks, in place."""
+        nbytes = flat.numel() * flat.element_size()
+        record(name, self.axes, 2 * nbytes * (self.size - 1) // self.size, dtype=flat.dtype)
+        if self._lanes is not None:
+            rows = flat.new_empty(self.size, flat.numel())
+            rows[self.index] = flat
+            entry = self._lanes.all_gather(rows[self.index], rows.unbind())
+            return self._shared(entry, lambda: flat.copy_(rows.amax(0)))
+        self._check_known(flat.dtype)
+        with _transport:
+            work = dist.all_reduce(flat, dist.ReduceOp.MAX, group=self.group, async_op=True)
         assert work is not None
         return _when([work], lambda: flat)
 
@@ -293,14 +324,19 @@ class Channel:
 
     def close(self) -> None:
         """Ends the channel; what is under way fails, here and on the other ranks."""
-        if self._lanes is not None:
-            self._lanes.close()
+        self.end_memory()
         if self.group is not None and not isinstance(self.group, EndedGroup):
             if self._owns_group:
                 close(self.group)
             self.group = EndedGroup()
         self._sends.clear()
         self._made.unwatch(self._sends)
+
+    def end_memory(self) -> None:
+        """Ends the way through memory; what is under way there fails, here and on the other ranks."""
+        lanes: Lanes | None = vars(self).get("_lanes")
+        if lanes is not None:
+            lanes.close()
 
     def _through_memory(self, own: Tensor, blocks: Sequence[Tensor], out: Tensor, settled: bool) -> Pending[Tensor]:
         assert self._lanes is not None
@@ -314,6 +350,11 @@ class Channel:
     def _shared(self, entry: LaneOp, finish: Callable[[], Tensor]) -> Pending[Tensor]:
         assert self._lanes is not None
         return _when([MemoryWork(self._lanes, entry, IN | OUT)], finish)
+
+    def _check_known(self, dtype: torch.dtype) -> None:
+        """Refuses a sum that gloo would only refuse when it is waited for, as a failure of the transport."""
+        if self._direct and dtype not in _KNOWN and not dtype.is_complex:
+            raise TypeError(f"gloo sums no {dtype}; cast it to a dtype that it knows: {', '.join(map(str, _KNOWN))}.")
 
     def _forget_sent(self) -> None:
         while self._sends and self._sends[0][0].is_completed():
@@ -355,12 +396,15 @@ class Channels:
 
     They are made on first request, which is collective: all ranks must ask in the same order.
 
-    Attributes:
+    Args:
         mesh: the mesh.
+        apart: whether the loss's channels, too, have groups of their own, which may end with them after a failure.
+            Where the backend is not gloo they have the mesh's in any case: each would cost memory on the device.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, *, apart: bool = True) -> None:
+        self._mesh = mesh
+        self._apart = apart and mesh.backend == "gloo" and mesh.makes_groups
         # In the order of the first requests, which is the same on all ranks: `anew` makes them in that order.
         self._made: dict[tuple[str, tuple[str, ...]], Channel] = {}
 
@@ -380,6 +424,15 @@ class Channels:
         """The channel from rank to rank, through the host whatever the device."""
         return self._get("between", axes)
 
+    def loss(self, axes: tuple[str, ...]) -> Channel:
+        """The channel of the collectives that a loss calls along `axes`."""
+        return self._get("loss", axes)
+
+    def loss_along_each(self) -> None:
+        """Makes the loss's channel along each axis, if they have groups of their own: later not all ranks may ask."""
+        for axis in self._mesh.axes(self._mesh.axis_names) if self._apart else ():
+            self.loss((axis,))
+
     def shared(self) -> list[tuple[Channel, int]]:
         """The channels that go through memory, and the bytes that this rank has set aside for each."""
         return [(x, x.shared_bytes) for x in self._made.values() if x.shared_bytes]
@@ -394,9 +447,15 @@ class Channels:
         for channel in self._made.values():
             channel.close()
 
+    def end_memory_of_loss(self) -> None:
+        """Ends the way through memory of the loss's channels, whose transfers have all been waited for."""
+        for (kind, _), channel in self._made.items():
+            if kind == "loss":
+                channel.end_memory()
+
     def anew(self) -> "Channels":
         """The same channels, made again. Collective."""
-        fresh = Channels(self.mesh)
+        fresh = Channels(self._mesh)
         for kind, axes in self._made:
             fresh._get(kind, axes)
         return fresh
@@ -404,8 +463,42 @@ class Channels:
     def _get(self, kind: str, axes: tuple[str, ...]) -> Channel:
         key = (kind, axes)
         if key not in self._made:
-            self._made[key] = Channel(self.mesh, axes, "gloo" if kind == "between" else None)
+            if kind == "loss":
+                group = None if self._apart else self._mesh.group(axes)
+                self._made[key] = Channel(self._mesh, axes, group=group, of_loss=True)
+            else:
+                self._made[key] = Channel(self._mesh, axes, "gloo" if kind == "between" else None)
         return self._made[key]
+
+
+_LOSS = "channels of the loss"
+
+
+def loss_channel(mesh: Mesh, axes: tuple[str, ...]) -> Channel:
+    """The channel of the collectives that a loss calls: that of the mesh's steps, if it has made any.
+
+    Else one on the mesh's group along `axes`, whose first transfer is collective over the ranks along them.
+    """
+    channels: Channels | None = mesh.resources.get(_LOSS)
+    if channels is None:
+        channels = mesh.resources[_LOSS] = Channels(mesh, apart=False)
+        mesh.at_close(_LOSS, lambda why: channels.end_memory_of_loss())
+    return channels.loss(axes)
+
+
+def set_loss_channels(mesh: Mesh, channels: Channels) -> None:
+    """Lets the collectives of a loss go by a step's channels, in place of those on the mesh's own groups."""
+    before: Channels | None = mesh.resources.get(_LOSS)
+    if before is not None and before is not channels:
+        before.close()
+    mesh.resources[_LOSS] = channels
+    mesh.at_close(_LOSS, lambda why: channels.end_memory_of_loss())
+
+
+def forget_loss_channels(mesh: Mesh, channels: Channels) -> None:
+    """Lets the collectives of a loss go by the mesh's own groups again, as these channels have ended."""
+    if mesh.resources.get(_LOSS) is channels:
+        del mesh.resources[_LOSS]
 
 
 def _last(kept: Tensor, value: Tensor) -> Tensor:

@@ -318,9 +318,9 @@ class _CompressedCall:
         arrived = exchange_rows(sent, self.between, name="all_to_all")
         yield
         combined = [self._combined(leaf, codes) for leaf, codes in zip(leaves, arrived(), strict=True)]
-        gathered = gather_rows(combined, self.between, name="all_gather")
+        gathered = gather_rows(combined, self.between)
         yield
-        whole = gather_rows(gathered(), self.inside, name="all_gather")
+        whole = gather_rows(gathered(), self.inside)
         for leaf, codes in zip(leaves, whole(), strict=True):
             into = _memory_of(leaf.x) if self.donate else None
             leaf.out = _decoded(codes, leaf.x, leaf.cut, self.compressor, into) if decode else codes

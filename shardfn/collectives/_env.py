@@ -29,6 +29,11 @@ def bind_mesh(mesh: Mesh) -> Iterator[Mesh]:
         yield mesh
 
 
+def this_mesh(mesh: Mesh) -> AbstractContextManager[Mesh]:
+    """Binds the mesh of one collective while that begins."""
+    return _MESH.bound(mesh)
+
+
 @bound_again
 def _same_mesh() -> list[Again]:
     return [functools.partial(_MESH.bound, mesh) for mesh in _MESH.all[-1:]]

@@ -11,12 +11,9 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
-from shardfn.core import AbstractGroup, Axes, Mesh, chunk_bounds
+from shardfn.core import Axes, Mesh, chunk_bounds
 
 from ._env import current_mesh
-from ._shared_group import shared_group
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,9 +24,7 @@ class Line:
         axes: the axes in the mesh's order.
         sizes: the sizes of the axes as the caller named them, major to minor.
         index: this rank's index.
-        ranks: index -> rank in `group`.
-        group: the process group; None for one rank.
-        wire: the name by which collectives call it; see `_shared_group.py`.
+        ranks: index -> rank in the mesh's order.
         mesh: the mesh, with which the groups end: a graph that a backward will go through keeps it.
     """
 
@@ -37,9 +32,7 @@ class Line:
     sizes: tuple[int, ...]
     index: int
     ranks: Sequence[int]
-    group: dist.ProcessGroup | AbstractGroup | None
-    wire: str
-    mesh: Mesh | None = None
+    mesh: Mesh
 
     @property
     def size(self) -> int:
@@ -48,12 +41,12 @@ class Line:
 
     @property
     def in_order(self) -> bool:
-        """Whether index and rank in the group are the same number."""
+        """Whether index and rank are the same number."""
         return isinstance(self.ranks, range)
 
     @property
     def indices(self) -> list[int]:
-        """Rank in `group` -> index."""
+        """Rank -> index."""
         return sorted(range(self.size), key=lambda i: self.ranks[i])
 
     def lengths(self, size: int) -> tuple[int, ...]:
@@ -74,10 +67,10 @@ def line_along(axis: Axes) -> Line | None:
     if not named:
         return None
     axes = tuple(n for n in mesh.axis_names if n in named)
-    group = mesh.group(axes)
-    assert group is not None
+    if not mesh.abstract:
+        mesh.check_open()
     sizes = tuple(mesh.shape[n] for n in named)
-    return Line(axes, sizes, mesh.axis_index(named), _ranks(mesh, named, axes), group, shared_group(mesh, group), mesh)
+    return Line(axes, sizes, mesh.axis_index(named), _ranks(mesh, named, axes), mesh)
 
 
 @functools.lru_cache(maxsize=1024)

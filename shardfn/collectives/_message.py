@@ -42,18 +42,17 @@ def exchange_rows(parts: Sequence[Parts], line: Line | None, *, name: str) -> Ca
     return lambda: _unpacked(wait().view(line.size, -1), places, parts)
 
 
-def gather_rows(parts: Sequence[Parts], line: Line | None, *, name: str) -> Callable[[], list[Parts]]:
+def gather_rows(parts: Sequence[Parts], line: Line | None) -> Callable[[], list[Parts]]:
     """Gathers the rows of every tensor, in one message; waiting gives those of index 0, of index 1, and so on.
 
     Args:
         parts: groups of tensors with equal leading dims, the same on all ranks.
         line: the ranks; None is this rank alone.
-        name: the operation's name for the traffic counter.
     """
     if line is None:
         return lambda: list(parts)
     rows, places = _packed(parts)
-    wait = native.all_gather_start(rows, line, name=name)
+    wait = native.all_gather_start(rows, line)
     return lambda: _unpacked(wait().flatten(0, 1), places, parts)
 
 

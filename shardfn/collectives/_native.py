@@ -1,27 +1,23 @@
-"""What goes over the wire: torch's functional collectives on buffers whose first dim counts ranks or rows.
+"""What goes over the wire: buffers whose first dim counts ranks or rows, on the channel of the loss along a line.
 
-They are the ops that a tracer captures. No gradients and no odd sizes here; every function reports to the traffic
-counter under the name of the primitive that it serves.
+No gradients and no odd sizes here; every function reports to the traffic counter under the name of the primitive that
+it serves. Where a program is recorded, or a mode looks at its operations, transfers are ops (`_loss_ops.py`).
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from shardfn.core import AbstractGroup
-
+from ._channel import Channel, loss_channel
+from ._env import this_mesh
 from ._line import Line
-from ._traffic import record
-from ._where import recording
+from ._transfers import ordered_sum
 
-_ops = torch.ops._c10d_functional
-# What every backend sends as it is. Where nothing is computed on the way, others travel as bytes.
-_KNOWN = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_KNOWN += (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
+_ops = torch.ops.shardfn
 
 
 def _unknown(x: Tensor) -> Tensor:
@@ -31,33 +27,59 @@ def _unknown(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
+def _channel(x: Tensor, line: Line) -> Channel | None:
+    """The channel that takes `x` at once; None where transfers are to be ops."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
+        return None
+    if isinstance(x, FakeTensor) or x.is_meta or line.mesh.abstract:
+        return None
+    if line.mesh.device.type == "cpu" and not x.is_cpu:  # ranks would read its address in memory of their own
+        raise ValueError(
+            f"a collective along {line.axes} of {line.mesh!r} got a tensor on {x.device}; move it to the CPU."
+        )
+    return loss_channel(line.mesh, line.axes)
+
+
+def start_op(name: str, line: Line, *args: Any) -> Callable[[], Tensor]:
+    """Starts a transfer by its op, whose last argument is the axes; the result waits for it."""
+    axes = ",".join(line.axes)
+    if torch.compiler.is_compiling():
+        whole = getattr(_ops, name)(*args, axes)
+        return lambda: whole
+    with this_mesh(line.mesh):  # a backward may come when none is bound
+        handle = getattr(_ops, f"{name}_start")(*args, axes)
+    return lambda: _ops.wait(handle)
+
+
 def all_reduce(x: Tensor, line: Line, op: str, *, name: str) -> Tensor:
     """`op` ("sum" or "max") over the line; the same on every rank."""
     if x.numel() == 0:
         return x.clone()
-    record(name, line.axes, 2 * x.numel() * x.element_size() * (line.size - 1) // line.size, dtype=x.dtype)
-    return _ops.wait_tensor(_ops.all_reduce(_unknown(x).contiguous(), op, line.wire))
+    channel = _channel(x, line)
+    if channel is None:
+        return start_op("loss_psum" if op == "sum" else "loss_pmax", line, _unknown(x).contiguous())()
+    out = x.clone(memory_format=torch.contiguous_format)
+    flat = out.view(-1)
+    (channel.all_reduce(flat, name=name) if op == "sum" else channel.maximum(flat, name=name)).result()
+    return out
 
 
-def all_gather(x: Tensor, line: Line, *, name: str) -> Tensor:
-    """The blocks of the line stacked by index: `[...] -> [n, ...]`."""
-    return all_gather_start(x, line, name=name)()
+def all_gather_start(x: Tensor, line: Line) -> Callable[[], Tensor]:
+    """The blocks of the line stacked by index, `[...] -> [n, ...]`, under way; the result waits for it.
 
-
-def all_gather_start(x: Tensor, line: Line, *, name: str) -> Callable[[], Tensor]:
-    """`all_gather` under way; the result waits for it. `x` is not to be written until then."""
+    `x` is not to be written until then.
+    """
     n, shape = line.size, x.shape
     if x.numel() == 0:
         return lambda: x.new_empty((n, *shape))
-    record(name, line.axes, x.numel() * x.element_size() * (n - 1), dtype=x.dtype)
-    own = _unknown(x).contiguous()
-    known = x.dtype in _KNOWN
-    own = own if known else own.view(-1).view(torch.uint8)
-    under_way = _ops.all_gather_into_tensor(own, n, line.wire)
+    channel, own = _channel(x, line), _unknown(x).contiguous().view(-1)
+    if channel is None:
+        arrive = start_op("loss_all_gather", line, own, n)
+    else:
+        arrive = channel.all_gather(own, [own.numel()] * n, settled=True).result
 
     def wait() -> Tensor:
-        out = _ops.wait_tensor(under_way)
-        out = (out if known else out.view(x.dtype)).view(n, *shape)
+        out = arrive().view(n, *shape)
         return out if line.in_order else out[list(line.ranks)]
 
     return wait
@@ -68,59 +90,41 @@ def reduce_scatter(x: Tensor, line: Line, *, name: str) -> Tensor:
     n, shape = line.size, x.shape[1:]
     if x.numel() == 0:
         return x.new_empty(shape)
-    if _sums_at_home(line):
+    if not line.in_order:  # a channel sums in the order of its ranks, which is not that of the line
         each = [shape.numel()] * n
-        return _sum_in_order(exchange(x.reshape(-1), each, each, line, name=name).view(n, *shape))
-    record(name, line.axes, shape.numel() * x.element_size() * (n - 1), dtype=x.dtype)
-    rows = x if line.in_order else x[line.indices]
-    out = _ops.reduce_scatter_tensor(_unknown(rows).contiguous().view(-1), "sum", n, line.wire)
-    return _ops.wait_tensor(out).view(shape)
-
-
-def exchange(x: Tensor, send: Sequence[int], recv: Sequence[int], line: Line, *, name: str) -> Tensor:
-    """Sends `send[i]` elements of the flat `x` to each index i; returns the `recv[i]` elements from each, in order."""
-    return exchange_start(x, send, recv, line, name=name)()
+        return _sum_in_order(exchange_start(x.reshape(-1), each, each, line, name=name)().view(n, *shape))
+    channel, flat = _channel(x, line), _unknown(x).contiguous().view(-1)
+    if channel is None:
+        return start_op("loss_psum_scatter", line, flat, n)().view(shape)
+    return channel.reduce_scatter(flat, [shape.numel()] * n).result().view(shape)
 
 
 def exchange_start(
     x: Tensor, send: Sequence[int], recv: Sequence[int], line: Line, *, name: str
 ) -> Callable[[], Tensor]:
-    """`exchange` under way; the result waits for it. `x` is not to be written until then."""
-    record(name, line.axes, (x.numel() - send[line.index]) * x.element_size(), dtype=x.dtype)
+    """Sends `send[i]` elements of the flat `x` to each index i; waiting gives the `recv[i]` from each, in order.
+
+    `x` is not to be written until then.
+    """
     order = line.indices
     if not line.in_order:
         pieces = x.split(list(send))
         x, send, recv = torch.cat([pieces[i] for i in order]), [send[i] for i in order], [recv[i] for i in order]
-    flat, known = _unknown(x).contiguous(), x.dtype in _KNOWN
-    flat, width = (flat, 1) if known else (flat.view(torch.uint8), x.dtype.itemsize)
-    sizes = [n * width for n in recv], [n * width for n in send]
-    under_way = _ops.all_to_all_single(flat, *sizes, line.wire)
+    channel, flat, recv = _channel(x, line), _unknown(x).contiguous(), list(recv)
+    if channel is None:
+        arrive = start_op("loss_exchange", line, flat, list(send), recv, name)
+    else:
+        arrived = flat.new_empty(sum(recv))
+        pending = channel.exchange(flat.split_with_sizes(list(send)), arrived.split_with_sizes(recv), name=name)
+        arrive = pending.then(lambda _: arrived).result
 
     def wait() -> Tensor:
-        out = _ops.wait_tensor(under_way)
-        out = out if known else out.view(x.dtype)
-        return out if line.in_order else torch.cat([out.split(list(recv))[rank] for rank in line.ranks])
+        out = arrive()
+        return out if line.in_order else torch.cat([out.split_with_sizes(recv)[rank] for rank in line.ranks])
 
     return wait
 
 
-def _sums_at_home(line: Line) -> bool:
-    """The one place that chooses how to reduce-scatter: gloo's own is an all-reduce, which sends twice the bytes.
-
-    A graph has the exchange and the sums, whatever it will run on, and whoever traces it. Memory sums in the order of
-    the group's ranks, so where axes are named in another order the sum is made here, too, in theirs.
-    """
-    group = line.group
-    assert group is not None
-    if line.wire != group.group_name and line.in_order and not recording() and get_proxy_mode() is None:
-        return False
-    return (group.backend if isinstance(group, AbstractGroup) else dist.get_backend(group)) == "gloo"
-
-
 def _sum_in_order(rows: Tensor) -> Tensor:
     """The sum over dim 0 from the first row to the last; 16-bit floats are summed in 32 bits and rounded once."""
-    wide = torch.float32 if rows.dtype in (torch.bfloat16, torch.float16) else rows.dtype
-    total = rows[0].to(wide) + rows[1]
-    for row in rows[2:].unbind(0):
-        total.add_(row)
-    return total.to(rows.dtype)
+    return ordered_sum(list(rows.unbind(0)), None)

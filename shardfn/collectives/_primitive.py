@@ -227,7 +227,7 @@ def _all_gather(x: Tensor, call: Call) -> Tensor:
 def _all_gather_start(x: Tensor, call: Call) -> Wait:
     lengths = call.line.lengths(call.size)
     rows = _pad(x.movedim(call.dim, 0), lengths[0])
-    wait = native.all_gather_start(rows, call.line, name="all_gather")
+    wait = native.all_gather_start(rows, call.line)
     return lambda: _join(wait(), lengths).movedim(0, call.dim).contiguous()
 
 
@@ -240,7 +240,7 @@ def _quantized_all_gather(x: Tensor, call: Call) -> Tensor:
     # The members of a batch share no scales: each is what it would be alone.
     flat = rows.movedim(0, call.batch_dims).reshape(batch.numel(), -1)
     codes = kernels.quantize(flat, bits=call.bits, block=call.block)
-    gathered = gather_rows([codes], call.line, name="all_gather")()[0] if flat.numel() else codes
+    gathered = gather_rows([codes], call.line)()[0] if flat.numel() else codes
     each = (call.line.size, *batch, lengths[0], *rows.shape[1 + call.batch_dims :])
     values, scales = gathered
     wide = kernels.dequantize(values, scales, flat.shape[1], bits=call.bits, block=call.block, dtype=x.dtype)

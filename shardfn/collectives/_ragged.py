@@ -14,14 +14,15 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardfn.core import Axes, raise_all
 
+from ._channel import Channel, loss_channel
 from ._env import current_mesh
 from ._followed import one_operation
 from ._line import Line, line_along
+from ._native import start_op
 from ._primitive import PRIMITIVES, Call, Operands, Primitive, bind, no_transpose, swap_dims
-from ._ragged_ops import Told, channel_along, compared_places
+from ._ragged_ops import Told, compared_places
 from ._where import recording
 
-_ops = torch.ops.shardfn
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -160,8 +161,8 @@ def _arrived(x: Tensor, send_sizes: Tensor, line: Line) -> tuple[Tensor, Tensor]
     given = torch.stack([starts, sizes, torch.full_like(sizes, -1), torch.full_like(sizes, -1)]).unsqueeze(1)
     told = Told(_looks(x), False, x.shape[0], -1)
     axes = ",".join(line.axes)
-    of_all = compared_places(channel_along(axes), axes, told, _by_rank(given, line).cpu()).result()
-    here = 0 if line.group is None else line.ranks[line.index]
+    of_all = compared_places(_channel(line), axes, told, _by_rank(given, line).cpu()).result()
+    here = line.ranks[line.index]
     come = _by_index(of_all[:, 1, 0, here], line).to(sizes.device)
     exchange = Call("ragged_all_to_all", line, size=int(come.sum()), concat_size=x.shape[0])
     return bind(x, exchange, starts, sizes, come.cumsum(0) - come, come), come
@@ -169,7 +170,11 @@ def _arrived(x: Tensor, send_sizes: Tensor, line: Line) -> tuple[Tensor, Tensor]
 
 def _alone() -> Line:
     """The line of this rank alone, on which what the numbers say is done all the same."""
-    return Line((), (), 0, range(1), None, "", current_mesh())
+    return Line((), (), 0, range(1), current_mesh())
+
+
+def _channel(line: Line) -> Channel | None:
+    return loss_channel(line.mesh, line.axes) if line.axes else None
 
 
 def _looks(x: Tensor) -> str:
@@ -217,7 +222,7 @@ def _refuse(line: Line, problems: list[str]) -> None:
     if line.size > 1 and not recording() and get_proxy_mode() is None:
         axes, words = ",".join(line.axes), "; ".join(problems)
         nothing = torch.zeros(4, 1, line.size, dtype=torch.int64)
-        compared_places(channel_along(axes), axes, Told(words, True), nothing).result()
+        compared_places(_channel(line), axes, Told(words, True), nothing).result()
     raise_all(ValueError, "ragged_all_to_all: operands do not go together; nothing was sent:", problems)
 
 
@@ -238,9 +243,8 @@ def _by_index(places: Tensor, line: Line) -> Tensor:
 def _ragged_places(output_offsets: Tensor, call: Call, *rest: Tensor) -> Tensor:
     batch, line = output_offsets.shape[: call.batch_dims], call.line
     each = [_by_rank(x.expand(*batch, line.size), line) for x in (output_offsets, *rest)]
-    axes = ",".join(line.axes)
-    handle = _ops.ragged_places_start(*each, call.concat_size, call.size, call.looks, axes)
-    return _by_index(_ops.wait(handle), line)
+    compared = start_op("ragged_places", line, *each, call.concat_size, call.size, call.looks)
+    return _by_index(compared(), line)
 
 
 # ragged_all_to_all: V -> V
@@ -248,11 +252,10 @@ def _ragged_places(output_offsets: Tensor, call: Call, *rest: Tensor) -> Tensor:
 
 def _ragged_all_to_all(x: Tensor, call: Call, *places: Tensor) -> Tensor:
     line, batch, (rows, capacity) = call.line, x.shape[: call.batch_dims], (call.concat_size, call.size)
-    axes = ",".join(line.axes)
     if all(p.numel() == line.size for p in places):
         each = [_by_rank(p.reshape(-1), line) for p in places]
         first = x.movedim(call.batch_dims, 0).contiguous()
-        come = _ops.wait(_ops.ragged_all_to_all_start(first, *each, capacity, axes))
+        come = start_op("ragged_all_to_all", line, first, *each, capacity)()
         return come.movedim(0, call.batch_dims).contiguous()
     # Each member has places of its own: all go as one, member by member.
     member = torch.arange(batch.numel(), device=x.device).view(*batch, 1)
@@ -260,7 +263,7 @@ def _ragged_all_to_all(x: Tensor, call: Call, *places: Tensor) -> Tensor:
     each = [_by_rank((p + s).expand(*batch, line.size), line).reshape(-1) for p, s in zip(places, shifts, strict=True)]
     tail = x.shape[call.batch_dims + 1 :]
     flat = x.reshape(batch.numel() * rows, *tail)
-    come = _ops.wait(_ops.ragged_all_to_all_start(flat, *each, batch.numel() * capacity, axes))
+    come = start_op("ragged_all_to_all", line, flat, *each, batch.numel() * capacity)()
     return come.view(*batch, capacity, *tail)
 
 

@@ -21,15 +21,10 @@ from torch import Tensor
 from shardfn.core import Pending, raise_all
 
 from ._channel import Channel
-from ._env import current_mesh
-from ._loss_channel import loss_channel
-from ._wire_ops import channels_of_graph, under_way
+from ._loss_ops import channel_along, define
+from ._wire_ops import under_way
 
 _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
-_PLACES = "Tensor output_offsets, Tensor input_offsets, Tensor send_sizes, Tensor recv_sizes"
-_LIBRARY.define(f"ragged_places_start({_PLACES}, int rows, int capacity, str looks, str axes) -> Tensor")
-_ENDS = "Tensor input_offsets, Tensor send_sizes, Tensor offsets, Tensor sizes"
-_LIBRARY.define(f"ragged_all_to_all_start(Tensor x, {_ENDS}, int rows, str axes) -> Tensor")
 # What a rank tells of itself before its places: whether it has refused its call, the bytes of its words and their
 # checksum, the rows that it holds, and those that it has room for.
 HEAD = 5
@@ -49,14 +44,6 @@ class Told(NamedTuple):
     refused: bool = False
     rows: int = 0
     capacity: int = 0
-
-
-def channel_along(axes: str) -> Channel | None:
-    """The channel of a loss's collectives along axes joined by commas; None along none."""
-    if not axes:
-        return None
-    channels = channels_of_graph()
-    return loss_channel(current_mesh() if channels is None else channels.mesh, tuple(axes.split(",")))
 
 
 # ragged_places
@@ -225,19 +212,18 @@ def _are_apart(places: list[tuple[int, int]]) -> bool:
     return True
 
 
-for _name, _impl in (
-    ("ragged_places_start", _ragged_places_start),
-    ("ragged_all_to_all_start", _ragged_all_to_all_start),
-):
-    _LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("shardfn::ragged_places_start", lib=_LIBRARY)
-def _(output_offsets: Tensor, *args: Any) -> Tensor:
+def _places(output_offsets: Tensor, *args: Any) -> Tensor:
     return output_offsets.new_empty(output_offsets.shape, dtype=torch.int64)
 
 
-@torch.library.register_fake("shardfn::ragged_all_to_all_start", lib=_LIBRARY)
-def _(x: Tensor, *args: Any) -> Tensor:
+def _arrived(x: Tensor, *args: Any) -> Tensor:
     *_, rows, _ = args
     return x.new_empty((rows, *x.shape[1:]))
+
+
+_PLACES = "Tensor output_offsets, Tensor input_offsets, Tensor send_sizes, Tensor recv_sizes"
+_COMPARED = f"ragged_places_start({_PLACES}, int rows, int capacity, str looks, str axes) -> Tensor"
+_ENDS = "Tensor input_offsets, Tensor send_sizes, Tensor offsets, Tensor sizes"
+_EXCHANGED = f"ragged_all_to_all_start(Tensor x, {_ENDS}, int rows, str axes) -> Tensor"
+define(_LIBRARY, _COMPARED, _ragged_places_start, _places)
+define(_LIBRARY, _EXCHANGED, _ragged_all_to_all_start, _arrived)

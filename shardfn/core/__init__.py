@@ -13,9 +13,9 @@ from ._errors import (
 )
 from ._keywords import explains_attributes as explains_attributes, explains_extra as explains_extra
 from ._keywords import explains_keywords as explains_keywords
-from ._mesh import AbstractGroup as AbstractGroup, HOUSE_AXES as HOUSE_AXES, Axes as Axes, Mesh as Mesh
+from ._mesh import HOUSE_AXES as HOUSE_AXES, Axes as Axes, Mesh as Mesh
 from ._mesh import MOST_DRAWN as MOST_DRAWN, all_coords as all_coords
-from ._groups import is_known as is_known, shared_name as shared_name
+from ._groups import is_known as is_known
 from ._make_mesh import as_mesh as as_mesh, make_mesh as make_mesh
 from ._placement import Placement as Placement, dtype_name as dtype_name
 from ._saved_hooks import saved_tensors_hooks as saved_tensors_hooks

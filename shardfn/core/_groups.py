@@ -109,16 +109,6 @@ def end_lost() -> None:
         _LOST.pop(min(range(len(_LOST)), key=lambda i: _LOST[i].number)).end()
 
 
-def shared_name(name: str, number: int) -> str:
-    """The name of the way through memory that a mesh has for the group of that name.
-
-    Args:
-        name: of the group.
-        number: of what the mesh has made (`MadeGroups.number`).
-    """
-    return f"{name}:shared:{number}"
-
-
 def is_known(group: dist.ProcessGroup) -> bool:
     """Whether a group has not been destroyed."""
     return group in dist.distributed_c10d._world.pg_map

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import did_you_mean
-from ._groups import MadeGroups, NamedGroups, end_lost, end_with, shared_name
+from ._groups import MadeGroups, NamedGroups, end_lost, end_with
 from ._shown import as_html
 
 # The most ranks that a drawing of a mesh shows.
@@ -84,8 +84,6 @@ class Mesh:
         self._at_close: dict[str, Callable[[str], None]] = {}
         self._grid = grid
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
-        # Of groups that this mesh has made: the first one's name, which captured graphs hold.
-        self._names: dict[tuple[str, ...], Any] = {}
         if device_mesh is not None or self._apart is not None:
             end_with(self, self.made)
             _ALIVE.add(self)
@@ -230,62 +228,39 @@ class Mesh:
     @property
     def backend(self) -> str:
         """What moves tensors between ranks: "nccl", "gloo", ..."""
-        if (self.device_mesh is not None or self._apart is not None) and dist.is_initialized():
+        if self.makes_groups and dist.is_initialized():
             return dist.get_backend()
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    def group(self, axes: Axes) -> "dist.ProcessGroup | AbstractGroup | None":
+    @property
+    def makes_groups(self) -> bool:
+        """Whether it has ranks that groups can be made of."""
+        return self.device_mesh is not None or self._apart is not None
+
+    def group(self, axes: Axes) -> dist.ProcessGroup | None:
         """The process group along `axes` (None when that is one rank). Group rank == `axis_index(axes)`.
 
         The first call for a tuple of several axes is collective over the whole mesh.
 
         Raises:
-            ValueError: several axes are named in another order than the mesh's.
+            ValueError: several axes are named in another order than the mesh's; or the mesh is abstract.
         """
         names = self.axes(axes)
         if not names:
             return None
-        if self.abstract:
-            return AbstractGroup(names, self.backend)
-        self.check_open()
+        self._check_real()
         if names not in self._groups:
             # There already, and no rank need be asked.
             if len(names) == 1 and self.device_mesh is not None:
                 self._groups[names] = self.device_mesh.get_group(names[0])
             else:
-                self._own(names)
+                self._groups[names] = self._make_group(names)
         return self._groups[names]
 
-    def group_names(self) -> dict[str, str]:
-        """Name of each process group made so far, and of its way through memory -> its axes joined by commas."""
+    def _check_real(self) -> None:
         if self.abstract:
-            sets = [s for n in range(1, len(self.shape) + 1) for s in itertools.combinations(self.shape, n)]
-            return {AbstractGroup(s, self.backend).group_name: ",".join(s) for s in sets}
-        made = {group.group_name: ",".join(names) for names, group in self._groups.items()}
-        return made | {shared_name(name, self.made.number): axes for name, axes in made.items()}
-
-    def own_groups(self) -> dict[tuple[str, ...], dist.ProcessGroup]:
-        """The groups of `group` that belong to this mesh alone, so that it may end them."""
-        return {names: group for names, group in self._groups.items() if group.group_name == self._names.get(names)}
-
-    def drop_own_groups(self) -> None:
-        """Forgets its own groups; until it makes others, single axes are served by those of `device_mesh`."""
-        for names in self.own_groups():
-            del self._groups[names]
-
-    def make_own_groups(self) -> None:
-        """Makes a group of its own for each axis, and again what was dropped, under the old names. Collective.
-
-        Where the backend is not gloo the groups of `device_mesh` stay: each would cost memory on the device.
-        """
-        if self.backend == "gloo" and (self.device_mesh is not None or self._apart is not None):
-            for names in sorted({*((n,) for n in self.axes(self.axis_names)), *self._names} - {*self.own_groups()}):
-                self._own(names)
-
-    def _own(self, names: tuple[str, ...]) -> None:
-        group = self._make_group(names)
-        _rename(group, self._names.setdefault(names, group.group_name))
-        self._groups[names] = group
+            raise ValueError(f"{self!r} is abstract: its ranks do not exist, so a step can be lowered for it, not run.")
+        self.check_open()
 
     def new_group(self, axes: Axes, backend: str | None = None) -> dist.ProcessGroup | None:
         """A fresh communicator along `axes`, ordered apart from all others. Collective over the mesh.
@@ -293,9 +268,7 @@ class Mesh:
         Raises:
             ValueError: the mesh is abstract.
         """
-        if self.abstract:
-            raise ValueError(f"{self!r} is abstract: its ranks do not exist, so a step can be lowered for it, not run.")
-        self.check_open()
+        self._check_real()
         names = self.axes(axes)
         return self._make_group(names, backend) if names else None
 
@@ -367,25 +340,6 @@ class Mesh:
 
 # Whose communicators must end before the interpreter does.
 _ALIVE: "weakref.WeakSet[Mesh]" = weakref.WeakSet()
-
-
-class AbstractGroup:
-    """A process group of ranks that do not exist: it has a name to be written into a graph."""
-
-    def __init__(self, names: tuple[str, ...], backend: str) -> None:
-        self.group_name = "abstract:" + ",".join(names)
-        self.backend = backend
-
-
-def _rename(group: dist.ProcessGroup, name: Any) -> None:
-    """Registers a group under the name of one that has ended, by which graphs call it."""
-    if group.group_name == name:
-        return
-    c10d = dist.distributed_c10d
-    c10d._unregister_process_group(group.group_name)
-    group._set_group_name(name)
-    c10d._world.pg_names[group] = name
-    c10d._register_process_group(name, group)
 
 
 def _default_timeout(device: torch.device) -> datetime.timedelta | None:

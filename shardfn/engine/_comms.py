@@ -15,13 +15,9 @@ from shardfn.collectives import (
     AnyRounds,
     Channels,
     Control,
-    close,
-    end_loss_channels,
-    end_shared_group,
+    forget_loss_channels,
     gather_channels,
-    loss_channels,
-    shared_group,
-    shared_groups,
+    set_loss_channels,
 )
 from shardfn.core import Mesh, PerMesh, RankError
 from shardfn.memory import record_owner
@@ -85,9 +81,8 @@ def comms_of(mesh: Mesh) -> Comms:
     fresh = COMMS.put(mesh, Comms(mesh, channels, control))
     this = weakref.ref(fresh)  # in a cycle, what is closed would live on
     control.wake = lambda: None if (of := this()) is None else _close(of)
-    mesh.make_own_groups()
-    for group in mesh.own_groups().values():
-        shared_group(mesh, group)  # by whose name graphs call it
+    channels.loss_along_each()
+    set_loss_channels(mesh, channels)
     return fresh
 
 
@@ -106,12 +101,10 @@ def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> 
     # In the order of the layout: making a group is collective, and all ranks are to make the same.
     for axes in [plan.layers[unit.leaves[0]].zero_axes for unit in plan.refresh_units]:
         comms.channels.gather(axes)
-    for axes in plan.psum_axes:
-        comms.mesh.group(axes)
     if isinstance(comms.channels, Channels):  # others are of captures
-        of_loss = [*shared_groups(comms.mesh).values(), *loss_channels(comms.mesh)]
-        groups = [(x, x.shared_bytes) for x in of_loss if x.shared_bytes]
-        for owner, nbytes in [*comms.channels.shared(), *_live(comms)[1].shared(), *groups]:
+        for axes in filter(None, plan.psum_axes):
+            comms.channels.loss(axes)
+        for owner, nbytes in [*comms.channels.shared(), *_live(comms)[1].shared()]:
             record_owner(owner, "host", nbytes)
 
 
@@ -203,9 +196,5 @@ def _close(comms: Comms) -> None:
     channels, control = _live(comms)
     control.close()
     channels.close()
-    end_loss_channels(comms.mesh)
-    for group in comms.mesh.own_groups().values():
-        end_shared_group(comms.mesh, group)
-        close(group)
-    comms.mesh.drop_own_groups()
+    forget_loss_channels(comms.mesh, channels)
     comms.mesh.made.forget_ended()

@@ -10,14 +10,13 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shardfn.capture import quiet
-from shardfn.collectives import bind_channels, record, text_hash
+from shardfn.collectives import bind_channels, text_hash
 from shardfn.core import PyTree, RankError, tree_flatten
 from shardfn.graph import (
     Choice,
     Compiled,
     Events,
     Schedule,
-    Transfer,
     channel_axes,
     check_types,
     collective_events,
@@ -27,7 +26,7 @@ from shardfn.memory import AnyPool, bind_pool
 
 from ._collector import collected
 from ._comms import Comms
-from ._jitted import CacheInfo, Jitted, ambient, plain_arithmetic, report, sent_by_the_loss
+from ._jitted import CacheInfo, Jitted, ambient, plain_arithmetic, report
 from ._plan import Plan
 
 _Made = TypeVar("_Made")
@@ -50,16 +49,13 @@ class Program:
 
 
 class Ready(NamedTuple):
-    """A program that is ready to run, and the transfers of its loss and metrics, for the traffic counter."""
+    """A program that is ready to run."""
 
     program: Any
     run: Compiled
-    of_the_loss: list[Transfer]
 
     def __call__(self, comms: Comms, pool: AnyPool | None, flat: Sequence[Tensor]) -> tuple[Any, ...]:
         """Runs the graph, and returns its results."""
-        for move in self.of_the_loss:
-            record(move.op, tuple(move.axes.split(",")), move.sent, dtype=move.dtype)
         with torch.no_grad(), plain_arithmetic(), bind_channels(comms.channels), bind_pool(pool):
             return self.run(*flat)
 
@@ -169,7 +165,7 @@ class Graphs:
             # By kind, as one program may gather and reduce along the same axes at once.
             getattr(comms.channels, kind)(axes)
         run = agreed(comms, lambda: self._jitted.compile(program.gm, backend), lambda made: ("", Events([], [])))
-        return Ready(program, run, sent_by_the_loss(program.gm))
+        return Ready(program, run)
 
 
 def signature(plan: Plan, args: PyTree) -> Any:

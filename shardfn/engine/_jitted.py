@@ -12,14 +12,13 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shardfn.capture import CaptureError, capture, capturing, quiet
-from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh, noting_meshes, record, transforming
+from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh, noting_meshes, transforming
 from shardfn.core import Mesh, PyTree, named_leaves, tree_flatten, tree_paths, tree_unflatten
 from shardfn.graph import (
     Choice,
     Cluster,
     Compiled,
     Schedule,
-    Transfer,
     check_fits,
     choose,
     compile_graph,
@@ -104,9 +103,7 @@ class Jitted(Transform):
         self._counts[found is None] += 1
         if found is None:
             found = self._cache[key] = self._make(leaves, treedef, at, inputs)
-        compiled, mesh, moves, out_def, statics = found
-        for move in moves:
-            record(move.op, tuple(move.axes.split(",")), move.sent, dtype=move.dtype)
+        compiled, mesh, out_def, statics = found
         with (
             torch.no_grad(),
             plain_arithmetic(),
@@ -175,18 +172,17 @@ class Jitted(Transform):
 
         with noting_meshes() as meshes:
             gm = capture(flat, inputs)
-        gm.meta |= {"mesh_shape": {}, "coords": {}, "groups": {}}
+        gm.meta |= {"mesh_shape": {}, "coords": {}}
         for bound in meshes:
             gm.meta["mesh_shape"] |= bound.shape
             gm.meta["coords"] |= bound.coords
-            gm.meta["groups"] |= bound.group_names()
         name = getattr(self.inner, "__name__", "a function")
         report(name, "args", tree_unflatten(treedef, leaves)[0], len(self._cache))
         # Each rank chooses for itself: the passes keep the order of a function's own collectives whatever the choice.
         choice = self.choose(gm)
         gm = self.scheduled(gm, choice and choice.schedule)
         self._counts[2] += time.perf_counter() - start
-        return self.compile(gm), _mesh_of_the_loss(gm, meshes), sent_by_the_loss(gm), *result
+        return self.compile(gm), _mesh_of_the_loss(gm, meshes), *result
 
 
 class ResultSlot(NamedTuple):
@@ -211,12 +207,6 @@ def slot_of(x: Any) -> Any:
     if isinstance(x, GlobalTensor):
         return ResultSlot(x)
     return ResultSlot(None) if isinstance(x, Tensor) else x
-
-
-def sent_by_the_loss(gm: GraphModule) -> list[Transfer]:
-    """The collectives that are torch's own ops, which do not report to the counter when they run."""
-    loss = [t for t in transfers(gm) if t.channel.startswith("loss") and t.num_ranks > 1]
-    return [t for t in loss if getattr(t.node.target, "namespace", "") != "shardfn"]
 
 
 def _mesh_of_the_loss(gm: GraphModule, meshes: Sequence[Mesh]) -> Mesh | None:

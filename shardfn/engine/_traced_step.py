@@ -198,6 +198,5 @@ def annotate(gm: GraphModule, mesh: Mesh, paths: Sequence[tuple[str, str]], held
         node.meta["memory"], node.meta["stored"] = block.memory_kind, (tuple(block.held.shape), block.dtype)
     gm.meta["mesh_shape"] = dict(mesh.shape)
     gm.meta["coords"] = dict(mesh.coords)
-    gm.meta["groups"] = mesh.group_names()
     # What is kept in codes is `Stored`, and so never written over.
     gm.meta["donated"] = {n.name for n, x in zip(inputs, held, strict=False) if x.code is None}

@@ -259,8 +259,8 @@ def _line(t: Transfer) -> str:
 def _sizes(t: Transfer) -> str:
     """The sizes that must be equal between ranks, as text; "uneven" for an exchange whose sizes differ by rank."""
     if t.op in _EXCHANGES:
-        received = list(t.node.args[1])  # pyright: ignore[reportArgumentType]  # an fx argument
-        if len({*t.sizes, *received}) > 1:
+        received = t.node.args[2 if t.channel.startswith("loss") else 1]
+        if len({*t.sizes, *received}) > 1:  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
             return _UNEVEN.strip()
     return f"[{len(t.sizes)} x {t.sizes[0]}]" if len(t.sizes) > 4 and len(set(t.sizes)) == 1 else str(list(t.sizes))
 

@@ -89,6 +89,7 @@ _CONSTANT = Op(fuses=True, weight=0, constant=True)
 _CAST = Op(casts=True, copies=True, carries=True, scales=True, fuses=True, weight=0)
 _JOINED = Op(copies=True, carries=True)
 _CARRIES = Op(carries=True)
+_FOREIGN = Op(channel="loss", transfer=wire.foreign, types="foreign")
 _SCALES = Op(scales=True)
 _LOOKUP = Op(lookup=True)
 _ATTENTION = Op(flops=formulas.attention)
@@ -190,12 +191,16 @@ OPS: dict[Any, Op] = {
     _WIRE.decode_sum: Op(copies=True, scales=True, scratch=formulas.codes),
     _WIRE.decode_sum_encode: Op(copies=True, scales=True, scratch=formulas.codes),
     # collectives of the loss and of the metrics
-    _C10D.all_reduce: Op(channel="loss", transfer=wire.all_reduce, types="collective"),
-    _C10D.all_gather_into_tensor: Op(channel="loss", transfer=wire.functional_all_gather, types="collective"),
-    _C10D.reduce_scatter_tensor: Op(channel="loss", transfer=wire.functional_reduce_scatter, types="collective"),
-    _C10D.all_to_all_single: Op(channel="loss", transfer=wire.functional_all_to_all, types="collective"),
+    _WIRE.loss_psum_start: Op(channel="loss", transfer=wire.loss_psum, types="collective"),
+    _WIRE.loss_pmax_start: Op(channel="loss", transfer=wire.loss_pmax, types="collective"),
+    _WIRE.loss_all_gather_start: Op(channel="loss", transfer=wire.loss_all_gather, types="collective"),
+    _WIRE.loss_psum_scatter_start: Op(channel="loss", transfer=wire.loss_psum_scatter, types="collective"),
+    _WIRE.loss_exchange_start: Op(channel="loss", transfer=wire.loss_exchange, types="collective"),
     _WIRE.ragged_places_start: Op(channel="loss", transfer=wire.ragged_places, types="collective"),
     _WIRE.ragged_all_to_all_start: Op(channel="loss", transfer=wire.ragged_all_to_all, types="collective"),
+    # collectives of torch's own, which somebody has written into a loss
+    **{getattr(_C10D, name): _FOREIGN for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")},
+    _C10D.all_to_all_single: _FOREIGN,
     _C10D.wait_tensor: Op(waits=True, carries=True),
     # moves between memories
     _MEMORY.to_host_start: Op(move=Crossing("device", "host", 0), makes_in="host"),

@@ -53,14 +53,11 @@ def transfers(gm: GraphModule) -> list[Transfer]:
     bytes 2 m (n - 1) / n; a message of m bytes m, on the rank that sends it.
 
     Args:
-        gm: the step. `gm.meta["mesh_shape"]` has the sizes of axes, `gm.meta["groups"]` the axes of groups; where the
-            rank's own index matters, `gm.meta["coords"]` has it (default: the first rank).
+        gm: the step. `gm.meta["mesh_shape"]` has the sizes of axes; where the rank's own index matters, it is that of
+            `gm.meta["coords"]` (default: the first rank).
 
     Returns:
         One `Transfer` per start.
-
-    Raises:
-        ValueError: a collective runs on a group that `gm.meta["groups"]` does not list.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -117,9 +114,9 @@ def wait_of(start: Node) -> Node | None:
 
 
 def channel_axes(gm: GraphModule) -> list[tuple[tuple[str, ...], str]]:
-    """The channels of the step's own transfers: (axes, kind), each once, in an order of names.
+    """The channels of a step's transfers: (axes, kind), each once, in an order of names.
 
-    A kind is "gather", "reduce" or "between".
+    A kind is "gather", "reduce", "between" or "loss".
 
     The order of uses would differ: a rank that has no part of a leaf may gather it before it reduces another.
 
@@ -127,7 +124,7 @@ def channel_axes(gm: GraphModule) -> list[tuple[tuple[str, ...], str]]:
         >>> channel_axes(torch.fx.symbolic_trace(lambda x: x + 1))
         []
     """
-    starts = [n for n in gm.graph.nodes if is_gather(n) or is_reduction(n) or is_message(n)]
+    starts = [n for n in gm.graph.nodes if op_of(n).channel and op_of(n).types != "foreign" and n.args[-1]]
     return sorted({(tuple(str(n.args[-1]).split(",")), op_of(n).channel) for n in starts})
 
 

@@ -25,6 +25,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.fx import GraphModule, Node
 
 from shardfn.collectives import Applied
@@ -80,7 +81,7 @@ class Types:
     def __init__(self, gm: GraphModule) -> None:
         self.axes = tuple(a for a, n in gm.meta.get("mesh_shape", {}).items() if n > 1)
         self.batch = tuple(a for a in gm.meta.get("batch_axes", ()) if a in self.axes)
-        self.phases, self._groups = phases_of(gm), gm.meta.get("groups", {})
+        self.phases = phases_of(gm)
         self.of: dict[Node, int] = {}
         self.applications: list[Applications] = []
         self.foreign: set[str] = set()
@@ -141,8 +142,8 @@ class Types:
         type = self._local(node, op) if applied is None else self._part(node, applied)
         if op.types in _STEP_TYPES:
             type = self._transferred(node, op, type)
-        elif applied is None and op.types == "collective":
-            type = self._foreign(node, type)
+        elif applied is None and op.types in ("collective", "foreign"):
+            type = self._unmarked(node, op, type)
         if op.writes:
             self._write(node, op, type)
         return type
@@ -226,13 +227,14 @@ class Types:
             return type | self._mask(DECLARED, axes)
         return self._set(type, axes, {"sum": 0, "scatter": VARIES, "exchange": UNKNOWN}[op.types])
 
-    def _foreign(self, node: Node, type: int) -> int:
-        """A collective of the loss that is torch's own, not one of our primitives."""
-        named = next((self._groups[a] for a in node.args if isinstance(a, str) and a in self._groups), "")
-        axes = named.split(",") if named else self.axes
+    def _unmarked(self, node: Node, op: Op, type: int) -> int:
+        """A collective that is no application of a primitive: torch's own, or part of a compressed sum."""
+        if op.types == "foreign":
+            self.foreign.update(self.axes)
+            return self._set(type, self.axes, UNKNOWN)
+        axes = str(node.args[-1]).split(",")
         self.foreign.update(axes)
-        same = op_of(node).transfer is not None and node.target.__name__.split(".")[0] in _SAME  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
-        return self._set(type, axes, DECLARED if same else UNKNOWN)
+        return self._set(type, axes, DECLARED if node.target in _SAME else UNKNOWN)
 
     def _part(self, node: Node, applied: Applied) -> int:
         """One op of a collective; from the first one on, all of them have the type of its result."""
@@ -288,4 +290,5 @@ def _join(types: Iterable[int]) -> int:
 
 _WORDS = ("invariant", "declared", "varying", "varying", "unknown", "unknown", "unknown", "unknown")
 _STEP_TYPES = ("gather", "sum", "scatter", "exchange", "declare", "receive")
-_SAME = ("all_reduce", "all_gather_into_tensor")
+_WIRE = torch.ops.shardfn
+_SAME = (_WIRE.loss_psum_start.default, _WIRE.loss_pmax_start.default, _WIRE.loss_all_gather_start.default)

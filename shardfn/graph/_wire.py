@@ -87,47 +87,43 @@ def receive(node: Node, meta: Mapping[str, Any]) -> Sent:
     return Sent("receive", axes, 2, 0, x.dtype, (x.numel(),), f"between {axes}")
 
 
-def _group(name: Any, meta: Mapping[str, Any]) -> tuple[str, int]:
-    groups = meta.get("groups", {})
-    if name not in groups:
-        raise ValueError(f"a collective runs on group {name!r}; gm.meta['groups'] lists {list(groups)}: add it there.")
-    axes = groups[name]
-    return axes, axes_size(meta.get("mesh_shape", {}), axes)
+def _of_loss(node: Node, meta: Mapping[str, Any]) -> tuple[Tensor, str, int]:
+    """The operand, the axes and the number of ranks of a collective that a loss calls."""
+    axes = _drop_ones(str(node.args[-1]), meta)
+    return _value(node.args[0]), axes, axes_size(meta.get("mesh_shape", {}), axes)
 
 
-def all_reduce(node: Node, meta: Mapping[str, Any]) -> Sent:
-    x, op, name = node.args[:3]
-    value, (axes, n) = _value(x), _group(name, meta)
-    kind = {"sum": "psum", "max": "pmax", "min": "pmin", "avg": "pmean"}.get(str(op).lower(), "psum")
-    sent = 2 * num_bytes(value) * (n - 1) // n
-    return Sent(kind, axes, n, sent, value.dtype, (value.numel(),), f"loss {axes}")
+def loss_psum(node: Node, meta: Mapping[str, Any]) -> Sent:
+    x, axes, n = _of_loss(node, meta)
+    return Sent("psum", axes, n, 2 * num_bytes(x) * (n - 1) // n, x.dtype, (x.numel(),), f"loss {axes}")
 
 
-def functional_all_gather(node: Node, meta: Mapping[str, Any]) -> Sent:
-    x, n, name = node.args[:3]
-    value, count = _value(x), int(n)  # pyright: ignore[reportArgumentType]  # an fx argument
-    axes, _ = _group(name, meta)
-    sizes = (value.numel(),) * count
-    return Sent("all_gather", axes, count, num_bytes(value) * (count - 1), value.dtype, sizes, f"loss {axes}")
+def loss_pmax(node: Node, meta: Mapping[str, Any]) -> Sent:
+    return dataclasses.replace(loss_psum(node, meta), op="pmax")
 
 
-def functional_reduce_scatter(node: Node, meta: Mapping[str, Any]) -> Sent:
-    x, _, n, name = node.args[:4]
-    value, count = _value(x), int(n)  # pyright: ignore[reportArgumentType]  # an fx argument
-    axes, _ = _group(name, meta)
-    own = value.numel() // count
-    sent = own * value.element_size() * (count - 1)
-    return Sent("psum_scatter", axes, count, sent, value.dtype, (own,) * count, f"loss {axes}")
+def loss_all_gather(node: Node, meta: Mapping[str, Any]) -> Sent:
+    x, axes, n = _of_loss(node, meta)
+    return Sent("all_gather", axes, n, num_bytes(x) * (n - 1), x.dtype, (x.numel(),) * n, f"loss {axes}")
 
 
-def functional_all_to_all(node: Node, meta: Mapping[str, Any]) -> Sent:
-    x, arriving, leaving, name = node.args[:4]
-    value, (axes, n) = _value(x), _group(name, meta)
-    send = tuple(leaving)  # pyright: ignore[reportArgumentType]  # an fx argument
-    recv = tuple(arriving)  # pyright: ignore[reportArgumentType]  # an fx argument
-    stays = int(send[own_index(meta, axes)])
-    sent = (value.numel() - stays) * value.element_size()
-    return Sent(_kind_of_exchange(node, send, recv), axes, n, sent, value.dtype, send, f"loss {axes}")
+def loss_psum_scatter(node: Node, meta: Mapping[str, Any]) -> Sent:
+    x, axes, n = _of_loss(node, meta)
+    own = x.numel() // n
+    return Sent("psum_scatter", axes, n, own * x.element_size() * (n - 1), x.dtype, (own,) * n, f"loss {axes}")
+
+
+def loss_exchange(node: Node, meta: Mapping[str, Any]) -> Sent:
+    x, axes, n = _of_loss(node, meta)
+    send: tuple[int, ...] = tuple(node.args[1])  # pyright: ignore[reportArgumentType, reportAssignmentType]
+    sent = (x.numel() - send[own_index(meta, axes)]) * x.element_size()
+    return Sent(str(node.args[3]), axes, n, sent, x.dtype, send, f"loss {axes}")
+
+
+def foreign(node: Node, meta: Mapping[str, Any]) -> Sent:
+    """A collective of torch's own: neither counted nor compared, as a graph does not hold its axes."""
+    x = tensors_in(node.meta["val"])[0]
+    return Sent(str(node.target), "", 1, 0, x.dtype, (x.numel(),), "loss ")
 
 
 def ragged_places(node: Node, meta: Mapping[str, Any]) -> Sent:
@@ -149,19 +145,3 @@ def own_index(meta: Mapping[str, Any], axes: str) -> int:
     for name in axes.split(","):
         index = index * shape.get(name, 1) + coords.get(name, 0)
     return index
-
-
-def _kind_of_exchange(node: Node, send: tuple[int, ...], recv: tuple[int, ...]) -> str:
-    """The primitive of an exchange, as the capture notes it; else a guess, as one rank's rows do not determine it."""
-    if (applied := node.meta.get("collective")) is not None:
-        return applied.name
-    if len(send) > 2 and sum(map(bool, send)) <= 1 and sum(map(bool, recv)) <= 1:
-        return "ppermute"
-    wait = next((u for u in node.users if _is(u, "wait_tensor")), None)
-    rows = [u for v in (wait.users if wait else ()) if _is(v, "view") for u in v.users if _is(u, "select")]
-    equal = len(set(send) | set(recv)) == 1
-    return "psum_scatter" if equal and len(rows) >= 2 else "all_to_all"
-
-
-def _is(node: Node, name: str) -> bool:
-    return getattr(node.target, "__name__", "").split(".")[0] == name

@@ -586,7 +586,7 @@ def test_a_capture_is_the_same_and_its_transfers_are_those_counted() -> None:
                     want = f(*tree_map(torch.clone, (tree, state)))
                 have = gm(*tree_map(torch.clone, (tree, state)))
                 torch.testing.assert_close(tree_leaves(have), tree_leaves(want), **EXACT)
-                gm.meta |= {"mesh_shape": mesh.shape, "coords": mesh.coords, "groups": mesh.group_names()}
+                gm.meta |= {"mesh_shape": mesh.shape, "coords": mesh.coords}
                 seen: dict[Any, list[int]] = {}
                 for move in graph.transfers(gm):
                     entry = seen.setdefault((move.op, (move.axes,)), [0, 0])

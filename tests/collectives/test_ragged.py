@@ -231,6 +231,17 @@ def test_the_bytes_are_those_that_leave(world: int) -> None:
         assert traffic.by_op == {("ragged_all_to_all", ("ep",)): [1, coming * 12]}
 
 
+@distributed(world=2)
+def test_a_backward_may_come_when_no_mesh_is_bound() -> None:
+    r, case = dist.get_rank(), draw_case(2, 5)
+    x = torch.ones(case.rows[r], 3, requires_grad=True)
+    with bind_mesh(sf.make_mesh({"ep": 2}, device="cpu")):
+        y = _call(case, r)(x, torch.ones(case.room[r], 3))
+        (want,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert want.any()
+    _same(torch.autograd.grad(y.sum(), x)[0], want)
+
+
 _GOOD = {"io": [0, 1], "ss": [1, 1], "oo": [0, 0], "rs": [1, 1]}
 
 

@@ -131,12 +131,7 @@ def test_the_collectives_of_a_loss_are_counted_alike() -> None:
     with c.count_traffic() as traffic:
         f(torch.ones(5, 3))
     gm = make_fx(f, tracing_mode="fake")(torch.ones(5, 3))
-    for axes in ("dp", "tp", ("dp", "tp")):
-        mesh.group(axes)
     gm.meta.update(mesh_shape=mesh.shape, coords=mesh.coords)
-    with pytest.raises(ValueError, match="groups"):
-        transfers(gm)
-    gm.meta["groups"] = mesh.group_names()
     predicted = {(op, tuple(axes.split(","))): list(n) for (op, axes), n in cost_analysis(gm).transfers.items()}
     assert predicted == traffic.by_op
 

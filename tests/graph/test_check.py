@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardfn.collectives import Applied
 from shardfn.core import RankError
 from shardfn.graph import channel_axes, transfers
 from shardfn.graph._check import collective_events, compare_sequences, prove_no_hang
@@ -115,20 +114,17 @@ def test_channels_that_not_all_ranks_make_are_refused() -> None:
         prove_no_hang([_graph(_gather_first if rank in (0, 2) else lambda x: x + 1, dp=2, tp=2) for rank in range(4)])
 
 
-def _in_groups(order: Sequence[str]) -> Callable[[Tensor], Tensor]:
+def _along(order: Sequence[str]) -> Callable[[Tensor], Tensor]:
     def f(x: Tensor) -> Tensor:
-        for name in order:
-            x = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", name))
+        for axis in order:
+            x = torch.ops.shardfn.wait(torch.ops.shardfn.loss_psum_start(x, axis))
         return x
 
     return f
 
 
 def _grid(orders: Sequence[Sequence[str]]) -> list[GraphModule]:
-    gms = [_graph(_in_groups(o), dp=2, tp=2) for o in orders]
-    for gm in gms:
-        gm.meta["groups"] = {"a": "dp", "b": "tp"}
-    return gms
+    return [_graph(_along([{"a": "dp", "b": "tp"}[x] for x in o]), dp=2, tp=2) for o in orders]
 
 
 def test_groups_of_a_grid_are_told_apart() -> None:
@@ -170,10 +166,10 @@ def test_an_exchange_has_the_name_that_was_noted(name: str) -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(2)
-    sent = graph.call_function(torch.ops._c10d_functional.all_to_all_single.default, (x, [0, 0, 0], [2, 0, 0], "0"))
+    args = (x, [2, 0, 0], [0, 0, 0], name, "sp")
+    sent = graph.call_function(torch.ops.shardfn.loss_exchange_start.default, args)
     sent.meta["val"] = torch.empty(0)
-    sent.meta["collective"] = Applied(name, ("sp",), 1, 0)
     graph.output(sent)
     gm = torch.fx.GraphModule(torch.nn.Module(), graph)
-    gm.meta.update(mesh_shape={"sp": 3}, coords={"sp": 1}, groups={"0": "sp"})
+    gm.meta.update(mesh_shape={"sp": 3}, coords={"sp": 1})
     assert [(t.op, t.sent) for t in transfers(gm)] == [(name, 8)]

@@ -101,14 +101,14 @@ def test_a_wait_that_fills_a_leaf_does_not_pass_its_reader() -> None:
 
 def test_a_loss_own_collective_sinks_and_its_result_is_one_memory() -> None:
     def f(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        s = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", "0"))
+        s = _OPS.wait(_OPS.loss_psum_start(x, "dp"))
         return (y.cos(), s + 1)
 
     gm = _traced(f, torch.ones(2), torch.ones(2))
-    assert _ops(gm) == ["all_reduce", "wait_tensor", "cos", "add"]
-    assert _ops(sink_waits(gm)) == ["all_reduce", "cos", "wait_tensor", "add"]
+    assert _ops(gm) == ["loss_psum_start", "wait", "cos", "add"]
+    assert _ops(sink_waits(gm)) == ["loss_psum_start", "cos", "wait", "add"]
     memory = Memory(gm)
-    start, wait = (n for n in memory.order if n.name in ("all_reduce", "wait_tensor"))
+    start, wait = (n for n in memory.order if n.name in ("loss_psum_start", "wait"))
     assert memory.shown(start) == memory.shown(wait)
 
 

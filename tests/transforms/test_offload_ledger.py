@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.collectives import shared_groups
 from shardfn.engine import _reduce, comms_of
 from shardfn.state import _parts
 from shardfn.testing import distributed
@@ -54,8 +53,7 @@ def _measured(mesh: sf.Mesh, zero: sf.Zero) -> tuple[sf.memory.Ledger, int]:
 def _set_aside(mesh: sf.Mesh) -> int:
     """Bytes of the channels' own, where ranks share memory."""
     comms: Any = comms_of(mesh)
-    of_steps = [nbytes for _, nbytes in [*comms.channels.shared(), *comms.control.shared()]]
-    return sum(of_steps) + sum(group.shared_bytes for group in shared_groups(mesh).values())
+    return sum(nbytes for _, nbytes in [*comms.channels.shared(), *comms.control.shared()])
 
 
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])

@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor
-from torch.distributed.distributed_c10d import GroupName
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardfn as sf
-from shardfn.collectives import _sharing, bind_mesh, shared_group, shared_groups
+from shardfn.collectives import Channel, _sharing, bind_mesh
 from shardfn.collectives._memory import RINGS, SUMMED
 from shardfn.collectives._segment import NotSharedError
-from shardfn.collectives._shared_group import SharedGroup
 from shardfn.collectives._sharing import VARIABLE, wished
 from shardfn.memory import ledger
 from shardfn.testing import distributed
@@ -45,6 +43,12 @@ def _all(x: Tensor, axis: Any, size: int) -> list[Tensor]:
     ]
 
 
+def _channels(mesh: sf.Mesh) -> list[Channel]:
+    """The channels of the loss that a mesh has."""
+    channels = mesh.resources.get("channels of the loss")
+    return [] if channels is None else [x for (kind, _), x in channels._made.items() if kind == "loss"]
+
+
 def _equal(got: Any, want: Any) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
@@ -64,21 +68,21 @@ def test_values_are_those_of_rank_order_to_the_bit(world: int) -> None:
             assert torch.equal(sf.psum(x, "dp"), total.to(dtype)), (shape, dtype)
             assert torch.equal(sf.pmax(x, "dp"), torch.stack(rows).amax(0)), (shape, dtype)
             assert torch.equal(sf.all_gather(x, "dp"), torch.cat(rows)), (shape, dtype)
-        assert all(x.shared_bytes > RINGS // 2 for x in shared_groups(mesh).values())
+        assert [x.shared_bytes > RINGS // 2 for x in _channels(mesh)] == [True]
 
 
 @distributed(world=4)
 def test_all_dtypes_and_orders_of_axes_are_as_by_gloo() -> None:
-    mesh, found = sf.make_mesh({"dp": 2, "tp": 2}, device="cpu"), {}
-    made = torch.Generator().manual_seed(dist.get_rank())
+    made, found = torch.Generator().manual_seed(dist.get_rank()), {}
     cases = list(itertools.product(("dp", "tp", ("dp", "tp"), ("tp", "dp")), (torch.float32, torch.int64, torch.uint8)))
     inputs = {case: torch.randint(0, 9, (12, 3), generator=made).to(case[1]) for case in cases}
     for way in ("gloo", "memory"):
+        mesh = sf.make_mesh({"dp": 2, "tp": 2}, device="cpu")
         with pytest.MonkeyPatch.context() as patch, bind_mesh(mesh):
             patch.setenv(VARIABLE, way)
             for (axis, dtype), x in inputs.items():
                 found[way, axis, dtype] = _all(x, axis, mesh.axis_size(axis))
-        assert bool(shared_groups(mesh)) == (way == "memory")
+        assert {bool(x.shared_bytes) for x in _channels(mesh)} == {way == "memory"}
     for axis, dtype in cases:
         _equal(found["memory", axis, dtype], found["gloo", axis, dtype])
 
@@ -86,9 +90,10 @@ def test_all_dtypes_and_orders_of_axes_are_as_by_gloo() -> None:
 @pytest.mark.nightly
 @distributed(world=4)
 def test_blocks_of_sums_have_one_order_by_memory_by_gloo_and_in_graphs() -> None:
-    mesh, found = sf.make_mesh({"dp": 2, "tp": 2}, device="cpu"), {}
+    found = {}
     x = torch.randn(9, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
     for way in ("gloo", "memory"):
+        mesh = sf.make_mesh({"dp": 2, "tp": 2}, device="cpu")
         with pytest.MonkeyPatch.context() as patch, bind_mesh(mesh):
             patch.setenv(VARIABLE, way)
             for axis in ("dp", ("dp", "tp"), ("tp", "dp")):
@@ -103,7 +108,7 @@ def test_sums_that_memory_does_not_know_go_by_the_group() -> None:
     assert torch.complex32 not in SUMMED
     with bind_mesh(sf.make_mesh({"dp": 2}, device="cpu")):
         assert torch.equal(sf.psum(torch.ones(3, dtype=torch.int16), "dp"), torch.full((3,), 2, dtype=torch.int16))
-        with pytest.raises(RuntimeError, match="Invalid scalar type"):
+        with pytest.raises(TypeError, match=r"gloo sums no torch\.float8_e4m3fn"):
             sf.psum(torch.ones(2, dtype=torch.float8_e4m3fn), "dp")
         assert sf.psum(torch.ones(1), "dp") == 2
 
@@ -129,7 +134,7 @@ def test_derivatives_of_every_kind_go_through_memory() -> None:
         assert torch.equal(tangent, 4 * x.detach())
         batched = torch.vmap(lambda x: sf.psum(x, "dp"))(torch.arange(6.0).view(2, 3) + r)
         assert torch.equal(batched, 2 * torch.arange(6.0).view(2, 3) + 1)
-        assert all(group.shared_bytes for group in shared_groups(mesh).values())
+        assert _channels(mesh) and all(x.shared_bytes for x in _channels(mesh))
 
 
 def _along_tp(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -154,15 +159,16 @@ def test_steps_and_their_graphs_send_through_memory_alone(backend: str) -> None:
     for way in ("gloo", "memory"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(VARIABLE, way)
-            counts = {"sums": 0, "gloo's": 0}
-            real = SharedGroup.allreduce
+            counts = {"sums": 0}
+            real = Channel.all_reduce
 
-            def counted(self: SharedGroup, *args: Any, counts: dict[str, int] = counts, real: Any = real) -> Any:
-                counts["sums"] += 1
-                counts["gloo's"] += not self._lanes and self._asked
-                return real(self, *args)
+            def counted(
+                self: Channel, *args: Any, counts: dict[str, int] = counts, real: Any = real, **named: Any
+            ) -> Any:
+                counts["sums"] += bool(self._lanes)
+                return real(self, *args, **named)
 
-            patch.setattr(SharedGroup, "allreduce", counted)
+            patch.setattr(Channel, "all_reduce", counted)
             mesh = sf.make_mesh({"tp": 2}, device="cpu")
             step = _step(mesh, sf.jit(_along_tp, backend=backend) if backend else _along_tp)
             state = step.init(_params())
@@ -171,7 +177,7 @@ def test_steps_and_their_graphs_send_through_memory_alone(backend: str) -> None:
                 before = counts["sums"]
                 state, metrics = step(state, x)
                 losses.append(float(metrics["loss"]))
-            assert (counts["sums"] > before) == (way == "memory") and not counts["gloo's"], counts
+            assert (counts["sums"] > before) == (way == "memory"), counts
             runs[way] = losses, {k: v.full_tensor() for k, v in state.params.items()}
             mesh.close()
     _equal(runs["memory"], runs["gloo"])
@@ -201,7 +207,7 @@ def test_a_rank_that_raises_in_a_loss_is_told_and_the_next_step_goes_through_mem
         fails[0] = False
         step(state, x)
         assert [float(good(good.init(_params()), x)[1]["loss"]) for _ in range(2)] == want
-        assert all(x.shared_bytes for x in shared_groups(mesh).values())
+        assert any(x.shared_bytes for x in _channels(mesh))
 
 
 @pytest.mark.nightly
@@ -267,7 +273,7 @@ def test_without_shared_memory_all_goes_by_gloo_with_one_warning() -> None:
             with sf.make_mesh({"dp": 2}, device="cpu") as mesh, bind_mesh(mesh):
                 x = torch.randn(6, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
                 found[way] = _all(x, "dp", 2)
-                assert sum(x.shared_bytes for x in shared_groups(mesh).values()) == 0
+                assert [x.shared_bytes for x in _channels(mesh)] == [0]
             told = [str(w.message) for w in said if "talk by gloo" in str(w.message)]
             assert len(told) == (way == "memory" and dist.get_rank() == 0), told
     _equal(found["memory"], found["gloo"])
@@ -276,20 +282,16 @@ def test_without_shared_memory_all_goes_by_gloo_with_one_warning() -> None:
 @distributed(world=2)
 def test_a_program_s_own_collectives_on_the_same_group_stay_its_own() -> None:
     grid = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    group, mesh, calls = grid.get_group("dp"), sf.core.as_mesh(grid), []
-    real = SharedGroup.allreduce
-    with pytest.MonkeyPatch.context() as patch, bind_mesh(mesh):
-        patch.setattr(
-            SharedGroup, "allreduce", lambda self, *args: (calls.append(self.stands_for), real(self, *args))[1]
-        )
+    group, mesh = grid.get_group("dp"), sf.core.as_mesh(grid)
+    with bind_mesh(mesh):
         for turn in range(3):
             x = torch.full((3,), float(turn + dist.get_rank()))
             assert torch.equal(sf.psum(x, "dp"), torch.full((3,), 2.0 * turn + 1))
-            assert calls == [group] * (turn + 1)
-            assert torch.equal(funcol.wait_tensor(funcol.all_reduce(x, "sum", group)), torch.full((3,), 2.0 * turn + 1))
             dist.all_reduce(x, group=group)
             assert float(x[0]) == 2 * turn + 1
-            assert len(calls) == turn + 1
+    mesh.close()
+    assert dist.get_world_size(group) == 2
+    dist.barrier(group)
 
 
 @distributed(world=2)
@@ -363,18 +365,7 @@ def test_losses_that_torch_compiles_run_as_they_were_written_along_an_axis_of_th
                 state, metrics = step(state, x)
                 losses.append(float(metrics["loss"]))
         torch.testing.assert_close(losses[:3], losses[3:])
-        assert all(group.shared_bytes for group in shared_groups(mesh).values())
-
-
-@distributed(world=2)
-def test_no_scatter_but_of_a_sum() -> None:
-    mesh = sf.make_mesh({"dp": 2}, device="cpu")
-    with bind_mesh(mesh):
-        sf.psum(torch.ones(1), "dp")
-    ((_, group),) = shared_groups(mesh).items()
-    ops = torch.ops._c10d_functional
-    with pytest.raises(NotImplementedError, match="scatters sums, and no"):
-        ops.wait_tensor(ops.reduce_scatter_tensor(torch.ones(4), "max", 2, group.group_name))
+        assert _channels(mesh) and all(x.shared_bytes for x in _channels(mesh))
 
 
 @distributed(world=2)
@@ -385,19 +376,27 @@ def test_of_a_nan_and_a_number_the_maximum_is_nan_on_all_ranks() -> None:
 
 
 @distributed(world=2)
-def test_an_end_of_the_mesh_takes_the_memory_and_the_name_with_it() -> None:
+def test_an_end_of_the_mesh_takes_the_memory_with_it() -> None:
     for _ in range(3):
         mesh = sf.make_mesh({"dp": 2}, device="cpu")
         with bind_mesh(mesh):
             assert sf.psum(torch.ones(1), "dp") == 2
-        ((name, made),) = shared_groups(mesh).items()
-        alias = GroupName(shared_group(mesh, made.stands_for))
-        assert alias != name and dist.distributed_c10d._resolve_process_group(alias) is made
-        lanes = made._lanes
+        (channel,) = _channels(mesh)
+        lanes = channel._lanes
         mesh.close()
-        assert not shared_groups(mesh) and lanes is not None and lanes.why() == "this communicator has ended"
-        with pytest.raises((RuntimeError, ValueError)):
-            dist.distributed_c10d._resolve_process_group(alias)
+        assert not _channels(mesh) and lanes is not None and lanes.why() == "this communicator has ended"
+        with bind_mesh(mesh), pytest.raises(ValueError, match="is closed: nothing can be sent on it"):
+            sf.psum(torch.ones(1), "dp")
+
+
+@distributed(world=2)
+def test_a_backward_comes_after_the_mesh_was_bound_and_under_modes_that_look_at_it() -> None:
+    with bind_mesh(sf.make_mesh({"dp": 2}, device="cpu")):
+        x = torch.arange(6.0, requires_grad=True)
+        y = sf.all_gather(x * (dist.get_rank() + 1), "dp")
+    with FlopCounterMode(display=False):
+        (g,) = torch.autograd.grad((y**2).sum(), x)
+    assert torch.equal(g, 4 * (dist.get_rank() + 1) ** 2 * x.detach())
 
 
 @distributed(world=2)
@@ -408,5 +407,5 @@ def test_the_ledger_counts_the_memory_of_a_loss_s_sums() -> None:
         with ledger() as book:
             for _ in range(2):
                 state, _ = step(state, x)
-        own = sum(x.shared_bytes for x in shared_groups(mesh).values())
+        own = sum(x.shared_bytes for x in _channels(mesh))
         assert own >= RINGS and book.peak("host") >= own
