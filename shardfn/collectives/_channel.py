@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.core import Mesh, Pending
+from shardfn.core import Mesh, Pending, PerMesh
 
 from ._failure import EndedGroup, TransportError, close
 from ._memory import IN, OUT, SUMMED, LaneOp, Lanes
@@ -471,7 +471,7 @@ class Channels:
         return self._made[key]
 
 
-_LOSS = "channels of the loss"
+LOSS_CHANNELS: PerMesh[Channels] = PerMesh()
 
 
 def loss_channel(mesh: Mesh, axes: tuple[str, ...]) -> Channel:
@@ -479,26 +479,26 @@ def loss_channel(mesh: Mesh, axes: tuple[str, ...]) -> Channel:
 
     Else one on the mesh's group along `axes`, whose first transfer is collective over the ranks along them.
     """
-    channels: Channels | None = mesh.resources.get(_LOSS)
+    channels = LOSS_CHANNELS.get(mesh)
     if channels is None:
-        channels = mesh.resources[_LOSS] = Channels(mesh, apart=False)
-        mesh.at_close(_LOSS, lambda why: channels.end_memory_of_loss())
+        channels = LOSS_CHANNELS.put(mesh, Channels(mesh, apart=False))
+        mesh.at_close("channels of the loss", lambda why: channels.end_memory_of_loss())
     return channels.loss(axes)
 
 
 def set_loss_channels(mesh: Mesh, channels: Channels) -> None:
     """Lets the collectives of a loss go by a step's channels, in place of those on the mesh's own groups."""
-    before: Channels | None = mesh.resources.get(_LOSS)
+    before = LOSS_CHANNELS.get(mesh)
     if before is not None and before is not channels:
         before.close()
-    mesh.resources[_LOSS] = channels
-    mesh.at_close(_LOSS, lambda why: channels.end_memory_of_loss())
+    LOSS_CHANNELS.put(mesh, channels)
+    mesh.at_close("channels of the loss", lambda why: channels.end_memory_of_loss())
 
 
 def forget_loss_channels(mesh: Mesh, channels: Channels) -> None:
     """Lets the collectives of a loss go by the mesh's own groups again, as these channels have ended."""
-    if mesh.resources.get(_LOSS) is channels:
-        del mesh.resources[_LOSS]
+    if LOSS_CHANNELS.get(mesh) is channels:
+        del mesh.resources[LOSS_CHANNELS]
 
 
 def _last(kept: Tensor, value: Tensor) -> Tensor:

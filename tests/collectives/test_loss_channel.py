@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardfn as sf
 from shardfn.collectives import Channel, _sharing, bind_mesh
+from shardfn.collectives._channel import LOSS_CHANNELS
 from shardfn.collectives._memory import RINGS, SUMMED
 from shardfn.collectives._segment import NotSharedError
 from shardfn.collectives._sharing import VARIABLE, wished
@@ -45,7 +46,7 @@ def _all(x: Tensor, axis: Any, size: int) -> list[Tensor]:
 
 def _channels(mesh: sf.Mesh) -> list[Channel]:
     """The channels of the loss that a mesh has."""
-    channels = mesh.resources.get("channels of the loss")
+    channels = LOSS_CHANNELS.get(mesh)
     return [] if channels is None else [x for (kind, _), x in channels._made.items() if kind == "loss"]
 
 

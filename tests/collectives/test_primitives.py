@@ -13,6 +13,7 @@ from torch.func import grad, jacrev, jvp, vjp, vmap
 import shardfn as sf
 from shardfn import collectives as c
 from shardfn.collectives import _reference as ref
+from shardfn.collectives._channel import LOSS_CHANNELS
 from shardfn.collectives._sharing import VARIABLE
 from shardfn.core import Axes, P, block_slices, make_mesh
 from shardfn.testing import distributed
@@ -243,7 +244,8 @@ def test_the_backend_s_own_reduce_scatter_gives_the_same_blocks() -> None:
         whole = torch.arange(30).reshape(5, 6) * (c.axis_index(("dp", "tp")) + 1)
         cases = list(itertools.product(["tp", ("dp", "tp"), ("tp", "dp")], [0, 1]))
         want = [c.psum_scatter(whole, axis, dim=dim) for axis, dim in cases]
-        for channel in mesh.resources["channels of the loss"]._made.values():
+        channels: Any = LOSS_CHANNELS.get(mesh)
+        for channel in channels._made.values():
             channel._direct = False  # as that of a backend that sums by itself
         for (axis, dim), block in zip(cases, want, strict=True):
             assert torch.equal(c.psum_scatter(whole, axis, dim=dim), block)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.collectives import AxisTypeError
+from shardfn.collectives._channel import LOSS_CHANNELS
 from shardfn.collectives._memory import RINGS
 from shardfn.collectives._sharing import wished
 from shardfn.memory import ledger
@@ -126,8 +127,8 @@ def test_the_memory_of_its_channel_is_in_the_ledger_and_ends_with_the_mesh() -> 
     with ledger() as book:
         for _ in range(2):
             state, _ = step(state, x.chunk(2)[dist.get_rank()])
-    channels: Any = mesh.resources["channels of the loss"]
+    channels: Any = LOSS_CHANNELS.get(mesh)
     shared = channels.loss(("ep",)).shared_bytes
     assert shared >= RINGS and book.peak("host") >= shared
     mesh.close()
-    assert "channels of the loss" not in mesh.resources
+    assert LOSS_CHANNELS.get(mesh) is None
