@@ -68,7 +68,7 @@ def one_operation(f: Callable[..., Any], *args: Any, along: Axes = None) -> Any:
     if mode is None:
         return f(*args)
 
-    def unfollowed(_: AxisIndex, *args: Any) -> Any:
+    def unfollowed(_: object, *args: Any) -> Any:
         with not_following():
             return f(*args)
 

@@ -85,7 +85,7 @@ def by_numpy(case: Case, xs: list[Tensor], outs: list[Tensor]) -> list[np.ndarra
 
 
 def _call(case: Case, r: int, axis: Axes = "ep") -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda x, out: sf.ragged_all_to_all(x, out, *case.places(r), axis)
+    return lambda x, out: sf.ragged_all_to_all(x, out, *case.places(r), axis=axis)
 
 
 def _same(got: Tensor, want: Tensor) -> None:
@@ -108,7 +108,7 @@ def test_rows_go_where_their_senders_say(world: int, way: str) -> None:
                 row = [(), (3,), (2, 5), (0,)][seed % 4]
                 xs, outs = draw(case.rows, row, dtype, seed), draw(case.room, row, dtype, seed + 100)
                 places = case.places(r, (torch.int64, torch.int32)[seed % 2])
-                got = sf.ragged_all_to_all(xs[r], outs[r], *places, "ep")
+                got = sf.ragged_all_to_all(xs[r], outs[r], *places, axis="ep")
                 _same(got, _ref(case, xs, outs)[r])
                 if dtype != torch.bfloat16:
                     _same(got, torch.from_numpy(by_numpy(case, xs, outs)[r]))
@@ -156,7 +156,7 @@ def test_batches_of_rows_and_batches_of_places_are_their_members(world: int) -> 
         # Places that differ between members, of rows that do not, and with gradients.
         places = [torch.stack(each) for each in zip(*(case.places(r) for case in cases), strict=True)]
         x = torch.randn(rows[r], 3).double()
-        f = lambda x, out, *places: sf.ragged_all_to_all(x, out, *places, "ep")  # noqa: E731
+        f = lambda x, out, *places: sf.ragged_all_to_all(x, out, *places, axis="ep")  # noqa: E731
         got = vmap(f, (None, 0, 0, 0, 0, 0))(x, outs, *places)
         for b, case in enumerate(cases):
             _same(got[b], _call(case, r)(x, outs[b]))
@@ -324,9 +324,9 @@ def test_one_graph_serves_all_places(world: int, backend: str) -> None:
 
     def f(x: Tensor, out: Tensor, *places: Tensor) -> tuple[Tensor, Tensor]:
         def square(x: Tensor) -> Tensor:
-            return (sf.ragged_all_to_all(x * 2, out, *places, "ep").sin() ** 2).sum()
+            return (sf.ragged_all_to_all(x * 2, out, *places, axis="ep").sin() ** 2).sum()
 
-        return sf.ragged_all_to_all(x + 1, out, *places, "ep"), torch.func.grad(square)(x)
+        return sf.ragged_all_to_all(x + 1, out, *places, axis="ep"), torch.func.grad(square)(x)
 
     with bind_mesh(sf.make_mesh({"ep": world}, device="cpu")):
         graph = sf.jit(f, backend=backend)

@@ -41,7 +41,7 @@ def _loss(params: dict[str, Tensor], x_TD: Tensor) -> Tensor:
     )
     rows_CD = torch.tanh(torch.einsum("cd,cdf->cf", rows_CD, params["experts"][experts_C]))
     places = torch.arange(n) * t, coming, back, sizes
-    y_TD = sf.ragged_all_to_all(rows_CD, torch.zeros_like(x_TD), *places, "ep") * gate_T[order_T, None]
+    y_TD = sf.ragged_all_to_all(rows_CD, torch.zeros_like(x_TD), *places, axis="ep") * gate_T[order_T, None]
     return (y_TD - x_TD[order_T]).square().mean()
 
 
