@@ -262,8 +262,8 @@ def test_places_that_do_not_fit_are_refused_on_all_ranks_before_anything_is_sent
         },
     }
     with bind_mesh(sf.make_mesh({"ep": 2}, device="cpu")):
-        call = functools.partial(sf.ragged_all_to_all, axis="ep")
-        f = sf.jit(lambda x, out, *places: call(x, out, *places), backend="graph") if graph else call
+        call: Any = functools.partial(sf.ragged_all_to_all, axis="ep")
+        f: Any = sf.jit(lambda x, out, *places: call(x, out, *places), backend="graph") if graph else call
         x, out = torch.arange(3.0), torch.zeros(4)
         good = _GOOD | {"oo": [1, 1] if r else [0, 0]}
         for text, changes in bad.items():
