@@ -6,27 +6,31 @@ communicators, so that no rank waits.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from shardfn.collectives import bind_mesh, transforming
+from shardfn.collectives import Agreed, bind_mesh, transforming
 from shardfn.core import (
     P,
     PyTree,
     as_html,
     explains_attributes,
     explains_extra,
-    fold_in,
     tree_flatten,
 )
 from shardfn.engine import (
+    Admission,
     Agreement,
     CacheInfo,
     CapturedSteps,
+    Comms,
+    EagerSteps,
+    Found,
     Jitted,
+    Passed,
     Plan,
     Planner,
     StepCall,
@@ -34,11 +38,9 @@ from shardfn.engine import (
     Transform,
     Unwrapped,
     abstract_leaves,
+    agree,
     agree_on_step,
-    check_has_rows,
-    check_has_values,
     check_kept,
-    check_pure,
     check_scale,
     check_schedule,
     close_pool,
@@ -48,18 +50,20 @@ from shardfn.engine import (
     compare_first_step,
     cut_ahead,
     describe_batch,
-    describe_rows,
     drawn,
     forget,
     global_mean,
     in_phase,
     losing_no_peer,
     losing_no_peer_purely,
+    named_call,
     naming_unequal,
     num_microbatches,
+    pure_gradients,
     pure_step,
+    pure_update,
+    refuse_own_averages,
     rescaled,
-    run_eager,
     shapes_of,
     signature,
     step_lines,
@@ -105,6 +109,7 @@ class ShardedStep(Transform):
         # A step holds no state and no counter: what it remembers is learnt, and the same on all ranks. Plans are the
         # planner's, by tree; graphs are of `_steps`, by signature; functions over params are of `_functions`.
         self._agreement = Agreement(lambda plan: step_lines(unwrapped, parts, plan, key, state_specs))
+        self._admission = Admission(parts, planner, self._agreement, key, state_specs)
         self._states = StepStates(parts, planner, self._agreement, key, state_specs)
         self._jitted = unwrapped.jitted
         mean = global_mean(parts.loss, planner.batch_axes, has_aux=parts.has_aux, has_state=parts.has_state)
@@ -113,6 +118,7 @@ class ShardedStep(Transform):
         self._loss = self._functions.make(Unwrapped(mean), "the loss of a step", *in_specs)
         self._measures = Measures(parts, planner, self._jitted, self._functions.make, state_specs)
         self._steps = CapturedSteps(self._jitted or Jitted(parts.loss), parts)
+        self._calls = EagerSteps(parts) if self._jitted is None else self._steps
 
     def __repr__(self) -> str:
         return described(self._unwrapped, self._parts.loss, self._planner)
@@ -223,7 +229,7 @@ class ShardedStep(Transform):
         """One step on this rank's rows of the global batch. Inside a transform of torch.func it is a pure function."""
         if transforming():
             return self._pure(state, batch)
-        return self._step(self._eager if self._jitted is None else self._steps.call, None, state, batch)
+        return self._step(self._calls.call, None, state, batch)
 
     def lower(self, state: PyTree, batch: PyTree, *, phase: Phase | None = None) -> Lowered:
         """The step as a graph, captured and scheduled for these shapes but not run: to read, measure or compile it.
@@ -316,9 +322,6 @@ class ShardedStep(Transform):
         keys = () if self._key is None else (self._key,)
         return plan, given, abstract_leaves((cut_ahead(self._parts.loss, batch), *keys), self.mesh.device)
 
-    def _eager(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> StepCall:
-        return StepCall(lambda comms, agreed: run_eager(self._parts, plan, comms, state, args, agreed.even))
-
     @uncollected()
     def _step(
         self,
@@ -328,51 +331,194 @@ class ShardedStep(Transform):
         batch: PyTree,
     ) -> tuple[TrainState, dict[str, Tensor]]:
         """One step, of which `call_of` makes the call; it may do so for one signature `only`."""
-        comms = comms_of(self.mesh)
+        comms, admission = comms_of(self.mesh), self._admission
         with told_before(comms.control):
-            check_passed(state, batch)
-            check_alive(state)
-            plan = in_phase(self._planner.plan_of(state), self._optimizer, state.opt_state)
-            number, rows = int(state.step), describe_rows(plan, batch)
-            check_has_values(batch, self.mesh.device)
-            kept = (state.opt_state, state.model_state) if self._parts.has_state else state.opt_state
-            constant = self._agreement.constant(plan, kept)
-            args = self._args_of(state, cut_ahead(self._parts.loss, batch))
-            check_scale(state, self._loss_scale)
-            check_kept(state.model_state, self._state_specs, has_state=self._parts.has_state)
-            if only is not None and (signature(plan, args), shapes_of(state.model_state)) != only:
+            plan = admission.state(state, batch)
+            rows = admission.rows(plan, state, batch)
+            constant = admission.constant(plan, state)
+            if only is not None and (signature(plan, rows.args), shapes_of(state.model_state)) != only:
                 raise ValueError(
                     "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
                     " loss."
                 )
-            call = call_of(plan, state, args)
-        what = f"step {number}" if plan.phase is None else f"step {number}, {plan.phase.name}"
-        agreed = agree_on_step(comms.control, what, rows, constant, call.known)
-        check_has_rows(batch, even=agreed.even)
-        # All ranks have begun this step, and so have committed the one before.
-        forget(plan)
-        unequal = naming_unequal(batch, self._planner.batch, self.mesh, agreed.sizes)
-        with unequal, bind_mesh(self.mesh), losing_no_peer(comms):
+            call = call_of(plan, state, rows.args)
+        agreed = agree(comms.control, named_call("step", plan, state), plan, rows, constant, call.known)
+        with self._running(comms, batch, agreed):
             compare_first_batch(plan, batch, comms.control)
             new, metrics = call.run(comms, agreed)
-        if self._loss_scale is not None:
-            # After the step, as it reads whether that was skipped: on all ranks the same.
-            new = rescaled(new, state, self._loss_scale, metrics)
-            self._loss_scale.check(new.loss_scale)
+        new = self._rescaled(new, state, metrics)
         with losing_no_peer(comms):
             commit(plan, new)
             together(plan, comms.control)
-            compare_first_step(plan, new, metrics, comms.control)
+            compare_first_step(plan, new.model_state, metrics, comms.control)
         return new, metrics
 
+    @contextlib.contextmanager
+    def _running(self, comms: Comms, batch: PyTree, agreed: Agreed) -> Iterator[None]:
+        unequal = naming_unequal(batch, self._planner.batch, self.mesh, agreed.sizes)
+        with unequal, bind_mesh(self.mesh), losing_no_peer(comms):
+            yield
+
+    def _rescaled(self, new: TrainState, old: TrainState, metrics: dict[str, Tensor]) -> TrainState:
+        """The new state with the loss scale of the next step."""
+        if self._loss_scale is None:
+            return new
+        # After the step, as it reads whether that was skipped: on all ranks the same.
+        new = rescaled(new, old, self._loss_scale, metrics)
+        self._loss_scale.check(new.loss_scale)
+        return new
+
     def _pure(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-        check_pure(self._parts)
-        check_scale(state, self._loss_scale)
-        check_kept(state.model_state, self._state_specs, has_state=self._parts.has_state)
-        plan, args = self._planner.plan_of(state), self._args_of(state, batch)
+        plan, args = self._admission.pure(state), self._admission.args(state, batch)
         self._agreement.agree_once(plan, "a step in a transform")
         with bind_mesh(self.mesh), losing_no_peer_purely(self.mesh):
             return pure_step(plan, state, self._parts, args)
+
+    def _pure_gradients(self, state: TrainState, batch: PyTree) -> tuple[PyTree, dict[str, Tensor]]:
+        plan, args = self._admission.pure(state), self._admission.args(state, batch)
+        self._agreement.agree_once(plan, "the gradients of a step in a transform")
+        with bind_mesh(self.mesh), losing_no_peer_purely(self.mesh):
+            return self._as_returned(pure_gradients(plan, state, self._parts, args))
+
+    def _pure_update(self, state: TrainState, passed: Passed) -> tuple[TrainState, dict[str, Tensor]]:
+        plan = self._admission.pure(state)
+        self._admission.passed(plan, state, passed)
+        self._agreement.agree_once(plan, "the update of a step in a transform")
+        with bind_mesh(self.mesh), losing_no_peer_purely(self.mesh):
+            return pure_update(plan, state, self._parts, passed)
+
+    @uncollected()
+    def gradients(self, state: TrainState, batch: PyTree) -> tuple[PyTree, dict[str, Tensor]]:
+        """The gradients of a step, which `update` takes: `step(state, batch)` is `update` of `gradients`, bit for bit.
+
+        They are averaged over the global batch and free of the loss scale, as the optimizer takes them. Between the two
+        calls clip them by a rule of your own, add those of other losses, look at their norms: change a leaf by
+        `g.with_block(f(g.local))`, `leaf_norms(grads)` has the norms. The state stays as it is, and is not consumed.
+        Collective.
+
+        Args:
+            state: the state.
+            batch: this rank's rows.
+
+        Returns:
+            `(grads, metrics)`; with `has_state`, `((grads, model_state), metrics)`, with the model state that the loss
+            has returned.
+
+            grads is a tree like `state.params` with a `GlobalTensor` for each leaf that the step trains, and None for
+            each that it does not. A leaf has the parameter's shape, the spec of its optimizer state (each rank stores
+            the rows that it updates, nothing is gathered), the memory of `Zero(grads=...)`, and the dtype in which
+            gradients are added up: float32 for 16-bit parameters, otherwise the parameter's own.
+
+            metrics are those of a step without "skipped": "loss", "grad_norm", "finite", the aux values, and
+            "loss_scale".
+
+        Raises:
+            ValueError: the state or the batch does not fit the step; or the optimizer averages gradients itself, as
+                1-bit rules do after their warm-up.
+            DonatedError: a step has consumed the state.
+            RankError: ranks disagree on what to run, or another rank failed.
+
+        Example:
+            >>> import torch
+            >>> import shardfn as sf
+            >>> step = sf.sharded_step(lambda w, x: (w * x).mean(), sf.optim.sgd(0.1))
+            >>> state = step.init(torch.tensor([1.0, 1.0]))
+            >>> grads, metrics = step.gradients(state, torch.tensor([8.0, 2.0]))
+            >>> grads.full_tensor()
+            tensor([4., 1.])
+            >>> clipped = grads.with_block(grads.local.clamp(-2, 2))
+            >>> state, _ = step.update(state, clipped)
+            >>> state.params.full_tensor()
+            tensor([0.8000, 0.9000])
+        """
+        if transforming():
+            return self._pure_gradients(state, batch)
+        comms, admission = comms_of(self.mesh), self._admission
+        with told_before(comms.control):
+            plan = admission.state(state, batch, call="step.gradients(state, batch)")
+            refuse_own_averages(plan)
+            rows = admission.rows(plan, state, batch)
+            constant = admission.constant(plan, state)
+            call = self._calls.gradients(plan, state, rows.args)
+        agreed = agree(
+            comms.control, named_call("the gradients of step", plan, state), plan, rows, constant, call.known
+        )
+        with self._running(comms, batch, agreed):
+            compare_first_batch(plan, batch, comms.control)
+            found = call.run(comms, agreed)
+        with losing_no_peer(comms):
+            together(plan, comms.control)
+            compare_first_step(plan, found.model_state, found.metrics, comms.control)
+        return self._as_returned(found)
+
+    @uncollected()
+    def update(
+        self,
+        state: TrainState,
+        grads: PyTree,
+        *,
+        model_state: PyTree = None,
+        finite: Tensor | bool = True,
+    ) -> tuple[TrainState, dict[str, Tensor]]:
+        """The state after an update by gradients, and its number advanced: the other half of a step.
+
+        If the step donates, state and gradients are consumed, the gradients of a skipped update, too. Collective.
+
+        Args:
+            state: the state.
+            grads: a tree as `gradients` returns it: the same leaves, in the same layout, memory and dtype. Of a leaf
+                on disk, a block in memory does as well: `GlobalTensor(block, g.shape, g.spec, g.mesh, "host")`.
+            model_state: with `has_state`, the new one, which is copied; default: that of the state stays.
+            finite: `metrics["finite"]` of `gradients`, where a step that is not finite is skipped: a loss may overflow
+                while its gradients do not. The same on all ranks.
+
+        Returns:
+            The next state, and the metrics of the update: "grad_norm" of `grads`, "finite" (whether that is finite, and
+            `finite`), "skipped", and with a loss scale "loss_scale" (the one used).
+
+        Raises:
+            TypeError: a leaf of `grads` is no `GlobalTensor`.
+            ValueError: leaves are missing or additional, or of another layout, mesh, memory, dtype or shape; all are
+                listed by path, before anything is written.
+            DonatedError: an update has consumed the gradients, or a step the state.
+            RankError: ranks disagree on what to run, or another rank failed.
+            FloatingPointError: gradients overflow although the loss scale is at its minimum.
+
+        Example:
+            >>> import torch
+            >>> import shardfn as sf
+            >>> step = sf.sharded_step(lambda w, x: (w * x).mean(), sf.optim.sgd(0.5))
+            >>> state = step.init(torch.tensor(2.0))
+            >>> grads, measured = step.gradients(state, torch.tensor([1.0, 3.0]))
+            >>> state, metrics = step.update(state, grads, finite=measured["finite"])
+            >>> state.step, state.params.full_tensor(), metrics["grad_norm"]
+            (tensor(1), tensor(1.), tensor(2.))
+        """
+        passed = Passed(grads, model_state, finite)
+        if transforming():
+            return self._pure_update(state, passed)
+        comms, admission = comms_of(self.mesh), self._admission
+        with told_before(comms.control):
+            plan = admission.state(state, grads, call="step.update(state, grads)")
+            refuse_own_averages(plan)
+            admission.passed(plan, state, passed)
+            passed = passed._replace(finite=bool(finite))
+            constant = admission.constant(plan, state)
+            call = self._calls.update(plan, state, passed)
+        # All ranks skip an update, or none does.
+        told = f"finite: {passed.finite}", ()
+        agreed = agree_on_step(comms.control, named_call("the update of step", plan, state), told, constant, call.known)
+        forget(plan)
+        with bind_mesh(self.mesh), losing_no_peer(comms):
+            new, metrics = call.run(comms, agreed)
+        new = self._rescaled(new, state, metrics)
+        with losing_no_peer(comms):
+            commit(plan, new)
+            together(plan, comms.control)
+        return new, metrics
+
+    def _as_returned(self, found: Found) -> tuple[PyTree, dict[str, Tensor]]:
+        return (found.grads, found.model_state) if self._parts.has_state else found.grads, found.metrics
 
     def loss(self, params: PyTree, batch: PyTree, *key: Tensor, model_state: PyTree = ()) -> Tensor:
         """The mean loss of the global batch, the same on all ranks: a pure function of the sharded parameters.
@@ -471,17 +617,9 @@ class ShardedStep(Transform):
             check_alive(state)
         with losing_no_peer(comms):
             agree_on_step(comms.control, "step.evaluate")
-        keys = () if self._key is None or metrics is not None else self._args_of(state, None)[1:]
+        keys = () if self._key is None or metrics is not None else self._admission.args(state, None)[1:]
         return self._measures.evaluate(metrics, state, batches, keys)
 
     def specs(self, params: PyTree) -> PyTree:
         """The storage `Sharding` of each leaf of a parameter tree; only shapes and dtypes are used."""
         return kept_as(self._planner, params)
-
-    def _args_of(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:
-        """What the loss takes besides the parameters."""
-        if self._key is None:
-            return (batch,)
-        if not isinstance(state.key, Tensor):
-            raise ValueError("the step was built with a key, but the state has none; make it with this step's init.")
-        return batch, fold_in(state.key, state.step)

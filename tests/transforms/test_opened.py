@@ -1,0 +1,156 @@
+"""Covers the opened step: `step == update . gradients`, bit for bit, for stages x memories x transforms."""
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn.testing import (
+    ODD_TRAINABLE,
+    assert_opened,
+    assert_same,
+    distributed,
+    odd_batch,
+    odd_loss,
+    odd_params,
+    one_device,
+)
+
+ODD: dict[str, Any] = {"persist_elements": 2, "bucket_bytes": 64, "prefetch_bytes": 150, "chunk_bytes": 2048}
+STEPS = 3
+
+
+def _optimizer() -> sf.optim.GradientTransformation:
+    return sf.optim.chain(sf.optim.clip_by_global_norm(0.5), sf.optim.adamw(1e-2, weight_decay=0.1))
+
+
+def _opened(loss: Any, world: int, stage: int, *, grads: str = "device", **options: Any) -> sf.testing.Run:
+    mesh = options.pop("mesh", None) or sf.make_mesh({"dp": world})
+    with tempfile.TemporaryDirectory() as directory:
+        away: dict[str, Any] = {} if grads == "device" else {"grads": grads, "optimizer": "host"}
+        away |= {"directory": directory} if grads == "disk" else {}
+        zero = sf.Zero.flat(stage=stage, **ODD, **away)
+        given: dict[str, Any] = {
+            "optimizer": _optimizer(),
+            "params": odd_params(),
+            "batches": [odd_batch(n) for n in range(STEPS)],
+            "trainable": ODD_TRAINABLE,
+        }
+        return assert_opened(loss, mesh=mesh, zero=zero, **(given | options))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@distributed(world=[1, 2, 3])
+def test_every_stage(world: int, accumulate: int) -> None:
+    batches = [odd_batch(n) for n in range(STEPS)]
+    want = one_device(odd_loss, _optimizer(), odd_params(), batches, trainable=ODD_TRAINABLE)
+    for stage in range(4):
+        assert_same(_opened(sf.accumulate(odd_loss, accumulate), world, stage), want)
+
+
+@pytest.mark.parametrize("grads", ["host", "disk"])
+@distributed(world=[1, 2])
+def test_gradients_that_wait_elsewhere(world: int, grads: str) -> None:
+    for stage in (1, 2, 3):
+        _opened(sf.accumulate(odd_loss, 2), world, stage, grads=grads)
+
+
+def _weighted(params: dict, batch: dict) -> sf.WeightedMean:
+    errors = ((batch["x"] @ params["w"] - batch["y"][:, 0]) ** 2) * batch["mask"]
+    return sf.WeightedMean(errors.sum(), batch["mask"].sum())
+
+
+def _masked(n: int) -> dict:
+    return odd_batch(n) | {"mask": torch.tensor([1.0, 0, 1, 0, 0, 0, 1, 1, 0, 1, 0, 0])}
+
+
+@pytest.mark.parametrize("grads", ["device", "host", "disk"])
+@distributed(world=[1, 3])
+def test_a_weighted_mean(world: int, grads: str) -> None:
+    params = {"w": torch.randn(5, generator=torch.Generator().manual_seed(6))}
+    batches = [_masked(n) for n in range(STEPS)]
+    given: dict[str, Any] = {"params": params, "batches": batches, "trainable": None}
+    want = one_device(_weighted, _optimizer(), params, batches)
+    for stage in (0, 2, 3):
+        zero = 0 if stage == 0 else stage
+        if grads == "device" or stage:
+            assert_same(_opened(_weighted, world, zero, grads=grads, **given), want)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+@distributed(world=[1, 2])
+def test_a_loss_scale(world: int, overflows: bool) -> None:
+    scale = sf.optim.dynamic_loss_scale(2.0**127 if overflows else 2.0**10)
+    loss = sf.mixed_precision(odd_loss, sf.Policy.bf16(), loss_scale=scale)
+    for stage in (0, 1, 3):
+        run = _opened(loss, world, stage)
+        assert bool(run.metrics[0]["skipped"]) == overflows
+
+
+def _explodes(params: dict, batch: dict) -> Tensor:
+    """Not finite in the second batch, while its gradients are."""
+    return (batch["x"] @ params["w"]).mean() + batch["bad"].mean()
+
+
+@distributed(world=[1, 2])
+def test_a_loss_that_is_not_finite_while_its_gradients_are(world: int) -> None:
+    batches = [odd_batch(n) | {"bad": torch.full((12,), float("inf") if n == 1 else 0.0)} for n in range(STEPS)]
+    given: dict[str, Any] = {"params": {"w": torch.ones(5)}, "batches": batches, "trainable": None}
+    run = _opened(_explodes, world, 3, skip_nonfinite=True, **given)
+    assert [bool(m["skipped"]) for m in run.metrics] == [False, True, False]
+
+
+def _counts(params: dict, model_state: dict, batch: dict) -> tuple[Tensor, dict, dict]:
+    h = batch["x"] @ params["w"]
+    mean = 0.9 * model_state["mean"] + 0.1 * sf.pmean(h.detach().mean(), "dp")
+    return ((h - mean) ** 2).mean(), {"mean": h.mean()}, {"mean": mean, "same": model_state["same"]}
+
+
+@distributed(world=[1, 2])
+def test_a_model_state_and_aux(world: int) -> None:
+    given: dict[str, Any] = {
+        "params": {"w": torch.ones(5)},
+        "model_state": {"mean": torch.zeros(()), "same": torch.ones(3)},
+        "trainable": None,
+    }
+    for loss in (_counts, sf.accumulate(_counts, 3)):
+        run = _opened(loss, world, 3, has_state=True, has_aux=True, **given)
+        assert run.model_state["mean"] != 0
+
+
+def _noisy(params: dict, batch: dict, key: Tensor) -> Tensor:
+    x = sf.nn.dropout(key, batch["x"], 0.5, batch["index"])
+    return ((x @ params["w"] - batch["y"][:, 0]) ** 2).mean()
+
+
+@distributed(world=[2])
+def test_a_key(world: int) -> None:
+    batches = [odd_batch(n) | {"index": torch.arange(12) + 12 * n} for n in range(STEPS)]
+    given: dict[str, Any] = {"params": {"w": torch.ones(5)}, "batches": batches, "trainable": None}
+    _opened(_noisy, world, 3, key=sf.key(7), **given)
+
+
+@distributed(world=[1, 2, 3])
+def test_canonical_sums(world: int) -> None:
+    mesh = sf.make_mesh({"dp": world})
+    zero = sf.Zero(stage=3, persist_elements=2, reduction="canonical", reduction_chunks=4)
+    args = (odd_loss, _optimizer(), odd_params(), [odd_batch(n) for n in range(STEPS)])
+    assert_opened(*args, mesh=mesh, zero=zero, trainable=ODD_TRAINABLE, batch=sf.P("dp"))
+
+
+def _tp_loss(params: dict, batch: dict) -> Tensor:
+    h = torch.tanh(batch["x"] @ params["up"].t() + params["bias"])
+    return ((sf.psum(h @ params["down"].t(), "tp") + params["shift"] - batch["y"]) ** 2).mean()
+
+
+@distributed(world=[2])
+def test_tensor_parallel_leaves(world: int) -> None:
+    g = torch.Generator().manual_seed(3)
+    shapes = {"up": (7, 5), "bias": (7,), "down": (3, 7), "shift": (3,)}
+    params = {k: torch.randn(s, generator=g) for k, s in shapes.items()}
+    specs = {"up": sf.P("tp"), "bias": sf.P("tp"), "down": sf.P(None, "tp"), "shift": sf.P()}
+    given: dict[str, Any] = {"params": params, "specs": specs, "trainable": None}
+    _opened(_tp_loss, world, 1, mesh=sf.make_mesh({"tp": 2}), **given)
