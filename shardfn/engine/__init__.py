@@ -51,6 +51,7 @@ from ._partitioned import Partitioned as Partitioned
 from ._proposed import SpecSearch as SpecSearch, Unplaced as Unplaced
 from ._phases import check_phases as check_phases, in_phase as in_phase
 from ._pipelined import Pipelined as Pipelined, PipelinedLayers as PipelinedLayers, stage_axes as stage_axes
+from ._masks import Masks as Masks
 from ._nothing import check_has_rows as check_has_rows, check_has_values as check_has_values
 from ._narrow import warn_of_narrow_updates as warn_of_narrow_updates
 from ._nothing import check_trains as check_trains
@@ -68,6 +69,17 @@ from ._pools import together as together
 from ._profiled import Spans as Spans, Spent as Spent, measured_into as measured_into
 from ._resume import resumed as resumed
 from ._schedule import accumulation as accumulation, check_schedule as check_schedule
+from ._several import (
+    Objective as Objective,
+    Share as Share,
+    Source as Source,
+    agree_on_all as agree_on_all,
+    batches_of as batches_of,
+    check_alike_losses as check_alike_losses,
+    combined as combined,
+    lines_of as lines_of,
+    mean_of as mean_of,
+)
 from ._stage_layout import check_layout as check_layout, first_kept as first_kept
 from ._stage_state import PipelineState as PipelineState
 from ._step_parts import (
@@ -76,7 +88,7 @@ from ._step_parts import (
     step_lines as step_lines,
     step_parts as step_parts,
 )
-from ._step import StepCall as StepCall, StepParts as StepParts, rescaled as rescaled
+from ._step import StepCall as StepCall, StepParts as StepParts, advanced as advanced
 from ._traced_function import FunctionProgram as FunctionProgram, capture_function as capture_function
 from ._traced_function import tensors_of as tensors_of
 from ._transit import Request as Request, Transit as Transit, is_followed as is_followed

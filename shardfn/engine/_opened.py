@@ -22,8 +22,9 @@ from ._comms import Comms
 from ._eager_step import EagerStep
 from ._gradients import Blocks, Found, as_tree, by_leaf, measured, scaled
 from ._model_state import wrapped_like
+from ._outcome import Outcome
 from ._plan import Plan
-from ._step import Metrics, StepParts
+from ._step import Executor, Metrics, StepParts
 from ._update import update
 
 
@@ -58,14 +59,18 @@ def run_gradients(
         args: this rank's batch, and a key if the loss takes one.
         even: whether all ranks hold batches of the same shapes.
     """
-    run = EagerStep(parts, plan, comms, state, args, even, None)
     with exact(plan):
-        out = run.differentiate()
-        metrics, scale = run.measure(out)
-        del metrics["skipped"]
-        with torch.no_grad():
-            grads = as_tree(plan, scaled(plan, out.gradients(), scale))
-            return Found(grads, kept_apart(out.model_state, state.model_state), metrics)
+        grads, kept, metrics = gradients_of(EagerStep(parts, plan, comms, state, args, even, None), plan)
+    return Found(as_tree(plan, grads), kept_apart(kept, state.model_state), metrics)
+
+
+def gradients_of(run: Executor[Outcome, Any], plan: Plan) -> tuple[Blocks, PyTree, Metrics]:
+    """The first half of `one_step`: gradients with the factor that they lack, the new model state, and the metrics."""
+    out = run.differentiate()
+    metrics, scale = run.measure(out)
+    del metrics["skipped"]
+    with torch.no_grad():
+        return scaled(plan, out.gradients(), scale), out.model_state, metrics
 
 
 def run_update(

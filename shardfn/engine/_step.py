@@ -103,3 +103,16 @@ def one_step(run: Executor[Out, New]) -> tuple[New, Metrics]:
 def rescaled(new: TrainState, old: TrainState, rule: LossScale, metrics: Metrics) -> TrainState:
     """The new state with the loss scale of the next step, which changes even if a step is skipped."""
     return new._replace(loss_scale=rule.update(old.loss_scale, metrics["finite"]))
+
+
+def advanced(new: TrainState, old: TrainState, rule: LossScale | None, metrics: Metrics) -> TrainState:
+    """The new state with the loss scale of the next step, if it has one; after the step, as it reads the metrics.
+
+    Raises:
+        FloatingPointError: it is no use to go on.
+    """
+    if rule is None:
+        return new
+    new = rescaled(new, old, rule, metrics)
+    rule.check(new.loss_scale)
+    return new

@@ -6,13 +6,13 @@ communicators, so that no rank waits.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Agreed, bind_mesh, transforming
+from shardfn.collectives import bind_mesh, transforming
 from shardfn.core import (
     P,
     PyTree,
@@ -26,18 +26,17 @@ from shardfn.engine import (
     Agreement,
     CacheInfo,
     CapturedSteps,
-    Comms,
-    EagerSteps,
-    Found,
     Jitted,
     Passed,
     Plan,
     Planner,
+    Source,
     StepCall,
     StepParts,
     Transform,
     Unwrapped,
     abstract_leaves,
+    advanced,
     agree,
     agree_on_step,
     check_kept,
@@ -51,22 +50,17 @@ from shardfn.engine import (
     cut_ahead,
     describe_batch,
     drawn,
-    forget,
-    global_mean,
     in_phase,
+    lines_of,
     losing_no_peer,
     losing_no_peer_purely,
+    mean_of,
     named_call,
     naming_unequal,
     num_microbatches,
-    pure_gradients,
     pure_step,
-    pure_update,
-    refuse_own_averages,
-    rescaled,
     shapes_of,
     signature,
-    step_lines,
     together,
     told_before,
     uncollected,
@@ -78,6 +72,7 @@ from shardfn.state import TrainState, check_alive, check_passed, widest
 from ._described import described
 from ._evaluate import Measures, check_batches
 from ._functions import Functions
+from ._halves import Halves
 from ._lower import Lowered
 from ._profile import StepProfile, measured, predict
 from ._sharded import kept_as
@@ -99,26 +94,35 @@ class ShardedStep(Transform):
     transform: ClassVar[str] = "sharded"
 
     def __init__(
-        self, parts: StepParts, unwrapped: Unwrapped, planner: Planner, key: Tensor | None, state_specs: PyTree = P()
+        self,
+        parts: StepParts,
+        unwrapped: Unwrapped,
+        planner: Planner,
+        key: Tensor | None,
+        state_specs: PyTree = P(),
+        sources: Mapping[str, Source] | None = None,
     ) -> None:
         check_schedule(parts.schedule, num_microbatches(parts.loss))
+        sources = {"": Source.of(unwrapped, parts, planner)} if sources is None else sources
         self.mesh = planner.mesh
         self._parts, self._unwrapped, self._planner, self._key = parts, unwrapped, planner, key
         self._state_specs = state_specs
         self._optimizer, self._loss_scale = parts.optimizer, parts.loss_scale
         # A step holds no state and no counter: what it remembers is learnt, and the same on all ranks. Plans are the
         # planner's, by tree; graphs are of `_steps`, by signature; functions over params are of `_functions`.
-        self._agreement = Agreement(lambda plan: step_lines(unwrapped, parts, plan, key, state_specs))
+        self._agreement = Agreement(lambda plan: lines_of(sources, plan, key, state_specs))
         self._admission = Admission(parts, planner, self._agreement, key, state_specs)
         self._states = StepStates(parts, planner, self._agreement, key, state_specs)
         self._jitted = unwrapped.jitted
-        mean = global_mean(parts.loss, planner.batch_axes, has_aux=parts.has_aux, has_state=parts.has_state)
+        mean = mean_of(sources)
         self._functions = Functions(planner, self._agreement)
         in_specs = [state_specs] if parts.has_state else []
         self._loss = self._functions.make(Unwrapped(mean), "the loss of a step", *in_specs)
         self._measures = Measures(parts, planner, self._jitted, self._functions.make, state_specs)
-        self._steps = CapturedSteps(self._jitted or Jitted(parts.loss), parts)
-        self._calls = EagerSteps(parts) if self._jitted is None else self._steps
+        # Of `lower` too, where the step itself is eager.
+        calls = next(iter(sources.values())).calls
+        self._steps = calls if isinstance(calls, CapturedSteps) else CapturedSteps(Jitted(parts.loss), parts)
+        self._halves = Halves(self._admission, sources)
 
     def __repr__(self) -> str:
         return described(self._unwrapped, self._parts.loss, self._planner)
@@ -229,7 +233,9 @@ class ShardedStep(Transform):
         """One step on this rank's rows of the global batch. Inside a transform of torch.func it is a pure function."""
         if transforming():
             return self._pure(state, batch)
-        return self._step(self._calls.call, None, state, batch)
+        if self._halves.are_several:
+            return self._several(state, batch)
+        return self._step(self._halves.calls.call, None, state, batch)
 
     def lower(self, state: PyTree, batch: PyTree, *, phase: Phase | None = None) -> Lowered:
         """The step as a graph, captured and scheduled for these shapes but not run: to read, measure or compile it.
@@ -253,6 +259,7 @@ class ShardedStep(Transform):
             >>> step.lower(torch.ones(4), torch.ones(4)).cost_analysis().sent
             0
         """
+        self._refuse_several("lower")
         plan, given, args = self._abstract(state, batch, phase)
         program, schedule = self._steps.lower(plan, given, args)
         key = signature(plan, args), shapes_of(given.model_state)
@@ -343,49 +350,26 @@ class ShardedStep(Transform):
                 )
             call = call_of(plan, state, rows.args)
         agreed = agree(comms.control, named_call("step", plan, state), plan, rows, constant, call.known)
-        with self._running(comms, batch, agreed):
+        unequal = naming_unequal(batch, self._planner.batch, self.mesh, agreed.sizes)
+        with unequal, bind_mesh(self.mesh), losing_no_peer(comms):
             compare_first_batch(plan, batch, comms.control)
             new, metrics = call.run(comms, agreed)
-        new = self._rescaled(new, state, metrics)
+        new = advanced(new, state, self._loss_scale, metrics)
         with losing_no_peer(comms):
             commit(plan, new)
             together(plan, comms.control)
             compare_first_step(plan, new.model_state, metrics, comms.control)
         return new, metrics
 
-    @contextlib.contextmanager
-    def _running(self, comms: Comms, batch: PyTree, agreed: Agreed) -> Iterator[None]:
-        unequal = naming_unequal(batch, self._planner.batch, self.mesh, agreed.sizes)
-        with unequal, bind_mesh(self.mesh), losing_no_peer(comms):
-            yield
-
-    def _rescaled(self, new: TrainState, old: TrainState, metrics: dict[str, Tensor]) -> TrainState:
-        """The new state with the loss scale of the next step."""
-        if self._loss_scale is None:
-            return new
-        # After the step, as it reads whether that was skipped: on all ranks the same.
-        new = rescaled(new, old, self._loss_scale, metrics)
-        self._loss_scale.check(new.loss_scale)
-        return new
+    @uncollected()
+    def _several(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
+        return self._halves.both(state, batch)
 
     def _pure(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         plan, args = self._admission.pure(state), self._admission.args(state, batch)
         self._agreement.agree_once(plan, "a step in a transform")
         with bind_mesh(self.mesh), losing_no_peer_purely(self.mesh):
             return pure_step(plan, state, self._parts, args)
-
-    def _pure_gradients(self, state: TrainState, batch: PyTree) -> tuple[PyTree, dict[str, Tensor]]:
-        plan, args = self._admission.pure(state), self._admission.args(state, batch)
-        self._agreement.agree_once(plan, "the gradients of a step in a transform")
-        with bind_mesh(self.mesh), losing_no_peer_purely(self.mesh):
-            return self._as_returned(pure_gradients(plan, state, self._parts, args))
-
-    def _pure_update(self, state: TrainState, passed: Passed) -> tuple[TrainState, dict[str, Tensor]]:
-        plan = self._admission.pure(state)
-        self._admission.passed(plan, state, passed)
-        self._agreement.agree_once(plan, "the update of a step in a transform")
-        with bind_mesh(self.mesh), losing_no_peer_purely(self.mesh):
-            return pure_update(plan, state, self._parts, passed)
 
     @uncollected()
     def gradients(self, state: TrainState, batch: PyTree) -> tuple[PyTree, dict[str, Tensor]]:
@@ -431,25 +415,9 @@ class ShardedStep(Transform):
             >>> state.params.full_tensor()
             tensor([0.8000, 0.9000])
         """
-        if transforming():
-            return self._pure_gradients(state, batch)
-        comms, admission = comms_of(self.mesh), self._admission
-        with told_before(comms.control):
-            plan = admission.state(state, batch, call="step.gradients(state, batch)")
-            refuse_own_averages(plan)
-            rows = admission.rows(plan, state, batch)
-            constant = admission.constant(plan, state)
-            call = self._calls.gradients(plan, state, rows.args)
-        agreed = agree(
-            comms.control, named_call("the gradients of step", plan, state), plan, rows, constant, call.known
-        )
-        with self._running(comms, batch, agreed):
-            compare_first_batch(plan, batch, comms.control)
-            found = call.run(comms, agreed)
-        with losing_no_peer(comms):
-            together(plan, comms.control)
-            compare_first_step(plan, found.model_state, found.metrics, comms.control)
-        return self._as_returned(found)
+        halves = self._halves
+        found = halves.pure_gradients(state, batch) if transforming() else halves.gradients(state, batch)
+        return (found.grads, found.model_state) if self._parts.has_state else found.grads, found.metrics
 
     @uncollected()
     def update(
@@ -495,30 +463,7 @@ class ShardedStep(Transform):
             (tensor(1), tensor(1.), tensor(2.))
         """
         passed = Passed(grads, model_state, finite)
-        if transforming():
-            return self._pure_update(state, passed)
-        comms, admission = comms_of(self.mesh), self._admission
-        with told_before(comms.control):
-            plan = admission.state(state, grads, call="step.update(state, grads)")
-            refuse_own_averages(plan)
-            admission.passed(plan, state, passed)
-            passed = passed._replace(finite=bool(finite))
-            constant = admission.constant(plan, state)
-            call = self._calls.update(plan, state, passed)
-        # All ranks skip an update, or none does.
-        told = f"finite: {passed.finite}", ()
-        agreed = agree_on_step(comms.control, named_call("the update of step", plan, state), told, constant, call.known)
-        forget(plan)
-        with bind_mesh(self.mesh), losing_no_peer(comms):
-            new, metrics = call.run(comms, agreed)
-        new = self._rescaled(new, state, metrics)
-        with losing_no_peer(comms):
-            commit(plan, new)
-            together(plan, comms.control)
-        return new, metrics
-
-    def _as_returned(self, found: Found) -> tuple[PyTree, dict[str, Tensor]]:
-        return (found.grads, found.model_state) if self._parts.has_state else found.grads, found.metrics
+        return self._halves.pure_update(state, passed) if transforming() else self._halves.update(state, passed)
 
     def loss(self, params: PyTree, batch: PyTree, *key: Tensor, model_state: PyTree = ()) -> Tensor:
         """The mean loss of the global batch, the same on all ranks: a pure function of the sharded parameters.
@@ -560,7 +505,15 @@ class ShardedStep(Transform):
 
     def cache_info(self) -> CacheInfo:
         """The counts of the step's captures, those of `lower` included."""
-        return self._steps.cache_info()
+        infos = [x.calls.cache_info() for x in self._halves.sources.values() if isinstance(x.calls, CapturedSteps)]
+        return CacheInfo(*map(sum, zip(*(infos or [self._steps.cache_info()]), strict=True)))
+
+    def _refuse_several(self, call: str) -> None:
+        if self._halves.are_several:
+            raise ValueError(
+                f"{call} is of a step of one loss, and this one has {list(self._halves.sources)}; build a step of the"
+                " loss alone, with the same optimizer, specs and zero, for it."
+            )
 
     def apply(self, f: Callable[..., Any], state: TrainState, *args: Any) -> Any:
         """`f(params, *args)` without gradients, with params as the loss sees them: for evaluation and sampling.
@@ -611,6 +564,8 @@ class ShardedStep(Transform):
         """
         comms = comms_of(self.mesh)
         with told_before(comms.control):
+            if metrics is None:
+                self._refuse_several("step.evaluate(state, batches) without metrics=")
             check_passed(state, batches, call="step.evaluate(state, batches)")
             check_batches(batches, metrics)
             self._planner.plan_of(state)
