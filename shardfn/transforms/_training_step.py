@@ -125,7 +125,7 @@ class ShardedStep(Transform):
         self._halves = Halves(self._admission, sources)
 
     def __repr__(self) -> str:
-        return described(self._unwrapped, self._parts.loss, self._planner)
+        return described(self._unwrapped, self._parts.loss, self._planner, list(self._halves.sources))
 
     def _repr_html_(self) -> str:
         return as_html(repr(self))

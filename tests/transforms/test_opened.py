@@ -190,3 +190,33 @@ def test_a_captured_step_counts_a_graph_for_each_half(world: int) -> None:
         state, _ = step.update(state, grads)
     assert step.cache_info().currsize == 2
     assert step.cache_info().misses == 2
+
+
+@distributed(world=[1, 2])
+def test_halves_under_vmap(world: int) -> None:
+    mesh = sf.make_mesh({"dp": world})
+    step = sf.sharded_step(odd_loss, _optimizer(), mesh=mesh, zero=sf.Zero.flat(stage=3, **ODD))
+    states = sf.stack([step.init(sf.tree_map(lambda x, k=k: x * k, odd_params())) for k in (0.5, 1.0)])
+    batch = sf.testing.own_rows(odd_batch(0), sf.P("dp"), mesh)
+    want, metrics = torch.func.vmap(step, in_dims=(0, None))(states, batch)
+    grads, measured = torch.func.vmap(step.gradients, in_dims=(0, None))(states, batch)
+    got, updated = torch.func.vmap(step.update)(states, grads)
+    for a, b in zip(sf.tree_leaves(want), sf.tree_leaves(got), strict=True):
+        a, b = (x.local if isinstance(x, sf.GlobalTensor) else x for x in (a, b))
+        assert torch.equal(a, b)
+    assert torch.equal(metrics["grad_norm"], measured["grad_norm"])
+    torch.testing.assert_close(updated["grad_norm"], measured["grad_norm"])
+
+
+def test_a_derivative_through_an_update() -> None:
+    """Of the next loss with respect to a factor of the gradient, for `w - 0.1 k g` and a loss that is `sum(w^2)`."""
+    step = sf.sharded_step(lambda w, x: (w * x).square().sum(), sf.optim.sgd(0.1))
+    state, x = step.init(torch.tensor([1.0, 2.0])), torch.ones(2)
+
+    def after(k: Tensor) -> Tensor:
+        grads, _ = step.gradients(state, x)
+        new, _ = step.update(state, grads.with_block(k * grads.local))
+        return step.loss(new.params, x)
+
+    # d/dk sum((1 - 0.2 k)^2 w^2) = -0.4 (1 - 0.2 k) sum(w^2)
+    torch.testing.assert_close(torch.func.grad(after)(torch.tensor(1.0)), torch.tensor(-0.4 * 0.8 * 5.0))
