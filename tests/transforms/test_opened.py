@@ -27,11 +27,13 @@ def _optimizer() -> sf.optim.GradientTransformation:
     return sf.optim.chain(sf.optim.clip_by_global_norm(0.5), sf.optim.adamw(1e-2, weight_decay=0.1))
 
 
-def _opened(loss: Any, world: int, stage: int, *, grads: str = "device", **options: Any) -> sf.testing.Run:
+def _opened(
+    loss: Any, world: int, stage: int, *, grads: str = "device", kept: str = "host", **options: Any
+) -> sf.testing.Run:
     mesh = options.pop("mesh", None) or sf.make_mesh({"dp": world})
     with tempfile.TemporaryDirectory() as directory:
-        away: dict[str, Any] = {} if grads == "device" else {"grads": grads, "optimizer": "host"}
-        away |= {"directory": directory} if grads == "disk" else {}
+        away: dict[str, Any] = {} if grads == "device" else {"grads": grads, "optimizer": kept, "params": kept}
+        away |= {"directory": directory} if "disk" in (grads, kept) else {}
         zero = sf.Zero.flat(stage=stage, **ODD, **away)
         given: dict[str, Any] = {
             "optimizer": _optimizer(),
@@ -52,10 +54,36 @@ def test_every_stage(world: int, accumulate: int) -> None:
 
 
 @pytest.mark.parametrize("grads", ["host", "disk"])
+@pytest.mark.parametrize("kept", ["host", "disk"])  # on disk the step updates beside the backward, and halves cannot
 @distributed(world=[1, 2])
-def test_gradients_that_wait_elsewhere(world: int, grads: str) -> None:
+def test_gradients_that_wait_elsewhere(world: int, grads: str, kept: str) -> None:
     for stage in (1, 2, 3):
-        _opened(sf.accumulate(odd_loss, 2), world, stage, grads=grads)
+        _opened(sf.accumulate(odd_loss, 2), world, stage, grads=grads, kept=kept)
+
+
+@distributed(world=[2])
+def test_an_update_commits_the_state(world: int) -> None:
+    mesh = sf.make_mesh({"dp": world})
+    with tempfile.TemporaryDirectory() as own:
+        places: list[Any] = [None] * world
+        torch.distributed.all_gather_object(places, own)
+        zero = sf.Zero.flat(stage=3, params="disk", grads="disk", optimizer="disk", directory=places[0], **ODD)
+        step = sf.sharded_step(odd_loss, _optimizer(), mesh=mesh, zero=zero)
+        state = step.init(odd_params())
+        for n in range(2):
+            rows = sf.testing.own_rows(odd_batch(n), sf.P("dp"), mesh)
+            grads, _ = step.gradients(state, rows)
+            state, _ = step.update(state, grads)
+        want = sf.unshard(state.params)
+        del state, grads
+        step.close()
+        again = sf.sharded_step(odd_loss, _optimizer(), mesh=mesh, zero=zero)
+        state = again.resume(odd_params())
+        assert int(state.step) == 2
+        for a, b in zip(sf.tree_leaves(sf.unshard(state.params)), sf.tree_leaves(want), strict=True):
+            assert torch.equal(a, b)
+        again.close()
+        torch.distributed.barrier()
 
 
 def _weighted(params: dict, batch: dict) -> sf.WeightedMean:
