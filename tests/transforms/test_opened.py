@@ -248,3 +248,20 @@ def test_a_derivative_through_an_update() -> None:
 
     # d/dk sum((1 - 0.2 k)^2 w^2) = -0.4 (1 - 0.2 k) sum(w^2)
     torch.testing.assert_close(torch.func.grad(after)(torch.tensor(1.0)), torch.tensor(-0.4 * 0.8 * 5.0))
+
+
+def _stacked_loss(params: dict, batch: dict) -> Tensor:
+    h, _ = sf.scan(lambda h, w: (torch.tanh(h @ w), None), batch["x"], params["w"])
+    return ((h[:, :3] - batch["y"]) ** 2).mean()
+
+
+@pytest.mark.parametrize("grads", ["device", "host", "disk"])
+@distributed(world=[2])
+def test_stacked_leaves(world: int, grads: str) -> None:
+    given: dict[str, Any] = {
+        "params": {"w": torch.randn(4, 5, 5, generator=torch.Generator().manual_seed(5))},
+        "specs": {"w": sf.Sharding(sf.P(), stacked=True)},
+        "trainable": None,
+    }
+    for loss in (_stacked_loss, sf.jit(_stacked_loss, backend="graph")):
+        _opened(loss, world, 3, grads=grads, **given)

@@ -1,4 +1,4 @@
-"""Covers the opened step, kind by kind: `step == update . gradients` for stages x eager and jit x what a step may be."""
+"""Covers `step == update . gradients` for stages, eager and jit, and kinds of steps."""
 
 import tempfile
 from collections.abc import Callable

@@ -291,3 +291,16 @@ def test_calls_of_one_loss_alone() -> None:
         step.evaluate(state, [_twice(0)])
     value = step.loss(state.params, _twice(0))
     torch.testing.assert_close(value, step.gradients(state, _twice(0))[1]["loss"], **TOL)
+
+
+def test_a_loss_scale_is_that_of_all_losses() -> None:
+    scale = sf.optim.dynamic_loss_scale(2.0**127, hysteresis=1)
+    policy = sf.Policy.bf16()
+    losses = {k: x._replace(loss=sf.mixed_precision(x.loss, policy, loss_scale=scale)) for k, x in GAN.items()}
+    step = sf.sharded_step(losses, sf.optim.sgd(0.1))
+    state = step.init(_gan())
+    new, metrics = step(state, _twice(0))
+    assert bool(metrics["skipped"]) != bool(metrics["finite"])
+    assert bool(metrics["skipped"])
+    assert new.loss_scale.scale < state.loss_scale.scale
+    assert not new.params["generator"]["w"].donated
