@@ -96,7 +96,7 @@ class CapturedSteps:
 
     def update(self, plan: Plan, state: TrainState, passed: Passed) -> StepCall[tuple[TrainState, Metrics]]:
         """The update by gradients, by the graph of the state's and the gradients' layouts."""
-        grads: list[GlobalTensor] = tree_leaves(passed.grads)
+        grads = [_as_it_lies(x) for x in tree_leaves(passed.grads)]
         key = ("update", id(plan)), ambient(), _layouts((state.params, state.opt_state, grads))
 
         def run(comms: Comms, agreed: Agreed) -> tuple[TrainState, Metrics]:
@@ -171,6 +171,13 @@ class CapturedSteps:
         opt_state, kept = tree_unflatten(program.opt_treedef, new_held[num:then]), outs[then : len(new_held)]
         new = next_state(program.plan, state, new_held[:num], opt_state, kept)
         return new, dict(zip(names, values, strict=True))
+
+
+def _as_it_lies(x: GlobalTensor) -> GlobalTensor:
+    """A gradient in the memory of its block, which is the host where a leaf on disk was read and changed."""
+    if x.memory_kind == "disk" and isinstance(x.memory, Tensor):
+        return GlobalTensor(x.memory, x.shape, x.spec, x.mesh, "host")
+    return x
 
 
 def _apart(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:

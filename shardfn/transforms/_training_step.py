@@ -366,6 +366,7 @@ class ShardedStep(Transform):
         return self._halves.both(state, batch)
 
     def _pure(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
+        self._refuse_several("a step inside a transform of torch.func")
         plan, args = self._admission.pure(state), self._admission.args(state, batch)
         self._agreement.agree_once(plan, "a step in a transform")
         with bind_mesh(self.mesh), losing_no_peer_purely(self.mesh):
@@ -434,8 +435,8 @@ class ShardedStep(Transform):
 
         Args:
             state: the state.
-            grads: a tree as `gradients` returns it: the same leaves, in the same layout, memory and dtype. Of a leaf
-                on disk, a block in memory does as well: `GlobalTensor(block, g.shape, g.spec, g.mesh, "host")`.
+            grads: a tree as `gradients` returns it: the same leaves, in the same layout, memory and dtype. A leaf on
+                disk may have a block in host memory: `g.with_block(f(g.local))` reads it.
             model_state: with `has_state`, the new one, which is copied; default: that of the state stays.
             finite: `metrics["finite"]` of `gradients`, where a step that is not finite is skipped: a loss may overflow
                 while its gradients do not. The same on all ranks.

@@ -265,3 +265,25 @@ def test_stacked_leaves(world: int, grads: str) -> None:
     }
     for loss in (_stacked_loss, sf.jit(_stacked_loss, backend="graph")):
         _opened(loss, world, 3, grads=grads, **given)
+
+
+@pytest.mark.parametrize("grads", ["host", "disk"])
+def test_changed_gradients_of_leaves_elsewhere(grads: str) -> None:
+    """Twice the gradient is the gradient of twice the loss, eager and jitted."""
+    found = []
+    for factor, wrap in [(2.0, lambda f: f), (1.0, lambda f: f), (1.0, lambda f: sf.jit(f, backend="graph"))]:
+        with tempfile.TemporaryDirectory() as directory:
+            where = {"directory": directory} if grads == "disk" else {}
+            zero = sf.Zero.flat(stage=2, grads=grads, optimizer="host", **where, **ODD)
+            loss = wrap(lambda p, b, k=factor: k * odd_loss(p, b))
+            step = sf.sharded_step(loss, sf.optim.sgd(0.1), zero=zero)
+            state = step.init(odd_params())
+            for n in range(2):
+                tree, _ = step.gradients(state, odd_batch(n))
+                tree = sf.tree_map(lambda g, k=factor: g.with_block(g.local * (2 / k)), tree)
+                state, _ = step.update(state, tree)
+            found.append(sf.unshard(state.params))
+            step.close()
+    for a, b, c in zip(*map(sf.tree_leaves, found), strict=True):
+        torch.testing.assert_close(a, b)
+        assert torch.equal(b, c)

@@ -287,6 +287,10 @@ def test_calls_of_one_loss_alone() -> None:
     state = step.init(_gan())
     with pytest.raises(ValueError, match="lower is of a step of one loss"):
         step.lower(state, _twice(0))
+    with pytest.raises(ValueError, match=r"inside a transform of torch[.]func is of a step of one loss"):
+        torch.func.vmap(step, in_dims=(0, None))(sf.stack([state, state]), _twice(0))
+    with pytest.raises(ValueError, match=r"runs in no transform of torch[.]func"):
+        torch.func.vmap(step.gradients, in_dims=(0, None))(sf.stack([state, state]), _twice(0))
     with pytest.raises(ValueError, match="without metrics= is of a step of one loss"):
         step.evaluate(state, [_twice(0)])
     value = step.loss(state.params, _twice(0))
