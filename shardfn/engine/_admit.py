@@ -1,4 +1,4 @@
-"""Admission: whether a state may take a call of a step, under which plan, and what ranks agree on before it runs.
+"""Admission: whether a state may take a call of a step, under which plan, and the agreement of ranks before it runs.
 
 A step, its gradients, its update and its loss ask the same questions, in this order:
 
@@ -70,8 +70,8 @@ class Admission:
         """The plan of a call on a state.
 
         Args:
-            state: what was passed as a state.
-            other: what was passed beside it.
+            state: the argument that should be one.
+            other: the argument beside it.
             call: how to write the call.
 
         Raises:
@@ -97,7 +97,7 @@ class Admission:
         check_kept(state.model_state, self.state_specs, has_state=self.parts.has_state)
 
     def rows(self, plan: Plan, state: TrainState, batch: PyTree) -> Rows:
-        """A batch with what the loss takes beside it.
+        """A batch, with the other arguments of the loss.
 
         Raises:
             TypeError: a leaf is no tensor.

@@ -17,7 +17,7 @@ class EagerSteps:
     """The eager calls of one step.
 
     Attributes:
-        parts: what the step is made of.
+        parts: loss, optimizer and flags of the step.
     """
 
     parts: StepParts

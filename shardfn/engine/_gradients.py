@@ -53,11 +53,10 @@ def as_tree(plan: Plan, grads: Blocks) -> PyTree:
     def whole(i: int, leaf: LeafLayout) -> GlobalTensor | None:
         if not leaf.trainable:
             return None
-        x, home = grads[i], leaf.grad_home
-        # Of the disk is only what is stored there: a pure step stores nothing.
-        return GlobalTensor(
-            x, leaf.shape, leaf.shard, plan.mesh, "host" if home == "disk" and isinstance(x, Tensor) else home
-        )
+        x = grads[i]
+        # A pure step stores nothing on disk.
+        in_memory = leaf.grad_home == "disk" and isinstance(x, Tensor)
+        return GlobalTensor(x, leaf.shape, leaf.shard, plan.mesh, "host" if in_memory else leaf.grad_home)
 
     return tree_unflatten(plan.treedef, [whole(i, leaf) for i, leaf in enumerate(plan.leaves)])
 
@@ -194,7 +193,7 @@ def _paths(plan: Plan) -> list[str]:
 
 
 def _problems(plan: Plan, path: str, leaf: LeafLayout, x: GlobalTensor) -> Iterable[str]:
-    """The differences between a gradient and what the plan says of it; none if they agree."""
+    """The differences between a gradient and its layout in the plan; empty if they agree."""
     if not x.mesh.is_like(plan.mesh):
         yield f"{path} is on {x.mesh!r}; here the mesh is {plan.mesh!r}"
         return

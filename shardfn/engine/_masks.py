@@ -50,7 +50,7 @@ class Masks(NamedTuple):
         )
         raise_all(
             ValueError,
-            "the step trains leaves that no loss trains; say False of them in trainable= of the step:",
+            "the step trains leaves that no loss trains; set them to False in trainable= of the step:",
             [
                 path
                 for path, may, wanted in zip(paths, allowed, out, strict=True)

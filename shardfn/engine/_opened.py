@@ -49,10 +49,10 @@ Apply = Callable[[Comms, TrainState, Blocks, PyTree], TrainState]
 def run_gradients(
     parts: StepParts, plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool
 ) -> Found:
-    """The gradients of one global batch, of which the state stays as it is. The mesh must be bound.
+    """The gradients of one global batch; the state is read and not changed. The mesh must be bound.
 
     Args:
-        parts: what the step is made of.
+        parts: loss, optimizer and flags of the step.
         plan: the layout.
         comms: the communicators.
         state: the current state.
@@ -79,11 +79,11 @@ def run_update(
     """The state after an update by gradients, which are consumed if the step donates. The mesh must be bound.
 
     Args:
-        parts: what the step is made of.
+        parts: loss, optimizer and flags of the step.
         plan: the layout.
         comms: the communicators.
         state: the current state; consumed if the step donates and the update is not skipped.
-        passed: the gradients, and what comes with them.
+        passed: the gradients, and the values that come with them.
         apply: makes the new state.
     """
     with exact(plan), torch.no_grad(), taken(passed.grads, donate=parts.donate) as held:

@@ -120,7 +120,7 @@ def agree_on_all(
     """The agreement of all ranks on a call with a batch for each loss. Collective; the first message of the call.
 
     Returns:
-        By loss, what is agreed of it.
+        The agreement on each loss.
 
     Raises:
         RankError: ranks differ in the call, a batch's structure, or in how the step was built.
@@ -191,7 +191,7 @@ def check_alike_losses(sources: Mapping[str, Source]) -> None:
 
 
 def lines_of(sources: Mapping[str, Source], plan: Plan, key: Tensor | None, state_specs: PyTree) -> list[str]:
-    """What ranks agree on before the first transfer, besides the layout: one line a fact, of each loss."""
+    """The facts on which ranks agree before the first transfer, besides the layout: one a line, for each loss."""
     out: list[str] = []
     for name, x in sources.items():
         mask = [] if name == "" else [f"loss {name!r}, trainable {x.planner.trainable!r}, batch {x.planner.batch!r}"]

@@ -32,7 +32,7 @@ from ._update import update_blocks
 class GradientProgram(Program):
     """The captured gradients of a step.
 
-    Its graph takes this rank's blocks of params and model state, of which it writes none, a key if the loss takes one,
+    Its graph takes this rank's blocks of params and model state, which it does not write, a key if the loss takes one,
     this rank's rows, and the loss scale if there is one. It returns the gradients of trainable leaves, the blocks of
     the new model state, and the metrics. For a gradient on disk it returns a token.
 

@@ -11,7 +11,7 @@ from shardfn.state import check_alive
 def leaf_norms(tree: PyTree) -> PyTree:
     """The Euclidean norm of each whole leaf: `sqrt(sum_i x_i^2)` over the blocks of all ranks.
 
-    Of gradients, to clip each layer by its own norm or to look at them. Nothing is gathered but one number a leaf.
+    With it, each layer of a gradient can be clipped by its own norm. Ranks exchange one number a leaf, no elements.
     Collective.
 
     Args:
