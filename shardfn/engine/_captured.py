@@ -175,8 +175,8 @@ class CapturedSteps:
 
 def _as_it_lies(x: GlobalTensor) -> GlobalTensor:
     """A gradient in the memory of its block, which is the host where a leaf on disk was read and changed."""
-    if x.memory_kind == "disk" and isinstance(x.memory, Tensor):
-        return GlobalTensor(x.memory, x.shape, x.spec, x.mesh, "host")
+    if x.memory_kind == "disk" and isinstance(x.held, Tensor):
+        return GlobalTensor(x.held, x.shape, x.spec, x.mesh, "host")
     return x
 
 

@@ -209,8 +209,8 @@ def _problems(plan: Plan, path: str, leaf: LeafLayout, x: GlobalTensor) -> Itera
     if x.dtype != leaf.dtypes.accum:
         yield f"{path} is {x.dtype}; here it is {leaf.dtypes.accum}, in which gradients are added up"
     block = leaf.pieces.shapes[plan.zero_rank(leaf)]
-    if torch.Size(x.memory.shape) != block:
-        yield f"{path} has a block of shape {tuple(x.memory.shape)} on rank {plan.mesh.rank}; here it is {tuple(block)}"
+    if torch.Size(x.held.shape) != block:
+        yield f"{path} has a block of shape {tuple(x.held.shape)} on rank {plan.mesh.rank}; here it is {tuple(block)}"
 
 
 def _cut(plan: Plan, x: Any) -> list[tuple[str, ...]]:
