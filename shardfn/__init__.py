@@ -55,6 +55,7 @@ from shardfn.interop import master_params as master_params, to_module as to_modu
 from shardfn.nn import scan as scan
 from shardfn.transforms import (
     CaptureError as CaptureError,
+    Objective as Objective,
     PipelineState as PipelineState,
     TrainState as TrainState,
     WeightedMean as WeightedMean,
@@ -64,6 +65,7 @@ from shardfn.transforms import (
     from_module as from_module,
     grad as grad,
     jit as jit,
+    leaf_norms as leaf_norms,
     mixed_precision as mixed_precision,
     offload as offload,
     pad_layers as pad_layers,

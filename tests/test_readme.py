@@ -39,6 +39,7 @@ DESIGN = [
     "docs/design/0019-attention.md",
     "docs/design/0020-shared-memory.md",
     "docs/design/0021-canonical-sums.md",
+    "docs/design/0025-opened-step.md",
 ]
 # Pages whose programs run by day; those of the others run by night.
 DAILY = ["README.md", "docs/index.md", "docs/ten_lines.md", "docs/training_loop.md", "docs/sharded.md"]
@@ -66,6 +67,7 @@ DOCS = [
     "docs/model_state.md",
     "docs/losses.md",
     "docs/two_models.md",
+    "docs/opened_step.md",
     "docs/multimodal.md",
     "docs/precision.md",
     "docs/offload.md",

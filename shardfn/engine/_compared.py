@@ -8,7 +8,6 @@ from torch import Tensor
 
 from shardfn.collectives import AnyControl
 from shardfn.core import Draw, P, PyTree, RankError, raise_all, tree_leaves, tree_paths
-from shardfn.state import TrainState
 
 from ._check import check_same_loss, checksum, corner
 from ._model_state import check_same_state
@@ -49,10 +48,11 @@ def _sum(x: Tensor) -> float | complex:
     return sum(part.to(dtype).sum().item() for part in x.detach().reshape(-1).split(1 << 20))
 
 
-def compare_first_step(plan: Plan, new: TrainState, metrics: dict[str, Tensor], control: AnyControl) -> None:
+def compare_first_step(plan: Plan, model_state: PyTree, metrics: dict[str, Tensor], control: AnyControl) -> None:
     """Refuses a loss or a model state that differs between ranks which should have the same. Collective.
 
-    Called after each step by all ranks; those after the first that was not skipped cost nothing.
+    Called after each step, or after its gradients, by all ranks; those after the first that was not skipped cost
+    nothing.
 
     Raises:
         RankError: they differ; says each rank's.
@@ -61,9 +61,9 @@ def compare_first_step(plan: Plan, new: TrainState, metrics: dict[str, Tensor], 
         return
     if plan.mesh.size > plan.mesh.axis_size(plan.batch_axes):
         check_same_loss(metrics["loss"], plan, control)
-    check_same_state(new.model_state, plan.mesh, control)
+    check_same_state(model_state, plan.mesh, control)
     # A step that was skipped has kept the model state, which says nothing of the loss.
-    plan.compared = not tree_leaves(new.model_state) or not bool(metrics["skipped"])
+    plan.compared = not tree_leaves(model_state) or not bool(metrics.get("skipped", False))
 
 
 def compare_first_batch(plan: Plan, batch: PyTree, control: AnyControl) -> None:

@@ -38,11 +38,11 @@ def run_eager(
     """
     with early(plan, parts.optimizer, state, decided=not parts.skips and parts.table is None) as ahead:
         with contextlib.nullcontext() if plan.chunks is None else summing_exactly():
-            return one_step(_Eager(parts, plan, comms, state, args, even, ahead))
+            return one_step(EagerStep(parts, plan, comms, state, args, even, ahead))
 
 
 @dataclasses.dataclass
-class _Eager:
+class EagerStep:
     """An `Executor` whose new state is a `TrainState`."""
 
     parts: StepParts

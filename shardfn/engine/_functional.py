@@ -25,9 +25,11 @@ from shardfn.state import TrainState, scale_of
 
 from ._accumulated import fold, num_microbatches
 from ._canonical import check_canonical
+from ._gradients import Found, as_tree, of_update
 from ._loss import Loss, Value, called, refuse_gradient_of, totals
 from ._metrics import named
-from ._model_state import ModelState
+from ._model_state import ModelState, wrapped_like
+from ._opened import Passed
 from ._plan import Plan
 from ._pure_transfers import enter, own_rows, reduce, refresh
 from ._step import Metrics, StepParts, one_step, rescaled
@@ -48,6 +50,28 @@ def pure_step(
     return one_step(_Pure(parts, plan.with_whole_stacks(), state, args))
 
 
+def pure_gradients(plan: Plan, state: TrainState, parts: StepParts, args: tuple[Any, ...]) -> Found:
+    """The gradients of `pure_step`, and the model state and the metrics that come with them. The mesh must be bound."""
+    run = _Pure(parts, plan.with_whole_stacks(), state, args)
+    out = run.differentiate()
+    metrics, _ = run.measure(out)
+    del metrics["skipped"]
+    leaves = iter(tree_leaves(out[1]))
+    grads = as_tree(plan, {i: next(leaves) for i, leaf in enumerate(plan.leaves) if leaf.trainable})
+    return Found(grads, wrapped_like(tree_leaves(run.model_state.now), state.model_state), metrics)
+
+
+def pure_update(
+    plan: Plan, state: TrainState, parts: StepParts, passed: Passed
+) -> tuple[TrainState, dict[str, Tensor]]:
+    """The other half of `pure_step`: the next state, and the metrics of the update. The mesh must be bound."""
+    run, gradient = _Pure(parts, plan.with_whole_stacks(), state, ()), local(passed.grads)
+    if passed.model_state is not None:
+        run.model_state.now = local(passed.model_state)
+    metrics = of_update(run.norm(gradient), passed.finite, scale_of(state))
+    return run.choose(metrics, lambda: run.updated(gradient)), metrics
+
+
 class _Pure:
     """An `Executor` of differentiable functions: it computes both outcomes of `choose`, and writes nothing in place.
 
@@ -58,13 +82,13 @@ class _Pure:
         check_canonical(plan, parts)
         self._parts, self._plan, self._state, self._args = parts, plan, state, args
         self._blocks, self._by = [x.local for x in tree_leaves(state.params)], scale_of(state)
-        self._model_state = ModelState(local(state.model_state))
+        self.model_state = ModelState(local(state.model_state))
         self._specs = tree_unflatten(plan.treedef, [leaf.shard if leaf.trainable else None for leaf in plan.leaves])
 
     def differentiate(self) -> "tuple[_MicrobatchSums, PyTree]":
         plan = self._plan
         sums, grads = _differentiated(
-            plan, self._parts, enter(plan, self._blocks), self._args, self._by, self._model_state
+            plan, self._parts, enter(plan, self._blocks), self._args, self._by, self.model_state
         )
         # One message for total, weight and aux.
         sums = sums._replace(row=list(psum(torch.stack(sums.row), plan.batch_axes)))
@@ -79,9 +103,13 @@ class _Pure:
 
     def measure(self, out: "tuple[_MicrobatchSums, PyTree]") -> tuple[Metrics, None]:
         sums, gradient = out
-        norm = sum_squares(gradient, self._specs).double().sum().sqrt().to(sums.row[0].device)
+        norm = self.norm(gradient).to(sums.row[0].device)
         aux = ((name, sums.mean(k + 1)) for k, name in enumerate(sums.names))
         return named(sums.mean(0).to(sums.dtype), norm, aux, self._by), None
+
+    def norm(self, gradient: PyTree) -> Tensor:
+        """The norm of the averaged gradient."""
+        return sum_squares(gradient, self._specs).double().sum().sqrt()
 
     def choose(self, metrics: Metrics, update: Callable[[], TrainState]) -> TrainState:
         # Both are computed: under vmap one member may overflow while another does not.
@@ -93,13 +121,17 @@ class _Pure:
 
     def update(self, out: "tuple[_MicrobatchSums, PyTree]", scale: Tensor | None) -> TrainState:
         del scale
-        plan, blocks, (_, gradient) = self._plan, self._blocks, out
+        return self.updated(out[1])
+
+    def updated(self, gradient: PyTree) -> TrainState:
+        """The state after an update by this rank's rows of the averaged gradient."""
+        plan, blocks = self._plan, self._blocks
         rows = [own_rows(leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
         old, rule = tree_unflatten(plan.treedef, rows), rule_of(plan, self._parts.optimizer)
         updates, opt_state = rule.update(gradient, local(self._state.opt_state), old, specs=self._specs)
         fresh = iter(tree_leaves(apply_updates(old, updates)))
         new = refresh(plan, blocks, [None if r is None else next(fresh) for r in rows])
-        return next_state(plan, self._state, new, opt_state, tree_leaves(self._model_state.now))
+        return next_state(plan, self._state, new, opt_state, tree_leaves(self.model_state.now))
 
 
 def global_mean(loss: Loss, axes: tuple[str, ...], *, has_aux: bool, has_state: bool) -> Callable[..., Tensor]:

@@ -36,6 +36,7 @@ from shardfn.state import TrainState, check_passed
 
 from ._check import check_travel, is_spec
 from ._chunks import Chunks
+from ._masks import Masks
 from ._plan import Plan
 
 
@@ -63,7 +64,7 @@ class Planner:
         specs: prefix tree of compute specs.
         batch: prefix tree of the batch's specs.
         zero: the ZeRO rule.
-        trainable: prefix tree of bools; None = all but frozen leaves.
+        trainable: prefix tree of bools; None = all but frozen leaves; of several losses, their `Masks`.
         policy: the precision; None = each leaf's own dtype.
         stage_axes: the axis along which ranks have different layers of stacked leaves: that of a pipeline, or none.
     """
@@ -178,7 +179,9 @@ class Planner:
         paths = tree_paths(tree, "params")
         specs = broadcast_prefix(self._specs, tree, is_spec, names=("specs", "params"))
         train = [not f for f in frozen]
-        if self.trainable is not None:
+        if isinstance(self.trainable, Masks):
+            train = self.trainable.of(tree, frozen, paths)
+        elif self.trainable is not None:
             train = broadcast_prefix(self.trainable, tree, lambda x: isinstance(x, bool), names=("trainable", "params"))
         computes = [s.spec if isinstance(s, Sharding) else s for s in specs]
         # "device" is what a Sharding says if nothing is said, so it leaves the choice to the rule.

@@ -10,7 +10,7 @@ a graph; the pure one makes them of differentiable functions, inside a transform
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from ._loss import Loss
 Metrics = dict[str, Tensor]
 Out = TypeVar("Out")
 New = TypeVar("New")
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +60,15 @@ class StepParts:
         return self.skip_nonfinite or self.loss_scale is not None
 
 
-class StepCall(NamedTuple):
-    """One step, which ranks agree on and then run.
+class StepCall(NamedTuple, Generic[Result]):
+    """A step, or a half of one, which ranks agree on and then run.
 
     Attributes:
         run: runs it, given what the ranks have agreed on.
         known: whether this rank already has what a first step learns; see `Agreed`.
     """
 
-    run: Callable[[Comms, Agreed], tuple[TrainState, Metrics]]
+    run: Callable[[Comms, Agreed], Result]
     known: tuple[bool, bool] = (True, True)
 
 
@@ -102,3 +103,16 @@ def one_step(run: Executor[Out, New]) -> tuple[New, Metrics]:
 def rescaled(new: TrainState, old: TrainState, rule: LossScale, metrics: Metrics) -> TrainState:
     """The new state with the loss scale of the next step, which changes even if a step is skipped."""
     return new._replace(loss_scale=rule.update(old.loss_scale, metrics["finite"]))
+
+
+def advanced(new: TrainState, old: TrainState, rule: LossScale | None, metrics: Metrics) -> TrainState:
+    """The new state with the loss scale of the next step, if it has one; after the step, as it reads the metrics.
+
+    Raises:
+        FloatingPointError: it is no use to go on.
+    """
+    if rule is None:
+        return new
+    new = rescaled(new, old, rule, metrics)
+    rule.check(new.loss_scale)
+    return new

@@ -92,7 +92,7 @@ def capture_step(
         model_state: tree of `GlobalTensor`.
     """
     plan, recorder = plan.for_capture(), Recorder()
-    comms = Comms(plan.mesh, TracedChannels(plan.mesh), TracedControl(plan.mesh), recorder.mark, recorder.name)
+    comms = traced_comms(plan, recorder)
     opt_leaves, opt_treedef = tree_flatten(opt_state)
     kept_leaves, kept_treedef = tree_flatten(model_state)
     held: list[GlobalTensor] = [*tree_leaves(params), *opt_leaves, *kept_leaves]
@@ -107,7 +107,7 @@ def capture_step(
         given, scaled = tree_unflatten(arg_treedef, rest)
         mine = state[:num], tree_unflatten(opt_treedef, state[num:then]), tree_unflatten(kept_treedef, state[then:])
         del state
-        run = _Traced(parts, plan, comms, mine, given, None if scale is None else scaled, even)
+        run = TracedStep(parts, plan, comms, mine, given, None if scale is None else scaled, even)
         with bind_mesh(plan.mesh), looping(copied_loop):
             (blocks, opt, kept), metrics = one_step(run)
         names[:], received[:] = metrics, [run.received]
@@ -121,7 +121,8 @@ def capture_step(
     paths += [] if scale is None else [("loss_scale", "other")]
     annotate(gm, plan.mesh, paths, held)
     warn_of_draws_in(gm)
-    _say_types(gm, plan, held, names)
+    results = [(f"new {path}", x.spec.axes) for (path, _), x in zip(paths, held, strict=False)]
+    say_types(gm, plan, held, [*results, *((f"new metrics[{name!r}]", ()) for name in names)])
     if parts.table is not None:
         gm.meta["pipeline"] = parts.table
     return StepProgram(gm, plan.outcome or "", plan, tuple(likes), opt_treedef, tuple(names), *received)
@@ -131,7 +132,7 @@ Blocks = tuple[list[Tensor | Stored], PyTree, PyTree]
 
 
 @dataclasses.dataclass
-class _Traced:
+class TracedStep:
     """An `Executor` under the tracer, whose states are this rank's blocks: params, optimizer state, model state.
 
     Attributes:
@@ -170,8 +171,22 @@ class _Traced:
             return *new, put_in(kept, out.model_state)
 
 
-def _say_types(gm: GraphModule, plan: Plan, held: Sequence[GlobalTensor], metrics: Sequence[str]) -> None:
-    """What inputs and outputs are along the axes of the mesh."""
+def traced_comms(plan: Plan, recorder: Recorder) -> Comms:
+    """Communicators that record transfers."""
+    return Comms(plan.mesh, TracedChannels(plan.mesh), TracedControl(plan.mesh), recorder.mark, recorder.name)
+
+
+def say_types(
+    gm: GraphModule, plan: Plan, held: Sequence[GlobalTensor], results: Sequence[tuple[str, tuple[str, ...]]]
+) -> None:
+    """What inputs and outputs are along the axes of the mesh.
+
+    Args:
+        gm: the graph, whose first inputs are `held`, params first.
+        plan: the layout.
+        held: global tensors.
+        results: each output's name, and the axes that cut it.
+    """
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     entries = [Leaf(n.meta["leaf"], x.spec.axes) for n, x in zip(inputs, held, strict=False)]
     entries[: len(plan.leaves)] = [
@@ -183,10 +198,7 @@ def _say_types(gm: GraphModule, plan: Plan, held: Sequence[GlobalTensor], metric
         if node.meta["kind"] == "batch":
             node.meta["enters"] = Leaf(node.meta["leaf"], plan.batch_axes)
     gm.meta["batch_axes"] = plan.batch_axes
-    gm.meta["results"] = [
-        *((f"new {x.path}", x.axes) for x in entries),
-        *((f"new metrics[{name!r}]", ()) for name in metrics),
-    ]
+    gm.meta["results"] = list(results)
 
 
 def annotate(gm: GraphModule, mesh: Mesh, paths: Sequence[tuple[str, str]], held: Sequence[GlobalTensor]) -> None:

@@ -4,6 +4,7 @@ The one-device side is a plain loop: torch.autograd on the whole tree, the optim
 It shares no code with `sharded_step` but the optimizer's mathematics.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +33,8 @@ from shardfn.core import (
 )
 from shardfn.engine import num_microbatches
 from shardfn.optim import GradientTransformation, LossScale, MasterState, Pair, apply_updates, as_transformation
-from shardfn.transforms import Mixed, WeightedMean, default_batch, sharded_step
+from shardfn.state import TrainState
+from shardfn.transforms import Mixed, ShardedStep, WeightedMean, default_batch, sharded_step
 
 # Relative to the largest element of a leaf. Written once; no test loosens it.
 RTOL = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -44,6 +46,7 @@ class Run(NamedTuple):
     params: PyTree
     opt_state: PyTree
     metrics: list[dict[str, Tensor]]
+    model_state: PyTree = ()
 
 
 def one_device(
@@ -171,6 +174,8 @@ def on_mesh(
     *,
     mesh: Mesh | None,
     batch: PyTree = None,
+    model_state: PyTree = (),
+    opened: bool = False,
     **options: Any,
 ) -> Run:
     """Runs `sharded_step` on global batches; each rank takes its own rows of them. Collective.
@@ -182,16 +187,71 @@ def on_mesh(
         batches: one global batch a step.
         mesh: the mesh.
         batch: the batch's specs; default that of `sharded_step`.
+        model_state: with `has_state`, the first one.
+        opened: whether each step runs as its two halves, `step.gradients` and `step.update`.
         **options: of `sharded_step`.
     """
     batch = default_batch(options.get("specs", P()), as_mesh(mesh)) if batch is None else batch
     step = sharded_step(loss, optimizer, mesh=mesh, batch=batch, **options)
-    state = step.init(tree_map(torch.clone, params))
+    state = step.init(tree_map(torch.clone, params), model_state=model_state)
+    take = _halves if opened else ShardedStep.__call__
     metrics = []
     for whole in batches:
-        state, measured = step(state, own_rows(whole, batch, as_mesh(mesh)))
+        state, measured = take(step, state, own_rows(whole, batch, as_mesh(mesh)))
         metrics.append(measured)
-    return Run(unshard(state.params), unshard(state.opt_state), metrics)
+    return Run(unshard(state.params), unshard(state.opt_state), metrics, unshard(state.model_state))
+
+
+def _halves(step: ShardedStep, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
+    """A step as its two halves."""
+    found, metrics = step.gradients(state, batch)
+    # A tree of gradients may be a pair itself; one with a model state beside it is known by the state.
+    grads, kept = (found, None) if state.model_state == () else found
+    state, updated = step.update(state, grads, model_state=kept, finite=metrics["finite"])
+    return state, metrics | {"skipped": updated["skipped"]}
+
+
+def assert_opened(
+    loss: Callable[..., Any],
+    optimizer: GradientTransformation | Pair,
+    params: PyTree,
+    batches: Sequence[PyTree],
+    *,
+    mesh: Mesh | None,
+    zero: Zero | None = None,
+    **options: Any,
+) -> Run:
+    """Asserts that a step is its two halves, bit for bit: `step(state, batch) == step.update . step.gradients`.
+
+    Args:
+        loss: as `sharded_step` takes it.
+        optimizer: the optimizer.
+        params: tree of whole tensors, the same on all ranks.
+        batches: one global batch a step.
+        mesh: the mesh.
+        zero: the ZeRO rule; with a directory on disk the halves have one of their own in it.
+        **options: further options of `on_mesh`.
+
+    Returns:
+        The run of the halves.
+
+    Raises:
+        AssertionError: lists every leaf and metric that differs.
+
+    Example:
+        >>> from shardfn import optim
+        >>> x = torch.tensor([[1.0, 2.0]])
+        >>> assert_opened(lambda w, b: (b @ w).sum(), optim.sgd(0.1), torch.ones(2), [x], mesh=None).params
+        tensor([0.9000, 0.8000])
+    """
+    apart = zero
+    if zero is not None and zero.disk is not None:
+        disk = dataclasses.replace(zero.disk, directory=f"{zero.disk.directory}/halves")
+        apart = dataclasses.replace(zero, disk=disk)
+    want = on_mesh(loss, optimizer, params, batches, mesh=mesh, zero=zero, **options)
+    got = on_mesh(loss, optimizer, params, batches, mesh=mesh, zero=apart, opened=True, **options)
+    assert_same(got, want, exact=True)
+    return got
 
 
 def own_rows(batch: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
@@ -303,6 +363,7 @@ def assert_same(got: Run, want: Run, *, exact: bool = False, computed: torch.dty
     least = 0.0 if computed is None else RTOL[computed]
     problems = _differences("params", got.params, want.params, exact, least)
     problems += _differences("opt_state", got.opt_state, want.opt_state, exact, least)
+    problems += _differences("model_state", got.model_state, want.model_state, exact, least)
     for n, (a, b) in enumerate(zip(got.metrics, want.metrics, strict=True)):
         problems += _differences(f"metrics[{n}]", {k: a[k] for k in b}, b, exact, least)
     raise_all(AssertionError, "the runs differ:", problems)
@@ -313,13 +374,18 @@ def _differences(name: str, got: PyTree, want: PyTree, exact: bool, least: float
     for path, a, b in zip(tree_paths(want, name), tree_leaves(got), tree_leaves(want), strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
             out.append(f"{path}: {tuple(a.shape)} {a.dtype} is not {tuple(b.shape)} {b.dtype}")
-        elif exact and not torch.equal(a, b):
+        elif exact and not _equal(a, b):
             out.append(f"{path}: not bit-identical, largest difference {(a - b).abs().max():.3g}")
         elif a.numel() and not exact:
             error, size = (a.double() - b.double()).abs().max(), b.double().abs().max()
             if not error <= max(RTOL.get(a.dtype, 0.0), least) * size:
                 out.append(f"{path}{_farthest(a, b)}; the largest element is {size:.6g}")
     return out
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether all elements are equal; those that are no number, too."""
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _farthest(a: Tensor, b: Tensor) -> str:

@@ -1,6 +1,7 @@
 """Functions to functions of the same meaning."""
 
-from shardfn.engine import Accumulated as Accumulated, Mixed as Mixed, WeightedMean as WeightedMean
+from shardfn.engine import Accumulated as Accumulated, Mixed as Mixed, Objective as Objective
+from shardfn.engine import WeightedMean as WeightedMean
 from shardfn.engine import PipelineState as PipelineState
 from shardfn.engine import CacheInfo as CacheInfo, Jitted as Jitted, Spent as Spent, default_batch as default_batch
 from shardfn.modules import from_module as from_module
@@ -24,6 +25,7 @@ from ._remat import remat as remat
 from ._tiled import tiled as tiled
 from ._shard_map import shard_map as shard_map
 from ._eval_shape import eval_shape as eval_shape
+from ._leaf_norms import leaf_norms as leaf_norms
 from ._lower import Lowered as Lowered
 from ._profile import Predicted as Predicted, StepProfile as StepProfile
 from ._jit import jit as jit

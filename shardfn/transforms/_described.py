@@ -1,17 +1,18 @@
 """What a step says of itself."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from shardfn.core import dtype_name
 from shardfn.engine import Planner, Transform, Unwrapped, function_name, num_microbatches
 
 
-def described(unwrapped: Unwrapped, loss: Any, planner: Planner) -> str:
-    """The `repr` of a step: its loss, its stage, its precision and its mesh."""
+def described(unwrapped: Unwrapped, loss: Any, planner: Planner, names: Sequence[str] = ("",)) -> str:
+    """The `repr` of a step: its loss or the names of its losses, its stage, its precision and its mesh."""
     inner = unwrapped.loss
     while isinstance(inner, Transform):
         inner = getattr(inner, "inner", type(inner).__name__)
-    name = inner if isinstance(inner, str) else function_name(inner)
+    name = ", ".join(names) or (inner if isinstance(inner, str) else function_name(inner))
     mixed, count = unwrapped.mixed, num_microbatches(loss)
     told = [f"ZeRO stage {planner.zero.stage}"]
     told += [f"computed in {dtype_name(mixed.policy.compute)}"] if mixed is not None else []

@@ -22,8 +22,12 @@ from shardfn.core import (
 )
 from shardfn.engine import (
     Loss,
+    Masks,
+    Objective,
     Planner,
+    Source,
     bind,
+    check_alike_losses,
     check_cuts,
     check_descends,
     check_loss,
@@ -58,7 +62,7 @@ _MEANT = {
 
 @explains_keywords(**_MEANT)
 def sharded_step(
-    loss: Loss,
+    loss: Loss | Mapping[str, Loss | Objective],
     optimizer: GradientTransformation | Pair,
     *,
     mesh: Mesh | DeviceMesh | None = None,
@@ -82,6 +86,8 @@ def sharded_step(
     Args:
         loss: `loss(params, batch)` or, with `key`, `loss(params, batch, key)`; returns a 0-d tensor or a
             `WeightedMean`. `jit`, `accumulate` and `mixed_precision` around it, in any order, apply to the whole step.
+            Or a dict of such losses, or `Objective`s, by name, whose gradients are added. Each takes its own batch: the
+            step takes a dict of batches with the same names.
         optimizer: one of `shardfn.optim`, or any pair `(init, update)` as in optax; see `optim.as_transformation`.
         mesh: from `make_mesh`, or a `DeviceMesh` with named axes. None means one device, in a program of one process.
         specs: compute specs: a prefix tree of `P` for params. `P()` everywhere means pure data parallelism.
@@ -105,7 +111,8 @@ def sharded_step(
         The step. Its metrics are 0-d tensors, the same on all ranks: "loss" (global mean), "grad_norm" (of the averaged
         gradient, before clipping; if the optimizer does its own averaging, the root of the mean of the ranks' squared
         norms), "finite" (whether both are finite), "skipped", the aux values, and with a loss scale "loss_scale" (the
-        one used).
+        one used). With several losses "loss" is their sum, and the metrics of each are "name/loss", "name/grad_norm",
+        and so on. `gradients` and `update` are the two halves of a step.
 
     Raises:
         TypeError: an argument has the wrong type, or the loss takes other arguments than the step passes; the message
@@ -131,8 +138,10 @@ def sharded_step(
     """
     flags = {"has_aux": has_aux, "has_state": has_state, "donate": donate, "skip_nonfinite": skip_nonfinite}
     _check_flags(flags, trainable)
-    unwrapped = unwrap(loss, has_state=has_state)
-    check_loss(loss, key=key is not None, has_state=has_state)
+    losses = _named_losses(loss)
+    unwrapped = {name: unwrap(x.loss, has_state=has_state) for name, x in losses.items()}
+    for x in losses.values():
+        check_loss(x.loss, key=key is not None, has_state=has_state)
     update = as_transformation(optimizer)
     check_descends(update)
     if key is not None:
@@ -142,10 +151,55 @@ def sharded_step(
     check_specs(specs, batch, rule, on)
     check_cuts(batch, rule)
     check_specs({"state_specs": state_specs}, P(), Zero(), on)
-    policy = unwrapped.mixed and unwrapped.mixed.policy
-    planner = Planner(on, specs, batch, rule, trainable, policy, stage_axes(unwrapped.loss))
-    unwrapped = bind(unwrapped, planner)
-    return ShardedStep(step_parts(unwrapped, update, on, **flags), unwrapped, planner, key, state_specs)
+    rows = {"": batch} if "" in losses else _by_loss(losses, batch)
+    masks = trainable if "" in losses else Masks(trainable, {name: x.trainable for name, x in losses.items()})
+
+    def planned(name: str, mask: PyTree, cut: PyTree) -> Planner:
+        mixed = unwrapped[name].mixed
+        return Planner(on, specs, cut, rule, mask, mixed and mixed.policy, stage_axes(unwrapped[name].loss))
+
+    sources: dict[str, Source] = {}
+    for name, x in losses.items():
+        planner = planned(name, trainable if x.trainable is None else x.trainable, rows[name])
+        bound = bind(unwrapped[name], planner)
+        sources[name] = Source.of(bound, step_parts(bound, update, on, **flags), planner)
+    first = next(iter(sources))
+    check_alike_losses(sources)
+    planner = sources[first].planner if first == "" else planned(first, masks, batch)
+    return ShardedStep(sources[first].parts, sources[first].unwrapped, planner, key, state_specs, sources)
+
+
+def _named_losses(loss: Any) -> dict[str, Objective]:
+    """The losses of a step by name; one loss has the name "".
+
+    Raises:
+        TypeError: a name is no string.
+        ValueError: there is no loss, or a name cannot be part of the name of a metric.
+    """
+    if not isinstance(loss, Mapping):
+        return {"": loss if isinstance(loss, Objective) else Objective(loss)}
+    if not loss:
+        raise ValueError("sharded_step: the dict of losses is empty; name at least one: {'actor': loss}.")
+    wrong = [name for name in loss if not isinstance(name, str) or not name]
+    if wrong:
+        raise TypeError(f"sharded_step: losses are named by strings that are not empty, and there are {wrong}.")
+    return {name: x if isinstance(x, Objective) else Objective(x) for name, x in loss.items()}
+
+
+def _by_loss(losses: Mapping[str, Objective], batch: PyTree) -> dict[str, PyTree]:
+    """The specs of each loss's batch.
+
+    Raises:
+        ValueError: they are a dict that does not name the losses.
+    """
+    if not isinstance(batch, Mapping):
+        return dict.fromkeys(losses, batch)
+    if set(batch) != set(losses):
+        raise ValueError(
+            f"sharded_step(batch={batch!r}): with several losses, {list(losses)}, the batch is a dict with an entry for"
+            " each, and so are its specs; or one P for all."
+        )
+    return {name: batch[name] for name in losses}
 
 
 def _check_flags(flags: Mapping[str, Any], trainable: Any) -> None:

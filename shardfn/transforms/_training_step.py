@@ -6,7 +6,7 @@ communicators, so that no rank waits.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -19,26 +19,27 @@ from shardfn.core import (
     as_html,
     explains_attributes,
     explains_extra,
-    fold_in,
     tree_flatten,
 )
 from shardfn.engine import (
+    Admission,
     Agreement,
     CacheInfo,
     CapturedSteps,
     Jitted,
+    Passed,
     Plan,
     Planner,
+    Source,
     StepCall,
     StepParts,
     Transform,
     Unwrapped,
     abstract_leaves,
+    advanced,
+    agree,
     agree_on_step,
-    check_has_rows,
-    check_has_values,
     check_kept,
-    check_pure,
     check_scale,
     check_schedule,
     close_pool,
@@ -48,21 +49,18 @@ from shardfn.engine import (
     compare_first_step,
     cut_ahead,
     describe_batch,
-    describe_rows,
     drawn,
-    forget,
-    global_mean,
     in_phase,
+    lines_of,
     losing_no_peer,
     losing_no_peer_purely,
+    mean_of,
+    named_call,
     naming_unequal,
     num_microbatches,
     pure_step,
-    rescaled,
-    run_eager,
     shapes_of,
     signature,
-    step_lines,
     together,
     told_before,
     uncollected,
@@ -74,6 +72,7 @@ from shardfn.state import TrainState, check_alive, check_passed, widest
 from ._described import described
 from ._evaluate import Measures, check_batches
 from ._functions import Functions
+from ._halves import Halves
 from ._lower import Lowered
 from ._profile import StepProfile, measured, predict
 from ._sharded import kept_as
@@ -95,27 +94,38 @@ class ShardedStep(Transform):
     transform: ClassVar[str] = "sharded"
 
     def __init__(
-        self, parts: StepParts, unwrapped: Unwrapped, planner: Planner, key: Tensor | None, state_specs: PyTree = P()
+        self,
+        parts: StepParts,
+        unwrapped: Unwrapped,
+        planner: Planner,
+        key: Tensor | None,
+        state_specs: PyTree = P(),
+        sources: Mapping[str, Source] | None = None,
     ) -> None:
         check_schedule(parts.schedule, num_microbatches(parts.loss))
+        sources = {"": Source.of(unwrapped, parts, planner)} if sources is None else sources
         self.mesh = planner.mesh
         self._parts, self._unwrapped, self._planner, self._key = parts, unwrapped, planner, key
         self._state_specs = state_specs
         self._optimizer, self._loss_scale = parts.optimizer, parts.loss_scale
         # A step holds no state and no counter: what it remembers is learnt, and the same on all ranks. Plans are the
         # planner's, by tree; graphs are of `_steps`, by signature; functions over params are of `_functions`.
-        self._agreement = Agreement(lambda plan: step_lines(unwrapped, parts, plan, key, state_specs))
+        self._agreement = Agreement(lambda plan: lines_of(sources, plan, key, state_specs))
+        self._admission = Admission(parts, planner, self._agreement, key, state_specs)
         self._states = StepStates(parts, planner, self._agreement, key, state_specs)
         self._jitted = unwrapped.jitted
-        mean = global_mean(parts.loss, planner.batch_axes, has_aux=parts.has_aux, has_state=parts.has_state)
+        mean = mean_of(sources)
         self._functions = Functions(planner, self._agreement)
         in_specs = [state_specs] if parts.has_state else []
         self._loss = self._functions.make(Unwrapped(mean), "the loss of a step", *in_specs)
         self._measures = Measures(parts, planner, self._jitted, self._functions.make, state_specs)
-        self._steps = CapturedSteps(self._jitted or Jitted(parts.loss), parts)
+        # Of `lower` too, where the step itself is eager.
+        calls = next(iter(sources.values())).calls
+        self._steps = calls if isinstance(calls, CapturedSteps) else CapturedSteps(Jitted(parts.loss), parts)
+        self._halves = Halves(self._admission, sources)
 
     def __repr__(self) -> str:
-        return described(self._unwrapped, self._parts.loss, self._planner)
+        return described(self._unwrapped, self._parts.loss, self._planner, list(self._halves.sources))
 
     def _repr_html_(self) -> str:
         return as_html(repr(self))
@@ -223,7 +233,9 @@ class ShardedStep(Transform):
         """One step on this rank's rows of the global batch. Inside a transform of torch.func it is a pure function."""
         if transforming():
             return self._pure(state, batch)
-        return self._step(self._eager if self._jitted is None else self._steps.call, None, state, batch)
+        if self._halves.are_several:
+            return self._several(state, batch)
+        return self._step(self._halves.calls.call, None, state, batch)
 
     def lower(self, state: PyTree, batch: PyTree, *, phase: Phase | None = None) -> Lowered:
         """The step as a graph, captured and scheduled for these shapes but not run: to read, measure or compile it.
@@ -247,6 +259,7 @@ class ShardedStep(Transform):
             >>> step.lower(torch.ones(4), torch.ones(4)).cost_analysis().sent
             0
         """
+        self._refuse_several("lower")
         plan, given, args = self._abstract(state, batch, phase)
         program, schedule = self._steps.lower(plan, given, args)
         key = signature(plan, args), shapes_of(given.model_state)
@@ -316,9 +329,6 @@ class ShardedStep(Transform):
         keys = () if self._key is None else (self._key,)
         return plan, given, abstract_leaves((cut_ahead(self._parts.loss, batch), *keys), self.mesh.device)
 
-    def _eager(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> StepCall:
-        return StepCall(lambda comms, agreed: run_eager(self._parts, plan, comms, state, args, agreed.even))
-
     @uncollected()
     def _step(
         self,
@@ -328,51 +338,133 @@ class ShardedStep(Transform):
         batch: PyTree,
     ) -> tuple[TrainState, dict[str, Tensor]]:
         """One step, of which `call_of` makes the call; it may do so for one signature `only`."""
-        comms = comms_of(self.mesh)
+        comms, admission = comms_of(self.mesh), self._admission
         with told_before(comms.control):
-            check_passed(state, batch)
-            check_alive(state)
-            plan = in_phase(self._planner.plan_of(state), self._optimizer, state.opt_state)
-            number, rows = int(state.step), describe_rows(plan, batch)
-            check_has_values(batch, self.mesh.device)
-            kept = (state.opt_state, state.model_state) if self._parts.has_state else state.opt_state
-            constant = self._agreement.constant(plan, kept)
-            args = self._args_of(state, cut_ahead(self._parts.loss, batch))
-            check_scale(state, self._loss_scale)
-            check_kept(state.model_state, self._state_specs, has_state=self._parts.has_state)
-            if only is not None and (signature(plan, args), shapes_of(state.model_state)) != only:
+            plan = admission.state(state, batch)
+            rows = admission.rows(plan, state, batch)
+            constant = admission.constant(plan, state)
+            if only is not None and (signature(plan, rows.args), shapes_of(state.model_state)) != only:
                 raise ValueError(
                     "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
                     " loss."
                 )
-            call = call_of(plan, state, args)
-        what = f"step {number}" if plan.phase is None else f"step {number}, {plan.phase.name}"
-        agreed = agree_on_step(comms.control, what, rows, constant, call.known)
-        check_has_rows(batch, even=agreed.even)
-        # All ranks have begun this step, and so have committed the one before.
-        forget(plan)
+            call = call_of(plan, state, rows.args)
+        agreed = agree(comms.control, named_call("step", plan, state), plan, rows, constant, call.known)
         unequal = naming_unequal(batch, self._planner.batch, self.mesh, agreed.sizes)
         with unequal, bind_mesh(self.mesh), losing_no_peer(comms):
             compare_first_batch(plan, batch, comms.control)
             new, metrics = call.run(comms, agreed)
-        if self._loss_scale is not None:
-            # After the step, as it reads whether that was skipped: on all ranks the same.
-            new = rescaled(new, state, self._loss_scale, metrics)
-            self._loss_scale.check(new.loss_scale)
+        new = advanced(new, state, self._loss_scale, metrics)
         with losing_no_peer(comms):
             commit(plan, new)
             together(plan, comms.control)
-            compare_first_step(plan, new, metrics, comms.control)
+            compare_first_step(plan, new.model_state, metrics, comms.control)
         return new, metrics
 
+    @uncollected()
+    def _several(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
+        return self._halves.both(state, batch)
+
     def _pure(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-        check_pure(self._parts)
-        check_scale(state, self._loss_scale)
-        check_kept(state.model_state, self._state_specs, has_state=self._parts.has_state)
-        plan, args = self._planner.plan_of(state), self._args_of(state, batch)
+        self._refuse_several("a step inside a transform of torch.func")
+        plan, args = self._admission.pure(state), self._admission.args(state, batch)
         self._agreement.agree_once(plan, "a step in a transform")
         with bind_mesh(self.mesh), losing_no_peer_purely(self.mesh):
             return pure_step(plan, state, self._parts, args)
+
+    @uncollected()
+    def gradients(self, state: TrainState, batch: PyTree) -> tuple[PyTree, dict[str, Tensor]]:
+        """The gradients of a step, which `update` takes: `step(state, batch)` is `update` of `gradients`, bit for bit.
+
+        They are averaged over the global batch and free of the loss scale, as the optimizer takes them. Between the two
+        calls clip them by a rule of your own, add those of other losses, look at their norms: change a leaf by
+        `g.with_block(f(g.local))`, `leaf_norms(grads)` has the norms. The state stays as it is, and is not consumed.
+        Collective.
+
+        Args:
+            state: the state.
+            batch: this rank's rows.
+
+        Returns:
+            `(grads, metrics)`; with `has_state`, `((grads, model_state), metrics)`, with the model state that the loss
+            has returned.
+
+            grads is a tree like `state.params` with a `GlobalTensor` for each leaf that the step trains, and None for
+            each that it does not. A leaf has the parameter's shape, the spec of its optimizer state (each rank stores
+            the rows that it updates, nothing is gathered), the memory of `Zero(grads=...)`, and the dtype in which
+            gradients are added up: float32 for 16-bit parameters, otherwise the parameter's own.
+
+            metrics are those of a step without "skipped": "loss", "grad_norm", "finite", the aux values, and
+            "loss_scale".
+
+        Raises:
+            ValueError: the state or the batch does not fit the step; or the optimizer averages gradients itself, as
+                1-bit rules do after their warm-up.
+            DonatedError: a step has consumed the state.
+            RankError: ranks disagree on what to run, or another rank failed.
+
+        Example:
+            >>> import torch
+            >>> import shardfn as sf
+            >>> step = sf.sharded_step(lambda w, x: (w * x).mean(), sf.optim.sgd(0.1))
+            >>> state = step.init(torch.tensor([1.0, 1.0]))
+            >>> grads, metrics = step.gradients(state, torch.tensor([8.0, 2.0]))
+            >>> grads.full_tensor()
+            tensor([4., 1.])
+            >>> clipped = grads.with_block(grads.local.clamp(-2, 2))
+            >>> state, _ = step.update(state, clipped)
+            >>> state.params.full_tensor()
+            tensor([0.8000, 0.9000])
+        """
+        halves = self._halves
+        found = halves.pure_gradients(state, batch) if transforming() else halves.gradients(state, batch)
+        return (found.grads, found.model_state) if self._parts.has_state else found.grads, found.metrics
+
+    @uncollected()
+    def update(
+        self,
+        state: TrainState,
+        grads: PyTree,
+        *,
+        model_state: PyTree = None,
+        finite: Tensor | bool = True,
+    ) -> tuple[TrainState, dict[str, Tensor]]:
+        """The state after an update by gradients, and its number advanced: the other half of a step.
+
+        If the step donates, state and gradients are consumed, the gradients of a skipped update, too. Collective.
+
+        Args:
+            state: the state.
+            grads: a tree as `gradients` returns it: the same leaves, in the same layout, memory and dtype. A leaf on
+                disk may have a block in host memory: `g.with_block(f(g.local))` reads it.
+            model_state: with `has_state`, the new one, which is copied; default: that of the state stays.
+            finite: `metrics["finite"]` of `gradients`, where a step that is not finite is skipped: a loss may overflow
+                while its gradients do not. The same on all ranks.
+
+        Returns:
+            The next state, and the metrics of the update: "grad_norm" of `grads`, "finite" (whether that is finite, and
+            `finite`), "skipped", and with a loss scale "loss_scale" (the one used).
+
+        Raises:
+            TypeError: a leaf of `grads` is no `GlobalTensor`.
+            ValueError: leaves are missing or additional, or of another layout, mesh, memory, dtype or shape; all are
+                listed by path, before anything is written.
+            DonatedError: an update has consumed the gradients, or a step the state.
+            RankError: ranks disagree on what to run, or another rank failed.
+            FloatingPointError: gradients overflow although the loss scale is at its minimum.
+
+        Example:
+            >>> import torch
+            >>> import shardfn as sf
+            >>> step = sf.sharded_step(lambda w, x: (w * x).mean(), sf.optim.sgd(0.5))
+            >>> state = step.init(torch.tensor(2.0))
+            >>> grads, measured = step.gradients(state, torch.tensor([1.0, 3.0]))
+            >>> state, metrics = step.update(state, grads, finite=measured["finite"])
+            >>> state.step, state.params.full_tensor(), metrics["grad_norm"]
+            (tensor(1), tensor(1.), tensor(2.))
+        """
+        passed = Passed(grads, model_state, finite)
+        return self._halves.pure_update(state, passed) if transforming() else self._halves.update(state, passed)
 
     def loss(self, params: PyTree, batch: PyTree, *key: Tensor, model_state: PyTree = ()) -> Tensor:
         """The mean loss of the global batch, the same on all ranks: a pure function of the sharded parameters.
@@ -414,7 +506,15 @@ class ShardedStep(Transform):
 
     def cache_info(self) -> CacheInfo:
         """The counts of the step's captures, those of `lower` included."""
-        return self._steps.cache_info()
+        infos = [x.calls.cache_info() for x in self._halves.sources.values() if isinstance(x.calls, CapturedSteps)]
+        return CacheInfo(*map(sum, zip(*(infos or [self._steps.cache_info()]), strict=True)))
+
+    def _refuse_several(self, call: str) -> None:
+        if self._halves.are_several:
+            raise ValueError(
+                f"{call} is of a step of one loss, and this one has {list(self._halves.sources)}; build a step of the"
+                " loss alone, with the same optimizer, specs and zero, for it."
+            )
 
     def apply(self, f: Callable[..., Any], state: TrainState, *args: Any) -> Any:
         """`f(params, *args)` without gradients, with params as the loss sees them: for evaluation and sampling.
@@ -465,23 +565,17 @@ class ShardedStep(Transform):
         """
         comms = comms_of(self.mesh)
         with told_before(comms.control):
+            if metrics is None:
+                self._refuse_several("step.evaluate(state, batches) without metrics=")
             check_passed(state, batches, call="step.evaluate(state, batches)")
             check_batches(batches, metrics)
             self._planner.plan_of(state)
             check_alive(state)
         with losing_no_peer(comms):
             agree_on_step(comms.control, "step.evaluate")
-        keys = () if self._key is None or metrics is not None else self._args_of(state, None)[1:]
+        keys = () if self._key is None or metrics is not None else self._admission.args(state, None)[1:]
         return self._measures.evaluate(metrics, state, batches, keys)
 
     def specs(self, params: PyTree) -> PyTree:
         """The storage `Sharding` of each leaf of a parameter tree; only shapes and dtypes are used."""
         return kept_as(self._planner, params)
-
-    def _args_of(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:
-        """What the loss takes besides the parameters."""
-        if self._key is None:
-            return (batch,)
-        if not isinstance(state.key, Tensor):
-            raise ValueError("the step was built with a key, but the state has none; make it with this step's init.")
-        return batch, fold_in(state.key, state.step)
