@@ -25,7 +25,7 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
 def bound_again(look: Callable[[], Sequence[Again]]) -> Callable[[], Sequence[Again]]:
-    """Registers a look at an ambient value that later code needs: it returns what binds the value of this moment again.
+    """Registers a look at an ambient value that later code needs: it returns functions that bind it again.
 
     The block that binds such a value enters `checkpoints_as_now` too.
 

@@ -1,7 +1,7 @@
-"""What holds while a block of code runs, and code further down may ask for: the one kind of ambient state there is.
+"""`Ambient`: values bound while a block of code runs, which code further down reads. No other ambient state exists.
 
-A function that is transformed has arguments of its user's own. What a transform has to tell the primitives, layers and
-transfers that it calls, it binds here, for as long as it runs.
+The arguments of a transformed function belong to its user. So a transform binds its information for primitives, layers
+and transfers here, for as long as it runs.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class Ambient(Generic[T]):
     from theirs. A block on one thread may end while a later one on another is open: each takes its own value away.
 
     Args:
-        name: what the value is, among all there are (`ambient_names`).
+        name: the value's name, different from all others (`ambient_names`).
         by_thread: only the thread that binds it sees it.
 
     Raises:
@@ -77,11 +77,11 @@ class Ambient(Generic[T]):
 
     @property
     def all(self) -> tuple[T, ...]:
-        """What is bound, the innermost last."""
+        """The bound values, the innermost last."""
         return tuple(self._stack.values)
 
     def innermost(self) -> T | None:
-        """What was bound last; None if nothing is."""
+        """The value bound last; None without one."""
         values = self._stack.values
         return values[-1] if values else None
 
@@ -91,7 +91,7 @@ class Ambient(Generic[T]):
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Nothing is bound while the context is open, but for what is bound inside."""
+        """Hides all bindings while the context is open, except those made inside."""
         stack = self._stack
         before, stack.values = stack.values, []
         try:
@@ -104,7 +104,7 @@ _NAMES: list[str] = []
 
 
 def ambient_names() -> tuple[str, ...]:
-    """What may be bound, in the order in which it was defined.
+    """The names of all ambient values, in the order of their definitions.
 
     Example:
         >>> "mesh" in ambient_names()

@@ -1,4 +1,4 @@
-"""`as_zero`: the ZeRO rule from what a user passes as `zero=`."""
+"""`as_zero`: the ZeRO rule from a user's `zero=`."""
 
 from typing import Any
 

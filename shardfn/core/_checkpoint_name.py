@@ -1,4 +1,4 @@
-"""Names for values, so that a policy can say which of them are kept for the backward."""
+"""Names for values, by which a policy chooses the ones that are kept for the backward."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -30,7 +30,7 @@ def checkpoint_name(x: Shaped[Tensor, "..."], name: str) -> Shaped[Tensor, "..."
 
     Raises:
         TypeError: `x` is no tensor, or `name` no string.
-        ValueError: inside `offload`, where the name would change what was decided when an earlier use saved `x`.
+        ValueError: inside `offload`, where the name would change the decision made when an earlier use saved `x`.
 
     Example:
         >>> checkpoint_name(torch.ones(2), "attn_out")

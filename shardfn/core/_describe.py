@@ -1,7 +1,7 @@
-"""`describe`: what a value is made of, in lines that are the same in every process that has made it the same way.
+"""`describe`: the parts of a value, in lines that are the same in every process that has made it the same way.
 
-A function says where it was defined, and what it has closed over. So everything that is built of functions, as
-optimizers are, describes itself, however it is composed, and no wrapper has to pass anything on.
+A function is described by the place of its definition and by its closure. So all compositions of functions, such as
+optimizers, can be described, and no wrapper has to pass anything on.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from ._spec import P, Sharding
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.Size, P, Sharding)
 # Each rank may have a disk of its own; and a rank that has used a rule for itself remembers more.
 _OWN = {"directory", "memo"}
-# Of a number's schedule its values count, at these steps.
+# A schedule of a number is described by its values at these steps.
 _RATES, _COUNTS = ("learning_rate", "schedule", "schedules", "rate"), (0, 1, 10, 100, 1000, 10000, 100000)
 _PACKAGE = __name__.partition(".")[0]
 
@@ -28,16 +28,16 @@ _PACKAGE = __name__.partition(".")[0]
 def describe(value: Any, path: str, *, strangers: bool = True) -> list[str]:
     """One line a fact, each with the path at which it is.
 
-    Numbers, dtypes and texts are told as they are; tensors of a few elements by their values, larger ones by shape and
-    dtype; tuples, dicts, dataclasses and this package's functions part by part. A function from elsewhere is told by
-    its name and line, and of what it has closed over only what is made of this package's functions, since the rest may
-    be this rank's affair, as may what a method, a partial or another callable has with it; of a schedule of the
-    learning rate some values are told, too. Of other objects there is the type.
+    Numbers, dtypes and texts are described in full; tensors of a few elements by their values, larger ones by shape and
+    dtype; tuples, dicts, dataclasses and this package's functions part by part. A function from elsewhere is described
+    by its name and line, and of its closure only by values built from this package's functions, because other values
+    may legitimately differ between ranks; bound arguments of methods and partials are skipped for the same reason. A
+    schedule of the learning rate adds some of its values. Other objects are described by their types.
 
     Args:
-        value: what to describe.
-        path: what to call it.
-        strangers: whether functions from elsewhere, and the values of tensors, are told at all.
+        value: any value.
+        path: its name in the lines.
+        strangers: whether functions from elsewhere, and the values of tensors, are described at all.
 
     Example:
         >>> describe({"decay": 0.5, "dtype": torch.float16}, "x")
@@ -47,7 +47,7 @@ def describe(value: Any, path: str, *, strangers: bool = True) -> list[str]:
 
 
 class _Seen:
-    """What has been told, and is kept so that its identity stays its own; and whether strangers are told."""
+    """The objects described so far, kept alive so that no other object gets their ids; and the option `strangers`."""
 
     def __init__(self, strangers: bool) -> None:
         self.strangers = strangers
@@ -57,7 +57,7 @@ class _Seen:
         return id(x) in self._kept
 
     def add(self, x: Any) -> None:
-        """Notes that something has been told."""
+        """Marks an object as described."""
         self._kept[id(x)] = x
 
 
@@ -122,7 +122,7 @@ def _function(f: Any, path: str, seen: _Seen) -> Iterator[str]:
 
 
 def _made_of(functions: list[types.FunctionType], path: str, seen: _Seen) -> Iterator[str]:
-    """Functions that were defined together are told together: by the one that has made them, and its variables."""
+    """Describes functions that were defined together by the function that has made them and by their variables."""
     names: dict[str, None] = {}
     found: dict[str, Any] = {}
     queue, known = [plain(f) for f in functions], list[Any]()
@@ -147,12 +147,12 @@ def _made_of(functions: list[types.FunctionType], path: str, seen: _Seen) -> Ite
 
 
 def _key(x: Any) -> str:
-    """A text that does not say where in memory something is."""
+    """A text without memory addresses."""
     return repr(x) if isinstance(x, _PLAIN) else type(x).__qualname__
 
 
 def _fields(x: Any) -> dict[str, Any]:
-    """The fields of a NamedTuple, or of a dataclass as far as they are shown; none of anything else."""
+    """The fields of a NamedTuple, or the shown and compared fields of a dataclass; empty for other values."""
     if dataclasses.is_dataclass(x):
         shown = [f.name for f in dataclasses.fields(x) if f.repr and f.compare]
     else:
@@ -165,7 +165,7 @@ def _rates(f: Callable[..., Any], path: str) -> Iterator[str]:
         return
     try:
         values = [float(f(torch.tensor(n, dtype=torch.int32))) for n in _COUNTS]
-    except Exception:  # it is no schedule; if it should be one, the optimizer will say so
+    except Exception:  # not a schedule; if it should be one, the optimizer raises the error
         return
     yield f"{path} = {values} at {list(_COUNTS)}"
 
@@ -180,7 +180,7 @@ def _tensor(x: Tensor, values: bool) -> str:
 def plain(f: types.FunctionType) -> types.FunctionType:
     """A function without decorators from elsewhere, such as `torch.no_grad()` and type checkers."""
     while not is_own(f) and (wrapped := getattr(f, "__wrapped__", None)) is not None:
-        # What a decorator has closed over is what it runs; its `__wrapped__` may have been copied from that.
+        # A decorator runs the function in its closure; its `__wrapped__` may have been copied from that.
         inside = [x for x in (*closed_over(f).values(), wrapped) if isinstance(x, types.FunctionType)]
         own = [x for x in inside if is_own(x)] or [x for x in inside if x is wrapped]
         if not own:
@@ -221,7 +221,7 @@ def _name(f: types.FunctionType) -> str:
 
 
 def _maker(f: types.FunctionType) -> str:
-    """Of this package's functions the one that has defined them, of others their place."""
+    """For this package's functions the name of the function that defines them, for others name, line and file."""
     if is_own(f):
         return _name(f).partition(".<locals>")[0]
     return f"{_name(f)}, line {f.__code__.co_firstlineno} of {os.path.basename(f.__code__.co_filename)}"

@@ -1,4 +1,4 @@
-"""`Disk`: where the states that are kept on disk are, and what is asked of it."""
+"""`Disk`: the directory of states that are kept on disk, and their protection there."""
 
 import dataclasses
 

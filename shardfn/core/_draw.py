@@ -1,4 +1,4 @@
-"""Draws: tensors as functions of (key, shape), any block of which can be had without the rest.
+"""Draws: tensors as functions of (key, shape); any block can be computed without the rest.
 
 Law: `normal_block(key, shape, slices)` is bit-equal to `normal(key, shape)[slices]`; so are the others. Inside
 `deferred()` the functions return a `Draw`, drawn when it is used or cut, so that one `init(config, key)` serves
@@ -49,7 +49,7 @@ def deferred() -> AbstractContextManager[None]:
 
 
 def drawn_as_shapes() -> AbstractContextManager[None]:
-    """Inside, numbers of a key are not computed: what is drawn has shape and dtype, and any values. Nests.
+    """Inside, numbers of a key are not computed: draws have shape and dtype, and arbitrary values. Nests.
 
     For tensors without data alone, where the cipher's hundred operations a draw would compute nothing.
 
@@ -342,7 +342,7 @@ class Draw(MetadataTensor):
 
     @classmethod
     def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draws what the function is given."""
+        """Runs the function with its deferred arguments drawn."""
         name = getattr(func, "__name__", "")
         if isinstance(kwargs.get("out"), Draw) or (_writes(name) and isinstance(args[0], Draw)):
             raise TypeError(f"{name} would write into a deferred draw, which is immutable; call .full() on it first.")

@@ -20,7 +20,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def raise_all(kind: type[Exception], title: str, problems: list[str]) -> None:
-    """Raises one error that lists every problem, or returns if there is none."""
+    """Raises one error that lists every problem, or returns if the list is empty."""
     if problems:
         lines = "\n".join(f"  - {p}" for p in problems)
         raise kind(f"{title}\n{lines}")
@@ -37,7 +37,7 @@ def first_of(lines: Sequence[str], num: int) -> list[str]:
 
 
 def not_scalar(x: Any) -> str | None:
-    """What a value is that is neither a 0-d tensor nor a number; None of one that is."""
+    """A description of a value that is neither a 0-d tensor nor a number; None for a scalar."""
     if isinstance(x, Tensor):
         return None if x.shape == () else f"a tensor of shape {tuple(x.shape)}"
     return None if isinstance(x, numbers.Real) else f"a {type(x).__name__}"
@@ -59,10 +59,10 @@ class DonatedError(RuntimeError):
 
 
 class RankError(RuntimeError):
-    """Another rank failed or disagreed; the message names the rank and what it reported.
+    """Another rank failed or disagreed; the message names the rank and gives its report.
 
     Attributes:
-        before_transfers: whether it was raised where ranks compare their calls, so that nothing is under way.
+        before_transfers: whether it was raised where ranks compare their calls, before any transfer began.
     """
 
     before_transfers = False

@@ -1,4 +1,4 @@
-"""The mark of a leaf that a step leaves as it is: `requires_grad=False` of a parameter, which copies keep."""
+"""The mark of a leaf that steps do not train: `requires_grad=False` of a parameter, which copies keep."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ COPIES = frozenset(
 
 
 def frozen(x: Tensor) -> Tensor:
-    """The tensor, sharing memory, marked as one that steps leave as it is unless `trainable=` includes it.
+    """The tensor, sharing memory, marked as one that steps do not train unless `trainable=` includes it.
 
     Example:
         >>> is_frozen(frozen(torch.ones(2))), is_frozen(frozen(torch.ones(2)).clone()), is_frozen(torch.ones(2))

@@ -1,9 +1,9 @@
 """The process groups that a mesh has made, and how they end: with the mesh, not with the process.
 
-torch keeps every group that it has made until it is told to destroy it, with its connections and threads. So a mesh
-writes down what it makes; when it is closed that is destroyed. The collector finds a mesh at another time on each rank,
-and perhaps on another thread, where nothing may be waited for; so what a lost mesh has made is only put on a list, and
-is destroyed when the next mesh is made, or at the end of the program.
+torch keeps every group, with its connections and threads, until a program destroys it. So a mesh records its groups,
+and destroys them when it is closed. The collector finds a lost mesh at another time on each rank, and perhaps on
+another thread, where waiting is not allowed; so its groups are only put on a list, and are destroyed when the next mesh
+is made, or at the end of the program.
 """
 
 import collections
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-# A queue of transfers that this rank has sent and not waited for: pairs of the work, which can be waited for, and what
-# it sends.
+# A queue of transfers that this rank has sent and not waited for: pairs of the work, which can be waited for, and its
+# tensors.
 Sends = collections.deque[tuple[Any, Any]]
 # Some backends end a group together with the other ranks: groups end in the order in which they were made.
 _NUMBERS = itertools.count()
@@ -28,8 +28,8 @@ _NUMBERS = itertools.count()
 class MadeGroups:
     """The groups that one mesh has made and may end. It does not know the mesh, so that it can outlive it.
 
-    A peer may still be receiving what this rank has sent last, from a group's own memory. So its end waits for `sends`
-    first; everything else has been waited for by those who use the groups.
+    A peer may still be receiving this rank's last message from a group's own memory. So its end waits for `sends`
+    first; users of the groups have waited for all other transfers.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class MadeGroups:
         self._groups = [*filter(is_known, self._groups)]
 
     def watch(self, sends: Sends) -> None:
-        """Has the end wait for what is in a queue then."""
+        """Has the end wait for the transfers that a queue holds then."""
         self._sends.append(sends)
 
     def unwatch(self, sends: Sends) -> None:
@@ -67,7 +67,7 @@ class MadeGroups:
 class NamedGroups:
     """Makes groups of some of the program's ranks, with none but these: the names are theirs, and not torch's count.
 
-    Ranks that make groups of the same ranks do so in the same order; so each knows what the others call a group.
+    Ranks that make groups of the same ranks do so in the same order; so each knows the others' name of a group.
 
     Args:
         ranks: of the program, in order; this one among them.
@@ -103,7 +103,7 @@ def end_with(owner: object, made: MadeGroups) -> None:
 
 
 def end_lost() -> None:
-    """Ends the groups of meshes that nobody has any more."""
+    """Ends the groups of meshes that are garbage."""
     gc.collect()  # a mesh and its communicators know one another
     while _LOST:
         _LOST.pop(min(range(len(_LOST)), key=lambda i: _LOST[i].number)).end()

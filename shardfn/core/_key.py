@@ -27,7 +27,7 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Int64[Tensor,
 
     Args:
         seed: any integer of 64 bits, signed or unsigned.
-        device: where draws from the key are made unless they say otherwise.
+        device: the default device of draws from the key.
 
     Returns:
         int64 of shape [2], each word in [0, 2**32).
@@ -100,7 +100,7 @@ def check_key(who: str, key: Any) -> None:
     """Refuses anything but a key.
 
     Raises:
-        TypeError: says how to make one.
+        TypeError: `key` is not one; the message shows how to make one.
 
     Example:
         >>> check_key("sharded_step", key(0))
@@ -143,7 +143,7 @@ def threefry2x32(
 ) -> tuple[Int32[Tensor, "*m"], Int32[Tensor, "*m"]]:
     """Threefry-2x32 with 20 rounds of the counters (index >> 32, index & 0xffffffff).
 
-    int32 arithmetic wraps around exactly as the cipher's uint32 does, and is what CPUs vectorise best.
+    int32 arithmetic wraps around exactly as the cipher's uint32 does, and CPUs vectorise it best.
 
     Args:
         key: keys; the leading dims broadcast with `index`.

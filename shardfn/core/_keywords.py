@@ -16,8 +16,8 @@ def explains_keywords(**meant: str) -> Callable[[Callable[A, R]], Callable[A, R]
     """Refuses keywords that a function does not have, by name and with a remedy, and too many positions.
 
     Args:
-        **meant: of keywords that users try: what to write, which `str.format` fills with `name` and `value`. Of a
-            keyword that is not among them the nearest of the function's own is named; `otherwise`, where there is none.
+        **meant: keyword that users try -> the remedy, which `str.format` fills with `name` and `value`. For other
+            keywords the error names the nearest of the function's own, or gives `otherwise`.
 
     Example:
         >>> @explains_keywords(lr="learning_rate={value!r}")
@@ -55,7 +55,7 @@ def explains_attributes(**meant: str) -> Callable[[type[C]], type[C]]:
     """Names the remedy where an object is asked for a method that such things have in other libraries.
 
     Args:
-        **meant: of attributes that users try: what to write.
+        **meant: attribute that users try -> the remedy.
 
     Example:
         >>> @explains_attributes(zero_grad="Leave it out.")
@@ -83,7 +83,7 @@ def explains_extra(call: str, remedy: str) -> Callable[[Callable[A, R]], Callabl
 
     Args:
         call: how to write the call.
-        remedy: where what is passed beside it belongs.
+        remedy: the right place for the additional arguments.
 
     Example:
         >>> class Step:

@@ -31,16 +31,16 @@ def make_mesh(
     """A mesh over all ranks of the program, or some.
 
     Under a launcher such as torchrun it starts torch.distributed, if nothing has: NCCL on CUDA, gloo on CPU. With one
-    process nothing is started.
+    process it starts nothing.
 
     Args:
-        axes: axis name -> size, major to minor. One size may be -1, which stands for the remaining ranks. Default:
+        axes: axis name -> size, major to minor. One size may be -1: the remaining ranks. Default:
             `{"dp": -1}`.
         device: the device of this rank: "cuda" or "cpu". Default: CUDA if there is one, else the CPU.
         timeout: the seconds that a collective waits for other ranks; default torch's (30 minutes for gloo).
         abstract: whether the ranks do not exist. Such a mesh is for `step.lower`: it has any sizes and no process
-            group, and nothing runs on it. This process stands for the first rank, or for that of these coordinates, as
-            in `abstract={"pp": 17}`.
+            group, and nothing runs on it. This process takes the place of the first rank, or of the rank at these
+            coordinates, as in `abstract={"pp": 17}`.
         alone: a mesh of this rank alone, although the program has others: for computations without the other ranks.
         ranks: the ranks of the program that are in the mesh, in ascending order; default all. Other ranks make it too
             if they have to name it, as in `reshard`. They are not members, and running something on it is an error
@@ -100,7 +100,7 @@ def _checked_axes(axes: Any) -> dict[str, int]:
     """The axes as a dict of sizes.
 
     Raises:
-        TypeError: they are none; says what to write.
+        TypeError: `axes` is not a dict of names and sizes; the message shows one.
     """
     how = "axes are a dict of names and sizes, of which one may be -1, what is left of the ranks"
     if isinstance(axes, str) or (isinstance(axes, list | tuple) and axes and all(isinstance(a, str) for a in axes)):
@@ -179,10 +179,11 @@ def as_mesh(mesh: "Mesh | DeviceMesh | None") -> Mesh:
 
 
 class _Wrapped:
-    """What a DeviceMesh keeps: its `Mesh`, as long as it lives itself.
+    """The attribute by which a DeviceMesh keeps its `Mesh` alive.
 
     Nothing weaker will do: the collector finds a mesh at another time on each rank, and then one would make
-    communicators, for which all ranks are needed, while another still has its own. A copy of the DeviceMesh has none.
+    communicators, for which all ranks are needed, while another still has its own. A copy of the DeviceMesh has no
+    mesh.
     """
 
     def __init__(self, mesh: Mesh | None = None) -> None:

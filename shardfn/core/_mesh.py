@@ -79,7 +79,7 @@ class Mesh:
         self._apart = NamedGroups(self.ranks) if apart else None
         self.resources: dict[object, Any] = {}
         self.made, self.closed = MadeGroups(), False
-        # Of a `device_mesh` that was made with this mesh, and ends with it.
+        # The groups of a `device_mesh` that was made with this mesh, and ends with it.
         self._made_by_grid: MadeGroups | None = None
         self._at_close: dict[str, Callable[[str], None]] = {}
         self._grid = grid
@@ -89,11 +89,11 @@ class Mesh:
             _ALIVE.add(self)
 
     def close(self) -> None:
-        """Ends what the mesh keeps: connections and threads, and the disks of its steps. Every rank closes it.
+        """Ends the connections and threads of the mesh, and the disks of its steps. Every rank closes it.
 
         Values on it stay readable where they are (`GlobalTensor.local`); steps and collectives on it are errors from
         then on. The program's own process groups stay, those of a `DeviceMesh` that was passed in included. Waits until
-        the other ranks have received what this one has sent them. Closing it again does nothing.
+        the other ranks have received this rank's messages. Closing it again does nothing.
 
         Example:
             >>> from shardfn.core import make_mesh
@@ -121,7 +121,7 @@ class Mesh:
             self.device_mesh = None
 
     def at_close(self, name: str, end: Callable[[str], None]) -> None:
-        """Has the end of the mesh call a function, with what this rank did; it replaces one of the same name."""
+        """Has the end of the mesh call a function, with the reason as text; it replaces one of the same name."""
         self._at_close[name] = end
 
     def check_open(self) -> None:
@@ -351,12 +351,12 @@ def _default_timeout(device: torch.device) -> datetime.timedelta | None:
 def close_at_exit() -> None:
     """Lets all meshes be closed before the interpreter ends."""
     atexit.unregister(_close_all)
-    atexit.register(_close_all)  # runs first: what is registered last is called first
+    atexit.register(_close_all)  # runs first: the last function registered is called first
 
 
 def _close_all() -> None:
     """At exit: communicators end before the interpreter does, whose end their threads would not survive."""
-    error = getattr(sys, "last_value", None)  # what ends the program, if something does
+    error = getattr(sys, "last_value", None)  # the exception that ends the program, if any
     how = "its script came to an end" if error is None else f"{type(error).__name__}: {error}"
     own = [mesh for mesh in _ALIVE if mesh.made.process == os.getpid()]  # a fork of a rank is not the rank
     for mesh in sorted(own, key=lambda mesh: mesh.made.number):

@@ -6,7 +6,7 @@ _WRAPPED = "_orig_mod"  # the attribute by which a compiled module holds the ori
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module itself where `module` is what `torch.compile` made of it.
+    """The original of a module that `torch.compile` has wrapped; other modules unchanged.
 
     Example:
         >>> import torch
@@ -54,7 +54,7 @@ def named_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def state_names(module: nn.Module) -> list[str]:
-    """The keys of `module.state_dict()`, as they are without `torch.compile`.
+    """The keys of `module.state_dict()`, without the prefixes of `torch.compile`.
 
     Example:
         >>> import torch

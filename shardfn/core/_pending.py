@@ -1,4 +1,4 @@
-"""`Pending`: a value under way, whatever it is waiting for: other ranks, another memory, another thread."""
+"""`Pending`: a value under way from other ranks, another memory or another thread."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -10,13 +10,13 @@ U = TypeVar("U")
 class Pending(Generic[T_co]):
     """A value on its way. Its source must not change until it has arrived.
 
-    Whoever starts something gives one back; whoever wants the value asks for it once. It may be asked on any thread,
-    but of two threads one at a time.
+    The function that starts a transfer returns one; its caller asks for the value once. Any thread may ask, but only
+    one at a time.
 
     Args:
-        result: waits, and gives the value or raises what went wrong on the way; None in a subclass that overrides
-            `result` and `done`. (One that passed its own methods would hold itself, and so what it waits for.)
-        done: tells without waiting; default: nobody can tell.
+        result: waits, and returns the value or raises the transfer's error; None in a subclass that overrides `result`
+            and `done`. (One that passed its own methods would hold itself, and so its sources.)
+        done: whether the value has arrived, without waiting; default: unknown, thus False.
         left: waits until the source may be overwritten; default: when the value is there.
 
     Example:
@@ -40,7 +40,7 @@ class Pending(Generic[T_co]):
         return Pending(lambda: value, _yes)
 
     def done(self) -> bool:
-        """Whether `result` would return, or raise, at once; False where nobody can tell."""
+        """Whether `result` would return, or raise, at once; False where this is unknown."""
         return self._done is not None and self._done()
 
     def result(self) -> T_co:
@@ -49,17 +49,17 @@ class Pending(Generic[T_co]):
         For a tensor on an accelerator the current stream is made to wait, not the caller.
 
         Raises:
-            Exception: whatever went wrong on the way.
+            Exception: the transfer's error.
         """
         assert self._result is not None
         return self._result()
 
     def wait(self) -> None:
-        """Waits until what it comes from may be overwritten."""
+        """Waits until the source may be overwritten."""
         (self._left or self.result)()
 
     def then(self, f: Callable[[T_co], U]) -> "Pending[U]":
-        """The same, whose value is `f` of what arrives; `f` runs where the value is asked for."""
+        """The value `f(x)` of the arriving `x`; `f` runs where the value is asked for."""
         return Pending(lambda: f(self.result()), self.done, self.wait)
 
 

@@ -24,7 +24,7 @@ class PerMesh(Generic[T]):
         return mesh.resources.get(self)
 
     def of(self, mesh: Mesh, make: Callable[[], T]) -> T:
-        """The mesh's object; where it has none, what `make` makes."""
+        """The mesh's object; made by `make` at the first call."""
         if self not in mesh.resources:
             mesh.resources[self] = make()
         return mesh.resources[self]

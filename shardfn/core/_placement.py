@@ -1,11 +1,11 @@
 """`Placement`: where and how a leaf is.
 
-One value says how a leaf is cut over the mesh, over which axes it is a sum that is still to be taken, in which memory
-and dtype it is kept, and whether it is rounded to codes. What a training step keeps, uses and sends are placements of
-leaves, and what lies between two of them is a route (`shardfn.collectives.route`).
+One value holds how a leaf is cut over the mesh, over which axes it is a sum that is still to be taken, in which memory
+and dtype it is kept, and whether it is rounded to codes. A training step keeps, uses and sends leaves at placements,
+and a route leads from one placement to another (`shardfn.collectives.route`).
 
     parameter, ZeRO 3        A[I_dp, J]             P("dp")
-    the same as it is used   A[I, J]                P()
+    the same when used       A[I, J]                P()
     its gradient as it comes A[I, J]{U_dp}          P(), unreduced=("dp",)
     its gradient as kept     A[I_dp, J]             P("dp")
     of 2 nodes of 2, after
@@ -30,12 +30,12 @@ class Placement:
         spec: how it is cut; along an axis that is neither here nor in `unreduced` all ranks hold the same.
         unreduced: the axes along which each rank holds a summand: the leaf is the sum.
         memory_kind: "device", "host" or "disk".
-        dtype: of its elements; with a code, of the elements that the codes stand for.
-        code: (bits, elements that share a scale) where it is rounded to codes; None = elements as they are.
+        dtype: of its elements; with a code, of the decoded elements.
+        code: (bits, elements that share a scale) where it is rounded to codes; None = not rounded.
         stacked: whether the leading dim stacks layers that are used, and cut, one by one. Where `spec` cuts it, each
             rank has some of the layers.
-        brought: axes of `spec` along which every block is here, one after another: what a first hop has brought of a
-            gather that takes two. Each is its dim's own, and some axis of that dim is still to be gathered.
+        brought: axes of `spec` along which every block is here, one after another: the result of the first hop of a
+            gather in two. Each is its dim's own, and some axis of that dim is still to be gathered.
 
     Example:
         >>> kept = Placement(P("dp"))
@@ -57,7 +57,7 @@ class Placement:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it lies in the device's memory as it is used: nothing opens it, and it can be written over."""
+        """Whether it lies in the device's memory, without a code: it needs no opening, and can be written over."""
         return self.memory_kind == "device" and self.code is None
 
     @property
@@ -70,10 +70,10 @@ class Placement:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def cotangent(self, varying: tuple[str, ...]) -> "Placement":
-        """How the gradient of a leaf comes that is held so and used differently along the axes `varying`.
+        """The placement of the gradient of a leaf that is held so and used differently along the axes `varying`.
 
-        Blocks have blocks. What all ranks hold gets a summand from each rank that uses it in its own way; of a
-        summand every rank gets the whole gradient, since it counts once in the sum.
+        The gradient of a block is a block. A leaf that all ranks hold gets a summand from each rank that uses it
+        differently. The gradient of a summand is whole on every rank, since the summand counts once in the sum.
         """
         held = (*self.spec.axes, *self.unreduced)
         return self.with_(unreduced=tuple(a for a in varying if a not in held))
@@ -100,7 +100,7 @@ class Placement:
         return 4 * -(-count // per_scale) + -(-count * bits // 8)
 
     def problems(self, shape: tuple[int, ...], mesh: Mesh) -> Iterator[str]:
-        """What keeps a leaf of global `shape` from being placed so on `mesh`; nothing where it can be."""
+        """The reasons why a leaf of global `shape` cannot be placed so on `mesh`; empty where it can."""
         if len(self.spec) > len(shape):
             yield f"{self.spec!r} has {len(self.spec)} entries, but the leaf has {len(shape)} dims"
         foreign = [a for a in (*self.spec.axes, *self.unreduced) if not _known(mesh, a)]

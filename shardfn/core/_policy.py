@@ -163,7 +163,7 @@ class Policy:
 
     @property
     def keeps_master(self) -> bool:
-        """Whether there are leaves of which the optimizer keeps a wider copy.
+        """Whether the optimizer keeps wider copies of some leaves.
 
         Example:
             >>> Policy.bf16().keeps_master, Policy.full().keeps_master
@@ -182,7 +182,7 @@ class Policy:
             >>> Policy.bf16(exceptions={"norm": torch.float32}).check(["params['norm_w']"])
         """
         unused = [p for p in self.exceptions if not any(re.search(p, path) for path in paths)]
-        # What is within the quotes of a path: a whole path, with its brackets, is no pattern that finds itself.
+        # The names within the quotes of a path: a whole path, with its brackets, is not a pattern that matches itself.
         names = dict.fromkeys(name for path in paths for name in re.findall(r"'([^']*)'", path))
         shown = ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
         raise_all(

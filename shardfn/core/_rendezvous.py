@@ -1,13 +1,13 @@
 """How ranks that torchrun has started again meet, in a store that remembers those before them.
 
-torchrun's agent keeps one store for all rounds of a job. What ranks that have ended left there (addresses, say) would
-be taken for the word of their successors: https://github.com/pytorch/pytorch/issues/135712. So the ranks of each round
-find a name that no other round has, below which they keep everything.
+torchrun's agent keeps one store for all rounds of a job. Entries of ranks that have ended (addresses, for example)
+would be taken for those of their successors: https://github.com/pytorch/pytorch/issues/135712. So the ranks of each
+round find a name that no other round has, below which they keep everything.
 
     rank r: here/r = a random word      rank 0: answers each word that it finds with its own, which is the name
-            waits for the answer                until all ranks say that they have it
+            waits for the answer                until all ranks confirm that they have it
 
-A word of an earlier round may be answered, too, and nobody reads that.
+A word of an earlier round may be answered, too; that answer is not read.
 """
 
 import datetime
@@ -21,10 +21,10 @@ _PERIOD = 0.05
 
 
 def start_group(backend: str, timeout: datetime.timedelta | None) -> None:
-    """Starts torch.distributed from what the launcher has set, whatever round of the job it is.
+    """Starts torch.distributed from the launcher's environment variables, in any round of the job.
 
     Raises:
-        RuntimeError: the ranks did not all come in time; says which.
+        RuntimeError: ranks did not come in time; names them.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend, timeout=timeout)
@@ -38,7 +38,7 @@ def start_group(backend: str, timeout: datetime.timedelta | None) -> None:
 
 
 def round_name(store: dist.Store, rank: int, world: int, seconds: float) -> str:
-    """A name that the living ranks of a store have in common, and that nobody has had before.
+    """A name that the living ranks of a store have in common, and that no earlier round has used.
 
     Args:
         store: that may have been used by ranks that have ended.

@@ -1,4 +1,4 @@
-"""The saved-tensor hooks in force: torch sets them by a public context, and tells of them by a private call."""
+"""The saved-tensor hooks in force: torch sets them by a public context, and returns them by a private call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ _AUTOGRAD: Any = getattr(torch._C, "_autograd")  # noqa: B009  # torch has no st
 
 
 def saved_tensors_hooks(*, while_tracing: bool = True) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The innermost hooks on what autograd saves for the backward, as (pack, unpack); None without any.
+    """The innermost hooks on tensors that autograd saves for the backward, as (pack, unpack); None without any.
 
     Args:
         while_tracing: whether those count that torch leaves unused while a graph is captured.

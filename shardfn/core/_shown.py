@@ -17,7 +17,7 @@ def as_html(text: str) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines, each column as wide as its widest cell; what follows a number is set to the right.
+    """Rows of cells as lines, each column as wide as its widest cell; columns of numbers are right-aligned.
 
     Example:
         >>> print(columns([("path", "bytes"), ("w", "1,024"), ("bias", "16")]))

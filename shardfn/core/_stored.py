@@ -1,6 +1,6 @@
-"""What a value that is not in memory looks like: its shape and dtype, and a way to fetch it.
+"""`Stored`: the interface of a value that is not in memory: its shape and dtype, and a way to fetch it.
 
-The type stands here so that rooms which carry such values need not know the room that keeps them.
+The type is defined here so that rooms which carry such values need not import the room that keeps them.
 """
 
 from typing import Protocol, runtime_checkable
@@ -20,8 +20,8 @@ class Stored(Protocol):
         shape: as a tensor's.
         dtype: as a tensor's.
         kind: the memory kind of the place.
-        code: what its elements are rounded to, see `Placement.code`; None = they are kept as they are.
-        nbytes: the bytes of the value, as it is kept.
+        code: the code to which its elements are rounded, see `Placement.code`; None = not rounded.
+        nbytes: the bytes of the value in its place.
 
     Example:
         >>> isinstance(torch.zeros(2), Stored)
@@ -45,12 +45,12 @@ class Stored(Protocol):
 
     @property
     def code(self) -> tuple[int, int] | None:
-        """What its elements are rounded to; None = they are kept as they are."""
+        """The code to which its elements are rounded; None = not rounded."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the value, as it is kept."""
+        """The bytes of the value in its place."""
         ...
 
     def flat(self) -> "Stored":
@@ -67,13 +67,13 @@ class Stored(Protocol):
 
 
 class Absent:
-    """`Stored` nowhere: what a rank has of a leaf of a mesh that it is not of. It has a dtype, no elements, no value.
+    """A placeholder for a leaf of a mesh without this rank: `Stored`, with a dtype, no elements and no value.
 
     Args:
         ndim: of the leaf.
         dtype: of the leaf.
         kind: the memory that others keep it in.
-        why: what an error says.
+        why: the error's text.
     """
 
     nbytes = 0

@@ -1,10 +1,10 @@
-"""Says, when the package is imported, that torch is not the one that it was written for."""
+"""A warning, when the package is imported, if torch has another version than the supported one."""
 
 import warnings
 
 import torch
 
-# What pyproject.toml pins, by minor.
+# The version that pyproject.toml pins, by minor.
 MINOR = "2.13"
 
 

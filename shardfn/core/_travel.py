@@ -5,7 +5,7 @@ import dataclasses
 from ._errors import did_you_mean
 
 BITS = {"int8": 8, "int4": 4}
-# Elements that share a scale unless the rule says otherwise.
+# The default number of elements that share a scale.
 BLOCK = 256
 
 
@@ -13,7 +13,7 @@ BLOCK = 256
 class Travel:
     """In how many bits, along which axes and in which messages leaves and gradients are sent.
 
-    `gather` and `reduce` round what is sent; `secondary_axis` and `bucket_bytes` never change a bit of the result.
+    `gather` and `reduce` round messages; `secondary_axis` and `bucket_bytes` never change a bit of the result.
 
     Attributes:
         gather: at stage 3, the format in which sharded leaves are gathered: "int8" or "int4" with a scale for each

@@ -13,10 +13,10 @@ from ._errors import did_you_mean, raise_all
 # jaxtyping has a PyTree too, but it needs JAX.
 PyTree = Any
 
-# optree's signatures are generic in its own PyTree type; ours say Any.
+# optree's signatures are generic in its own PyTree type; ours use Any.
 _optree: Any = optree
 IsLeaf = Callable[[Any], bool] | None
-# A named tuple, as a TrainState is one: what is mapped over it has the same fields.
+# A named tuple, as a TrainState is one: mapping over it keeps its fields.
 N = TypeVar("N", bound=tuple[Any, ...])
 
 
@@ -34,8 +34,8 @@ def tree_map(
     Args:
         f: called with a leaf of each tree.
         tree: dicts, lists, tuples and named tuples of leaves; None is a subtree without leaves.
-        *rest: trees with the structure of `tree`; leaves of `tree` may stand for subtrees there.
-        is_leaf: says what is not to be looked into.
+        *rest: trees with the structure of `tree`; may have subtrees at leaves of `tree`.
+        is_leaf: nodes for which it returns True are treated as leaves.
         none_is_leaf: whether None is a leaf.
 
     Raises:
@@ -83,7 +83,7 @@ def tree_leaves(tree: PyTree, is_leaf: IsLeaf = None, *, none_is_leaf: bool = Fa
 
 
 def tree_structure(tree: PyTree, is_leaf: IsLeaf = None, *, none_is_leaf: bool = False) -> Any:
-    """What a tree is without its leaves; equal for trees of the same shape.
+    """The structure of a tree without its leaves; equal for trees of the same shape.
 
     Example:
         >>> tree_structure({"a": 1}) == tree_structure({"a": "x"})
@@ -99,8 +99,8 @@ def register_pytree_node(
 
     Args:
         cls: the class itself, no subclass of it.
-        flatten: (children, what else it is made of, the children's names).
-        unflatten: `unflatten(what else, children)`; children may be anything.
+        flatten: (children, the rest of the object, the children's names).
+        unflatten: `unflatten(rest, children)`; children may be anything.
     """
     # optree has no public name for "in every namespace".
     _optree.register_pytree_node(cls, flatten, unflatten, namespace=_optree.registry.__GLOBAL_NAMESPACE)
@@ -127,7 +127,7 @@ def named_leaves(tree: PyTree, root: str = "", is_leaf: IsLeaf = None) -> list[t
 
 
 def tree_path_parts(tree: PyTree) -> list[tuple[str, ...]]:
-    """The path of each leaf, entry by entry, as Python; joined they are what `tree_paths` gives.
+    """The path of each leaf, entry by entry, as Python; joined they are the result of `tree_paths`.
 
     Example:
         >>> tree_path_parts({"w": [1, 2]})
@@ -144,13 +144,13 @@ def tree_entries(tree: PyTree) -> list[tuple[Any, ...]]:
 def broadcast_prefix(
     prefix: PyTree, tree: PyTree, is_leaf: Callable[[Any], bool], *, names: tuple[str, str]
 ) -> list[Any]:
-    """The leaf of `prefix` that stands for each leaf of `tree`; a leaf of `prefix` covers the whole subtree below it.
+    """The leaf of `prefix` for each leaf of `tree`; a leaf of `prefix` covers the whole subtree below it.
 
     Args:
-        prefix: a tree whose leaves (by `is_leaf`) stand at or above those of `tree`.
+        prefix: a tree whose leaves (by `is_leaf`) are at or above those of `tree`.
         tree: the full tree.
-        is_leaf: tells a leaf of `prefix`.
-        names: what messages call `prefix` and `tree`.
+        is_leaf: whether a node of `prefix` is a leaf.
+        names: the names of `prefix` and `tree` in messages.
 
     Returns:
         One leaf of `prefix` for each leaf of `tree`, in flattening order.
@@ -183,7 +183,7 @@ def broadcast_prefix(
         pre_kids, sub_kids = _children(pre), _children(sub)
         missing = [k for k in sub_kids if k not in pre_kids and tree_leaves(sub_kids[k])]
         extra = [k for k in pre_kids if k not in sub_kids]
-        # First the names that are wrong, each with the right one; these are never said to be meant as others.
+        # First the wrong names, each with the nearest missing one.
         for k in extra:
             hint = did_you_mean(str(k), [str(m) for m in missing])
             problems.append(f"{_join(path_pre, pre, k)} has no leaf in {names[1]}.{hint}")
@@ -204,7 +204,7 @@ def _shown(x: Any) -> str:
 
 
 def _example(names: tuple[str, str]) -> str:
-    """What to write where a prefix of bools is asked for."""
+    """The remedy where a prefix of bools is expected."""
     prefix, tree = names
     if prefix not in ("trainable", "mask", "exact"):
         return ""

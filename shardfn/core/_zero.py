@@ -24,18 +24,18 @@ class Zero:
     """Which states are sharded, over which axis and in which memory; how and when they are sent.
 
     Results depend on `stage`, `axis`, `reduction` and `pace.accumulate` through the order of sums, and on
-    `travel.gather` and `travel.reduce`, which round what is sent. No other field changes a bit of them.
+    `travel.gather` and `travel.reduce`, which round messages. No other field changes a bit of them.
 
     Attributes:
-        stage: what is sharded: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also parameters.
+        stage: the states that are sharded: 0 none, 1 the optimizer's state, 2 also gradients, 3 also parameters.
         axis: the mesh axis, or axes, along which states are cut.
         params: the memory of parameters with more than `persist_elements` elements: "device", "host" or "disk".
         grads: the memory of summed gradients until the update.
         optimizer: the memory of the optimizer's state. Unless it is "device", the update runs on the host.
         persist_elements: stage 3: leaves of at most this many elements stay gathered.
         optimizer_fraction: the fraction of the optimizer's state, by elements, that is in the memory `optimizer`. The
-            rest stays on the device: that of the first leaves, whose gradients come last.
-        travel: how leaves and gradients are sent: in how many bits, along which axes, in messages of which size.
+            rest, the states of the first leaves, stays on the device: their gradients are produced last.
+        travel: how leaves and gradients are sent: in how many bits, along which axes, and in how large messages.
         pace: when they are sent, and how much at a time.
         disk: the directory for "disk"; None if no field is "disk".
         reduction: "by_rank", or "canonical": the global batch is cut into `reduction_chunks` chunks, which run one by
@@ -105,7 +105,7 @@ class Zero:
 
     @property
     def directory(self) -> str | None:
-        """The directory of states on disk; None if there are none."""
+        """The directory of states on disk; None without one."""
         return None if self.disk is None else self.disk.directory
 
     @property
@@ -206,7 +206,7 @@ def zero_spec(shape: tuple[int, ...], compute: P, axis: str | tuple[str, ...], m
     """The compute spec, with the ZeRO axes added to the dim that they cut best.
 
     Dim 0 is taken when it wastes at most an eighth in padding, since blocks along it are contiguous; else the dim with
-    the least waste. A leaf without a dim of 2 or more stays as it is.
+    the least waste. A leaf without a dim of 2 or more is not cut.
 
     Example:
         >>> import torch

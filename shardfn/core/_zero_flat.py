@@ -18,10 +18,10 @@ PART_OF = {field.name: part for part, kind in PARTS.items() for field in datacla
 
 
 def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of `Zero` that say what these fields say; those of a part change the part that is given, if one is.
+    """The keywords of `Zero` for these fields; fields of a part change the given part, if there is one.
 
     Raises:
-        ValueError: something is asked of a disk, and there is none.
+        ValueError: fields of a disk are set, but no directory.
     """
     out = {name: value for name, value in fields.items() if name not in PART_OF}
     for part, kind in PARTS.items():
@@ -50,7 +50,7 @@ def flattened(zero: Any) -> dict[str, Any]:
 
 
 def check_names(fields: Mapping[str, Any], own: set[str]) -> None:
-    """Refuses what is no field of a rule or of its parts.
+    """Refuses names that are not fields of a rule or of its parts.
 
     Raises:
         TypeError: names the nearest field.
@@ -82,7 +82,7 @@ def explains_parts(cls: type[T]) -> type[T]:
 
 
 def _spelling(fields: Mapping[str, Any]) -> str:
-    """The arguments of `Zero` that say so, as they are written in a program."""
+    """These fields as the text of arguments of `Zero`."""
     out = [f"{name}={value!r}" for name, value in fields.items() if name not in PART_OF]
     for part, kind in PARTS.items():
         given = [f"{name}={value!r}" for name, value in fields.items() if PART_OF.get(name) == part]
