@@ -149,8 +149,8 @@ class DiskWriter:
         self._rows = shape[0] if shape else 1
         self._row = math.prod(shape[1:]) * dtype.itemsize
         # Under the lock: rows that were claimed, sorted and joined; grains that are not full yet, by their first byte;
-        # and requests under way, with those that failed, so that `finish` tells of them. `finish` is for when all calls
-        # of `write` have returned: rows are claimed before their requests are made.
+        # and requests under way, with those that failed, so that `finish` raises their errors. `finish` is for when all
+        # calls of `write` have returned: rows are claimed before their requests are made.
         self._written: list[tuple[int, int]] = []
         self._edges: dict[int, _Edge] = {}
         self._futures: list[concurrent.futures.Future[Any]] = []
@@ -221,7 +221,7 @@ class DiskWriter:
             self._written[max(at - 1, 0) : at + 2] = _joined(self._written[max(at - 1, 0) : at + 2])
 
     def _submit(self, slot: Slot, start: int, source: Bytes) -> list[concurrent.futures.Future[Any]]:
-        """Whole grains go as they are; the parts at both ends wait for what they share a grain with."""
+        """Writes whole grains at once; the parts at both ends wait for the rest of their grains."""
         grain, stop = self._io.grain, start + len(source)
         first, last = -(-start // grain) * grain, stop // grain * grain
         futures = []
@@ -245,7 +245,7 @@ class DiskWriter:
             edge.missing -= len(data)
             if edge.missing:
                 return []
-            # Whoever brings the last byte has it alone from here on, and writes it without the lock.
+            # The thread that brings the last byte has it alone from here on, and writes it without the lock.
             del self._edges[at]
         return self._io.write(slot, at, edge.data, self._sums)
 
@@ -284,7 +284,7 @@ def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _holes(runs: list[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
-    """What `runs`, sorted, leave out of `0:rows`."""
+    """The ranges of `0:rows` that the sorted `runs` leave out."""
     ends = [0, *(hi for _, hi in runs)]
     starts = [*(lo for lo, _ in runs), rows]
     return [(a, b) for a, b in zip(ends, starts, strict=True) if a < b]

@@ -1,12 +1,12 @@
-"""What can go wrong with a disk. All are `OSError`s; messages say what is lost, what is not, and what to do."""
+"""Errors of a disk. All are `OSError`s; messages give the loss, the values that are safe, and the remedy."""
 
 
 class DiskFullError(OSError):
-    """No room for a value. What was on disk before is untouched."""
+    """No room for a value. Earlier values on disk are untouched."""
 
 
 class DamagedError(OSError):
-    """A file is not what was written: truncated, changed, or gone."""
+    """A file differs from the one that was written: truncated, changed, or gone."""
 
 
 class InUseError(OSError):

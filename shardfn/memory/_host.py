@@ -17,7 +17,7 @@ PAGE = 4096
 # From here on a mapping of its own is worth a system call: it is page-aligned, as direct I/O needs it.
 _SMALL = 64 << 10
 _M_MMAP_THRESHOLD = -3  # of malloc.h
-_MAPPINGS = Mappings(keep=256 << 20)  # what a step with large chunks has in use
+_MAPPINGS = Mappings(keep=256 << 20)  # about the use of a step with large chunks
 
 os.register_at_fork(after_in_child=_MAPPINGS.forked)
 
@@ -58,7 +58,7 @@ def aligned_window(
         after: bytes behind it.
 
     Returns:
-        The tensor, and the bytes of which `[before : -after]` are its own.
+        The tensor, and the bytes of the memory; `[before : -after]` are the tensor's.
     """
     numel = math.prod(shape)
     nbytes = before + numel * dtype.itemsize + after
@@ -83,11 +83,11 @@ def as_bytes(x: Shaped[Tensor, "..."]) -> Bytes:
 
 
 def return_freed_pages(threshold: int = 1 << 17) -> None:
-    """Tells glibc to give freed blocks of `threshold` bytes or more back to the system at once, for this process.
+    """Makes glibc return freed blocks of `threshold` bytes or more to the system at once, for this process.
 
     It keeps up to 32 MiB of each freed block otherwise, in heaps that large tensors of changing sizes leave full of
-    holes: a program that counts every megabyte may be half again as large as what it holds. Fresh blocks then cost page
-    faults. Elsewhere than on glibc nothing is done.
+    holes: a process may be half again as large as its live tensors. Fresh blocks then cost page faults. Without glibc
+    the call has no effect.
 
     Args:
         threshold: bytes.

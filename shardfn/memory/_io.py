@@ -1,9 +1,9 @@
 """Bytes to and from files: pieces, spread over a few threads, past the page cache where the file system can.
 
 `os.preadv` and `os.pwritev` release the interpreter's lock, so a handful of threads keeps a disk busy. Direct I/O wants
-file offsets, lengths and memory in multiples of a page. What lies in memory so is moved without a copy; the rest goes
+file offsets, lengths and memory in multiples of a page. Memory aligned so is moved without a copy; the rest goes
 through a buffer. There is one buffer a thread at most, and it is taken and given back within one piece: that bounds
-them, and nobody who waits for one holds another.
+them, and a thread that waits for one holds no other.
 
 A file opens once a piece: 5 microseconds against the milliseconds of a piece, and no limit on open files to meet.
 """
@@ -42,7 +42,7 @@ class Checksums:
 
     @classmethod
     def blank(cls, grains: int) -> "Checksums":
-        """For a file of that many grains, none of which is known yet."""
+        """For a file of that many grains, with no checksum known yet."""
         return cls(np.zeros(grains, np.uint32))
 
 
@@ -82,7 +82,7 @@ class Io:
         return futures
 
     def close(self) -> None:
-        """Waits for what is under way and ends the threads."""
+        """Waits for pending requests and ends the threads."""
         self._threads.close(wait=True)
 
     def _submit(self, work: Callable[..., None], *args: Any) -> concurrent.futures.Future[None]:

@@ -1,8 +1,8 @@
 """The ledger: which bytes are alive in which kind of memory, and which crossed from one to another.
 
-On a machine without an accelerator `device` and `host` are both RAM, and the ledger keeps them apart: what torch
-allocates is the device's, unless it is made inside `on_host()`. So budgets can be tested anywhere. With an accelerator,
-device bytes are its allocator's own, and what torch allocates on the CPU is the host's.
+On a machine without an accelerator `device` and `host` are both RAM, and the ledger keeps them apart: torch's
+allocations are the device's, unless they are made inside `on_host()`. So budgets can be tested anywhere. With an
+accelerator, device bytes are its allocator's own, and torch's allocations on the CPU are the host's.
 """
 
 import collections
@@ -39,7 +39,7 @@ class Ledger:
         self._lock = threading.RLock()
 
     def live(self, kind: str) -> int:
-        """Bytes alive now in memory of `kind`, of what the ledger has seen."""
+        """Bytes alive now in memory of `kind`, among those that the ledger has seen."""
         _check_kind(kind)
         if kind == "device" and self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
@@ -63,7 +63,7 @@ class Ledger:
         return self._traffic(src, dst)[0]
 
     def count(self, tree: PyTree, kind: str) -> None:
-        """Counts what was alive before the ledger: every tensor of `tree`, and every value on disk, as `kind`."""
+        """Counts values older than the ledger: every tensor of `tree`, and every value on disk, as `kind`."""
         _check_kind(kind)
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor):
@@ -113,7 +113,7 @@ class Ledger:
             self._peak[kind] = max(self._peak[kind], self._live[kind])
 
     def pass_through(self, kind: str, nbytes: int) -> None:
-        """Counts bytes that were alive beside what is alive now, and are gone."""
+        """Counts bytes that were alive beside the present ones, and are gone."""
         with self._lock:
             self._bury()
             self._peak[kind] = max(self._peak[kind], self._live[kind] + nbytes)
@@ -132,7 +132,7 @@ class Ledger:
             entry[1] += nbytes
 
     def keep_device_peak(self) -> None:
-        """Remembers the allocator's peak, which somebody is about to reset."""
+        """Remembers the allocator's peak before it is reset."""
         if self._device.type == "cuda":
             self._peak["device"] = max(self._peak["device"], torch.cuda.max_memory_allocated(self._device))
 
@@ -156,12 +156,12 @@ def ledger(device: torch.device | str | None = None) -> Iterator[Ledger]:
     """Counts live bytes and traffic by memory kind while the context is open. Ledgers nest; each sees all below it.
 
     Live are the storages that torch's operations return on the calling thread while the ledger is open (its backward on
-    a CPU runs there too), what `host_empty` and the pools allocate, and what `Ledger.count` is told. At the peak the
-    workspace of our own kernels counts, too, as `kernels.scratch_bytes` tells it. Not seen are that of torch's
+    a CPU runs there too), allocations of `host_empty` and of the pools, and the arguments of `Ledger.count`. At the
+    peak the workspace of our own kernels counts, too, by `kernels.scratch_bytes`. Not seen are that of torch's
     operations, and buffers that compiled code allocates for itself.
 
     Args:
-        device: what `device` stands for; by default the accelerator, and without one the CPU.
+        device: the device of the kind "device"; by default the accelerator, and without one the CPU.
 
     Returns:
         A context manager that yields a `Ledger`.
@@ -218,7 +218,7 @@ def default_device() -> torch.device:
 
 
 def record_move(src: MemoryKind, dst: MemoryKind, nbytes: int) -> None:
-    """Reports one transfer to every open ledger; costs one list test when there is none."""
+    """Reports one transfer to every open ledger; costs one list test without an open ledger."""
     if _BOOKS:
         for book in _BOOKS.all:
             book.move(src, dst, nbytes)

@@ -18,10 +18,10 @@ def locked(directory: pathlib.Path, what: str, remedy: str, kind: type[InUseErro
     """Takes a directory, and gives it back if the body raises; else it is kept until `unlock`.
 
     Args:
-        directory: which; it must be there.
-        what: what it would belong to, for the error.
-        remedy: what to do if somebody else has it.
-        kind: the error then.
+        directory: an existing one.
+        what: the name of the owner, for the error.
+        remedy: the remedy where another process or owner has it, for the error.
+        kind: the type of the error.
 
     Raises:
         InUseError: another process has it, or another owner of this process.

@@ -1,4 +1,4 @@
-"""The manifest: one JSON file that says which values a directory holds, replaced as a whole or not at all."""
+"""The manifest: one JSON file that lists the values of a directory, replaced as a whole or not at all."""
 
 import base64
 import json
@@ -80,7 +80,7 @@ def load(directory: pathlib.Path) -> tuple[int, dict[str, Any]]:
 
     Raises:
         FileNotFoundError: nothing was committed.
-        DamagedError: the file is not what was written.
+        DamagedError: the file differs from the one that was written.
     """
     found = commits(directory)
     if not found:
@@ -94,14 +94,14 @@ def read(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
     """The step and the entries of one manifest.
 
     Raises:
-        DamagedError: the file is not what was written.
+        DamagedError: the file differs from the one that was written.
     """
     content = _content(path)
     return content["step"], content["values"]
 
 
 def about(directory: pathlib.Path) -> dict[str, Any]:
-    """What the last commit says of itself; empty where there is none, or one that says nothing."""
+    """The `about` of the last commit; empty without a commit or without `about`."""
     found = commits(directory)
     return _content(found[0]).get("about", {}) if found else {}
 

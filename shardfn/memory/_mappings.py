@@ -1,8 +1,8 @@
 """Page-aligned memory that is used again: the kernel zeroes fresh pages, and that costs more than most uses of them.
 
 A mapping is lent as a ctypes array. Tensors and numpy arrays over its buffer hold that array, and views of them do too,
-so when it is garbage nobody can reach the memory. (A numpy array or a memoryview in its place would not do: views of
-those hold what is behind them.)
+so when it is garbage no reference to the memory is left. (A numpy array or a memoryview in its place would not do:
+views of those hold the object behind them.)
 """
 
 import collections
@@ -21,7 +21,7 @@ class Mappings:
     """Mappings that are lent, and those that wait to be lent again: together no more than were once lent at a time.
 
     Args:
-        keep: the most bytes that wait. What was given back first goes first.
+        keep: the most bytes that wait. The oldest go first.
 
     Example:
         >>> mappings = Mappings(keep=1 << 20)
@@ -50,10 +50,10 @@ class Mappings:
         return self._waiting
 
     def lend(self, nbytes: int) -> Any:
-        """At least so many bytes, but one, of any content: a writable ctypes array, until its last view is garbage.
+        """At least `nbytes` bytes, or one, of any content: a writable ctypes array, lent until all its views are garbage.
 
         Raises:
-            OSError: there is no room, when all that waited has been given up too.
+            OSError: there is no room, even after all waiting mappings have been given up.
         """
         size = _rounded(nbytes)
         with self._lock:
@@ -98,7 +98,7 @@ class Mappings:
         self._settle()
 
     def _settle(self) -> None:
-        """Takes note of what was given back; if somebody holds the lock, he does when he has given it up."""
+        """Takes back returned mappings; if another thread holds the lock, that thread does so after releasing it."""
         while self._returned and self._lock.acquire(blocking=False):
             try:
                 self._take_back()

@@ -2,7 +2,7 @@
 
     to_host_start(x) -> handle                     to_host_into_start(into, x) -> handle
     to_device_start(x, device) -> handle           to_device_into_start(into, x) -> handle
-    read_start(value, lo, hi, shape, dtype) -> handle      rows lo:hi of what is on disk
+    read_start(value, lo, hi, shape, dtype) -> handle      rows lo:hi of a value on disk
     read_into_start(into, value, lo, hi) -> handle
     flat(value) -> value                           as one dim
     writer(shape, dtype) -> writer                 room for a value on disk
@@ -11,10 +11,10 @@
     wait(handle) -> the value
     host_empty(shape, dtype) -> tensor             uninitialised host memory
 
-What is on disk is no tensor: `value` and `writer` are tokens, int64 tensors of one element, whose number says which
-value is meant. A value lives as long as the memory of a token does. A transfer that fills memory which exists, or the
-disk, has a value of no use; what it reads must not be written before its `wait`. As in `shardfn.collectives`, handles
-stand for values, and only the value may be looked at.
+A value on disk is not a tensor: `value` and `writer` are tokens, int64 tensors of one element, whose number identifies
+the value. A value lives as long as the memory of a token does. A transfer that fills memory which exists, or the disk,
+has a value of no use; its source must not be written before its `wait`. As in `shardfn.collectives`, handles are
+placeholders for values, and only the value may be looked at.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ _LIBRARY.define("finish(Tensor(a!) writer) -> Tensor(a!)")
 _LIBRARY.define("wait(Tensor(a) handle) -> Tensor(a)")
 _LIBRARY.define("host_empty(int[] shape, ScalarType dtype) -> Tensor")
 
-# By storage of the handle: transfers under way. By number: what tokens stand for.
+# By storage of the handle: transfers under way. By number: the values of tokens.
 _IN_FLIGHT: dict[int, tuple[Tensor, Pending[Any]]] = {}
 _NAMED: dict[int, Any] = {}
 _NUMBERS = itertools.count()
@@ -57,7 +57,7 @@ _POOL = Ambient[Any]("pool that a captured program writes to")
 
 @contextlib.contextmanager
 def bind_pool(pool: Any = None) -> Iterator[None]:
-    """Binds the pool that captured programs write to. When it ends nothing is under way, after an error either.
+    """Binds the pool that captured programs write to. When it ends no transfer is pending, after an error either.
 
     Args:
         pool: a `Pool`; None for programs that write nothing to disk.
@@ -73,18 +73,18 @@ def bind_pool(pool: Any = None) -> Iterator[None]:
             _settle()
     finally:
         while _IN_FLIGHT:
-            with contextlib.suppress(Exception):  # the error that ended the program says more
+            with contextlib.suppress(Exception):  # the error that ended the program is the one to raise
                 _settle()
 
 
 def _settle() -> None:
-    """Waits for what nobody has waited for: its memory may be the caller's."""
+    """Waits for transfers without a `wait`: their memory may be the caller's."""
     while _IN_FLIGHT:
         _IN_FLIGHT.popitem()[1][1].result()
 
 
 def token_of(value: Any) -> Int64[Tensor, "1"]:
-    """A tensor that stands for a value on disk, or for a writer of one, in a captured program.
+    """A tensor that takes the place of a value on disk, or of a writer of one, in a captured program.
 
     Example:
         >>> stored_of(token_of("anything"))
@@ -99,7 +99,7 @@ def token_of(value: Any) -> Int64[Tensor, "1"]:
 
 
 def stored_of(token: Int64[Tensor, "1"]) -> Any:
-    """What a token stands for."""
+    """The value of a token."""
     return _NAMED[int(token)]
 
 
@@ -157,7 +157,7 @@ def _write_start(writer: Tensor, lo: int, rows: Tensor) -> Tensor:
 
 
 def _finish(writer: Tensor) -> Tensor:
-    # Under the number of the writer: from here on its token stands for the value.
+    # Under the number of the writer: from here on its token is the value's.
     number = int(writer)
     _NAMED[number] = _NAMED[number].finish()
     return writer
@@ -218,6 +218,6 @@ for _name, _fake in (
 ):
     torch.library.register_fake(f"shardfn_memory::{_name}", _fake, lib=_LIBRARY)
 
-# What is not to be removed though nobody uses its value.
+# Ops that are not to be removed though their values are unused.
 for _name in ("to_host_into_start", "to_device_into_start", "read_into_start", "write_start", "wait", "finish"):
     has_side_effect(getattr(torch.ops.shardfn_memory, _name).default)

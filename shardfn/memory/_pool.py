@@ -38,7 +38,7 @@ Value = DiskTensor | Tensor | int | float | str | bool | None
 
 
 class PoolInfo(NamedTuple):
-    """What a pool found and chose.
+    """The findings and choices of a pool.
 
     Attributes:
         directory: where the files are.
@@ -93,9 +93,9 @@ class _Options(NamedTuple):
 class Pool:
     """Values on disk in one directory, which belongs to one process (one directory a rank).
 
-    Values are immutable: a step writes new values beside the old ones, and the old ones' files are used again when
-    nobody holds them any more. So a failure leaves the previous values as they were. `commit` names a set of values
-    that `Pool.open` finds again, whatever happens to the process after it.
+    Values are immutable: a step writes new values beside the old ones, and the files of the old ones are used again
+    when those are garbage. So a failure does not change the previous values. `commit` names a set of values that
+    `Pool.open` finds again, even if the process dies right after it.
 
     Args:
         directory: made if missing. It must hold no commit: that is for `Pool.open`.
@@ -144,9 +144,9 @@ class Pool:
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], step: int | None = None, **options: Any) -> Opened:
-        """Opens a directory with a commit, whatever ended the process that made it.
+        """Opens a directory with a commit, however the process that made it ended.
 
-        Files that the commit does not name are removed, and the log says so.
+        Files that the commit does not name are removed and logged.
 
         Args:
             directory: as for `Pool`.
@@ -168,7 +168,7 @@ class Pool:
         with locked(place, *_USE, PoolInUseError) as lock:
             path, step, entries = _chosen(place, step)
             pool._start(place, lock, chosen)
-        # The lock is the pool's from here on: what fails closes the pool, and gives it back that way alone.
+        # The lock is the pool's from here on: a failure closes the pool, and releases the lock that way alone.
         try:
             manifest.settle(place, path)
             return Opened(pool, pool._restore(entries), step)
@@ -181,21 +181,21 @@ class Pool:
         """The steps of the commits that can be opened, the last one first.
 
         Raises:
-            DamagedError: a manifest is not what was written.
+            DamagedError: a manifest differs from the one that was written.
         """
         return tuple(manifest.read(path)[0] for path in manifest.commits(pathlib.Path(directory)))
 
     @staticmethod
     def about(directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """What the last commit was told to say of itself, read without opening the pool; empty if nothing.
+        """The `about=` of the last commit, read without opening the pool; empty without one.
 
         Raises:
-            DamagedError: the manifest is not what was written.
+            DamagedError: the manifest differs from the one that was written.
         """
         return manifest.about(pathlib.Path(directory))
 
     def write(self, x: Shaped[Tensor, "..."]) -> Pending[DiskTensor]:
-        """Starts to write a host tensor, which must stay as it is until the transfer is done.
+        """Starts to write a host tensor, which must not change until the transfer is done.
 
         Args:
             x: host tensor, any shape and dtype. A strided one is copied first.
@@ -240,7 +240,7 @@ class Pool:
         keep_before: bool = False,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Makes `values` what `Pool.open` finds, atomically; files of the commit before are free from then on.
+        """Makes `values` the result of `Pool.open`, atomically; files of the commit before are free from then on.
 
         Several processes that commit together may end between the first one's commit and the last one's. With
         `keep_before` each keeps its last two commits, so that they have one in common; `forget_before` gives up the
@@ -254,7 +254,7 @@ class Pool:
             step: a number, which `Pool.open` returns.
             durable: fsync files, manifest and directory.
             keep_before: whether the commit before stays as well.
-            about: any JSON values, for `Pool.about`, such as what the values belong to.
+            about: any JSON values, for `Pool.about`, such as the owner of the values.
 
         Raises:
             ValueError: a value is another pool's.
@@ -288,7 +288,7 @@ class Pool:
                 self._before = []
 
     def info(self) -> PoolInfo:
-        """What the pool found and chose."""
+        """The findings and choices of the pool."""
         files, size = self._slots.usage()
         free = shutil.disk_usage(self._directory).free
         return self._info._replace(free_files=files, free_file_bytes=size, disk_free=free)
@@ -376,7 +376,7 @@ class Pool:
             raise ValueError(f"{self!r} is closed.")
 
 
-# What the engine of a step takes: a pool, or its stand-in while the step is captured.
+# The argument of a step's engine: a pool, or its placeholder while the step is captured.
 AnyPool = Pool | TracedPool
 # By directory, the open pools of the steps on a mesh.
 POOLS: PerMesh[dict[str | None, Pool]] = PerMesh()
@@ -411,7 +411,7 @@ def _named(directory: pathlib.Path) -> set[str] | None:
 
 def _chosen(directory: pathlib.Path, step: int | None) -> tuple[pathlib.Path, int, dict[str, Any]]:
     """The manifest of a step, or the last one."""
-    manifest.load(directory)  # raises if there is none
+    manifest.load(directory)  # raises without a commit
     found = [(path, *manifest.read(path)) for path in manifest.commits(directory)]
     for path, at, entries in found:
         if step is None or at == step:

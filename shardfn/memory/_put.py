@@ -19,7 +19,7 @@ def put(x: Shaped[Tensor, "..."], kind: MemoryKind, device: torch.device | str |
 
     Args:
         x: device tensor for `kind="host"`, host tensor for `kind="device"`; any shape.
-        kind: "host" or "device". What is on disk is no tensor: write it with `Pool.write`.
+        kind: "host" or "device". Values on disk are not tensors: write them with `Pool.write`.
         device: for `kind="device"`, which; by default the accelerator, and without one the CPU. For `kind="host"`, the
             device that cotangents return to; by default `x`'s.
 

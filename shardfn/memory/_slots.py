@@ -1,7 +1,7 @@
 """Slots: the files of a pool, each owned by one value and used again when that value is garbage.
 
-A slot is held by whoever needs its bytes - the value, transfers under way, the last commit - and by nothing else. When
-the last of them lets go, Python's reference count says so, and the file is written again by the next value of its size.
+A slot is held by the users of its bytes - the value, transfers under way, the last commit - and by nothing else. When
+Python's reference count falls to zero, the file is free for the next value of its size.
 """
 
 import collections
@@ -16,7 +16,7 @@ import weakref
 from ._errors import DiskFullError
 from ._ledger import record_owner
 
-# What a write or a reservation says when there is no room: on the disk, in the quota, under `ulimit -f`.
+# The errors of a write or a reservation without room: on the disk, in the quota, under `ulimit -f`.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

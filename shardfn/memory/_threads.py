@@ -1,4 +1,4 @@
-"""Work for other threads, which lets go of what it worked on before it says that it is done."""
+"""Work for other threads, which drop a job's arguments before its future is done."""
 
 import collections
 import concurrent.futures
@@ -15,7 +15,7 @@ _BACKGROUND = Ambient[None]("requests to a disk wait for all others", by_thread=
 
 
 def background() -> AbstractContextManager[None]:
-    """Says that what this thread asks of a disk inside is served when nothing else waits for that disk.
+    """Gives this thread's requests to a disk the lowest priority while the context is open.
 
     Example:
         >>> with background():
@@ -31,14 +31,14 @@ def in_background() -> bool:
 
 
 class Threads:
-    """A few threads that do what waits, in its order; what may wait longer when nothing else does.
+    """A few threads that run jobs in order; jobs submitted with `later` run when no others wait.
 
     An executor alone drops the arguments some time after the future is done. Then memory and files would seem to be in
     use a little longer than they are, and a file that is free would not be found.
 
     Args:
         count: how many.
-        name: what their names begin with.
+        name: the prefix of their names.
 
     Example:
         >>> threads = Threads(1, "example")
@@ -53,22 +53,22 @@ class Threads:
         self._later: collections.deque[_Job[Any]] = collections.deque()
 
     def submit(self, work: Callable[..., T], *args: Any, later: bool = False) -> concurrent.futures.Future[T]:
-        """Runs `work(*args)` on one of the threads; if `later`, behind all that is not."""
+        """Runs `work(*args)` on one of the threads; if `later`, behind all other jobs."""
         lane = self._later if later else self._first
         job = _Job(concurrent.futures.Future(), work, [args])
         lane.append(job)
         try:
             self._executor.submit(self._next)
-        except BaseException:  # closed, or interrupted: then nobody may come for the job
+        except BaseException:  # closed, or interrupted: then no thread may run the job
             with contextlib.suppress(ValueError):
                 lane.remove(job)
             raise
         return job.future
 
     def close(self, *, wait: bool) -> None:
-        """Ends the threads when all is done, and waits for that if told to.
+        """Ends the threads when all jobs are done; with `wait`, returns after that.
 
-        Nobody waits on a thread of that name, where the garbage collector may get here: it cannot wait for itself.
+        On one of these threads, where the garbage collector may call it, it does not wait: no thread waits for itself.
         """
         here = threading.current_thread().name.startswith(self._name)
         self._executor.shutdown(wait=wait and not here)
@@ -90,7 +90,7 @@ class _Job(NamedTuple, Generic[T]):
         try:
             out = self.work(*self.args.pop())
         except BaseException as error:
-            del self  # the error knows this frame: in a cycle with its future, what was worked on would live on
+            del self  # the error knows this frame: in a cycle with its future, the arguments would live on
             future.set_exception(error)
             del future
         else:

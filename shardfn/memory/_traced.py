@@ -1,8 +1,8 @@
 """Transfers while a program is captured: each becomes an op of the graph, and so does its wait.
 
-Whoever moves values writes one program: `to_host`, `to_device` and `host_empty` give ops in a capture, and what really
-moves otherwise; a `TracedPool` stands for the pool. A value on disk is no tensor, so in a graph a token stands for it,
-which `_ops.py` describes.
+Callers write one program: `to_host`, `to_device` and `host_empty` add ops to the graph in a capture, and move data
+otherwise; a `TracedPool` replaces the pool. A value on disk is not a tensor, so in a graph it is a token, which
+`_ops.py` describes.
 """
 
 import math
@@ -24,10 +24,10 @@ def capturing() -> bool:
 
 
 def _traced(handle: Tensor, out: Tensor | None = None) -> Pending[Any]:
-    """A value that arrives when the graph runs: its wait stands where it is first asked for.
+    """A value that arrives when the graph runs: its wait is recorded where it is first asked for.
 
     Args:
-        handle: what the start gave.
+        handle: the result of the start.
         out: the tensor that the transfer fills, if it exists.
     """
     here: list[Tensor] = []
@@ -60,7 +60,7 @@ class TracedStored:
     """A value on disk, in a capture: `Stored`.
 
     Args:
-        token: what stands for it in the graph.
+        token: its tensor in the graph.
         shape: its shape.
         dtype: its dtype.
     """
@@ -98,7 +98,7 @@ class TracedStored:
 
 
 class TracedWriter:
-    """What writes a value in chunks, in a capture."""
+    """The writer of a value in chunks, in a capture."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         self._shape, self._dtype = torch.Size(shape), dtype
@@ -114,7 +114,7 @@ class TracedWriter:
 
 
 class TracedPool:
-    """A pool of the graph: which one it means is said when the graph runs, by `bind_pool`."""
+    """The placeholder of a pool in a capture; `bind_pool` binds the pool when the graph runs."""
 
     def write(self, x: Shaped[Tensor, "..."]) -> Pending[TracedStored]:
         """Writes a host tensor."""

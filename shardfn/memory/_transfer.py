@@ -2,7 +2,7 @@
 
 On CUDA a transfer is a copy on a stream of its own, one for each direction, between pinned and device memory. On a
 machine without an accelerator it is a real copy too, by one thread for each direction: traffic, residency and overlap
-are what they would be, only the link is RAM. Ren et al., ZeRO-Offload, 2021, https://arxiv.org/abs/2101.06840
+are the same, only the link is RAM. Ren et al., ZeRO-Offload, 2021, https://arxiv.org/abs/2101.06840
 """
 
 import concurrent.futures
@@ -30,7 +30,7 @@ def of_futures(value: T, futures: Sequence[concurrent.futures.Future[Any]]) -> P
     futures = tuple(futures)
 
     def wait() -> None:
-        # For all, before the first error is raised: nobody may still write into what the caller then reuses.
+        # For all, before the first error is raised: no thread may still write into memory that the caller then reuses.
         for error in [future.exception() for future in futures]:
             if error is not None:
                 raise error
@@ -126,7 +126,7 @@ def _copy(out: Tensor, x: Tensor) -> None:
 
 def _copy_cuda(out: Tensor, x: Tensor, device: torch.device, way: str) -> Pending[Tensor]:
     stream, event = _stream(device.index, way), torch.cuda.Event()
-    # Behind whatever computes the source, and whatever used the memory of a fresh `out` before.
+    # After the computation of the source, and after earlier uses of the memory of a fresh `out`.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         out.copy_(x, non_blocking=True)
@@ -142,7 +142,7 @@ def _copy_cuda(out: Tensor, x: Tensor, device: torch.device, way: str) -> Pendin
             event.synchronize()
         return out
 
-    # Nobody need hold a pinned source: torch's allocator waits for the copy. A pageable one is copied before we return.
+    # A pinned source need not be kept alive: torch's allocator waits for the copy. A pageable one is copied at once.
     return Pending(ready, event.query, event.synchronize)
 
 
@@ -158,5 +158,5 @@ def _thread(way: str) -> Threads:
     return Threads(1, f"shardfn-{way}")
 
 
-# A forked child has none of its parent's threads.
+# A forked child does not have its parent's threads.
 os.register_at_fork(after_in_child=_thread.cache_clear)
