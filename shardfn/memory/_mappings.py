@@ -50,7 +50,7 @@ class Mappings:
         return self._waiting
 
     def lend(self, nbytes: int) -> Any:
-        """At least `nbytes` bytes, or one, of any content: a writable ctypes array, lent until all its views are garbage.
+        """At least `nbytes` bytes, or one, of any content: a writable ctypes array, until all its views are garbage.
 
         Raises:
             OSError: there is no room, even after all waiting mappings have been given up.

@@ -1,4 +1,4 @@
-"""What a step keeps from one call to the next, in pieces and in other memories, and how an update streams it."""
+"""The state of a step between calls, in pieces and in other memories, and the streamed update."""
 
 from ._ahead import Ahead as Ahead, Promised as Promised
 from ._origin import check_origins as check_origins, cuts_of as cuts_of, origin_of as origin_of

@@ -37,8 +37,8 @@ class Ahead:
         self._update, self._order = update, order
         self._unit = {(rows.leaf, rows.lo): u for u, layers in units.items() for rows, _ in layers}
         # Written under `_change`: `_coming` (taken and not yet used), `_squares`, `_wanted` (the thread waits for a
-        # gradient that has not come), `_over` and `_stopped`. Of the thread alone: `_here` and `_measures`; what it
-        # leaves in `_done` and `_error` is for others once `_over` is set.
+        # gradient that has not come), `_over` and `_stopped`. Only the thread uses `_here` and `_measures`; others may
+        # read `_done` and `_error` once `_over` is set.
         self._coming: dict[int, Pending[Tensor]] = {}
         self._here: dict[tuple[int, int], Tensor] = {}
         self._squares: dict[int, Tensor] = {}
@@ -53,7 +53,7 @@ class Ahead:
                 column.held.ahead = weakref.proxy(self)  # in a cycle, the states would outlive the step
 
     def begin(self) -> None:
-        """Begins to read what the first gradients will be wanted for."""
+        """Begins to read the states that the first gradients will update."""
         self._thread = threading.Thread(target=self._run, name="shardfn-update", daemon=True)
         self._thread.start()
 
@@ -63,16 +63,16 @@ class Ahead:
         """Takes the summed gradient of a unit, on its way to the host.
 
         Args:
-            unit: which.
+            unit: its index.
             coming: its last part.
-            before: what that is added to, in `dtype`.
+            before: the sum so far, in `dtype`.
             dtype: of the sum.
 
         Returns:
             Done when the gradient is in use. It does not wait for that while the update itself waits for gradients.
         """
         with self._change:
-            # What comes after the end is let go: `square` and `finish` say what ended it.
+            # Gradients after the end are dropped: `square` and `finish` raise the error that ended it.
             if not self._over:
                 self._coming[unit] = coming.then(lambda x: _added(x, before, dtype))
                 self._change.notify_all()
@@ -82,7 +82,7 @@ class Ahead:
         """The sum of squares, [1], of a gradient that was taken; waits for it.
 
         Raises:
-            Exception: what ended the update.
+            Exception: the error that ended the update.
         """
         with self._change:
             self._change.wait_for(lambda: unit in self._squares or self._over)
@@ -94,7 +94,7 @@ class Ahead:
         """Waits for the end of the update; nothing if it never began, or was stopped.
 
         Raises:
-            Exception: what ended it.
+            Exception: the error that ended it.
         """
         if self._thread is not None:
             self._thread.join()
@@ -156,7 +156,7 @@ class Ahead:
             with torch.no_grad(), background():
                 self._done = stream_some(self._update, self._order)
                 self._done.measures.update(self._measures)
-        except BaseException as error:  # for whoever waits
+        except BaseException as error:  # raised again in threads that wait
             self._error = error
         finally:
             with self._change:
@@ -198,7 +198,7 @@ class Promised:
         return self.read().result()
 
     def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:
-        """Rows `lo:hi` as they are on the host; the last rows of a layer let go of it, so rows are read in order."""
+        """Rows `lo:hi` on the host, not copied; the last rows of a layer let go of it, so rows are read in order."""
         assert out is None
         return Pending(lambda: self._rows(lo, hi))
 
@@ -216,10 +216,10 @@ class Promised:
 
 
 def _added(x: Tensor, before: Tensor | Stored | None, dtype: torch.dtype) -> Tensor:
-    """A summed gradient on the host, in `dtype`, and what was there already."""
+    """The sum of a gradient on the host and `before`, in `dtype`."""
     part = x if x.dtype == dtype else host_empty(x.shape, dtype).copy_(x)
     return part if before is None else loaded(before).add_(part)
 
 
 class _Stopped(Exception):
-    """Nobody wants the update any more."""
+    """The update is of no use any more."""

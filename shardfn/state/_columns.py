@@ -1,4 +1,4 @@
-"""What an update works on, leaf by leaf: columns of values, rows of them, and what has been stepped already."""
+"""The operands of an update, leaf by leaf: columns of values, rows of them, and the leaves stepped so far."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows `lo:hi` of a leaf along dim 0; all of it if `hi` is None."""
+    """Rows `lo:hi` of a leaf along dim 0; the whole leaf if `hi=None`."""
 
     leaf: int
     lo: int = 0
@@ -50,7 +50,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """All that one update works on.
+    """The operands of one update.
 
     Attributes:
         optimizer: the rule.
@@ -63,7 +63,7 @@ class Update:
         state: for each leaf of the optimizer's state.
         state_treedef: its structure.
         owners: for each leaf of the optimizer's state, the leaf of params it belongs to; None for counters.
-        scale: what gradients are multiplied by first.
+        scale: a factor by which gradients are multiplied first.
         device: where states of the device are stepped.
         pool: the disk.
         chunk: bytes of a chunk.
@@ -86,7 +86,7 @@ class Update:
 
 @dataclasses.dataclass
 class Done:
-    """What has been stepped already, by leaf of params, and by leaf of the optimizer's state; and its measures."""
+    """The new values of leaves stepped so far, by leaf of params and of the optimizer's state; and their measures."""
 
     params: dict[int, Held] = dataclasses.field(default_factory=dict)
     state: dict[int, Held] = dataclasses.field(default_factory=dict)

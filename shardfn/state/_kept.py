@@ -1,13 +1,12 @@
-"""How what is kept of a leaf is opened and closed: the one place that knows what a placement comes to.
+"""Converts blocks between their stored form (device, host, disk) and tensors. All placement-specific code is here.
 
 kept       held                       opened                                   closed
-device     a tensor                   it is as it is used                      it is as it is updated
+device     a tensor                   the tensor itself                        the tensor itself
 host       a tensor of the host       a copy to the device                     a copy to the host
 disk       `Stored`, in a pool        a read, and a copy to the device         rows written to a new value
 
-A tensor may be written over where it lies. What is `Stored` never is: its successor is a value of its own, so that the
-one before is there until the new one is whole. In a graph a block is one tensor, and the last four functions are the
-way in and out.
+A tensor may be written over where it lies. A `Stored` value never is: its successor is a new value, so that the old one
+exists until the new one is whole. In a graph a block is one tensor, and the last four functions are the way in and out.
 """
 
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from ._stored import loaded
 
 
 def closed(x: Tensor, at: Placement, pool: AnyPool | None) -> Held:
-    """A block of the device as it is kept at a placement; `x` itself where that is the device."""
+    """A block of the device in the form of a placement; `x` itself where that is the device."""
     if at.memory_kind == "device":
         return x
     if at.memory_kind == "host":
@@ -36,7 +35,7 @@ def closed(x: Tensor, at: Placement, pool: AnyPool | None) -> Held:
 
 
 def opened(held: Held, at: Placement) -> Tensor:
-    """The elements of a block, in the memory in which an update finds them: of what is on disk, the host."""
+    """The elements of a block, in the memory in which an update finds them: for a block on disk, the host."""
     if at.memory_kind == "device":
         return loaded(held)
     with on_host():
@@ -44,16 +43,16 @@ def opened(held: Held, at: Placement) -> Tensor:
 
 
 def fetched(held: Held, at: Placement, device: torch.device) -> Tensor | Fetch:
-    """The elements of a block on the device, or on their way there; a block that lies there as it is, itself."""
+    """The elements of a block on the device, or on their way there; a plain block of the device, itself."""
     if isinstance(held, Tensor):
         return held if at.is_plain else Fetch(held, device)
     return Fetch(held.read(), device)
 
 
 class Successor:
-    """What writes the new value of one that is stored, row by row: of its shape and dtype, and kept as it is.
+    """The writer of the new value of a stored one, row by row: of the same shape, dtype and place.
 
-    All rows are written once, and those of one `write` stay as they are until it is done; then comes `finish`.
+    All rows are written once, and those of one `write` must not change until it is done; then comes `finish`.
 
     Args:
         held: the value before, which is not touched.
@@ -74,7 +73,7 @@ class Successor:
 
 
 class Likeness(NamedTuple):
-    """What a graph is to know of a block: its shape, and where and how it is kept. It holds no memory."""
+    """A block as a graph knows it: its shape and its placement. It holds no memory."""
 
     shape: torch.Size
     at: Placement
@@ -86,7 +85,7 @@ class Likeness(NamedTuple):
 
 
 def graph_inputs(leaves: Sequence[GlobalTensor], device: torch.device) -> list[Tensor]:
-    """What a graph takes for these blocks, without data: a token for what is on disk."""
+    """The inputs of a graph for these blocks, without data: a token for a block on disk."""
     out: list[Tensor] = []
     for x in leaves:
         if x.memory_kind == "disk":
@@ -97,17 +96,17 @@ def graph_inputs(leaves: Sequence[GlobalTensor], device: torch.device) -> list[T
 
 
 def entered(x: Tensor, like: Likeness) -> Held:
-    """An input of a graph that is being captured, as the block that it stands for."""
+    """An input of a graph that is being captured, as a block."""
     return TracedStored(x, like.shape, like.at.dtype) if like.at.memory_kind == "disk" else x
 
 
 def as_graph_value(held: Held) -> Tensor:
-    """The tensor that stands for a block in a graph: at its entrance when it runs, at its exit when it is captured."""
+    """The tensor of a block in a graph: at its entrance when it runs, at its exit when it is captured."""
     if isinstance(held, Tensor):
         return held
     return held.token if isinstance(held, TracedStored) else token_of(held)
 
 
 def returned(x: Tensor, like: Likeness) -> Held:
-    """What a graph has returned, as the block that it stands for, which is like the one before."""
+    """A result of a graph as a block with the shape and placement of the one before."""
     return stored_of(x) if like.at.memory_kind == "disk" else x

@@ -1,7 +1,7 @@
-"""Whose values a directory holds: the rank, mesh and run that wrote it, which a resumed rank must be again.
+"""The origin of a directory: the rank, mesh and run that wrote it, which must be the same when it is resumed.
 
-A rank's blocks are told by their place alone: those of another rank have the same shapes, as a rule. So a commit says
-where it was made, and directories that were exchanged, of another mesh, or of different runs are refused.
+The blocks of two ranks have the same shapes, as a rule, and nothing else shows whose they are. So a commit records its
+origin, and directories that were exchanged, of another mesh, or of different runs are refused.
 """
 
 import logging
@@ -17,11 +17,11 @@ log = logging.getLogger("shardfn.memory")
 
 
 def origin_of(mesh: Mesh, run: str, *named: tuple[str, PyTree]) -> dict[str, Any]:
-    """What a commit says of itself.
+    """The origin that a commit records.
 
     Args:
         mesh: the mesh.
-        run: what tells the runs apart.
+        run: an identifier of the run.
         *named: parts of the state, each with the name that its paths begin with.
     """
     shape, coords = _shape(mesh), {a: mesh.coords[a] for a in _shape(mesh)}
@@ -42,7 +42,7 @@ def check_origins(mesh: Mesh, control: AnyControl, place: pathlib.Path, told: di
         mesh: the mesh.
         control: agreement between ranks.
         place: this rank's directory.
-        told: what its last commit says of itself, empty if it is from before commits did; None where there is none.
+        told: the origin in its last commit, empty if an older version wrote it; None without a commit.
 
     Raises:
         ValueError: another number of ranks wrote them; or lists every rank whose directory is another one's.
@@ -75,7 +75,7 @@ def check_origins(mesh: Mesh, control: AnyControl, place: pathlib.Path, told: di
 
 
 def _problem(row: dict[str, Any], shape: dict[str, int]) -> str:
-    """What is wrong with a rank's directory, or nothing."""
+    """The problem of a rank's directory; empty if there is no problem."""
     if row["mesh"] != shape:
         return f"rank {row['here']}: {row['place']} was written on the mesh {row['mesh']}, this one is {shape}"
     at = {a: row["at"][a] for a in shape}
@@ -86,7 +86,7 @@ def _problem(row: dict[str, Any], shape: dict[str, int]) -> str:
 
 
 def _ranks_beside(place: pathlib.Path) -> int:
-    """The highest rank that has a directory beside this one; -1 if there is none."""
+    """The highest rank that has a directory beside this one; -1 without one."""
     found = [re.fullmatch(r"rank(\d+)", p.name) for p in place.parent.glob("rank*") if any(p.glob("manifest*.json"))]
     return max([int(match[1]) for match in found if match], default=-1)
 

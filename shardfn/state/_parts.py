@@ -20,15 +20,15 @@ LEAVING_BYTES = IN_FLIGHT_BYTES
 
 
 def added(before: Tensor | None, part: Tensor, key: int, summed: set[int]) -> Tensor:
-    """`before + part`; in place where nobody else has the memory of `before`.
+    """`before + part`; in place where no other tensor shares the memory of `before`.
 
-    A sum that was made here is such. The first summand is autograd's, or came in a message: who asks holds an alias of
-    it, and others may hold what shares its memory.
+    A sum that was made here has its own memory. The first summand is autograd's, or came in a message: the
+    caller holds an alias of it, and others may hold tensors that share its memory.
 
     Args:
         before: the sum so far; None = `part` is the first summand.
-        part: what is added, of the same dtype.
-        key: what is added up.
+        part: the next summand, of the same dtype.
+        key: the key of the sum.
         summed: the keys whose sum so far was made here; is changed.
     """
     if before is None:
@@ -55,7 +55,7 @@ class Parts:
         # A unit that is kept elsewhere than on the device is in `_coming` (with the sum so far in `_at`, if there is
         # one), then in `_writing` if it goes on to disk, then in `_at`; one that the update has taken is in `_taken`
         # alone. `_leaving` are the bytes that the way of each still holds, the oldest first. The thread of an update
-        # touches none of them: it gets what it steps by `Ahead.take`.
+        # touches none of them: it gets its gradients by `Ahead.take`.
         self._at: dict[int, Tensor | Stored] = {}
         self._coming: dict[int, Pending[Tensor]] = {}
         self._writing: dict[int, Pending[Stored]] = {}
@@ -88,8 +88,8 @@ class Parts:
 
         Args:
             unit: whose share.
-            part: the share, in the dtype in which it travelled; what is never added to stays on the device as it came,
-                so that a whole gradient travels on in that dtype.
+            part: the share, in the dtype in which it travelled; if nothing is added to it, it stays
+                on the device in this dtype, and a whole gradient travels on in it.
             last: whether nothing will be added to it any more.
         """
         if self._homes[unit] != "device":
@@ -108,7 +108,7 @@ class Parts:
         self._at[unit] = part if last else part.to(self._dtypes[unit])
 
     def finish(self, unit: int) -> None:
-        """Says that nothing will be added to a unit any more."""
+        """Ends the sum of a unit: nothing will be added any more."""
         x = self._at.get(unit)
         if isinstance(x, Tensor):
             self._at[unit] = x.to(self._dtypes[unit])
@@ -132,7 +132,7 @@ class Parts:
             place.pop(unit, None)
 
     def _hold_back(self) -> None:
-        """Sends on what has come so far; waits for the oldest shares while too many are on their way."""
+        """Sends on the shares that have arrived; waits for the oldest ones while too many are on their way."""
         for unit in [u for u in self._leaving if self._has_left(u)]:
             del self._leaving[unit]
         while sum(self._leaving.values()) > LEAVING_BYTES and len(self._leaving) > 1:
@@ -157,7 +157,7 @@ class Parts:
             self._at[unit] = writing.result()
 
     def _send_on(self, unit: int) -> None:
-        """Adds what comes to the host to what is there already, and lets it go on to the disk."""
+        """Adds the share that comes to the host to the sum there, and sends the sum on to the disk."""
         coming = self._coming.pop(unit, None)
         if coming is None:
             return

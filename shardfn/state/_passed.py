@@ -1,4 +1,4 @@
-"""What is passed to a step as its state, and is none."""
+"""The check of the state that a user passes to a step."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ from ._state import TrainState
 
 
 def check_passed(state: Any, other: Any = (), *, call: str = "step(state, batch)") -> None:
-    """Refuses what is no state.
+    """Refuses other values than a state.
 
     Args:
-        state: what was passed as one.
-        other: what was passed beside it.
-        call: how to write it.
+        state: the argument.
+        other: the argument after it.
+        call: the right call, for the message.
 
     Raises:
-        TypeError: says what it is, and what to write.
+        TypeError: `state` is not a `TrainState`; the message names its type and the remedy.
     """
     if isinstance(state, TrainState):
         return

@@ -7,10 +7,11 @@ from shardfn.memory import host_empty
 
 
 class Spare:
-    """Host memory that chunks hand on to one another: fresh pages cost more than what is done to them."""
+    """Host memory that chunks hand on to one another: fresh pages cost more than the work on them."""
 
     def __init__(self) -> None:
-        # Nobody else holds what is free: who gives a buffer back has waited for all transfers from and to it.
+        # Free buffers have no other holder: a chunk waits for all transfers from and to a buffer before it gives it
+        # back.
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -19,6 +20,6 @@ class Spare:
         return free.pop().view(shape) if free else host_empty(shape, dtype)
 
     def give(self, buffers: list[Tensor]) -> None:
-        """Takes back what is not used any more."""
+        """Takes back buffers that are not used any more."""
         for x in buffers:
             self._free.setdefault((x.numel(), x.dtype), []).append(x)

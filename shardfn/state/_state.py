@@ -1,4 +1,4 @@
-"""`TrainState`: what a step takes and gives back."""
+"""`TrainState`: the state that a step takes and returns."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -45,8 +45,8 @@ class TrainState(NamedTuple):
         opt_state: the optimizer's state; its tensors are `GlobalTensor`s.
         step: 0-d int64 tensor on the CPU: number of updates made.
         key: the key from which each step's key is folded; `()`, an empty tree, when the loss takes none.
-        loss_scale: the state of the loss scale; `()` when the step has none.
-        model_state: tree of `GlobalTensor`: what the loss takes and gives back; `()` when it has none.
+        loss_scale: the state of the loss scale; `()` in a step without one.
+        model_state: tree of `GlobalTensor` that the loss takes and returns; `()` for a loss without one.
     """
 
     params: PyTree
@@ -77,17 +77,17 @@ class TrainState(NamedTuple):
 
 
 def scale_of(state: TrainState) -> Tensor | None:
-    """What the next step's loss is multiplied by; None = nothing."""
+    """The factor of the next step's loss; None without a loss scale."""
     return state.loss_scale.scale if state.loss_scale else None
 
 
 def looked_at(tree: PyTree) -> PyTree:
-    """Every `GlobalTensor` of a tree as this rank's block, as it is kept; it must not be written to."""
+    """Every `GlobalTensor` of a tree as this rank's block, in its stored form; it must not be written to."""
     return _map_held(lambda x: x.held, tree)
 
 
 def version_of(x: Tensor) -> int | None:
-    """How often a tensor has been written to; None of one made in inference mode, which nobody counts."""
+    """How often a tensor has been written to; None for one made in inference mode, which has no count."""
     return None if x.is_inference() else x._version
 
 
@@ -102,8 +102,8 @@ def _versions(xs: Sequence[Tensor]) -> list[int | None]:
 def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
     """Every `GlobalTensor` of a tree as this rank's block, for an update to write to: the tree's own, or copies.
 
-    What holds of `tree` afterwards, if it is donated: an update that ended has consumed it. One that failed before it
-    wrote anything has left it as it was; one that failed half-way has consumed it, as it is of no use to anyone.
+    If `tree` is donated, an update that ends consumes it. One that fails before it writes anything leaves it unchanged;
+    one that fails half-way consumes it, as its values are of no use.
     """
     leaves, treedef = tree_flatten(tree)
     owned = [x for x in leaves if isinstance(x, GlobalTensor)]
@@ -130,7 +130,7 @@ def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
             x.donate()
 
 
-# So many leaves are shown; then come the sums of all.
+# The number of leaves that are shown before the sum of the rest.
 _SHOWN = 40
 
 
@@ -179,8 +179,8 @@ def check_alive(state: PyTree, name: str = "state", *, abstract: bool = False) -
 
     Args:
         state: the state.
-        name: what it is called.
-        abstract: whether shapes alone will do, as for what a checkpoint is restored into.
+        name: its name in messages.
+        abstract: whether shapes alone will do, as for the state into which a checkpoint is restored.
 
     Raises:
         DonatedError: leaves were donated; lists them.
@@ -215,13 +215,14 @@ def state_owners(
     """For each leaf of an optimizer's state the leaf of params that it belongs to; None for a counter.
 
     A leaf belongs to the parameter whose path ends its own path and whose local shape it has; the others are 0-d, or
-    say themselves how they are kept, and belong to none.
+    `GlobalTensor`s with a placement of their own, and belong to no parameter.
 
     Args:
         opt_state: the state, initialised on local blocks.
         params: tree of the local blocks; of all leaves only shapes count.
-        optimizer: the rule, where its state is kept elsewhere than on the device: what it also makes for a tree without
-            leaves is a counter, whatever its path (position 1 of a state is not the 0-d parameter at position 1).
+        optimizer: the rule, where its state is kept elsewhere than on the device: leaves that it also makes for a tree
+            without leaves are counters, even if their paths match (position 1 of a state is not the 0-d parameter at
+            position 1).
 
     Raises:
         ValueError: a leaf is neither.

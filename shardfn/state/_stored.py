@@ -1,4 +1,4 @@
-"""Parts of what is stored, and stored things put together: `Stored`, in their turn."""
+"""Parts of stored values, and stacks of stored values: `Stored`, in their turn."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ def loaded(x: Tensor | Stored) -> Tensor:
 
 
 def layers_of(x: Tensor | Stored) -> Sequence[Tensor | Stored]:
-    """What a stack [L, *shape of a layer] holds, layer by layer."""
+    """The layers of a stack [L, *shape of a layer]."""
     if isinstance(x, Tensor):
         return x.unbind(0)
     shape, flat = torch.Size(x.shape[1:]), x.flat()
@@ -43,7 +43,7 @@ def piled(parts: Sequence[Tensor | Stored]) -> Tensor | Stored:
 
 
 class StoredSlice:
-    """A part of what is stored flat, as a tensor of its own shape: `Stored`, in its turn.
+    """A part of a flat stored value, with a shape of its own: `Stored`, in its turn.
 
     Args:
         base: 1-D.

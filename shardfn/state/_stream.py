@@ -1,8 +1,8 @@
 """The update of states that are not all on the device: in chunks, through the memory where the update runs.
 
 While a part of a chunk is stepped, the next ones are read and the ones before are written; so the update takes the
-memory of three chunks, however large the state is. What is on disk is never overwritten: a step that fails leaves what
-it started from.
+memory of three chunks, however large the state is. Values on disk are never overwritten: after a step that fails the
+old ones are still there.
 """
 
 import collections
@@ -25,8 +25,8 @@ from ._spare import Spare
 from ._stored import loaded
 
 PAGE = 4096
-# How many parts of a chunk are read while one is stepped, and how many are written: three chunks together. Of leaves
-# that are stepped whole and are larger, one is read and one is written.
+# How many parts of a chunk are read while one is stepped, and how many are written: three chunks together. If leaves
+# that are stepped whole are larger, one is read and one is written.
 AHEAD, BEHIND = 3, 2
 PARTS = (AHEAD + 1 + BEHIND) // 3
 
@@ -35,8 +35,8 @@ def stream(update: Update, done: Done) -> tuple[list[Held | None], PyTree]:
     """Runs an update; the values before are consumed, but for those on disk.
 
     Args:
-        update: what to step.
-        done: leaves of it that have been stepped already; what they became in host memory goes home now.
+        update: its operands.
+        done: leaves of it that have been stepped already; their new values in host memory go home now.
 
     Returns:
         For each leaf of params its new rows, None where it is frozen; and the optimizer's new state.
@@ -50,7 +50,7 @@ def stream(update: Update, done: Done) -> tuple[list[Held | None], PyTree]:
 
 
 def stream_some(update: Update, order: Sequence[Rows]) -> Done:
-    """Steps some leaves, whose new values are new files and new host memory; counters stay as they are.
+    """Steps some leaves, whose new values are new files and new host memory; counters do not change.
 
     No measure is known, so the rule takes none, or measures ahead.
 
@@ -107,7 +107,7 @@ class _Stream:
         return token
 
     def _fits(self, held: Iterable["_Chunk"], more: tuple[list[Rows], int], parts: int) -> bool:
-        """Whether chunks and one more are no larger than so many parts of a chunk."""
+        """Whether chunks and one more are no larger than `parts` parts of a chunk."""
         return sum(chunk.nbytes for chunk in held) + more[1] <= parts * self._size
 
     def end(self, token: Any, state: PyTree) -> PyTree:
@@ -119,14 +119,14 @@ class _Stream:
         return self._owned.get(leaf, [])
 
     def writer(self, column: Column) -> Successor:
-        """What writes the new value of a leaf that is stored."""
+        """The writer of the new value of a stored leaf."""
         if id(column) not in self._writers:
             assert not isinstance(column.held, Tensor)
             self._writers[id(column)] = Successor(column.held, self._u.pool)
         return self._writers[id(column)]
 
     def kept(self, column: Column) -> Tensor:
-        """The host memory of the new value of a leaf whose tensor stays as it is."""
+        """The host memory of the new value of a leaf whose tensor is not overwritten."""
         if id(column) not in self._kept:
             self._kept[id(column)] = host_empty(column.held.shape, column.held.dtype)
         return self._kept[id(column)]
@@ -144,7 +144,7 @@ class _Stream:
         return column.held
 
     def measures(self, done: Done) -> list[Tensor]:
-        """What the optimizer asks of each gradient; of leaves that have been stepped it is known."""
+        """The optimizer's measure of each gradient; known already for leaves that have been stepped."""
         u, measure = self._u, self._pieces.measure
         out: list[Tensor] = []
         for i, (param, grad) in enumerate(zip(u.params, u.grads, strict=True)):
@@ -336,7 +336,7 @@ class _Chunk:
         """Waits until they have left."""
         for going in self._going:
             going.result()
-            # On an accelerator a result is there when its stream is; what it came from may be written only later.
+            # On an accelerator a result is there when its stream is; its source may be written only later.
             going.wait()
         self._going = []
         # Only now: transfers wrote into these buffers, or read them, until here.
