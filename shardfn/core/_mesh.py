@@ -227,7 +227,7 @@ class Mesh:
 
     @property
     def backend(self) -> str:
-        """What moves tensors between ranks: "nccl", "gloo", ..."""
+        """The backend that moves tensors between ranks: "nccl", "gloo", ..."""
         if self.makes_groups and dist.is_initialized():
             return dist.get_backend()
         return "nccl" if self.device.type == "cuda" else "gloo"

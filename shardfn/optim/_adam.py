@@ -288,7 +288,7 @@ def bias_corrections(count: Int[Tensor, ""], b1: Number, b2: Number) -> tuple[Fl
 
 
 def moments_like(state: OptState, leaves: list[Tensor], treedef: Any, like: str) -> tuple[list[Tensor], list[Tensor]]:
-    """The leaves of `state.mu` and `state.nu`, which must match the tree they stand beside."""
+    """The leaves of `state.mu` and `state.nu`, which must match the tree of parameters or gradients."""
     mus = leaves_like(state.mu, treedef, "state.mu", like)
     nus = leaves_like(state.nu, treedef, "state.nu", like)
     check_shapes(treedef, leaves, mu=mus, nu=nus)
@@ -314,7 +314,7 @@ def _fused(
         ps, treedef = tree_flatten(params)
         gs = leaves_like(grads, treedef, "grads", "params")
         check_shapes(treedef, ps, grads=gs)
-        # The kernel wants rows of one dtype; what is staged for it is written back by `unstage`.
+        # The kernel wants rows of one dtype; `unstage` writes staged copies back.
         columns, copies = stage([ps, *moments_like(state[0], ps, treedef, "params"), gs], narrow=True)
         on = zip(flags(params, ps, treedef, specs), [g.dtype for g in columns[-1]], strict=True)
         # The rule's counter and the rate's: each rule of the chain has its own, advanced once a step.

@@ -30,7 +30,7 @@ class Apart:
         ps: the parameters: this rank's rows.
         gs: the gradients: whole.
         specs: how the rows are cut.
-        shares: what of each is averaged.
+        shares: the averaged part of each.
         exact: which are not compressed.
     """
 
@@ -64,7 +64,7 @@ class Apart:
         *,
         averaged: bool = False,
     ) -> tuple[list[Tensor], OptState]:
-        """What a chain that begins with moments does with the exact leaves; of the others only its counters know."""
+        """The step of the exact leaves by a chain that begins with moments; its counters serve all leaves."""
         gs = [g for g, on in zip(self.gs, self.exact, strict=True) if on]
         if not averaged:
             specs = [spec for spec, on in zip(self.specs, self.exact, strict=True) if on]
@@ -90,7 +90,7 @@ class Apart:
         return self.merged(none, [r for r, _ in pairs]), self.merged(none, [c for _, c in pairs])
 
     def wholes(self, rows: list[Tensor], codes: PyTree, *, gather: bool) -> list[Tensor]:
-        """Of the compressed leaves the whole of what is kept as rows: gathered, or decoded from the last codes."""
+        """The wholes of the compressed leaves that are kept as rows: gathered, or decoded from the last codes."""
         table = zip(*map(self.pick, (rows, self.treedef.flatten_up_to(codes), *self._columns())), strict=True)
         return [
             x
@@ -124,7 +124,7 @@ def apart(averaging: Averaging, grads: Updates, params: Params, specs: Specs, wh
         grads: whole gradients.
         params: this rank's rows.
         specs: how they are cut; None = they are whole.
-        whole: the whole blocks, by shapes; None = what `grads` shows.
+        whole: the whole blocks, by shapes; None = the shapes of `grads`.
         exact: which leaves are not compressed; leaves without elements are not, either.
     """
     ps, treedef = tree_flatten(params)
@@ -149,7 +149,7 @@ def blend(mu: Tensor, g: Tensor, b1: float, *, donate: bool) -> Tensor:
 
 
 def is_differentiated(tree: PyTree) -> bool:
-    """Whether a derivative may be asked for of what is computed from tensors, or another transform of torch.func."""
+    """Whether results computed from the tensors may be differentiated, or transformed by torch.func otherwise."""
     on = torch.is_grad_enabled()
     return transforming() or any(on and isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(tree))
 

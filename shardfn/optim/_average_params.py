@@ -41,7 +41,7 @@ def average_params(inner: GradientTransformation | Pair, decay: Decay = 0.999) -
 
     The average is a part of the optimizer's state: sharded, offloaded, saved and restored with it. With master copies
     it is the average of these. `sf.eval_state(state)` is the state to evaluate and export. Put it outermost, so that it
-    sees the parameters as they are after the step.
+    sees the parameters after the whole step.
 
     Args:
         inner: the rule.

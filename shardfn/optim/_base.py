@@ -1,8 +1,8 @@
-"""`GradientTransformation`: the noun of the room, what it needs, and its identity.
+"""`GradientTransformation`: the noun of the room, its needs, and its identity.
 
 An optimizer is a pair of pure functions, `init` and `update`, as in optax. Beside them it may carry `apply`: the same
 mathematics written into the buffers it is given. Law: `apply(g, s, p) == (p + u, s')` where `u, s' = update(g, s, p)`.
-And it says in one value, `needs`, what it asks of whoever applies it to a part of a tree, or on one of many ranks.
+And one value, `needs`, states its conditions for being applied to a part of a tree, or on one of many ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ class Measure(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a step has to know of a rule to apply it; `join_needs` joins those of several rules.
+    """The facts about a rule that a step needs to apply it; `join_needs` joins those of several rules.
 
     Attributes:
         granularity: the smallest part of a tree that the rule can update separately with bitwise identical results:
@@ -71,7 +71,7 @@ class Needs(NamedTuple):
         measure: a number computed of each leaf's gradient before a step; None means none.
         decide: `decide(params) -> rule`: the rule for the tree `params` of whole leaves (shapes and dtypes only), and
             for blocks and parts of it: each function of the tree that it was made with, of a mask or of labels, is
-            asked here and no more. None = the rule itself, for it has none.
+            asked here and no more. None = the rule itself, which has no such functions.
         specialize: `specialize(params, stats, phase) -> rule`: the rule for parts of the tree `params` (shapes only),
             in a step whose measures are `stats`, one entry a leaf, and in that phase; each may be None = not known.
             None = the rule itself, for it looks at none of them. Where a rule has phases, `params` are the whole
@@ -81,8 +81,8 @@ class Needs(NamedTuple):
             `as_transformation`.
         donates: whether `update` takes `donate=True`, with which it may overwrite its updates.
         ascends: whether its updates point along the gradient, so that a learning rate has to follow it in a chain. A
-            step refuses such a rule alone: parameters plus these updates would raise the loss. Of a rule that treats
-            leaves differently, `ascends(params)`: whether they do, of each leaf. See `ascending`.
+            step refuses such a rule alone: parameters plus these updates would raise the loss. A rule that treats
+            leaves differently has a function: `ascends(params)`, whether they do for each leaf. See `ascending`.
     """
 
     granularity: Grain = "tree"
@@ -115,7 +115,7 @@ class GradientTransformation(NamedTuple):
             For one that takes no `specs` see `as_transformation`.
         apply: `apply(grads, state, params, *, specs=None) -> (params, state)`: the same in place. It may overwrite the
             buffers of all three arguments. None = there is no faster way than `update` and an addition.
-        needs: what the step has to know of it; the default is right for any rule.
+        needs: its `Needs`; the default is right for any rule.
 
     Example:
         >>> def update(updates, state, params=None, *, specs=None):

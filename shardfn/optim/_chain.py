@@ -32,7 +32,7 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
         A rule whose state is the tuple of the states.
 
     Raises:
-        ValueError: (on use) the state is not a tuple of as many states.
+        ValueError: (on use) the state is not a tuple of one state a rule.
 
     Example:
         >>> from shardfn.optim import clip, sgd
@@ -98,7 +98,7 @@ def named_chain(*args: tuple[str, GradientTransformation | Pair]) -> GradientTra
 
     Raises:
         TypeError: an argument is not such a pair.
-        ValueError: there is none, or two have one name; (on use) the state is not a dict of these names.
+        ValueError: no rule is given, or two have one name; (on use) the state is not a dict of these names.
 
     Example:
         >>> from shardfn.optim import scale_by_learning_rate, trace
@@ -149,7 +149,7 @@ def _named(names: tuple[str, ...], inner: GradientTransformation) -> GradientTra
 
 
 def _ascends(txs: Sequence[GradientTransformation]) -> bool | Callable[[Params], Sequence[bool]]:
-    """Of a leaf: whether all rules do, for one that descends turns the updates around, or stops them."""
+    """Whether all rules ascend, by leaf where they differ: a descending one turns updates around, or stops them."""
     said = [tx.needs.ascends for tx in txs]
     if False in said:
         return False
@@ -159,7 +159,7 @@ def _ascends(txs: Sequence[GradientTransformation]) -> bool | Callable[[Params],
 
 
 def _donated(tx: GradientTransformation) -> Rule:
-    """Its update, for updates that nobody needs afterwards."""
+    """Its update, for updates that are not needed afterwards."""
     return functools.partial(tx.update, donate=True) if tx.needs.donates else tx.update
 
 
@@ -203,7 +203,7 @@ def _check_early(states: Sequence[OptState]) -> None:
     Raises:
         ValueError: which they are.
     """
-    # Counters are the same on all ranks, whatever their gradients.
+    # Counters are the same on all ranks, even if gradients differ.
     keeping = [i for i, state in enumerate(states) if any(x.is_floating_point() for x in tree_leaves(state))]
     if keeping:
         raise ValueError(
@@ -213,7 +213,7 @@ def _check_early(states: Sequence[OptState]) -> None:
 
 
 def _check_whole(txs: Sequence[GradientTransformation], params: Params, over: Sequence[str]) -> None:
-    """Refuses rules before one that averages for itself, if they look at parameters of which ZeRO keeps rows.
+    """Refuses rules before one that averages for itself, if they look at parameters that ZeRO keeps as rows.
 
     Raises:
         ValueError: which rules they are, and which parameters.
@@ -246,7 +246,7 @@ class _LookedAtError(Exception):
 
 
 class _NotLookedAt(MetadataTensor):
-    """A parameter at which nobody may look."""
+    """A parameter that raises an error when a rule looks at its values."""
 
     @classmethod
     def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What optimizers that average for themselves share: compressed means, and momentum as ZeRO keeps it.
+"""Parts shared by optimizers that average for themselves: compressed means, and momentum as ZeRO keeps it.
 
 A compressed mean is of whole leaves, and the same on all ranks. Where ZeRO cuts a leaf's state over the axis of the
 mean, a rank keeps its rows of the momentum, `A[I_axis]`, and the codes of the whole, from which the next step decodes
@@ -36,12 +36,12 @@ Codes = tuple[Any, ...]
 
 
 class Share(NamedTuple):
-    """What of a leaf is averaged.
+    """The part of a leaf that is averaged.
 
     Attributes:
         n: elements: those of the largest rank's block, to which smaller ones are padded.
         own: axes along which ranks have blocks of their own, each averaged for itself.
-        cut: whether ranks keep rows of what is averaged.
+        cut: whether ranks keep rows of it.
     """
 
     n: int
@@ -63,11 +63,11 @@ class Averaging:
         return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis or ())
 
     def share(self, param: Tensor, whole: Any) -> Share:
-        """What is averaged of a leaf.
+        """The part of a leaf that is averaged.
 
         Args:
             param: the parameter, as the optimizer sees it.
-            whole: the leaf's whole block, whose shape alone counts; as a `GlobalTensor` it says how it is cut, too.
+            whole: the leaf's whole block, whose shape alone counts; as a `GlobalTensor` it also has its spec.
         """
         if not isinstance(whole, GlobalTensor):
             return Share(whole.numel(), (), whole.shape != param.shape)
@@ -81,7 +81,7 @@ class Averaging:
         return Share(n, tuple(a for a in axes if a not in self.over), any(a in self.over for a in axes))
 
     def init(self, share: Share, device: torch.device) -> tuple[Residual, Codes]:
-        """The errors, and the codes of a zero where rows are kept: as blocks of what all ranks have."""
+        """The errors, and the codes of a zero where rows are kept: as blocks that all ranks have."""
         like = torch.empty(share.n, device=device)
         local = compressed_init([like], self.axis, self.compressor, outer=self.outer)
         own = P(share.own) if share.own else P()
@@ -97,7 +97,7 @@ class Averaging:
     def mean(
         self, xs: list[Tensor], residuals: list[Any], shares: list[Share], *, donate: bool
     ) -> tuple[list[Tensor], list[Any], list[Codes]]:
-        """The means of local tensors, the new errors, and the codes of those means of which rows are kept.
+        """The means of local tensors, the new errors, and the codes of the means that are kept as rows.
 
         Args:
             xs: float32.
@@ -105,7 +105,7 @@ class Averaging:
             shares: one each.
             donate: whether all of these may be overwritten.
         """
-        # Ranks have blocks of unlike sizes, and messages of one; what pads the smaller ones is cut off again.
+        # Ranks have blocks of unlike sizes, and messages of one; the padding of the smaller ones is cut off again.
         flat = [padded(x.reshape(-1), s.n) for x, s in zip(xs, shares, strict=True)]
         options: dict[str, Any] = {"outer": self.outer, "donate": donate}
         if any(s.cut for s in shares):
@@ -145,10 +145,10 @@ class Averaging:
 
 
 def averaging(who: str, axis: Axes, compressor: Compressor, outer: Axes, feedback: bool) -> Averaging:
-    """An `Averaging`, of what a user asks for.
+    """An `Averaging` from a user's arguments.
 
     Raises:
-        TypeError: the compressor is none.
+        TypeError: `compressor` is not a `Compressor`.
     """
     check_compressor(who, compressor)
     return Averaging(axis, error_feedback(compressor) if feedback and not compressor.remembers else compressor, outer)

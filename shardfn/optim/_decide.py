@@ -1,4 +1,4 @@
-"""What is said of each leaf: a prefix tree, or a function of the whole tree, which is asked once.
+"""Values for each leaf, such as masks: a prefix tree, or a function of the whole tree, which is called once.
 
 A mask, labels and the like are functions of structure and of the shapes and dtypes of whole leaves. They are never
 shown a block of a leaf, nor a value: blocks differ between ranks, and values between steps.
@@ -25,8 +25,8 @@ def per_leaf(prefix: Any, kind: type | tuple[type, ...], name: str) -> Callable[
     function of structure, shapes and dtypes, not of values.
 
     Raises (`f` does):
-        ValueError: the prefix does not fit; or it is a function that has not been decided on whole leaves, and `specs`
-            say that those of the tree are blocks.
+        ValueError: the prefix does not fit; or it is a function that has not been decided on whole leaves, and by
+            `specs` those of the tree are blocks.
     """
     if isinstance(prefix, Resolved):
         return lambda tree, leaves, treedef, specs=None: prefix.of(tree)
@@ -48,10 +48,10 @@ def per_leaf(prefix: Any, kind: type | tuple[type, ...], name: str) -> Callable[
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a prefix says of each leaf of a whole tree, for parts of that tree in which absent leaves are None.
+    """The values of a prefix for the leaves of a whole tree, for parts of that tree in which absent leaves are `None`.
 
     Attributes:
-        says: by path, of each leaf of the whole tree and each None in it, in order.
+        says: the values by path, for each leaf of the whole tree and each None in it, in order.
     """
 
     says: dict[str, Any]
@@ -66,8 +66,8 @@ def resolved(prefix: Any, params: PyTree, kind: type | tuple[type, ...], name: s
     """`prefix` as a `Resolved`; None stays None.
 
     Args:
-        prefix: what `per_leaf` takes.
-        params: the tree of whole leaves, of which only shapes and dtypes count.
+        prefix: as for `per_leaf`.
+        params: the tree of whole leaves; only shapes and dtypes count.
         kind: the type of its values.
         name: of the prefix, for errors.
     """

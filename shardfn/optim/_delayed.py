@@ -23,13 +23,13 @@ from ._types import OptState, Pair, Params, Specs, Updates
 
 
 class DelayedState(NamedTuple):
-    """What a delayed rule keeps.
+    """The state of a delayed rule.
 
     Attributes:
-        pending: tree like params: the gradients of the last step; zeros where there are none that wait.
+        pending: tree like params: the gradients of the last step; zeros where no gradient waits.
         count: int32, 0-d: steps seen. Nothing waits while `count <= warmup`.
         inner: the state of the rule.
-        measured: 0-d: the sum of the measures of what waits, where the rule takes any; else nothing. float32,
+        measured: 0-d: the sum of the measures of waiting gradients, where the rule takes any; else `()`. float32,
             or float64 where a leaf is.
     """
 
@@ -113,13 +113,13 @@ class _Delayed:
 
     @functools.cached_property
     def measure(self) -> Measure | None:
-        """The measure that the inner rule takes, if the sum over leaves says all of it."""
+        """The measure that the inner rule takes, if it needs only its sum over leaves."""
         measure = self.tx.needs.measure
         return measure if measure is not None and measure.additive else None
 
     @functools.cached_property
     def own(self) -> GradientTransformation:
-        """The inner rule, whatever has been measured."""
+        """The inner rule, without measures."""
         return self.tx if self.whole is None else given(self.tx, self.whole)
 
     def by(self, like: PyTree, total: Any) -> GradientTransformation:
@@ -129,7 +129,7 @@ class _Delayed:
         return given(self.tx, like if self.whole is None else self.whole, total.view(1))
 
     def total(self, updates: Updates, specs: Specs) -> Tensor | None:
-        """The sum of the measures; None where it is not known yet, or nobody asks."""
+        """The sum of the measures; None where it is not known yet, or not needed."""
         if self.measure is None or (self.whole is not None and self.stats is None):
             return None
         return _sum_measures(self.measure, updates, specs) if self.stats is None else self.stats.sum()
@@ -143,7 +143,7 @@ class _Delayed:
         self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
     ) -> tuple[Updates, OptState]:
         gs, waiting = _columns(updates, state, "updates")
-        # Both outcomes of each branch are computed: under a transform nobody can read the counter.
+        # Both outcomes of each branch are computed: under a transform the counter cannot be read.
         plain, moves, now = state.count < self.warmup, state.count != self.warmup, self.total(updates, specs)
         used = [torch.where(plain, g.to(w.dtype), w) for g, w in zip(gs, waiting, strict=True)]
         norm = state.measured if now is None else torch.where(plain, now, state.measured)
@@ -158,8 +158,8 @@ class _Delayed:
     @torch.no_grad()
     def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         if transforming() or isinstance(getattr(state, "count", None), FakeTensor):
-            return _through(self.update, grads, state, params, specs)  # nobody can read the counter
-        # The rule spends what waits before this step's gradients take its place.
+            return _through(self.update, grads, state, params, specs)  # the counter cannot be read
+        # The rule spends the waiting gradients before this step's take their place.
         gs, waiting = _columns(grads, state, "grads")
         inner, count, now = state.inner, int(state.count), self.total(grads, specs)
         if count < self.warmup:

@@ -29,8 +29,7 @@ def elementwise(
         kind: the named tuple of the state, with a field for each key of `start`, and `count` if the rule counts.
         step: returns the update of one leaf, then its new trees in the order of `start`.
         start: field of the state -> function from a leaf of zeros to the leaf at the first step.
-        numbers: the hyperparameters of a step from its count, which is 1 at the first; the count is None if the rule
-            does not count.
+        numbers: the hyperparameters of a step from its count, which is 1 at the first; without a count they get `None`.
         counts: whether the state has a count.
 
     Example:

@@ -1,9 +1,9 @@
-"""Fused kernels whose bits do not depend on where in its leaf an element stands.
+"""Fused kernels whose bits do not depend on an element's position in its leaf.
 
 torch's fused kernels for CPUs work on vectors and finish a leaf's last elements one by one, with another rounding (a
 product and a sum that are one operation in the one form are two in the other). So the same element would step
 differently as the last of a chunk and in the middle of a leaf. Here the ends of all leaves are joined into one padded
-leaf, which has none.
+leaf, which has only whole vectors.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ def _even(columns: Columns) -> Iterator[Columns]:
     ends = [[_end(x, n, k) for x, n, k in zip(column, sizes, starts, strict=True) if k < n] for column in columns]
     joined = [_join(column) for column in ends]
     yield [[*body, end] for body, end in zip(bodies, joined, strict=True)]
-    # The bodies are views, written where they stand; ends were copied into one, and go back from there.
+    # The bodies are views, written in place; ends were copied into one leaf, and go back from there.
     for end, join in zip(ends[:-1], joined, strict=False):
         foreach_copy_(end, _split(join, end))
 
@@ -66,7 +66,7 @@ def _start_of_end(n: int) -> int:
 
 
 def _body(x: Tensor, n: int, start: int) -> Tensor:
-    """A leaf up to its end: all of it, as it is, where there is none."""
+    """A leaf up to its end; `x` itself where it has only whole vectors."""
     return x if start == n else x.view(-1).narrow(0, 0, start)
 
 

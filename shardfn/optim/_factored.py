@@ -22,7 +22,7 @@ from ._types import OptState, Params, Specs, Updates
 
 
 class FactoredState(NamedTuple):
-    """The second moments. Leaves that have no use for one of the three have None there.
+    """The second moments. Leaves without use for one of the three are `None` there.
 
     Attributes:
         count: int32, 0-d: steps taken.
@@ -93,7 +93,7 @@ class _Factored:
 
     def rule(self) -> GradientTransformation:
         """As an optimizer."""
-        # Of granularity "tree": vectors do not lie beside rows of their leaf.
+        # Its granularity is "tree": vectors do not lie beside rows of their leaf.
         needs = Needs(decide=self.decide if self.shapes is None else None, ascends=True)
         return GradientTransformation(self.init, self.update, needs=needs)
 

@@ -48,7 +48,7 @@ FreezeStep = int | Literal["auto"] | VarianceStability
 
 
 class FreezeState(NamedTuple):
-    """What is known of the freeze: 0-d tensors.
+    """The state of the freeze: 0-d tensors.
 
     Attributes:
         count: int32: steps taken.
@@ -82,7 +82,7 @@ class Freeze:
         return FreezeState(count, count.clone(), count.clone(), torch.zeros((), device=count.device))
 
     def phase(self, state: FreezeState, *, switches: bool) -> Phase:
-        """Of the next step; reads the state on the host. `switches`: whether the first compressed step is special."""
+        """The next step's phase; reads the state on the host. `switches`: the first compressed step is special."""
         count, frozen = int(state.count), int(state.frozen)
         # By the number asked for now, which may differ from the one of the steps before a resume.
         learned = count >= self.step if isinstance(self.step, int) else frozen > 0
@@ -118,7 +118,7 @@ def freeze_rule(who: str, step: Any, b2: float) -> Freeze:
     """The rule that a user asks for.
 
     Raises:
-        ValueError: it is none, or says that the variance freezes before it has learnt anything.
+        ValueError: `step` is not such a rule, or the variance would freeze before it has learnt anything.
     """
     if step == "auto":
         step = VarianceStability()

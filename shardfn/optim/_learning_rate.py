@@ -139,7 +139,7 @@ def check_rate(who: str, learning_rate: LearningRate) -> None:
 
 
 def scheduled(schedule: Schedule, count: Int[Tensor, ""]) -> Number:
-    """What a schedule returns for a count.
+    """The value of a schedule for a count.
 
     Raises:
         TypeError: it is neither a number nor a 0-d tensor.
@@ -159,7 +159,7 @@ def next_rate(learning_rate: LearningRate, state: OptState) -> float | int | Flo
         return learning_rate.detach() if isinstance(learning_rate, Tensor) else learning_rate
     check_state("scale_by_learning_rate", state, ScaleByScheduleState)
     lr = scheduled(learning_rate, state.count)
-    lr = state.count.clone() if lr is state.count else lr  # a schedule may return what it is given
+    lr = state.count.clone() if lr is state.count else lr  # a schedule may return its argument
     state.count.add_(1)
     return lr
 

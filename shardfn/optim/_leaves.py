@@ -80,7 +80,7 @@ def check_params(who: str, params: PyTree) -> None:
     """`who` was given params.
 
     Raises:
-        ValueError: params is None.
+        ValueError: `params=None`.
     """
     if params is None:
         raise ValueError(f"{who} needs the parameters; call update(updates, state, params).")

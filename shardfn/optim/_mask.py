@@ -43,7 +43,7 @@ class MultiTransformState(NamedTuple):
 
 
 def set_to_zero() -> GradientTransformation:
-    """The rule that goes nowhere: `u = 0`, whatever the gradient, NaN included.
+    """The rule that goes nowhere: `u = 0` for any gradient, NaN included.
 
     Example:
         >>> set_to_zero().update([torch.tensor([3.0])], ())[0]
@@ -71,8 +71,8 @@ def masked(inner: GradientTransformation | Pair, mask: Mask) -> GradientTransfor
     """Applies `inner` where the mask is True; elsewhere the update passes unchanged: `u = g`.
 
     So `masked(adamw(1e-3), mask)` alone would add the gradients of all other leaves to them, which raises the loss, and
-    `step.init` refuses it. To keep the other leaves as they are, put `freeze` of the opposite mask after it in a
-    `chain`, or say `sharded_step(trainable=mask)`. To train them by a rule of their own, use `multi_transform`.
+    `step.init` refuses it. To leave the other leaves unchanged, put `freeze` of the opposite mask after it in a
+    `chain`, or pass `sharded_step(trainable=mask)`. To train them by a rule of their own, use `multi_transform`.
 
     Args:
         inner: the rule.
@@ -180,13 +180,13 @@ class _ByLabel:
 
     @property
     def ascends(self) -> bool | Callable[[Params], Sequence[bool]]:
-        """What is the same for all rules, and for leaves without one; else by leaf."""
+        """One value if all rules, and leaves without a rule, have the same; else by leaf."""
         said = [rule.needs.ascends for rule in self.rules.values()] + [True] * (self.kind is bool)
         alike = bool(said) and isinstance(said[0], bool) and all(x is said[0] for x in said)
         return said[0] if alike else self.ascending
 
     def ascending(self, params: Params) -> list[bool]:
-        """Of each leaf what its own rule says; without a rule its update is the gradient."""
+        """For each leaf the value of its own rule; without a rule its update is the gradient."""
         leaves, treedef, names = self.labelled(params)
         rows = {k: iter(ascending(rule, _select(leaves, treedef, names, k))) for k, rule in self.rules.items()}
         return [next(rows[k]) if k in rows else True for k in names]

@@ -27,10 +27,10 @@ from ._types import OptState, Pair, Params, Specs, Updates
 
 
 class MasterState(NamedTuple):
-    """What `master_weights` keeps.
+    """The state of `master_weights`.
 
     Attributes:
-        master: tree like params: the wide copies; None at leaves that have none.
+        master: tree like params: the wide copies; None at leaves without one.
         inner: the state of the inner rule.
     """
 
@@ -116,13 +116,13 @@ class _MasterWeights:
         ps, treedef = tree_flatten(params)
         own = self._dtypes(params, ps, treedef)
         narrow = [self._is_narrow(d) for d in own]
-        # A copy even of what is wide already: it must not share the memory of a parameter that is written.
+        # A copy even of wide values: it must not share the memory of a parameter that is written.
         seen = [p.to(self.dtype if n else d, copy=n) for p, d, n in zip(ps, own, narrow, strict=True)]
         masters = [x if n else None for x, n in zip(seen, narrow, strict=True)]
         return MasterState(tree_unflatten(treedef, masters), self.tx.init(tree_unflatten(treedef, seen)))
 
     def _columns(self, state: OptState, ps: list[Tensor], treedef: Any) -> tuple[list[Tensor | None], list[Tensor]]:
-        """By leaf, the copy or None; and what the inner rule sees."""
+        """By leaf, the copy or None; and the parameters of the inner rule."""
         check_state("master_weights", state, MasterState)
         narrow = [self._is_narrow(p.dtype) for p in ps]
         like = tree_structure(tree_unflatten(treedef, [0 if n else None for n in narrow]))

@@ -28,7 +28,7 @@ class MatrixDims:
     inputs: tuple[int, ...] = (-1,)
 
 
-# Leaves that are no hidden matrices, whatever their shape: embeddings, heads, norms and biases, which may be stacked.
+# Names of leaves that are never hidden matrices: embeddings, heads, norms and biases, which may be stacked.
 _NOT_HIDDEN = re.compile(
     r"embed|\b(wte|wpe|shared|position|head|lm_head|score|classifier|bias|b[qkvo]?|\w+_b|\w*norm\w*|ln_\w+)\b"
 )

@@ -266,7 +266,7 @@ class _ScaleByMuon:
         return tree_unflatten(treedef, us), ScaleByMuonState(count, mu)
 
     def _momentum(self, g: Tensor, mu: Tensor, beta: Number, c_g: Tensor, c_mu: Tensor) -> tuple[Tensor, Tensor]:
-        """The momentum, in the dtype of the arithmetic, and the mean as it is kept."""
+        """The momentum, in the dtype of the arithmetic, and the mean in the dtype of the state."""
         new, now = beta * wide(mu) + (1 - beta) * wide(g), wide(g)
         mean, now = (new / c_mu, now / c_g) if self.bias_correction else (new, now)
         m = beta * mean + (1 - beta) * now if self.nesterov else mean

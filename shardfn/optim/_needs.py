@@ -5,7 +5,7 @@
 | `granularity` | the coarsest; "tree" if a later one measures | the coarsest; "tree" if they measure two things | its |
 | `measure` | the first's | the one that they share | its |
 | `decide` | each decides on all leaves | each on its own | it does |
-| `given` | all are told the phase, the first the measures | each those of its own leaves | it is told all |
+| `given` | all get the phase, the first the measures | each those of its own leaves | it gets all |
 | `phases` | those of the one that has any | refused | its |
 | `whole` | if one is | if one is | if it is |
 | `donates` | no | no | no |
@@ -39,7 +39,7 @@ def coarsest(grains: Iterable[Grain]) -> Grain:
 def decided(tx: GradientTransformation | Pair, params: Params) -> GradientTransformation:
     """`tx` for a tree of whole leaves, and for blocks and parts of it: its functions of the tree are asked here.
 
-    `sharded_step` does so. Needed where you apply a rule to blocks yourself, inside a `shard_map` say.
+    `sharded_step` does so. Needed where you apply a rule to blocks yourself, for example inside a `shard_map`.
 
     Args:
         tx: any rule.
@@ -66,12 +66,12 @@ def decided(tx: GradientTransformation | Pair, params: Params) -> GradientTransf
 def given(
     tx: GradientTransformation, params: Params, stats: Tensor | None = None, phase: Phase | None = None
 ) -> GradientTransformation:
-    """`tx` for parts of the tree `params`, in a step of which this is known; see `Needs.specialize`."""
+    """`tx` for parts of the tree `params`, in a step with these measures and phase; see `Needs.specialize`."""
     return tx if tx.needs.specialize is None else tx.needs.specialize(params, stats, phase)
 
 
 def ascending(tx: GradientTransformation, params: Params) -> list[bool]:
-    """Of each leaf of `params`, whether the updates of `tx` point along the gradient; see `Needs.ascends`.
+    """Whether the updates of `tx` point along the gradient, for each leaf of `params`; see `Needs.ascends`.
 
     Args:
         tx: the rule.
@@ -100,11 +100,12 @@ def join_needs(
     Args:
         rules: the others.
         rebuild: `rebuild(*rules)`: the same rule, made of these.
-        states: of its state theirs. The default is that of a rule around one other, which has no state of its own.
-        sees: `sees(params, stats)`: of the leaves of a tree and of their measures, what each of the rules gets. None =
-            all leaves; measures go to the first only.
+        states: `states(state)`: the states of the others. The default fits a rule around one other, without a state of
+            its own.
+        sees: `sees(params, stats)`: the leaves of a tree and their measures that each of the rules gets. None = all
+            leaves; measures go to the first only.
         own: `own(params) -> rule`: the same rule, whose own functions of the tree have been asked about whole leaves.
-            None = it has none.
+            None = it has no such functions.
         in_turn: whether each gets the updates of the one before it; else each has leaves of its own.
 
     Returns:
@@ -123,7 +124,7 @@ def join_needs(
     rules = tuple(rules)
 
     def views(params: Params, stats: Tensor | None) -> Views:
-        # Only the first sees gradients as they were measured; the next gets what that has made of them.
+        # Only the first sees the measured gradients; the next gets the updates of the first.
         return [(params, stats if i == 0 else None) for i in range(len(rules))]
 
     look = sees or views
@@ -146,7 +147,7 @@ def join_needs(
 def _in_turn(
     rules: Sequence[GradientTransformation], states: Callable[[OptState], Sequence[OptState]]
 ) -> tuple[Measure | None, bool]:
-    """What the first measures, and whether no other does: it would want to know what the first makes of gradients."""
+    """The first's measure, and whether no other has one: a later one would measure the updates of the first."""
     measure, *late = (rule.needs.measure for rule in rules)
     if measure is not None and (ahead := measure.ahead) is not None:
         measure = measure._replace(ahead=lambda state: ahead(states(state)[0]))
@@ -154,7 +155,7 @@ def _in_turn(
 
 
 def _side_by_side(rules: Sequence[GradientTransformation]) -> tuple[Measure | None, bool]:
-    """What they measure, and whether it is one thing: a leaf is measured before anyone asks whose it is."""
+    """Their measure, and whether it is the same for all: leaves are measured before they are divided among rules."""
     # By the function: rules that take the same measure share it.
     kinds = dict.fromkeys(rule.needs.measure.of for rule in rules if rule.needs.measure is not None)
     return next((Measure(of) for of in kinds), None), len(kinds) < 2
@@ -173,7 +174,7 @@ def refuse_phases(who: str, *txs: GradientTransformation) -> None:
     """Refuses rules that average for themselves, where their leaves would not be all leaves, or not this step's.
 
     Raises:
-        ValueError: there is one; says of which axes.
+        ValueError: a rule averages for itself; the message names its axes.
     """
     for i, tx in enumerate(txs):
         if tx.needs.phases is not None:

@@ -1,4 +1,4 @@
-"""What is said of an optimizer that is none: what was passed, and what to write."""
+"""The error's text for an argument that is not an optimizer: its kind, and the remedy."""
 
 import inspect
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _NAMES = (
     *("adafactor", "adagrad", "adam", "adamw", "lamb", "lars", "lion", "muon", "nadamw", "onebit_adam", "onebit_lamb"),
     *("radam", "rmsprop", "sgd", "zero_one_adam"),
 )
-# Keywords of torch and of other libraries, and what they are called here.
+# Keywords of torch and of other libraries, and their names here.
 MEANT = {
     "lr": "learning_rate={value!r}",
     "rate": "learning_rate={value!r}",
@@ -28,7 +28,7 @@ MEANT = {
 
 
 def no_rule(tx: Any) -> str:
-    """The message for what is no rule."""
+    """The message for an argument that is not a rule."""
     return f"an optimizer is a pair of functions (init, update), but this is {_shown(tx)}. {_remedy(tx)}"
 
 

@@ -101,8 +101,8 @@ def largest(x: Tensor) -> Float[Tensor, ""]:
 def exact_limbs(x: Tensor, top: Tensor) -> Int64[Tensor, "2"]:
     """The sum of squares of at most 2^32 elements as two integers, in units of top^2 2^-30 and top^2 2^-60.
 
-    `top` is rounded up to a power of two, so that nothing but the squares of float64 elements is rounded, and what is
-    below 2^-60 of the largest square dropped: each element by itself. The sum of integers has no order.
+    `top` is rounded up to a power of two, so that only the squares of float64 elements are rounded, and parts below
+    2^-60 of the largest square are dropped: each element by itself. The sum of integers has no order.
 
     Args:
         x: any shape.
@@ -177,7 +177,7 @@ def global_norm(tree: PyTree, specs: Specs = None, *, ord: float | str | None = 
 def _local(leaves: list[Tensor], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
     device = leaves[0].device
     if transforming():  # which has no rule for the kernel below, and no derivative of a norm at 0
-        # By what torch can differentiate and map over.
+        # By functions that torch can differentiate and map over.
         return torch.stack([wide(x).double().square().sum().to(device=device, dtype=dtype) for x in leaves])
     small = [x if is_small(x) else None for x in leaves]
     norms = iter(_norms([wide(x) for x in small if x is not None]))
@@ -206,7 +206,7 @@ def large_square(x: Tensor) -> Float[Tensor, ""]:
 def over_blocks(
     local: Shaped[Tensor, "num_leaves *rest"], specs: list[P], reduce: Callable[..., Tensor] | None = None
 ) -> Shaped[Tensor, "num_leaves *rest"]:
-    """The sum over blocks of one number a leaf, or a few, (or what `reduce` takes): one call for each set of axes."""
+    """The sum (or another `reduce`) over blocks of one number a leaf, or a few: one call for each set of axes."""
     mesh = current_mesh()
     # By axes in the mesh's order, so that specs which name them in another order share a call.
     groups: dict[tuple[str, ...], list[int]] = {}

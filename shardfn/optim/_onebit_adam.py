@@ -29,7 +29,7 @@ SIGN = sign()
 
 
 class OneBitAdamState(NamedTuple):
-    """What `onebit_adam` and `apmsqueeze` keep.
+    """The state of `onebit_adam` and `apmsqueeze`.
 
     Attributes:
         freeze: counters, and when the variance was frozen.
@@ -91,12 +91,12 @@ def onebit_adam(
             whose variance is not stable.
 
     Returns:
-        A rule with an `OneBitAdamState`, of which the engine asks the phase: "warmup", "probe" (the warm-up's steps at
+        A rule with an `OneBitAdamState`. The engine reads the phase from it: "warmup", "probe" (the warm-up's steps at
         which "auto" takes a norm), "switch" (the first compressed step, where ZeRO keeps rows), "compressed".
 
     Raises:
         ValueError: a number is out of range; (on use) trees do not match.
-        TypeError: the compressor is none.
+        TypeError: `compressor` is not a `Compressor`.
 
     A gradient that is not finite spoils the errors for good: let the step leave such steps out (`skip_nonfinite`, or a
     loss scale). Clipping by a norm before it is refused, for ranks have different norms.
@@ -139,15 +139,15 @@ def apmsqueeze(
 
         t > F:   m = compressed_mean_i(b1 m + (1 - b1) g_i);   p = p - lr m / (sqrt(nu_F / (1 - b2^F)) + eps)
 
-    It is what 1-bit Adam was made from: with any compressor, without decay, and with the plain momentum, of which by
-    then there is nothing to correct.
+    The predecessor of 1-bit Adam: with any compressor, without decay, and with the plain momentum, which needs no
+    correction by then.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
         b1: rate of the mean, in [0, 1).
         b2: rate of the squares, in [0, 1).
         eps: outside the root, >= 0.
-        freeze_step: F; see `onebit_adam`, as for all that follow.
+        freeze_step: F; see `onebit_adam`, as for the arguments below.
         compressor: how the momentum travels: `int4()`, `top_k(0.01)`, ...
         axis: the mesh axes over which it averages gradients itself.
         outer: of several axes the slow ones.
@@ -159,7 +159,7 @@ def apmsqueeze(
 
     Raises:
         ValueError: a number is out of range; (on use) trees do not match.
-        TypeError: the compressor is none.
+        TypeError: `compressor` is not a `Compressor`.
 
     Example:
         >>> from shardfn.collectives import int4
@@ -181,7 +181,7 @@ def apmsqueeze(
 
 @dataclass(frozen=True, kw_only=True)
 class _OneBitAdam(Phased):
-    """The rule; `unbiased` says whether the momentum is corrected after the freeze, too."""
+    """The rule; `unbiased`: whether the momentum is corrected after the freeze, too."""
 
     state = OneBitAdamState
     unbiased: bool
@@ -216,7 +216,7 @@ class _OneBitAdam(Phased):
             params, adam = inplace(self.adam)(grads, state.adam, params, specs=specs)
             return params, self._learnt(state, adam, specs, now)
         leaves, mus, nus, step = self._local(grads, state, params, specs)
-        # Advances the counters, too, so whatever depends on them has been read before.
+        # Advances the counters, too, so all numbers that depend on them were read before.
         _, adam = leaves.exactly(inplace(self.adam), state.adam, mus, nus)
         ms, residual, codes = self._average(leaves, mus, state, now, donate=True)
         ms = [written(mu, m) for mu, m in zip(leaves.pick(mus), ms, strict=True)]
@@ -231,7 +231,7 @@ class _OneBitAdam(Phased):
     def _local(
         self, grads: Updates, state: OneBitAdamState, params: Params, specs: Specs
     ) -> tuple[Apart, list[Tensor], list[Tensor], "StepNumbers"]:
-        """What a step on local gradients works with. Counters are read here, before anything is written."""
+        """The operands of a step on local gradients. Counters are read here, before anything is written."""
         leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
         mus, nus = moments_like(state.adam[0], leaves.ps, leaves.treedef, "params")
         at = self.freeze.frozen(state.freeze)
@@ -246,7 +246,7 @@ class _OneBitAdam(Phased):
         """This rank's rows of the averaged momentum, of the compressed leaves; the new errors and codes."""
         rows = zip(*map(leaves.pick, (leaves.gs, leaves.shares)), strict=True)
         wholes = leaves.wholes(mus, state.codes, gather=now == SWITCH)
-        # A whole that was gathered or decoded is nobody's state.
+        # A whole that was gathered or decoded is not part of a state.
         xs = [blend(m, g, self.b1, donate=donate or s.cut) for m, (g, s) in zip(wholes, rows, strict=True)]
         means, residual, codes = leaves.mean(xs, state.residual, donate=donate)
         return leaves.rows(means), residual, codes
@@ -254,7 +254,7 @@ class _OneBitAdam(Phased):
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """The numbers of a step; corrections are None where there are none."""
+    """The numbers of a step; `None` where a correction is not made."""
 
     lr: float | int | Tensor
     c1: Tensor | None

@@ -33,15 +33,15 @@ from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
 
 class OneBitLambState(NamedTuple):
-    """What `onebit_lamb` keeps. Vectors have one entry a leaf of params, float32, the same on all ranks.
+    """The state of `onebit_lamb`. Vectors have one entry a leaf of params, float32, the same on all ranks.
 
     Attributes:
         freeze: counters, and when the variance was frozen.
         lamb: the state of the warm-up's rule, which goes on: its `mu` is the averaged momentum, its `nu` the variance.
         coeff: vector: the mean of the warm-up's trust ratios.
         weight: vector: the sum of that mean's weights.
-        factor: vector: what `coeff` was multiplied by in the last step.
-        scaling: vector: what momentum is multiplied by on the wire; 0 before the first compressed step.
+        factor: vector: the factor of `coeff` in the last step.
+        scaling: vector: the factor of momentum on the wire; 0 before the first compressed step.
         fresh: tree like params: the variance of the gradients that averaged momentum shows; None at exact leaves.
         residual: a `Residual` for each message.
         codes: the codes of each message, where ZeRO keeps rows of leaves in it; else `()`.
@@ -123,7 +123,7 @@ def onebit_lamb(
 
     Raises:
         ValueError: a number is out of range; (on use) trees do not match.
-        TypeError: the compressor is none.
+        TypeError: `compressor` is not a `Compressor`.
 
     A gradient that is not finite spoils the errors, and elements whose variance is zero do not move: see `onebit_adam`.
 
@@ -244,9 +244,9 @@ class _OneBitLamb(Phased):
     def _learnt(
         self, state: OneBitLambState, lamb: OptState, ratios: Tensor, specs: Specs, now: Phase
     ) -> OneBitLambState:
-        """After a step of the warm-up. What the compressed steps keep starts anew."""
+        """After a step of the warm-up. The state of compressed steps starts anew."""
         beta, c = self.coeff_beta, ratios.to(state.coeff)
-        # A ratio of 1 says that LAMB did not scale the leaf, and is no part of the mean.
+        # A ratio of 1 means that LAMB did not scale the leaf, and is not part of the mean.
         coeff, weight = (
             torch.where(c == 1, x, beta * x + (1 - beta) * y) for x, y in ((state.coeff, c), (state.weight, 1.0))
         )
@@ -284,7 +284,7 @@ class _OneBitLamb(Phased):
         """This rank's rows of the averaged momentum, of the compressed leaves; the new errors and codes."""
         gs, specs, shares, scales = map(leaves.pick, (leaves.gs, leaves.specs, leaves.shares, state.scaling.unbind()))
         messages = messages_of(leaves)
-        # Whole leaves, as they were sent: gathered at the switch, when there is no code yet; then decoded.
+        # Whole leaves with the bits that were sent: gathered at the switch, when there is no code yet; then decoded.
         old: list[Any] = list(mus)
         for message, codes in zip(messages, state.codes, strict=True):
             like = [gs[i] for i in message.leaves]
@@ -310,7 +310,7 @@ class _OneBitLamb(Phased):
     def _directions(
         self, leaves: Apart, ms: list[Tensor], nus: list[Tensor], freshs: list[Tensor], params: Params, specs: Specs
     ) -> tuple[list[Tensor], Tensor]:
-        """Of the compressed leaves, u, and f before it is bounded."""
+        """For the compressed leaves u, and f before it is bounded."""
         ps, decays = leaves.pick(leaves.ps), leaves.pick(self.decays(leaves, params))
         cuts = None if specs is None else leaves.pick(leaves.specs)
         step = StepNumbers(1.0, None, None, self.eps, 0.0, decays)

@@ -9,7 +9,7 @@ from ._compressed import Share
 
 
 class LeafGroup(NamedTuple):
-    """Leaves that travel together: indices among the compressed ones, and what of them is averaged."""
+    """Leaves that travel together: indices among the compressed ones, and their averaged part."""
 
     leaves: list[int]
     share: Share

@@ -1,13 +1,13 @@
 """Rules of one's own: any pair of functions `(init, update)`, as optax has them.
 
-A rule whose `update` takes no `specs` cannot tell a block from a leaf: a norm that it takes would be its block's. So it
-is never shown one, unless it says that every element steps for itself:
+A rule whose `update` takes no `specs` cannot distinguish a block from a leaf: a norm would be that of the block. So it
+gets whole leaves, unless its `needs` state that every element steps for itself:
 
     A[I_x] --all_gather--> A[I] --update--> U[I] --take_own_block--> U[I_x]
 
 Leaves of its state that belong to a parameter are kept as the parameter's rows are, and gathered with them; all others
-are kept whole, by every rank. What it computes is what one device computes; what it costs is a gather of gradients,
-parameters and state a step, and the memory of the wholes while it lasts.
+are kept whole, by every rank. The results are those of one device; the costs are a gather of gradients, parameters and
+state a step, and the memory of the wholes while it lasts.
 """
 
 import inspect
@@ -76,7 +76,7 @@ def as_transformation(tx: Any) -> GradientTransformation:
 
 
 def owners(state: PyTree, params: PyTree) -> list[int | None]:
-    """For each leaf of a state the parameter whose path ends its own, and whose shape it has; None = there is none."""
+    """For each leaf of a state the parameter whose path ends its own, and whose shape it has; None without one."""
     at = {path: (i, x.shape) for i, (path, x) in enumerate(zip(tree_entries(params), tree_leaves(params), strict=True))}
     out: list[int | None] = []
     for path, x in zip(tree_entries(state), tree_leaves(state), strict=True):
@@ -102,7 +102,7 @@ def _without_specs(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _WholeLeaf(NamedTuple):
-    """A whole leaf: its shape, and how it is cut; no spec where only each step will say that."""
+    """A whole leaf: its shape, and how it is cut; no spec where only each step has it."""
 
     shape: torch.Size
     spec: P | None
@@ -129,11 +129,10 @@ def _cut(x: Tensor, spec: P) -> Tensor:
 
 @dataclass(frozen=True)
 class _OnWholes:
-    """A rule that is applied to whole leaves, whatever blocks it is given.
+    """A rule that is applied to whole leaves, though it is given blocks.
 
-    It learns what they are when it is decided, which a step does before all else: from `GlobalTensor`s the shapes of
-    leaves and their specs, from plain tensors the shapes. `update` is told the specs anew; the wholes that it makes
-    live while it runs.
+    It gets the shapes of whole leaves when it is decided, which a step does first: from `GlobalTensor`s with their
+    specs, from plain tensors without. `update` gets the specs anew; the wholes that it makes live while it runs.
 
     Attributes:
         inner: the rule, whose `update` takes no `specs`.
@@ -183,7 +182,7 @@ class _OnWholes:
     ) -> tuple[Updates, OptState]:
         mesh = current_mesh()
         cuts = [] if specs is None else spec_leaves(specs, updates)
-        # Blocks are the leaves: nothing is sent.
+        # Blocks are the leaves: no messages.
         if not any(mesh.axis_size(mesh.axes(spec.axes)) > 1 for spec in cuts):
             return self.inner.update(updates, state, params)
         if self.leaves is None:
@@ -209,7 +208,7 @@ class _OnWholes:
 
 
 def _kept(x: Tensor, spec: P | None) -> Tensor | GlobalTensor:
-    """A leaf of a first state as it is kept: cut as its parameter is, or by every rank the whole."""
+    """A leaf of a first state in its stored form: cut as its parameter is, or whole on every rank."""
     if spec is not None or not x.ndim:
         return _cut(x, spec or P())
     return GlobalTensor(x.clone(), x.shape, P(), current_mesh())
@@ -237,7 +236,7 @@ def _check_tensors(state: OptState, leaves: list[Any]) -> None:
 
 
 def _check_owners(state: OptState, own: list[int | None], seen: list[int | None]) -> None:
-    """What is cut is told from what is not by its shape, which must be so on every rank."""
+    """Cut leaves are recognised by their shapes; the result must be the same on every rank."""
     rows = zip(tree_paths(state, "opt_state"), own, seen, strict=True)
     wrong = [path for path, i, j in rows if i != j]
     raise_all(

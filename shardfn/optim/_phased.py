@@ -1,4 +1,4 @@
-"""What rules have in common that learn a variance first, and then average for themselves."""
+"""The common part of rules that learn a variance first, and then average for themselves."""
 
 import abc
 import functools
@@ -28,7 +28,7 @@ from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
 @dataclass(frozen=True, kw_only=True)
 class Phased(abc.ABC):
-    """Such a rule, and what it knows of the tree and of the step: `whole` and `now`.
+    """Such a rule, with its knowledge of the tree and of the step: `whole` and `now`.
 
     Attributes:
         state: the type of its state.

@@ -1,10 +1,11 @@
 """`in_pieces`: an optimizer applied part by part, with the bits of the whole.
 
-Optimizer state that lives on a host or on a disk is stepped in chunks: one is read, one updated, one written. A rule
-says by its `granularity` how small the chunks may be. What it needs of the whole tree is taken in `begin`: its measure
-(one `psum`), what its masks say, and its counters, which advance there once.
+Optimizer state that lives on a host or on a disk is stepped in chunks: one is read, one updated, one written. A rule's
+`granularity` limits how small the chunks may be. `begin` computes the values that depend on the whole tree: its measure
+(one `psum`), its masks, and its counters, which advance there once.
 
-Law: `begin`, `apply` on parts that cover the tree, and `end` give what `inplace(tx)` gives on the whole, bit for bit.
+Law: `begin`, `apply` on parts that cover the tree, and `end` give the result of `inplace(tx)` on the whole, bit for
+bit.
 
 A counter is a leaf of the state that `init` also makes for a tree without leaves.
 """
@@ -40,18 +41,18 @@ Entries = tuple[tuple[Any, ...], ...]
 class Pieces(NamedTuple):
     """An optimizer that is applied part by part.
 
-    A part is a tree like the whole params in which absent leaves are None. A present leaf is whole, or where
+    A part is a tree like the whole params with `None` for absent leaves. A present leaf is whole, or where
     `granularity` is "element" rows `leaf[a:b]` of it; a part of the state has the same leaves cut in the same places,
     and the counters.
 
     Attributes:
         granularity: "element", "leaf", or "tree": then the only part is the whole.
-        measure: `measure(grad) -> Tensor`, 0-d: what `begin` wants to know of each leaf's gradient (the local block,
-            whole). None = it wants nothing.
+        measure: `measure(grad) -> Tensor`, 0-d: the number that `begin` needs of each leaf's gradient (the local block,
+            whole). None = it needs no number.
         begin: `begin(state, stats=(), *, specs=None) -> token`, once a step, before any `apply`: `stats` are the
             measures in the order of the leaves; of `state`, whole or a part, it reads the counters. It does the one
-            `psum`. With `stats=None`, where the rule measures ahead, there is none; the token is good for `apply`
-            only, and `end` is for one of another `begin` of the same step, with the measures.
+            `psum`. With `stats=None`, where the rule measures ahead, it does not; the token is good for `apply` only,
+            and `end` is for one of another `begin` of the same step, with the measures.
         apply: `apply(token, grads, state, params, *, specs=None) -> (params, state)`: steps one part. It may overwrite
             the buffers of the last three arguments, so parts must not share memory; the counters in `state` are
             neither read nor advanced.
@@ -115,7 +116,7 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
     check = _checker(whole, granularity)
     if granularity == "tree":
         return _uncut(tx, check)
-    # Of a tree without leaves: what is in its state is counters, as `Needs.granularity` demands.
+    # The state for a tree without leaves has only counters, as `Needs.granularity` demands.
     entries, skeleton = _counters(given(tx, whole), whole)
 
     @torch.no_grad()

@@ -19,20 +19,20 @@ _KINDS = (OneBitAdamState, OneBitLambState, ZeroOneAdamState)
 def rebalanced(opt_state: OptState, like: OptState, *, compressor: Compressor = SIGN) -> OptState:
     """The state of a compressing optimizer for another number of ranks; no error is lost.
 
-    Every new rank's error is the mean of the old ranks'; what ranks owe as servers is cut anew. So
+    Every new rank's error is the mean of the old ranks'; the errors that ranks keep as servers are cut anew. So
 
         mean_i e_i' + server' = mean_i e_i + server
 
-    at every element, and the mean of the next momentum is what it would have been. Codes of the last momentum are of
+    at every element, and the mean of the next momentum does not change. Codes of the last momentum are of
     the old ranks' chunks: the next step gathers the rows of it instead, once.
 
     Only the number of ranks that errors are averaged over may change: how leaves are cut along other axes (those of a
-    tensor parallelism, and those along which the mean is exact) must be as it was.
+    tensor parallelism, and those along which the mean is exact) must be the same.
 
     Args:
         opt_state: the whole state, as `unshard` gives it or a checkpoint has it; `GlobalTensor`s are gathered, which is
             collective. It may be within the states of a `chain` or of `master_weights`.
-        like: a state of the new step (`step.init(params).opt_state`), which says how each leaf is to be kept.
+        like: a state of the new step (`step.init(params).opt_state`), with the placement of each leaf.
         compressor: that of the optimizer.
 
     Returns:

@@ -17,7 +17,7 @@ from shardfn.core import explains_keywords
 from ._checks import finite, not_negative, num_steps, positive
 from ._types import Count, Number, Schedule
 
-# Keywords of other libraries, and what they are called here.
+# Keywords of other libraries, and their names here.
 MEANT_BY_SCHEDULES = {
     "lr": "init_value= or peak_value={value!r}",
     "learning_rate": "init_value= or peak_value={value!r}",
@@ -56,7 +56,7 @@ def linear_schedule(
         transition_begin: where it starts, >= 0.
 
     Raises:
-        ValueError: a length is None, 0 or negative, or a value is not finite.
+        ValueError: a length is 0, negative or None, or a value is not finite.
 
     Example:
         >>> linear_schedule(0.0, 1.0, 4)(torch.tensor(1))
@@ -87,7 +87,7 @@ def polynomial_schedule(
         transition_begin: where it starts, >= 0.
 
     Raises:
-        ValueError: a length is None, 0 or negative, the power is not positive, or a value is not finite.
+        ValueError: a length is 0, negative or None, the power is not positive, or a value is not finite.
 
     Example:
         >>> polynomial_schedule(1.0, 0.0, 2, 4)(2)
@@ -122,10 +122,10 @@ def exponential_decay(
         decay_rate: > 0; above 1 the value grows.
         transition_begin: where it starts, >= 0.
         staircase: whether the exponent is rounded down, so that the value changes every `transition_steps` only.
-        end_value: the bound of the value: a lower one if `decay_rate < 1`, else an upper one; None = there is none.
+        end_value: the bound of the value: a lower one if `decay_rate < 1`, else an upper one; None = unbounded.
 
     Raises:
-        ValueError: a length is None, 0 or negative, the rate is not positive, or a value is not finite.
+        ValueError: a length is 0, negative or None, the rate is not positive, or a value is not finite.
 
     Example:
         >>> exponential_decay(1.0, 2, 0.25)(1)
@@ -159,7 +159,7 @@ def cosine_decay_schedule(
         exponent: power of the cosine term.
 
     Raises:
-        ValueError: a length is None, 0 or negative, or a value is not finite.
+        ValueError: a length is 0, negative or None, or a value is not finite.
 
     Example:
         >>> cosine_decay_schedule(1.0, 10)(5)
@@ -185,7 +185,7 @@ def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_step
     """A line from `init_value` at 0 to `peak_value` at `warmup_steps`, then constant.
 
     Raises:
-        ValueError: `warmup_steps` is None, 0 or negative, or a value is not finite.
+        ValueError: `warmup_steps` is 0, negative or None, or a value is not finite.
 
     Example:
         >>> [warmup_constant_schedule(0.0, 1.0, 2)(n).item() for n in range(4)]
@@ -209,7 +209,7 @@ def warmup_linear_decay_schedule(
         end_value: the value from `decay_steps` on.
 
     Raises:
-        ValueError: a length is None, 0 or negative, `decay_steps <= warmup_steps`, or a value is not finite.
+        ValueError: a length is 0, negative or None, `decay_steps <= warmup_steps`, or a value is not finite.
 
     Example:
         >>> [warmup_linear_decay_schedule(0.0, 1.0, 2, 4)(n).item() for n in range(6)]
@@ -241,7 +241,7 @@ def warmup_cosine_decay_schedule(
         exponent: power of the cosine term.
 
     Raises:
-        ValueError: a length is None, 0 or negative, `decay_steps <= warmup_steps`, or a value is not finite.
+        ValueError: a length is 0, negative or None, `decay_steps <= warmup_steps`, or a value is not finite.
 
     Example:
         >>> [round(warmup_cosine_decay_schedule(0.0, 1.0, 2, 6)(n).item(), 6) for n in (0, 2, 4, 6)]

@@ -1,4 +1,4 @@
-"""The words of the room: what flows through an optimizer."""
+"""The types of the room: the values that flow through an optimizer."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -15,7 +15,7 @@ Specs = PyTree
 Mask = PyTree | Callable[[Params], PyTree]
 # The smallest part of a tree that a rule can step for itself.
 Grain = Literal["element", "leaf", "tree"]
-# A rule of one's own: `(init, update)`, which is all that optax calls a GradientTransformation.
+# A rule of one's own: `(init, update)`, the two fields of optax's GradientTransformation.
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
 Count = int | Int[Tensor, ""]
 Schedule = Callable[[Any], Float[Tensor, ""]]

@@ -37,7 +37,7 @@ class Interval(NamedTuple):
 
 
 class ZeroOneAdamState(NamedTuple):
-    """What `zero_one_adam` keeps.
+    """The state of `zero_one_adam`.
 
     Attributes:
         freeze: counters, and when the variance was frozen.
@@ -103,8 +103,8 @@ def zero_one_adam(
         s = compressed_mean_i(s_i);   m = s / sum(lr);   p = p - s / d - weight_decay sum(lr) p;   s_i = 0
 
     So decay happens in rounds and is no part of the momentum, and after a round all ranks have the same bits. Between
-    rounds they have parameters of their own, each rank in its copy of what the state calls one tensor: evaluate and
-    save right after a round (`in_round(opt_state)`), and do not use ZeRO along `axis`.
+    rounds they have parameters of their own, each rank in its copy of one tensor of the state: evaluate and save right
+    after a round (`in_round(opt_state)`), and do not use ZeRO along `axis`.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -130,7 +130,7 @@ def zero_one_adam(
 
     Raises:
         ValueError: a number is out of range; (on use) trees do not match, or ZeRO cuts a leaf along `axis`.
-        TypeError: the compressor is none.
+        TypeError: `compressor` is not a `Compressor`.
 
     Elements whose variance is zero do not move once K is 2; and a gradient that is not finite spoils the errors: see
     `onebit_adam`.

@@ -88,8 +88,8 @@ class Parts:
 
         Args:
             unit: whose share.
-            part: the share, in the dtype in which it travelled; if nothing is added to it, it stays
-                on the device in this dtype, and a whole gradient travels on in it.
+            part: the share, in the dtype in which it travelled. Without other shares it stays on the device in this
+                dtype, and a whole gradient travels on in it.
             last: whether nothing will be added to it any more.
         """
         if self._homes[unit] != "device":
