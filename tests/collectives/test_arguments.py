@@ -1,4 +1,4 @@
-"""Covers what the collectives refuse, on one rank as on many, and who may intercept them."""
+"""Covers arguments that collectives refuse, on one rank as on many, and modes that may intercept them."""
 
 import warnings
 from collections.abc import Callable

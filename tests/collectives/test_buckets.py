@@ -1,4 +1,4 @@
-"""Covers buckets of leaves, and runs of which several are under way."""
+"""Covers buckets of leaves, and several runs under way at once."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ def test_runs_overlap_and_each_goes_to_its_end() -> None:
         told.append(f"{name} ends")
 
     staggered([run("a", 1), run("b", 1), run("c", 1)])
-    assert told == ["a0", "b0", "a ends", "c0", "b ends", "c ends"]  # what can be sent is sent before one waits
+    assert told == ["a0", "b0", "a ends", "c0", "b ends", "c ends"]  # sends all ready messages before it waits
     told.clear()
     staggered([run("a", 2), run("b", 0), run("c", 1)])
     assert told == ["a0", "b ends", "a1", "c0", "a ends", "c ends"]

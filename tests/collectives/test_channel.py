@@ -1,4 +1,4 @@
-"""Covers channels against what their operations mean over the blocks of all ranks, and who owns memory."""
+"""Covers channels against a reference over the blocks of all ranks, and the ownership of memory."""
 
 from typing import Any
 

@@ -36,7 +36,7 @@ COMPRESSORS = [c.sign(), c.int8(), c.int8(block=16), c.int4(), c.top_k(0.1), c.i
 
 
 class Oracle:
-    """What P ranks compute together, straight from the formula; keeps their errors."""
+    """The computation of P ranks together, straight from the formula; keeps their errors."""
 
     def __init__(self, n: int, ranks: int, squeeze: Callable[[Tensor, bool], Tensor], quantum: int) -> None:
         d = math.lcm(ranks, quantum)
@@ -318,7 +318,7 @@ def test_errors_of_another_number_of_ranks_owe_the_same() -> None:
             with c.bind_mesh(make_mesh({"dp": old}, device="cpu", abstract=True)):
                 width = c.compressed_init(x, "dp", compressor).worker.numel()
             n, sizes[key] = x.numel(), width
-            kept = torch.arange(width) < n  # what padding owes is nobody's
+            kept = torch.arange(width) < n  # padding has no errors
             state[key] = Residual(
                 given(old * blocks * width, 0).view(old, -1), given(blocks * width, 1) * kept.repeat(blocks)
             )

@@ -10,7 +10,7 @@ from shardfn.collectives._failure import Board
 
 
 class Store:
-    """A store that answers when it is let, and counts what it was asked."""
+    """A store that answers once it is open, and counts its requests."""
 
     def __init__(self) -> None:
         self.open, self.asked, self.kept = threading.Event(), 0, {}

@@ -338,5 +338,5 @@ def test_a_collective_in_a_compiled_part_of_a_loss_is_refused(world: int) -> Non
     compiled = torch.compile(lambda y: sf.pmean(y, "dp").square().sum(), backend="eager")
     step = sf.sharded_step(lambda w, x: compiled(x * w), sf.optim.sgd(1.0), mesh=_on(world))
     with warnings.catch_warnings(), pytest.raises(TypeError, match=r"wrap the loss in sf\.jit"):
-        warnings.simplefilter("ignore")  # of dynamo, of what it does not trace
+        warnings.simplefilter("ignore")  # of dynamo, about calls that it does not trace
         step(step.init(torch.ones(2)), torch.ones(2))

@@ -1,4 +1,4 @@
-"""Covers `GlobalTensor` as a value: making it whole, and what a rank has of one of a mesh that it is not of."""
+"""Covers `GlobalTensor` as a value: making it whole, and the placeholder on ranks outside of its mesh."""
 
 import pytest
 import torch

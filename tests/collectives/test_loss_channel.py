@@ -1,4 +1,4 @@
-"""Covers what the collectives of a loss go by where ranks share memory: values, graphs, failures, and its absence."""
+"""Covers collectives of a loss through shared memory: values, graphs, failures, and ranks without it."""
 
 import functools
 import gc
@@ -27,12 +27,12 @@ from shardfn.testing import distributed
 
 pytestmark = pytest.mark.skipif(wished() == "gloo", reason="of the way through memory, which is not wished for")
 _FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# Of a few elements, of no element, of more than fits into a ring, and odd.
+# A few elements, no element, several dims, and an odd number larger than a ring.
 _SHAPES = [(1,), (0,), (7, 5), (RINGS // 4 + 3,)]
 
 
 def _all(x: Tensor, axis: Any, size: int) -> list[Tensor]:
-    """What every primitive makes of `x`, whose dim 0 has a row for each rank of an axis of that size, at least."""
+    """The result of every primitive for `x`, whose dim 0 has at least one row for each rank of an axis of that size."""
     around = [(i, (i + 1) % size) for i in range(size)]
     return [
         sf.psum(x, axis),

@@ -1,4 +1,4 @@
-"""Covers the way through memory: the bits of gloo, whatever the operation, the dtype and the sizes; how it fails."""
+"""Covers the way through memory: the bits of gloo, for all operations, dtypes and sizes; its failures."""
 
 from collections.abc import Callable, Sequence
 
@@ -61,7 +61,7 @@ def _exchanges(channels: Channels, me: int, sizes: list[int], dtype: torch.dtype
 
 
 def _sums(channels: Channels, me: int, sizes: list[int], dtype: torch.dtype) -> Tensor:
-    # Of more than two numbers gloo's own order is not that of ranks: small whole ones have the same sum in any.
+    # gloo does not add more than two numbers in the order of ranks: small whole ones have the same sum in any order.
     x = _drawn(me, sum(sizes), dtype)
     x = x if len(sizes) == 2 else torch.arange(len(x)).remainder(20).to(dtype)
     return channels.reduce(("dp",)).all_reduce(x).result()

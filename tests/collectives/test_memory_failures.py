@@ -1,4 +1,4 @@
-"""Covers ranks that die, stop or leave while others read their memory; and what keeps ranks from sharing memory."""
+"""Covers ranks that die, stop or leave while others read their memory; and the reasons not to share memory."""
 
 import contextlib
 import ctypes
@@ -35,7 +35,7 @@ Body = Callable[[Lanes, Callable[[str], None]], None]
 
 
 class _Rank:
-    """A process that has one end of a channel, runs a body, and says what it is told to or what it raised."""
+    """A process that has one end of a channel and runs a body; it sends the body's messages, or its error."""
 
     def __init__(self, body: Body, world: int, index: int, timeout: float) -> None:
         self._pipe, there = Pipe()
@@ -139,7 +139,7 @@ def _kill(world: int, victims: int, seed: int) -> None:
         for i in gone:
             os.kill(ranks[i].pid, signal.SIGKILL)
         said = [rank.hear() for i, rank in enumerate(ranks) if i not in gone]
-        # Who is woken by another's leaving says that; the first has seen the death.
+        # A rank woken by another's leaving reports that; the first one has seen the death.
         assert all("closed it" in text or "died" in text for text in said), said
         assert not said or any(f"rank {i} of the channel died" in text for i in gone for text in said), (gone, said)
     finally:
@@ -160,7 +160,7 @@ def test_ranks_that_wait_in_orders_of_their_own_never_lock(world: int) -> None:
 
 @pytest.fixture
 def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[None]:
-    """Ranks have folders of their own for what is temporary or kept, and leave nothing there or in /dev/shm."""
+    """Ranks have folders of their own for temporary and cached files, and leave nothing there or in /dev/shm."""
     built = pathlib.Path(_engine.Engine()._library._name)
     kept, temporary = tmp_path / "shardfn", tmp_path / "temporary"
     for folder in (kept, temporary):
@@ -168,7 +168,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Ite
     shutil.copy(built, kept)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # what it has found before
+    monkeypatch.setattr(tempfile, "tempdir", None)  # the folder that it found before
     before = set(pathlib.Path("/dev/shm").glob("*shardfn*"))
     yield
     assert list(kept.iterdir()) == [kept / built.name]
@@ -254,7 +254,7 @@ def test_a_rank_stopped_while_others_read_its_buffer_is_named_and_nothing_is_dam
 
 
 def _leave(lanes: Lanes, say: Callable[[str], None]) -> None:
-    """All do the same; rank 0 leaves as soon as it has what it wants."""
+    """All ranks gather; rank 0 leaves as soon as it has its result."""
     own, into = torch.full((RINGS // 32,), float(lanes.index)), [torch.empty(RINGS // 32) for _ in range(lanes.size)]
     entry = lanes.all_gather(own, into)
     if lanes.index == 0:
@@ -291,7 +291,7 @@ def _made(way: str = "") -> bool:
 
 
 def _refused(reason: str) -> None:
-    """Channels are gloo's on all ranks, and the first rank says why, once."""
+    """Channels are gloo's on all ranks, and the first rank warns of the reason, once."""
     _sharing._SAID.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -346,7 +346,7 @@ def test_ranks_that_cannot_share_memory_talk_by_gloo_and_say_why() -> None:
 
 @distributed(world=2)
 def test_a_limit_on_one_rank_s_memory_is_the_reason_why_all_talk_by_gloo() -> None:
-    assert _made()  # with what only the first channel needs
+    assert _made()  # with the library that the first channel builds
     for method, reason in (("__init__", "cannot make 8392704 bytes to share"), ("open", "cannot be mapped")):
         real = getattr(Lanes, method)
 
@@ -367,7 +367,7 @@ def test_a_limit_on_one_rank_s_memory_is_the_reason_why_all_talk_by_gloo() -> No
 @distributed(world=2)
 def test_machines_of_one_name_notice_that_they_share_no_memory() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        # No kernel tells them apart, and the same process and file are there on both: only what stands in it is not.
+        # The kernel sees one machine, with the same process and file on both sides: only the file's content differs.
         patch.setattr(_sharing, "_machine", lambda: "node17")
         real = Lanes.__init__
 
@@ -474,7 +474,7 @@ def _next_file() -> int:
 
 @pytest.mark.parametrize("limit", ["size of a file", "addresses", "open files"])
 def test_a_limit_that_forbids_the_memory_is_the_reason(limit: str) -> None:
-    _engine.engine()  # what only the first channel needs
+    _engine.engine()  # built for the first channel
     what, most = {
         "size of a file": (resource.RLIMIT_FSIZE, 1 << 20),
         "addresses": (resource.RLIMIT_AS, _pages() + (1 << 20)),

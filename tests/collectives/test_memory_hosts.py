@@ -1,4 +1,4 @@
-"""Covers what a host may be like: no room in /dev/shm, limits, containers that look like one host and are none."""
+"""Covers kinds of hosts: no room in /dev/shm, limits, containers that look like one host but are several."""
 
 import json
 import os
@@ -29,7 +29,7 @@ print(json.dumps({
 
 
 def _ranks(meets: pathlib.Path, *within: str, script: str = 'exec "$@"') -> list[dict[str, Any]]:
-    """What two ranks tell, each run by a shell of its own within what is given."""
+    """The reports of two ranks, each run by a shell of its own under the given command."""
     line = [*within, "sh", "-c", script, "sh"]
     if within and (os.getuid() or subprocess.run([*line, "true"], capture_output=True, check=False).returncode):
         pytest.skip("namespaces of one's own need root")

@@ -1,4 +1,4 @@
-"""Covers who shares memory with whom: one user's ranks whoever that is, no two users', and no two jobs'."""
+"""Covers the ranks that share memory: those of one user, root or not, never those of two users or two jobs."""
 
 import contextlib
 import ctypes
@@ -37,7 +37,7 @@ def _night(*users: int) -> Any:
 
 
 class Said(NamedTuple):
-    """What a rank tells of itself."""
+    """The report of a rank."""
 
     user: int
     shared: int
@@ -54,7 +54,7 @@ class _Job:
         self._ranks = [self._fork(rank, users, mark, cache) for rank in range(len(users))]
 
     def said(self) -> list[Said]:
-        """What all ranks tell."""
+        """The reports of all ranks."""
         assert all(pipe.poll(_PATIENCE) for _, pipe in self._ranks), "a rank hangs"
         return [pipe.recv() for _, pipe in self._ranks]
 
@@ -92,7 +92,7 @@ def _become(user: int) -> None:
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    # A process that has changed its user belongs to root in /proc until it starts another program, or says this.
+    # A process that has changed its user belongs to root in /proc until it starts another program, or makes this call.
     ctypes.CDLL(None).prctl(_READABLE, 1)
 
 

@@ -1,4 +1,4 @@
-"""Covers several tensors as one message: packed and unpacked as they were, and sent."""
+"""Covers several tensors as one message: packed, sent, and unpacked unchanged."""
 
 import torch
 from torch import Tensor

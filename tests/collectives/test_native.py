@@ -1,4 +1,4 @@
-"""Covers what goes over the wire of a loss: elements of dtypes that no backend sends travel as their bytes."""
+"""Covers messages of a loss: elements of dtypes that no backend sends travel as their bytes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Covers who sends what of a leaf from mesh to mesh: against masks, element by element, for every rank."""
+"""Covers the parts of a leaf that each rank sends from mesh to mesh: against masks, element by element."""
 
 import itertools
 import random
@@ -78,7 +78,7 @@ def test_two_ranks_have_what_is_between_them_in_one_order() -> None:
 def test_those_who_hold_the_same_take_turns() -> None:
     holders, many = _mesh({"a": 3}, [0, 1, 2]), _mesh({"a": 7}, [2, 3, 4, 5, 6, 7, 8])
     turns = Counter(x.sender for rank in range(3) for x in overlaps((4,), (P(), holders), (P(), many), rank))
-    assert turns == {0: 2, 1: 2, 2: 2 + 1}  # six that hold nothing, in turn; and what rank 2 has itself
+    assert turns == {0: 2, 1: 2, 2: 2 + 1}  # six that hold nothing, in turn; and the part that rank 2 has itself
 
 
 def test_pieces_are_the_box_and_none_is_too_large() -> None:

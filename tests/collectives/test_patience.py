@@ -1,4 +1,4 @@
-"""Covers waits for ranks that do not come: `full_tensor` by one rank alone says what it waits for."""
+"""Covers waits for ranks that do not come: `full_tensor` by one rank alone reports the ranks that it waits for."""
 
 import logging
 import time

@@ -28,7 +28,7 @@ EXACT = dict(rtol=0, atol=0)
 
 
 class Row(NamedTuple):
-    """One collective with its arguments bound: what runs, what it means, and what its transpose means."""
+    """One collective with its arguments bound: the call, its reference, and the reference of its transpose."""
 
     name: str
     shapes: list[tuple[int, ...]]

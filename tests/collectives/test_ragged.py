@@ -74,7 +74,7 @@ def draw(counts: list[int], row: tuple[int, ...], dtype: torch.dtype, seed: int)
 
 
 def by_numpy(case: Case, xs: list[Tensor], outs: list[Tensor]) -> list[np.ndarray]:
-    """What JAX documents: slice i of a shard is written to device i's output, at an offset that the sender names."""
+    """JAX's definition: slice i of a shard is written to device i's output, at an offset that the sender names."""
     results = [out.numpy().copy() for out in outs]
     for sender, x in enumerate(xs):
         for receiver in range(len(xs)):

@@ -1,4 +1,4 @@
-"""Covers transfers in two hops: the order of second hops, and what is raised when a first one fails."""
+"""Covers transfers in two hops: the order of second hops, and the error when a first one fails."""
 
 import collections
 from typing import Any

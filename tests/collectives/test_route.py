@@ -51,7 +51,7 @@ def placed(x: Tensor, at: Placement, sizes: dict[str, int], draw: random.Random 
 
 
 def walked(blocks: Blocks, way: Route, sizes: dict[str, int]) -> Blocks:
-    """What every rank holds at the end, hop by hop, each by what its name means."""
+    """The blocks of every rank at the end, hop by hop, each by its definition."""
     for hop, before, after in zip(way.hops, way.stops, way.stops[1:], strict=False):
         blocks = {key: _made(hop, key, blocks, before, after, way.shape, sizes) for key in blocks}
     return blocks
@@ -72,7 +72,7 @@ def _made(
         return _own(total, key, before, after, shape, sizes)
     if isinstance(hop, Slice):
         return _own(blocks[key], key, before, after, shape, sizes)
-    # A gather or an exchange: put what the mates hold in its place, and look whether all of the new block is there.
+    # A gather or an exchange: put the blocks of the mates in place, and check that all of the new block is there.
     whole, seen = torch.zeros(shape, dtype=blocks[key].dtype), torch.zeros(shape)
     for k in mates:
         where = block_slices(shape, before.spec, sizes, dict(zip(sizes, k, strict=True)))
@@ -90,7 +90,7 @@ def _own(x: Tensor, key: tuple[int, ...], before: Placement, after: Placement, s
 
 
 def total(blocks: Blocks, at: Placement, shape: Any, sizes: dict[str, int]) -> Tensor:
-    """The leaf that blocks stand for; every copy of a block must be the same."""
+    """The leaf that has these blocks; every copy of a block must be the same."""
     sums: Blocks = {}
     for key, block in blocks.items():
         mates = tuple(c if a not in at.unreduced else 0 for a, c in zip(sizes, key, strict=True))
@@ -313,7 +313,7 @@ def test_two_hops_are_carried_as_one() -> None:
 
 @distributed(world=4, timeout=120)
 def test_gradients_go_the_way_back() -> None:
-    """`<F x, y> == <x, F' y>`, with what several ranks hold counted once."""
+    """`<F x, y> == <x, F' y>`, with elements that several ranks hold counted once."""
     mesh = make_mesh({"a": 2, "c": 2}, device="cpu")
     with sf.collectives.bind_mesh(mesh):
         for seed in range(25):

@@ -1,4 +1,4 @@
-"""Segments: read by another process, refused when they are not what was announced, gone with their owner."""
+"""Segments: read by another process, refused when they differ from the announced ones, gone with their owner."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""Covers who owns a tensor's memory: views, aliases, foreign memory, and what may be added to."""
+"""Covers the ownership of a tensor's memory: views, aliases, foreign memory, and sums in place."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ def test_memory_has_one_owner_when_nobody_else_holds_it() -> None:
     assert is_sole_owner(x) and is_sole_owner(x.view(-1))
 
 
-# What else sees the memory of a tensor, of which an alias is asked about.
+# Other holders of a tensor's memory; the test asks about an alias of it.
 HOLDERS: dict[str, Callable[[Tensor], Any]] = {
     "the tensor itself": lambda x: x,
     "an alias": lambda x: x.detach(),
