@@ -73,7 +73,7 @@ def test_a_name_is_one_value():
 
 
 def test_there_is_no_other_kind():
-    """Whoever needs a value that holds while a block runs takes an `Ambient`: `ambient_names` lists them all."""
+    """All values that are bound while a block runs are `Ambient`s: `ambient_names` lists them all."""
     root = pathlib.Path(shardfn.__file__).parent
     words = ("threading.local", "ContextVar", "\n    global ")
     found = [

@@ -121,7 +121,7 @@ def _peak(count: torch.Tensor, peak: float) -> float:
 
 def test_of_a_schedule_the_values_count_and_not_what_it_keeps() -> None:
     for make in (_Schedule, lambda rank, peak: _Schedule(rank, peak).at, lambda _, p: functools.partial(_peak, peak=p)):
-        schedule: Any = make  # of floats, which do for what is never run
+        schedule: Any = make  # of floats, as the schedule is never run
         of = lambda rank, peak, make=schedule: _lines(optim.adam(make(rank, peak)))  # noqa: E731
         assert of(0, 0.1) == of(1, 0.1) != of(1, 0.2)
 

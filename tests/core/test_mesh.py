@@ -1,4 +1,4 @@
-"""Covers what a mesh keeps: its connections and threads end with it, however it ends; a closed one says so."""
+"""Covers the resources of a mesh: its connections and threads end with it, however it ends; a closed one raises."""
 
 import copy
 import gc
@@ -25,7 +25,7 @@ def _kept() -> tuple[int, int, int]:
 
 
 def _left(then: tuple[int, int, int]) -> tuple[int, int, int]:
-    """As `_kept`, of what stays: a thread that has done its work takes a moment to end, gloo's as well as ours."""
+    """As `_kept`, after a while: a thread that has done its work takes a moment to end, gloo's as well as ours."""
     until = time.monotonic() + 10
     while _grew(now := _kept(), then) and time.monotonic() < until:
         time.sleep(0.01)
@@ -45,7 +45,7 @@ def _trained(mesh: "sf.Mesh | dist.DeviceMesh", loss=_loss, *, axis: str = "dp")
 
 
 def _idle() -> tuple[int, int, int]:
-    """As `_kept`, with nothing left of the test before, and with what a process keeps for all meshes."""
+    """As `_kept`, with nothing left of the test before, and with the resources that serve all meshes of a process."""
     with sf.make_mesh() as mesh:
         _trained(mesh)
     gc.collect()
@@ -127,7 +127,7 @@ def test_groups_of_several_axes_end_too_and_those_of_a_device_mesh_stay() -> Non
     outside = _kept()
     step, _ = _trained(grid)
     inside = _kept()
-    again, _ = _trained(grid)  # steps on one DeviceMesh share what it takes
+    again, _ = _trained(grid)  # steps on one DeviceMesh share a mesh
     assert again.mesh is step.mesh and not _grew(_left(inside), inside)
     step.mesh.close()
     assert not _grew(_left(outside), outside)
@@ -153,7 +153,7 @@ def test_a_device_mesh_keeps_its_communicators_whenever_the_collector_runs() -> 
         _trained(grid)
     finally:
         gc.enable()
-    assert copy.deepcopy(vars(grid)["_shardfn"]).mesh is None  # a copy of the mesh, or a pickle of it, has none
+    assert copy.deepcopy(vars(grid)["_shardfn"]).mesh is None  # a copy of the mesh, or a pickle of it, has no `Mesh`
 
 
 @distributed(world=2)

@@ -1,4 +1,4 @@
-"""Covers meshes of some of the program's ranks: steps and collectives on them, and what the other ranks are told."""
+"""Covers meshes of some of the program's ranks: steps and collectives on them, and the errors of the other ranks."""
 
 import pytest
 import torch

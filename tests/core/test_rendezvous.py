@@ -9,7 +9,7 @@ from shardfn.core._rendezvous import round_name
 
 
 def _round(store: dist.Store, world: int, late: int = -1) -> set[str]:
-    """The names that so many ranks come to; a late one comes when the others wait already."""
+    """The names on which `world` ranks agree; a late one comes when the others wait already."""
     order = sorted(range(world), key=lambda rank: rank == late)
     with concurrent.futures.ThreadPoolExecutor(world) as ranks:
         return {x.result() for x in [ranks.submit(round_name, store, r, world, 60.0) for r in order]}
@@ -24,6 +24,6 @@ def test_ranks_of_a_round_have_a_name_that_no_other_round_has() -> None:
 
 def test_ranks_that_do_not_come_are_named() -> None:
     store = dist.HashStore()
-    _round(store, 3)  # what they have left says nothing of this round
+    _round(store, 3)  # their entries do not belong to this round
     with pytest.raises(RuntimeError, match=r"ranks 1, 2 did not come within 0.2 s"):
         round_name(store, 0, 3, 0.2)

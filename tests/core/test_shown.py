@@ -1,4 +1,4 @@
-"""Covers shardfn/core/_shown.py, and what step, state, mesh, lowered step, ledger and traffic look like."""
+"""Covers shardfn/core/_shown.py, and the texts of step, state, mesh, lowered step, ledger and traffic."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Covers the functions of trees that a user's script has: what is mapped over a state is a state, for types as well."""
+"""Covers the functions of trees in users' scripts: mapping over a state gives a state, for type checkers as well."""
 
 from typing import assert_type
 
