@@ -124,7 +124,7 @@ def test_a_flipped_bit_is_found_and_located(tmp_path: pathlib.Path) -> None:
             memory.DamagedError, match=r"slot-000000.bin has changed.*bytes 262144 to 327680.*checkpoint"
         ):
             value.load()
-        assert torch.equal(value.read(0, 65_536).result(), x[:65_536])  # what is whole can still be read
+        assert torch.equal(value.read(0, 65_536).result(), x[:65_536])  # whole values can still be read
 
 
 def test_a_truncated_or_missing_file_is_named_with_both_sizes(tmp_path: pathlib.Path) -> None:

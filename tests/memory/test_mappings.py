@@ -1,4 +1,4 @@
-"""Covers host memory that is used again: never while somebody can reach it, and never more than was in use at once."""
+"""Covers host memory that is used again: never while a reference is left, and never more than was in use at once."""
 
 import gc
 import mmap
@@ -99,7 +99,7 @@ def test_when_there_is_no_room_what_waits_is_given_up() -> None:
         with pytest.raises(OSError, match="Cannot allocate"):
             mappings.lend(2 * PAGE)
     del held
-    assert mappings.waiting == 16 * PAGE  # what was not lent does not count as in use
+    assert mappings.waiting == 16 * PAGE  # a failed loan does not count as in use
 
 
 def test_threads_never_share_what_they_were_lent() -> None:

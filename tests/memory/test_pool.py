@@ -1,4 +1,4 @@
-"""Covers pools: reuse of files, commits, opening after any end, full disks, owners, and what info says."""
+"""Covers pools: reuse of files, commits, opening after any end, full disks, owners, and `info`."""
 
 import gc
 import itertools
@@ -103,7 +103,7 @@ def test_a_directory_has_one_lock(tmp_path: pathlib.Path) -> None:
                 take(tmp_path)
         child = os.fork()
         if not child:
-            signal.pause()  # holds what a fork inherits
+            signal.pause()  # holds all descriptors that a fork inherits
     try:
         memory.Pool.open(tmp_path).pool.close()
     finally:
@@ -262,7 +262,7 @@ def _kill_while_writing(place: pathlib.Path, times: int, caplog: pytest.LogCaptu
             with caplog.at_level(logging.INFO, "shardfn.memory"):
                 pool, found, step = memory.Pool.open(place)
             with pool:
-                # What was committed and said is there; a commit may have been made and not yet been said.
+                # Commits that the writer has printed are there; it may have made one more and not yet printed it.
                 assert step in (said[-1], said[-1] + 1) and first == last + 1
                 for name in "abc":
                     assert torch.equal(found[name].load(), torch.arange(40_000.0) + step)

@@ -1,4 +1,4 @@
-"""Covers the order in which threads do what waits, what they let go of, and how errors come back."""
+"""Covers the order in which threads run jobs, the release of arguments, and the return of errors."""
 
 import pathlib
 import threading

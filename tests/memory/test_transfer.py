@@ -1,4 +1,4 @@
-"""Covers transfers and `put`: values, errors, what the ledger sees of them, and every torch.func transform of put."""
+"""Covers transfers and `put`: values, errors, their bytes in the ledger, and every torch.func transform of put."""
 
 import threading
 
