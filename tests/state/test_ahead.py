@@ -113,7 +113,7 @@ def test_an_update_that_nobody_wants_ends_and_waits_for_nothing() -> None:
     ahead.take(0, Pending.of(_shares()[0]), None, torch.float32)
     ahead.stop()
     assert not ahead.finish().params
-    assert ahead.is_used(3)  # nobody is held back any more
+    assert ahead.is_used(3)  # no gradient is held back any more
     late = ahead.take(1, _Late(_shares()[1]), None, torch.float32)
     assert late.done()
     late.result()

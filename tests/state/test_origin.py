@@ -45,7 +45,7 @@ def _exchange(place: pathlib.Path, a: str = "rank0", b: str = "rank1") -> None:
 
 
 def _resume(place: pathlib.Path, shape: dict[str, int], axis: str = "dp") -> tuple[str, Any]:
-    """What resuming says, or the parameters that it gives."""
+    """The error of resuming, or the resumed parameters."""
     step = _make(place, shape, axis)
     try:
         state = step.resume(_start())
@@ -110,7 +110,7 @@ def test_directories_of_two_runs_are_told_apart(tmp_path: pathlib.Path) -> None:
 
 
 def _forget_origin(place: pathlib.Path) -> None:
-    """Makes a commit one from before commits said where they were made."""
+    """Makes a commit like those of older versions, which did not record an origin."""
     for path in place.glob("rank*/manifest*.json"):
         body = json.loads(json.loads(path.read_text())["body"])
         del body["about"]

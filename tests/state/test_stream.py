@@ -83,7 +83,7 @@ def test_chunks_give_the_bits_of_one_go(name: str, tmp_path: pathlib.Path) -> No
                 assert got is not None and torch.equal(loaded(got), want), (seed, homes)
             for column, row, old in zip(update.params, rows, before, strict=True):
                 assert column is not None
-                if column.home == "disk":  # what a failure would leave
+                if column.home == "disk":  # the state after a failure
                     assert torch.equal(loaded(column.held), old) and isinstance(row, Stored), seed
                 else:
                     assert row is column.held, seed
