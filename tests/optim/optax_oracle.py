@@ -98,7 +98,7 @@ def first() -> dict[str, np.ndarray]:
 
 
 def gradients(params: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]:
-    """Of a bowl, with a disturbance that depends on the step."""
+    """The gradients of a bowl, with a disturbance that depends on the step."""
     out = {}
     for i, (k, p) in enumerate(sorted(params.items())):
         n = np.arange(p.size).reshape(p.shape)

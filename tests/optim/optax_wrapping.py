@@ -49,7 +49,7 @@ def _cases() -> dict[str, Callable[[], dict[str, Any]]]:
     free = optax.chain(
         optax.scale_by_rms(0.99, 1e-8, eps_in_sqrt=False, bias_correction=True), optax.scale_by_learning_rate(warm)
     )
-    # optax computes this decay in float32 whatever the parameters are.
+    # optax computes this decay in float32 for parameters of any dtype.
     exact = functools.partial(factorized.scale_by_factored_rms, decay_rate_fn=lambda i, e: 1 - (i + 1.0) ** -e)
     factorized.scale_by_factored_rms = exact
     small = {"min_dim_size_to_factor": 3, "decay_rate": 0.7}

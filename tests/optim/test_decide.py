@@ -1,4 +1,4 @@
-"""Covers functions of the tree (masks, labels): what they are shown, and when they are asked."""
+"""Covers functions of the tree (masks, labels): their arguments, and when they are called."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def test_a_decided_rule_is_the_rule_and_never_asks_again(name: str) -> None:
         for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
             assert torch.equal(*(x if isinstance(x, Tensor) else x.local for x in (a, b)))
     assert told >= 1 and set(map(tuple, asked)) <= {((3,), (4, 3)), ((4, 3),)}
-    # Decided on whole leaves, a rule does the same to what is left of them.
+    # Decided on whole leaves, a rule does the same to blocks and parts of them.
     blocks = {"w": torch.ones(1, 3), "b": torch.ones(1), "none": None}
     optim.inplace(fixed)(tree_map(torch.clone, blocks), fixed.init(blocks), blocks)
 

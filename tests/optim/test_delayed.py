@@ -128,7 +128,7 @@ def test_a_clip_inside_begins_without_measures_after_the_warm_up_only() -> None:
     pieces, state, grad = optim.in_pieces(tx, params), tx.init(params), torch.tensor([3.0, 4.0])
     with pytest.raises(ValueError, match="given no measures, but the rule needs those of this step's gradients"):
         pieces.begin(state, None)
-    for _ in range(3):  # a plain step, one that moves nothing, one along what waits
+    for _ in range(3):  # a plain step, one that moves nothing, one along waiting gradients
         assert pieces.measure is not None
         token = pieces.begin(state, [pieces.measure(grad)])
         if int(state.count) > 0:

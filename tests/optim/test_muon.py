@@ -127,7 +127,7 @@ SIZES = {k: tuple(x.shape) for k, x in params().items()}
 
 
 def tp_loss(p: Any, ids: Tensor) -> Tensor:
-    """The loss of blocks, each of which it gathers."""
+    """The loss of blocks, which it gathers one by one."""
     dims = {k: len(s) - 1 for k, s in CUTS.items()}
     whole = {k: sf.all_gather_invariant(p[k], "tp", dim=d, size=SIZES[k][d]) for k, d in dims.items()}
     return loss({**p, **whole}, ids)
@@ -165,7 +165,7 @@ def test_each_matrix_is_computed_by_one_rank() -> None:
         fixed = optim.decided(tx, whole)
         blocks = tree_map(cut, whole, specs)
         fixed.update(blocks, fixed.init(blocks), specs=specs)
-        # Of the stack each rank has whole matrices.
+        # Each rank has whole matrices of the stack.
         own = [(2, 2)] * len(blocks["stack"])
         assert sorted(seen) == sorted([*own, (4, 6), *([(3, 2)] if mesh.rank == 0 else [])])
         with pytest.raises(ValueError, match=r"decide it first[^$]*\['a'\] is cut as P\('dp'\)"):

@@ -42,7 +42,7 @@ def around(inner: Any) -> GradientTransformation:
     return GradientTransformation(inner.init, inner.update, needs=needs)
 
 
-# How the parts are put together; then granularity, what is measured, whether its sum does, whether pairs are there.
+# A composition; then its granularity, its measure, whether the measure is additive, and whether it needs wholes.
 JOINS: list[tuple[Any, tuple[Any, ...]]] = [
     (optim.chain(), ("element", None, None, False)),
     (optim.chain(ELEMENT, LEAF), ("leaf", None, None, False)),
@@ -122,7 +122,7 @@ def test_which_leaves_ascend_depends_on_the_mask() -> None:
     ):
         assert optim.ascending(tx, params) == want
         state = tx.init(params)
-        if not isinstance(state, optim.DelayedState):  # whose first update is none
+        if not isinstance(state, optim.DelayedState):  # which does not update at its first step
             updates, _ = tx.update(tree_map(torch.ones_like, params), state, params)
             assert [bool((u > 0).all()) for u in tree_leaves(updates)] == want
     assert optim.masked(clip, only).needs.ascends is True

@@ -1,4 +1,4 @@
-"""Covers the compressed optimizers on one rank: when they freeze, what they hold still, what they owe and refuse."""
+"""Covers the compressed optimizers on one rank: freezes, leaves that are held still, errors owed, and refusals."""
 
 from typing import Any
 
@@ -209,7 +209,7 @@ def test_updates_have_a_derivative_in_the_learning_rate(name: str) -> None:
     lr = torch.tensor(0.1, requires_grad=True)
     value = after(lr)
     (slope,) = torch.autograd.grad(value, lr)
-    assert torch.equal(value, after(0.1))  # the kernel and what stands in for it have the same bits
+    assert torch.equal(value, after(0.1))  # the kernel and its replacement have the same bits
     torch.testing.assert_close(slope, (after(0.11) - after(0.09)) / 0.02, rtol=1e-3, atol=0)
 
 

@@ -22,7 +22,7 @@ GOLDENS = json.loads((HERE / "optax_wrapping.json").read_text())
 
 
 def run(tx: Any, *, only: str = "wvub", broken: bool = False, seen: Callable[[Any, Any], Any] | None = None) -> Any:
-    """What `optax_wrapping.run` returns, of a rule of ours."""
+    """The values that `optax_wrapping.run` returns, for a rule of ours."""
     params: Any = {k: torch.from_numpy(x) for k, x in oracle.first().items() if k in only}
     state, step_in_place, out = tx.init(params), optim.inplace(tx), {}
     for step in range(1, oracle.STEPS + 1):

@@ -185,7 +185,7 @@ def test_update_is_pure(name: str) -> None:
 def test_apply_equals_update(name: str, dtype: torch.dtype, tol: float) -> None:
     tx, params = OPTIMIZERS[name](), make_params(dtype)
     pure, in_place = (run(tx, params, 20, in_place=flag) for flag in (False, True))
-    # Norms and schedules are float32 whatever the leaves are, and so is the learning rate in them.
+    # Norms and schedules are float32 for leaves of any dtype, and so is the learning rate in them.
     tol = max(tol, 1e-6) if any(word in name for word in ("lamb", "multi", "clip", "lars")) else tol
     assert_close(in_place[0], pure[0], rtol=tol, atol=tol)
     assert_close(in_place[1], pure[1], rtol=tol, atol=tol)

@@ -108,8 +108,8 @@ def test_donated_gradients_are_reused() -> None:
     assert [a is b for a, b in zip(got, xs, strict=True)] == [True, True]
 
 
-# Simulated ranks: each runs the function twice. The first time `psum` records what the rank would send, the second time
-# it returns the sum over the ranks of its row.
+# Simulated ranks: each runs the function twice. The first time `psum` records the rank's summand, the second time it
+# returns the sum over the ranks of its row.
 SHAPE = {"dp": 2, "tp": 3}
 SPECS: Any = {"a": P("dp"), "b": [P(None, "tp"), P(("tp", "dp"))], "c": P(), "e": P("tp"), "n": None, "s": P()}
 

@@ -1,4 +1,4 @@
-"""Covers pairs `(init, update)` that know no ranks: sharded equals one device, whatever they look at."""
+"""Covers pairs `(init, update)` that know no ranks: sharded equals one device, for all kinds of rules."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from shardfn.testing import assert_same, distributed, on_mesh, one_device
 
 
 class Optax(NamedTuple):
-    """What optax calls a GradientTransformation."""
+    """The two fields of optax's GradientTransformation."""
 
     init: Any
     update: Any

@@ -95,7 +95,7 @@ def test_factored_moments_of_leaves_cut_by_tensor_parallelism() -> None:
 def test_vectors_are_kept_whole_and_matrices_are_not() -> None:
     step = sf.sharded_step(loss, optim.adafactor(0.1, **SMALL))
     state = step.init(params()).opt_state[0]
-    # Of 140 elements of matrices.
+    # The matrices have 140 elements.
     assert state.v["w"] is None and state.v_row["b"] is None
     assert state.v_row["v"].shape == (5,) and state.v_col["v"].shape == (7,)
     assert sum(x.numel() for x in tree_leaves((state.v_row, state.v_col))) == 53
