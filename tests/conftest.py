@@ -42,7 +42,7 @@ except (ImportError, AttributeError) as error:
 
 worker_setup(__file__)
 if __name__.startswith("_worker_setup"):
-    # In the process that workers are forked from: what a first capture imports, once rather than in each of them.
+    # In the process that workers are forked from: the imports of a first capture, once and not in each worker.
     import torch._dynamo
     import torch.fx.experimental.symbolic_shapes
 

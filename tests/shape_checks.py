@@ -1,9 +1,9 @@
-"""Checks what functions are given and return by their annotations: shapes as jaxtyping does, the rest by beartype.
+"""Checks arguments and results of functions by their annotations: shapes as jaxtyping does, the rest by beartype.
 
-As jaxtyping's own import hook does, which binds the arguments of each call anew, checks them twice, and makes its
-checks anew wherever a function inside a function is defined: two thirds of what ranks computed in a test. Here the
-checks of a function are made once, when it is called first, for all functions of the same code, and sizes have names
-only in calls whose annotations have shapes.
+jaxtyping's own import hook binds the arguments of each call anew, checks them twice, and makes its checks anew wherever
+a function inside a function is defined: two thirds of the ranks' computing time in a test. Here the checks of a
+function are made once, when it is called first, for all functions of the same code, and sizes have names only in calls
+whose annotations have shapes.
 """
 
 import ast
@@ -29,23 +29,23 @@ from typing import Any, Union
 import jaxtyping
 from beartype import BeartypeConf, beartype
 
-# The tower lets an int stand for a float, as Python's type checkers do.
+# The tower accepts an int as a float, as Python's type checkers do.
 _CONF = BeartypeConf(is_pep484_tower=True, violation_type=jaxtyping.TypeCheckError)
 _VERSION = f"checks{zlib.crc32(pathlib.Path(__file__).read_bytes()):x}"
-# What names a line of the user's skips frames whose file is called so: as those that beartype makes.
+# Code that names a line of the user's skips frames with this file name, as it skips those that beartype makes.
 _FILE = "<@beartype of shape_checks>"
 _ACTIVE = [True]
 _CHECKS: dict[int, "Checks"] = {}  # by the id of the code, which they keep
 
 
 def install(modules: Sequence[str]) -> None:
-    """Checks all that is imported from now on of these modules and what is in them."""
+    """Adds checks to all later imports of these modules and of those within them."""
     sys.meta_path.insert(0, _Finder(tuple(modules)))
 
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Nothing is checked here: a user's mistake meets the package as it is."""
+    """Turns all checks off inside: a user's mistake meets the package's own errors."""
     before, _ACTIVE[0] = _ACTIVE[0], False
     try:
         yield
@@ -54,7 +54,7 @@ def unchecked() -> Iterator[None]:
 
 
 def checked(of: Any) -> Any:
-    """A function, or the `__init__` of a dataclass, that checks its calls; what has no annotation stays as it is."""
+    """A function, or the `__init__` of a dataclass, that checks its calls; others are returned unchanged."""
     if isinstance(of, type):
         if dataclasses.is_dataclass(of) and "__init__" in vars(of):
             of.__init__ = checked(vars(of)["__init__"])
@@ -68,12 +68,12 @@ def checked(of: Any) -> Any:
 
 
 class Checks:
-    """What is checked at the calls of all functions of one code.
+    """The checks at calls of all functions with one code object.
 
     Attributes:
         shapes: whether a shape is annotated.
         arguments: is called with a call's arguments.
-        returned: is called with what the call returns.
+        returned: is called with the call's result.
     """
 
     def __init__(self, function: types.FunctionType) -> None:
@@ -81,7 +81,7 @@ class Checks:
         self._hints = {name: _resolved(hint, function) for name, hint in function.__annotations__.items()}
         self.shapes = any(map(_has_shape, self._hints.values()))
         signature = inspect.signature(function)
-        # Nothing here may hold what a function inside a function holds, which must end with it.
+        # Nothing here may hold the values that a function inside a function holds, which must end with it.
         self._signature = _without_values(signature) if "<locals>" in self._qualname else signature
         self.arguments: Callable[..., Any] = self._first_arguments
         self.returned: Callable[[Any], Any] = self._first_returned
@@ -117,7 +117,7 @@ class Checks:
 
 
 class _Omitted(enum.Enum):
-    """Stands for a default."""
+    """The placeholder of a default."""
 
     VALUE = 0
 
@@ -172,7 +172,7 @@ _without_file(_with_shapes)
 
 
 def _resolved(hint: Any, function: types.FunctionType) -> Any:
-    """The hint, names in quotes replaced by what they mean; Any where that is not yet known."""
+    """The hint, with names in quotes resolved; Any where that is not yet possible."""
     if not isinstance(hint, str) and "ForwardRef" not in repr(hint):
         return hint
     holder = types.SimpleNamespace(__annotations__={"hint": hint})
@@ -212,7 +212,7 @@ def _decorator(at: ast.stmt) -> ast.expr:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Keeps what it compiles beside Python's own, under a name that changes with this file."""
+    """Keeps compiled files beside Python's own, under a name that changes with this file."""
 
     def get_code(self, fullname: str) -> types.CodeType:
         status = os.stat(self.path)

@@ -1,4 +1,4 @@
-"""Covers docs/autodidact.py: it runs, and what it asserts and prints holds."""
+"""Covers docs/autodidact.py: it runs, its assertions hold, and its output is right."""
 
 import pathlib
 import runpy

@@ -1,4 +1,4 @@
-"""Covers every docstring of the package: its examples run as they are printed."""
+"""Covers every docstring of the package: its examples run and print the results shown."""
 
 import ast
 import doctest

@@ -1,4 +1,4 @@
-"""Covers what is published: sdist and wheel hold every file of the package, and the wheel runs in a fresh venv."""
+"""Covers the published files: sdist and wheel hold every file of the package, and the wheel runs in a fresh venv."""
 
 import os
 import pathlib
@@ -15,7 +15,7 @@ import torch
 
 ROOT = pathlib.Path(__file__).parents[1]
 BACKEND = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-# What pip says where no index can be reached, or has nothing.
+# pip's messages where no index can be reached, or an index is empty.
 _OFFLINE = ("No matching distribution found", "Could not find a version", "Connection", "Max retries", "timed out")
 
 pytestmark = pytest.mark.nightly

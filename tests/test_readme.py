@@ -103,7 +103,7 @@ def _python(page: str) -> list[str]:
 
 
 def _printing(page: str) -> list[tuple[str, str | None]]:
-    """Blocks of Python, each with the block of text below it, which is what it prints."""
+    """Blocks of Python, each with its output, the block of text below it."""
     block = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.M | re.S)
     return [(found[1], found[2]) for found in block.finditer((ROOT / page).read_text())]
 

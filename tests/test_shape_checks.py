@@ -1,4 +1,4 @@
-"""Covers `tests/shape_checks.py`: what a module is checked for that it instruments, and what it leaves alone."""
+"""Covers `tests/shape_checks.py`: the checks that it adds to a module, and the functions that it leaves alone."""
 
 import gc
 import importlib
@@ -139,7 +139,7 @@ def test_classes(module: ModuleType) -> None:
 
 
 def test_what_is_left_alone(module: ModuleType) -> None:
-    assert module.of_later(1) == 1  # what is defined later means anything, as in jaxtyping's hook
+    assert module.of_later(1) == 1  # names defined later accept anything, as in jaxtyping's hook
     assert module.free("x") == module.without("x") == "x"
     assert not hasattr(module.without, "__wrapped__") and not hasattr(module.free, "__wrapped__")
 

@@ -139,7 +139,7 @@ def test_the_site_builds_without_a_warning(tmp_path: pathlib.Path) -> None:
     assert not re.search(r"^WARNING", done.stderr, re.M)
     page = (tmp_path / "site/from_fsdp2/index.html").read_text()
     assert 'href="../reference/core/#shardfn.core.Zero"' in page  # inline names are links
-    assert 'href="../source/README.md/"' in page  # what lies outside of docs/ has a page
+    assert 'href="../source/README.md/"' in page  # files outside of docs/ have a page
     optimizers = (tmp_path / "site/reference/optim/index.html").read_text()
     assert 'id="shardfn.optim.adamw"' in optimizers
 

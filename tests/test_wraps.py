@@ -10,9 +10,9 @@ import shardfn
 
 # A line that would still be this long with the next line's first word has broken off too early; lines have 120.
 LIMIT = 112
-# What begins an item, a row of a table, or an entry of `Args:`.
+# The beginning of an item, a row of a table, or an entry of `Args:`.
 ITEM = re.compile(r"[-*|>\[`]|\d+\.|\.\.\.|[\w.*`\"'() ,]{1,60}:(\s|$)")
-# What is laid out by hand: columns, formulas, links.
+# Text that is laid out by hand: columns, formulas, links.
 LAID_OUT = re.compile(r"\S  |https?:| = |=>|->|;\s")
 
 
