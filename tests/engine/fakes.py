@@ -1,4 +1,4 @@
-"""A wire of two ranks of which only one is there: what the other sends is worked out, and all is written down."""
+"""A wire of two ranks with only one present: the other's messages are computed, and all transfers are recorded."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ class Wire(Channels):
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
         self.waited: list[int] = []
-        # What this rank sends -> what all ranks' pieces make, by its elements.
+        # The elements of this rank's message -> the message of all ranks' pieces.
         self.messages: dict[tuple[float, ...], Tensor] = {}
         self.line = _Line(self)
 
@@ -61,7 +61,7 @@ class _Line(Channel):
 
 
 class Told(Rounds):
-    """Rounds in which the other rank says what it is told to, one thing after another, and then what this one says."""
+    """Rounds in which the other rank sends the values of `says`, one after another, and then this rank's own."""
 
     def __init__(self, says: Sequence[int] = (), text: str = "") -> None:
         super().__init__(None, 0, lambda error: sf.RankError(str(error)))
@@ -76,7 +76,7 @@ class Told(Rounds):
 
 
 def plan_of(shapes: dict[str, tuple[int, ...]], zero: sf.Zero) -> tuple[Plan, list[Tensor], list[Tensor]]:
-    """The plan of such leaves on two ranks; the leaves; and what rank 0 keeps of them."""
+    """The plan of such leaves on two ranks; the leaves; and rank 0's parts of them."""
     mesh = Mesh({"dp": 2}, torch.device("cpu"), abstract=True)
     leaves, treedef = tree_flatten({k: torch.empty(s, device="meta") for k, s in shapes.items()})
     plan = Planner(mesh, sf.P(), sf.P("dp"), zero, True, None).plan(treedef, leaves)

@@ -1,4 +1,4 @@
-"""Covers sums of microbatches' gradients in place: bit for bit those out of place; what others hold is not written."""
+"""Covers sums of microbatches' gradients in place: bit for bit those out of place; shared memory is not written."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ from shardfn.engine._reduce import Reducer
 from shardfn.state import _parts, piled
 from shardfn.testing import distributed
 
-# Of a loss: `loss(params, batch)`, and a list to which it may add what a user keeps, whose values must stay.
+# The arguments of a loss: params, batch, and a list for tensors that a user keeps, whose values must not change.
 Case = Callable[[Any, Any, list[Any]], Tensor]
 
 
 class _Gives(torch.autograd.Function):
-    """Zero, whose gradient of each of `xs` is what `make(cotangent)` says."""
+    """One, with the gradients `make(cotangent)` of `xs`."""
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[Tensor], list[Tensor | None]], *xs: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def _shared(p: Any, batch: Any) -> Any:
     return _loss(p, batch) * (1 + (p["b"].T @ p["b"] * batch["m"].mean(0)).square().mean())
 
 
-# Each loss gets "m", the same on all ranks; it has as many rows as there are chunks, so it could be cut.
+# Each loss gets "m", the same on all ranks; it has one row a chunk, so it could be cut.
 SPECS = {"x": sf.P("dp"), "y": sf.P("dp"), "m": sf.P()}
 
 
@@ -74,7 +74,7 @@ def _own(batch: dict[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
 
 
 def _trained(rule: str, loss: str, stage: int, steps: int) -> list[Tensor]:
-    """Parameters, state and metrics after some steps, on as many ranks as there are."""
+    """Parameters, state and metrics after some steps, on all ranks of the program."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mesh = sf.make_mesh({"dp": ranks}) if ranks > 1 else sf.make_mesh(alone=True)
     zero = sf.Zero(stage=stage, persist_elements=0, reduction="canonical", reduction_chunks=CHUNKS)
@@ -273,7 +273,7 @@ def test_more_ranks_than_chunks_are_refused() -> None:
 
 @distributed(world=3, timeout=60)
 def test_rows_that_are_no_multiple_on_one_rank_are_told_to_all() -> None:
-    """Before anything is sent: nobody waits for a step that one rank has not begun."""
+    """Before anything is sent: no rank waits for a step that another has not begun."""
     mesh = sf.make_mesh({"dp": 3}, timeout=600)
     step = sf.sharded_step(_loss, optim.sgd(0.1), mesh=mesh, zero=sf.Zero(reduction="canonical"))
     batch = {k: torch.ones(CHUNKS, d)[step.rows(CHUNKS)] for k, d in (("x", 7), ("y", 5))}

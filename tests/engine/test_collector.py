@@ -20,7 +20,7 @@ LEAVES = 20
 
 
 class Node:
-    """What makes a cycle of itself."""
+    """An object in a cycle with itself."""
 
     def __init__(self) -> None:
         self.me = self
@@ -28,7 +28,7 @@ class Node:
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[tuple[int, bool]]]:
-    """Of the collections that begin while the context is open, the generation, and whether a step was running."""
+    """The collections that begin while the context is open: the generation, and whether a step was running."""
     seen: list[tuple[int, bool]] = []
 
     def note(phase: str, info: Any) -> None:
@@ -65,7 +65,7 @@ def test_no_collection_begins_inside_a_step(stage: int) -> None:
         for _ in range(10):
             with counted() as seen:
                 state, _ = step(state, torch.ones(2, 4))
-                _ = [[] for _ in range(200)]  # whoever allocates next pays what is due
+                _ = [[] for _ in range(200)]  # the next allocations start the collections that are due
             inside += sum(is_inside for _, is_inside in seen)
             between += sum(not is_inside for _, is_inside in seen)
     finally:
@@ -88,7 +88,7 @@ def test_live_objects_do_not_grow_over_two_hundred_steps() -> None:
         if k in (19, 199):
             counts.append(len(gc.get_objects()))
     alive = sum(ref() is not None for ref in made)
-    assert alive < 100, alive  # nobody has called the collector
+    assert alive < 100, alive  # without a call of the collector
     assert counts[1] - counts[0] < 2_000, counts
 
 

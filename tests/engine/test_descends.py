@@ -1,4 +1,4 @@
-"""Covers optimizers that would add gradients: which leaves they are is told at `init`, and every remedy trains."""
+"""Covers optimizers that would add gradients: `init` names their leaves, and every remedy trains."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Covers an error of one rank while a step runs, captured or eager: the others are told at once, and all go on."""
+"""Covers an error of one rank while a step runs, captured or eager: the others raise at once, and all go on."""
 
 import contextlib
 
@@ -20,7 +20,7 @@ class _Boom(Exception):
 
 @torch.library.custom_op("shardfn_test::passing", mutates_args=())
 def _passing(x: Tensor, where: str) -> Tensor:
-    """A user's op: the identity, but that it fails where it is told to."""
+    """A user's op: the identity, which fails at the place in `_FAIL`."""
     if _FAIL["where"] == where:
         raise _FAIL["error"]
     return x.clone()
@@ -123,7 +123,7 @@ def test_ranks_that_need_nothing_more_of_a_failed_one_are_told_at_the_next_step(
         if rank == 1:
             _FAIL.update(where="backward", error=_Boom("in the backward"))
         step(state, _batch())
-    with _told(1, _Boom, "in the update"):  # at stage 3 nothing is sent after the update
+    with _told(1, _Boom, "in the update"):  # stage 3 sends no message after the update
         if rank == 1:
             _FAIL.update(where="update", error=_Boom("in the update"))
         state, _ = step(state, _batch())

@@ -1,4 +1,4 @@
-"""Covers the gatherer: values, what is issued when, what is asked for, and what other ranks ask for."""
+"""Covers the gatherer: values, the order of messages, requests, and requests of other ranks."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def sent(self) -> list[int]:
-        """The leaves that were gathered, by the size of what was sent."""
+        """The leaves that were gathered, by the sizes of the messages."""
         sizes = [x.numel() for x in self.kept]
         assert len(set(sizes)) == len(sizes)
         return [sizes.index(n) for _, n in self.wire.log]
@@ -81,7 +81,7 @@ def test_a_window_issues_what_is_used_next_in_the_agreed_order() -> None:
         return case.sent
 
     nbytes = [unit.nbytes for unit in Case().plan.gather_units]
-    assert at_first(0) == [0]  # at least what is used
+    assert at_first(0) == [0]  # at least the leaf that is used
     assert at_first(nbytes[0] + nbytes[1]) == [0, 1]
     assert at_first(nbytes[0] + nbytes[1] + nbytes[2] - 1) == [0, 1]
     assert at_first(sum(nbytes)) == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""Covers the captured programs of one function: the cache, agreement on what runs, and errors on all ranks."""
+"""Covers the captured programs of one function: the cache, agreement on the program, and errors on all ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

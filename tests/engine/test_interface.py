@@ -14,11 +14,11 @@ from shardfn.engine import Interface
 from .fakes import Told
 
 P = sf.P
-MESH = Mesh({"dp": 2, "tp": 2}, torch.device("cpu"), abstract=True)  # of which this is rank 0
+MESH = Mesh({"dp": 2, "tp": 2}, torch.device("cpu"), abstract=True)  # this is rank 0
 
 
 def _leaf(*shape: int, spec: P, **more: Any) -> GlobalTensor:
-    """A leaf of which this rank has the first half along each dim that is cut."""
+    """A leaf; this rank has the first half along each dim that is cut."""
     block = [-(-n // 2) if spec.dim_axes(d) else n for d, n in enumerate(shape)]
     return GlobalTensor(torch.ones(block), torch.Size(shape), spec, more.pop("mesh", MESH), **more)
 

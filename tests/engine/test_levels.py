@@ -22,7 +22,7 @@ MAKE: dict[str, Callable[[Any], Any]] = {
     "pipeline": lambda f: sf.pipeline(f, lambda p, h: h, lambda w, h, x: h, blocks=lambda w: w.reshape(1)),
     "sharded": sf.sharded,
 }
-# Makes a plain function, which is not told from any other.
+# Returns a plain function, which cannot be recognised.
 UNSEEN = {"remat"}
 
 

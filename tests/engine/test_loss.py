@@ -1,4 +1,4 @@
-"""Covers what a loss may return: weights that require a gradient, and losses without one, on all ranks or some."""
+"""Covers results of losses: weights that require a gradient, and losses without one, on all ranks or some."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +52,7 @@ def _mine(x: Tensor, mesh: sf.core.Mesh) -> Tensor:
 
 
 def _said(step: Any, x: Tensor) -> str:
-    """What a step says, whose state must be left as it was."""
+    """The error of a step, which must not change the state."""
     state = step.init(_params())
     try:
         step(state, x)
@@ -142,7 +142,7 @@ def _elsewhere(params: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def _on_first_rows(params: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Without a gradient where the rows are zeros; a microbatch has one, another has none."""
+    """Without a gradient where the rows are zeros; so one microbatch may have a gradient and another not."""
     return _mean(params, x) if x.any() else _detached(params, x)
 
 

@@ -34,7 +34,7 @@ def named(mask: Any) -> Any:
 
 
 def others(mask: Any) -> Any:
-    """The leaves that `mask` leaves out: their updates would be gradients as they are, by which rounding grows."""
+    """The leaves that `mask` leaves out: their updates would be unscaled gradients, by which rounding grows."""
     return lambda params: tree_map(lambda on: not on, mask(params))
 
 

@@ -307,11 +307,11 @@ def test_outside_of_a_step_it_is_the_step_s(name: str) -> None:
     params = {"w": torch.linspace(-1.0, 1.0, 42).view(6, 7)}
     batch = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
     loss, aux, state = alone(params, first, batch)
-    # Whoever says it to the transforms may do so in a step, too.
+    # Transforms that were made with `has_state=True` may be used in a step, too.
     for wrapped in (in_step, alone):
         step = sf.sharded_step(wrapped, optim.sgd(0.1), has_state=True, has_aux=True)
         after, metrics = step(step.init(params, model_state=first), batch)
-        # A precision around the mean rounds it to bfloat16; a step takes the mean of what is cast already.
+        # A precision around the mean rounds it to bfloat16; a step takes the mean of values that are cast already.
         rtol = 2**-8 if name == "both" else 0
         torch.testing.assert_close(metrics["loss"], loss.detach(), rtol=rtol, atol=0)
         torch.testing.assert_close(metrics["size"], aux["size"], rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Covers updates that begin before the backward ends: the bits of those that do not, what they move, and failures."""
+"""Covers updates that begin before the backward ends: the bits of those that do not, their transfers, and failures."""
 
 import contextlib
 import gc
@@ -209,7 +209,7 @@ def test_a_clip_of_what_waits_moves_no_more_than_what_waits(tmp_path: pathlib.Pa
     assert moved[0] == moved[1]
 
 
-@pytest.mark.parametrize("place", [1, 3])  # of the counter of a DelayedState, and of what it measured
+@pytest.mark.parametrize("place", [1, 3])  # of the counter of a DelayedState, and of its `measured`
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_a_counter_is_not_taken_for_the_state_of_a_scalar(tmp_path: pathlib.Path, kind: Any, place: int) -> None:
     def loss(p: list[Tensor], x: Tensor) -> Tensor:

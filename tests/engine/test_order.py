@@ -1,4 +1,4 @@
-"""Covers the order of use as a value: windows, and schedules of what is issued and let go."""
+"""Covers the order of use as a value: windows, and schedules of gathers and releases."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Covers optimizers that average for themselves: what they are given in each phase, and what is refused."""
+"""Covers optimizers that average for themselves: their gradients in each phase, and refusals."""
 
 from typing import Any, NamedTuple
 
@@ -71,7 +71,7 @@ def _own(x: Tensor, spec: sf.P, over: tuple[str, ...]) -> Tensor:
 
 
 def _inner(run: Any) -> Any:
-    """What the inner rule knows of a run."""
+    """The part of a run that the inner rule determines."""
     return run._replace(opt_state=run.opt_state.inner, metrics=[])
 
 
@@ -91,7 +91,7 @@ def test_gradients_add_up_to_those_that_are_given(world: int) -> None:
             assert run.opt_state.ranks.tolist() == [STEPS + rank for rank in range(world)]
             for got, given in zip(run.metrics, want.metrics, strict=True):
                 assert torch.allclose(got["loss"], given["loss"], rtol=1e-6)
-                # Of its own gradients the mean of the squared norms: never below the norm of the mean.
+                # The mean of the ranks' squared norms: never below the norm of the mean.
                 assert got["grad_norm"] >= given["grad_norm"] * (1 - 1e-6)
             assert torch.allclose(run.metrics[1]["grad_norm"], want.metrics[1]["grad_norm"], rtol=1e-6)
         if stage not in (0, 3):

@@ -1,4 +1,4 @@
-"""Covers plans: leaves and layers, guessed and learnt orders, what is cached, what ranks compare, what does not fit."""
+"""Covers plans: leaves and layers, guessed and learnt orders, the cache, the agreement of ranks, errors."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def test_gradients_are_guessed_to_come_against_the_order_of_use() -> None:
     plan = _plan()
     last_first = [plan.reduce_units[u].leaves for u in plan.guessed_order(UseOrder([[1, 2, 3, 0]]))]
     assert last_first == [(0,), (3,), (2,), (1,)]
-    assert _plan(world=1).guessed_order(UseOrder([[1, 2, 3, 0]])) == []  # nothing is sent
+    assert _plan(world=1).guessed_order(UseOrder([[1, 2, 3, 0]])) == []  # no messages
     assert plan.for_capture().guessed_order(UseOrder([[0]])) == []
 
 

@@ -1,4 +1,4 @@
-"""Covers shardfn/engine/_profiled.py: the parts of a step, and their leaves, stand in torch's profiler."""
+"""Covers shardfn/engine/_profiled.py: the parts of a step, and their leaves, appear in torch's profiler."""
 
 from typing import Any
 

@@ -113,7 +113,7 @@ def test_gradients_taken_together_are_as_those_that_hooks_take() -> None:
 
 def test_the_tail_of_the_order_is_sent_last_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(2)
-    assert case.plan.sent_last() == set()  # nothing is learnt yet
+    assert case.plan.sent_last() == set()  # no order learnt yet
     case.plan.reduce_order = [3, 1, 0, 2]
     assert case.plan.sent_last() == {0, 1, 2, 3}
     monkeypatch.setattr(_plan, "TAIL_BYTES", (7 + 12) * 4)
@@ -129,7 +129,7 @@ def test_only_gradients_that_are_let_go_are_held_back_for(
     monkeypatch.setattr(_reduce, "IN_FLIGHT_BYTES", 1)
     monkeypatch.setattr(_reduce, "PATIENCE", 1e-3)
     case = Case(stage)
-    for whole in (2 * x.view(-1) for x in case.grads):  # what a stage 0 gathers of a sum
+    for whole in (2 * x.view(-1) for x in case.grads):  # the whole sums that stage 0 gathers
         case.wire.messages[tuple(whole[: (len(whole) + 1) // 2].tolist())] = whole
     case.reducer.begin(send=True, last=True)
     case.takes(0, 1, 2, 3)

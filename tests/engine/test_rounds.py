@@ -100,7 +100,7 @@ def test_no_group_goes_on_to_the_update_when_another_has_failed() -> None:
     with pytest.raises((ZeroDivisionError, RankError), match="in one group"):
         step(state, x)
     failing[0] = False
-    state, _ = step(state, x)  # which all ranks have as it was
+    state, _ = step(state, x)  # which is unchanged on all ranks
     assert int(state.step) == 2
 
 
@@ -157,7 +157,7 @@ def test_a_captured_step_is_made_by_all_where_one_rank_has_no_graph_of_it() -> N
     loss: Any = lambda p, x: sf.WeightedMean((x @ p).square().sum(), torch.tensor(float(len(x))))  # noqa: E731
     step = sf.sharded_step(sf.jit(loss, backend="graph"), optim.sgd(0.1), mesh=mesh, zero=3)
     state = step.init(torch.ones(6, 6))
-    # By gloo an exchange in which ranks say different things is followed by a gather.
+    # By gloo an exchange of unequal values is followed by a gather.
     uneven = 3 if chosen_channel() else 2
     for mine, rounds, misses in (([4, 4], 0, 1), ([4, 4], 1, 1), ([4, 3], 0, 2), ([4, 3], uneven, 2), ([4, 4], 1, 2)):
         state, found = _rounds_a_step(step, state, torch.ones(mine[mesh.rank], 6))

@@ -1,4 +1,4 @@
-"""Covers the schedule of a step: lists of forwards and backwards, and what they give in another order."""
+"""Covers the schedule of a step: lists of forwards and backwards, and their results in another order."""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""Covers scans in captured steps: leaves that are not stacked, writes to what a layer saved, remat with policies."""
+"""Covers scans in captured steps: leaves that are not stacked, writes to saved values, remat with policies."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def layer(h: Tensor, w: Tensor) -> tuple[Tensor, None]:
 
 
 def loss(p: dict, x: Tensor) -> Tensor:
-    """Of leaves without specs, so cut whole; one of them is the carry."""
+    """Its leaves have no specs, so stacks are cut as wholes; one of them is the carry."""
     return sf.scan(layer, p["h"].expand(4, 4), p["w"])[0].square().mean() + sf.scan(layer, x, p["w"])[0].square().mean()
 
 
@@ -51,7 +51,7 @@ def test_leaves_that_are_not_stacked_are_not_taken_to_be_written_to(world: int) 
 def test_a_write_to_what_a_copied_layer_has_saved_is_an_error_as_in_eager_mode() -> None:
     def writes(p: dict, x: Tensor) -> Tensor:
         h = sf.scan(lambda h, w: (torch.tanh(h @ w), None), x, p["w"])[0]
-        return h.mul_(2).mean()  # tanh's derivative needs h as it was
+        return h.mul_(2).mean()  # tanh's derivative needs the old h
 
     def views(p: dict, x: Tensor) -> Tensor:
         h = sf.scan(lambda h, w: (torch.tanh(h @ w).t(), None), x[:4], p["w"])[0]

@@ -79,7 +79,7 @@ class Case:
         self.plan = Planner(mesh, specs, P(), sf.Zero(0), True, None, ("pp",)).plan(treedef, leaves)
         self.batches = [torch.randn(ROWS, 5, generator=draw) for _ in range(2)]
         loss: Any = sf.pipeline(first, block, _last)
-        comms = Comms(mesh, self.wire, Told())  # pyright: ignore[reportArgumentType]  # what a stage needs of them
+        comms = Comms(mesh, self.wire, Told())  # pyright: ignore[reportArgumentType]  # the parts that a stage uses
         self.course = Staged(self.plan, comms, loss, TABLE, self.batches, (), False, ())
 
     def forward(self, action: Action) -> Any:
@@ -120,7 +120,7 @@ def test_its_backward_starts_from_the_gradient_that_comes_back(first_stage: Case
     first_stage.wire.coming = [gradient]
     first_stage.course.receive(B0)
     outputs, cotangents, inputs = first_stage.course.ends(B0, lambda loss, weight: loss)
-    assert torch.equal(outputs[0], _h(first_stage)) and len(outputs) == 1  # of the integers there is none
+    assert torch.equal(outputs[0], _h(first_stage)) and len(outputs) == 1  # the integers have no gradient
     assert torch.equal(cotangents[0], gradient) and inputs == []
     sent = len(first_stage.wire.sent)
     first_stage.course.send_back(B0, [])

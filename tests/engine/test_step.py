@@ -1,4 +1,4 @@
-"""Covers the composition of a step: the order of its parts, the fold, and what becomes of a state that is donated."""
+"""Covers the composition of a step: the order of its parts, the fold, and the fate of a donated state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from shardfn.state._state import taken
 
 
 class _Noted:
-    """An `Executor` that notes what it is asked for."""
+    """An `Executor` that records its calls."""
 
     def __init__(self, finite: bool) -> None:
         self.finite, self.asked = finite, []

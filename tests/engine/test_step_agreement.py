@@ -1,4 +1,4 @@
-"""Covers what ranks agree on before anything is sent: everything that a step is made of, and the rows that it is given.
+"""Covers the agreement of ranks before anything is sent: all parts of a step, and the rows that it gets.
 
 Every disagreement is an error on all ranks that shows the lines in which they differ; the next step runs.
 """
@@ -36,7 +36,7 @@ def _run(mesh: sf.Mesh, loss=_loss, tx=None, **options) -> sf.TrainState:
 
 
 _CLIPPED = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1))
-# What each rank has; and a line of each in the error.
+# The options of each rank; and a line of each in the error.
 _DIFFERENT = {
     "microbatches": (
         [{"loss": sf.accumulate(_loss, 1)}, {"loss": sf.accumulate(_loss, 2)}],
@@ -151,7 +151,7 @@ def test_ranks_without_a_dp_axis_train_together(mode: str) -> None:
     mesh = sf.make_mesh({"data": -1})
     got = on_mesh(loss, optim.sgd(0.1), _params(), [rows, rows], mesh=mesh)
     assert torch.equal(got.params["w"], want.params["w"])
-    # Who says that the batch is not cut has to pass the same rows everywhere.
+    # A batch that is declared whole must have the same rows on all ranks.
     step = sf.sharded_step(loss, optim.sgd(0.1), mesh=mesh, batch=sf.P("dp"))
     with pytest.raises(sf.RankError, match=r"(?s)along \('data',\) must pass .* no axis.*batch=P\('data'\).*rank 1 "):
         step(step.init(_params()), rows[4 * rank :][:4])

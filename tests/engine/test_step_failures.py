@@ -71,7 +71,7 @@ class _FailingBackward(torch.autograd.Function):
 
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_rank_that_raises_is_named_by_the_others_at_once(world: int) -> None:
-    # At once: who waits for what never comes waits for 30 minutes, the limit of a mesh, and this test has three.
+    # At once: a rank that waits in vain waits for 30 minutes, the limit of a mesh, and this test has three.
     rank = torch.distributed.get_rank()
     fail = {"where": ""}
 
@@ -191,9 +191,7 @@ def test_a_rank_that_raises_in_any_microbatch_or_before_is_named() -> None:
         calls.update(n=0, fail=-1)
         with pytest.raises(TypeError if rank else sf.RankError, match=r"batch\['x'\] is a float"):
             step(state, {"x": 1.0} if rank else _batch())
-        refused = "cuts the batch unevenly" + "|different sizes" * (
-            rank == 0
-        )  # rank 0's own, or what rank 1 left word of
+        refused = "cuts the batch unevenly" + "|different sizes" * (rank == 0)  # rank 0's own, or the report of rank 1
         with pytest.raises(ValueError if rank else (ValueError, sf.RankError), match=refused):
             step(state, _batch(4 - rank))
         state, metrics = step(state, _batch())

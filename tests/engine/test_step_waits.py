@@ -1,4 +1,4 @@
-"""Covers ranks that wait for another one in vain: they say who is missing, where, and whether it is there at all."""
+"""Covers ranks that wait for another one in vain: they report the missing rank, the place, and whether it is alive."""
 
 import os
 import pathlib
@@ -43,7 +43,7 @@ def test_a_rank_that_is_late_is_called_late_and_no_rank_dead(world: int) -> None
         if slow["how"] == "sleeps" and rank == late:
             time.sleep(5)
         if slow["how"] == "stops" and rank == late:
-            os.kill(os.getpid(), signal.SIGSTOP)  # until rank 0 has seen what follows
+            os.kill(os.getpid(), signal.SIGSTOP)  # until rank 0 has seen the error
         return _loss(params, x)
 
     step = _step(mesh, loss)
@@ -131,7 +131,7 @@ except sf.RankError as error:
 
 
 def _run(world: int, how: str, place: pathlib.Path) -> list[str]:
-    """What the ranks but the last say when that one goes; each is a process of its own."""
+    """The errors of all ranks but the last when that one goes; each is a process of its own."""
     store = place / "store"
     program = (
         f"import torch.distributed as d; d.init_process_group('gloo', init_method='file://{store}', "

@@ -37,7 +37,7 @@ def test_leaves_that_share_a_gradient_or_have_none(bucket_bytes: int) -> None:
             state, _ = step(state, x.chunk(2)[mesh.rank])
             (plan,) = step._planner._plans.values()
             assert plan.sent_last() == {0, 1, 2}, n
-            # Each rank's own loss: whether it uses `c` its rows say.
+            # Each rank's own loss: it uses `c` or not, by its rows.
             grads = [
                 torch.autograd.grad(_loss(want, rows), list(want.values()), allow_unused=True) for rows in x.chunk(2)
             ]

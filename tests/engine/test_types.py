@@ -1,4 +1,4 @@
-"""Covers the types of a captured step along the axes of its mesh: what is refused is wrong, what is right is not."""
+"""Covers the types of a captured step along the axes of its mesh: wrong steps are refused, right ones are not."""
 
 import functools
 import inspect
@@ -172,7 +172,7 @@ def test_pvary_is_an_op_of_its_own_that_makes_no_memory() -> None:
 
 
 class Sites:
-    """The collectives of a program, of which one may be changed; along no axis they are the identity."""
+    """The collectives of a program; one may be changed; along no axis they are the identity."""
 
     def __init__(self, axis: str | None, change: int | None = None) -> None:
         self.axis, self.change, self.count = axis, change, 0
@@ -265,7 +265,7 @@ def _random_loss(layers: list[Any], c: Sites, p: Any, b: Any) -> Tensor:
 
 
 def _equal(layers: list[Any], c: Sites, mesh: Any, params: Any, batch: Any, want: Any) -> bool:
-    """Whether an eager step gives what one device gives, on all ranks."""
+    """Whether an eager step gives the result of one device, on all ranks."""
     loss = functools.partial(_random_loss, layers, c)
     step = sf.sharded_step(
         loss, optim.sgd(1.0), mesh=mesh, specs=[CUTS] * len(layers), batch=sf.P(), zero=sf.Zero(stage=0)
@@ -293,7 +293,7 @@ def _refused(layers: list[Any], c: Sites, mesh: Any, params: Any, batch: Any) ->
 
 
 def _random_case(seed: int, mesh: Any, changes: int) -> tuple[int, int]:
-    """Of some changes to a random loss, how many make it wrong, and how many of those are refused."""
+    """How many of some changes to a random loss make it wrong, and how many are refused."""
     g, layers = torch.Generator().manual_seed(seed), _random_layers(seed)
     params = [{k: torch.randn(s, generator=g, dtype=torch.float64) for k, s in LEAVES.items()} for _ in layers]
     batch = {k: torch.randn(ROWS, D, generator=g, dtype=torch.float64) for k in "xy"}
