@@ -1,4 +1,4 @@
-"""What tests of mistakes share: a step of one leaf, and whether an error has its cause and its remedy."""
+"""Shared parts of tests of mistakes: a step of one leaf, and the check that an error has its cause and its remedy."""
 
 import sys
 import warnings
@@ -16,7 +16,7 @@ _SHARED: list[sf.Mesh] = []
 
 
 class Mistake(NamedTuple):
-    """What a user does, and the error that comes: its kind, its cause and its remedy."""
+    """An action of a user, and the error that comes: its kind, its cause and its remedy."""
 
     does: Callable[[], Any]
     kind: type[Exception]
@@ -60,7 +60,7 @@ def using(use: Callable[[Any, Any], Any]) -> Callable[[], Any]:
 
 
 def problem_of(mistakes: Mapping[str, Mistake], name: str) -> str | None:
-    """What is wrong with the error of a mistake; None = nothing."""
+    """The fault of a mistake's error; None without one."""
     does, kind, cause, remedy = mistakes[name]
     with sys.modules["shape_checks"].unchecked(), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -77,7 +77,7 @@ def problem_of(mistakes: Mapping[str, Mistake], name: str) -> str | None:
 
 
 def problems_on_one_mesh(mistakes: Mapping[str, Mistake], names: Iterable[str]) -> list[str]:
-    """What is wrong with the errors of many, on one mesh of the program's ranks."""
+    """The faults of many mistakes' errors, on one mesh of the program's ranks."""
     with sf.make_mesh(device="cpu") as mesh:
         _SHARED[:] = [mesh]
         problems = [problem for name in names if (problem := problem_of(mistakes, name)) is not None]

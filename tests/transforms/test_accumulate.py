@@ -1,4 +1,4 @@
-"""Covers how `accumulate` cuts a batch: uneven microbatches, batches that say how they are cut, and their errors."""
+"""Covers how `accumulate` cuts a batch: uneven microbatches, batches with a cut of their own, and their errors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +67,7 @@ def test_a_plain_mean_over_uneven_microbatches_is_refused_on_all_ranks() -> None
 
 
 def _images(sizes: list[int], seed: int = 0) -> dict[str, Tensor]:
-    """Packed patches of images, of which each row has one."""
+    """Packed patches of images, one image a row."""
     draw = torch.Generator().manual_seed(seed)
     return {
         "patches": torch.randn(sum(sizes), 5, generator=draw),
@@ -85,7 +85,7 @@ def _by_image(batch: dict[str, Tensor], num: int) -> list[dict[str, Tensor]]:
 
 
 def _image_loss(params: dict[str, Tensor], batch: dict[str, Tensor]) -> sf.WeightedMean:
-    """Of each image the mean over its patches."""
+    """The loss of each image's mean over its patches."""
     of = torch.arange(len(batch["sizes"])).repeat_interleave(batch["sizes"], output_size=len(batch["patches"]))
     sums = torch.zeros(len(batch["sizes"]), 5).index_add(0, of, batch["patches"])
     squares = _squares(params, {"x": sums / batch["sizes"][:, None], "y": batch["y"]})

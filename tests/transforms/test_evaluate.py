@@ -54,7 +54,7 @@ def test_means_are_those_of_one_device(world: int) -> None:
         got = step.evaluate(state, _batches(CUTS[world][mesh.rank]), metrics=_metrics)
         told = {"weighted": float(expected["weighted"].mean()), "mean": float(expected["mean"]), "one": 1.0}
         assert got == pytest.approx(told, rel=1e-6)
-        assert torch.equal(sf.unshard(state.params)["w"], _params()["w"])  # alive, and as it was
+        assert torch.equal(sf.unshard(state.params)["w"], _params()["w"])  # alive and unchanged
 
 
 def test_it_is_in_the_precision_of_the_step() -> None:

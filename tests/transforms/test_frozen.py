@@ -1,12 +1,11 @@
-"""Covers what a step does, as text that is kept: its program, bytes, peak memory and transfers.
+"""Covers the effects of a step, as text that is kept: its program, bytes, peak memory and transfers.
 
-The order of transfers is that of the program. Those of an eager step are counted: what is gathered after an update
-starts when its rows are there, so that its place among the others is a matter of time.
+The order of transfers is that of the program. Those of an eager step are counted: a gather after an update starts when
+its rows are there, so that its place among the others is a matter of time.
 
-Five cases are kept in full, `frozen/<case>.txt`, for reading. Of the others `frozen/facts.txt` has the ops by kind, the
-bytes, the peak memory and a hash of the order in which transfers start and are waited for. Refactoring leaves all of
-these as they are; a change of the step shows here what else it has changed. After reading the differences, write them
-anew:
+Five cases are kept in full, `frozen/<case>.txt`, for reading. For the others `frozen/facts.txt` has the ops by kind,
+the bytes, the peak memory and a hash of the order in which transfers start and are waited for. Refactoring changes none
+of these; a change of the step shows all its effects here. After reading the differences, write them anew:
 
     python tests/transforms/test_frozen.py                    # all cases
     python tests/transforms/test_frozen.py zero3              # those whose name has "zero3"
@@ -43,7 +42,7 @@ DP, GRID = MappingProxyType({"dp": 2}), MappingProxyType({"node": 2, "dp": 2})
 
 
 class Case(NamedTuple):
-    """One step: the rule, what is wrapped around the loss, the optimizer, the mesh, the options of `jit`."""
+    """One step: the rule, the transform of the loss, the optimizer, the mesh, the options of `jit`."""
 
     zero: Mapping[str, Any] = MappingProxyType({"stage": 3})
     wrap: str = ""
@@ -153,7 +152,7 @@ def _batch(n: int, share: int) -> dict[str, Tensor]:
 
 
 def program(case: Case) -> str:
-    """The captured and scheduled step, what it sends and what it holds, for ranks that do not exist."""
+    """The captured and scheduled step, its messages and its memory, for ranks that do not exist."""
     mesh = sf.make_mesh(case.mesh, device="cpu", abstract=True)
     step = _step(case, mesh, "nowhere", jit=True)
     state = sf.eval_shape(step.init, functools.partial(_params, case.stacked))
@@ -179,7 +178,7 @@ NAME = re.compile(r"^([A-Za-z_]\w*): ", re.M)
 
 
 def canonical(text: str) -> str:
-    """Names of nodes by their order, and no lines of source: neither says what a step does."""
+    """Names of nodes by their order, and no lines of source: neither changes the effects of a step."""
     names = {name: f"%{i}" for i, name in enumerate(dict.fromkeys(NAME.findall(text)))}
     lines = []
     for line in text.splitlines():
@@ -244,7 +243,7 @@ KIND = re.compile(r"start \w+( -> \w+)?|[\w.]+")
 
 
 def facts(text: str) -> dict[str, list[str]]:
-    """Of each part of a text, by its title, the items that are kept in `facts.txt`."""
+    """For each part of a text, by its title, the items that are kept in `facts.txt`."""
     out: dict[str, list[str]] = {}
     for part in text.removeprefix("== ").split("\n== "):
         title, *lines = part.strip().split("\n")

@@ -1,7 +1,7 @@
-"""Covers compositions nobody thought of: random ones equal one device, or are refused in words that are known here.
+"""Covers random compositions: they equal one device, or are refused with an error that is listed here.
 
-A case is a function of its seed. What fails is printed with it; `SHARDFN_FUZZ=<seed>` runs that case, and
-`SHARDFN_FUZZ=<seed>:<number>` as many as that, from there on. Each night begins at a seed of its own.
+A case is a function of its seed, which is printed with a failure; `SHARDFN_FUZZ=<seed>` runs that case, and
+`SHARDFN_FUZZ=<seed>:<number>` that number of cases, from there on. Each night begins at a seed of its own.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from shardfn.testing import assert_same, distributed, on_mesh, one_device
 from shardfn.transforms import policies
 
 WORLDS, CASES, CHUNK = (1, 2, 3, 4), 500, 10
-# What may be refused, and why: a part of the message each.
+# Allowed refusals: a part of the message -> the reason.
 REFUSALS = {
     r"has no effect": "an option that would do nothing here",
     r"would have no effect": "an option that would do nothing here",
@@ -85,9 +85,9 @@ class Case:
     microbatches: int
     reduce: str
     remat: str
-    where: str  # what is rematerialised: "loss" or "layer"
+    where: str  # the rematerialised function: "loss" or "layer"
     offload: str
-    precision: str  # float64, which tells a wrong step from rounding where terms cancel; or a policy
+    precision: str  # float64, which separates a wrong step from rounding where terms cancel; or a policy
     jit: bool
 
     @staticmethod
@@ -209,7 +209,7 @@ def transformed(case: Case, loss: Any) -> Any:
 
 
 def run(case: Case, mesh: Any, directory: str) -> None:
-    """Raises what is wrong with a case, or refused."""
+    """Runs a case; raises if it is wrong, or refused."""
     tx = OPTIMIZERS[case.optimizer](MASKS[case.mask])
     tx = optim.chain(optim.clip_by_global_norm(0.5), tx) if case.clip else tx
     params, batches = make_params(case), make_batches(case)
@@ -232,13 +232,13 @@ def run(case: Case, mesh: Any, directory: str) -> None:
         sf.mixed_precision(plain, sf.Policy.bf16()) if half else plain, tx, params, batches, trainable=trainable,
         parts=case.world * case.microbatches if half else 1,
     )  # fmt: skip
-    # Norms and schedules are of 32 bits, whatever the leaves are.
+    # Norms and schedules are of 32 bits, also for leaves of 64.
     narrow = case.clip or case.optimizer in ("adamw", "lamb", "masked")
     assert_same(got, want, computed=torch.bfloat16 if half else torch.float32 if narrow else None)
 
 
 def outcome(case: Case, mesh: Any, directory: str) -> str:
-    """ "equal", "refused: ..." with the reason, or what is wrong."""
+    """ "equal", "refused: ..." with the reason, or the error."""
     try:
         run(case, mesh, directory)
     except Exception as error:
@@ -259,7 +259,7 @@ def check(cases: list[Case], world: int, tmp_path: pathlib.Path) -> Counter[str]
         seen[said if good else "wrong"] += 1
         if not good:
             wrong.append(f"SHARDFN_FUZZ={case.seed}  {case}\n    {said}")
-            mesh = sf.make_mesh({"dp": world})  # what a step left half done is no other case's affair
+            mesh = sf.make_mesh({"dp": world})  # a step that ended half done must not affect other cases
     assert not wrong, f"{len(wrong)} of {len(cases)} compositions:\n" + "\n".join(wrong)
     return seen
 

@@ -1,8 +1,8 @@
 """Covers random compositions over all axes of a mesh: each part of a training program equals one device.
 
 A case trains a small GPT for a step, goes on under another mesh from a checkpoint, and evaluates and differentiates the
-loss there. It is a function of its seed: `SHARDFN_FUZZ=<seed>:<number>` runs as many as that from there on. Each night
-begins at a seed of its own.
+loss there. It is a function of its seed: `SHARDFN_FUZZ=<seed>:<number>` runs that number of cases from there on. Each
+night begins at a seed of its own.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from shardfn.testing import RTOL, distributed, one_device
 from shardfn.testing._parity import own_rows
 
 WORLDS, CASES, PART = (2, 3, 4), 300, 10
-# What may be refused, and why: a part of the message each.
+# Allowed refusals: a part of the message -> the reason.
 REFUSALS = {
     r"on disk.*so torch.func cannot differentiate or map it": "torch.func of leaves on disk",
     r"has no effect": "an option that would do nothing here",
@@ -54,7 +54,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a program runs: what may change between a save and a restore."""
+    """How a program runs: options that may change between a save and a restore."""
 
     mesh: dict[str, int]
     tensor: str  # "hand": the model's own collectives; "partition"
@@ -69,7 +69,7 @@ class Layout:
 
     @staticmethod
     def of(draw: random.Random, world: int) -> "Layout":
-        """A layout over so many ranks."""
+        """A layout over `world` ranks."""
         mesh: dict[str, int] = {"dp": 1, "tp": 1, "pp": 1, "sp": 1}
         for factor in (2, 2) if world == 4 and draw.random() < 0.8 else (world,):
             mesh[draw.choice(list(mesh))] *= factor
@@ -126,7 +126,7 @@ class Case:
 
     @property
     def config(self) -> gpt.Config:
-        """Of the model on one device."""
+        """The config of the model on one device."""
         sizes: dict[str, Any] = {"vocab_size": 11, "d_model": 4 * self.heads, "d_ff": 10, "max_len": 9}
         return gpt.Config(
             num_layers=self.layers,
@@ -151,7 +151,7 @@ class Case:
         return tree_unflatten(tree_flatten(params)[1], keep)
 
     def batches(self) -> list[Any]:
-        """Global batches, of which some targets do not count."""
+        """Global batches; some targets do not count."""
         g, out = torch.Generator().manual_seed(self.seed), []
         # Ranks divide it, and so do their microbatches, which a pipeline sends in one shape.
         rows = math.lcm(12, self.world * self.microbatches) * self.rows

@@ -26,7 +26,7 @@ def drawn(config):
 
 
 def layers(config, num):
-    """The layers of `nn`, of which ranks without a head go through the same program."""
+    """The layers of `nn`; ranks without a head go through the same program."""
     params, batches = drawn(config)
     keep = ["'bk'" not in path for path in tree_paths(params)]  # its gradient is zero
     with sf.make_mesh({"tp": num}) as mesh:
@@ -100,6 +100,6 @@ def sixteen_ranks():
 @pytest.mark.parametrize("run", [eight_ranks, sixteen_ranks])
 def test_28_heads_compute_what_one_rank_computes(run):
     sent = run()[0]
-    # 28 heads on 8 ranks are seven times 4, and on 16 fourteen times 2; the rest have none. The projections' blocks of
-    # rows end where heads end, or else the values of queries, keys and values travel.
+    # 28 heads on 8 ranks are seven times 4, and on 16 fourteen times 2; the rest have no head. The projections' blocks
+    # of rows end where heads end, or else the values of queries, keys and values travel.
     assert sent.count("psum") >= 2

@@ -1,4 +1,4 @@
-"""Covers jit with a cluster: all ranks run rank 0's choice, with the bits of eager; what fails is told to all."""
+"""Covers jit with a cluster: all ranks run rank 0's choice, with the bits of eager; a failure is an error on all."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Covers mistakes of a first hour: each is told where it is made, by all ranks, with its cause and its remedy."""
+"""Covers mistakes of a first hour: each raises where it is made, on all ranks, with its cause and its remedy."""
 
 import re
 import sys
@@ -296,7 +296,7 @@ MISTAKES: dict[str, Mistake] = {
         lambda: run(sf.accumulate(loss_of, 3)), ValueError, "batch['x'] has 2 rows", "a divisor"
     ),
 }  # fmt: skip
-# What is told of an argument alone, as on one rank.
+# Errors about an argument alone, the same on one rank.
 _ALONE = re.compile(
     r"lr of|betas|a scheduler|the (name|class)|parameters for a l|from_module|accumulate\(2"
     r"|a (list|chain|rule|dtype|stage)|exceptions|a policy in|a misspelt|a module|aux|zero of|a seed to"
@@ -324,7 +324,7 @@ def test_a_mistake_of_one_rank_is_told_by_all() -> None:
             step(state, batches[rank])
     assert isinstance(caught.value, TypeError) == (rank == 1)
     assert "batch['x'] is a ndarray; write torch.from_numpy(batch['x'])" in str(caught.value)
-    step(state, batch_of())  # nothing was sent, so the state is as it was
+    step(state, batch_of())  # no message was sent, so the state is unchanged
 
 
 @distributed(world=2, timeout=60)

@@ -1,4 +1,4 @@
-"""Covers more mistakes of a first hour, in the batch, in modules, and around the step: each is told with its remedy."""
+"""Covers more mistakes of a first hour, in the batch, in modules, and around the step: each error has its remedy."""
 
 import pathlib
 import re
@@ -56,7 +56,7 @@ def _backward_inside(params: dict, batch: dict) -> Tensor:
 
 
 class Encoding(Mapping[str, Tensor]):
-    """What a tokenizer of Hugging Face returns: a mapping that is no dict."""
+    """The result of a Hugging Face tokenizer: a mapping that is no dict."""
 
     def __getitem__(self, name: str) -> Tensor:
         return batch_of()[name]
@@ -69,7 +69,7 @@ class Encoding(Mapping[str, Tensor]):
 
 
 class Shard:
-    """Stands for torch's placement of this name, whose import is slow."""
+    """A double of torch's placement of this name, whose import is slow."""
 
     def __repr__(self) -> str:
         return "Shard(dim=0)"
@@ -189,7 +189,7 @@ MISTAKES: dict[str, Mistake] = {
         lambda: run(lambda p, b: sf.WeightedMean(loss_of(p, b), b["x"].sum() - 99)),
         ValueError, "is -87", "at least 0",
     ),
-    # What torch has, and what is here in its place.
+    # Methods of torch, with their replacements here.
     "optimizer.step()": Mistake(
         lambda: optim.adamw(0.1).step(), AttributeError, "no attribute 'step'", "state, metrics = "  # type: ignore
     ),
@@ -405,7 +405,7 @@ MISTAKES: dict[str, Mistake] = {
         lambda: _collated([1] * 9), ValueError, "example 0 of the batch has 9 tokens", "take length=9"
     ),
 }  # fmt: skip
-# What each rank finds by itself, or writes where the others do not look.
+# Mistakes that each rank finds by itself, or in files of its own.
 _ALONE = ("a dim", "states on", "a field", "texts", "examples", "an example", "a state to torch", "metrics without")
 
 

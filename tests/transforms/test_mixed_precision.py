@@ -187,7 +187,7 @@ def test_the_scale_that_was_used_divides_before_clipping() -> None:
     state = step.init(torch.zeros(2))
     with pytest.raises(FloatingPointError, match="at its floor"):
         step(state, torch.tensor([float("inf"), 0.0]))
-    step(state, torch.ones(2))  # the state that was given is as it was
+    step(state, torch.ones(2))  # the given state is unchanged
 
 
 def test_sixty_four_microbatches_add_up_in_float32() -> None:

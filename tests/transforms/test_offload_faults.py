@@ -72,7 +72,7 @@ if __name__ == "__main__":
 
 
 class _Nursery:
-    """Makes ranks, and hears what they say."""
+    """Starts ranks, and reads their reports."""
 
     def __init__(self) -> None:
         self._proc = subprocess.Popen(
@@ -93,7 +93,7 @@ class _Nursery:
         before, self.pids, begun = self.pids, [], []
         while len(begun) < world:
             word, pid, step = self.hear()
-            if pid in before and word == "step":  # said before it was killed
+            if pid in before and word == "step":  # from before it was killed
                 continue
             assert word == "pid", (word, step)
             self.pids.append(pid)
@@ -141,7 +141,7 @@ def _kill(nursery: _Nursery, directory: str, world: int, times: int) -> None:
     before: list[str] = []
     for _ in range(times):
         begun = nursery.start(directory, 10**6, world)
-        # The ranks agree on one commit, and none that all of them have told of is lost.
+        # The ranks agree on one commit, and no commit that all of them have reported is lost.
         assert len(set(begun)) == 1 and begun[0] >= min([nursery.said[pid] for pid in before], default=0)
         before = nursery.pids
         while min(nursery.said[pid] for pid in before) < begun[0] + 2:

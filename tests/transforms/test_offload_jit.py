@@ -104,7 +104,7 @@ def test_compiled_steps_agree_to_rounding() -> None:
     assert_same(_placed(mesh, ("host", "host", "disk"), sf.jit(odd_loss, backend="inductor")), want, exact=False)
 
 
-# What a step moves, when, and what it holds.
+# The transfers of a step, their times, and its memory.
 
 LAYERS, WIDTH = 4, 128
 LEAF = 4 * WIDTH * WIDTH
@@ -117,7 +117,7 @@ def _deep(params: list[Tensor], x: Tensor) -> Tensor:
 
 
 def _ledger(mesh: sf.Mesh, zero: sf.Zero, loss: Any) -> tuple[sf.memory.Ledger, Any]:
-    """The ledger of the second step; the step as it was lowered, without a byte read."""
+    """The ledger of the second step; the lowered step, for which no byte was read."""
     draw = torch.Generator().manual_seed(0)
     params = [torch.randn(WIDTH, WIDTH, generator=draw) / WIDTH**0.5 for _ in range(LAYERS)]
     step = sf.sharded_step(loss, sf.optim.adamw(1e-3), mesh=mesh, zero=zero)
@@ -134,7 +134,7 @@ def _ledger(mesh: sf.Mesh, zero: sf.Zero, loss: Any) -> tuple[sf.memory.Ledger, 
 
 
 class _Late(concurrent.futures.Future[None]):
-    """A copy that takes place when somebody waits for it: so peaks do not depend on how fast the link is."""
+    """A copy that takes place at its wait: so peaks do not depend on the speed of the link."""
 
     def __init__(self, copy: Callable[..., None], *args: Any) -> None:
         super().__init__()

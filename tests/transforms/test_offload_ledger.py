@@ -1,4 +1,4 @@
-"""Covers what memory kinds promise: which bytes stay on the device, and which cross to host and disk in a step."""
+"""Covers the guarantees of memory kinds: bytes that stay on the device, and bytes that cross to host and disk."""
 
 import pathlib
 import time
@@ -34,7 +34,7 @@ def _measured(mesh: sf.Mesh, zero: sf.Zero) -> tuple[sf.memory.Ledger, int]:
     state = step.init(params)
     state, _ = step(state, torch.ones(2, WIDTH))
     held: list[sf.GlobalTensor] = [*sf.core.tree_leaves(state.params), *sf.core.tree_leaves(state.opt_state)]
-    # What may be under way is bounded by constants that are larger than this model.
+    # Bytes under way are bounded by constants that are larger than this model.
     bounds = [mock.patch.object(_reduce, "IN_FLIGHT_BYTES", GRADIENT), mock.patch.object(_reduce, "PATIENCE", 60.0)]
     bounds += [mock.patch.object(_parts, "LEAVING_BYTES", GRADIENT)]
     with sf.memory.ledger() as book, bounds[0], bounds[1], bounds[2]:
@@ -80,14 +80,14 @@ def test_offload_keeps_two_bytes_a_parameter_on_the_device_and_moves_four(world:
 @distributed(world=[1, 2])
 def test_disk_reads_and_writes_twelve_bytes_a_parameter(world: int, tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": world})
-    chunk = 2 << 20  # of which a part has rows of pages only
+    chunk = 2 << 20  # a part of a chunk has rows of whole pages only
     where: dict[str, Any] = {"directory": str(tmp_path), "chunk_bytes": chunk}
     book, own = _measured(
         mesh, sf.Zero.flat(stage=2, persist_elements=0, bucket_bytes=0, grads="host", optimizer="disk", **where)
     )
     assert book.moved("disk", "host") == book.moved("host", "disk") == 12 * own  # master, mu and nu
     assert book.moved("device", "host") == book.moved("host", "device") == 2 * own
-    # Gradients wait in float32, one of them beside its 16 bits as it is widened; three chunks are in the update.
+    # Gradients wait in float32, one of them beside its 16 bits while it is widened; three chunks are in the update.
     assert book.peak("host") <= 4 * own + 2 * GRADIENT + 3 * chunk + _set_aside(mesh)
 
 

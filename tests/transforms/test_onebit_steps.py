@@ -25,7 +25,7 @@ def run(tx: Any, mesh: sf.Mesh, stage: int = 0, loss: Any = odd_loss, steps: int
 
 
 def kept(run: Any, *fields: str) -> Any:
-    """What stages have in common."""
+    """The part of a run that all stages share."""
     return run._replace(opt_state={f: getattr(run.opt_state, f) for f in fields}, metrics=[])
 
 
@@ -127,7 +127,7 @@ def test_errors_of_other_cuts_are_refused() -> None:
         step = sf.sharded_step(odd_loss, tx, mesh=sf.make_mesh(axes, abstract=True), specs=spec)
         return step.init({"w": torch.empty(8, 8, device="meta")}).opt_state
 
-    # 2 x 64 elements either way, of which those of a block of columns would go to rows.
+    # 2 x 64 elements either way, but those of a block of columns would go to rows.
     with pytest.raises(ValueError, match="residual 0: 2 blocks became 1"):
         optim.rebalanced(first({"dp": 2, "tp": 2}, sf.P(None, "tp")), first({"dp": 2}, sf.P()))
 

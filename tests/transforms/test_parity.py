@@ -1,4 +1,4 @@
-"""Covers the law: what runs sharded equals one device, for stages x worlds x optimizers x accumulate x clip x remat."""
+"""Covers the law: sharded runs equal one device, for stages x worlds x optimizers x accumulate x clip x remat."""
 
 import itertools
 from typing import Any
@@ -176,7 +176,7 @@ def _weighted_loss(params: dict, batch: dict) -> sf.WeightedMean:
 def test_weighted_mean_is_the_global_mean_for_uneven_ranks(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     g = torch.Generator().manual_seed(5)
-    # 8 rows over 3 ranks: 3, 3 and 2 rows, of which a rank may have none that counts
+    # 8 rows over 3 ranks: 3, 3 and 2 rows; on some ranks no row counts
     batches = []
     for _ in range(STEPS):
         mask = torch.tensor([1.0, 0, 1, 0, 0, 0, 1, 1])

@@ -28,7 +28,7 @@ CONFIGS = {
 
 
 def some(config):
-    """Parameters none of which is zero, in float64."""
+    """Parameters without zeros, in float64."""
     generator = torch.Generator().manual_seed(2)
     init = gpt.init(config, sf.key(0))
     return tree_map(lambda x: x.double() + 0.1 * torch.randn(x.shape, generator=generator, dtype=torch.float64), init)

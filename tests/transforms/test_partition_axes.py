@@ -17,7 +17,7 @@ LLAMA: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "position": "rope", "bi
 CONFIGS = {
     "gpt2": gpt.Config(**SIZES),
     "llama": gpt.Config(**SIZES, **LLAMA, num_kv_heads=4, d_ff=36),
-    # Nothing is divisible by two or by three, and one of three ranks has a single head or none.
+    # No size is divisible by two or by three, and one of three ranks has a single head or none.
     "odd": gpt.Config(num_layers=2, d_model=20, num_heads=5, max_len=8, vocab_size=37, d_ff=35),
     "odd_llama": gpt.Config(
         **{**SIZES, "d_model": 20, "num_heads": 5, "vocab_size": 37}, **LLAMA, num_kv_heads=1, d_ff=11

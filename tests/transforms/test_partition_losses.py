@@ -1,4 +1,4 @@
-"""Covers what `partition` makes of many small losses: the loss and every gradient of one device, or an error."""
+"""Covers `partition` of many small losses: the loss and every gradient of one device, or an error."""
 
 import math
 import warnings

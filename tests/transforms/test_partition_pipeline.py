@@ -1,4 +1,4 @@
-"""`partition` and `pipeline`: stages for one device, cut along tp by specs alone, compute what one device computes."""
+"""`partition` and `pipeline`: stages for one device, cut along tp by specs alone, equal one device."""
 
 import dataclasses
 from typing import Any
@@ -25,7 +25,7 @@ CONFIGS = {
 
 
 def some(config, chunks=1):
-    """Parameters none of which is zero, in float64; with several chunks the stack is cut in that many."""
+    """Parameters without zeros, in float64; with several chunks the stack is cut in that many."""
     generator = torch.Generator().manual_seed(2)
     init = gpt.init(config, sf.key(0))
     params = tree_map(lambda x: x.double() + 0.1 * torch.randn(x.shape, generator=generator).double(), init)
@@ -194,7 +194,7 @@ def test_dropout_has_the_masks_of_one_device():
 
 @distributed(world=4)
 def collectives():
-    """Of each rank: its layers, and the sums along tp of a step; what the programs say of them."""
+    """For each rank: its layers, and the sums along tp of a step, around the pipeline and inside."""
     config = CONFIGS["tied"]
     made = tree_map(lambda x: x, specs(config))
     made["embed"] = P()  # Megatron's sums of blocks, and no others
@@ -213,7 +213,7 @@ def collectives():
 
 def test_a_block_has_megatrons_collectives():
     config = CONFIGS["tied"]
-    one = ROWS // 2 * config.max_len * config.d_model * 8  # bytes of a microbatch's h; a ring of two sends as many
+    one = ROWS // 2 * config.max_len * config.d_model * 8  # bytes of a microbatch's h, as a ring of two sends them
     for own, counted in collectives():
         layers = (2, 1)[own]
         for calls, sent in counted:

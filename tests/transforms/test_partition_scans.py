@@ -1,4 +1,4 @@
-"""`partition` of losses with scans: one layer is planned, and all compute what one device computes."""
+"""`partition` of losses with scans: one layer is planned, and all equal one device."""
 
 import functools
 from collections.abc import Callable
@@ -114,7 +114,7 @@ def blocks(p):
 
 
 def with_ys(p, x):
-    """What each layer returns is cut, and used."""
+    """The ys of each layer are cut, and used."""
 
     def body(h, w):
         y = torch.tanh((h + p["shift"]) @ w["up"])
@@ -125,7 +125,7 @@ def with_ys(p, x):
 
 
 def late_gradients(p, x):
-    """A carry of several values, one of which gets a gradient in later layers alone, and one that is a number."""
+    """A carry of several values; one gets a gradient in later layers alone, and one is a number."""
 
     def body(carry, w):
         h, seen, count = carry

@@ -72,7 +72,7 @@ def with_zero(name):
 
 
 def large(sent):
-    """The names and bytes of what is larger than a norm's weight."""
+    """The names and bytes of messages that are larger than a norm's weight."""
     return [name for name, _, shape in sent if len(shape) > 1], sum(n for _, n, shape in sent if len(shape) > 1)
 
 

@@ -123,13 +123,13 @@ def test_a_fused_projection_is_joined_and_its_values_cut_by_heads():
 def test_a_decoder_with_its_sequence_cut_between_blocks_computes_what_one_device_does(name):
     sent, _ = two_ranks(name, jitted=True, sequence=True)[0]
     pairs = [x for x in sent if x in ("psum_scatter", "all_gather")]
-    # Of four pairs all but the first, before which the embedding is whole.
+    # Three of four pairs: before the first the embedding is whole.
     assert pairs.count("psum_scatter") == pairs.count("all_gather") == 3, sent
 
 
 @distributed(world=3, timeout=240)
 def on_three_ranks():
-    """GPT-2 with a tied embedding that is cut along its features, and two heads: one rank has none."""
+    """GPT-2 with a tied embedding that is cut along its features, and two heads: one rank has no head."""
     sizes = {"vocab_size": 29, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "n_inner": 6}
     torch.manual_seed(0)
     config = transformers.GPT2Config(**sizes, **NO_DROPOUT, use_cache=False)

@@ -1,4 +1,4 @@
-"""Covers `pipeline`: stages on ranks equal one device, for schedules x ZeRO stages x what a loss may return."""
+"""Covers `pipeline`: stages on ranks equal one device, for schedules x ZeRO stages x results of losses."""
 
 import dataclasses
 from typing import Any
@@ -386,7 +386,7 @@ def _turning(p: Any, batch: Any) -> Tensor:
 
 @distributed(world=2)
 def test_down_the_ranks_and_up_again() -> None:
-    """The second stack in reverse, whatever the number of ranks."""
+    """The second stack runs in reverse, for any number of ranks."""
     mesh = sf.make_mesh({"pp": 2}, device="cpu")
     params = _params(7, chunks=2)
 
@@ -452,7 +452,7 @@ def test_split_backwards_hold_what_they_do_on_paper() -> None:
 @pytest.mark.nightly
 @distributed(world=4)
 def test_a_split_backward_opens_leaves_no_third_time() -> None:
-    """What W needs are activations and cotangents, so that it costs no gather."""
+    """W needs only activations and cotangents, so it costs no gather."""
     mesh, sent = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu"), []
     for schedule in ("1f1b", "zb-h1"):
         params = _params(4)

@@ -1,4 +1,4 @@
-"""Covers what a pipeline refuses, and how the ranks learn of a stage that fails."""
+"""Covers refusals of a pipeline, and how the ranks learn of a stage that fails."""
 
 import dataclasses
 from typing import Any
@@ -139,7 +139,7 @@ class _FailingBackward(torch.autograd.Function):
 
 @distributed(world=4, timeout=120)
 def test_a_stage_that_fails_is_named_by_all_at_once() -> None:
-    # At once: who waits for what never comes waits for 30 minutes, the limit of a mesh, and this test has two.
+    # At once: a rank that waits in vain waits for 30 minutes, the limit of a mesh, and this test has two.
     mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
     fail, calls = {"at": ""}, [0]
 
@@ -189,7 +189,7 @@ def test_a_stage_that_fails_in_a_captured_schedule_is_named_by_all_at_once() -> 
     step = _step(loss, mesh=mesh, zero=Zero(stage=3, persist_elements=0))
     good = {"x": torch.ones(8, 3), "rows": torch.zeros(8, dtype=torch.int64)}
     state, _ = step(step.init(_params()), good)
-    # Of one replica, microbatch 2.
+    # The bad index is in microbatch 2 of one replica.
     bad = {**good, "rows": torch.tensor([0, 0, 0, 0, 0, 9 * (mesh.coords["dp"] == 0), 0, 0])}
     mine = mesh.coords == {"pp": 1, "dp": 0}
     with pytest.raises((IndexError, RuntimeError) if mine else sf.RankError) as caught:

@@ -1,7 +1,7 @@
 """Covers a stage that fails in the middle of a schedule: all other ranks raise at once, naming stage, microbatch, line.
 
-At once is some tenths of a second, which are printed (`pytest -s`); on a loaded machine it may be seconds. Who waits
-for what never comes waits until the timeout of the mesh, two minutes here, and this is what the tests tell apart.
+At once is some tenths of a second, which are printed (`pytest -s`); on a loaded machine it may be seconds. A rank that
+waits in vain waits until the timeout of the mesh, two minutes here; the tests distinguish the two cases.
 """
 
 import time
@@ -26,7 +26,7 @@ _SCHEDULES = {
 
 
 class Failed(NamedTuple):
-    """What a rank has seen of a failure."""
+    """A failure as one rank has seen it."""
 
     own: bool
     seconds: float  # of the clock that all processes of a machine share
@@ -64,7 +64,7 @@ def _place(schedule: str, rank: int, stages: int, nth: int) -> tuple[int, int, i
 
 @distributed(world=4, timeout=3 * _TIMEOUT)
 def failures(schedule: str, channel: str, stage: int, mesh_shape: dict[str, int]) -> list[Failed]:
-    """What this rank has seen of failures of one rank, in a forward and in a backward."""
+    """This rank's view of failures of one rank, in a forward and in a backward."""
     found, lanes = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDFN_CHANNEL", channel)

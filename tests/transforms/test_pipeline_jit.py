@@ -19,7 +19,7 @@ wait = torch.ops.shardfn.wait
 
 
 def _steps(loss: Any, mesh: sf.Mesh, params: Any, batches: list[Any], specs: Any, **options: Any) -> Any:
-    """The last state, what each step has measured, and what has been sent."""
+    """The last state, and the metrics and messages of each step."""
     step = sf.sharded_step(loss, optim.adamw(1e-2), mesh=mesh, specs=specs, batch=P("dp"), **options)
     state, told = step.init(params), list[Any]()
     num, own = mesh.axis_size("dp"), mesh.axis_index("dp")

@@ -134,7 +134,7 @@ def test_a_rank_without_layers(name: str) -> None:
 
 
 class _Layer(nn.Module):
-    """What a layer is, `kind` says: "a" and "b" have other leaves, "values" asks for values, "pair" also for a pair."""
+    """A layer by `kind`: "a" and "b" have other leaves, "values" reads a value, "pair" too, and returns a pair."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ MODELS: dict[str, tuple[Callable[[int, bool], nn.Module], str]] = {
     "qwen2": (_of("Qwen2", use_sliding_window=True, sliding_window=3, max_window_layers=1), "model.layers"),
     "mistral": (_of("Mistral", sliding_window=3), "model.layers"),
     "bloom": (_bloom, "transformer.h"),
-    "gemma2": (_of("Gemma2", head_dim=4, sliding_window=3), "model.layers"),  # layers differ in what they compute
+    "gemma2": (_of("Gemma2", head_dim=4, sliding_window=3), "model.layers"),  # layers differ in their computation
 }
 
 
@@ -107,7 +107,7 @@ def _parity(
     schedule = options.pop("schedule", "1f1b")
     piped = sf.pipeline_module(loss, apply, num_microbatches=m, schedule=schedule)
     specs = {key: P("pp") if key == path else P() for key in params}
-    # Adam magnifies the rounding of gradients near zero, of which such small models have many.
+    # Adam magnifies the rounding of gradients near zero, and such small models have many of these.
     optimizer = optim.adamw(1e-2) if dtype == torch.float64 else optim.sgd(0.1, momentum=0.9)
     assert_parity(
         piped, optimizer, params, _batches(mask), mesh=mesh, reference=plain, specs=specs, batch=P("dp"),
@@ -116,7 +116,7 @@ def _parity(
     assert not apply.needs_params
 
 
-IN_FLOAT32 = {"gemma2"}  # its norms multiply by their weights in float32, whatever the dtype
+IN_FLOAT32 = {"gemma2"}  # its norms multiply by their weights in float32, for all dtypes
 DAILY = {"gpt2", "llama", "gemma2"}
 NAMES = [name if name in DAILY else pytest.param(name, marks=pytest.mark.nightly) for name in MODELS]
 

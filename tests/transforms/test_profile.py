@@ -1,4 +1,4 @@
-"""Covers shardfn/transforms/_profile.py: what a profile says was measured, and adds up."""
+"""Covers shardfn/transforms/_profile.py: the times in a profile were measured, and add up."""
 
 import types
 from typing import Any
@@ -27,7 +27,7 @@ def _step(stage: int, loss: Any = _loss, **how: Any) -> tuple[ShardedStep, Any]:
 
 
 class _Clock:
-    """A clock that stands still but for what is said to take time."""
+    """A clock that only a test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0

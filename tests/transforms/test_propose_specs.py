@@ -169,7 +169,7 @@ def uneven(width, inner):
 
 
 def share_of_largest(params, specs, mesh):
-    """What the rank with the most holds, as a multiple of an even share."""
+    """The elements of the rank with the most, as a multiple of an even share."""
     even = sum(x.numel() for x in params.values()) / mesh.size
     blocks = 0
     for name, x in params.items():
@@ -207,8 +207,8 @@ def test_what_does_not_fit_along_two_axes_names_whole_leaves_and_a_limit_that_su
 
 
 # Where work has a price: two products of 2 B D F operations each; the first has a gradient of its weight alone, the
-# second of both operands. That makes five such products, of which cut leaves spare a rank one half. What they send is
-# a sum of [B, D] in the forward: of two ranks each sends B D elements. Between, the layouts cost the same.
+# second of both operands. That makes five such products, and cut leaves halve a rank's work. They send a sum of [B, D]
+# in the forward: each of two ranks sends B D elements. Between, the layouts cost the same.
 ROWS, WIDTH, INNER = 8, 16, 64
 WIDE = {"up": torch.ones(WIDTH, INNER), "down": torch.ones(INNER, WIDTH)}
 WHOLE, CUT = {"up": P(), "down": P()}, {"up": P(None, "tp"), "down": P("tp")}
@@ -217,7 +217,7 @@ RATE = 1e9
 
 
 def box(wire: float, between: float | None = None, per_node: int = 2, **rates: float) -> Cluster:
-    """Devices whose wires carry so many bytes a second, and compute at `RATE`."""
+    """Devices whose wires carry `wire` bytes a second, and compute at `RATE`."""
     device = Device("box", 1 << 30, rates or {"float32": RATE}, 1e9)
     return Cluster(device, per_node, Link(wire, 0.0), Link(wire if between is None else between, 0.0))
 
@@ -228,7 +228,7 @@ def priced(cluster, dtype=torch.float32, mesh=ABSTRACT):
 
 
 def even_wire(rate=RATE, itemsize=4):
-    """Bytes a second at which cutting costs what it spares, by hand."""
+    """Bytes a second at which cutting costs as much as it saves, by hand."""
     return ROWS * WIDTH * itemsize / (2.5 * PRODUCT / rate)
 
 

@@ -1,4 +1,4 @@
-"""Covers the default of `trainable` for parameters of a module: those with requires_grad=False stay as they are."""
+"""Covers the default of `trainable` for parameters of a module: those with requires_grad=False do not change."""
 
 import copy
 import pathlib

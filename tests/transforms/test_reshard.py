@@ -1,4 +1,4 @@
-"""Covers `reshard` against a slow reference, the whole tensor cut anew: on one mesh, between meshes, what fails."""
+"""Covers `reshard` against a slow reference, the whole tensor cut anew: on one mesh, between meshes, and errors."""
 
 import pathlib
 import random
@@ -212,7 +212,7 @@ FROM_TO = [
 
 
 def least(x: GlobalTensor, mesh: Mesh, at: Placement) -> int:
-    """The bytes that all ranks together cannot do without: what each is to hold and does not, element by element."""
+    """The least bytes that all ranks together must receive: elements that each is to hold and does not, one by one."""
 
     def held(rank: int, m: Mesh, spec: P) -> Tensor:
         mask = torch.zeros(x.shape, dtype=torch.bool)
@@ -292,7 +292,7 @@ def test_two_meshes_of_the_same_ranks_share_nothing() -> None:
     assert traffic.bytes == 0 and y.mesh is new and y.local.data_ptr() != x.local.data_ptr()
     assert torch.equal(y.full_tensor(), torch.arange(5.0))
     old.close()
-    assert torch.equal(sf.reshard(x, P(), mesh=new).local, torch.arange(5.0))  # what a closed mesh left is there
+    assert torch.equal(sf.reshard(x, P(), mesh=new).local, torch.arange(5.0))  # values of a closed mesh are still there
 
 
 @distributed(world=3)
@@ -318,7 +318,7 @@ def test_a_trained_state_goes_to_a_mesh_that_serves_it() -> None:
         torch.testing.assert_close(served.full_tensor(), want)
 
 
-# what fails
+# errors
 
 
 def _on_tape() -> Placement:

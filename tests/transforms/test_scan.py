@@ -27,7 +27,7 @@ ODD: dict[str, Any] = {"persist_elements": 2, "bucket_bytes": 64, "prefetch_byte
 
 
 def params() -> dict[str, Any]:
-    """Stacked: a 7 x 7, a vector, a scalar a layer, a frozen one, one that nobody uses."""
+    """Stacked: a 7 x 7, a vector, a scalar a layer, a frozen one, an unused one."""
     g = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Covers the types of values along axes: what `shard_map` computes and refuses is what JAX's computes and refuses.
+"""Covers the types of values along axes: `shard_map` computes and refuses the same as JAX's.
 
 `python -m tests.transforms.oracle.verdicts` prints the same comparison program by program.
 """

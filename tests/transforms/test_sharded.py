@@ -22,7 +22,7 @@ B, H, T, K = 4, 3, 5, 2  # rows, heads, length and size of a head of the cache
 
 
 def _values(p: dict, batch: dict) -> dict[str, Any]:
-    """Several results, one of them a leaf as it is kept, one a view of a leaf, one no tensor."""
+    """Several results, one of them a leaf itself, one a view of a leaf, one not a tensor."""
     return {"loss": odd_loss(p, batch), "one": p["one"], "row": p["bias7"][2:4], "name": "odd"}
 
 
@@ -52,7 +52,7 @@ def _equals_one_device(stages: list[int], mode: str) -> None:
         assert sf.core.tree_map(lambda x: x.sharding, params) == sf.core.tree_map(
             lambda x: sf.Sharding(x.spec), f.specs(odd_params())
         )
-        for n in (0, 1):  # the second time by what was learnt
+        for n in (0, 1):  # the second time in the learnt order
             rows = {k: v[n : n + 3 + mesh.rank] for k, v in odd_batch(n).items()}  # uneven
             out = f(params, rows)
             _same(out, _values(odd_params(), rows))
@@ -129,7 +129,7 @@ def _gradients(cases: list[tuple[int, str]]) -> None:
 
 
 def _decode(p: dict, x: Tensor, cache: dict, at: int) -> tuple[Tensor, dict]:
-    """One token of attention over what a cache holds: heads are cut along "tp", rows along "dp"."""
+    """One token of attention over a cache: heads are cut along "tp", rows along "dp"."""
     k = (x @ p["k"]).view(len(x), -1, K)
     cache["k"][:, :, at] = k
     score = torch.einsum("bhtk,bhk->bht", cache["k"][:, :, : at + 1], k).softmax(-1)

@@ -1,4 +1,4 @@
-"""Covers derivatives of `step.loss`, `sharded` and `shard_map`: they equal those of one device, whatever runs again."""
+"""Covers derivatives of `step.loss`, `sharded` and `shard_map`: they equal those of one device, also with remat."""
 
 import dataclasses
 import functools
@@ -191,7 +191,7 @@ class Shifted(nn.Module):
 
 
 class Model(nn.Module):
-    """What each layer is given is made of a parameter outside of the layers."""
+    """An input of each layer is computed from a parameter outside of the layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Covers tiles of a long dim: values and gradients of the whole, what is gathered, what is there, what is refused."""
+"""Covers tiles of a long dim: values and gradients of the whole, gathers, memory, and refusals."""
 
 import functools
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def drawn(dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], Tensor
 
 
 def results(f: Callable[..., Any], *args: Any, **whole: Any) -> list[Tensor]:
-    """Values, and gradients of a sum of them that tells positions apart."""
+    """Values, and gradients of a sum of them whose weights depend on the position."""
     own = tree_map(lambda x: x.clone().requires_grad_() if x.is_floating_point() else x, args)
     out = tree_leaves(f(*own, **whole))
     told = [(x * (1 + torch.arange(x.numel()).view(x.shape) % 3)).sum() for x in out if x.requires_grad]
@@ -44,7 +44,7 @@ def results(f: Callable[..., Any], *args: Any, **whole: Any) -> list[Tensor]:
 
 
 def near(got: Any, want: Any, rtol: float) -> None:
-    """Equal up to what the dtype can tell, relative to the largest element of a leaf."""
+    """Equal up to the tolerance of the dtype, relative to the largest element of a leaf."""
     for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
         assert a.dtype == b.dtype
         assert (a - b).abs().max() <= rtol * b.abs().max()
@@ -64,7 +64,7 @@ def test_tiles_are_the_whole(tiles: int | None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_are_summed_in_float32(dtype: torch.dtype) -> None:
-    """64 times half of what the dtype can tell from 1, and then 1: each would be lost beside the 1."""
+    """64 times half of the dtype's epsilon, and then 1: each would be lost beside the 1."""
     w, small = torch.ones(1, dtype=dtype), torch.finfo(dtype).eps / 2
     x = torch.full((1, 65, 1), small).to(dtype)
     x[0, -1] = 1.0  # its gradient comes first
@@ -95,7 +95,7 @@ def test_transforms_go_through(dtype: torch.dtype) -> None:
 
 
 def test_a_tile_is_there_and_not_the_whole() -> None:
-    """Bytes alive at once: with tiles the F features of one tile, forward and backward, beside what is like x."""
+    """Bytes alive at once: with tiles the F features of one tile, forward and backward, beside tensors like x."""
     N, wide = 512, 64
 
     def peak(f: Callable[..., Any]) -> int:
@@ -159,7 +159,7 @@ def test_features_may_be_cut() -> None:
 
 @distributed(world=2)
 def test_parameters_come_once_for_all_tiles() -> None:
-    """A tiled step sends what one with `remat` sends; only the recomputation gathers again."""
+    """A tiled step sends the same as one with `remat`; only the recomputation gathers again."""
     mesh = sf.make_mesh({"dp": 2})
     sent = {}
     for tiles in (1, 5):

@@ -97,7 +97,7 @@ def test_bytes_sent_are_those_of_the_paper(world: int) -> None:
         expected = volume * psi * (world - 1) / world
         if stage == 3:
             # Less than the paper's: w3, last in the forward, is first in the backward and not gathered twice; w1 is not
-            # gathered in the backward at all, since nobody asks for the gradient of x.
+            # gathered in the backward at all, since the gradient of x is not needed.
             expected -= (params["w1"].numel() + params["w3"].numel()) * 4 * (world - 1) / world
         assert bulk == expected, (stage, traffic.by_op)
 

@@ -103,7 +103,7 @@ def test_a_captured_step_has_the_bits_of_the_eager_one(options: dict) -> None:
     assert_same(got, want, exact=True)
 
 
-# What the quantiser is, written once more.
+# The quantiser, written once more.
 
 
 def _rounded(x: Tensor, bits: int, block: int) -> Tensor:
@@ -186,7 +186,7 @@ def test_quantised_steps_equal_an_explicit_simulation_and_train_as_well() -> Non
     ]
     first, aim, last = (float(m["loss"]) for m in (runs[0].metrics[0], runs[0].metrics[-1], runs[1].metrics[-1]))
     assert aim < 0.5 * first and abs(last - aim) < 0.02 * aim
-    # What no code can hold is not hidden: a gradient of one rank that is no number stops all.
+    # Values without a code are not hidden: a gradient of one rank that is NaN stops all.
     rank = how["mesh"].rank
 
     def bad(p: dict, batch: dict) -> Tensor:
@@ -231,7 +231,7 @@ def test_bytes_across_nodes() -> None:
         return x.square().mean()
 
     def crossed(**options: Any) -> float:
-        """What a node sends to the other one in its second step, in psi times 16 bits."""
+        """The bytes that a node sends to the other one in its second step, in psi times 16 bits."""
         zero = sf.Zero.flat(**AXES, persist_elements=64, bucket_bytes=0, prefetch_bytes=0, **options)
         step = sf.sharded_step(sf.mixed_precision(loss, policy), sf.optim.sgd(1e-2), mesh=mesh, batch=ROWS, zero=zero)
         state, _ = step(step.init(params), torch.ones(2, 64))

@@ -83,7 +83,7 @@ def _devices(shape: tuple[int, ...]) -> Any:
 
 
 def quantities(program: Program) -> dict[str, Callable[..., Any]]:
-    """What is compared, each as a function of the arguments."""
+    """The compared quantities, each as a function of the arguments."""
     f = function(program)
 
     def weighted(*args: Any) -> Any:

@@ -59,7 +59,7 @@ def function(program: Program, mesh: sf.Mesh) -> Callable[..., tuple[Tensor, ...
 
 
 def quantities(program: Program, mesh: sf.Mesh) -> dict[str, Callable[..., Any]]:
-    """What is compared, each as a function of the arguments; "func grad" is the gradient by `torch.func`."""
+    """The compared quantities, each as a function of the arguments; "func grad" is the gradient by `torch.func`."""
     f = function(program, mesh)
 
     def weighted(*args: Tensor) -> Tensor:

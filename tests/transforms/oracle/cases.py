@@ -45,7 +45,7 @@ _ONE: dict[str, tuple[Any, ...]] = {
     "pmax": (lambda s, x: s.pmax(x, "x"), [(6,)], [X], REPLICATED),
     "index": (lambda s, w: s.psum(w * s.axis_index("x"), "x"), [(3,)], [REPLICATED], REPLICATED),
     "choice": (lambda s, w: s.psum(s.where(s.axis_index("x") == 1, w, w * w), "x"), [(3,)], [REPLICATED], REPLICATED),
-    # results: their specs say along which axes they vary
+    # results: their specs determine the axes along which they vary
     "replicated_as_blocks": (lambda s, x: s.psum(x, "x"), [(6,)], [X], X),
     "varying_as_replicated": (lambda s, x: s.tanh(x), [(6,)], [X], REPLICATED),
     "gathered_as_replicated": (lambda s, x: s.all_gather(x, "x", 0), [(6,)], [X], REPLICATED),

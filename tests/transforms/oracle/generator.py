@@ -48,7 +48,7 @@ def shapes(mesh: dict[str, int]) -> SimpleNamespace:
 
 
 class Generator:
-    """Draws a program: `values` have the shapes of what the statements compute, `varies` the axes along which."""
+    """Draws a program: `values` have the shapes of its statements' results, `varies` the axes along which they vary."""
 
     def __init__(self, seed: int, world: int) -> None:
         self.draw, self.mesh = random.Random(8 * seed + world), MESHES[world]

@@ -46,7 +46,7 @@ class Program:
         return others if rows and whole and not any("x" in str(specs[i]) for i in others) else None
 
     def loss(self, s: Any, *values: Any) -> Any:
-        """A rank's loss, for a training step: a term of its own rows, and what the program computes."""
+        """A rank's loss, for a training step: a term of its own rows, and the program's results."""
         own = next(x for x, spec in zip(values, self._specs(), strict=True) if spec[:1] == ("x",))
         weights = sum(s.mean(x) for x, spec in zip(values, self._specs(), strict=True) if not any(spec))
         return s.mean(s.tanh(own * weights)) + sum(s.mean(s.tanh(y)) for y in self.body(s, *values))
@@ -55,7 +55,7 @@ class Program:
         return [*self.in_specs, *((),) * len(self.closed)]
 
     def draw(self, what: str, shapes: Iterable[tuple[int, ...]] | None = None) -> list[np.ndarray]:
-        """Standard normal values named `what`, one for each shape; by default those of all arguments."""
+        """Standard normal values by name, one for each shape; by default those of all arguments."""
         draw = np.random.default_rng(zlib.crc32(f"{self.name} {what}".encode()))
         return [draw.standard_normal(shape) for shape in shapes or (*self.shapes, *self.closed)]
 
