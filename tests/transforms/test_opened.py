@@ -237,7 +237,7 @@ def test_halves_under_vmap(world: int) -> None:
 
 
 def test_a_derivative_through_an_update() -> None:
-    """Of the next loss with respect to a factor of the gradient, for `w - 0.1 k g` and a loss that is `sum(w^2)`."""
+    """The derivative of the next loss by a factor k of the gradient, for `w - 0.1 k g` and the loss `sum(w^2)`."""
     step = sf.sharded_step(lambda w, x: (w * x).square().sum(), sf.optim.sgd(0.1))
     state, x = step.init(torch.tensor([1.0, 2.0])), torch.ones(2)
 
