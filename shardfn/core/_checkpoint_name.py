@@ -29,7 +29,7 @@ def checkpoint_name(x: Shaped[Tensor, "..."], name: str) -> Shaped[Tensor, "..."
         `x` itself.
 
     Raises:
-        TypeError: `x` is no tensor, or `name` no string.
+        TypeError: `x` is not a tensor, or `name` not a string.
         ValueError: inside `offload`, where the name would change the decision made when an earlier use saved `x`.
 
     Example:

@@ -66,7 +66,7 @@ class Policy:
             in that dtype; the last match counts. A path looks like `params['blocks'][0]['norm_w']`.
 
     Raises:
-        TypeError: `exceptions` is no dict.
+        TypeError: `exceptions` is not a dict.
         ValueError: a dtype is not bfloat16, float16, float32 or float64; or a pattern is not a regular expression.
 
     Example:

@@ -51,7 +51,7 @@ def unlock(fd: int) -> None:
 
 
 def _forget_locks() -> None:
-    """A forked child is no owner, and must not keep the directory when its parent has gone."""
+    """A forked child does not own the directory, and must not keep it when its parent has gone."""
     while _LOCKS:
         os.close(_LOCKS.pop())
 

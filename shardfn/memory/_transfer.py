@@ -54,7 +54,7 @@ def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) 
         op of its graph.
 
     Raises:
-        ValueError: `out` differs in shape or dtype, or is no CPU tensor.
+        ValueError: `out` differs in shape or dtype, or is not a CPU tensor.
 
     Example:
         >>> to_host(torch.arange(3.0)).result()

@@ -54,7 +54,7 @@ def apply_if_finite(inner: GradientTransformation | Pair, max_consecutive_errors
         A rule with an `ApplyIfFiniteState`.
 
     Raises:
-        ValueError: the number is no int >= 0, or the rule averages gradients for itself.
+        ValueError: the number is not an int >= 0, or the rule averages gradients for itself.
 
     Example:
         >>> from shardfn.optim import sgd

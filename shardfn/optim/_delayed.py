@@ -59,7 +59,7 @@ def delayed(tx: GradientTransformation | Pair, warmup: int = 0) -> GradientTrans
         A rule with a `DelayedState`, of one structure from the start.
 
     Raises:
-        ValueError: `warmup` is no int >= 0; (on use) trees or the state do not match the params.
+        ValueError: `warmup` is not an int >= 0; (on use) trees or the state do not match the params.
 
     Example:
         >>> from shardfn.optim import sgd

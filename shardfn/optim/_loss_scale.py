@@ -24,7 +24,7 @@ class LossScale(NamedTuple):
     Attributes:
         init: `init() -> state`; a state has a field `scale`, float32, 0-d, on the CPU.
         update: `update(state, finite) -> state`: the state after a step whose gradients were finite, or were not. Pure.
-        check: `check(state)` raises a `FloatingPointError` if it is no use to go on; reads the state on the host.
+        check: `check(state)` raises a `FloatingPointError` if training cannot go on; reads the state on the host.
     """
 
     init: Callable[[], Any]

@@ -92,8 +92,8 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
         A `Pieces`.
 
     Raises:
-        ValueError: a mask does not match `params`; (on use) a part has a leaf that the tree does not have or that is no
-            cut of it that the granularity allows, measures are missing, or the state has other counters.
+        ValueError: a mask does not match `params`; (on use) a part has a leaf that the tree does not have or cuts it
+            more finely than the granularity allows, measures are missing, or the state has other counters.
 
     Example:
         >>> from shardfn.optim import chain, clip_by_global_norm, sgd
@@ -200,7 +200,7 @@ def _write(state: OptState, entries: Entries, counters: Sequence[Tensor]) -> Opt
 
 
 def _checker(whole: PyTree, granularity: Grain) -> Callable[[PyTree], None]:
-    """A function that refuses a part which is no part of `whole`, or one too fine for `granularity`."""
+    """A function that refuses parts that do not belong to `whole`, or are too fine for `granularity`."""
     wants, treedef = tree_flatten(whole, none_is_leaf=True)
     paths = tree_paths(whole, "params", is_leaf=lambda x: x is None) if None in wants else tree_paths(whole, "params")
 

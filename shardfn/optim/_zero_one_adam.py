@@ -102,7 +102,7 @@ def zero_one_adam(
 
         s = compressed_mean_i(s_i);   m = s / sum(lr);   p = p - s / d - weight_decay sum(lr) p;   s_i = 0
 
-    So decay happens in rounds and is no part of the momentum, and after a round all ranks have the same bits. Between
+    So decay happens in rounds and is not part of the momentum, and after a round all ranks have the same bits. Between
     rounds they have parameters of their own, each rank in its copy of one tensor of the state: evaluate and save right
     after a round (`in_round(opt_state)`), and do not use ZeRO along `axis`.
 

@@ -34,7 +34,7 @@ def _stack_of(rows: Sequence[Tensor]) -> Tensor | None:
 
 
 def piled(parts: Sequence[Tensor | Stored]) -> Tensor | Stored:
-    """The stack of some parts, of one memory; that which they are the rows of, if there is one."""
+    """The stack of some parts, of one memory; the tensor whose rows they are, if there is one."""
     here = [x for x in parts if isinstance(x, Tensor)]
     if len(here) == len(parts):
         whole = _stack_of(here)

@@ -98,7 +98,7 @@ def errors_of(state: Residual) -> tuple[Tensor, Tensor]:
     return c.all_gather(state.worker, "dp"), c.all_gather(state.server, "dp")
 
 
-# The golden values of a small example, twice in a row. Its rows of four signs are no whole byte.
+# The golden values of a small example, twice in a row. Its rows of four signs do not fill a byte.
 
 X = [[1.0, -2, 3, -4, 0.5, 0.5, -0.5, 0], [-1.0, -2, 1, 4, 0.25, -0.5, -0.75, 2]]
 FIRST = [1.341931909598993 * s for s in (1, -1, 1, -1)] + [1.6429040834778512 * s for s in (1, 1, -1, 1)]

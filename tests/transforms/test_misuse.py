@@ -56,7 +56,7 @@ def _backward_inside(params: dict, batch: dict) -> Tensor:
 
 
 class Encoding(Mapping[str, Tensor]):
-    """The result of a Hugging Face tokenizer: a mapping that is no dict."""
+    """The result of a Hugging Face tokenizer: a mapping that is not a dict."""
 
     def __getitem__(self, name: str) -> Tensor:
         return batch_of()[name]

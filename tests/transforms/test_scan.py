@@ -97,7 +97,7 @@ def tied_params() -> dict[str, Any]:
 
 
 def partly(p: dict, batch: dict) -> Tensor:
-    """Scans over some layers, of some leaves in each way of taking a part, and in ways that are no slices of layers."""
+    """Scans over some layers, of some leaves in each way of taking a part, also ways that are not slices of layers."""
     h, w = batch["x"] @ p["in"], p["blocks"]["w"]
     assert w[1:3].shape == (2, 7, 7) and w.narrow(0, 3, 2).shape == (2, 7, 7) and len(w[-9:9]) == LAYERS
     for part in (w[1:3], w[-2:], w.narrow(0, 3, 2), torch.narrow(w, dim=0, start=-2, length=1), w[1:4][1:][:1], w[::2]):
