@@ -83,7 +83,7 @@ def _parts(x: Any, path: str, seen: _Seen) -> Iterator[str]:
     if isinstance(x, functools.partial | types.MethodType | types.FunctionType):
         yield from _function(x, path, seen)
     elif callable(x) and type(x).__module__.partition(".")[0] != _PACKAGE:
-        yield f"{path}: {type(x).__module__}.{type(x).__qualname__}"  # its fields may be this rank's affair
+        yield f"{path}: {type(x).__module__}.{type(x).__qualname__}"  # its fields may differ between ranks
         yield from _rates(x, path) if seen.strangers else ()
     elif fields := _fields(x):
         functions = [f for f in fields.values() if isinstance(f, types.FunctionType)]

@@ -52,7 +52,7 @@ def explains_keywords(**meant: str) -> Callable[[Callable[A, R]], Callable[A, R]
 
 
 def explains_attributes(**meant: str) -> Callable[[type[C]], type[C]]:
-    """Names the remedy where an object is asked for a method that such things have in other libraries.
+    """Names the remedy where a user calls a method that such objects have in other libraries.
 
     Args:
         **meant: attribute that users try -> the remedy.

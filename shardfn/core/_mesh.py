@@ -250,7 +250,7 @@ class Mesh:
             return None
         self._check_real()
         if names not in self._groups:
-            # There already, and no rank need be asked.
+            # A single axis has its group already, so no collective is needed.
             if len(names) == 1 and self.device_mesh is not None:
                 self._groups[names] = self.device_mesh.get_group(names[0])
             else:

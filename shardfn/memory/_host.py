@@ -1,4 +1,4 @@
-"""Host tensors: page-aligned, pinned where there is CUDA, and known to the ledger."""
+"""Host tensors: page-aligned, pinned where there is CUDA, and counted by the ledger."""
 
 import ctypes
 import math

@@ -1,6 +1,6 @@
 """Bytes to and from files: pieces, spread over a few threads, past the page cache where the file system can.
 
-`os.preadv` and `os.pwritev` release the interpreter's lock, so a handful of threads keeps a disk busy. Direct I/O wants
+`os.preadv` and `os.pwritev` release the interpreter's lock, so a handful of threads keeps a disk busy. Direct I/O needs
 file offsets, lengths and memory in multiples of a page. Memory aligned so is moved without a copy; the rest goes
 through a buffer. There is one buffer a thread at most, and it is taken and given back within one piece: that bounds
 them, and a thread that waits for one holds no other.

@@ -166,7 +166,7 @@ def purely(
     """`update`, of an `apply`: on copies. The updates are `p' - p` in float64, in which they are exact.
 
     Raises:
-        NotImplementedError: a derivative is asked for, or another transform of torch.func.
+        NotImplementedError: under a derivative, or another transform of torch.func.
     """
     # Not of parameters: those of a module ask for one always.
     if is_differentiated((grads, state, rate)):

@@ -71,7 +71,7 @@ class Needs(NamedTuple):
         measure: a number computed of each leaf's gradient before a step; None means none.
         decide: `decide(params) -> rule`: the rule for the tree `params` of whole leaves (shapes and dtypes only), and
             for blocks and parts of it: each function of the tree that it was made with, of a mask or of labels, is
-            asked here and no more. None = the rule itself, which has no such functions.
+            called here and not again. None = the rule itself, which has no such functions.
         specialize: `specialize(params, stats, phase) -> rule`: the rule for parts of the tree `params` (shapes only),
             in a step whose measures are `stats`, one entry a leaf, and in that phase; each may be None = not known.
             None = the rule itself, for it looks at none of them. Where a rule has phases, `params` are the whole

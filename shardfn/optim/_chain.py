@@ -232,7 +232,7 @@ def _check_whole(txs: Sequence[GradientTransformation], params: Params, over: Se
 
 
 def _looks_at_params(tx: GradientTransformation, params: Params) -> bool:
-    """Whether a rule asks for more of parameters than their shape and dtype. Tried with zeros that take no memory."""
+    """Whether a rule uses more of parameters than their shape and dtype. Tried with zeros that take no memory."""
     zeros = tree_map(lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape), params)
     try:
         tx.update(zeros, tx.init(zeros), tree_map(lambda x: _NotLookedAt.empty(x.shape, x.dtype, x.device), zeros))

@@ -94,7 +94,7 @@ class Freeze:
     def learning(
         self, state: FreezeState, nu: Params, specs: Specs, phase: Phase, learnt: Int[Tensor, ""] | None = None
     ) -> FreezeState:
-        """After a step with averaged gradients. A frozen variance learns again, if more steps are asked for.
+        """After a step with averaged gradients. A frozen variance learns again, if the number of steps is raised.
 
         `learnt`: how many gradients `nu` has averaged; None = one a step.
         """
@@ -115,7 +115,7 @@ class Freeze:
 
 
 def freeze_rule(who: str, step: Any, b2: float) -> Freeze:
-    """The rule that a user asks for.
+    """The rule for a user's `freeze_step`.
 
     Raises:
         ValueError: `step` is not such a rule, or the variance would freeze before it has learnt anything.

@@ -1,6 +1,6 @@
 """Trees as columns of leaves: the checks and the grouping that every optimizer shares.
 
-A tree is flattened once a step; after that an optimizer works on lists. The in-place forms want leaves that a fused
+A tree is flattened once a step; after that an optimizer works on lists. The in-place forms need leaves that a fused
 kernel can take: contiguous, and of one dtype across parameter, moments and gradient. `stage` makes the odd ones so by
 copies, and `unstage` writes them back.
 """

@@ -117,7 +117,7 @@ def muon(
     Args:
         learning_rate: of the matrices: a number >= 0, or a schedule.
         others: the rule for embeddings, heads, norms and biases; None = `adamw(learning_rate, weight_decay=0.0)`, as
-            optax has it. They often want a smaller rate, such as `adamw(3e-4)`, or `consistent_rms=0.2`.
+            optax has it. They often need a smaller rate, such as `adamw(3e-4)`, or `consistent_rms=0.2`.
         matrices: which leaves are matrices: a tree (or prefix) of bools and `MatrixDims`, or a function from params to
             one; None = `hidden_matrices`. A module whose head is not called one, such as the last layer of a
             `Sequential`, needs this.

@@ -37,7 +37,7 @@ def coarsest(grains: Iterable[Grain]) -> Grain:
 
 
 def decided(tx: GradientTransformation | Pair, params: Params) -> GradientTransformation:
-    """`tx` for a tree of whole leaves, and for blocks and parts of it: its functions of the tree are asked here.
+    """`tx` for a tree of whole leaves, and for blocks and parts of it: its functions of the tree are called here.
 
     `sharded_step` does so. Needed where you apply a rule to blocks yourself, for example inside a `shard_map`.
 
@@ -104,7 +104,7 @@ def join_needs(
             its own.
         sees: `sees(params, stats)`: the leaves of a tree and their measures that each of the rules gets. None = all
             leaves; measures go to the first only.
-        own: `own(params) -> rule`: the same rule, whose own functions of the tree have been asked about whole leaves.
+        own: `own(params) -> rule`: the same rule, whose own functions of the tree have been called on whole leaves.
             None = it has no such functions.
         in_turn: whether each gets the updates of the one before it; else each has leaves of its own.
 

@@ -95,7 +95,7 @@ def sgd(
         A rule; `apply` is one fused kernel per dtype.
 
     Raises:
-        ValueError: a number is out of range, or Nesterov is asked for without momentum.
+        ValueError: a number is out of range, or `nesterov` is True without momentum.
 
     Example:
         >>> tx = sgd(0.1)

@@ -1,4 +1,4 @@
-"""0/1 Adam: a variance that is learnt at ever rarer steps, then steps on which ranks do not talk at all."""
+"""0/1 Adam: a variance that is learnt at ever rarer steps, then steps without communication."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ def zero_one_adam(
     bias_correction: bool = True,
     exact: Mask = None,
 ) -> GradientTransformation:
-    """Adam whose variance is learnt at ever rarer steps, and whose ranks then talk at ever rarer steps.
+    """Adam whose variance is learnt at ever rarer steps, and whose ranks then communicate at ever rarer steps.
 
     With `g_i` the gradient of rank i along `axis`, and t counted from 1, up to `t = var_freeze_step + 1`:
 
@@ -248,7 +248,7 @@ class _ZeroOneAdam(Phased):
         return leaves
 
     def _cuts(self, leaves: Apart, specs: Specs) -> list[P]:
-        """How leaves are cut; where that is not known, not at all."""
+        """The specs of the leaves; `P()` where they are not given."""
         if specs is None and self.whole is not None:
             return [getattr(x, "spec", P()) for x in tree_leaves(self.whole)]
         return leaves.specs
