@@ -176,6 +176,8 @@ class Channel:
         if self._lanes is not None and flat.dtype in SUMMED:
             out = flat[start : start + own] if reuse and is_sole_owner(flat) else flat.new_empty(own)
             return self._shared(self._lanes.reduce_scatter(flat.split_with_sizes(list(sizes)), out), lambda: out)
+        if flat.dtype.is_floating_point and flat.dtype.itemsize == 1:  # torch has no sums of these
+            raise TypeError(f"sums of {flat.dtype} are not known; cast it to {torch.float16} or a wider dtype first.")
         if not self._direct and len(set(sizes)) == 1:
             out = flat.new_empty(own)
             work = dist.reduce_scatter_single(out, flat, group=group, async_op=True)

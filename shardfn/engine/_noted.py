@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from shardfn.core import Policy, PyTree, did_you_mean, first_of, named_leaves, tree_leaves
 
@@ -85,19 +86,24 @@ def _notes(error: Exception, params: PyTree, batch: tuple[PyTree, ...]) -> Itera
 
 def _of_line(params: PyTree, error: Exception) -> Iterator[str]:
     """Names the parameters that the innermost line with some has: torch names no operand."""
-    own = {
-        x.untyped_storage()._cdata: path
-        for path, x in named_leaves(params, "params")
-        if type(x) is Tensor and x.requires_grad
-    }
+    own = {_storage(x): path for path, x in named_leaves(params, "params") if _has_storage(x) and x.requires_grad}
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        tensors = [x for x in tree_leaves([*frame.f_locals.values()]) if type(x) is Tensor]
-        here = dict.fromkeys(own[k] for x in tensors if (k := x.untyped_storage()._cdata) in own)
+        tensors = [x for x in tree_leaves([*frame.f_locals.values()]) if _has_storage(x)]
+        here = dict.fromkeys(own[k] for x in tensors if (k := _storage(x)) in own)
         if here:
             code = frame.f_code
             text = linecache.getline(code.co_filename, line).strip()
             yield f"At {code.co_filename}:{line}, `{text}`, variables hold {', '.join(first_of([*here], _SHOWN))}."
             return
+
+
+def _has_storage(x: Any) -> bool:
+    """Whether `x` is a plain tensor: subclasses and values inside a transform of torch.func have no storage."""
+    return type(x) is Tensor and not is_functorch_wrapped_tensor(x)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
 
 
 def _tensors(name: str, tree: PyTree = ()) -> list[tuple[str, Tensor]]:

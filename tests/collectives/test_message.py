@@ -39,7 +39,7 @@ def test_a_message_is_the_bytes_of_each_row_widest_first() -> None:
 def test_alone_nothing_is_sent() -> None:
     parts = _parts(1)
     assert exchange_rows(parts, None, name="x")() == parts
-    assert gather_rows(parts, None, name="x")() == parts
+    assert gather_rows(parts, None)() == parts
 
 
 @distributed(world=3)
@@ -49,7 +49,7 @@ def test_rows_go_to_the_ranks_they_are_for() -> None:
     with sf.collectives.bind_mesh(mesh), sf.count_traffic() as traffic:
         line = line_along("dp")
         sent = exchange_rows(every[mesh.rank], line, name="there")
-        got = gather_rows([tuple(x[:1] for x in group) for group in every[mesh.rank]], line, name="all")
+        got = gather_rows([tuple(x[:1] for x in group) for group in every[mesh.rank]], line)
         mine = [
             tuple(torch.stack([p[g][k][mesh.rank] for p in every]) for k in range(len(every[0][g]))) for g in (0, 1)
         ]

@@ -33,7 +33,7 @@ def _whole(p: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def _loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    return sf.psum(_stage(p, sf.pvary(x, "pp"), sf.axis_index("pp")), "pp")
+    return sf.psum(_stage(p, sf.pvary(x, "pp"), int(sf.axis_index("pp"))), "pp")
 
 
 def _step(mesh: sf.Mesh | None, loss: Any = _loss) -> Any:

@@ -54,7 +54,7 @@ def test_every_overload_that_a_row_names_exists() -> None:
 
 def test_every_transfer_says_what_it_sends_and_whose_turn_it_takes() -> None:
     starts = [op for op in OPS.values() if op.channel]
-    assert len(starts) == 11 and all(op.transfer is not None for op in starts)
+    assert len(starts) == 18 and all(op.transfer is not None for op in starts)
     assert all(op.transfer is None for op in OPS.values() if not op.channel)
 
 

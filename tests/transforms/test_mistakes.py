@@ -259,7 +259,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "an exception that meets the others": Mistake(
         lambda: run(_mixed(loss_of, sf.Policy.bf16(exceptions={"w": _SINGLE}))),
-        ValueError, "params['w'] is computed in torch.float32", "x @ w.to(x.dtype)",
+        RuntimeError, "params['w'] is computed in torch.float32", "x @ w.to(x.dtype)",
     ),
     # A call of the step.
     "state and batch swapped": Mistake(_swapped, TypeError, "got dict", "swapped: write step(state, batch)"),
