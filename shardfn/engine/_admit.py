@@ -111,7 +111,7 @@ class Admission:
         """The arguments of the loss beyond the parameters.
 
         Raises:
-            ValueError: the loss takes a key and the state has none.
+            ValueError: the loss takes a key and the state does not hold one.
         """
         if self.key is None:
             return (batch,)

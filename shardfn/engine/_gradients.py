@@ -1,6 +1,6 @@
 """The gradients of a step as a tree, between `gradients` and `update`.
 
-A leaf is where the optimizer takes it: the rows that this rank updates, in the memory and the dtype in which summed
+A leaf is placed as the optimizer takes it: the rows that this rank updates, in the memory and the dtype in which summed
 gradients wait (`ways.summed`). A leaf that the step does not train is None, as in the tree that the optimizer gets.
 """
 

@@ -39,7 +39,7 @@ def no_tensors(tree: PyTree, name: str) -> list[str]:
 
 
 def _are_named(tree: PyTree) -> bool:
-    """Whether a tree is what a module's `named_parameters()` yields."""
+    """Whether a tree is the list that a module's `named_parameters()` yields."""
     pairs = isinstance(tree, list | tuple) and bool(tree) and all(isinstance(x, tuple) and len(x) == 2 for x in tree)
     return pairs and all(isinstance(k, str) and isinstance(x, Tensor) for k, x in tree)
 

@@ -12,10 +12,10 @@ _SHOWN = 6
 
 
 def check_trains(plan: Plan, trainable: PyTree) -> None:
-    """Refuses parameters of which none would be trained, unless `trainable=False` says just that.
+    """Refuses parameters without a trained leaf, unless the caller passes `trainable=False`.
 
     Raises:
-        ValueError: says which leaves there are, and what to change.
+        ValueError: lists leaves, and the remedy.
     """
     if trainable is False or any(leaf.trainable for leaf in plan.leaves):
         return

@@ -39,7 +39,7 @@ class GradientProgram(Program):
     Attributes:
         plan: the layout.
         metrics: their names, in order.
-        differentiated: whether the loss gives a gradient to a trainable leaf on this rank, or there is none.
+        differentiated: whether the loss gives a gradient to a trainable leaf on this rank, or no leaf is trainable.
     """
 
     plan: Plan
@@ -47,7 +47,10 @@ class GradientProgram(Program):
     differentiated: bool
 
     def check(self, exchange: Callable[[int], Sequence[int]]) -> None:
-        """Refuses a loss that has a gradient on none of the ranks; where some have none, theirs count as zeros."""
+        """Refuses a loss that has a gradient on no rank.
+
+        Where only some ranks have a gradient, those of the others count as zeros.
+        """
         if not any(exchange(int(self.differentiated))):
             raise NoGradientError(self.plan.trained)
 
@@ -127,7 +130,7 @@ def capture_update(
     Args:
         optimizer: the optimizer.
         plan: the layout.
-        params: tree of `GlobalTensor`; of all tensors here only shape, strides, dtype and device count.
+        params: tree of `GlobalTensor`; only the shape, strides, dtype and device of tensors count.
         opt_state: tree of `GlobalTensor`.
         grads: those of the trainable leaves.
     """

@@ -48,7 +48,7 @@ class Transit:
 
     @property
     def dst(self) -> Placement:
-        """How it will be placed; that layers are stacked only says what may be cut."""
+        """Its placement. Stacking of layers is left out, as it only limits the cuts."""
         return self.asked.with_(stacked=False)
 
     @property
