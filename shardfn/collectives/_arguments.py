@@ -1,4 +1,4 @@
-"""What the collectives check before they talk: every rank fails alike, and none is left waiting."""
+"""Checks of the collectives' arguments, before any message: every rank fails alike, and no rank is left waiting."""
 
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,8 @@
     rank 1 sends       [ a[2:]  b[:, 2:] ]
     the message        [ a[:2]  b[:, :2]  a[2:]  b[:, 2:] ]        rank by rank, and in it leaf by leaf
 
-A gather sends pieces and takes wholes out of the message; a reduction lays wholes out as a message, of which each rank
-gets its pieces. Both are said here and nowhere else; who sends the message, and when, is the business of others.
+A gather sends pieces and takes wholes out of the message; a reduction lays wholes out as a message, and each rank gets
+its pieces of it. Both layouts are defined only here; callers send the message.
 """
 
 import dataclasses
@@ -63,12 +63,12 @@ class Cuts:
         """The part of the tensor that a run of ranks has, rank by rank: a view [ranks, *shape of a piece]."""
         grid, order, first, num = self._grids.get(run[:2]) or self._grid(*run[:2])
         part = x if num == self.whole[order[0]] else x.narrow(order[0], first, num)
-        # Views of one dim as two: whatever the strides are, no copy is made.
+        # Views of one dim as two: they need no copy, for any strides.
         return part.view(grid) if order[0] == 0 else part.view(grid).permute(order)
 
     @functools.cached_property
     def _grids(self) -> dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...], int, int]]:
-        """What `_grid` has found."""
+        """The results of `_grid`, by argument."""
         return {}
 
     def _grid(self, first: int, num: int) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
@@ -209,7 +209,7 @@ class Packing:
 
     @functools.cached_property
     def _known_places(self) -> "dict[int, list[Spot]]":
-        """What `_places` has found."""
+        """The results of `_places`, by argument."""
         return {}
 
     @functools.cached_property
@@ -221,7 +221,7 @@ class Packing:
     def lay(self, wholes: Sequence[Tensor]) -> Tensor:
         """Wholes as a message, 1-D. A single one that is contiguous, and cut along dim 0 or not at all, is not copied.
 
-        What is returned is a view of its own in any case, as `is_sole_owner` counts on.
+        The result is a view of its own in any case, as `is_sole_owner` counts on.
         """
         first = self.leaves[0]
         if len(wholes) == 1 and first.dim in (None, 0):
@@ -236,7 +236,8 @@ class Packing:
         """`lay`, each element written once, to its place: for tensors that neither autograd nor a capture sees."""
         if len(wholes) == 1 and self.leaves[0].dim in (None, 0):
             return self.lay(wholes)
-        # By `cat`, which makes no view of a place; what it would have to copy first is copied to its place instead.
+        # By `cat`, which makes no view of a place; tensors that it would have to copy first are copied to their places
+        # instead.
         as_they_are = all([x.is_contiguous() for x in wholes])
         if not self.cut:
             if as_they_are:
@@ -267,7 +268,8 @@ class Packing:
 class EvenPacking(Packing):
     """The same, with the pieces of all ranks padded to those of the first, which has the most.
 
-    Its messages are what the differentiable collectives take: [ranks, elements of a rank]. Nothing in it is written,
+    Its messages have the shape that the differentiable collectives take: [ranks, elements of a rank]. It writes in
+        place nowhere,
     and no size depends on the rank, so it passes through `vmap`.
     """
 

@@ -52,9 +52,9 @@ def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int
 
 
 def ppermute_start(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int]]) -> Callable[[], Tensor]:
-    """A `ppermute` that has begun, of a plain tensor that nobody differentiates; the result waits for it.
+    """Starts a `ppermute` of a plain tensor that is not differentiated; the result waits for it.
 
-    While a program is captured it is sent and waited for at once: the passes over its graph decide what overlaps.
+    While a program is captured it is sent and waited for at once: the passes over its graph decide on overlap.
 
     Args:
         x: of one shape on all ranks; not to be written before the wait.
