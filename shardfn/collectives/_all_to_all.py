@@ -22,8 +22,7 @@ def all_to_all(
 
     Transpose: `all_to_all` with the two dims (and their global sizes) swapped.
 
-    When: a sharding moves from one dim to another (sequence to heads, tokens to experts): 1 / n of the bytes of a
-        gather.
+    When: a sharding moves from one dim to another (sequence to heads, tokens to experts), at 1 / n of a gather's bytes.
 
     Args:
         x: whole along `split_dim`, a block along `concat_dim`.

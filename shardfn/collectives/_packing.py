@@ -268,9 +268,8 @@ class Packing:
 class EvenPacking(Packing):
     """The same, with the pieces of all ranks padded to those of the first, which has the most.
 
-    Its messages have the shape that the differentiable collectives take: [ranks, elements of a rank]. It writes in
-        place nowhere,
-    and no size depends on the rank, so it passes through `vmap`.
+    Its messages have the shape that the differentiable collectives take, [ranks, elements of a rank]. It does not write
+    in place, and no size depends on the rank, so it passes through `vmap`.
     """
 
     def pack(self, pieces: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,6 @@
 """The transfers of the functional step, as pure functions of tensors: storage -> compute, and back.
 
-    wholes = enter(plan, blocks)            storage -> the leaves of the loss, one value a rank (V over the batch's
-    axes)
+    wholes = enter(plan, blocks)            storage -> the loss's leaves, one value a rank (V over the batch's axes)
     rows   = reduce(plan, cotangents)       its transpose, summed: each rank's rows of the gradient
     blocks = refresh(plan, blocks, rows)    updated rows -> storage
 

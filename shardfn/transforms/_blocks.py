@@ -43,7 +43,7 @@ class Blocks:
             )
 
     def apart(self, out: PyTree) -> PyTree:
-        """The result, with memory of its own: of what a call was given it keeps what is donated, and that once."""
+        """Clones results that alias an argument, except the largest result per donated argument."""
         largest: dict[int, Tensor] = {}
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and _memory(x) in self._donated:

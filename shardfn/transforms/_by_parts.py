@@ -23,7 +23,7 @@ def by_parts(
         params, whole = sf.by_parts(params, {"c_attn.weight": (1, 3), "c_attn.bias": (0, 3)})
         loss = sf.partition(lambda p, x: inner(whole(p), x))
 
-    `partition` then takes the values of the projection to be cut by parts, and what takes them apart sends nothing.
+    `partition` then takes the values of the projection to be cut by parts, and taking them apart sends no messages.
 
     Parts of equal size stay one leaf with one more dim, and `whole` is a view. Parts of different sizes become a tuple
     of leaves, and `whole` copies them at each use; the copy stays in memory for the backward, at ZeRO 3 too.
