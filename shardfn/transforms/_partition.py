@@ -20,8 +20,8 @@ def partition(loss: Callable[..., Any], axes: str | tuple[str, ...] = "tp", *, s
         loss: `loss(params, batch, ...)`, which does not use `axes`. It may be rematerialised, accumulated, of mixed
             precision or jitted, inside or outside.
         axes: the mesh axis, or several. Several axes may cut different dims of a leaf, or one dim in this order,
-            P(("tp", "sp")); all but the last must divide the dim or block that they cut. An axis that the mesh lacks, or
-            of size 1, has no effect.
+            P(("tp", "sp")); all but the last must divide the dim or block that they cut. An axis that the mesh lacks,
+            or of size 1, has no effect.
         sequence: whether values between blocks (residuals, norms) stay cut along the sequence or the samples, so that
             each rank holds and computes a part of them. This sends the same number of bytes: a `psum_scatter` and an
             `all_gather` replace a `psum` and its transpose; one more sum is sent for each leaf that all ranks hold. It

@@ -51,7 +51,7 @@ def propose_specs(
             did not overlap, and latencies are not counted. None: work is free.
 
     Returns:
-        A tree of specs like `params`: `P`, or `Sharding(P, stacked=True)` for leaves that a `scan` of the loss takes apart.
+        A tree of specs like `params`: `P`, or `Sharding(P, stacked=True)` for leaves that the loss scans over.
 
     Raises:
         ValueError: the leaves do not fit, with any cut; the mesh has no such axis; the loss is partitioned already, or
