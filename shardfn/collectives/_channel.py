@@ -128,10 +128,11 @@ class Channel:
 
         Args:
             own: this rank's block, contiguous; may be its place in `into` itself. It is sent without a copy and must
-                not be written before `flush()`; so that a destination dies with its user, pass another tensor.
+                not be written before `flush()`; pass a tensor outside of `into` if the destination is to be freed with
+                its user.
             sizes: number of elements of each rank's block; the same on all ranks.
             into: the destination, 1-D and contiguous; default a new one.
-            settled: whether `own` has left, and so may be written, when there is a result.
+            settled: whether the result also waits until `own` has left, so that it may be written.
             idle: whether this thread only waits for the result: on gloo it then feeds the connections itself, which is
                 faster, but stalls while they are busy. The same on all ranks.
 
@@ -209,7 +210,7 @@ class Channel:
 
         Args:
             flat: 1-D, contiguous; the blocks for all ranks. Not to be written until the result is taken.
-            sizes: number of elements of each rank's block, of whichever sender.
+            sizes: number of elements of each rank's block, from any sender.
         """
         own = sizes[self.index]
         record("all_to_all", self.axes, (flat.numel() - own) * flat.element_size(), dtype=flat.dtype)
@@ -235,7 +236,7 @@ class Channel:
 
         Args:
             parts: contiguous, of one dtype. Not to be written until the result is taken.
-            into: contiguous, each with as many elements as its sender's part.
+            into: contiguous, each of the size of its sender's part.
             name: the operation's name for the traffic counter.
         """
         leaving = sum(part.numel() for r, part in enumerate(parts) if r != self.index)
@@ -393,7 +394,7 @@ class Channel:
 
 
 class Channels:
-    """For each set of axes one channel of each kind, so that those who gather and reduce wait in lines of their own.
+    """One channel of each kind for each set of axes, so that gathers and reductions have queues of their own.
 
     They are made on first request, which is collective: all ranks must ask in the same order.
 

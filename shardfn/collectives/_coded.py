@@ -61,7 +61,7 @@ class CodedReduce:
     Args:
         channels: the communicators.
         axes: all axes, in the mesh's order.
-        near: of them, those along which is summed first; none: one hop.
+        near: those of them along which it sums first; () for one hop.
         code: the code.
     """
 

@@ -195,7 +195,7 @@ class Control:
         return is_of_the_wire(error) or (in_torch and bool(self._board.read() or self._presence.gone()))
 
     def tell(self, what: str) -> None:
-        """Leaves word of an error of this rank alone; then lets ranks with errors of their own leave, for a moment."""
+        """Posts an error of this rank alone; then gives ranks with errors of their own a moment to leave."""
         # The word is there before this rank counts as having left: who sees it gone finds out why.
         self._board.post(f"rank {self.rank} {what}")
         self._board.leave()

@@ -41,7 +41,9 @@ class LeafCrossing(NamedTuple):
 
 
 def cross(crossings: Sequence[LeafCrossing], channel: Channel, places: Mapping[int, int]) -> None:
-    """Carries leaves out. Collective over the channel, with the same leaves in the same order on all ranks.
+    """Carries out crossings of leaves.
+
+    Collective over the channel, with the same leaves in the same order on all ranks.
 
     Args:
         crossings: the leaves.

@@ -22,7 +22,7 @@ _ONE_RANK = Mesh({}, torch.device("cpu"))
 
 @contextlib.contextmanager
 def bind_mesh(mesh: Mesh) -> Iterator[Mesh]:
-    """Binds `mesh` as the one that collectives mean by an axis name."""
+    """Binds `mesh`, to which the axis names of collectives refer."""
     for seen in _SEEN.all:
         seen.append(mesh)
     with _MESH.bound(mesh), checkpoints_as_now():

@@ -376,7 +376,7 @@ def member(tree: PyTree, index: int) -> PyTree:
 
     Args:
         tree: a tree whose blocks and tensors have a leading dim.
-        index: which.
+        index: the member's number.
 
     Example:
         >>> member(stack([{"w": torch.ones(2)}, {"w": torch.zeros(2)}]), 1)
@@ -392,7 +392,7 @@ def member(tree: PyTree, index: int) -> PyTree:
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func (or forward-mode AD) is running, so that tensors may be more than they seem.
+    """Whether a transform of torch.func (or forward-mode AD) is running, so that tensors may be wrapped.
 
     Example:
         >>> transforming(), torch.func.grad(lambda x: x * transforming())(torch.tensor(1.0))

@@ -56,7 +56,7 @@ class Cuts:
 
     @functools.cached_property
     def rows(self) -> list[int]:
-        """How many rows, along `dim`, each rank's piece has; 1 where it is not cut."""
+        """The number of rows, along `dim`, of each rank's piece; 1 if it is not cut."""
         return [1] if self.dim is None else [hi - lo for lo, hi in self.bounds]
 
     def by_rank(self, x: Tensor, run: "Stretch") -> Tensor:
@@ -82,17 +82,17 @@ class Cuts:
         return found
 
     def from_ranks(self, pieces: Tensor) -> Tensor:
-        """The rows of the tensor that `pieces`, [ranks, *shape of a piece], are."""
+        """The rows of the tensor, from `pieces` [ranks, *shape of a piece]."""
         assert self.dim is not None
         return pieces.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
 
 
 class Stretch(NamedTuple):
-    """Neighbouring ranks whose pieces have the same shapes: there are few runs, however many ranks.
+    """Neighbouring ranks whose pieces have the same shapes: there are few runs for any number of ranks.
 
     Attributes:
         first: the first rank.
-        num: how many ranks.
+        num: the number of ranks.
         sizes: for each leaf, the number of elements of a rank's piece.
     """
 
@@ -113,7 +113,7 @@ class Packing:
     """Leaves that travel in one message. A value: it holds no tensor.
 
     Args:
-        leaves: how each is cut; all among the same ranks, or none at all.
+        leaves: the cuts of each leaf; all among the same ranks, or all uncut.
 
     Example:
         >>> a = Cuts(torch.Size([3, 2]), 0, ((0, 2), (2, 3)))
@@ -137,7 +137,7 @@ class Packing:
 
     @functools.cached_property
     def sizes(self) -> list[int]:
-        """How many elements of the message each rank's pieces are."""
+        """The number of elements of the message in each rank's pieces."""
         columns = [leaf.sizes for leaf in self.leaves]
         return columns[0] if len(columns) == 1 else [sum(column) for column in zip(*columns, strict=True)]
 
@@ -163,7 +163,7 @@ class Packing:
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
 
     def unpack(self, message: Tensor) -> list[Tensor]:
-        """The wholes, of the pieces of all ranks; of a single leaf cut along dim 0 the message itself."""
+        """The wholes, made of the pieces of all ranks; for a single leaf cut along dim 0, the message itself."""
         first = self.leaves[0]
         if len(self.leaves) == 1 and first.dim in (None, 0):
             return [message.view(first.whole)]
@@ -301,7 +301,7 @@ class EvenPacking(Packing):
 
 
 def dealt(total: int, size: int) -> list[int]:
-    """How many elements each of `size` ranks sums up of a message that is wanted whole."""
+    """The number of elements that each of `size` ranks sums up of a message that is wanted whole."""
     return [stop - start for start, stop in (chunk_bounds(total, size, r) for r in range(size))]
 
 

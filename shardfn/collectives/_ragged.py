@@ -53,7 +53,7 @@ def ragged_all_to_all(
     the data, `ragged_exchange` needs no capacity. Equal parts go by `all_to_all`, without a comparison.
 
     Args:
-        x: `[rows, ...]`; any number of rows, another one on each rank.
+        x: `[rows, ...]`; any number of rows, which may differ between ranks.
         out: `[capacity, ...]`, with rows of the shape and dtype of those of `x`; the capacity may differ between ranks.
         input_offsets: int32 or int64, one a rank along `axis`: the first of the rows of `x` for that rank.
         send_sizes: likewise: the number of these rows.
@@ -105,7 +105,7 @@ def ragged_exchange(
     When: tokens go to the ranks that hold their experts, in any number, in eager code.
 
     Args:
-        x: `[rows, ...]`; any number of rows, another one on each rank.
+        x: `[rows, ...]`; any number of rows, which may differ between ranks.
         send_sizes: int32 or int64, one a rank along `axis`: the number of rows for that rank.
         axis: as in `ragged_all_to_all`.
 

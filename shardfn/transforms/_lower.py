@@ -60,11 +60,11 @@ class Lowered:
         return as_html(f"{self!r}\n\n{self.cost_analysis()}\n\n{self.memory_analysis()}")
 
     def as_text(self) -> str:
-        """The graph to be read: a line an op, with leaf names, shapes, collectives and their bytes."""
+        """The graph as text: one line per op, with leaf names, shapes, collectives and their bytes."""
         return as_text(self.gm)
 
     def schedule_table(self) -> str:
-        """The schedules that were compared, with seconds and peak, and which was chosen; else the one in use."""
+        """The compared schedules, with seconds and peak, and the chosen one; else the one in use."""
         return f"given: {self.schedule}" if self.choice is None else str(self.choice)
 
     def memory_analysis(self) -> MemoryAnalysis:

@@ -68,8 +68,8 @@ def offload(
     In a captured step the moves are ops of the graph. The newest `window` bytes then stay on the device, as the
     backward needs them first, and `jit`'s `prefetch` sets how early the others come back.
 
-    Never moved are arguments of `f` that are leaves of autograd or hold no gradient (parameters, the batch), leaves
-    that a step gathers, tensors below a page, and views of less than a quarter of their memory.
+    It never moves arguments of `f` that are leaves of autograd or hold no gradient (parameters, the batch), leaves that
+    a step gathers, tensors below a page, and views of less than a quarter of their memory.
 
     Args:
         f: a loss, or a part of one; may contain `remat`, whose regions then have only their inputs moved.

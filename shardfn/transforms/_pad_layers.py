@@ -19,7 +19,7 @@ def pad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
             up to L.
 
     Raises:
-        ValueError: they do not; every leaf is listed.
+        ValueError: they add up to another number; every leaf is listed.
 
     Example:
         >>> import torch

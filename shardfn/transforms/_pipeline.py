@@ -40,8 +40,8 @@ def pipeline(
     In a step with `has_state` each function takes its part of the model state, a `PipelineState`, after its parameters,
     and returns it with its result: `block(p, state, h[, key]) -> (h, state)`.
 
-    Tensor parallelism of functions that are written for one device is that of `partition`: around all of it, and each
-    stage is planned as one; or around some of the functions, and each is planned by itself, for one layer's leaves.
+    For tensor parallelism of functions that are written for one device use `partition`: around the whole loss, which
+    plans each stage as one, or around some of the functions, which plans each by itself, for one layer's leaves.
 
     Outside of a step of a mesh with `axis` (in `step.apply`, `sharded`, `torch.func`) stages run one after another.
 

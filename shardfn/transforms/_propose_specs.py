@@ -55,7 +55,7 @@ def propose_specs(
 
     Raises:
         ValueError: the leaves do not fit, with any cut; the mesh has no such axis; the loss is partitioned already, or
-            its stages lie along the axis; no device is called so, or it does not compute in the dtype of most of the
+            its stages lie along the axis; no device has that name, or it does not compute in the dtype of most of the
             work; or see `partition`.
         TypeError: the cluster is neither a name nor a value.
 

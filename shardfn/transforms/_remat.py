@@ -33,7 +33,7 @@ def remat(
     https://arxiv.org/abs/1604.06174
 
     With a policy the results of some operations are stored on the device, the host or disk, and the recomputation uses
-    them instead of running these operations again. An operation with several results is decided by the largest. Random
+    them instead of running these operations again. For an operation with several results the largest decides. Random
     draws, in-place operations and collectives always run again.
 
     Args:

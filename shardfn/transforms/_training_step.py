@@ -187,8 +187,8 @@ class ShardedStep(Transform):
         """The state of another step, to go on with this one: with other frozen leaves, ZeRO stage, mesh or optimizer.
 
         Parameters (their master copies, where there are some), step number, key, model state and loss scale go on. So
-        does the optimizer's state of parameters that both steps train, with its counters. That of parameters which only
-        this step trains is as `init` makes it: moments are zero. `optim.per_leaf` gives these counters of their own.
+        does the optimizer's state of parameters that both steps train, with its counters. Parameters that only this
+        step trains start with the state of `init`: zero moments. `optim.per_leaf` gives these counters of their own.
         Collective.
 
         Args:
@@ -199,7 +199,7 @@ class ShardedStep(Transform):
             A state of this step.
 
         Raises:
-            ValueError: the optimizers keep other things, with each of them; or the state is on disk.
+            ValueError: the optimizers' states differ, with each difference; or the state is on disk.
             DonatedError: a step has consumed `state`.
 
         Example:
@@ -273,7 +273,7 @@ class ShardedStep(Transform):
     def profile(
         self, state: TrainState, batch: PyTree, *, steps: int = 3, cluster: Cluster | None = None
     ) -> tuple[TrainState, StepProfile]:
-        """Where the time and the bytes of real steps go, by phase and by leaf. Collective: every rank calls it.
+        """The time and the bytes of real steps, by phase and by leaf. Collective: every rank calls it.
 
         It trains: it makes one step to warm up and then `steps` measured ones on this batch, and returns the state
         after them. `state` is consumed if the step donates; to keep it, build the step with `donate=False` and ignore
@@ -289,7 +289,7 @@ class ShardedStep(Transform):
             The state after `steps + 1` steps, and this rank's profile. For a jitted step only the total is measured.
 
         Raises:
-            ValueError: `steps` is below 1; or a prediction is asked of a step that cannot be lowered.
+            ValueError: `steps` is below 1; or a prediction is requested for a step that cannot be lowered.
 
         Example:
             >>> import torch
@@ -493,7 +493,7 @@ class ShardedStep(Transform):
         return self._loss.pure(params, *([model_state] if self._parts.has_state else []), batch, *key)
 
     def rows(self, num: int) -> slice:
-        """Which rows of a global batch of `num` this rank passes, where the batch is cut along dim 0 alone.
+        """The rows of a global batch of `num` that this rank passes, if the batch is cut along dim 0 alone.
 
         Raises:
             ValueError: with canonical sums, the chunks do not divide `num`.

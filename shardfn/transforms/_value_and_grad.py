@@ -30,7 +30,7 @@ def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
         where the loss does not depend on a leaf.
 
     Raises:
-        TypeError: (when called) a leaf of params is no floating-point tensor; all are listed.
+        TypeError: (when called) a leaf of params is not a floating-point tensor; all are listed.
         ValueError: (when called) the loss depends on no leaf at all, or a weight of its mean requires a gradient.
 
     Example:
