@@ -15,7 +15,7 @@ def map_tensors(op: str, f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
     """`f` of each leaf.
 
     Raises:
-        TypeError: names every leaf that is no tensor.
+        TypeError: names every leaf that is not a tensor.
     """
     if isinstance(tree, Tensor):
         return f(tree)

@@ -196,7 +196,7 @@ class Control:
 
     def tell(self, what: str) -> None:
         """Posts an error of this rank alone; then gives ranks with errors of their own a moment to leave."""
-        # The word is there before this rank counts as having left: who sees it gone finds out why.
+        # Posted before this rank counts as having left, so that ranks that see it gone find the reason.
         self._board.post(f"rank {self.rank} {what}")
         self._board.leave()
         self._board.wait_for_all(COURTESY)
@@ -213,9 +213,9 @@ class Control:
         self._group = None if self._group is None else EndedGroup()
 
     def _look_around(self, error: BaseException) -> list[tuple[str, list[int]]]:
-        """Finds out who is missing, and leaves word of it for the others, unless they were quicker.
+        """Finds the missing ranks and posts them for the others, unless another rank was quicker.
 
-        Who waited is woken, and leaves at once; who does not, or comes later, is who was waited for.
+        Ranks that waited wake and leave at once; a rank that does not, or comes later, is the one waited for.
         """
         start, came = time.monotonic(), dict[int, float]()
         while True:

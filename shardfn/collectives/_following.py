@@ -53,7 +53,7 @@ class Following(TorchFunctionMode):
     Args:
         mesh: the mesh, which must be bound meanwhile.
         axes: the axes to follow; ranks along the others are left alone.
-        default: along which of them tensors vary that no operation inside has made.
+        default: those along which tensors from outside vary.
         batch: the axes that cut the batch, over which the mean of a loss is taken; by default the same.
 
     Attributes:

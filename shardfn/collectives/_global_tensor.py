@@ -401,7 +401,7 @@ def transforming() -> bool:
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-# torch also puts things that are no tensors in the places of leaves, so property and constructor are passed by.
+# torch also puts other objects than tensors in the places of leaves, so property and constructor are bypassed.
 
 _Context = tuple[torch.Size, P, Mesh, MemoryKind, bool]
 

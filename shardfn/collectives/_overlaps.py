@@ -38,8 +38,8 @@ def overlaps(shape: tuple[int, ...], src: tuple[P, Mesh], dst: tuple[P, Mesh], r
 
     Args:
         shape: the leaf's global shape.
-        src: how it is cut, on which mesh.
-        dst: how it is to be cut, on which mesh.
+        src: its present spec and mesh.
+        dst: its new spec and mesh.
         rank: of the program; in one mesh, or both.
 
     Example:

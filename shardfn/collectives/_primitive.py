@@ -116,12 +116,12 @@ def bind(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
 
 
 def _transforming() -> bool:
-    """Whether a tensor may be more than it seems: inside torch.func or forward-mode AD."""
+    """Whether tensors may be wrapped: inside torch.func or forward-mode AD."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def start(x: Tensor, call: Call) -> Wait:
-    """The value of `bind`, for those who differentiate nothing, on its way; `x` is not to be written until it is there.
+    """`bind` without derivatives, started; `x` must not be written until the wait.
 
     On all ranks of the line, calls are started and waited for in one order.
     """

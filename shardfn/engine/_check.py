@@ -50,7 +50,7 @@ def _as_spec(x: Any) -> str:
 
 
 def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
-    """Refuses axes that are not in the mesh, and things that are no specs.
+    """Refuses axes that are not in the mesh, and leaves that are not specs.
 
     Raises:
         ValueError: lists every entry.
@@ -147,7 +147,7 @@ def check_travel(leaves: Sequence[Any], zero: Zero, mesh: Mesh) -> None:
 
 
 def check_params(params: PyTree) -> None:
-    """Refuses leaves that are no tensors.
+    """Refuses leaves that are not tensors.
 
     Raises:
         TypeError: lists every such leaf.

@@ -140,7 +140,7 @@ def check_gradients(plan: Plan, grads: PyTree) -> None:
     """Refuses a tree that is not the gradients of a step of this plan.
 
     Raises:
-        TypeError: a leaf is no `GlobalTensor`; all are listed.
+        TypeError: a leaf is not a `GlobalTensor`; all are listed.
         DonatedError: an update has consumed a leaf.
         ValueError: leaves are missing or additional, or are of another mesh, layout, memory, dtype or shape; all are
             listed by path.

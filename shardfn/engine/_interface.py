@@ -208,7 +208,7 @@ class Interface:
         """Finds global shapes by asking the other ranks. Collective where a result is cut.
 
         Raises:
-            ValueError: (by the returned function, on all ranks) blocks are no cut of one tensor.
+            ValueError: (by the returned function, on all ranks) blocks are not the cut of one tensor.
         """
 
         def shape_of(blocks: Sequence[tuple[str, Tensor, P]]) -> list[torch.Size]:
@@ -229,7 +229,7 @@ class Interface:
         return shape_of
 
     def shapes_within(self, blocks: Sequence[tuple[str, Tensor, P]]) -> list[torch.Size]:
-        """Finds global shapes inside a transform or a capture: by sums that are no part of it."""
+        """Finds global shapes inside a transform or a capture: by sums outside of it."""
 
         def whole(x: Tensor, spec: P) -> torch.Size:
             sizes = list(x.shape)

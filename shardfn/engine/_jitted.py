@@ -119,7 +119,7 @@ class Jitted(Transform):
         return CacheInfo(int(hits), int(misses), len(self._cache), captured, compiled)
 
     def choose(self, gm: GraphModule) -> Choice | None:
-        """The schedule that the cost model takes for a graph; None where there is no cluster to ask it about."""
+        """The schedule that the cost model takes for a graph; None without a cluster."""
         if self.cluster is None:
             return None
         start = time.perf_counter()

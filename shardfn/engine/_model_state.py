@@ -1,4 +1,4 @@
-"""Model state that is no parameter: running statistics, the biases of a router. A step takes it and gives it back.
+"""Model state, beside parameters: running statistics, the biases of a router. A step takes it and gives it back.
 
     loss(params, model_state, batch[, key]) -> (loss[, aux], model_state)
 
@@ -60,7 +60,7 @@ class ModelState:
         """While a forward runs.
 
         Raises:
-            TypeError: (afterwards) a leaf that the loss returns is no tensor.
+            TypeError: (afterwards) a leaf that the loss returns is not a tensor.
             ValueError: it returns another tree, or leaves of other shapes or dtypes; all are listed.
         """
         before = self.now
@@ -122,7 +122,7 @@ def check_fit(tree: PyTree, specs: PyTree) -> None:
     """Refuses a first model state that the specs do not fit.
 
     Raises:
-        TypeError: a leaf is no tensor; all are listed.
+        TypeError: a leaf is not a tensor; all are listed.
         ValueError: a leaf has fewer dims than its spec, or the trees differ.
     """
     named = named_leaves(tree, "model_state")
@@ -242,7 +242,7 @@ def _summary(x: Tensor) -> tuple[float, float]:
 
 
 def _near(a: tuple[float, float], b: tuple[float, float]) -> bool:
-    # Overflown on all ranks alike is no difference between them.
+    # States that overflow on all ranks alike count as equal.
     if not all(map(math.isfinite, (*a, *b))):
         return math.isfinite(a[1]) == math.isfinite(b[1])
     return abs(a[0] - b[0]) <= APART * max(a[1], b[1])

@@ -89,7 +89,7 @@ def in_section(around: Callable[[Callable[..., Any]], Callable[..., Any]], f: Ca
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """A capture inside a step, whose way with saved values is no concern of it; hooks on values are refused."""
+    """A capture inside a step, without the step's hooks on saved values; it refuses hooks on values."""
     names = "register_hook", "register_post_accumulate_grad_hook"
     before = {name: getattr(torch.Tensor, name) for name in names}
 

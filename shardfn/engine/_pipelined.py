@@ -195,7 +195,7 @@ class Pipelined(Transform):
 
         Args:
             rows: by chunk, how many layers each rank has.
-            rank: which.
+            rank: the rank's index.
         """
         out, before = [], 0
         for chunk, by_rank in enumerate(rows):

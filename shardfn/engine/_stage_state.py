@@ -88,7 +88,7 @@ def check_stage_state(state: PyTree, specs: PyTree, axis: str | None, rows: Sequ
         rows: by chunk, how many layers a stack of parameters has; None: the layers are functions, of a tree each.
 
     Raises:
-        TypeError: it is no `PipelineState`.
+        TypeError: it is not a `PipelineState`.
         ValueError: a part is cut that is not, or the other way; or there are other numbers of layers.
     """
     if not isinstance(state, PipelineState):

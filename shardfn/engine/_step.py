@@ -109,7 +109,7 @@ def advanced(new: TrainState, old: TrainState, rule: LossScale | None, metrics: 
     """The new state with the loss scale of the next step, if it has one; after the step, as it reads the metrics.
 
     Raises:
-        FloatingPointError: it is no use to go on.
+        FloatingPointError: the loss scale is at its minimum, and gradients still overflow.
     """
     if rule is None:
         return new

@@ -33,8 +33,8 @@ class Transit:
     Attributes:
         path: its path.
         x: the leaf.
-        src: how it is placed, on `x.mesh`.
-        asked: how it is to be placed.
+        src: its present placement, on `x.mesh`.
+        asked: its new placement.
         mesh: where.
         pool: the disk of this rank, if there is one.
     """

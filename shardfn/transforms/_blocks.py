@@ -12,7 +12,7 @@ from shardfn.state import version_of
 
 
 class Blocks:
-    """The memory behind the global tensors of a call, during it: who may write to it, and who may keep it.
+    """The memory of a call's global tensors, during it: which may be written, and which the result may keep.
 
     Made before the function runs; `check` and `apart` come after.
     """
@@ -59,7 +59,7 @@ class Blocks:
 
 
 def _refuse_twice(own: Sequence[Argument]) -> None:
-    """Refuses memory that is donated and given again: who may write to it would not be clear."""
+    """Refuses memory that is donated and passed again: another argument would see the writes."""
     counts = collections.Counter(_memory(a.seen) for a in own if a.seen.numel())
     raise_all(
         ValueError,

@@ -80,7 +80,7 @@ def remat(
         if written:
             return out
         leaves, treedef = tree_flatten((args, kwargs))
-        # Tensors in trees are saved as inputs, too. A leaf that a step gathers is no tensor that could be saved.
+        # Tensors in trees are saved as inputs, too. A leaf that a step gathers cannot be saved as one.
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and type(x) is not LazyLeaf]
         tensors = [leaves[i] for i in at]
         # A reference to `run` must not hold the tensors: checkpoint saves them as inputs, where hooks may move them.

@@ -95,7 +95,7 @@ def _placed(request: Request, held: Sequence[GlobalTensor], meshes: Sequence[Mes
             transits = _agreed(meeting, request, pure=True)
         return moved_purely(transits)
     transits = _agreed(meeting, request, pure=False)
-    # In the order of the tree, first those that stay on a mesh: the same on all ranks, who have agreed on the list.
+    # In the order of the tree, first those that stay on a mesh: the same on all ranks, as they have agreed on the list.
     here = [i for i, t in enumerate(transits) if t.on_one_mesh]
     away = [i for i, t in enumerate(transits) if not t.on_one_mesh]
     comms = comms_of(meeting)

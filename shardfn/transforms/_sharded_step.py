@@ -173,8 +173,8 @@ def _named_losses(loss: Any) -> dict[str, Objective]:
     """The losses of a step by name; one loss has the name "".
 
     Raises:
-        TypeError: a name is no string.
-        ValueError: there is no loss, or a name cannot be part of the name of a metric.
+        TypeError: a name is not a string.
+        ValueError: the dict is empty, or a name cannot be part of the name of a metric.
     """
     if not isinstance(loss, Mapping):
         return {"": loss if isinstance(loss, Objective) else Objective(loss)}
