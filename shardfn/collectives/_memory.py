@@ -281,7 +281,7 @@ class _Holdings:
         return self._views[-1].ctypes.data, self._fds[-1], self._fds[-2]
 
     def close(self) -> None:
-        # A fork holds copies, and must not speak for the rank.
+        # A fork holds copies, and must not act for the rank.
         if self._process != os.getpid():
             return
         channel, self.channel = self.channel, None

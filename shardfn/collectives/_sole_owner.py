@@ -1,4 +1,4 @@
-"""Whether anybody else can see a tensor's memory, so that it may be written over."""
+"""Whether a tensor shares its memory with no other, so that it may be written over."""
 
 import sys
 

@@ -119,7 +119,7 @@ def refuse_gradient_of(weight: Tensor | None) -> None:
 
 
 def refuse_negative(weight: Tensor | float | None) -> None:
-    """Refuses a loss whose `WeightedMean` counts less than nothing: its gradient would point the other way.
+    """Refuses a loss whose `WeightedMean` has a negative weight: its gradient would point the other way.
 
     A tensor on a device is read back, which waits for it.
 

@@ -2,7 +2,7 @@
 
 The program along the first axis runs on leaves that are whole along the second, while the second axis captures it. Its
 transfers are then operations of that graph, `sent_along`, with a rule of their own: they leave dims alone that the
-first axis does not cut. So the second axis knows nothing of the first, and a step that it runs sends along both.
+first axis does not cut. So the second axis is independent of the first, and a step that it runs sends along both.
 """
 
 from collections.abc import Callable, Sequence

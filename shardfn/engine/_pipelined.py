@@ -52,7 +52,7 @@ class Place(NamedTuple):
     Attributes:
         chunk: which stack its layers are of.
         row: the number of the layer in the first row of its block.
-        begins: whether it is the first stage, which is given nothing.
+        begins: whether it is the first stage, which has no input.
         ends: whether it is the last one, which returns the loss.
     """
 

@@ -93,9 +93,9 @@ class SpecSearch:
         of: the loss.
         mesh: has the axes.
         axes: their names, in order.
-        kept: of each leaf the bytes that are kept.
+        kept: the bytes that are kept of each leaf.
         limit: bytes that a rank may hold; None: an even share and a quarter more, or the least.
-        cluster: by whose rates work is priced; None: it costs nothing.
+        cluster: the machines whose rates price work; None: work is free.
     """
 
     of: Unplaced

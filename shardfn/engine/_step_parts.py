@@ -54,7 +54,7 @@ def step_lines(
 
 
 def check_scale(state: TrainState, rule: LossScale | None) -> None:
-    """Refuses a state with a loss scale in a step without one, and the other way.
+    """Refuses a state with a loss scale in a step without one, and the reverse.
 
     Raises:
         ValueError: names the one that has it.

@@ -62,7 +62,7 @@ def capture_function(
     treedef: Any,
     interface: Interface,
 ) -> FunctionProgram:
-    """Captures `f(params, *args)`; nothing is computed and nothing sent.
+    """Captures `f(params, *args)`; it neither computes nor sends values.
 
     Args:
         f: the function, of leaves as it sees them.

@@ -83,7 +83,7 @@ def capture_gradients(
     even: bool,
     model_state: PyTree = (),
 ) -> GradientProgram:
-    """Captures the gradients of one step; nothing is computed and nothing sent. For arguments see `capture_step`."""
+    """Captures the gradients of one step; it neither computes nor sends values. For arguments see `capture_step`."""
     plan, recorder = plan.for_capture(), Recorder()
     comms = traced_comms(plan, recorder)
     kept_leaves, kept_treedef = tree_flatten(model_state)
@@ -125,7 +125,7 @@ def capture_gradients(
 def capture_update(
     optimizer: GradientTransformation, plan: Plan, params: PyTree, opt_state: PyTree, grads: Sequence[GlobalTensor]
 ) -> UpdateProgram:
-    """Captures one update; nothing is computed and nothing sent.
+    """Captures one update; it neither computes nor sends values.
 
     Args:
         optimizer: the optimizer.

@@ -82,7 +82,7 @@ def capture_step(
     even: bool,
     model_state: PyTree = (),
 ) -> StepProgram:
-    """Captures one step; nothing is computed and nothing sent.
+    """Captures one step; it neither computes nor sends values.
 
     Args:
         parts: loss and optimizer.

@@ -66,10 +66,10 @@ def _check_told(loss: Callable[..., Any], *, has_state: bool) -> None:
 
 
 def check_state(outer: str, loss: Callable[..., Any], *, has_state: bool) -> None:
-    """Refuses to put a transform that knows of a model state around one that does not, or the other way round.
+    """Refuses a transform with `has_state` around one without, or the other way round.
 
     Raises:
-        ValueError: it would be.
+        ValueError: they differ.
     """
     for x in taken_over(loss)[0]:
         if hasattr(x, "has_state") and x.has_state != has_state:

@@ -110,7 +110,7 @@ def evaluate(
 ) -> dict[str, float]:
     """The means of the metrics over all rows of all ranks, the same floats on all of them. Collective.
 
-    A rank that has no rows runs a row of zeros, since others may wait for its leaves; it counts for nothing.
+    A rank that has no rows runs a row of zeros, since others may wait for its leaves; its weight is 0.
 
     Args:
         sums: of a batch, by name a total and a weight; collective.
