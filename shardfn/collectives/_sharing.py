@@ -54,7 +54,7 @@ def chosen_channel() -> str:
 
 
 def shared_lanes(group: Any, timeout: datetime.timedelta | None, ring: int | None = None) -> Lanes | None:
-    """The lanes of a gloo group. If memory was to be expected but cannot be shared, None and a warning with the reason.
+    """The lanes of a gloo group, or None, with a warning that has the reason if lanes were to be expected.
 
     If the user has chosen gloo, it returns None at once. Else it is collective over the group; either all ranks get
     lanes or no rank does.
