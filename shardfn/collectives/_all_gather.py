@@ -102,9 +102,9 @@ def quantized_all_gather(
     Every rank gets the same rounded whole, its own block included. The largest positive element of a block may lose
     one step, `max|A| / 2^(bits - 1)`.
 
-    Transpose: `psum_scatter`, exact: gradients pass the rounding as if it were not there.
+    Transpose: `psum_scatter`, exact: gradients ignore the rounding.
 
-    When: ranks gather over a slow link what bears some noise: ZeRO's parameters for the forward (ZeRO++'s qwZ).
+    When: ranks gather values that bear some noise over a slow link: ZeRO's parameters for the forward (ZeRO++'s qwZ).
 
     Args:
         x: this rank's block; float32, bfloat16 or float16. Computed in float32.

@@ -13,7 +13,7 @@ from ._primitive import Call, bind
 def all_to_all(
     x: Shaped[torch.Tensor, "..."], axis: Axes, *, split_dim: int, concat_dim: int, size: int | None = None
 ) -> Shaped[torch.Tensor, "..."]:
-    """Cuts `split_dim`, sends block i to rank i, and joins what arrives along `concat_dim`: `V -> V`.
+    """Cuts `split_dim`, sends block i to rank i, and joins the blocks that arrive along `concat_dim`: `V -> V`.
 
         NCCL: all_to_all.  Slow spec: `out[r] = cat([x.chunk(n, split_dim)[r] for x in blocks], concat_dim)`.
         Layout: `A[I_axis, J] -> A[I, J_axis]` with split_dim = J, concat_dim = I.
@@ -22,7 +22,7 @@ def all_to_all(
 
     Transpose: `all_to_all` with the two dims (and their global sizes) swapped.
 
-    When: a sharding moves from one dim to another (sequence to heads, tokens to experts): 1 / n of what a gather sends.
+    When: a sharding moves from one dim to another (sequence to heads, tokens to experts), at 1 / n of a gather's bytes.
 
     Args:
         x: whole along `split_dim`, a block along `concat_dim`.

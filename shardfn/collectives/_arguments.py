@@ -1,4 +1,4 @@
-"""What the collectives check before they talk: every rank fails alike, and none is left waiting."""
+"""Checks of the collectives' arguments, before any message: every rank fails alike, and no rank is left waiting."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ def map_tensors(op: str, f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
     """`f` of each leaf.
 
     Raises:
-        TypeError: names every leaf that is no tensor.
+        TypeError: names every leaf that is not a tensor.
     """
     if isinstance(tree, Tensor):
         return f(tree)

@@ -1,4 +1,4 @@
-"""`axis_index` as a number that remembers the axes along which ranks have different ones, and what is made of it."""
+"""Numbers that remember the axes along which they differ: `axis_index`, and results computed from it."""
 
 import operator
 from collections.abc import Callable
@@ -65,7 +65,7 @@ AXIS_NUMBERS = (AxisIndex, AxisTruth, AxisFloat)
 
 
 def plain(x: Any) -> Any:
-    """A number without its axes; anything else as it is.
+    """A number without its axes; any other value unchanged.
 
     Example:
         >>> plain(AxisIndex(1, ("dp",)) > 0)

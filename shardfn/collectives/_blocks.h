@@ -1,8 +1,8 @@
-// What lies in lanes, and who wants it. See docs/design/0020-shared-memory.md.
+// The blocks in lanes, and their readers. See docs/design/0020-shared-memory.md.
 //
-// Of each rank's segment lane d holds what goes to rank d, and the lane of its own number what goes to all. A lane is a
-// ring: its owner counts the bytes written, each reader those read, in its own segment. Whatever is counted is a
-// multiple of LINE, and every message begins with a Head that says its length.
+// Lane d of each rank's segment holds the blocks for rank d, and the lane of its own number those for all. A lane is a
+// ring: its owner counts the bytes written, each reader those read, in its own segment. All counts are multiples of
+// LINE, and every message begins with a Head that has its length.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -28,7 +28,7 @@ static_assert(sizeof(Head) == LINE, "a head is a line");
 inline int64_t lines(int64_t n) { return (n + LINE - 1) / LINE * LINE; }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// As memcpy, past the caches: what is written is not read soon.
+// As memcpy, past the caches: the written bytes are not read soon.
 inline void stream(uint8_t* into, const uint8_t* from, int64_t n) {
 #ifdef __SSE2__
     const int64_t ahead = least(n, -(intptr_t)into & 15);
@@ -73,7 +73,7 @@ struct In {
     bool summed;
 };
 
-// A tagged message that nobody had asked for when it began to come.
+// A tagged message that began to come before any op had asked for it.
 struct Early {
     uint64_t tag;
     std::vector<uint8_t> bytes;
@@ -94,7 +94,7 @@ struct Source {
     Head head{};
     std::multimap<uint64_t, In> asked;
     std::deque<Early> early;  // those that are whole
-    Early buffer{};           // where the tagged message that has begun goes, if nobody had asked for it
+    Early buffer{};           // of the tagged message that has begun, if no op had asked for it
     In tagged{};              // that message; without an op if it goes to the buffer
     bool waits() const { return !queue.empty() || !asked.empty() || begun; }
 };

@@ -1,4 +1,4 @@
-"""What compressed collectives share: what they check before they talk, and buckets under way while others start."""
+"""Parts that compressed collectives share: checks before any message, and buckets under way while others start."""
 
 import collections
 from collections.abc import Iterator, Sequence
@@ -33,10 +33,10 @@ def buckets(leaves: Sequence[Any], size: int) -> list[list[Any]]:
 def staggered(runs: Sequence[Iterator[None]]) -> None:
     """Runs each to its end, a stage at a time: one more starts, then those under way go on, the youngest first.
 
-    So whatever can be sent is sent before anything is only received.
+    So every message that can be sent is sent before any run only receives.
     """
-    # The order depends on how many runs there are and where they stop, never on what has arrived; so it is the same on
-    # all ranks, and messages need no names.
+    # The order depends on how many runs there are and where they stop, never on arrivals; so it is the same on all
+    # ranks, and messages need no names.
     under_way: collections.deque[Iterator[None]] = collections.deque()
     waiting = collections.deque(runs)
     while waiting or under_way:
@@ -53,7 +53,7 @@ def padded(flat: Tensor, size: int) -> Tensor:
 
 
 def check_leaves(op: str, leaves: Sequence[Any], paths: Sequence[str]) -> None:
-    """Raises unless every leaf is a floating point tensor, of which nobody wants a gradient."""
+    """Raises unless every leaf is a floating point tensor that no gradient is taken of."""
     bad = [f"{path} is {_kind(x)}" for path, x in zip(paths, leaves, strict=True)
            if not (isinstance(x, Tensor) and x.is_floating_point())]  # fmt: skip
     raise_all(TypeError, f"{op} takes floating point tensors:", bad)

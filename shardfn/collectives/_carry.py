@@ -1,9 +1,9 @@
 """Blocks along routes: `carry`, by the differentiable collectives, and `carry_all`, with several under way.
 
 `carry` is the plainest executor of routes: one collective a hop, each waited for, nothing in place. It runs in eager
-programs, in graphs that `jit` captures and inside transforms of `torch.func`, and is what other executors are compared
-with. `carry_all` is for programs that only want the values: the same wire, with the next leaf's transfer on its way
-while the last one's is waited for.
+programs, in graphs that `jit` captures and inside transforms of `torch.func`, and is the reference of other executors.
+`carry_all` is for programs that only want the values: the same wire, with the next leaf's transfer under way while the
+last one's is waited for.
 """
 
 import dataclasses
@@ -21,23 +21,23 @@ from ._primitive import Call, bind, start
 from ._route import AllGather, AllToAll, Cast, Hop, Move, Psum, PsumScatter, Route, Slice
 
 Mover = Callable[[Tensor, MemoryKind], Tensor]
-# From the memory that it is in to another; what it makes is on its way.
+# Starts to move a block from one memory to another.
 Sender = Callable[[Tensor | Stored, MemoryKind, MemoryKind], Pending[Tensor | Stored]]
 
 
 def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
-    """What this rank holds at the end of a route. Collective over the axes of its hops; the mesh must be bound.
+    """This rank's block at the end of a route. Collective over the axes of its hops; the mesh must be bound.
 
-    What all ranks hold at the end counts once: its gradient must be the same on all. Where they go on each in its own
-    way, say so by `pvary`.
+    A result that all ranks hold counts once: its gradient must be the same on all. If each rank goes on in its own way,
+    pass it through `pvary`.
 
     Args:
-        block: what this rank holds at its start.
+        block: this rank's block at its start.
         route: from `route`, for the bound mesh.
         move: brings a block to another memory; needed where the route has such a hop.
 
     Raises:
-        ValueError: the route rounds to codes, which has no derivative; or moves, and there is no `move`.
+        ValueError: the route rounds to codes, which has no derivative; or moves, and `move` is None.
 
     Example:
         >>> from shardfn.core import P, Placement, as_mesh
@@ -59,12 +59,12 @@ def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
 
 
 def carry_all(blocks: Sequence[Tensor | Stored], routes: Sequence[Route], send: Sender) -> list[Tensor | Stored]:
-    """What this rank holds at the end of each route. Collective over the mesh, which must be bound; no gradients.
+    """This rank's block at the end of each route. Collective over the mesh, which must be bound; no gradients.
 
-    The value is `carry`'s, the bytes are, too. At most as many blocks are under way as a route has hops, and one more.
+    Values and bytes are `carry`'s. For routes of h hops, at most h + 1 blocks are under way.
 
     Args:
-        blocks: what this rank holds at their starts; of what is on disk, as it is stored.
+        blocks: this rank's blocks at their starts; blocks on disk in their stored form.
         routes: for the bound mesh; the same on all ranks.
         send: starts to bring a block to another memory.
 

@@ -27,7 +27,7 @@ from ._traffic import record
 from ._transfers import as_raw, broadcast_from, native_all_gather, ordered_sum
 
 _Made = TypeVar("_Made")
-# What every backend sends as it is; others travel as bytes.
+# The dtypes that every backend sends; others travel as bytes.
 _KNOWN = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _KNOWN += (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 _ASYNC_ALL_TO_ALL = dist.AllToAllOptions()
@@ -35,7 +35,7 @@ _ASYNC_ALL_TO_ALL.asyncOp = True
 
 
 class _Transport:
-    """What fails inside is the wire's. No generator: steps enter it several times for each leaf."""
+    """Marks errors inside as the wire's. Not a generator: steps enter it several times for each leaf."""
 
     def __enter__(self) -> None:
         pass
@@ -49,7 +49,7 @@ _transport = _Transport()
 
 
 def _when(works: Sequence[dist.Work | MemoryWork], finish: Callable[[], _Made]) -> Pending[_Made]:
-    """What `finish` makes when all of `works` have ended; `done` is False where the backend cannot tell."""
+    """The result of `finish` when all of `works` have ended; `done` is False if the backend does not know."""
 
     def result() -> _Made:
         with _transport:
@@ -65,8 +65,8 @@ def _when(works: Sequence[dist.Work | MemoryWork], finish: Callable[[], _Made]) 
 class Channel:
     """A communicator of its own along `axes` of `mesh`. Making one is collective over the mesh.
 
-    One of a loss is made without the other ranks where its group exists: `group`, which outlives the channel. Whether
-    its ranks share memory is found out at its first transfer, as it may have none.
+    A loss's channel over an existing `group`, which outlives it, is made without the other ranks. Its ranks find out
+    whether they share memory at its first transfer, as it may never have one.
 
     Attributes:
         shape: axis -> size.
@@ -86,14 +86,14 @@ class Channel:
         group = mesh.new_group(self.axes, backend) if group is None else group
         self.group: Any = group
         self.device = mesh.device
-        # Of a relay: transfers that wait for their turn to use it.
+        # Transfers of a relay that wait for their turn to use this channel.
         self.line: collections.deque[Any] = collections.deque()
         # Own blocks that may not have left, the oldest first, each kept alive by its entry. Empty after `flush` and
         # `close`.
         self._sends: collections.deque[tuple[dist.Work | MemoryWork, Tensor]] = collections.deque()
         self._made = mesh.made
         self._made.watch(self._sends)
-        # Of the last `_exchange`. It counts calls, so it is the same on all ranks as long as `idle` is.
+        # The tag of the last `_exchange`. It counts calls, so it is the same on all ranks as long as `idle` is.
         self._tag = 0
         self._roots = [broadcast_from(rank) for rank in range(self.size)]
         self._direct = group is not None and dist.get_backend(group) in ("gloo", "fake")
@@ -127,11 +127,12 @@ class Channel:
         """Every rank's block, one after another: `[A] [B] => [A, B]`.
 
         Args:
-            own: this rank's block, contiguous; may be its place in `into` itself. It is sent from where it stands and
-                must not be written before `flush()`; so that a destination dies with its user, pass another tensor.
+            own: this rank's block, contiguous; may be its place in `into` itself. It is sent without a copy and must
+                not be written before `flush()`; pass a tensor outside of `into` if the destination is to be freed with
+                its user.
             sizes: number of elements of each rank's block; the same on all ranks.
             into: the destination, 1-D and contiguous; default a new one.
-            settled: whether the result also tells that `own` has left, so that it may be written.
+            settled: whether the result also waits until `own` has left, so that it may be written.
             idle: whether this thread only waits for the result: on gloo it then feeds the connections itself, which is
                 faster, but stalls while they are busy. The same on all ranks.
 
@@ -163,7 +164,8 @@ class Channel:
             flat: 1-D, contiguous; the blocks of all ranks one after another. Not to be written until the result is
                 taken.
             sizes: number of elements of each rank's block; the same on all ranks.
-            reuse: whether the result may take the place of the own block in `flat`, if nobody else sees that memory.
+            reuse: whether the result may take the place of the own block in `flat`, if no other tensor shares that
+                memory.
 
         Returns:
             Pending whose result is the own block of the sum.
@@ -210,7 +212,7 @@ class Channel:
 
         Args:
             flat: 1-D, contiguous; the blocks for all ranks. Not to be written until the result is taken.
-            sizes: number of elements of each rank's block, of whichever sender.
+            sizes: number of elements of each rank's block, from any sender.
         """
         own = sizes[self.index]
         record("all_to_all", self.axes, (flat.numel() - own) * flat.element_size(), dtype=flat.dtype)
@@ -232,11 +234,11 @@ class Channel:
         return _when([work], functools.partial(_last, flat, out))
 
     def exchange(self, parts: Sequence[Tensor], into: Sequence[Tensor], *, name: str) -> Pending[None]:
-        """Sends rank r the r-th part, and fills the r-th destination with the part that rank r has for this one.
+        """Sends rank r the r-th part, and fills the r-th destination with rank r's part for this one.
 
         Args:
             parts: contiguous, of one dtype. Not to be written until the result is taken.
-            into: contiguous, each with as many elements as its sender's part.
+            into: contiguous, each of the size of its sender's part.
             name: the operation's name for the traffic counter.
         """
         leaving = sum(part.numel() for r, part in enumerate(parts) if r != self.index)
@@ -244,7 +246,7 @@ class Channel:
         if self._lanes is not None:
             entry = self._lanes.all_to_all([x.view(-1) for x in parts], [x.view(-1) for x in into])
             return _when([MemoryWork(self._lanes, entry, IN | OUT)], lambda: None)
-        # As bytes: nothing is computed on the way, and backends do not know all dtypes.
+        # As bytes: values only travel, and backends do not know all dtypes.
         flat = torch.cat([as_raw(x) for x in parts])
         there, back = [x.numel() * x.element_size() for x in parts], [x.numel() * x.element_size() for x in into]
         out = flat.new_empty(sum(back))
@@ -264,12 +266,12 @@ class Channel:
 
     @property
     def sums_in_one(self) -> bool:
-        """Whether `all_reduce` may stand for `reduce_scatter` and `all_gather`: a sum of two has but one order."""
+        """Whether `all_reduce` may replace `reduce_scatter` and `all_gather`: a sum of two has but one order."""
         return self._direct and self.size == 2
 
     def all_reduce(self, flat: Tensor, *, name: str = "all_reduce") -> Pending[Tensor]:
         """Sums a flat tensor over all ranks, in place; bit-identical to the sum in rank order where `sums_in_one`."""
-        # Of several ranks only: where there is no group, torch would take that of the whole job.
+        # For several ranks only: without a group, torch would take that of the whole job.
         nbytes = flat.numel() * flat.element_size()
         record(name, self.axes, 2 * nbytes * (self.size - 1) // self.size, dtype=flat.dtype)
         if self._lanes is not None and flat.dtype in SUMMED:
@@ -306,7 +308,7 @@ class Channel:
             return _when([self.group.send([as_raw(x)], to, tag)], lambda: x)
 
     def receive(self, into: Tensor, source: int, tag: int) -> Pending[Tensor]:
-        """From one rank what that sends by the same tag, which nothing else has that is under way between the two."""
+        """Receives from one rank its message of the same tag, which no other transfer under way between the two has."""
         if self._lanes is not None:
             return self._shared(self._lanes.message(into, source, tag, sends=False), lambda: into)
         with _transport:
@@ -325,7 +327,7 @@ class Channel:
         self._sends.clear()
 
     def close(self) -> None:
-        """Ends the channel; what is under way fails, here and on the other ranks."""
+        """Ends the channel; transfers under way fail, here and on the other ranks."""
         self.end_memory()
         if self.group is not None and not isinstance(self.group, EndedGroup):
             if self._owns_group:
@@ -335,7 +337,7 @@ class Channel:
         self._made.unwatch(self._sends)
 
     def end_memory(self) -> None:
-        """Ends the way through memory; what is under way there fails, here and on the other ranks."""
+        """Ends the way through memory; transfers under way there fail, here and on the other ranks."""
         lanes: Lanes | None = vars(self).get("_lanes")
         if lanes is not None:
             lanes.close()
@@ -394,7 +396,7 @@ class Channel:
 
 
 class Channels:
-    """For each set of axes one channel of each kind, so that those who gather and reduce wait in lines of their own.
+    """One channel of each kind for each set of axes, so that gathers and reductions have queues of their own.
 
     They are made on first request, which is collective: all ranks must ask in the same order.
 
@@ -423,7 +425,7 @@ class Channels:
         return self._get("relay", axes)
 
     def between(self, axes: tuple[str, ...]) -> Channel:
-        """The channel from rank to rank, through the host whatever the device."""
+        """The channel from rank to rank, through the host on any device."""
         return self._get("between", axes)
 
     def loss(self, axes: tuple[str, ...]) -> Channel:
@@ -445,7 +447,7 @@ class Channels:
             channel.flush()
 
     def close(self) -> None:
-        """Ends all channels; what is under way fails, here and on the other ranks. They cannot be used any more."""
+        """Ends all channels; transfers under way fail, here and on the other ranks. They cannot be used any more."""
         for channel in self._made.values():
             channel.close()
 
@@ -504,6 +506,6 @@ def forget_loss_channels(mesh: Mesh, channels: Channels) -> None:
 
 
 def _last(kept: Tensor, value: Tensor) -> Tensor:
-    """The value of a transfer that keeps alive what it sends."""
+    """The value of a transfer that keeps the tensor that it sends alive."""
     del kept
     return value

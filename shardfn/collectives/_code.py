@@ -1,4 +1,4 @@
-"""What quantised tensors travel as: messages of bytes, each with its scales and its codes.
+"""Messages of quantised tensors: bytes, each message with its scales and its codes.
 
     encode(flat, sizes, c)          blocks of up to c elements => a message each
     decode(messages, sizes, c)      the inverse
@@ -29,7 +29,7 @@ _ops = torch.ops.shardfn
 
 
 class Code(NamedTuple):
-    """How elements are rounded: to so many bits, with a scale for each block of so many elements.
+    """The rounding of elements: to `bits` bits each, with a scale for each `block` elements.
 
     Example:
         >>> code = Code(8, 256)
@@ -50,7 +50,7 @@ class Code(NamedTuple):
         return _ops.encode(flat, as_runs(sizes), c, *self)
 
     def decode(self, messages: Tensor, sizes: Sequence[int], c: int, dtype: torch.dtype) -> Tensor:
-        """The blocks that messages stand for."""
+        """The blocks that messages encode."""
         return _ops.decode(messages, as_runs(sizes), c, *self, dtype)
 
     def sum(self, messages: Tensor, num: int, n: int, c: int) -> Tensor:
@@ -58,7 +58,7 @@ class Code(NamedTuple):
         return _ops.decode_sum(messages, num, n, c, *self)
 
     def sum_again(self, messages: Tensor, num: int, c: int) -> Tensor:
-        """The messages of the sums of blocks, of which each of `num` ranks has sent a message, rank by rank."""
+        """The messages of the sums of blocks, from the messages of `num` ranks, rank by rank."""
         return _ops.decode_sum_encode(messages, num, c, *self)
 
 

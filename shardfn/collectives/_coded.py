@@ -2,11 +2,11 @@
 
     all_gather       own block => message; all messages => all blocks, this rank's own rounded like the others'
     reduce_scatter   one hop:   the messages of all blocks go to their ranks, which add them up
-                     two hops:  near ranks exchange and add what belongs to the nodes at their near index, encode the
+                     two hops:  near ranks exchange and add the blocks of the nodes at their near index, encode the
                                 sums, exchange them across the far axes and add again
 
-Every rank decodes the same bytes, so all hold the same bits. What `reduce_scatter` gives is the sum, in fp32, whatever
-the number of hops: nothing is divided on the way.
+Every rank decodes the same bytes, so all hold the same bits. The result of `reduce_scatter` is the sum, in fp32, for
+any number of hops, without division on the way.
 
 Wang et al., ZeRO++, 2023, https://arxiv.org/abs/2306.10209 (qwZ, qgZ)
 """
@@ -27,7 +27,7 @@ class CodedGather:
     """An all_gather whose blocks travel in a code.
 
     Args:
-        inner: what gathers bytes.
+        inner: a channel that gathers bytes.
         code: the code.
         dtype: of the result.
     """
@@ -37,12 +37,12 @@ class CodedGather:
         self._inner, self._code, self._dtype = inner, code, dtype
 
     def bring(self, own: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """See `TwoHops.bring`; what it brings is in code, and so takes half the memory and the wire, or a quarter."""
+        """See `TwoHops.bring`; the blocks arrive in code, and take half the memory and wire, or a quarter."""
         assert isinstance(self._inner, TwoHops)
         return self._inner.bring(self._encoded(own, max(sizes)), self._lengths(sizes))
 
     def all_gather(self, own: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """See `Channel.all_gather`; of two hops the second, from what `bring` gave."""
+        """See `Channel.all_gather`; with two hops the second, from the result of `bring`."""
         c = max(sizes)
         message = own if isinstance(self._inner, TwoHops) else self._encoded(own, c)
         pending = self._inner.all_gather(message, self._lengths(sizes))
@@ -61,7 +61,7 @@ class CodedReduce:
     Args:
         channels: the communicators.
         axes: all axes, in the mesh's order.
-        near: of them, those along which is summed first; none: one hop.
+        near: those of them along which it sums first; () for one hop.
         code: the code.
     """
 
@@ -96,12 +96,12 @@ class CodedReduce:
 
 
 class Relayed(Pending[Tensor]):
-    """A transfer in two hops, under way; the second starts when somebody looks, in the order of the first ones.
+    """A transfer in two hops, under way; the second starts in `done` or `result`, in the order of the first ones.
 
     Args:
-        far: the channel of the second hop, used by nothing else: it starts when this rank finds the first one done.
+        far: the channel of the second hop, used only by relays: it starts when this rank finds the first one done.
         first: the first hop.
-        go_on: starts the second from what the first has brought.
+        go_on: starts the second from the result of the first.
     """
 
     def __init__(self, far: AnyChannel, first: Pending[Tensor], go_on: Callable[[Tensor], Pending[Tensor]]) -> None:
@@ -128,7 +128,7 @@ class Relayed(Pending[Tensor]):
     def pass_on(self) -> None:
         """Waits for the first hop and starts the second; called on the head of the line.
 
-        A transfer that fails stays the head: whoever is asked next, raises what it raised.
+        A transfer that fails stays the head: the next one to be asked raises its error.
         """
         self._second = self._go_on(self._first.result())
         self._line.popleft()

@@ -1,6 +1,6 @@
 """Means and sums with compressed traffic: `compressed_pmean`, `compressed_psum`, and the codes of a mean.
 
-Two phases, of which rank i's part is, for rows j of its padded input x_i and errors e_i (worker), f_i (server):
+Two phases. Rank i's part is, for rows j of its padded input x_i and errors e_i (worker), f_i (server):
 
     y = x_i + e_i;   (codes_j) = compress(y);   e_i' = y - decompress(codes)
     all_to_all:      codes_j to rank j
@@ -45,23 +45,23 @@ def compressed_pmean(
 
         NCCL: all_to_all, all_gather.  Slow spec: see above.
 
-    With `error_feedback` what a call leaves out is added in the next: over a run nothing is lost,
+    With `error_feedback` the error of a call is added in the next, so that no part is lost over a run,
 
         mean_i (x_i + e_i) + f = out + mean_i e_i' + f'
 
     where f are the servers' errors one after another. Through `identity()` it is the sum in the order of ranks, divided
     by their number.
 
-    Transpose: none. It is no linear function, and its place is after the backward.
+    Not differentiable: it is nonlinear, and meant for use after the backward.
 
     When: the link between ranks is slow and an optimizer can bear the noise; see `optim.onebit_adam`.
 
     Args:
-        tree: floating point tensors of one shape on all ranks; computed in float32. An empty one is returned as it is.
-        axis: mesh axes. Where that is one rank, it compresses all the same, and talks to nobody.
+        tree: floating point tensors of one shape on all ranks; computed in float32. An empty one is returned unchanged.
+        axis: mesh axes. If that is one rank, it compresses all the same, and sends no message.
         compressor: `error_feedback(sign())`, ...
-        state: what `compressed_init` made for such a tree, or the last call returned.
-        outer: of several axes the slow ones. Along the others the mean is exact: psum_scatter in float32 inside, this
+        state: the result of `compressed_init` for such a tree, or the state that the last call returned.
+        outer: the slow ones of several axes. Along the others the mean is exact: psum_scatter in float32 inside, this
             collective between, and an all_gather of the codes inside.
         donate: whether the tensors of `tree` and `state` may be overwritten; they are not to be used afterwards.
         bucket: elements that travel in one message. It changes no bits; the same on all ranks.
@@ -71,7 +71,7 @@ def compressed_pmean(
 
     Raises:
         ValueError: an unknown axis, or a state that does not fit; every leaf is listed.
-        TypeError: the compressor is none, or a leaf is no floating point tensor.
+        TypeError: `compressor` is not a `Compressor`, or a leaf is not a floating point tensor.
         NotImplementedError: a leaf is being differentiated or mapped over by torch.func.
 
     A NaN or an infinity on any rank spoils the result, and the errors for good: find such steps first, on all ranks,
@@ -112,9 +112,9 @@ def compressed_psum(
     Args:
         tree: see `compressed_pmean`, as for all that follow.
         axis: mesh axes.
-        compressor: how.
+        compressor: as in `compressed_pmean`.
         state: the errors; not those of a mean.
-        outer: of several axes the slow ones.
+        outer: the slow ones of several axes.
         donate: whether the tensors of `tree` and `state` may be overwritten.
         bucket: elements that travel in one message.
 
@@ -123,7 +123,7 @@ def compressed_psum(
 
     Raises:
         ValueError: an unknown axis, or a state that does not fit; every leaf is listed.
-        TypeError: the compressor is none, or a leaf is no floating point tensor.
+        TypeError: `compressor` is not a `Compressor`, or a leaf is not a floating point tensor.
         NotImplementedError: a leaf is being differentiated or mapped over by torch.func.
 
     Example:
@@ -153,9 +153,9 @@ def coded_pmean(
     Args:
         tree: see `compressed_pmean`, as for all that follow.
         axis: mesh axes.
-        compressor: how.
+        compressor: as in `compressed_pmean`.
         state: the errors.
-        outer: of several axes the slow ones.
+        outer: the slow ones of several axes.
         donate: whether the tensors of `tree` and `state` may be overwritten.
         bucket: elements that travel in one message.
 
@@ -165,7 +165,7 @@ def coded_pmean(
 
     Raises:
         ValueError: an unknown axis, or a state that does not fit; every leaf is listed.
-        TypeError: the compressor is none, or a leaf is no floating point tensor.
+        TypeError: `compressor` is not a `Compressor`, or a leaf is not a floating point tensor.
         NotImplementedError: a leaf is being differentiated or mapped over by torch.func.
 
     Example:
@@ -184,10 +184,10 @@ def coded_pmean(
 def decoded(
     codes: PyTree, like: PyTree, axis: Axes, compressor: Compressor, *, outer: Axes = None, donate: bool = False
 ) -> PyTree:
-    """The tensors that `coded_pmean` gave the codes of. No communication.
+    """The tensors whose codes `coded_pmean` returned. No communication.
 
     Args:
-        codes: what it returned.
+        codes: the codes that it returned.
         like: tensors of the shapes and dtypes of the result.
         axis: as there.
         compressor: as there.
@@ -199,7 +199,7 @@ def decoded(
 
     Raises:
         ValueError: an unknown axis.
-        TypeError: the compressor is none.
+        TypeError: `compressor` is not a `Compressor`.
 
     Example:
         >>> from shardfn.collectives import identity
@@ -247,7 +247,7 @@ def _decoded(codes: Codes, like: Tensor, cut: Cut, compressor: Compressor, out: 
 
 def _lines(op: str, axis: Axes, outer: Axes) -> tuple[Line | None, Line | None]:
     """The ranks between which traffic is compressed, and those among which it is exact."""
-    line_along(axis)  # says what is wrong with it
+    line_along(axis)  # raises if it is wrong
     between, inside = split_axes(op, axis, outer)
     return line_along(between), line_along(inside)
 
@@ -326,7 +326,7 @@ class _CompressedCall:
             leaf.out = _decoded(codes, leaf.x, leaf.cut, self.compressor, into) if decode else codes
 
     def _pieces(self, leaves: list[_CompressedLeaf]) -> list[Tensor]:
-        """What this rank puts in, flat: the leaves, or with inner axes its pieces of their means there."""
+        """This rank's inputs, flat: the leaves, or with inner axes its pieces of their means there."""
         if self.inside is None:
             return [leaf.x.reshape(-1) for leaf in leaves]
         rows = [padded(leaf.x.reshape(-1).float(), self.inner * leaf.cut.piece).view(self.inner, -1) for leaf in leaves]

@@ -1,8 +1,8 @@
-"""A sum of which each rank keeps its block, with compressed traffic: `compressed_psum_scatter`.
+"""`compressed_psum_scatter`: a sum with compressed traffic, whose blocks the ranks keep.
 
-One phase: rank i compresses the block of every rank j apart and sends it there; rank j adds what comes in the order of
-ranks, and keeps it in full. With `outer` there are two: the blocks of all outer ranks cross the inner axes first, and
-what was summed there crosses the outer ones, so that a slow link carries each block once, not once an inner rank.
+One phase: rank i compresses the block of every rank j apart and sends it there; rank j adds the blocks in the order of
+ranks, and keeps the sum in full. With `outer` there are two: the blocks of all outer ranks cross the inner axes first,
+and their sums cross the outer ones, so that a slow link carries each block once, not once an inner rank.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ def compressed_psum_scatter(
     donate: bool = False,
     bucket: int = BUCKET,
 ) -> tuple[PyTree, PyTree]:
-    """The sum over the ranks along `axis`, approximately, of which each keeps its own block along `dim`: `V -> V`.
+    """This rank's block, along `dim`, of the sum over the ranks along `axis`, approximately: `V -> V`.
 
         NCCL: all_to_all.  Slow spec: `sum(rounded blocks).chunk(n, dim)`.  Layout: `A[I]{U_axis} -> A[I_axis]`.
 
@@ -42,7 +42,7 @@ def compressed_psum_scatter(
     Each block has scales of its own. The sum is taken in float32 in the order of ranks, and not compressed again.
     Through `identity()` it is `psum_scatter` in that order.
 
-    Transpose: none; see `compressed_pmean`.
+    Not differentiable; see `compressed_pmean`.
 
     When: gradients cross a slow link to the ranks that update them (ZeRO++'s qgZ: `int4()` on both hops).
 
@@ -50,9 +50,9 @@ def compressed_psum_scatter(
         tree: floating point tensors of one shape on all ranks, each with a dim `dim`; computed in float32.
         axis: mesh axes, major to minor, as in `psum_scatter`.
         compressor: how blocks are sent; with `outer`, between the outer ranks.
-        state: what `compressed_scatter_init` made for such a tree, or the last call returned.
+        state: the result of `compressed_scatter_init` for such a tree, or the state that the last call returned.
         dim: the dim that is cut, as `psum_scatter` cuts it.
-        outer: of several axes the slow ones: sums are taken along the others first.
+        outer: the slow ones of several axes: sums are taken along the others first.
         inner: with `outer`, how blocks are sent along the others: a compressor without memory. Default: exactly.
         donate: whether the tensors of `tree` and `state` may be overwritten.
         bucket: elements that travel in one message. It changes no bits; the same on all ranks.
@@ -63,7 +63,7 @@ def compressed_psum_scatter(
     Raises:
         ValueError: an unknown axis, a leaf without such a dim, a state that does not fit, or an inner compressor with a
             memory.
-        TypeError: a compressor is none, or a leaf is no floating point tensor.
+        TypeError: a compressor is not a `Compressor`, or a leaf is not a floating point tensor.
         NotImplementedError: a leaf is being differentiated or mapped over by torch.func.
 
     References:
@@ -102,7 +102,7 @@ def compressed_scatter_init(
 
     Raises:
         ValueError: an unknown axis, or a leaf without such a dim.
-        TypeError: `compressor` is none.
+        TypeError: `compressor` is not a `Compressor`.
 
     Example:
         >>> from shardfn.collectives import error_feedback, sign
@@ -143,7 +143,7 @@ class _Scatter:
             raise ValueError(
                 f"{op}: inner={inner.name} has a memory, for which the state has no place; pass one without."
             )
-        line_along(axis)  # says what is wrong with it
+        line_along(axis)  # raises if it is wrong
         self.op, self.axis, self.outer, self.donate = op, axis, outer, donate
         self.compressor, self.inner = compressor, inner
         between, inside = split_axes(op, axis, outer)

@@ -1,4 +1,4 @@
-"""Compressors: values that say how rows of floats become codes and back.
+"""Compressors: values that turn rows of floats into codes and back.
 
     sign      1 bit per element, one scale            q = sign(x), zero counts as positive;  s = sqrt(mean(x^2))
     int8      1 byte an element, a scale a block     q = round(x / s);  s = 2 max|x| / 2^8
@@ -7,7 +7,7 @@
     identity  nothing
 
 A compressor works on `x [r, c]` in float32. Its codes are tensors whose leading dim counts the rows, so that each row
-can go to another rank. What it remembers from one call to the next is an error like `x`, or nothing, `()`.
+can go to another rank. Its memory from one call to the next is an error like `x`, or `()`.
 """
 
 import functools
@@ -35,23 +35,23 @@ class Compress(Protocol):
 
 
 class Compressor(NamedTuple):
-    """How rows of floats become codes and back.
+    """Functions that turn rows of floats into codes and back.
 
     A new compressor needs the first four fields.
 
     Attributes:
-        name: what messages call it.
+        name: its name in messages.
         init: `like [r, c] -> memory`: zeros like it, or `()`.
         compress: `(x [r, c], memory, whole=, donate=) -> (codes, memory)`. `whole`: the rows are parts of one tensor,
             so that a scale of the whole is taken over all of them. `donate`: `x` and the memory may be overwritten.
         decompress: `(codes, c) -> x [r, c]`.
         quantum: a row's length must be a multiple of it.
-        fed_back: this with error feedback, where there is more than the plain combination of the two.
+        fed_back: this with error feedback, if there is a faster form than the plain combination of the two.
         pads: whether `compress` takes `x` of any float dtype and shape that fills the memory in part; the rest is zero.
         mean: `(codes of k rows, memory [1, c]) -> (codes of one row, memory)`: decompressed, averaged in their order
             and compressed again, over the memory; None: one after the other.
         total: `(codes of k rows, c) -> x [1, c]`: decompressed and summed in their order; None: one after the other.
-        decompress_into: `(codes, out [r, c])`: `decompress` into memory that exists; None: there is no such thing.
+        decompress_into: `(codes, out [r, c])`: `decompress` into memory that exists; None: it is not supported.
 
     Example:
         >>> codes, _ = sign().compress(torch.tensor([[3.0, -4.0, 3.0, -4.0, 3.0, -4.0, 3.0, -4.0]]), (), whole=True,
@@ -288,12 +288,12 @@ def top_k(fraction: float) -> Compressor:
 
 @functools.lru_cache(maxsize=256)
 def error_feedback(inner: Compressor) -> Compressor:
-    """`inner` with what it loses added to the next input: `y = x + e`, `e' = y - decompressed(compressed(y))`.
+    """`inner` with its error added to the next input: `y = x + e`, `e' = y - decompressed(compressed(y))`.
 
-    So nothing is lost: over T steps what was decompressed differs from what was put in by the last error alone.
+    So no part is lost: over T steps, the sum of outputs differs from the sum of inputs by the last error alone.
 
     Args:
-        inner: a compressor that remembers nothing.
+        inner: a compressor without a memory.
 
     Returns:
         A compressor whose memory is the error `e [r, c]`. Through `identity()` it stays zero.

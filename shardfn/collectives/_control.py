@@ -1,4 +1,4 @@
-"""The control plane: small CPU messages by which ranks agree on what they are about to run, and learn who failed.
+"""The control plane: small CPU messages by which ranks agree on their next call, and learn which ranks failed.
 
 An exchange is one all_reduce of three integers when ranks agree. A failing peer becomes a `RankError` that names it.
 """
@@ -21,12 +21,12 @@ from ._rounds import Rounds
 
 # Seconds to wait for others to report a failure; and in which one that waited, too, is woken and reports it.
 GRACE, WAKING = 3.0, 1.0
-# Lines of what a rank passes that an error shows.
+# The number of lines of a rank's text that an error shows.
 _SHOWN = 12
 
 
 class Constant(NamedTuple):
-    """A part of what ranks agree on that stays the same from call to call.
+    """A part of the ranks' agreement that stays the same from call to call.
 
     Attributes:
         text: one line a fact.
@@ -43,11 +43,11 @@ class Constant(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What ranks have found of a call on which they agree.
+    """Results of the agreement on a call.
 
     Attributes:
         even: whether all passed the same sizes.
-        known: whether all know already what the call learns at first: where sizes are the same, and where they are not.
+        known: whether all have the results of a first call already: for equal sizes, and for unequal ones.
         sizes: those of each rank, where they differ.
     """
 
@@ -57,7 +57,7 @@ class Agreed(NamedTuple):
 
     @property
     def ready(self) -> bool:
-        """Whether all know what this call wants, of the sizes that ranks passed."""
+        """Whether all have the results that this call needs, for the sizes that ranks passed."""
         return self.known[0 if self.even else 1]
 
 
@@ -80,7 +80,7 @@ class Control:
         self._along: dict[tuple[str, ...], Rounds] = {}
         self.lost = self._shares = False
         self.wake: Callable[[], None] = lambda: None
-        # What this rank does: the last thing that it wanted to agree on, and whether all ranks came to it.
+        # The call of this rank, the last on which it wanted to agree, and whether all ranks came to it.
         self._call, self._met = "the first agreement", False
         self._timeout = mesh.timeout
         self._board = Board(self._new_name(), self.rank, self.size)
@@ -98,9 +98,9 @@ class Control:
         return self._rounds.gather(value)
 
     def along(self, axes: tuple[str, ...]) -> Rounds:
-        """The rounds of the ranks along some axes alone, of which others need know nothing.
+        """The rounds of the ranks along some axes alone; the others take no part.
 
-        Collective over the mesh the first time. That a rank has failed is told to the whole mesh all the same.
+        Collective over the mesh the first time. Failures of a rank still go to the whole mesh.
         """
         names = tuple(a for a in self._mesh.axis_names if a in self._mesh.axes(axes))
         if self._mesh.axis_size(names) == self.size:
@@ -124,23 +124,22 @@ class Control:
         """Raises the same error on all ranks unless all pass the same texts; one exchange if they do.
 
         Args:
-            what: what is agreed on, for the error.
-            text: one line a fact; the first line says what this rank is about to do.
-            constant: what else must be the same.
-            sizes: what may differ.
-            known: what this rank knows; see `Agreed`. It may differ.
+            what: the subject of the agreement, for the error.
+            text: one line a fact; the first line is this rank's next call.
+            constant: further facts that must be the same.
+            sizes: numbers that may differ.
+            known: the results that this rank has; see `Agreed`. It may differ.
             remedy: from the texts of all ranks to further lines of the error.
 
         Returns:
-            In what ranks differ that may differ.
+            The permitted differences between ranks.
 
         Raises:
-            RankError: lists what each rank passed.
+            RankError: lists the texts of the ranks.
         """
         code = constant.code if constant else 0
-        # Every rank gets the same list, here and from both gathers below, so all take the same branch and none waits
-        # alone.
-        # What is known where sizes differ is asked for where they do: then the codes differ, too.
+        # Every rank gets the same list, here and from both gathers below, so all take the same branch and no rank waits
+        # alone. `known[1]` is exchanged only if sizes differ: then the codes differ, too.
         codes = self.exchange(text_hash(f"{text}\n{code}\n{sizes}\n{known[0]}"))
         self._met = True
         if len(set(codes)) == 1:
@@ -170,15 +169,14 @@ class Control:
         return [(rounds, rounds.shared_bytes) for rounds in (self._rounds, *self._along.values())]
 
     def begin(self, call: str) -> None:
-        """Says what this rank is about to do, for those that may wait for it in vain."""
+        """Records this rank's next call, for the errors of ranks that wait for it in vain."""
         self._call, self._met = call, False
 
     def failure(self, error: BaseException) -> RankError:
-        """The error to raise when a transfer failed: says which ranks failed and how, or which are missing."""
+        """The error to raise when a transfer failed: names the failed ranks and their errors, or missing ranks."""
         self.lost = True
         self._board.leave()
-        # Noted as having left before any connection closes: whoever this wakes must not take this rank for a missing
-        # one.
+        # Noted as having left before any connection closes: ranks that wake must not take this one for missing.
         self.close()  # wakes those that wait for this rank in turn
         self.wake()
         told = self._board.read() or self._look_around(error)
@@ -190,15 +188,15 @@ class Control:
         return RankError("\n".join([*lines, *(f"  - {text}" for text, _ in told)]))
 
     def is_theirs(self, error: BaseException) -> bool:
-        """Whether an error of this rank only says that another one failed."""
+        """Whether an error of this rank only reports that another one failed."""
         if self._group is None:
             return False
         in_torch = isinstance(error, dist.DistError)
         return is_of_the_wire(error) or (in_torch and bool(self._board.read() or self._presence.gone()))
 
     def tell(self, what: str) -> None:
-        """Leaves word of an error of this rank alone; then lets ranks with errors of their own leave, for a moment."""
-        # The word is there before this rank counts as having left: who sees it gone finds out why.
+        """Posts an error of this rank alone; then gives ranks with errors of their own a moment to leave."""
+        # Posted before this rank counts as having left, so that ranks that see it gone find the reason.
         self._board.post(f"rank {self.rank} {what}")
         self._board.leave()
         self._board.wait_for_all(COURTESY)
@@ -208,16 +206,16 @@ class Control:
         self._board.leave()
 
     def close(self) -> None:
-        """Ends the control plane: whoever waits for this rank is woken, and finds what it left word of."""
+        """Ends the control plane: ranks that wait for this one wake, and read its message on the board."""
         self.lost = self._group is not None
         for rounds in (self._rounds, *self._along.values()):
             rounds.close()
         self._group = None if self._group is None else EndedGroup()
 
     def _look_around(self, error: BaseException) -> list[tuple[str, list[int]]]:
-        """Finds out who is missing, and leaves word of it for the others, unless they were quicker.
+        """Finds the missing ranks and posts them for the others, unless another rank was quicker.
 
-        Who waited is woken, and leaves at once; who does not, or comes later, is who was waited for.
+        Ranks that waited wake and leave at once; a rank that does not, or comes later, is the one waited for.
         """
         start, came = time.monotonic(), dict[int, float]()
         while True:
@@ -247,7 +245,7 @@ class Control:
         return [(text, late)]
 
     def _missing(self, absent: list[int]) -> str:
-        """Says of ranks that are there what the others wait for."""
+        """The line on ranks whose process is there: the call in which the others wait for them."""
         here = _ranks([r for r in range(self.size) if r not in absent])
         seconds = "" if self._timeout is None else f" for {self._timeout.total_seconds():g} s"
         more = "" if self._timeout is None else f", now make_mesh(timeout={self._timeout.total_seconds():g})"
@@ -259,7 +257,7 @@ class Control:
         )
 
     def _cut_off(self) -> str:
-        """Says that the store is out of reach, so that only this rank's own waiting is known."""
+        """The line for a store out of reach: only this rank's own waiting is known."""
         seconds = "" if self._timeout is None else f" for {self._timeout.total_seconds():g} s"
         return (
             f"{_ranks([self.rank])} waited{seconds} in {self._call}, and then {PATIENCE:g} s for the job's store, by"
@@ -282,7 +280,7 @@ def text_hash(text: str) -> int:
 
 
 def _failure_of(control: Control) -> Callable[[BaseException], RankError]:
-    """`control.failure`, without holding the control plane: in a cycle, what is closed would live on."""
+    """`control.failure`, without holding the control plane: in a cycle, closed objects would live on."""
     this = weakref.ref(control)
 
     def failure(error: BaseException) -> RankError:
@@ -303,7 +301,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _differences(texts: list[str]) -> str:
-    """What each rank has that the others lack; of ranks that are at different calls, the calls alone."""
+    """The lines that each rank has and others lack; for ranks at different calls, the calls alone."""
     lines = [t.splitlines() or [""] for t in texts]
     if len({mine[0] for mine in lines}) > 1:  # an error has several lines
         lines = [mine if mine[0].startswith("raised ") else mine[:1] for mine in lines]

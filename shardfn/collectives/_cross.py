@@ -1,8 +1,8 @@
 """`cross`: leaves from one mesh to another, from rank to rank, a bounded number of bytes at a time.
 
-What holds between all ranks: each starts its transfers in one order, that of leaves, of `overlaps` and of `pieces`. A
-rank that waits does so for its oldest. So of all transfers that are not done, the first in that order has been started
-by both of its ranks, or will be, and nobody waits for ever.
+All ranks start their transfers in one order, that of leaves, of `overlaps` and of `pieces`, and a rank waits only for
+its oldest. So both ranks of the first unfinished transfer in that order have started it, or will, and no rank waits for
+ever.
 """
 
 import collections
@@ -28,9 +28,9 @@ class LeafCrossing(NamedTuple):
     Attributes:
         overlaps: from `overlaps`, for this rank.
         dtype: of the elements while they travel.
-        take: what this rank holds in a box, on whatever device, in whatever dtype.
-        put: takes what it is to hold in a box; on the host, in `dtype`, no part of anything else.
-        done: is called when this rank has sent and got all of it.
+        take: from a box to this rank's elements in it, on any device, in any dtype.
+        put: stores new elements of a box; a tensor of its own on the host, in `dtype`.
+        done: called when this rank has sent and received its whole part.
     """
 
     overlaps: Sequence[Overlap]
@@ -41,7 +41,9 @@ class LeafCrossing(NamedTuple):
 
 
 def cross(crossings: Sequence[LeafCrossing], channel: Channel, places: Mapping[int, int]) -> None:
-    """Carries leaves out. Collective over the channel, with the same leaves in the same order on all ranks.
+    """Carries out crossings of leaves.
+
+    Collective over the channel, with the same leaves in the same order on all ranks.
 
     Args:
         crossings: the leaves.
@@ -60,7 +62,7 @@ def cross(crossings: Sequence[LeafCrossing], channel: Channel, places: Mapping[i
                 window.add(_start(crossing, box, channel, *pair, tags[pair]))
                 tags[pair] += 1
         window.add(_UnderWay(0, None, crossing.done))
-    window.make_room(WINDOW + 1)  # so that nothing is left
+    window.make_room(WINDOW + 1)  # waits for all
 
 
 class _UnderWay(NamedTuple):
@@ -70,14 +72,14 @@ class _UnderWay(NamedTuple):
 
 
 class _CrossWindow:
-    """What a rank has started, oldest first. What it is started for is done in that order, too."""
+    """The transfers that a rank has started, oldest first. Their results are stored in that order, too."""
 
     def __init__(self) -> None:
         self._queue: collections.deque[_UnderWay] = collections.deque()
         self._nbytes = 0
 
     def make_room(self, nbytes: int) -> None:
-        """Waits until so many bytes more fit in."""
+        """Waits until `nbytes` more fit in."""
         while self._queue and (self._nbytes + nbytes > WINDOW or len(self._queue) >= MESSAGES):
             oldest = self._queue.popleft()
             if oldest.pending is not None:

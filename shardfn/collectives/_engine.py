@@ -52,7 +52,7 @@ class Engine:
 
 
 class Address(int):
-    """Of memory, not a number."""
+    """A memory address, passed to the engine as a pointer."""
 
 
 def addresses(of: "list[int]") -> Any:
@@ -66,7 +66,7 @@ def numbers(of: "list[int]") -> Any:
 
 
 def engine() -> Engine:
-    """The engine of this process; a fork makes another, as it has none of its threads.
+    """The engine of this process; a fork makes another, as threads do not survive it.
 
     Raises:
         NotSharedError: as `Engine`.

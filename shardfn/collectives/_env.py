@@ -22,7 +22,7 @@ _ONE_RANK = Mesh({}, torch.device("cpu"))
 
 @contextlib.contextmanager
 def bind_mesh(mesh: Mesh) -> Iterator[Mesh]:
-    """Binds `mesh` as the one that collectives mean by an axis name."""
+    """Binds `mesh`, to which the axis names of collectives refer."""
     for seen in _SEEN.all:
         seen.append(mesh)
     with _MESH.bound(mesh), checkpoints_as_now():
@@ -54,10 +54,10 @@ def mesh_as_now() -> Again:
 
 @contextlib.contextmanager
 def seen_from(coords: Mapping[str, int]) -> Iterator[Mesh]:
-    """Binds the bound mesh as another of its ranks sees it, for what is written down and not sent.
+    """Binds the bound mesh as another of its ranks sees it, for programs that are recorded and not run.
 
     Args:
-        coords: of that rank, as far as they are others than this one's.
+        coords: the coordinates of that rank that differ from this one's.
     """
     mesh = current_mesh()
     with _MESH.bound(Mesh(mesh.shape, mesh.device, abstract=True, seen_from={**mesh.coords, **coords})) as there:

@@ -1,7 +1,7 @@
-"""How a failure reaches the ranks that wait: a word in the job's store, then closed connections.
+"""Reports failures to the ranks that wait: a message in the job's store, then closed connections.
 
-A rank that fails leaves word and closes its connections. Whoever waits for it is woken by an error of the transport,
-and reads why; it closes its own in turn, which wakes those that wait for it.
+A rank that fails writes a message and closes its connections. A rank that waits for it gets an error of the transport,
+reads the message, and closes its own connections in turn, which wakes the ranks that wait for it.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ from shardfn.core import is_known
 COURTESY = 0.2
 # Seconds in which the store answers, if it does at all.
 PATIENCE = 10.0
-# The tag of a message that nobody sends; channels use smaller ones.
+# The tag of a message that is never sent; channels use smaller ones.
 _NOBODY = (1 << 30) + 1
 _INSTANT = datetime.timedelta(milliseconds=1)
 
 
 class Board:
-    """What the ranks of one control plane tell one another of failures, kept in the job's store.
+    """The messages of the ranks of one control plane about failures, kept in the job's store.
 
-    A store that is gone, as it is when the rank that holds it has died, keeps nothing and tells nothing. So does one
-    that is out of reach: it is asked once, for `PATIENCE` seconds, and then no more.
+    If the store is gone, because the rank that holds it has died, messages are lost and reads are empty. The same holds
+    for a store out of reach: it is asked once, for `PATIENCE` seconds, and then no more.
 
     Args:
-        name: the same on all ranks, and of no other board.
+        name: the same on all ranks, and different for each board.
         rank: this rank.
         size: the number of ranks.
 
@@ -52,7 +52,7 @@ class Board:
         self._ask(lambda store: store.append(f"{self._key}/told", json.dumps([text, list(about)]) + "\n"), None)
 
     def read(self) -> list[tuple[str, list[int]]]:
-        """What has been posted."""
+        """The posted messages, each with the ranks that it is about."""
         told = f"{self._key}/told"
         text = self._ask(lambda store: store.get(told).decode(errors="replace") if store.check([told]) else "", "")
         return [tuple(json.loads(line)) for line in dict.fromkeys(text.splitlines())]  # two may have found out the same
@@ -68,7 +68,7 @@ class Board:
             time.sleep(0.02)
 
     def absent(self) -> list[int]:
-        """The other ranks that have not left; all of them where the store cannot tell."""
+        """The other ranks that have not left; all of them if the store does not answer."""
         absent = [r for r in range(self._size) if r != self._rank]
         return self._ask(lambda store: [r for r in absent if not store.check([f"{self._key}/{r}"])], absent)
 
@@ -101,7 +101,7 @@ def close(group: "dist.ProcessGroup | None") -> None:
     """Ends a communicator: transfers under way fail at once, here and on the ranks at the other end.
 
     gloo has no call for it (its `abort` and `shutdown` do nothing), but closes every connection of a communicator in
-    which a wait times out. Other backends are left as they are, and so is what has ended already.
+    which a wait times out. Other backends, and communicators that have ended, are not touched.
     """
     if group is None or not is_known(group) or dist.get_backend(group) != "gloo":
         return
@@ -121,7 +121,7 @@ class EndedGroup:
 
 
 def is_of_the_wire(error: BaseException) -> bool:
-    """Whether an error says that a transfer broke: of our own channels, or of a collective that torch ran on gloo."""
+    """Whether an error reports a broken transfer: of our own channels, or of a collective that torch ran on gloo."""
     by_text = isinstance(error, RuntimeError) and any(text in str(error) for text in _GLOO)
     return by_text or isinstance(error, TransportError)
 

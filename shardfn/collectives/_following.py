@@ -7,11 +7,11 @@ of axes of every tensor, as JAX's `shard_map` does:
                     some of them is cast first, by `pvary`, whose transpose is the sum
     collective      its operand is cast likewise; the result is invariant along its axes after `psum`, `pmax` and
                     `all_gather_invariant`, and varies there after the others
-    `pvary`         refuses what requires a gradient and varies already: its gradient would be summed twice
-    in-place write  what is written varies along the union
+    `pvary`         refuses a value that requires a gradient and varies already: its gradient would be summed twice
+    in-place write  the tensor that is written varies along the union
 
 The axes are an attribute of the tensor object, a number whose high bits name the `Following` that set them. Tensors
-without it vary along the default axes. Python numbers carry nothing, but for `axis_index`.
+without it vary along the default axes. Python numbers carry no axes, except `axis_index`.
 
 References: JAX, `shard_map` and its `check_vma` (JEP 14273).
 """
@@ -53,7 +53,7 @@ class Following(TorchFunctionMode):
     Args:
         mesh: the mesh, which must be bound meanwhile.
         axes: the axes to follow; ranks along the others are left alone.
-        default: along which of them tensors vary that no operation inside has made.
+        default: those along which tensors from outside vary.
         batch: the axes that cut the batch, over which the mean of a loss is taken; by default the same.
 
     Attributes:
@@ -278,7 +278,7 @@ class Following(TorchFunctionMode):
         owner = target if base is None else base
         missing = union & ~self._of(owner)
         if missing and _differentiable(owner) and _recording_gradients():
-            owner.copy_(self._cast(owner, missing).clone())  # what it holds so far counts as varying, too
+            owner.copy_(self._cast(owner, missing).clone())  # its previous values count as varying, too
         out = func(target, *rest, **kwargs)
         self._wrote = True
         for x in (target, owner):

@@ -39,7 +39,7 @@ def function_modes() -> list[TorchFunctionMode]:
 
 @contextlib.contextmanager
 def function_modes_changed() -> Iterator[list[TorchFunctionMode]]:
-    """Yields the stack as a list, and makes the stack what the list is at the end."""
+    """Yields the stack as a list, and sets the stack to the list at the end."""
     stack = function_modes()
     yield stack
     for _ in range(torch._C._len_torch_function_stack()):

@@ -1,8 +1,8 @@
 """`GlobalTensor`: a leaf of a sharded tree. It shows its global shape and spec and holds this rank's block.
 
-To torch.func it is a tree of one tensor, its block. Inside `torch.func.vmap` the block is one member's, as any tensor
-is; what vmap returns holds the blocks of all members, stacked along dim 0, while shape and spec stay one member's:
-`member` takes one out, `stack` is the way in.
+To torch.func it is a tree of one tensor, its block. Inside `torch.func.vmap` the block is one member's, like any
+tensor; a leaf that vmap returns holds the blocks of all members, stacked along dim 0, while shape and spec stay one
+member's: `stack` makes such leaves, `member` takes one member out.
 """
 
 import contextlib
@@ -54,9 +54,9 @@ _COMPUTE = (
 
 
 class GlobalTensor:
-    """A tensor spread over a mesh: what `jax.Array` is to JAX.
+    """A tensor spread over a mesh, as `jax.Array` is in JAX.
 
-    It is a plain value and no `torch.Tensor`: creating one costs a microsecond, where a `DTensor` costs about 25, and a
+    It is a plain value, not a `torch.Tensor`: creating one costs a microsecond, where a `DTensor` costs about 25, and a
     step hands back hundreds. `to_dtensor()` gives the ecosystem's type.
 
     Attributes:
@@ -105,7 +105,7 @@ class GlobalTensor:
 
     @property
     def held(self) -> Tensor | Stored:
-        """This rank's block as it is stored: a tensor on the device or the host, or a value on disk.
+        """This rank's block in its stored form: a tensor on the device or the host, or a value on disk.
 
         Raises:
             DonatedError: a step has consumed this leaf.
@@ -123,7 +123,7 @@ class GlobalTensor:
         return self._local is None
 
     def donate(self) -> Tensor | Stored:
-        """The block as it is kept, after which this leaf cannot be touched."""
+        """The block in its stored form; afterwards this leaf cannot be touched."""
         held = self.held
         self._local = None
         return held
@@ -141,7 +141,7 @@ class GlobalTensor:
 
     @property
     def code(self) -> tuple[int, int] | None:
-        """What the elements of the block are rounded to where it is kept; None = they are kept as they are."""
+        """The code (bits, block) to which the stored block is rounded; None = it is not rounded."""
         held = self.held
         return None if isinstance(held, Tensor) else held.code
 
@@ -151,7 +151,7 @@ class GlobalTensor:
         return Placement(self.spec, (), self.memory_kind, self.dtype, self.code)
 
     def with_block(self, block: Tensor | Stored) -> "GlobalTensor":
-        """The same leaf with another block, in the same memory; what that is rounded to, the block says."""
+        """The same leaf with another block, in the same memory; the block has its code."""
         return GlobalTensor(block, self.shape, self.spec, self.mesh, self.memory_kind, frozen=self.frozen)
 
     @property
@@ -202,7 +202,7 @@ class GlobalTensor:
         Raises:
             ValueError: there is no process group, or one dim is cut by several axes in an order DTensor cannot express.
         """
-        from torch.distributed.tensor import DTensor, Replicate, Shard  # a third of what importing shardfn would take
+        from torch.distributed.tensor import DTensor, Replicate, Shard  # a third of the time of importing shardfn
 
         self._check_one()
         if self.mesh.device_mesh is None:
@@ -236,7 +236,7 @@ class GlobalTensor:
             )
 
     def __repr__(self) -> str:
-        """Shape, dtype, spec, and what of it is on this rank; nothing is sent or read, whatever the leaf is."""
+        """Shape, dtype, spec and this rank's bytes, without a message or a read, for any leaf."""
         dtype = "donated" if self.donated else f"{self.dtype}"
         axes = ", ".join(f"{axis}={n}" for axis, n in self.mesh.shape.items())
         return f"GlobalTensor({tuple(self.shape)}, {dtype}, {self.spec!r}; {self._here()}, mesh {axes or 'of one'})"
@@ -249,7 +249,7 @@ class GlobalTensor:
         return as_html("\n".join(["GlobalTensor", columns([*rows, ("memory", self._here())]), "", mesh]))
 
     def _here(self) -> str:
-        """The bytes of this rank's block, as it is kept, and the memory that they are in."""
+        """The bytes of this rank's block, in its stored form, and their memory."""
         held = self._local
         if held is None or isinstance(held, Absent):
             return f"nothing here on {self.memory_kind}"
@@ -304,8 +304,7 @@ for _name in (
 def shard(x: Tensor, spec: P, mesh: Mesh) -> GlobalTensor:
     """The `GlobalTensor` of a tensor that every rank holds whole; keeps a copy of the own block only.
 
-    On ranks that the mesh is not of, it is one without a block: see `absent`. Of the tensor, only shape and dtype count
-    there.
+    On ranks outside of the mesh, it has no block: see `absent`. There only the shape and dtype of `x` count.
     """
     if not mesh.is_member:
         return absent(x.shape, x.dtype, spec, mesh)
@@ -314,7 +313,7 @@ def shard(x: Tensor, spec: P, mesh: Mesh) -> GlobalTensor:
 
 
 def absent(shape: torch.Size, dtype: torch.dtype, spec: P, mesh: Mesh, kind: MemoryKind = "device") -> GlobalTensor:
-    """What a rank has of a leaf of a mesh that it is not of: the leaf without a block, whose value is an error to ask.
+    """A leaf as ranks outside of its mesh have it: without a block. Reading its value is an error.
 
     Example:
         >>> others = Mesh({"dp": 2}, torch.device("cpu"), ranks=[1, 2])
@@ -337,13 +336,13 @@ def local(tree: PyTree) -> PyTree:
 
 
 def stack(trees: Sequence[PyTree]) -> PyTree:
-    """Trees of one structure as one tree with a leading dim in every block: what `torch.func.vmap` maps over.
+    """Trees of one structure as one tree with a leading dim in every block, for `torch.func.vmap` to map over.
 
     Args:
         trees: one tree a member; global tensors must agree in shape and spec.
 
     Raises:
-        ValueError: there are no trees, or they differ; every leaf is listed.
+        ValueError: `trees` is empty, or they differ; every leaf is listed.
 
     Example:
         >>> stack([{"w": torch.ones(2)}, {"w": torch.zeros(2)}])["w"].shape
@@ -377,7 +376,7 @@ def member(tree: PyTree, index: int) -> PyTree:
 
     Args:
         tree: a tree whose blocks and tensors have a leading dim.
-        index: which.
+        index: the member's number.
 
     Example:
         >>> member(stack([{"w": torch.ones(2)}, {"w": torch.zeros(2)}]), 1)
@@ -393,7 +392,7 @@ def member(tree: PyTree, index: int) -> PyTree:
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func (or forward-mode AD) is running, so that tensors may be more than they seem.
+    """Whether a transform of torch.func (or forward-mode AD) is running, so that tensors may be wrapped.
 
     Example:
         >>> transforming(), torch.func.grad(lambda x: x * transforming())(torch.tensor(1.0))
@@ -402,7 +401,7 @@ def transforming() -> bool:
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-# torch also puts things that are no tensors in the places of leaves, so property and constructor are passed by.
+# torch also puts other objects than tensors in the places of leaves, so property and constructor are bypassed.
 
 _Context = tuple[torch.Size, P, Mesh, MemoryKind, bool]
 

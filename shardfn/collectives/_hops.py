@@ -25,7 +25,9 @@ from ._wire_ops import as_runs
 
 
 class TwoHops:
-    """The gather along `axes` of which `near` are near. Making one is collective over the mesh.
+    """The gather along `axes`, in two hops: along the far axes, then along `near`.
+
+    Making one is collective over the mesh.
 
     Attributes:
         axes: all axes, in the mesh's order.
@@ -51,7 +53,7 @@ class TwoHops:
         return self._far.all_gather(flat, [c] * self._far.size)
 
     def all_gather(self, brought: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """Along the near axes: from what `bring` gave to the blocks of all ranks, in their order."""
+        """Along the near axes: from the result of `bring` to the blocks of all ranks, in their order."""
         pending = self._near.all_gather(brought, [brought.numel()] * self._near.size)
         return pending.then(lambda out: _trimmed(self._grid.to_ranks(out), sizes))
 
@@ -90,7 +92,7 @@ def _digits(n: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _trimmed(flat: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Blocks without what made them equally large."""
+    """Blocks without their padding."""
     runs, c, parts, start = as_runs(sizes), max(sizes), list[Tensor](), 0
     if len(runs) == 2:
         return flat

@@ -1,4 +1,4 @@
-// Lanes: the rings of one channel, what is written into them and what is read. See docs/design/0020-shared-memory.md.
+// Lanes: the rings of one channel, the writes into them and the reads. See docs/design/0020-shared-memory.md.
 #pragma once
 #include "_blocks.h"
 #include "_sum_rows.h"
@@ -9,7 +9,7 @@
 
 namespace lanes {
 
-// Wakes whoever polls the other end of a pipe; a full one wakes as well.
+// Wakes the poller of the other end of a pipe; a full one wakes as well.
 inline void poke(int pipe) {
     const ssize_t ignored = ::write(pipe, "", 1);
     (void)ignored;
@@ -34,7 +34,7 @@ struct Channel {
     static uint64_t load(const uint8_t* at) { return __atomic_load_n((const uint64_t*)at, __ATOMIC_ACQUIRE); }
     static void store(uint8_t* at, uint64_t value) { __atomic_store_n((uint64_t*)at, value, __ATOMIC_RELEASE); }
 
-    // The peer has said under `rings` what it waits for before it looked for the last time, and this rank looks there
+    // The peer has noted under `rings` its wishes before it looked for the last time, and this rank looks there
     // after it has published: with a full fence in between on both sides, one of the two sees the other.
     void tell(int64_t p) {
         std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -202,7 +202,7 @@ struct Channel {
         return true;
     }
 
-    // Adds up what has come from all ranks, in their order. Blocks of one op are at the head of all lanes at some time,
+    // Adds up the blocks from all ranks, in their order. Blocks of one op are at the head of all lanes at some time,
     // as all ranks fill their lanes in the same order.
     bool sum(Op* op) {
         int64_t n = least(op->len - op->pos, PIECE);
@@ -249,8 +249,8 @@ struct Channel {
             if (peer.base && !peer.gone && (peer.died || load(peer.base + closed_at()))) peer.gone = true;
     }
 
-    // After a drive that began when a peer had gone, and so saw all that it has published: what still waits for it
-    // waits in vain. Blocks for it are dropped: it has taken what it wanted.
+    // After a drive that began when a peer had gone, and so saw everything that it has published: ops that still wait
+    // for it wait in vain. Blocks for it are dropped, as it will take no more.
     void judge() {
         for (int64_t p = 0; p < size; ++p) {
             if (p == me || !peers[p].gone) continue;

@@ -2,7 +2,7 @@
 
 A caller names axes from major to minor, in any order; a process group has the mesh's order. `Line` is the map between
 the two. Sizes that the axes do not divide are cut axis by axis, from major to minor, each cut as `torch.chunk` makes
-it, which is what `P(("dp", "tp"))` means.
+it, as in `P(("dp", "tp"))`.
 """
 
 import dataclasses

@@ -6,9 +6,9 @@
     loss_psum_scatter_start(rows, num, axes)       -> handle [numel / num]  the own block of the sum, in rank order
     loss_exchange_start(flat, send, recv, name, axes) -> handle [sum(recv)] part r to rank r, and the part from each
 
-Each has a twin without `_start` that waits at once: a compiler that does not know of transfers might write meanwhile
-what one reads. Handles, waits and axes are as in `_wire_ops.py`. The channel is the loss's: that of the channels that
-are bound, else that of the bound mesh. Tensors are contiguous.
+Each has a twin without `_start` that waits at once: a compiler that does not know of transfers might meanwhile write to
+a tensor that one reads. Handles, waits and axes are as in `_wire_ops.py`. The channel is the loss's: that of the bound
+channels, else that of the bound mesh. Tensors are contiguous.
 """
 
 from collections.abc import Callable, Sequence

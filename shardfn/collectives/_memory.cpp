@@ -1,4 +1,4 @@
-// What drives the lanes of all channels of this process: whoever starts or awaits a transfer, and one thread that sleeps
+// Drives the lanes of all channels of this process, on threads that start or await a transfer and on one that sleeps
 // until a peer rings. Nothing here waits for one transfer while another could go on.
 #include "_lanes.h"
 #include <chrono>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr auto SPIN = std::chrono::microseconds(20);
 
-// 1: what is asked for (IN: all has come, OUT: all has left) is so, 0: not yet, -1: failed.
+// 1: the events asked for (IN: all has come, OUT: all has left) have happened, 0: not yet, -1: failed.
 enum { IN = 1, OUT = 2 };
 int64_t state_of(const Op* op, int64_t asked) {
     if (op->failed) return -1;
@@ -29,7 +29,7 @@ constexpr int64_t ROUNDS = 8, FOR_EVER = INT64_MAX;
 struct Engine {
     std::mutex mutex;
     std::atomic<int64_t> wanting{0};        // how many wait for the mutex, or are about to
-    std::condition_variable ended, passed;  // a transfer has; nobody wants the mutex
+    std::condition_variable ended, passed;  // a transfer has; no thread wants the mutex
     std::vector<Channel*> channels;
     bool driving = false;  // whether somebody is in `settle`, who may have lent the mutex
     int bell, other_end;
@@ -47,10 +47,10 @@ struct Engine {
 
     void ring() { poke(other_end); }
 
-    // Drives until nothing moves; what moves after that, a peer rings for. Of a `limit` of rounds the thread takes over
-    // when they are done. Between rounds others get the mutex: channels may come and go there.
+    // Drives until nothing moves; after that a peer rings for new moves. After `limit` rounds the thread takes over.
+    // Between rounds others get the mutex: channels may come and go there.
     void settle(std::unique_lock<std::mutex>& hold, int64_t limit) {
-        if (driving) return;  // whoever does it sees what has changed
+        if (driving) return;  // the thread that does it sees the changes
         driving = true;
         bool moved;
         for (;;) {
@@ -78,7 +78,7 @@ struct Engine {
         if (driving || state) return state;
         auto until = std::chrono::steady_clock::now() + SPIN;
         driving = true;
-        say(false);  // nobody need ring as long as this looks
+        say(false);  // peers need not ring as long as this looks
         do {
             if (drive()) until = std::chrono::steady_clock::now() + SPIN;
             if (wanting) passed.wait(hold, [&] { return wanting == 0; });
@@ -113,7 +113,7 @@ struct Engine {
     }
 };
 
-// The mutex, before whoever drives for long.
+// The mutex, before threads that drive for long.
 struct Hold {
     Engine* e;
     std::unique_lock<std::mutex> lock;
@@ -184,8 +184,8 @@ void channel_close(void* engine, void* channel) {
     delete c;
 }
 
-// What a collective sends and takes. Of `froms`, the own one goes nowhere; null is nothing to send, or to take.
-// `kind` is that of the sum, or -1 for none; of a sum, what goes to all goes as it is summed.
+// The blocks that a collective sends and takes. The own one of `froms` is not sent; null means no block.
+// `kind` is that of the sum, or -1 for none; blocks of a sum for all go as they are summed.
 struct Transfer {
     int64_t kind;
     const int64_t* out_bytes;

@@ -1,9 +1,9 @@
-"""The way through memory between ranks of one host: rings that each rank writes in its own segment and others read.
+"""Transfers through memory between ranks of one host: rings that each rank writes in its own segment and others read.
 
-A transfer is blocks in lanes (`_lanes.h`): each rank writes what it sends into lanes of its segment and counts it; the
-others copy from there, or sum from there, and count what they have read. Whoever starts or awaits a transfer moves all
-that can be moved, and so does one thread a process, which sleeps until a peer rings a pipe. Why that cannot lock is in
-docs/design/0020-shared-memory.md.
+A transfer is blocks in lanes (`_lanes.h`): each rank writes its blocks into lanes of its segment and counts the bytes;
+the others copy or sum from there, and count the bytes that they have read. A thread that starts or awaits a transfer
+moves all bytes that it can, and so does one thread a process, which sleeps until a peer rings a pipe. The proof that
+this cannot deadlock is in docs/design/0020-shared-memory.md.
 """
 
 import collections
@@ -23,13 +23,13 @@ from ._engine import Address, Engine, addresses, engine, numbers
 from ._failure import TransportError
 from ._segment import NotSharedError, Offer, Reader, Segment
 
-# Bytes of a channel's rings on each rank, together; each is cut into as many as there are ranks.
+# Bytes of a channel's rings on each rank, together; each rank's are cut into one ring per rank.
 RINGS = 8 << 20
 _LEAST_RING = 1 << 19
 MOST_RANKS = 256
-# Milliseconds after which a wait looks whether the program was interrupted.
+# Milliseconds after which a wait checks whether the program was interrupted.
 _SLICE = 200
-# What a work waits for: that all has come, that all has left.
+# The events that a work waits for: all blocks have arrived, all have left.
 IN, OUT = 1, 2
 _KINDS = {
     torch.float32: 0,
@@ -51,7 +51,7 @@ Blocks = Sequence[Tensor]
 
 
 class LanesOffer(NamedTuple):
-    """What a rank tells others so that they can read its lanes, and ring.
+    """The data by which other ranks read a rank's lanes, and ring.
 
     Attributes:
         segment: where they are.
@@ -63,7 +63,7 @@ class LanesOffer(NamedTuple):
 
 
 class Lanes:
-    """One rank's end of a channel through memory. It is made in two steps, between which ranks tell one another.
+    """One rank's end of a channel through memory. It is made in two steps, between which ranks exchange their offers.
 
     All ranks start the same transfers in the same order, but for messages with tags. Tensors are contiguous, and
     on the CPU.
@@ -71,11 +71,11 @@ class Lanes:
     Args:
         size: the number of ranks.
         index: this one's.
-        timeout: seconds that a wait may take; None is for ever.
-        ring: bytes of a ring, a multiple of 4096; the default is for what a step sends.
+        timeout: seconds that a wait may take; None means no limit.
+        ring: bytes of a ring, a multiple of 4096; the default is for a step's transfers.
 
     Attributes:
-        offer: what the others need.
+        offer: the data that the others need.
         nbytes: of the segment.
 
     Raises:
@@ -93,7 +93,7 @@ class Lanes:
         self.nbytes: int = self._engine.plain("segment_bytes", size, self._ring)
         self._ends = _Holdings(self._engine, self.nbytes)
         self.offer = LanesOffer(self._ends.segment.offer, self._engine.bell)
-        # Not at exit: what has not been read yet is, as long as the segment is there.
+        # Not at exit: blocks that are not read yet still are, as long as the segment exists.
         self._closing = weakref.finalize(self, self._ends.close)
         self._closing.atexit = False
 
@@ -116,7 +116,7 @@ class Lanes:
         self._ends.channel = Address(made)
 
     def close(self) -> None:
-        """Ends the channel; what is under way fails, here and on the other ranks."""
+        """Ends the channel; transfers under way fail, here and on the other ranks."""
         self._closing()
 
     def all_gather(self, own: Tensor, blocks: Blocks) -> "LaneOp":
@@ -133,12 +133,12 @@ class Lanes:
         return self._start((*parts, out), out=parts, sums=out)
 
     def all_reduce(self, parts: Blocks) -> "LaneOp":
-        """Sums parts over all ranks, in place: each rank its own, which goes to all as it is summed."""
+        """Sums parts over all ranks, in place: each rank sums its own part, which goes to all meanwhile."""
         mine = parts[self.index]
         return self._start(parts, out=parts, sums=mine, to_all=mine, alls=parts)
 
     def message(self, x: Tensor, peer: int, tag: int, *, sends: bool) -> "LaneOp":
-        """To one rank, or from one: what the other end gives the same tag."""
+        """A message to or from one rank, where the other end has the same tag."""
         self._check()
         return self._entry((x,), "message", int(sends), peer, tag, Address(x.data_ptr()), x.numel() * x.element_size())
 
@@ -158,11 +158,11 @@ class Lanes:
             raise TransportError(self.why())
 
     def state(self, entry: "LaneOp", asked: int) -> int:
-        """1: what is asked for is so, 0: not yet, -1: it failed."""
+        """1: the events asked for have happened, 0: not yet, -1: it failed."""
         return entry.state(self._engine, asked)
 
     def why(self) -> str:
-        """What went wrong; or, of waiting, for which ranks of the channel."""
+        """The cause of a failure; or, while waiting, the ranks of the channel that are waited for."""
         if self._ends.channel is None:
             return "this communicator has ended"
         text = ctypes.create_string_buffer(4096)
@@ -193,7 +193,7 @@ class Lanes:
         entries = self._ends.entries
         while entries and entries[0].ended(self._engine):
             entries.popleft()
-        # Before it starts: an interrupt from the keyboard must not free what is written then.
+        # Before it starts: an interrupt from the keyboard must not free memory that is written then.
         entry = LaneOp(kept)
         entries.append(entry)
         op: int | None = self._engine.call(name, self._ends.channel, *args)
@@ -210,10 +210,10 @@ class Lanes:
 
 
 class LaneOp:
-    """A transfer under way. It keeps alive what is read and written until nothing touches it.
+    """A transfer under way. It keeps its tensors alive until the engine no longer touches them.
 
     Attributes:
-        op: the engine's; None before it has started, and when nothing touches its memory any more.
+        op: the engine's; None before it has started, and once its memory is no longer touched.
     """
 
     def __init__(self, kept: Blocks) -> None:
@@ -222,7 +222,7 @@ class LaneOp:
         self._state, self._waiting = 0, 0
 
     def state(self, made: Engine, asked: int) -> int:
-        """1: what is asked for is so, 0: not yet, -1: it failed."""
+        """1: the events asked for have happened, 0: not yet, -1: it failed."""
         return self._state if self.op is None else made.plain("op_state", self.op, asked)
 
     def wait(self, made: Engine, asked: int) -> int:
@@ -246,7 +246,7 @@ class LaneOp:
 
 
 class _Holdings:
-    """What a channel holds of the system, apart from it, so that it can be given back when nobody has the channel."""
+    """System resources of a channel, in an object of their own, so that they can be freed when the channel is gone."""
 
     def __init__(self, made: Engine, nbytes: int) -> None:
         try:
@@ -254,8 +254,8 @@ class _Holdings:
         except (OSError, OverflowError, ValueError) as error:
             raise NotSharedError(f"this process cannot make {nbytes} bytes to share: {error}") from error
         self._engine, self._process = made, os.getpid()
-        # The thread reads what is mapped until it is told to stop, which the end of the interpreter does not: until
-        # `close` nobody may collect this.
+        # The thread reads mapped memory until it is stopped, which the end of the interpreter does not do: until
+        # `close` this must not be collected.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         self._views = [np.frombuffer(self.segment.view, np.uint8)]
         self._readers: list[Reader] = []
@@ -265,11 +265,11 @@ class _Holdings:
         self.entries: collections.deque[LaneOp] = collections.deque()
 
     def peer(self, offer: LanesOffer) -> tuple[int, int, int]:
-        """Where another rank's segment is, the pipe that wakes it, and what tells that it has ended."""
+        """The address of another rank's segment, the pipe that wakes it, and the descriptor that shows its end."""
         pid = offer.segment.pid
         path = f"/proc/{pid}/fd/{offer.bell}"
         try:
-            # First the process: what is then read under its number is its own.
+            # First the process: files that are then opened under its number are its own.
             self._fds.append(os.pidfd_open(pid))
             reader = Reader(offer.segment)
             self._readers.append(reader)
@@ -281,7 +281,7 @@ class _Holdings:
         return self._views[-1].ctypes.data, self._fds[-1], self._fds[-2]
 
     def close(self) -> None:
-        # A fork holds copies, and must not speak for the rank.
+        # A fork holds copies, and must not act for the rank.
         if self._process != os.getpid():
             return
         channel, self.channel = self.channel, None

@@ -14,7 +14,7 @@ Parts = tuple[Tensor, ...]
 
 
 class _MessagePlace(NamedTuple):
-    """Where a tensor stands in a row: its number among the tensors, its first byte and what it is."""
+    """The place of a tensor in a row: its number among the tensors, its first byte, its shape and dtype."""
 
     number: int
     start: int
@@ -57,7 +57,7 @@ def gather_rows(parts: Sequence[Parts], line: Line | None) -> Callable[[], list[
 
 
 def _packed(parts: Sequence[Parts]) -> tuple[UInt8[Tensor, "rows bytes"], list[_MessagePlace]]:
-    """The message, and where things are in it: the widest elements first, so that each stands at a multiple of it."""
+    """The message, and the places in it: the widest elements first, so that each begins at a multiple of its width."""
     flat = [part for group in parts for part in group]
     places: list[_MessagePlace] = []
     start = 0
@@ -74,7 +74,7 @@ def _bytes(part: Tensor) -> UInt8[Tensor, "rows bytes"]:
 def _unpacked(message: UInt8[Tensor, "rows bytes"], places: list[_MessagePlace], like: Sequence[Parts]) -> list[Parts]:
     flat: dict[int, Tensor] = {}
     for place in places:
-        if not place.width:  # torch calls it contiguous whatever its strides, and then cannot view it
+        if not place.width:  # torch calls it contiguous for any strides, and then cannot view it
             flat[place.number] = message.new_empty((len(message), *place.shape), dtype=place.dtype)
             continue
         row_bytes = message.narrow(1, place.start, place.width).contiguous()

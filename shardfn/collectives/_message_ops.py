@@ -1,11 +1,11 @@
-"""What one rank sends to another, as ops of a captured graph; the other ops of the wire are in `_wire_ops.py`.
+"""Messages from one rank to another, as ops of a captured graph; the other ops of the wire are in `_wire_ops.py`.
 
     send_start(x, to, tag, axes)                               -> handle [0]    x to one rank along the axes
-    receive_start(shape, dtype, device, source, tag, axes)     -> handle        what that rank sends by the same tag
-    sent(handle)                                               ends a send: what it read may be written
+    receive_start(shape, dtype, device, source, tag, axes)     -> handle        that rank's message of the same tag
+    sent(handle)                                               ends a send: the tensor that it read may be written
 
-The value of a receive is what `wait` gives. A tag names one message of a step between two ranks, so messages pair
-in any order. A send is ended by an op of its own, which has no value and stays in a graph though nobody uses it.
+`wait` gives the value of a receive. A tag names one message of a step between two ranks, so messages pair in any order.
+A send is ended by an op of its own, which has no value and stays in a graph without a user.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What goes over the wire: buffers whose first dim counts ranks or rows, on the channel of the loss along a line.
+"""The wire of a loss's collectives: buffers whose first dim counts ranks or rows, on the channel along a line.
 
 No gradients and no odd sizes here; every function reports to the traffic counter under the name of the primitive that
 it serves. Where a program is recorded, or a mode looks at its operations, transfers are ops (`_loss_ops.py`).

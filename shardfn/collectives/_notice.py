@@ -7,12 +7,13 @@ from shardfn.core import Mesh, PerMesh
 
 @dataclasses.dataclass
 class Notice:
-    """What the ranks of a mesh tell one another without a message of its own.
+    """A number that the ranks of a mesh exchange without a message of its own.
 
-    Each exchange of the mesh's control plane carries it, so all ranks that have come to the same call know the same.
+    Each exchange of the mesh's control plane carries it, so all ranks that have come to the same call have the same
+    one.
 
     Attributes:
-        mine: what this rank has to say; may be set at any time, from a signal's handler too. The greatest counts.
+        mine: this rank's number; may be set at any time, from a signal's handler too. The greatest counts.
         told: the greatest of all ranks, as of the last exchange; it never falls.
     """
 

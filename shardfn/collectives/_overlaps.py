@@ -1,7 +1,7 @@
-"""Who sends what of a leaf when it goes from one mesh to another: the overlaps of the blocks that are and those wanted.
+"""The messages by which a leaf goes from one mesh to another: the overlaps of its present blocks with the wanted ones.
 
 The distinct blocks of a leaf lie side by side, so a rank that is to hold a block needs its overlap with each of them,
-and has one of these overlaps itself, perhaps. The others it gets once each. So what is sent is the least that can be:
+and has one of these overlaps itself, perhaps. The others it gets once each. So the bytes sent are the fewest possible:
 
     bytes to a rank = bytes of its new block - bytes of the overlap of its new block with its old one
 """
@@ -18,10 +18,10 @@ Box = tuple[tuple[int, int], ...]
 
 
 class Overlap(NamedTuple):
-    """What one rank has and another wants.
+    """A box that one rank has and another wants.
 
     Attributes:
-        sender: the rank of the program that has it; the receiver itself, if that has it.
+        sender: the rank of the program that has it; the receiver itself, if it has it.
         receiver: the rank that wants it.
         box: where it is in the leaf.
     """
@@ -38,8 +38,8 @@ def overlaps(shape: tuple[int, ...], src: tuple[P, Mesh], dst: tuple[P, Mesh], r
 
     Args:
         shape: the leaf's global shape.
-        src: how it is cut, on which mesh.
-        dst: how it is to be cut, on which mesh.
+        src: its present spec and mesh.
+        dst: its new spec and mesh.
         rank: of the program; in one mesh, or both.
 
     Example:
@@ -73,7 +73,7 @@ def blocks_of(shape: tuple[int, ...], spec: P, mesh: Mesh) -> list[Box]:
 
 
 def pieces(box: Box, most: int) -> Iterator[Box]:
-    """A box as boxes of so many elements at most, in row-major order.
+    """A box as boxes of at most `most` elements, in row-major order.
 
     Example:
         >>> list(pieces(((0, 2), (0, 5)), 4))

@@ -6,8 +6,8 @@
     rank 1 sends       [ a[2:]  b[:, 2:] ]
     the message        [ a[:2]  b[:, :2]  a[2:]  b[:, 2:] ]        rank by rank, and in it leaf by leaf
 
-A gather sends pieces and takes wholes out of the message; a reduction lays wholes out as a message, of which each rank
-gets its pieces. Both are said here and nowhere else; who sends the message, and when, is the business of others.
+A gather sends pieces and takes wholes out of the message; a reduction lays wholes out as a message, and each rank gets
+its pieces of it. Both layouts are defined only here; callers send the message.
 """
 
 import dataclasses
@@ -56,19 +56,19 @@ class Cuts:
 
     @functools.cached_property
     def rows(self) -> list[int]:
-        """How many rows, along `dim`, each rank's piece has; 1 where it is not cut."""
+        """The number of rows, along `dim`, of each rank's piece; 1 if it is not cut."""
         return [1] if self.dim is None else [hi - lo for lo, hi in self.bounds]
 
     def by_rank(self, x: Tensor, run: "Stretch") -> Tensor:
         """The part of the tensor that a run of ranks has, rank by rank: a view [ranks, *shape of a piece]."""
         grid, order, first, num = self._grids.get(run[:2]) or self._grid(*run[:2])
         part = x if num == self.whole[order[0]] else x.narrow(order[0], first, num)
-        # Views of one dim as two: whatever the strides are, no copy is made.
+        # Views of one dim as two: they need no copy, for any strides.
         return part.view(grid) if order[0] == 0 else part.view(grid).permute(order)
 
     @functools.cached_property
     def _grids(self) -> dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...], int, int]]:
-        """What `_grid` has found."""
+        """The results of `_grid`, by argument."""
         return {}
 
     def _grid(self, first: int, num: int) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
@@ -82,17 +82,17 @@ class Cuts:
         return found
 
     def from_ranks(self, pieces: Tensor) -> Tensor:
-        """The rows of the tensor that `pieces`, [ranks, *shape of a piece], are."""
+        """The rows of the tensor, from `pieces` [ranks, *shape of a piece]."""
         assert self.dim is not None
         return pieces.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
 
 
 class Stretch(NamedTuple):
-    """Neighbouring ranks whose pieces have the same shapes: there are few runs, however many ranks.
+    """Neighbouring ranks whose pieces have the same shapes: there are few runs for any number of ranks.
 
     Attributes:
         first: the first rank.
-        num: how many ranks.
+        num: the number of ranks.
         sizes: for each leaf, the number of elements of a rank's piece.
     """
 
@@ -113,7 +113,7 @@ class Packing:
     """Leaves that travel in one message. A value: it holds no tensor.
 
     Args:
-        leaves: how each is cut; all among the same ranks, or none at all.
+        leaves: the cuts of each leaf; all among the same ranks, or all uncut.
 
     Example:
         >>> a = Cuts(torch.Size([3, 2]), 0, ((0, 2), (2, 3)))
@@ -137,7 +137,7 @@ class Packing:
 
     @functools.cached_property
     def sizes(self) -> list[int]:
-        """How many elements of the message each rank's pieces are."""
+        """The number of elements of the message in each rank's pieces."""
         columns = [leaf.sizes for leaf in self.leaves]
         return columns[0] if len(columns) == 1 else [sum(column) for column in zip(*columns, strict=True)]
 
@@ -163,7 +163,7 @@ class Packing:
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
 
     def unpack(self, message: Tensor) -> list[Tensor]:
-        """The wholes, of the pieces of all ranks; of a single leaf cut along dim 0 the message itself."""
+        """The wholes, made of the pieces of all ranks; for a single leaf cut along dim 0, the message itself."""
         first = self.leaves[0]
         if len(self.leaves) == 1 and first.dim in (None, 0):
             return [message.view(first.whole)]
@@ -209,7 +209,7 @@ class Packing:
 
     @functools.cached_property
     def _known_places(self) -> "dict[int, list[Spot]]":
-        """What `_places` has found."""
+        """The results of `_places`, by argument."""
         return {}
 
     @functools.cached_property
@@ -221,7 +221,7 @@ class Packing:
     def lay(self, wholes: Sequence[Tensor]) -> Tensor:
         """Wholes as a message, 1-D. A single one that is contiguous, and cut along dim 0 or not at all, is not copied.
 
-        What is returned is a view of its own in any case, as `is_sole_owner` counts on.
+        The result is a view of its own in any case, as `is_sole_owner` counts on.
         """
         first = self.leaves[0]
         if len(wholes) == 1 and first.dim in (None, 0):
@@ -236,7 +236,8 @@ class Packing:
         """`lay`, each element written once, to its place: for tensors that neither autograd nor a capture sees."""
         if len(wholes) == 1 and self.leaves[0].dim in (None, 0):
             return self.lay(wholes)
-        # By `cat`, which makes no view of a place; what it would have to copy first is copied to its place instead.
+        # By `cat`, which makes no view of a place; tensors that it would have to copy first are copied to their places
+        # instead.
         as_they_are = all([x.is_contiguous() for x in wholes])
         if not self.cut:
             if as_they_are:
@@ -267,8 +268,8 @@ class Packing:
 class EvenPacking(Packing):
     """The same, with the pieces of all ranks padded to those of the first, which has the most.
 
-    Its messages are what the differentiable collectives take: [ranks, elements of a rank]. Nothing in it is written,
-    and no size depends on the rank, so it passes through `vmap`.
+    Its messages have the shape that the differentiable collectives take, [ranks, elements of a rank]. It does not write
+    in place, and no size depends on the rank, so it passes through `vmap`.
     """
 
     def pack(self, pieces: Sequence[Tensor]) -> Tensor:
@@ -300,7 +301,7 @@ class EvenPacking(Packing):
 
 
 def dealt(total: int, size: int) -> list[int]:
-    """How many elements each of `size` ranks sums up of a message that is wanted whole."""
+    """The number of elements that each of `size` ranks sums up of a message that is wanted whole."""
     return [stop - start for start, stop in (chunk_bounds(total, size, r) for r in range(size))]
 
 

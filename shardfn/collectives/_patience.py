@@ -1,4 +1,4 @@
-"""A word where a rank waits for others that may never come, as where only the first one calls what all must."""
+"""Warns while a rank waits for others that may never come, as when only one rank makes a call that all must make."""
 
 import contextlib
 import logging
@@ -6,13 +6,13 @@ import threading
 from collections.abc import Iterator
 
 _LOG = logging.getLogger("shardfn.collectives")
-# After so many seconds of waiting; what all ranks call at once takes less.
+# Seconds of waiting before the warning; calls that all ranks make at once take less.
 SECONDS = 30.0
 
 
 @contextlib.contextmanager
 def naming_the_wait(what: str) -> Iterator[None]:
-    """Logs a warning if the block takes long: `what` is waiting, and on what it depends."""
+    """Logs a warning if the block takes long: `what` names the waiting rank and what it waits for."""
     timer = threading.Timer(SECONDS, _LOG.warning, [f"{what}, and has waited for {SECONDS:g} s."])
     timer.daemon = True
     timer.start()

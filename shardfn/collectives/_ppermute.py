@@ -14,20 +14,20 @@ from ._where import recording
 
 
 def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int]]) -> Shaped[Tensor, "..."]:
-    """Sends `x` from each source to its destination; who receives nothing gets zeros: `V -> V`.
+    """Sends `x` from each source to its destination; a rank that receives nothing gets zeros: `V -> V`.
 
         NCCL: send / recv.  Slow spec: `out = zeros; out[dst] = blocks[src] for src, dst in perm`.
 
         [A] [B] [C]  =>  [0] [A] [B]        with perm = [(0, 1), (1, 2)]
 
-    Transpose: `ppermute` with every pair turned round.
+    Transpose: `ppermute` with every pair reversed.
 
     When: a ring (attention over sequence blocks), a pipeline's hand-over, a halo.
 
     Args:
         x: of one shape on all ranks.
         axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 have the one index 0: `[(0, 0)]`,
-            which every ring comes to, is the identity, and `[]`, which every shift comes to, gives zeros.
+            the form of every ring there, is the identity, and `[]`, that of every shift, gives zeros.
         perm: pairs (source, destination) of indices along `axis`; the same list on all ranks.
 
     Returns:
@@ -52,9 +52,9 @@ def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int
 
 
 def ppermute_start(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int]]) -> Callable[[], Tensor]:
-    """A `ppermute` that has begun, of a plain tensor that nobody differentiates; the result waits for it.
+    """Starts a `ppermute` of a plain tensor that is not differentiated; the result waits for it.
 
-    While a program is captured it is sent and waited for at once: the passes over its graph decide what overlaps.
+    While a program is captured it is sent and waited for at once: the passes over its graph decide on overlap.
 
     Args:
         x: of one shape on all ranks; not to be written before the wait.

@@ -1,4 +1,4 @@
-"""Which processes of the program are there: asked of connections that nobody waits on, so that nothing ends them.
+"""Finds the processes of the program that have ended, by connections that failures of transfers do not close.
 
 A process that has ended, however it ended, has closed its connections. One that is slow, or stopped, has not; neither
 has one whose other communicators have been closed after a failure.
@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from shardfn.core import Mesh, is_known
 
-# The tags of messages that nobody takes.
+# The tags of messages that are never received.
 _TAGS = itertools.count(1 << 20)
-# By ranks, one for the process: it outlives meshes, as closing one says nothing of the process.
+# By ranks, one for the process: it outlives meshes, as the end of a mesh is not the end of its processes.
 _GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
@@ -32,8 +32,8 @@ class Presence:
 
     def _reaches(self, rank: int) -> bool:
         try:
-            # Nobody receives it: only whether it can be sent counts. So it is local, and ranks need not ask at the same
-            # time.
+            # It is never received: only whether it can be sent counts. So the test is local, and ranks need not make it
+            # together.
             self._group.send([torch.zeros(1)], rank, next(_TAGS))
         except RuntimeError:
             return False

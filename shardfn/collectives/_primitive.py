@@ -56,8 +56,8 @@ class Call:
         block: `quantized_all_gather`: elements that share a scale.
         looks: `ragged_places`: dtype and shape of the rows, in words, which ranks compare.
         batch_dims: leading dims that vmap has added.
-        number: tells applications apart in a captured program.
-        transposes: the number of the application of which this is the transpose, or 0.
+        number: identifies the application in a captured program.
+        transposes: the number of the application that this is the transpose of, or 0.
     """
 
     name: str
@@ -88,8 +88,8 @@ class Primitive(NamedTuple):
         impl: the wire; it gets the tensor, the call and the operands.
         transpose: the call that is the transpose of a call.
         tangent: the call that maps tangents.
-        start: the wire, under way; `impl` waits for it. None where nobody has anything else to do meanwhile.
-        turned: the operands of the transpose, of those of the call.
+        start: the wire, under way; `impl` waits for it. None if no caller has other work meanwhile.
+        turned: from the operands of a call to those of its transpose.
     """
 
     impl: Callable[..., Tensor]
@@ -105,8 +105,8 @@ def bind(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
     Args:
         x: the tensor in which the primitive is linear.
         call: the numbers and names that a graph holds as constants.
-        operands: integer tensors that the primitive reads, such as sizes that are data; nothing is differentiated by
-            them. Under vmap each has as many leading dims as `call.batch_dims`, of size 1 where it is not batched.
+        operands: integer tensors that the primitive reads, such as sizes that are data; they have no derivative. Under
+            vmap each has `call.batch_dims` leading dims, of size 1 where it is not batched.
     """
     if has_torch_function_unary(x) or began():
         return handle_torch_function(bind, (x, *operands), x, call, *operands)
@@ -116,12 +116,12 @@ def bind(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
 
 
 def _transforming() -> bool:
-    """Whether a tensor may be more than it seems: inside torch.func or forward-mode AD."""
+    """Whether tensors may be wrapped: inside torch.func or forward-mode AD."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def start(x: Tensor, call: Call) -> Wait:
-    """The value of `bind`, for those who differentiate nothing, on its way; `x` is not to be written until it is there.
+    """`bind` without derivatives, started; `x` must not be written until the wait.
 
     On all ranks of the line, calls are started and waited for in one order.
     """
@@ -166,7 +166,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Tensor | None) -> Tensor:
-        transposed(ctx.call)  # what has no transpose is not linear
+        transposed(ctx.call)  # refuses a nonlinear primitive
         tangent = grad_inputs[0]
         assert tangent is not None
         return bind(tangent, PRIMITIVES[ctx.call.name].tangent(ctx.call), *ctx.saved_tensors)
@@ -194,7 +194,7 @@ def _psum(x: Tensor, call: Call) -> Tensor:
 
 
 def _pvary(x: Tensor, call: Call) -> Tensor:
-    # A graph has an op for it: a view would look like any other, and say nothing of axes.
+    # A graph has an op for it: a view would look like any other, without its axes.
     return torch.ops.shardfn.pvary(x, ",".join(call.line.axes)) if recording() else x.view_as(x)
 
 
@@ -237,7 +237,7 @@ def _all_gather_start(x: Tensor, call: Call) -> Wait:
 def _quantized_all_gather(x: Tensor, call: Call) -> Tensor:
     lengths, batch = call.line.lengths(call.size), x.shape[: call.batch_dims]
     rows = _pad(x.movedim(call.dim, 0), lengths[0])
-    # The members of a batch share no scales: each is what it would be alone.
+    # The members of a batch share no scales: each is rounded as it would be alone.
     flat = rows.movedim(0, call.batch_dims).reshape(batch.numel(), -1)
     codes = kernels.quantize(flat, bits=call.bits, block=call.block)
     gathered = gather_rows([codes], call.line)()[0] if flat.numel() else codes
@@ -289,7 +289,7 @@ def _all_to_all_start(x: Tensor, call: Call) -> Wait:
 
 
 def _arriving(x: Tensor, call: Call, width: int) -> torch.Size:
-    """The shape, cut dim first, of what comes from a rank that holds `width` of `concat_dim`."""
+    """The shape, cut dim first, of the block from a rank that holds `width` of `concat_dim`."""
     shape = list(x.shape)
     shape[call.concat_dim] = width
     shape[call.dim] = call.line.lengths(call.size)[call.line.index]

@@ -31,7 +31,7 @@ def psum(x: PyTree, axis: Axes) -> PyTree:
 
     Raises:
         ValueError: an axis is neither in the mesh nor a house name, or is named twice.
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is not a tensor.
         AxisTypeError: in `shard_map` or a loss, a leaf varies along some of several axes and not along the others, so
             that it would be counted once a rank there.
 
@@ -68,7 +68,7 @@ def pmean(x: PyTree, axis: Axes) -> PyTree:
 
     Raises:
         ValueError: an axis is neither in the mesh nor a house name, or is named twice.
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is not a tensor.
 
     Example:
         >>> pmean({"loss": torch.tensor(3.0)}, "dp")
@@ -91,9 +91,9 @@ def pmax(x: PyTree, axis: Axes) -> PyTree:
 
         [A] [B]  =>  [max(A, B)] [max(A, B)]
 
-    A NaN of one rank is everybody's, on every backend, as in JAX.
+    A NaN on one rank gives NaN on all, on every backend, as in JAX.
 
-    Transpose: none; it is not linear, and differentiating through it is an error. The minimum is `-pmax(-x)`.
+    Not differentiable: it is nonlinear, and a gradient through it is an error. The minimum is `-pmax(-x)`.
 
     When: the shift of a softmax over sharded logits (`pmax(x.detach(), axis)`), a scale that ranks share, a flag.
 
@@ -106,7 +106,7 @@ def pmax(x: PyTree, axis: Axes) -> PyTree:
 
     Raises:
         ValueError: an axis is neither in the mesh nor a house name, or is named twice.
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is not a tensor.
         NotImplementedError: a gradient is asked for (when it is: in the backward, or in a jvp).
 
     Example:
@@ -144,7 +144,7 @@ def pvary(x: PyTree, axis: Axes) -> PyTree:
 
     Raises:
         ValueError: an axis is neither in the mesh nor a house name, or is named twice.
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is not a tensor.
 
     Example:
         >>> pvary([torch.tensor(1)], "tp")

@@ -12,7 +12,7 @@ from ._primitive import Call, bind
 
 
 def psum_scatter(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int = 0) -> Shaped[Tensor, "..."]:
-    """The sum over the ranks along `axis`, of which each keeps its own block along `dim`: `V -> V`.
+    """This rank's block, along `dim`, of the sum over the ranks along `axis`: `V -> V`.
 
         NCCL: reduce_scatter.  Slow spec: `sum(blocks).chunk(n, dim)`.  Layout: `A[I]{U_axis} -> A[I_axis]`.
 

@@ -2,7 +2,7 @@
 
 The primitive under both is linear in `x` and knows no other rank's offsets: this rank sends rank j the rows of `x` from
 `input_offsets[j]` on, `send_sizes[j]` of them, and puts the `sizes[j]` rows from it into zeros, from `offsets[j]` on.
-Its transpose has the two pairs exchanged. `ragged_places` tells each rank its offsets, which are those of the senders.
+Its transpose has the two pairs exchanged. `ragged_places` brings each rank its offsets from the senders.
 """
 
 import torch
@@ -35,7 +35,7 @@ def ragged_all_to_all(
     recv_sizes: Tensor,
     axis: Axes,
 ) -> Shaped[Tensor, "..."]:
-    """Sends each rank some rows of `x`, which it gets in place of some rows of `out`; how many is data: `V -> V`.
+    """Sends each rank rows of `x`, which replace rows of its `out`; their numbers are data: `V -> V`.
 
         NCCL: all_to_all of unequal parts.  Slow spec, for ranks i and j, from the blocks of all:
         `out[j][output_offsets[i][j] :][: send_sizes[i][j]] = x[i][input_offsets[i][j] :][: send_sizes[i][j]]`
@@ -44,29 +44,29 @@ def ragged_all_to_all(
 
     It is `jax.lax.ragged_all_to_all`. Shapes do not depend on the sizes, so one captured graph serves them all. The
     numbers of all ranks are compared first, in a message of 5 + 4 n integers: if they do not fit, all ranks raise the
-    same error, and nothing has been sent.
+    same error before any row is sent.
 
-    Transpose: of `x` the exchange back, in which rows that were sent several times are added; of `out` the rows that
-    have not been replaced. Nothing is differentiated by offsets and sizes.
+    Transpose: for `x` the exchange back, which adds rows that were sent several times; for `out` the rows that have not
+    been replaced. Offsets and sizes have no derivative.
 
-    When: tokens go to the ranks that hold their experts, within a capacity. Where shapes may depend on the data, and
-    nothing is captured, `ragged_exchange` needs no capacity. Equal parts go by `all_to_all`, without a comparison.
+    When: tokens go to the ranks that hold their experts, within a capacity. In eager code, where shapes may depend on
+    the data, `ragged_exchange` needs no capacity. Equal parts go by `all_to_all`, without a comparison.
 
     Args:
-        x: `[rows, ...]`; any number of rows, another one on each rank.
+        x: `[rows, ...]`; any number of rows, which may differ between ranks.
         out: `[capacity, ...]`, with rows of the shape and dtype of those of `x`; the capacity may differ between ranks.
         input_offsets: int32 or int64, one a rank along `axis`: the first of the rows of `x` for that rank.
-        send_sizes: likewise: how many.
+        send_sizes: likewise: the number of these rows.
         output_offsets: likewise: the row of that rank's `out` at which they begin.
-        recv_sizes: likewise: how many rows come from that rank.
+        recv_sizes: likewise: the number of rows from that rank.
         axis: mesh axes, major to minor; along None, a missing axis and an axis of size 1 there is one rank, this one.
 
     Returns:
-        A tensor like `out`: its rows, but for those that have come.
+        A tensor like `out`, with the received rows in place.
 
     Raises:
         ValueError: unknown axis; operands of other shapes or dtypes; rows that differ between ranks; a size that is
-            negative, or that sender and receiver do not have alike; rows beyond those of `x` or `out`; two ranks that
+            negative, or that differs between sender and receiver; rows beyond those of `x` or `out`; two ranks that
             write one row. It names the ranks, and all ranks raise it.
 
     References:
@@ -98,19 +98,19 @@ def ragged_exchange(
         [a A B] [c C]  =>  [a c] [A B C]        with send_sizes [1, 2] and [1, 1]
 
     The rows of `x` beyond the sum of the sizes stay, with gradient zero. As the shape of the result is data, it is only
-    for code that runs as it is written: a capture refuses it.
+    for eager code: a capture refuses it.
 
     Transpose: the exchange back.
 
-    When: tokens go to the ranks that hold their experts, whatever their number, in eager code.
+    When: tokens go to the ranks that hold their experts, in any number, in eager code.
 
     Args:
-        x: `[rows, ...]`; any number of rows, another one on each rank.
-        send_sizes: int32 or int64, one a rank along `axis`: how many rows go there.
+        x: `[rows, ...]`; any number of rows, which may differ between ranks.
+        send_sizes: int32 or int64, one a rank along `axis`: the number of rows for that rank.
         axis: as in `ragged_all_to_all`.
 
     Returns:
-        The rows that have come, in the order of ranks, and how many have come from each (int64).
+        The received rows, in the order of ranks, and the number from each rank (int64).
 
     Raises:
         ValueError: as `ragged_all_to_all`; or the numbers have no values here: in a capture, or batched by vmap.
@@ -169,7 +169,7 @@ def _arrived(x: Tensor, send_sizes: Tensor, line: Line) -> tuple[Tensor, Tensor]
 
 
 def _alone() -> Line:
-    """The line of this rank alone, on which what the numbers say is done all the same."""
+    """The line of this rank alone, on which rows are moved all the same."""
     return Line((), (), 0, range(1), current_mesh())
 
 
@@ -189,7 +189,7 @@ def _covered(offsets: Tensor, sizes: Tensor, capacity: int) -> Tensor:
     return steps.scatter_add(0, begins, some).scatter_add(0, ends, -some)[:-1].cumsum(0) > 0
 
 
-# What is refused.
+# Refusals.
 
 
 def _wrong_rows(x: Tensor, out: Tensor) -> list[str]:

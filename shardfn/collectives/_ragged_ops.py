@@ -25,19 +25,19 @@ from ._loss_ops import channel_along, define
 from ._wire_ops import under_way
 
 _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
-# What a rank tells of itself before its places: whether it has refused its call, the bytes of its words and their
-# checksum, the rows that it holds, and those that it has room for.
+# The number of integers that a rank sends before its places: whether it has refused its call, the bytes of its words
+# and their checksum, the rows that it holds, and those that it has room for.
 HEAD = 5
 
 
 class Told(NamedTuple):
-    """What a rank tells the others before an exchange.
+    """The facts that a rank sends to the others before an exchange.
 
     Attributes:
-        words: dtype and shape of its rows; or why it has refused its call.
+        words: dtype and shape of its rows; or the reason why it has refused its call.
         refused: whether it has.
         rows: that it sends from.
-        capacity: the rows that it has room for; -1: as many as come.
+        capacity: the rows that it has room for; -1: any number.
     """
 
     words: str
@@ -53,9 +53,9 @@ def compared_places(channel: Channel | None, axes: str, told: Told, places: Tens
     """The places of all ranks, `[ranks, 4, batch, ranks]`, if they fit: those of `places`, rank by rank.
 
     Args:
-        channel: None is this rank alone.
-        axes: for words.
-        told: of this rank.
+        channel: the channel; None for this rank alone.
+        axes: their names, for errors.
+        told: this rank's facts.
         places: `[4, batch, ranks]`, int64: input offsets, sizes sent, output offsets, sizes received. Where a rank has
             no output offsets, -1, rows go behind one another.
 
@@ -73,7 +73,7 @@ def compared_places(channel: Channel | None, axes: str, told: Told, places: Tens
     def compared(flat: Tensor) -> Tensor:
         each = flat.cpu().view(channel.size, -1)
         heads = each[:, :HEAD].tolist()
-        # Words are sent where somebody needs them: all ranks see that alike.
+        # Words are sent only if an error needs them, which all ranks find alike.
         all_told = [Told("", *h[:1], *h[3:]) for h in heads]
         if any(h[0] for h in heads) or len({h[2] for h in heads}) > 1:
             most = max(h[1] for h in heads)

@@ -31,7 +31,7 @@ def pmax_ref(blocks: Blocks) -> Blocks:
 
 
 def pvary_ref(blocks: Blocks) -> Blocks:
-    """Everyone keeps what it has."""
+    """Each rank keeps its block."""
     return list(blocks)
 
 
@@ -54,7 +54,7 @@ def psum_scatter_ref(blocks: Blocks, dim: int) -> Blocks:
 
 
 def take_own_block_ref(blocks: Blocks, dim: int) -> Blocks:
-    """Everyone keeps its block of what it has.
+    """Each rank keeps its own block of its tensor.
 
     Example:
         >>> take_own_block_ref([torch.arange(3), torch.arange(3)], 0)
@@ -64,7 +64,7 @@ def take_own_block_ref(blocks: Blocks, dim: int) -> Blocks:
 
 
 def all_to_all_ref(blocks: Blocks, split_dim: int, concat_dim: int) -> Blocks:
-    """Block i of every rank goes to rank i, which joins what it gets."""
+    """Block i of every rank goes to rank i, which joins the blocks that it gets."""
     pieces = [cut(block, len(blocks), split_dim) for block in blocks]
     return [torch.cat([cuts[i] for cuts in pieces], concat_dim) for i in range(len(blocks))]
 

@@ -1,7 +1,7 @@
-"""What compressed collectives remember: the error of each rank, and of each rank as the server of its chunk.
+"""The memory of compressed collectives: the error of each rank, and of each rank as the server of its chunk.
 
-    worker  [P, N]  P(axis)   row i is what rank i has not sent yet
-    server  [N]     P(axis)   chunk j is what rank j, which sums chunk j for all, has not handed out yet
+    worker  [P, N]  P(axis)   row i is the part that rank i has not sent yet
+    server  [N]     P(axis)   chunk j is the part that rank j, which sums chunk j for all, has not handed out yet
 
 For a tensor of n elements over P ranks and a compressor of quantum q, `d = lcm(P, q)` and N is n rounded up to a
 multiple of P d. Each rank holds its row and its chunk. Where the leaf's own block differs along other axes, of T ranks
@@ -26,8 +26,8 @@ class Residual(NamedTuple):
     """The errors of one leaf.
 
     Attributes:
-        worker: `[1, N]`, this rank's; `()` where the compressor remembers nothing.
-        server: `[N / P]`, of the chunk that this rank sums; `()` where nothing is compressed again after the sum.
+        worker: `[1, N]`, this rank's; `()` if the compressor has no memory.
+        server: `[N / P]`, of the chunk that this rank sums; `()` if the sum is not compressed again.
     """
 
     worker: Any
@@ -89,12 +89,12 @@ def compressed_init(tree: PyTree, axis: Axes, compressor: Compressor, *, outer: 
         outer: as there.
 
     Returns:
-        A tree like `tree` with a `Residual` for each leaf: this rank's blocks. `global_residuals` shows what they are
-        blocks of.
+        A tree like `tree` with a `Residual` for each leaf: this rank's blocks. `global_residuals` makes global tensors
+        of them.
 
     Raises:
         ValueError: an unknown axis.
-        TypeError: `compressor` is none.
+        TypeError: `compressor` is not a `Compressor`.
 
     Example:
         >>> from shardfn.collectives import error_feedback, sign
@@ -135,7 +135,10 @@ def check_compressor(op: str, compressor: Any) -> None:
 def check_memory(
     path: str, x: Tensor, residual: Any, worker: tuple[int, ...] | None, server: tuple[int, ...] | None
 ) -> list[str]:
-    """What is wrong with a leaf's state, as lines of a message; shapes that are wanted, None for none."""
+    """The problems of a leaf's state, as lines of a message.
+
+    `worker` and `server` are the shapes it must have; None: no error.
+    """
     if not isinstance(residual, Residual):
         return [f"{path}: its state is {type(residual).__name__}, no Residual; make it by compressed_init."]
     out = []
@@ -159,12 +162,12 @@ def _described(what: Any) -> str:
 
 
 def global_residuals(state: PyTree, axis: Axes, specs: PyTree = P(), *, outer: Axes = None) -> PyTree:
-    """The errors of all ranks as `GlobalTensor`s, of which this rank's are the blocks.
+    """The errors of all ranks as `GlobalTensor`s, whose blocks are this rank's.
 
     Blocks along other axes must be of one size: pad a dim that an axis does not divide.
 
     Args:
-        state: what `compressed_init` made, or a compressed collective returned.
+        state: the result of `compressed_init`, or the state that a compressed collective returned.
         axis: the axes that it averages over.
         specs: a prefix tree of `P`: how the blocks that are averaged are cut out of their leaves. Their axes are those
             along which each rank has errors of its own.
@@ -215,20 +218,20 @@ def _global(block: Memory, spec: P, mesh: Mesh) -> Any:
 def recut_residuals(
     state: PyTree, like: PyTree, num_ranks: int, compressor: Compressor, *, inner: int = 1, others: int = 1
 ) -> PyTree:
-    """Errors for another number of ranks, which together keep what the old ones owed.
+    """Errors for another number of ranks, with the same total as the old ones.
 
     Every new rank gets the mean of the old workers' errors, so that their mean stays; the server's errors of the real
-    elements are cut anew. Padding owes nothing and starts at zero.
+    elements are cut anew. The errors of padding are zero.
 
         mean_i e_i' + server' = mean_i e_i + server
 
     Args:
         state: the errors of all old ranks, as `unshard(global_residuals(...))` gives them: for each leaf worker
             `[P, T N]` and server `[T N]`, T = inner * others. `GlobalTensor`s are gathered, which is collective.
-        like: a tree of what was averaged, as each rank had it (shapes only).
+        like: a tree of the tensors that were averaged, as each rank had them (shapes only).
         num_ranks: the new P.
         compressor: as before.
-        inner: ranks along the exact axes, where there were such.
+        inner: the number of ranks along the exact axes; 1 without such axes.
         others: blocks that the leaf is in along axes that are not averaged over; the same for all leaves.
 
     Returns:

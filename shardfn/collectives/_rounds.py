@@ -1,6 +1,6 @@
-"""Rounds: small CPU messages in which each of some ranks says something, and hears what all of them said.
+"""Rounds: small CPU messages in which each rank of a group sends a value and receives those of all.
 
-They go by gloo until the ranks have agreed on how they talk (`share`); from then on exchanges among ranks of one host
+They go by gloo until the ranks have agreed on their channel (`share`); from then on exchanges among ranks of one host
 go through memory.
 """
 
@@ -19,7 +19,7 @@ from ._memory import IN, OUT, Lanes
 from ._notice import Notice
 from ._sharing import shared_lanes
 
-# Bytes of a ring of exchanges, each of which is two lines of a cache.
+# Bytes of a ring of exchanges, each two cache lines.
 _RING = 4096
 
 
@@ -27,10 +27,10 @@ class Rounds:
     """The rounds of the ranks of one gloo group. All of them take part in each, in the same order.
 
     Args:
-        group: the group; None where there is one rank.
+        group: the group; None for one rank.
         rank: this rank's name in errors.
-        failure: what to raise when a round fails.
-        notice: travels with each exchange; None = nothing does.
+        failure: from the error of a round to the error to raise.
+        notice: travels with each exchange; None = no notice.
 
     Attributes:
         rank: as above.
@@ -92,7 +92,7 @@ class Rounds:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = torch.tensor([data.numel()])
         self._reduce_max(size)
-        # A pickle says itself where it ends, so what stands behind it is not looked at.
+        # A pickle marks its own end, so the bytes behind it are ignored.
         padded = torch.zeros(int(size) + 8, dtype=torch.uint8)
         padded[: data.numel()] = data
         out = torch.empty(self.size * padded.numel(), dtype=torch.uint8)
@@ -103,7 +103,7 @@ class Rounds:
         return [pickle.loads(row.numpy().tobytes()) for row in out.view(self.size, -1)]
 
     def close(self) -> None:
-        """Ends them: whoever waits for this rank is woken."""
+        """Ends them, which wakes the ranks that wait for this one."""
         if self._lanes is not None:
             self._lanes.close()
         if self._group is not None and not isinstance(self._group, EndedGroup):

@@ -5,7 +5,7 @@ A route is a sequence of hops. Each is a row of the closed table of collectives,
     hop          placement before -> after              sends
     Cast         dtype                                  nothing
     Move         memory_kind                            nothing
-    Slice        A[I]       -> A[I_x]                   nothing: each rank keeps its block of what all hold
+    Slice        A[I]       -> A[I_x]                   nothing: each rank keeps its block of a whole that all hold
     Psum         A[I]{U_x}  -> A[I]                     2 M (n - 1) / n
     PsumScatter  A[I]{U_x}  -> A[I_x]                   M (n - 1) / n
     AllGather    A[I_x]     -> A[I]                     M (n - 1) / n
@@ -13,11 +13,11 @@ A route is a sequence of hops. Each is a row of the closed table of collectives,
     Encode       elements   -> codes and scales         nothing
     Decode       codes      -> elements                 nothing
 
-(M: bytes of what n ranks hold together, m: of one rank's block.) A route says before anything runs what it sends along
-which axes, and what a rank holds while it is under way. How a hop is carried out is not its business: executors do.
+(M: bytes that n ranks hold together, m: bytes of one rank's block.) A route gives, before it runs, the bytes that it
+sends along each axis and those that a rank holds meanwhile. Executors carry out its hops.
 
-The order is fixed: move to the device, decode, narrow, cut, sum, exchange, gather, widen, encode, move. So what need
-not be sent is dropped before anything is sent, and of a sum each rank takes its block where it is to have no more.
+The order is fixed: move to the device, decode, narrow, cut, sum, exchange, gather, widen, encode, move. So values that
+need not be sent are dropped first, and a rank that is to have a block of a sum gets no more than that.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ class Decode:
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Each rank keeps its block, along `dim`, of what the ranks along `axes` all hold."""
+    """Each rank keeps its block, along `dim`, of a tensor that the ranks along `axes` all hold."""
 
     axes: tuple[str, ...]
     dim: int
@@ -134,7 +134,7 @@ class Route:
         return out
 
     def live(self, sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
-        """The most bytes that the rank at `coords` holds of the leaf at once: what a hop takes and what it makes."""
+        """The most bytes that the rank at `coords` holds of the leaf at once: the input and the output of a hop."""
         held = [stop.nbytes(self.shape, sizes, coords) for stop in self.stops]
         return max((a + b for a, b in itertools.pairwise(held)), default=held[0])
 
@@ -149,14 +149,14 @@ def route(
 ) -> Route:
     """The way of a leaf from `src` to `dst`, through the waypoints `via`.
 
-    Without waypoints it is the direct one. Waypoints say what the two ends do not: in which dtype or code the leaf
-    travels, and that a gather takes two hops, across nodes and within one.
+    Without waypoints it is the direct one. Waypoints add facts that the two ends lack: the dtype or code in which the
+    leaf travels, and that a gather takes two hops, across nodes and within one.
 
     Args:
         shape: the leaf's global shape.
         src: where it is.
         dst: where it is to be. Summands cannot be made of a sum: `dst.unreduced` are axes of `src.unreduced`.
-        mesh: the axes and their sizes. An axis that is missing or has one rank is no obstacle and no hop.
+        mesh: the axes and their sizes. An axis that is missing or has one rank has no hop.
         via: placements on the way, in order.
         path: the leaf's name, for errors.
 
@@ -235,9 +235,9 @@ def _may_bring(src: Placement, dst: Placement) -> bool:
 
 
 class _Trail:
-    """A route that is being laid: where it has come to, and how.
+    """A route under construction: the stops and hops so far.
 
-    Between calls `stops[k + 1]` is what `hops[k]` makes of `stops[k]`.
+    Between calls `hops[k]` leads from `stops[k]` to `stops[k + 1]`.
     """
 
     def __init__(self, start: Placement) -> None:
@@ -260,7 +260,7 @@ class _Trail:
         sums = [a for a in self.now.unreduced if a not in dst.unreduced]
         if self.now.code is not None and self.now.code != dst.code and not sums:
             self.step(Decode(), code=None)
-        # A sum is taken in the wider dtype; what is not summed travels in the narrower one.
+        # A sum is taken in the wider dtype; other leaves travel in the narrower one.
         if self.now.dtype != dst.dtype and (dst.dtype.itemsize > self.now.dtype.itemsize) == bool(sums):
             self.step(Cast(dst.dtype), dtype=dst.dtype)
         self._cut(dst)
@@ -354,7 +354,7 @@ def _surplus(now: P, dst: P, dim: int) -> tuple[str, ...]:
 
 
 def _without(spec: P, dim: int, axes: tuple[str, ...]) -> P:
-    """Without the last axes of `dim`, as many as `axes` are."""
+    """The spec without the last `len(axes)` axes of `dim`."""
     entries = [spec.dim_axes(d) for d in range(len(spec))]
     entries[dim] = entries[dim][: len(entries[dim]) - len(axes)]
     return P(*(e or None for e in entries))
@@ -365,7 +365,7 @@ def _ranks(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
 
 
 def _sent(hop: Psum | PsumScatter | AllGather | AllToAll, before: int, after: int, n: int) -> float:
-    """What one rank sends in a ring of `n`, of whose blocks it holds `before` bytes, and `after` when it is done."""
+    """The bytes that one rank sends in a ring of `n`, where it holds `before` bytes, and `after` when it is done."""
     if isinstance(hop, Psum):
         return 2 * before * (n - 1) / n
     if isinstance(hop, PsumScatter):

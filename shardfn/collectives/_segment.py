@@ -12,24 +12,24 @@ import secrets
 from typing import NamedTuple
 
 _WORD = 16
-# The first page holds the word, so that what follows begins at a page.
+# The first page holds the word, so that the bytes of use begin at a page.
 _HEAD = mmap.PAGESIZE
 # Its size is then fixed for good: no reader can be killed by a page that its owner took away.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class NotSharedError(Exception):
-    """Two processes cannot share memory; the message says why."""
+    """Two processes cannot share memory; the message has the reason."""
 
 
 class Offer(NamedTuple):
-    """What a process tells others so that they can read its segment.
+    """The data by which other processes read a segment.
 
     Attributes:
         pid: the owner.
         descriptor: the segment's number among the owner's open files.
         size: bytes that can be used, after the first page.
-        word: what stands at the start of the segment; drawn anew for each.
+        word: the bytes at the start of the segment; drawn anew for each.
     """
 
     pid: int
@@ -42,7 +42,7 @@ class Segment:
     """Memory that this process writes and others read. It lives until `close`, or the end of the process.
 
     Attributes:
-        offer: what others need to read it.
+        offer: the data that others need to read it.
         view: its bytes.
     """
 
@@ -83,7 +83,7 @@ class Reader:
     def __init__(self, offer: Offer) -> None:
         path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
         try:
-            # Should the number mean another file here, a pipe say, opening it must not wait.
+            # Should the number be that of another file here, such as a pipe, opening it must not wait.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise NotSharedError(f"{path} cannot be opened: {error.strerror}") from error

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from ._memory import LaneOp, Lanes
 from ._segment import NotSharedError
 
-# The variable by which a user chooses, and what is chosen where it is not set.
+# The variable by which a user chooses the channel, and its default.
 VARIABLE, DEFAULT = "SHARDFN_CHANNEL", "memory"
 _WAYS = ("memory", "gloo")
-# What has been warned of, by this process once.
+# The warnings that this process has given.
 _SAID: set[str] = set()
 
 
 class MemoryWork:
-    """What torch's `Work` is, of a transfer through memory."""
+    """The counterpart of torch's `Work` for a transfer through memory."""
 
     def __init__(self, lanes: Lanes, entry: LaneOp, asked: int) -> None:
         self._lanes, self._entry, self._asked = lanes, entry, asked
@@ -36,7 +36,7 @@ class MemoryWork:
 
 
 def wished() -> str:
-    """What the user has chosen: "memory", where ranks share some, or "gloo" in any case.
+    """The user's choice: "memory", for ranks that share some, or "gloo" in any case.
 
     Raises:
         ValueError: it is neither.
@@ -48,15 +48,16 @@ def wished() -> str:
 
 
 def chosen_channel() -> str:
-    """One line on what the user has chosen, for agreements of the ranks; nothing where it is what everybody has."""
+    """One line with the user's choice, for agreements of the ranks; empty for the default."""
     way = wished()
     return "" if way == DEFAULT else f"{VARIABLE}={way}"
 
 
 def shared_lanes(group: Any, timeout: datetime.timedelta | None, ring: int | None = None) -> Lanes | None:
-    """The way through memory of a gloo group, or None and, where it was to be expected, a warning that says why.
+    """The lanes of a gloo group, or None, with a warning that has the reason if lanes were to be expected.
 
-    Where memory is not wished for it does nothing. Else it is collective over the group; all of it get lanes, or none.
+    If the user has chosen gloo, it returns None at once. Else it is collective over the group; either all ranks get
+    lanes or no rank does.
     """
     if wished() == "gloo":
         return None
@@ -106,10 +107,10 @@ def _gathered(value: object, group: Any) -> list[Any]:
 
 
 def _machine() -> str:
-    """The same for all that one kernel runs with one network, containers on the host's network as well.
+    """A text that is equal for processes of one kernel and one network, such as containers on the host's network.
 
-    A host's name tells nothing: two machines may share it. Network namespaces that do not see one another's loopback
-    are hosts of their own, as the program has been set up to see them.
+    A host's name does not identify it: two machines may share it. Network namespaces that do not see one another's
+    loopback count as hosts of their own.
     """
     try:
         kernel = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()

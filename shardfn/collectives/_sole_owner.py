@@ -1,4 +1,4 @@
-"""Whether anybody else can see a tensor's memory, so that it may be written over."""
+"""Whether a tensor shares its memory with no other, so that it may be written over."""
 
 import sys
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def is_sole_owner(x: Tensor) -> bool:
-    """Whether nothing but `x`, and the tensor that it is a view of, holds its memory.
+    """Whether only `x`, and the tensor that it is a view of, hold its memory.
 
-    Who asks has made both, an alias (`x.detach()`) say, and has given them to nobody: who holds a tensor itself is not
-    counted, but only what shares its memory. Memory that is not torch's own (of numpy, of another library, of several
-    processes) belongs to others always.
+    The caller must have made both, for example by `x.detach()`, and must not have passed them on: references to a
+    tensor itself are not counted, only tensors that share its memory. Memory that is not torch's own (of numpy, of
+    another library, of several processes) always counts as shared.
 
     Example:
         >>> x = torch.ones(4)
@@ -26,13 +26,13 @@ def is_sole_owner(x: Tensor) -> bool:
 
 
 def may_be_added_to(x: Tensor) -> bool:
-    """Whether `x.add_(y)` is `x + y` in the memory of `x`, which nobody else sees; for tensors as `is_sole_owner`.
+    """Whether `x.add_(y)` is `x + y` in the memory of `x`, which no other tensor may share; see `is_sole_owner`.
 
     Example:
         >>> may_be_added_to(torch.ones(2, 3).t()), may_be_added_to(torch.ones(1).expand(3))
         (True, False)
     """
-    # A subclass may hold others' tensors, of which its own memory says nothing.
+    # A subclass may hold others' tensors, which its own memory does not show.
     plain = type(x) is Tensor and x.layout is torch.strided and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
     return plain and (x.is_contiguous() or _is_dense(x)) and is_sole_owner(x)
 

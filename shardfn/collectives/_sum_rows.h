@@ -28,7 +28,7 @@ INLINE uint32_t float_to_bits(float x) {
     return bits;
 }
 
-// Each says what an element is in memory, what it is summed in, and the ways between; LIGHT if those take little.
+// Each has the type of an element in memory, the type of its sum, and the conversions; LIGHT if these are cheap.
 template <class T> struct Plain {
     static constexpr bool LIGHT = true;
     typedef T Kept;
@@ -60,7 +60,7 @@ struct Half {
     typedef float Wide;
     static INLINE float widen(uint16_t x) {
         const uint32_t sign = (uint32_t)(x & 0x8000) << 16, rest = x & 0x7fff;
-        // 2^112 is what the exponents are apart; infinities and NaN get the greatest exponent.
+        // The exponents differ by 112, so 2^112; infinities and NaN get the greatest exponent.
         const float scaled = bits_to_float(rest << 13) * 0x1p112f;
         const uint32_t bits = rest >= 0x7c00 ? (rest << 13 | 0x7f800000u) : float_to_bits(scaled);
         return bits_to_float(bits | sign);

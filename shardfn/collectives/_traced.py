@@ -1,7 +1,7 @@
-"""The step's communicators while it is captured: transfers become ops of the graph, and agreement is with oneself.
+"""The step's communicators while it is captured: transfers become ops of the graph, and each rank agrees with itself.
 
-They stand in for `Channels` and `Control`. Nothing is sent: that every rank captures the same sequence of collectives
-is compared once, after the capture.
+They replace `Channels` and `Control`, without messages: ranks compare their sequences of collectives once, after the
+capture.
 """
 
 import collections
@@ -23,7 +23,7 @@ _ops = torch.ops.shardfn
 
 
 class TracedChannel:
-    """What `Channel` is, with ops of the graph for transfers. Every start is followed by its wait; passes part them."""
+    """A `Channel` with ops of the graph for transfers. Every start is followed by its wait; passes part them."""
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self.axes = mesh.axes(axes)
@@ -84,11 +84,11 @@ class TracedChannel:
         return Pending(lambda: _ops.wait(handle))
 
     def flush(self) -> None:
-        """Nothing is under way."""
+        """Does nothing, as no transfer is under way."""
 
 
 class TracedChannels:
-    """What `Channels` is, for a capture."""
+    """`Channels` for a capture."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -110,11 +110,11 @@ class TracedChannels:
         return TracedChannel(self._mesh, axes)
 
     def flush(self) -> None:
-        """Nothing is under way."""
+        """Does nothing, as no transfer is under way."""
 
 
 class TracedControl:
-    """What `Control` is, for a capture: every rank is taken to say what this one says."""
+    """`Control` for a capture: every rank is taken to pass the same values as this one."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.size = mesh.size
@@ -129,7 +129,7 @@ class TracedControl:
         return [value] * self.size
 
     def along(self, axes: tuple[str, ...]) -> "TracedControl":
-        """Whoever takes part says what this rank says."""
+        """This control: the ranks that take part are taken to pass the same values as this one."""
         del axes
         return self
 
@@ -147,13 +147,13 @@ class TracedControl:
         return Agreed(True, known)
 
     def begin(self, call: str) -> None:
-        """Nobody waits."""
+        """Does nothing, as no rank waits."""
 
     def share(self) -> None:
-        """Nothing is sent."""
+        """Does nothing, as no message is sent."""
 
 
-# What the engine takes: the wire, or its stand-in while the step is captured.
+# The engine's communicators: the wire, or its replacement while the step is captured.
 AnyChannel = Channel | TracedChannel
 AnyChannels = Channels | TracedChannels
 AnyControl = Control | TracedControl

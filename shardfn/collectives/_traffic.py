@@ -1,8 +1,8 @@
 """How many bytes a rank sends: a counter that every collective reports to.
 
-The counts are those of ring algorithms: what one rank puts on the wire, whatever the backend does underneath. For a
+The counts are those of ring algorithms: the bytes that one rank puts on the wire, independent of the backend. For a
 full tensor of M bytes over N ranks: `all_gather` and `psum_scatter` M (N - 1) / N, `psum` 2 M (N - 1) / N; for a local
-buffer of m bytes: `all_to_all` m less what stays at home; `ppermute` what this rank really sends.
+buffer of m bytes: `all_to_all` m less the own block; `ppermute` the bytes that this rank really sends.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from shardfn.core import Ambient, as_html, columns
 
 @dataclasses.dataclass
 class Traffic:
-    """What one rank sent while `count_traffic` was open.
+    """The bytes that one rank sent while `count_traffic` was open.
 
     Attributes:
         by_op: (operation, axes in the mesh's order) -> [calls, bytes].
@@ -59,9 +59,9 @@ class Traffic:
         return as_html(str(self))
 
     def across(self, axis: str, shape: Mapping[str, int]) -> float:
-        """The bytes sent to ranks of another index along `axis`, if each collective sends as much to each rank.
+        """The bytes sent to ranks of another index along `axis`, if each collective sends equal parts to all ranks.
 
-        So what one node sends to others is `across("node", mesh.shape)` times the ranks of a node.
+        So the bytes that one node sends to others are `across("node", mesh.shape)` times the ranks of a node.
 
         Args:
             axis: a mesh axis.
@@ -91,13 +91,13 @@ _COUNTERS = Ambient[Traffic]("counters of traffic")
 
 
 def record(op: str, axes: tuple[str, ...], sent: int, *, dtype: torch.dtype | None = None) -> None:
-    """Reports one collective to every open counter; costs one list test when there is none.
+    """Reports one collective to every open counter; costs one test if no counter is open.
 
     Args:
         op: the collective's name.
         axes: the mesh axes that it crossed, in the mesh's order.
         sent: bytes that this rank sends.
-        dtype: what travels, for `Traffic.by_dtype`.
+        dtype: the dtype of the sent elements, for `Traffic.by_dtype`.
 
     Example:
         >>> with count_traffic() as traffic:
@@ -111,12 +111,14 @@ def record(op: str, axes: tuple[str, ...], sent: int, *, dtype: torch.dtype | No
 
 
 def counting_nothing() -> AbstractContextManager[None]:
-    """Silences all counters: while a program is captured nothing is sent."""
+    """Silences all counters: captures send no messages."""
     return _COUNTERS.hidden()
 
 
 def count_traffic() -> AbstractContextManager[Traffic]:
-    """Counts what this rank sends while the context is open. Counters nest; each one sees everything below it.
+    """Counts the bytes that this rank sends while the context is open.
+
+    Counters nest; each one sees everything below it.
 
     A captured program is counted whenever it runs.
 

@@ -1,4 +1,4 @@
-"""Which line of the user's code a collective stands in, and which collective an op is part of, noted in a capture.
+"""Notes, in a capture, the line of the user's code that calls a collective, and the collective that an op is part of.
 
 A forward collective runs under the user's frame; its transpose runs in the backward, where that frame is gone, so a
 primitive notes its line when it is applied and its transpose is recorded under the same one.
@@ -12,13 +12,13 @@ from shardfn.core import Ambient
 
 
 class Applied(NamedTuple):
-    """One application of a primitive, of which the ops of a graph are part.
+    """One application of a primitive; ops of a graph are part of one.
 
     Attributes:
         name: of the primitive.
         axes: along which it is applied, in the mesh's order.
-        number: tells applications apart.
-        transposes: the number of the application of which it is the transpose; 0 for one of the program's own.
+        number: identifies the application.
+        transposes: the number of the application that it is the transpose of; 0 for one of the program's own.
     """
 
     name: str
@@ -33,7 +33,7 @@ _APPLIED = Ambient[Applied]("application of a collective")
 
 
 def recording_lines(find: Callable[[], str | None]) -> AbstractContextManager[Any]:
-    """Lets `find` say the current line of the user's code."""
+    """Makes `find` the source of `current_line`."""
     return _FINDER.bound(find)
 
 
@@ -43,7 +43,7 @@ def at_line(line: str | None) -> AbstractContextManager[Any]:
 
 
 def current_line() -> str | None:
-    """The current line of the user's code; None where nobody records."""
+    """The current line of the user's code; None if lines are not recorded."""
     find, fixed = _FINDER.innermost(), _FIXED.innermost()
     return None if find is None else fixed[0] if fixed else find()
 
@@ -54,7 +54,7 @@ def recording() -> bool:
 
 
 def applying(applied: Applied) -> AbstractContextManager[Any]:
-    """Makes what is recorded meanwhile part of an application."""
+    """Makes ops that are recorded meanwhile part of an application."""
     return _APPLIED.bound(applied)
 
 

@@ -9,13 +9,13 @@
     pvary(x, axes)                             -> x, which is the same on all ranks and counts as varying from here on
     stop_unless(flag, carried)                 -> ends the program with `StoppedError` if the flag is false
 
-While a program is captured the sizes are written as runs, [count, size, count, size, ...], since what a tracer does
-with each of a thousand numbers takes longer than the rest; `with_sizes` puts them back as `Sizes`.
+While a program is captured the sizes are written as runs, [count, size, count, size, ...], since a tracer's work on
+each of a thousand numbers takes longer than the rest; `with_sizes` puts them back as `Sizes`.
 
-A handle stands for the value, and is in flight until `wait`; only the value may be looked at. All tensors but `into`
-are flat. `axes` are mesh axes joined by commas; which communicator they mean is the bound mesh's affair, so that one
-graph runs on any wire. What a transfer reads must not be written before its `wait`, by which it has left; the op keeps
-it alive until then.
+A handle represents the value, and is in flight until `wait`; only the value may be read. All tensors but `into` are
+flat. `axes` are mesh axes joined by commas; the bound mesh chooses the communicator, so that one graph runs on any
+wire. The inputs of a transfer must not be written before its `wait`, by which they have left; the op keeps them alive
+until then.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ class StoppedError(Exception):
 def bind_channels(channels: "Channels | Any") -> Iterator[None]:
     """Binds the communicators that the ops use while a captured graph runs.
 
-    When it ends all sends have left; after an error transfers that nobody waited for are forgotten.
+    When it ends all sends have left; after an error, transfers without a `wait` are forgotten.
     """
     try:
         with _CHANNELS.bound(channels):
@@ -228,7 +228,7 @@ def _(flag: Tensor, carried: Sequence[Tensor]) -> None:
     del flag, carried
 
 
-# What is not to be removed though nobody uses its value.
+# Ops that must not be removed although their values have no user.
 has_side_effect(torch.ops.shardfn.stop_unless.default)
 has_side_effect(torch.ops.shardfn.all_gather_into_start.default)
 
@@ -249,7 +249,7 @@ def as_runs(sizes: Sequence[int]) -> list[int]:
 
 
 class Sizes(Sequence[int]):
-    """The sizes of the blocks of many ranks, kept as runs: one constant to whoever copies a graph.
+    """The sizes of the blocks of many ranks, kept as runs: one constant in copies of a graph.
 
     Example:
         >>> sizes = Sizes((3, 4, 1, 1))
@@ -291,7 +291,7 @@ def with_sizes(gm: torch.fx.GraphModule) -> None:
 
 
 def in_runs(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The op and the arguments by which a call with `Sizes` is traced: as it was before `with_sizes`.
+    """The op and the arguments by which a call with `Sizes` is traced: in the form before `with_sizes`.
 
     Example:
         >>> gather = torch.ops.shardfn.all_gather_start.default

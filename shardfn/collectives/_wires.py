@@ -1,6 +1,6 @@
-"""What routes are carried out on where transfers overlap with compute: channels, in hops and in codes as routes say.
+"""The channels that carry out a route where transfers overlap with compute, with its hops and codes.
 
-The hops of a route that are a rank's own, casts and moves between memories, are left to whoever sends: it knows when.
+The hops of a route that are a rank's own, casts and moves between memories, are left to the caller.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def gather_channels(channels: AnyChannels, ways: Sequence[Route]) -> list[Gather
 
 
 def gather_channel(channels: AnyChannels, way: Route) -> GatherChannel:
-    """What gathers along a route. Collective the first time, as it makes channels."""
+    """The channel that gathers along a route. Collective the first time, as it makes channels."""
     pairs = [(hop, before) for hop, before in zip(way.hops, way.stops, strict=False) if isinstance(hop, AllGather)]
     if not pairs:
         return channels.gather(())
@@ -37,7 +37,7 @@ def gather_channel(channels: AnyChannels, way: Route) -> GatherChannel:
 
 
 def reduce_channel(channels: AnyChannels, way: Route) -> ReduceChannel:
-    """What sums along a route, up to the rows if it leads to rows. Collective the first time, as it makes channels."""
+    """The channel that sums along a route, up to the rows if it leads to rows. Collective the first time."""
     scatters = [hop for hop in way.hops if isinstance(hop, PsumScatter)]
     code = code_of(way)
     if not scatters:
@@ -51,5 +51,5 @@ def reduce_channel(channels: AnyChannels, way: Route) -> ReduceChannel:
 
 
 def code_of(way: Route) -> Code | None:
-    """What a leaf travels as along a route; None = its elements as they are."""
+    """The code in which a leaf travels along a route; None = its elements, uncoded."""
     return next((Code(*hop.code) for hop in way.hops if isinstance(hop, Encode)), None)

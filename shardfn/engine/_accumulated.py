@@ -24,7 +24,7 @@ from ._levels import Transform, taken_over
 from ._loss import Loss, WeightedMean
 
 Sum = TypeVar("Sum")
-# From a batch and a number to as many microbatches.
+# From a batch and a number to that number of microbatches.
 Split = Callable[[PyTree, int], Sequence[PyTree]]
 
 
@@ -65,7 +65,7 @@ class Accumulated(Transform):
         """The microbatches of a batch.
 
         Raises:
-            TypeError, ValueError: it cannot be cut; says why and what to do.
+            TypeError, ValueError: it cannot be cut; the message gives the reason and the remedy.
         """
         if self.split is None:
             return split_batch(batch, self.num_microbatches)
@@ -180,10 +180,10 @@ def _pieces(x: Tensor, n: int) -> Sequence[Tensor]:
 
 
 def _checked(parts: Any, batch: PyTree, n: int) -> list[PyTree]:
-    """What a `split` of the user's has returned, as a list.
+    """The result of the user's `split`, as a list.
 
     Raises:
-        TypeError: it is no sequence of batches.
+        TypeError: it is not a sequence of batches.
         ValueError: there are not `n`, or they have other leaves than the batch.
     """
     name = f"accumulate(loss, {n}, split=f): f(batch, {n})"
@@ -261,7 +261,7 @@ def _mean(outs: list[Any]) -> Any:
 
 
 def _check_aux(out: tuple[Any, ...]) -> None:
-    """Refuses what is no `(loss, aux)` whose values can be averaged over microbatches.
+    """Refuses results other than `(loss, aux)` with values that can be averaged over microbatches.
 
     Raises:
         ValueError: lists the values that cannot.

@@ -75,7 +75,7 @@ class Admission:
             call: how to write the call.
 
         Raises:
-            TypeError: it is no state.
+            TypeError: it is not a state.
             DonatedError: a step has consumed it.
             ValueError: it was made under other annotations; every leaf is listed.
         """
@@ -100,7 +100,7 @@ class Admission:
         """A batch, with the other arguments of the loss.
 
         Raises:
-            TypeError: a leaf is no tensor.
+            TypeError: a leaf is not a tensor.
             ValueError: a leaf does not fit its specs, or has no values; or the state has no key.
         """
         text, sizes = describe_rows(plan, batch)
@@ -111,7 +111,7 @@ class Admission:
         """The arguments of the loss beyond the parameters.
 
         Raises:
-            ValueError: the loss takes a key and the state has none.
+            ValueError: the loss takes a key and the state does not hold one.
         """
         if self.key is None:
             return (batch,)
@@ -123,7 +123,7 @@ class Admission:
         """Refuses gradients, or a model state beside them, that are not of a plan.
 
         Raises:
-            TypeError: a gradient is no `GlobalTensor`.
+            TypeError: a gradient is not a `GlobalTensor`.
             DonatedError: an update has consumed the gradients.
             ValueError: they do not fit; every leaf is listed.
         """

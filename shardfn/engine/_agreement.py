@@ -29,7 +29,7 @@ class Agreement:
         self._agreed: set[tuple[int, str]] = set()
 
     def agree(self, comms: Comms, what: str, plan: Plan) -> None:
-        """Compares how it was built, and the results of the optimizer's functions of the tree (masks, labels).
+        """Compares its description, and the results of the optimizer's functions of the tree (masks, labels).
 
         Raises:
             RankError: ranks disagree, or run another call.
@@ -40,7 +40,7 @@ class Agreement:
         agree_on_step(comms.control, what, constant=constant)
 
     def agree_once(self, plan: Plan, what: str) -> None:
-        """Compares how it was built, before the first of several calls of a pure function."""
+        """Compares its description, before the first of several calls of a pure function."""
         mesh = plan.mesh
         if mesh.size == 1 or mesh.abstract or capturing() or (id(plan), what) in self._agreed:
             return
@@ -51,7 +51,7 @@ class Agreement:
         self._agreed.add((id(plan), what))
 
     def constant(self, plan: Plan, opt_state: PyTree = None) -> Constant:
-        """The hashed description that all calls with this plan share; with an optimizer state, also how it is made."""
+        """The hashed description that all calls with this plan share; with an optimizer state, also its layout."""
         treedef = None if opt_state is None else tree_structure(opt_state)
         key = id(plan), treedef
         if key not in self._constants:

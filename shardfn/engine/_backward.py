@@ -68,7 +68,7 @@ def run_backward(
         plan: the layout.
         comms: the communicators.
         blocks: this rank's block of each parameter.
-        parts: the loss, and in which order its microbatches run.
+        parts: the loss, and the order in which its microbatches run.
         args: this rank's batch, and a key if the loss takes one.
         even: whether all ranks hold batches of the same shapes; if not, the loss must be a `WeightedMean`.
         model_state: a tree of this rank's blocks, for a loss that takes one.
@@ -137,7 +137,7 @@ def _gatherer(
 
 @contextlib.contextmanager
 def _told(gatherer: Gatherer, comms: Comms) -> Iterator[None]:
-    """If connections cannot be closed, tells the other ranks of an error in their next round, before raising it."""
+    """If connections cannot be closed, sends an error to the other ranks in their next round, then raises it."""
     try:
         yield
     except Exception as error:

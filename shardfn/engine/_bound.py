@@ -50,7 +50,7 @@ def _bound(f: Any, views: LeafViews) -> Any:
 
 
 def _bound_stages(of: Pipelined, views: LeafViews) -> Pipelined:
-    """The loss with its partitioned functions bound; the same loss if there are none."""
+    """The loss with its partitioned functions bound; the loss itself if it has no such functions."""
     found: list[Partitioned] = []
 
     def change(f: Any, pick: Pick) -> Any:

@@ -1,4 +1,4 @@
-"""Refuses what cannot be a loss when the step is built, before anything is sent."""
+"""Refuses values that cannot be a loss, when the step is built and before anything is sent."""
 
 import functools
 import inspect
@@ -12,14 +12,14 @@ from shardfn.optim import GradientTransformation
 
 
 def check_function(who: str, f: Any) -> None:
-    """Refuses what is no function of parameters.
+    """Refuses a value that is not a function of parameters.
 
     Args:
         who: the function that it was passed to, such as "jit".
-        f: what was passed.
+        f: the value that was passed.
 
     Raises:
-        TypeError: says what it is, and what to write.
+        TypeError: names the type of `f` and the remedy.
     """
     if isinstance(f, GradientTransformation):
         raise TypeError(
@@ -63,7 +63,7 @@ def check_loss(loss: Any, *, key: bool, has_state: bool) -> None:
         has_state: whether it takes a model state.
 
     Raises:
-        TypeError: says which arguments it takes, which it will be given, and how to bring them together.
+        TypeError: lists the arguments that it takes, those that the step passes, and the remedy.
     """
     check_function("sharded_step", loss)
     if name := module_name(loss):
@@ -112,7 +112,7 @@ def _innermost(f: Any) -> Any:
 def _signature(f: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(f, follow_wrapped=False)
-    except (TypeError, ValueError):  # of a builtin nothing is known
+    except (TypeError, ValueError):  # builtins may have no signature
         return None
 
 

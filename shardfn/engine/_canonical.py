@@ -1,7 +1,7 @@
 r"""Sums that do not depend on the number of ranks: `Zero(reduction="canonical")`.
 
 The rows of the global batch are cut in a fixed number of chunks, a power of two. A rank runs its chunks one by one, as
-microbatches, so what a chunk comes to has the same bits whoever runs it. Chunks are added up by a fixed binary tree:
+microbatches, so the sums of a chunk have the same bits on any rank. Chunks are added up by a fixed binary tree:
 
     chunks   0   1   2   3   4   5   6   7          3 ranks have 0-1, 2-4, 5-7
               \ /     \ /     \ /     \ /
@@ -48,8 +48,8 @@ class ChunkSums:
 
     def __init__(self, chunks: Chunks, zeros: Callable[[int], Tensor]) -> None:
         self.chunks, self._zeros = chunks, zeros
-        # Of a leaf, the nodes of all chunks up to the last that gave it a gradient: (start, stop, sum), in order, each
-        # as large as the tree lets it be. `_next` is the chunk whose backward runs.
+        # By leaf, the nodes of all chunks up to the last that gave it a gradient: (start, stop, sum), in order, each as
+        # large as the tree allows. `_next` is the chunk whose backward runs.
         self._nodes: dict[int, list[Node]] = {}
         self._next = chunks.bounds[0] - 1
 
@@ -74,8 +74,8 @@ class ChunkSums:
         """Sends the nodes of leaves that travel together, one message each; zeros where other ranks have more nodes.
 
         Args:
-            leaves: which.
-            send: sends a message of a tensor a leaf, and gives what all ranks have for this one.
+            leaves: the leaves, by number.
+            send: sends a message with one tensor per leaf, and returns the messages of all ranks for this one.
         """
         own, chunks = [self.take(i) for i in leaves], self.chunks
         most = max(len(chunks.nodes(r)) for r in range(chunks.ranks))
@@ -125,7 +125,9 @@ class JoinedNodes(Pending[Tensor]):
 
 
 def describe_rows(plan: Plan, batch: PyTree) -> tuple[str, tuple[int, ...]]:
-    """What ranks compare of their batches before a step, see `describe_batch`: with canonical sums, that of a chunk.
+    """The description of a batch that ranks compare before a step; see `describe_batch`.
+
+    Canonical sums use that of a chunk.
 
     Raises:
         TypeError, ValueError: the batch does not fit its specs, or is not to be cut in this rank's chunks.
@@ -148,11 +150,11 @@ def describe_rows(plan: Plan, batch: PyTree) -> tuple[str, tuple[int, ...]]:
 
 
 def chunks_of(plan: Plan, chunks: Chunks, batch: PyTree, *, even: bool) -> list[PyTree]:
-    """This rank's chunks of a batch that `describe_rows` has admitted, and the last one again where others have more.
+    """This rank's chunks of a batch from `describe_rows`; the last is repeated where other ranks have more.
 
     Args:
-        plan: says which leaves are cut; the others are the same for all chunks, as for all ranks.
-        chunks: which of them this rank runs.
+        plan: the layout. Leaves of the batch that it does not cut are the same for all chunks, as for all ranks.
+        chunks: the chunks that this rank runs.
         batch: this rank's rows.
         even: whether ranks have equal numbers of rows a chunk.
 
@@ -186,10 +188,10 @@ def _told(chunks: Chunks) -> str:
 
 
 def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> None:
-    """Refuses what cannot be combined with canonical sums.
+    """Refuses features that cannot be combined with canonical sums.
 
     Raises:
-        ValueError: lists all of it.
+        ValueError: lists all such features.
     """
     if plan.chunks is None:
         return
@@ -218,14 +220,14 @@ def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> No
 
 
 def summed_values(values: Sequence[Value], chunks: Chunks, axes: tuple[str, ...]) -> Tensor:
-    """The sums over all chunks of loss, weight (1 where there is none) and the pairs of aux, in float64. Collective."""
+    """The sums over all chunks of loss, weight (1 for a plain mean) and the pairs of aux, in float64. Collective."""
     first, (start, _) = values[0], chunks.bounds
     rows = torch.zeros(chunks.total, 2 + 2 * len(first.aux), dtype=torch.float64, device=first.total.device)
     for k, value in enumerate(values[: chunks.num]):
         row = [value.total, torch.ones_like(value.total) if value.weight is None else value.weight]
         row += [x for name in sorted(value.aux) for x in value.aux[name]]
         rows[start + k] = torch.stack([x.to(rows) for x in row])
-    rows = psum(rows, axes)  # of which all ranks but one have added zeros
+    rows = psum(rows, axes)  # for each row, all ranks but one have added zeros
     ((_, _, total),) = tree_sum([(k, k + 1, row) for k, row in enumerate(rows.unbind())])
     return total
 

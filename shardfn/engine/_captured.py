@@ -35,7 +35,7 @@ class CapturedSteps:
 
     Args:
         jitted: how to schedule and compile.
-        parts: what the step is made of.
+        parts: the parts of the step.
     """
 
     def __init__(self, jitted: Jitted, parts: StepParts) -> None:
@@ -197,7 +197,7 @@ def _apart(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _layouts(tree: PyTree) -> Any:
-    """What a graph relies on in the layout of a tree of global tensors."""
+    """The properties of a tree of global tensors that a graph relies on."""
     leaves, treedef = tree_flatten(tree)
     held: list[Tensor | Stored] = [x.held for x in leaves]
     kinds = [x.memory_kind for x in leaves]

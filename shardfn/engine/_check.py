@@ -43,14 +43,14 @@ def _is_entry(x: Any) -> bool:
 
 
 def _as_spec(x: Any) -> str:
-    """The remedy for something that is no spec: what to write instead."""
+    """The remedy for a value that is not a spec: the spec to write instead."""
     if type(x).__name__ in ("Shard", "Replicate", "Partial"):
         return "A P has an entry for each dim, the mesh axis that cuts it: Shard(0) on the axis 'dp' is P('dp')."
     return f"Did you mean P({', '.join(map(repr, x)) if isinstance(x, tuple | list) else repr(x)})?"
 
 
 def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
-    """Refuses axes that are not in the mesh, and things that are no specs.
+    """Refuses axes that are not in the mesh, and leaves that are not specs.
 
     Raises:
         ValueError: lists every entry.
@@ -147,7 +147,7 @@ def check_travel(leaves: Sequence[Any], zero: Zero, mesh: Mesh) -> None:
 
 
 def check_params(params: PyTree) -> None:
-    """Refuses leaves that are no tensors.
+    """Refuses leaves that are not tensors.
 
     Raises:
         TypeError: lists every such leaf.
@@ -171,11 +171,11 @@ def default_batch(specs: PyTree, mesh: Mesh) -> P:
 def check_same_loss(loss: Tensor, plan: Any, control: AnyControl) -> None:
     """Refuses ranks that do not see the same rows along axes that the batch is not cut along. Collective.
 
-    Their parameters would drift apart, each rank's by the gradients of its own rows. Compared is the loss of the first
-    step, to three digits: what computes it twice need not round it alike.
+    Their parameters would drift apart, each rank's by the gradients of its own rows. The losses of the first step are
+    compared to three digits, as ranks may round differently.
 
     Raises:
-        RankError: the losses differ; says each rank's.
+        RankError: the losses differ; lists each rank's.
     """
     rows: list[Any] = control.gather(float(loss))
     finite = [x for x in rows if math.isfinite(x)]
@@ -205,7 +205,7 @@ def check_same_loss(loss: Tensor, plan: Any, control: AnyControl) -> None:
 
 @contextlib.contextmanager
 def told_before(control: AnyControl) -> Iterator[None]:
-    """Tells the other ranks, which wait in `agree_on_step`, of an error while this rank prepares a call."""
+    """Sends an error in the preparation of a call to the other ranks, which wait in `agree_on_step`."""
     try:
         yield
     except Exception as error:
@@ -222,17 +222,17 @@ def agree_on_step(
     constant: Constant | None = None,
     known: tuple[bool, bool] = (True, True),
 ) -> Agreed:
-    """Compares what the ranks are about to run, before the first transfer.
+    """Compares the ranks' calls before the first transfer.
 
     Args:
         control: the control plane.
         what: the call, in words.
-        batch: what `describe_batch` said.
-        constant: what the call is made of, and the same for all calls.
-        known: whether this rank already has what a first call learns; see `Agreed`.
+        batch: the result of `describe_batch`.
+        constant: the parts of the call that are the same for all calls.
+        known: whether this rank already has the results of a first call; see `Agreed`.
 
     Returns:
-        Whether all ranks pass batches of the same shapes, and whether all have what a first call learns.
+        Whether all ranks pass batches of the same shapes, and whether all have the results of a first call.
 
     Raises:
         RankError: they differ in the call, the step's number, the batch's structure, or in how the step was built; or a
@@ -245,7 +245,7 @@ def agree_on_step(
     except RankError as error:
         error.before_transfers = True
         raise
-    # All have chosen the same channel: that is among the lines.
+    # All have chosen the same channel, as the lines name it.
     control.share()
     return agreed
 
@@ -254,10 +254,10 @@ def describe_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple
     """Refuses a batch that the specs cannot describe.
 
     Returns:
-        A text of what must be the same on all ranks, and the sizes of the dims that are cut.
+        A text that must be the same on all ranks, and the sizes of the dims that are cut.
 
     Raises:
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is not a tensor.
         ValueError: a leaf has fewer dims than its spec, or the trees differ.
     """
     paths, leaves = tree_paths(batch, "batch"), tree_leaves(batch)

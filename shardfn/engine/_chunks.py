@@ -36,7 +36,7 @@ class Chunks(NamedTuple):
 
     @property
     def most(self) -> int:
-        """The largest number of chunks that a rank has; every rank runs as many."""
+        """The largest number of chunks that a rank has; every rank runs this number."""
         return max(stop - start for start, stop in map(self._bounds, range(self.ranks)))
 
     @property

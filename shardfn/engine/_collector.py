@@ -1,6 +1,6 @@
 """Keeps Python's garbage collector out of steps, in which it would run at any time, at times over the whole heap.
 
-While a step runs nothing is collected, but allocations are counted. So the collector runs once at the first allocation
+While a step runs the collector is off, but allocations are counted. So the collector runs once at the first allocation
 after the step, with the generation that is due, and garbage does not grow from step to step. Within a step it is
 bounded: between two actions of the schedule `catch_up` collects young objects if there are many.
 """
@@ -15,7 +15,7 @@ MOST = 50_000
 
 
 class _Paused:
-    """The thread whose step has paused the collector; None if there is none. The program may also have stopped it."""
+    """The thread whose step has paused the collector; None if no step has. The program may also have stopped it."""
 
     by: int | None = None
 

@@ -35,8 +35,8 @@ class Comms:
         mark: called with the part of the step that begins: "forward", "backward", "update"; only captures use it.
         name: called with the pipeline's action that begins, in words; "" after the last. Only captures use it.
         broken: set when a step has failed: transfers may be left over, so the next step makes new communicators.
-        meets: whether a rank whose loss raises tells the others in their next round, because the backend cannot close
-            a connection.
+        meets: whether a rank whose loss raises sends the error to the others in their next round, because the backend
+            cannot close a connection.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ def comms_of(mesh: Mesh) -> Comms:
             f" did not all come{limit}: they are slow, at another call, or gone ({why})."
             " Give them more time, make_mesh(timeout=...), or restart the job."
         ) from error
-    if comms is not None:  # as all ranks are here now, none waits any more for what it agreed on before
+    if comms is not None:  # all ranks are here now, so transfers of earlier agreements have ended
         _close(comms)
     channels = Channels(mesh) if comms is None else _live(comms)[0].anew()
     fresh = COMMS.put(mesh, Comms(mesh, channels, control))
-    this = weakref.ref(fresh)  # in a cycle, what is closed would live on
+    this = weakref.ref(fresh)  # in a cycle, closed communicators would live on
     control.wake = lambda: None if (of := this()) is None else _close(of)
     channels.loss_along_each()
     set_loss_channels(mesh, channels)
@@ -111,7 +111,7 @@ def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> 
 def rounds_of(comms: Comms, plan: Plan) -> AnyRounds:
     """The rounds in which the ranks that share leaves agree on an order of use; other ranks may have another order.
 
-    Where connections cannot be closed a failure is told in them, so that all ranks of the mesh take part.
+    Where connections cannot be closed, the rounds also carry failures, so all ranks of the mesh take part.
     """
     return comms.control if comms.meets else comms.control.along(plan.sharing_axes)
 
@@ -123,10 +123,11 @@ def spans_the_mesh(comms: Comms, plan: Plan) -> bool:
 
 @contextlib.contextmanager
 def losing_no_peer(comms: Comms) -> Iterator[None]:
-    """Tells other ranks of an error at once, and turns an error that another rank has told of into a `RankError`.
+    """Sends an error to the other ranks at once, and turns an error that another rank has sent into a `RankError`.
 
-    After any error, communicators are made anew. One that only this rank may have is left word of; then everything that
-    another rank may wait at is closed, which wakes it: see `Control.failure`. An agreed error is known already.
+    After any error, communicators are made anew. An error that only this rank may have is written to the store; then
+    all connections that another rank may wait at are closed, which wakes it: see `Control.failure`. An agreed error is
+    known to all ranks already.
     """
     try:
         yield
@@ -153,20 +154,20 @@ def losing_no_peer_purely(mesh: Mesh) -> Iterator[None]:
 
 @contextlib.contextmanager
 def untransformed() -> Iterator[None]:
-    """For messages between ranks, which are no part of what torch transforms."""
+    """For messages between ranks, which torch's transforms must not see."""
     with torch._C._DisableFuncTorch(), _disable_current_modes():
         yield
 
 
 def _tell(comms: Comms, error: BaseException) -> None:
-    """Tells the other ranks of an error, unless a call inside has done so."""
+    """Sends an error to the other ranks, unless an inner call has."""
     # Ranks that differ in their calls raise the same, whichever blocks they are in, and keep their communicators.
     if comms.mesh.size == 1 or comms.broken or (isinstance(error, RankError) and error.before_transfers):
         return
     comms.broken = True
     _, control = _live(comms)
     if isinstance(error, RankError):
-        # All ranks raise it, so that none waits to be woken.
+        # All ranks raise it, so no rank waits to be woken.
         control.leave()
         return
     try:

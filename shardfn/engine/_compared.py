@@ -1,4 +1,4 @@
-"""What ranks must have alike, compared once: first values, the rows of the first step, and what that has computed."""
+"""Compares once the values that must be equal on ranks: first values, and the rows and results of the first step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from ._plan import Plan
 
 
 def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyControl) -> None:
-    """Refuses first values that differ between ranks (drawn without a common seed, say). Collective.
+    """Refuses first values that differ between ranks (such as values drawn without a common seed). Collective.
 
     Raises:
         RankError: lists every such leaf, with its sum on rank 0 and on the first rank that has another one.
@@ -42,7 +42,7 @@ def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyC
 
 
 def _sum(x: Tensor) -> float | complex:
-    """Of all elements, or of a corner of a leaf that is not drawn yet, in double precision, some at a time."""
+    """The sum of all elements, or of a corner of a leaf that is not drawn yet, in double precision, some at a time."""
     x = corner(x) if isinstance(x, Draw) else x
     dtype = torch.complex128 if x.is_complex() else torch.float64
     return sum(part.to(dtype).sum().item() for part in x.detach().reshape(-1).split(1 << 20))
@@ -55,22 +55,22 @@ def compare_first_step(plan: Plan, model_state: PyTree, metrics: dict[str, Tenso
     nothing.
 
     Raises:
-        RankError: they differ; says each rank's.
+        RankError: they differ; lists each rank's.
     """
     if plan.compared:
         return
     if plan.mesh.size > plan.mesh.axis_size(plan.batch_axes):
         check_same_loss(metrics["loss"], plan, control)
     check_same_state(model_state, plan.mesh, control)
-    # A step that was skipped has kept the model state, which says nothing of the loss.
+    # A skipped step has kept the model state, which then shows nothing of the loss.
     plan.compared = not tree_leaves(model_state) or not bool(metrics.get("skipped", False))
 
 
 def compare_first_batch(plan: Plan, batch: PyTree, control: AnyControl) -> None:
     """Refuses rows that differ along axes that the batch is not cut along. Collective, before the first step.
 
-    The axes of the model are those: each rank computes a part of what all do with the same rows. Where they differ, the
-    parts are of different things, though every rank may come to the same loss.
+    These are the axes of the model: each rank computes a part of one result of the same rows. Where rows differ, the
+    parts belong to different results, though every rank may get the same loss.
 
     Raises:
         RankError: names the leaves, and the ranks whose rows differ.

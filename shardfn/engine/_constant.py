@@ -1,7 +1,7 @@
-"""Describes a step, or a sharded function, in lines: all that determines what ranks send and does not change.
+"""Describes a step, or a sharded function, in lines: the constant facts that determine the messages of ranks.
 
 Ranks compare it, hashed, in the exchange with which a call begins. So steps that differ never meet in a transfer, and
-the lines in which they differ are what the error says.
+the error shows the lines in which they differ.
 """
 
 import torch
@@ -22,8 +22,8 @@ def describe_step(loss: Unwrapped, optimizer: GradientTransformation) -> list[st
 def describe_function(loss: Unwrapped, name: str) -> list[str]:
     """One line per fact: a function's transforms, and how it is captured.
 
-    Of the function that they are around nothing is said: each rank may have one of its own, whose leaves and gradients
-    are agreed on as it runs.
+    The wrapped function is described no further than values built from this package's functions: each rank may have its
+    own, and its leaves and gradients are agreed on as it runs.
     """
     lines = [f"torch {torch.__version__}", *_captured(loss.jitted)]
     around, inner = taken_over(loss.loss)

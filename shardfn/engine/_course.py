@@ -16,7 +16,7 @@ Seed = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Ends(NamedTuple):
-    """What a backward starts from, and the further inputs whose gradients it computes.
+    """The start of a backward: outputs and their cotangents; and the further inputs whose gradients it computes.
 
     Attributes:
         outputs: tensors to differentiate.
@@ -33,12 +33,12 @@ class Course(Protocol):
     """One step's microbatches on this rank. Made anew each step.
 
     For each action of `actions`, in order, the engine calls `receive` and then `forward`; or `receive`, `ends` and
-    `send_back`. `receive` stands between two phases of the order of use, and is all that waits for another stage. At
-    the end it calls `close` once, `values` and `kept`.
+    `send_back`. `receive` comes between two phases of the order of use, and is the only call that waits for another
+    stage. At the end it calls `close` once, `values` and `kept`.
 
     Attributes:
-        actions: what this rank does.
-        late_axes: axes along which ranks do other things, so that the gradients of what they share are summed at the
+        actions: the actions of this rank.
+        late_axes: axes along which ranks have other actions, so that the gradients of shared leaves are summed at the
             end.
     """
 
@@ -46,7 +46,7 @@ class Course(Protocol):
     late_axes: tuple[str, ...]
 
     def receive(self, action: Action) -> None:
-        """Waits for what another stage sends for an action."""
+        """Waits for the message of another stage for an action."""
         ...
 
     def forward(self, action: Action, params: PyTree) -> Value | None:
@@ -54,7 +54,7 @@ class Course(Protocol):
         ...
 
     def ends(self, action: Action, seed: Seed) -> Ends:
-        """What the backward of a microbatch starts from; the course drops it."""
+        """The start of a microbatch's backward; the course drops it."""
         ...
 
     def send_back(self, action: Action, grads: list[Tensor | None]) -> None:
@@ -62,7 +62,7 @@ class Course(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits until all that this rank has sent has left it."""
+        """Waits until all messages of this rank have left it."""
         ...
 
     def values(self, seen: list[Value]) -> list[Value]:
@@ -84,9 +84,9 @@ class Whole:
     Args:
         loss: of one microbatch.
         batches: the microbatches.
-        rest: what else the loss takes.
+        rest: the further arguments of the loss.
         has_aux: whether it returns an aux.
-        actions: what the rank does.
+        actions: the actions of the rank.
     """
 
     def __init__(

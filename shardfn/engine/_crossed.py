@@ -30,7 +30,7 @@ def crossed(transits: Sequence[Transit], comms: Comms) -> list[GlobalTensor]:
 
 
 def _overlaps(t: Transit, rank: int, known: dict[object, list[Overlap]]) -> list[Overlap]:
-    """The overlaps of blocks of a leaf; cached, as many leaves have the same."""
+    """The overlaps of blocks of a leaf; cached, as leaves often share them."""
     # One call has one target mesh, and keeps its leaves, and so their meshes, alive.
     key = t.x.shape, t.x.spec, id(t.x.mesh), t.dst.spec
     if key not in known:

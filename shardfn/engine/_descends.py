@@ -11,7 +11,7 @@ def check_descends(rule: GradientTransformation) -> None:
     """Refuses an optimizer without a learning rate, such as `chain()` of nothing or a clip alone.
 
     Raises:
-        ValueError: says what to put after it.
+        ValueError: names a transform to put after it.
     """
     if rule.needs.ascends is True:
         raise ValueError(
@@ -25,7 +25,7 @@ def check_leaves_descend(plan: Plan, optimizer: GradientTransformation) -> None:
     """Refuses an optimizer that would add the gradients of some leaves, such as `masked(adamw(1e-3), mask)` alone.
 
     Raises:
-        ValueError: lists these leaves, and says what to write.
+        ValueError: lists these leaves and the remedies.
     """
     if isinstance(optimizer.needs.ascends, bool):
         return

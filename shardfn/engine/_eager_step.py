@@ -29,7 +29,7 @@ def run_eager(
     """One step. The mesh must be bound.
 
     Args:
-        parts: what the step is made of.
+        parts: the parts of the step.
         plan: the layout.
         comms: the communicators.
         state: the current state; consumed if the step donates.

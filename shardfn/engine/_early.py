@@ -22,7 +22,7 @@ from ._update import whole_update
 
 @contextlib.contextmanager
 def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, decided: bool) -> Iterator[Ahead | None]:
-    """An update of the leaves that can be updated beside the backward; None if there are none.
+    """An update of the leaves that can be updated beside the backward; None if no leaf can be.
 
     Args:
         plan: the layout. The order in which gradients come is known after the first step.
@@ -69,7 +69,7 @@ def _ahead(plan: Plan, optimizer: GradientTransformation, state: TrainState, uni
         held = torch.empty(shape, dtype=dtypes.param, device="meta")
         if i in going:
             held = leaf.rows(block, plan.zero_rank(leaf)) if leaf.refreshed else block
-        # What is in memory stays as it is until the step is sure to end: its new rows are kept beside it.
+        # Blocks in memory stay unchanged until the step is sure to end: their new rows are kept beside them.
         kept = not leaf.ways.kept.is_stored
         columns.append(Column(held, leaf.home, dtypes.param == dtypes.master, kept) if leaf.trainable else None)
         promised = Promised(i, shape, dtypes.accum, bool(leaf.layers)) if i in going else None

@@ -1,4 +1,7 @@
-"""Stands for a stack whose layers are on several ranks, in code outside of the layers, which must not use it."""
+"""A placeholder for a stack whose layers are on several ranks.
+
+Code outside of the layers gets it, and must not use it.
+"""
 
 import functools
 from typing import Any
@@ -18,7 +21,7 @@ class ElsewhereTensor(MetadataTensor):
 
     @staticmethod
     def of(x: Tensor) -> "ElsewhereTensor":
-        """One like this rank's block of a stacked leaf; for all that look like it the same, as it says no more."""
+        """A placeholder with the shape, dtype and device of this rank's block of a stacked leaf, cached by these."""
         with torch._C.DisableTorchFunctionSubclass():
             return _like(tuple(x.shape), x.dtype, x.device)
 

@@ -21,16 +21,16 @@ def enter(
     reducer: Reducer | None,
     at_end: Collection[int] = (),
 ) -> tuple[PyTree, dict[int, Tensor]]:
-    """The parameter tree as the loss sees it, and by layer the handles that its gradients arrive at.
+    """The parameter tree as the loss sees it, and by layer the handles at which its gradients arrive.
 
-    Both serve all microbatches of a step; a gradient that arrives is of the backward that runs.
+    Both serve all microbatches of a step; a gradient that arrives belongs to the backward that runs.
 
     Args:
         plan: the layout.
         blocks: this rank's block of each layer.
         book: gives the whole tensors of lazy leaves, and detects writes to the others.
-        reducer: collects gradients; None if there are none.
-        at_end: the layers whose gradients are not taken as they arrive, but by who runs the backward, at its end.
+        reducer: collects gradients; None in a call without a backward.
+        at_end: the layers whose gradients are not taken as they arrive, but by the backward's caller, at its end.
     """
     entered: list[Tensor] = []
     handles: dict[int, Tensor] = {}
@@ -70,7 +70,7 @@ def enter(
 
 
 def watch_of(plan: Plan, blocks: Sequence[Tensor | Stored], *, first: bool) -> Watch:
-    """What sees writes to the blocks that the loss is given as they are; the first time, by their bits too."""
+    """Detects writes to the blocks that the loss gets without a copy; the first time, by their bits too."""
     watch = Watch(bits=first and not plan.captured)
     if not plan.captured:
         pairs = zip(plan.leaves, blocks, strict=True)

@@ -1,6 +1,6 @@
-"""What an evaluation adds up over batches: the total and the weight of each metric.
+"""The sums of an evaluation over batches: the total and the weight of each metric.
 
-A metric that is no `WeightedMean` is a mean over rows, and its weight is their number.
+A metric other than a `WeightedMean` is a mean over rows, and its weight is their number.
 """
 
 from collections.abc import Callable
@@ -35,13 +35,14 @@ def evaluation(loss: Loss, metrics: Metric | None, specs: PyTree, *, has_aux: bo
 
     Args:
         loss: the step's, bound to its leaves. A batch is not cut in microbatches.
-        metrics: what is measured instead of the loss: `metrics(params, batch)` in the precision of the loss.
+        metrics: measures other values than the loss: `metrics(params, batch)` in the precision of the loss.
         specs: how the global batch is cut.
         has_aux: whether the loss returns aux.
         has_state: whether it takes a model state.
 
     Returns:
-        A function to name -> [total, weight], float64; it raises `TypeError` or `ValueError` for what is no metric.
+        A function to name -> [total, weight], float64; it raises `TypeError` or `ValueError` for a value that is not a
+        metric.
     """
     loss = of_whole_batch(loss)
 
@@ -74,7 +75,7 @@ def _rows(batch: PyTree, specs: PyTree) -> list[int]:
 
 
 def one_row(batch: PyTree, specs: PyTree, device: torch.device) -> PyTree:
-    """A batch of one row of zeros, for a rank that has none; of `batch` only shapes and dtypes count."""
+    """A batch of one row of zeros, for a rank without a batch. Only the shapes and dtypes of `batch` count."""
     rows = [
         torch.zeros((1, *x.shape[1:]) if cut else x.shape, dtype=x.dtype, device=device) if isinstance(x, Tensor) else x
         for x, cut in zip(tree_leaves(batch), _cuts_rows(batch, specs), strict=True)

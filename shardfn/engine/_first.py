@@ -43,7 +43,7 @@ Draw = Callable[[int], Tensor]
 def first_state(
     plan: Plan, optimizer: GradientTransformation, draw: Draw, key: Tensor | None, loss_scale: PyTree
 ) -> TrainState:
-    """The state before the first step. Of leaves that are kept on disk, only one is in memory at a time.
+    """The state before the first step. Leaves that are kept on disk are in memory one at a time.
 
     The mesh must be bound.
 
@@ -51,7 +51,7 @@ def first_state(
         plan: the layout.
         optimizer: the rule; if leaves are not kept on the device, its `init` must treat each leaf independently.
         draw: gives a leaf.
-        key: from which each step's key is folded; None = there is none.
+        key: from which each step's key is folded; None = steps have no key.
         loss_scale: the state of the loss scale.
 
     Raises:
@@ -92,7 +92,7 @@ def drawn(planner: Planner, params: PyTree, args: tuple[Any, ...]) -> tuple[list
     Args:
         planner: the annotations.
         params: a tree of tensors, or a function that makes one, in which draws are deferred.
-        args: what such a function is called with.
+        args: the arguments of such a function.
     """
     if transforming():
         raise ValueError(
@@ -141,7 +141,7 @@ def _at_once(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tuple
     params = wrap(plan, _as_kept(plan, here))
     rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, here, strict=True)]
     tree = tree_unflatten(plan.treedef, rows)
-    # A state may start as the parameters themselves (a moving average, say); it gets memory of its own.
+    # A state may start as the parameters themselves (such as a moving average); it gets memory of its own.
     held = {x.untyped_storage()._cdata for x in tree_leaves(tree)}
 
     def own(x: Any) -> Any:

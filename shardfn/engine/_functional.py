@@ -1,9 +1,9 @@
 """The step as a pure function of tensors, for `torch.func.vmap`, `grad`, `jvp` and the others.
 
-It is the slow reference of the step. Nothing is donated, written in place, read back to Python or agreed on beforehand;
-parameters enter through the differentiable collectives, whose transposes sum the gradients, and the optimizer's pure
-`update` runs on this rank's rows. So torch's transforms pass through it as through any function: `vmap` trains a
-population, `grad` differentiates through training.
+It is the slow reference of the step. It does not donate, write in place, read values back to Python or agree on
+anything beforehand; parameters enter through the differentiable collectives, whose transposes sum the gradients, and
+the optimizer's pure `update` runs on this rank's rows. So torch's transforms pass through it as through any function:
+`vmap` trains a population, `grad` differentiates through training.
 
 torch.func takes no saved-tensor hooks, so gathered parameters stay alive from the forward to the backward; stacked
 leaves are gathered whole.
@@ -43,8 +43,8 @@ def pure_step(
 
     Args:
         plan: the layout.
-        state: the current state, which stays as it is.
-        parts: what the step is made of; if a loss scale overflows, the new state has the values of the old one.
+        state: the current state, which is not changed.
+        parts: the parts of the step; if a loss scale overflows, the new state has the values of the old one.
         args: this rank's batch, and a key if the loss takes one.
     """
     return one_step(_Pure(parts, plan.with_whole_stacks(), state, args))
@@ -233,7 +233,7 @@ def _differentiated(
         both = grad_and_value(total, has_aux=True) if train else lambda handles: ([], total(handles))
         structure = tree_structure(model_state.now)
         grads, (_, (row, kept)) = both([wholes[i] for i in train])
-        model_state.now = tree_unflatten(structure, kept)  # as it is outside of the gradient
+        model_state.now = tree_unflatten(structure, kept)  # unwrapped from the gradient's transform
         return [g.to(d) for g, d in zip(grads, accum, strict=True)], list(row)
 
     grads, row = fold(parts.loss, args[0], one, _both_added)

@@ -28,20 +28,20 @@ from ._gathered import GatheredUnit, Piece, arrived, start_gather
 from ._order import Turn, UseOrder
 from ._profiled import named_range
 
-# What a rank says in a round where it wants no unit: that it is done; that it failed; that it is done with the step's
-# backwards, and none has given a gradient.
+# The codes that a rank sends in a round where it wants no unit: it is done; it failed; it is done with the step's
+# backwards, without a gradient from any.
 DONE, FAILED, IDLE = -1, -2, -3
 # How much further ahead than leaves are gathered their pieces cross the far axes, and are read from the disk.
 FAR_AHEAD, READ_AHEAD = 2, 3
 
 
 class Gatherer:
-    """Serves the whole leaves of one step. Made anew each step; what it learns stays in `order`.
+    """Serves the whole leaves of one step. Made anew each step; only `order` is kept.
 
     Args:
         leaves: the layout.
         units: groups of leaves gathered together.
-        blocks: this rank's piece of each leaf as it is kept (None for leaves that are not lazy).
+        blocks: this rank's piece of each leaf as stored (None for leaves that are not lazy).
         channels: the step's communicators.
         rounds: agreement between the ranks that share the leaves.
         order: the agreed order of use; extended in place.
@@ -75,16 +75,16 @@ class Gatherer:
         # Those of the largest rank's blocks: windows are the same on all ranks.
         self._sizes = [u.nbytes for u in units]
         self._slot = {i: (u, k) for u, unit in enumerate(units) for k, i in enumerate(unit.leaves)}
-        # What is issued depends on the position in the agreed order alone, never on what has arrived or what is on this
-        # rank: so all ranks issue the same transfers in the same order. Only reads from the disk are local.
+        # The transfers to issue depend on the position in the agreed order alone, never on arrivals or on this rank's
+        # pieces: so all ranks issue the same transfers in the same order. Only reads from the disk are local.
         self._scheduled: dict[int, GatheredUnit] = {}
-        # What this rank has asked for: held until it asks for another unit, or the phase ends.
+        # The unit that this rank has asked for: held until it asks for another, or the phase ends.
         self._asked: tuple[int, GatheredUnit] | None = None
         # Let go before they arrived; empty after `end_phase`.
         self._unused: list[GatheredUnit] = []
         self._phase, self._pos = -1, 0
-        # Units that were gathered in this phase because somebody asked: the same on all ranks. They join the order at
-        # its end.
+        # Units that were gathered in this phase because a rank asked: the same on all ranks. They join the order at its
+        # end.
         self._served: list[int] = []
         # Void as soon as the order grows; from then on moves are worked out one by one.
         self._schedule: list[list[Turn]] | None = order.schedule(self._sizes, window)
@@ -106,10 +106,10 @@ class Gatherer:
 
         Args:
             ask: whether to exchange a message even if no leaf is gathered, to hear of errors before waiting.
-            says: what this rank tells the others: `DONE` or `IDLE`.
+            says: the code that this rank sends to the others: `DONE` or `IDLE`.
 
         Returns:
-            Whether all ranks have said `IDLE`; the same on all of them.
+            Whether all ranks have sent `IDLE`; the same on all of them.
 
         Raises:
             RankError: another rank failed.
@@ -117,7 +117,7 @@ class Gatherer:
         if not self._units and not ask:
             return False
         self._catch_up()
-        # A rank that is done serves until all are: what another still wants, this one has a piece of.
+        # A rank that is done serves until all are: it has a piece of each unit that another still wants.
         wants = self._ask(says)
         while any(w >= 0 for w in wants):
             wants = self._ask(says)
@@ -126,18 +126,18 @@ class Gatherer:
             self._order.extend(self._phase, self._served)
             self._schedule = None
         self._asked = None
-        # Between phases nothing is in flight but what is scheduled or brought.
+        # Between phases only scheduled or brought units are in flight.
         for whole in self._unused:
             whole.arrive()
         self._unused.clear()
         return all(w == IDLE for w in wants)
 
     def fail(self, what: str) -> None:
-        """Tells the other ranks that this one cannot go on; they raise `RankError` at their next agreement."""
+        """Sends the other ranks word that this one cannot go on; they raise `RankError` at their next agreement."""
         if self._phase < 0:
             self.begin_phase()
         self._catch_up()
-        # In the place where the others ask: their next round hears it, and all go on to the gather that says why.
+        # At the point where the others ask: their next round receives it, and all go on to the gather with the reason.
         wants = self._rounds.exchange(FAILED)
         self._rounds.gather((self._rounds.rank, what if FAILED in wants else ""))
 
@@ -163,7 +163,7 @@ class Gatherer:
         if self._pos < len(order) and order[self._pos] == unit:
             self._step()
             return self._scheduled[unit]
-        # What lies between is issued and let go unused, as other ranks may use it.
+        # Units in between are issued and let go unused, as other ranks may use them.
         found = self._order.find(self._phase, self._pos, unit)
         # In no later position, it may still be here from an earlier one.
         if found is None:
@@ -190,7 +190,7 @@ class Gatherer:
         """Begins to read pieces from disk that will be needed. Unlike transfers, ranks need not do so alike."""
         if not self._on_disk:
             return
-        # Further than is issued, as a disk is slower; what has been read waits on the host.
+        # Further than transfers are issued, as a disk is slower; pieces that are read early wait on the host.
         ahead = self._order.window(self._phase, self._pos, self._sizes, READ_AHEAD * self._window)
         for unit in ahead:
             here = unit in self._scheduled or unit in self._brought or unit in self._reads
@@ -226,13 +226,16 @@ class Gatherer:
     def _need_unplanned(self, unit: int) -> GatheredUnit:
         self._catch_up()
         self._asked = None
-        # A round serves what any rank wants; this rank's own is among it.
+        # A round serves the units that any rank wants, this rank's among them.
         while self._asked is None:
             self._ask(unit)
         return self._asked[1]
 
     def _ask(self, want: int) -> list[int]:
-        """One round of requests: gathers what any rank needs. Returns each rank's: a unit, or a code below 0."""
+        """One round of requests: gathers the units that any rank needs.
+
+        Returns each rank's request: a unit, or a code below 0.
+        """
         wants = self._rounds.exchange(want)
         if FAILED in wants:
             _raise_failed(self._rounds, wants)

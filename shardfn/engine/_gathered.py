@@ -10,7 +10,7 @@ from shardfn.core import Pending
 from shardfn.leaves import LeafLayout
 from shardfn.memory import Fetch
 
-# Of a leaf that this rank keeps: on the device, or on its way there.
+# A piece of a leaf that this rank keeps: on the device, or on its way there.
 Piece = Tensor | Fetch
 # From this rank's pieces to a transfer.
 Start = Callable[[Sequence[Tensor]], Pending[Tensor]]
@@ -22,14 +22,14 @@ class GatheredUnit:
     Made when its transfer starts. Also a unit that is dropped must `arrive`, as other ranks may wait for it.
 
     Args:
-        leaves: of the unit.
+        leaves: the leaves of the unit.
         packing: how they lie in the message.
         pieces: this rank's.
         channel: that `start` sends on.
         start: sends them.
 
     Attributes:
-        arrived: nothing is in flight.
+        arrived: whether its transfer has ended.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class GatheredUnit:
         self._tensors: list[Tensor] = []
         # In a capture a transfer is waited for where it is issued; the passes set the two apart.
         self.arrived = capturing()
-        # Nothing is sent and nothing packed: the way from its memory is all there is to wait for.
+        # Neither sent nor packed: only the move from its memory is waited for.
         if channel.size == 1 and len(pieces) == 1 and isinstance(pieces[0], Fetch) and not self.arrived:
             self._pending = pieces[0]
             self.move_if_ready()
             return
         own = arrived(pieces)
-        if self.arrived:  # where nothing is sent, and each layer of a stack does the same
+        if self.arrived:  # a capture sends nothing, and each layer of a stack has the same steps
             looks = *(leaf.looks for leaf in leaves), channel.axes
 
             def gather(*own: Tensor) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """The gradients of a step as a tree, between `gradients` and `update`.
 
-A leaf is where the optimizer takes it: the rows that this rank updates, in the memory and the dtype in which summed
+A leaf is placed as the optimizer takes it: the rows that this rank updates, in the memory and the dtype in which summed
 gradients wait (`ways.summed`). A leaf that the step does not train is None, as in the tree that the optimizer gets.
 """
 
@@ -140,7 +140,7 @@ def check_gradients(plan: Plan, grads: PyTree) -> None:
     """Refuses a tree that is not the gradients of a step of this plan.
 
     Raises:
-        TypeError: a leaf is no `GlobalTensor`; all are listed.
+        TypeError: a leaf is not a `GlobalTensor`; all are listed.
         DonatedError: an update has consumed a leaf.
         ValueError: leaves are missing or additional, or are of another mesh, layout, memory, dtype or shape; all are
             listed by path.

@@ -73,7 +73,7 @@ class Graphs:
         self._known: dict[Any, Ready] = {}
 
     def knows(self, key: Any) -> bool:
-        """Whether this rank has the graph of a signature. Ranks tell each other before a call."""
+        """Whether this rank has the graph of a signature. Ranks exchange this before a call."""
         return key in self._known
 
     def ready(
@@ -85,7 +85,7 @@ class Graphs:
             comms: the communicators.
             key: the signature; `signature` makes its first part.
             capture: makes the program.
-            name: what to call it in the log.
+            name: its name in the log.
             batch: whose shapes the log shows.
             everywhere: whether each rank has the graph of its own signature. Some may have it and others not, as shapes
                 of batches and strides may differ.
@@ -98,7 +98,7 @@ class Graphs:
         return made
 
     def cache_info(self) -> CacheInfo:
-        """What is remembered."""
+        """The counts of the cache and its size."""
         return self._jitted.cache_info()._replace(currsize=len(self._known))
 
     def lower(self, capture: Callable[[], _Made]) -> tuple[_Made, Schedule | Choice]:
@@ -110,7 +110,7 @@ class Graphs:
         start = time.perf_counter()
         with quiet():
             program: Any = capture()
-            # This rank's own number stands for all ranks'.
+            # This rank's own number is taken for all ranks'.
             program.check(lambda told: [told])
             self._check_types(program)
             choice = self._jitted.choose(program.gm)
@@ -133,7 +133,7 @@ class Graphs:
                 choice = self._jitted.choose(program.gm) if comms.control.rank == 0 else None
             finally:  # a rank that fails takes part, too: the others wait for it
                 schedule = self._schedule(comms, choice)
-            # Where there is none rank 0 has failed, and all are about to say so.
+            # Without a schedule, rank 0 has failed, and all are about to raise that.
             return program, program.gm if schedule is None else self._jitted.scheduled(program.gm, schedule)
 
         program, gm = agreed(comms, make, lambda made: (made[0].outcome, collective_events(made[1])))
@@ -149,7 +149,7 @@ class Graphs:
             check_types(program.gm)
 
     def _schedule(self, comms: Comms, choice: Choice | None) -> Schedule | None:
-        """The schedule that all ranks run: the one given, or rank 0's choice; None if rank 0 has none. Collective."""
+        """The schedule that all ranks run: the one given, or rank 0's choice; None if rank 0 has failed. Collective."""
         given = self._jitted.schedule
         if self._jitted.cluster is None:
             return given
@@ -192,7 +192,7 @@ def agreed(comms: Comms, make: Callable[[], _Made], told: Callable[[_Made], tupl
     text = f"{mine[0]}\n{'failed' if mine[1] is None else mine[1].text}"
     same = len(set(comms.control.exchange(text_hash(text)))) == 1
     all_told: Any = [mine] if same else comms.control.gather(mine)
-    # After the exchange: a rank that failed has taken part in it, so that nobody waits for it.
+    # After the exchange: a rank that failed has taken part in it, so no other waits for it.
     if error is not None:
         raise error
     failed = [f"  - rank {rank} failed: {what}" for rank, (what, events) in enumerate(all_told) if events is None]

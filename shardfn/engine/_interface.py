@@ -36,7 +36,7 @@ REMEDY = "Name the argument in donate=, or write to a clone()."
 
 
 def is_entry(x: Any) -> bool:
-    """Whether `x` is a leaf of `in_specs` or `out_specs`; None stands for what is passed on as it is."""
+    """Whether `x` is a leaf of `in_specs` or `out_specs`; None means that the value is passed on unchanged."""
     return x is None or isinstance(x, P)
 
 
@@ -45,8 +45,8 @@ class Argument(NamedTuple):
 
     Attributes:
         path: where it is among the arguments.
-        given: what the caller passed.
-        spec: of a sharded leaf, how it is cut; None of the others.
+        given: the value that the caller passed.
+        spec: how a sharded leaf is cut; None for the others.
         donated: whether the function may overwrite its memory.
     """
 
@@ -57,7 +57,7 @@ class Argument(NamedTuple):
 
     @property
     def seen(self) -> Any:
-        """The value that the function sees: this rank's block, or what was passed."""
+        """The value that the function sees: this rank's block, or the value that was passed."""
         return self.given.local if self.spec is not None else self.given
 
 
@@ -81,7 +81,8 @@ class Interface:
         """Refuses specs and donations that fit no call.
 
         Raises:
-            ValueError: a spec names no axis of the mesh, or is none; or what is donated is no sharded argument.
+            ValueError: a spec names an axis that the mesh lacks, or is not a spec; or a donated argument is not
+                sharded.
         """
         trees = {"in_specs": self.in_specs, "out_specs": self.out_specs}
         problems = [
@@ -207,7 +208,7 @@ class Interface:
         """Finds global shapes by asking the other ranks. Collective where a result is cut.
 
         Raises:
-            ValueError: (by what is returned, on all ranks) blocks are no cut of one tensor.
+            ValueError: (by the returned function, on all ranks) blocks are not the cut of one tensor.
         """
 
         def shape_of(blocks: Sequence[tuple[str, Tensor, P]]) -> list[torch.Size]:
@@ -228,12 +229,12 @@ class Interface:
         return shape_of
 
     def shapes_within(self, blocks: Sequence[tuple[str, Tensor, P]]) -> list[torch.Size]:
-        """Finds global shapes inside a transform or a capture: by sums that are no part of it."""
+        """Finds global shapes inside a transform or a capture: by sums outside of it."""
 
         def whole(x: Tensor, spec: P) -> torch.Size:
             sizes = list(x.shape)
             for dim in range(len(spec)):
-                # The minor axis first: it cuts what the major one has left.
+                # The minor axis first: it cuts the blocks of the major one.
                 for axis in reversed(self.mesh.axes(spec.dim_axes(dim))):
                     sizes[dim] = size_along(sizes[dim], axis, self.mesh)
             return torch.Size(sizes)
@@ -248,7 +249,7 @@ def size_along(size: int, axis: str, mesh: Mesh) -> int:
 
 
 def block_of(x: GlobalTensor, spec: P, path: str, name: str) -> Tensor:
-    """This rank's block of a leaf that `name` says is cut as `spec`.
+    """This rank's block of a leaf that the specs `name` cut as `spec`.
 
     Raises:
         ValueError: it is cut otherwise.
@@ -288,7 +289,7 @@ def entered_argument(a: Argument, plan: Plan) -> Any:
     x = a.seen
     if not isinstance(x, Tensor):
         return x
-    # A donated one may be written to, and a pure function leaves its arguments as they are.
+    # A donated one may be written to, and a pure function does not change its arguments.
     block = x.clone() if a.donated else x.view_as(x)
     return plan.following_function.declare(block, plan.batch_axes if a.spec is None else a.spec.axes)
 
@@ -338,7 +339,7 @@ def _cut_otherwise(x: GlobalTensor, spec: P, path: str, name: str) -> str:
 
 
 def _joined(path: str, blocks: Sequence[Sequence[int]], spec: P, mesh: Mesh) -> torch.Size | str:
-    """The shape of the tensor that these blocks, one per rank, are cut from; or a text that says why there is none."""
+    """The shape of the tensor that these blocks, one per rank, are cut from; or why there is no such tensor."""
     places = all_coords(mesh.shape)
     sizes = list(blocks[mesh.rank])
     for dim in range(len(spec)):

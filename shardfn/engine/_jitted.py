@@ -63,11 +63,11 @@ class Jitted(Transform):
     Attributes:
         inner: the function.
         backend: "inductor", "graph", or None for the best there is.
-        schedule: what the passes over the graph may do; with a cluster, the fields that are given.
-        cluster: the machines for which the cost model chooses the schedule; None: nothing is chosen.
+        schedule: options of the passes over the graph; with a cluster, the fields that are given.
+        cluster: the machines for which the cost model chooses the schedule; None: `schedule` is used.
         memory: bytes that the device may hold; default the cluster's.
         given: the fields of the schedule that are not chosen.
-        check_types: whether a step in which a collective is missing, or stands twice, is refused.
+        check_types: whether a step in which a collective is missing, or occurs twice, is refused.
     """
 
     transform: ClassVar[str] = "jit"
@@ -92,7 +92,7 @@ class Jitted(Transform):
         if capturing() or transforming() or any(type(x) is LazyLeaf for x in leaves):
             return self.inner(*args, **kwargs)
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor | GlobalTensor)]
-        # A graph is of this rank's blocks; what they are of is in the signature, and put on again.
+        # A graph takes this rank's blocks; their global tensors are in the signature, and results are wrapped likewise.
         inputs = [x.local if isinstance(x, GlobalTensor) else x for x in (leaves[i] for i in at)]
         _refuse_gradients(inputs, leaves, treedef, at)
         key = (treedef, current_mesh(), ambient(), *(leaf_signature(x) for x in leaves))
@@ -119,7 +119,7 @@ class Jitted(Transform):
         return CacheInfo(int(hits), int(misses), len(self._cache), captured, compiled)
 
     def choose(self, gm: GraphModule) -> Choice | None:
-        """The schedule that the cost model takes for a graph; None where there is no cluster to ask it about."""
+        """The schedule that the cost model takes for a graph; None without a cluster."""
         if self.cluster is None:
             return None
         start = time.perf_counter()
@@ -129,7 +129,7 @@ class Jitted(Transform):
         return choice
 
     def chooses_by(self) -> str:
-        """What ranks must agree on to run one choice: whether there is one, and which fields are given."""
+        """The facts that ranks must agree on to run one choice: whether there is one, and which fields are given."""
         given = {k: v for k, v in sorted(self.given.items()) if k != "passes"}
         return "by the schedule given" if self.cluster is None else f"by cluster=, with {given or 'nothing'} given"
 
@@ -164,7 +164,7 @@ class Jitted(Transform):
                 old = leaves[i]
                 filled[i] = _like(old, x) if isinstance(old, GlobalTensor) else x
             args, kwargs = tree_unflatten(treedef, filled)
-            # As it was when the function was called, since a captured function may bind others.
+            # The mesh as at the function's call, since a captured function may bind others.
             with bind_mesh(mesh), looping(copied_loop):
                 outs, out_def = tree_flatten(self.inner(*args, **kwargs))
             result[:] = [out_def, [slot_of(x) for x in outs]]
@@ -178,7 +178,7 @@ class Jitted(Transform):
             gm.meta["coords"] |= bound.coords
         name = getattr(self.inner, "__name__", "a function")
         report(name, "args", tree_unflatten(treedef, leaves)[0], len(self._cache))
-        # Each rank chooses for itself: the passes keep the order of a function's own collectives whatever the choice.
+        # Each rank chooses for itself: the passes keep the order of a function's own collectives under any choice.
         choice = self.choose(gm)
         gm = self.scheduled(gm, choice and choice.schedule)
         self._counts[2] += time.perf_counter() - start
@@ -197,7 +197,7 @@ class ResultSlot(NamedTuple):
 
 
 def _like(leaf: GlobalTensor, x: Tensor) -> GlobalTensor:
-    """A leaf with another block; what was on disk has been read."""
+    """A leaf with another block; a block on disk has been read."""
     kind = "host" if leaf.memory_kind == "disk" else leaf.memory_kind
     return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, kind, frozen=leaf.frozen)
 
@@ -234,7 +234,7 @@ def ambient() -> Any:
 
 @contextlib.contextmanager
 def plain_arithmetic() -> Iterator[None]:
-    """Casts are in the graph; nothing is cast again while it runs."""
+    """Turns autocast off while a graph runs: its casts are in the graph."""
     with contextlib.ExitStack() as stack:
         for kind, _ in ambient():
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -252,7 +252,7 @@ def report(name: str, root: str, tree: PyTree, known: int) -> None:
 
 
 def leaf_signature(x: Any) -> Any:
-    """What a graph relies on in a leaf of an argument."""
+    """The properties of a leaf of an argument that a graph relies on."""
     if isinstance(x, Tensor):
         return tuple(x.shape), x.stride(), x.dtype, x.device
     if isinstance(x, GlobalTensor):

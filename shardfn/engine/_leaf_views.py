@@ -1,4 +1,4 @@
-"""Identifies the parameters that a function inside a step is called with: which block of which whole tensor each is.
+"""Identifies the parameters of a function inside a step: the whole tensor and the block of each.
 
 The loss sees the leaves of the tree that the step has met. The function of a pipeline's layer sees one row of each leaf
 of the stack; so do others that are called with a part of the tree. `pick` is that part.
@@ -34,7 +34,7 @@ class LeafView:
     @staticmethod
     def of(leaf: LeafLayout) -> "LeafView":
         """A leaf, as a loss sees it."""
-        # Of a stacked leaf the layers travel, and their blocks are what there is.
+        # The layers of a stacked leaf travel one by one, so its block is made of theirs.
         block = (len(leaf.layers), *leaf.layers[0].block) if leaf.layers else leaf.block
         return LeafView(tuple(leaf.shape), leaf.compute, tuple(block))
 

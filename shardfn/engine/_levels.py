@@ -1,12 +1,12 @@
-"""Which transform may stand around which: one table, that every order check reads.
+"""Which transform may be around which: one table, that every order check reads.
 
     around a step    the step takes it over, with everything in the step
     around a loss    the step takes it over, for the loss as a whole
     inside a loss    the loss, or a part of it, runs in it
-    a program        runs on a mesh, and stands around all of these
+    a program        runs on a mesh, around all of these
 
-Those that a step takes over mean the same step in any order. One that stands inside a loss is around nothing that a
-step takes over, which would be hidden in there.
+Those that a step takes over mean the same step in any order. One inside a loss may not be around a transform that a
+step takes over, as it would hide it.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,9 +21,9 @@ class TransformRow(NamedTuple):
     """A transform.
 
     Attributes:
-        level: what it is around.
-        within: the transforms that it may stand directly inside.
-        twice: what to say where a step takes it over twice; None = that means something.
+        level: the kind of function that it is around.
+        within: the transforms that may be directly around it.
+        twice: the error where a step takes it over twice; None = that is allowed.
     """
 
     level: Level
@@ -54,7 +54,7 @@ TABLE = {
         "the function is sharded already, by sharded(f, ...); give f itself to what shards it, a step or sharded.",
     ),
 }
-# Of an order that the table refuses: what it would do, and what to write.
+# By order that the table refuses: its effect, and the remedy.
 WHY = {
     ("jit", "jit"): "jit(jit(f)) is jit(f); drop one.",
     ("mixed_precision", "mixed_precision"): "mixed_precision(mixed_precision(loss)): a loss has one policy; drop one.",
@@ -120,9 +120,9 @@ WHY = {
 
 
 class Transform:
-    """A function that a transform has made of another, `inner`. What it is, its row says.
+    """A function that a transform has made of another, `inner`. Its row describes it.
 
-    A transform whose functions nobody looks for (remat) makes plain functions.
+    A transform whose functions need not be recognised (remat) makes plain functions.
     """
 
     transform: ClassVar[str]
@@ -134,11 +134,11 @@ def check_order(outer: str, f: Callable[..., Any], *, deep: bool = False) -> Non
     Args:
         outer: the transform.
         f: a function, perhaps made by another transform.
-        deep: whether to look further into `f`, through what a step takes over.
+        deep: whether to look further into `f`, through the transforms that a step takes over.
 
     Raises:
-        TypeError: `f` is no function.
-        ValueError: says which order to use.
+        TypeError: `f` is not a function.
+        ValueError: names the order to use.
     """
     check_function(outer, f)
     for x in _inward(f):
@@ -149,10 +149,10 @@ def check_order(outer: str, f: Callable[..., Any], *, deep: bool = False) -> Non
 
 
 def taken_over(f: Callable[..., Any]) -> tuple[list[Any], Callable[..., Any]]:
-    """The transforms that a step takes over from its loss, outermost first, and what they are around.
+    """The transforms that a step takes over from its loss, outermost first, and the function inside them.
 
     Raises:
-        ValueError: one is there twice that means nothing twice; or it is a program already.
+        ValueError: a transform occurs twice that may occur once; or the function is a program already.
     """
     found: list[Any] = []
     for x in _inward(f):
@@ -167,7 +167,7 @@ def taken_over(f: Callable[..., Any]) -> tuple[list[Any], Callable[..., Any]]:
 
 
 def _inward(f: Any) -> Iterator[Any]:
-    """What transforms have made, as far as a step takes it over, and the first that it does not."""
+    """The results of transforms from the outside in: those that a step takes over, and the first that it does not."""
     while isinstance(f, Transform):
         yield f
         if TABLE[f.transform].level == "inside a loss":

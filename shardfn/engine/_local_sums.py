@@ -11,11 +11,11 @@ from ._plan import Plan
 
 
 class LocalSums:
-    """One step's sums of backwards that did not send. What it is given are aliases that nobody else has.
+    """One step's sums of backwards that did not send. Gradients must be aliases that only the caller has.
 
-    The first gradient of a leaf stays as it came, since others may hold its memory; the second is added to it in place
-    where nobody does, and all others in place. Sums of the layers of one stack that go to nobody lie side by side in
-    memory of their own, so that they need not be joined: the second gradient's sum is written there.
+    The first gradient of a leaf is kept without a copy, since others may hold its memory; the second is added to it in
+    place if no other does, and all others in place. Sums of the layers of one stack that are not sent lie side by side
+    in memory of their own, so that they need not be joined: the second gradient's sum is written there.
 
     Args:
         plan: the layout.
@@ -36,9 +36,9 @@ class LocalSums:
         """Adds a gradient.
 
         Args:
-            leaf: of which leaf.
+            leaf: the leaf's number.
             grad: the gradient.
-            stays: whether the sum goes to nobody.
+            stays: whether the sum is not sent.
         """
         before = self._at.get(leaf)
         if before is not None and leaf in self._made:  # as nearly always, of many microbatches
@@ -55,7 +55,7 @@ class LocalSums:
         return self._sum(before, leaf, grad, stays)
 
     def pop(self, leaf: int) -> Tensor | None:
-        """The sum so far, which is let go; None if there is none."""
+        """The sum so far, which is let go; None if nothing was added."""
         return self._at.pop(leaf, None)
 
     def has_made(self, leaf: int) -> bool:
@@ -63,7 +63,7 @@ class LocalSums:
         return leaf in self._made
 
     def _sum(self, before: Tensor | None, leaf: int, grad: Tensor, stays: bool) -> Tensor:
-        # What is added up is in the dtype of sums.
+        # Gradients are added up in the dtype of sums.
         grad = grad.to(self._leaves[leaf].dtypes.accum)
         first = stays and leaf not in self._made and type(before) is Tensor and type(grad) is Tensor
         row = self._row(leaf, grad) if first else None
@@ -73,7 +73,7 @@ class LocalSums:
         return torch.add(before, grad, out=row)
 
     def _row(self, leaf: int, like: Tensor) -> Tensor | None:
-        """Where the sum of a stack's layer belongs; None for what is no layer."""
+        """The place of the sum of a stack's layer; None for other leaves."""
         place = self._places.get(leaf)
         if place is None:
             return None

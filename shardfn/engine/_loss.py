@@ -1,4 +1,4 @@
-"""What a loss may look like, and what one evaluation of it yields.
+"""The forms of a loss, and the result of one evaluation.
 
 `loss(params, batch)` or `loss(params, batch, key)` returns a 0-d tensor; `(loss, aux)` with `has_aux=True`; the loss
 itself may be a `WeightedMean` when ranks or microbatches hold unequal numbers of terms.
@@ -24,8 +24,8 @@ Loss = Callable[..., Any]
 class WeightedMean(NamedTuple):
     """A mean whose terms are spread unevenly: `sum(total) / sum(weight)` over microbatches and ranks.
 
-    As what a loss returns, its weight is a constant: one that requires a gradient is refused, since that gradient needs
-    the sums of all ranks. `step.loss` differentiates it.
+    In the result of a loss its weight is a constant: a weight that requires a gradient is refused, since that gradient
+    needs the sums of all ranks. `step.loss` differentiates it.
 
     Example:
         >>> WeightedMean(torch.tensor(6.0), torch.tensor(3)).mean()
@@ -71,7 +71,7 @@ class NoGradientError(ValueError):
 
 @contextlib.contextmanager
 def naming_used_up() -> Iterator[None]:
-    """Around the derivative of a loss: says why its graph may be gone.
+    """Around the derivative of a loss: explains why its graph may be gone.
 
     Raises:
         ValueError: in place of torch's error, which is its cause.
@@ -91,7 +91,7 @@ def evaluate(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -
     """Calls the loss and checks what it returns; the weight and aux are constants.
 
     Raises:
-        TypeError: the loss is no tensor, or aux is no dict of scalars.
+        TypeError: the loss is not a tensor, or aux is not a dict of scalars.
         ValueError: the loss is not 0-d, or its weight requires a gradient.
     """
     value = called(loss, params, args, has_aux)
@@ -107,7 +107,7 @@ def refuse_gradient_of(weight: Tensor | None) -> None:
     """Refuses a weight that requires a gradient: it would be left out of the step's.
 
     Raises:
-        ValueError: says what to do.
+        ValueError: it does; lists the remedies.
     """
     if weight is not None and weight.requires_grad:
         raise ValueError(
@@ -119,12 +119,12 @@ def refuse_gradient_of(weight: Tensor | None) -> None:
 
 
 def refuse_negative(weight: Tensor | float | None) -> None:
-    """Refuses a loss whose `WeightedMean` counts less than nothing: its gradient would point the other way.
+    """Refuses a loss whose `WeightedMean` has a negative weight: its gradient would point the other way.
 
     A tensor on a device is read back, which waits for it.
 
     Raises:
-        ValueError: says what a weight is.
+        ValueError: it is negative; explains weights.
     """
     if weight is not None and float(weight) < 0:
         raise ValueError(
@@ -134,7 +134,7 @@ def refuse_negative(weight: Tensor | float | None) -> None:
 
 
 def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> Value:
-    """What the loss returns, checked, and as differentiable as it was made; see `evaluate`."""
+    """The result of the loss, checked, with its graph; see `evaluate`."""
     with noting_leaves(params, args[:1]):
         out = loss(params, *args)
     aux: Any = {}
@@ -195,7 +195,7 @@ def varying_along(name: str, x: Tensor, axes: tuple[str, ...] = (), otherwise: s
 
 
 def _hint(out: Any) -> str:
-    """What to return in place of something that is no tensor."""
+    """A remedy for a loss that is not a tensor."""
     if out is None:
         return " Is there a return at its end?"
     if isinstance(out, numbers.Number):

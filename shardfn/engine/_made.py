@@ -11,10 +11,10 @@ from ._check import check_params
 
 
 def made(params: PyTree, args: tuple[Any, ...]) -> PyTree:
-    """The tree itself, or what the function makes of `args`, with its draws deferred.
+    """The tree itself, or the one that the function makes of `args`, with its draws deferred.
 
     Raises:
-        TypeError: there is no such tree; says what was passed, and what to write.
+        TypeError: there is no such tree; names the value that was passed, and the remedy.
     """
     _refuse_module(params)
     if callable(params):
@@ -42,7 +42,7 @@ def _refuse_module(params: Any) -> None:
 
 
 def _refuse_mixture(params: PyTree) -> None:
-    """Of leaves all have values, or none: without any, what is made is for `step.lower`."""
+    """Refuses trees in which some leaves have values and others do not. A tree without values is for `step.lower`."""
     named = named_leaves(params, "params")
     without = [path for path, x in named if x.device.type == "meta"]
     if 0 < len(without) < len(named):
@@ -57,7 +57,7 @@ def _refuse_mixture(params: PyTree) -> None:
 def _check_arguments(f: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         takes = inspect.signature(f)
-    except (TypeError, ValueError):  # of a builtin nothing is known
+    except (TypeError, ValueError):  # builtins may have no signature
         return
     try:
         takes.bind(*args)

@@ -10,8 +10,8 @@ class Masks(NamedTuple):
     """The trainable leaves of a step over several losses: those that any of them trains.
 
     Attributes:
-        step: a prefix tree of bools, of the step; None allows all.
-        losses: by name, that of the loss; None is all that the step trains.
+        step: the step's mask, a prefix tree of bools; None allows all.
+        losses: by name, the mask of the loss; None means all leaves that the step trains.
     """
 
     step: PyTree

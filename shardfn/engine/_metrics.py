@@ -26,14 +26,14 @@ def measure(plan: Plan, out: Outcome, loss_scale: Tensor | None = None) -> tuple
         ValueError: an aux has the name of one of the step's own metrics.
     """
     like = out.total
-    # In float64, as is all that is summed here: a count or a total of tokens must not be rounded.
+    # In float64, like all sums here: a count or a total of tokens must not be rounded.
     count = torch.tensor(float(out.num_microbatches), dtype=torch.float64, device=like.device)
     row = [out.total, count if out.weight is None else out.weight]
     row += [x for pair in out.aux.values() for x in pair]
     if plan.chunks is not None:
         return _of_chunks(plan, plan.chunks, out, loss_scale)
     squares = _squares(plan, out)
-    # What is summed over the batch's axes travels together, which is nearly always everything.
+    # Values that are summed over the batch's axes, nearly always all of them, travel together.
     own = squares.pop(plan.batch_axes, torch.zeros_like(count))
     *rest, own = psum(torch.stack([x.to(torch.float64) for x in [*row, own]]), plan.batch_axes)
     sums = torch.stack(rest)

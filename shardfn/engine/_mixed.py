@@ -23,7 +23,7 @@ class Mixed(Transform):
     Attributes:
         inner: the loss.
         policy: the precision.
-        loss_scale: what the loss is multiplied by while a step differentiates it; None = nothing.
+        loss_scale: the factor of the loss while a step differentiates it; None = 1.
         has_state: whether it is called with a model state before the batch, which is not cast; a step carries its own.
     """
 
@@ -70,7 +70,7 @@ class Mixed(Transform):
 
 
 def policy_in(loss: Loss) -> Policy | None:
-    """The policy of a step's loss, perhaps accumulated; None if it has none."""
+    """The policy of a step's loss, perhaps accumulated; None without one."""
     loss = of_whole_batch(loss)
     return loss.policy if isinstance(loss, Mixed) else None
 

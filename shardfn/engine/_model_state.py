@@ -1,4 +1,4 @@
-"""Model state that is no parameter: running statistics, the biases of a router. A step takes it and gives it back.
+"""Model state, beside parameters: running statistics, the biases of a router. A step takes it and gives it back.
 
     loss(params, model_state, batch[, key]) -> (loss[, aux], model_state)
 
@@ -38,15 +38,15 @@ from ._abstract import is_abstract
 from ._check import is_spec
 from ._loss import Loss, WeightedMean
 
-# Where the states of ranks may differ, relative to their size: what computes one twice need not round it alike.
+# The difference of ranks' states, relative to their size, that is accepted: ranks may round differently.
 APART = 1e-3
 
 
 class ModelState:
     """The model state of one step on its way through the forwards, in their order.
 
-    `through` is around each forward; between two, `now` is what the first has left. It never writes to the blocks that
-    it was made of.
+    `through` is around each forward; after one, `now` is the state that it has returned. It never writes to the blocks
+    that it was made of.
 
     Args:
         blocks: a tree of this rank's blocks.
@@ -60,7 +60,7 @@ class ModelState:
         """While a forward runs.
 
         Raises:
-            TypeError: (afterwards) a leaf that the loss returns is no tensor.
+            TypeError: (afterwards) a leaf that the loss returns is not a tensor.
             ValueError: it returns another tree, or leaves of other shapes or dtypes; all are listed.
         """
         before = self.now
@@ -122,7 +122,7 @@ def check_fit(tree: PyTree, specs: PyTree) -> None:
     """Refuses a first model state that the specs do not fit.
 
     Raises:
-        TypeError: a leaf is no tensor; all are listed.
+        TypeError: a leaf is not a tensor; all are listed.
         ValueError: a leaf has fewer dims than its spec, or the trees differ.
     """
     named = named_leaves(tree, "model_state")
@@ -147,7 +147,7 @@ def check_alike(tree: PyTree, control: AnyControl) -> None:
     """Refuses first model states of other leaves on other ranks. Collective.
 
     Raises:
-        RankError: lists what each rank passes.
+        RankError: lists the leaves that each rank passes.
     """
     mine = [f"{path}: {tuple(x.shape)} {x.dtype}" for path, x in named_leaves(tree, "model_state")]
     rows: list[Any] = control.gather(mine)
@@ -156,10 +156,10 @@ def check_alike(tree: PyTree, control: AnyControl) -> None:
 
 
 def check_kept(tree: PyTree, specs: PyTree, *, has_state: bool) -> None:
-    """Refuses a state whose model state is not what the step was built for.
+    """Refuses a state whose model state does not fit the step.
 
     Raises:
-        ValueError: it has one and should not, or none and should; or leaves are cut otherwise, which are listed.
+        ValueError: it has a model state and should not, or lacks one; or leaves are cut otherwise, which are listed.
     """
     leaves = tree_leaves(tree)
     if leaves and not has_state:
@@ -200,7 +200,10 @@ def wrapped_like(blocks: Sequence[Tensor], old: PyTree) -> PyTree:
 
 
 def shapes_of(model_state: PyTree) -> Any:
-    """What a compiled step takes for granted of a model state, whose leaves no layout describes; it can be compared."""
+    """The properties of a model state that a compiled step relies on, as a value that can be compared.
+
+    No layout describes its leaves.
+    """
     leaves, treedef = tree_flatten(model_state)
     return treedef, *((tuple(x.shape), x.spec, x.dtype, x.memory_kind) for x in leaves)
 
@@ -239,7 +242,7 @@ def _summary(x: Tensor) -> tuple[float, float]:
 
 
 def _near(a: tuple[float, float], b: tuple[float, float]) -> bool:
-    # Overflown on all ranks alike is no difference between them.
+    # States that overflow on all ranks alike count as equal.
     if not all(map(math.isfinite, (*a, *b))):
         return math.isfinite(a[1]) == math.isfinite(b[1])
     return abs(a[0] - b[0]) <= APART * max(a[1], b[1])

@@ -12,10 +12,10 @@ _SHOWN = 6
 
 
 def check_trains(plan: Plan, trainable: PyTree) -> None:
-    """Refuses parameters of which none would be trained, unless `trainable=False` says just that.
+    """Refuses parameters without a trained leaf, unless the caller passes `trainable=False`.
 
     Raises:
-        ValueError: says which leaves there are, and what to change.
+        ValueError: lists leaves, and the remedy.
     """
     if trainable is False or any(leaf.trainable for leaf in plan.leaves):
         return
@@ -48,7 +48,7 @@ def check_trains(plan: Plan, trainable: PyTree) -> None:
 def check_has_rows(batch: PyTree, *, even: bool) -> None:
     """Refuses a batch without rows on all ranks; called by all, after they have agreed on its shapes.
 
-    A rank without rows beside others that have some is no mistake where the loss is a `WeightedMean`.
+    A rank without rows beside others with some is allowed if the loss is a `WeightedMean`.
 
     Args:
         batch: this rank's rows.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Turn(NamedTuple):
-    """What happens at one position: units to drop, units to gather."""
+    """The actions at one position: units to drop, units to gather."""
 
     drop: list[int]
     issue: list[int]
@@ -27,8 +27,8 @@ class UseOrder:
     """The agreed order, phase by phase."""
 
     phases: list[list[int]] = dataclasses.field(default_factory=list)
-    # What `schedule` made for the sizes and the limit of its first call since the last `extend`; a plan has but one of
-    # each.
+    # The result of `schedule` for the sizes and the limit of its first call since the last `extend`; a plan has but one
+    # of each.
     _moves: "list[list[Turn]]" = dataclasses.field(default_factory=list)
 
     def phase(self, index: int) -> list[int]:
@@ -49,7 +49,8 @@ class UseOrder:
             for phase, units in enumerate(self.phases):
                 moves = []
                 for pos in range(len(units)):
-                    # As `Gatherer` would work it out: at one position it holds what was ahead at the one before.
+                    # As `Gatherer` would work it out: at one position it holds the units that were ahead at the one
+                    # before.
                     ahead = self.window(phase, pos, sizes, limit)
                     moves.append(Turn.between(held, ahead))
                     held = ahead

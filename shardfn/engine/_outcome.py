@@ -29,7 +29,7 @@ class Outcome:
     values: list[Value]
 
     def gradients(self) -> dict[int, Tensor | Stored]:
-        """Per leaf, what the optimizer takes of the summed gradient: this rank's rows, or the whole block."""
+        """Per leaf, the part of the summed gradient that the optimizer takes: this rank's rows, or the whole block."""
         return self.plan.by_leaf(self.reducer.gradients())
 
 
@@ -44,7 +44,7 @@ def outcome_of(values: list[Value], num: int, reducer: Reducer, plan: Plan, mode
 
 
 def agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
-    """Compares in the first step of a plan what kinds of values the losses of the ranks return."""
+    """Compares the kinds of values that the losses of the ranks return, in the first step of a plan."""
     if plan.outcome is None:
         plan.outcome = f"{'a mean' if out.weight is None else WEIGHTED} and aux {sorted(out.aux)}"
         comms.control.agree("what the loss returns", plan.outcome)

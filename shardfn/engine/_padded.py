@@ -9,7 +9,7 @@ from shardfn.core import PyTree, raise_all, tree_map
 
 
 def padded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
-    """Adds unused rows of zeros to a stack, so that each stage has as many rows as the longest one has layers."""
+    """Adds unused rows of zeros to a stack, so that each stage has one row per layer of the longest stage."""
     most = max(per_stage)
 
     def pad(x: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def refilled(stack: PyTree, layers: PyTree, used: Sequence[int]) -> PyTree:
 
 
 def check_rows(rows: Mapping[str, int], per_stage: tuple[int, ...]) -> None:
-    """Refuses stacks that are not padded for stages of so many layers.
+    """Refuses stacks that are not padded for stages of `per_stage` layers.
 
     Raises:
         ValueError: lists every leaf.

@@ -15,12 +15,12 @@ def agreed_program(
     """The program of a call along an axis whose graph is that of its program along others.
 
     Where ranks along the others have blocks of several sizes, each has a graph of its own. They agree without a
-    message: each plans for a rank of every kind, of which the first decides what is sent along the other axes.
+    message: each plans for a rank of every kind, and the first kind decides which values are sent along the other axes.
 
     Args:
-        call: what is planned.
+        call: the call to plan.
         before: the other axes.
-        made: the programs along these that there are, once the call was captured.
+        made: the programs along these axes, once the call was captured.
     """
     own = call.captured()
     kinds = of_several_sizes([x for x in made() if x.axis in before])

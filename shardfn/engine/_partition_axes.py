@@ -1,8 +1,8 @@
 """Partitioning along several axes: the capture for one axis runs the program along the axes before it.
 
-The program along the first axis runs on leaves that are whole along the second, while that one's capture looks on. What
-it sends is then an operation of that graph, `sent_along`, with a rule of its own: it leaves dims alone that the first
-axis does not cut. So the second axis knows nothing of the first, and a step that it runs sends along both.
+The program along the first axis runs on leaves that are whole along the second, while the second axis captures it. Its
+transfers are then operations of that graph, `sent_along`, with a rule of their own: they leave dims alone that the
+first axis does not cut. So the second axis is independent of the first, and a step that it runs sends along both.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from ._template import without_data
 
 
 class NotedRanks(Ranks):
-    """The ranks along an axis, while another axis captures: what is sent along them is noted."""
+    """The ranks along an axis, while another axis captures: transfers along them are noted."""
 
     def __init__(self, axis: str, notes: Noting) -> None:
         super().__init__(axis)
@@ -41,7 +41,7 @@ class NotedRanks(Ranks):
         return _noted(pvary, x, (self.axis,), list(x.shape), self._notes)
 
     def convert(self, x: Any, step: Convert) -> Any:
-        """A conversion, noted; of what the capture does not follow, done."""
+        """A conversion, noted; for values that the capture does not follow, done."""
         if not _followed(x, self._notes):
             return self.block(x, step.after) if step.after.kind == "cut" else x
         shape = self.local(step.shape, step.after)
@@ -55,7 +55,7 @@ def ranks_along(axis: str) -> Ranks:
 
 
 def send_along(x: Any, axis: str, before: Any, after: Any, shape: Sequence[int]) -> Any:
-    """What a node of `sent_along` does when its program runs."""
+    """Runs a node of `sent_along`."""
     return converted(x, Convert(0, 0, Form(*before), Form(*after), tuple(shape), True, ""), axis)
 
 

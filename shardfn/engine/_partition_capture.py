@@ -1,8 +1,8 @@
-"""Captures of losses that are to be partitioned: notes on, or refusal of, all that a graph does not hold.
+"""Captures of losses that are to be partitioned: notes on, or refusal of, facts that a graph does not hold.
 
-A graph of a forward has operations. What else the loss does with its values, where autograd sees it, must be noted
-beside them, or be an error: sections that are recomputed or offloaded, parts under `no_grad`; functions with a backward
-of their own, hooks.
+A graph of a forward has operations. Everything else that the loss does with values and that autograd sees must be noted
+beside them (sections that are recomputed or offloaded, parts under `no_grad`), or be an error (functions with a
+backward of their own, hooks).
 """
 
 import contextlib
@@ -35,13 +35,13 @@ class Noting(Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        # Those that are open where the capture stands, the outermost first; of a body, its own alone.
+        # The sections that are open at this point of the capture, the outermost first; in a loop's body, its own alone.
         self.sections: list[Section] = []
         self._loop: LoopMark | None = None
 
     @contextlib.contextmanager
     def inside(self, loop: LoopMark) -> Iterator[None]:
-        """What runs is the body of a loop; sections that began around it are not its own."""
+        """While the body of a loop runs. Sections that began around it do not belong to it."""
         before = self._loop, self.sections
         self._loop, self.sections = loop, []
         try:
@@ -50,7 +50,7 @@ class Noting(Recorder):
             self._loop, self.sections = before
 
     def note(self, node: Node) -> None:
-        """Notes it.
+        """Notes the facts of a node.
 
         Raises:
             ValueError: something else has hooks on what autograd saves.
@@ -89,7 +89,7 @@ def in_section(around: Callable[[Callable[..., Any]], Callable[..., Any]], f: Ca
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """A capture inside a step, whose way with saved values is no concern of it; hooks on values are refused."""
+    """A capture inside a step, without the step's hooks on saved values; it refuses hooks on values."""
     names = "register_hook", "register_post_accumulate_grad_hook"
     before = {name: getattr(torch.Tensor, name) for name in names}
 

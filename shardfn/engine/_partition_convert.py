@@ -18,12 +18,12 @@ from shardfn.collectives import (
 from shardfn.graph import Convert, Form, Ranks
 from shardfn.leaves import LazyLeaf, opened
 
-# Of one part of a value: the part, its dim, the size of the whole dim and its multiple, to the part in another form.
+# From one part of a value, its dim, the size of the whole dim and its multiple, to the part in another form.
 OfPart = Callable[[Tensor, int, int, int], Tensor]
 
 
 def converted(x: Any, step: Convert, axis: str) -> Any:
-    """The value in the form that the step says."""
+    """The value in the form that the step names."""
     before, after = step.before, step.after
     if (before.kind, after.kind) == ("whole", "varying") and type(x) is LazyLeaf and not x._layers:
         return x.with_handle(pvary(x.handle, axis))  # still not opened; the sum of its gradients is taken once

@@ -22,10 +22,10 @@ from ._template import differing, without_data
 def noted_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
     """Runs the function of a scan for the first layer, and notes that it is one of several.
 
-    It runs for the last layer too, and must do the same.
+    It runs for the last layer too, and must have the same steps.
 
     Raises:
-        CaptureError: layers do not do the same, or return what was not computed.
+        CaptureError: layers have different steps, or return a tensor that was not computed.
         ValueError: the function has operations with a backward of their own.
     """
     notes = recorder()
@@ -48,7 +48,7 @@ def noted_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTre
     again = body.run(run, carry_def, layers[-1], [y])
     differing(steps, body.steps, {}, ends, [node_of(t, notes) for t in again])
     body.erase()
-    torch.clear_autocast_cache()  # it may hold what belongs to the body
+    torch.clear_autocast_cache()  # it may hold tensors of the body
     return body.looped(flat, xs, ends, (out_carry, y))
 
 
@@ -57,7 +57,7 @@ def _traced(tensors: Sequence[Any], notes: Noting) -> bool:
 
 
 class _BoundBody:
-    """The function of a scan, run on tensors that stand in for the carry and x."""
+    """The function of a scan, run on placeholders of the carry and x."""
 
     def __init__(self, notes: Noting, carry: Sequence[Tensor], x: Sequence[Tensor], able: Sequence[bool]) -> None:
         self._notes, self._mark = notes, LoopMark()
@@ -66,7 +66,7 @@ class _BoundBody:
             wants = [*able, *(t.requires_grad for t in x)]
             self._given = [self._stand_in(t, wanted) for t, wanted in zip([*carry, *x], wants, strict=True)]
         self._nodes = [node_of(t, notes) for t in self._given]
-        # What the last run has written into the graph, until `erase`.
+        # The steps that the last run has written into the graph, until `erase`.
         self.steps: list[Any] = []
         self.out_def: Any = None
 
@@ -79,7 +79,7 @@ class _BoundBody:
         return made.requires_grad_(wanted)
 
     def run(self, run: Run, carry_def: Any, x: PyTree, ys: list[PyTree]) -> list[Tensor]:
-        """What the function returns, flat; `steps` is what it did."""
+        """The function's result, flat; its steps are in `steps`."""
         given, x_def = self._given, tree_structure(x)
         last = next(iter(reversed(self._notes.tracer.graph.nodes)))
         with self._notes.inside(self._mark):
@@ -95,14 +95,14 @@ class _BoundBody:
         return outs
 
     def erase(self) -> None:
-        """Removes from the graph what the last run has written."""
+        """Removes the steps of the last run from the graph."""
         for step in reversed(self.steps):
             self._notes.tracer.graph.erase_node(step.node)
 
     def looped(
         self, carry: Sequence[Tensor], layers: Sequence[Sequence[Tensor]], ends: Sequence[Node], like: Any
     ) -> tuple[PyTree, list[PyTree]]:
-        """The node that runs the body for all layers, and what it returns."""
+        """The node that runs the body for all layers, and its results."""
         notes = self._notes
         nodes = [node_of(t, notes) for t in carry], [[node_of(t, notes) for t in x] for x in layers]
         args = (*nodes, self._nodes, list(ends))

@@ -1,4 +1,4 @@
-"""How a call of a loss is captured, as one of whole leaves, and planned along an axis. Nothing is read, or sent."""
+"""Captures a call of a loss, as one of whole leaves, and plans it along an axis, without data or messages."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ class FlatLoss:
     Attributes:
         inner: the loss.
         treedef: the structure of its parameters.
-        rest_def: that of its other arguments.
-        static: the leaves of these; None of those that are tensors.
-        able: of each of these tensors whether a gradient may arrive at it.
+        rest_def: the structure of its other arguments.
+        static: the leaves of these, with None in place of tensors.
+        able: for each of these tensors, whether a gradient may arrive at it.
         num_leaves: how many leaves the parameters have.
-        out_def: the structure of what it has returned last.
-        out: the leaves of that; None of those that are tensors.
+        out_def: the structure of its last result.
+        out: the leaves of that, with None in place of tensors.
     """
 
     inner: Callable[..., Any]
@@ -61,8 +61,8 @@ class LossCall:
 
     Attributes:
         loss: the loss.
-        leaves: with which it is called.
-        views: what these are.
+        leaves: the leaves of its parameters.
+        views: the block of a whole tensor that each of these is.
         tensors: its other arguments.
         whole: the axes along which it sees leaves as wholes; it is planned along the first.
         value_price: see `partition_graph`.
@@ -84,7 +84,7 @@ class LossCall:
         whole: tuple[str, ...],
         value_price: float = 0.0,
     ) -> "LossCall":
-        """The call `loss(params, *args)`, whose arguments' tensors are told from the rest."""
+        """The call `loss(params, *args)`, with the tensors among its arguments apart from the rest."""
         leaves, treedef = tree_flatten(params)
         rest, rest_def = tree_flatten(tuple(args))
         tensors = [x for x in rest if isinstance(x, Tensor)]
@@ -104,7 +104,7 @@ class LossCall:
         return {*inputs[:num], *others}.__contains__
 
     def planned(self, gm: GraphModule, every_rank: EveryRank | None = None) -> PartitionProgram:
-        """The program of its graph; `every_rank` narrows down what it may do."""
+        """The program of its graph; `every_rank` narrows down the strategies that it may use."""
         axis, inputs = self.whole[0], [n for n in gm.graph.nodes if n.op == "placeholder"]
         forms, num = {}, axis_size(axis)
         for node, view in zip(inputs, self.views, strict=False):
@@ -129,7 +129,7 @@ def captured_forward(
 
 
 def constants_of(gm: GraphModule) -> Callable[[Any], Tensor]:
-    """What the constants of a graph are."""
+    """Finds the constants of a graph, by node."""
 
     def find(node: Any) -> Tensor:
         x: Any = gm

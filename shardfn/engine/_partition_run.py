@@ -16,9 +16,9 @@ from shardfn.nn import run_layers
 from ._partition_axes import NotedRanks, ranks_along, send_along
 from ._partition_convert import converted
 
-# What takes layers of a stacked leaf without opening it.
+# Functions that take layers of a stacked leaf without opening it.
 _OF_STACKS = {torch.ops.aten.unbind.int: torch.unbind, torch.ops.aten.select.int: torch.select}
-# What runs for a target that only marks.
+# The functions that run for targets that are only marks.
 _MARKS = {sent_along: send_along}
 
 
@@ -63,7 +63,7 @@ def _run(program: PartitionProgram, passage: Passage, ranks: Ranks, slots: list[
 
 
 def _run_section(program: PartitionProgram, passage: Passage, ranks: Ranks, slots: list[Any]) -> None:
-    """As a function of what it needs, in what was around it in the loss: its activations are dropped, or moved."""
+    """Runs a section as a function of its inputs, inside the transform that drops or moves its activations."""
 
     def run(*given: Any) -> tuple[Any, ...]:
         own: list[Any] = [None] * len(slots)

@@ -1,10 +1,10 @@
 """The loss that `partition` returns: written for one device along some axes, and run on blocks.
 
-It is bound by what shards it, a step or `sharded`, to the compute specs of its leaves. Called with blocks, it captures
-the forward of the loss once a signature, with the shapes that the leaves have as wholes along the axis, plans it by the
-sharding rules of the op table, and runs it on the blocks. What it runs are operations of torch and the primitives of
-the table, so that the backward, ZeRO, remat and a capture around it take it as any other loss. So does the capture for
-a second axis, in whose graph the primitives of the first stand as operations (`_partition_axes.py`).
+A step or `sharded` binds it to the compute specs of its leaves. Called with blocks, it captures the forward of the loss
+once a signature, with the shapes that the leaves have as wholes along the axis, plans it by the sharding rules of the
+op table, and runs it on the blocks. The program is made of torch operations and the primitives of the table, so that
+the backward, ZeRO, remat and a capture around it treat it as any other loss. So does the capture for a second axis,
+whose graph has the primitives of the first as operations (`_partition_axes.py`).
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from ._partition_agreed import agreed_program
 from ._partition_plan import LossCall
 from ._partition_run import run_program
 
-# What a byte of a value that a rank holds costs where values are to stay cut, in bytes that are sent: so much that the
-# sums of a norm's small gradients do not decide, and so little that nothing large is sent for it.
+# The cost of a byte of a value that a rank holds where values are to stay cut, in bytes sent: high enough that the sums
+# of a norm's small gradients do not decide, and low enough that nothing large is sent for it.
 _VALUE_PRICE = 1 / 4
 
 
@@ -39,7 +39,7 @@ class Partitioned(Transform):
         axes: the mesh axes along which it is partitioned, one after another: a dim that several cut is cut by the
             first, and its blocks by the next.
         sequence: whether values between blocks stay cut where that sends about as much.
-        views: what it may be called with; None: nothing has bound it to leaves yet.
+        views: the leaves that it may be called with; None: it is not bound to leaves yet.
     """
 
     transform: ClassVar[str] = "partition"
@@ -75,7 +75,7 @@ class Partitioned(Transform):
         loss, leaves = call.loss, call.leaves
         told = tuple((tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad) for x in call.tensors)
         seen = tuple(x.dtype for x in leaves), tuple((type(x), x) for x in loss.static), told, _autocast(leaves)
-        # What axes before this one leave of a value is planned as this rank has it.
+        # The blocks that the axes before this one leave are planned with this rank's sizes.
         at = self.views and self.views.planner, axes, tuple(int(axis_index(a)) for a in before)
         key = (self.inner, at, tuple(views), loss.treedef, loss.rest_def, *seen)
         if key not in self._programs:
@@ -86,7 +86,7 @@ class Partitioned(Transform):
             return ready.result(run_program(ready.program, [*leaves, *call.tensors]))
 
     def as_text(self) -> str:
-        """Of each signature that was run or lowered, every collective with its bytes and the line that asks for it."""
+        """Every collective, with its bytes and its line in the loss, by signature that was run or lowered."""
         texts = [(x.title, program_text(x.program)) for x in self._programs.values()]
         return "\n\n".join(f"{title}, {text}" if title else text for title, text in texts)
 
@@ -97,7 +97,7 @@ class Partitioned(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class _PreparedLoss:
-    """A program, what its results are put back into, and which part of a loss it is, if not all of one."""
+    """A program, the structure of its results, and the part of a loss that it runs, if not all of one."""
 
     program: PartitionProgram
     treedef: Any
@@ -108,6 +108,6 @@ class _PreparedLoss:
 
 
 def _autocast(leaves: Sequence[Any]) -> Any:
-    """What autocast makes of products: it is a part of what was captured."""
+    """The dtypes that autocast gives to products, which captures depend on."""
     kinds = sorted({x.device.type for x in leaves})
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))

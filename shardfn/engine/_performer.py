@@ -34,16 +34,15 @@ class Performer:
 
     `enter` once, `perform` for each action of the schedule, `finish` once. One action runs at a time, and is one phase
     of the agreed order of use: so all ranks that share leaves perform the same actions in the same order, though their
-    losses may take different branches. Between actions a microbatch is what its course holds of it, with its graph,
-    from the forward to the backward; any number may be open. Where the schedule has W, the backward gives gradients of
-    activations, and W those of weights: until then the microbatch is what is left to multiply. Nothing else is a
-    microbatch's own: lazy leaves are opened by whoever needs them, and the reducer adds up the gradients of the
-    backward that runs.
+    losses may take different branches. Between actions the course holds a microbatch, with its graph, from the forward
+    to the backward; any number may be open. Where the schedule has W, the backward gives gradients of activations, and
+    W those of weights: until then the performer keeps the products that are left to compute. No other state belongs to
+    one microbatch: lazy leaves are opened at any use, and the reducer adds up the gradients of the backward that runs.
 
     Args:
         plan: the layout.
         comms: the communicators.
-        course: what this rank runs of each microbatch, and in which order.
+        course: the parts of each microbatch that this rank runs, and their order.
         num_microbatches: how many there are.
         gatherer: serves whole leaves.
         book: keeps them out of graphs.
@@ -64,9 +63,9 @@ class Performer:
         self._gatherer, self._book, self._ahead = gatherer, book, ahead
         self._reducer = Reducer(plan, comms.channels, plan.reduce_order, course.late_axes, plan.chunks)
         self._split = split_backwards(course.actions)
-        # Of a backward in two parts each gives gradients when it has them.
+        # The two parts of a split backward give gradients when they have them.
         self._at_end = frozenset[int]() if self._split else plan.sent_last()
-        # By microbatch and chunk, from the forward to the W: what the backward puts off.
+        # By microbatch and chunk, from the forward to the W: the gradients that the backward puts off.
         self._deferred: dict[tuple[int, int], DeferredGradients] = {}
         # By number in the list: before the last forward an update that runs ahead begins to read, and with the last end
         # of a backward gradients are complete.
@@ -171,7 +170,7 @@ class Performer:
 
     def _take(self, grads: list[Tensor | None]) -> None:
         """Takes the gradients that no hook has taken; `grads`, of all handles, is emptied."""
-        # Aliases, as a hook takes: two leaves may have been given one tensor, which nobody then owns alone.
+        # Aliases, as a hook takes: two leaves may have got one tensor, which neither then owns alone.
         mine = zip(self._handles, grads, strict=True)
         own = [(i, x.detach()) for i, x in mine if x is not None and i in self._at_end]
         grads.clear()
@@ -197,7 +196,7 @@ class Performer:
         return seed if self._loss_scale is None else seed * self._loss_scale.to(seed)
 
     def finish(self, blocks: Sequence[Tensor | Stored], model_state: PyTree) -> Outcome:
-        """The sums over the microbatches; in the first step of a plan, ranks also agree on what it has found.
+        """The sums over the microbatches; in the first step of a plan, ranks also agree on its outcome.
 
         Raises:
             NoGradientError: no microbatch of any rank gives a leaf a gradient.
@@ -208,7 +207,8 @@ class Performer:
         self._course.close()
         check_capture(plan, blocks, self._book, "the loss", named_leaves(model_state, "model_state"))
         if not spans_the_mesh(comms, plan):
-            # Of groups that share no leaves, none goes on to the update while another one has failed.
+            # A group of ranks does not go on to the update while another one, which shares no leaves with it, has
+            # failed.
             self._idle = all(comms.control.exchange(int(self._idle)))
         if self._idle and not plan.captured:  # ranks that capture agree on it afterwards
             raise NoGradientError(plan.trained)

@@ -1,7 +1,7 @@
 """Optimizers that average gradients themselves, and the plan of their next step.
 
-Such a rule names the axes over which it averages, and its state says in which `Phase` it is. In a local phase gradients
-are not summed over those axes: the plan of the step differs in what is reduced, and in nothing else.
+Such a rule names the axes over which it averages, and its state gives the current `Phase`. In a local phase gradients
+are not summed over those axes: the plan of the step differs only in its reductions.
 """
 
 from torch import Tensor
@@ -22,10 +22,10 @@ def in_phase(
         plan: the layout.
         optimizer: the optimizer.
         opt_state: its state.
-        phase: the phase; None = the one that the state says.
+        phase: the phase; None = that of the state.
 
     Raises:
-        ValueError: the state has no values; or the layout does not go with the axes that the optimizer averages over.
+        ValueError: the state has no values; or the layout does not fit the axes that the optimizer averages over.
     """
     phases = optimizer.needs.phases
     if phases is None:
@@ -47,8 +47,8 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
     """Refuses layouts in which an optimizer's own averages would mean something else.
 
     Raises:
-        ValueError: leaf by leaf, what does not go with the axes that the optimizer averages over; or that
-            these have no effect.
+        ValueError: a leaf does not fit the axes that the optimizer averages over, which are listed; or these axes have
+            no effect.
     """
     phases = optimizer.needs.phases
     if phases is None:

@@ -1,8 +1,8 @@
 """The losses that `pipeline` and `pipeline_module` return, whose layers may lie on several ranks.
 
 A stack is layers stacked along dim 0. With several chunks a rank has a piece of each of several stacks. In a schedule
-that passes through the ranks forwards and then backwards, every second stack has its layers in reverse order. So what
-the plain loss computes does not depend on the number of ranks, and every rank has a block of each stack.
+that passes through the ranks forwards and then backwards, every second stack has its layers in reverse order. So the
+result of the plain loss does not depend on the number of ranks, and every rank has a block of each stack.
 """
 
 import abc
@@ -52,7 +52,7 @@ class Place(NamedTuple):
     Attributes:
         chunk: which stack its layers are of.
         row: the number of the layer in the first row of its block.
-        begins: whether it is the first stage, which is given nothing.
+        begins: whether it is the first stage, which has no input.
         ends: whether it is the last one, which returns the loss.
     """
 
@@ -66,18 +66,18 @@ class Place(NamedTuple):
 class Pipelined(Transform):
     """A loss whose layers may lie on several ranks.
 
-    What is cut, and how it runs, its kinds say: `PipelinedLayers` of three functions, `PipelinedModule` of a module.
+    Its kinds define the parts and how they run: `PipelinedLayers` of three functions, `PipelinedModule` of a module.
 
     Attributes:
         blocks: from params to the stack, or, with several chunks, to a sequence of stacks.
         axis: the axis along which stages lie.
-        schedule: from the numbers of ranks and microbatches to what each rank does in a step.
+        schedule: from the numbers of ranks and microbatches to the actions of each rank in a step.
         num_chunks: how many stacks there are.
         turns: whether the stages pass through the ranks forwards and then backwards.
         per_stage: how many layers each rank has of a stack with unused rows; None: every row is a layer, and the stack
             is cut evenly.
         has_state: whether its functions take and return parts of a model state, inside `ModelState.through`.
-        views: the leaves of a step's parameters; None: nothing has bound the loss to leaves yet.
+        views: the leaves of a step's parameters; None: the loss is not bound to leaves yet.
     """
 
     transform: ClassVar[str] = "pipeline"
@@ -102,14 +102,14 @@ class Pipelined(Transform):
 
     @abc.abstractmethod
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
-        """Runs a stage: returns what it passes on, or, for the last stage, the loss.
+        """Runs a stage: returns the values for the next stage, or, for the last stage, the loss.
 
         Args:
             params: with this rank's blocks of the stacks.
             batch: the microbatch.
-            given: what the previous stage has passed on.
-            place: which stage.
-            key: the loss's, or none.
+            given: the values from the previous stage.
+            place: the stage's place in the pipeline.
+            key: the loss's, or ().
         """
 
     @abc.abstractmethod
@@ -135,7 +135,7 @@ class Pipelined(Transform):
         """The stacks, or this rank's blocks of them.
 
         Raises:
-            ValueError: there are not as many as there are chunks.
+            ValueError: their number is not that of chunks.
         """
         found = self.blocks(params)
         if self.num_chunks == 1:
@@ -195,7 +195,7 @@ class Pipelined(Transform):
 
         Args:
             rows: by chunk, how many layers each rank has.
-            rank: which.
+            rank: the rank's index.
         """
         out, before = [], 0
         for chunk, by_rank in enumerate(rows):
@@ -215,7 +215,7 @@ class Pipelined(Transform):
         return self
 
     def with_state(self) -> "Pipelined":
-        """The loss for a step with a model state, of which each function takes a part."""
+        """The loss for a step with a model state; each function takes its part."""
         return dataclasses.replace(self, has_state=True)
 
     def shared_layers(self, state: PipelineState, stage: int, here: bool) -> PipelineState:
@@ -232,7 +232,7 @@ class Pipelined(Transform):
         return v_stages(num_ranks) if self.turns else loop_stages(num_ranks, self.num_chunks)
 
     def _varying(self, params: PyTree, rows: Rows) -> PyTree:
-        """The parameters, of which those that are not cut along the axis vary along it."""
+        """The parameters; leaves that are not cut along the axis vary along it."""
         kinds = [zip(self.kinds(s), self.cut(r), strict=True) for s, r in zip(self.stacks(params), rows, strict=True)]
         own = {id(x) for of_stack in kinds for kind, is_cut in of_stack if is_cut for x in tree_leaves(kind)}
         differs = lambda x: id(x) not in own and x.is_floating_point()  # noqa: E731
@@ -259,7 +259,8 @@ class Pipelined(Transform):
         if torch.is_grad_enabled() or transforming():
             # Each rank uses leaves for its own layers alone, so their gradients are summed along the axis.
             params = self._varying(params, rows_of_kinds)
-            # So that autograd follows h on all ranks or on none: what follows it on one, in a collective, must on all.
+            # So that autograd follows h on all ranks or on none: a collective that it follows on one rank, it must
+            # follow on all.
             tie = _tie(self.tied(params))
         for stage in range(num * self.num_chunks):
             there, chunk = homes[stage]
@@ -297,7 +298,7 @@ class Enclosed(Pipelined):
         return self.first(own, batch, *key)
 
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
-        """`first` or what is given, the layers, and at the last stage `last`."""
+        """`first` or the given values, the layers, and at the last stage `last`."""
         h = self.enter(params, batch, *key) if place.begins else given
         h = self.between(params, batch, h, place, key)
         return self.leave(params, h, batch, *key) if place.ends else h
@@ -373,7 +374,7 @@ class PipelinedLayers(Enclosed):
         return dataclasses.replace(super().with_functions(change), block=change(self.block, self.rows))
 
     def rows(self, tree: PyTree) -> list[PyTree]:
-        """What `block` may be called with, of a tree of `LeafView`s: a row of a stack."""
+        """The leaves that `block` may be called with, from a tree of `LeafView`s: a row of each stack."""
         return [tree_map(lambda view: view.row(), stack) for stack in self.stacks(tree)]
 
     def _used_rows(self) -> list[int]:
@@ -397,7 +398,7 @@ def stage_axes(loss: Loss) -> tuple[str, ...]:
 
 
 def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSchedule | None:
-    """What each rank does in a step of a pipelined loss; None if all stages are on one rank.
+    """The actions of each rank in a step of a pipelined loss; None if all stages are on one rank.
 
     Raises:
         ScheduleError: the schedule would never end; shows the ranks that wait in a circle.
@@ -457,7 +458,7 @@ def _told_rows(stack: PyTree, axis: str) -> list[int]:
 
 
 def _tie(stacks: PyTree) -> Tensor | None:
-    """A zero that depends on what this rank trains."""
+    """A sum that depends on the leaves that this rank trains."""
     floats = [x for x in tree_leaves(stacks) if x.is_floating_point()]
     return torch.stack([x.flatten()[:1].sum() for x in floats]).sum() if floats else None
 
@@ -467,7 +468,7 @@ LET_FIRST = " Or let `first` return sf.pvary of it along these axes, as stages r
 
 
 def _passed_on(x: Tensor, given: Tensor, here: bool, axis: str, tie: Tensor | None) -> Tensor:
-    """One rank's result of a stage that was given `given`, on all ranks, which must know alike along what it varies."""
+    """One rank's result of a stage on `given`, on all ranks, which must agree on the axes along which it varies."""
     mode = following_now(begin=False)
     if mode is None:
         return from_one(x, here, axis, tie)

@@ -86,10 +86,10 @@ class PipelinedFunctions(Enclosed):
         return range(*chunk_bounds(len(self.functions), axis_size(self.axis) * self.num_chunks, stage))
 
     def _states(self) -> list[PyTree]:
-        """By function, its model state; none without.
+        """By function, its model state; empty without one.
 
         Raises:
-            ValueError: there are not as many.
+            ValueError: their number is not that of functions.
         """
         found = current_state().blocks if self.has_state else []
         if self.has_state and (not isinstance(found, list) or len(found) != len(self.functions)):
@@ -104,7 +104,7 @@ class PipelinedFunctions(Enclosed):
         """By function, its leaves.
 
         Raises:
-            ValueError: there are not as many; or fewer functions than stages.
+            ValueError: their number is not that of functions; or there are fewer functions than stages.
         """
         found, num = self.blocks(params), axis_size(self.axis) * self.num_chunks
         if not isinstance(found, list | tuple) or len(found) != len(self.functions):

@@ -20,7 +20,7 @@ class PipelinedModule(Pipelined):
 
     Attributes:
         loss: `loss(params, batch[, key])`.
-        function: what it calls.
+        function: the module that it calls.
     """
 
     loss: Callable[..., Any]
@@ -53,7 +53,7 @@ class PipelinedModule(Pipelined):
         return "loss", self.loss
 
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
-        """What the first layer is called with."""
+        """The arguments of the first layer."""
         return self._run(params, batch, LayerSpan(0, 0, None, False), key)
 
     def kinds(self, stack: PyTree) -> Sequence[PyTree]:

@@ -1,8 +1,8 @@
 """Pipelined losses that are partitioned: each stage is one program along the partition's axes.
 
-Partitioning a pipelined loss means partitioning what each stage runs. Between stages, values are whole along the axes.
-So what stages exchange, when they run and which layers they have is as without a partition. The layers of a stage are
-planned together, as a scan of which one layer is planned.
+Partitioning a pipelined loss means partitioning each stage. Between stages, values are whole along the axes. So the
+messages, order and layers of stages are as without a partition. The layers of a stage are planned together, as a scan
+whose one layer is planned.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from ._stage_state import PipelineState
 
 
 class StageFunction(NamedTuple):
-    """What one rank runs of a pipelined loss, as a function of parameters and tensors: a loss that `partition` takes.
+    """The part of a pipelined loss that one rank runs, as a loss that `partition` takes.
 
     Attributes:
         of: the loss.
-        part: which of its methods.
-        place: where the layers are; None of what has none.
+        part: the method to call.
+        place: where the layers are; None for parts without layers.
     """
 
     of: Pipelined
@@ -51,7 +51,7 @@ class StageFunction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PartitionedPipeline(Pipelined):
-    """A pipelined loss, each of whose stages is partitioned.
+    """A pipelined loss with partitioned stages.
 
     Attributes:
         of: the loss, as written for one device along the axes of the partition.
@@ -63,7 +63,7 @@ class PartitionedPipeline(Pipelined):
 
     @staticmethod
     def made(parted: Partitioned, of: Pipelined) -> "PartitionedPipeline":
-        """The stages of `of`, partitioned as `parted` says."""
+        """The stages of `of`, partitioned as `parted` is."""
         same = {f.name: getattr(of, f.name) for f in dataclasses.fields(Pipelined)}
         return PartitionedPipeline(**same, of=of, parted=parted)
 
@@ -102,7 +102,7 @@ class PartitionedPipeline(Pipelined):
     def _run(self, f: StageFunction, params: PyTree, *args: Any) -> Any:
         return dataclasses.replace(self.parted, inner=f)(params, *args)
 
-    # How layers are cut is what `of` says.
+    # `of` defines how layers are cut.
 
     def stacks(self, params: PyTree) -> Sequence[PyTree]:
         """See `Pipelined`."""

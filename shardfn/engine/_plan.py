@@ -1,4 +1,4 @@
-"""The plan of a step: all that follows from its annotations and the shapes of a parameter tree, computed once."""
+"""The plan of a step: the consequences of its annotations and the shapes of a parameter tree, computed once."""
 
 import dataclasses
 import functools
@@ -40,24 +40,24 @@ class Plan:
 
     Attributes:
         leaves: where each leaf lives.
-        layers: what enters the loss and is sent: the leaves, but for a stacked leaf each of its layers. Units count
-            these.
+        layers: the tensors that enter the loss and are sent: the leaves, and for a stacked leaf each of its layers.
+            Units count these.
         treedef: the structure of the parameter tree.
         zero: the rule.
         mesh: the mesh.
         batch_axes: the axes that cut the batch.
         batch: prefix tree of the batch's specs.
-        stage_axes: the axis along which ranks run the stages of a pipeline; or none.
+        stage_axes: the axis along which ranks run the stages of a pipeline; or ().
         use_orders: by kind of call, the order in which leaves are gathered.
         reduce_order: the order in which gradients become ready; empty until a step has run.
-        outcome: what the loss returns; None until a step has run.
+        outcome: the kinds of values that the loss returns; None until a step has run.
         compared: whether the ranks' losses have been compared where the batch is not cut.
         captured: whether it is for capturing a step in a graph, which then holds its orders.
         whole: whether stacked leaves travel whole.
         phase: the optimizer's phase in the steps of this plan; None if it has no phases.
         left_axes: the axes of the batch over which the optimizer, and not the step, averages gradients.
         rules: by optimizer, the same decided on these leaves; shared by all plans of one layout.
-        stages: what steps of a pipeline have learnt of its stages.
+        stages: facts that the steps of a pipeline have learnt of its stages.
     """
 
     leaves: list[LeafLayout]
@@ -85,7 +85,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.layers = self.leaves if self.whole else [x for leaf in self.leaves for x in leaf.layers or (leaf,)]
-        # A graph holds a gather for each leaf and use; what travels together is decided when it is scheduled.
+        # A graph holds a gather for each leaf and use; units are decided when it is scheduled.
         self.gather_units = gather_units(self.layers, 0 if self.captured else self.zero.travel.bucket_bytes)
         self.reduce_units = reduce_units(self.layers, self.zero, self.mesh)
         self.refresh_units = refresh_units(self.layers, self.zero)
@@ -102,12 +102,12 @@ class Plan:
 
     @functools.cached_property
     def at_home(self) -> bool:
-        """Whether all that an update reads and writes lies in the device's memory as it is."""
+        """Whether everything that an update reads and writes lies in the device's memory, unconverted."""
         return all(leaf.at_home for leaf in self.leaves if leaf.trainable)
 
     @functools.cached_property
     def shards(self) -> PyTree:
-        """The specs of the rows that are updated: a tree like the parameters, None for what is not trained."""
+        """The specs of the rows that are updated: a tree like the parameters, None for leaves that are not trained."""
         return tree_unflatten(self.treedef, [leaf.shard if leaf.trainable else None for leaf in self.leaves])
 
     @functools.cached_property
@@ -197,7 +197,7 @@ class Plan:
     def guessed_order(self, used: UseOrder) -> list[int]:
         """A guess, equal on all ranks, of the order in which gradients become ready: that of use, reversed.
 
-        Where nothing is sent, and while a step is captured, no order need be agreed on: it is empty.
+        Where no gradient is sent, and while a step is captured, no order need be agreed on: it is empty.
 
         Args:
             used: the order in which leaves were gathered in the forward.

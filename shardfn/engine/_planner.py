@@ -84,7 +84,7 @@ class Planner:
         used = {a for spec in tree_leaves(batch, is_leaf=is_spec) for a in mesh.axes(spec.axes)}
         self.batch_axes = tuple(a for a in mesh.axis_names if a in used)
         self._plans: dict[Any, Plan] = {}
-        # What `kept` found last: nearly always what it is asked for next.
+        # The last result of `kept`: nearly always the next one, too.
         self._last: Plan | None = None
 
     def plan(self, treedef: Any, like: list[Any]) -> Plan:
@@ -105,20 +105,20 @@ class Planner:
         return list(self._plans.values())
 
     def plan_of(self, state: TrainState) -> Plan:
-        """The plan of a state, which must be kept as the plan says.
+        """The plan of a state, which must be laid out as the plan has it.
 
         Raises:
-            TypeError: it is no state of global tensors.
+            TypeError: it is not a state of global tensors.
             ValueError: it was made under other annotations; every leaf is listed.
         """
         check_passed(state)
         return self.kept(state.params, OF_A_STATE)
 
     def kept(self, params: PyTree, words: "Words") -> Plan:
-        """The plan of params, which must be kept as the plan says.
+        """The plan of params, which must be laid out as the plan has it.
 
         Raises:
-            TypeError: they are no global tensors.
+            TypeError: they are not global tensors.
             ValueError: they were made under other annotations; every leaf is listed.
         """
         leaves, treedef = tree_flatten(params)
@@ -184,7 +184,7 @@ class Planner:
         elif self.trainable is not None:
             train = broadcast_prefix(self.trainable, tree, lambda x: isinstance(x, bool), names=("trainable", "params"))
         computes = [s.spec if isinstance(s, Sharding) else s for s in specs]
-        # "device" is what a Sharding says if nothing is said, so it leaves the choice to the rule.
+        # "device" is a Sharding's default, so it leaves the choice to the rule.
         homes = [s.memory_kind if isinstance(s, Sharding) and s.memory_kind != "device" else None for s in specs]
         stacked = [isinstance(s, Sharding) and s.stacked for s in specs]
         rows = list(zip(paths, shapes, dtypes, computes, train, homes, strict=True))

@@ -29,7 +29,7 @@ _RUNS: PerMesh[dict[str | None, str]] = PerMesh()
 
 
 def pool_of(plan: Plan) -> AnyPool | None:
-    """The pool of a plan, or a substitute while a step is captured; None if nothing is kept on disk."""
+    """The pool of a plan, or a substitute while a step is captured; None without a directory."""
     if plan.zero.directory is None:
         return None
     return TracedPool() if plan.captured else disk_of(plan)
@@ -84,7 +84,7 @@ def begin(plan: Plan, state: TrainState, control: AnyControl) -> None:
     if lost:
         where = plan.zero.directory
         log.warning("states under %s cannot be resumed; these are kept in memory only: %s", where, ", ".join(lost))
-    # Rank 0's word, so that parts of different runs are told apart when they are put together.
+    # Rank 0's draw identifies the run, so that parts of different runs are not put together.
     _runs(plan)[plan.zero.directory] = str(control.gather(secrets.token_hex(4))[0])
     commit(plan, state)
 
@@ -133,7 +133,7 @@ def reopen(plan: Plan, control: AnyControl) -> tuple[dict[str, Any], dict[str, A
 
     Raises:
         ValueError: the plan keeps nothing on disk; or a directory is another rank's, mesh's or run's.
-        FileNotFoundError: the ranks have no commit in common; says which each of them has.
+        FileNotFoundError: the ranks have no commit in common; lists those of each rank.
     """
     disk = plan.zero.disk
     if disk is None:
@@ -155,9 +155,9 @@ def reopen(plan: Plan, control: AnyControl) -> tuple[dict[str, Any], dict[str, A
 
 
 def _leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:
-    """Each leaf of a state by path, and whether a commit keeps it: on disk, or small, or as the cast of a copy that is.
+    """Each leaf of a state by path, and whether a commit keeps it: on disk, or small, or as the cast of a copy on disk.
 
-    The last is the same on all ranks, whatever their blocks are.
+    The last is the same on all ranks, independent of their blocks.
     """
     copied = [x for x in plan.leaves if x.trainable and x.dtypes.master != x.dtypes.param and x.state_home == "disk"]
     casts = {leaf.path for leaf in copied}
@@ -175,7 +175,7 @@ def _value(x: Any) -> Any:
 
 
 def _is_held(plan: Plan, x: Any) -> bool:
-    """Whether a commit holds a leaf: what is on disk, and in memory leaves as small as those that never leave it."""
+    """Whether a commit holds a leaf: it is on disk, or in memory and as small as leaves that never leave it."""
     if isinstance(x, GlobalTensor) and x.memory_kind == "disk":
         return True
     return x.shape.numel() <= max(plan.zero.persist_elements, SMALL)

@@ -39,13 +39,13 @@ class Spans:
         traffic: an open counter.
 
     Attributes:
-        spent: (part, paths of leaves that travel together) -> what it took.
+        spent: (part, paths of leaves that travel together) -> its time and bytes.
     """
 
     def __init__(self, traffic: Traffic) -> None:
         self.spent: dict[tuple[str, tuple[str, ...]], Spent] = {}
         self._traffic = traffic
-        # For each open part, what the parts inside it have taken.
+        # For each open part, the time and bytes of the parts inside it.
         self._inside: list[Spent] = []
 
     @contextlib.contextmanager
@@ -78,12 +78,12 @@ def measured_into(spans: Spans) -> AbstractContextManager[Spans]:
 def named_range(
     what: str, leaves: Sequence[LeafLayout] = (), members: Sequence[int] = (), asked: int | None = None
 ) -> AbstractContextManager[Any]:
-    """A range of torch's profiler, such as "shardfn.gather params['w']", and a span; a captured graph has none.
+    """A range of torch's profiler, such as "shardfn.gather params['w']", and a span; captures get neither.
 
     Args:
         what: the part of the step.
         leaves: the layout.
-        members: which leaves travel together.
+        members: the leaves that travel together.
         asked: the one of them that is needed, which then gives the range its name.
     """
     spans = _SPANS.innermost()

@@ -2,7 +2,7 @@
 
 Along several axes they are found one after another, in the order in which `partition` plans them: those along the first
 are held while those along the second are searched, on the program that the first ones give. Each search prices the
-whole program along its axis. What the product of both would save is not searched.
+whole program along its axis. Combinations of both are not searched.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from ._partition_plan import LossCall, constants_of
 from ._partitioned import Partitioned
 from ._pipelined import Pipelined
 
-# What a rank may hold where no limit is given, as a multiple of an even share.
+# The bytes that a rank may hold where no limit is given, as a multiple of an even share.
 _SHARE = 1.25
 _TOLD = 4
 
@@ -49,8 +49,8 @@ class Unplaced:
         loss: as written for one device, of one microbatch.
         params: its leaves.
         args: its other arguments.
-        rows: of each leaf whose dim 0 the stages of a pipeline cut, how much of it a rank has at most; else None.
-        stages: the axis of the stages; None: there are none.
+        rows: for each leaf whose dim 0 the stages of a pipeline cut, the most rows of it that a rank has; else None.
+        stages: the axis of the stages; None without stages.
         num_stages: how many ranks lie along it.
     """
 
@@ -63,7 +63,7 @@ class Unplaced:
 
     @staticmethod
     def of(loss: Callable[..., Any], params: PyTree, args: Sequence[Any], sizes: Mapping[str, int]) -> "Unplaced":
-        """What a rank runs of a loss, on a mesh of these sizes.
+        """The part of a loss that a rank runs, on a mesh of these sizes.
 
         Raises:
             ValueError: it is partitioned already.
@@ -93,9 +93,9 @@ class SpecSearch:
         of: the loss.
         mesh: has the axes.
         axes: their names, in order.
-        kept: of each leaf the bytes that are kept.
+        kept: the bytes that are kept of each leaf.
         limit: bytes that a rank may hold; None: an even share and a quarter more, or the least.
-        cluster: by whose rates work is priced; None: it costs nothing.
+        cluster: the machines whose rates price work; None: work is free.
     """
 
     of: Unplaced
@@ -109,7 +109,7 @@ class SpecSearch:
         """The specs.
 
         Raises:
-            ValueError: the leaves do not fit, whatever is cut; names the biggest, the limit, and what would fit.
+            ValueError: the leaves do not fit, with any cut; names the biggest, the limit, and one that would fit.
         """
         treedef = tree_flatten(self.of.params)[1]
         shape = {axis: num if axis in self.axes else 1 for axis, num in self.mesh.shape.items()}
@@ -119,9 +119,9 @@ class SpecSearch:
         return tree_unflatten(treedef, specs)
 
     def _within(self) -> "_CutLeaves":
-        """Within the limit, if that can be.
+        """Cuts leaves to fit the limit, if possible.
 
-        Earlier axes leave whole what later ones may cut; where these cannot, earlier ones cut more, and at last all.
+        Earlier axes keep leaves whole for later ones to cut; if these cannot, earlier ones cut more, and at last all.
         """
         limit = self._limit()
         found = self._cuts(limit, 1.0)
@@ -138,7 +138,7 @@ class SpecSearch:
         return _SHARE * sum(self._totals()) / math.prod(self.mesh.shape[a] for a in self.axes)
 
     def _cuts(self, limit: float, room: float) -> "_CutLeaves":
-        """Along one axis after another, where those before the last leave a rank `room` of what later ones may cut."""
+        """Cuts along one axis after another; all but the last leave a rank `room` of the bytes for later ones."""
         leaves = tree_leaves(self.of.params)
         views = [LeafView(tuple(x.shape), P(), tuple(x.shape)) for x in leaves]
         scanned: list[bool] = []
@@ -149,7 +149,7 @@ class SpecSearch:
             nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
             scanned = scanned or list(map(_scanned, nodes[: len(leaves)]))
             later //= self.mesh.shape[axis]
-            # What later axes cut is not held by a rank.
+            # A rank does not hold the parts that later axes cut.
             most = limit if axis == self.axes[-1] else room * limit * later
             found = self._along(k, gm, nodes, call.trained(nodes), most)
             held = found.held
@@ -186,7 +186,7 @@ class SpecSearch:
         return wire.bandwidth / self.cluster.device.rate(dtype_name(most))
 
     def _held(self, i: int) -> HeldBytes:
-        """What a rank keeps of a leaf: of a stack that stages cut, its rows."""
+        """The bytes that a rank keeps of a leaf: if stages cut it, of its rows."""
         kept, most = self.kept[i], self.of.rows[i]
         if most is None:
             return kept
@@ -194,7 +194,7 @@ class SpecSearch:
         return HeldBytes(share * kept.per_element, share * kept.fixed)
 
     def _totals(self) -> list[float]:
-        """Of each leaf the bytes that are kept of it, before any of these axes cuts it."""
+        """The bytes that are kept of each leaf, before any of these axes cuts it."""
         held = map(self._held, range(len(self.kept)))
         leaves = tree_leaves(self.of.params)
         return [kept.fixed + kept.per_element * x.numel() for kept, x in zip(held, leaves, strict=True)]
@@ -216,7 +216,7 @@ class SpecSearch:
         stages, most = self.of.stages, self.of.rows[i]
         if most is not None:
             spec = P(stages, *spec.entries[1:])
-            # Of layers that travel one by one every rank has one.
+            # Layers of a stacked leaf are sent one by one, so every stage must have one.
             num = len(tree_leaves(self.of.params)[i])
             scanned = scanned and -(-num // most) == self.of.num_stages
         return Sharding(spec, stacked=True) if scanned else spec
@@ -224,7 +224,7 @@ class SpecSearch:
 
 @dataclasses.dataclass(frozen=True)
 class _CutLeaves:
-    """Of each leaf its spec along the axes and whether a scan takes it apart; and what the rank with the most holds."""
+    """The spec of each leaf along the axes, whether a scan takes it apart, and the bytes of the rank with the most."""
 
     specs: Sequence[P]
     scanned: Sequence[bool]
@@ -232,7 +232,7 @@ class _CutLeaves:
 
 
 def _cut(view: LeafView, form: Form, axis: str) -> LeafView:
-    """A leaf that is cut along one more axis, within what others leave."""
+    """A leaf that is cut along one more axis, within the blocks that others leave."""
     if form.kind != "cut":
         return view
     names = [view.spec.dim_axes(d) for d in range(max(len(view.spec), form.dim + 1))]

@@ -1,12 +1,12 @@
 """The transfers of the functional step, as pure functions of tensors: storage -> compute, and back.
 
-    wholes = enter(plan, blocks)            storage -> what the loss sees, one value a rank (V over the batch's axes)
+    wholes = enter(plan, blocks)            storage -> the loss's leaves, one value a rank (V over the batch's axes)
     rows   = reduce(plan, cotangents)       its transpose, summed: each rank's rows of the gradient
     blocks = refresh(plan, blocks, rows)    updated rows -> storage
 
 Each is made of the differentiable collectives, so that it has a transpose and a vmap rule of its own; leaves of one
-unit travel in one message, padded to the rows of the first rank. A message of a vmapped step is K times as large, and
-there are as many of them.
+unit travel in one message, padded to the rows of the first rank. A vmapped step has the same number of messages, each K
+times as large.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,9 +36,9 @@ def enter(plan: Plan, blocks: Sequence[Tensor], mode: Following | None = None) -
 
     Args:
         plan: the layout.
-        blocks: this rank's piece of each parameter, in the memory in which it is kept; what is on disk has been read.
-        mode: of a function, in which a leaf is the same on all ranks along the batch's axes and its uses are cast; in
-            a loss each rank has its own.
+        blocks: this rank's piece of each parameter, in the memory in which it is kept; blocks on disk have been read.
+        mode: the types of a function, in which a leaf is the same on all ranks along the batch's axes and its uses are
+            cast; None in a loss, where each rank has its own.
 
     Raises:
         ValueError: leaves or gradients are quantised on their way, which has no derivative.
@@ -114,14 +114,14 @@ def _gathered(plan: Plan, unit: Unit, pieces: Sequence[Tensor], *, invariant: bo
 
 
 def _scattered(plan: Plan, leaves: list[LeafLayout], grads: list[Tensor]) -> list[Tensor]:
-    """The sum over all axes of the batch, of which this rank gets its rows in the same message."""
+    """This rank's rows of the sum over all axes of the batch, in one message."""
     packing = EvenPacking([leaf.pieces for leaf in leaves])
     own = psum(psum_scatter(packing.lay(grads), leaves[0].reduce_axes), leaves[0].extra_axes)
     return packing.split(own, plan.zero_rank(leaves[0]))
 
 
 def _summed(plan: Plan, leaves: list[LeafLayout], grads: list[Tensor]) -> list[Tensor]:
-    """The sum over all axes of the batch, of which this rank then takes its rows."""
+    """This rank's rows of the sum over all axes of the batch, cut after the sum."""
     flat = psum(torch.cat([g.reshape(-1) for g in grads]), leaves[0].reduce_axes + leaves[0].extra_axes)
     parts = flat.split([leaf.block.numel() for leaf in leaves])
     wholes = [part.reshape(leaf.block) for leaf, part in zip(leaves, parts, strict=True)]

@@ -33,18 +33,18 @@ PATIENCE = 2.0
 class Reducer:
     """Collects one step's gradients. Made anew each step.
 
-    Backwards run one at a time, of whichever microbatch: `begin`, any number of `take`s, `end`. What it knows of one
-    backward (which leaves are missing, what is next in the order, what is on its way) is empty between them; the sums
-    of those so far stay. All ranks begin backwards in the same order and with the same `send` and `last`.
+    Backwards run one at a time, of any microbatch: `begin`, any number of `take`s, `end`. Per-backward state (missing
+    leaves, the next unit, pending sends) is cleared in `end`; sums persist until `gradients`. All ranks begin backwards
+    in the same order and with the same `send` and `last`.
 
     Args:
         plan: the layout; a `cut` leaf is reduced to this rank's rows, the others are reduced whole.
         channels: the step's communicators.
         order: the agreed order in which units are sent; empty: as they become ready, which a captured program does
             alike on all ranks. See `expect`.
-        late_axes: axes whose ranks run backwards of their own, so that what they share is summed along them when each
-            has run its last one.
-        chunks: where backwards are of chunks, which are summed by their tree: those of this rank.
+        late_axes: axes whose ranks run backwards of their own, so that the gradients of shared leaves are summed along
+            them when each has run its last one.
+        chunks: this rank's chunks, if each backward is of one and they are summed by their tree; else None.
 
     Attributes:
         seen: the order in which this rank's units became ready in the last backward.
@@ -113,7 +113,7 @@ class Reducer:
     def take(self, leaf: int, grad: Tensor) -> None:
         """Takes the gradient of a leaf: the sum over its uses in this backward.
 
-        `grad` is an alias that nobody else has. It is written to only if nobody has what shares its memory, either.
+        `grad` is an alias that only the caller has. It is written to only if no other tensor shares its memory, either.
         """
         mark(grad, "gradient_to", self._leaves[leaf].entry)
         if self._put(leaf, grad):
@@ -130,7 +130,7 @@ class Reducer:
         self._send_ready()
 
     def _put(self, leaf: int, grad: Tensor) -> bool:
-        """Adds a gradient to what there is of its leaf; whether its unit now has all that it is to send."""
+        """Adds a gradient to the sum of its leaf. Returns whether its unit is now complete and to be sent."""
         # Also in a backward that does not send: whether anything is trained is asked of the whole step.
         self.received = True
         unit = self._unit_of[leaf]
@@ -152,7 +152,7 @@ class Reducer:
         return True
 
     def end(self) -> None:
-        """Sends what is left, zeros for leaves without a gradient, and waits for everything."""
+        """Sends the units that are left, with zeros for leaves without a gradient, and waits for everything."""
         self.collects = False
         if not self._send:
             return
@@ -177,7 +177,7 @@ class Reducer:
                     part = part.to(leaf.dtypes.reduce)
                     self._parts.add(u, psum(part, leaf.extra_axes), last=True)
                 self._parts.finish(u)
-            for u in sorted(self._late):  # of which all ranks along these axes have the same
+            for u in sorted(self._late):  # all ranks along these axes have the same ones
                 part = self._parts.pop(u)
                 part = part if isinstance(part, Tensor) and self._home(u) == "device" else brought(part, self._device)
                 self._parts.add(u, psum(part, self._late_axes), last=True)
@@ -188,7 +188,7 @@ class Reducer:
         return self._parts
 
     def gradients(self) -> dict[int, Tensor | Stored]:
-        """Per leaf, what the optimizer takes of the summed gradient: this rank's rows, or the whole block."""
+        """Per leaf, the part of the summed gradient that the optimizer takes: this rank's rows, or the whole block."""
         out: dict[int, Tensor | Stored] = {}
         for u in self._order:
             if self._parts.is_taken(u):
@@ -203,7 +203,7 @@ class Reducer:
                 flat = flat.to(members[0].dtypes.accum)
                 here = self._scatter[u].size == 1 and self._parts.home(u) == "device"
                 if here and not (all(map(self._local.has_made, leaves)) or is_sole_owner(flat)):
-                    flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that somebody keeps
+                    flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that is kept elsewhere
             out.update(zip(leaves, pieces_of(packing, index, flat), strict=True))
             if not alone:
                 self._parts.drop(u)
@@ -211,16 +211,16 @@ class Reducer:
                 home = self._parts.home(u)
                 wanted = [i for i, m in zip(leaves, members, strict=True) if m.takes_rows or m.grad_home != home]
                 out.update({i: self._landed(i, out[i], home) for i in wanted})
-        self._channels.flush()  # the optimizer may write what was sent
+        self._channels.flush()  # the optimizer may write to tensors that were sent
         return out
 
     @functools.cached_property
     def _stays(self) -> list[bool]:
-        """By unit, whether it goes with the last backward alone: nobody is sent to, and it makes no difference."""
+        """By unit, whether it is summed here until the last backward, as no other rank gets it."""
         return [self._sums is None and not self._plan.captured and self._is_alone(u) for u in range(len(self._units))]
 
     def _is_alone(self, unit: int) -> bool:
-        """Whether what is summed of a unit are this rank's gradients as they come, on the device."""
+        """Whether a unit's sum is of this rank's gradients alone, unconverted and on the device."""
         channel, members = self._scatter[unit], [self._leaves[i] for i in self._units[unit].leaves]
         same = all(leaf.dtypes.reduce == leaf.dtypes.accum for leaf in members)
         return same and channel.size == 1 and not isinstance(channel, CodedReduce) and self._home(unit) == "device"
@@ -279,7 +279,7 @@ class Reducer:
         # The message has them: each gradient goes now, and not after the transfer.
         members.clear()
         if self._in_one(unit):
-            # It is summed in place; what somebody else shows is copied first.
+            # It is summed in place; memory that another tensor shares is copied first.
             return channel.all_reduce(flat if is_sole_owner(flat) else flat.clone())
         if not self._cut[unit] and self._last and channel.size > 1:
             # The sum is made whole in it: by then its own summands have been sent.
@@ -303,7 +303,7 @@ class Reducer:
         return sums.send(leaves, send)
 
     def _write_down(self, unit: int, members: list[tuple[LeafLayout, Tensor]]) -> Pending[Tensor]:
-        """`_start` in a capture, where nothing is sent, and each layer of a stack does the same."""
+        """`_start` in a capture, which sends nothing and traces the layers of a stack once."""
         leaves, grads = [leaf for leaf, _ in members], [grad for _, grad in members]
         looks = *(leaf.looks for leaf in leaves), self._scatter[unit].axes
 
@@ -315,7 +315,7 @@ class Reducer:
 
     def _in_one(self, unit: int) -> bool:
         """Whether a gradient that is wanted whole is summed by one all_reduce: not if it is added to earlier parts."""
-        # The same when it is sent and when it is collected: nothing is added to this unit in between.
+        # The same when it is sent and when it is collected, as the unit is not added to in between.
         alone = self._last and unit not in self._parts and unit not in self._late and self._sums is None
         return alone and self._overlap_gather and not self._cut[unit] and self._scatter[unit].sums_in_one
 

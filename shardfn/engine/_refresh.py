@@ -23,7 +23,7 @@ def refresh(
     rows: Sequence[Tensor | Stored | None],
     pool: AnyPool | None = None,
 ) -> list[Tensor | Stored]:
-    """The parameters to keep, given what each rank updated.
+    """The parameters to keep, given the rows that each rank updated.
 
     Args:
         plan: the layout.

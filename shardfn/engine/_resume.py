@@ -103,7 +103,7 @@ def _casts(plan: Plan, opt_state: Any, values: dict[str, Any]) -> dict[str, Tens
 def _whole(
     plan: Plan, channels: AnyChannels, blocks: list[Tensor | Stored], casts: dict[str, Tensor]
 ) -> list[Tensor | Stored]:
-    """Gathers blocks of which this rank has only its rows."""
+    """Gathers blocks where this rank has only its rows."""
     if not casts:
         return blocks
     rows: list[Any] = [None] * len(blocks)
@@ -113,6 +113,6 @@ def _whole(
         if leaf.path in casts:
             rows[i], blocks[i] = blocks[i], torch.empty(leaf.block, dtype=leaf.dtypes.param, device=plan.mesh.device)
         else:
-            # All ranks refresh the same units: what was committed whole takes part with its rows.
+            # All ranks refresh the same units: a block that was committed whole takes part with its rows.
             rows[i] = own_rows(plan, leaf, loaded(blocks[i]))
     return refresh(plan, channels, blocks, rows, pool_of(plan))

@@ -3,7 +3,7 @@
     accumulation(2) == F0 B0 F1 B1
 
 All ranks run one list, and agree on it before the first transfer: each action is a phase of the order of use. A list
-may keep any number of forwards open, and close them in any order; what it trades is activation memory.
+may keep any number of forwards open, and close them in any order, at the cost of activation memory.
 """
 
 from collections import Counter

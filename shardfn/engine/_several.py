@@ -81,11 +81,11 @@ class Share(NamedTuple):
     """The part of one loss in a call of its step, admitted.
 
     Attributes:
-        name: of the loss; "" where the step has one.
+        name: of the loss; "" in a step of one loss.
         source: the loss.
         plan: its layout.
         rows: its batch.
-        known: whether this rank already has what a first call learns; see `Agreed`.
+        known: whether this rank already has the results of a first call; see `Agreed`.
     """
 
     name: str

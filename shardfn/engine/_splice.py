@@ -1,8 +1,8 @@
 """Scans in captured steps: the traced steps of one layer are copied into the graph for each layer.
 
 Each copied layer is one node of autograd, whose forward and backward write the template's steps into the graph. So
-autograd itself does what is due between layers (sums of several uses, hooks, recomputation). What the engine must know
-of, such as a leaf that is fetched or a gradient that arrives, is not copied but requested again.
+autograd itself does the work between layers (sums of several uses, hooks, recomputation). Engine calls (fetching a
+leaf, receiving a gradient) are not copied; the copied layer makes them again.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def taking_early(root: Tensor) -> Iterator[None]:
 
 @dataclasses.dataclass
 class _Templates:
-    """What a capture remembers of a scan's function, which may run once for each microbatch.
+    """A capture's record of a scan's function, which may run once for each microbatch.
 
     Attributes:
         kept: the objects that identify the function, kept alive so that no others get their addresses.
@@ -58,7 +58,7 @@ class _Templates:
         seen: how carry and x looked where the function ran.
         splices: by looks, its template.
         structure: of (carry, y).
-        own: whether a template uses what only its own scan has.
+        own: whether a template uses values that only its own scan has.
         fails: whether its layers cannot be copied.
     """
 
@@ -72,17 +72,17 @@ class _Templates:
 
 
 def copied_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
-    """Runs a scan: the first layers as they are, and copies once carry and x look as in an earlier layer.
+    """Runs a scan: calls the function for the first layers, and copies once carry and x look as in an earlier layer.
 
     The same function over the same objects is known from scan to scan: all microbatches' layers are copies of one.
 
     Raises:
-        CaptureError: layers do not do the same.
+        CaptureError: layers have different steps.
     """
     notes = recorder()
     if notes is None or transforming():
         return plain_loop(run, carry, layers)
-    # Around what is computed again a scan starts anew both times: what is saved the second time must be as the first.
+    # Inside a section that is computed again, a scan starts anew both times: both must save the same tensors.
     key, kept = (None, None) if _is_hooked() else _identity(run)
     made: _Templates = _Templates(kept) if key is None else notes.known.setdefault(key, _Templates(kept))
     if made.fails or not (made.calls or len(layers) > MIN_COPIED) or _is_watched(layers):
@@ -118,7 +118,7 @@ def _make(made: _Templates, look: Any, run: Run, carry: PyTree, layers: Sequence
         # The last layer's only to be compared: a function that treats layers unlike is refused, and not copied wrongly.
         template, other = (Template(body, flat, tree_leaves(x), notes) for x in (layers[0], layers[-1]))
     except Unfit as reason:
-        torch.clear_autocast_cache()  # it may hold what was taken out of the graph again
+        torch.clear_autocast_cache()  # it may hold values that were taken out of the graph again
         log.warning(_SLOWLY, reason)
         made.fails = True
         return
@@ -128,7 +128,7 @@ def _make(made: _Templates, look: Any, run: Run, carry: PyTree, layers: Sequence
 
 
 def _identity(run: Run) -> tuple[Any, Any]:
-    """By what a scan's function is known again, and the objects of which that has the addresses; None if by nothing."""
+    """The key that identifies a scan's function, and the objects whose addresses it holds; None without a key."""
     if not isinstance(run, ScanBody) or not isinstance(run.f, types.FunctionType):
         return None, None
     f = run.f
@@ -144,7 +144,7 @@ class Splice:
     """Copies a template into the graph, layer by layer.
 
     Args:
-        template: what a layer does.
+        template: the steps of a layer.
         recorder: of the capture that is running.
     """
 
@@ -155,7 +155,7 @@ class Splice:
         self._outside = {storage_of(t): (t.untyped_storage(), 0) for t in outside}
 
     def __call__(self, carry: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
-        """What the body returns for a layer."""
+        """The body's result for a layer."""
         # So that autograd knows whose gradient a layer makes; the whole leaf is fetched inside.
         ends = [t.handle if type(t) is LazyLeaf else t for t in x]
         with not_following():  # its steps have their casts
@@ -166,7 +166,7 @@ class Splice:
         return [kinds[kind][i] for kind, i in self._template.outs]
 
     def forward(self, x: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Copies the forward; returns the values, and what is saved for the backward."""
+        """Copies the forward; returns the values, and the tensors that are saved for the backward."""
         copy = Copy(self._recorder, self._outside)
         for node, t in zip(self._template.inputs, given, strict=True):
             copy.let(node, t)
@@ -230,7 +230,7 @@ class _SplicedLayer(torch.autograd.Function):
 
 
 def _is_hooked() -> bool:
-    """Whether hooks change what is saved for the backward, as those of a remat or an offload around the scan."""
+    """Whether hooks change the tensors saved for the backward, as those of a remat or an offload around the scan."""
     hooks = saved_tensors_hooks()
     return hooks is not None and not packs_leaves(hooks[0])
 

@@ -23,7 +23,7 @@ def first_kept(plan: Plan, parts: StepParts, tree: PyTree, specs: PyTree) -> PyT
         specs: its specs, a prefix tree.
 
     Raises:
-        TypeError: a leaf is no tensor, or the loss is pipelined and the tree no `PipelineState`.
+        TypeError: a leaf is not a tensor, or the loss is pipelined and the tree not a `PipelineState`.
         ValueError: it does not fit the specs, the stages, or a step without one.
     """
     if parts.has_state:
@@ -60,7 +60,7 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
     kinds = [[tree_leaves(kind) for kind in of.kinds(stack)] for stack in stacks]
     if not all(kind for of_stack in kinds for kind in of_stack):
         raise ValueError(NO_LAYERS)
-    # Where there are several kinds, some may be uncut; then they are like leaves that are no layers.
+    # Where there are several kinds, some may be uncut; then they are like leaves outside of layers.
     inside = dict.fromkeys(i for of_stack in kinds for i in _cut_ones(plan, of_stack, of.axis))
     problems = []
     for i, leaf in enumerate(plan.leaves):

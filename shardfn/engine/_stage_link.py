@@ -27,8 +27,7 @@ class StageLink:
     """Sends and receives between stages. Each message has its own tag within a step.
 
     A send ends when its receiver has answered, that is, when a message has come from that rank which it sends after it
-    has taken this one. Then what was sent may be dropped, and nobody has to wait. Sends without an answer end with the
-    step.
+    has taken this one. Then the sent tensors are dropped, without a wait. Sends without an answer end with the step.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class StageLink:
         self._next = collections.deque(a for a in table.ranks[rank] if self._comes(a))
         self._coming: dict[Action, list[Pending[Tensor] | Tensor]] = {}
         self._sent: list[_Unanswered] = []
-        # What a stage sends to itself, where two of a rank's lie side by side.
+        # Messages from one stage to the next where both are on this rank.
         self._here: dict[StageAction, list[Tensor]] = {}
 
     def receive(self, action: Action) -> list[Tensor]:
@@ -74,7 +73,7 @@ class StageLink:
                 self._sent.append(_Unanswered(*after, self._channel.send(x.detach(), after.rank, tag + i)))
 
     def close(self) -> None:
-        """Waits until all that was sent has left."""
+        """Waits until all messages have left."""
         self._end(lambda _: True)
 
     def _end(self, which: Callable[[_Unanswered], bool]) -> None:

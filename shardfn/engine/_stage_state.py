@@ -19,7 +19,7 @@ from ._model_state import innermost_state
 
 
 class PipelineState(NamedTuple):
-    """The model state of a pipelined loss, by the function that takes and returns it; `()` is none.
+    """The model state of a pipelined loss, by the function that takes and returns it; `()` for a function without one.
 
     Attributes:
         first: a tree, of the first function.
@@ -50,12 +50,12 @@ def put_part(**parts: PyTree) -> None:
 
 
 def apart(out: Any, name: str, what: str, most: int = 2) -> tuple[Any, PyTree]:
-    """Splits what a function with a state has returned into its result and its state.
+    """Splits the return value of a function with a state into its result and its state.
 
     Args:
-        out: what it has returned.
+        out: the return value.
         name: the function, as `pipeline` calls it.
-        what: what it must return besides the state.
+        what: the result that it must return besides the state, in words.
         most: how many values it may return.
 
     Raises:
@@ -72,7 +72,7 @@ def apart(out: Any, name: str, what: str, most: int = 2) -> tuple[Any, PyTree]:
 
 
 def with_part(f: Callable[..., Any], part: str, what: str, params: PyTree, args: Sequence[Any], most: int = 2) -> Any:
-    """`f(params, its part of the model state, *args)`, of which the new part is left for the next forward."""
+    """`f(params, its part of the model state, *args)`, which leaves the new part for the next forward."""
     out, new = apart(f(params, getattr(current_state(), part), *args), part, what, most)
     put_part(**{part: new})
     return out
@@ -88,7 +88,7 @@ def check_stage_state(state: PyTree, specs: PyTree, axis: str | None, rows: Sequ
         rows: by chunk, how many layers a stack of parameters has; None: the layers are functions, of a tree each.
 
     Raises:
-        TypeError: it is no `PipelineState`.
+        TypeError: it is not a `PipelineState`.
         ValueError: a part is cut that is not, or the other way; or there are other numbers of layers.
     """
     if not isinstance(state, PipelineState):

@@ -1,7 +1,8 @@
 """A microbatch in stages: this rank runs some layers, and activations and their gradients go from rank to rank.
 
-All ranks know beforehand what comes from whom: the schedule is one table, and what `first` returns, which layers keep
-in shape and dtype, is found without computing it. A send never waits. What is received is asked for some actions ahead.
+All ranks know each message and its sender beforehand: the schedule is one table, and the shapes and dtypes of the
+result of `first`, which layers keep, are found without computing it. A send never waits. Receives are posted some
+actions ahead.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ from ._stages_seen import ActivationShapes
 
 @dataclasses.dataclass(frozen=True)
 class _Passed:
-    """What a stage hands on; no loss, so that a policy leaves it as it is."""
+    """The values for the next stage; not a loss, so that a policy does not cast them."""
 
     h: Any
 
@@ -67,8 +68,8 @@ class Staged:
         plan: the layout.
         comms: the communicators.
         loss: of one microbatch; pipelined, perhaps of mixed precision.
-        table: what each rank does.
-        batches: the microbatches, of which each rank along the axis has the same.
+        table: the actions of each rank.
+        batches: the microbatches, the same on each rank along the axis.
         rest: the key, if the loss takes one.
         has_aux: whether the loss returns an aux.
         model_state: with which the microbatches begin; its shapes count.
@@ -95,11 +96,11 @@ class Staged:
         self._firsts = of.firsts(check_stages(plan, of), self._rank)
         given = (batches[0], *rest), model_state
         self._shape = _shape(plan, of, self._mixed, given)
-        # Found after this rank's layers have run: what a layer returns may be known by then only.
+        # Found after this rank's layers have run: the result of a layer may be known only by then.
         self._ends = functools.partial(_ends, plan, loss, self._shape, given, has_aux)
         channel = comms.channels.between(self.late_axes)
         self._line = StageLink(channel, self._shape.leaves, table, self._rank, plan.mesh.device)
-        # What `receive` has brought for the one action that runs now.
+        # The message that `receive` has taken for the one action that runs now.
         self._arrived: list[Tensor] = []
         # By microbatch and chunk, from its forward to its backward; a W needs nothing of it.
         self._open: dict[tuple[int, int], _Underway] = {}
@@ -110,7 +111,7 @@ class Staged:
         self._arrived = self._line.receive(action)
 
     def forward(self, action: Action, params: PyTree) -> Value | None:
-        """Runs this rank's layers, and sends on what they make; at the last stage, the loss."""
+        """Runs this rank's layers and sends their result on; at the last stage, returns the loss."""
         stage = self._table.stages[self._rank][action.chunk]
         inputs, given = self._entered(stage)
         loss = self._part(action.chunk, stage, given)
@@ -125,7 +126,7 @@ class Staged:
         return None
 
     def ends(self, action: Action, seed: Seed) -> Ends:
-        """The loss, or what was sent on and the gradients that came back."""
+        """The loss, or the tensors that were sent on and the gradients that came back."""
         opened = self._open.pop(action[1:])
         if opened.value is not None:
             pairs = [(opened.value.total, seed(opened.value.total, opened.value.weight))]
@@ -136,7 +137,7 @@ class Staged:
         return Ends([x for x, _ in pairs], [g for _, g in pairs], opened.inputs)
 
     def send_back(self, action: Action, grads: list[Tensor | None]) -> None:
-        """Sends the gradients of what was received to where it came from; zeros where there are none."""
+        """Sends the gradients of the received tensors back to their sender; zeros for a tensor without one."""
         if self._table.stages[self._rank][action.chunk] == 0:
             return
         floats = [x for x in self._shape.leaves if x.is_floating_point()]
@@ -147,12 +148,12 @@ class Staged:
         )
 
     def close(self) -> None:
-        """Waits until the other stages have all that this one has sent."""
+        """Waits until the other stages have received all messages of this one."""
         self._comms.name("")
         self._line.close()
 
     def values(self, seen: list[Value]) -> list[Value]:
-        """The sums that the last stage has, as one value, told to the others."""
+        """The sums that the last stage has, as one value, sent to the others."""
         plan = self._plan
         if plan.captured:
             plan.stages.ends = self._ends()
@@ -175,7 +176,7 @@ class Staged:
         return [Value(row[0].to(dtype), weight, aux)]
 
     def kept(self, model_state: PyTree) -> PyTree:
-        """With what one stage alone has changed, and others have too, from the rank of that stage."""
+        """The model state. Parts that several ranks have and one stage changes come from the rank of that stage."""
         of = self._of
         if not of.has_state:
             return model_state
@@ -190,7 +191,7 @@ class Staged:
 
     @contextlib.contextmanager
     def named(self, action: Action) -> Iterator[None]:
-        """Says of an error of this rank alone which stage was at which microbatch."""
+        """Notes in an error of this rank alone which stage was at which microbatch."""
         try:
             yield
         except (TransportError, RankError):
@@ -204,7 +205,7 @@ class Staged:
         return f"in stage {stage} of {self._table.num_stages}, {action.kind} of microbatch {action.microbatch}"
 
     def _entered(self, stage: int) -> tuple[list[Tensor], PyTree]:
-        """What this stage begins with: the tensors that get a gradient, and the tree; nothing at the first stage."""
+        """This stage's inputs: the tensors that get a gradient, and the tree; empty and None at the first stage."""
         if stage == 0:
             return [], None
         plan = self._plan
@@ -217,7 +218,7 @@ class Staged:
         return inputs, tree_unflatten(self._shape.treedef, self._arrived)
 
     def _part(self, chunk: int, stage: int, given: PyTree) -> Loss:
-        """This stage as a loss that begins with `given`; but for the last one, it returns what is sent on."""
+        """This stage as a loss that begins with `given`; but for the last one, it returns the values to send on."""
         of, final = self._of, stage == self._table.num_stages - 1
 
         def part(params: PyTree, batch: PyTree, *key: Tensor) -> Any:
@@ -227,7 +228,7 @@ class Staged:
         return part if self._mixed is None else dataclasses.replace(self._mixed, inner=part)
 
     def _checked(self, h: PyTree) -> list[Tensor]:
-        """The leaves of what a stage has made, which must be like what it is given.
+        """The leaves of a stage's result, which must be like those of its input.
 
         Raises:
             TypeError: they are not; lists every leaf.
@@ -251,7 +252,7 @@ class Staged:
 
 
 def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> ActivationShapes:
-    """What `first` returns, found once for batches of one shape.
+    """The shapes of the result of `first`, found once for batches of one shape.
 
     Args:
         plan: the layout.
@@ -284,7 +285,7 @@ def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> Act
 
 
 def _ends(plan: Plan, loss: Loss, shape: ActivationShapes, given: PyTree, has_aux: bool) -> Any:
-    """What the last stage returns, as `_kinds` says it: found on any rank, without computing it; see `_shape`."""
+    """The `_kinds` of the last stage's result: found on any rank, without computing it; see `_shape`."""
     of = pipelined_in(loss)
     assert of is not None
     leaves, treedef = tree_flatten(given)
@@ -319,7 +320,7 @@ def _on_abstract(plan: Plan, leaves: list[Any], axes: Sequence[str]) -> Iterator
 
 @contextlib.contextmanager
 def _without_data(what: str, first: Callable[..., Any]) -> Iterator[None]:
-    """Says of a function, passed as `what`, that asks for values that it runs without any.
+    """Explains the error of a function, passed as `what`, that reads values of tensors: it runs without data.
 
     Raises:
         ValueError: it does.
@@ -339,7 +340,7 @@ def _without_data(what: str, first: Callable[..., Any]) -> Iterator[None]:
 
 
 def _kinds(seen: list[Value]) -> Any:
-    """Of what dtypes the loss and its weight are, and which aux there are; None where there is no loss."""
+    """The dtypes of the loss and its weight, and the names of aux; None without a loss."""
     if not seen:
         return None
     last = seen[-1]

@@ -1,4 +1,4 @@
-"""What the steps of a pipeline learn of its stages, kept for later steps."""
+"""Facts that the steps of a pipeline learn of its stages, kept for later steps."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -24,11 +24,11 @@ class ActivationShapes(NamedTuple):
 
 @dataclasses.dataclass
 class StagesSeen:
-    """What a plan's steps have learnt; empty until one has run.
+    """The facts that a plan's steps have learnt; empty until one has run.
 
     Attributes:
-        ends: what kinds of values the last stage returns.
-        between: by the shapes of a batch, what travels between stages.
+        ends: the kinds of values that the last stage returns.
+        between: by the shapes of a batch, the tensors that travel between stages.
     """
 
     ends: Any = None

@@ -1,8 +1,8 @@
 """One training step, written once: loss -> gradients -> measures -> skip -> update.
 
     out            = differentiate()            the loss, and its gradients summed over ranks
-    metrics, scale = measure(out)               what all ranks know of it
-    state          = choose(metrics, update)    update(out, scale), or the state as it was
+    metrics, scale = measure(out)               the numbers that all ranks get of it
+    state          = choose(metrics, update)    update(out, scale), or the old state
 
 Executors run it in different ways. The eager executor does each part at once; the traced one writes the same parts into
 a graph; the pure one makes them of differentiable functions, inside a transform of torch.func.
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class StepParts:
-    """What a step is made of besides state and batch.
+    """The parts of a step besides state and batch.
 
     Attributes:
         loss: the user's loss, possibly accumulated.
@@ -38,10 +38,10 @@ class StepParts:
         has_aux: whether the loss returns aux.
         has_state: whether it takes a model state, and returns one.
         donate: whether a step consumes its state.
-        skip_nonfinite: whether a step that is not finite returns the state as it was, without a loss scale, too.
+        skip_nonfinite: whether a step that is not finite returns the old state, without a loss scale, too.
         loss_scale: the rule of the loss scale; None = the loss is not scaled.
         schedule: the forwards and backwards of the microbatches, in the order in which all ranks run them.
-        table: in a pipeline, what each rank runs instead; None if all ranks run the same.
+        table: in a pipeline, the actions that each rank runs instead; None if all ranks run the same.
     """
 
     loss: Loss
@@ -64,8 +64,8 @@ class StepCall(NamedTuple, Generic[Result]):
     """A step, or a half of one, which ranks agree on and then run.
 
     Attributes:
-        run: runs it, given what the ranks have agreed on.
-        known: whether this rank already has what a first step learns; see `Agreed`.
+        run: runs it, given the ranks' agreement.
+        known: whether this rank already has the results of a first step; see `Agreed`.
     """
 
     run: Callable[[Comms, Agreed], Result]
@@ -74,7 +74,7 @@ class StepCall(NamedTuple, Generic[Result]):
 
 @runtime_checkable
 class Executor(Protocol[Out, New]):
-    """What runs one step. Made for one state and one batch; each part is called once, in the order of `one_step`."""
+    """Runs one step. Made for one state and one batch; each part is called once, in the order of `one_step`."""
 
     def differentiate(self) -> Out:
         """The loss and the gradients of the global batch. Reads the state, and writes nothing of it."""
@@ -109,7 +109,7 @@ def advanced(new: TrainState, old: TrainState, rule: LossScale | None, metrics: 
     """The new state with the loss scale of the next step, if it has one; after the step, as it reads the metrics.
 
     Raises:
-        FloatingPointError: it is no use to go on.
+        FloatingPointError: the loss scale is at its minimum, and gradients still overflow.
     """
     if rule is None:
         return new

@@ -40,7 +40,7 @@ def step_parts(loss: Unwrapped, optimizer: GradientTransformation, mesh: Mesh, *
 def step_lines(
     unwrapped: Unwrapped, parts: StepParts, plan: Plan, key: Tensor | None, state_specs: PyTree
 ) -> list[str]:
-    """What ranks agree on before the first transfer, besides the layout: one line a fact."""
+    """The facts that ranks agree on before the first transfer, besides the layout, one a line."""
     flags = f"donate {parts.donate} skip_nonfinite {parts.skip_nonfinite} has_aux {parts.has_aux}"
     kept = [f"state_specs {state_specs}"] if parts.has_state else []
     seed = f"key {None if key is None else key.tolist()}"
@@ -54,10 +54,10 @@ def step_lines(
 
 
 def check_scale(state: TrainState, rule: LossScale | None) -> None:
-    """Refuses a state with a loss scale in a step without one, and the other way.
+    """Refuses a state with a loss scale in a step without one, and the reverse.
 
     Raises:
-        ValueError: says which has one.
+        ValueError: names the one that has it.
     """
     if (scale_of(state) is None) != (rule is None):
         has, built = ("a", "without one") if rule is None else ("no", "with one")

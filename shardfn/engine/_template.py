@@ -1,8 +1,8 @@
 """One layer of a scan, traced by itself while a step is captured, to be copied for the other layers.
 
-The layer's function runs on tensors that stand in for its arguments, forward and, by `torch.autograd.grad`, backward.
-What that writes into the graph is taken out again and kept as steps. Two kinds of step are not ops of the graph but
-calls of the engine, which counts what it gathers and reduces: a leaf that is fetched, and a gradient that arrives.
+The layer's function runs on placeholders of its arguments, forward and, by `torch.autograd.grad`, backward. The nodes
+that this adds to the graph are taken out again and kept as steps. Two kinds of step are not ops of the graph but calls
+of the engine, which counts what it gathers and reduces: a leaf that is fetched, and a gradient that arrives.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from shardfn.core import saved_tensors_hooks
 from shardfn.graph import storage_of
 from shardfn.leaves import LazyLeaf, LeafBook, fetching, packs_leaves
 
-# A function of a layer's flat arguments: carry and x -> the leaves of what it returns.
+# A function of a layer's flat arguments: carry and x -> the leaves of its result.
 Body = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 Layouts = tuple[tuple[int, ...] | None, ...]
 
@@ -30,8 +30,8 @@ class TemplateBackward(NamedTuple):
     """The backward of a template for some of its outputs.
 
     Attributes:
-        steps: what it does.
-        cotangents: by output, the node that stands in for its cotangent; None where there is none.
+        steps: its steps.
+        cotangents: by output, the placeholder of its cotangent; None for an output without one.
         grads: by input, the node of its gradient; None for those that arrive by a step, or not at all.
     """
 
@@ -41,11 +41,11 @@ class TemplateBackward(NamedTuple):
 
 
 class Unfit(Exception):
-    """The steps of a layer cannot be copied for others; says why."""
+    """The steps of a layer cannot be copied for others; has the reason."""
 
 
 def stand_in() -> Any:
-    """Target of a node that stands in for an argument."""
+    """Target of a node that is the placeholder of an argument."""
 
 
 def fetched(position: int, leaf: int) -> Any:
@@ -53,21 +53,21 @@ def fetched(position: int, leaf: int) -> Any:
 
 
 def arrived(position: int, grad: Any) -> Any:
-    """Target of a node that says: this is the gradient of x at `position`."""
+    """Target of a node that marks its argument as the gradient of x at `position`."""
 
 
 class Template:
     """A layer's steps.
 
     Args:
-        body: what the layer does.
+        body: the layer's function.
         carry: tensors like the carry.
         x: the layer's leaves.
         recorder: of the capture that is running.
 
     Attributes:
-        inputs: the nodes that stand in for carry and x.
-        steps: what the forward does.
+        inputs: the placeholders of carry and x.
+        steps: the steps of the forward.
         outs: by leaf that the body returns: "carry" or "x" and which, if it is that very tensor; "value" and which.
         values: the nodes of the values that it returns.
         differentiable: which of them have a gradient.
@@ -83,7 +83,7 @@ class Template:
         self._recorder, self._tracer, self._mode = recorder, recorder.tracer, _fake_mode([*carry, *x])
         self._positions = {t.number: j for j, t in enumerate(x) if type(t) is LazyLeaf}
         self._num_carry = len(carry)
-        # What a gradient arrives at, for either kind of leaf.
+        # The tensors at which gradients arrive, for either kind of leaf.
         ends = [t.handle if type(t) is LazyLeaf else t for t in x]
         if any(get_proxy_slot(t, self._tracer, None) is None for t in (*carry, *ends)):
             raise Unfit("an argument is not a value of the captured program")
@@ -107,7 +107,7 @@ class Template:
         self.steps = [s for s in steps if s.target is not stand_in]
         self.differentiable = [t.requires_grad for t in self._values]
         self._refuse_outside_gradients()
-        # Stand-ins are new, so that any write shows.
+        # Stand-ins are new, so any write shows in their version.
         if any(t._version for t in self._given):
             raise Unfit("it writes to its arguments")
         given = {storage_of(t) for t in self._given}
@@ -115,7 +115,7 @@ class Template:
         if any(storage_of(s.meta["val"]) in given for s in strided):
             raise Unfit("it uses as_strided on an argument, whose place in memory differs from layer to layer")
         self._backwards: dict[Layouts, TemplateBackward] = {}
-        # With all cotangents: what this backward needs of the forward, those with fewer do, too.
+        # With all cotangents: this backward needs every value of the forward that one with fewer cotangents needs.
         full = self.backward(self.layouts)
         mine = {s.node for s in self.steps} | set(self.inputs)
         theirs = {s.node for s in full.steps} | {n for n in full.cotangents if n is not None}
@@ -137,7 +137,7 @@ class Template:
         return tuple(t.stride() if t.requires_grad else None for t in self._values)
 
     def backward(self, given: Layouts) -> TemplateBackward:
-        """What the backward does where the cotangents of the values have these strides; None where there is none."""
+        """The backward for cotangents of the values with these strides; None for a value without a cotangent."""
         if given not in self._backwards:
             self._backwards[given] = self._differentiate(given)
         return self._backwards[given]
@@ -162,7 +162,7 @@ class Template:
 
     @contextlib.contextmanager
     def _taken_out(self) -> Iterator[list[Written]]:
-        """What is written into the graph meanwhile is taken out again, as steps."""
+        """Takes the nodes that are added to the graph meanwhile out again, as steps."""
         graph = self._tracer.graph
         last, steps = next(iter(reversed(graph.nodes))), []
         with fetching(self._fetch):
@@ -186,7 +186,7 @@ class Template:
         layout, position = book.leaves[leaf], self._positions.get(leaf, -1)
         whole = without_data(self._mode, layout.dtypes.compute, layout.block, self._given[0].device)
         self._write(fetched, (position, -1 if position >= 0 else leaf), whole).meta["book"] = book
-        # So that what autograd saves of it is a (leaf, geometry), and a step of the backward that fetches.
+        # So that autograd saves it as (leaf, geometry), and the backward has a step that fetches.
         book.note(leaf, whole)
         return whole
 
@@ -254,7 +254,7 @@ def check_same(one: Template, other: Template) -> None:
     Raises:
         CaptureError: they differ; names the first op that does, by line.
     """
-    # Nodes of the one, and what does the same in the other; a node of neither, outside, must be the same.
+    # From nodes of the one to their counterparts in the other; a node outside of both must be the same in both.
     pairs: dict[Any, Any] = dict(zip(one.inputs, other.inputs, strict=True))
     a, b = one.backward(one.layouts), other.backward(other.layouts)
     differing(one.steps, other.steps, pairs, one.values, other.values)
@@ -271,14 +271,14 @@ def differing(
     ends: Sequence[Any],
     others: Sequence[Any],
 ) -> None:
-    """Refuses two runs of a layer that do not do the same.
+    """Refuses two runs of a layer with different steps.
 
     Args:
-        first: what one does.
-        second: what the other does.
-        pairs: by node of the one the node of the other, as far as they differ; what the runs made is added.
+        first: the steps of one.
+        second: the steps of the other.
+        pairs: by node of the one the node of the other, as far as they differ; nodes that the runs made are added.
         ends: the nodes that the one returns.
-        others: those that the other does.
+        others: those that the other returns.
 
     Raises:
         CaptureError: they differ; names the first op that does, by line.
@@ -297,7 +297,7 @@ def differing(
 def without_data(
     mode: FakeTensorMode, dtype: torch.dtype, size: Any, device: torch.device, stride: Any = None
 ) -> FakeTensor:
-    """A new tensor without data, of which the graph has no node yet; contiguous unless `stride` is given."""
+    """A new tensor without data and without a node in the graph; contiguous unless `stride` is given."""
     with torch._C._DisableTorchDispatch():
         meta = torch.empty(size, dtype=dtype, device="meta")
         return FakeTensor(mode, meta if stride is None else meta.as_strided(size, stride), device)

@@ -33,14 +33,15 @@ class FunctionProgram(Program):
 
     Attributes:
         treedef: the structure of the result.
-        leaves: its leaves: a `ResultSlot` for each tensor, and what is none, as it was when the function was captured.
+        leaves: its leaves: a `ResultSlot` for each tensor, and any other value as the function returned it in the
+            capture.
     """
 
     treedef: Any
     leaves: list[Any]
 
     def result(self, outs: Sequence[Any]) -> PyTree:
-        """The result, made of what the graph returned."""
+        """The result, made of the graph's outputs."""
         values = iter(outs)
         return tree_unflatten(
             self.treedef, [x.fill(next(values)) if isinstance(x, ResultSlot) else x for x in self.leaves]
@@ -61,12 +62,12 @@ def capture_function(
     treedef: Any,
     interface: Interface,
 ) -> FunctionProgram:
-    """Captures `f(params, *args)`; nothing is computed and nothing sent.
+    """Captures `f(params, *args)`; it neither computes nor sends values.
 
     Args:
         f: the function, of leaves as it sees them.
         plan: the layout of its first argument.
-        params: tree of `GlobalTensor`; of all tensors here only shape, strides, dtype and device count.
+        params: tree of `GlobalTensor`; only the shape, strides, dtype and device of tensors count.
         arguments: the leaves of the others.
         treedef: the structure of the tuple of the others.
         interface: how the result is cut.
@@ -119,7 +120,7 @@ def _sharded(arguments: Sequence[Argument], flat: Sequence[Tensor]) -> Iterator[
 
 
 def _results(out: PyTree, out_specs: PyTree, plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Path of each tensor of the result, and the axes along which it may differ: all, where no spec says."""
+    """Path of each tensor of the result, and the axes along which it may differ: all, where there is no spec."""
     specs: list[P | None] = broadcast_prefix(out_specs, out, is_entry, names=("out_specs", "result"))
     for path, x, spec in zip(tree_paths(out, "result"), tree_leaves(out), specs, strict=True):
         if isinstance(x, Tensor | GlobalTensor):

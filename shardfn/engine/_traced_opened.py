@@ -39,7 +39,7 @@ class GradientProgram(Program):
     Attributes:
         plan: the layout.
         metrics: their names, in order.
-        differentiated: whether the loss gives a gradient to a trainable leaf on this rank, or there is none.
+        differentiated: whether the loss gives a gradient to a trainable leaf on this rank, or no leaf is trainable.
     """
 
     plan: Plan
@@ -47,7 +47,10 @@ class GradientProgram(Program):
     differentiated: bool
 
     def check(self, exchange: Callable[[int], Sequence[int]]) -> None:
-        """Refuses a loss that has a gradient on none of the ranks; where some have none, theirs count as zeros."""
+        """Refuses a loss that has a gradient on no rank.
+
+        Where only some ranks have a gradient, those of the others count as zeros.
+        """
         if not any(exchange(int(self.differentiated))):
             raise NoGradientError(self.plan.trained)
 
@@ -80,7 +83,7 @@ def capture_gradients(
     even: bool,
     model_state: PyTree = (),
 ) -> GradientProgram:
-    """Captures the gradients of one step; nothing is computed and nothing sent. For arguments see `capture_step`."""
+    """Captures the gradients of one step; it neither computes nor sends values. For arguments see `capture_step`."""
     plan, recorder = plan.for_capture(), Recorder()
     comms = traced_comms(plan, recorder)
     kept_leaves, kept_treedef = tree_flatten(model_state)
@@ -122,12 +125,12 @@ def capture_gradients(
 def capture_update(
     optimizer: GradientTransformation, plan: Plan, params: PyTree, opt_state: PyTree, grads: Sequence[GlobalTensor]
 ) -> UpdateProgram:
-    """Captures one update; nothing is computed and nothing sent.
+    """Captures one update; it neither computes nor sends values.
 
     Args:
         optimizer: the optimizer.
         plan: the layout.
-        params: tree of `GlobalTensor`; of all tensors here only shape, strides, dtype and device count.
+        params: tree of `GlobalTensor`; only the shape, strides, dtype and device of tensors count.
         opt_state: tree of `GlobalTensor`.
         grads: those of the trainable leaves.
     """

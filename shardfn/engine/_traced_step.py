@@ -53,7 +53,7 @@ class StepProgram(Program):
         blocks: of params, optimizer state and model state.
         opt_treedef: structure of the optimizer state.
         metrics: their names, in order.
-        differentiated: whether the loss gives a gradient to a trainable leaf on this rank, or there is none.
+        differentiated: whether the loss gives a gradient to a trainable leaf on this rank, or no leaf is trainable.
     """
 
     plan: Plan
@@ -63,7 +63,10 @@ class StepProgram(Program):
     differentiated: bool
 
     def check(self, exchange: Callable[[int], Sequence[int]]) -> None:
-        """Refuses a loss that has a gradient on none of the ranks; where some have none, theirs count as zeros."""
+        """Refuses a loss that has a gradient on no rank.
+
+        Where only some ranks have a gradient, those of the others count as zeros.
+        """
         if not any(exchange(int(self.differentiated))):
             raise NoGradientError(self.plan.trained)
 
@@ -79,15 +82,15 @@ def capture_step(
     even: bool,
     model_state: PyTree = (),
 ) -> StepProgram:
-    """Captures one step; nothing is computed and nothing sent.
+    """Captures one step; it neither computes nor sends values.
 
     Args:
         parts: loss and optimizer.
         plan: the layout.
-        params: tree of `GlobalTensor`; of all tensors here only shape, strides, dtype and device count.
+        params: tree of `GlobalTensor`; only the shape, strides, dtype and device of tensors count.
         opt_state: tree of `GlobalTensor`.
         args: this rank's batch, and a key if the loss takes one.
-        scale: what the loss is multiplied by, the last input of the graph; None = nothing, and no input.
+        scale: the factor of the loss, the last input of the graph; None = no factor, and no input.
         even: whether all ranks hold batches of the same shapes.
         model_state: tree of `GlobalTensor`.
     """
@@ -136,7 +139,7 @@ class TracedStep:
     """An `Executor` under the tracer, whose states are this rank's blocks: params, optimizer state, model state.
 
     Attributes:
-        received: whether any trainable leaf has got a gradient, or there is none.
+        received: whether any trainable leaf has got a gradient, or no leaf is trainable.
     """
 
     parts: StepParts
@@ -179,7 +182,7 @@ def traced_comms(plan: Plan, recorder: Recorder) -> Comms:
 def say_types(
     gm: GraphModule, plan: Plan, held: Sequence[GlobalTensor], results: Sequence[tuple[str, tuple[str, ...]]]
 ) -> None:
-    """What inputs and outputs are along the axes of the mesh.
+    """Notes the types of inputs and outputs along the axes of the mesh.
 
     Args:
         gm: the graph, whose first inputs are `held`, params first.
@@ -210,5 +213,5 @@ def annotate(gm: GraphModule, mesh: Mesh, paths: Sequence[tuple[str, str]], held
         node.meta["memory"], node.meta["stored"] = block.memory_kind, (tuple(block.held.shape), block.dtype)
     gm.meta["mesh_shape"] = dict(mesh.shape)
     gm.meta["coords"] = dict(mesh.coords)
-    # What is kept in codes is `Stored`, and so never written over.
+    # Blocks in codes are `Stored`, and so never written over.
     gm.meta["donated"] = {n.name for n, x in zip(inputs, held, strict=False) if x.code is None}

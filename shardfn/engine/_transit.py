@@ -33,8 +33,8 @@ class Transit:
     Attributes:
         path: its path.
         x: the leaf.
-        src: how it is placed, on `x.mesh`.
-        asked: how it is to be placed.
+        src: its present placement, on `x.mesh`.
+        asked: its new placement.
         mesh: where.
         pool: the disk of this rank, if there is one.
     """
@@ -48,7 +48,7 @@ class Transit:
 
     @property
     def dst(self) -> Placement:
-        """How it will be placed; that layers are stacked only says what may be cut."""
+        """Its placement. Stacking of layers is left out, as it only limits the cuts."""
         return self.asked.with_(stacked=False)
 
     @property

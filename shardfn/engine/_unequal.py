@@ -10,7 +10,7 @@ _LEAF = re.compile(r"(batch.*): (torch\.\w+) (\[.*\])")
 
 
 def remedy_of_absent(texts: list[str]) -> str:
-    """What to pass for leaves of a batch that some ranks have and others lack; empty where there are none."""
+    """The remedy for leaves of a batch that some ranks have and others lack; empty without such leaves."""
     found = [{m[1]: m for line in text.splitlines() if (m := _LEAF.fullmatch(line))} for text in texts]
     if not all(found):  # a rank without a batch is at another call
         return ""

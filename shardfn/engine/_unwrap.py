@@ -13,7 +13,7 @@ from ._model_state import past_the_batch
 
 
 class Unwrapped(NamedTuple):
-    """A loss in the order in which a step runs it, and what was around it.
+    """A loss in the order in which a step runs it, and the transforms that were around it.
 
     Attributes:
         loss: accumulated, of mixed precision, of the plain loss.
@@ -34,7 +34,7 @@ def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
         has_state: whether it takes a model state, and returns one, which goes past all of these.
 
     Raises:
-        ValueError: the loss is jitted twice, or has two policies; or what is around it says that it has a state.
+        ValueError: the loss is jitted twice, or has two policies; or a transform was made with has_state=True.
     """
     _check_told(loss, has_state=has_state)
     around, inner = taken_over(loss)
@@ -56,20 +56,20 @@ def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
 
 
 def _check_told(loss: Callable[..., Any], *, has_state: bool) -> None:
-    """Refuses a loss whose transforms were told of a model state, where what runs it was not.
+    """Refuses a loss whose transforms take a model state, in a step that was built without.
 
     Raises:
-        ValueError: they were.
+        ValueError: they do.
     """
     if not has_state and any(getattr(x, "has_state", False) for x in taken_over(loss)[0]):
         raise ValueError("the loss takes a model state, and the step was built without; pass has_state=True to both.")
 
 
 def check_state(outer: str, loss: Callable[..., Any], *, has_state: bool) -> None:
-    """Refuses to put a transform that knows of a model state around one that does not, or the other way round.
+    """Refuses a transform with `has_state` around one without, or the other way round.
 
     Raises:
-        ValueError: it would be.
+        ValueError: they differ.
     """
     for x in taken_over(loss)[0]:
         if hasattr(x, "has_state") and x.has_state != has_state:

@@ -46,9 +46,9 @@ def update(
         channels: the step's communicators.
         parts: the optimizer, and whether `state` is consumed.
         state: the current state.
-        grads: by leaf, what the optimizer takes of the gradient; consumed.
+        grads: by leaf, the part of the gradient that the optimizer takes; consumed.
         model_state: the model state that the loss has returned.
-        scale: what gradients are multiplied by first; None for nothing.
+        scale: the factor of gradients, applied first; None for 1.
         ahead: an update that has stepped some of the leaves already.
     """
     # First: its thread reads the state, which is written to from here on.
@@ -87,7 +87,7 @@ def update_blocks(
     scale: Tensor | None,
     done: Done | None = None,
 ) -> tuple[list[Tensor | Stored], PyTree]:
-    """This rank's blocks and optimizer state after the update; all arguments are consumed, but for what is on disk."""
+    """This rank's blocks and optimizer state after the update; all arguments are consumed, except blocks on disk."""
     if not plan.at_home:
         rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, grads, scale), done or Done())
         return refresh(plan, channels, blocks, rows, pool_of(plan)), opt_state
@@ -95,7 +95,7 @@ def update_blocks(
     rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
     own: list[Any] = [grads.pop(i) if t else None for i, t in enumerate(train)]
     if scale is not None:
-        # In place: by now gradients are nobody else's.
+        # In place: by now no one else holds the gradients.
         torch._foreach_mul_([g for g in own if g is not None], scale)
     new, opt_state = inplace(rule_of(plan, optimizer))(
         tree_unflatten(plan.treedef, own),
@@ -170,7 +170,7 @@ def _column(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Column:
 def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
     """The optimizer as it steps under a plan: decided on whole leaves, and in the plan's phase.
 
-    Whatever calls a function of the optimizer goes through here, so that a mask or labels are never shown a block.
+    All calls of the optimizer's functions go through here, so that a mask or labels are never shown a block.
     """
     rule = decided_on(plan, optimizer)
     return rule if rule.needs.phases is None else given(rule, whole(plan), phase=plan.phase)

@@ -15,8 +15,8 @@ def accumulate(
     memory, which is one microbatch's, and takes more time. Every tensor of the batch is cut along dim 0; 0-d tensors
     go to each microbatch whole. Every microbatch gets the same key; draws differ by sample.
 
-    A `WeightedMean` is averaged by its weights, exactly, also where microbatches are of different sizes: where the
-    number does not divide the rows, some have one row more, and some may have none.
+    A `WeightedMean` is averaged by its weights, exactly, also where microbatches are of different sizes: if the number
+    does not divide the rows, some have one row more, and some may be empty.
 
     Args:
         loss: `loss(params, batch, ...)`.
@@ -29,10 +29,10 @@ def accumulate(
             calls it before it runs, so that it may read values under `jit` too.
 
     Raises:
-        TypeError: `split` is no function.
-        ValueError: `num_microbatches` is not positive; `loss` is sharded already, or was told otherwise of a model
-            state; or (when called) leaves have different numbers of rows; the number does not divide them, and `loss`
-            returns no `WeightedMean`; or what `loss` returns cannot be averaged.
+        TypeError: `split` is not a function.
+        ValueError: `num_microbatches` is not positive; `loss` is sharded already, or contains a transform with another
+            `has_state`; or (when called) leaves have different numbers of rows; the number does not divide them, and
+            `loss` does not return a `WeightedMean`; or the result of `loss` cannot be averaged.
 
     Example:
         >>> import torch

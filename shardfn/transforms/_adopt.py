@@ -36,7 +36,7 @@ def merged(fresh: PyTree, old: TrainState, params: PyTree) -> PyTree:
     """The new optimizer's first state, with the values of the old one where both train a parameter. Collective.
 
     Raises:
-        ValueError: the optimizers keep other things for a parameter that both train, or other counters; lists them.
+        ValueError: the optimizers' states of a parameter that both train differ, or their counters; lists them.
     """
     was = dict(zip(tree_entries(old.opt_state), tree_leaves(old.opt_state), strict=True))
     now = dict(zip(tree_entries(fresh), tree_leaves(fresh), strict=True))

@@ -12,7 +12,7 @@ from shardfn.state import version_of
 
 
 class Blocks:
-    """The memory behind the global tensors of a call, during it: who may write to it, and who may keep it.
+    """The memory of a call's global tensors, during it: which may be written, and which the result may keep.
 
     Made before the function runs; `check` and `apart` come after.
     """
@@ -43,7 +43,7 @@ class Blocks:
             )
 
     def apart(self, out: PyTree) -> PyTree:
-        """The result, with memory of its own: of what a call was given it keeps what is donated, and that once."""
+        """Clones results that alias an argument, except the largest result per donated argument."""
         largest: dict[int, Tensor] = {}
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and _memory(x) in self._donated:
@@ -59,7 +59,7 @@ class Blocks:
 
 
 def _refuse_twice(own: Sequence[Argument]) -> None:
-    """Refuses memory that is donated and given again: who may write to it would not be clear."""
+    """Refuses memory that is donated and passed again: another argument would see the writes."""
     counts = collections.Counter(_memory(a.seen) for a in own if a.seen.numel())
     raise_all(
         ValueError,

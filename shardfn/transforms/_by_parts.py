@@ -14,23 +14,23 @@ from shardfn.core import PyTree, raise_all, tree_flatten, tree_paths, tree_unfla
 def by_parts(
     params: PyTree, parts: Mapping[str, tuple[int, int | Sequence[int]]]
 ) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """Parameters in which fused leaves lie by parts, and the way back: `whole(by_parts(params)[0]) == params`.
+    """Parameters with fused leaves split into parts, and the inverse: `whole(by_parts(params)[0]) == params`.
 
     GPT-2's `c_attn` is [D, 3 D]: queries, keys and values side by side. A rank that holds a block of its columns,
-    P(None, "tp"), holds queries alone, or keys; one that computes with its heads needs a block of each. As [D, 3, D],
-    with P(None, None, "tp"), it has that. The loss goes on to see [D, 3 D]:
+    P(None, "tp"), holds queries alone, or keys; one that computes with its heads needs a block of each, which
+    P(None, None, "tp") on [D, 3, D] gives. The loss still sees [D, 3 D]:
 
         params, whole = sf.by_parts(params, {"c_attn.weight": (1, 3), "c_attn.bias": (0, 3)})
         loss = sf.partition(lambda p, x: inner(whole(p), x))
 
-    `partition` then takes the values of the projection to be cut by parts, and what takes them apart sends nothing.
+    `partition` then plans the values of the projection as cut by parts, and taking them apart sends no messages.
 
     Parts of equal size stay one leaf with one more dim, and `whole` is a view. Parts of different sizes become a tuple
     of leaves, and `whole` copies them at each use; the copy stays in memory for the backward, at ZeRO 3 too.
 
     Args:
         params: the parameters.
-        parts: pattern -> (dim, parts). The pattern is looked for in the paths of leaves by `re.search`; parts is a
+        parts: pattern -> (dim, parts). The pattern is searched for in the paths of leaves by `re.search`; parts is a
             number of equal parts, or a tuple with the size of each.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What a step says of itself."""
+"""The description of a step."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""`eval_shape`: what a function would return, uncomputed; and abstract tensors that steps are lowered for."""
+"""`eval_shape`: the shapes of a function's result, uncomputed; and abstract tensors that steps are lowered for."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from shardfn.core import drawn_as_shapes, frozen, is_frozen, tree_map
 
 
 def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
-    """What `f(*args)` returns, with tensors that have a shape and a dtype but no data; nothing is computed.
+    """The result of `f(*args)` with tensors that have a shape and a dtype but no data, without computing it.
 
     Args:
         f: a function of trees of tensors; `step.init` among them.

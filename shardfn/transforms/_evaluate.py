@@ -28,12 +28,12 @@ from ._sharded import MAX_APPLIED, Sharded
 
 
 class Measures:
-    """What `step.evaluate` runs, as it was made for an earlier call with the same metrics, or anew.
+    """The functions that `step.evaluate` runs; a call with the metrics of an earlier one reuses its function.
 
     Args:
         parts: of the step.
         planner: of the step.
-        jitted: how the step is jitted, if it is.
+        jitted: the step's jit, if it has one.
         over_params: makes a function over the step's parameters.
         state_specs: of the model state.
     """
@@ -83,10 +83,10 @@ class Measures:
 
 
 def check_batches(batches: Any, metrics: Any) -> None:
-    """Refuses one batch where an iterable of them is expected, and metrics that are no function.
+    """Refuses one batch where an iterable of them is expected, and metrics that are not a function.
 
     Raises:
-        TypeError: says what to write.
+        TypeError: the remedy is in the message.
     """
     if isinstance(batches, Tensor | Mapping) or not isinstance(batches, Iterable):
         raise TypeError(
@@ -110,7 +110,7 @@ def evaluate(
 ) -> dict[str, float]:
     """The means of the metrics over all rows of all ranks, the same floats on all of them. Collective.
 
-    A rank that has no rows runs a row of zeros, since others may wait for its leaves; it counts for nothing.
+    A rank that has no rows runs a row of zeros, since others may wait for its leaves; its weight is 0.
 
     Args:
         sums: of a batch, by name a total and a weight; collective.
@@ -132,7 +132,7 @@ def evaluate(
         if not any(there):
             break
         if 2 not in there:
-            continue  # batches without rows: nobody runs them
+            continue  # batches without rows: no rank runs them
         if 0 in there:
             shapes = control.gather(None if batch is None else without_values(batch))
             batch = shapes[_nearest(there, specs, mesh)] if batch is None else batch

@@ -10,10 +10,10 @@ from ._sharded import MAX_APPLIED, Sharded
 
 
 class Functions:
-    """What makes functions over the parameters of one step, and remembers those of its users.
+    """Makes functions over the parameters of one step, and keeps those of its users.
 
-    A function is known by what it is under its transforms, so that the same one passed again finds the order of gathers
-    that was learnt, and its graphs. The dict runs from the one that has waited longest to the newest; `MAX_APPLIED` are
+    A function is identified without its transforms, so that the same one passed again finds the order of gathers that
+    was learnt, and its graphs. The dict runs from the one that has waited longest to the newest; `MAX_APPLIED` are
     kept, since each may hold graphs.
 
     Args:
@@ -26,12 +26,12 @@ class Functions:
         self._known: dict[Any, Sharded] = {}
 
     def make(self, f: Unwrapped, what: str, *in_specs: PyTree) -> Sharded:
-        """A function over the parameters; `what` is what errors call it, `in_specs` are of its other arguments."""
+        """A function over the parameters; `what` is its name in errors, `in_specs` those of its other arguments."""
         interface = Interface(self._planner.mesh, in_specs)
         return Sharded(f, self._planner, interface, self._agreement, what, OF_A_STATE)
 
     def of(self, f: Callable[..., Any]) -> Sharded:
-        """`f` over the parameters, as it was made for an earlier call, or anew."""
+        """`f` over the parameters, the one of an earlier call, or a new one."""
         unwrapped = bind(unwrap(f), self._planner)
         found = self._known.pop(unwrapped.loss, None)
         if found is None or found.jitted != unwrapped.jitted:

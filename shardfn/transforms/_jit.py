@@ -30,14 +30,14 @@ def jit(
 
     Args:
         f: a pure function. Its Python runs once a signature, so branches may depend on shapes, not on values.
-        backend: "graph" runs the captured ops as they are, bit-identical to eager; "inductor" compiles what lies
-            between transfers, and needs a C++ compiler. Default "inductor" where there is one.
+        backend: "graph" runs the captured ops uncompiled, bit-identical to eager; "inductor" compiles the ops between
+            transfers, and needs a C++ compiler. Default "inductor" where there is one.
         graph_schedule: the options of the passes over the graph; default `Schedule()`.
         cluster: the machines, from `sf.graph.calibrate(mesh)` or `sf.graph.cluster(name)`. A cost model then chooses
             the schedule of each graph (`sf.graph.choose`); rank 0 chooses for all ranks.
         memory: with `cluster`, bytes that a device may hold at the step's peak; default the cluster's `device.memory`.
-        check_types: whether a `psum` or a `pvary` that is missing in the loss, or stands there twice, is an error. If
-            False, nothing finds ranks that diverge by mistake.
+        check_types: whether a `psum` or a `pvary` that is missing in the loss, or is there twice, is an error. If
+            False, ranks that diverge by mistake are not found.
         **options: fields of `Schedule`, in place of it: `jit(f, prefetch=0, bucket=0)`. With `cluster` these fields are
             fixed, and the others are chosen.
 
@@ -46,7 +46,7 @@ def jit(
 
     Raises:
         ValueError: a back end or an option is unknown or has no effect; (when called) no schedule fits `memory`.
-        TypeError: `cluster` is no `Cluster`.
+        TypeError: `cluster` is not a `Cluster`.
         CaptureError: (when called) `f` depends on the value of a tensor; names the line.
 
     Example:
@@ -77,7 +77,7 @@ def jit(
 def _check_choosing(
     schedule: Schedule | None, cluster: Cluster | None, memory: int | None, options: Mapping[str, Any]
 ) -> None:
-    """Refuses what leaves `cluster`, or `memory`, without effect."""
+    """Refuses arguments that leave `cluster`, or `memory`, without effect."""
     if cluster is None:
         if memory is not None:
             raise ValueError(

@@ -21,7 +21,7 @@ def leaf_norms(tree: PyTree) -> PyTree:
         A tree of 0-d float32 tensors, the same on all ranks.
 
     Raises:
-        TypeError: a leaf is no `GlobalTensor`; all are listed.
+        TypeError: a leaf is not a `GlobalTensor`; all are listed.
         DonatedError: a call has consumed a leaf.
 
     Example:

@@ -33,10 +33,10 @@ class Lowered:
 
     Attributes:
         gm: the scheduled graph, a `torch.fx.GraphModule`.
-        mesh: the mesh it is for, seen from this rank; of an abstract one, from rank 0 or the one it names.
+        mesh: the mesh it is for, seen from this rank; an abstract one from rank 0 or the rank that it names.
         schedule: the options with which it was scheduled.
-        pipeline: of a step over stages of a pipeline, what each rank runs; else None. The graph is that of the stages
-            of one rank, `mesh`'s own.
+        pipeline: for a step over stages of a pipeline, the actions of each rank; else None. The graph is that of the
+            stages of one rank, `mesh`'s own.
         choice: under `jit(cluster=...)` the schedules that were compared, with their scores; else None.
     """
 
@@ -60,11 +60,11 @@ class Lowered:
         return as_html(f"{self!r}\n\n{self.cost_analysis()}\n\n{self.memory_analysis()}")
 
     def as_text(self) -> str:
-        """The graph to be read: a line an op, with leaf names, shapes, collectives and their bytes."""
+        """The graph as text: one line per op, with leaf names, shapes, collectives and their bytes."""
         return as_text(self.gm)
 
     def schedule_table(self) -> str:
-        """The schedules that were compared, with seconds and peak, and which was chosen; else the one in use."""
+        """The compared schedules, with seconds and peak, and the chosen one; else the one in use."""
         return f"given: {self.schedule}" if self.choice is None else str(self.choice)
 
     def memory_analysis(self) -> MemoryAnalysis:
@@ -91,13 +91,13 @@ class Lowered:
         Args:
             path: a file to write, ".png" or ".svg"; None writes none.
             kind: "memory", or "time" as the cost model predicts it.
-            cluster: for "time": what the step would run on.
+            cluster: for "time": the machines that the step would run on.
 
         Returns:
             A matplotlib figure, which notebooks show.
 
         Raises:
-            ImportError: there is no matplotlib; the extra `train` has it.
+            ImportError: matplotlib is not installed; the extra `train` has it.
             ValueError: another kind, or "time" without a cluster.
 
         Example:
@@ -122,13 +122,14 @@ class Lowered:
     def compile(self, backend: str | None = None) -> Callable[..., Any]:
         """The step, ready to run: `compiled(state, batch) -> (state, metrics)` for the signature it was lowered for.
 
-        Of a function: ready to be called with its own arguments.
+        A lowered function compiles to one that takes its own arguments.
 
         Args:
             backend: as `jit` takes it; default the jit's.
 
         Raises:
-            ValueError: the mesh is abstract; (when called) state or batch have other shapes than what was lowered.
+            ValueError: the mesh is abstract; (when called) state or batch have other shapes than those that were
+                lowered.
         """
         if self.mesh.abstract:
             raise ValueError(f"{self.mesh!r} is abstract: the step can be read and measured, not compiled to run.")

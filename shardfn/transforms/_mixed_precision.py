@@ -35,10 +35,10 @@ def mixed_precision(
             model state last, which is not cast, as in a step. A step with `has_state` carries it in any case.
 
     Raises:
-        TypeError: `policy` is none.
-        ValueError: `loss` has a policy already, or was told otherwise of a model state; or scaled gradients would be
-            summed in float16, where dividing them by the scale loses small ones again; (when called) an exception of
-            the policy matches no leaf.
+        TypeError: `policy` is not a `Policy`.
+        ValueError: `loss` has a policy already, or contains a transform with another `has_state`; or scaled gradients
+            would be summed in float16, where dividing them by the scale loses small ones again; (when called) an
+            exception of the policy matches no leaf.
 
     Example:
         >>> from shardfn.core import Policy

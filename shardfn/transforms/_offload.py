@@ -40,7 +40,7 @@ class Offloaded(Transform):
         """The function's value."""
         if transforming() or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
-        # Of a loss that is partitioned it is the graph that runs, and whose values are moved.
+        # For a partitioned loss the graph runs, and its values are moved.
         again = functools.partial(Offloaded, policy=self.policy, directory=self.directory, window=self.window)
         written, out = in_section(again, lambda: self.inner(*args, **kwargs))
         if written:
@@ -58,18 +58,18 @@ def offload(
     directory: str | os.PathLike[str] | None = None,
     window: int = WINDOW,
 ) -> Offloaded:
-    """Stores what the backward needs where `policy` decides: `offload(f, policy)(*args) == f(*args)`, bit for bit.
+    """Stores saved tensors where `policy` decides: `offload(f, policy)(*args) == f(*args)`, bit for bit.
 
-    Tensors that autograd saves while `f` runs leave the device at once, and come back while the backward works on what
-    was saved later. This trades device memory against traffic between memories; a tensor that is saved n times is moved
-    once. The device holds what the policy keeps there, at most `window` bytes that are leaving, at most `window` bytes
-    that are back before their use, and what the current operation needs.
+    Tensors that autograd saves while `f` runs leave the device at once, and come back while the backward works on
+    tensors that were saved later. This trades device memory against traffic between memories; a tensor that is saved n
+    times is moved once. The device holds the tensors that the policy keeps there, at most `window` bytes that are
+    leaving, at most `window` bytes that are back before their use, and those of the current operation.
 
     In a captured step the moves are ops of the graph. The newest `window` bytes then stay on the device, as the
     backward needs them first, and `jit`'s `prefetch` sets how early the others come back.
 
-    Never moved are arguments of `f` that are leaves of autograd or hold no gradient (parameters, the batch), leaves
-    that a step gathers, tensors below a page, and views of less than a quarter of their memory.
+    It never moves arguments of `f` that are leaves of autograd or hold no gradient (parameters, the batch), leaves that
+    a step gathers, tensors below a page, and views of less than a quarter of their memory.
 
     Args:
         f: a loss, or a part of one; may contain `remat`, whose regions then have only their inputs moved.
@@ -112,7 +112,8 @@ def _held(args: Any) -> list[Tensor]:
     out = []
     for x in tree_leaves(args):
         if is_plain(x):
-            # A leaf of autograd, or what has no gradient: it outlives the backward, so to move it would free nothing.
+            # A leaf of autograd, or a tensor without a gradient: it outlives the backward, so moving it would not free
+            # memory.
             base = x if x._base is None else x._base
             if base.grad_fn is None:
                 out.append(x)

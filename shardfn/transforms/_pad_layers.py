@@ -7,18 +7,19 @@ from shardfn.engine import padded, unpadded
 
 
 def pad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
-    """A stack of layers with unused rows added, so that each stage has as many rows as the longest has layers.
+    """A stack of layers with unused rows added, so that each stage has one row per layer of the longest stage.
 
     Ranks along an axis have equal blocks of a leaf. For stages of unequal numbers of layers, `pipeline` and
-    `pipeline_module` take `layers_per_stage`, and stacks with rows that no stage runs: of 2, 3 and 3 layers 9 rows, of
-    which the third is unused. Their gradients are zeros, and norms do not count them.
+    `pipeline_module` take `layers_per_stage`, and stacks with rows that no stage runs: for 2, 3 and 3 layers 9 rows,
+    with the third unused. Their gradients are zeros, and norms do not count them.
 
     Args:
         stack: a tree of tensors [L, ...].
-        layers_per_stage: how many layers each stage has, in order: of `schedules.balance`, say; they add up to L.
+        layers_per_stage: the number of layers of each stage, in order, for example from `schedules.balance`; they add
+            up to L.
 
     Raises:
-        ValueError: they do not; every leaf is listed.
+        ValueError: they add up to another number; every leaf is listed.
 
     Example:
         >>> import torch
@@ -30,14 +31,14 @@ def pad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
 
 
 def unpad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
-    """The layers of a stack that `pad_layers` has made; for another number of stages, or a checkpoint.
+    """The layers of a stack from `pad_layers`, for another number of stages or a checkpoint.
 
     Args:
         stack: a tree of tensors.
-        layers_per_stage: as it was padded for.
+        layers_per_stage: as in `pad_layers`.
 
     Raises:
-        ValueError: it does not have so many rows; every leaf is listed.
+        ValueError: the stack has another number of rows; every leaf is listed.
 
     Example:
         >>> import torch

@@ -9,23 +9,23 @@ from shardfn.engine import Partitioned, check_order
 def partition(loss: Callable[..., Any], axes: str | tuple[str, ...] = "tp", *, sequence: bool = False) -> Partitioned:
     """Tensor parallelism of an unmodified loss: inside it leaves are whole along `axes`, outside they are blocks.
 
-    `sharded_step(partition(loss), ..., specs=specs)` computes what `sharded_step(loss, ...)` computes on one device.
-    Only the specs of the leaves are needed. How the values between them are cut follows from the operations: each has a
-    rule for what it computes from blocks. With Megatron's specs a transformer block sends two sums in the forward and
-    two in the backward. An operation without a rule runs on whole values.
+    `sharded_step(partition(loss), ..., specs=specs)` has the result of `sharded_step(loss, ...)` on one device. Only
+    the specs of the leaves are needed. The layout of the values between them follows from the operations: each has a
+    rule for its result on blocks. With Megatron's specs a transformer block sends two sums in the forward and two in
+    the backward. An operation without a rule runs on whole values.
 
     The loss's Python runs once a signature, as under `jit`: it may not depend on the values of tensors.
 
     Args:
-        loss: `loss(params, batch, ...)`, which knows nothing of `axes`. It may be rematerialised, accumulated, of mixed
+        loss: `loss(params, batch, ...)`, which does not use `axes`. It may be rematerialised, accumulated, of mixed
             precision or jitted, inside or outside.
         axes: the mesh axis, or several. Several axes may cut different dims of a leaf, or one dim in this order,
-            P(("tp", "sp")); all but the last must divide what they cut. An axis that the mesh lacks, or of size 1, has
-            no effect.
+            P(("tp", "sp")); all but the last must divide the dim or block that they cut. An axis that the mesh lacks,
+            or of size 1, has no effect.
         sequence: whether values between blocks (residuals, norms) stay cut along the sequence or the samples, so that
-            each rank holds and computes a part of them. This sends as many bytes: a `psum_scatter` and an `all_gather`
-            replace a `psum` and its transpose; one more sum is sent for each leaf that all ranks hold. It is Megatron's
-            sequence parallelism, along the same axis.
+            each rank holds and computes a part of them. This sends the same number of bytes: a `psum_scatter` and an
+            `all_gather` replace a `psum` and its transpose; one more sum is sent for each leaf that all ranks hold. It
+            is Megatron's sequence parallelism, along the same axis.
 
     Returns:
         The loss; its `as_text()` lists, once it was run or lowered, each collective with its bytes and its line.

@@ -40,8 +40,8 @@ def pipeline(
     In a step with `has_state` each function takes its part of the model state, a `PipelineState`, after its parameters,
     and returns it with its result: `block(p, state, h[, key]) -> (h, state)`.
 
-    Tensor parallelism of functions that are written for one device is that of `partition`: around all of it, and each
-    stage is planned as one; or around some of the functions, and each is planned by itself, for one layer's leaves.
+    For tensor parallelism of functions that are written for one device use `partition`: around the whole loss, which
+    plans each stage as one, or around some of the functions, which plans each by itself, for one layer's leaves.
 
     Outside of a step of a mesh with `axis` (in `step.apply`, `sharded`, `torch.func`) stages run one after another.
 
@@ -49,26 +49,26 @@ def pipeline(
         first: `first(params, batch[, key]) -> h`.
         block: `block(p, h[, key]) -> h`; p has one layer's leaves. May be `remat(f)`, `offload(f)` or `partition(f)`.
             For layers whose leaves differ: a list of such functions, one for each layer, cut evenly into stages. Their
-            leaves are then a list of as many trees and are not stacked; none has `axis` in its spec, and each rank has
-            all of them.
-        last: `last(params, h, batch[, key])`; returns what a loss returns: a 0-d tensor or a `WeightedMean`, with
-            `has_aux` also an aux.
+            leaves are then a list with a tree for each function and are not stacked; no leaf has `axis` in its spec,
+            and each rank has all of them.
+        last: `last(params, h, batch[, key])`; returns a loss: a 0-d tensor or a `WeightedMean`, with `has_aux` also an
+            aux.
         blocks: the stacked layers: their key in params, or a function that takes them from params. With several chunks
-            they are a list of as many stacks, one after another.
+            they are a list with one stack per chunk, one after another.
         axis: the axis along which the stages lie.
         num_microbatches: the number of microbatches; must divide the rows of the batch.
         num_chunks: the number of stages on each rank.
         schedule: a name of `schedules.SCHEDULES`: "gpipe", "1f1b", "interleaved" (of several chunks), or one that
-            splits backwards: "zb-h1", "zb-v", "dualpipe-v" (the last two of two chunks); or a schedule, for as many
-            ranks as the axis has and as many microbatches. Where its stages go down the ranks and up again, the second
+            splits backwards: "zb-h1", "zb-v", "dualpipe-v" (the last two of two chunks); or a schedule, for the axis's
+            number of ranks and for `num_microbatches`. Where its stages go down the ranks and up again, the second
             stack has its layers in reverse order.
-        layers_per_stage: how many layers each rank has, of stacks with unused rows (`pad_layers`); None = every row is
-            a layer, cut evenly. `schedules.balance` computes it from the cost of each layer.
+        layers_per_stage: the number of layers of each rank, for stacks with unused rows (`pad_layers`); None = every
+            row is a layer, cut evenly. `schedules.balance` computes it from the cost of each layer.
 
     Raises:
-        ValueError: the schedule is unknown, or not of so many chunks. Also when a step is built or begins: the schedule
-            would never end (`schedules.ScheduleError`, with the ranks that wait in a circle); a
-            spec does not fit; there are fewer layers than stages; or microbatches do not divide the batch.
+        ValueError: the schedule is unknown, or has another number of chunks. Also when a step is built or begins: the
+            schedule would never end (`schedules.ScheduleError`, with the ranks that wait in a circle); a spec does not
+            fit; there are fewer layers than stages; or microbatches do not divide the batch.
 
     Example:
         >>> import torch
@@ -106,7 +106,7 @@ def per_stage_of(layers_per_stage: Sequence[int] | None, num_chunks: int) -> tup
     """The numbers of layers of each stage, if they are not even.
 
     Raises:
-        ValueError: a stage has none, or ranks have several stages.
+        ValueError: a stage has no layer, or ranks have several stages.
     """
     if layers_per_stage is None:
         return None
@@ -122,7 +122,7 @@ def schedule_of(schedule: str | PipelineSchedule, num_chunks: int) -> Callable[[
     """From the numbers of ranks and microbatches to a schedule.
 
     Raises:
-        ValueError: there is none of that name, or it is not of so many chunks.
+        ValueError: the name is unknown, or the schedule has another number of chunks.
     """
     if isinstance(schedule, PipelineSchedule):
         if schedule.num_chunks != num_chunks:

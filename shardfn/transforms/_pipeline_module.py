@@ -28,7 +28,7 @@ def pipeline_module(
     In a step on a mesh that has `axis`, each rank along it stores and runs some of the layers: the leaves in
     `params["model.layers"]` have specs `P(axis)`, and no other leaf has `axis` in its spec. Each rank runs the module's
     own forward around its layers: without data up to its first layer, whose first argument is then the tensor that the
-    rank before sent. So the model's code is used as it is, and one tensor per microbatch goes from rank to rank. Each
+    rank before sent. So the model's code is used unchanged, and one tensor per microbatch goes from rank to rank. Each
     rank computes the other arguments of layers (masks, rotary angles) itself; parameters on which these depend are
     tied.
 
@@ -37,22 +37,22 @@ def pipeline_module(
     or the kind with the most layers is cut, and the leaves of a kind without `axis` in its specs are whole on all
     ranks. Only the first rank uses the parts before the layers, and only the last one those behind.
 
-    A layer that asks for values of tensors, as a mixture of experts does, may return a tensor or a tuple; its result is
-    learnt from a rank's own layers.
+    A layer that asks for values of tensors, as a mixture of experts does, may return a tensor or a tuple; the form of
+    its result is learnt from a rank's own layers.
 
     Args:
         loss: `loss(params, batch[, key])`, which calls `function`, or a result of `function.keyed`, once. May be
-            `partition(loss)`, which means what `partition(pipeline_module(loss, ...))` does.
-        function: of `from_module(module, layers=...)`.
+            `partition(loss)`, which is equivalent to `partition(pipeline_module(loss, ...))`.
+        function: the function from `from_module(module, layers=...)`.
         axis: the axis along which the stages lie.
         num_microbatches: the number of microbatches; must divide the rows of the batch.
         schedule: "gpipe" or "1f1b"; or one of `shardfn.schedules`.
-        layers_per_stage: as of `pipeline`, of a padded `params["model.layers"]`, whose layers are of one kind.
+        layers_per_stage: as in `pipeline`, for a padded `params["model.layers"]` whose layers are of one kind.
 
     Raises:
         TypeError: `function` was made without naming the layers.
-        ValueError: as of `pipeline`. Also when a step is built: a rank would have layers, of several kinds, that do not
-            run one after another. Also when a step runs: something besides the next layer uses what a layer returns;
+        ValueError: as in `pipeline`. Also when a step is built: a rank would have layers, of several kinds, that do not
+            run one after another. Also when a step runs: the result of a layer is used outside of the next layer;
             layers do not run once each, in order; or transformers records outputs of all layers.
 
     Example:

@@ -1,4 +1,4 @@
-"""`StepProfile`: where the time and the bytes of real steps went, beside what the cost model says."""
+"""`StepProfile`: where the time and the bytes of real steps went, beside the cost model's prediction."""
 
 import collections
 import dataclasses
@@ -29,8 +29,8 @@ class Predicted:
         phases: phase -> seconds in which the device computes or waits; "waits" and "rest" are not
             predicted.
         leaves: (phase, paths of leaves that travel together) -> seconds for which their messages are on the wire. A
-            message whose leaves the graph cannot tell is not among them, and its waits count in the phase of the graph:
-            "forward", "backward" or "update".
+            message whose leaves the graph does not show is not among them, and its waits count in the phase of the
+            graph: "forward", "backward" or "update".
     """
 
     seconds: float
@@ -40,7 +40,9 @@ class Predicted:
 
 @dataclasses.dataclass(frozen=True)
 class StepProfile:
-    """What a step took on this rank: means over the measured steps. It prints as two tables, by phase and by leaf.
+    """The time and bytes of a step on this rank: means over the measured steps.
+
+    It prints as two tables, by phase and by leaf.
 
     Phases do not overlap and add up to `seconds`. "gather", "reduce" and "refresh" are the time in which this rank
     started messages and waited for them; it is not counted in "forward" or "backward" again. "waits" is waiting for
@@ -52,7 +54,8 @@ class StepProfile:
         seconds: one step, on this rank's clock.
         sent: bytes that this rank sent in a step, as `count_traffic` counts them.
         phases: phase -> its time; empty for a jitted step.
-        leaves: (phase, paths of leaves that travel together) -> what their messages took; as long.
+        leaves: (phase, paths of leaves that travel together) -> the time and bytes of their messages; empty for a
+            jitted step.
         predicted: the prediction for `cluster`, if `profile` got one.
         notes: reasons why something could not be measured.
     """
@@ -107,7 +110,7 @@ class StepProfile:
 def measured(
     mesh: Mesh, run: Callable[[], object], steps: int, predicted: Predicted | None, *, jitted: bool
 ) -> StepProfile:
-    """The profile of `steps` calls of `run`, each of which makes one step."""
+    """The profile of `steps` calls of `run`, which make one step each."""
     with count_traffic() as traffic, measured_into(Spans(traffic)) as spans:
         _synchronize(mesh)
         start = time.perf_counter()
@@ -128,7 +131,7 @@ def measured(
 
 
 def predict(lowered: Lowered, cluster: Cluster) -> Predicted:
-    """What the cost model says, by the phases and leaves of a profile."""
+    """The cost model's prediction, by the phases and leaves of a profile."""
     found, phase_of = lowered.estimate(cluster), {n.name: p for n, p in phases_of(lowered.gm).items()}
     sent = {t.node.name: t for t in transfers(lowered.gm)}
     waits = {t.wait.name: t for t in sent.values() if t.wait is not None}

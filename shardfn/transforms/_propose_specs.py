@@ -27,34 +27,35 @@ def propose_specs(
     """Specs for `partition(loss)` that send few bytes while no rank holds more than `memory`.
 
     The cost of a layout is the number of bytes that `partition` plans to send with it, forward and backward. Without a
-    `cluster` computation is not counted: then whole leaves cost nothing, and are cut only because of the limit. For a
+    `cluster` computation is not counted: then whole leaves are free, and are cut only because of the limit. For a
     transformer the result is Megatron's layout, or one that sends less. Leaves at the same place of equal layers get
     the same spec; a leaf that the loss does not use is cut, as that sends nothing. The search is not exhaustive: there
     may be a better layout.
 
     Args:
-        loss: `loss(params, *batch)`, written for one device, such that `partition` accepts it. Of an accumulated or
+        loss: `loss(params, *batch)`, written for one device, such that `partition` accepts it. For an accumulated or
             pipelined loss one microbatch counts. The stacked layers of a pipelined one are cut along its axis, too, if
-            the mesh has it; what a rank holds of them is the rows of its stages.
+            the mesh has it; a rank holds the rows of its stages.
         params: a tree of tensors, with data or without.
         mesh: has the axes; may be abstract. Its other axes do not matter, but for that of a pipeline.
         *batch: the other arguments of the loss: the rows of one rank, with data or without. Their shapes count.
         axes: the axis along which leaves are cut; or several, as `partition` takes them. They are searched one after
             another: specs along the first are held while those along the second are searched. Each search prices the
             whole program along its axis; layouts that are better for both together only are not found.
-        optimizer: whose states count, where they have the shape of their leaf as cut with it; None: none.
+        optimizer: the optimizer whose states count; those with the shape of their leaf are cut with it. None: states do
+            not count.
         memory: bytes that a rank may hold of parameters and the optimizer's states; gradients and activations come on
             top. None: an even share of all ranks along `axes` and a quarter more, or what the leaves need at least.
-        cluster: whose rates give work a price, by name or as a value: a product that all ranks compute alike costs what
-            the axis's wire sends meanwhile, one that is cut the rank's share of that. Transfers and arithmetic count as
-            if they did not overlap, and latencies are not counted. None: work costs nothing.
+        cluster: a `Cluster` or its name. A matmul that every rank repeats costs the bytes that the axis's link could
+            send in that time; one that is cut costs the rank's share of that. Transfers and arithmetic count as if they
+            did not overlap, and latencies are not counted. None: work is free.
 
     Returns:
-        A tree of specs like `params`: `P`, or `Sharding(P, stacked=True)` of what the loss takes apart by `scan`.
+        A tree of specs like `params`: `P`, or `Sharding(P, stacked=True)` for leaves that the loss scans over.
 
     Raises:
-        ValueError: the leaves do not fit, whatever is cut; the mesh has no such axis; the loss is partitioned already,
-            or its stages lie along the axis; no device is called so, or it does not compute in the dtype of most of the
+        ValueError: the leaves do not fit, with any cut; the mesh has no such axis; the loss is partitioned already, or
+            its stages lie along the axis; no device has that name, or it does not compute in the dtype of most of the
             work; or see `partition`.
         TypeError: the cluster is neither a name nor a value.
 

@@ -1,4 +1,4 @@
-"""`remat`: the same function, whose backward recomputes what the forward does not keep."""
+"""`remat`: the same function, whose backward recomputes the values that the forward does not keep."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ def remat(
     https://arxiv.org/abs/1604.06174
 
     With a policy the results of some operations are stored on the device, the host or disk, and the recomputation uses
-    them instead of running these operations again. An operation with several results is decided by the largest. Random
+    them instead of running these operations again. For an operation with several results the largest decides. Random
     draws, in-place operations and collectives always run again.
 
     Args:
@@ -74,16 +74,16 @@ def remat(
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if transforming():  # where the hooks that drop and recompute are not available; the value is the same
             return f(*args, **kwargs)
-        # Of a loss that is partitioned it is the graph that runs, and is recomputed.
+        # For a partitioned loss the graph runs, and is recomputed.
         again = functools.partial(remat, policy=policy, directory=directory, window=window)
         written, out = in_section(again, lambda: f(*args, **kwargs))
         if written:
             return out
         leaves, treedef = tree_flatten((args, kwargs))
-        # Tensors in trees are saved as inputs, too. A leaf that a step gathers is no tensor that could be saved.
+        # Tensors in trees are saved as inputs, too. A leaf that a step gathers cannot be saved as one.
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and type(x) is not LazyLeaf]
         tensors = [leaves[i] for i in at]
-        # Whoever holds `run` must not hold the tensors: checkpoint saves them as inputs, where hooks may move them.
+        # A reference to `run` must not hold the tensors: checkpoint saves them as inputs, where hooks may move them.
         for i in at:
             leaves[i] = None
         # Empty in the forward alone: every later call is a recomputation.

@@ -37,7 +37,7 @@ def reshard(
     On one mesh each leaf goes along its `route`: by slices, all_to_alls and gathers. It works under `jit` and inside
     transforms of torch.func; its transpose is the way back. Between two meshes each rank sends the others only what
     they lack, once, through the host and a few megabytes at a time; this is eager, and collective over the ranks of
-    both meshes. Ranks compare what they are about to send before anything is sent.
+    both meshes. Ranks compare their transfers before the first one.
 
     Args:
         tree: its `GlobalTensor`s are placed; other leaves pass through (`shard` places a tensor that all ranks hold).
@@ -48,14 +48,14 @@ def reshard(
         pool: where leaves on disk are written. One for each rank.
 
     Returns:
-        The tree. A leaf that is placed as asked is the same leaf; every other one has memory of its own, and `tree`
-        stays as it is. On a rank that `mesh` is not of, leaves have shape, dtype and layout, and no block.
+        The tree. A leaf that is placed as asked is the same leaf; every other one has memory of its own, and `tree` is
+        not changed. On a rank outside of `mesh`, leaves have shape, dtype and layout, and no block.
 
     Raises:
-        ValueError: a leaf does not fit its target or cannot be moved there; the message lists all. Or this rank is in
-            none of the meshes.
+        ValueError: a leaf does not fit its target or cannot be moved there; the message lists all. Or this rank is
+            outside of all the meshes.
         DonatedError: a step has consumed a leaf.
-        RankError: ranks are about to move different things, or one has failed.
+        RankError: ranks disagree on the transfers, or one has failed.
 
     Example:
         >>> import torch
@@ -87,15 +87,15 @@ def reshard(
 def _placed(request: Request, held: Sequence[GlobalTensor], meshes: Sequence[Mesh]) -> list[GlobalTensor]:
     abstract = [f"{m!r} is abstract: its ranks do not exist" for m in meshes if m.abstract]
     raise_all(ValueError, "reshard: nothing can be moved:", abstract)
-    if capturing():  # nothing is sent meanwhile; the graph is what ranks will run
+    if capturing():  # a capture sends no messages; the graph is the program of the ranks
         return moved_purely(request.transits(pure=True))
     meeting = _meeting(meshes)
     if transforming() or any(map(is_followed, held)):
-        with torch._C._DisableFuncTorch(), _disable_current_modes():  # messages, and no part of what is transformed
+        with torch._C._DisableFuncTorch(), _disable_current_modes():  # messages, which transforms must not see
             transits = _agreed(meeting, request, pure=True)
         return moved_purely(transits)
     transits = _agreed(meeting, request, pure=False)
-    # In the order of the tree, first those that stay on a mesh: the same on all ranks, who have agreed on the list.
+    # In the order of the tree, first those that stay on a mesh: the same on all ranks, as they have agreed on the list.
     here = [i for i, t in enumerate(transits) if t.on_one_mesh]
     away = [i for i, t in enumerate(transits) if not t.on_one_mesh]
     comms = comms_of(meeting)
@@ -106,7 +106,7 @@ def _placed(request: Request, held: Sequence[GlobalTensor], meshes: Sequence[Mes
 
 
 def _agreed(meeting: Mesh, request: Request, *, pure: bool) -> list[Transit]:
-    """What all ranks are about to move. Collective over the ranks of `meeting`."""
+    """The transfers that all ranks are about to make. Collective over the ranks of `meeting`."""
     control = comms_of(meeting).control
     with told_before(control):
         transits = request.transits(pure=pure)
@@ -123,7 +123,7 @@ def _meeting(meshes: Sequence[Mesh]) -> Mesh:
     """The mesh of all ranks of some meshes: one of these, if it has them all; else one that the first of them keeps.
 
     Raises:
-        ValueError: this rank is none of them.
+        ValueError: this rank is not one of them.
     """
     if not any(m.is_member for m in meshes):
         raise ValueError(f"reshard: this rank is in none of {', '.join(map(repr, meshes))}; call it on their ranks.")

@@ -18,8 +18,8 @@ def shard_map(
 
     Every rank passes the same whole tensors, takes its own blocks of them, and gets the same whole results. It can be
     differentiated: the transpose of a cut is `all_gather_invariant`. Inside, values have JAX's types: an argument
-    varies along the axes of its spec, a tensor closed over along none, and where one that is the same on all ranks
-    meets one that varies, `pvary` is inserted, whose transpose is the sum.
+    varies along the axes of its spec, a closed-over tensor along no axis, and where a value that is the same on all
+    ranks meets one that varies, `pvary` is inserted, whose transpose is the sum.
 
     Args:
         f: a function over blocks; may use `psum` and the others with the mesh's axis names.
@@ -28,7 +28,7 @@ def shard_map(
         out_specs: a prefix tree of `P` for the result. A result must not vary along axes that its spec leaves out.
 
     Returns:
-        `g(*args)` with whole tensors (or `GlobalTensor`s of just that spec, whose blocks are taken as they are).
+        `g(*args)` with whole tensors (or `GlobalTensor`s of just that spec, whose blocks are used directly).
 
     Raises:
         ValueError: a spec names an unknown axis, or (when called) does not fit its argument.
@@ -87,7 +87,7 @@ def _leave(x: Any, spec: P, name: str, mesh: Mesh) -> Any:
             f"{name} of shape {tuple(x.shape)} has spec {spec!r} in out_specs, which has more entries than it has dims."
         )
     for dim in range(len(spec)):
-        # The minor axis first: it cut what the major one had left.
+        # The minor axis first: it cut the blocks of the major one.
         for axis in reversed(mesh.axes(spec.dim_axes(dim))):
             x = all_gather_invariant(x, axis, dim=dim, size=size_along(x.shape[dim], axis, mesh))
     return x

@@ -93,8 +93,8 @@ class _FunctionCall(NamedTuple):
     """A call that ranks are about to agree on, and then to run.
 
     Attributes:
-        run: runs it, told whether all ranks know what it learns at first.
-        known: whether this rank does.
+        run: runs it; its bool is whether all ranks have the results of a first call.
+        known: whether this rank has them.
     """
 
     run: Callable[[Comms, bool], PyTree]
@@ -123,7 +123,7 @@ def sharded(
     collective.
 
     It can be differentiated by `torch.func` and by `value_and_grad`; then all leaves are gathered at once and stay
-    gathered. The gradient is that of the sum of what ranks return: return `pmean(x, axes)` for the gradient of the
+    gathered. The gradient is that of the sum of the ranks' results: return `pmean(x, axes)` for the gradient of the
     mean.
 
     Args:
@@ -132,22 +132,22 @@ def sharded(
         specs: compute specs: a prefix tree of `P` for params.
         zero: the ZeRO rule for params, or its stage; default stage 0. Its fields for gradients and the optimizer have
             no effect here.
-        in_specs: an entry for each argument beyond the first: a prefix tree of `P` for one that is a tree of
-            `GlobalTensor`s, of whose leaves `f` sees this rank's blocks; None, and nothing, for one that is passed on
-            as it is, this rank's own.
+        in_specs: an entry for each argument beyond the first: a prefix tree of `P` for a tree of `GlobalTensor`s, where
+            `f` sees this rank's blocks; None, or no entry, for this rank's own value, which is passed on unchanged.
         out_specs: a prefix tree for the result: `P` makes a `GlobalTensor` of this rank's block, which must be the same
-            on all ranks along axes that the spec leaves out; None leaves this rank's value as it is.
-        batch: along which axes ranks pass values of their own, where gradients are summed; default as in a step.
+            on all ranks along axes that the spec leaves out; None returns this rank's value unchanged.
+        batch: the axes along which ranks pass values of their own; gradients are summed over them. Default as in a
+            step.
         donate: positions of sharded arguments whose blocks `f` may write to and return. A call consumes them.
 
     Returns:
         The function; `init`, `specs`, `lower` and `cache_info` are those of a step.
 
     Raises:
-        ValueError: (also when called) specs, params or arguments do not fit; every leaf is listed by path. Or there is
-            no mesh, in a program of several processes.
+        ValueError: (also when called) specs, params or arguments do not fit; every leaf is listed by path. Or `mesh` is
+            None in a program of several processes.
         DonatedError: (when called) an argument was consumed by an earlier call.
-        RankError: (when called) ranks disagree on what to run; or another rank failed.
+        RankError: (when called) ranks disagree on the call; or another rank failed.
 
     Example:
         >>> double = sharded(lambda w, x: w * x)
@@ -188,8 +188,8 @@ class Sharded(Transform):
     Args:
         unwrapped: the function.
         planner: the annotations of its first argument.
-        interface: those of the others, and of the result.
-        agreement: what ranks compare before a call.
+        interface: the annotations of the others, and of the result.
+        agreement: the facts that ranks compare before a call.
         what: the call, in words.
         words: the message for a first argument that does not fit.
     """
@@ -208,7 +208,7 @@ class Sharded(Transform):
         self.mesh, self.jitted = planner.mesh, unwrapped.jitted
         self._f, self._planner, self._interface = unwrapped.loss, planner, interface
         self._agreement, self._what, self._words = agreement, what, words
-        # Of jitted calls, and of `lower`; what an eager call leaves is the order of use in its plan.
+        # The graphs of jitted calls and of `lower`. An eager call leaves only the order of use, in its plan.
         self._graphs = Graphs(self.jitted or Jitted(self._f))
 
     def init(self, params: PyTree, *args: Any) -> PyTree:
@@ -216,10 +216,10 @@ class Sharded(Transform):
 
         Args:
             params: a tree of tensors, the same on all ranks; or a function, called with `args`, that returns one.
-            *args: what such a function is called with.
+            *args: the arguments of such a function.
 
         Raises:
-            TypeError: a leaf is no tensor.
+            TypeError: a leaf is not a tensor.
             ValueError: the tree does not fit the specs.
             RankError: ranks pass different trees or different values.
         """
@@ -242,11 +242,11 @@ class Sharded(Transform):
         close_pool(self._planner)
 
     def cache_info(self) -> CacheInfo:
-        """What the function remembers of its captures, those of `lower` included."""
+        """Counts and size of the cache of captures, those of `lower` included."""
         return self._graphs.cache_info()
 
     def __call__(self, params: PyTree, /, *args: Any) -> Any:
-        """The function's value; inside a transform, or of what requires a gradient, as a pure function."""
+        """The function's value; inside a transform, or if an argument requires a gradient, as a pure function."""
         if transforming() or capturing() or _differentiated((params, args)):
             return self.pure(params, *args)
         return self._call(self._eager if self.jitted is None else self._captured, None, params, args)
@@ -270,7 +270,7 @@ class Sharded(Transform):
     def lower(self, params: PyTree, /, *args: Any) -> Lowered:
         """The function as a graph, captured and scheduled for these shapes, and not run.
 
-        Nothing is allocated and nothing is sent, so the mesh may be abstract.
+        It neither allocates memory nor sends messages, so the mesh may be abstract.
 
         Args:
             params: as `init` returns it, or a tree of whole tensors. Only shapes and dtypes are used, so tensors may be
@@ -316,7 +316,7 @@ class Sharded(Transform):
             call = call_of(plan, params, arguments, treedef)
         agreed = agree_on_step(comms.control, self._what, constant=constant, known=(call.known, call.known))
         with bind_mesh(self.mesh), losing_no_peer(comms):
-            # Before anything runs: what may not be written is known by its version then.
+            # Before the call runs: writes to read-only tensors are detected by their versions at this point.
             blocks = Blocks(params, arguments)
             with taken([a.given for a in arguments if a.donated], donate=True):
                 out = call.run(comms, agreed.ready)

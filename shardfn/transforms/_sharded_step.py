@@ -1,7 +1,7 @@
 """`sharded_step`: from `loss(params, batch)` to `step(state, batch) -> (state, metrics)` on a mesh.
 
-The law: `sharded_step(loss, tx)(state, batch)` computes what the one-device step computes on the global batch. ZeRO's
-stages, memory and prefetch change where things are and when they move, never a value.
+The law: `sharded_step(loss, tx)(state, batch)` has the result of the one-device step on the global batch. ZeRO's
+stages, memory and prefetch change where leaves are and when they move, never a value.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ from shardfn.optim import GradientTransformation, Pair, as_transformation
 
 from ._training_step import ShardedStep
 
-# What users of other libraries ask a step for, and where it is said here.
+# Arguments of steps in other libraries, and their counterparts here.
 _MEANT = {
     "stage": "zero={value!r}",
     "zero_stage": "zero={value!r}",
@@ -105,7 +105,7 @@ def sharded_step(
         donate: whether a step reuses the buffers of the state that it takes. That state cannot be used afterwards.
         skip_nonfinite: whether a step whose loss or gradient norm is not finite returns the old state.
         trainable: a prefix tree of bools for params; leaves that are False get no gradient and no optimizer state.
-            Default: all leaves but parameters with `requires_grad=False`, as `from_module` hands them on.
+            Default: all leaves but parameters with `requires_grad=False`, such as those from `from_module`.
 
     Returns:
         The step. Its metrics are 0-d tensors, the same on all ranks: "loss" (global mean), "grad_norm" (of the averaged
@@ -117,10 +117,10 @@ def sharded_step(
     Raises:
         TypeError: an argument has the wrong type, or the loss takes other arguments than the step passes; the message
             has the remedy.
-        ValueError: the optimizer has no learning rate; or there is no mesh, in a program of several processes. (At
-            `init` or the first call) specs, batch or state do not fit; the message lists every such leaf by path.
+        ValueError: the optimizer has no learning rate; or `mesh` is None in a program of several processes. (At `init`
+            or the first call) specs, batch or state do not fit; the message lists every such leaf by path.
         DonatedError: (when called) the state was consumed by an earlier step.
-        RankError: (when called) ranks disagree on what to run, or pass different rows where all must pass the same; or
+        RankError: (when called) ranks disagree on the call, or pass different rows where all must pass the same; or
             another rank failed.
         FloatingPointError: (when called) gradients overflow although the loss scale is at its minimum.
 
@@ -173,8 +173,8 @@ def _named_losses(loss: Any) -> dict[str, Objective]:
     """The losses of a step by name; one loss has the name "".
 
     Raises:
-        TypeError: a name is no string.
-        ValueError: there is no loss, or a name cannot be part of the name of a metric.
+        TypeError: a name is not a string.
+        ValueError: the dict is empty, or a name cannot be part of the name of a metric.
     """
     if not isinstance(loss, Mapping):
         return {"": loss if isinstance(loss, Objective) else Objective(loss)}
@@ -203,10 +203,10 @@ def _by_loss(losses: Mapping[str, Objective], batch: PyTree) -> dict[str, PyTree
 
 
 def _check_flags(flags: Mapping[str, Any], trainable: Any) -> None:
-    """Refuses what is no bool where one is expected, and names of leaves where a tree is.
+    """Refuses other values than bools for flags, and names of leaves for the tree `trainable`.
 
     Raises:
-        TypeError: says what to write.
+        TypeError: the remedy is in the message.
     """
     for name, value in flags.items():
         if not isinstance(value, bool):

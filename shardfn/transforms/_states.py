@@ -54,7 +54,10 @@ class StepStates:
     specs: PyTree
 
     def first(self, plan: Plan, leaves: list[Any], model_state: PyTree) -> TrainState:
-        """Of parameters, as `ShardedStep.init`; of each leaf lets go when this rank has its block."""
+        """The first state, from parameters; see `ShardedStep.init`.
+
+        Lets go of each leaf when this rank has its block.
+        """
         optimizer, mesh = self.parts.optimizer, self.planner.mesh
         check_trains(plan, self.planner.trainable)
         check_phases(plan, optimizer)
@@ -79,7 +82,7 @@ class StepStates:
         return state
 
     def adopted(self, plan: Plan, old: TrainState, *, fresh: bool) -> TrainState:
-        """Of the state of another step, as `ShardedStep.adopt`."""
+        """The state from that of another step; see `ShardedStep.adopt`."""
         mesh, comms = self.planner.mesh, comms_of(self.planner.mesh)
         with told_before(comms.control):
             check_movable(old)
@@ -109,7 +112,7 @@ class StepStates:
         return state
 
     def resume(self, plan: Plan, model_state: PyTree) -> TrainState:
-        """Of the last step that all ranks finished, from their files, as `ShardedStep.resume`."""
+        """The state after the last step that all ranks finished, from their files; see `ShardedStep.resume`."""
         comms = comms_of(self.planner.mesh)
         with told_before(comms.control):
             kept = first_kept(plan, self.parts, model_state, self.specs)

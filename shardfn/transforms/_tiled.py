@@ -38,23 +38,23 @@ def tiled(f: Callable[..., Any], dim: int = 1, *, tiles: int | None = None) -> C
     result stay in memory. This costs one more forward of `f`. Parameters that a step shards are gathered once for all
     tiles. Their gradients are summed over tiles in float32, or wider.
 
-    There are always exactly as many tiles as asked for, so that ranks whose lengths differ make the same calls: their
-    lengths differ by one at most, and where there are fewer positions than tiles, some are empty.
+    There are always exactly `tiles` tiles, so that ranks whose lengths differ make the same calls. The tiles' lengths
+    differ by one at most; with fewer positions than tiles, some are empty.
 
     Args:
-        f: `f(params, *xs, **whole)`, a pure function of whose results every leaf is 0-d or has `dim`. Not a mean: the
-            sum of the means of tiles is not the mean.
-        dim: of every tensor among the xs, and of the results; counted from the front.
-        tiles: how many; default: as many as the first of the xs has positions for each of its features (the last dim),
-            rounded up, with which a tile is about square.
+        f: `f(params, *xs, **whole)`, a pure function; every leaf of its result is 0-d or has `dim`. Not a mean: the sum
+            of the means of tiles is not the mean.
+        dim: the dim of every tensor among the xs, and of the results, that is cut; counted from the front.
+        tiles: the number of tiles; default: positions of the first of the xs divided by its features (the last dim),
+            rounded up, so that a tile is about square.
 
     Returns:
         A function like `f`. `params`, a tree, and keyword arguments go to every tile whole.
 
     Raises:
         ValueError: `dim` is negative, `tiles` is less than 1, or `f` is jitted, accumulated or has a precision policy;
-            (when called) a tensor among the xs lacks the dim or has another length along it, or a result has neither
-            0 dims nor the tile's length along it; all leaves are listed.
+            (when called) a tensor among the xs lacks the dim or has another length along it, or a result is not 0-d and
+            lacks the tile's length along it; all leaves are listed.
 
     Example:
         >>> def norm(w, x):
@@ -77,7 +77,7 @@ def tiled(f: Callable[..., Any], dim: int = 1, *, tiles: int | None = None) -> C
         cut = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         lengths = tile_lengths(_length(dim, xs, cut), tiles or _square(dim, cut))
         parts = {i: opened(x).split(lengths, dim) for i, x in cut.items()}
-        # Held while the tiles run: so what a step gathers comes once.
+        # Held while the tiles run, so that a step gathers its leaves once.
         params, uses = _summed_wide(tree_map(opened, params))
         outs = []
         for n in range(len(lengths)):
@@ -89,7 +89,7 @@ def tiled(f: Callable[..., Any], dim: int = 1, *, tiles: int | None = None) -> C
 
 
 def tile_lengths(length: int, tiles: int) -> list[int]:
-    """The lengths of so many tiles, which differ by one at most.
+    """The lengths of `tiles` tiles, which differ by one at most.
 
     Example:
         >>> tile_lengths(5, 4), tile_lengths(2, 3)
@@ -138,7 +138,7 @@ class _TileUse(torch.autograd.Function):
 
 
 def _summed_wide(params: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTree]]:
-    """The leaves of `params`, and what makes them anew for a tile: narrow ones with a handle for their gradient."""
+    """The leaves of `params`, and a function that makes them anew for a tile, narrow ones with a gradient handle."""
     leaves, treedef = tree_flatten(params)
     backward = torch.is_grad_enabled() and forward_ad._current_level < 0  # forward mode has no sum over tiles
     pairs = [(_Handle.apply(p), p.detach()) if backward and _is_narrow(p) else (None, p) for p in leaves]

@@ -1,6 +1,6 @@
 """`ShardedStep`: the training step that `sharded_step` builds.
 
-A call that is collective agrees before its first transfer on what it is; whatever fails after that closes the step's
+In a collective call, ranks agree on the call before its first transfer; a failure after that closes the step's
 communicators, so that no rank waits.
 """
 
@@ -108,8 +108,8 @@ class ShardedStep(Transform):
         self._parts, self._unwrapped, self._planner, self._key = parts, unwrapped, planner, key
         self._state_specs = state_specs
         self._optimizer, self._loss_scale = parts.optimizer, parts.loss_scale
-        # A step holds no state and no counter: what it remembers is learnt, and the same on all ranks. Plans are the
-        # planner's, by tree; graphs are of `_steps`, by signature; functions over params are of `_functions`.
+        # A step holds no state and no counter, only learnt facts that are the same on all ranks: plans in the planner,
+        # by tree; graphs in `_steps`, by signature; functions over params in `_functions`.
         self._agreement = Agreement(lambda plan: lines_of(sources, plan, key, state_specs))
         self._admission = Admission(parts, planner, self._agreement, key, state_specs)
         self._states = StepStates(parts, planner, self._agreement, key, state_specs)
@@ -131,7 +131,7 @@ class ShardedStep(Transform):
         return as_html(repr(self))
 
     def init(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
-        """The first state, of which every rank stores only its own blocks.
+        """The first state; every rank stores only its own blocks.
 
         Args:
             params: a tree of tensors, the same on all ranks; or a function, called with `args`, that returns one. Draws
@@ -140,7 +140,7 @@ class ShardedStep(Transform):
             model_state: with `has_state`, the first one: a tree of tensors, the same on all ranks.
 
         Raises:
-            TypeError: a leaf is no tensor.
+            TypeError: a leaf is not a tensor.
             ValueError: the tree does not fit the specs.
             RankError: ranks pass different trees or different values.
         """
@@ -187,8 +187,8 @@ class ShardedStep(Transform):
         """The state of another step, to go on with this one: with other frozen leaves, ZeRO stage, mesh or optimizer.
 
         Parameters (their master copies, where there are some), step number, key, model state and loss scale go on. So
-        does the optimizer's state of parameters that both steps train, with its counters. That of parameters which only
-        this step trains is as `init` makes it: moments are zero. `optim.per_leaf` gives these counters of their own.
+        does the optimizer's state of parameters that both steps train, with its counters. Parameters that only this
+        step trains start with the state of `init`: zero moments. `optim.per_leaf` gives these counters of their own.
         Collective.
 
         Args:
@@ -199,7 +199,7 @@ class ShardedStep(Transform):
             A state of this step.
 
         Raises:
-            ValueError: the optimizers keep other things, with each of them; or the state is on disk.
+            ValueError: the optimizers' states differ, with each difference; or the state is on disk.
             DonatedError: a step has consumed `state`.
 
         Example:
@@ -240,13 +240,14 @@ class ShardedStep(Transform):
     def lower(self, state: PyTree, batch: PyTree, *, phase: Phase | None = None) -> Lowered:
         """The step as a graph, captured and scheduled for these shapes but not run: to read, measure or compile it.
 
-        Nothing is allocated and nothing is sent, so the mesh may be abstract and the state larger than any machine.
+        It neither allocates memory nor sends messages, so the mesh may be abstract and the state larger than any
+        machine.
 
         Args:
             state: a state, or a tree of parameters. Only shapes and dtypes are used, so results of `eval_shape` and
                 tensors on the device "meta" are accepted.
             batch: this rank's rows, abstract or not.
-            phase: the phase of an optimizer that has phases; needed if the state has no values to tell it by.
+            phase: the phase of an optimizer that has phases; needed if the state has no values to find it by.
 
         Raises:
             CaptureError: the loss depends on the value of a tensor; names the line.
@@ -272,7 +273,7 @@ class ShardedStep(Transform):
     def profile(
         self, state: TrainState, batch: PyTree, *, steps: int = 3, cluster: Cluster | None = None
     ) -> tuple[TrainState, StepProfile]:
-        """Where the time and the bytes of real steps go, by phase and by leaf. Collective: every rank calls it.
+        """The time and the bytes of real steps, by phase and by leaf. Collective: every rank calls it.
 
         It trains: it makes one step to warm up and then `steps` measured ones on this batch, and returns the state
         after them. `state` is consumed if the step donates; to keep it, build the step with `donate=False` and ignore
@@ -285,10 +286,10 @@ class ShardedStep(Transform):
             cluster: from `graph.cluster` or `graph.calibrate`, for a prediction of the same; None means no prediction.
 
         Returns:
-            The state after `steps + 1` steps, and this rank's profile. Of a jitted step only the total is measured.
+            The state after `steps + 1` steps, and this rank's profile. For a jitted step only the total is measured.
 
         Raises:
-            ValueError: `steps` is below 1; or a prediction is asked of a step that cannot be lowered.
+            ValueError: `steps` is below 1; or a prediction is requested for a step that cannot be lowered.
 
         Example:
             >>> import torch
@@ -337,7 +338,7 @@ class ShardedStep(Transform):
         state: TrainState,
         batch: PyTree,
     ) -> tuple[TrainState, dict[str, Tensor]]:
-        """One step, of which `call_of` makes the call; it may do so for one signature `only`."""
+        """One step, by the call that `call_of` makes; with `only`, for that signature alone."""
         comms, admission = comms_of(self.mesh), self._admission
         with told_before(comms.control):
             plan = admission.state(state, batch)
@@ -378,8 +379,7 @@ class ShardedStep(Transform):
 
         They are averaged over the global batch and free of the loss scale, as the optimizer takes them. Between the two
         calls clip them by a rule of your own, add those of other losses, look at their norms: change a leaf by
-        `g.with_block(f(g.local))`, `leaf_norms(grads)` has the norms. The state stays as it is, and is not consumed.
-        Collective.
+        `g.with_block(f(g.local))`, `leaf_norms(grads)` has the norms. The state is not changed or consumed. Collective.
 
         Args:
             state: the state.
@@ -391,8 +391,8 @@ class ShardedStep(Transform):
 
             grads is a tree like `state.params` with a `GlobalTensor` for each leaf that the step trains, and None for
             each that it does not. A leaf has the parameter's shape, the spec of its optimizer state (each rank stores
-            the rows that it updates, nothing is gathered), the memory of `Zero(grads=...)`, and the dtype in which
-            gradients are added up: float32 for 16-bit parameters, otherwise the parameter's own.
+            the rows that it updates, ungathered), the memory of `Zero(grads=...)`, and the dtype in which gradients are
+            added up: float32 for 16-bit parameters, otherwise the parameter's own.
 
             metrics are those of a step without "skipped": "loss", "grad_norm", "finite", the aux values, and
             "loss_scale".
@@ -401,7 +401,7 @@ class ShardedStep(Transform):
             ValueError: the state or the batch does not fit the step; or the optimizer averages gradients itself, as
                 1-bit rules do after their warm-up.
             DonatedError: a step has consumed the state.
-            RankError: ranks disagree on what to run, or another rank failed.
+            RankError: ranks disagree on the call, or another rank failed.
 
         Example:
             >>> import torch
@@ -446,11 +446,11 @@ class ShardedStep(Transform):
             `finite`), "skipped", and with a loss scale "loss_scale" (the one used).
 
         Raises:
-            TypeError: a leaf of `grads` is no `GlobalTensor`.
+            TypeError: a leaf of `grads` is not a `GlobalTensor`.
             ValueError: leaves are missing or additional, or of another layout, mesh, memory, dtype or shape; all are
                 listed by path, before anything is written.
             DonatedError: an update has consumed the gradients, or a step the state.
-            RankError: ranks disagree on what to run, or another rank failed.
+            RankError: ranks disagree on the call, or another rank failed.
             FloatingPointError: gradients overflow although the loss scale is at its minimum.
 
         Example:
@@ -470,12 +470,13 @@ class ShardedStep(Transform):
         """The mean loss of the global batch, the same on all ranks: a pure function of the sharded parameters.
 
         `torch.func.grad`, `vmap`, `jvp` and their compositions pass through it; a gradient is a tree of `GlobalTensor`
-        with the specs of `params`. Collective: every rank calls it, with as many members or examples under a `vmap`.
+        with the specs of `params`. Collective: every rank calls it, with the same number of members or examples under a
+        `vmap`.
 
         Args:
             params: a state's params.
             batch: this rank's rows.
-            *key: the key that the loss takes, if it does; used as it is.
+            *key: the key, if the loss takes one; it is passed on unchanged.
             model_state: with `has_state`, a state's; the new one is dropped.
 
         Returns:
@@ -492,7 +493,7 @@ class ShardedStep(Transform):
         return self._loss.pure(params, *([model_state] if self._parts.has_state else []), batch, *key)
 
     def rows(self, num: int) -> slice:
-        """Which rows of a global batch of `num` this rank passes, where the batch is cut along dim 0 alone.
+        """The rows of a global batch of `num` that this rank passes, if the batch is cut along dim 0 alone.
 
         Raises:
             ValueError: with canonical sums, the chunks do not divide `num`.
@@ -533,7 +534,7 @@ class ShardedStep(Transform):
     def evaluate(
         self, state: TrainState, batches: Iterable[PyTree], metrics: Callable[..., dict[str, Any]] | None = None
     ) -> dict[str, float]:
-        """Means over all rows of all batches of all ranks, exact whatever the ranks' numbers of rows and batches.
+        """Means over all rows of all batches of all ranks, exact for any numbers of rows and batches per rank.
 
         It runs in the precision of the step, jitted if the step is, without gradients, and does not change the state.
         Each batch runs as a whole, not in microbatches. The means equal those of one device that gets all rows.
@@ -542,17 +543,17 @@ class ShardedStep(Transform):
         Args:
             state: the state.
             batches: this rank's batches, cut like those of the step. Ranks may have different numbers of batches, the
-                last batch may be shorter, and a rank may have none.
+                last batch may be shorter, and a rank may have no batch.
             metrics: `metrics(params, batch) -> {name: value}`; a value is a `WeightedMean`, or a scalar that is a mean
                 over the rows of the batch. Default: the step's loss as "loss", and its aux. For a loss with dropout
-                pass metrics without. Pass the same function object each time, so that its captures are reused.
+                pass metrics without it. Pass the same function object each time, so that its captures are reused.
 
         Returns:
             Name -> float, the same on all ranks. Scalars are averaged over rows; a `WeightedMean` by its weights.
 
         Raises:
             TypeError: `metrics` does not return a dict of scalars.
-            ValueError: there is no row at all, or the weights of a metric add up to 0.
+            ValueError: the batches have no rows, or the weights of a metric add up to 0.
             DonatedError: the state was consumed by a step.
 
         Example:

@@ -30,7 +30,7 @@ def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
         where the loss does not depend on a leaf.
 
     Raises:
-        TypeError: (when called) a leaf of params is no floating-point tensor; all are listed.
+        TypeError: (when called) a leaf of params is not a floating-point tensor; all are listed.
         ValueError: (when called) the loss depends on no leaf at all, or a weight of its mean requires a gradient.
 
     Example:
@@ -88,7 +88,7 @@ def grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
 
 
 class _Totals(NamedTuple):
-    """What microbatches add up to; of aux, what each has said."""
+    """The sums over microbatches, and the aux of each."""
 
     total: Tensor
     weight: Any
@@ -103,7 +103,7 @@ def _added(a: _Totals, b: _Totals) -> _Totals:
 
 
 def _gradients(total: Tensor, handles: list[Tensor]) -> list[Tensor | None]:
-    # torch.autograd.grad would raise; a loss of no parameter has no gradient, as a parameter without a use has none.
+    # torch.autograd.grad would raise; a loss that uses no parameter has no gradient, like a parameter without a use.
     if not total.requires_grad:
         return [None] * len(handles)
     return list(torch.autograd.grad(total, handles, allow_unused=True))
