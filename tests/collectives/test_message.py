@@ -56,4 +56,4 @@ def test_rows_go_to_the_ranks_they_are_for() -> None:
         assert _equal(sent(), mine)
         firsts = [tuple(torch.stack([p[g][k][0] for p in every]) for k in range(len(every[0][g]))) for g in (0, 1)]
         assert _equal(got(), firsts)
-    assert traffic.by_op == {("there", ("dp",)): [1, 2 * 59], ("all", ("dp",)): [1, 2 * 59]}
+    assert traffic.by_op == {("there", ("dp",)): [1, 2 * 59], ("all_gather", ("dp",)): [1, 2 * 59]}
