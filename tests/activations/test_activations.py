@@ -306,6 +306,7 @@ def _run(loss: Callable[..., Any], mesh: sf.Mesh, **options: Any) -> tuple[Any, 
         return on_mesh(loss, sf.optim.adamw(1e-2), _weights(), [x, x], mesh=mesh, **options), book
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_steps_have_the_bits_and_the_traffic_of_their_activations(world: int, tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": world})

@@ -233,6 +233,7 @@ with checkpoint.Manager(sys.argv[1]) as manager:
 """
 
 
+@pytest.mark.nightly
 def test_a_second_job_at_one_place_is_told_which_process_has_it(tmp_path: pathlib.Path) -> None:
     line = [sys.executable, "-c", _OTHER_JOB, str(tmp_path)]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:

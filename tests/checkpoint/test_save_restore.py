@@ -325,6 +325,7 @@ def test_leaves_that_could_not_be_read_back_are_refused(tmp_path: pathlib.Path) 
     assert checkpoint.restore(tmp_path, {"w": one.clone(), "v": torch.ones(1, 1)}).tree["v"].tolist() == [[0.0]]
 
 
+@pytest.mark.nightly
 @distributed(world=2, timeout=60)
 def test_ranks_that_differ_are_told(tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")

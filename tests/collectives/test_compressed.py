@@ -404,6 +404,7 @@ def test_two_axes_are_exact_inside_and_compressed_between() -> None:
 # psum_scatter
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_compressed_psum_scatter(world: int) -> None:
     with on(world):

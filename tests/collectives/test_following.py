@@ -333,6 +333,7 @@ def test_a_loss_that_varies_where_ranks_have_the_same_rows_is_refused(world: int
         step(step.init({"w": torch.ones(4, 3)}), torch.ones(2, 3))
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_collective_in_a_compiled_part_of_a_loss_is_refused(world: int) -> None:
     compiled = torch.compile(lambda y: sf.pmean(y, "dp").square().sum(), backend="eager")

@@ -209,6 +209,7 @@ def test_ranks_that_call_different_things_are_told() -> None:
     mesh.close()
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_steps_have_the_bits_of_gloo() -> None:
     mesh, runs = sf.make_mesh({"dp": 3}, device="cpu"), {}

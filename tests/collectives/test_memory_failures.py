@@ -319,6 +319,7 @@ def test_a_compiler_that_is_missing_or_fails_is_the_reason(monkeypatch: pytest.M
         assert len(calls) == 1
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_ranks_that_cannot_share_memory_talk_by_gloo_and_say_why() -> None:
     assert _made()

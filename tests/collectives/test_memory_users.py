@@ -140,6 +140,7 @@ def cache() -> Iterator[Callable[[int], str]]:
         yield of
 
 
+@pytest.mark.nightly
 @switches
 def test_ranks_of_nobody_share_memory(cache: Callable[[int], str]) -> None:
     with _job([NOBODY, NOBODY], cache=cache(NOBODY)) as job:

@@ -57,7 +57,16 @@ def _step(mesh: sf.Mesh, loss: Any, stage: int = 0) -> Any:
 
 
 @distributed(world=2)
-@pytest.mark.parametrize("wrap", ["plain", "graph", "inductor", "remat", "remat in a graph"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        "plain",
+        "graph",
+        pytest.param("inductor", marks=pytest.mark.nightly),
+        "remat",
+        pytest.param("remat in a graph", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_step_with_experts_is_that_of_one_device(wrap: str) -> None:
     batches, params = _batches(2), _params()
     wanted = []

@@ -115,6 +115,7 @@ def test_a_closed_mesh_says_so() -> None:
     state.params["w"].full_tensor()
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_groups_of_several_axes_end_too_and_those_of_a_device_mesh_stay() -> None:
     idle = _idle()

@@ -117,6 +117,7 @@ def on_4() -> list[list[Tensor]]:
     return _all()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "world", [pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly)]
 )

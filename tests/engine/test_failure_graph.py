@@ -78,7 +78,7 @@ def _params_of(state: sf.TrainState) -> list[Tensor]:
 
 
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)], timeout=120)
-@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("mode", [pytest.param("graph", marks=pytest.mark.nightly), "eager"])
 def test_an_error_of_one_rank_is_told_and_the_next_step_runs(mode: str, world: int) -> None:
     mesh, rank = sf.make_mesh({"dp": -1}), torch.distributed.get_rank()
     step, culprit = _step(mesh, 1, mode), world - 1

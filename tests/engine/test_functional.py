@@ -83,6 +83,7 @@ def plain_step(loss: Any, tx: Any) -> Any:
     return step
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", ["adamw", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("sgd", "lion", "lamb"))]
 )
@@ -213,6 +214,7 @@ def test_per_example_gradients(world: int) -> None:
         close(vmap(unshard)(got), each)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["smooth", pytest.param("odd", marks=pytest.mark.nightly)])
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_hessian_vector_products_both_ways_and_jvp(world: int, name: str) -> None:
@@ -312,6 +314,7 @@ def test_hypergradients_of_other_optimizers(world: int) -> None:
         close(grad(sharded)(at), grad(plain)(at))
 
 
+@pytest.mark.nightly
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_population_sends_as_many_messages_each_k_times_as_large(world: int) -> None:
     mesh, own = sf.make_mesh({"dp": world}), rows(odd_batch(0), sf.make_mesh({"dp": world}))

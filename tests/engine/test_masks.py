@@ -124,6 +124,7 @@ def test_a_mask_decides_by_whole_leaves_in_every_memory(
     )
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_mask_decides_by_whole_leaves_under_jit() -> None:
     mesh, zero, jitted = sf.make_mesh({"dp": 2}), sf.Zero(stage=3, persist_elements=0), sf.jit(loss, backend="graph")

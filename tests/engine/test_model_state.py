@@ -238,6 +238,7 @@ def test_leaves_may_change_places() -> None:
     assert [x.tolist() for x in put_in([a, b], [b, a])] == [[0.0, 0.0], [1.0, 1.0]]
 
 
+@pytest.mark.nightly
 def test_a_graph_is_for_the_shapes_of_its_model_state() -> None:
     def loss(p: Any, state: Any, x: Tensor) -> Any:
         return (p["w"] * x).mean() + state["h"].sum() / state["h"].numel(), state

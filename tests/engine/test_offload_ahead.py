@@ -56,7 +56,7 @@ def _counted() -> Iterator[list[int]]:
     [
         pytest.param("adamw, disk", marks=pytest.mark.nightly),
         "adamw, host",
-        "delayed, disk",
+        pytest.param("delayed, disk", marks=pytest.mark.nightly),
         pytest.param("delayed, host", marks=pytest.mark.nightly),
     ],
 )
@@ -153,6 +153,7 @@ def _on_disk(loss: Any, place: pathlib.Path, optimizer: Any = None) -> Any:
     return sf.sharded_step(loss, optimizer, mesh=sf.make_mesh({"dp": 1}), zero=zero)
 
 
+@pytest.mark.nightly
 def test_steps_leave_no_files_to_the_garbage_collector(tmp_path: pathlib.Path) -> None:
     step = _on_disk(_deep, tmp_path)
     state = step.init([torch.randn(32, 32) / 8 for _ in range(4)])

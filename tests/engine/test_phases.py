@@ -105,6 +105,7 @@ def _weighted(params: dict, batch: dict) -> sf.WeightedMean:
     return sf.WeightedMean(errors.sum(), torch.tensor(errors.numel()))
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_weights_masters_and_loss_scales() -> None:
     mesh = sf.make_mesh({"dp": 3})

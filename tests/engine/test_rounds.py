@@ -138,6 +138,7 @@ def _rounds_of(loss: Any, stage: int) -> int:
     return _rounds_a_step(step, state, x)[1]
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_step_agrees_once_besides_the_ends_of_its_phases() -> None:
     for num in (1, 3):
@@ -146,6 +147,7 @@ def test_a_step_agrees_once_besides_the_ends_of_its_phases() -> None:
         assert [_rounds_of(loss, stage) for stage in range(4)] == [1 + num, 1 + num, 1 + num, 1 + 2 * num]
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_captured_step_agrees_once_on_what_to_run_and_that_all_have_its_graph() -> None:
     assert [_rounds_of(sf.jit(_squares, backend="graph"), stage) for stage in (0, 3)] == [1, 1]

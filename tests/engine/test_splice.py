@@ -33,6 +33,7 @@ def loss(p: dict, x: Tensor) -> Tensor:
     return sf.scan(layer, p["h"].expand(4, 4), p["w"])[0].square().mean() + sf.scan(layer, x, p["w"])[0].square().mean()
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_leaves_that_are_not_stacked_are_not_taken_to_be_written_to(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
@@ -48,6 +49,7 @@ def test_leaves_that_are_not_stacked_are_not_taken_to_be_written_to(world: int) 
         assert_same(on_mesh(sf.jit(loss, backend="graph"), tx, start(), [rows()] * 2, **given), eager, exact=True)
 
 
+@pytest.mark.nightly
 def test_a_write_to_what_a_copied_layer_has_saved_is_an_error_as_in_eager_mode() -> None:
     def writes(p: dict, x: Tensor) -> Tensor:
         h = sf.scan(lambda h, w: (torch.tanh(h @ w), None), x, p["w"])[0]

@@ -69,6 +69,7 @@ class _FailingBackward(torch.autograd.Function):
         raise _Boom("in the backward")
 
 
+@pytest.mark.nightly
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_rank_that_raises_is_named_by_the_others_at_once(world: int) -> None:
     # At once: a rank that waits in vain waits for 30 minutes, the limit of a mesh, and this test has three.

@@ -73,6 +73,7 @@ def test_a_rank_that_is_late_is_called_late_and_no_rank_dead(world: int) -> None
     patient(patient.init({"w": torch.ones(5, 3)}), torch.ones(2, 5))
 
 
+@pytest.mark.nightly
 @distributed(world=2, timeout=60)
 def test_a_rank_that_does_not_come_to_the_first_step_is_waited_for_no_longer_than_agreed() -> None:
     mesh = sf.make_mesh(timeout=2)

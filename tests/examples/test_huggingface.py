@@ -62,6 +62,7 @@ def _plain_loop(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.nightly)])
 @distributed(world=2)
 def test_unmodified_models_equal_one_device(world: int, name: str) -> None:

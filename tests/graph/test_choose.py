@@ -65,6 +65,7 @@ def _holds(gm: GraphModule, cluster: Cluster, choice: Choice) -> None:
     check_fits(out, choice.memory)
 
 
+@pytest.mark.nightly
 def test_a_slow_link_is_prefetched_for_and_a_fast_one_is_not() -> None:
     gm = _step()
     before = str(gm.graph)
@@ -94,6 +95,7 @@ def test_latency_is_met_by_larger_messages() -> None:
     assert kept.seconds > choice.seconds
 
 
+@pytest.mark.nightly
 def test_little_memory_takes_a_smaller_window_then_computes_again_then_fails() -> None:
     gm, slow = _step(), _box(SLOW)
     free = choose(gm, slow)

@@ -106,6 +106,7 @@ def gpt_step(num_layers: int) -> tuple[Callable[..., Any], list[torch.Tensor]]:
 # Values
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_a_training_step_keeps_its_values_its_order_and_compiles_each_kind_of_layer_once() -> None:
     step, args = gpt_step(3)
@@ -115,6 +116,7 @@ def test_a_training_step_keeps_its_values_its_order_and_compiles_each_kind_of_la
     assert compiled.seconds > 0
 
 
+@pytest.mark.nightly
 @needs_compiler
 @pytest.mark.parametrize("approximate", [pytest.param("none", marks=pytest.mark.nightly), "tanh"])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16])
@@ -211,11 +213,13 @@ def test_copies_inside_a_region_have_memory_of_their_own() -> None:
     both(step, torch.randn(6, 6))
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_strides_of_outputs_are_the_graphs() -> None:
     both(lambda x: ((x.t() + 1).exp(), (x.t()[1:] * 2).sum(0) + 1), torch.randn(4, 10)[:, ::2])
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_an_argument_of_another_layout_is_an_error_that_names_it() -> None:
     gm = captured(lambda x: ((x + 1).sin(),), torch.randn(4, 4))
@@ -271,6 +275,7 @@ def test_a_recomputation_is_not_moved_forward() -> None:
     assert regions(step, x, x)[::2] == [["mul", "add"], ["sin", "cos"]]
 
 
+@pytest.mark.nightly
 def test_the_peak_of_live_bytes_does_not_grow() -> None:
     step, args = gpt_step(3)
     gm = captured(step, *args)
@@ -278,6 +283,7 @@ def test_the_peak_of_live_bytes_does_not_grow() -> None:
     assert after <= before
 
 
+@pytest.mark.nightly
 def test_cutting_is_a_function_of_the_graph() -> None:
     step, args = gpt_step(2)
     texts = [

@@ -457,6 +457,7 @@ def test_passes_are_functions_of_the_graph() -> None:
     assert first == second and str(gm.graph) == text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layers", [40, pytest.param(1200, marks=pytest.mark.nightly)])
 def test_a_graph_of_many_thousand_nodes_is_scheduled(layers: int) -> None:
     gm = _repeated(layers)

@@ -503,6 +503,7 @@ def test_all_passes_in_any_order_keep_all_bits(seed: int) -> None:
     _check(seed % 6, _world(seed % 6), *rng.sample(passes, 6), donate)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "budget", [None, pytest.param(0, marks=pytest.mark.nightly), pytest.param(2000, marks=pytest.mark.nightly)]
 )

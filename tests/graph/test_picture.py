@@ -36,6 +36,7 @@ def test_memory_is_drawn_as_it_was_analysed(tmp_path: pathlib.Path) -> None:
     assert found.node in over.get_title()
 
 
+@pytest.mark.nightly
 def test_time_has_a_lane_of_compute_and_one_for_each_axes(tmp_path: pathlib.Path) -> None:
     low, box = _lowered(), cluster("h100")
     every: list[Any] = low.plot(tmp_path / "time.svg", kind="time", cluster=box).axes

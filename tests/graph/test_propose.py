@@ -27,6 +27,7 @@ def cheapest(found, limit):
     return min(found.proposal(forms).sent for forms in every if found._held(forms) <= limit)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_small_programs_get_the_cheapest_forms(num):
     cut = 0
@@ -48,6 +49,7 @@ def layers(*xs):
     return [h.square().sum()]
 
 
+@pytest.mark.nightly
 def test_equal_layers_are_searched_as_two_and_cost_what_all_do():
     shapes = [(6, 8)] + [(8, 12), (12, 8)] * 7
     short, nodes = proposer(layers, shapes)
@@ -60,6 +62,7 @@ def test_equal_layers_are_searched_as_two_and_cost_what_all_do():
     assert found.sent > 0
 
 
+@pytest.mark.nightly
 def test_work_is_priced_by_the_operations_of_the_rank_with_the_most():
     def loss(x, up, down):
         return [((x + 1) @ up).relu().matmul(down).square().sum()]

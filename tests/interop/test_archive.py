@@ -90,6 +90,7 @@ def fuzz(directory: pathlib.Path, cases: int) -> int:
     return refused
 
 
+@pytest.mark.nightly
 def test_headers_that_mean_harm_are_refused(tmp_path: pathlib.Path) -> None:
     assert fuzz(tmp_path, 400) > 250
 

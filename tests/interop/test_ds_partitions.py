@@ -121,7 +121,7 @@ def _by_ranks(directory: str, world: int) -> None:
         interop.save_deepspeed(directory, state, "other", learning_rate=0.1, job=job)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_several_ranks_write_what_one_would(tmp_path: pathlib.Path, world: int) -> None:
     _by_ranks(directory=str(tmp_path), world=world)
     one, _ = trained()

@@ -110,6 +110,7 @@ def test_dtypes_are_converted_when_asked(tmp_path: pathlib.Path) -> None:
     assert torch.equal(params["embed"].full(), whole["embed"].full().to(torch.bfloat16))
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_ranks_read_their_part_and_write_the_whole(world: int) -> None:
     place = [tempfile.mkdtemp()]
@@ -164,7 +165,7 @@ def _cannot_be_written(directory: str, when: str) -> None:
     assert torch.equal(tree["embed"].full_tensor(), whole["embed"])  # the ranks still agree
 
 
-@pytest.mark.parametrize("when", ["first", "later"])
+@pytest.mark.parametrize("when", [pytest.param("first", marks=pytest.mark.nightly), "later"])
 def test_a_writer_that_fails_is_told_to_all(tmp_path: pathlib.Path, when: str) -> None:
     """Without a directory to write to, and with a disk that is full after a tensor."""
     place = tmp_path / "out"

@@ -69,6 +69,7 @@ def test_a_captured_pipeline_of_a_body() -> None:
     _parity(nn.Blockwise(3), 7, sf.make_mesh({"pp": 2}, device="cpu"), jit=True, tile=2)
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_a_rank_without_layers_attends_to_nothing() -> None:
     """Four layers on three ranks: two, two and zero."""

@@ -140,6 +140,7 @@ def test_llama_captured() -> None:
     parity("llama", BODIES["ulysses"](7), 7, sf.make_mesh({"sp": 2}), stage=3, packed=True, tile=3, jit=True)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_other_models_and_a_checkpoint_within() -> None:
     mesh = sf.make_mesh({"sp": 2})
@@ -158,6 +159,7 @@ def test_other_kinds_of_attention(name: str) -> None:
     parity(name, BODIES["ulysses"](7), 7, mesh, stage=0, packed=False)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_dropout_has_the_masks_of_one_device() -> None:
     """In attention, and in the residual stream, whose tokens are cut in two stretches a rank; and again in remat."""

@@ -33,7 +33,7 @@ def _trained(mesh: sf.Mesh, module: nn.Module, policy: sf.Policy | None, **setti
     return state
 
 
-@distributed(world=[1, 2, 3])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_the_masters_come_out_not_their_roundings(world: int, tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": -1}, device="cpu")
     module = _module()

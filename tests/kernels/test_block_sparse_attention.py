@@ -153,6 +153,7 @@ def triton_is_the_formula(monkeypatch: pytest.MonkeyPatch, seeds: range, dtype: 
             compare(seed, dtype, small)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "dtype",
     [torch.float16, *(pytest.param(x, marks=pytest.mark.nightly) for x in (torch.float32, torch.bfloat16))],
@@ -172,7 +173,7 @@ def test_triton_is_the_formula_in_many_cases(dtype: torch.dtype, monkeypatch: py
     triton_is_the_formula(monkeypatch, range(50, 52), dtype, small=False)
 
 
-@pytest.mark.parametrize("which", ["reference", "native", "triton"])
+@pytest.mark.parametrize("which", ["reference", "native", pytest.param("triton", marks=pytest.mark.nightly)])
 def test_what_is_dropped_is_the_same_bits(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Probabilities of equal scores, and values that identify their pair: y shows the kept ones."""
     if which == "triton":

@@ -119,7 +119,7 @@ def _params() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in SHARED.items()}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.nightly), 3])
 @distributed(world=2)
 def test_a_leaf_without_elements_travels_with_others(stage: int) -> None:
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -131,6 +131,7 @@ def test_a_leaf_without_elements_travels_with_others(stage: int) -> None:
         assert_parity(own, optim.adam(0.1), _params(), batches, mesh=mesh, zero=zero, reference=loss)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (4, 8))])
 def test_a_leaf_without_elements_is_lowered(world: int) -> None:
     for stage in (1, 3):

@@ -24,7 +24,7 @@ class _Book:
         """Keeps no record: these tests free no memory."""
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("fullgraph", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_compiled_function_opens_it_outside_of_its_graph(fullgraph: bool) -> None:
     torch._dynamo.reset()  # of the code that the other case has compiled
     book: Any = _Book(torch.arange(4.0))

@@ -93,6 +93,7 @@ def test_functions_that_are_applied_do_not_write_either() -> None:
         step.apply(lambda p: _detached(p["a"]), state)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_writes_are_named_wherever_a_leaf_lives(tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": 2})

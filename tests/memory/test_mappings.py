@@ -36,12 +36,20 @@ def test_what_was_given_back_is_lent_again() -> None:
     "view",
     [
         lambda area: torch.frombuffer(area, dtype=torch.float32, offset=PAGE),
-        lambda area: torch.frombuffer(area, dtype=torch.float32)[5:].view(-1).numpy()[1:],
-        lambda area: np.frombuffer(area, np.uint8)[7:][::2],
+        pytest.param(
+            lambda area: torch.frombuffer(area, dtype=torch.float32)[5:].view(-1).numpy()[1:], marks=pytest.mark.nightly
+        ),
+        pytest.param(lambda area: np.frombuffer(area, np.uint8)[7:][::2], marks=pytest.mark.nightly),
         lambda area: memoryview(area)[3:].cast("B")[2:],
-        lambda area: torch.from_numpy(np.frombuffer(area, np.uint8).reshape(2, -1)[1]),
-        lambda area: torch.frombuffer(area, dtype=torch.uint8).untyped_storage(),
-        lambda area: torch.from_dlpack(torch.frombuffer(area, dtype=torch.uint8)[1:]),
+        pytest.param(
+            lambda area: torch.from_numpy(np.frombuffer(area, np.uint8).reshape(2, -1)[1]), marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            lambda area: torch.frombuffer(area, dtype=torch.uint8).untyped_storage(), marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            lambda area: torch.from_dlpack(torch.frombuffer(area, dtype=torch.uint8)[1:]), marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_a_view_of_a_view_keeps_memory_from_being_lent(view: Any) -> None:

@@ -157,6 +157,7 @@ def file_limit() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.nightly
 def test_a_value_too_large_leaves_the_others(tmp_path: pathlib.Path, file_limit: int) -> None:
     with memory.Pool(tmp_path) as pool:
         state = pool.write(X).result()
@@ -171,6 +172,7 @@ def test_a_value_too_large_leaves_the_others(tmp_path: pathlib.Path, file_limit:
         assert step == 4 and torch.equal(found["x"].load(), X)
 
 
+@pytest.mark.nightly
 def test_a_limit_met_while_writing_frees_what_was_half_written(tmp_path: pathlib.Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     x = torch.zeros(1 << 20, dtype=torch.uint8)
@@ -191,6 +193,7 @@ def test_a_limit_met_while_writing_frees_what_was_half_written(tmp_path: pathlib
         assert pool.info().free_files == 1
 
 
+@pytest.mark.nightly
 def test_a_full_disk_loses_nothing_and_free_files_make_room(small_disk: pathlib.Path) -> None:
     def value(i: int, size: int = 500_000) -> torch.Tensor:
         return torch.full((size,), i, dtype=torch.uint8)
@@ -271,6 +274,7 @@ def _kill_while_writing(place: pathlib.Path, times: int, caplog: pytest.LogCaptu
     assert "removed" in caplog.text
 
 
+@pytest.mark.nightly
 def test_a_killed_writer_loses_nothing_that_it_committed(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:

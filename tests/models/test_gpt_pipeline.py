@@ -49,12 +49,14 @@ def test_layers_that_are_not_stacked_are_refused():
             made(CONFIGS["bloom"])
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_layers_on_ranks_beside_heads_on_ranks() -> None:
     parity("bloom", sf.make_mesh({"pp": 2, "tp": 2}), 0)
     parity("llama_gqa", sf.make_mesh({"dp": 2, "pp": 2}), 3, wrap=sf.remat)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_dropout_has_the_masks_of_one_device() -> None:
     config = dataclasses.replace(CONFIGS["llama_gqa"], num_layers=3, stacked=True, dropout=0.25)

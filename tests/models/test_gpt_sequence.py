@@ -101,7 +101,10 @@ def parity(
     )
 
 
-@pytest.mark.parametrize("name", ["ulysses", pytest.param("ring", marks=pytest.mark.nightly), "zigzag"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("ulysses", marks=pytest.mark.nightly), pytest.param("ring", marks=pytest.mark.nightly), "zigzag"],
+)
 @distributed(world=2)
 def test_every_style_on_two_ranks(name: str) -> None:
     mesh, T = sf.make_mesh({"sp": 2}), 7

@@ -30,7 +30,7 @@ def _steps(loss: Any, params: Any, tokens: Tensor, num: int = 2, **options: Any)
     return state, losses
 
 
-@distributed(world=[1, 2], timeout=180)
+@distributed(world=[1, pytest.param(2, marks=pytest.mark.nightly)], timeout=180)
 def test_norms_in_float32(world: int) -> None:
     module = _llama()
     seen: dict[str, set[torch.dtype]] = {"norm": set(), "q_proj": set()}
@@ -56,6 +56,7 @@ def test_norms_in_float32(world: int) -> None:
         assert torch.equal(x.full_tensor(), captured.params[name].full_tensor()), name
 
 
+@pytest.mark.nightly
 def test_without_from_module_the_exceptions_are_named() -> None:
     module = _llama()
     params = {name: x.detach() for name, x in module.named_parameters()}

@@ -110,7 +110,7 @@ def test_names_are_checked() -> None:
         apply(params, x)
 
 
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_conversion_that_changes_nothing_passes(jit: bool) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         self.lin = self.lin.to(torch.float32)

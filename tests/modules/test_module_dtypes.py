@@ -85,6 +85,7 @@ def test_a_module_with_buffers_trains_in_16_bits(world: int, name: str) -> None:
     assert step.apply(lambda p: apply(p, TOKENS), state).dtype == torch.float32
 
 
+@pytest.mark.nightly
 def test_jit_takes_the_same_dtypes() -> None:
     params, apply = sf.from_module(net())
     runs = []

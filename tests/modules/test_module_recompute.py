@@ -143,6 +143,7 @@ def test_outside_of_a_module_checkpoint_is_torch_s() -> None:
     assert torch.equal(x.grad, torch.cos(torch.ones(3)))  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_checkpoint_keeps_no_gathered_parameter(world: int) -> None:
     module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))

@@ -101,6 +101,7 @@ def test_transforms() -> None:
         close(*(torch.func.jvp(g, (q,), (k.expand_as(q),))[1] for g in first))
 
 
+@pytest.mark.nightly
 def test_gradcheck() -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(1, 7, n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2)]

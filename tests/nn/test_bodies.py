@@ -283,6 +283,7 @@ def grid(T: int, draw: random.Random) -> list[nn.Body]:
     return [nn.Ulysses("u", T, ring), nn.Ulysses(("r", "u"), T), nn.Ring(("u", "r"), T, zigzag=True, block=16)]
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_bodies_on_a_line() -> None:
     many_ranks(sf.make_mesh({"sp": 3}), line, range(4), 40)

@@ -38,6 +38,7 @@ def close(got: list[Tensor], want: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("to", ["host", "disk"])
 def test_chunks_are_dense_attention(to: Any, tmp_path: Any) -> None:
     pool = memory.Pool(tmp_path) if to == "disk" else None
@@ -104,6 +105,7 @@ def beside(T: int, chunk: int) -> float:
     return (book.peak("device") - 8 * one) / (one * chunk / T)  # y, dy, three gradients, and their pieces
 
 
+@pytest.mark.nightly
 def test_what_is_on_the_device_is_some_chunks_however_many_there_are() -> None:
     found = [beside(T, 128) for T in (1024, 2048, 4096)]
     assert max(found) <= 10, found
@@ -135,6 +137,7 @@ def loss(w: Tensor, x: Tensor, impl: Any, wrap: Any = lambda f: f) -> Tensor:
     return y.square().mean()
 
 
+@pytest.mark.nightly
 def test_remat_jit_and_grad() -> None:
     w, x = torch.randn(2, 8, 24) / 4, torch.randn(2, 21, 8)
     impl = nn.Chunked(8)

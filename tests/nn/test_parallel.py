@@ -196,7 +196,7 @@ NAMES = [*LAYERS, "words", *GPTS]
 BY_DAY = ("words",)
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("cut", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["whole", "sequence"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in NAMES]
 )

@@ -108,6 +108,7 @@ def parity(mesh: sf.Mesh, config: gpt.Config, plain: gpt.Config, jit: bool, **op
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "cases",
     [

@@ -69,6 +69,7 @@ def test_what_is_no_grid_is_an_error() -> None:
             nn.tiles(w, **options)
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_no_more_than_tiles_are_on_the_device(world: int, tmp_path: pathlib.Path) -> None:
     """A weight of 16 tiles on host or disk, a window of one tile: forward, backward and update."""

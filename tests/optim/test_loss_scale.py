@@ -55,7 +55,12 @@ def trace(overflows: list[int], **options: Any) -> list[float]:
     [
         (0, 0.02, {"init": 2.0**16, "window": 40, "hysteresis": 2, "consecutive": False, "min_scale": 1.0}),
         (1, 0.3, {"init": 2.0**10, "window": 3, "hysteresis": 4, "consecutive": False, "min_scale": 0.25}),
-        (2, 0.2, {"init": 2.0**12, "window": 9, "hysteresis": 3, "consecutive": True, "min_scale": 2.0}),
+        pytest.param(
+            2,
+            0.2,
+            {"init": 2.0**12, "window": 9, "hysteresis": 3, "consecutive": True, "min_scale": 2.0},
+            marks=pytest.mark.nightly,
+        ),
         (3, 0.1, {"init": 1000.0, "window": 30, "hysteresis": 1, "consecutive": False, "min_scale": 3.0}),
     ],
 )

@@ -259,6 +259,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_plain_script_whose_workers_end_with_it(tmp_path: Path) -> None:
     run = _run_script(tmp_path, SCRIPT)
     a, b, *workers = map(int, run.stdout.split())

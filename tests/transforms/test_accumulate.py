@@ -33,6 +33,7 @@ def _weighted(params: dict[str, Tensor], batch: dict[str, Tensor]) -> sf.Weighte
     return sf.WeightedMean(squares.sum(), squares.numel())
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_a_weighted_mean_over_uneven_microbatches_equals_one_device(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
@@ -92,7 +93,7 @@ def _image_loss(params: dict[str, Tensor], batch: dict[str, Tensor]) -> sf.Weigh
     return sf.WeightedMean(squares.sum(), squares.numel())
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_batch_that_says_how_it_is_cut_is_never_cut_inside_an_image(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     sizes = [[3, 1, 4, 2], [5, 2, 1, 1, 6]]

@@ -40,7 +40,7 @@ def _batches(cuts: list[tuple[int, int]]) -> list[dict[str, Tensor]]:
     return [{"x": ROWS[a:b], "weight": WEIGHTS[a:b]} for a, b in cuts]
 
 
-@distributed(world=[1, 2, 3])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_means_are_those_of_one_device(world: int) -> None:
     mesh = sf.make_mesh({"dp": -1}, device="cpu")
     whole = {"x": ROWS, "weight": WEIGHTS}

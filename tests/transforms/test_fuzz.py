@@ -285,6 +285,7 @@ def test_random_compositions_equal_one_device(part: int, number: int, tmp_path: 
         print(f"\nSHARDFN_FUZZ={night()[0].seed}:{len(night())}", fuzz(cases, tmp_path, world=number)[0])
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_what_nights_have_found(tmp_path: pathlib.Path) -> None:
     """One rank has nothing of a bias, so that its graph gathers it before it reduces anything."""

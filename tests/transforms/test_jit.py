@@ -114,6 +114,7 @@ def test_modules_and_the_gpt_run_as_graphs() -> None:
     _same(loss, graph(remat), optim.adamw(1e-2), params, tokens, mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0))
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_skipping_and_keeping_the_state() -> None:
     mesh = sf.make_mesh({"dp": 2})
@@ -154,6 +155,7 @@ def test_a_new_shape_captures_again_and_is_reported(caplog: pytest.LogCaptureFix
     assert [r.levelname for r in records] == ["INFO", "WARNING"] and "batch (4, 3)" in records[1].message
 
 
+@pytest.mark.nightly
 def test_what_a_graph_cannot_hold_is_named_by_line() -> None:
     def branches(w: Tensor, x: Tensor) -> Tensor:
         if (w * x).sum() > 0:  # here
@@ -247,6 +249,7 @@ def test_draws_from_a_generator_inside_remat_are_refused() -> None:
         assert step(step.init(torch.ones(8)), torch.ones(8))[1]["finite"]
 
 
+@pytest.mark.nightly
 def test_constants_are_told_apart_by_type() -> None:
     scaled = graph(lambda x, s: x * s)
     x = torch.ones(2, dtype=torch.int64)

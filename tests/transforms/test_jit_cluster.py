@@ -29,6 +29,7 @@ def _own(batch: dict[str, torch.Tensor], mesh: sf.Mesh) -> dict[str, torch.Tenso
     return {k: torch.tensor_split(v, mesh.size)[0] for k, v in batch.items()}
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_all_ranks_run_the_choice_of_rank_0() -> None:
     mesh = sf.make_mesh({"dp": 2})

@@ -43,6 +43,7 @@ def test_each_pass_and_all_of_them_keep_every_bit() -> None:
         assert_same(on_mesh(jitted, tx, odd_params(), batches, **options), want, exact=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "stage, remat, microbatches",
     [

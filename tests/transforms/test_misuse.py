@@ -416,6 +416,7 @@ def test_a_misuse_is_told_with_cause_and_remedy(name: str) -> None:
     assert (problem := problem_of(MISTAKES, name)) is None, problem
 
 
+@pytest.mark.nightly
 @distributed(world=2, timeout=120)
 def test_all_ranks_tell_a_misuse() -> None:
     names = [name for name in MISTAKES if not name.startswith((*_ALONE, "a GPU"))]

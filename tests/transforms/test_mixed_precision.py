@@ -101,6 +101,7 @@ def _tp_loss(params: dict, batch: dict) -> Tensor:
     return ((sf.psum(h @ params["down"].t(), "tp").float() - batch["y"]) ** 2).mean()
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_tensor_parallel_leaves(world: int) -> None:
     g = torch.Generator().manual_seed(3)
@@ -235,6 +236,7 @@ def test_jit_has_the_bits_of_eager(stage: int) -> None:
     assert_same(on_mesh(inside, tx, odd_params(), batches, **options), eager, exact=True)
 
 
+@pytest.mark.nightly
 def test_inductor_is_within_tolerance_and_steps_are_lowered() -> None:
     w, x = {"w": torch.randn(16, 8), "norm": torch.ones(8)}, torch.randn(4, 16)
     policy = sf.Policy.fp16(exceptions={"norm": FP32})

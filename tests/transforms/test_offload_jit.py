@@ -61,6 +61,7 @@ def _compare(stage: int, world: int, placements: Iterable[tuple[str, ...]]) -> N
         assert_same(_placed(mesh, kinds, graph(odd_loss), stage=stage), want, exact=True)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_placements_have_the_bits_of_eager(world: int) -> None:
     _compare(3, world, [("host", "host", "disk"), ("disk", "disk", "host")])

@@ -91,6 +91,7 @@ def test_disk_reads_and_writes_twelve_bytes_a_parameter(world: int, tmp_path: pa
     assert book.peak("host") <= 4 * own + 2 * GRADIENT + 3 * chunk + _set_aside(mesh)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_everything_on_disk_leaves_a_window_on_the_device(tmp_path: pathlib.Path) -> None:
     mesh, window = sf.make_mesh({"dp": 2}), 2 * GRADIENT

@@ -44,8 +44,8 @@ def _opened(
         return assert_opened(loss, mesh=mesh, zero=zero, **(given | options))
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@distributed(world=[1, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_every_stage(world: int, accumulate: int) -> None:
     batches = [odd_batch(n) for n in range(STEPS)]
     want = one_device(odd_loss, _optimizer(), odd_params(), batches, trainable=ODD_TRAINABLE)
@@ -54,8 +54,10 @@ def test_every_stage(world: int, accumulate: int) -> None:
 
 
 @pytest.mark.parametrize("grads", ["host", "disk"])
-@pytest.mark.parametrize("kept", ["host", "disk"])  # on disk the step updates beside the backward, and halves cannot
-@distributed(world=[1, 2])
+@pytest.mark.parametrize(
+    "kept", ["host", pytest.param("disk", marks=pytest.mark.nightly)]
+)  # on disk the step updates beside the backward, and halves cannot
+@distributed(world=[1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_gradients_that_wait_elsewhere(world: int, grads: str, kept: str) -> None:
     for stage in (1, 2, 3):
         _opened(sf.accumulate(odd_loss, 2), world, stage, grads=grads, kept=kept)
@@ -95,8 +97,11 @@ def _masked(n: int) -> dict:
     return odd_batch(n) | {"mask": torch.tensor([1.0, 0, 1, 0, 0, 0, 1, 1, 0, 1, 0, 0])}
 
 
-@pytest.mark.parametrize("grads", ["device", "host", "disk"])
-@distributed(world=[1, 3])
+@pytest.mark.parametrize(
+    "grads",
+    [pytest.param("device", marks=pytest.mark.nightly), "host", pytest.param("disk", marks=pytest.mark.nightly)],
+)
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_a_weighted_mean(world: int, grads: str) -> None:
     params = {"w": torch.randn(5, generator=torch.Generator().manual_seed(6))}
     batches = [_masked(n) for n in range(STEPS)]
@@ -108,8 +113,8 @@ def test_a_weighted_mean(world: int, grads: str) -> None:
             assert_same(_opened(_weighted, world, zero, grads=grads, **given), want)
 
 
-@pytest.mark.parametrize("overflows", [False, True])
-@distributed(world=[1, 2])
+@pytest.mark.parametrize("overflows", [pytest.param(False, marks=pytest.mark.nightly), True])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_loss_scale(world: int, overflows: bool) -> None:
     scale = sf.optim.dynamic_loss_scale(2.0**127 if overflows else 2.0**10)
     loss = sf.mixed_precision(odd_loss, sf.Policy.bf16(), loss_scale=scale)
@@ -184,6 +189,7 @@ def test_tensor_parallel_leaves(world: int) -> None:
     _opened(_tp_loss, world, 0, mesh=sf.make_mesh({"tp": 2}), **given)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("stage", "grads"),
     [
@@ -255,7 +261,10 @@ def _stacked_loss(params: dict, batch: dict) -> Tensor:
     return ((h[:, :3] - batch["y"]) ** 2).mean()
 
 
-@pytest.mark.parametrize("grads", ["device", "host", "disk"])
+@pytest.mark.parametrize(
+    "grads",
+    ["device", pytest.param("host", marks=pytest.mark.nightly), pytest.param("disk", marks=pytest.mark.nightly)],
+)
 @distributed(world=[2])
 def test_stacked_leaves(world: int, grads: str) -> None:
     given: dict[str, Any] = {
@@ -267,7 +276,7 @@ def test_stacked_leaves(world: int, grads: str) -> None:
         _opened(loss, world, 3, grads=grads, **given)
 
 
-@pytest.mark.parametrize("grads", ["host", "disk"])
+@pytest.mark.parametrize("grads", [pytest.param("host", marks=pytest.mark.nightly), "disk"])
 def test_changed_gradients_of_leaves_elsewhere(grads: str) -> None:
     """Twice the gradient is the gradient of twice the loss, eager and jitted."""
     found = []

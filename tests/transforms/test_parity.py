@@ -144,6 +144,7 @@ def _tp_loss(params: dict, batch: dict) -> torch.Tensor:
     return ((out - batch["y"]) ** 2).mean()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stages", [(3,), pytest.param((0, 1, 2), marks=pytest.mark.nightly)])
 @distributed(world=4)
 def test_tensor_parallel_leaves_compose_with_every_stage(stages: tuple[int, ...]) -> None:

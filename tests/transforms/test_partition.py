@@ -106,6 +106,7 @@ def test_two_ranks_compute_what_one_computes(name, specs):
     two_ranks(name, specs, False)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [x if x == "odd_gqa" else pytest.param(x, marks=pytest.mark.nightly) for x in CONFIGS])
 def test_three_ranks_compute_what_one_computes(name):
     three_ranks(name, vocabulary, False)
@@ -258,6 +259,7 @@ def gradients_that_stop():
     return loss.as_text()
 
 
+@pytest.mark.nightly
 def test_what_stops_gradients_stops_them_and_what_has_no_rule_is_whole():
     text = gradients_that_stop()[0]
     # Since flip has no rule, w is joined; detach, which comes first, then takes the whole too.

@@ -77,6 +77,7 @@ def beside_zero(layout):
     return check("llama", layout, {"dp": 2, "tp": 2, "sp": 2}, zero=zero)
 
 
+@pytest.mark.nightly
 def test_four_ranks_compute_what_one_computes():
     sent = four_ranks("gpt2", "mixed")[0]
     assert sent["sp"] == ["pvary", "psum"] * 2  # the MLPs of two layers

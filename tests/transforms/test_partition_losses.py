@@ -227,6 +227,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_what_it_cannot_hold_is_an_error() -> None:
     mesh = sf.make_mesh({"tp": 2})

@@ -113,6 +113,7 @@ def test_stages_for_one_device_are_cut_by_specs(parted):
     four_ranks("tied", parted=parted)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name, how",
     [
@@ -211,6 +212,7 @@ def collectives():
     return own, out
 
 
+@pytest.mark.nightly
 def test_a_block_has_megatrons_collectives():
     config = CONFIGS["tied"]
     one = ROWS // 2 * config.max_len * config.d_model * 8  # bytes of a microbatch's h, as a ring of two sends them

@@ -105,6 +105,7 @@ def test_stages_equal_one_device(world: int, schedule: str) -> None:
     _parity(mesh, loss=_loss(m=6, schedule=schedule), layers=3)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [*(pytest.param(n, marks=NIGHTLY) for n in (0, 1, 2)), 3])
 @distributed(world=4)
 def test_with_every_stage_of_zero(stage: int) -> None:
@@ -230,6 +231,7 @@ def test_mixed_precision_and_aux() -> None:
         torch.testing.assert_close(sf.unshard(state.params), sf.unshard(want.params), rtol=1.6e-2, atol=2e-2)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_evaluation_and_derivatives_run_stage_after_stage() -> None:
     mesh = sf.make_mesh({"dp": 2, "pp": 2}, device="cpu")
@@ -338,6 +340,7 @@ def test_three_axes(stage: int) -> None:
             _three_axes(mesh, stage, dtype)
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_as_many_microbatches_are_open_as_on_paper() -> None:
     mesh, opened = sf.make_mesh({"pp": 3}, device="cpu"), [0]

@@ -118,6 +118,7 @@ def test_called_by_itself_it_runs_stage_after_stage() -> None:
     torch.testing.assert_close(got, _reference(params, x), rtol=1e-12, atol=0)
 
 
+@pytest.mark.nightly
 def test_lists_that_do_not_fit_are_refused() -> None:
     params, x = _params(), _batches(1)[0]
     torch.testing.assert_close(_loss()(params, x), _reference(params, x), rtol=1e-12, atol=0)

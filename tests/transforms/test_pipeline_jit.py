@@ -40,6 +40,7 @@ def _same_bits(loss: Any, mesh: sf.Mesh, params: Any, batches: Any = None, specs
         assert torch.equal(x, y)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "schedule", [pytest.param("gpipe", marks=NIGHTLY), "1f1b", pytest.param("zb-h1", marks=NIGHTLY)]
 )
@@ -84,6 +85,7 @@ def _evaluated(loss: Any, mesh: sf.Mesh, params: Any, specs: Any = None, **optio
         torch.testing.assert_close(applied, want, rtol=1e-12, atol=0)
 
 
+@pytest.mark.nightly
 @distributed(world=[2, pytest.param(3, marks=NIGHTLY)])
 def test_evaluation_is_captured(world: int) -> None:
     mesh = sf.make_mesh({"pp": world}, device="cpu")

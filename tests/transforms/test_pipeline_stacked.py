@@ -79,6 +79,7 @@ def test_a_captured_step_has_the_bits_of_the_eager_one(stage: int) -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("per_stage", [None, (3, 2), (2, 3)])
 def test_each_layer_is_gathered_by_itself(per_stage: tuple[int, ...] | None) -> None:
     whole = sf.make_mesh({"pp": 2, "dp": 2}, abstract=True)

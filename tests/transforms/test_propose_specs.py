@@ -136,6 +136,7 @@ def test_states_count_by_the_label_of_their_leaf(labels, kept):
     assert found is not None and halves <= int(found[1]) <= halves + 50  # and counts of steps
 
 
+@pytest.mark.nightly
 def test_states_of_the_optimizer_count():
     whole = sum(4 * x.numel() for x in MLP.values())
     assert sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), memory=whole)["up"] == P()
@@ -182,13 +183,22 @@ def share_of_largest(params, specs, mesh):
     return blocks / even
 
 
+@pytest.mark.nightly
 def test_by_default_a_rank_holds_an_even_share_and_a_quarter_more_of_all_ranks_along_all_axes():
     params = uneven(5, 7)
     found = sf.propose_specs(residual, params, SQUARE, torch.ones(8, 5), axes=("tp", "sp"))
     assert share_of_largest(params, found, SQUARE) <= 1.25
 
 
-@pytest.mark.parametrize("multiple", [1.25, 1.5, 1.75, 2.0])
+@pytest.mark.parametrize(
+    "multiple",
+    [
+        1.25,
+        pytest.param(1.5, marks=pytest.mark.nightly),
+        pytest.param(1.75, marks=pytest.mark.nightly),
+        pytest.param(2.0, marks=pytest.mark.nightly),
+    ],
+)
 def test_what_fits_if_the_first_axis_cuts_more_is_not_refused(multiple):
     params = uneven(13, 31)
     even = sum(4 * x.numel() for x in params.values()) / 4
@@ -196,6 +206,7 @@ def test_what_fits_if_the_first_axis_cuts_more_is_not_refused(multiple):
     assert share_of_largest(params, found, SQUARE) <= multiple
 
 
+@pytest.mark.nightly
 def test_what_does_not_fit_along_two_axes_names_whole_leaves_and_a_limit_that_suffices():
     params = uneven(5, 7)
     how: Any = {"axes": ("tp", "sp")}
@@ -236,11 +247,13 @@ def test_without_a_cluster_what_fits_is_whole():
     assert priced(None) == WHOLE
 
 
+@pytest.mark.nightly
 def test_work_costs_its_operations_by_the_rate():
     assert priced(box(0.99 * even_wire())) == WHOLE
     assert priced(box(1.01 * even_wire())) == CUT
 
 
+@pytest.mark.nightly
 def test_of_ranks_on_several_nodes_the_slow_wire_counts():
     fast, slow = 2 * even_wire(), 0.5 * even_wire()
     assert priced(box(fast, slow, per_node=2)) == CUT

@@ -67,7 +67,7 @@ def _assert_same(state: Any, module: nn.Module) -> None:
         assert torch.equal(x, before[name].detach()) is not before[name].requires_grad
 
 
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_step_equals_torch_with_frozen_parameters(world: int) -> None:
     module, mesh = _module(), sf.make_mesh({"dp": -1}, device="cpu")
     params, apply = sf.from_module(module)
@@ -95,6 +95,7 @@ def test_the_flag_survives(journey: Any) -> None:
     _assert_same(_run(_step(apply), journey(params, module)), module)
 
 
+@pytest.mark.nightly
 def test_a_state_without_data_has_no_moments_of_frozen_leaves() -> None:
     params, apply = sf.from_module(_module())
     step = _step(apply)

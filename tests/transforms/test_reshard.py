@@ -255,6 +255,7 @@ def _between(seeds: range, directory: pathlib.Path, cases: list) -> None:
     pool.close()
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_between_meshes_blocks_are_those_of_the_whole_and_bytes_the_least(tmp_path: pathlib.Path) -> None:
     _between(range(3), tmp_path, FROM_TO)

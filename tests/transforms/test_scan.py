@@ -106,6 +106,7 @@ def partly(p: dict, batch: dict) -> Tensor:
     return ((h @ p["out"] - batch["y"]) ** 2).mean()
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_parts_of_a_stack() -> None:
     mesh, batches = sf.make_mesh({"dp": 2}), [batch(n) for n in range(2)]
@@ -298,6 +299,7 @@ def test_errors_name_leaves_and_values() -> None:
         step.init({"w": torch.ones(2, 2), "v": one})
 
 
+@pytest.mark.nightly
 def test_layers_that_differ_cannot_be_captured() -> None:
     layers = iter(range(100))
 

@@ -170,6 +170,7 @@ def test_the_sum_of_losses_is_that_of_plain_torch(world: int, case: str) -> None
         _compare(case, world, sf.Zero(stage=stage, persist_elements=0))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", ["gan", *(pytest.param(x, marks=NIGHTLY) for x in ("distillation",))])
 @distributed(world=[2])
 def test_jitted_losses(world: int, case: str) -> None:
@@ -197,6 +198,7 @@ def test_one_agreement_before_the_first_transfer(world: int) -> None:
     assert int(state.step) == 1
 
 
+@pytest.mark.nightly
 @distributed(world=[2])
 def test_one_loss_with_uneven_rows_beside_one_with_even_rows(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})

@@ -160,6 +160,7 @@ def _decoder(mesh: sf.Mesh, f: Any, **options: Any) -> tuple[Sharded, Any, dict,
     return made, made.init(whole), whole, torch.randn(T, B, 6, generator=g)
 
 
+@pytest.mark.nightly
 def test_a_donated_cache_is_written_in_place_and_equals_one_device() -> None:
     _decodes(world=2)
 

@@ -152,11 +152,13 @@ def test_a_captured_step_is_that_of_one_device(world: int) -> None:
     parity(sf.make_mesh({"dp": world}), tiles=3, jit=True, remat=False, stacked=True)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_features_may_be_cut() -> None:
     parity(sf.make_mesh({"tp": 2}), tiles=9, jit=False, remat=False, stacked=False)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_parameters_come_once_for_all_tiles() -> None:
     """A tiled step sends the same as one with `remat`; only the recomputation gathers again."""
@@ -179,6 +181,7 @@ def test_parameters_come_once_for_all_tiles() -> None:
     assert sent[5, 1 << 20] == sent[1, 1 << 20]
 
 
+@pytest.mark.nightly
 def test_tiles_and_values_on_the_host() -> None:
     """Blocks whose inputs wait on the host, with tiles inside, and a loss in tiles: the bits of those without."""
     config = gpt.Config(**{**SHAPE, "d_model": 64, "max_len": 64}, **LLAMA, attention=nn.Blockwise(16), loss_tile=16)

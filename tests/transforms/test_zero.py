@@ -48,6 +48,7 @@ def test_analytic_integers_of_three_chained_leaves() -> None:
             assert torch.equal(grads[name], columns), (name, grads[name])
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_gradient_is_the_mean_over_ranks() -> None:
     rank = torch.distributed.get_rank()
@@ -61,6 +62,7 @@ def test_gradient_is_the_mean_over_ranks() -> None:
         assert metrics["grad_norm"] == pytest.approx(math.sqrt(20), rel=1e-6)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_last_microbatch_is_reduced_too() -> None:
     rank = torch.distributed.get_rank()
@@ -102,6 +104,7 @@ def test_bytes_sent_are_those_of_the_paper(world: int) -> None:
         assert bulk == expected, (stage, traffic.by_op)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_live_whole_parameters_are_bounded_by_the_window() -> None:
     from shardfn.engine import _gather
@@ -250,6 +253,7 @@ def test_aux_is_averaged_over_ranks_and_microbatches(world: int) -> None:
     assert metrics["mean"] == 1.5 and metrics["share"] == 0.25
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_one_gradient_tensor_for_two_leaves_is_not_overwritten(world: int) -> None:
     """Autograd may hand one tensor, or overlapping ones, to several leaves; sums and updates must not mix them."""
@@ -274,6 +278,7 @@ def test_one_gradient_tensor_for_two_leaves_is_not_overwritten(world: int) -> No
                 assert torch.allclose(got, torch.full_like(got, float(value))), (stage, name, got)
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_gradient_that_the_user_keeps_is_not_overwritten(world: int) -> None:
     kept = torch.full((4,), 2.0)
@@ -345,6 +350,7 @@ class _Scaled(torch.autograd.Function):
         return grads[0] * x, grads[0] * w
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_function_of_ones_own_has_the_gradients_of_one_device(world: int) -> None:
     def loss(p: dict[str, Any], x: Tensor) -> Tensor:
@@ -369,6 +375,7 @@ def test_a_function_of_ones_own_has_the_gradients_of_one_device(world: int) -> N
             assert all(torch.equal(got[name], want[name]) for name in want), (got, want)
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_a_window_for_all_leaves_lets_the_gather_after_the_update_run_into_the_next_forward(world: int) -> None:
     """It is sent once a step, as after the update of stage 2, and each leaf is waited for at its first use."""

@@ -47,6 +47,7 @@ def _runs(loss: Any, batches: list, zero: sf.Zero) -> tuple[Any, list[int]]:
     return Run(sf.unshard(state.params), sf.unshard(state.opt_state), metrics), far
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("near", ["gpu", pytest.param("node", marks=pytest.mark.nightly)])
 @distributed(world=4)
 def test_secondary_pieces_never_change_a_bit_and_are_never_stale(near: str) -> None:
@@ -170,6 +171,7 @@ def _total(grads: list[Tensor], zero: sf.Zero) -> Tensor:
     return torch.cat(total).view(grads[0].shape)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_quantised_steps_equal_an_explicit_simulation_and_train_as_well() -> None:
     batches = [odd_batch(n % 4) for n in range(30)]
