@@ -46,7 +46,11 @@ def _module_of(test: doctest.DocTest) -> str:
     return ".".join(("shardfn", *(p for p in parts if p != "__init__")))
 
 
-@pytest.mark.parametrize("test", list(_examples()), ids=lambda test: test.name)
+@pytest.mark.parametrize(
+    "test",
+    [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(list(_examples()))],
+    ids=lambda test: test.name,
+)
 def test_example(test: doctest.DocTest) -> None:
     test.globs = dict(vars(importlib.import_module(_module_of(test))))
     said: list[str] = []

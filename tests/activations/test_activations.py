@@ -55,7 +55,9 @@ GRADIENTS = LAYERS * WIDTH * WIDTH * 4
 AT_WORK = 4 * EACH
 
 
-@pytest.mark.parametrize("limit", [0, 2 * EACH, 4 * EACH])
+@pytest.mark.parametrize(
+    "limit", [0, pytest.param(2 * EACH, marks=pytest.mark.nightly), pytest.param(4 * EACH, marks=pytest.mark.nightly)]
+)
 def test_the_device_holds_the_budget_and_two_windows(limit: int) -> None:
     want, plain = _gradients(_loss)
     got, book = _gradients(sf.offload(_loss, policies.budget(limit), window=WINDOW))

@@ -71,7 +71,9 @@ def _without_data(args: Any) -> Any:
         ]
 
 
-@pytest.mark.parametrize("op", CASES, ids=str)
+@pytest.mark.parametrize(
+    "op", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(CASES)], ids=str
+)
 def test_strides_are_those_of_the_kernels(op: Any) -> None:
     for args in CASES[op]:
         want = _told(op, args)

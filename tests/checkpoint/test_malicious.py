@@ -137,7 +137,9 @@ CRAFTED: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CRAFTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(CRAFTED)]
+)
 def test_crafted(tmp_path: pathlib.Path, name: str) -> None:
     place = saved(tmp_path)
     change, message = CRAFTED[name]

@@ -102,7 +102,10 @@ def test_a_release_verifies(version: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 1), (3, 3)])
+@pytest.mark.parametrize(
+    ("world", "stage"),
+    [(1, 0), pytest.param(2, 1, marks=pytest.mark.nightly), pytest.param(3, 3, marks=pytest.mark.nightly)],
+)
 def test_adamw_of_a_release_opens(version: str, world: int, stage: int) -> None:
     assert_opens(RELEASES / version / "adamw", "adamw", world, stage)
 

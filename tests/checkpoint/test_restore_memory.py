@@ -66,7 +66,12 @@ def _restored(directory: pathlib.Path, cut: str, dtype: torch.dtype, world: int)
 
 
 @pytest.mark.parametrize(
-    ("cut", "dtype"), [("rows", torch.float32), ("columns", torch.float64), ("whole", torch.float32)]
+    ("cut", "dtype"),
+    [
+        ("rows", torch.float32),
+        pytest.param("columns", torch.float64, marks=pytest.mark.nightly),
+        pytest.param("whole", torch.float32, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_restore_has_its_blocks_and_no_more_than_a_leaf(tmp_path: pathlib.Path, cut: str, dtype: torch.dtype) -> None:
     _saved(tmp_path, world=3)

@@ -91,7 +91,10 @@ def test_export_and_import(run: pathlib.Path, said: Said, tmp_path: pathlib.Path
     assert said("import", out, new, "--step", 7)[0] == 2  # it is there
 
 
-@pytest.mark.parametrize("what", ["inspect", "verify", "export"])
+@pytest.mark.parametrize(
+    "what",
+    ["inspect", pytest.param("verify", marks=pytest.mark.nightly), pytest.param("export", marks=pytest.mark.nightly)],
+)
 def test_places_that_have_no_such_checkpoint(run: pathlib.Path, said: Said, tmp_path: pathlib.Path, what: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "begun" / "step_000004.tmp-0a").mkdir(parents=True)

@@ -53,12 +53,12 @@ def counted(setup: Setup, settings: LongSettings, tokens: int) -> int:
     [
         ((8000, 3, 64), 1024, LongSettings(16, tiled_mlp=True, offload=True)),
         pytest.param((8000, 2, 64), 512, LongSettings(128), marks=pytest.mark.nightly),
-        ((512, 2, 128), 1536, LongSettings(64)),
+        pytest.param((512, 2, 128), 1536, LongSettings(64), marks=pytest.mark.nightly),
         pytest.param((512, 3, 128), 1536, LongSettings(64, tiled_mlp=True), marks=pytest.mark.nightly),
         pytest.param((512, 4, 128), 1536, LongSettings(64, tiled_mlp=True, offload=True), marks=pytest.mark.nightly),
-        ((512, 2, 128), 700, LongSettings(64, tiled_mlp=True)),
+        pytest.param((512, 2, 128), 700, LongSettings(64, tiled_mlp=True), marks=pytest.mark.nightly),
         pytest.param((512, 2, 128), 5000, LongSettings(64, tiled_mlp=True, offload=True), marks=pytest.mark.nightly),
-        ((8000, 2, 64), 64, LongSettings(16)),
+        pytest.param((8000, 2, 64), 64, LongSettings(16), marks=pytest.mark.nightly),
     ],
 )
 def test_bytes_are_within_5_percent_of_those_counted(

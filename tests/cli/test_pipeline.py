@@ -20,7 +20,9 @@ def run(mesh: dict[str, int], m: int, schedule: str = "1f1b", *, remat: bool = F
 
 
 @pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(SCHEDULES)]
+)
 def test_a_few_microbatches_tell_what_many_cost(name: str, remat: bool):
     """Idle time, held microbatches and hops are those of the whole schedule, which is not simulated for it."""
     compared = 0
@@ -71,8 +73,10 @@ def test_what_is_held_follows_the_schedule():
     "setup, says",
     [
         (run({"pp": 16}, 16), "makes 16 stages of 12 layers; some would have none"),
-        (run({"pp": 4}, 6, "interleaved"), "4 microbatches at a time; 6 do not fit"),
-        (run({"pp": 4}, 6, "dualpipe-v"), "needs 8 microbatches or more, got 6"),
+        pytest.param(
+            run({"pp": 4}, 6, "interleaved"), "4 microbatches at a time; 6 do not fit", marks=pytest.mark.nightly
+        ),
+        pytest.param(run({"pp": 4}, 6, "dualpipe-v"), "needs 8 microbatches or more, got 6", marks=pytest.mark.nightly),
         (run({"pp": 4}, 8, "1b1f"), "'1b1f' is not known. Did you mean '1f1b'?"),
     ],
 )

@@ -44,7 +44,15 @@ def as_a_program(*arguments):
 # Published figures.
 
 
-@pytest.mark.parametrize(("stage", "gb"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.88)])
+@pytest.mark.parametrize(
+    ("stage", "gb"),
+    [
+        (0, 120.0),
+        pytest.param(1, 31.4, marks=pytest.mark.nightly),
+        pytest.param(2, 16.6, marks=pytest.mark.nightly),
+        (3, 1.88),
+    ],
+)
 def test_zero_paper(stage, gb):
     total = model_states(run("zero-7.5b", {"dp": 64}, stage)).total / 1e9
     assert round(total, 2 if stage == 3 else 1) == gb
@@ -70,13 +78,13 @@ def test_turing_nlg():
     ("name", "billions"),
     [
         ("gpt2", 0.1244),
-        ("gpt2-xl", 1.558),
-        ("llama-7b", 6.738),
+        pytest.param("gpt2-xl", 1.558, marks=pytest.mark.nightly),
+        pytest.param("llama-7b", 6.738, marks=pytest.mark.nightly),
         ("llama-65b", 65.29),
-        ("llama2-70b", 68.98),
-        ("llama3-8b", 8.03),
+        pytest.param("llama2-70b", 68.98, marks=pytest.mark.nightly),
+        pytest.param("llama3-8b", 8.03, marks=pytest.mark.nightly),
         ("gpt3-175b", 174.6),
-        ("mt-nlg-530b", 529.6),
+        pytest.param("mt-nlg-530b", 529.6, marks=pytest.mark.nightly),
     ],
 )
 def test_presets_have_the_published_counts(name, billions):
@@ -225,29 +233,39 @@ def test_small_numbers_have_three_figures(capsys):
     ("arguments", "message"),
     [
         ("--device a100-88", "device 'a100-88' is not known. Did you mean 'a100-80'?"),
-        ("--model gpt2xl", "--model 'gpt2xl' is not known. Did you mean 'gpt2-xl'?"),
-        ("--model gpt:num_layer=2", "'num_layer' is not a field of models.gpt.Config. Did you mean 'num_layers'?"),
+        pytest.param(
+            "--model gpt2xl", "--model 'gpt2xl' is not known. Did you mean 'gpt2-xl'?", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            "--model gpt:num_layer=2",
+            "'num_layer' is not a field of models.gpt.Config. Did you mean 'num_layers'?",
+            marks=pytest.mark.nightly,
+        ),
         ("--model gpt:num_layers=2", "d_model is missing; add d_model=.."),
-        ("--model gpt2:num_layers=two", "num_layers='two' must be an integer."),
-        ("--model gpt2:num_layers", "'num_layers' has no value"),
+        pytest.param("--model gpt2:num_layers=two", "num_layers='two' must be an integer.", marks=pytest.mark.nightly),
+        pytest.param("--model gpt2:num_layers", "'num_layers' has no value", marks=pytest.mark.nightly),
         ("--model gpt2:bias=1", "bias=1 must be True or False."),
-        ("--model gpt2:dropout=x", "dropout='x' must be a number."),
-        ("--model gpt2:num_heads=7", "num_heads=7 does not divide d_model=768."),
+        pytest.param("--model gpt2:dropout=x", "dropout='x' must be a number.", marks=pytest.mark.nightly),
+        pytest.param("--model gpt2:num_heads=7", "num_heads=7 does not divide d_model=768.", marks=pytest.mark.nightly),
         ("--mesh dq=8", "axis 'dq' is not known. Did you mean 'dp'?"),
-        ("--mesh dp=8,sp=2", "a plan does not know axis 'sp' yet"),
-        ("--mesh dp=0", "axis 'dp' has size '0'"),
+        pytest.param("--mesh dp=8,sp=2", "a plan does not know axis 'sp' yet", marks=pytest.mark.nightly),
+        pytest.param("--mesh dp=0", "axis 'dp' has size '0'", marks=pytest.mark.nightly),
         ("--mesh dp=2,dp=2", "axis 'dp' is given twice."),
-        ("--mesh tp=64", "tp=64 is more than the model's 12 heads"),
-        ("--zero 4", "Zero(stage=4): the stages are 0, 1, 2 and 3."),
+        pytest.param("--mesh tp=64", "tp=64 is more than the model's 12 heads", marks=pytest.mark.nightly),
+        pytest.param("--zero 4", "Zero(stage=4): the stages are 0, 1, 2 and 3.", marks=pytest.mark.nightly),
         ("--precision bf16-adm", "--precision 'bf16-adm' is not known. Did you mean 'bf16-adam'?"),
-        ("--device v100-32", "v100-32 does not compute in bfloat16; use fp16-adam or fp32-adam."),
-        ("--batch 3 --accumulate 2", "--accumulate 2 does not divide --batch 3"),
+        pytest.param(
+            "--device v100-32",
+            "v100-32 does not compute in bfloat16; use fp16-adam or fp32-adam.",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param("--batch 3 --accumulate 2", "--accumulate 2 does not divide --batch 3", marks=pytest.mark.nightly),
         ("--batch 0", "--batch 0 must be at least 1."),
-        ("--seq 4096", "--seq 4096 is longer than the model's max_len=1024"),
-        ("--efficiency 2", "--efficiency 2.0 must lie in (0, 1]."),
+        pytest.param("--seq 4096", "--seq 4096 is longer than the model's max_len=1024", marks=pytest.mark.nightly),
+        pytest.param("--efficiency 2", "--efficiency 2.0 must lie in (0, 1].", marks=pytest.mark.nightly),
         ("--mesh tp=2 --exact", "use tp=1, not 2;"),
-        ("--png plan.docx", "a picture cannot be written as 'docx'"),
-        ("--out no/such/folder/plan.md", "no/such/folder/plan.md"),
+        pytest.param("--png plan.docx", "a picture cannot be written as 'docx'", marks=pytest.mark.nightly),
+        pytest.param("--out no/such/folder/plan.md", "no/such/folder/plan.md", marks=pytest.mark.nightly),
     ],
 )
 def test_bad_arguments_are_explained(arguments, message, capsys):

@@ -143,7 +143,14 @@ def test_sizes() -> None:
 # Equal to the formula
 
 
-@distributed(world=[1, 2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly)])
+@distributed(
+    world=[
+        pytest.param(1, marks=pytest.mark.nightly),
+        2,
+        pytest.param(3, marks=pytest.mark.nightly),
+        pytest.param(4, marks=pytest.mark.nightly),
+    ]
+)
 def test_equals_the_formula_of_all_ranks(world: int) -> None:
     with on(world):
         compressor = c.error_feedback(c.sign())

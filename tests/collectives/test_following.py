@@ -68,7 +68,9 @@ WITHOUT_CASTS: dict[str, Any] = {
 
 
 @distributed(world=[2])
-@pytest.mark.parametrize("name", WITHOUT_CASTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(WITHOUT_CASTS)]
+)
 def test_an_invariant_operand_is_cast_where_it_meets_a_varying_one(world: int, name: str) -> None:
     f, w = WITHOUT_CASTS[name], torch.tensor([0.3, 0.7], dtype=torch.float64)
     out, grads = _value_and_grad(f, [w, X], (P(), P("dp")), P("dp"), world)
@@ -246,8 +248,16 @@ def _averaged(p: Any, x: Tensor) -> Tensor:
     return sf.pmean(_own(p, x).square().mean(), "dp")
 
 
-@distributed(world=[1, 2])
-@pytest.mark.parametrize("loss", [_mixed, _shared, _contrastive, _averaged])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        _mixed,
+        pytest.param(_shared, marks=pytest.mark.nightly),
+        pytest.param(_contrastive, marks=pytest.mark.nightly),
+        _averaged,
+    ],
+)
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_loss_with_collectives_has_the_gradient_of_one_device(world: int, loss: Any, jitted: bool) -> None:
     torch.manual_seed(0)
@@ -309,7 +319,9 @@ _OF_ONE_AXIS: dict[str, Any] = {
 
 
 @distributed(world=4)
-@pytest.mark.parametrize("name", _OF_ONE_AXIS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(_OF_ONE_AXIS)]
+)
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_psum_over_axes_of_which_some_hold_the_same_value_is_refused_in_a_step(name: str, jitted: bool) -> None:
     """As in `shard_map`, and in JAX: it would be counted once a rank there."""

@@ -473,7 +473,14 @@ def _next_file() -> int:
     return free
 
 
-@pytest.mark.parametrize("limit", ["size of a file", "addresses", "open files"])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        "size of a file",
+        pytest.param("addresses", marks=pytest.mark.nightly),
+        pytest.param("open files", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_limit_that_forbids_the_memory_is_the_reason(limit: str) -> None:
     _engine.engine()  # built for the first channel
     what, most = {

@@ -96,7 +96,7 @@ def _ref(case: Case, xs: list[Tensor], outs: list[Tensor]) -> list[Tensor]:
     return ragged_all_to_all_ref(xs, outs, case.input_offsets, case.send_sizes, case.output_offsets)
 
 
-@distributed(world=(1, 2, 3))
+@distributed(world=(pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3))
 @pytest.mark.parametrize("way", ["memory", "gloo"])
 def test_rows_go_where_their_senders_say(world: int, way: str) -> None:
     r = dist.get_rank() if world > 1 else 0
@@ -115,7 +115,7 @@ def test_rows_go_where_their_senders_say(world: int, way: str) -> None:
                 assert got.data_ptr() != outs[r].data_ptr() or not got.numel()
 
 
-@distributed(world=(1, 2, 3))
+@distributed(world=(pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)))
 def test_derivatives_are_those_of_the_slow_spec(world: int) -> None:
     r = dist.get_rank() if world > 1 else 0
     with bind_mesh(sf.make_mesh({"ep": world}, device="cpu")):
@@ -141,7 +141,7 @@ def test_derivatives_are_those_of_the_slow_spec(world: int) -> None:
             torch.testing.assert_close(by_func(xs[r].detach()), got[0])
 
 
-@distributed(world=(1, 3))
+@distributed(world=(pytest.param(1, marks=pytest.mark.nightly), 3))
 def test_batches_of_rows_and_batches_of_places_are_their_members(world: int) -> None:
     r = dist.get_rank() if world > 1 else 0
     with bind_mesh(sf.make_mesh({"ep": world}, device="cpu")):
@@ -184,7 +184,7 @@ def test_axes_in_any_order_count_ranks_as_they_are_named() -> None:
             assert sizes.tolist() == [index] * n
 
 
-@distributed(world=(1, 2, 3))
+@distributed(world=(pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3))
 def test_an_exchange_returns_what_arrives(world: int) -> None:
     r = dist.get_rank() if world > 1 else 0
     with bind_mesh(sf.make_mesh({"ep": world}, device="cpu")):
@@ -210,7 +210,7 @@ def test_an_exchange_returns_what_arrives(world: int) -> None:
                 ragged_exchange(torch.ones(4), torch.tensor([1, 9] + [0] * (world - 2)), "ep")
 
 
-@distributed(world=(2, 3))
+@distributed(world=(2, pytest.param(3, marks=pytest.mark.nightly)))
 def test_the_bytes_are_those_that_leave(world: int) -> None:
     r, case = dist.get_rank(), draw_case(world, 5)
     with bind_mesh(sf.make_mesh({"ep": world}, device="cpu")):
@@ -313,7 +313,7 @@ def test_operands_that_do_not_go_together_are_refused_on_all_ranks() -> None:
         sf.ragged_all_to_all(good["x"], good["out"], one[:1] - 1, one[:1], one[:1] + 1, one[:1], "ep")
 
 
-@distributed(world=(1, 2))
+@distributed(world=(pytest.param(1, marks=pytest.mark.nightly), 2))
 @pytest.mark.parametrize("backend", ["graph", "inductor"])
 def test_one_graph_serves_all_places(world: int, backend: str) -> None:
     r = dist.get_rank() if world > 1 else 0

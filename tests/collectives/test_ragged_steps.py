@@ -61,7 +61,7 @@ def _step(mesh: sf.Mesh, loss: Any, stage: int = 0) -> Any:
     "wrap",
     [
         "plain",
-        "graph",
+        pytest.param("graph", marks=pytest.mark.nightly),
         pytest.param("inductor", marks=pytest.mark.nightly),
         "remat",
         pytest.param("remat in a graph", marks=pytest.mark.nightly),

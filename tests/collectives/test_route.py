@@ -125,7 +125,9 @@ def whole(shape: tuple[int, ...]) -> Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=F64).reshape(shape) + 1
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(
+    "part", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(range(4))]
+)
 def test_every_route_ends_with_the_leaf_placed_as_asked(part: int) -> None:
     for seed in range(part * 60, (part + 1) * 60):
         draw = random.Random(seed)
@@ -169,16 +171,28 @@ GRAD = USED.cotangent(("dp",))
     "src, dst, hops, sent",
     [
         (KEPT, USED, (AllGather(("dp",), 0),), 3 * 24),  # ZeRO 3: each use
-        (GRAD, KEPT, (PsumScatter(("dp",), 0),), 3 * 24),  # ZeRO 1 to 3: gradients
-        (GRAD, USED, (Psum(("dp",)),), 6 * 24),  # ZeRO 0
+        pytest.param(
+            GRAD, KEPT, (PsumScatter(("dp",), 0),), 3 * 24, marks=pytest.mark.nightly
+        ),  # ZeRO 1 to 3: gradients
+        pytest.param(GRAD, USED, (Psum(("dp",)),), 6 * 24, marks=pytest.mark.nightly),  # ZeRO 0
         (USED, KEPT, (Slice(("dp",), 0),), 0),  # the rows that a rank updates
-        (KEPT, Placement(P(None, "dp")), (AllToAll(("dp",), 1, 0),), 18),
-        (Placement(P("dp"), dtype=BF16), USED, (AllGather(("dp",), 0), Cast(F32)), 3 * 12),
+        pytest.param(KEPT, Placement(P(None, "dp")), (AllToAll(("dp",), 1, 0),), 18, marks=pytest.mark.nightly),
+        pytest.param(
+            Placement(P("dp"), dtype=BF16), USED, (AllGather(("dp",), 0), Cast(F32)), 3 * 12, marks=pytest.mark.nightly
+        ),
         (KEPT, Placement(P(), dtype=BF16), (Cast(BF16), AllGather(("dp",), 0)), 3 * 12),
-        (GRAD.with_(dtype=BF16), KEPT, (Cast(F32), PsumScatter(("dp",), 0)), 3 * 24),
-        (KEPT.with_(memory_kind="host"), USED, (Move("device"), AllGather(("dp",), 0)), 3 * 24),
+        pytest.param(
+            GRAD.with_(dtype=BF16), KEPT, (Cast(F32), PsumScatter(("dp",), 0)), 3 * 24, marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            KEPT.with_(memory_kind="host"),
+            USED,
+            (Move("device"), AllGather(("dp",), 0)),
+            3 * 24,
+            marks=pytest.mark.nightly,
+        ),
         (GRAD, KEPT.with_(memory_kind="host"), (PsumScatter(("dp",), 0), Move("host")), 3 * 24),
-        (KEPT, KEPT, (), 0),
+        pytest.param(KEPT, KEPT, (), 0, marks=pytest.mark.nightly),
     ],
 )
 def test_the_routes_of_training(src: Placement, dst: Placement, hops: tuple[Any, ...], sent: int) -> None:
@@ -253,18 +267,33 @@ def test_axes_of_one_rank_and_missing_ones_are_no_hops() -> None:
     "src, dst, words",
     [
         (USED, Placement(P(None, None, "dp")), r"P\(None, None, 'dp'\) has 3 entries, but the leaf has 2 dims"),
-        (USED, Placement(P("dq")), r"axes \['dq'\] are not in the mesh"),
-        (USED, GRAD, r"(?s)no route leads params\['w'\].*unreduced=\('dp',\).*\['dp'\].*still to be taken"),
+        pytest.param(USED, Placement(P("dq")), r"axes \['dq'\] are not in the mesh", marks=pytest.mark.nightly),
+        pytest.param(
+            USED,
+            GRAD,
+            r"(?s)no route leads params\['w'\].*unreduced=\('dp',\).*\['dp'\].*still to be taken",
+            marks=pytest.mark.nightly,
+        ),
         (USED, Placement(P("dp"), ("dp",)), r"cut and unreduced at once"),
-        (USED, Placement(code=(8, 0)), r"code=\(8, 0\); a code is \(8 or 4 bits"),
-        (USED, Placement(dtype=torch.int64, code=(8, 2)), r"torch.int64 has no code"),
+        pytest.param(
+            USED, Placement(code=(8, 0)), r"code=\(8, 0\); a code is \(8 or 4 bits", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            USED, Placement(dtype=torch.int64, code=(8, 2)), r"torch.int64 has no code", marks=pytest.mark.nightly
+        ),
         (GRAD.with_(code=(8, 2)), USED, r"codes can be summed block by block alone"),
-        (
+        pytest.param(
             KEPT,
             KEPT.with_(brought=("dp",)),
             r"brought=\('dp',\) are not some, and not all, of the axes that cut one dim",
+            marks=pytest.mark.nightly,
         ),
-        (USED, Placement(stacked=True), r"one stacks layers along dim 0 and the other does not"),
+        pytest.param(
+            USED,
+            Placement(stacked=True),
+            r"one stacks layers along dim 0 and the other does not",
+            marks=pytest.mark.nightly,
+        ),
         (USED.with_(code=(8, 2)), KEPT.with_(code=(8, 2)), r"codes can be gathered, not cut"),
     ],
 )

@@ -53,7 +53,11 @@ def test_a_writer_is_seen_and_a_reader_cannot_write():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"word": b"0" * 16}, "another word"), ({"size": 1 << 20}, "announced 1048576"), ({"descriptor": 9999}, "opened")],
+    [
+        ({"word": b"0" * 16}, "another word"),
+        pytest.param({"size": 1 << 20}, "announced 1048576", marks=pytest.mark.nightly),
+        pytest.param({"descriptor": 9999}, "opened", marks=pytest.mark.nightly),
+    ],
 )
 def test_what_was_not_announced_is_refused(change, message):
     segment = Segment(10)

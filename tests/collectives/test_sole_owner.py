@@ -39,7 +39,9 @@ HOLDERS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize(
+    "holder", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(HOLDERS)]
+)
 def test_what_somebody_else_sees_is_not_written(holder: str) -> None:
     x = torch.ones(4)
     kept = HOLDERS[holder](x)
@@ -90,14 +92,14 @@ def test_what_a_function_has_saved_is_not_written() -> None:
     "make",
     [
         lambda: torch.ones(1).expand(3),
-        lambda: torch.ones(6).as_strided((3, 2), (1, 1)),
-        lambda: torch.ones(9)[::2],
+        pytest.param(lambda: torch.ones(6).as_strided((3, 2), (1, 1)), marks=pytest.mark.nightly),
+        pytest.param(lambda: torch.ones(9)[::2], marks=pytest.mark.nightly),
         lambda: torch.ones(3, 3)[:, :2],
-        lambda: torch.ones(2).as_subclass(_Wrapped),
-        lambda: torch.ones(2, dtype=torch.complex64).conj(),
+        pytest.param(lambda: torch.ones(2).as_subclass(_Wrapped), marks=pytest.mark.nightly),
+        pytest.param(lambda: torch.ones(2, dtype=torch.complex64).conj(), marks=pytest.mark.nightly),
         lambda: torch.ones(2, dtype=torch.complex64).conj().imag,
-        lambda: torch._efficientzerotensor((3,)),
-        lambda: torch.eye(3).to_sparse(),
+        pytest.param(lambda: torch._efficientzerotensor((3,)), marks=pytest.mark.nightly),
+        pytest.param(lambda: torch.eye(3).to_sparse(), marks=pytest.mark.nightly),
     ],
 )
 def test_only_plain_dense_tensors_are_added_to(make: Callable[[], Tensor]) -> None:
@@ -105,7 +107,12 @@ def test_only_plain_dense_tensors_are_added_to(make: Callable[[], Tensor]) -> No
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: torch.ones(2, 3).t(), lambda: torch.ones(2, 1, 3).transpose(0, 2), lambda: torch.ones(0, 3).t()]
+    "make",
+    [
+        lambda: torch.ones(2, 3).t(),
+        pytest.param(lambda: torch.ones(2, 1, 3).transpose(0, 2), marks=pytest.mark.nightly),
+        pytest.param(lambda: torch.ones(0, 3).t(), marks=pytest.mark.nightly),
+    ],
 )
 def test_dense_tensors_are_added_to_in_any_order_of_dims(make: Callable[[], Tensor]) -> None:
     x, y = make().clone(memory_format=torch.preserve_format), torch.arange(make().numel()).view(make().shape)

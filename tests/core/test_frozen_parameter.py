@@ -13,8 +13,13 @@ from shardfn.core import deferred, frozen, is_frozen, ones
 @pytest.mark.parametrize(
     "copied",
     [
-        *(torch.clone, Tensor.detach, Tensor.double, Tensor.bfloat16, Tensor.contiguous, copy.deepcopy),
-        *(lambda x: x.to("meta"), lambda x: x.clone().detach().to(torch.float64)),
+        pytest.param(x, marks=pytest.mark.nightly if i % 3 else ())
+        for i, x in enumerate(
+            [
+                *(torch.clone, Tensor.detach, Tensor.double, Tensor.bfloat16, Tensor.contiguous, copy.deepcopy),
+                *(lambda x: x.to("meta"), lambda x: x.clone().detach().to(torch.float64)),
+            ]
+        )
     ],
 )
 def test_copies_and_conversions_stay_frozen(copied: object) -> None:

@@ -49,7 +49,10 @@ SHAPES_AND_SLICES = [
 ]
 
 
-@pytest.mark.parametrize(("k", "counter", "words"), KNOWN_ANSWERS)
+@pytest.mark.parametrize(
+    ("k", "counter", "words"),
+    [pytest.param(*x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(KNOWN_ANSWERS)],
+)
 def test_threefry_known_answers(k, counter, words):
     index = counter[0] << 32 | counter[1]
     index = index - (1 << 64) if index >> 63 else index
@@ -100,7 +103,10 @@ def test_bernoulli_is_jax_s():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(("shape", "slices"), SHAPES_AND_SLICES)
+@pytest.mark.parametrize(
+    ("shape", "slices"),
+    [pytest.param(*x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(SHAPES_AND_SLICES)],
+)
 def test_block_equals_slice(shape, slices, dtype):
     args = {"mean": 0.3, "stddev": 0.02, "dtype": dtype}
     assert torch.equal(normal_block(key(5), shape, slices, **args), normal(key(5), shape, **args)[slices])

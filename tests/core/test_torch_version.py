@@ -19,7 +19,15 @@ def test_it_is_the_one_that_is_pinned() -> None:
     assert found is not None and found[1] == MINOR
 
 
-@pytest.mark.parametrize("version", ["2.12.1", "2.14.0+cu130", "3.13", "2.1"])
+@pytest.mark.parametrize(
+    "version",
+    [
+        "2.12.1",
+        pytest.param("2.14.0+cu130", marks=pytest.mark.nightly),
+        pytest.param("3.13", marks=pytest.mark.nightly),
+        "2.1",
+    ],
+)
 def test_another_minor_is_told(version: str) -> None:
     with pytest.warns(
         UserWarning, match=rf"written for torch {MINOR}, and this is torch {re.escape(version)}.*pip inst"
@@ -27,7 +35,15 @@ def test_another_minor_is_told(version: str) -> None:
         check_torch(version)
 
 
-@pytest.mark.parametrize("version", [MINOR, f"{MINOR}.0+cpu", f"{MINOR}.7", f"{MINOR}.0a0+git1234"])
+@pytest.mark.parametrize(
+    "version",
+    [
+        MINOR,
+        pytest.param(f"{MINOR}.0+cpu", marks=pytest.mark.nightly),
+        pytest.param(f"{MINOR}.7", marks=pytest.mark.nightly),
+        f"{MINOR}.0a0+git1234",
+    ],
+)
 def test_the_same_minor_is_not(version: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -17,7 +17,9 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("zero", RULES)
+@pytest.mark.parametrize(
+    "zero", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(RULES)]
+)
 def test_a_rule_is_a_value(zero: sf.Zero) -> None:
     for same in (
         dataclasses.replace(zero),
@@ -54,25 +56,49 @@ def test_flat_fields_change_the_parts_that_are_given() -> None:
     ("make", "words"),
     [
         (lambda: sf.Zero(4), "stages are 0, 1, 2 and 3"),
-        (lambda: sf.Zero(persist_elements=-1), r"Zero\(persist_elements=-1\): must not be negative"),
-        (lambda: sf.Zero(params="hots"), "Did you mean 'host'"),  # pyright: ignore[reportArgumentType]
+        pytest.param(
+            lambda: sf.Zero(persist_elements=-1),
+            r"Zero\(persist_elements=-1\): must not be negative",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(lambda: sf.Zero(params="hots"), "Did you mean 'host'", marks=pytest.mark.nightly),  # pyright: ignore[reportArgumentType]
         (lambda: sf.Zero(optimizer="host", optimizer_fraction=2), "a fraction lies between"),
-        (lambda: sf.Zero(optimizer_fraction=0.5), r"optimizer_fraction=0.5\) has no effect with optimizer='device'"),
-        (lambda: sf.Zero(3, params="disk"), r"say where: Zero\(disk=Disk\("),
+        pytest.param(
+            lambda: sf.Zero(optimizer_fraction=0.5),
+            r"optimizer_fraction=0.5\) has no effect with optimizer='device'",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(lambda: sf.Zero(3, params="disk"), r"say where: Zero\(disk=Disk\(", marks=pytest.mark.nightly),
         (
             lambda: sf.Zero(2, travel=sf.Travel(gather="int8")),
             r"Travel\(gather='int8'\)\): gather would have no effect",
         ),
-        (lambda: sf.Zero(3, travel=sf.Travel(secondary_axis="dp")), "no other axis to spare"),
-        (lambda: sf.Zero(3, travel=sf.Travel(secondary_axis="dpp")), "Did you mean 'dp'"),
+        pytest.param(
+            lambda: sf.Zero(3, travel=sf.Travel(secondary_axis="dp")),
+            "no other axis to spare",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            lambda: sf.Zero(3, travel=sf.Travel(secondary_axis="dpp")), "Did you mean 'dp'", marks=pytest.mark.nightly
+        ),
         (lambda: sf.Travel(gather="int9"), r"Travel\(gather='int9'\).*Did you mean 'int8'"),
-        (lambda: sf.Travel(reduce="once"), r"is Pace\(accumulate='once'\)"),
-        (lambda: sf.Travel(block_elements=64), "no option quantises"),
+        pytest.param(lambda: sf.Travel(reduce="once"), r"is Pace\(accumulate='once'\)", marks=pytest.mark.nightly),
+        pytest.param(lambda: sf.Travel(block_elements=64), "no option quantises", marks=pytest.mark.nightly),
         (lambda: sf.Travel(reduce="int4", block_elements=3), "even and at least 2"),
-        (lambda: sf.Travel(bucket_bytes=-1), r"Travel\(bucket_bytes=-1\): must not be negative"),
-        (lambda: sf.Pace(prefetch_bytes=-1), r"Pace\(prefetch_bytes=-1\): must not be negative"),
+        pytest.param(
+            lambda: sf.Travel(bucket_bytes=-1),
+            r"Travel\(bucket_bytes=-1\): must not be negative",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            lambda: sf.Pace(prefetch_bytes=-1),
+            r"Pace\(prefetch_bytes=-1\): must not be negative",
+            marks=pytest.mark.nightly,
+        ),
         (lambda: sf.Pace(accumulate="eech"), "Did you mean 'each'"),
-        (lambda: sf.Pace(chunk_bytes=0), r"Pace\(chunk_bytes=0\): must be positive"),
+        pytest.param(
+            lambda: sf.Pace(chunk_bytes=0), r"Pace\(chunk_bytes=0\): must be positive", marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_fields_out_of_range_are_refused(make: Any, words: str) -> None:

@@ -29,7 +29,16 @@ def test_rows_are_the_windows_they_name(source: TokenFile) -> None:
             assert row.tolist() == source.tokens[window * 13 : window * 13 + 14].tolist()
 
 
-@pytest.mark.parametrize("length", [1, 7, 13, 998, 999])
+@pytest.mark.parametrize(
+    "length",
+    [
+        1,
+        pytest.param(7, marks=pytest.mark.nightly),
+        pytest.param(13, marks=pytest.mark.nightly),
+        998,
+        pytest.param(999, marks=pytest.mark.nightly),
+    ],
+)
 def test_each_epoch_visits_each_window_once(source: TokenFile, length: int) -> None:
     batches = Batches(source, 1, length, seed=3)
     total = (1000 - 1) // length
@@ -45,7 +54,16 @@ def test_a_batch_may_span_epochs(source: TokenFile) -> None:
     assert np.bincount(seen, minlength=9).tolist() == [7] * 9
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param(1, marks=pytest.mark.nightly),
+        pytest.param(2, marks=pytest.mark.nightly),
+        3,
+        pytest.param(4, marks=pytest.mark.nightly),
+        pytest.param(9, marks=pytest.mark.nightly),
+    ],
+)
 def test_ranks_concatenate_to_the_global_batch(source: TokenFile, world: int) -> None:
     batches = Batches(source, 7, 10, seed=2)
     for n in (0, 5, 31):
@@ -93,7 +111,10 @@ def test_split_again(source: TokenFile) -> None:
     assert sorted(window for part in windows for window in part) == list(range(99))
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.001, 1.0, -0.5])
+@pytest.mark.parametrize(
+    "fraction",
+    [0.0, pytest.param(0.001, marks=pytest.mark.nightly), pytest.param(1.0, marks=pytest.mark.nightly), -0.5],
+)
 def test_split_refuses_an_empty_part(source: TokenFile, fraction: float) -> None:
     with pytest.raises(ValueError, match="both parts need"):
         Batches(source, 4, 10).split(fraction)
@@ -112,7 +133,15 @@ def test_empty_corpus(tmp_path: pathlib.Path) -> None:
         Batches(source, 1, 1)
 
 
-@pytest.mark.parametrize("sizes", [{"batch_size": 0}, {"length": 0}, {"part": (3, 3)}, {"part": (0, 1000)}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"batch_size": 0},
+        pytest.param({"length": 0}, marks=pytest.mark.nightly),
+        pytest.param({"part": (3, 3)}, marks=pytest.mark.nightly),
+        {"part": (0, 1000)},
+    ],
+)
 def test_bad_sizes(source: TokenFile, sizes: dict[str, Any]) -> None:
     every: dict[str, Any] = {"batch_size": 4, "length": 10} | sizes
     with pytest.raises(ValueError, match=next(iter(sizes))):

@@ -24,7 +24,9 @@ def _of_positions(batch: dict[str, Tensor], positions: Tensor, segments: Tensor)
     return total, (labels != IGNORED).sum()
 
 
-@pytest.mark.parametrize("length", [5, 6, 9, 16])
+@pytest.mark.parametrize(
+    "length", [5, pytest.param(6, marks=pytest.mark.nightly), pytest.param(9, marks=pytest.mark.nightly), 16]
+)
 def test_packed_examples_are_to_a_model_what_padded_ones_are(length: int) -> None:
     packed, padded = pack(length)(EXAMPLES), pad(length)(EXAMPLES)
     one = _of_positions(packed, packed["position_ids"], packed["segment_ids"])

@@ -22,7 +22,15 @@ def test_an_epoch_visits_every_example_once_in_an_order_of_its_own() -> None:
     assert epochs[0] != [*chain(*(_ids(ExampleBatches(EXAMPLES, 5, pad(3), seed=2)(n)) for n in (0, 1)))]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param(1, marks=pytest.mark.nightly),
+        2,
+        pytest.param(3, marks=pytest.mark.nightly),
+        pytest.param(4, marks=pytest.mark.nightly),
+    ],
+)
 def test_ranks_concatenate_to_the_global_batch(world: int) -> None:
     batches = ExampleBatches(EXAMPLES, 3, pad(3), seed=1)  # four ranks share three rows
     for n in range(5):

@@ -32,7 +32,15 @@ def _loader(data: Any, shuffle: bool = True, **options: Any) -> DataLoader[Any]:
     return DataLoader(data, batch_size=4, shuffle=shuffle, generator=generator if shuffle else None, **options)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param(1, marks=pytest.mark.nightly),
+        pytest.param(2, marks=pytest.mark.nightly),
+        3,
+        pytest.param(5, marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_ranks_concatenate_to_the_loaders_batches(world: int, shuffle: bool) -> None:
     expected = list(_loader(_Squares(9), shuffle))

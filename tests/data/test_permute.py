@@ -6,13 +6,24 @@ import pytest
 from shardfn.data import permute
 
 
-@pytest.mark.parametrize("key", [(), (0,), (-1, 3), (2**70, 1)])
+@pytest.mark.parametrize(
+    "key",
+    [(), pytest.param((0,), marks=pytest.mark.nightly), pytest.param((-1, 3), marks=pytest.mark.nightly), (2**70, 1)],
+)
 def test_bijection_for_small_sizes(key: tuple[int, ...]) -> None:
     for size in range(1, 201):
         assert sorted(permute(np.arange(size), size, *key).tolist()) == list(range(size))
 
 
-@pytest.mark.parametrize("size", [2**16 - 1, 2**16, 2**16 + 1, 300_007])
+@pytest.mark.parametrize(
+    "size",
+    [
+        2**16 - 1,
+        pytest.param(2**16, marks=pytest.mark.nightly),
+        pytest.param(2**16 + 1, marks=pytest.mark.nightly),
+        300_007,
+    ],
+)
 def test_bijection_for_large_sizes(size: int) -> None:
     image = permute(np.arange(size), size, 5, 1)
     assert image.dtype == np.int64

@@ -12,7 +12,9 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "shardfn-prefetch"]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 50])
+@pytest.mark.parametrize(
+    "depth", [1, pytest.param(2, marks=pytest.mark.nightly), pytest.param(50, marks=pytest.mark.nightly)]
+)
 def test_same_items_in_order(depth: int) -> None:
     assert list(prefetch(iter(range(20)), depth)) == list(range(20))
     assert list(prefetch([], depth)) == []

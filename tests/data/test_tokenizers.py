@@ -19,7 +19,9 @@ def corpus(tmp_path: pathlib.Path) -> list[pathlib.Path]:
     return [tmp_path / "a.txt", tmp_path / "empty.txt"]
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    "text", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(TEXTS)]
+)
 def test_bytes_round_trip(text: str) -> None:
     ids = ByteTokenizer().encode(text)
     assert ids.dtype == np.int64

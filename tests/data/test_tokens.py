@@ -52,7 +52,13 @@ def test_pieces_longer_than_the_stream_buffer(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "dtype"), [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")]
+    ("vocab_size", "dtype"),
+    [
+        (256, "uint8"),
+        pytest.param(257, "uint16", marks=pytest.mark.nightly),
+        pytest.param(65536, "uint16", marks=pytest.mark.nightly),
+        (65537, "uint32"),
+    ],
 )
 def test_smallest_dtype(tmp_path: pathlib.Path, vocab_size: int, dtype: str) -> None:
     file = encode_files(write(tmp_path, a=b""), tmp_path / "x.bin", Wide(vocab_size))
@@ -110,7 +116,15 @@ def test_sizes_that_disagree(tmp_path: pathlib.Path) -> None:
         TokenFile.open(file.path)
 
 
-@pytest.mark.parametrize("said", ["", "[]", "{}", '{"dtype": "int8", "vocab_size": 256, "num_tokens": 1}'])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "",
+        pytest.param("[]", marks=pytest.mark.nightly),
+        pytest.param("{}", marks=pytest.mark.nightly),
+        '{"dtype": "int8", "vocab_size": 256, "num_tokens": 1}',
+    ],
+)
 def test_a_description_that_is_none(tmp_path: pathlib.Path, said: str) -> None:
     write(tmp_path, **{"x.bin": b"a", "x.bin.json": said.encode()})
     with pytest.raises(ValueError, match="does not describe"):

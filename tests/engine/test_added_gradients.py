@@ -261,7 +261,11 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("accumulate", ["each", "once"])
-@pytest.mark.parametrize("case", CASES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(CASES)],
+    ids=lambda f: f.__name__,
+)
 def test_sums_are_those_out_of_place(case: Case, accumulate: Any) -> None:
     zero = Zero.flat(accumulate=accumulate)
     got, buffers = _run(case, zero), (_BUFFER.copy(), _PERSISTENT.clone())

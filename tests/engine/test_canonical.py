@@ -183,7 +183,7 @@ def test_exact_sums_of_squares() -> None:
         assert optim.sum_squares([torch.tensor([1.0, torch.nan])]).isnan().all()
 
 
-@distributed(world=[2, 3])
+@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_a_nan_on_one_rank_is_in_the_norm(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     for bad in range(world):
@@ -218,11 +218,16 @@ def test_what_it_does_not_do_is_said() -> None:
     "options, says",
     [
         ({"optimizer": "host"}, r"optimizer= \(a state that waits elsewhere is measured piece by piece\)"),
-        (
+        pytest.param(
             {"optimizer": "disk", "disk": sf.Disk("/nowhere")},
             r"optimizer= \(a state that waits elsewhere is measured piece by piece\)",
+            marks=pytest.mark.nightly,
         ),
-        ({"grads": "host", "stage": 2}, r"grads= \(a state that waits elsewhere is measured piece by piece\)"),
+        pytest.param(
+            {"grads": "host", "stage": 2},
+            r"grads= \(a state that waits elsewhere is measured piece by piece\)",
+            marks=pytest.mark.nightly,
+        ),
         ({"stage": 3, "axis": ("node", "dp"), "travel": sf.Travel(secondary_axis="dp")}, r"\(sums go axis by axis\)"),
     ],
 )
@@ -249,8 +254,15 @@ def _changing(p: Any, kept: Any, batch: Any) -> Any:
     "loss, rule, says",
     [
         (_staged(), optim.sgd(0.1), "a pipeline: its microbatches are added up in another order"),
-        (_changing, optim.sgd(0.1), "model state: it would be changed chunk by chunk"),
-        (_loss, optim.onebit_adam(0.1, freeze_step=2), "an optimizer that averages gradients itself"),
+        pytest.param(
+            _changing, optim.sgd(0.1), "model state: it would be changed chunk by chunk", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            _loss,
+            optim.onebit_adam(0.1, freeze_step=2),
+            "an optimizer that averages gradients itself",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_what_adds_up_in_an_order_of_its_own_is_refused_at_the_first_step(loss: Any, rule: Any, says: str) -> None:

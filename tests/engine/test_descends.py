@@ -50,7 +50,9 @@ def _step(optimizer: Any, loss: Any = _loss, **options: Any) -> Any:
     return sf.sharded_step(loss, optimizer, mesh=sf.make_mesh({"dp": -1}), zero=zero, **options)
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(WRONG)]
+)
 @distributed(world=2)
 def test_leaves_whose_gradients_would_be_added_are_listed_on_all_ranks(name: str) -> None:
     with pytest.raises(ValueError, match=r"which raises the loss: masked.*trainable=mask.*multi_transform") as caught:
@@ -68,7 +70,9 @@ def test_a_label_whose_rule_has_no_rate_and_a_policy_with_masters() -> None:
         _step(optim.multi_transform(rules, LABELS), loss).init(_params())
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(RIGHT)]
+)
 @distributed(world=2)
 def test_the_remedies_of_the_message_train(name: str) -> None:
     make, options = RIGHT[name]

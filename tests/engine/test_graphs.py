@@ -102,7 +102,11 @@ def test_a_rank_that_fails_raises_its_own_error_after_it_has_taken_part() -> Non
     assert case.peer.exchanges == 1 and not case.graphs.knows(("plan", 3))
 
 
-@pytest.mark.parametrize("at", [0, 1, 2], ids=["capture", "types", "compilation"])
+@pytest.mark.parametrize(
+    "at",
+    [0, pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly)],
+    ids=["capture", "types", "compilation"],
+)
 def test_a_failure_of_another_rank_is_an_error_here_and_leaves_no_graph(at: int) -> None:
     case = Case(Peer(**{f"at_{at}": ("KeyError: 'no such leaf'", None)}))
     with pytest.raises(sf.RankError, match=r"another rank could not capture or compile .*\n.*rank 1 failed: KeyError"):

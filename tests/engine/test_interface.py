@@ -27,8 +27,12 @@ def _leaf(*shape: int, spec: P, **more: Any) -> GlobalTensor:
     ("how", "says"),
     [
         ({"in_specs": ("dp",)}, r"in_specs'?\]?\[0\] is 'dp'; say P\(\.\.\.\), or None"),
-        ({"donate": (0,)}, "donate=0: the first argument is gathered as it is used"),
-        ({"donate": (1,)}, r"donate=1 has no effect: in_specs has no entry for args\[1\]"),
+        pytest.param(
+            {"donate": (0,)}, "donate=0: the first argument is gathered as it is used", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            {"donate": (1,)}, r"donate=1 has no effect: in_specs has no entry for args\[1\]", marks=pytest.mark.nightly
+        ),
         ({"in_specs": (None,), "donate": (1,)}, "donate=1 has no effect"),
     ],
 )
@@ -61,8 +65,18 @@ OTHER = Mesh({"dp": 4}, torch.device("cpu"), abstract=True)
     ("make", "error", "says"),
     [
         (lambda: torch.ones(4), TypeError, r"args\[1\]\['b'\] is a Tensor"),
-        (lambda: _leaf(4, spec=P()), ValueError, r"args\[1\]\['b'\] is kept as P\(\), in_specs says P\('dp'\)"),
-        (lambda: _leaf(4, spec=P("dp"), mesh=OTHER), ValueError, r"args\[1\]\['b'\] is on Mesh"),
+        pytest.param(
+            lambda: _leaf(4, spec=P()),
+            ValueError,
+            r"args\[1\]\['b'\] is kept as P\(\), in_specs says P\('dp'\)",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            lambda: _leaf(4, spec=P("dp"), mesh=OTHER),
+            ValueError,
+            r"args\[1\]\['b'\] is on Mesh",
+            marks=pytest.mark.nightly,
+        ),
         (lambda: _leaf(4, spec=P("dp"), memory_kind="host"), ValueError, r"args\[1\]\['b'\] is kept at 'host'"),
     ],
     ids=["no leaf", "other spec", "other mesh", "other memory"],

@@ -300,7 +300,9 @@ WRAPPED: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(WRAPPED))
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(list(WRAPPED))]
+)
 def test_outside_of_a_step_it_is_the_step_s(name: str) -> None:
     in_step, alone = (f(_counting) for f in WRAPPED[name])
     # Rows of the state that the microbatches divide, and a count.

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -15,7 +16,7 @@ def _loss(params: Any, batch: Any) -> torch.Tensor:
     return ((batch @ params["first"]).tanh() @ params["second"]).square().mean()
 
 
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_parts_are_named_by_leaf_and_change_nothing(world: int) -> None:
     mesh = sf.make_mesh({"dp": -1}, device="cpu")
     for stage, extra in ((3, "gather"), (1, "refresh")):

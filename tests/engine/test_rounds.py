@@ -183,7 +183,7 @@ def test_a_function_over_sharded_leaves_agrees_once_besides_the_end_of_its_phase
         assert _rounds_a_step(lambda p, x, f=f: (f(p, x), None), params, x)[1] == rounds
 
 
-@distributed(world=[2, 3])
+@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_rounds_go_through_memory_once_ranks_have_agreed(world: int) -> None:
     mesh = sf.make_mesh({"dp": world}, device="cpu")
     step = sf.sharded_step(_squares, optim.sgd(0.1), mesh=mesh, zero=2)

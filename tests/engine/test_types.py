@@ -108,7 +108,11 @@ WRONG = {
 RIGHT = [_right, _no_pvary, _two_psums, _psum_of_the_batch]
 
 
-@pytest.mark.parametrize("loss", WRONG, ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "loss",
+    [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(WRONG)],
+    ids=lambda f: f.__name__.strip("_"),
+)
 def test_what_is_wrong_names_op_line_axis_and_remedy(loss: Callable[..., Any]) -> None:
     for zero in STAGES[::3]:
         with pytest.raises(AxisTypeError, match=f"(?s){WRONG[loss]}") as caught:
@@ -135,7 +139,11 @@ def test_what_is_right_is_not_refused() -> None:
         _lowered(_many_ways, zero, has_aux=True)
 
 
-@pytest.mark.parametrize("loss", RIGHT, ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "loss",
+    [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(RIGHT)],
+    ids=lambda f: f.__name__.strip("_"),
+)
 def test_casts_are_inserted_where_a_loss_has_none(loss: Callable[..., Any]) -> None:
     gm = _lowered(loss, STAGES[0]).gm
     into = {n.args[1] for n in gm.graph.nodes if n.target is torch.ops.shardfn.pvary.default}

@@ -117,7 +117,9 @@ def refusals(text: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> di
     return {name: (code, text) for name, (code, text) in zip(runs, json.loads(said), strict=True)}
 
 
-@pytest.mark.parametrize("mesh", NO_MESHES)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(NO_MESHES)]
+)
 def test_a_mesh_that_does_not_fit_is_refused(refusals: dict[str, tuple[int, str]], mesh: str) -> None:
     code, said = refusals[mesh]
     want = "is 2 x 2 ranks, but 1 were started" if mesh == "dp=2,tp=2" else "write sizes of dp, tp, sp and pp"

@@ -106,7 +106,7 @@ def test_transfers_name_axes_bytes_and_leaves() -> None:
     assert all(t.wait is not None and t.dtype == torch.float32 and t.where for t in found)
 
 
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_predicted_bytes_are_the_counted_bytes(world: int) -> None:
     mesh = make_mesh({"dp": world}, device="cpu")
     gm, args = _captured(world, mesh.coords["dp"])
@@ -198,8 +198,8 @@ def _moved_wait(op: str) -> tuple[int, ...]:
     [
         # x, neg, start, exp, wait, neg, output
         ("all_gather_start", (400, 800, 2000, 2000, 2000, 2000, 2000)),
-        ("psum_scatter_start", (400, 800, 1160, 1160, 520, 520, 520)),
-        ("psum_start", (400, 800, 800, 800, 800, 800, 800)),
+        pytest.param("psum_scatter_start", (400, 800, 1160, 1160, 520, 520, 520), marks=pytest.mark.nightly),
+        pytest.param("psum_start", (400, 800, 800, 800, 800, 800, 800), marks=pytest.mark.nightly),
     ],
 )
 def test_a_transfer_holds_what_it_reads_and_its_own_buffers(op: str, timeline: tuple[int, ...]) -> None:

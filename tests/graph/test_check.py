@@ -160,7 +160,14 @@ def test_a_rank_without_a_part_in_an_uneven_exchange_agrees() -> None:
             compare_sequences([[uneven], ["loss sp: all_gather float32 [2, 2, 2]"]])
 
 
-@pytest.mark.parametrize("name", ["all_to_all", "ppermute", "psum_scatter"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all_to_all",
+        pytest.param("ppermute", marks=pytest.mark.nightly),
+        pytest.param("psum_scatter", marks=pytest.mark.nightly),
+    ],
+)
 def test_an_exchange_has_the_name_that_was_noted(name: str) -> None:
     """This rank's row looks like a permutation's, which does not decide for the others."""
     graph = torch.fx.Graph()

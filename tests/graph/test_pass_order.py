@@ -220,7 +220,10 @@ def test_the_last_layer_is_gathered_once() -> None:
     assert _ops(reuse_gathers(gm, budget=16)) == ["gather", "wait", "mul"] * 2 + ["mul", "mul"]
 
 
-@pytest.mark.parametrize("write", ["block", "value", "view"])
+@pytest.mark.parametrize(
+    "write",
+    ["block", pytest.param("value", marks=pytest.mark.nightly), pytest.param("view", marks=pytest.mark.nightly)],
+)
 def test_what_is_written_between_is_gathered_again(write: str) -> None:
     def f(a: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         w = _gather(a)
@@ -399,7 +402,9 @@ def _in_flight(p: Tensor) -> tuple[Tensor, ...]:
     return (p * 2, _OPS.wait(handle))
 
 
-@pytest.mark.parametrize("case", _REFUSED)
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(_REFUSED)]
+)
 def test_nothing_is_overwritten_that_somebody_may_see(case: str) -> None:
     gm = _traced(_REFUSED[case], torch.ones(4), torch.ones(4), donated=(0,))
     assert _ops(donate(gm)) == _ops(gm)
@@ -511,10 +516,10 @@ def _repeated(layers: int) -> GraphModule:
     "call",
     [
         lambda gm: bucket(gm, limit=-1),
-        lambda gm: prefetch(gm, budget=-1),
-        lambda gm: reuse_gathers(gm, budget=-1),
+        pytest.param(lambda gm: prefetch(gm, budget=-1), marks=pytest.mark.nightly),
+        pytest.param(lambda gm: reuse_gathers(gm, budget=-1), marks=pytest.mark.nightly),
         lambda gm: overlap_reductions(gm, limit=-1),
-        lambda gm: rematerialise(gm, budget=-1),
+        pytest.param(lambda gm: rematerialise(gm, budget=-1), marks=pytest.mark.nightly),
     ],
 )
 def test_a_negative_number_of_bytes_is_an_error(call: Callable[[GraphModule], GraphModule]) -> None:

@@ -464,8 +464,11 @@ def _world(seed: int) -> int:
     return 1 + seed % 3
 
 
+_BY_DAY = ("donate", "prefetch-0", "overlap-300", "reuse-200")
+
+
 def _named(name: str, call: Callable[[GraphModule], GraphModule]) -> Any:
-    return pytest.param(call, id=name)
+    return pytest.param(call, id=name, marks=() if name in _BY_DAY else pytest.mark.nightly)
 
 
 _PASSES = [
@@ -490,7 +493,9 @@ _PASSES = [
 ]
 
 
-@pytest.mark.parametrize("one", _PASSES)
+@pytest.mark.parametrize(
+    "one", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(_PASSES)]
+)
 def test_a_pass_keeps_all_bits(one: Callable[[GraphModule], GraphModule]) -> None:
     for seed in range(6):
         _check(seed, _world(seed), one)

@@ -323,7 +323,9 @@ def forms_of(tensors, num):
 
 
 @pytest.mark.parametrize("num", [2, 3])
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(list(CASES))]
+)
 def test_an_op_on_parts_is_the_op_on_the_whole(name, num):
     target, draw = CASES[name]
     r, tried = random.Random(name), set()

@@ -70,8 +70,18 @@ def write(place: pathlib.Path, stage: int, world: int) -> dict[str, dict[str, to
     return trees | {"frozen": {"f": frozen}}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 11])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param(1, marks=pytest.mark.nightly),
+        2,
+        pytest.param(3, marks=pytest.mark.nightly),
+        pytest.param(11, marks=pytest.mark.nightly),
+    ],
+)
+@pytest.mark.parametrize(
+    "stage", [1, pytest.param(2, marks=pytest.mark.nightly), pytest.param(3, marks=pytest.mark.nightly)]
+)
 def test_parameters_and_moments_are_whole_again(tmp_path: pathlib.Path, stage: int, world: int) -> None:
     if (stage, world) == (3, 1):
         world = 4

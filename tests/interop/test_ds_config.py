@@ -155,17 +155,17 @@ def test_all_that_is_wrong_is_listed_at_once() -> None:
     ("rows", "micro", "times", "want"),
     [
         (32, 16, 1, (1, 32)),
-        (32, 8, 2, (2, 32)),
-        (33, 17, 2, None),
+        pytest.param(32, 8, 2, (2, 32), marks=pytest.mark.nightly),
+        pytest.param(33, 17, 2, None, marks=pytest.mark.nightly),
         (32, 18, 1, None),
-        (32, 16, None, (1, 32)),
-        (32, 8, None, (2, 32)),
+        pytest.param(32, 16, None, (1, 32), marks=pytest.mark.nightly),
+        pytest.param(32, 8, None, (2, 32), marks=pytest.mark.nightly),
         (32, None, 2, (2, 32)),
-        (None, 8, 2, (2, 32)),
-        (None, 8, None, (1, 16)),
+        pytest.param(None, 8, 2, (2, 32), marks=pytest.mark.nightly),
+        pytest.param(None, 8, None, (1, 16), marks=pytest.mark.nightly),
         (32, None, None, (1, 32)),
-        (None, None, 2, (2, None)),
-        (32, 0, 2, None),
+        pytest.param(None, None, 2, (2, None), marks=pytest.mark.nightly),
+        pytest.param(32, 0, 2, None, marks=pytest.mark.nightly),
     ],
 )
 def test_batch_sizes_on_two_ranks(rows: Any, micro: Any, times: Any, want: Any) -> None:
@@ -191,15 +191,17 @@ def test_batch_sizes_on_two_ranks(rows: Any, micro: Any, times: Any, want: Any) 
             {"warmup_max_lr": 1.0, "warmup_num_steps": 4},
             [0.0, 0.0, math.log(2) / math.log(4), math.log(3) / math.log(4), 1.0, 1.0],
         ),
-        (
+        pytest.param(
             "WarmupDecayLR",
             {"total_num_steps": 4, "warmup_num_steps": 2, "warmup_type": "linear", "warmup_max_lr": 1.0},
             [0.0, 0.0, 0.5, 1.0, 0.5, 0.0],
+            marks=pytest.mark.nightly,
         ),
-        (
+        pytest.param(
             "WarmupCosineLR",
             {"total_num_steps": 4, "warmup_num_steps": 2, "cos_min_ratio": 0.5, "warmup_type": "linear"},
             [0.0, 0.0, 0.25, 0.375, 0.25, 0.25],
+            marks=pytest.mark.nightly,
         ),
         (
             "LRRangeTest",
@@ -217,7 +219,19 @@ def test_rates_by_hand(kind: str, params: dict[str, Any], want: list[float]) -> 
     assert [float(recipe.learning_rate(torch.tensor(n))) for n in range(6)] == pytest.approx(want)
 
 
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Lamb", "Lion", "SGD", "OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Adam",
+        pytest.param("AdamW", marks=pytest.mark.nightly),
+        pytest.param("Lamb", marks=pytest.mark.nightly),
+        "Lion",
+        pytest.param("SGD", marks=pytest.mark.nightly),
+        pytest.param("OneBitAdam", marks=pytest.mark.nightly),
+        "OneBitLamb",
+        pytest.param("ZeroOneAdam", marks=pytest.mark.nightly),
+    ],
+)
 @distributed(world=2)
 def test_a_step_of_every_optimizer(kind: str) -> None:
     torch.manual_seed(0)

@@ -89,7 +89,17 @@ TWO = [
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 5])
-@pytest.mark.parametrize("stage, zero", [(1, {}), (1, MOVED), (2, MOVED), (2, {}), (3, {}), (3, SMALL)])
+@pytest.mark.parametrize(
+    "stage, zero",
+    [
+        (1, {}),
+        pytest.param(1, MOVED, marks=pytest.mark.nightly),
+        pytest.param(2, MOVED, marks=pytest.mark.nightly),
+        (2, {}),
+        pytest.param(3, {}, marks=pytest.mark.nightly),
+        pytest.param(3, SMALL, marks=pytest.mark.nightly),
+    ],
+)
 def test_what_is_written_for_any_number_of_ranks_is_read_bit_for_bit(
     tmp_path: pathlib.Path, stage: int, zero: dict[str, Any], ranks: int
 ) -> None:

@@ -60,8 +60,18 @@ def _restored(world: int, stage: int, memory: str) -> None:
     step(state, torch.ones(1))
 
 
-@pytest.mark.parametrize("stage, memory", [(0, "device"), (1, "device"), (3, "device"), (3, "host")])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    "stage, memory",
+    [
+        (0, "device"),
+        pytest.param(1, "device", marks=pytest.mark.nightly),
+        pytest.param(3, "device", marks=pytest.mark.nightly),
+        (3, "host"),
+    ],
+)
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3]
+)
 def test_a_state_of_any_mesh_has_all_of_it(world: int, stage: int, memory: str) -> None:
     _restored(world=world, stage=stage, memory=memory)
 
@@ -121,7 +131,9 @@ def start_like(state: Any) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(x.shape) for name, x in state.params.items()}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)]
+)
 def test_what_is_written_is_read_again(tmp_path: pathlib.Path, world: int) -> None:
     _saved(world=world, directory=str(tmp_path))
     assert (tmp_path / "latest_universal").read_text() == f"world{world}"

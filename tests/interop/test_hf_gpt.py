@@ -65,7 +65,9 @@ def close(x: Tensor, y: Tensor) -> None:
     torch.testing.assert_close(x, y, rtol=RTOL[x.dtype], atol=RTOL[x.dtype] * float(y.abs().max()))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(MODELS)]
+)
 @torch.no_grad()
 def test_there_and_back(name: str, tmp_path: pathlib.Path) -> None:
     want, wide = model_of(name)(TOKENS).logits, copy.deepcopy(model_of(name)).double()(TOKENS).logits
@@ -93,7 +95,9 @@ def test_there_and_back(name: str, tmp_path: pathlib.Path) -> None:
     assert torch.equal(gpt.generate(config, params, prompt, 5, sf.key(0), temperature=0), told)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bloom", "llama"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", pytest.param("bloom", marks=pytest.mark.nightly), pytest.param("llama", marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("how", [{}, {"per_head": True}])
 def test_a_block_is_the_block_of_the_whole(name: str, how: Any, tmp_path: pathlib.Path) -> None:
     _, params = gpt_from_hf(saved(name, tmp_path), stacked=True, **how)

@@ -53,7 +53,11 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, function, args, flat", CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    "name, function, args, flat",
+    [pytest.param(*x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(CASES)],
+    ids=[case[0] for case in CASES],
+)
 def test_one_node_and_a_well_behaved_op(
     name: str, function: Callable[..., Any], args: tuple[Any, ...], flat: tuple[Any, ...]
 ) -> None:
@@ -72,20 +76,57 @@ def test_one_node_and_a_well_behaved_op(
     "run, kind, said",
     [
         (lambda: kernels.pack_signs(torch.ones(1, 7)), ValueError, "rows of 7 elements"),
-        (lambda: kernels.pack_signs(torch.ones(1, 8, dtype=torch.float64)), TypeError, "float64"),
-        (lambda: kernels.sign_compress(torch.ones(9), torch.zeros(1, 8)), ValueError, "9 elements.*room for 8"),
+        pytest.param(
+            lambda: kernels.pack_signs(torch.ones(1, 8, dtype=torch.float64)),
+            TypeError,
+            "float64",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            lambda: kernels.sign_compress(torch.ones(9), torch.zeros(1, 8)),
+            ValueError,
+            "9 elements.*room for 8",
+            marks=pytest.mark.nightly,
+        ),
         (lambda: kernels.sign_compress_(torch.ones(9), torch.zeros(8, 16)[:, ::2]), ValueError, "contiguous"),
-        (lambda: kernels.sign_mean_(BITS, SCALES, torch.zeros(32)[::2]), ValueError, "contiguous"),
-        (lambda: kernels.sign_mean(BITS[:0], SCALES[:0], torch.zeros(16)), ValueError, "no row"),
+        pytest.param(
+            lambda: kernels.sign_mean_(BITS, SCALES, torch.zeros(32)[::2]),
+            ValueError,
+            "contiguous",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            lambda: kernels.sign_mean(BITS[:0], SCALES[:0], torch.zeros(16)),
+            ValueError,
+            "no row",
+            marks=pytest.mark.nightly,
+        ),
         (lambda: kernels.unpack_signs(BITS, SCALES, out=torch.zeros(16, 2).t()), ValueError, "contiguous"),
-        (lambda: kernels.quantize(X, bits=3), ValueError, "bits is 3"),
-        (lambda: kernels.quantize(X, bits=4, block=5), ValueError, "block is 5"),
+        pytest.param(lambda: kernels.quantize(X, bits=3), ValueError, "bits is 3", marks=pytest.mark.nightly),
+        pytest.param(lambda: kernels.quantize(X, bits=4, block=5), ValueError, "block is 5", marks=pytest.mark.nightly),
         (lambda: kernels.dequantize(CODES, FACTORS, 7, bits=4, block=2), ValueError, "c = 7"),
-        (lambda: kernels.dequantize(CODES, FACTORS, 5, bits=8, block=2), TypeError, "codes is torch.uint8"),
-        (lambda: kernels.dequantize(CODES, FACTORS, 5, bits=4, block=4), ValueError, "scales is of shape"),
+        pytest.param(
+            lambda: kernels.dequantize(CODES, FACTORS, 5, bits=8, block=2),
+            TypeError,
+            "codes is torch.uint8",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            lambda: kernels.dequantize(CODES, FACTORS, 5, bits=4, block=4),
+            ValueError,
+            "scales is of shape",
+            marks=pytest.mark.nightly,
+        ),
         (lambda: kernels.dequantize_sum(MANY[0][:0], MANY[1][:0], 5, bits=4, block=2), ValueError, "no row"),
-        (lambda: kernels.preconditioned_step_(X.t(), X.t(), X.t(), *MOMENTS[3:], eps=0.0), ValueError, "contiguous"),
-        (lambda: kernels.implemented_by("fortran").__enter__(), ValueError, "'fortran'"),
+        pytest.param(
+            lambda: kernels.preconditioned_step_(X.t(), X.t(), X.t(), *MOMENTS[3:], eps=0.0),
+            ValueError,
+            "contiguous",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            lambda: kernels.implemented_by("fortran").__enter__(), ValueError, "'fortran'", marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_what_is_refused(run: Callable[[], Any], kind: type[Exception], said: str) -> None:

@@ -103,7 +103,9 @@ def check(name: str, world: int, *, stage: int = 3, stacked: bool = True, wrap: 
     )
 
 
-@pytest.mark.parametrize("name", DAILY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(DAILY)]
+)
 @distributed(world=2)
 def test_derivatives_inside_a_loss_of_gathered_leaves(name: str) -> None:
     check(name, 2, stacked=name in ("grad of params", "maml"))

@@ -33,16 +33,19 @@ DP, NODE, GPU = ("dp",), ("node",), ("gpu",)
     "sizes, zero, how, use, reduce",
     [
         (ONE, sf.Zero(0), {}, (), (Psum(DP),)),
-        (ONE, sf.Zero(1), {}, (), (PsumScatter(DP, 0),)),
-        (ONE, sf.Zero(2), {}, (), (PsumScatter(DP, 0),)),
+        pytest.param(ONE, sf.Zero(1), {}, (), (PsumScatter(DP, 0),), marks=pytest.mark.nightly),
+        pytest.param(ONE, sf.Zero(2), {}, (), (PsumScatter(DP, 0),), marks=pytest.mark.nightly),
         (ONE, sf.Zero(3), {}, (AllGather(DP, 0),), (PsumScatter(DP, 0),)),
-        (ONE, sf.Zero(3, persist_elements=1 << 20), {}, (), (PsumScatter(DP, 0),)),
-        (
+        pytest.param(
+            ONE, sf.Zero(3, persist_elements=1 << 20), {}, (), (PsumScatter(DP, 0),), marks=pytest.mark.nightly
+        ),
+        pytest.param(
             ONE,
             sf.Zero(3, params="host", grads="disk", optimizer="disk", disk=sf.Disk("x")),
             {},
             (Move("device"), AllGather(DP, 0)),
             (PsumScatter(DP, 0), Move("disk")),
+            marks=pytest.mark.nightly,
         ),
         (
             ONE,
@@ -52,15 +55,18 @@ DP, NODE, GPU = ("dp",), ("node",), ("gpu",)
             (PsumScatter(DP, 0), Cast(F32)),
         ),
         # The optimizer's state is cut along an axis that does not cut the batch: summed whole, then sliced to rows.
-        (
+        pytest.param(
             {"dp": 2, "tp": 2},
             sf.Zero(1, axis="tp"),
             {"batch_axes": DP},
             (),
             (Psum(DP), Slice(("tp",), 0)),
+            marks=pytest.mark.nightly,
         ),
         # Cut along one axis of the batch: rows along it, then the sum over the other.
-        (NODES, sf.Zero(2, axis="gpu"), {}, (), (PsumScatter(GPU, 0), Psum(NODE))),
+        pytest.param(
+            NODES, sf.Zero(2, axis="gpu"), {}, (), (PsumScatter(GPU, 0), Psum(NODE)), marks=pytest.mark.nightly
+        ),
         # The model's own cut stays.
         (
             {"dp": 2, "tp": 2},
@@ -69,19 +75,21 @@ DP, NODE, GPU = ("dp",), ("node",), ("gpu",)
             (AllGather(DP, 0),),
             (PsumScatter(DP, 0),),
         ),
-        (
+        pytest.param(
             NODES,
             PLUS,
             {},
             (Encode(CODE), AllGather(NODE, 0), AllGather(GPU, 0), Decode()),
             (Encode(HALF_CODE), PsumScatter(GPU, 0), Encode(HALF_CODE), PsumScatter(NODE, 0)),
+            marks=pytest.mark.nightly,
         ),
-        (
+        pytest.param(
             NODES,
             sf.Zero(3, axis=BOTH, travel=sf.Travel(secondary_axis="gpu")),
             {},
             (AllGather(NODE, 0), AllGather(GPU, 0)),
             (PsumScatter(BOTH, 0),),
+            marks=pytest.mark.nightly,
         ),
     ],
 )

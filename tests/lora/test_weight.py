@@ -56,7 +56,9 @@ OTHERS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", PRODUCTS | OTHERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(PRODUCTS | OTHERS)]
+)
 def test_it_is_the_sum(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     f, parts = (PRODUCTS | OTHERS)[name], _parts()
     w, left, right = parts
@@ -75,7 +77,16 @@ def test_what_is_asked_of_it_is_that_of_a_tensor() -> None:
     assert w.requires_grad and not w.is_leaf and w.dtype == torch.float64 and w.ndim == 2 and len(w) == M
 
 
-@pytest.mark.parametrize("way", ["unbind", "index", "iterate", "scan", "remat"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "unbind",
+        pytest.param("index", marks=pytest.mark.nightly),
+        pytest.param("iterate", marks=pytest.mark.nightly),
+        "scan",
+        pytest.param("remat", marks=pytest.mark.nightly),
+    ],
+)
 def test_layers_of_a_stack_keep_their_parts(way: str) -> None:
     parts = _parts(L)
     x = _rows(5, M)

@@ -61,7 +61,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(REFUSED)]
+)
 def test_what_a_step_cannot_do_is_refused_by_name(name: str) -> None:
     make, match = REFUSED[name]
     with pytest.raises(ValueError, match=match):

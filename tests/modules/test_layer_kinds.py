@@ -56,13 +56,17 @@ def test_the_rows_of_a_stack_are_those_of_its_layers() -> None:
     ("pattern", "rows", "shares"),
     [
         ("abababab", [[2, 2], [2, 2]], [4, 4]),
-        ("aaabaaab", [[3, 3], [1, 1]], [4, 4]),
-        ("abbbb", [[1, 1], [2, 2]], [3, 2]),  # one dense layer, which all ranks have
+        pytest.param("aaabaaab", [[3, 3], [1, 1]], [4, 4], marks=pytest.mark.nightly),
+        pytest.param(
+            "abbbb", [[1, 1], [2, 2]], [3, 2], marks=pytest.mark.nightly
+        ),  # one dense layer, which all ranks have
         ("aabbbbb", [[2, 2, 2], [2, 2, 1]], [4, 2, 1]),
-        ("bbbba", [[2, 2], [1, 1]], [2, 3]),
-        ("bbabb", [[2, 2], [1, 1]], [2, 3]),  # an uncut layer runs with the cut one after it
+        pytest.param("bbbba", [[2, 2], [1, 1]], [2, 3], marks=pytest.mark.nightly),
+        pytest.param(
+            "bbabb", [[2, 2], [1, 1]], [2, 3], marks=pytest.mark.nightly
+        ),  # an uncut layer runs with the cut one after it
         ("abbbb", [[1, 1, 1], [2, 2, 0]], [3, 2, 0]),
-        ("bbbba", [[2, 2, 0], [1, 1, 1]], [2, 2, 1]),
+        pytest.param("bbbba", [[2, 2, 0], [1, 1, 1]], [2, 2, 1], marks=pytest.mark.nightly),
     ],
 )
 def test_ranks_have_layers_one_after_another(pattern: str, rows: list[list[int]], shares: list[int]) -> None:

@@ -137,7 +137,15 @@ class _Told(_Net):
         return x
 
 
-@pytest.mark.parametrize("kind", [_Net, _Checkpointed, _Reentrant, _Told])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        _Net,
+        pytest.param(_Checkpointed, marks=pytest.mark.nightly),
+        pytest.param(_Reentrant, marks=pytest.mark.nightly),
+        _Told,
+    ],
+)
 def test_a_named_list_changes_nothing_on_one_device(kind: type[nn.Module]) -> None:
     found = []
     x = torch.linspace(-1, 1, 6).view(2, 3)

@@ -64,7 +64,9 @@ CHANGES: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize(
+    "how", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(CHANGES)]
+)
 def test_a_forward_that_changes_a_buffer_is_refused_before_it_does(how: str, jit: bool) -> None:
     forward, match = CHANGES[how]
     n = torch.full((), 3.0)
@@ -104,7 +106,9 @@ def _observer() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning", "ignore:.*:DeprecationWarning")
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(LAYERS)]
+)
 def test_layers_with_statistics_are_refused_in_training(name: str) -> None:
     make, shape, match = LAYERS[name]
     torch.manual_seed(0)

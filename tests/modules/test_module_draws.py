@@ -104,7 +104,9 @@ DROPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", DROPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(DROPS)]
+)
 def test_means_are_kept(name: str) -> None:
     class Drop(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -198,7 +200,9 @@ OTHERS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(OTHERS)]
+)
 def test_other_draws_are_refused_by_name(name: str) -> None:
     _, apply = sf.from_module(Draws(OTHERS[name]))
     for f in (apply, apply.keyed(sf.key(0), torch.arange(4))):

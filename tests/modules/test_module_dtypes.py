@@ -64,7 +64,9 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(POLICIES)]
+)
 @distributed(world=2)
 def test_a_module_with_buffers_trains_in_16_bits(world: int, name: str) -> None:
     module = net()

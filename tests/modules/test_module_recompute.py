@@ -95,7 +95,9 @@ def run_of(how: Callable[..., Any] | None, transform: Callable[..., Any] | None 
 GRAPH = functools.partial(sf.jit, backend="graph")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(WAYS)]
+)
 def test_a_checkpoint_in_a_module_changes_no_bit(way: str) -> None:
     checkpointed, plain = WAYS[way]
     want = run_of(plain)
@@ -200,7 +202,14 @@ class Cached(nn.Module):
         return (y * self.scale).sum()
 
 
-@pytest.mark.parametrize("way", ["checkpoint", "reentrant", "nested"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "checkpoint",
+        pytest.param("reentrant", marks=pytest.mark.nightly),
+        pytest.param("nested", marks=pytest.mark.nightly),
+    ],
+)
 def test_what_runs_again_sees_the_buffers_as_they_were_where_it_began(way: str) -> None:
     module = Cached().double()
     params, apply = sf.from_module(module)

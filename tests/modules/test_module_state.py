@@ -142,7 +142,9 @@ CHANGES: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize(
+    "how", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(CHANGES)]
+)
 def test_a_buffer_may_change_in_any_way_and_the_module_stays_as_it_is(how: str) -> None:
     net = Counted(CHANGES[how])
     params, first, apply = sf.from_module(net, has_state=True)

@@ -33,7 +33,9 @@ def gradients(impl: Any, qkv: list[Tensor], w: Tensor, **options: Any) -> list[T
     return [y.detach(), *torch.autograd.grad((y * w).sum(), own)]
 
 
-@pytest.mark.parametrize("which", range(len(PATTERNS)))
+@pytest.mark.parametrize(
+    "which", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(range(len(PATTERNS)))]
+)
 def test_every_layout_is_dense_attention_with_its_mask(which: int) -> None:
     """Also for lengths that blocks do not divide, where the last block is shorter."""
     g = torch.Generator().manual_seed(which)

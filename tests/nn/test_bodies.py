@@ -142,7 +142,16 @@ def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("width", [3, 5, 7])
-@pytest.mark.parametrize("impl", [nn.Dense(), nn.Blockwise(3), nn.BlockSparse(4), nn.Chunked(3)], ids=str)
+@pytest.mark.parametrize(
+    "impl",
+    [
+        nn.Dense(),
+        pytest.param(nn.Blockwise(3), marks=pytest.mark.nightly),
+        pytest.param(nn.BlockSparse(4), marks=pytest.mark.nightly),
+        nn.Chunked(3),
+    ],
+    ids=str,
+)
 def test_values_of_another_width_and_sinks(impl: Any, width: int) -> None:
     torch.manual_seed(0)
     shapes = (2, 7, 4, 5), (2, 7, 2, 5), (2, 7, 2, width)
@@ -439,7 +448,15 @@ def test_autocast_rounds_bodies_alike() -> None:
     assert max(errors) < 1.5 * errors[0]
 
 
-@pytest.mark.parametrize("impl", [nn.Ulysses("sp", 6), nn.Ring("sp", 6), nn.Chunked(2, "sp", 6)], ids=str)
+@pytest.mark.parametrize(
+    "impl",
+    [
+        nn.Ulysses("sp", 6),
+        pytest.param(nn.Ring("sp", 6), marks=pytest.mark.nightly),
+        pytest.param(nn.Chunked(2, "sp", 6), marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_what_a_body_cannot_cut_is_refused(impl: Any) -> None:
     """Before any transfer: the error has the shapes, and the bodies that can."""
     mesh = sf.make_mesh({"sp": 2}, abstract=True, device="cpu")

@@ -44,7 +44,11 @@ GOLDEN: list[tuple[Any, dict[str, Any], int, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "options", "heads", "count"), GOLDEN, ids=lambda x: getattr(x, "__name__", str(x)))
+@pytest.mark.parametrize(
+    ("make", "options", "heads", "count"),
+    [pytest.param(*x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(GOLDEN)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
 def test_counts_are_golden(make: Any, options: dict[str, Any], heads: int, count: int) -> None:
     layout = make(16 * N, **options)
     assert counts(layout) == [count] * heads

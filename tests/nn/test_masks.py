@@ -31,7 +31,11 @@ MASKS = [
 PAIRS = [a & b for a, b in itertools.product(MASKS, MASKS)]
 
 
-@pytest.mark.parametrize("mask", [*MASKS, *PAIRS], ids=str)
+@pytest.mark.parametrize(
+    "mask",
+    [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate([*MASKS, *PAIRS])],
+    ids=str,
+)
 def test_rectangles_are_those_of_the_whole(mask: nn.Mask) -> None:
     draw = random.Random(str(mask.lead))
     whole = mask.pairs((0, T), (0, T)).expand(*mask.lead, T, T)
@@ -51,7 +55,11 @@ def test_rectangles_are_those_of_the_whole(mask: nn.Mask) -> None:
         assert not whole.triu(1).any()
 
 
-@pytest.mark.parametrize("mask", [*MASKS, *PAIRS], ids=str)
+@pytest.mark.parametrize(
+    "mask",
+    [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate([*MASKS, *PAIRS])],
+    ids=str,
+)
 def test_grids_are_the_covers_of_their_tiles(mask: nn.Mask) -> None:
     draw = random.Random(0)
     for _ in range(3):

@@ -83,7 +83,9 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(CASES)]
+)
 def test_layer_equals_reference_in_values_and_gradients(name):
     layer, reference, shapes = CASES[name]
     args = draws(*shapes)
@@ -95,7 +97,9 @@ def test_layer_equals_reference_in_values_and_gradients(name):
     assert torch.autograd.gradcheck(layer, args)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(CASES)]
+)
 def test_layer_in_float32(name):
     layer, reference, shapes = CASES[name]
     if name == "rope":
@@ -154,7 +158,16 @@ def test_cross_entropy_of_bfloat16_is_summed_in_float32():
     assert total.dtype == count.dtype == torch.float32
 
 
-@pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 5), (6, 3, 7), (6, 0)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (6,),
+        pytest.param((6, 1), marks=pytest.mark.nightly),
+        pytest.param((6, 5), marks=pytest.mark.nightly),
+        (6, 3, 7),
+        pytest.param((6, 0), marks=pytest.mark.nightly),
+    ],
+)
 def test_dropout_is_the_same_bits_however_samples_are_dealt(shape):
     x, index_B = normal(key(1), shape), torch.tensor([4, 0, 9, 2**33, 7, 1])
     whole = nn.dropout(key(0), x, 0.3, index_B)

@@ -329,14 +329,18 @@ UNSAID: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(WRONG)]
+)
 def test_a_whole_leaf_is_not_taken_for_a_block(name: str) -> None:
     mesh = sf.make_mesh({"tp": 2}, device="cpu", abstract=True)
     with sf.collectives.bind_mesh(mesh), pytest.raises(ValueError, match="this rank's block over the 2 ranks of 'tp'"):
         WRONG[name](torch.ones(B, T, D))
 
 
-@pytest.mark.parametrize("option", UNSAID)
+@pytest.mark.parametrize(
+    "option", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(UNSAID)]
+)
 def test_the_size_of_the_whole_layer_is_said(option: str) -> None:
     mesh = sf.make_mesh({"tp": 2}, device="cpu", abstract=True)
     with sf.collectives.bind_mesh(mesh), pytest.raises(ValueError, match=f"say {option}=, of the whole layer"):

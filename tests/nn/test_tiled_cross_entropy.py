@@ -23,7 +23,16 @@ def drawn(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     return x, w, targets
 
 
-@pytest.mark.parametrize("tile", [1, 4, 7, 21, 1000])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        1,
+        pytest.param(4, marks=pytest.mark.nightly),
+        pytest.param(7, marks=pytest.mark.nightly),
+        21,
+        pytest.param(1000, marks=pytest.mark.nightly),
+    ],
+)
 def test_tiles_are_the_whole(tile: int) -> None:
     x, w, some = drawn()
     for targets in (some, torch.full_like(some, -100)):

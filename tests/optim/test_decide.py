@@ -47,7 +47,9 @@ def steps(tx: Any, in_place: bool) -> Any:
     return params, state
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(RULES)]
+)
 def test_a_decided_rule_is_the_rule_and_never_asks_again(name: str) -> None:
     asked = []
 
@@ -89,11 +91,11 @@ def test_a_function_is_shown_tensors_without_values() -> None:
     ("look", "what"),
     [
         (lambda x: bool(x.abs().max() > 1), "abs"),
-        (lambda x: bool(x > 1), "gt"),
-        (lambda x: x.requires_grad, "requires_grad"),
+        pytest.param(lambda x: bool(x > 1), "gt", marks=pytest.mark.nightly),
+        pytest.param(lambda x: x.requires_grad, "requires_grad", marks=pytest.mark.nightly),
         (lambda x: x.device.type == "cuda", "device"),
-        (lambda x: torch.sum(x) > 0, "sum"),
-        (lambda x: x[0] is None, "getitem"),
+        pytest.param(lambda x: torch.sum(x) > 0, "sum", marks=pytest.mark.nightly),
+        pytest.param(lambda x: x[0] is None, "getitem", marks=pytest.mark.nightly),
     ],
 )
 def test_a_function_that_looks_at_values_is_refused(look: Any, what: str) -> None:

@@ -54,7 +54,9 @@ def stale(tx: optim.GradientTransformation, gradient: Any, warmup: int, steps: i
     return points[-1], state
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(RULES)]
+)
 @pytest.mark.parametrize("gradient", [quadratic, network])
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_equals_the_stale_reference(name: str, gradient: Any, warmup: int) -> None:
@@ -71,7 +73,9 @@ def test_equals_the_stale_reference(name: str, gradient: Any, warmup: int) -> No
         params, state = optim.inplace(tx)(gradient(params), state, params)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(RULES)]
+)
 def test_pure_and_traced_are_the_in_place_form(name: str) -> None:
     tx = optim.delayed(RULES[name](), 1)
     params = start(network)

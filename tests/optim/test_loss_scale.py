@@ -54,7 +54,12 @@ def trace(overflows: list[int], **options: Any) -> list[float]:
     ("seed", "rate", "options"),
     [
         (0, 0.02, {"init": 2.0**16, "window": 40, "hysteresis": 2, "consecutive": False, "min_scale": 1.0}),
-        (1, 0.3, {"init": 2.0**10, "window": 3, "hysteresis": 4, "consecutive": False, "min_scale": 0.25}),
+        pytest.param(
+            1,
+            0.3,
+            {"init": 2.0**10, "window": 3, "hysteresis": 4, "consecutive": False, "min_scale": 0.25},
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             2,
             0.2,

@@ -28,7 +28,16 @@ def _tree() -> dict:
     return {"a": torch.randn(5, 3, generator=g).to(BF16), "b": None, "c": torch.randn(4, generator=g)}
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "lion", "clipped"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adamw",
+        pytest.param("sgd", marks=pytest.mark.nightly),
+        pytest.param("lamb", marks=pytest.mark.nightly),
+        "lion",
+        pytest.param("clipped", marks=pytest.mark.nightly),
+    ],
+)
 def test_in_place_equals_pure_and_equals_float32(name: str) -> None:
     inner = {
         "adamw": optim.adamw(1e-2),

@@ -70,7 +70,9 @@ JOINS: list[tuple[Any, tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("tx", "want"), JOINS)
+@pytest.mark.parametrize(
+    ("tx", "want"), [pytest.param(*x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(JOINS)]
+)
 def test_needs_join(tx: GradientTransformation, want: tuple[Any, ...]) -> None:
     granularity, measure, _, _, phases, whole, donates, _ = tx.needs
     of, additive = (None, None) if measure is None else measure[:2]

@@ -57,7 +57,9 @@ def assert_equal(got: Any, want: Any) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b), (a, b)
 
 
-@pytest.mark.parametrize("name", PARENTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(PARENTS)]
+)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_warm_up_has_the_bits_of_its_parent(name: str, in_place: bool) -> None:
     make, parent, options = PARENTS[name]

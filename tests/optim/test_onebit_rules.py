@@ -84,7 +84,14 @@ def test_elements_without_variance_do_not_move(name: str) -> None:
     assert ((moved > 0) & (moved < 0.3)).all()
 
 
-@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "zero_one_adam"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "onebit_adam",
+        pytest.param("onebit_lamb", marks=pytest.mark.nightly),
+        pytest.param("zero_one_adam", marks=pytest.mark.nightly),
+    ],
+)
 def test_it_freezes_when_the_variance_is_stable(name: str) -> None:
     # Two steps between norms. The gradients fall at first, and are even later on.
     sizes = [64.0, 32.0, 16.0, 8.0, 4.0, 2.0] + [1.0] * 20

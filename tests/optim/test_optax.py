@@ -43,7 +43,9 @@ def compare(got: list[torch.Tensor], want: list[list[float]]) -> None:
         torch.testing.assert_close(a, torch.tensor(b, dtype=torch.float64), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", oracle.RULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(oracle.RULES)]
+)
 def test_first_steps_are_those_of_optax(name: str) -> None:
     for in_place in (False, True):
         compare(trained(name, oracle.SHOWN[0], in_place=in_place), GOLDENS["rules"][name])
@@ -67,7 +69,9 @@ def test_the_values_are_those_that_optax_gives_now(jax_python: str) -> None:
             np.testing.assert_allclose(rows, GOLDENS[kind][name], rtol=1e-9, atol=1e-10, err_msg=name)
 
 
-@pytest.mark.parametrize("name", oracle.SCHEDULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(oracle.SCHEDULES)]
+)
 def test_schedules_have_the_values_of_optax(name: str) -> None:
     schedule = oracle.SCHEDULES[name](optim)
     rates = [schedule(n).item() for n in oracle.SEEN]

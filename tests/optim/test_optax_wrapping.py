@@ -80,7 +80,9 @@ def compare(got: Any, want: Any) -> None:
             np.testing.assert_allclose(got[step][name], x, rtol=1e-9, atol=1e-10, err_msg=f"{name} at step {step}")
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(OURS)]
+)
 def test_300_steps_lead_where_optax_led(name: str) -> None:
     compare(OURS[name](), GOLDENS[name])
 

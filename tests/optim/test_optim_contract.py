@@ -76,11 +76,17 @@ PURE = [
     "lamb moments, mask",
 ]
 PURE += ["lars mask", "scales"]
-every = pytest.mark.parametrize("name", OPTIMIZERS)
+BY_DAY = [*OPTIMIZERS][::3]
 
 
 def all_but(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in names])
+    kept = [n for n in OPTIMIZERS if n not in names]
+    return pytest.mark.parametrize(
+        "name", [pytest.param(n, marks=() if n in BY_DAY else pytest.mark.nightly) for n in kept]
+    )
+
+
+every = all_but()
 
 
 def make_params(dtype: torch.dtype = torch.float32) -> Any:
@@ -276,7 +282,15 @@ def test_a_nan_gradient_is_seen(name: str) -> None:
     assert new["w"][0, 0].isnan()
 
 
-@pytest.mark.parametrize("tx", [optim.adamw(0.1), optim.sgd(0.1, momentum=0.9), optim.lion(0.1), optim.lamb(0.1)])
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optim.adamw(0.1),
+        pytest.param(optim.sgd(0.1, momentum=0.9), marks=pytest.mark.nightly),
+        pytest.param(optim.lion(0.1), marks=pytest.mark.nightly),
+        optim.lamb(0.1),
+    ],
+)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_trees_that_differ_are_refused(tx: GradientTransformation, in_place: bool) -> None:
     params, state = {"wq": torch.ones(3), "b": torch.ones(2)}, tx.init({"wq": torch.ones(3), "b": torch.ones(2)})
@@ -325,7 +339,14 @@ def test_a_step_traces_into_one_graph() -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["adamw mask", "sgd nesterov", "adam"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adamw mask",
+        pytest.param("sgd nesterov", marks=pytest.mark.nightly),
+        pytest.param("adam", marks=pytest.mark.nightly),
+    ],
+)
 def test_gradients_of_half_precision_are_cast_to_the_bit(name: str) -> None:
     tx = OPTIMIZERS[name]()
     params = make_params()

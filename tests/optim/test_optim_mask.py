@@ -82,7 +82,11 @@ def test_labels_without_a_rule_are_listed() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda m: optim.adamw(1.0, mask=m), lambda m: optim.lamb(1.0, mask=m), lambda m: optim.masked(optim.sgd(1.0), m)],
+    [
+        lambda m: optim.adamw(1.0, mask=m),
+        pytest.param(lambda m: optim.lamb(1.0, mask=m), marks=pytest.mark.nightly),
+        pytest.param(lambda m: optim.masked(optim.sgd(1.0), m), marks=pytest.mark.nightly),
+    ],
 )
 def test_a_mask_of_another_tree_is_refused(make: Any) -> None:
     params = make_params()

@@ -29,7 +29,10 @@ def test_values_and_order() -> None:
     assert optim.global_norm(tree) == pytest.approx(math.sqrt(33))
 
 
-@pytest.mark.parametrize("tree", [{}, [], None, {"a": None}])
+@pytest.mark.parametrize(
+    "tree",
+    [{}, pytest.param([], marks=pytest.mark.nightly), pytest.param(None, marks=pytest.mark.nightly), {"a": None}],
+)
 def test_no_leaves(tree: Any) -> None:
     assert optim.sum_squares(tree).shape == (0,)
     assert optim.global_norm(tree) == 0
@@ -37,7 +40,18 @@ def test_no_leaves(tree: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num", [1, 17, 4096, 65535, 65536, 65537, 1_000_003])
+@pytest.mark.parametrize(
+    "num",
+    [
+        1,
+        pytest.param(17, marks=pytest.mark.nightly),
+        pytest.param(4096, marks=pytest.mark.nightly),
+        65535,
+        pytest.param(65536, marks=pytest.mark.nightly),
+        pytest.param(65537, marks=pytest.mark.nightly),
+        1_000_003,
+    ],
+)
 def test_accuracy(dtype: torch.dtype, num: int) -> None:
     x = torch.randn(num, generator=torch.Generator().manual_seed(0)).to(dtype)
     torch.testing.assert_close(optim.sum_squares([x])[0].double(), x.double().square().sum(), rtol=3e-7, atol=0)
@@ -164,7 +178,14 @@ def test_sum_squares_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(x) for _, x in sent[0]] == [1, 2, 1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        pytest.param(torch.float64, marks=pytest.mark.nightly),
+        pytest.param(torch.bfloat16, marks=pytest.mark.nightly),
+    ],
+)
 def test_norms_of_other_orders(dtype: torch.dtype) -> None:
     tree = {"a": torch.randn(70_001).to(dtype), "b": [torch.tensor(-9.0, dtype=dtype), torch.zeros(0, dtype=dtype)]}
     flat = torch.cat([x.double().reshape(-1) for x in tree_leaves(tree)])
@@ -180,7 +201,7 @@ def test_norms_of_other_orders(dtype: torch.dtype) -> None:
         optim.global_norm(tree, ord=3)
 
 
-@distributed(world=[2, 3])
+@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_norms_of_other_orders_of_blocks(world: int) -> None:
     mesh, tree = make_mesh({"dp": world}), {"a": torch.randn(7, 2, generator=torch.Generator().manual_seed(0))}
     specs = {"a": P("dp"), "b": P()}
@@ -200,7 +221,7 @@ def test_norms_of_other_orders_of_blocks(world: int) -> None:
         tree["a"].nan_to_num_()
 
 
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_units_are_summed_to_the_bit_where_sums_are_exact(world: int) -> None:
     mesh, g = make_mesh({"dp": world}), torch.Generator().manual_seed(0)
     params, grads = ({k: torch.randn(s, generator=g) for k, s in (("w", (2, 9)), ("v", (7,)))} for _ in range(2))
@@ -262,7 +283,9 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(OPTIMIZERS)]
+)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_steps_on_blocks_equal_blocks_of_steps(name: str, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     tx = OPTIMIZERS[name]()

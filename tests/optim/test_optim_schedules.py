@@ -15,7 +15,9 @@ def values(schedule: Schedule, num: int) -> list[float]:
     return [schedule(n).item() for n in range(num)]
 
 
-@pytest.mark.parametrize("warmup", [10, 15, 19, 33])
+@pytest.mark.parametrize(
+    "warmup", [10, pytest.param(15, marks=pytest.mark.nightly), pytest.param(19, marks=pytest.mark.nightly), 33]
+)
 def test_warmup_starts_at_min_ends_at_max_and_stays(warmup: int) -> None:
     rates = values(optim.warmup_constant_schedule(1e-5, 1e-2, warmup), 3 * warmup)
     assert rates[0] == pytest.approx(1e-5, rel=1e-7)
@@ -25,7 +27,9 @@ def test_warmup_starts_at_min_ends_at_max_and_stays(warmup: int) -> None:
         assert rates[n] == pytest.approx(1e-5 + (1e-2 - 1e-5) * n / warmup, abs=1e-9, rel=1e-7)
 
 
-@pytest.mark.parametrize("warmup", [10, 15, 19, 33])
+@pytest.mark.parametrize(
+    "warmup", [10, pytest.param(15, marks=pytest.mark.nightly), pytest.param(19, marks=pytest.mark.nightly), 33]
+)
 def test_warmup_then_linear_decay(warmup: int) -> None:
     total = 4 * warmup
     rates = values(optim.warmup_linear_decay_schedule(0.0, 0.1, warmup, total, 0.01), total + 5)
@@ -79,7 +83,9 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(SCHEDULES)]
+)
 def test_ints_and_tensors_agree_and_give_float32_scalars(schedule: Schedule) -> None:
     for n in (0, 2, 3, 8, 100):
         for dtype in (torch.int32, torch.int64):
@@ -99,17 +105,17 @@ def test_counts_beyond_float32() -> None:
     "make",
     [
         lambda size: optim.linear_schedule(0.0, 1.0, size),
-        lambda size: optim.cosine_decay_schedule(1.0, size),
-        lambda size: optim.warmup_constant_schedule(0.0, 1.0, size),
+        pytest.param(lambda size: optim.cosine_decay_schedule(1.0, size), marks=pytest.mark.nightly),
+        pytest.param(lambda size: optim.warmup_constant_schedule(0.0, 1.0, size), marks=pytest.mark.nightly),
         lambda size: optim.warmup_linear_decay_schedule(0.0, 1.0, size, 10),
-        lambda size: optim.warmup_cosine_decay_schedule(0.0, 1.0, size, 10),
-        lambda size: optim.warmup_cosine_decay_schedule(0.0, 1.0, 3, size),
+        pytest.param(lambda size: optim.warmup_cosine_decay_schedule(0.0, 1.0, size, 10), marks=pytest.mark.nightly),
+        pytest.param(lambda size: optim.warmup_cosine_decay_schedule(0.0, 1.0, 3, size), marks=pytest.mark.nightly),
         lambda size: optim.join_schedules([optim.constant_schedule(1.0)] * 2, [size]),
-        lambda size: optim.polynomial_schedule(0.0, 1.0, 2, size),
-        lambda size: optim.exponential_decay(1.0, size, 0.5),
+        pytest.param(lambda size: optim.polynomial_schedule(0.0, 1.0, 2, size), marks=pytest.mark.nightly),
+        pytest.param(lambda size: optim.exponential_decay(1.0, size, 0.5), marks=pytest.mark.nightly),
         lambda size: optim.piecewise_constant_schedule(1.0, {size: 0.5}),
-        lambda size: optim.linear_onecycle_schedule(size, 1.0),
-        lambda size: optim.cosine_onecycle_schedule(size, 1.0),
+        pytest.param(lambda size: optim.linear_onecycle_schedule(size, 1.0), marks=pytest.mark.nightly),
+        pytest.param(lambda size: optim.cosine_onecycle_schedule(size, 1.0), marks=pytest.mark.nightly),
     ],
 )
 def test_sizes_below_1_are_refused(make: Callable[[object], Schedule], size: object) -> None:

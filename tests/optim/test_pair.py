@@ -200,7 +200,16 @@ def test_what_counts_as_specs() -> None:
     assert optim.as_transformation(rules[0]) is rules[0]
 
 
-@pytest.mark.parametrize("wrong", [None, torch.optim.SGD, (torch.zeros_like,), [len, len], (len, 1)])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        pytest.param(torch.optim.SGD, marks=pytest.mark.nightly),
+        pytest.param((torch.zeros_like,), marks=pytest.mark.nightly),
+        [len, len],
+        pytest.param((len, 1), marks=pytest.mark.nightly),
+    ],
+)
 def test_what_is_no_optimizer_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"an optimizer is a pair of functions \(init, update\), but this is "):
         optim.as_transformation(wrong)

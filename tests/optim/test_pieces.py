@@ -156,7 +156,9 @@ def assert_same(got: Any, want: Any) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b), entry
 
 
-@pytest.mark.parametrize("name", [*ELEMENT, *LEAF])
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate([*ELEMENT, *LEAF])]
+)
 @pytest.mark.parametrize("wide", [False, True])
 def test_any_cut_has_the_bits_of_the_whole(name: str, wide: bool) -> None:
     tx, rng = {**ELEMENT, **LEAF}[name](), random.Random(name)
@@ -175,7 +177,9 @@ def test_any_cut_has_the_bits_of_the_whole(name: str, wide: bool) -> None:
     assert all(int(c) in (3, 4) if "delayed" in name else int(c) == 4 for c in counters)
 
 
-@pytest.mark.parametrize("name", TREE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(TREE)]
+)
 def test_a_rule_that_needs_the_tree_is_cut_nowhere(name: str) -> None:
     tx, params = TREE[name](), make_params()
     pieces = optim.in_pieces(tx, params)

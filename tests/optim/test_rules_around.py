@@ -59,7 +59,14 @@ def check(name: str, mesh: Any, f: Any = loss, **zero: Any) -> None:
     assert all(x.isfinite().all() for x in tree_leaves(got.params))
 
 
-@pytest.mark.parametrize("name", ["finite", "adafactor all", "ball"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "finite",
+        pytest.param("adafactor all", marks=pytest.mark.nightly),
+        pytest.param("ball", marks=pytest.mark.nightly),
+    ],
+)
 @distributed(world=2)
 def test_sharded_equals_one_device(name: str) -> None:
     check(name, sf.make_mesh({"dp": 2}), stage=3)

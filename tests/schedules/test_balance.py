@@ -40,7 +40,11 @@ def test_a_hundred_layers_on_thirty_five_stages() -> None:
 
 @pytest.mark.parametrize(
     ("costs", "num", "said"),
-    [([1.0, 1.0], 3, "2 layers cannot be cut in 3 stages"), ([1.0], 0, "cannot"), ([1.0, -1.0], 1, "not negative")],
+    [
+        ([1.0, 1.0], 3, "2 layers cannot be cut in 3 stages"),
+        pytest.param([1.0], 0, "cannot", marks=pytest.mark.nightly),
+        pytest.param([1.0, -1.0], 1, "not negative", marks=pytest.mark.nightly),
+    ],
 )
 def test_what_cannot_be_cut_is_refused(costs: list[float], num: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):

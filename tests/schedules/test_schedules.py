@@ -68,7 +68,9 @@ def test_gpipe_and_1f1b(make: Callable[[int, int], PipelineSchedule], costs: Cos
         assert run.peaks == tuple(m if make is gpipe else min(m, p - r) for r in range(p))
 
 
-@pytest.mark.parametrize("v", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "v", [1, pytest.param(2, marks=pytest.mark.nightly), pytest.param(3, marks=pytest.mark.nightly), 4]
+)
 def test_interleaved(v: int) -> None:
     for p, m in PAIRS:
         if m % p:
@@ -81,7 +83,14 @@ def test_interleaved(v: int) -> None:
         assert run.peaks == tuple(min(m * v, w + 1) for w in warmup)
 
 
-@pytest.mark.parametrize("costs", [Costs(), UNEQUAL, Costs(1.0, 1.0, 0.5)])
+@pytest.mark.parametrize(
+    "costs",
+    [
+        Costs(),
+        pytest.param(UNEQUAL, marks=pytest.mark.nightly),
+        pytest.param(Costs(1.0, 1.0, 0.5), marks=pytest.mark.nightly),
+    ],
+)
 def test_zb_h1(costs: Costs) -> None:
     f, b, w, _ = costs
     for p, m in PAIRS:
@@ -209,7 +218,13 @@ def test_pictures() -> None:
     assert as_svg(run).count("<rect") == 1 + 12
 
 
-@pytest.mark.parametrize("make", [*SINGLE.values(), interleaved, zero_bubble_v, dual_pipe_v])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(x, marks=pytest.mark.nightly if i % 3 else ())
+        for i, x in enumerate([*SINGLE.values(), interleaved, zero_bubble_v, dual_pipe_v])
+    ],
+)
 def test_numbers_below_one_are_refused(make: Callable[[int, int], PipelineSchedule]) -> None:
     with pytest.raises(ValueError, match="needs a rank and a microbatch at least, got 2 and 0"):
         make(2, 0)

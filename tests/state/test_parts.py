@@ -22,7 +22,9 @@ def _shares(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(1000, generator=draw).to(dtype) for _ in range(3)]
 
 
-@pytest.mark.parametrize("home", ["device", "host", "disk"])
+@pytest.mark.parametrize(
+    "home", ["device", pytest.param("host", marks=pytest.mark.nightly), pytest.param("disk", marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("travels", [FP32, BF16])
 def test_microbatches_are_added_in_the_dtype_of_the_sum(
     home: MemoryKind, travels: torch.dtype, tmp_path: pathlib.Path

@@ -67,7 +67,9 @@ def _in_one_go(rule: Any, scale: Tensor | None) -> tuple[list[Tensor], list[Tens
     return tree_leaves(new), tree_leaves(state)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(RULES)]
+)
 def test_chunks_give_the_bits_of_one_go(name: str, tmp_path: pathlib.Path) -> None:
     rule = RULES[name]()
     with Pool(tmp_path / "pool") as pool:

@@ -46,13 +46,13 @@ def _found(loss, world: int, **options) -> dict[str, tuple[float, float]]:
     return {row[1]: (float(row[2]), float(row[3])) for row in rows if row}
 
 
-@distributed(world=[1, 2, 3])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_it_passes_where_runs_are_equal(world: int) -> None:
     run = _check(_mean, world)
     assert len(run.metrics) == 2 and run.params["w"].shape == (7, 5)
 
 
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_loss_that_is_no_mean_fails_with_both_values(world: int) -> None:
     found = _found(_total, world)
     assert {re.sub(r"\[[\d, ]+\]$", "", path) for path in found} == {
@@ -88,7 +88,14 @@ def test_all_ranks_fail_where_one_of_them_computes_something_else() -> None:
     assert 1 < got / want < 1 + 1e-3  # of one of the two ranks
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        pytest.param(torch.float32, marks=pytest.mark.nightly),
+        pytest.param(torch.bfloat16, marks=pytest.mark.nightly),
+    ],
+)
 def test_the_tolerance_is_a_part_of_the_largest_element(dtype: torch.dtype) -> None:
     want = torch.tensor([1.0, 64.0], dtype=dtype)
 
@@ -108,8 +115,8 @@ def test_the_tolerance_is_a_part_of_the_largest_element(dtype: torch.dtype) -> N
     ("got", "message"),
     [
         (torch.tensor([1.0, math.nan]), r"\[1\]: nan is not 2.0"),
-        (torch.tensor([math.inf, 2.0]), r"\[0\]: inf is not 1.0"),
-        (torch.ones(3), r": \(3,\) torch.float32 is not \(2,\) torch.float32"),
+        pytest.param(torch.tensor([math.inf, 2.0]), r"\[0\]: inf is not 1.0", marks=pytest.mark.nightly),
+        pytest.param(torch.ones(3), r": \(3,\) torch.float32 is not \(2,\) torch.float32", marks=pytest.mark.nightly),
         (torch.ones(2, dtype=torch.float64), r": \(2,\) torch.float64 is not \(2,\) torch.float32"),
     ],
 )

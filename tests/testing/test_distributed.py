@@ -28,7 +28,14 @@ class OddError(ValueError):
         super().__init__(f"{first} and {second}")
 
 
-@distributed(world=[1, 2, 3, pytest.param(4, marks=pytest.mark.nightly)])
+@distributed(
+    world=[
+        pytest.param(1, marks=pytest.mark.nightly),
+        pytest.param(2, marks=pytest.mark.nightly),
+        3,
+        pytest.param(4, marks=pytest.mark.nightly),
+    ]
+)
 def test_collectives(world: int) -> None:
     assert dist.is_initialized() == (world > 1)
     x = torch.ones(())
@@ -38,7 +45,7 @@ def test_collectives(world: int) -> None:
     assert x == world
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_several_worlds_need_no_world_argument() -> None:
     assert not dist.is_initialized() or dist.get_world_size() == 2
 

@@ -112,7 +112,7 @@ def test_a_batch_that_says_how_it_is_cut_is_never_cut_inside_an_image(world: int
     assert step.lower(step.init(PARAMS), own).cost_analysis().flops  # type: ignore[reportPossiblyUnboundVariable]
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_packed_images_are_evaluated_by_their_weights(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     step = sf.sharded_step(_image_loss, sf.optim.sgd(0.1), mesh=mesh)
@@ -157,7 +157,7 @@ def test_what_a_split_may_not_return() -> None:
         sf.accumulate(_image_loss, 2, split=3)  # type: ignore[arg-type]
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_uneven_microbatches_of_a_pipeline_are_refused(world: int) -> None:
     loss = sf.pipeline(
         lambda params, batch: batch["x"],

@@ -109,7 +109,14 @@ def test_a_cluster_that_nobody_has() -> None:
         step(state, _tokens(0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        pytest.param(torch.float32, marks=pytest.mark.nightly),
+        pytest.param(torch.bfloat16, marks=pytest.mark.nightly),
+    ],
+)
 def test_eval_shape_of_draws_has_their_shapes_and_dtypes(dtype: torch.dtype) -> None:
     def draws() -> list[Any]:
         one, two = sf.split(sf.key(0))

@@ -303,7 +303,9 @@ _ALONE = re.compile(
 )
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(MISTAKES)]
+)
 def test_a_mistake_is_told_with_cause_and_remedy(name: str) -> None:
     assert (problem := problem_of(MISTAKES, name)) is None, problem
 

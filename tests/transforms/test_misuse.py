@@ -409,7 +409,9 @@ MISTAKES: dict[str, Mistake] = {
 _ALONE = ("a dim", "states on", "a field", "texts", "examples", "an example", "a state to torch", "metrics without")
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(MISTAKES)]
+)
 def test_a_misuse_is_told_with_cause_and_remedy(name: str) -> None:
     if name == "a GPU that there is not" and torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -128,7 +128,7 @@ def _explodes(params: dict, batch: dict) -> Tensor:
     return (batch["x"] @ params["w"]).mean() + batch["bad"].mean()
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_loss_that_is_not_finite_while_its_gradients_are(world: int) -> None:
     batches = [odd_batch(n) | {"bad": torch.full((12,), float("inf") if n == 1 else 0.0)} for n in range(STEPS)]
     given: dict[str, Any] = {"params": {"w": torch.ones(5)}, "batches": batches, "trainable": None}
@@ -142,7 +142,7 @@ def _counts(params: dict, model_state: dict, batch: dict) -> tuple[Tensor, dict,
     return ((h - mean) ** 2).mean(), {"mean": h.mean()}, {"mean": mean, "same": model_state["same"]}
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_model_state_and_aux(world: int) -> None:
     given: dict[str, Any] = {
         "params": {"w": torch.ones(5)},
@@ -166,7 +166,7 @@ def test_a_key(world: int) -> None:
     _opened(_noisy, world, 3, key=sf.key(7), **given)
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_canonical_sums(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     zero = sf.Zero(stage=3, persist_elements=2, reduction="canonical", reduction_chunks=4)
@@ -226,7 +226,7 @@ def test_a_captured_step_counts_a_graph_for_each_half(world: int) -> None:
     assert step.cache_info().misses == 2
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_halves_under_vmap(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     step = sf.sharded_step(odd_loss, _optimizer(), mesh=mesh, zero=sf.Zero.flat(stage=3, **ODD))

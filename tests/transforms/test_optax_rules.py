@@ -50,7 +50,9 @@ def compare(world: int, name: str, stages: tuple[int, ...]) -> None:
         assert_same(on_mesh(odd_loss, tx, odd_params(), batches, mesh=mesh, zero=zero, trainable=ODD_TRAINABLE), want)
 
 
-@pytest.mark.parametrize("name", LEAF)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(LEAF)]
+)
 @distributed(world=2)
 def test_rules_of_leaves_equal_one_device(name: str) -> None:
     compare(2, name, (3,))

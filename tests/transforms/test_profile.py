@@ -36,7 +36,7 @@ class _Clock:
         return self.now
 
 
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_gather_that_is_slow_shows_at_its_leaf(world: int) -> None:
     clock, step_state = _Clock(), _step(3)
     arrive = _gathered.GatheredUnit.arrive

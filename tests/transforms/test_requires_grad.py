@@ -83,8 +83,10 @@ def test_a_step_equals_torch_with_frozen_parameters(world: int) -> None:
     "journey",
     [
         lambda params, module: sf.tree_map(torch.clone, params),
-        lambda params, module: {name: x.double().float() for name, x in params.items()},
-        lambda params, module: dict(module.named_parameters()),
+        pytest.param(
+            lambda params, module: {name: x.double().float() for name, x in params.items()}, marks=pytest.mark.nightly
+        ),
+        pytest.param(lambda params, module: dict(module.named_parameters()), marks=pytest.mark.nightly),
         lambda params, module: lambda: sf.from_module(_module())[0],
     ],
     ids=["clone", "convert", "named_parameters", "function"],

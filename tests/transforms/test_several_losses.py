@@ -163,8 +163,8 @@ def _compare(case: str, world: int, zero: sf.Zero, wrap: Callable[[Any], Any] = 
         assert torch.equal(a, c)
 
 
-@pytest.mark.parametrize("case", CASES)
-@distributed(world=[1, 2, 3])
+@pytest.mark.parametrize("case", [x if x == "penalty" else pytest.param(x, marks=pytest.mark.nightly) for x in CASES])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_the_sum_of_losses_is_that_of_plain_torch(world: int, case: str) -> None:
     for stage in (0, 3):
         _compare(case, world, sf.Zero(stage=stage, persist_elements=0))
@@ -212,7 +212,7 @@ def test_one_loss_with_uneven_rows_beside_one_with_even_rows(world: int) -> None
             torch.testing.assert_close(a, b, **TOL)
 
 
-@distributed(world=[1, 2])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_updates_in_turn_with_two_optimizers(world: int) -> None:
     """A GAN by two steps, opened: each gets the other's parameters before it takes its gradients."""
     mesh = sf.make_mesh({"dp": world})

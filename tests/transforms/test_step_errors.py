@@ -61,8 +61,10 @@ def test_params_must_be_tensors() -> None:
     ("batch", "message"),
     [
         ({"x": [1.0, 2.0]}, r"batch\['x'\]\[0\] is a float"),
-        ({}, "it is empty"),
-        ({"x": torch.ones(())}, r"batch\['x'\] of shape \(\) has spec P\('dp'\)"),
+        pytest.param({}, "it is empty", marks=pytest.mark.nightly),
+        pytest.param(
+            {"x": torch.ones(())}, r"batch\['x'\] of shape \(\) has spec P\('dp'\)", marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_batch_that_does_not_fit(batch: dict, message: str) -> None:
@@ -76,11 +78,20 @@ def test_batch_that_does_not_fit(batch: dict, message: str) -> None:
     ("loss", "options", "message"),
     [
         (lambda p, b: b["x"] @ p["w"], {}, r"must be a 0-d tensor, got shape \(4,\)"),
-        (lambda p, b: (p["w"].sum(), {}), {}, "did you mean has_aux=True"),
-        (lambda p, b: 1.0, {}, "must return a 0-d tensor or a WeightedMean, got float"),
+        pytest.param(lambda p, b: (p["w"].sum(), {}), {}, "did you mean has_aux=True", marks=pytest.mark.nightly),
+        pytest.param(
+            lambda p, b: 1.0, {}, "must return a 0-d tensor or a WeightedMean, got float", marks=pytest.mark.nightly
+        ),
         (lambda p, b: p["w"].sum(), {"has_aux": True}, r"must return \(loss, aux\)"),
-        (lambda p, b: (p["w"].sum(), 3), {"has_aux": True}, "aux must be a dict"),
-        (lambda p, b: (p["w"].sum(), {"x": b["x"]}), {"has_aux": True}, r"aux\['x'\] must be 0-d, got shape \(4, 3\)"),
+        pytest.param(
+            lambda p, b: (p["w"].sum(), 3), {"has_aux": True}, "aux must be a dict", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            lambda p, b: (p["w"].sum(), {"x": b["x"]}),
+            {"has_aux": True},
+            r"aux\['x'\] must be 0-d, got shape \(4, 3\)",
+            marks=pytest.mark.nightly,
+        ),
         (lambda p, b: (p["w"].sum(), {"loss": 1.0}), {"has_aux": True}, r"aux\['loss'\] has the name of a metric"),
     ],
 )
@@ -154,7 +165,14 @@ def test_transforms_in_an_order_that_makes_no_sense() -> None:
         sf.accumulate(_loss, 0)
 
 
-@pytest.mark.parametrize("fields", [{"stage": 4}, {"accumulate": "eech"}, {"prefetch_bytes": -1}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stage": 4},
+        pytest.param({"accumulate": "eech"}, marks=pytest.mark.nightly),
+        pytest.param({"prefetch_bytes": -1}, marks=pytest.mark.nightly),
+    ],
+)
 def test_zero_refuses_bad_fields(fields: dict) -> None:
     with pytest.raises(ValueError, match=str(next(iter(fields)))):
         sf.Zero.flat(**fields)

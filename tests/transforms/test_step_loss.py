@@ -133,7 +133,7 @@ BODIES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("remat", [False, pytest.param(True, marks=NIGHTLY)])
 @pytest.mark.parametrize("window", [None, pytest.param(3, marks=NIGHTLY)])
 @pytest.mark.parametrize("name", [n if n in ("ring", "chunked") else pytest.param(n, marks=NIGHTLY) for n in BODIES])
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_sequences_that_are_cut(world: int, name: str, window: int | None, remat: bool) -> None:
     mesh = sf.make_mesh({"sp": world}, device="cpu")
     sizes: dict[str, Any] = {
@@ -252,7 +252,7 @@ PIPELINES = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=NIGHTLY if n == "chunks" else ()) for n in PIPELINES])
-@distributed(world=[2, 3])
+@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_pipelines_of_each_kind(world: int, name: str) -> None:
     params, loss, piped, specs = PIPELINES[name]()
     mesh = sf.make_mesh({"pp": world}, device="cpu")
@@ -285,7 +285,7 @@ def megatron(path: str) -> P:
 
 @pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=NIGHTLY)])
 @pytest.mark.parametrize("remat", [True, pytest.param(False, marks=NIGHTLY)])
-@distributed(world=[2, 3])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_partitioned_losses(world: int, remat: bool, sequence: bool) -> None:
     config = gpt.Config(vocab_size=37, num_layers=1, d_model=20, num_heads=5, max_len=7, bias=False)
     params = tree_map(lambda x: x.double() + 0.1, gpt.init(config, sf.key(0)))
@@ -309,7 +309,7 @@ def test_partitioned_losses(world: int, remat: bool, sequence: bool) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3, *(pytest.param(n, marks=NIGHTLY) for n in (1, 2))])
 @pytest.mark.parametrize("home", ["host", "disk"])
-@distributed(world=[1, 2, 3])
+@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_parameters_in_other_memories(world: int, home: str, stage: int, tmp_path: Any) -> None:
     mesh, disk = sf.make_mesh({"dp": world}, device="cpu"), sf.core.Disk(str(tmp_path)) if home == "disk" else None
     zero = Zero(stage=stage, params=home, persist_elements=0, disk=disk)  # pyright: ignore[reportArgumentType]

@@ -50,7 +50,16 @@ def near(got: Any, want: Any, rtol: float) -> None:
         assert (a - b).abs().max() <= rtol * b.abs().max()
 
 
-@pytest.mark.parametrize("tiles", [None, 1, 3, 7, 9])
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        None,
+        pytest.param(1, marks=pytest.mark.nightly),
+        pytest.param(3, marks=pytest.mark.nightly),
+        7,
+        pytest.param(9, marks=pytest.mark.nightly),
+    ],
+)
 def test_tiles_are_the_whole(tiles: int | None) -> None:
     p, x = drawn()
     close = functools.partial(near, rtol=RTOL[torch.float64])
