@@ -95,9 +95,7 @@ def run_of(how: Callable[..., Any] | None, transform: Callable[..., Any] | None 
 GRAPH = functools.partial(sf.jit, backend="graph")
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(WAYS)]
-)
+@pytest.mark.parametrize("way", [pytest.param(x, marks=pytest.mark.nightly if x == "checkpoint" else ()) for x in WAYS])
 def test_a_checkpoint_in_a_module_changes_no_bit(way: str) -> None:
     checkpointed, plain = WAYS[way]
     want = run_of(plain)

@@ -123,7 +123,7 @@ def failures(schedule: str, channel: str, stage: int, mesh_shape: dict[str, int]
 
 @pytest.mark.parametrize("channel", ["memory", pytest.param("gloo", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
-    "schedule", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(list(_SCHEDULES))]
+    "schedule", [x if x == "1f1b" else pytest.param(x, marks=pytest.mark.nightly) for x in _SCHEDULES]
 )
 @pytest.mark.parametrize(
     "stage, mesh_shape", [pytest.param(0, {"pp": 4}, marks=pytest.mark.nightly), (3, {"pp": 2, "dp": 2})]
