@@ -44,11 +44,7 @@ def _links(page: pathlib.Path) -> list[str]:
     return _LINK.findall(_FENCE.sub("", page.read_text()))
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(PAGES)],
-    ids=lambda page: str(page.relative_to(ROOT)),
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_anchors_exist(page: pathlib.Path) -> None:
     broken = []
     for link in _links(page):

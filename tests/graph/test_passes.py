@@ -493,9 +493,7 @@ _PASSES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "one", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(_PASSES)]
-)
+@pytest.mark.parametrize("one", _PASSES)
 def test_a_pass_keeps_all_bits(one: Callable[[GraphModule], GraphModule]) -> None:
     for seed in range(6):
         _check(seed, _world(seed), one)
