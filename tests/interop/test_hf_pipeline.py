@@ -76,6 +76,7 @@ def test_a_rank_without_layers_attends_to_nothing() -> None:
     _parity(nn.Blockwise(3), 7, sf.make_mesh({"pp": 3}, device="cpu"), twice=True)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_dropout_has_the_masks_of_one_device() -> None:
     _parity(nn.Blockwise(3), 7, sf.make_mesh({"pp": 2}, device="cpu"), rate=0.25)

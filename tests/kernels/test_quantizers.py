@@ -85,6 +85,7 @@ def _check_bound(x: Tensor, back: Tensor, bits: int, block: int) -> None:
         assert ((part - got).abs() <= bound + top * 2**-22).all()  # the rounding of fp32
 
 
+@pytest.mark.nightly
 def test_rows_longer_than_a_core_remembers(kind: str) -> None:
     if kind == "triton":
         pytest.skip("no edge of Triton's")

@@ -95,6 +95,7 @@ def test_a_pool_does_not_write_over_a_commit(tmp_path: pathlib.Path) -> None:
     memory.Pool.open(tmp_path).pool.close()  # every failure above gave the directory up
 
 
+@pytest.mark.nightly
 def test_a_directory_has_one_lock(tmp_path: pathlib.Path) -> None:
     with memory.Pool(tmp_path) as pool:
         pool.commit({"x": X}, 0)

@@ -137,6 +137,7 @@ class _FailingBackward(torch.autograd.Function):
         raise ZeroDivisionError("in the backward")
 
 
+@pytest.mark.nightly
 @distributed(world=4, timeout=120)
 def test_a_stage_that_fails_is_named_by_all_at_once() -> None:
     # At once: a rank that waits in vain waits for 30 minutes, the limit of a mesh, and this test has two.

@@ -55,6 +55,7 @@ def test_a_gather_that_is_slow_shows_at_its_leaf(world: int) -> None:
     assert slow[("params['first']",)] == 0 and found.phases["rest"].seconds == 0
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_seconds_and_bytes_add_up_to_the_step(world: int) -> None:
     for stage in (0, 1, 3):
