@@ -386,6 +386,7 @@ def test_they_compose_with_what_else_a_loss_is_wrapped_in() -> None:
         assert_same(on_mesh(f, *odd, mesh=mesh, zero=sf.Zero(3)), want, exact=True)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_collectives_of_the_loss_run_again_on_all_ranks_alike() -> None:
     """Blocks of 7 over 2 ranks: a policy by size keeps the one and not the other."""

@@ -104,7 +104,8 @@ def _dropping() -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCAB, **sizes, **off)).double()
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("jit", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["eager", "jit"])
 @distributed(world=2)
 def test_dropout_by_key_and_checkpoints_inside_the_model(world: int, how: str) -> None:
     def loss_of(model: Any) -> tuple[dict[str, Tensor], Callable[..., Tensor]]:

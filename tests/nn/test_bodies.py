@@ -304,6 +304,7 @@ def test_bodies_on_a_grid() -> None:
     many_ranks(sf.make_mesh({"r": 2, "u": 2}), grid, range(3), 40)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_sequence_bodies_are_closed_under_transforms() -> None:
     """On several ranks too: jvp, vmap, vmap of grad; each rank has its tokens of the plain formula's results."""
