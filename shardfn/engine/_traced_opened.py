@@ -18,13 +18,12 @@ from shardfn.state import Likeness, as_graph_value, closed, entered, graph_input
 from ._generator import warn_of_draws_in
 from ._gradients import by_leaf
 from ._graphs import Program
-from ._loss import NoGradientError
 from ._opened import gradients_of
 from ._plan import Plan
 from ._pools import pool_of
 from ._splice import copied_loop
 from ._step import StepParts
-from ._traced_step import TracedStep, annotate, say_types, traced_comms
+from ._traced_step import TracedStep, annotate, check_differentiated, say_types, traced_comms
 from ._update import update_blocks
 
 
@@ -47,12 +46,8 @@ class GradientProgram(Program):
     differentiated: bool
 
     def check(self, exchange: Callable[[int], Sequence[int]]) -> None:
-        """Refuses a loss that has a gradient on no rank.
-
-        Where only some ranks have a gradient, those of the others count as zeros.
-        """
-        if not any(exchange(int(self.differentiated))):
-            raise NoGradientError(self.plan.trained)
+        """Refuses a loss that has a gradient on no rank; see `check_differentiated`."""
+        check_differentiated(self.plan, self.differentiated, exchange)
 
 
 @dataclasses.dataclass(frozen=True)

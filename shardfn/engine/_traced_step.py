@@ -63,12 +63,17 @@ class StepProgram(Program):
     differentiated: bool
 
     def check(self, exchange: Callable[[int], Sequence[int]]) -> None:
-        """Refuses a loss that has a gradient on no rank.
+        """Refuses a loss that has a gradient on no rank; see `check_differentiated`."""
+        check_differentiated(self.plan, self.differentiated, exchange)
 
-        Where only some ranks have a gradient, those of the others count as zeros.
-        """
-        if not any(exchange(int(self.differentiated))):
-            raise NoGradientError(self.plan.trained)
+
+def check_differentiated(plan: Plan, differentiated: bool, exchange: Callable[[int], Sequence[int]]) -> None:
+    """Refuses a captured loss that has a gradient on no rank.
+
+    Where only some ranks have a gradient, those of the others count as zeros.
+    """
+    if not any(exchange(int(differentiated))):
+        raise NoGradientError(plan.trained)
 
 
 def capture_step(

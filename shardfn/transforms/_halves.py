@@ -61,15 +61,8 @@ class Halves:
 
     def gradients(self, state: TrainState, batch: PyTree) -> Found:
         """The first half, as `ShardedStep.gradients`."""
-        comms, admission = comms_of(self.admission.planner.mesh), self.admission
-        with told_before(comms.control):
-            plan = admission.state(state, batch, call="step.gradients(state, batch)")
-            refuse_own_averages(plan)
-            shares = self._shares(plan, state, batch)
-            constant = admission.constant(plan, state)
-        what = named_call("the gradients of step", plan, state)
-        agreed = agree_on_all(comms.control, what, plan, shares, constant)
-        found = self._differentiated(comms, plan, state, shares, agreed)
+        comms = comms_of(self.admission.planner.mesh)
+        plan, found = self._found(comms, state, batch, "the gradients of step", call="step.gradients(state, batch)")
         with losing_no_peer(comms):
             together(plan, comms.control)
         return found
@@ -95,15 +88,9 @@ class Halves:
 
     def both(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         """A step over several losses: the one half and then the other, with one agreement."""
-        comms, admission = comms_of(self.admission.planner.mesh), self.admission
-        with told_before(comms.control):
-            plan = admission.state(state, batch)
-            refuse_own_averages(plan)
-            shares = self._shares(plan, state, batch)
-            constant = admission.constant(plan, state)
-        agreed = agree_on_all(comms.control, named_call("step", plan, state), plan, shares, constant)
-        found = self._differentiated(comms, plan, state, shares, agreed)
-        kept = found.model_state if admission.parts.has_state else None
+        comms = comms_of(self.admission.planner.mesh)
+        plan, found = self._found(comms, state, batch, "step", call="step(state, batch)")
+        kept = found.model_state if self.admission.parts.has_state else None
         with bind_mesh(plan.mesh), losing_no_peer(comms):
             call = self.calls.update(plan, state, Passed(found.grads, kept, found.metrics["finite"]))
             # A graph for gradients that lie otherwise is captured by all ranks.
@@ -140,6 +127,17 @@ class Halves:
                 " torch.func.grad of step.loss of a step for each."
             )
         return self.admission
+
+    def _found(self, comms: Comms, state: TrainState, batch: PyTree, name: str, *, call: str) -> tuple[Plan, Found]:
+        """Admits a call, agrees on it, and differentiates; `name` is for the agreement, `call` for errors."""
+        admission = self.admission
+        with told_before(comms.control):
+            plan = admission.state(state, batch, call=call)
+            refuse_own_averages(plan)
+            shares = self._shares(plan, state, batch)
+            constant = admission.constant(plan, state)
+        agreed = agree_on_all(comms.control, named_call(name, plan, state), plan, shares, constant)
+        return plan, self._differentiated(comms, plan, state, shares, agreed)
 
     def _shares(self, plan: Plan, state: TrainState, batch: PyTree) -> list[Share]:
         """The calls of the losses, each on its own batch."""
