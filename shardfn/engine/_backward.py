@@ -14,7 +14,8 @@ from shardfn.leaves import LeafBook, opened
 from shardfn.state import Ahead
 
 from ._accumulated import microbatches
-from ._canonical import check_canonical, chunks_of
+from ._canonical import chunks_of
+from ._check_canonical import check_canonical
 from ._comms import Comms, described, open_channels, rounds_of
 from ._course import Course, Whole
 from ._entered import check_capture, enter, watch_of

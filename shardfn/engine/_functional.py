@@ -24,7 +24,7 @@ from shardfn.optim import apply_updates, sum_squares
 from shardfn.state import TrainState, scale_of
 
 from ._accumulated import fold, num_microbatches
-from ._canonical import check_canonical
+from ._check_canonical import check_canonical
 from ._gradients import Found, as_tree, of_update
 from ._loss import Loss, Value, called, refuse_gradient_of, totals
 from ._metrics import named

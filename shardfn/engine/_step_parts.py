@@ -8,7 +8,7 @@ from shardfn.schedules import as_text
 from shardfn.state import TrainState, scale_of
 
 from ._accumulated import num_microbatches
-from ._canonical import check_canonical
+from ._check_canonical import check_canonical
 from ._constant import describe_step
 from ._mixed import check_scaled, with_masters
 from ._pipelined import pipelined_in, table_of
