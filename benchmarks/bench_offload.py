@@ -30,7 +30,7 @@ from _report import publish, table
 from bench_disk import _Plain
 
 import shardfn as sf
-from shardfn.engine import _update
+from shardfn.engine.execution import _update
 
 MIB = 1 << 20
 CLIPPED = sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(1e-4))

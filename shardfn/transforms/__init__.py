@@ -20,16 +20,16 @@ from ._partition import partition as partition
 from ._propose_specs import propose_specs as propose_specs
 from ._pipeline import pipeline as pipeline
 from ._pipeline_module import pipeline_module as pipeline_module
-from ._reshard import reshard as reshard
+from shardfn.engine import reshard as reshard
 from ._remat import remat as remat
 from ._tiled import tiled as tiled
 from ._shard_map import shard_map as shard_map
 from ._eval_shape import eval_shape as eval_shape
 from ._leaf_norms import leaf_norms as leaf_norms
-from ._lower import Lowered as Lowered
-from ._profile import Predicted as Predicted, StepProfile as StepProfile
+from shardfn.engine import Lowered as Lowered
+from shardfn.engine import Predicted as Predicted, StepProfile as StepProfile
 from ._jit import jit as jit
-from ._sharded import Sharded as Sharded, sharded as sharded
-from ._training_step import ShardedStep as ShardedStep
+from shardfn.engine import Sharded as Sharded, sharded as sharded
+from shardfn.engine import ShardedStep as ShardedStep
 from ._sharded_step import sharded_step as sharded_step
 from ._value_and_grad import grad as grad, value_and_grad as value_and_grad

@@ -5,41 +5,13 @@ stages, memory and prefetch change where leaves are and when they move, never a 
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.core import (
-    Mesh,
-    P,
-    PyTree,
-    Zero,
-    as_mesh,
-    as_zero,
-    check_key,
-    explains_keywords,
-)
-from shardfn.engine import (
-    Loss,
-    Masks,
-    Objective,
-    Planner,
-    Source,
-    bind,
-    check_alike_losses,
-    check_cuts,
-    check_descends,
-    check_loss,
-    check_specs,
-    default_batch,
-    stage_axes,
-    step_parts,
-    unwrap,
-)
-from shardfn.optim import GradientTransformation, Pair, as_transformation
-
-from ._training_step import ShardedStep
+from shardfn.core import Mesh, P, PyTree, Zero, explains_keywords
+from shardfn.engine import Loss, Objective, ShardedStep, build_step
+from shardfn.optim import GradientTransformation, Pair
 
 # Arguments of steps in other libraries, and their counterparts here.
 _MEANT = {
@@ -137,82 +109,15 @@ def sharded_step(
         Rajbhandari et al., ZeRO, 2019, https://arxiv.org/abs/1910.02054
     """
     flags = {"has_aux": has_aux, "has_state": has_state, "donate": donate, "skip_nonfinite": skip_nonfinite}
-    _check_flags(flags, trainable)
-    losses = _named_losses(loss)
-    unwrapped = {name: unwrap(x.loss, has_state=has_state) for name, x in losses.items()}
-    for x in losses.values():
-        check_loss(x.loss, key=key is not None, has_state=has_state)
-    update = as_transformation(optimizer)
-    check_descends(update)
-    if key is not None:
-        check_key("sharded_step", key)
-    on, rule = as_mesh(mesh), as_zero(zero)
-    batch = default_batch(specs, on) if batch is None else batch
-    check_specs(specs, batch, rule, on)
-    check_cuts(batch, rule)
-    check_specs({"state_specs": state_specs}, P(), Zero(), on)
-    rows = {"": batch} if "" in losses else _by_loss(losses, batch)
-    masks = trainable if "" in losses else Masks(trainable, {name: x.trainable for name, x in losses.items()})
-
-    def planned(name: str, mask: PyTree, cut: PyTree) -> Planner:
-        mixed = unwrapped[name].mixed
-        return Planner(on, specs, cut, rule, mask, mixed and mixed.policy, stage_axes(unwrapped[name].loss))
-
-    sources: dict[str, Source] = {}
-    for name, x in losses.items():
-        planner = planned(name, trainable if x.trainable is None else x.trainable, rows[name])
-        bound = bind(unwrapped[name], planner)
-        sources[name] = Source.of(bound, step_parts(bound, update, on, **flags), planner)
-    first = next(iter(sources))
-    check_alike_losses(sources)
-    planner = sources[first].planner if first == "" else planned(first, masks, batch)
-    return ShardedStep(sources[first].parts, sources[first].unwrapped, planner, key, state_specs, sources)
-
-
-def _named_losses(loss: Any) -> dict[str, Objective]:
-    """The losses of a step by name; one loss has the name "".
-
-    Raises:
-        TypeError: a name is not a string.
-        ValueError: the dict is empty, or a name cannot be part of the name of a metric.
-    """
-    if not isinstance(loss, Mapping):
-        return {"": loss if isinstance(loss, Objective) else Objective(loss)}
-    if not loss:
-        raise ValueError("sharded_step: the dict of losses is empty; name at least one: {'actor': loss}.")
-    wrong = [name for name in loss if not isinstance(name, str) or not name]
-    if wrong:
-        raise TypeError(f"sharded_step: losses are named by strings that are not empty, and there are {wrong}.")
-    return {name: x if isinstance(x, Objective) else Objective(x) for name, x in loss.items()}
-
-
-def _by_loss(losses: Mapping[str, Objective], batch: PyTree) -> dict[str, PyTree]:
-    """The specs of each loss's batch.
-
-    Raises:
-        ValueError: they are a dict that does not name the losses.
-    """
-    if not isinstance(batch, Mapping):
-        return dict.fromkeys(losses, batch)
-    if set(batch) != set(losses):
-        raise ValueError(
-            f"sharded_step(batch={batch!r}): with several losses, {list(losses)}, the batch is a dict with an entry for"
-            " each, and so are its specs; or one P for all."
-        )
-    return {name: batch[name] for name in losses}
-
-
-def _check_flags(flags: Mapping[str, Any], trainable: Any) -> None:
-    """Refuses other values than bools for flags, and names of leaves for the tree `trainable`.
-
-    Raises:
-        TypeError: the remedy is in the message.
-    """
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"sharded_step({name}={value!r}): True or False, and this is a {type(value).__name__}.")
-    if isinstance(trainable, list | tuple | set) and trainable and all(isinstance(name, str) for name in trainable):
-        raise TypeError(
-            f"trainable={trainable!r} is a {type(trainable).__name__} of names; say True or False of each leaf:"
-            f" trainable={{name: name in {sorted(trainable)} for name in params}}."
-        )
+    return build_step(
+        loss,
+        optimizer,
+        mesh=mesh,
+        specs=specs,
+        batch=batch,
+        zero=zero,
+        key=key,
+        state_specs=state_specs,
+        flags=flags,
+        trainable=trainable,
+    )

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, Sharding, Zero, optim
-from shardfn.engine._local_sums import LocalSums
-from shardfn.engine._reduce import Reducer
+from shardfn.engine.transfers._local_sums import LocalSums
+from shardfn.engine.transfers._reduce import Reducer
 from shardfn.state import _parts, piled
 from shardfn.testing import distributed
 
@@ -347,7 +347,9 @@ def test_sums_of_a_stacks_layers_lie_side_by_side() -> None:
         specs={"w": Sharding(P(), stacked=True), "b": P()},
     )
     state, joined = step.init(params), list[Any]()
-    with mock.patch("shardfn.engine._plan.piled", lambda parts: joined.append((parts, piled(parts))) or joined[-1][1]):
+    with mock.patch(
+        "shardfn.engine.plan._plan.piled", lambda parts: joined.append((parts, piled(parts))) or joined[-1][1]
+    ):
         state, _ = step(state, torch.randn(4, 2))
     ((rows, whole),) = joined
     assert whole.shape == (3, 2, 2) and all(x._base is whole for x in rows)

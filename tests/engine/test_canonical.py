@@ -15,7 +15,7 @@ from shardfn import optim
 from shardfn.collectives import bind_mesh
 from shardfn.core import tree_leaves
 from shardfn.engine import Chunks, tree_sum
-from shardfn.engine._canonical import summed_squares
+from shardfn.engine.transfers._canonical import summed_squares
 from shardfn.models import gpt
 from shardfn.testing import distributed
 

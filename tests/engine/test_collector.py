@@ -1,4 +1,4 @@
-"""Covers shardfn/engine/_collector.py: Python's collector does not run inside a step, and garbage does not grow."""
+"""Covers engine/agreement/_collector.py: Python's collector does not run inside a step, and garbage does not grow."""
 
 import contextlib
 import gc
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.engine import _collector
-from shardfn.engine._collector import catch_up, collected, uncollected
+from shardfn.engine.agreement import _collector
+from shardfn.engine.agreement._collector import catch_up, collected, uncollected
 
 LEAVES = 20
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.core import Pending, RankError
-from shardfn.engine._gather import DONE, FAILED, IDLE, Gatherer
-from shardfn.engine._gathered import start_gather
-from shardfn.engine._order import UseOrder
+from shardfn.engine.plan._order import UseOrder
+from shardfn.engine.transfers._gather import DONE, FAILED, IDLE, Gatherer
+from shardfn.engine.transfers._gathered import start_gather
 
 from .fakes import Told, Wire, plan_of
 

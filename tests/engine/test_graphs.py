@@ -11,9 +11,9 @@ import shardfn as sf
 from shardfn.capture import capture
 from shardfn.core import Mesh
 from shardfn.engine import Graphs, signature
-from shardfn.engine._comms import Comms
-from shardfn.engine._graphs import Program, agreed
-from shardfn.engine._jitted import Jitted
+from shardfn.engine.agreement._comms import Comms
+from shardfn.engine.execution._graphs import Program, agreed
+from shardfn.engine.loss._jitted import Jitted
 from shardfn.graph import Events
 
 from .fakes import Told, Wire, plan_of

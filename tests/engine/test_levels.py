@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.engine._levels import TABLE, WHY, taken_over
+from shardfn.engine.loss._transform_order import TABLE, WHY, taken_over
 from shardfn.transforms import policies
 
 MAKE: dict[str, Callable[[Any], Any]] = {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, optim
-from shardfn.engine._model_state import put_in
+from shardfn.engine.loss._model_state import put_in
 from shardfn.testing import RTOL, distributed
 
 FIRST = {"mean": torch.zeros(3), "seen": torch.tensor(0), "last": torch.zeros(())}

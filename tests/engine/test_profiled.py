@@ -1,4 +1,4 @@
-"""Covers shardfn/engine/_profiled.py: the parts of a step, and their leaves, appear in torch's profiler."""
+"""Covers shardfn/engine/agreement/_profiled.py: the parts of a step, and their leaves, appear in torch's profiler."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardfn as sf
 from shardfn.collectives import count_traffic
-from shardfn.engine._profiled import Spans, named_range
+from shardfn.engine.agreement._profiled import Spans, named_range
 from shardfn.testing import distributed
 
 

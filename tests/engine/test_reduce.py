@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.engine import _plan, _reduce
-from shardfn.engine._reduce import Reducer
+from shardfn.engine.plan import _plan
+from shardfn.engine.transfers import _reduce
+from shardfn.engine.transfers._reduce import Reducer
 
 from .fakes import Wire, plan_of
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import optim
-from shardfn.engine._accumulated import Accumulated, fold, num_microbatches
-from shardfn.engine._step import one_step
+from shardfn.engine.loss._accumulated import Accumulated, fold, num_microbatches
+from shardfn.engine.transfers._step import one_step
 from shardfn.state._state import taken
 
 

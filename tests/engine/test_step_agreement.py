@@ -15,7 +15,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import optim
 from shardfn.collectives import TracedControl
-from shardfn.engine._check import check_same_loss
+from shardfn.engine.loss._check import check_same_loss
 from shardfn.testing import distributed, on_mesh
 
 

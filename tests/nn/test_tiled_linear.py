@@ -11,7 +11,7 @@ import torch
 
 import shardfn as sf
 from shardfn import nn
-from shardfn.engine import _reduce
+from shardfn.engine.transfers import _reduce
 from shardfn.state import _parts
 from shardfn.testing import distributed
 

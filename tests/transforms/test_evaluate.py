@@ -1,4 +1,4 @@
-"""Covers shardfn/transforms/_evaluate.py: exact means over all rows, however they lie on ranks."""
+"""Covers shardfn/engine/step/_evaluate.py: exact means over all rows, however they lie on ranks."""
 
 from typing import Any
 

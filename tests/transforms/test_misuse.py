@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardfn as sf
 from shardfn import P, optim
-from shardfn.engine._noted import noting_leaves
+from shardfn.engine.loss._noted import noting_leaves
 from shardfn.models import gpt
 from shardfn.testing import distributed
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.engine import _reduce, comms_of
+from shardfn.engine import comms_of
+from shardfn.engine.transfers import _reduce
 from shardfn.state import _parts
 from shardfn.testing import distributed
 

@@ -1,4 +1,4 @@
-"""Covers shardfn/transforms/_profile.py: the times in a profile were measured, and add up."""
+"""Covers shardfn/engine/step/_profile.py: the times in a profile were measured, and add up."""
 
 import types
 from typing import Any
@@ -9,7 +9,8 @@ import torch
 
 import shardfn as sf
 from shardfn.core import RankError
-from shardfn.engine import _gathered, _profiled
+from shardfn.engine.agreement import _profiled
+from shardfn.engine.transfers import _gathered
 from shardfn.graph import cluster
 from shardfn.testing import distributed
 from shardfn.transforms import ShardedStep, StepProfile, _profile

@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 
 import shardfn as sf
 from shardfn import optim
-from shardfn.engine._traced_step import capture_step
+from shardfn.engine.execution._traced_step import capture_step
 from shardfn.graph import storage_of, tensors_in
 from shardfn.testing import assert_same, distributed, on_mesh, one_device
 

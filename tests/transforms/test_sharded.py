@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfn as sf
 from shardfn import P
+from shardfn.engine.step._sharded import Sharded
 from shardfn.testing import RTOL, distributed, odd_batch, odd_loss, odd_params
-from shardfn.transforms._sharded import Sharded
 
 ODD: dict[str, Any] = {"persist_elements": 2, "bucket_bytes": 64, "prefetch_bytes": 150}
 JITS = {"eager": lambda f: f, "graph": lambda f: sf.jit(f, backend="graph")}

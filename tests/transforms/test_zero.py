@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.engine._gathered import GatheredUnit
+from shardfn.engine.transfers._gathered import GatheredUnit
 from shardfn.testing import distributed
 
 
@@ -107,7 +107,7 @@ def test_bytes_sent_are_those_of_the_paper(world: int) -> None:
 @pytest.mark.nightly
 @distributed(world=2)
 def test_live_whole_parameters_are_bounded_by_the_window() -> None:
-    from shardfn.engine import _gather
+    from shardfn.engine.transfers import _gather
 
     leaf, num = 64 * 64 * 4, 12
     alive: list = []

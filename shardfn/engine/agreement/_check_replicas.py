@@ -1,0 +1,97 @@
+"""Compares once the values that must be equal on ranks: first values, and the rows and results of the first step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import AnyControl
+from shardfn.core import Draw, P, PyTree, RankError, raise_all, tree_leaves, tree_paths
+from shardfn.engine.loss import check_same_loss, check_same_state, checksum, corner
+from shardfn.engine.plan import Plan
+
+
+def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyControl) -> None:
+    """Refuses first values that differ between ranks (such as values drawn without a common seed). Collective.
+
+    Raises:
+        RankError: lists every such leaf, with its sum on rank 0 and on the first rank that has another one.
+    """
+    if control.size == 1 or not paths:
+        return
+    rows: list[Any] = control.gather([checksum(x) for x in leaves])
+    others = {k: [r for r, row in enumerate(rows) if row[k] != rows[0][k]] for k in range(len(paths))}
+    differing = {k: ranks for k, ranks in others.items() if ranks}
+    if not differing:
+        return
+    sums: list[Any] = control.gather({k: _sum(leaves[k]) for k in differing})
+    raise_all(
+        RankError,
+        "ranks start from different values of the same leaves. Each process draws random numbers of its own: call"
+        " torch.manual_seed(0) on every rank before the values are made, or draw them with sf.key(0). Values that are"
+        " read from files must come from the same files:",
+        [
+            f"{paths[k]}: the sum of its elements is {sums[0][k]!r} on rank 0, {sums[ranks[0]][k]!r} on rank {ranks[0]}"
+            + f"; {len(ranks)} of {len(rows)} ranks differ from rank 0" * (len(rows) > 2)
+            for k, ranks in differing.items()
+        ],
+    )
+
+
+def _sum(x: Tensor) -> float | complex:
+    """The sum of all elements, or of a corner of a leaf that is not drawn yet, in double precision, some at a time."""
+    x = corner(x) if isinstance(x, Draw) else x
+    dtype = torch.complex128 if x.is_complex() else torch.float64
+    return sum(part.to(dtype).sum().item() for part in x.detach().reshape(-1).split(1 << 20))
+
+
+def compare_first_step(plan: Plan, model_state: PyTree, metrics: dict[str, Tensor], control: AnyControl) -> None:
+    """Refuses a loss or a model state that differs between ranks which should have the same. Collective.
+
+    Called after each step, or after its gradients, by all ranks; those after the first that was not skipped cost
+    nothing.
+
+    Raises:
+        RankError: they differ; lists each rank's.
+    """
+    if plan.compared:
+        return
+    if plan.mesh.size > plan.mesh.axis_size(plan.batch_axes):
+        check_same_loss(metrics["loss"], plan, control)
+    check_same_state(model_state, plan.mesh, control)
+    # A skipped step has kept the model state, which then shows nothing of the loss.
+    plan.compared = not tree_leaves(model_state) or not bool(metrics.get("skipped", False))
+
+
+def compare_first_batch(plan: Plan, batch: PyTree, control: AnyControl) -> None:
+    """Refuses rows that differ along axes that the batch is not cut along. Collective, before the first step.
+
+    These are the axes of the model: each rank computes a part of one result of the same rows. Where rows differ, the
+    parts belong to different results, though every rank may get the same loss.
+
+    Raises:
+        RankError: names the leaves, and the ranks whose rows differ.
+    """
+    mesh, cut = plan.mesh, plan.mesh.axes(plan.batch_axes)
+    free = tuple(a for a in mesh.axes(mesh.axis_names) if a not in cut)
+    if plan.compared or mesh.axis_size(free) == 1:
+        return
+    own = tuple(mesh.coords[a] for a in cut)
+    rows: list[Any] = control.gather((own, [checksum(x) for x in tree_leaves(batch)]))
+    paths = tree_paths(batch, "batch")
+    firsts: dict[Any, int] = {}
+    problems = []
+    for rank, (at, sums) in enumerate(rows):
+        first = firsts.setdefault(at, rank)
+        differ = [path for path, a, b in zip(paths, rows[first][1], sums, strict=True) if a != b]
+        if differ:
+            problems.append(f"rank {rank} passes other values than rank {first}: {', '.join(differ)}")
+    names = tuple(a for a in mesh.axis_names if a in (*cut, *free))
+    raise_all(
+        RankError,
+        f"ranks along {free} must pass the same batch, for it is cut along {cut or 'no axis'}. Give the ranks of {free}"
+        f" the same rows; or, if they are no axes of the model and each rank has rows of its own, say"
+        f" batch={P(names[0] if len(names) == 1 else names)!r}:",
+        problems,
+    )

@@ -1,0 +1,200 @@
+"""The communicators of a mesh's steps."""
+
+import contextlib
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardfn.capture import capturing
+from shardfn.collectives import (
+    AnyChannels,
+    AnyControl,
+    AnyRounds,
+    Channels,
+    Control,
+    forget_loss_channels,
+    gather_channels,
+    set_loss_channels,
+)
+from shardfn.core import Mesh, PerMesh, RankError
+from shardfn.engine.plan import Plan
+from shardfn.memory import record_owner
+
+
+class Comms:
+    """Channels and control plane, and whether they can still be trusted.
+
+    Attributes:
+        mesh: the mesh.
+        channels: asynchronous traffic.
+        control: agreement between ranks.
+        mark: called with the part of the step that begins: "forward", "backward", "update"; only captures use it.
+        name: called with the pipeline's action that begins, in words; "" after the last. Only captures use it.
+        broken: set when a step has failed: transfers may be left over, so the next step makes new communicators.
+        meets: whether a rank whose loss raises sends the error to the others in their next round, because the backend
+            cannot close a connection.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        channels: AnyChannels,
+        control: AnyControl,
+        mark: Callable[[str], None] = lambda phase: None,
+        name: Callable[[str], None] = lambda part: None,
+    ) -> None:
+        self.mesh, self.channels, self.control, self.mark, self.name = mesh, channels, control, mark, name
+        self.broken, self.meets = False, mesh.backend != "gloo"
+
+
+COMMS: PerMesh[Comms] = PerMesh()
+
+
+def comms_of(mesh: Mesh) -> Comms:
+    """The communicators of a mesh, made on first use and again after a failure, which is collective.
+
+    All steps on a mesh share them, as they run one after another, in the same order on all ranks.
+    """
+    mesh.check_open()
+    comms = COMMS.get(mesh)
+    if comms is not None and not comms.broken and not _live(comms)[1].lost:
+        return comms
+    try:
+        control = Control(mesh)
+    except RankError:
+        raise
+    except RuntimeError as error:
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        limit = "" if mesh.timeout is None else f" within {mesh.timeout.total_seconds():g} s"
+        raise RankError(
+            f"rank {mesh.rank} wanted to make the communicators of {mesh!r}, for which all ranks are needed, and they"
+            f" did not all come{limit}: they are slow, at another call, or gone ({why})."
+            " Give them more time, make_mesh(timeout=...), or restart the job."
+        ) from error
+    if comms is not None:  # all ranks are here now, so transfers of earlier agreements have ended
+        _close(comms)
+    channels = Channels(mesh) if comms is None else _live(comms)[0].anew()
+    fresh = COMMS.put(mesh, Comms(mesh, channels, control))
+    this = weakref.ref(fresh)  # in a cycle, closed communicators would live on
+    control.wake = lambda: None if (of := this()) is None else _close(of)
+    channels.loss_along_each()
+    set_loss_channels(mesh, channels)
+    return fresh
+
+
+def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> None:
+    """Makes all channels that a step will use. That is collective, so it is done before a rank can fail.
+
+    Args:
+        comms: the communicators.
+        plan: the layout.
+        late_axes: axes along which ranks send one another activations.
+    """
+    rounds_of(comms, plan)
+    if late_axes:
+        comms.channels.between(late_axes)
+    gather_channels(comms.channels, [plan.layers[unit.leaves[0]].ways.use for unit in plan.gather_units])
+    # In the order of the layout: making a group is collective, and all ranks are to make the same.
+    for axes in [plan.layers[unit.leaves[0]].zero_axes for unit in plan.refresh_units]:
+        comms.channels.gather(axes)
+    if isinstance(comms.channels, Channels):  # others are of captures
+        for axes in filter(None, plan.psum_axes):
+            comms.channels.loss(axes)
+        for owner, nbytes in [*comms.channels.shared(), *_live(comms)[1].shared()]:
+            record_owner(owner, "host", nbytes)
+
+
+def rounds_of(comms: Comms, plan: Plan) -> AnyRounds:
+    """The rounds in which the ranks that share leaves agree on an order of use; other ranks may have another order.
+
+    Where connections cannot be closed, the rounds also carry failures, so all ranks of the mesh take part.
+    """
+    return comms.control if comms.meets else comms.control.along(plan.sharing_axes)
+
+
+def spans_the_mesh(comms: Comms, plan: Plan) -> bool:
+    """Whether all ranks of the mesh take part in the rounds of a plan."""
+    return comms.meets or comms.mesh.axis_size(plan.sharing_axes) == comms.mesh.size
+
+
+@contextlib.contextmanager
+def losing_no_peer(comms: Comms) -> Iterator[None]:
+    """Sends an error to the other ranks at once, and turns an error that another rank has sent into a `RankError`.
+
+    After any error, communicators are made anew. An error that only this rank may have is written to the store; then
+    all connections that another rank may wait at are closed, which wakes it: see `Control.failure`. An agreed error is
+    known to all ranks already.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _tell(comms, error)
+        raise
+
+
+@contextlib.contextmanager
+def losing_no_peer_purely(mesh: Mesh) -> Iterator[None]:
+    """The same around a function that torch may transform, or record; nothing where no peer waits."""
+    if mesh.size == 1 or mesh.abstract or not mesh.is_member or capturing():
+        yield
+        return
+    with untransformed():
+        comms = comms_of(mesh)
+    try:
+        yield
+    except BaseException as error:
+        with untransformed():
+            _tell(comms, error)
+        raise
+
+
+@contextlib.contextmanager
+def untransformed() -> Iterator[None]:
+    """For messages between ranks, which torch's transforms must not see."""
+    with torch._C._DisableFuncTorch(), _disable_current_modes():
+        yield
+
+
+def _tell(comms: Comms, error: BaseException) -> None:
+    """Sends an error to the other ranks, unless an inner call has."""
+    # Ranks that differ in their calls raise the same, whichever blocks they are in, and keep their communicators.
+    if comms.mesh.size == 1 or comms.broken or (isinstance(error, RankError) and error.before_transfers):
+        return
+    comms.broken = True
+    _, control = _live(comms)
+    if isinstance(error, RankError):
+        # All ranks raise it, so no rank waits to be woken.
+        control.leave()
+        return
+    try:
+        if control.is_theirs(error):
+            raise control.failure(error) from error
+        control.tell(f"raised {described(error)}")
+    finally:
+        _close(comms)
+
+
+def described(error: BaseException) -> str:
+    """The text of an error, and the line where it was raised."""
+    where = traceback.extract_tb(error.__traceback__)
+    line = f" at {where[-1].filename}:{where[-1].lineno}" if where else ""
+    return "; ".join([f"{type(error).__name__}: {error}{line}", *getattr(error, "__notes__", ())])
+
+
+def _live(comms: Comms) -> tuple[Channels, Control]:
+    """The communicators of running steps; a capture has others."""
+    channels, control = comms.channels, comms.control
+    assert isinstance(channels, Channels) and isinstance(control, Control)
+    return channels, control
+
+
+def _close(comms: Comms) -> None:
+    """Closes everything at which a rank may wait in a step, but not the program's own groups."""
+    channels, control = _live(comms)
+    control.close()
+    channels.close()
+    forget_loss_channels(comms.mesh, channels)
+    comms.mesh.made.forget_ended()

@@ -1,0 +1,40 @@
+"""Refusal of features that cannot be combined with canonical sums."""
+
+from shardfn.collectives import transforming
+from shardfn.core import raise_all
+from shardfn.engine.loss import num_microbatches
+from shardfn.engine.pipeline import pipelined_in
+from shardfn.engine.plan import Plan
+from shardfn.engine.transfers import StepParts
+
+
+def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> None:
+    """Refuses features that cannot be combined with canonical sums.
+
+    Raises:
+        ValueError: lists all such features.
+    """
+    if plan.chunks is None:
+        return
+    elsewhere = [leaf.path for leaf in plan.layers if leaf.trainable and leaf.extra_axes]
+    cut = [x.path for x in plan.layers if x.trainable and set(x.own_axes) & set(plan.batch_axes)]
+    staged = pipelined_in(parts.loss) is not None  # also on one rank, where its microbatches are accumulated
+    problems = {
+        f"{plan.chunks.ranks} ranks share {plan.chunks.total} chunks; raise reduction_chunks": plan.chunks.num == 0
+        or plan.chunks.ranks > plan.chunks.total,
+        "jit and lower: leave them out": jitted or plan.captured,
+        "a pipeline: its microbatches are added up in another order": staged,
+        "accumulate: the chunks are the microbatches; leave it out": num_microbatches(parts.loss) > 1 and not staged,
+        "model state: it would be changed chunk by chunk": parts.has_state,
+        "torch.func: its sums are made in order of ranks": transforming(),
+        "an optimizer that averages gradients itself": parts.optimizer.needs.phases is not None,
+        f"{', '.join(elsewhere)}: sharded along some axes of the batch only; Zero(axis={plan.batch_axes})": bool(
+            elsewhere
+        ),
+        f"{', '.join(cut)}: the specs cut them along axes that cut the batch, {plan.batch_axes}": bool(cut),
+    }
+    raise_all(
+        ValueError,
+        "Zero(reduction='canonical') does not go with these; leave them out, or the reduction:",
+        [text for text, is_wrong in problems.items() if is_wrong],
+    )

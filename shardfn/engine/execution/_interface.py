@@ -1,0 +1,350 @@
+"""The interface of a sharded function: its arguments beyond the first and its result, cut by specs or passed on."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardfn.capture import fakes
+from shardfn.collectives import AnyControl, AxisTypeError, Following, GlobalTensor, current_mesh, following, psum, pvary
+from shardfn.core import (
+    DonatedError,
+    Mesh,
+    P,
+    PyTree,
+    Zero,
+    all_coords,
+    block_slices,
+    broadcast_prefix,
+    named_leaves,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+)
+from shardfn.engine.loss import check_specs
+from shardfn.engine.plan import MOVE_THEM, Plan
+
+# For a function that writes to an argument.
+REMEDY = "Name the argument in donate=, or write to a clone()."
+
+
+def is_entry(x: Any) -> bool:
+    """Whether `x` is a leaf of `in_specs` or `out_specs`; None means that the value is passed on unchanged."""
+    return x is None or isinstance(x, P)
+
+
+class Argument(NamedTuple):
+    """A leaf of the arguments beyond the first.
+
+    Attributes:
+        path: where it is among the arguments.
+        given: the value that the caller passed.
+        spec: how a sharded leaf is cut; None for the others.
+        donated: whether the function may overwrite its memory.
+    """
+
+    path: str
+    given: Any
+    spec: P | None
+    donated: bool
+
+    @property
+    def seen(self) -> Any:
+        """The value that the function sees: this rank's block, or the value that was passed."""
+        return self.given.local if self.spec is not None else self.given
+
+
+@dataclasses.dataclass(frozen=True)
+class Interface:
+    """The arguments and results of a sharded function, but for its first argument, which the layout describes.
+
+    Attributes:
+        mesh: the mesh.
+        in_specs: a prefix tree of `P` for each argument beyond the first; None: it is not sharded.
+        out_specs: a prefix tree for the result; None = this rank's own value.
+        donate: positions, among all arguments, of those whose memory the function may overwrite.
+    """
+
+    mesh: Mesh
+    in_specs: tuple[PyTree, ...] = ()
+    out_specs: PyTree = None
+    donate: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        """Refuses specs and donations that fit no call.
+
+        Raises:
+            ValueError: a spec names an axis that the mesh lacks, or is not a spec; or a donated argument is not
+                sharded.
+        """
+        trees = {"in_specs": self.in_specs, "out_specs": self.out_specs}
+        problems = [
+            f"{path} is {x!r}; say P(...), or None for what is passed on as it is"
+            for path, x in named_leaves(trees, "specs", is_leaf=is_entry)
+            if not is_entry(x)
+        ]
+        raise_all(ValueError, "the specs of arguments and results:", problems)
+        check_specs([x for x in tree_leaves(trees, is_leaf=is_entry) if x is not None], P(), Zero(), self.mesh)
+        for k in self.donate:
+            if k == 0:
+                raise ValueError(
+                    "donate=0: the first argument is gathered as it is used, so that nothing can be written to its"
+                    " memory; pass what is to be written as an argument of its own, with an entry in in_specs."
+                )
+            if not 0 < k <= len(self.in_specs) or self.in_specs[k - 1] is None:
+                raise ValueError(
+                    f"donate={k} has no effect: in_specs has no entry for args[{k}], which only a sharded argument"
+                    " needs; its first entry is for args[1]."
+                )
+
+    def arguments(self, args: Sequence[Any]) -> list[Argument]:
+        """The leaves of the arguments beyond the first.
+
+        Raises:
+            TypeError: an argument that has a spec holds something else than global tensors.
+            ValueError: one is cut or kept otherwise; or there are more specs than arguments.
+            DonatedError: one was consumed before.
+        """
+        if len(self.in_specs) > len(args):
+            raise ValueError(
+                f"in_specs has {len(self.in_specs)} entries, one an argument beyond the first, of which there"
+                f" {'is' if len(args) == 1 else 'are'} {len(args)}."
+            )
+        out: list[Argument] = []
+        for k, tree in enumerate(args, 1):
+            spec = self.in_specs[k - 1] if k <= len(self.in_specs) else None
+            specs = broadcast_prefix(spec, tree, is_entry, names=(f"in_specs[{k - 1}]", f"args[{k}]"))
+            named = zip(tree_paths(tree, f"args[{k}]"), tree_leaves(tree), specs, strict=True)
+            out += [Argument(path, x, p, k in self.donate and p is not None) for path, x, p in named]
+        _check(out, self.mesh)
+        return out
+
+    def abstract(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments without data. Sharded ones may be whole tensors, which are cut to this rank's blocks."""
+
+        def without_data(x: Any, spec: P | None) -> Any:
+            if isinstance(x, GlobalTensor):
+                return GlobalTensor(fakes([x.held], self.mesh.device)[0], x.shape, x.spec, x.mesh)
+            if not isinstance(x, Tensor):
+                return x
+            (whole,) = fakes([x], self.mesh.device)
+            if spec is None:
+                return whole
+            block = whole[block_slices(tuple(x.shape), spec, self.mesh.shape, self.mesh.coords)]
+            return GlobalTensor(block.contiguous(), x.shape, spec, self.mesh)
+
+        out: list[Any] = []
+        for k, tree in enumerate(args, 1):
+            spec = self.in_specs[k - 1] if k <= len(self.in_specs) else None
+            leaves, treedef = tree_flatten(tree)
+            specs = broadcast_prefix(spec, tree, is_entry, names=(f"in_specs[{k - 1}]", f"args[{k}]"))
+            out.append(tree_unflatten(treedef, map(without_data, leaves, specs)))
+        return tuple(out)
+
+    def results(self, out: PyTree, shape_of: Callable[[Sequence[tuple[str, Tensor, P]]], list[torch.Size]]) -> PyTree:
+        """The result, whose blocks become global tensors of the shapes that `shape_of` finds for them.
+
+        Raises:
+            ValueError: specs and result do not fit.
+        """
+        leaves, treedef = tree_flatten(out)
+        specs = broadcast_prefix(self.out_specs, out, is_entry, names=("out_specs", "result"))
+        pairs = zip(tree_paths(out, "result"), leaves, specs, strict=True)
+        blocks = {i: (n, x, p) for i, (n, x, p) in enumerate(pairs) if p is not None and isinstance(x, Tensor)}
+        raise_all(
+            ValueError,
+            "specs have more entries than their result has dims:",
+            [f"{n} of shape {tuple(x.shape)} has spec {p!r}" for n, x, p in blocks.values() if len(p) > x.ndim],
+        )
+        shapes = shape_of([*blocks.values()])
+        for (i, (_, x, p)), shape in zip(blocks.items(), shapes, strict=True):
+            leaves[i] = GlobalTensor(x, shape, p, self.mesh)
+        return tree_unflatten(treedef, leaves)
+
+    @property
+    def has_specs(self) -> bool:
+        """Whether a result is cut, or promised to be the same on all ranks."""
+        return any(x is not None for x in tree_leaves(self.out_specs, is_leaf=is_entry))
+
+    def typed(self, out: PyTree, mode: Following) -> PyTree:
+        """The result, whose sharded leaves vary along the axes of their specs.
+
+        Raises:
+            AxisTypeError: one varies along others; lists them.
+        """
+        leaves, treedef = tree_flatten(out)
+        specs = broadcast_prefix(self.out_specs, out, is_entry, names=("out_specs", "result"))
+        _check_varying(zip(tree_paths(out, "result"), leaves, specs, strict=True), mode)
+        # Blocks that are equal are blocks nevertheless.
+        pairs = zip(leaves, specs, strict=True)
+        cast = [mode.cast(x, p.axes) if isinstance(x, Tensor) and p is not None else x for x, p in pairs]
+        return tree_unflatten(treedef, cast)
+
+    def following(
+        self, plan: Plan, f: Callable[..., Any], arguments: Sequence[Argument], args: tuple[Any, ...]
+    ) -> Callable[[PyTree], Any]:
+        """The function of its first argument, whose values are followed where `out_specs` has specs."""
+        mode = plan.following_function
+        if not (mode.axes and self.has_specs):
+            return lambda params: f(params, *args)
+
+        def run(params: PyTree) -> Any:
+            for a, x in zip(arguments, tree_leaves(args), strict=True):
+                if a.spec is not None:
+                    mode.declare(x.local if isinstance(x, GlobalTensor) else x, a.spec.axes)
+            with following(mode):
+                return self.typed(f(params, *args), mode)
+
+        return run
+
+    def shapes_by(self, control: AnyControl) -> Callable[[Sequence[tuple[str, Tensor, P]]], list[torch.Size]]:
+        """Finds global shapes by asking the other ranks. Collective where a result is cut.
+
+        Raises:
+            ValueError: (by the returned function, on all ranks) blocks are not the cut of one tensor.
+        """
+
+        def shape_of(blocks: Sequence[tuple[str, Tensor, P]]) -> list[torch.Size]:
+            if not any(self.mesh.axes(spec.axes) for _, _, spec in blocks):
+                return [x.shape for _, x, _ in blocks]
+            told: Any = control.gather([tuple(x.shape) for _, x, _ in blocks])
+            # On every rank for all blocks of all ranks: so an error is the same everywhere.
+            found = [
+                _joined(name, [row[k] for row in told], spec, self.mesh) for k, (name, _, spec) in enumerate(blocks)
+            ]
+            raise_all(
+                ValueError,
+                "results are not cut as out_specs says; the blocks of all ranks, in rank order:",
+                [x for x in found if isinstance(x, str)],
+            )
+            return [x for x in found if isinstance(x, torch.Size)]
+
+        return shape_of
+
+    def shapes_within(self, blocks: Sequence[tuple[str, Tensor, P]]) -> list[torch.Size]:
+        """Finds global shapes inside a transform or a capture: by sums outside of it."""
+
+        def whole(x: Tensor, spec: P) -> torch.Size:
+            sizes = list(x.shape)
+            for dim in range(len(spec)):
+                # The minor axis first: it cuts the blocks of the major one.
+                for axis in reversed(self.mesh.axes(spec.dim_axes(dim))):
+                    sizes[dim] = size_along(sizes[dim], axis, self.mesh)
+            return torch.Size(sizes)
+
+        return [whole(x, spec) for _, x, spec in blocks]
+
+
+def size_along(size: int, axis: str, mesh: Mesh) -> int:
+    """The sum of a size over the ranks along an axis. The mesh must be bound."""
+    with _disable_current_modes():  # while a program is captured, too, sizes are numbers
+        return int(psum(torch.tensor(size, device=mesh.device), axis))
+
+
+def block_of(x: GlobalTensor, spec: P, path: str, name: str) -> Tensor:
+    """This rank's block of a leaf that the specs `name` cut as `spec`.
+
+    Raises:
+        ValueError: it is cut otherwise.
+    """
+    if not x.mesh.is_like(current_mesh()):
+        raise ValueError(f"{path} is on {x.mesh!r}, not on {current_mesh()!r}; {MOVE_THEM}.")
+    if x.spec != spec:
+        raise ValueError(_cut_otherwise(x, spec, path, name))
+    return x.local
+
+
+def _check_varying(results: Iterable[tuple[str, Any, P | None]], mode: Following) -> None:
+    """Refuses results that vary along axes that their specs leave out.
+
+    Args:
+        results: path, value and spec of each.
+        mode: has followed them.
+
+    Raises:
+        AxisTypeError: lists them, with the lines that made them and the remedy.
+    """
+    problems = []
+    for path, x, spec in results:
+        rest = [] if spec is None or not isinstance(x, Tensor) else [a for a in mode.axes_of(x) if a not in spec.axes]
+        if rest:
+            named = ", ".join(map(repr, rest))
+            problems.append(
+                f"{path} of shape {tuple(x.shape)} varies along {named}, and its spec {spec!r} has it the same there"
+                f"{mode.made_at(x)}: sum it with sf.psum(x, {named}) or take sf.pmean; if it is a block, name {named}"
+                " in its spec; if it was gathered, use sf.all_gather_invariant"
+            )
+    raise_all(AxisTypeError, "ranks hold different values where out_specs promises one:", problems)
+
+
+def entered_argument(a: Argument, plan: Plan) -> Any:
+    """An argument of a differentiated function, which varies along the axes of its spec; without one, the batch's."""
+    x = a.seen
+    if not isinstance(x, Tensor):
+        return x
+    # A donated one may be written to, and a pure function does not change its arguments.
+    block = x.clone() if a.donated else x.view_as(x)
+    return plan.following_function.declare(block, plan.batch_axes if a.spec is None else a.spec.axes)
+
+
+def entered_as_rows(a: Argument, plan: Plan) -> Any:
+    """An argument of a differentiated function whose values vary along the batch's axes, as those of a loss."""
+    if a.spec is None or not isinstance(a.seen, Tensor):
+        return a.seen
+    rest = tuple(axis for axis in plan.batch_axes if axis not in a.spec.axes)
+    block = pvary(a.seen, rest) if a.seen.is_floating_point() else a.seen
+    return block.clone() if a.donated else block
+
+
+def _check(arguments: Sequence[Argument], mesh: Mesh) -> None:
+    sharded = [(a.path, a.given, a.spec) for a in arguments if a.spec is not None]
+    raise_all(
+        TypeError,
+        "in_specs says of arguments that they are trees of GlobalTensors; make one with sf.shard(x, spec, mesh), or say"
+        " None:",
+        [f"{path} is a {type(x).__name__}" for path, x, _ in sharded if not isinstance(x, GlobalTensor)],
+    )
+    raise_all(
+        DonatedError,
+        "these leaves were consumed by an earlier call; go on from what it returned, or leave their argument out of"
+        " donate=:",
+        [path for path, x, _ in sharded if x.donated],
+    )
+    raise_all(
+        ValueError,
+        f"arguments are on another mesh than {mesh!r}; {MOVE_THEM}:",
+        [f"{path} is on {x.mesh!r}" for path, x, _ in sharded if not x.mesh.is_like(mesh)],
+    )
+    raise_all(
+        ValueError,
+        "arguments are not kept as in_specs says:",
+        [_cut_otherwise(x, spec, path, "in_specs") for path, x, spec in sharded if x.spec != spec]
+        + [
+            f"{path} is kept at {x.memory_kind!r}; only the first argument may be kept elsewhere than on the device"
+            for path, x, _ in sharded
+            if x.memory_kind != "device"
+        ],
+    )
+
+
+def _cut_otherwise(x: GlobalTensor, spec: P, path: str, name: str) -> str:
+    return f"{path} is kept as {x.spec!r}, {name} says {spec!r}; pass x.full_tensor() or change the spec."
+
+
+def _joined(path: str, blocks: Sequence[Sequence[int]], spec: P, mesh: Mesh) -> torch.Size | str:
+    """The shape of the tensor that these blocks, one per rank, are cut from; or why there is no such tensor."""
+    places = all_coords(mesh.shape)
+    sizes = list(blocks[mesh.rank])
+    for dim in range(len(spec)):
+        axes = mesh.axes(spec.dim_axes(dim))
+        sizes[dim] = sum(blocks[r][dim] for r in mesh.along(axes)) if axes else sizes[dim]
+    cut = [[s.stop - s.start for s in block_slices(tuple(sizes), spec, mesh.shape, at)] for at in places]
+    # The sums fit one rank's line of blocks; others may not fit them.
+    if [list(b) for b in blocks] != cut:
+        return f"{path} has blocks {[*map(tuple, blocks)]}, and {spec!r} cuts {tuple(sizes)} as {[*map(tuple, cut)]}"
+    return torch.Size(sizes)

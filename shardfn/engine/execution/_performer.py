@@ -1,0 +1,231 @@
+"""`Performer`: the forwards and backwards of one step's microbatches, action by action."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import PyTree, Stored, named_leaves
+from shardfn.engine.agreement import Comms, catch_up, named_range, rounds_of, spans_the_mesh
+from shardfn.engine.loss import (
+    ModelState,
+    NoGradientError,
+    UnequalBatchesError,
+    Value,
+    naming_used_up,
+    refuse_negative,
+    taking_early,
+    warning_of_draws,
+)
+from shardfn.engine.plan import Plan
+from shardfn.engine.transfers import (
+    DONE,
+    IDLE,
+    Course,
+    Gatherer,
+    Outcome,
+    Reducer,
+    agree_on_outcome,
+    check_capture,
+    enter,
+    outcome_of,
+)
+from shardfn.leaves import LeafBook, opened
+from shardfn.nn import DeferredGradients
+from shardfn.schedules import Action, split_backwards
+from shardfn.state import Ahead
+
+
+class Performer:
+    """The forwards and backwards of one step's microbatches, each a call. Made anew each step.
+
+    `enter` once, `perform` for each action of the schedule, `finish` once. One action runs at a time, and is one phase
+    of the agreed order of use: so all ranks that share leaves perform the same actions in the same order, though their
+    losses may take different branches. Between actions the course holds a microbatch, with its graph, from the forward
+    to the backward; any number may be open. Where the schedule has W, the backward gives gradients of activations, and
+    W those of weights: until then the performer keeps the products that are left to compute. No other state belongs to
+    one microbatch: lazy leaves are opened at any use, and the reducer adds up the gradients of the backward that runs.
+
+    Args:
+        plan: the layout.
+        comms: the communicators.
+        course: the parts of each microbatch that this rank runs, and their order.
+        num_microbatches: how many there are.
+        gatherer: serves whole leaves.
+        book: keeps them out of graphs.
+        ahead: see `run_backward`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        comms: Comms,
+        course: Course,
+        num_microbatches: int,
+        gatherer: Gatherer,
+        book: LeafBook,
+        ahead: Ahead | None,
+    ) -> None:
+        self._plan, self._comms, self._course, self._num = plan, comms, course, num_microbatches
+        self._gatherer, self._book, self._ahead = gatherer, book, ahead
+        self._reducer = Reducer(plan, comms.channels, plan.reduce_order, course.late_axes, plan.chunks)
+        self._split = split_backwards(course.actions)
+        # The two parts of a split backward give gradients when they have them.
+        self._at_end = frozenset[int]() if self._split else plan.sent_last()
+        # By microbatch and chunk, from the forward to the W: the gradients that the backward puts off.
+        self._deferred: dict[tuple[int, int], DeferredGradients] = {}
+        # By number in the list: before the last forward an update that runs ahead begins to read, and with the last end
+        # of a backward gradients are complete.
+        ends = [self._ends(a) for a in course.actions]
+        self._last_forward = max(i for i, a in enumerate(course.actions) if a.kind == "forward")
+        self._last_backward = max(i for i, is_end in enumerate(ends) if is_end)
+        self._performed = 0
+        self._idle = False
+        self._seen: dict[int, Value] = {}
+
+    def enter(
+        self,
+        blocks: Sequence[Tensor | Stored],
+        *,
+        even: bool,
+        model_state: PyTree,
+        loss_scale: Tensor | None,
+    ) -> None:
+        """Lets the leaves and the model state enter."""
+        self._model_state = ModelState(model_state)
+        if not self._plan.captured:
+            self._book.watch.keep(named_leaves(model_state, "model_state"))
+        self._even, self._loss_scale = even, loss_scale
+        self._params, self._handles = enter(self._plan, blocks, self._book, self._reducer, self._at_end)
+
+    def perform(self, action: Action) -> None:
+        """Runs the next action of the schedule."""
+        self._course.receive(action)
+        if action.kind == "forward":
+            with named_range("forward"):
+                self._forward(action, last=self._performed == self._last_forward)
+        else:
+            with named_range("backward"):
+                self._backward(action, last=self._performed == self._last_backward)
+        self._performed += 1
+        catch_up()
+
+    def _forward(self, action: Action, *, last: bool) -> None:
+        plan, ahead = self._plan, self._ahead
+        self._gatherer.begin_phase()
+        if last and ahead is not None:  # whose reads queue behind those of the first parameters
+            ahead.begin()
+        self._comms.mark("forward")
+        kept = self._book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext()
+        first = self._performed == 0 and not (plan.compared or plan.captured)
+        drawing = warning_of_draws(plan.mesh.device) if first else contextlib.nullcontext()
+        with kept, self._model_state.through(), self._recorded(action), drawing, plan.follows():
+            value = self._course.forward(action, self._params)
+        self._book.watch.check("the loss")
+        if value is not None and not (plan.compared or plan.captured):
+            refuse_negative(value.weight)
+        if not self._even and value is not None and value.weight is None and plan.chunks is None:
+            raise UnequalBatchesError(
+                "ranks hold batches of different sizes, so the mean of their losses is not the global mean;"
+                " return WeightedMean(total, weight) from the loss, or pass equal batches."
+            )
+        with named_range("waits"):
+            self._gatherer.end_phase(ask=False)
+        if self._performed == 0:
+            self._reducer.expect(plan.reduce_order or plan.guessed_order(plan.use_order("step")))
+        if last and ahead is not None:
+            if value is not None and value.weight is None:
+                self._reducer.give_to(ahead)
+            else:  # gradients are divided by the weight of all ranks' batches first
+                ahead.stop()
+        if value is not None:
+            self._seen[action.microbatch] = Value(value.total.detach(), value.weight, value.aux)
+
+    def _backward(self, action: Action, *, last: bool) -> None:
+        plan, reducer = self._plan, self._reducer
+        each = plan.zero.pace.accumulate == "each" and plan.chunks is None
+        send = last or (each and self._ends(action))
+        reducer.begin(send=send, last=last)
+        self._gatherer.begin_phase()
+        self._comms.mark("backward")
+        if action.kind == "weights":
+            self._deferred.pop(action[1:]).rest()
+        else:
+            self._differentiate(action)
+        self._book.watch.check("the backward of the loss")
+        without = last and self._handles and not reducer.received
+        with named_range("waits"):
+            self._idle = self._gatherer.end_phase(ask=send, says=IDLE if without else DONE)
+        with named_range("reduce"):
+            reducer.end()
+        self._book.forget_dead()
+
+    def _differentiate(self, action: Action) -> None:
+        ends, deferred = self._course.ends(action, self._seed), self._deferred.get(action[1:])
+        wanted, num = [*self._handles.values(), *ends.inputs], len(self._handles)
+        grads: list[Tensor | None] = [None] * len(wanted)
+        if not wanted or not ends.outputs:
+            pass
+        elif deferred is not None:
+            grads[:] = deferred.first(ends.outputs, ends.cotangents, ends.inputs)
+        else:
+            with naming_used_up(), taking_early(ends.outputs[0]):
+                grads[:] = torch.autograd.grad(ends.outputs, wanted, ends.cotangents, allow_unused=True)
+        self._course.send_back(action, grads[num:])
+        del grads[num:]
+        self._take(grads)
+
+    def _take(self, grads: list[Tensor | None]) -> None:
+        """Takes the gradients that no hook has taken; `grads`, of all handles, is emptied."""
+        # Aliases, as a hook takes: two leaves may have got one tensor, which neither then owns alone.
+        mine = zip(self._handles, grads, strict=True)
+        own = [(i, x.detach()) for i, x in mine if x is not None and i in self._at_end]
+        grads.clear()
+        self._reducer.take_all(own)
+
+    def _recorded(self, action: Action) -> contextlib.AbstractContextManager[Any]:
+        """A context for a forward whose backward is split, which records its products."""
+        if action[1:] not in self._split:
+            return contextlib.nullcontext()
+        deferred = self._deferred[action[1:]] = DeferredGradients([*self._handles.values()], opened)
+        return deferred.recorded()
+
+    def _ends(self, action: Action) -> bool:
+        """Whether a microbatch has all gradients of a chunk with an action."""
+        return action.kind == "weights" or (action.kind == "backward" and action[1:] not in self._split)
+
+    def _seed(self, total: Tensor, weight: Tensor | None) -> Tensor:
+        """The cotangent of a microbatch's loss."""
+        chunks = self._plan.chunks
+        terms = self._plan.mesh.axis_size(self._plan.batch_axes) * self._num if chunks is None else chunks.total
+        scale = self._plan.num_left / terms
+        seed = torch.full_like(total, scale if weight is None else 1.0)
+        return seed if self._loss_scale is None else seed * self._loss_scale.to(seed)
+
+    def finish(self, blocks: Sequence[Tensor | Stored], model_state: PyTree) -> Outcome:
+        """The sums over the microbatches; in the first step of a plan, ranks also agree on its outcome.
+
+        Raises:
+            NoGradientError: no microbatch of any rank gives a leaf a gradient.
+            ValueError: a captured loss writes to parameters.
+        """
+        plan, comms = self._plan, self._comms
+        self._gatherer.close()
+        self._course.close()
+        check_capture(plan, blocks, self._book, "the loss", named_leaves(model_state, "model_state"))
+        if not spans_the_mesh(comms, plan):
+            # A group of ranks does not go on to the update while another one, which shares no leaves with it, has
+            # failed.
+            self._idle = all(comms.control.exchange(int(self._idle)))
+        if self._idle and not plan.captured:  # ranks that capture agree on it afterwards
+            raise NoGradientError(plan.trained)
+        comms.mark("update")
+        values = self._course.values([self._seen[k] for k in sorted(self._seen)])
+        out = outcome_of(values, self._num, self._reducer, plan, self._course.kept(self._model_state.now))
+        if not plan.reduce_order:
+            first: Any = rounds_of(comms, plan).gather(self._reducer.seen)[0]
+            plan.reduce_order = first
+        agree_on_outcome(plan, comms, out)
+        return out

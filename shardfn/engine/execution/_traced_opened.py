@@ -1,0 +1,168 @@
+"""The captures of a step's two halves: its gradients, and the update that takes them."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.capture import Recorder, capture
+from shardfn.collectives import GlobalTensor, bind_mesh
+from shardfn.core import PyTree, Stored, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.engine.loss import copied_loop, warn_of_draws_in
+from shardfn.engine.plan import Plan
+from shardfn.engine.transfers import StepParts, by_leaf, pool_of
+from shardfn.memory import TracedStored, on_host
+from shardfn.nn import looping
+from shardfn.optim import GradientTransformation
+from shardfn.state import Likeness, as_graph_value, closed, entered, graph_inputs, loaded
+
+from ._graphs import Program
+from ._opened import gradients_of
+from ._traced_step import (
+    TracedStep,
+    annotate,
+    check_differentiated,
+    say_types,
+    traced_comms,
+)
+from ._update import update_blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientProgram(Program):
+    """The captured gradients of a step.
+
+    Its graph takes this rank's blocks of params and model state, which it does not write, a key if the loss takes one,
+    this rank's rows, and the loss scale if there is one. It returns the gradients of trainable leaves, the blocks of
+    the new model state, and the metrics. For a gradient on disk it returns a token.
+
+    Attributes:
+        plan: the layout.
+        metrics: their names, in order.
+        differentiated: whether the loss gives a gradient to a trainable leaf on this rank, or no leaf is trainable.
+    """
+
+    plan: Plan
+    metrics: tuple[str, ...]
+    differentiated: bool
+
+    def check(self, exchange: Callable[[int], Sequence[int]]) -> None:
+        """Refuses a loss that has a gradient on no rank; see `check_differentiated`."""
+        check_differentiated(self.plan, self.differentiated, exchange)
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateProgram(Program):
+    """The captured update of a step.
+
+    Its graph takes this rank's blocks of params, optimizer state and gradients (donated), and returns the new blocks of
+    params and optimizer state. For a block on disk it takes and returns a token.
+
+    Attributes:
+        plan: the layout.
+        blocks: of params and optimizer state.
+        opt_treedef: structure of the optimizer state.
+    """
+
+    plan: Plan
+    blocks: tuple[Likeness, ...]
+    opt_treedef: Any
+
+
+def capture_gradients(
+    parts: StepParts,
+    plan: Plan,
+    params: PyTree,
+    args: tuple[Any, ...],
+    scale: Any = None,
+    *,
+    even: bool,
+    model_state: PyTree = (),
+) -> GradientProgram:
+    """Captures the gradients of one step; it neither computes nor sends values. For arguments see `capture_step`."""
+    plan, recorder = plan.for_capture(), Recorder()
+    comms = traced_comms(plan, recorder)
+    kept_leaves, kept_treedef = tree_flatten(model_state)
+    held: list[GlobalTensor] = [*tree_leaves(params), *kept_leaves]
+    likes, num = [Likeness.of(x) for x in held], len(plan.leaves)
+    arg_leaves, arg_treedef = tree_flatten((args, () if scale is None else scale))
+    names: list[str] = []
+    received: list[bool] = []
+
+    def program(*flat: Tensor) -> list[Tensor]:
+        state, rest = [entered(x, like) for x, like in zip(flat, likes, strict=False)], flat[len(held) :]
+        given, by = tree_unflatten(arg_treedef, rest)
+        mine = state[:num], (), tree_unflatten(kept_treedef, state[num:])
+        run = TracedStep(parts, plan, comms, mine, given, None if scale is None else by, even)
+        with bind_mesh(plan.mesh), looping(copied_loop):
+            grads, kept, metrics = gradients_of(run, plan)
+        names[:], received[:] = metrics, [run.received]
+        values = [as_graph_value(_stored_apart(plan, i, x)) for i, x in sorted(grads.items())]
+        return [*values, *tree_leaves(kept), *metrics.values()]
+
+    gm = capture(program, [*graph_inputs(held, plan.mesh.device), *arg_leaves], recorder)
+    paths = [(leaf.path, "params") for leaf in plan.leaves]
+    paths += [(p, "other") for p in tree_paths(model_state, "model_state")]
+    paths += [(p, "batch") for p in tree_paths(args[0], "batch")] + [("key", "other")] * (len(args) - 1)
+    paths += [] if scale is None else [("loss_scale", "other")]
+    annotate(gm, plan.mesh, paths, held)
+    gm.meta["donated"] = set()
+    warn_of_draws_in(gm)
+    results = [(f"the gradient of {leaf.path}", leaf.shard.axes) for leaf in plan.leaves if leaf.trainable]
+    results += [
+        (f"new {p}", x.spec.axes) for p, x in zip(tree_paths(model_state, "model_state"), kept_leaves, strict=True)
+    ]
+    say_types(gm, plan, held, [*results, *((f"metrics[{name!r}]", ()) for name in names)])
+    if parts.table is not None:
+        gm.meta["pipeline"] = parts.table
+    return GradientProgram(gm, plan.outcome or "", plan, tuple(names), *received)
+
+
+def capture_update(
+    optimizer: GradientTransformation, plan: Plan, params: PyTree, opt_state: PyTree, grads: Sequence[GlobalTensor]
+) -> UpdateProgram:
+    """Captures one update; it neither computes nor sends values.
+
+    Args:
+        optimizer: the optimizer.
+        plan: the layout.
+        params: tree of `GlobalTensor`; only the shape, strides, dtype and device of tensors count.
+        opt_state: tree of `GlobalTensor`.
+        grads: those of the trainable leaves.
+    """
+    plan, recorder = plan.for_capture(), Recorder()
+    comms = traced_comms(plan, recorder)
+    opt_leaves, opt_treedef = tree_flatten(opt_state)
+    held: list[GlobalTensor] = [*tree_leaves(params), *opt_leaves, *grads]
+    likes = [Likeness.of(x) for x in held]
+    num, then = len(plan.leaves), len(plan.leaves) + len(opt_leaves)
+
+    def program(*flat: Tensor) -> list[Tensor]:
+        state = [entered(x, like) for x, like in zip(flat, likes, strict=True)]
+        opt, own = tree_unflatten(opt_treedef, state[num:then]), by_leaf(plan, state[then:])
+        blocks = state[:num]
+        del state
+        with bind_mesh(plan.mesh), torch.no_grad():
+            comms.mark("update")
+            blocks, opt = update_blocks(plan, comms.channels, optimizer, blocks, opt, own, None)
+        return [*map(as_graph_value, (*blocks, *tree_leaves(opt)))]
+
+    gm = capture(program, graph_inputs(held, plan.mesh.device), recorder)
+    paths = [(leaf.path, "params") for leaf in plan.leaves]
+    paths += [(p, "optimizer") for p in tree_paths(opt_state, "opt_state")]
+    paths += [(f"the gradient of {path}", "other") for path in plan.trained]
+    annotate(gm, plan.mesh, paths, held)
+    results = [(f"new {path}", x.spec.axes) for (path, _), x in zip(paths, held[:then], strict=False)]
+    say_types(gm, plan, held, results)
+    return UpdateProgram(gm, plan.outcome or "", plan, tuple(likes[:then]), opt_treedef)
+
+
+def _stored_apart(plan: Plan, leaf: int, x: Tensor | Stored) -> Tensor | TracedStored:
+    """A gradient on disk as a value of its own: others share the value of all leaves that travel together."""
+    if isinstance(x, Tensor | TracedStored):
+        return x
+    with on_host():
+        apart: Any = closed(loaded(x), plan.leaves[leaf].ways.summed, pool_of(plan))
+    return apart

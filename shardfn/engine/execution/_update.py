@@ -1,0 +1,214 @@
+"""The update: runs the optimizer on this rank's rows, and then gathers resident parameters again."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import AnyChannels, GlobalTensor
+from shardfn.core import (
+    MemoryKind,
+    PyTree,
+    Stored,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
+from shardfn.engine.loss import put_in, wrapped_like
+from shardfn.engine.plan import Plan
+from shardfn.engine.transfers import StepParts, pool_of, refresh
+from shardfn.leaves import LeafLayout
+from shardfn.memory import on_host
+from shardfn.optim import GradientTransformation, decided, given, inplace
+from shardfn.state import Ahead, Column, Done, TrainState, Update, opened, state_owners, stream, taken
+
+
+def update(
+    plan: Plan,
+    channels: AnyChannels,
+    parts: StepParts,
+    state: TrainState,
+    grads: dict[int, Tensor | Stored],
+    *,
+    model_state: PyTree = (),
+    scale: Tensor | None,
+    ahead: Ahead | None = None,
+) -> TrainState:
+    """The next state. Where the step donates, the buffers of `state` become its own; otherwise they are copied first.
+
+    Args:
+        plan: the layout.
+        channels: the step's communicators.
+        parts: the optimizer, and whether `state` is consumed.
+        state: the current state.
+        grads: by leaf, the part of the gradient that the optimizer takes; consumed.
+        model_state: the model state that the loss has returned.
+        scale: the factor of gradients, applied first; None for 1.
+        ahead: an update that has stepped some of the leaves already.
+    """
+    # First: its thread reads the state, which is written to from here on.
+    done = Done() if ahead is None else ahead.finish()
+    with taken(blocks_of(state), donate=parts.donate) as (params, opt_state, kept), torch.no_grad():
+        held, rule = tree_leaves(params), parts.optimizer
+        blocks, opt_state = update_blocks(plan, channels, rule, held, opt_state, grads, scale, done)
+        kept = put_in(kept, model_state)
+    return next_state(plan, state, blocks, opt_state, tree_leaves(kept))
+
+
+def blocks_of(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
+    """The parts of a state that an update writes to."""
+    return state.params, state.opt_state, state.model_state
+
+
+def next_state(
+    plan: Plan, state: TrainState, blocks: Sequence[Tensor | Stored], opt_state: PyTree, kept: Sequence[Tensor]
+) -> TrainState:
+    """The state after `state`, from this rank's new blocks, optimizer state and model state."""
+    return state._replace(
+        params=wrap(plan, blocks),
+        opt_state=_like(opt_state, state.opt_state),
+        step=state.step + 1,
+        model_state=wrapped_like(kept, state.model_state),
+    )
+
+
+def update_blocks(
+    plan: Plan,
+    channels: AnyChannels,
+    optimizer: GradientTransformation,
+    blocks: Sequence[Tensor | Stored],
+    opt_state: PyTree,
+    grads: dict[int, Tensor | Stored],
+    scale: Tensor | None,
+    done: Done | None = None,
+) -> tuple[list[Tensor | Stored], PyTree]:
+    """This rank's blocks and optimizer state after the update; all arguments are consumed, except blocks on disk."""
+    if not plan.at_home:
+        rows, opt_state = stream(_as_stream(plan, optimizer, blocks, opt_state, grads, scale), done or Done())
+        return refresh(plan, channels, blocks, rows, pool_of(plan)), opt_state
+    train = [leaf.trainable for leaf in plan.leaves]
+    rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
+    own: list[Any] = [grads.pop(i) if t else None for i, t in enumerate(train)]
+    if scale is not None:
+        # In place: by now no one else holds the gradients.
+        torch._foreach_mul_([g for g in own if g is not None], scale)
+    new, opt_state = inplace(rule_of(plan, optimizer))(
+        tree_unflatten(plan.treedef, own),
+        opt_state,
+        tree_unflatten(plan.treedef, rows),
+        specs=plan.shards,
+    )
+    fresh = iter(tree_leaves(new))
+    return refresh(plan, channels, blocks, [next(fresh) if t else None for t in train]), opt_state
+
+
+def _as_stream(
+    plan: Plan,
+    optimizer: GradientTransformation,
+    blocks: Sequence[Tensor | Stored],
+    opt_state: PyTree,
+    grads: dict[int, Tensor | Stored],
+    scale: Tensor | None,
+) -> Update:
+    train = [leaf if leaf.trainable else None for leaf in plan.leaves]
+    params = [None if leaf is None else _column(plan, leaf, b) for leaf, b in zip(train, blocks, strict=True)]
+    own = [
+        None if leaf is None or i not in grads else Column(grads.pop(i), leaf.grad_home) for i, leaf in enumerate(train)
+    ]
+    return whole_update(plan, optimizer, params, own, opt_state, scale)
+
+
+def whole_update(
+    plan: Plan,
+    optimizer: GradientTransformation,
+    params: Sequence[Column | None],
+    grads: Sequence[Column | None],
+    opt_state: PyTree,
+    scale: Tensor | None,
+) -> Update:
+    """The update of all leaves, from this rank's rows of params and gradients."""
+    leaves, treedef = tree_flatten(opt_state)
+    held = tree_unflatten(plan.treedef, [None if c is None else c.held for c in params])
+    rule = rule_of(plan, optimizer)
+    homes: list[MemoryKind] = [leaf.state_home for leaf in plan.leaves if leaf.trainable]
+    index = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
+    owners = state_owners(opt_state, held, rule)
+    state = [Column(x, homes[k] if k is not None else "device") for x, k in zip(leaves, owners, strict=True)]
+    return Update(
+        optimizer=rule,
+        treedef=plan.treedef,
+        specs=[leaf.shard for leaf in plan.leaves],
+        numels=[-(-leaf.numel // plan.mesh.axis_size(leaf.zero_axes)) for leaf in plan.leaves],
+        params=params,
+        grads=grads,
+        state=state,
+        state_treedef=treedef,
+        owners=[None if k is None else index[k] for k in owners],
+        scale=scale,
+        device=plan.mesh.device,
+        pool=pool_of(plan),
+        chunk=plan.zero.pace.chunk_bytes,
+    )
+
+
+def _column(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Column:
+    """A parameter's rows in the update; rows that are gathered afterwards are written to memory."""
+    # Where there is a master copy the parameter is its cast, and only written.
+    read = leaf.dtypes.param == leaf.dtypes.master
+    if not leaf.refreshed:
+        return Column(block, leaf.home, read)
+    place = "device" if leaf.home == "device" else "host"
+    with contextlib.nullcontext() if leaf.home == "device" else on_host():
+        return Column(own_rows(plan, leaf, opened(block, leaf.ways.kept)), place, read)
+
+
+def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
+    """The optimizer as it steps under a plan: decided on whole leaves, and in the plan's phase.
+
+    All calls of the optimizer's functions go through here, so that a mask or labels are never shown a block.
+    """
+    rule = decided_on(plan, optimizer)
+    return rule if rule.needs.phases is None else given(rule, whole(plan), phase=plan.phase)
+
+
+def decided_on(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
+    """The optimizer, with its functions of the tree evaluated on the plan's whole leaves; cached in the plan."""
+    if optimizer not in plan.rules:
+        plan.rules[optimizer] = decided(optimizer, whole(plan))
+    return plan.rules[optimizer]
+
+
+def whole(plan: Plan) -> PyTree:
+    """The trainable leaves without data, as `GlobalTensor`s."""
+
+    def like(leaf: LeafLayout) -> GlobalTensor | None:
+        block = torch.empty(leaf.block, dtype=leaf.dtypes.master, device="meta")
+        return GlobalTensor(block, leaf.shape, leaf.shard, plan.mesh) if leaf.trainable else None
+
+    return tree_unflatten(plan.treedef, [like(leaf) for leaf in plan.leaves])
+
+
+def wrap(plan: Plan, blocks: Sequence[Tensor | Stored]) -> PyTree:
+    """This rank's blocks as a tree of global tensors."""
+    pairs = zip(blocks, plan.leaves, strict=True)
+    whole = [GlobalTensor(x, leaf.shape, leaf.param, plan.mesh, leaf.home, leaf.frozen) for x, leaf in pairs]
+    return tree_unflatten(plan.treedef, whole)
+
+
+def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor | Stored) -> Tensor:
+    """The part of a parameter that this rank updates: a view where it can be."""
+    assert isinstance(block, Tensor)
+    cut = plan.own_cuts.get(leaf.path)
+    return block if cut is None else block.narrow(*cut).contiguous()
+
+
+def _like(tree: PyTree, old: PyTree) -> PyTree:
+    """The blocks of an updated optimizer state, as global tensors like those of the old state."""
+    leaves, treedef = tree_flatten(tree)
+    before, structure = tree_flatten(old)
+    if treedef != structure:
+        raise ValueError(f"the optimizer changed the structure of its state from {structure} to {treedef}.")
+    pairs = zip(leaves, before, strict=True)
+    return tree_unflatten(treedef, [m.with_block(x) for x, m in pairs])

@@ -1,0 +1,280 @@
+"""The loss that `accumulate` returns, a mean over microbatches, and the fold over these."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardfn.core import (
+    PyTree,
+    first_of,
+    named_leaves,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_paths,
+    tree_structure,
+    tree_unflatten,
+)
+
+from ._loss import Loss, WeightedMean
+from ._transform_order import Transform, taken_over
+
+Sum = TypeVar("Sum")
+# From a batch and a number to that number of microbatches.
+Split = Callable[[PyTree, int], Sequence[PyTree]]
+
+
+class Microbatches(NamedTuple):
+    """A batch that is cut already: `split` may read values, which a captured step does not have."""
+
+    parts: tuple[PyTree, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulated(Transform):
+    """A mean over microbatches, over which `value_and_grad` and `sharded_step` fold, one graph at a time.
+
+    Attributes:
+        inner: the loss.
+        num_microbatches: how many there are.
+        has_state: whether it is called with a model state before the batch, and returns it; a step carries its own.
+        split: cuts the batch; None = every leaf is cut along dim 0.
+    """
+
+    transform: ClassVar[str] = "accumulate"
+
+    inner: Loss
+    num_microbatches: int
+    has_state: bool = False
+    split: Split | None = None
+
+    def __call__(self, params: PyTree, *args: Any) -> Any:
+        """The loss of the whole batch. Called so, the graphs of all microbatches exist at once."""
+        if self.has_state:
+            return self._carried(params, *args)
+        batch, *rest = args
+        batches = self.cut(batch)
+        loss = _of_parts(self.inner, batches)
+        return _mean([loss(params, micro, *rest) for micro in batches])
+
+    def cut(self, batch: PyTree) -> list[PyTree]:
+        """The microbatches of a batch.
+
+        Raises:
+            TypeError, ValueError: it cannot be cut; the message gives the reason and the remedy.
+        """
+        if self.split is None:
+            return split_batch(batch, self.num_microbatches)
+        return _checked(self.split(batch, self.num_microbatches), batch, self.num_microbatches)
+
+    def _carried(self, params: PyTree, state: PyTree, batch: PyTree, *args: Any) -> Any:
+        """With a model state, that goes from microbatch to microbatch as a constant."""
+        outs: list[Any] = []
+        batches = self.cut(batch)
+        loss = _of_parts(self.inner, batches)
+        for micro in batches:
+            *out, state = loss(params, state, micro, *args)
+            state = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, state)
+            outs.append(out[0] if len(out) == 1 else tuple(out))
+        mean = _mean(outs)
+        return (*mean, state) if isinstance(outs[0], tuple) and not isinstance(mean, WeightedMean) else (mean, state)
+
+
+def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
+    """The loss of one microbatch, and the list of microbatches; nested `accumulate`s are one list.
+
+    Raises:
+        ValueError: it takes a model state before the batch.
+    """
+    parts = batch.parts if isinstance(batch, Microbatches) else None
+    batches = [batch]
+    while isinstance(loss, Accumulated):
+        if loss.has_state:
+            raise ValueError(
+                "a loss of accumulate(..., has_state=True) takes a model state, and is differentiated by"
+                " sharded_step(..., has_state=True)."
+            )
+        batches = [micro for b in batches for micro in loss.cut(b)] if parts is None else list(parts)
+        loss = loss.inner
+    return _of_parts(loss, batches), batches
+
+
+def cut_ahead(loss: Loss, batch: PyTree) -> PyTree:
+    """The batch as a step is to be given it: cut already, if a function of the user's cuts it."""
+    around = loss
+    while isinstance(around, Accumulated):
+        if around.split is not None:
+            return Microbatches(tuple(microbatches(loss, batch)[1]))
+        around = around.inner
+    return batch
+
+
+def fold(loss: Loss, batch: PyTree, one: Callable[[Loss, PyTree], Sum], add: Callable[[Sum, Sum], Sum]) -> Sum:
+    """Adds up `one(inner, microbatch)` over the microbatches, one after another; at most two results exist at a time.
+
+    For functions that run forward and backward in one call. A step runs these separately, by its schedule.
+    """
+    inner, batches = microbatches(loss, batch)
+    total = one(inner, batches[0])
+    for micro in batches[1:]:
+        total = add(total, one(inner, micro))
+    return total
+
+
+def of_whole_batch(loss: Loss) -> Loss:
+    """The inner loss, for a batch that is not cut into microbatches."""
+    while isinstance(loss, Accumulated):
+        loss = loss.inner
+    return loss
+
+
+def num_microbatches(loss: Loss) -> int:
+    """The number of microbatches into which a loss cuts its batch."""
+    num = 1
+    while isinstance(loss, Accumulated):
+        num, loss = num * loss.num_microbatches, loss.inner
+    return num
+
+
+def split_batch(batch: PyTree, n: int) -> list[PyTree]:
+    """Cuts every leaf of a batch in `n` pieces along dim 0, whose rows differ by at most one.
+
+    Raises:
+        ValueError: leaves have different numbers of rows; lists them.
+    """
+    if n == 1:
+        return [batch]
+    leaves = tree_leaves(batch)
+    if len({x.shape[0] for x in leaves if _cuts(x) and x.shape[0]}) > 1:
+        raise_all(
+            ValueError,
+            f"accumulate({n}) cuts every leaf along dim 0, and the leaves of the batch have different numbers of rows."
+            f" Give each leaf one entry for a row, or cut the batch by a function, accumulate(loss, {n}, split=f), with"
+            f" f(batch, {n}) -> {n} batches:",
+            _rows_told(batch),
+        )
+    return cut_rows(batch, n, [_cuts(x) for x in leaves])
+
+
+def cut_rows(batch: PyTree, n: int, cut: Sequence[bool]) -> list[PyTree]:
+    """Cuts a batch into `n` parts. A leaf that is `cut` is cut along dim 0; other leaves are whole in each part.
+
+    Args:
+        batch: a tree of tensors.
+        n: how many parts.
+        cut: by leaf, in flattening order.
+    """
+    leaves, treedef = tree_flatten(batch)
+    columns = [_pieces(x, n) if is_cut else [x] * n for x, is_cut in zip(leaves, cut, strict=True)]
+    return [tree_unflatten(treedef, [column[i] for column in columns]) for i in range(n)]
+
+
+def _pieces(x: Tensor, n: int) -> Sequence[Tensor]:
+    if not x.shape[0]:
+        return [x] * n
+    return x.tensor_split(n) if x.shape[0] % n else x.chunk(n)
+
+
+def _checked(parts: Any, batch: PyTree, n: int) -> list[PyTree]:
+    """The result of the user's `split`, as a list.
+
+    Raises:
+        TypeError: it is not a sequence of batches.
+        ValueError: there are not `n`, or they have other leaves than the batch.
+    """
+    name = f"accumulate(loss, {n}, split=f): f(batch, {n})"
+    if not isinstance(parts, Sequence):
+        raise TypeError(f"{name} returned a {type(parts).__name__}; return a list of {n} batches.")
+    if len(parts) != n:
+        raise ValueError(f"{name} returned {len(parts)} batches; return {n}.")
+    whole = tree_structure(batch)
+    others = [f"batch {i} has {tree_paths(x, 'batch')}" for i, x in enumerate(parts) if tree_structure(x) != whole]
+    raise_all(
+        ValueError,
+        f"{name} returned batches with other leaves than {tree_paths(batch, 'batch')}; return all of them in each, a"
+        " tensor without rows where a microbatch has none:",
+        others,
+    )
+    return list(parts)
+
+
+def _of_parts(loss: Loss, batches: Sequence[PyTree]) -> Loss:
+    """The loss for these microbatches: unless they have the same shapes, it must return a `WeightedMean`.
+
+    Raises:
+        ValueError: they differ, and the loss is a pipeline, whose ranks exchange tensors of one shape.
+    """
+    num = len(batches)
+    if num == 1 or len({tuple(getattr(x, "shape", ()) for x in tree_leaves(b)) for b in batches}) == 1:
+        return loss
+    if getattr(taken_over(loss)[1], "transform", None) == "pipeline":
+        raise ValueError(
+            f"the {num} microbatches of a pipeline must have the same shapes, since its ranks exchange tensors of one"
+            f" shape. Pass a multiple of {num} rows: pad the batch, or drop a shorter last one (drop_last=True). Got"
+            f" {_sizes_told(batches)}."
+        )
+
+    def weighted(params: PyTree, *args: Any) -> Any:
+        out = loss(params, *args)
+        if not isinstance(out[0] if type(out) is tuple and out else out, WeightedMean):
+            raise ValueError(
+                f"accumulate({num}) cuts the batch unevenly, so that the mean of the microbatches' losses is not its"
+                f" mean: {_sizes_told(batches)}. Return WeightedMean(total, weight) from the loss; or use a divisor of"
+                " the rows, or drop a shorter last batch (drop_last=True)."
+            )
+        return out
+
+    return weighted
+
+
+def _sizes_told(batches: Sequence[PyTree]) -> str:
+    told = [f"microbatch {i}: {', '.join(_rows_told(b))}" for i, b in enumerate(batches)]
+    return "; ".join(first_of(told, _SHOWN))
+
+
+_SHOWN = 4
+
+
+def _rows_told(batch: PyTree) -> list[str]:
+    """The leaves of a batch that are cut, with their numbers of rows."""
+    pairs = named_leaves(batch, "batch")
+    return [f"{path} has {len(x)} row{'s' * (len(x) != 1)}" for path, x in pairs if _cuts(x)]
+
+
+def _cuts(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0
+
+
+def _mean(outs: list[Any]) -> Any:
+    first = outs[0]
+    if isinstance(first, WeightedMean):
+        return WeightedMean(sum(o.total for o in outs), sum(o.weight for o in outs))  # type: ignore[arg-type]
+    if isinstance(first, tuple):
+        _check_aux(first)
+        loss = _mean([o[0] for o in outs])
+        return loss, {k: _mean([o[1][k] for o in outs]) for k in first[1]}
+    return torch.stack([torch.as_tensor(o) for o in outs]).mean()
+
+
+def _check_aux(out: tuple[Any, ...]) -> None:
+    """Refuses results other than `(loss, aux)` with values that can be averaged over microbatches.
+
+    Raises:
+        ValueError: lists the values that cannot.
+    """
+    _, *rest = out
+    if len(rest) != 1 or not isinstance(rest[0], Mapping):
+        told = [f"a loss, {', '.join(type(x).__name__ for x in rest)}"]
+    else:
+        plain = {k: torch.as_tensor(x) for k, x in rest[0].items() if not isinstance(x, WeightedMean)}
+        told = [f"{k!r} of shape {tuple(x.shape)}" for k, x in plain.items() if x.ndim]
+    raise_all(
+        ValueError,
+        "accumulate averages what microbatches return: a loss, or (loss, aux) with a dict of 0-d values; if what comes"
+        " last is a model state, write accumulate(loss, n, has_state=True). Got:",
+        told,
+    )

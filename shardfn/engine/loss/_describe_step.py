@@ -1,0 +1,44 @@
+"""Describes a step, or a sharded function, in lines: the constant facts that determine the messages of ranks.
+
+Ranks compare it, hashed, in the exchange with which a call begins. So steps that differ never meet in a transfer, and
+the error shows the lines in which they differ.
+"""
+
+import torch
+
+from shardfn.core import describe
+from shardfn.optim import GradientTransformation
+
+from ._jitted import Jitted
+from ._transform_order import taken_over
+from ._unwrap import Unwrapped
+
+
+def describe_step(loss: Unwrapped, optimizer: GradientTransformation) -> list[str]:
+    """One line per fact: the loss's transforms, how the step is captured, the optimizer's rules and numbers."""
+    return [*describe_function(loss, "loss"), *describe(optimizer, "optimizer")]
+
+
+def describe_function(loss: Unwrapped, name: str) -> list[str]:
+    """One line per fact: a function's transforms, and how it is captured.
+
+    The wrapped function is described no further than values built from this package's functions: each rank may have its
+    own, and its leaves and gradients are agreed on as it runs.
+    """
+    lines = [f"torch {torch.__version__}", *_captured(loss.jitted)]
+    around, inner = taken_over(loss.loss)
+    cuts = [x for x in around if x.transform == "accumulate"]
+    if loss.mixed is not None:
+        lines += describe((loss.mixed.policy, loss.mixed.loss_scale), "mixed_precision")
+    lines += [f"partition along {x.axes}" for x in around if x.transform == "partition"]
+    told = [f"{x.num_microbatches}{'' if x.split is None else ' by split='}" for x in cuts]
+    lines.append(f"accumulate {' x '.join(told)}" if cuts else "no accumulate")
+    return [*lines, *describe(inner, name, strangers=False)]
+
+
+def _captured(jitted: Jitted | None) -> list[str]:
+    if jitted is None:
+        return ["eager, without jit"]
+    if jitted.cluster is not None:  # each rank may have measured its own, and bounded its memory; rank 0 chooses
+        return [f"jit {jitted.chooses_by()}, backend {jitted.backend!r}"]
+    return [f"jit {jitted.chooses_by()}, backend {jitted.backend!r}", *describe(jitted.schedule, "jit.schedule")]

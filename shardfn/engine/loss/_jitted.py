@@ -1,0 +1,273 @@
+"""The function that `jit` returns: it is captured, scheduled and compiled for each signature."""
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from shardfn.capture import CaptureError, capture, capturing, quiet
+from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh, noting_meshes, transforming
+from shardfn.core import Mesh, PyTree, named_leaves, tree_flatten, tree_paths, tree_unflatten
+from shardfn.graph import (
+    Choice,
+    Cluster,
+    Compiled,
+    Schedule,
+    check_fits,
+    choose,
+    compile_graph,
+    resolve_backend,
+    transfers,
+)
+from shardfn.leaves import LazyLeaf
+from shardfn.memory import bind_pool
+from shardfn.nn import looping
+
+from ._splice import copied_loop
+from ._transform_order import Transform
+
+log = logging.getLogger("shardfn.jit")
+
+
+_SCHEDULE = Schedule()
+
+
+class CacheInfo(NamedTuple):
+    """Counters of a captured function's cache.
+
+    Attributes:
+        hits: calls that found their graph.
+        misses: calls that captured one.
+        currsize: graphs kept.
+        capture_seconds: time spent capturing and scheduling.
+        compile_seconds: time spent compiling.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    currsize: int = 0
+    capture_seconds: float = 0.0
+    compile_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Jitted(Transform):
+    """A function that runs as a graph; `sharded_step` takes the whole step around it into that graph.
+
+    Attributes:
+        inner: the function.
+        backend: "inductor", "graph", or None for the best there is.
+        schedule: options of the passes over the graph; with a cluster, the fields that are given.
+        cluster: the machines for which the cost model chooses the schedule; None: `schedule` is used.
+        memory: bytes that the device may hold; default the cluster's.
+        given: the fields of the schedule that are not chosen.
+        check_types: whether a step in which a collective is missing, or occurs twice, is refused.
+    """
+
+    transform: ClassVar[str] = "jit"
+
+    inner: Callable[..., Any]
+    backend: str | None = None
+    schedule: Schedule = _SCHEDULE
+    cluster: Cluster | None = None
+    memory: int | None = None
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    check_types: bool = True
+    _cache: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    # A list in a frozen class: hits, misses, seconds of capture and of compilation.
+    _counts: list[float] = dataclasses.field(
+        default_factory=lambda: [0, 0, 0.0, 0.0], init=False, repr=False, compare=False
+    )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's value."""
+        leaves, treedef = tree_flatten((args, kwargs))
+        # Part of a larger graph, of a torch.func transform, or of an eager step that gathers as it goes.
+        if capturing() or transforming() or any(type(x) is LazyLeaf for x in leaves):
+            return self.inner(*args, **kwargs)
+        at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor | GlobalTensor)]
+        # A graph takes this rank's blocks; their global tensors are in the signature, and results are wrapped likewise.
+        inputs = [x.local if isinstance(x, GlobalTensor) else x for x in (leaves[i] for i in at)]
+        _refuse_gradients(inputs, leaves, treedef, at)
+        key = (treedef, current_mesh(), ambient(), *(leaf_signature(x) for x in leaves))
+        try:
+            found = self._cache.get(key)
+        except TypeError as error:
+            raise TypeError(f"an argument of a jitted function is neither a tensor nor hashable: {error}.") from error
+        self._counts[found is None] += 1
+        if found is None:
+            found = self._cache[key] = self._make(leaves, treedef, at, inputs)
+        compiled, mesh, out_def, statics = found
+        with (
+            torch.no_grad(),
+            plain_arithmetic(),
+            bind_pool(),
+            contextlib.nullcontext() if mesh is None else bind_mesh(mesh),
+        ):
+            outs = iter(compiled(*inputs))
+        return tree_unflatten(out_def, [s.fill(next(outs)) if isinstance(s, ResultSlot) else s for s in statics])
+
+    def cache_info(self) -> CacheInfo:
+        """Hits, misses and seconds so far."""
+        hits, misses, captured, compiled = self._counts
+        return CacheInfo(int(hits), int(misses), len(self._cache), captured, compiled)
+
+    def choose(self, gm: GraphModule) -> Choice | None:
+        """The schedule that the cost model takes for a graph; None without a cluster."""
+        if self.cluster is None:
+            return None
+        start = time.perf_counter()
+        with quiet():
+            choice = choose(gm, self.cluster, memory=self.memory, given=self.given, fuses=self.backend != "graph")
+        log.info("in %.1f s %s", time.perf_counter() - start, choice)
+        return choice
+
+    def chooses_by(self) -> str:
+        """The facts that ranks must agree on to run one choice: whether there is one, and which fields are given."""
+        given = {k: v for k, v in sorted(self.given.items()) if k != "passes"}
+        return "by the schedule given" if self.cluster is None else f"by cluster=, with {given or 'nothing'} given"
+
+    def scheduled(self, gm: GraphModule, schedule: Schedule | None = None) -> GraphModule:
+        """The graph after the passes, for the back end that will run it; by `schedule` if one was chosen."""
+        with quiet():
+            out = (schedule or self.schedule)(gm, fuses=self.backend != "graph")
+        if self.cluster is not None:
+            check_fits(out, self.cluster.device.memory if self.memory is None else self.memory)
+        return out
+
+    def compile(self, gm: GraphModule, backend: str | None = None) -> Compiled:
+        """Compiles a scheduled graph."""
+        compiled = compile_graph(gm, resolve_backend(backend or self.backend))
+        self._counts[3] += compiled.seconds
+        log.info("compiled for %r in %.1f s: %d regions", compiled.backend, compiled.seconds, compiled.num_regions)
+        return compiled
+
+    def count(self, *, hit: bool, seconds: float = 0.0) -> None:
+        """Counts a call of the step around the function, which keeps its graphs itself."""
+        self._counts[not hit] += 1
+        self._counts[2] += seconds
+
+    def _make(self, leaves: list[Any], treedef: Any, at: list[int], inputs: list[Tensor]) -> Any:
+        start = time.perf_counter()
+        result: list[Any] = []
+        mesh = current_mesh()
+
+        def flat(*tensors: Tensor) -> list[Tensor]:
+            filled = list(leaves)
+            for i, x in zip(at, tensors, strict=True):
+                old = leaves[i]
+                filled[i] = _like(old, x) if isinstance(old, GlobalTensor) else x
+            args, kwargs = tree_unflatten(treedef, filled)
+            # The mesh as at the function's call, since a captured function may bind others.
+            with bind_mesh(mesh), looping(copied_loop):
+                outs, out_def = tree_flatten(self.inner(*args, **kwargs))
+            result[:] = [out_def, [slot_of(x) for x in outs]]
+            return [x.local if isinstance(x, GlobalTensor) else x for x in outs if isinstance(x, Tensor | GlobalTensor)]
+
+        with noting_meshes() as meshes:
+            gm = capture(flat, inputs)
+        gm.meta |= {"mesh_shape": {}, "coords": {}}
+        for bound in meshes:
+            gm.meta["mesh_shape"] |= bound.shape
+            gm.meta["coords"] |= bound.coords
+        name = getattr(self.inner, "__name__", "a function")
+        report(name, "args", tree_unflatten(treedef, leaves)[0], len(self._cache))
+        # Each rank chooses for itself: the passes keep the order of a function's own collectives under any choice.
+        choice = self.choose(gm)
+        gm = self.scheduled(gm, choice and choice.schedule)
+        self._counts[2] += time.perf_counter() - start
+        return self.compile(gm), _mesh_of_the_loss(gm, meshes), *result
+
+
+class ResultSlot(NamedTuple):
+    """Where a tensor of the graph goes in the result; as a `GlobalTensor` like `like`, if there is one."""
+
+    like: GlobalTensor | None
+
+    def fill(self, x: Tensor) -> Tensor | GlobalTensor:
+        """The leaf."""
+        like = self.like
+        return x if like is None else _like(like, x)
+
+
+def _like(leaf: GlobalTensor, x: Tensor) -> GlobalTensor:
+    """A leaf with another block; a block on disk has been read."""
+    kind = "host" if leaf.memory_kind == "disk" else leaf.memory_kind
+    return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, kind, frozen=leaf.frozen)
+
+
+def slot_of(x: Any) -> Any:
+    """A placeholder for a leaf of a result: a `ResultSlot` for a tensor, else the leaf itself."""
+    if isinstance(x, GlobalTensor):
+        return ResultSlot(x)
+    return ResultSlot(None) if isinstance(x, Tensor) else x
+
+
+def _mesh_of_the_loss(gm: GraphModule, meshes: Sequence[Mesh]) -> Mesh | None:
+    """The mesh whose axes the ops of this package name; None where none of them sends.
+
+    Raises:
+        CaptureError: the function has bound several meshes.
+    """
+    if not any(t.channel.startswith("loss") and t.num_ranks > 1 for t in transfers(gm)):
+        return None
+    several = list(dict.fromkeys(mesh for mesh in meshes if mesh.size > 1))
+    if len(several) > 1:
+        raise CaptureError(
+            f"a jitted function binds {len(several)} meshes ({', '.join(map(str, several))}), so that its graph cannot"
+            " tell along which of them its exchanges go. Wrap the functions on each mesh in a jit of their own."
+        )
+    return several[0] if several else None
+
+
+def ambient() -> Any:
+    """The settings besides arguments that a function's result depends on: autocast."""
+    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    return tuple((k, torch.get_autocast_dtype(k)) for k in kinds)
+
+
+@contextlib.contextmanager
+def plain_arithmetic() -> Iterator[None]:
+    """Turns autocast off while a graph runs: its casts are in the graph."""
+    with contextlib.ExitStack() as stack:
+        for kind, _ in ambient():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def report(name: str, root: str, tree: PyTree, known: int) -> None:
+    """Logs a capture: the first one at level INFO, later ones, which a change of shapes has caused, as warnings."""
+    pairs = named_leaves(tree, root)
+    shown = ", ".join(f"{p} {tuple(x.shape)}" for p, x in pairs if isinstance(x, Tensor))
+    if not known:
+        log.info("captured %s for %s", name, shown)
+    else:
+        log.warning("captured %s again, for the shapes %s: graph number %d", name, shown, known + 1)
+
+
+def leaf_signature(x: Any) -> Any:
+    """The properties of a leaf of an argument that a graph relies on."""
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.stride(), x.dtype, x.device
+    if isinstance(x, GlobalTensor):
+        return tuple(x.shape), x.spec, x.mesh, x.memory_kind, leaf_signature(x.local)
+    # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+    return type(x), repr(x) if isinstance(x, float) else x
+
+
+def _refuse_gradients(inputs: list[Tensor], leaves: list[Any], treedef: Any, at: list[int]) -> None:
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in inputs):
+        return
+    paths = tree_paths(tree_unflatten(treedef, leaves))
+    names = [paths[i] for i, x in zip(at, inputs, strict=True) if x.requires_grad]
+    raise CaptureError(
+        f"a jitted function was given tensors that require a gradient ({', '.join(names[:4])}); a graph holds no"
+        " autograd. Capture the gradient with it: jit(value_and_grad(f)) in place of value_and_grad(jit(f)),"
+        " jit(remat(f)) in place of remat(jit(f))."
+    )

@@ -1,0 +1,79 @@
+"""Takes a step's loss out of the transforms that the step itself carries out."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ._accumulated import Accumulated
+from ._jitted import Jitted
+from ._loss import Loss
+from ._mixed import Mixed
+from ._model_state import past_the_batch
+from ._transform_order import taken_over
+
+
+class Unwrapped(NamedTuple):
+    """A loss in the order in which a step runs it, and the transforms that were around it.
+
+    Attributes:
+        loss: accumulated, of mixed precision, of the plain loss.
+        jitted: the jit, which takes in the whole step.
+        mixed: the precision, which the layout takes over.
+    """
+
+    loss: Loss
+    jitted: Jitted | None = None
+    mixed: Mixed | None = None
+
+
+def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
+    """Sorts `jit`, `accumulate` and `mixed_precision`, which mean the same step in any order.
+
+    Args:
+        loss: the loss.
+        has_state: whether it takes a model state, and returns one, which goes past all of these.
+
+    Raises:
+        ValueError: the loss is jitted twice, or has two policies; or a transform was made with has_state=True.
+    """
+    _check_told(loss, has_state=has_state)
+    around, inner = taken_over(loss)
+    if has_state:
+        inner = with_state() if (with_state := getattr(inner, "with_state", None)) else past_the_batch(inner)
+    named = {x.transform: x for x in around}
+    jitted, mixed = named.get("jit"), named.get("mixed_precision")
+    parted = named.get("partition")
+    if parted is not None:
+        if has_state:
+            raise ValueError("partition(loss) takes no model state; build the step without has_state.")
+        inner = dataclasses.replace(parted, inner=inner, _programs=parted._programs)
+    if mixed is not None:
+        inner = mixed = Mixed(inner, mixed.policy, mixed.loss_scale)
+    for x in reversed(around):
+        if x.transform == "accumulate":
+            inner = Accumulated(inner, x.num_microbatches, split=x.split)
+    return Unwrapped(inner, jitted, mixed)
+
+
+def _check_told(loss: Callable[..., Any], *, has_state: bool) -> None:
+    """Refuses a loss whose transforms take a model state, in a step that was built without.
+
+    Raises:
+        ValueError: they do.
+    """
+    if not has_state and any(getattr(x, "has_state", False) for x in taken_over(loss)[0]):
+        raise ValueError("the loss takes a model state, and the step was built without; pass has_state=True to both.")
+
+
+def check_state(outer: str, loss: Callable[..., Any], *, has_state: bool) -> None:
+    """Refuses a transform with `has_state` around one without, or the other way round.
+
+    Raises:
+        ValueError: they differ.
+    """
+    for x in taken_over(loss)[0]:
+        if hasattr(x, "has_state") and x.has_state != has_state:
+            raise ValueError(
+                f"{outer}(..., has_state={has_state}) of {x.transform}(..., has_state={x.has_state}): a loss has a"
+                " model state or none; say the same to both."
+            )

@@ -1,0 +1,15 @@
+"""Tensor parallelism of losses that name no axis: capture, plan, run, proposed specs."""
+
+from ._bound import (
+    bind as bind,
+)
+from ._partition_capture import (
+    in_section as in_section,
+)
+from ._partitioned import (
+    Partitioned as Partitioned,
+)
+from ._proposed import (
+    SpecSearch as SpecSearch,
+    Unplaced as Unplaced,
+)

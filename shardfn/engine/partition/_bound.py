@@ -1,0 +1,74 @@
+"""Binds a step's pipelined loss, and the partitioned functions in its loss, to the leaves that the step hands them."""
+
+import dataclasses
+from typing import Any
+
+from shardfn.engine.loss import Accumulated, Mixed, Unwrapped, of_whole_batch
+from shardfn.engine.pipeline import Pipelined
+from shardfn.engine.plan import LeafViews, Pick, Planner
+
+from ._partitioned import Partitioned
+from ._pipelined_partitioned import PartitionedPipeline
+
+
+def bind(unwrapped: Unwrapped, planner: Planner) -> Unwrapped:
+    """Gives a pipelined loss, and the partitioned functions of a step's loss, their leaves.
+
+    Raises:
+        ValueError: an axis of theirs cuts the batch, or stages of a pipeline lie along it; or a function is partitioned
+            twice.
+    """
+    loss = _bound(unwrapped.loss, LeafViews(planner))
+    mixed = of_whole_batch(loss)
+    return unwrapped._replace(loss=loss, mixed=mixed if isinstance(mixed, Mixed) else unwrapped.mixed)
+
+
+def _bound(f: Any, views: LeafViews) -> Any:
+    if isinstance(f, Accumulated | Mixed):
+        return dataclasses.replace(f, inner=_bound(f.inner, views))
+    if isinstance(f, Pipelined):
+        return dataclasses.replace(_bound_stages(f, views), views=views)
+    if not isinstance(f, Partitioned):
+        return f
+    for axis in set(f.axes) & set(views.planner.batch_axes):
+        raise ValueError(
+            f"partition(loss, axes={f.axes!r}): the batch is cut along {axis!r}, which every rank must have the"
+            " whole of; pass batch=P('dp'), or P(), and the same rows to all ranks along it."
+        )
+    bound = dataclasses.replace(f, views=views)
+    if isinstance(f.inner, Pipelined):
+        _check_apart(f, f.inner)
+        if _bound_stages(f.inner, views) is not f.inner:
+            raise ValueError(
+                "partition(pipeline(...)) of functions that are partitioned themselves: drop the partition around the"
+                " pipeline, or those inside."
+            )
+        return PartitionedPipeline.made(bound, dataclasses.replace(f.inner, views=views))
+    return bound
+
+
+def _bound_stages(of: Pipelined, views: LeafViews) -> Pipelined:
+    """The loss with its partitioned functions bound; the loss itself if it has no such functions."""
+    found: list[Partitioned] = []
+
+    def change(f: Any, pick: Pick) -> Any:
+        if isinstance(f, Partitioned):
+            _check_apart(f, of)
+            found.append(f)
+        return _bound(f, dataclasses.replace(views, pick=pick))
+
+    made = of.with_functions(change)
+    return made if found else of
+
+
+def _check_apart(parted: Partitioned, staged: Pipelined) -> None:
+    """Refuses to partition along the axis of the stages.
+
+    Raises:
+        ValueError: it does.
+    """
+    if staged.axis in parted.axes:
+        raise ValueError(
+            f"partition(axes={parted.axes!r}) and a pipeline along {staged.axis!r}: ranks along {staged.axis!r} have"
+            " layers of their own, which are no blocks of one whole; name another axis."
+        )

@@ -1,0 +1,73 @@
+"""Partitioning along several axes: the capture for one axis runs the program along the axes before it.
+
+The program along the first axis runs on leaves that are whole along the second, while the second axis captures it. Its
+transfers are then operations of that graph, `sent_along`, with a rule of their own: they leave dims alone that the
+first axis does not cut. So the second axis is independent of the first, and a step that it runs sends along both.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_meta, track_tensor
+
+from shardfn.capture import node_of, recorder
+from shardfn.collectives import pmax, psum, pvary
+from shardfn.engine.loss import without_data
+from shardfn.graph import Convert, Form, Ranks, sent_along
+
+from ._partition_capture import Noting
+from ._partition_convert import converted
+
+
+class NotedRanks(Ranks):
+    """The ranks along an axis, while another axis captures: transfers along them are noted."""
+
+    def __init__(self, axis: str, notes: Noting) -> None:
+        super().__init__(axis)
+        self._notes = notes
+
+    def psum(self, x: Tensor) -> Tensor:
+        """See `Ranks`."""
+        return _noted(psum, x, (self.axis,), list(x.shape), self._notes)
+
+    def pmax(self, x: Tensor) -> Tensor:
+        """See `Ranks`."""
+        return _noted(pmax, x, (self.axis,), list(x.shape), self._notes)
+
+    def pvary(self, x: Tensor) -> Tensor:
+        """See `Ranks`."""
+        return _noted(pvary, x, (self.axis,), list(x.shape), self._notes)
+
+    def convert(self, x: Any, step: Convert) -> Any:
+        """A conversion, noted; for values that the capture does not follow, done."""
+        if not _followed(x, self._notes):
+            return self.block(x, step.after) if step.after.kind == "cut" else x
+        shape = self.local(step.shape, step.after)
+        return _noted(sent_along, x, (self.axis, tuple(step.before), tuple(step.after), step.shape), shape, self._notes)
+
+
+def ranks_along(axis: str) -> Ranks:
+    """The ranks along an axis, as a program that runs sees them."""
+    notes = recorder()
+    return NotedRanks(axis, notes) if isinstance(notes, Noting) else Ranks(axis)
+
+
+def send_along(x: Any, axis: str, before: Any, after: Any, shape: Sequence[int]) -> Any:
+    """Runs a node of `sent_along`."""
+    return converted(x, Convert(0, 0, Form(*before), Form(*after), tuple(shape), True, ""), axis)
+
+
+def _followed(x: Any, notes: Noting) -> bool:
+    return isinstance(x, FakeTensor) and get_proxy_slot(x, notes.tracer, None) is not None
+
+
+def _noted(target: Callable[..., Any], x: Any, args: tuple[Any, ...], shape: list[int], notes: Noting) -> Tensor:
+    """Writes a call of a primitive down; its result is a tensor without data."""
+    tracer = notes.tracer
+    proxy = tracer.create_proxy("call_function", target, (tracer.proxy(node_of(x, notes)), *args), {})
+    made = without_data(x.fake_mode, x.dtype, shape, x.device)
+    track_tensor(made, proxy, constant=None, tracer=tracer)
+    set_meta(proxy, made)
+    return made.requires_grad_(x.requires_grad and not proxy.node.meta.get("no_grad"))

@@ -1,0 +1,112 @@
+"""The loss that `partition` returns: written for one device along some axes, and run on blocks.
+
+A step or `sharded` binds it to the compute specs of its leaves. Called with blocks, it captures the forward of the loss
+once a signature, with the shapes that the leaves have as wholes along the axis, plans it by the sharding rules of the
+op table, and runs it on the blocks. The program is made of torch operations and the primitives of the table, so that
+the backward, ZeRO, remat and a capture around it treat it as any other loss. So does the capture for a second axis,
+whose graph has the primitives of the first as operations (`_partition_axes.py`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from shardfn.collectives import axis_index, axis_size, not_following
+from shardfn.core import PyTree, tree_flatten, tree_unflatten
+from shardfn.engine.loss import Loss, Transform
+from shardfn.engine.plan import LeafView, LeafViews
+from shardfn.graph import PartitionProgram, program_text
+
+from ._partition_agreed import agreed_program
+from ._partition_plan import LossCall
+from ._partition_run import run_program
+
+# The cost of a byte of a value that a rank holds where values are to stay cut, in bytes sent: high enough that the sums
+# of a norm's small gradients do not decide, and low enough that nothing large is sent for it.
+_VALUE_PRICE = 1 / 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitioned(Transform):
+    """A loss that sees whole leaves along an axis; `sharded_step` gives it blocks.
+
+    Attributes:
+        inner: the loss, as written for one device.
+        axes: the mesh axes along which it is partitioned, one after another: a dim that several cut is cut by the
+            first, and its blocks by the next.
+        sequence: whether values between blocks stay cut where that sends about as much.
+        views: the leaves that it may be called with; None: it is not bound to leaves yet.
+    """
+
+    transform: ClassVar[str] = "partition"
+
+    inner: Loss
+    axes: tuple[str, ...]
+    sequence: bool = False
+    views: LeafViews | None = None
+    _programs: dict[Any, "_PreparedLoss"] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    def __call__(self, params: PyTree, *args: Any) -> Any:
+        """The loss of this rank's blocks, the same on all ranks along the axes."""
+        axes = tuple(axis for axis in self.axes if axis_size(axis) > 1)
+        if not axes:
+            return self.inner(params, *args)
+        if self.views is None:
+            told = " x ".join(f"{axis_size(axis)} ranks along {axis!r}" for axis in axes)
+            raise ValueError(
+                f"partition(loss, axes={self.axes!r}) is called on {told}, and nothing says how its leaves are"
+                " cut; give it to sharded_step or sharded, with specs."
+            )
+        leaves, treedef = tree_flatten(params)
+        return self.along(axes, self.views.seen_as(treedef, leaves), params, *args)
+
+    def along(self, axes: tuple[str, ...], views: Sequence[LeafView], params: PyTree, *args: Any) -> Any:
+        """The loss of leaves that are blocks along these axes: the last is partitioned around the others."""
+        if not axes:
+            return self.inner(params, *args)
+        before = axes[:-1]
+        around = functools.partial(self.along, before, views)
+        whole = axes[-1], *(a for a in self.axes if a not in axes)
+        call = LossCall.of(around, params, args, views, whole, _VALUE_PRICE if self.sequence else 0.0)
+        loss, leaves = call.loss, call.leaves
+        told = tuple((tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad) for x in call.tensors)
+        seen = tuple(x.dtype for x in leaves), tuple((type(x), x) for x in loss.static), told, _autocast(leaves)
+        # The blocks that the axes before this one leave are planned with this rank's sizes.
+        at = self.views and self.views.planner, axes, tuple(int(axis_index(a)) for a in before)
+        key = (self.inner, at, tuple(views), loss.treedef, loss.rest_def, *seen)
+        if key not in self._programs:
+            program = agreed_program(call, before, self.programs)
+            self._programs[key] = _PreparedLoss(program, loss.out_def, getattr(self.inner, "title", ""))
+        ready = self._programs[key]
+        with not_following():  # the program has its casts
+            return ready.result(run_program(ready.program, [*leaves, *call.tensors]))
+
+    def as_text(self) -> str:
+        """Every collective, with its bytes and its line in the loss, by signature that was run or lowered."""
+        texts = [(x.title, program_text(x.program)) for x in self._programs.values()]
+        return "\n\n".join(f"{title}, {text}" if title else text for title, text in texts)
+
+    def programs(self) -> list[PartitionProgram]:
+        """The programs that were made, one per signature."""
+        return [x.program for x in self._programs.values()]
+
+
+@dataclasses.dataclass(frozen=True)
+class _PreparedLoss:
+    """A program, the structure of its results, and the part of a loss that it runs, if not all of one."""
+
+    program: PartitionProgram
+    treedef: Any
+    title: str = ""
+
+    def result(self, flat: Sequence[Any]) -> Any:
+        return tree_unflatten(self.treedef, list(flat))
+
+
+def _autocast(leaves: Sequence[Any]) -> Any:
+    """The dtypes that autocast gives to products, which captures depend on."""
+    kinds = sorted({x.device.type for x in leaves})
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))

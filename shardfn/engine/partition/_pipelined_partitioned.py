@@ -1,0 +1,132 @@
+"""Pipelined losses that are partitioned: each stage is one program along the partition's axes.
+
+Partitioning a pipelined loss means partitioning each stage. Between stages, values are whole along the axes. So the
+messages, order and layers of stages are as without a partition. The layers of a stage are planned together, as a scan
+whose one layer is planned.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from shardfn.collectives import axis_size
+from shardfn.core import PyTree
+from shardfn.engine.pipeline import Pipelined, PipelineState, Place
+
+from ._partitioned import Partitioned
+
+
+class StageFunction(NamedTuple):
+    """The part of a pipelined loss that one rank runs, as a loss that `partition` takes.
+
+    Attributes:
+        of: the loss.
+        part: the method to call.
+        place: where the layers are; None for parts without layers.
+    """
+
+    of: Pipelined
+    part: Literal["enter", "stage", "between", "leave"]
+    place: Place | None = None
+
+    def __call__(self, params: PyTree, x: PyTree, y: PyTree = None, *key: Tensor) -> Any:
+        """Calls the method with its arguments in its own order."""
+        of, place = self.of, self.place
+        if place is None:
+            return of.enter(params, x, *key) if self.part == "enter" else of.leave(params, x, y, *key)
+        return getattr(of, self.part)(params, x, y, place, key)
+
+    @property
+    def title(self) -> str:
+        """A description in words."""
+        place = self.place
+        if place is None:
+            return "in front of the layers" if self.part == "enter" else "behind the layers"
+        ends = [what for what, is_so in (("first", place.begins), ("last", place.ends)) if is_so]
+        return " ".join(["the", *ends, "stage, from layer", str(place.row), "on"])
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionedPipeline(Pipelined):
+    """A pipelined loss with partitioned stages.
+
+    Attributes:
+        of: the loss, as written for one device along the axes of the partition.
+        parted: the partition of all of it, bound to its leaves.
+    """
+
+    of: Pipelined
+    parted: Partitioned
+
+    @staticmethod
+    def made(parted: Partitioned, of: Pipelined) -> "PartitionedPipeline":
+        """The stages of `of`, partitioned as `parted` is."""
+        same = {f.name: getattr(of, f.name) for f in dataclasses.fields(Pipelined)}
+        return PartitionedPipeline(**same, of=of, parted=parted)
+
+    def __call__(self, params: PyTree, batch: PyTree, *key: Tensor) -> Any:
+        """The loss."""
+        if axis_size(self.axis) == 1:
+            return self.parted(params, batch, *key)
+        return super().__call__(params, batch, *key)
+
+    def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
+        """See `Pipelined`."""
+        return self._run(StageFunction(self.of, "enter"), params, batch, None, *key)
+
+    @property
+    def begins(self) -> tuple[str, Callable[..., Any]]:
+        """See `Pipelined`."""
+        return self.of.begins
+
+    @property
+    def without_collectives(self) -> tuple[Pipelined, tuple[str, ...]]:
+        """See `Pipelined`."""
+        return self.of, self.parted.axes
+
+    def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
+        """See `Pipelined`."""
+        return self._run(StageFunction(self.of, "stage", place), params, batch, given, *key)
+
+    def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
+        """See `Pipelined`."""
+        return self._run(StageFunction(self.of, "between", place), params, batch, h, *key)
+
+    def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
+        """See `Pipelined`."""
+        return self._run(StageFunction(self.of, "leave"), params, h, batch, *key)
+
+    def _run(self, f: StageFunction, params: PyTree, *args: Any) -> Any:
+        return dataclasses.replace(self.parted, inner=f)(params, *args)
+
+    # `of` defines how layers are cut.
+
+    def stacks(self, params: PyTree) -> Sequence[PyTree]:
+        """See `Pipelined`."""
+        return self.of.stacks(params)
+
+    def kinds(self, stack: PyTree) -> Sequence[PyTree]:
+        """See `Pipelined`."""
+        return self.of.kinds(stack)
+
+    def cut(self, rows: Sequence[Sequence[int]]) -> list[bool]:
+        """See `Pipelined`."""
+        return self.of.cut(rows)
+
+    def shares(self, rows: Sequence[Sequence[int]]) -> list[int]:
+        """See `Pipelined`."""
+        return self.of.shares(rows)
+
+    def tied(self, params: PyTree) -> PyTree:
+        """See `Pipelined`."""
+        return self.of.tied(params)
+
+    def firsts(self, rows: Sequence[Sequence[int]], rank: int) -> list[int]:
+        """See `Pipelined`."""
+        return self.of.firsts(rows, rank)
+
+    def shared_layers(self, state: PipelineState, stage: int, here: bool) -> PipelineState:
+        """See `Pipelined`."""
+        return self.of.shared_layers(state, stage, here)

@@ -1,0 +1,257 @@
+"""Searches specs for the leaves of a loss that is written for one device.
+
+Along several axes they are found one after another, in the order in which `partition` plans them: those along the first
+are held while those along the second are searched, on the program that the first ones give. Each search prices the
+whole program along its axis. Combinations of both are not searched.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from shardfn.collectives import bind_mesh
+from shardfn.core import (
+    Mesh,
+    P,
+    PyTree,
+    Sharding,
+    chunk_bounds,
+    dtype_name,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+)
+from shardfn.engine.loss import microbatches, taken_over
+from shardfn.engine.pipeline import Pipelined
+from shardfn.engine.plan import LeafView
+from shardfn.graph import Cluster, Form, HeldBytes, Proposal, Proposer, arithmetic, looped, node_flops
+
+from ._partition_plan import LossCall, constants_of
+from ._partitioned import Partitioned
+
+# The bytes that a rank may hold where no limit is given, as a multiple of an even share.
+_SHARE = 1.25
+_TOLD = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Unplaced:
+    """A loss for whose leaves specs are searched.
+
+    Attributes:
+        loss: as written for one device, of one microbatch.
+        params: its leaves.
+        args: its other arguments.
+        rows: for each leaf whose dim 0 the stages of a pipeline cut, the most rows of it that a rank has; else None.
+        stages: the axis of the stages; None without stages.
+        num_stages: how many ranks lie along it.
+    """
+
+    loss: Callable[..., Any]
+    params: PyTree
+    args: Sequence[Any]
+    rows: Sequence[int | None]
+    stages: str | None = None
+    num_stages: int = 1
+
+    @staticmethod
+    def of(loss: Callable[..., Any], params: PyTree, args: Sequence[Any], sizes: Mapping[str, int]) -> "Unplaced":
+        """The part of a loss that a rank runs, on a mesh of these sizes.
+
+        Raises:
+            ValueError: it is partitioned already.
+        """
+        around, inner = taken_over(loss)
+        if any(isinstance(x, Partitioned) for x in around):
+            raise ValueError("propose_specs(partition(loss), ...): give it the loss itself, without partition.")
+        leaves, treedef = tree_flatten(params)
+        rows: list[int | None] = [None] * len(leaves)
+        if args:
+            loss, (batch, *_) = microbatches(loss, args[0])
+            args = (batch, *args[1:])
+        if not isinstance(inner, Pipelined):
+            return Unplaced(loss, params, args, rows)
+        num = sizes.get(inner.axis, 1)
+        inside = tree_leaves(inner.stacks(tree_unflatten(treedef, list(range(len(leaves))))))
+        for i in inside if num > 1 else ():
+            rows[i] = chunk_bounds(len(leaves[i]), num, 0)[1]
+        return Unplaced(_unpartitioned(inner), params, args, rows, inner.axis if num > 1 else None, num)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecSearch:
+    """A search for the specs of a loss, along one axis after another.
+
+    Attributes:
+        of: the loss.
+        mesh: has the axes.
+        axes: their names, in order.
+        kept: the bytes that are kept of each leaf.
+        limit: bytes that a rank may hold; None: an even share and a quarter more, or the least.
+        cluster: the machines whose rates price work; None: work is free.
+    """
+
+    of: Unplaced
+    mesh: Mesh
+    axes: tuple[str, ...]
+    kept: Sequence[HeldBytes]
+    limit: float | None
+    cluster: Cluster | None = None
+
+    def found(self) -> PyTree:
+        """The specs.
+
+        Raises:
+            ValueError: the leaves do not fit, with any cut; names the biggest, the limit, and one that would fit.
+        """
+        treedef = tree_flatten(self.of.params)[1]
+        shape = {axis: num if axis in self.axes else 1 for axis, num in self.mesh.shape.items()}
+        with bind_mesh(Mesh(shape, torch.device("cpu"), abstract=True)):
+            found = self._within()
+        specs = [self._spec(i, *x) for i, x in enumerate(zip(found.specs, found.scanned, strict=True))]
+        return tree_unflatten(treedef, specs)
+
+    def _within(self) -> "_CutLeaves":
+        """Cuts leaves to fit the limit, if possible.
+
+        Earlier axes keep leaves whole for later ones to cut; if these cannot, earlier ones cut more, and at last all.
+        """
+        limit = self._limit()
+        found = self._cuts(limit, 1.0)
+        for all_cut in (False, True) if len(self.axes) > 1 else ():
+            if found.held > limit:
+                found = self._cuts(limit, 0.0 if all_cut else limit / found.held)
+        if found.held > limit and self.limit is not None:
+            self._refuse(found.held)
+        return found
+
+    def _limit(self) -> float:
+        if self.limit is not None:
+            return self.limit
+        return _SHARE * sum(self._totals()) / math.prod(self.mesh.shape[a] for a in self.axes)
+
+    def _cuts(self, limit: float, room: float) -> "_CutLeaves":
+        """Cuts along one axis after another; all but the last leave a rank `room` of the bytes for later ones."""
+        leaves = tree_leaves(self.of.params)
+        views = [LeafView(tuple(x.shape), P(), tuple(x.shape)) for x in leaves]
+        scanned: list[bool] = []
+        held, later = 0.0, math.prod(self.mesh.shape[a] for a in self.axes)
+        for k, axis in enumerate(self.axes):
+            call = self._call(k, views)
+            gm = call.captured()
+            nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+            scanned = scanned or list(map(_scanned, nodes[: len(leaves)]))
+            later //= self.mesh.shape[axis]
+            # A rank does not hold the parts that later axes cut.
+            most = limit if axis == self.axes[-1] else room * limit * later
+            found = self._along(k, gm, nodes, call.trained(nodes), most)
+            held = found.held
+            views = [_cut(v, found.forms[n], axis) for v, n in zip(views, nodes[: len(leaves)], strict=True)]
+        return _CutLeaves([v.spec for v in views], scanned, held)
+
+    def _call(self, k: int, views: Sequence[LeafView]) -> LossCall:
+        """The call of the loss whose leaves are cut along the first `k` axes, and partitioned so."""
+        names, of = self.axes, self.of
+        before = functools.partial(Partitioned(of.loss, names).along, names[:k], views)
+        return LossCall.of(before, of.params, of.args, views, names[k:])
+
+    def _along(
+        self, k: int, gm: GraphModule, inputs: Sequence[Node], trained: Callable[[Node], bool], limit: float
+    ) -> Proposal:
+        """The forms of leaves along axis `k`, in a graph of blocks along those before: within a limit, or the least."""
+        nodes, of = inputs[: len(self.kept)], self.of
+        kept = {n: self._held(i) for i, n in enumerate(nodes)}
+        rows = {n for n, most in zip(nodes, of.rows, strict=True) if most is not None}
+        num, price = self.mesh.shape[self.axes[k]], self._price(k, gm)
+        proposer = Proposer(gm.graph, num, kept, trained, constants_of(gm), rows=rows, work_price=price)
+        return proposer.best(max(limit, proposer.least_held()))
+
+    def _price(self, k: int, gm: GraphModule) -> float:
+        """The bytes that axis `k` sends in the time of a floating-point operation."""
+        if self.cluster is None:
+            return 0.0
+        by_dtype: dict[torch.dtype, int] = {}
+        for n in gm.graph.nodes:
+            if flops := node_flops(n):
+                by_dtype[arithmetic(n)] = by_dtype.get(arithmetic(n), 0) + flops
+        most = max(by_dtype, key=by_dtype.__getitem__, default=torch.float32)
+        wire = self.cluster.link(self.mesh.shape, self.axes[k])
+        return wire.bandwidth / self.cluster.device.rate(dtype_name(most))
+
+    def _held(self, i: int) -> HeldBytes:
+        """The bytes that a rank keeps of a leaf: if stages cut it, of its rows."""
+        kept, most = self.kept[i], self.of.rows[i]
+        if most is None:
+            return kept
+        share = most / len(tree_leaves(self.of.params)[i])
+        return HeldBytes(share * kept.per_element, share * kept.fixed)
+
+    def _totals(self) -> list[float]:
+        """The bytes that are kept of each leaf, before any of these axes cuts it."""
+        held = map(self._held, range(len(self.kept)))
+        leaves = tree_leaves(self.of.params)
+        return [kept.fixed + kept.per_element * x.numel() for kept, x in zip(held, leaves, strict=True)]
+
+    def _refuse(self, least: float) -> None:
+        total = self._totals()
+        sizes = sorted(zip(total, tree_paths(self.of.params, "params"), strict=True), reverse=True)[:_TOLD]
+        biggest = "; ".join(f"{path}, {int(size)} bytes" for size, path in sizes)
+        most = math.ceil(least)
+        names, num = " and ".join(map(repr, self.axes)), math.prod(self.mesh.shape[a] for a in self.axes)
+        raise ValueError(
+            f"propose_specs(memory={int(self.limit or 0)}): parameters and optimizer states are {int(sum(total))}"
+            f" bytes, of which a rank of the {num} along {names} holds at least {most}, with each leaf cut where"
+            f" that leaves least. The biggest leaves: {biggest}. Pass memory={most} or more, use a longer axis"
+            f" {names}, or let ZeRO cut the states along another axis."
+        )
+
+    def _spec(self, i: int, spec: P, scanned: bool) -> P | Sharding:
+        stages, most = self.of.stages, self.of.rows[i]
+        if most is not None:
+            spec = P(stages, *spec.entries[1:])
+            # Layers of a stacked leaf are sent one by one, so every stage must have one.
+            num = len(tree_leaves(self.of.params)[i])
+            scanned = scanned and -(-num // most) == self.of.num_stages
+        return Sharding(spec, stacked=True) if scanned else spec
+
+
+@dataclasses.dataclass(frozen=True)
+class _CutLeaves:
+    """The spec of each leaf along the axes, whether a scan takes it apart, and the bytes of the rank with the most."""
+
+    specs: Sequence[P]
+    scanned: Sequence[bool]
+    held: float
+
+
+def _cut(view: LeafView, form: Form, axis: str) -> LeafView:
+    """A leaf that is cut along one more axis, within the blocks that others leave."""
+    if form.kind != "cut":
+        return view
+    names = [view.spec.dim_axes(d) for d in range(max(len(view.spec), form.dim + 1))]
+    names[form.dim] = (*names[form.dim], axis)
+    return LeafView(view.shape, P(*names), view.block)
+
+
+def _scanned(node: Node) -> bool:
+    """Whether an input is taken apart into the layers of a scan, and used in no other way."""
+    return bool(node.users) and all(map(_in_layers, node.users))
+
+
+def _in_layers(node: Node) -> bool:
+    """Whether an op takes a leaf apart into the layers of a scan."""
+    packet: Any = getattr(node.target, "overloadpacket", None)
+    along: Any = node.args[1] if len(node.args) > 1 else 0
+    layers: bool = packet is torch.ops.aten.unbind and along == 0
+    return layers and all(u.target is looped for part in node.users for u in part.users)
+
+
+def _unpartitioned(of: Pipelined) -> Pipelined:
+    """A pipelined loss whose functions are those for one device."""
+    return of.with_functions(lambda f, pick: f.inner if isinstance(f, Partitioned) else f)

@@ -1,0 +1,130 @@
+"""The loss that `pipeline` returns for a list of functions: stages whose leaves differ."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from shardfn.collectives import axis_size
+from shardfn.core import PyTree, chunk_bounds, fold_in, tree_map
+
+from ._pipelined import (
+    Change,
+    Enclosed,
+    Pipelined,
+    Place,
+    from_one,
+)
+from ._stage_state import (
+    PipelineState,
+    apart,
+    current_state,
+    put_part,
+)
+
+
+class LeavesOf(NamedTuple):
+    """Picks the leaves that one function of the list is called with.
+
+    Attributes:
+        of: the loss.
+        i: which function.
+    """
+
+    of: "PipelinedFunctions"
+    i: int
+
+    def __call__(self, params: PyTree) -> list[PyTree]:
+        """The leaves of this function alone."""
+        return [self.of.blocks(params)[self.i]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinedFunctions(Enclosed):
+    """A loss of layers that differ, each a function of its own leaves; stages are even parts of the list.
+
+    There is no stack that could be cut along the axis: each rank has all leaves, as ZeRO keeps them along other axes,
+    and uses those of its own functions. So they are leaves like those of `first`, summed once along the axis.
+
+    Attributes:
+        functions: `f(p, h[, key]) -> h`, one per layer.
+    """
+
+    functions: tuple[Callable[..., PyTree], ...]
+
+    def stacks(self, params: PyTree) -> Sequence[PyTree]:
+        """None."""
+        self._owned(params)
+        return []
+
+    def tied(self, params: PyTree) -> PyTree:
+        """All leaves of the layers."""
+        return self._owned(params)
+
+    def firsts(self, rows: Sequence[Sequence[int]], rank: int) -> list[int]:
+        """By chunk, the stage."""
+        del rows
+        return list(self.stages(axis_size(self.axis))[rank])
+
+    def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
+        """The functions of a stage, whose number is `place.row`."""
+        del batch
+        owned, states = self._owned(params), self._states()
+        for i in self._of_stage(place.row):
+            own = [fold_in(k, i) for k in key]
+            if self.has_state:
+                h, states[i] = apart(self.functions[i](owned[i], states[i], h, *own), f"function {i}", "h")
+            else:
+                h = self.functions[i](owned[i], h, *own)
+        if self.has_state:
+            put_part(blocks=states)
+        return h
+
+    def shared_layers(self, state: PipelineState, stage: int, here: bool) -> PipelineState:
+        """With the states of a stage's functions from the rank that runs them."""
+        own = self._of_stage(stage)
+        share = functools.partial(from_one, here=here, axis=self.axis)
+        return state._replace(blocks=[tree_map(share, x) if i in own else x for i, x in enumerate(state.blocks)])
+
+    def with_functions(self, change: Change) -> Pipelined:
+        """With others in the place of `first`, `last` and those of the layers."""
+        functions = tuple(change(f, LeavesOf(self, i)) for i, f in enumerate(self.functions))
+        return dataclasses.replace(super().with_functions(change), functions=functions)
+
+    def _of_stage(self, stage: int) -> range:
+        return range(*chunk_bounds(len(self.functions), axis_size(self.axis) * self.num_chunks, stage))
+
+    def _states(self) -> list[PyTree]:
+        """By function, its model state; empty without one.
+
+        Raises:
+            ValueError: their number is not that of functions.
+        """
+        found = current_state().blocks if self.has_state else []
+        if self.has_state and (not isinstance(found, list) or len(found) != len(self.functions)):
+            told = f"{len(found)}" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
+            raise ValueError(
+                f"a pipeline of {len(self.functions)} functions wants model_state.blocks as a list with the state of"
+                f" each, got {told}; () is none."
+            )
+        return list(found)
+
+    def _owned(self, params: PyTree) -> Sequence[PyTree]:
+        """By function, its leaves.
+
+        Raises:
+            ValueError: their number is not that of functions; or there are fewer functions than stages.
+        """
+        found, num = self.blocks(params), axis_size(self.axis) * self.num_chunks
+        if not isinstance(found, list | tuple) or len(found) != len(self.functions):
+            told = f"{len(found)}" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
+            raise ValueError(
+                f"a pipeline of {len(self.functions)} functions wants a list with the leaves of each, got {told}."
+            )
+        if len(found) < num:
+            raise ValueError(
+                f"a pipeline of {num} stages along {self.axis!r} needs a function for each, and has {len(found)}."
+            )
+        return found

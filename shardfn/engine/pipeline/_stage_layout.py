@@ -1,0 +1,126 @@
+"""Checks that a layout, and a first model state, fit the stages of a pipeline along an axis."""
+
+from shardfn.collectives import bind_mesh
+from shardfn.core import PyTree, raise_all, tree_leaves, tree_unflatten
+from shardfn.engine.loss import Loss, check_kept, first_model_state
+from shardfn.engine.plan import LeafView, Plan
+from shardfn.engine.transfers import StepParts
+
+from ._padded import check_rows
+from ._pipelined import (
+    NO_LAYERS,
+    UNLIKE,
+    Pipelined,
+    pipelined_in,
+    rows_of_ranks,
+    told_lengths,
+)
+from ._stage_state import check_stage_state
+
+
+def first_kept(plan: Plan, parts: StepParts, tree: PyTree, specs: PyTree) -> PyTree:
+    """A first model state as a step keeps it: this rank's blocks.
+
+    Args:
+        plan: the layout.
+        parts: of the step.
+        tree: of whole tensors, the same on all ranks.
+        specs: its specs, a prefix tree.
+
+    Raises:
+        TypeError: a leaf is not a tensor, or the loss is pipelined and the tree not a `PipelineState`.
+        ValueError: it does not fit the specs, the stages, or a step without one.
+    """
+    if parts.has_state:
+        _check_state_of_stages(plan, parts.loss, tree, specs)
+    kept = first_model_state(tree, specs, plan.mesh)
+    check_kept(kept, specs, has_state=parts.has_state)
+    return kept
+
+
+def check_layout(plan: Plan, f: Loss) -> None:
+    """Refuses a layout in which the stages of a pipelined function do not lie along its axis.
+
+    Raises:
+        ValueError: see `check_stages`.
+    """
+    of = pipelined_in(f)
+    if of is not None and plan.mesh.axis_size(of.axis) > 1:
+        check_stages(plan, of)
+
+
+def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
+    """Refuses a layout in which stages do not lie along the axis.
+
+    Returns:
+        By chunk, how many layers each rank has of its stack.
+
+    Raises:
+        ValueError: leaves of the stacks are not cut along the axis, or others are; a stack has fewer layers than there
+            are stages, or leaves with different numbers of them; or ZeRO cuts leaves along the axis. Every leaf is
+            listed.
+    """
+    num = plan.mesh.axis_size(of.axis)
+    stacks = of.stacks(tree_unflatten(plan.treedef, list(range(len(plan.leaves)))))
+    kinds = [[tree_leaves(kind) for kind in of.kinds(stack)] for stack in stacks]
+    if not all(kind for of_stack in kinds for kind in of_stack):
+        raise ValueError(NO_LAYERS)
+    # Where there are several kinds, some may be uncut; then they are like leaves outside of layers.
+    inside = dict.fromkeys(i for of_stack in kinds for i in _cut_ones(plan, of_stack, of.axis))
+    problems = []
+    for i, leaf in enumerate(plan.leaves):
+        if i in inside and leaf.compute.dim_axes(0) != (of.axis,):
+            problems.append(f"{leaf.path} has spec {leaf.compute!r}; cut dim 0, its layers: P({of.axis!r})")
+        elif i not in inside and of.axis in leaf.compute.axes:
+            problems.append(f"{leaf.path} has spec {leaf.compute!r}, but is no layer; leave {of.axis!r} out")
+    raise_all(ValueError, f"a pipeline along {of.axis!r} cuts its stacked layers along it, and no others:", problems)
+    if num > 1 and of.axis in plan.batch_axes:
+        raise ValueError(
+            f"a pipeline along {of.axis!r} gives every stage the same rows, but the batch is cut along"
+            f" {plan.batch_axes}; leave {of.axis!r} out of batch=, and pass the same rows to its ranks."
+        )
+    raise_all(
+        ValueError,
+        f"a pipeline of {num} stages along {of.axis!r} needs a layer for each:",
+        [f"{plan.leaves[i].path} has {plan.leaves[i].shape[0]}" for i in inside if plan.leaves[i].shape[0] < num],
+    )
+    raise_all(
+        ValueError,
+        f"ZeRO cannot keep leaves in pieces along {of.axis!r}, whose ranks do other things at the same time:",
+        [leaf.path for leaf in plan.leaves if of.axis in leaf.zero_axes],
+    )
+    lengths = [{plan.leaves[i].path: plan.leaves[i].shape[0] for i in kind} for of_stack in kinds for kind in of_stack]
+    raise_all(ValueError, UNLIKE, [told_lengths(found) for found in lengths if len(set(found.values())) > 1])
+    if of.per_stage is not None:
+        _check_padded(plan, list(inside), of.per_stage, num)
+        return [list(of.per_stage)]
+    with bind_mesh(plan.mesh):
+        rows = [[rows_of_ranks([LeafView.of(plan.leaves[i]) for i in k], of.axis) for k in ks] for ks in kinds]
+    return [of.shares(of_stack) for of_stack in rows]
+
+
+def _cut_ones(plan: Plan, kinds: list[list[int]], axis: str) -> list[int]:
+    """The leaves of the kinds of layers of a stack that must be cut: of any that a spec cuts, or of all if none is."""
+    cut = [kind for kind in kinds if any(axis in plan.leaves[i].compute.axes for i in kind)]
+    return [i for kind in cut or kinds for i in kind]
+
+
+def _check_padded(plan: Plan, inside: list[int], per_stage: tuple[int, ...], num: int) -> None:
+    """Refuses stacks that do not have these numbers of layers per stage.
+
+    Raises:
+        ValueError: lists every leaf.
+    """
+    if num not in (1, len(per_stage)):
+        raise ValueError(f"layers_per_stage={per_stage} is for {len(per_stage)} stages; the axis has {num} ranks.")
+    check_rows({plan.leaves[i].path: plan.leaves[i].shape[0] for i in inside}, per_stage)
+
+
+def _check_state_of_stages(plan: Plan, f: Loss, state: PyTree, specs: PyTree) -> None:
+    of = pipelined_in(f)
+    if of is None:
+        return
+    stacks = of.stacks(tree_unflatten(plan.treedef, [leaf.shape[0] if leaf.shape else 0 for leaf in plan.leaves]))
+    rows = [tree_leaves(stack)[0] for stack in stacks]
+    axis = of.axis if plan.mesh.axis_size(of.axis) > 1 else None
+    check_stage_state(state, specs, axis, rows or None)

@@ -1,0 +1,151 @@
+"""The model state of a pipelined loss: each of its functions has a part, which the rank of its stage alone changes.
+
+    first(params, state, batch[, key]) -> (h, state)
+    block(p, state, h[, key]) -> (h, state)
+    last(params, state, h, batch[, key]) -> (loss[, aux], state)
+
+A rank runs the forwards of a stage in the order of the microbatches. As no two stages share a part, each part goes
+through the microbatches as on one device, under any schedule.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from shardfn.core import P, PyTree, broadcast_prefix, raise_all, tree_leaves, tree_paths
+from shardfn.engine.loss import innermost_state, is_spec
+from shardfn.schedules import PipelineSchedule
+
+
+class PipelineState(NamedTuple):
+    """The model state of a pipelined loss, by the function that takes and returns it; `()` for a function without one.
+
+    Attributes:
+        first: a tree, of the first function.
+        blocks: of the layers: stacked as their leaves are, with the spec `P("pp")`; with several chunks a list of
+            stacks; for a list of functions a list with a tree for each.
+        last: a tree, of the last function.
+
+    Example:
+        >>> import torch
+        >>> PipelineState(blocks={"mean": torch.zeros(4, 3)}).first
+        ()
+    """
+
+    first: PyTree = ()
+    blocks: PyTree = ()
+    last: PyTree = ()
+
+
+def current_state() -> PipelineState:
+    """The model state after the forwards so far."""
+    return innermost_state().now
+
+
+def put_part(**parts: PyTree) -> None:
+    """Stores parts for the next forward."""
+    state = innermost_state()
+    state.now = state.now._replace(**parts)
+
+
+def apart(out: Any, name: str, what: str, most: int = 2) -> tuple[Any, PyTree]:
+    """Splits the return value of a function with a state into its result and its state.
+
+    Args:
+        out: the return value.
+        name: the function, as `pipeline` calls it.
+        what: the result that it must return besides the state, in words.
+        most: how many values it may return.
+
+    Raises:
+        TypeError: it has returned something else.
+    """
+    if type(out) is not tuple or not 2 <= len(out) <= most:
+        raise TypeError(
+            f"with has_state=True {name} of a pipeline must return ({what}, its part of the model state); got"
+            f" {type(out).__name__}{f' of {len(out)}' if isinstance(out, tuple) else ''}. Without a part it is given"
+            " (), and returns that."
+        )
+    *rest, state = out
+    return (rest[0] if len(rest) == 1 else tuple(rest)), state
+
+
+def with_part(f: Callable[..., Any], part: str, what: str, params: PyTree, args: Sequence[Any], most: int = 2) -> Any:
+    """`f(params, its part of the model state, *args)`, which leaves the new part for the next forward."""
+    out, new = apart(f(params, getattr(current_state(), part), *args), part, what, most)
+    put_part(**{part: new})
+    return out
+
+
+def check_stage_state(state: PyTree, specs: PyTree, axis: str | None, rows: Sequence[int] | None) -> None:
+    """Refuses a model state that does not fit a pipeline.
+
+    Args:
+        state: the first model state, of whole tensors.
+        specs: its specs, a prefix tree.
+        axis: along which stages lie; None: there is one rank.
+        rows: by chunk, how many layers a stack of parameters has; None: the layers are functions, of a tree each.
+
+    Raises:
+        TypeError: it is not a `PipelineState`.
+        ValueError: a part is cut that is not, or the other way; or there are other numbers of layers.
+    """
+    if not isinstance(state, PipelineState):
+        raise TypeError(
+            f"the model state of a pipelined loss is a {type(state).__name__}; say which function has which part:"
+            " sf.PipelineState(first=..., blocks=..., last=...)."
+        )
+    made = broadcast_prefix(specs, state, is_spec, names=("state_specs", "model_state"))
+    named = list(zip(tree_paths(state, "model_state"), tree_leaves(state), made, strict=True))
+    begin, end = len(tree_leaves(state.first)), len(tree_leaves((state.first, state.blocks)))
+    stacked = named[begin:end] if rows is not None else []
+    if axis is not None:
+        others = named[:begin] + named[end if stacked else begin :]
+        _check_cuts(axis, [(p, spec) for p, _, spec in stacked], [(p, spec) for p, _, spec in others])
+    if stacked and rows is not None:
+        _check_rows([state.blocks] if len(rows) == 1 else state.blocks, [x[0] for x in stacked], rows)
+
+
+def _check_cuts(axis: str, stacked: list[tuple[str, P]], others: list[tuple[str, P]]) -> None:
+    raise_all(
+        ValueError,
+        f"a pipeline along {axis!r} cuts the model state of its stacked layers along it, and no other:",
+        [
+            *(f"{path} has spec {spec!r}; use P({axis!r})" for path, spec in stacked if spec.dim_axes(0) != (axis,)),
+            *(f"{path} has spec {spec!r}; leave {axis!r} out" for path, spec in others if axis in spec.axes),
+        ],
+    )
+
+
+def _check_rows(stacks: PyTree, paths: list[str], rows: Sequence[int]) -> None:
+    if not isinstance(stacks, list | tuple) or len(stacks) != len(rows):
+        raise ValueError(f"a pipeline of {len(rows)} chunks wants model_state.blocks as a list of as many stacks.")
+    pairs = [(x, n) for stack, n in zip(stacks, rows, strict=True) for x in tree_leaves(stack)]
+    raise_all(
+        ValueError,
+        "the model state of stacked layers has a row for each layer:",
+        [
+            f"{path} has shape {tuple(x.shape)}, for {n} layers"
+            for path, (x, n) in zip(paths, pairs, strict=True)
+            if tuple(x.shape[:1]) != (n,)
+        ],
+    )
+
+
+def check_in_order(table: PipelineSchedule) -> None:
+    """Refuses a schedule in which a stage runs its microbatches in another order than one device.
+
+    Raises:
+        ValueError: names the rank and the action that comes too late.
+    """
+    for rank, actions in enumerate(table.ranks):
+        seen: dict[int, int] = {}
+        for action in actions:
+            if action.kind != "forward":
+                continue
+            if action.microbatch < seen.get(action.chunk, 0):
+                raise ValueError(
+                    f"the schedule {table.name} runs {action} on rank {rank} after the forward of a later microbatch,"
+                    " and the model state goes through the microbatches in order; reorder its forwards, or drop"
+                    " has_state=True."
+                )
+            seen[action.chunk] = action.microbatch

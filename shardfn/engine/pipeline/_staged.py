@@ -1,0 +1,365 @@
+"""A microbatch in stages: this rank runs some layers, and activations and their gradients go from rank to rank.
+
+All ranks know each message and its sender beforehand: the schedule is one table, and the shapes and dtypes of the
+result of `first`, which layers keep, are found without computing it. A send never waits. Receives are posted some
+actions ahead.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardfn.capture import fakes
+from shardfn.collectives import TransportError, following_now, psum
+from shardfn.core import (
+    PyTree,
+    RankError,
+    named_leaves,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_paths,
+    tree_structure,
+    tree_unflatten,
+)
+from shardfn.engine.agreement import Comms
+from shardfn.engine.loss import (
+    Loss,
+    Mixed,
+    ModelState,
+    Value,
+    WeightedMean,
+    evaluate,
+    varying_along,
+)
+from shardfn.engine.plan import ActivationShapes, LeafView, Plan
+from shardfn.engine.transfers import Ends, Seed
+from shardfn.schedules import Action, PipelineSchedule
+
+from ._pipelined import (
+    LET_FIRST,
+    Pipelined,
+    Place,
+    from_one,
+    pipelined_in,
+)
+from ._stage_layout import check_stages
+from ._stage_link import StageLink
+
+
+@dataclasses.dataclass(frozen=True)
+class _Passed:
+    """The values for the next stage; not a loss, so that a policy does not cast them."""
+
+    h: Any
+
+
+@dataclasses.dataclass
+class _Underway:
+    """A microbatch between its forward through a chunk and its backward."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    value: Value | None
+
+
+class Staged:
+    """A `Course` whose stages lie on the ranks along an axis.
+
+    Args:
+        plan: the layout.
+        comms: the communicators.
+        loss: of one microbatch; pipelined, perhaps of mixed precision.
+        table: the actions of each rank.
+        batches: the microbatches, the same on each rank along the axis.
+        rest: the key, if the loss takes one.
+        has_aux: whether the loss returns an aux.
+        model_state: with which the microbatches begin; its shapes count.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        comms: Comms,
+        loss: Loss,
+        table: PipelineSchedule,
+        batches: list[PyTree],
+        rest: tuple[Any, ...],
+        has_aux: bool,
+        model_state: PyTree,
+    ) -> None:
+        of = pipelined_in(loss)
+        assert of is not None
+        self._plan, self._comms, self._of, self._table = plan, comms, of, table
+        self._mixed = loss if isinstance(loss, Mixed) else None
+        self._batches, self._rest, self._has_aux = batches, rest, has_aux
+        self._rank = plan.mesh.axis_index(of.axis)
+        self.actions, self.late_axes = table.ranks[self._rank], (of.axis,)
+        self._firsts = of.firsts(check_stages(plan, of), self._rank)
+        given = (batches[0], *rest), model_state
+        self._shape = _shape(plan, of, self._mixed, given)
+        # Found after this rank's layers have run: the result of a layer may be known only by then.
+        self._ends = functools.partial(_ends, plan, loss, self._shape, given, has_aux)
+        channel = comms.channels.between(self.late_axes)
+        self._line = StageLink(channel, self._shape.leaves, table, self._rank, plan.mesh.device)
+        # The message that `receive` has taken for the one action that runs now.
+        self._arrived: list[Tensor] = []
+        # By microbatch and chunk, from its forward to its backward; a W needs nothing of it.
+        self._open: dict[tuple[int, int], _Underway] = {}
+
+    def receive(self, action: Action) -> None:
+        """Waits for the activations of a forward, or for the gradients that a backward starts from."""
+        self._comms.name(self._told(action))
+        self._arrived = self._line.receive(action)
+
+    def forward(self, action: Action, params: PyTree) -> Value | None:
+        """Runs this rank's layers and sends their result on; at the last stage, returns the loss."""
+        stage = self._table.stages[self._rank][action.chunk]
+        inputs, given = self._entered(stage)
+        loss = self._part(action.chunk, stage, given)
+        args = self._batches[action.microbatch], *self._rest
+        if stage == self._table.num_stages - 1:
+            value = evaluate(loss, params, args, self._has_aux)
+            self._open[action[1:]] = _Underway(inputs, [value.total], value)
+            return value
+        outputs = self._checked(loss(params, *args).h)
+        self._open[action[1:]] = _Underway(inputs, outputs, None)
+        self._line.send(action, outputs)
+        return None
+
+    def ends(self, action: Action, seed: Seed) -> Ends:
+        """The loss, or the tensors that were sent on and the gradients that came back."""
+        opened = self._open.pop(action[1:])
+        if opened.value is not None:
+            pairs = [(opened.value.total, seed(opened.value.total, opened.value.weight))]
+        else:
+            floats = [x for x in opened.outputs if x.is_floating_point()]
+            pairs = list(zip(floats, self._arrived, strict=True))
+        pairs = [(x, g) for x, g in pairs if x.requires_grad]
+        return Ends([x for x, _ in pairs], [g for _, g in pairs], opened.inputs)
+
+    def send_back(self, action: Action, grads: list[Tensor | None]) -> None:
+        """Sends the gradients of the received tensors back to their sender; zeros for a tensor without one."""
+        if self._table.stages[self._rank][action.chunk] == 0:
+            return
+        floats = [x for x in self._shape.leaves if x.is_floating_point()]
+        made = zip(grads, floats, strict=True)
+        device = self._plan.mesh.device
+        self._line.send(
+            action, [torch.zeros(x.shape, dtype=x.dtype, device=device) if g is None else g for g, x in made]
+        )
+
+    def close(self) -> None:
+        """Waits until the other stages have received all messages of this one."""
+        self._comms.name("")
+        self._line.close()
+
+    def values(self, seen: list[Value]) -> list[Value]:
+        """The sums that the last stage has, as one value, sent to the others."""
+        plan = self._plan
+        if plan.captured:
+            plan.stages.ends = self._ends()
+        elif plan.stages.ends is None:
+            told = [x for x in self._comms.control.gather(_kinds(seen)) if x is not None]
+            plan.stages.ends = told[0]
+        ends = plan.stages.ends
+        if seen and _kinds(seen) != ends:
+            raise ValueError(
+                f"the loss returned {ends} in the first step, and now {_kinds(seen)}; return the same always."
+            )
+        dtype, weight_dtype, names, device = *ends, plan.mesh.device
+        width = 2 + 2 * len(names)
+        row = torch.zeros(width, dtype=torch.float64, device=device)
+        if seen:
+            row = _row(seen, names)
+        row = psum(row, self.late_axes)
+        aux = {name: WeightedMean(row[2 + 2 * k], row[3 + 2 * k]) for k, name in enumerate(names)}
+        weight = None if weight_dtype is None else row[1].to(weight_dtype)
+        return [Value(row[0].to(dtype), weight, aux)]
+
+    def kept(self, model_state: PyTree) -> PyTree:
+        """The model state. Parts that several ranks have and one stage changes come from the rank of that stage."""
+        of = self._of
+        if not of.has_state:
+            return model_state
+        own, num = self._table.stages[self._rank], self._table.num_stages
+        for stage in range(num):
+            model_state = of.shared_layers(model_state, stage, stage in own)
+        first, last = (
+            tree_map(functools.partial(from_one, here=stage in own, axis=of.axis), part)
+            for stage, part in ((0, model_state.first), (num - 1, model_state.last))
+        )
+        return model_state._replace(first=first, last=last)
+
+    @contextlib.contextmanager
+    def named(self, action: Action) -> Iterator[None]:
+        """Notes in an error of this rank alone which stage was at which microbatch."""
+        try:
+            yield
+        except (TransportError, RankError):
+            raise
+        except Exception as error:
+            error.add_note(self._told(action))
+            raise
+
+    def _told(self, action: Action) -> str:
+        stage = self._table.stages[self._rank][action.chunk]
+        return f"in stage {stage} of {self._table.num_stages}, {action.kind} of microbatch {action.microbatch}"
+
+    def _entered(self, stage: int) -> tuple[list[Tensor], PyTree]:
+        """This stage's inputs: the tensors that get a gradient, and the tree; empty and None at the first stage."""
+        if stage == 0:
+            return [], None
+        plan = self._plan
+        for x, axes in zip(self._arrived, self._shape.axes, strict=True):
+            if x.is_floating_point():
+                x.requires_grad_()
+            if axes:
+                plan.following.declare(x, (*plan.batch_axes, *axes))
+        inputs = [x for x in self._arrived if x.is_floating_point()]
+        return inputs, tree_unflatten(self._shape.treedef, self._arrived)
+
+    def _part(self, chunk: int, stage: int, given: PyTree) -> Loss:
+        """This stage as a loss that begins with `given`; but for the last one, it returns the values to send on."""
+        of, final = self._of, stage == self._table.num_stages - 1
+
+        def part(params: PyTree, batch: PyTree, *key: Tensor) -> Any:
+            out = of.stage(params, batch, given, Place(chunk, self._firsts[chunk], stage == 0, final), key)
+            return out if final else _Passed(out)
+
+        return part if self._mixed is None else dataclasses.replace(self._mixed, inner=part)
+
+    def _checked(self, h: PyTree) -> list[Tensor]:
+        """The leaves of a stage's result, which must be like those of its input.
+
+        Raises:
+            TypeError: they are not; lists every leaf.
+        """
+        leaves, treedef = tree_flatten(h)
+        if treedef != self._shape.treedef:
+            raise TypeError(
+                f"a stage made a tree {treedef} of {self._shape.treedef}; layers must return what they take."
+            )
+        raise_all(
+            TypeError,
+            "layers must return tensors of the shapes and dtypes that they take:",
+            [
+                f"{path} was {tuple(y.shape)} {y.dtype}, and is {tuple(x.shape)} {x.dtype}"
+                for path, x, y in zip(self._shape.paths, leaves, self._shape.leaves, strict=True)
+                if x.shape != y.shape or x.dtype != y.dtype
+            ],
+        )
+        named = zip(self._shape.paths, leaves, self._shape.axes, strict=True)
+        return [varying_along(f"{path} of a stage", x, axes, LET_FIRST) for path, x, axes in named]
+
+
+def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> ActivationShapes:
+    """The shapes of the result of `first`, found once for batches of one shape.
+
+    Args:
+        plan: the layout.
+        of: the pipelined loss.
+        mixed: its precision.
+        given: the arguments behind the parameters, and the model state.
+    """
+    leaves, treedef = tree_flatten(given)
+    key = treedef, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+    if key not in plan.stages.between:
+        plain, axes = of.without_collectives
+        first: Callable[..., Any] = lambda *args: _Passed(plain.enter(*args))  # noqa: E731
+        first = first if mixed is None else dataclasses.replace(mixed, inner=first)
+        with _on_abstract(plan, leaves, axes) as (params, abstract), _without_data(*of.begins):
+            args, state = tree_unflatten(treedef, abstract)
+            with ModelState(state).through(), plan.follows():
+                out = first(params, *args).h
+                mode = following_now(begin=False)
+                found = [
+                    mode.axes_of(x) if mode is not None and isinstance(x, Tensor) else () for x in tree_leaves(out)
+                ]
+        wrong = [p for p, x in named_leaves(out, "h") if not isinstance(x, Tensor)]
+        raise_all(TypeError, "what `first` returns must be a tree of tensors:", wrong)
+        wrong = [p for p, x in named_leaves(out, "h") if x.is_complex()]
+        raise_all(TypeError, "complex activations have no gradients between stages; use torch.view_as_real:", wrong)
+        like = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree_leaves(out)]
+        more = [tuple(a for a in axes if a not in plan.batch_axes) for axes in found]
+        plan.stages.between[key] = ActivationShapes(tree_structure(out), like, tree_paths(out, "h"), more)
+    return plan.stages.between[key]
+
+
+def _ends(plan: Plan, loss: Loss, shape: ActivationShapes, given: PyTree, has_aux: bool) -> Any:
+    """The `_kinds` of the last stage's result: found on any rank, without computing it; see `_shape`."""
+    of = pipelined_in(loss)
+    assert of is not None
+    leaves, treedef = tree_flatten(given)
+    num = len(leaves)
+    plain, axes = of.without_collectives
+    with _on_abstract(plan, [*leaves, *shape.leaves], axes) as (params, abstract):
+        args, state = tree_unflatten(treedef, abstract[:num])
+        h = tree_unflatten(shape.treedef, abstract[num:])
+        last: Callable[..., Any] = lambda params, batch, *key: plain.leave(params, h, batch, *key)  # noqa: E731
+        last = dataclasses.replace(loss, inner=last) if isinstance(loss, Mixed) else last
+        with ModelState(state).through():
+            return _kinds([evaluate(last, params, args, has_aux)])
+
+
+@contextlib.contextmanager
+def _on_abstract(plan: Plan, leaves: list[Any], axes: Sequence[str]) -> Iterator[tuple[PyTree, list[Any]]]:
+    """The parameters and some leaves as tensors without data, apart from a capture that may be running.
+
+    Along `axes` parameters are whole.
+    """
+    with _disable_current_modes(), torch.no_grad():
+        shapes = [LeafView.of(x).along(axes) if axes else x.block for x in plan.leaves]
+        pairs = zip(shapes, plan.leaves, strict=True)
+        blocks = [torch.empty(shape, dtype=x.dtypes.compute, device="meta") for shape, x in pairs]
+        abstract: Any = fakes([*blocks, *leaves], plan.mesh.device)
+        for x, leaf in zip(abstract, plan.leaves, strict=False):
+            if leaf.own_axes:
+                plan.following.declare(x, (*plan.batch_axes, *(a for a in leaf.own_axes if a not in axes)))
+        with abstract[0].fake_mode:
+            yield tree_unflatten(plan.treedef, abstract[: len(blocks)]), abstract[len(blocks) :]
+
+
+@contextlib.contextmanager
+def _without_data(what: str, first: Callable[..., Any]) -> Iterator[None]:
+    """Explains the error of a function, passed as `what`, that reads values of tensors: it runs without data.
+
+    Raises:
+        ValueError: it does.
+    """
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # and sympy: not when imported
+
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
+        name = getattr(first, "__qualname__", type(first).__qualname__)
+        why = str(error).splitlines()[0]
+        raise ValueError(
+            f"{what}={name} of a pipeline is run once without data, for the shapes that stages exchange, and"
+            f" asks for values of tensors ({why}). Leave out .item(), nonzero(), masks as indices and branches on"
+            " values: use torch.where, or compute them in the batch."
+        ) from error
+
+
+def _kinds(seen: list[Value]) -> Any:
+    """The dtypes of the loss and its weight, and the names of aux; None without a loss."""
+    if not seen:
+        return None
+    last = seen[-1]
+    return last.total.dtype, None if last.weight is None else last.weight.dtype, sorted(last.aux)
+
+
+def _row(seen: list[Value], names: list[str]) -> Tensor:
+    zero = torch.zeros_like(seen[0].total)
+    total = torch.stack([v.total for v in seen]).sum()
+    weight = torch.stack([zero if v.weight is None else v.weight for v in seen]).sum()
+    pairs = [sum(v.aux[name][i] for v in seen) for name in names for i in (0, 1)]
+    return torch.stack([torch.as_tensor(x).to(total.device, torch.float64) for x in (total, weight, *pairs)])

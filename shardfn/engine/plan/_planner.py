@@ -1,0 +1,267 @@
+"""From a step's annotations to the plan of each parameter tree that it meets."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import GlobalTensor
+from shardfn.core import (
+    Dtypes,
+    Mesh,
+    P,
+    Placement,
+    Policy,
+    PyTree,
+    Sharding,
+    Zero,
+    broadcast_prefix,
+    chunk_bounds,
+    is_frozen,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+)
+from shardfn.engine.loss import Masks, check_travel, is_spec
+from shardfn.leaves import (
+    LeafLayout,
+    leaf_layout,
+    stacked_layout,
+    with_ratio,
+)
+from shardfn.state import TrainState, check_passed
+
+from ._chunks import Chunks
+from ._plan import Plan
+
+
+class Words(NamedTuple):
+    """The words of errors about parameters that do not fit a plan: no leaves, other cuts or memories, other dtypes."""
+
+    no_tensors: str
+    shardings: str
+    policy: str
+
+
+OF_A_STATE = Words(
+    "the state's params are not GlobalTensors; make the state with step.init:",
+    "the state was made by a step with other shardings:",
+    "the state was made under another policy:",
+)
+MOVE_THEM = "bring them there first, sf.reshard(tree, to, mesh=...)"
+
+
+class Planner:
+    """A step's annotations; makes a `Plan` for each parameter tree it meets.
+
+    Args:
+        mesh: the mesh.
+        specs: prefix tree of compute specs.
+        batch: prefix tree of the batch's specs.
+        zero: the ZeRO rule.
+        trainable: prefix tree of bools; None = all but frozen leaves; of several losses, their `Masks`.
+        policy: the precision; None = each leaf's own dtype.
+        stage_axes: the axis along which ranks have different layers of stacked leaves: that of a pipeline, or none.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        specs: PyTree,
+        batch: PyTree,
+        zero: Zero,
+        trainable: PyTree,
+        policy: Policy | None = None,
+        stage_axes: tuple[str, ...] = (),
+    ) -> None:
+        self.mesh, self.batch, self.zero, self.policy, self._stage_axes = mesh, batch, zero, policy, stage_axes
+        self._specs, self.trainable = specs, trainable
+        used = {a for spec in tree_leaves(batch, is_leaf=is_spec) for a in mesh.axes(spec.axes)}
+        self.batch_axes = tuple(a for a in mesh.axis_names if a in used)
+        self._plans: dict[Any, Plan] = {}
+        # The last result of `kept`: nearly always the next one, too.
+        self._last: Plan | None = None
+
+    def plan(self, treedef: Any, like: list[Any]) -> Plan:
+        """The plan for leaves of these shapes and dtypes.
+
+        Raises:
+            ValueError: specs do not fit; every leaf is listed.
+        """
+        shapes, dtypes = tuple(torch.Size(x.shape) for x in like), tuple(x.dtype for x in like)
+        key = treedef, shapes, dtypes, tuple(map(is_frozen, like))
+        if key not in self._plans:
+            self._plans[key] = self._make(*key)
+        return self._plans[key]
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans that were made."""
+        return list(self._plans.values())
+
+    def plan_of(self, state: TrainState) -> Plan:
+        """The plan of a state, which must be laid out as the plan has it.
+
+        Raises:
+            TypeError: it is not a state of global tensors.
+            ValueError: it was made under other annotations; every leaf is listed.
+        """
+        check_passed(state)
+        return self.kept(state.params, OF_A_STATE)
+
+    def kept(self, params: PyTree, words: "Words") -> Plan:
+        """The plan of params, which must be laid out as the plan has it.
+
+        Raises:
+            TypeError: they are not global tensors.
+            ValueError: they were made under other annotations; every leaf is listed.
+        """
+        leaves, treedef = tree_flatten(params)
+        if self._last is not None and treedef == self._last.treedef and _made_by(self._last, leaves):
+            return self._last
+        wrong = [i for i, x in enumerate(leaves) if not isinstance(x, GlobalTensor)]
+        if wrong:
+            paths = tree_paths(params, "params")
+            listed = [f"{paths[i]} is a {type(leaves[i]).__name__}" for i in wrong]
+            raise_all(TypeError, words.no_tensors, listed)
+        elsewhere = [i for i, x in enumerate(leaves) if not x.mesh.is_like(self.mesh)]
+        if elsewhere:
+            paths = tree_paths(params, "params")
+            listed = [f"{paths[i]} is on {leaves[i].mesh!r}" for i in elsewhere]
+            raise_all(ValueError, f"leaves are on another mesh than {self.mesh!r}; {MOVE_THEM}:", listed)
+        plan = self.plan(treedef, leaves)
+        pairs = zip(plan.leaves, leaves, strict=True)
+        raise_all(
+            ValueError,
+            words.shardings,
+            [
+                f"{leaf.path} is kept as {_told(x)}; here it is {_told(leaf.ways.kept)}"
+                for leaf, x in pairs
+                if x.spec != leaf.param or x.memory_kind != leaf.home or x.code != leaf.places.code
+            ],
+        )
+        raise_all(
+            ValueError,
+            words.policy,
+            [
+                f"{leaf.path} is {x.dtype}; here it is kept in {leaf.dtypes.param}"
+                for leaf, x in zip(plan.leaves, leaves, strict=True)
+                if x.dtype != leaf.dtypes.param
+            ],
+        )
+        self._last = plan
+        return plan
+
+    def rows(self, num: int) -> slice:
+        """Which rows of a global batch of `num` this rank passes, where the batch is cut along dim 0 alone.
+
+        Raises:
+            ValueError: with canonical sums, the chunks do not divide `num`.
+        """
+        axes, zero = self.batch_axes, self.zero
+        if not zero.is_canonical:
+            return slice(*chunk_bounds(num, self.mesh.axis_size(axes), self.mesh.axis_index(axes)))
+        if num % zero.reduction_chunks:
+            raise ValueError(f"rows({num}): {zero.reduction_chunks} chunks do not divide {num} rows.")
+        start, stop = Chunks.of(zero.reduction_chunks, self.mesh, axes).bounds
+        rows = num // zero.reduction_chunks
+        return slice(start * rows, stop * rows)
+
+    def _make(
+        self, treedef: Any, shapes: tuple[torch.Size, ...], dtypes: tuple[Any, ...], frozen: tuple[bool, ...]
+    ) -> Plan:
+        tree = tree_unflatten(treedef, list(range(len(shapes))))
+        paths = tree_paths(tree, "params")
+        specs = broadcast_prefix(self._specs, tree, is_spec, names=("specs", "params"))
+        train = [not f for f in frozen]
+        if isinstance(self.trainable, Masks):
+            train = self.trainable.of(tree, frozen, paths)
+        elif self.trainable is not None:
+            train = broadcast_prefix(self.trainable, tree, lambda x: isinstance(x, bool), names=("trainable", "params"))
+        computes = [s.spec if isinstance(s, Sharding) else s for s in specs]
+        # "device" is a Sharding's default, so it leaves the choice to the rule.
+        homes = [s.memory_kind if isinstance(s, Sharding) and s.memory_kind != "device" else None for s in specs]
+        stacked = [isinstance(s, Sharding) and s.stacked for s in specs]
+        rows = list(zip(paths, shapes, dtypes, computes, train, homes, strict=True))
+        raise_all(
+            ValueError,
+            "specs have more entries than their leaf has dims:",
+            [f"{p} of shape {tuple(s)} has spec {c!r}; drop entries" for p, s, _, c, *_ in rows if len(c) > len(s)],
+        )
+        raise_all(
+            ValueError,
+            "complex parameters have no gradients here; close over them, or mark them trainable=False:",
+            [p for p, _, d, _, t, _ in rows if t and d.is_complex],
+        )
+        if self.policy is not None:
+            self.policy.check([p for p, _, d, *_ in rows if d.is_floating_point])
+        raise_all(
+            ValueError,
+            "stacked leaves have a leading dim of layers, which the stages of a pipeline alone cut:",
+            [x for (p, s, _, c, *_), k in zip(rows, stacked, strict=True) if k for x in self._not_stacked(p, s, c)],
+        )
+        leaves = [
+            (stacked_layout if k else leaf_layout)(
+                p,
+                s,
+                Dtypes.plain(d) if self.policy is None else self.policy.dtypes(p, d),
+                c,
+                zero=self.zero,
+                mesh=self.mesh,
+                batch_axes=self.batch_axes,
+                trainable=t and d.is_floating_point,
+                home=h,
+            )
+            for (p, s, d, c, t, h), k in zip(rows, stacked, strict=True)
+        ]
+        leaves = [dataclasses.replace(x, frozen=True) if f else x for x, f in zip(leaves, frozen, strict=True)]
+        leaves = with_ratio(leaves, self.zero.optimizer_fraction)
+        _check_disk(leaves, self.zero)
+        check_travel(leaves, self.zero, self.mesh)
+        return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes, self.batch, self._stage_axes)
+
+    def _not_stacked(self, path: str, shape: torch.Size, compute: P) -> Iterator[str]:
+        """The reasons why a leaf cannot be stacked; empty if it can."""
+        if not shape or not shape[0]:
+            yield f"{path} of shape {tuple(shape)} has no layers; leave out stacked=True"
+            return
+        apart = self.mesh.axes(compute.dim_axes(0))
+        shared = [a for a in apart if a in self.batch_axes or a in self.mesh.axes(self.zero.axis)]
+        if compute.dim_axes(0) and (shared or compute.dim_axes(0) != self._stage_axes):
+            entries = (None, *compute.entries[1:])
+            yield f"{path} of shape {tuple(shape)} has spec {compute!r}; use Sharding({P(*entries)!r}, stacked=True)"
+        num = self.mesh.axis_size(apart)
+        if chunk_bounds(shape[0], num, num - 1)[0] >= shape[0]:
+            yield (
+                f"{path} of shape {tuple(shape)} with spec {compute!r} leaves no layer to the last of {num} ranks;"
+                " leave out stacked=True, or use a number of layers that leaves it one"
+            )
+
+
+def _told(x: GlobalTensor | Placement) -> str:
+    return f"{x.spec!r} at {x.memory_kind!r}{'' if x.code is None else f' in codes {x.code}'}"
+
+
+def _made_by(plan: Plan, leaves: list[Any]) -> bool:
+    """Whether leaves are as steps of this plan make them: a quick check, in place of comparing everything."""
+    mesh = plan.mesh
+    for x, leaf in zip(leaves, plan.leaves, strict=True):
+        if type(x) is not GlobalTensor or x.spec is not leaf.param or x.mesh is not mesh or x.shape != leaf.shape:
+            return False
+        if x.frozen is not leaf.frozen:
+            return False
+        held = x.held
+        code = None if isinstance(held, Tensor) else held.code
+        if x.memory_kind != leaf.home or code != leaf.places.code or held.dtype != leaf.dtypes.param:
+            return False
+    return True
+
+
+def _check_disk(leaves: list[LeafLayout], zero: Zero) -> None:
+    used = any("disk" in (leaf.home, leaf.grad_home, leaf.state_home) for leaf in leaves)
+    if zero.disk is not None and not used:
+        raise ValueError(f"Zero(disk={zero.disk!r}) has no effect: nothing is kept on disk.")

@@ -1,0 +1,116 @@
+"""Restores the state that a step has left on disk."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import AnyChannels, AnyControl, GlobalTensor
+from shardfn.core import PyTree, Stored, named_leaves, raise_all, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.engine.execution import own_rows, wrap
+from shardfn.engine.plan import Plan
+from shardfn.engine.transfers import cut_parts, pool_of, refresh, reopen
+from shardfn.memory import on_host
+from shardfn.optim import MasterState
+from shardfn.state import TrainState, closed, cuts_of, loaded
+
+
+def resumed(plan: Plan, channels: AnyChannels, control: AnyControl, like: TrainState) -> TrainState:
+    """The last state that all ranks have committed. Collective.
+
+    Args:
+        plan: the layout.
+        channels: the step's communicators.
+        control: agreement between ranks.
+        like: the state as shapes.
+
+    Raises:
+        ValueError: the commit is of another model, optimizer or mesh; every leaf is listed.
+    """
+    values, told = reopen(plan, control)
+    problems = _cut_otherwise(plan, like, told)
+    opt_state = _filled(plan, "opt_state", like.opt_state, values, problems)
+    rest = _filled(plan, "state", like._replace(params=(), opt_state=()), values, problems)
+    casts = _casts(plan, opt_state, values)
+    raise_all(ValueError, "the commit on disk is not this step's state:", problems)
+    params = tree_leaves(_filled(plan, "params", like.params, values | casts, problems, {*casts}))
+    raise_all(ValueError, "the commit on disk is not this step's state:", problems)
+    blocks = _whole(plan, channels, [x.held for x in params], casts)
+    return rest._replace(params=wrap(plan, blocks), opt_state=opt_state)
+
+
+def _cut_otherwise(plan: Plan, like: TrainState, told: dict[str, Any]) -> list[str]:
+    """The leaves that were written with cuts along other axes; their blocks may have equal shapes all the same."""
+    if "cut" not in told:
+        return []
+    here, there = cuts_of(plan.mesh, *cut_parts(like)), told["cut"]
+    return [
+        f"{path} is cut along {here.get(path, [])} here, but along {there.get(path, [])} on disk"
+        for path in sorted({*here, *there})
+        if here.get(path, []) != there.get(path, [])
+    ]
+
+
+def _filled(
+    plan: Plan, name: str, like: PyTree, values: dict[str, Any], problems: list[str], rows: Collection[str] = ()
+) -> Any:
+    """A part of the state, from its values. For leaves in `rows`, this rank's rows do: they are gathered later."""
+    leaves, treedef = tree_flatten(like)
+    return tree_unflatten(
+        treedef,
+        [
+            _leaf(plan, path, x, values.get(path), problems, path in rows)
+            for path, x in zip(tree_paths(like, name), leaves, strict=True)
+        ],
+    )
+
+
+def _leaf(plan: Plan, path: str, like: Any, value: Any, problems: list[str], rows: bool) -> Any:
+    own = like.held if isinstance(like, GlobalTensor) else like
+    if value is None:
+        problems.append(f"{path} is missing")
+        return like
+    if (value.shape != own.shape and not rows) or value.dtype != own.dtype:
+        here, there = f"{tuple(own.shape)} {own.dtype}", f"{tuple(value.shape)} {value.dtype}"
+        problems.append(f"{path} is {here} here, but {there} on disk")
+        return like
+    if not isinstance(like, GlobalTensor):
+        return value
+    return like.with_block(_placed(plan, value, like))
+
+
+def _placed(plan: Plan, value: Tensor | Stored, like: GlobalTensor) -> Tensor | Stored:
+    if like.memory_kind == "disk":
+        return closed(value, like.placement, pool_of(plan)) if isinstance(value, Tensor) else value
+    with on_host():
+        here = loaded(value)
+    return here if like.memory_kind == "host" else here.to(plan.mesh.device, copy=True)
+
+
+def _casts(plan: Plan, opt_state: Any, values: dict[str, Any]) -> dict[str, Tensor]:
+    """The parameters that the commit does not hold, as casts of their master copies."""
+    if not isinstance(opt_state, MasterState):
+        return {}
+    paths = dict(named_leaves(opt_state.master, "params"))
+    missing = [leaf for leaf in plan.leaves if leaf.path not in values and leaf.path in paths]
+    with torch.no_grad():
+        return {leaf.path: paths[leaf.path].local.to(leaf.dtypes.param) for leaf in missing}
+
+
+def _whole(
+    plan: Plan, channels: AnyChannels, blocks: list[Tensor | Stored], casts: dict[str, Tensor]
+) -> list[Tensor | Stored]:
+    """Gathers blocks where this rank has only its rows."""
+    if not casts:
+        return blocks
+    rows: list[Any] = [None] * len(blocks)
+    for i, leaf in enumerate(plan.leaves):
+        if not (leaf.refreshed and leaf.trainable):
+            continue
+        if leaf.path in casts:
+            rows[i], blocks[i] = blocks[i], torch.empty(leaf.block, dtype=leaf.dtypes.param, device=plan.mesh.device)
+        else:
+            # All ranks refresh the same units: a block that was committed whole takes part with its rows.
+            rows[i] = own_rows(plan, leaf, loaded(blocks[i]))
+    return refresh(plan, channels, blocks, rows, pool_of(plan))

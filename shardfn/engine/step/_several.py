@@ -1,0 +1,224 @@
+"""Several losses of one state: each with its own batch and its own trainable leaves; their gradients are added.
+
+    gradient of a leaf = the sum over the losses that train it
+
+A leaf may be used by all of them and trained by one, as the critic of a GAN is. The state, and so the layout of every
+leaf, is the same for all losses; their plans differ in the leaves that get a gradient.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import Agreed, AnyControl, Constant
+from shardfn.core import PyTree, raise_all, tree_leaves
+from shardfn.engine.execution import CapturedSteps, EagerSteps, global_mean, step_lines
+from shardfn.engine.loss import Loss, Unwrapped
+from shardfn.engine.plan import Plan, Planner
+from shardfn.engine.transfers import (
+    Blocks,
+    Found,
+    Metrics,
+    StepParts,
+    added,
+    as_tree,
+    by_leaf,
+    measured,
+)
+from shardfn.state import TrainState, scale_of
+
+from ._admit import Rows, agree
+
+
+class Objective(NamedTuple):
+    """A loss among several of one step, and the leaves that it trains.
+
+    Attributes:
+        loss: as `sharded_step` takes it.
+        trainable: a prefix tree of bools for params: the leaves that this loss trains. It may use the others. None: all
+            leaves that the step trains.
+
+    Example:
+        >>> import torch
+        >>> import shardfn as sf
+        >>> losses = {
+        ...     "fit": lambda p, x: (p["w"] * x).sum(),
+        ...     "bias": sf.Objective(lambda p, x: (p["w"] * p["b"] * x).sum(), {"w": False, "b": True}),
+        ... }
+        >>> step = sf.sharded_step(losses, sf.optim.sgd(0.1))
+        >>> state = step.init({"w": torch.ones(1), "b": torch.ones(1)})
+        >>> grads, metrics = step.gradients(state, {"fit": torch.ones(1), "bias": torch.full((1,), 3.0)})
+        >>> grads["w"].full_tensor(), grads["b"].full_tensor(), metrics["bias/loss"]
+        (tensor([1.]), tensor([3.]), tensor(3.))
+    """
+
+    loss: Loss
+    trainable: PyTree = None
+
+
+class Source(NamedTuple):
+    """One loss of a step, as its gradients need it.
+
+    Attributes:
+        unwrapped: the loss.
+        parts: of a step of this loss alone.
+        planner: its annotations.
+        calls: its gradients, eager or captured.
+    """
+
+    unwrapped: Unwrapped
+    parts: StepParts
+    planner: Planner
+    calls: EagerSteps | CapturedSteps
+
+    @staticmethod
+    def of(unwrapped: Unwrapped, parts: StepParts, planner: Planner) -> "Source":
+        """The source of a loss."""
+        jitted = unwrapped.jitted
+        return Source(unwrapped, parts, planner, EagerSteps(parts) if jitted is None else CapturedSteps(jitted, parts))
+
+
+class Share(NamedTuple):
+    """The part of one loss in a call of its step, admitted.
+
+    Attributes:
+        name: of the loss; "" in a step of one loss.
+        source: the loss.
+        plan: its layout.
+        rows: its batch.
+        known: whether this rank already has the results of a first call; see `Agreed`.
+    """
+
+    name: str
+    source: Source
+    plan: Plan
+    rows: Rows
+    known: tuple[bool, bool]
+
+
+def batches_of(names: Sequence[str], batch: PyTree) -> dict[str, PyTree]:
+    """By loss, its batch.
+
+    Raises:
+        ValueError: losses have no batch, or there are batches of no loss.
+    """
+    if tuple(names) == ("",):
+        return {"": batch}
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"a step over several losses takes a dict with a batch for each of {list(names)}; got a"
+            f" {type(batch).__name__}."
+        )
+    problems = [f"{name!r} has no batch" for name in names if name not in batch]
+    problems += [f"{name!r} is no loss; there are {list(names)}" for name in batch if name not in names]
+    raise_all(ValueError, "a step over several losses takes a dict with a batch for each:", problems)
+    return {name: batch[name] for name in names}
+
+
+def agree_on_all(
+    control: AnyControl, what: str, plan: Plan, shares: Sequence[Share], constant: Constant
+) -> list[Agreed]:
+    """The agreement of all ranks on a call with a batch for each loss. Collective; the first message of the call.
+
+    Returns:
+        The agreement on each loss.
+
+    Raises:
+        RankError: ranks differ in the call, a batch's structure, or in how the step was built.
+        ValueError: no rank has rows.
+    """
+    known = [share.known for share in shares]
+    if len(shares) == 1:
+        return [agree(control, what, plan, shares[0].rows, constant, known[0])]
+    text = "\n".join(f"of {x.name!r}:\n{x.rows.text}" for x in shares)
+    sizes = tuple(n for x in shares for n in x.rows.sizes)
+    batch = {x.name: x.rows.batch for x in shares}
+    at_even = all(k[0] for k in known)
+    agreed = agree(control, what, plan, Rows(batch, (), text, sizes), constant, (at_even, at_even))
+    if agreed.even:
+        return [agreed for _ in shares]
+    ends = [sum(len(x.rows.sizes) for x in shares[: k + 1]) for k in range(len(shares))]
+    cut = [[row[end - len(x.rows.sizes) : end] for row in agreed.sizes] for x, end in zip(shares, ends, strict=True)]
+    even = [len(set(rows)) == 1 for rows in cut]
+    # Where some batches are even and others not, only now is it clear which graphs are wanted.
+    mine = sum(k[0 if e else 1] << n for n, (k, e) in enumerate(zip(known, even, strict=True)))
+    there = control.exchange(mine)
+    ready = [all(x >> n & 1 for x in there) for n in range(len(shares))]
+    return [Agreed(e, (r, r), () if e else tuple(rows)) for e, r, rows in zip(even, ready, cut, strict=True)]
+
+
+def combined(plan: Plan, found: Mapping[str, Found], shares: Sequence[Share], state: TrainState) -> Found:
+    """The sum of the gradients of several losses, the last model state, and the metrics of all. The mesh must be bound.
+
+    Args:
+        plan: the layout, in which all leaves are trained that a loss trains.
+        found: by loss, its gradients; consumed.
+        shares: the calls.
+        state: the state.
+    """
+    total: Blocks = {}
+    with torch.no_grad():
+        for share in shares:
+            leaves = [x.donate() for x in tree_leaves(found[share.name].grads)]
+            total = added(plan, total, by_leaf(share.plan, leaves))
+        metrics = measured(plan, total, True, scale_of(state))
+    del metrics["skipped"]
+    losses = [x.metrics["loss"] for x in found.values()]
+    finite = torch.stack([metrics["finite"], *(x.metrics["finite"] for x in found.values())]).all()
+    out: Metrics = {"loss": sum_of(losses), **metrics, "finite": finite}
+    for name, one in found.items():
+        out |= {f"{name}/{key}": x for key, x in one.metrics.items() if key != "loss_scale"}
+    last = found[shares[-1].name].model_state
+    return Found(as_tree(plan, total), last, out)
+
+
+def check_alike_losses(sources: Mapping[str, Source]) -> None:
+    """Refuses losses that would keep one state in different ways.
+
+    Raises:
+        ValueError: lists the losses that differ from the first.
+    """
+    (first, one), *others = sources.items()
+    problems = []
+    for name, other in others:
+        mixed = [x.unwrapped.mixed and (x.unwrapped.mixed.policy, x.unwrapped.mixed.loss_scale) for x in (one, other)]
+        if mixed[0] != mixed[1]:
+            problems.append(f"{name!r} has another precision policy or loss scale than {first!r}")
+        if (one.unwrapped.jitted is None) != (other.unwrapped.jitted is None):
+            problems.append(f"{name!r} is {'jitted' if other.unwrapped.jitted else 'eager'}, unlike {first!r}")
+        if (one.parts.table is None) != (other.parts.table is None):
+            problems.append(f"of {name!r} and {first!r} one is a pipeline")
+    raise_all(ValueError, "the losses of one step keep one state, so that these must agree:", problems)
+
+
+def lines_of(sources: Mapping[str, Source], plan: Plan, key: Tensor | None, state_specs: PyTree) -> list[str]:
+    """The facts on which ranks agree before the first transfer, besides the layout: one a line, for each loss."""
+    out: list[str] = []
+    for name, x in sources.items():
+        mask = [] if name == "" else [f"loss {name!r}, trainable {x.planner.trainable!r}, batch {x.planner.batch!r}"]
+        out += [*mask, *step_lines(x.unwrapped, x.parts, plan, key, state_specs)]
+    return out
+
+
+def mean_of(sources: Mapping[str, Source]) -> Callable[..., Tensor]:
+    """The mean loss over the batch of all ranks, `mean(params, [model_state,] batch[, key])`; of several, their sum."""
+    means = {
+        name: global_mean(x.parts.loss, x.planner.batch_axes, has_aux=x.parts.has_aux, has_state=x.parts.has_state)
+        for name, x in sources.items()
+    }
+    if tuple(means) == ("",):
+        return means[""]
+    at = int(next(iter(sources.values())).parts.has_state)
+
+    def total(params: PyTree, *args: Any) -> Tensor:
+        own = batches_of(tuple(means), args[at])
+        return sum_of([mean(params, *args[:at], own[name], *args[at + 1 :]) for name, mean in means.items()])
+
+    return total
+
+
+def sum_of(losses: Sequence[Tensor]) -> Tensor:
+    """The sum of 0-d losses, in the dtype of the first."""
+    return torch.stack([x.to(losses[0].dtype) for x in losses]).sum()

@@ -1,0 +1,407 @@
+"""`sharded`: a function over sharded leaves. A training step is one made of it; so are evaluation and decoding.
+
+The law: `sharded(f, ...)(params, *args) == f(whole params, *args)`, on each rank with its own arguments. Where leaves
+are kept, and when they move, changes no value.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfn.capture import capturing
+from shardfn.collectives import GlobalTensor, bind_mesh, transforming
+from shardfn.core import (
+    Mesh,
+    P,
+    PyTree,
+    Sharding,
+    Zero,
+    as_mesh,
+    as_zero,
+    tree_flatten,
+    tree_leaves,
+    tree_structure,
+    tree_unflatten,
+)
+from shardfn.engine.agreement import (
+    Agreement,
+    Comms,
+    check_replicas,
+    comms_of,
+    losing_no_peer,
+    losing_no_peer_purely,
+)
+from shardfn.engine.execution import (
+    Argument,
+    FunctionProgram,
+    Graphs,
+    Interface,
+    Ready,
+    capture_function,
+    entered_argument,
+    entered_as_rows,
+    pure_apply,
+    pure_loss,
+    run_forward,
+    signature,
+    tensors_of,
+)
+from shardfn.engine.loss import (
+    CacheInfo,
+    Jitted,
+    Transform,
+    Unwrapped,
+    agree_on_step,
+    check_order,
+    check_params,
+    check_specs,
+    default_batch,
+    describe_function,
+    is_abstract,
+    leaf_signature,
+    told_before,
+    unwrap,
+)
+from shardfn.engine.partition import bind
+from shardfn.engine.pipeline import check_layout, stage_axes
+from shardfn.engine.plan import Plan, Planner, Words
+from shardfn.engine.transfers import close_pool, disk_of
+from shardfn.modules import computing_in
+from shardfn.state import as_graph_value, check_alive, taken
+
+from ._blocks import Blocks
+from ._first import (
+    abstract_params,
+    drawn,
+    first_params,
+    own_blocks,
+)
+from ._lower import Lowered
+
+# Functions whose order of gathers a layout remembers.
+MAX_APPLIED = 16
+_WORDS = Words(
+    "the first argument is a tree of GlobalTensors; make it with init, or pass a state's params:",
+    "the first argument is kept otherwise than this function says:",
+    "the first argument is kept under another policy:",
+)
+
+
+class _FunctionCall(NamedTuple):
+    """A call that ranks are about to agree on, and then to run.
+
+    Attributes:
+        run: runs it; its bool is whether all ranks have the results of a first call.
+        known: whether this rank has them.
+    """
+
+    run: Callable[[Comms, bool], PyTree]
+    known: bool = True
+
+
+# A call, of its plan, its first argument, the leaves of the others and their structure.
+CallOf = Callable[[Plan, PyTree, list[Argument], Any], _FunctionCall]
+
+
+def sharded(
+    f: Callable[..., Any],
+    *,
+    mesh: Mesh | DeviceMesh | None = None,
+    specs: PyTree = P(),
+    zero: Zero | int | None = None,
+    in_specs: Sequence[PyTree] = (),
+    out_specs: PyTree = None,
+    batch: P | None = None,
+    donate: int | Sequence[int] = (),
+) -> "Sharded":
+    """`f(params, *args)` as a function over sharded leaves: `sharded(f)(params, *args)`.
+
+    `params` are stored as a step stores them under `specs` and `zero`. `f` sees each leaf in its compute spec; it is
+    gathered at its first use and freed after its last. `jit` around `f` captures all of this as one graph. Calls are
+    collective.
+
+    It can be differentiated by `torch.func` and by `value_and_grad`; then all leaves are gathered at once and stay
+    gathered. The gradient is that of the sum of the ranks' results: return `pmean(x, axes)` for the gradient of the
+    mean.
+
+    Args:
+        f: `f(params, *args)`; may be jitted, accumulated, of mixed precision.
+        mesh: from `make_mesh`, or a DeviceMesh with named axes; None is one device, in a program of one process.
+        specs: compute specs: a prefix tree of `P` for params.
+        zero: the ZeRO rule for params, or its stage; default stage 0. Its fields for gradients and the optimizer have
+            no effect here.
+        in_specs: an entry for each argument beyond the first: a prefix tree of `P` for a tree of `GlobalTensor`s, where
+            `f` sees this rank's blocks; None, or no entry, for this rank's own value, which is passed on unchanged.
+        out_specs: a prefix tree for the result: `P` makes a `GlobalTensor` of this rank's block, which must be the same
+            on all ranks along axes that the spec leaves out; None returns this rank's value unchanged.
+        batch: the axes along which ranks pass values of their own; gradients are summed over them. Default as in a
+            step.
+        donate: positions of sharded arguments whose blocks `f` may write to and return. A call consumes them.
+
+    Returns:
+        The function; `init`, `specs`, `lower` and `cache_info` are those of a step.
+
+    Raises:
+        ValueError: (also when called) specs, params or arguments do not fit; every leaf is listed by path. Or `mesh` is
+            None in a program of several processes.
+        DonatedError: (when called) an argument was consumed by an earlier call.
+        RankError: (when called) ranks disagree on the call; or another rank failed.
+
+    Example:
+        >>> double = sharded(lambda w, x: w * x)
+        >>> double(double.init(torch.tensor([1.0, 2.0])), 2)
+        tensor([2., 4.])
+        >>> def push(w, cache, x):
+        ...     cache[:1] = w * x
+        ...     return cache
+        >>> push = sharded(push, in_specs=(P(),), out_specs=P(), donate=1)
+        >>> cache = GlobalTensor(torch.zeros(2), torch.Size([2]), P(), push.mesh)
+        >>> push(push.init(torch.tensor(3.0)), cache, 2).full_tensor(), cache.donated
+        (tensor([6., 0.]), True)
+    """
+    on, rule = as_mesh(mesh), as_zero(zero)
+    check_order("sharded", f)
+    check_specs(specs, batch or P(), rule, on)
+    donated = (donate,) if isinstance(donate, int) else tuple(donate)
+    interface = Interface(on, tuple(in_specs), out_specs, donated)
+    interface.check()
+    unwrapped = unwrap(f)
+    if unwrapped.mixed is not None and unwrapped.mixed.loss_scale is not None:
+        raise ValueError(
+            "mixed_precision(f, policy, loss_scale) in sharded: the loss scale has no effect, since nothing is"
+            " differentiated here; leave it out."
+        )
+    policy = unwrapped.mixed and unwrapped.mixed.policy
+    batch = default_batch(specs, on) if batch is None else batch
+    planner = Planner(on, specs, batch, rule, True, policy, stage_axes(unwrapped.loss))
+    unwrapped = bind(unwrapped, planner)
+    lines = [*describe_function(unwrapped, "f"), f"in_specs {in_specs}, out_specs {out_specs}, donate {donated}"]
+    name = getattr(unwrapped.loss, "__name__", type(unwrapped.loss).__name__)
+    return Sharded(unwrapped, planner, interface, Agreement(lambda plan: lines), f"the sharded function {name}")
+
+
+class Sharded(Transform):
+    """A function over sharded leaves; made by `sharded`, which documents it.
+
+    Args:
+        unwrapped: the function.
+        planner: the annotations of its first argument.
+        interface: the annotations of the others, and of the result.
+        agreement: the facts that ranks compare before a call.
+        what: the call, in words.
+        words: the message for a first argument that does not fit.
+    """
+
+    transform: ClassVar[str] = "sharded"
+
+    def __init__(
+        self,
+        unwrapped: Unwrapped,
+        planner: Planner,
+        interface: Interface,
+        agreement: Agreement,
+        what: str,
+        words: Words = _WORDS,
+    ) -> None:
+        self.mesh, self.jitted = planner.mesh, unwrapped.jitted
+        self._f, self._planner, self._interface = unwrapped.loss, planner, interface
+        self._agreement, self._what, self._words = agreement, what, words
+        # The graphs of jitted calls and of `lower`. An eager call leaves only the order of use, in its plan.
+        self._graphs = Graphs(self.jitted or Jitted(self._f))
+
+    def init(self, params: PyTree, *args: Any) -> PyTree:
+        """The first argument in its storage layout: every rank stores only its own blocks.
+
+        Args:
+            params: a tree of tensors, the same on all ranks; or a function, called with `args`, that returns one.
+            *args: the arguments of such a function.
+
+        Raises:
+            TypeError: a leaf is not a tensor.
+            ValueError: the tree does not fit the specs.
+            RankError: ranks pass different trees or different values.
+        """
+        leaves, plan = drawn(self._planner, params, args)
+        if self.mesh.abstract or is_abstract(leaves):
+            return abstract_params(plan)
+        comms = comms_of(self.mesh)
+        self._agreement.agree(comms, "init", plan)
+        check_replicas([leaf.path for leaf in plan.leaves], leaves, comms.control)
+        del params
+        with bind_mesh(self.mesh), losing_no_peer(comms):
+            return first_params(plan, own_blocks(plan, leaves))
+
+    def specs(self, params: PyTree) -> PyTree:
+        """The storage `Sharding` of each leaf of a parameter tree; its leaves need a shape and a dtype only."""
+        return kept_as(self._planner, params)
+
+    def close(self) -> None:
+        """Releases the function's directory on disk; states that are there cannot be used any more."""
+        close_pool(self._planner)
+
+    def cache_info(self) -> CacheInfo:
+        """Counts and size of the cache of captures, those of `lower` included."""
+        return self._graphs.cache_info()
+
+    def __call__(self, params: PyTree, /, *args: Any) -> Any:
+        """The function's value; inside a transform, or if an argument requires a gradient, as a pure function."""
+        if transforming() or capturing() or _differentiated((params, args)):
+            return self.pure(params, *args)
+        return self._call(self._eager if self.jitted is None else self._captured, None, params, args)
+
+    def pure(self, params: PyTree, /, *args: Any) -> Any:
+        """The same value, made of differentiable collectives alone: leaves are gathered at once, and stay."""
+        with losing_no_peer_purely(self.mesh):
+            plan, arguments = self._plan_of(params), self._interface.arguments(args)
+            self._agreement.agree_once(plan, self._what)
+
+            entered = entered_argument if self._interface.has_specs else entered_as_rows
+            with bind_mesh(self.mesh), computing_in(self._compute):
+                given = tree_unflatten(tree_structure(args), [entered(a, plan) for a in arguments])
+                if self._interface.has_specs:
+                    typed = functools.partial(self._interface.typed, mode=plan.following_function)
+                    out = pure_apply(plan, params, lambda tree: typed(self._f(tree, *given)))
+                else:
+                    out = pure_loss(plan, params, lambda tree: self._f(tree, *given))
+                return self._interface.results(out, self._interface.shapes_within)
+
+    def lower(self, params: PyTree, /, *args: Any) -> Lowered:
+        """The function as a graph, captured and scheduled for these shapes, and not run.
+
+        It neither allocates memory nor sends messages, so the mesh may be abstract.
+
+        Args:
+            params: as `init` returns it, or a tree of whole tensors. Only shapes and dtypes are used, so tensors may be
+                abstract.
+            *args: the others; sharded ones as `GlobalTensor`s, or whole.
+
+        Raises:
+            CaptureError: the function depends on the value of a tensor; names the line.
+
+        Example:
+            >>> sharded(lambda w, x: w * x).lower(torch.ones(4), torch.ones(4)).cost_analysis().sent
+            0
+        """
+        plan, params, args = self._abstract(params, args)
+        arguments, treedef = self._interface.arguments(args), tree_structure(args)
+        capture = functools.partial(self._capture, plan, params, arguments, treedef)
+        program, schedule = self._graphs.lower(capture)
+        only = self._signature(plan, params, arguments, treedef)
+
+        def compile(backend: str | None) -> Callable[..., Any]:
+            ready = self._graphs.compile(program, backend, comms_of(self.mesh))
+
+            def call(plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> _FunctionCall:
+                del treedef
+                return _FunctionCall(lambda comms, _: _execute(ready, plan, comms, params, arguments))
+
+            return lambda params, *args: self._call(call, only, params, args)
+
+        return Lowered(program.gm, self.mesh, schedule, compile)
+
+    def _call(self, call_of: CallOf, only: Any, params: PyTree, args: tuple[Any, ...]) -> Any:
+        """One call, which `call_of` makes; it may do so for one signature `only`."""
+        comms = comms_of(self.mesh)
+        with told_before(comms.control):
+            check_alive(params, "params")
+            plan, treedef = self._plan_of(params), tree_structure(args)
+            arguments = self._interface.arguments(args)
+            constant = self._agreement.constant(plan)
+            if only is not None and self._signature(plan, params, arguments, treedef) != only:
+                raise ValueError(
+                    "a compiled function takes the shapes it was lowered for; lower it again for these, or jit it."
+                )
+            call = call_of(plan, params, arguments, treedef)
+        agreed = agree_on_step(comms.control, self._what, constant=constant, known=(call.known, call.known))
+        with bind_mesh(self.mesh), losing_no_peer(comms):
+            # Before the call runs: writes to read-only tensors are detected by their versions at this point.
+            blocks = Blocks(params, arguments)
+            with taken([a.given for a in arguments if a.donated], donate=True):
+                out = call.run(comms, agreed.ready)
+                blocks.check()
+                return self._interface.results(blocks.apart(out), self._interface.shapes_by(comms.control))
+
+    def _eager(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> _FunctionCall:
+        key = self._what, self._f
+
+        def run(comms: Comms, everywhere: bool) -> PyTree:
+            # A rank may have forgotten an order that others have learnt: then all learn it anew.
+            if not everywhere:
+                plan.use_orders.pop(key, None)
+            args = tree_unflatten(treedef, [a.seen for a in arguments])
+            held = [x.held for x in tree_leaves(params)]
+            with computing_in(self._compute):
+                out = run_forward(plan, comms, held, key, self._interface.following(plan, self._f, arguments, args))
+            plan.forget_orders(MAX_APPLIED)
+            return out
+
+        return _FunctionCall(run, key in plan.use_orders)
+
+    def _captured(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> _FunctionCall:
+        key = self._signature(plan, params, arguments, treedef)
+
+        def run(comms: Comms, everywhere: bool) -> PyTree:
+            capture = functools.partial(self._capture, plan, params, arguments, treedef)
+            shown = {a.path: a.given for a in arguments if isinstance(a.given, Tensor)}
+            ready = self._graphs.ready(comms, key, capture, self._what, shown, everywhere=everywhere)
+            return _execute(ready, plan, comms, params, arguments)
+
+        return _FunctionCall(run, self._graphs.knows(key))
+
+    def _capture(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> FunctionProgram:
+        with computing_in(self._compute):
+            return capture_function(self._f, plan, params, arguments, treedef, self._interface)
+
+    def _signature(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> Any:
+        held = [x.held for x in tree_leaves(params)]
+        layouts = tuple(x.stride() if isinstance(x, Tensor) else x.shape for x in held)
+        key = *signature(plan, ()), treedef, layouts, *(leaf_signature(a.given) for a in arguments)
+        try:
+            hash(key)
+        except TypeError as error:
+            raise TypeError(f"an argument of a jitted function is neither a tensor nor hashable: {error}.") from error
+        return key
+
+    def _abstract(self, params: PyTree, args: tuple[Any, ...]) -> tuple[Plan, PyTree, tuple[Any, ...]]:
+        leaves, treedef = tree_flatten(params)
+        if leaves and all(isinstance(x, GlobalTensor) for x in leaves):
+            plan = self._plan_of(params)
+        else:
+            check_params(params)
+            plan = self._planner.plan(treedef, leaves)
+            check_layout(plan, self._f)
+            params = abstract_params(plan)
+        return plan, params, self._interface.abstract(args)
+
+    def _plan_of(self, params: PyTree) -> Plan:
+        plan = self._planner.kept(params, self._words)
+        check_layout(plan, self._f)
+        return plan
+
+    @property
+    def _compute(self) -> torch.dtype | None:
+        return None if self._planner.policy is None else self._planner.policy.compute
+
+
+def kept_as(planner: Planner, params: PyTree) -> PyTree:
+    """The storage `Sharding` of each leaf of a tree."""
+    leaves, treedef = tree_flatten(params)
+    plan = planner.plan(treedef, leaves)
+    return tree_unflatten(treedef, [Sharding(leaf.param, leaf.home, stacked=bool(leaf.layers)) for leaf in plan.leaves])
+
+
+def _execute(ready: Ready, plan: Plan, comms: Comms, params: PyTree, arguments: Sequence[Argument]) -> PyTree:
+    program: FunctionProgram = ready.program
+    flat = [*(as_graph_value(x.held) for x in tree_leaves(params)), *tensors_of([a.seen for a in arguments])]
+    return program.result(ready(comms, disk_of(plan), flat))
+
+
+def _differentiated(tree: PyTree) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    held = [x.held if isinstance(x, GlobalTensor) and not x.donated else x for x in tree_leaves(tree)]
+    return any(isinstance(x, Tensor) and x.requires_grad for x in held)

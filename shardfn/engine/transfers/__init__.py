@@ -1,0 +1,75 @@
+"""Transfers of one step: gathers, reductions, sums of gradients, refreshes."""
+
+from ._canonical import (
+    chunks_of as chunks_of,
+    describe_rows as describe_rows,
+    summed_squares as summed_squares,
+    summed_values as summed_values,
+)
+from ._gather import (
+    DONE as DONE,
+    Gatherer as Gatherer,
+    IDLE as IDLE,
+)
+from ._gradients import (
+    Blocks as Blocks,
+    Found as Found,
+    added as added,
+    as_tree as as_tree,
+    by_leaf as by_leaf,
+    check_gradients as check_gradients,
+    measured as measured,
+    of_update as of_update,
+    scaled as scaled,
+)
+from ._lazy_params import (
+    check_capture as check_capture,
+    watch_of as watch_of,
+)
+from ._microbatch_runner import (
+    Course as Course,
+    Ends as Ends,
+    Seed as Seed,
+    Whole as Whole,
+)
+from ._outcome import (
+    Outcome as Outcome,
+    WEIGHTED as WEIGHTED,
+    agree_on_outcome as agree_on_outcome,
+    outcome_of as outcome_of,
+)
+from ._pools import (
+    begin as begin,
+    close_pool as close_pool,
+    commit as commit,
+    cut_parts as cut_parts,
+    disk_of as disk_of,
+    forget as forget,
+    pool_of as pool_of,
+    reopen as reopen,
+    together as together,
+)
+from ._pure_transfers import (
+    enter as enter,
+    own_rows as own_rows,
+    reduce as reduce,
+)
+from ._reduce import (
+    Reducer as Reducer,
+)
+from ._refresh import (
+    refresh as refresh,
+)
+from ._schedule import (
+    accumulation as accumulation,
+    check_schedule as check_schedule,
+)
+from ._step import (
+    Executor as Executor,
+    Metrics as Metrics,
+    StepCall as StepCall,
+    StepParts as StepParts,
+    advanced as advanced,
+    one_step as one_step,
+    rescaled as rescaled,
+)

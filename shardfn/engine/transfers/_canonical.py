@@ -1,0 +1,208 @@
+r"""Sums that do not depend on the number of ranks: `Zero(reduction="canonical")`.
+
+The rows of the global batch are cut in a fixed number of chunks, a power of two. A rank runs its chunks one by one, as
+microbatches, so the sums of a chunk have the same bits on any rank. Chunks are added up by a fixed binary tree:
+
+    chunks   0   1   2   3   4   5   6   7          3 ranks have 0-1, 2-4, 5-7
+              \ /     \ /     \ /     \ /
+              0-1     2-3     4-5     6-7
+                \     /         \     /
+                  0-3             4-7
+                     \          /
+                         0-7
+
+A rank adds up the nodes that lie entirely in its range (for the second of the three ranks: 2-3 and 4), and sends each
+rank a part of them; the owner of a part adds the rest. If the number of ranks is a power of two, each sends one node,
+as many bytes as usual. Ranks with fewer chunks than others run their last chunk again and drop its gradients, because
+all ranks must take part in collectives of the loss.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import pmax, psum
+from shardfn.core import Pending, PyTree, broadcast_prefix, raise_all, tree_leaves, tree_paths
+from shardfn.engine.loss import Value, cut_rows, describe_batch, is_spec
+from shardfn.engine.plan import (
+    Chunks,
+    Node,
+    Plan,
+    push,
+    tree_sum,
+)
+from shardfn.optim import exact_limbs, largest, of_limbs
+
+
+class ChunkSums:
+    """The gradients of this rank's chunks, added up along the tree, leaf by leaf.
+
+    Backwards run in the order of chunks: `begin`, then `add` at most once per leaf. A leaf without a gradient counts as
+    zeros. After the last chunk, `take` returns the nodes of a leaf, and drops them.
+
+    Args:
+        chunks: of this rank.
+        zeros: makes the zeros of a leaf.
+    """
+
+    def __init__(self, chunks: Chunks, zeros: Callable[[int], Tensor]) -> None:
+        self.chunks, self._zeros = chunks, zeros
+        # By leaf, the nodes of all chunks up to the last that gave it a gradient: (start, stop, sum), in order, each as
+        # large as the tree allows. `_next` is the chunk whose backward runs.
+        self._nodes: dict[int, list[Node]] = {}
+        self._next = chunks.bounds[0] - 1
+
+    def begin(self) -> None:
+        """Begins the backward of the next chunk."""
+        self._next += 1
+
+    def add(self, leaf: int, grad: Tensor) -> None:
+        """Adds a leaf's gradient of the current chunk; dropped if the chunk was run before."""
+        stack, (_, stop) = self._nodes.setdefault(leaf, []), self.chunks.bounds
+        if self._next < stop:
+            self._fill(leaf, stack, self._next)
+            push(stack, (self._next, self._next + 1, grad))
+
+    def take(self, leaf: int) -> list[Tensor]:
+        """The nodes of a leaf, in order."""
+        stack = self._nodes.pop(leaf, [])
+        self._fill(leaf, stack, self.chunks.bounds[1])
+        return [x for _, _, x in stack]
+
+    def send(self, leaves: Sequence[int], send: Callable[[list[Tensor]], Pending[Tensor]]) -> Pending[Tensor]:
+        """Sends the nodes of leaves that travel together, one message each; zeros where other ranks have more nodes.
+
+        Args:
+            leaves: the leaves, by number.
+            send: sends a message with one tensor per leaf, and returns the messages of all ranks for this one.
+        """
+        own, chunks = [self.take(i) for i in leaves], self.chunks
+        most = max(len(chunks.nodes(r)) for r in range(chunks.ranks))
+        rows = [
+            [nodes[j] if j < len(nodes) else self._zeros(i) for i, nodes in zip(leaves, own, strict=True)]
+            for j in range(most)
+        ]
+        return JoinedNodes([send(row) for row in rows], chunks)
+
+    def _fill(self, leaf: int, stack: list[Node], until: int) -> None:
+        for k in range(stack[-1][1] if stack else self.chunks.bounds[0], until):
+            push(stack, (k, k + 1, self._zeros(leaf)))
+
+
+class JoinedNodes(Pending[Tensor]):
+    """This rank's part of the sum over all chunks, joined from the nodes of all ranks as they arrive.
+
+    Args:
+        arriving: by number of a node among its rank's, the parts that all ranks have for this one, in rank order.
+        chunks: whose they are.
+    """
+
+    def __init__(self, arriving: Sequence[Pending[Tensor]], chunks: Chunks) -> None:
+        super().__init__()
+        self._arriving, self._chunks = list(arriving), chunks
+
+    def done(self) -> bool:
+        """Whether all have arrived."""
+        return all(x.done() for x in self._arriving)
+
+    def result(self) -> Tensor:
+        """The sum."""
+        rows = [x.result().view(self._chunks.ranks, -1) for x in self._arriving]
+        self._arriving = []
+        nodes = [
+            (start, stop, rows[j][rank])
+            for rank in range(self._chunks.ranks)
+            for j, (start, stop) in enumerate(self._chunks.nodes(rank))
+        ]
+        ((_, _, total),) = tree_sum(nodes)
+        return total.clone() if self._chunks.total == 1 else total
+
+    def wait(self) -> None:
+        """Waits for all."""
+        for x in self._arriving:
+            x.wait()
+
+
+def describe_rows(plan: Plan, batch: PyTree) -> tuple[str, tuple[int, ...]]:
+    """The description of a batch that ranks compare before a step; see `describe_batch`.
+
+    Canonical sums use that of a chunk.
+
+    Raises:
+        TypeError, ValueError: the batch does not fit its specs, or is not to be cut in this rank's chunks.
+    """
+    text, sizes = describe_batch(batch, plan.batch, plan.mesh)
+    chunks = plan.chunks
+    if chunks is None or not chunks.num:
+        return text, sizes
+    rows = _rows(plan, batch)
+    uneven = [f"{path} has {n} rows" for path, n in rows if n % chunks.num]
+    raise_all(ValueError, f"{_told(chunks)}; pass a multiple:", uneven)
+    if len({n for _, n in rows}) > 1:
+        raise_all(
+            ValueError,
+            f"{_told(chunks)}, and the leaves of the batch have different numbers of rows; give each leaf one entry for"
+            " a row:",
+            [f"{path} has {n} rows" for path, n in rows],
+        )
+    return text, tuple(n // chunks.num for n in sizes)
+
+
+def chunks_of(plan: Plan, chunks: Chunks, batch: PyTree, *, even: bool) -> list[PyTree]:
+    """This rank's chunks of a batch from `describe_rows`; the last is repeated where other ranks have more.
+
+    Args:
+        plan: the layout. Leaves of the batch that it does not cut are the same for all chunks, as for all ranks.
+        chunks: the chunks that this rank runs.
+        batch: this rank's rows.
+        even: whether ranks have equal numbers of rows a chunk.
+
+    Raises:
+        ValueError: other ranks have other numbers of rows a chunk.
+    """
+    if not even:
+        rows = [f"{path} has {n} rows" for path, n in _rows(plan, batch)]
+        raise_all(ValueError, f"{_told(chunks)}; other ranks pass other numbers:", rows)
+    own = cut_rows(batch, chunks.num, _is_cut(plan, batch))
+    return own + own[-1:] * (chunks.most - chunks.num)
+
+
+def _is_cut(plan: Plan, batch: PyTree) -> list[bool]:
+    """For each leaf of a batch, whether chunks have different rows of it."""
+    specs = broadcast_prefix(plan.batch, batch, is_spec, names=("batch spec", "batch"))
+    return [bool(spec.dim_axes(0)) for spec in specs]
+
+
+def _rows(plan: Plan, batch: PyTree) -> list[tuple[str, int]]:
+    """The paths of the leaves that are cut, with their numbers of rows."""
+    named = zip(tree_paths(batch, "batch"), tree_leaves(batch), _is_cut(plan, batch), strict=True)
+    return [(path, len(x)) for path, x, is_cut in named if is_cut]
+
+
+def _told(chunks: Chunks) -> str:
+    return (
+        f"Zero(reduction='canonical', reduction_chunks={chunks.total}): rank {chunks.rank} of the {chunks.ranks} that"
+        f" share the batch runs {chunks.num} of the {chunks.total} chunks, all of one number of rows"
+    )
+
+
+def summed_values(values: Sequence[Value], chunks: Chunks, axes: tuple[str, ...]) -> Tensor:
+    """The sums over all chunks of loss, weight (1 for a plain mean) and the pairs of aux, in float64. Collective."""
+    first, (start, _) = values[0], chunks.bounds
+    rows = torch.zeros(chunks.total, 2 + 2 * len(first.aux), dtype=torch.float64, device=first.total.device)
+    for k, value in enumerate(values[: chunks.num]):
+        row = [value.total, torch.ones_like(value.total) if value.weight is None else value.weight]
+        row += [x for name in sorted(value.aux) for x in value.aux[name]]
+        rows[start + k] = torch.stack([x.to(rows) for x in row])
+    rows = psum(rows, axes)  # for each row, all ranks but one have added zeros
+    ((_, _, total),) = tree_sum([(k, k + 1, row) for k, row in enumerate(rows.unbind())])
+    return total
+
+
+def summed_squares(parts: Sequence[Tensor], axes: tuple[str, ...]) -> Tensor:
+    """The sum of squares of all ranks' parts, in float64: summed as integers, so in any order. Collective."""
+    top = torch.stack([largest(x) for x in parts]).max() if parts else torch.zeros((), dtype=torch.float64)
+    top = pmax(top, axes)
+    limbs = [exact_limbs(x, top) for x in parts] or [torch.zeros(2, dtype=torch.int64, device=top.device)]
+    return of_limbs(psum(torch.stack(limbs).sum(0), axes), top)

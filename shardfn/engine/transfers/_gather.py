@@ -1,0 +1,305 @@
+"""Storage -> compute for leaves that are sharded at rest: gather late, free early, prefetch along the agreed order.
+
+Which transfers start, and when, depends only on the position in the agreed order. So all ranks start the same
+transfers in the same order, whatever branches their own data leads them to.
+
+If a leaf is gathered in two hops, the result of the first hop is kept for the whole step, as parameters do not change.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.capture import capturing, traced_once
+from shardfn.collectives import (
+    AnyChannels,
+    AnyRounds,
+    CodedGather,
+    TwoHops,
+    gather_channels,
+)
+from shardfn.core import Pending, RankError, Stored
+from shardfn.engine.agreement import named_range
+from shardfn.engine.plan import Turn, UseOrder
+from shardfn.leaves import LeafLayout, Unit
+from shardfn.state import fetched
+
+from ._gathered import (
+    GatheredUnit,
+    Piece,
+    arrived,
+    start_gather,
+)
+
+# The codes that a rank sends in a round where it wants no unit: it is done; it failed; it is done with the step's
+# backwards, without a gradient from any.
+DONE, FAILED, IDLE = -1, -2, -3
+# How much further ahead than leaves are gathered their pieces cross the far axes, and are read from the disk.
+FAR_AHEAD, READ_AHEAD = 2, 3
+
+
+class Gatherer:
+    """Serves the whole leaves of one step. Made anew each step; only `order` is kept.
+
+    Args:
+        leaves: the layout.
+        units: groups of leaves gathered together.
+        blocks: this rank's piece of each leaf as stored (None for leaves that are not lazy).
+        channels: the step's communicators.
+        rounds: agreement between the ranks that share the leaves.
+        order: the agreed order of use; extended in place.
+        window: bytes of whole leaves that may be alive ahead of their use.
+        device: where leaves are wanted.
+        keep: whether the result of the first hop is kept, for later gathers of the leaf.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[LeafLayout],
+        units: Sequence[Unit],
+        blocks: Sequence[Tensor | Stored | None],
+        channels: AnyChannels,
+        rounds: AnyRounds,
+        order: UseOrder,
+        window: int,
+        device: torch.device,
+        *,
+        keep: bool = True,
+    ) -> None:
+        self._leaves, self._units, self._blocks, self._device = leaves, units, blocks, device
+        self._on_disk = {u for u, unit in enumerate(units) if any(leaves[i].home == "disk" for i in unit.leaves)}
+        # Begun ahead, on this rank alone; taken when the unit is issued or sets out.
+        self._reads: dict[int, list[Piece]] = {}
+        self._keep = keep
+        self._wires = gather_channels(channels, [leaves[unit.leaves[0]].ways.use for unit in units])
+        self._hops = {u for u, unit in enumerate(units) if leaves[unit.leaves[0]].near}
+        self._brought: dict[int, Pending[Tensor] | Tensor] = {}
+        self._channels, self._rounds, self._order, self._window = channels, rounds, order, window
+        # Those of the largest rank's blocks: windows are the same on all ranks.
+        self._sizes = [u.nbytes for u in units]
+        self._slot = {i: (u, k) for u, unit in enumerate(units) for k, i in enumerate(unit.leaves)}
+        # The transfers to issue depend on the position in the agreed order alone, never on arrivals or on this rank's
+        # pieces: so all ranks issue the same transfers in the same order. Only reads from the disk are local.
+        self._scheduled: dict[int, GatheredUnit] = {}
+        # The unit that this rank has asked for: held until it asks for another, or the phase ends.
+        self._asked: tuple[int, GatheredUnit] | None = None
+        # Let go before they arrived; empty after `end_phase`.
+        self._unused: list[GatheredUnit] = []
+        self._phase, self._pos = -1, 0
+        # Units that were gathered in this phase because a rank asked: the same on all ranks. They join the order at its
+        # end.
+        self._served: list[int] = []
+        # Void as soon as the order grows; from then on moves are worked out one by one.
+        self._schedule: list[list[Turn]] | None = order.schedule(self._sizes, window)
+
+    def begin_phase(self) -> None:
+        """Starts the next phase of the agreed order."""
+        self._phase, self._pos, self._served = self._phase + 1, 0, []
+        self._order.phase(self._phase)
+        self._read_ahead()
+
+    def whole(self, leaf: int) -> Tensor:
+        """The whole leaf. Waits for it, and starts the gathers of leaves that are used next."""
+        unit, slot = self._slot[leaf]
+        with named_range("gather", self._leaves, self._units[unit].leaves, leaf):
+            return self._need(unit).leaf(slot)
+
+    def end_phase(self, *, ask: bool, says: int = DONE) -> bool:
+        """Starts the gathers of the agreed order that this rank did not use, and serves ranks that need more.
+
+        Args:
+            ask: whether to exchange a message even if no leaf is gathered, to hear of errors before waiting.
+            says: the code that this rank sends to the others: `DONE` or `IDLE`.
+
+        Returns:
+            Whether all ranks have sent `IDLE`; the same on all of them.
+
+        Raises:
+            RankError: another rank failed.
+        """
+        if not self._units and not ask:
+            return False
+        self._catch_up()
+        # A rank that is done serves until all are: it has a piece of each unit that another still wants.
+        wants = self._ask(says)
+        while any(w >= 0 for w in wants):
+            wants = self._ask(says)
+        # Not before: within a phase the order is the one that all ranks began with.
+        if self._served:
+            self._order.extend(self._phase, self._served)
+            self._schedule = None
+        self._asked = None
+        # Between phases only scheduled or brought units are in flight.
+        for whole in self._unused:
+            whole.arrive()
+        self._unused.clear()
+        return all(w == IDLE for w in wants)
+
+    def fail(self, what: str) -> None:
+        """Sends the other ranks word that this one cannot go on; they raise `RankError` at their next agreement."""
+        if self._phase < 0:
+            self.begin_phase()
+        self._catch_up()
+        # At the point where the others ask: their next round receives it, and all go on to the gather with the reason.
+        wants = self._rounds.exchange(FAILED)
+        self._rounds.gather((self._rounds.rank, what if FAILED in wants else ""))
+
+    def close(self) -> None:
+        """Drops everything and waits until this rank's pieces may be written again."""
+        for whole in self._scheduled.values():
+            whole.arrive()
+        for brought in self._brought.values():
+            if isinstance(brought, Pending):
+                brought.result()
+        self._scheduled.clear()
+        self._brought.clear()
+        self._reads.clear()
+        self._asked = None
+        self._channels.flush()
+
+    def _need(self, unit: int) -> GatheredUnit:
+        if self._asked is not None and self._asked[0] == unit:
+            return self._asked[1]
+        order = self._order.phase(self._phase)
+        if self._pos and order[self._pos - 1] == unit and unit in self._scheduled:
+            return self._scheduled[unit]
+        if self._pos < len(order) and order[self._pos] == unit:
+            self._step()
+            return self._scheduled[unit]
+        # Units in between are issued and let go unused, as other ranks may use them.
+        found = self._order.find(self._phase, self._pos, unit)
+        # In no later position, it may still be here from an earlier one.
+        if found is None:
+            return self._scheduled[unit] if unit in self._scheduled else self._need_unplanned(unit)
+        while self._pos <= found:
+            self._step()
+        return self._scheduled[unit]
+
+    def _step(self) -> None:
+        move = self._move() if self._schedule is None else self._schedule[self._phase][self._pos]
+        for unit in move.drop:
+            self._drop(self._scheduled.pop(unit))
+        self._read_ahead()
+        self._bring_ahead()
+        if self._on_disk:
+            for unit in self._on_disk.intersection(self._scheduled):
+                self._scheduled[unit].move_if_ready()
+        for unit in move.issue:
+            with named_range("gather", self._leaves, self._units[unit].leaves):
+                self._scheduled[unit] = self._issue(unit)
+        self._pos += 1
+
+    def _read_ahead(self) -> None:
+        """Begins to read pieces from disk that will be needed. Unlike transfers, ranks need not do so alike."""
+        if not self._on_disk:
+            return
+        # Further than transfers are issued, as a disk is slower; pieces that are read early wait on the host.
+        ahead = self._order.window(self._phase, self._pos, self._sizes, READ_AHEAD * self._window)
+        for unit in ahead:
+            here = unit in self._scheduled or unit in self._brought or unit in self._reads
+            if unit in self._on_disk and not here:
+                self._reads[unit] = self._pieces(unit)
+
+    def _bring_ahead(self) -> None:
+        """Starts first hops, across the far axes, before they are needed; like all transfers, by position alone."""
+        if self._hops.issubset(self._brought):
+            return
+        for unit in self._order.window(self._phase, self._pos, self._sizes, FAR_AHEAD * self._window):
+            if unit in self._hops and unit not in self._scheduled and unit not in self._brought:
+                with named_range("gather", self._leaves, self._units[unit].leaves):
+                    self._brought[unit] = self._bring(unit)
+
+    def _pieces(self, unit: int) -> list[Piece]:
+        """This rank's pieces of the leaves of a unit; those in other memories are being fetched."""
+        out: list[Piece] = []
+        for i in self._units[unit].leaves:
+            block = self._blocks[i]
+            assert block is not None
+            out.append(fetched(block, self._leaves[i].ways.kept, self._device))
+        return out
+
+    def _move(self) -> Turn:
+        ahead = self._order.window(self._phase, self._pos, self._sizes, self._window)
+        return Turn.between(self._scheduled, ahead)
+
+    def _catch_up(self) -> None:
+        while self._pos < len(self._order.phase(self._phase)):
+            self._step()
+
+    def _need_unplanned(self, unit: int) -> GatheredUnit:
+        self._catch_up()
+        self._asked = None
+        # A round serves the units that any rank wants, this rank's among them.
+        while self._asked is None:
+            self._ask(unit)
+        return self._asked[1]
+
+    def _ask(self, want: int) -> list[int]:
+        """One round of requests: gathers the units that any rank needs.
+
+        Returns each rank's request: a unit, or a code below 0.
+        """
+        wants = self._rounds.exchange(want)
+        if FAILED in wants:
+            _raise_failed(self._rounds, wants)
+        # In rank order, each once: all ranks have heard the same, and send the same.
+        for unit in dict.fromkeys(w for w in wants if w >= 0):
+            with named_range("gather", self._leaves, self._units[unit].leaves):
+                whole = self._issue(unit)
+            self._served.append(unit)
+            if unit == want:
+                self._asked = (unit, whole)
+            else:
+                self._drop(whole)
+        return wants
+
+    def _drop(self, whole: GatheredUnit) -> None:
+        """Drops a unit. One that was never used must still arrive, since other ranks may wait for its transfer."""
+        if not whole.arrived:
+            self._unused.append(whole)
+
+    def _issue(self, unit: int) -> GatheredUnit:
+        members, packing = [self._leaves[i] for i in self._units[unit].leaves], self._units[unit].packing
+        channel = self._wires[unit]
+        if unit in self._hops:
+            piece = self._secondary(unit)
+            return GatheredUnit(
+                members, packing, [piece], channel, lambda near: channel.all_gather(near[0], packing.sizes)
+            )
+        pieces = self._reads.pop(unit, None) or self._pieces(unit)
+        return GatheredUnit(
+            members, packing, pieces, channel, lambda own: start_gather(members, packing, own, channel.all_gather)
+        )
+
+    def _secondary(self, unit: int) -> Tensor:
+        """The result of a unit's first hop."""
+        brought = self._brought.pop(unit, None)
+        brought = self._bring(unit) if brought is None else brought
+        piece = brought.result() if isinstance(brought, Pending) else brought
+        if self._keep:
+            self._brought[unit] = piece
+        return piece
+
+    def _bring(self, unit: int) -> Pending[Tensor]:
+        members, hops = [self._leaves[i] for i in self._units[unit].leaves], self._wires[unit]
+        packing = self._units[unit].packing
+        assert isinstance(hops, TwoHops | CodedGather)
+        pieces = self._reads.pop(unit, None) or self._pieces(unit)
+        own = arrived(pieces)
+
+        def bring(*own: Tensor) -> Pending[Tensor]:
+            return start_gather(members, packing, own, hops.bring)
+
+        if not capturing():
+            return bring(*own)
+        looks = *(leaf.looks for leaf in members), hops.axes
+        (piece,) = traced_once(("bring", looks), lambda *own: [bring(*own).result()], own)
+        return Pending.of(piece)
+
+
+def _raise_failed(rounds: AnyRounds, codes: Sequence[int]) -> None:
+    texts: list[Any] = rounds.gather((rounds.rank, ""))
+    told = [f"  - rank {rank} raised {text}" for (rank, text), c in zip(texts, codes, strict=True) if c == FAILED]
+    raise RankError("\n".join(["another rank failed in this step; the state passed in is unchanged.", *told]))

@@ -1,0 +1,219 @@
+"""The gradients of a step as a tree, between `gradients` and `update`.
+
+A leaf is placed as the optimizer takes it: the rows that this rank updates, in the memory and the dtype in which summed
+gradients wait (`ways.summed`). A leaf that the step does not train is None, as in the tree that the optimizer gets.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import GlobalTensor
+from shardfn.core import (
+    DonatedError,
+    PyTree,
+    Stored,
+    raise_all,
+    tree_leaves,
+    tree_paths,
+    tree_structure,
+    tree_unflatten,
+)
+from shardfn.engine.plan import Plan
+from shardfn.leaves import LeafLayout
+from shardfn.memory import on_host
+from shardfn.optim import squares_of
+from shardfn.state import closed, loaded
+
+from ._pools import pool_of
+from ._step import Metrics
+
+Blocks = dict[int, Tensor | Stored]
+
+
+class Found(NamedTuple):
+    """The result of `gradients`.
+
+    Attributes:
+        grads: a tree like params, of `GlobalTensor`s; None for a leaf that is not trained.
+        model_state: the one that the loss has returned, a tree of `GlobalTensor`s.
+        metrics: of the loss and of the gradients.
+    """
+
+    grads: PyTree
+    model_state: PyTree
+    metrics: Metrics
+
+
+def as_tree(plan: Plan, grads: Blocks) -> PyTree:
+    """This rank's gradients by leaf, as a tree of global tensors."""
+
+    def whole(i: int, leaf: LeafLayout) -> GlobalTensor | None:
+        if not leaf.trainable:
+            return None
+        x = grads[i]
+        # A pure step stores nothing on disk.
+        in_memory = leaf.grad_home == "disk" and isinstance(x, Tensor)
+        return GlobalTensor(x, leaf.shape, leaf.shard, plan.mesh, "host" if in_memory else leaf.grad_home)
+
+    return tree_unflatten(plan.treedef, [whole(i, leaf) for i, leaf in enumerate(plan.leaves)])
+
+
+def by_leaf(plan: Plan, tree: PyTree) -> Blocks:
+    """The leaves of a tree of gradients, by number of the parameter."""
+    return dict(zip([i for i, leaf in enumerate(plan.leaves) if leaf.trainable], tree_leaves(tree), strict=True))
+
+
+def scaled(plan: Plan, grads: Blocks, scale: Tensor | None) -> Blocks:
+    """The gradients with the factor that they still lack, by the operations of an update, so with the same bits."""
+    if scale is None:
+        return grads
+    if plan.at_home:
+        torch._foreach_mul_([x for x in grads.values() if isinstance(x, Tensor)], scale)
+        return grads
+    pool = pool_of(plan)
+
+    def one(i: int, x: Tensor | Stored) -> Tensor | Stored:
+        if isinstance(x, Tensor):
+            return x.mul_(scale.to(x.device))
+        with on_host():
+            full = loaded(x)
+            return closed(full * scale.to(full.device), plan.leaves[i].ways.summed, pool)
+
+    return {i: one(i, x) for i, x in grads.items()}
+
+
+def added(plan: Plan, a: Blocks, b: Blocks) -> Blocks:
+    """The sums of two sets of gradients, leaf by leaf, in the memory of the first; both are consumed."""
+    pool, out = pool_of(plan), dict(a)
+    for i, y in b.items():
+        x = out.get(i)
+        if x is None:
+            out[i] = y
+        elif isinstance(x, Tensor) and isinstance(y, Tensor):
+            out[i] = x.add_(y)
+        else:
+            with on_host():
+                out[i] = closed(loaded(x) + loaded(y), plan.leaves[i].ways.summed, pool)
+    return out
+
+
+def measured(plan: Plan, grads: Blocks, finite: Tensor | bool, loss_scale: Tensor | None) -> Metrics:
+    """The metrics of an update, of the gradients that it was given. The mesh must be bound.
+
+    The norm is summed in float64, where the squares of finite gradients do not overflow: so gradients that a step has
+    found finite are finite here.
+    """
+    return of_update(torch.sqrt(_squares(plan, grads).sum()).to(plan.mesh.device), finite, loss_scale)
+
+
+def of_update(norm: Tensor, finite: Tensor | bool, loss_scale: Tensor | None) -> Metrics:
+    """The metrics of an update, as if it is not skipped.
+
+    Args:
+        norm: of the gradients.
+        finite: whether loss and gradients were finite where they were computed.
+        loss_scale: the one that was used.
+    """
+    metrics = {"grad_norm": norm.to(torch.float32), "finite": torch.isfinite(norm) & finite}
+    metrics["skipped"] = torch.zeros_like(metrics["finite"])
+    if loss_scale is not None:
+        metrics["loss_scale"] = loss_scale.clone()
+    return metrics
+
+
+def _squares(plan: Plan, grads: Blocks) -> Tensor:
+    specs = [plan.leaves[i].shard for i in grads]
+    if plan.at_home:
+        return squares_of([loaded(x) for x in grads.values()], specs, torch.float64)
+    # One leaf at a time on the device, which need not have room for all.
+    found = [
+        squares_of([loaded(x).to(plan.mesh.device)], [spec], torch.float64)
+        for x, spec in zip(grads.values(), specs, strict=True)
+    ]
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+
+
+def check_gradients(plan: Plan, grads: PyTree) -> None:
+    """Refuses a tree that is not the gradients of a step of this plan.
+
+    Raises:
+        TypeError: a leaf is not a `GlobalTensor`; all are listed.
+        DonatedError: an update has consumed a leaf.
+        ValueError: leaves are missing or additional, or are of another mesh, layout, memory, dtype or shape; all are
+            listed by path.
+    """
+    _check_structure(plan, grads)
+    named = list(zip(_paths(plan), [x for x in plan.leaves if x.trainable], tree_leaves(grads), strict=True))
+    raise_all(
+        TypeError,
+        "gradients are GlobalTensors; of a changed block make one, g.with_block(block):",
+        [f"{path} is a {type(x).__name__}" for path, _, x in named if not isinstance(x, GlobalTensor)],
+    )
+    gone = [path for path, _, x in named if x.donated]
+    if gone:
+        shown = ", ".join(gone[:8]) + (f" and {len(gone) - 8} more" if len(gone) > 8 else "")
+        raise DonatedError(
+            f"these gradients were already consumed by an update ({shown}), which takes its gradients as a step takes"
+            " its state. Call step.gradients again, or build the step with donate=False."
+        )
+    raise_all(
+        ValueError,
+        "gradients are where step.gradients(state, batch) of this step leaves them; these are of another step:",
+        [problem for path, leaf, x in named for problem in _problems(plan, path, leaf, x)],
+    )
+
+
+def _check_structure(plan: Plan, grads: PyTree) -> None:
+    wanted = tree_unflatten(plan.treedef, [0 if leaf.trainable else None for leaf in plan.leaves])
+    if tree_structure(grads) == tree_structure(wanted):
+        return
+    if isinstance(grads, tuple) and len(grads) == 2 and isinstance(grads[1], dict) and "grad_norm" in grads[1]:
+        raise TypeError(
+            "update got the pair that gradients returns; unpack it: grads, metrics = step.gradients(state, batch)."
+        )
+    there, needed = tree_paths(grads, "grads"), _paths(plan)
+    frozen = {leaf.path.replace("params", "grads", 1) for leaf in plan.leaves if not leaf.trainable}
+    problems = [f"{path} is missing; pass zeros where a leaf has no gradient" for path in needed if path not in there]
+    problems += [
+        f"{path} is of a leaf that the step does not train; leave None there"
+        if path in frozen
+        else f"{path} is no leaf of the parameters"
+        for path in there
+        if path not in needed
+    ]
+    problems = problems or [f"it is {tree_structure(grads)}, and here it is {tree_structure(wanted)}"]
+    raise_all(ValueError, "the tree of gradients has other leaves than the step trains:", problems)
+
+
+def _paths(plan: Plan) -> list[str]:
+    return [leaf.path.replace("params", "grads", 1) for leaf in plan.leaves if leaf.trainable]
+
+
+def _problems(plan: Plan, path: str, leaf: LeafLayout, x: GlobalTensor) -> Iterable[str]:
+    """The differences between a gradient and its layout in the plan; empty if they agree."""
+    if not x.mesh.is_like(plan.mesh):
+        yield f"{path} is on {x.mesh!r}; here the mesh is {plan.mesh!r}"
+        return
+    if x.shape != leaf.shape:
+        yield f"{path} has shape {tuple(x.shape)}; here it is {tuple(leaf.shape)}"
+        return
+    if _cut(plan, x) != _cut(plan, leaf):
+        yield f"{path} is cut as {x.spec!r}; here it is {leaf.shard!r}: sf.reshard(grads, to) moves it"
+        return
+    # A block that was read from disk, and changed, lies on the host.
+    if x.memory_kind != leaf.grad_home and (x.memory_kind, leaf.grad_home) != ("host", "disk"):
+        yield f"{path} is at {x.memory_kind!r}; here it is at {leaf.grad_home!r}"
+    if x.dtype != leaf.dtypes.accum:
+        yield f"{path} is {x.dtype}; here it is {leaf.dtypes.accum}, in which gradients are added up"
+    block = leaf.pieces.shapes[plan.zero_rank(leaf)]
+    if torch.Size(x.held.shape) != block:
+        yield f"{path} has a block of shape {tuple(x.held.shape)} on rank {plan.mesh.rank}; here it is {tuple(block)}"
+
+
+def _cut(plan: Plan, x: Any) -> list[tuple[str, ...]]:
+    """The axes that cut each dim."""
+    spec = x.spec if isinstance(x, GlobalTensor) else x.shard
+    return [plan.mesh.axes(spec.dim_axes(d)) for d in range(len(x.shape))]

@@ -1,0 +1,122 @@
+"""How leaves enter a loss: the tensors that it is given in their place, and the handles that collect gradients."""
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from shardfn.capture import alias, capturing, recorder, traced_once
+from shardfn.core import PyTree, Stored, tree_unflatten
+from shardfn.engine.plan import Plan
+from shardfn.graph import storage_of
+from shardfn.leaves import LazyLeaf, LeafBook, LeafLayout, Watch, check_graph
+
+from ._reduce import Reducer
+
+
+def enter(
+    plan: Plan,
+    blocks: Sequence[Tensor | Stored],
+    book: LeafBook,
+    reducer: Reducer | None,
+    at_end: Collection[int] = (),
+) -> tuple[PyTree, dict[int, Tensor]]:
+    """The parameter tree as the loss sees it, and by layer the handles at which its gradients arrive.
+
+    Both serve all microbatches of a step; a gradient that arrives belongs to the backward that runs.
+
+    Args:
+        plan: the layout.
+        blocks: this rank's block of each layer.
+        book: gives the whole tensors of lazy leaves, and detects writes to the others.
+        reducer: collects gradients; None in a call without a backward.
+        at_end: the layers whose gradients are not taken as they arrive, but by the backward's caller, at its end.
+    """
+    entered: list[Tensor] = []
+    handles: dict[int, Tensor] = {}
+    plain: list[tuple[str, Tensor]] = []
+    aliased: Callable[[Tensor], Tensor] = alias if capturing() else Tensor.detach
+    for i, (leaf, block) in enumerate(zip(plan.layers, blocks, strict=True)):
+        if leaf.lazy:
+            handle = _handle(plan, leaf)
+        else:
+            assert isinstance(block, Tensor)
+            as_it_is = _as_it_is(leaf, block)
+            handle = aliased(block if as_it_is else block.to(leaf.dtypes.compute))
+            if not as_it_is:
+                book.look_after(leaf.path, handle)
+            plain.append((leaf.path, handle))
+        if reducer is not None and leaf.trainable:
+            handle.requires_grad_()
+            if i not in at_end:
+                handle.register_hook(_taker(reducer, i, alias(handle)))
+            handles[i] = handle
+        seen = LazyLeaf.make(i, leaf.path, handle, book) if leaf.lazy else handle
+        if leaf.own_axes:
+            if reducer is None:
+                plan.following_function.declare(seen, leaf.own_axes)
+            else:
+                plan.following.declare(seen, (*plan.batch_axes, *leaf.own_axes))
+        entered.append(seen)
+    book.watch.enter(plain)
+    if not plan.has_stacks:
+        return tree_unflatten(plan.treedef, entered), handles
+    layers = iter(entered)
+    tree = [
+        LazyLeaf.stack(leaf.path, [next(layers) for _ in leaf.layers], book) if leaf.layers else next(layers)
+        for leaf in plan.leaves
+    ]
+    return tree_unflatten(plan.treedef, tree), handles
+
+
+def watch_of(plan: Plan, blocks: Sequence[Tensor | Stored], *, first: bool) -> Watch:
+    """Detects writes to the blocks that the loss gets without a copy; the first time, by their bits too."""
+    watch = Watch(bits=first and not plan.captured)
+    if not plan.captured:
+        pairs = zip(plan.leaves, blocks, strict=True)
+        watch.keep([(leaf.path, x) for leaf, x in pairs if isinstance(x, Tensor) and _as_it_is(leaf, x)])
+    return watch
+
+
+def check_capture(
+    plan: Plan, blocks: Sequence[Tensor | Stored], book: LeafBook, name: str, others: Sequence[tuple[str, Tensor]] = ()
+) -> None:
+    """Refuses a captured loss, called `name`, that writes to parameters, or to others that it is given.
+
+    Raises:
+        ValueError: lists every such op.
+    """
+    notes = recorder()
+    if notes is None:
+        return
+    here = [(leaf.path, x) for leaf, x in zip(plan.layers, blocks, strict=True) if isinstance(x, Tensor)]
+    leaves = {storage_of(x): path for path, x in (*here, *others)} | {k: path for k, (path, _) in book.captured.items()}
+    check_graph(notes.tracer.graph, leaves, name)
+
+
+def _as_it_is(leaf: LeafLayout, block: Tensor) -> bool:
+    """Whether the loss sees the memory of the state itself."""
+    return block.dtype == leaf.dtypes.compute and not leaf.lazy
+
+
+def _handle(plan: Plan, leaf: LeafLayout) -> Tensor:
+    """A tensor of the leaf's shape that costs one element."""
+    dtype = leaf.dtypes.compute
+
+    def make() -> list[Tensor]:
+        return [torch.empty_strided(leaf.block, (0,) * len(leaf.block), dtype=dtype, device=plan.mesh.device)]
+
+    return traced_once(("handle", leaf.block, dtype), make, [])[0]
+
+
+def _taker(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor | None], Tensor | None]:
+    """A hook that hands a gradient to the reducer, and leaves autograd a tensor of its shape that costs no memory."""
+
+    def take(grad: Tensor | None) -> Tensor | None:
+        # It was taken before; or it is the loss's own, which differentiates something itself.
+        if grad is None or not reducer.collects:
+            return None
+        reducer.take(leaf, alias(grad))
+        return stand_in
+
+    return take

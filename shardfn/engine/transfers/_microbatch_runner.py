@@ -1,0 +1,131 @@
+"""The interface by which the engine runs a microbatch on a rank: `Course`, for whole losses and for stages."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from shardfn.core import PyTree
+from shardfn.engine.loss import Loss, Value, evaluate
+from shardfn.schedules import Action, Actions
+
+# From a microbatch's loss and its weight to the cotangent of the loss.
+Seed = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class Ends(NamedTuple):
+    """The start of a backward: outputs and their cotangents; and the further inputs whose gradients it computes.
+
+    Attributes:
+        outputs: tensors to differentiate.
+        cotangents: the cotangents of these.
+        inputs: tensors whose gradients are wanted.
+    """
+
+    outputs: list[Tensor]
+    cotangents: list[Tensor]
+    inputs: list[Tensor]
+
+
+class Course(Protocol):
+    """One step's microbatches on this rank. Made anew each step.
+
+    For each action of `actions`, in order, the engine calls `receive` and then `forward`; or `receive`, `ends` and
+    `send_back`. `receive` comes between two phases of the order of use, and is the only call that waits for another
+    stage. At the end it calls `close` once, `values` and `kept`.
+
+    Attributes:
+        actions: the actions of this rank.
+        late_axes: axes along which ranks have other actions, so that the gradients of shared leaves are summed at the
+            end.
+    """
+
+    actions: Actions
+    late_axes: tuple[str, ...]
+
+    def receive(self, action: Action) -> None:
+        """Waits for the message of another stage for an action."""
+        ...
+
+    def forward(self, action: Action, params: PyTree) -> Value | None:
+        """Runs the forward of an action; returns the loss, or None if another stage has it."""
+        ...
+
+    def ends(self, action: Action, seed: Seed) -> Ends:
+        """The start of a microbatch's backward; the course drops it."""
+        ...
+
+    def send_back(self, action: Action, grads: list[Tensor | None]) -> None:
+        """Sends the gradients of the inputs that `ends` named to the previous stage."""
+        ...
+
+    def close(self) -> None:
+        """Waits until all messages of this rank have left it."""
+        ...
+
+    def values(self, seen: list[Value]) -> list[Value]:
+        """The values of all microbatches, on all ranks, from those that this rank has seen."""
+        ...
+
+    def kept(self, model_state: PyTree) -> PyTree:
+        """The model state after all microbatches, on all ranks, from the part that this rank has changed."""
+        ...
+
+    def named(self, action: Action) -> contextlib.AbstractContextManager[None]:
+        """Adds to an error that passes through it the action and the stage in which it was raised."""
+        ...
+
+
+class Whole:
+    """A `Course` of whole losses: each rank runs all of its microbatches by itself.
+
+    Args:
+        loss: of one microbatch.
+        batches: the microbatches.
+        rest: the further arguments of the loss.
+        has_aux: whether it returns an aux.
+        actions: the actions of the rank.
+    """
+
+    def __init__(
+        self, loss: Loss, batches: list[PyTree], rest: tuple[Any, ...], has_aux: bool, actions: Actions
+    ) -> None:
+        self._loss, self._batches, self._rest, self._has_aux = loss, batches, rest, has_aux
+        self._open: dict[int, Value] = {}
+        self.actions, self.late_axes = actions, ()
+
+    def receive(self, action: Action) -> None:
+        """Nothing."""
+
+    def forward(self, action: Action, params: PyTree) -> Value:
+        """The loss."""
+        k = action.microbatch
+        value = self._open[k] = evaluate(self._loss, params, (self._batches[k], *self._rest), self._has_aux)
+        return value
+
+    def ends(self, action: Action, seed: Seed) -> Ends:
+        """The loss, if it has a gradient."""
+        value = self._open.pop(action.microbatch)
+        if not value.total.requires_grad:
+            return Ends([], [], [])
+        return Ends([value.total], [seed(value.total, value.weight)], [])
+
+    def send_back(self, action: Action, grads: list[Tensor | None]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def values(self, seen: list[Value]) -> list[Value]:
+        """The same."""
+        return seen
+
+    def kept(self, model_state: PyTree) -> PyTree:
+        """The same."""
+        return model_state
+
+    def named(self, action: Action) -> contextlib.AbstractContextManager[None]:
+        """Nothing."""
+        del action
+        return contextlib.nullcontext()

@@ -1,0 +1,50 @@
+"""The sums over the microbatches of a step, before the update."""
+
+import dataclasses
+
+from torch import Tensor
+
+from shardfn.core import PyTree, Stored
+from shardfn.engine.agreement import Comms
+from shardfn.engine.loss import Value, WeightedMean, totals
+from shardfn.engine.plan import Plan
+
+from ._reduce import Reducer
+
+# How the outcome of a plan begins where gradients must be divided by the weight of the whole batch.
+WEIGHTED = "a WeightedMean"
+
+
+@dataclasses.dataclass
+class Outcome:
+    """The sums over this rank's microbatches, the gradients summed over ranks, and the last model state."""
+
+    total: Tensor
+    weight: Tensor | None
+    aux: dict[str, WeightedMean]
+    num_microbatches: int
+    reducer: Reducer
+    plan: Plan
+    model_state: PyTree
+    values: list[Value]
+
+    def gradients(self) -> dict[int, Tensor | Stored]:
+        """Per leaf, the part of the summed gradient that the optimizer takes: this rank's rows, or the whole block."""
+        return self.plan.by_leaf(self.reducer.gradients())
+
+
+def outcome_of(values: list[Value], num: int, reducer: Reducer, plan: Plan, model_state: PyTree) -> Outcome:
+    """The outcome of the values of `num` microbatches, whose gradients `reducer` has summed."""
+    total, weight = totals(values)
+    aux: dict[str, WeightedMean] = {}
+    for name in sorted(values[0].aux):
+        pairs = [v.aux[name] for v in values]
+        aux[name] = WeightedMean(sum(p.total for p in pairs), sum(p.weight for p in pairs))  # pyright: ignore[reportArgumentType]
+    return Outcome(total, weight, aux, num, reducer, plan, model_state, values)
+
+
+def agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
+    """Compares the kinds of values that the losses of the ranks return, in the first step of a plan."""
+    if plan.outcome is None:
+        plan.outcome = f"{'a mean' if out.weight is None else WEIGHTED} and aux {sorted(out.aux)}"
+        comms.control.agree("what the loss returns", plan.outcome)

@@ -1,0 +1,130 @@
+"""The transfers of the functional step, as pure functions of tensors: storage -> compute, and back.
+
+    wholes = enter(plan, blocks)            storage -> the loss's leaves, one value a rank (V over the batch's axes)
+    rows   = reduce(plan, cotangents)       its transpose, summed: each rank's rows of the gradient
+    blocks = refresh(plan, blocks, rows)    updated rows -> storage
+
+Each is made of the differentiable collectives, so that it has a transpose and a vmap rule of its own; leaves of one
+unit travel in one message, padded to the rows of the first rank. A vmapped step has the same number of messages, each K
+times as large.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import (
+    EvenPacking,
+    Following,
+    all_gather,
+    all_gather_invariant,
+    psum,
+    psum_scatter,
+    pvary,
+    take_own_block,
+)
+from shardfn.core import raise_all
+from shardfn.engine.plan import Plan
+from shardfn.leaves import LeafLayout, Unit
+from shardfn.memory import put
+
+
+def enter(plan: Plan, blocks: Sequence[Tensor], mode: Following | None = None) -> list[Tensor]:
+    """The leaves as the loss sees them; differentiating them gives summed gradients in the storage layout.
+
+    Args:
+        plan: the layout.
+        blocks: this rank's piece of each parameter, in the memory in which it is kept; blocks on disk have been read.
+        mode: the types of a function, in which a leaf is the same on all ranks along the batch's axes and its uses are
+            cast; None in a loss, where each rank has its own.
+
+    Raises:
+        ValueError: leaves or gradients are quantised on their way, which has no derivative.
+    """
+    coded = [x.path for x in plan.leaves if x.gather_code or x.reduce_code or x.places.code]
+    raise_all(
+        ValueError,
+        "step.loss, and steps under torch.func, are exact; leave out Travel(gather=, reduce=), which rounds:",
+        coded,
+    )
+    device = plan.mesh.device
+    here = [b if x.home == "device" else put(b, "device", device) for x, b in zip(plan.leaves, blocks, strict=True)]
+    blocks = [b.to(leaf.dtypes.compute) for leaf, b in zip(plan.leaves, here, strict=True)]
+    wholes = list(blocks)
+    for unit in plan.gather_units:
+        if not plan.leaves[unit.leaves[0]].gathered:  # brought from another memory, and here by now
+            continue
+        invariant = mode is not None or not plan.leaves[unit.leaves[0]].cut
+        for i, whole in _gathered(plan, unit, blocks, invariant=invariant):
+            wholes[i] = whole
+    if mode is not None:
+        return [mode.declare(x.view_as(x), leaf.own_axes) for leaf, x in zip(plan.leaves, wholes, strict=True)]
+    # The gather's transpose has summed over its own axes, which are not summed over again.
+    wholes = [_vary(leaf, x) for leaf, x in zip(plan.leaves, wholes, strict=True)]
+    for leaf, x in zip(plan.leaves, wholes, strict=True):
+        if leaf.own_axes:
+            plan.following.declare(x, (*plan.batch_axes, *leaf.own_axes))
+    return wholes
+
+
+def reduce(plan: Plan, grads: dict[int, Tensor]) -> dict[int, Tensor]:
+    """The gradients summed over the ranks that share the batch: of each leaf the rows that this rank updates.
+
+    Args:
+        plan: the layout.
+        grads: by trainable leaf, this rank's own gradient of the whole.
+    """
+    out: dict[int, Tensor] = {}
+    for unit in plan.reduce_units:
+        first = plan.leaves[unit.leaves[0]]
+        leaves = [plan.leaves[i] for i in unit.leaves]
+        given = [grads[i].to(first.dtypes.reduce) for i in unit.leaves]
+        pieces = _scattered(plan, leaves, given) if first.cut else _summed(plan, leaves, given)
+        out.update({i: piece.to(first.dtypes.accum) for i, piece in zip(unit.leaves, pieces, strict=True)})
+    return out
+
+
+def own_rows(leaf: LeafLayout, block: Tensor) -> Tensor:
+    """The part of a resident leaf that this rank updates."""
+    return take_own_block(block, leaf.zero_axes, dim=leaf.dim) if leaf.refreshed and leaf.dim is not None else block
+
+
+def refresh(plan: Plan, blocks: Sequence[Tensor], rows: Sequence[Tensor | None]) -> list[Tensor]:
+    """The parameters to keep, given this rank's updated rows (None: a leaf that is not trained)."""
+    out = [b if r is None else r for b, r in zip(blocks, rows, strict=True)]
+    for unit in plan.refresh_units:
+        for i, whole in _gathered(plan, unit, out, invariant=True):
+            out[i] = whole
+    return out
+
+
+def _vary(leaf: LeafLayout, x: Tensor) -> Tensor:
+    axes = leaf.extra_axes if leaf.gathered and leaf.cut else leaf.reduce_axes + leaf.extra_axes
+    return pvary(x, axes) if x.is_floating_point() else x
+
+
+def _gathered(plan: Plan, unit: Unit, pieces: Sequence[Tensor], *, invariant: bool) -> Iterator[tuple[int, Tensor]]:
+    """The whole leaves of one unit, from every rank's rows."""
+    packing = EvenPacking([plan.leaves[i].pieces for i in unit.leaves])
+    gather = all_gather_invariant if invariant else all_gather
+    arrived = gather(packing.pack([pieces[i] for i in unit.leaves]), plan.leaves[unit.leaves[0]].zero_axes)
+    yield from zip(unit.leaves, packing.unpack(arrived), strict=True)
+
+
+def _scattered(plan: Plan, leaves: list[LeafLayout], grads: list[Tensor]) -> list[Tensor]:
+    """This rank's rows of the sum over all axes of the batch, in one message."""
+    packing = EvenPacking([leaf.pieces for leaf in leaves])
+    own = psum(psum_scatter(packing.lay(grads), leaves[0].reduce_axes), leaves[0].extra_axes)
+    return packing.split(own, plan.zero_rank(leaves[0]))
+
+
+def _summed(plan: Plan, leaves: list[LeafLayout], grads: list[Tensor]) -> list[Tensor]:
+    """This rank's rows of the sum over all axes of the batch, cut after the sum."""
+    flat = psum(torch.cat([g.reshape(-1) for g in grads]), leaves[0].reduce_axes + leaves[0].extra_axes)
+    parts = flat.split([leaf.block.numel() for leaf in leaves])
+    wholes = [part.reshape(leaf.block) for leaf, part in zip(leaves, parts, strict=True)]
+    return [
+        x if leaf.dim is None else take_own_block(x, leaf.zero_axes, dim=leaf.dim)
+        for leaf, x in zip(leaves, wholes, strict=True)
+    ]

@@ -1,0 +1,136 @@
+"""After the update: gathers resident parameters again from the rows that each rank has updated."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardfn.capture import capturing
+from shardfn.collectives import AnyChannels
+from shardfn.core import Pending, Stored
+from shardfn.engine.agreement import named_range
+from shardfn.engine.plan import Plan
+from shardfn.leaves import Unit
+from shardfn.memory import AnyPool, to_device, to_host
+from shardfn.state import Successor
+
+
+def refresh(
+    plan: Plan,
+    channels: AnyChannels,
+    blocks: Sequence[Tensor | Stored],
+    rows: Sequence[Tensor | Stored | None],
+    pool: AnyPool | None = None,
+) -> list[Tensor | Stored]:
+    """The parameters to keep, given the rows that each rank updated.
+
+    Args:
+        plan: the layout.
+        channels: the step's communicators.
+        blocks: the parameters before the update; resident ones are overwritten.
+        rows: this rank's updated part of each trainable leaf (the block itself where it is not cut).
+        pool: the disk, for leaves that are kept there.
+
+    Returns:
+        The new blocks, in the order of `blocks`.
+    """
+    out = [b if r is None or leaf.refreshed else r for leaf, b, r in zip(plan.leaves, blocks, rows, strict=True)]
+    if not plan.refresh_units:
+        return out
+    layered, fresh = plan.by_layer(out), plan.by_layer(rows)
+    resident = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].plain]
+    here = [x if isinstance(x, Tensor) else None for x in layered]
+    # From here on parameters are overwritten, some by the transfers themselves: an error leaves some new and some old.
+    # All are started before the first is waited for; every rank has the same units in the same order.
+    started = list[tuple[Pending[Tensor], bool]]()
+    for unit in resident:
+        with named_range("refresh", plan.layers, unit.leaves):
+            started.append(_start(plan, channels, unit, here, fresh))
+    for unit, (pending, landed) in zip(resident, started, strict=True):
+        with named_range("refresh", plan.layers, unit.leaves):
+            arrived = pending.result()
+            if not landed:
+                _spread(unit, arrived, here)
+    away = [unit for unit in plan.refresh_units if not plan.layers[unit.leaves[0]].plain]
+    if away:
+        _close(plan, channels, away, fresh, (blocks, layered), out, pool)
+    channels.flush()
+    return out
+
+
+def _spread(unit: Unit, arrived: Tensor, into: Sequence[Tensor | None]) -> None:
+    blocks = [block for i in unit.leaves if (block := into[i]) is not None]
+    (unit.packing.unpack_into if capturing() else unit.packing.put)(arrived, blocks)
+
+
+def _close(
+    plan: Plan,
+    channels: AnyChannels,
+    units: Sequence[Unit],
+    rows: Sequence[Tensor | Stored | None],
+    before: tuple[Sequence[Tensor | Stored], Sequence[Tensor | Stored]],
+    out: list[Tensor | Stored],
+    pool: AnyPool | None,
+) -> None:
+    """Makes leaves whole on the device that are kept otherwise and closes them, unit by unit.
+
+    `before` are the old ones, by leaf and by layer.
+    """
+    where = [(i, k) for i, leaf in enumerate(plan.leaves) for k in range(len(leaf.layers) or 1)]
+    blocks, layered = before
+    # To new values: the old ones belong to a commit.
+    writers: dict[int, Successor] = {}
+    for unit in units:
+        with named_range("refresh", plan.layers, unit.leaves):
+            whole = _made_whole(plan, channels, unit, rows)
+        for i, x in whole.items():
+            block, (leaf, layer) = layered[i], where[i]
+            if isinstance(block, Tensor):
+                # Unit by unit: the device has room for one whole unit, and not for all.
+                to_host(x, block).result()
+                continue
+            if leaf not in writers:
+                old = blocks[leaf]
+                assert not isinstance(old, Tensor)
+                writers[leaf] = Successor(old, pool)
+            writers[leaf].write(layer, x[None] if plan.leaves[leaf].layers else x, "device").result()
+    for leaf, writer in writers.items():
+        out[leaf] = writer.finish()
+
+
+def _made_whole(
+    plan: Plan, channels: AnyChannels, unit: Unit, rows: Sequence[Tensor | Stored | None]
+) -> dict[int, Tensor]:
+    """The leaves of a unit on the device, from each rank's rows."""
+    device = plan.mesh.device
+    whole: list[Tensor | None] = [None] * len(rows)
+    up: list[Tensor | None] = [None] * len(rows)
+    for i in unit.leaves:
+        row = rows[i]
+        assert isinstance(row, Tensor)
+        up[i] = row if plan.layers[i].home == "device" else to_device(row, device).result()
+        whole[i] = torch.empty(plan.layers[i].block, dtype=row.dtype, device=device)
+    pending, landed = _start(plan, channels, unit, whole, up)
+    arrived = pending.result()
+    if not landed:
+        _spread(unit, arrived, whole)
+    made = {i: whole[i] for i in unit.leaves}
+    return {i: x for i, x in made.items() if x is not None}
+
+
+def _start(
+    plan: Plan,
+    channels: AnyChannels,
+    unit: Unit,
+    blocks: Sequence[Tensor | None],
+    rows: Sequence[Tensor | Stored | None],
+) -> tuple[Pending[Tensor], bool]:
+    """Starts one unit's transfer; also whether it writes to the parameter itself."""
+    first, packing = plan.layers[unit.leaves[0]], unit.packing
+    channel, block = channels.gather(first.zero_axes), blocks[unit.leaves[0]]
+    pieces = [row for i in unit.leaves if isinstance(row := rows[i], Tensor)]
+    assert block is not None and len(pieces) == len(unit.leaves)
+    # The rows of all ranks, one after another, are the leaf as it lies in memory.
+    if len(unit.leaves) == 1 and first.dim == 0 and block.is_contiguous():
+        return channel.all_gather(pieces[0], packing.sizes, block.view(-1), idle=True), True
+    return channel.all_gather(packing.pack(pieces), packing.sizes, idle=True), False
