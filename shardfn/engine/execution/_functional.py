@@ -37,12 +37,12 @@ from shardfn.engine.transfers import (
     Metrics,
     StepParts,
     as_tree,
-    enter,
+    enter_purely,
     of_update,
     one_step,
     own_rows,
-    reduce,
-    refresh,
+    reduce_purely,
+    refresh_purely,
     rescaled,
 )
 from shardfn.optim import apply_updates, sum_squares
@@ -106,14 +106,14 @@ class _Pure:
     def differentiate(self) -> "tuple[_MicrobatchSums, PyTree]":
         plan = self._plan
         sums, grads = _differentiated(
-            plan, self._parts, enter(plan, self._blocks), self._args, self._by, self.model_state
+            plan, self._parts, enter_purely(plan, self._blocks), self._args, self._by, self.model_state
         )
         # One message for total, weight and aux.
         sums = sums._replace(row=list(psum(torch.stack(sums.row), plan.batch_axes)))
         ranks = plan.mesh.axis_size(plan.batch_axes)
         scale = 1.0 / sums.row[1] if sums.weighted else 1.0 / (ranks * num_microbatches(self._parts.loss))
         scale = scale if self._by is None else scale / self._by.to(sums.row[0])
-        summed = reduce(plan, grads)
+        summed = reduce_purely(plan, grads)
         own = [
             (summed[i] * scale).to(summed[i].dtype) if leaf.trainable else None for i, leaf in enumerate(plan.leaves)
         ]
@@ -148,7 +148,7 @@ class _Pure:
         old, rule = tree_unflatten(plan.treedef, rows), rule_of(plan, self._parts.optimizer)
         updates, opt_state = rule.update(gradient, local(self._state.opt_state), old, specs=self._specs)
         fresh = iter(tree_leaves(apply_updates(old, updates)))
-        new = refresh(plan, blocks, [None if r is None else next(fresh) for r in rows])
+        new = refresh_purely(plan, blocks, [None if r is None else next(fresh) for r in rows])
         return next_state(plan, self._state, new, opt_state, tree_leaves(self.model_state.now))
 
 
@@ -179,7 +179,7 @@ def global_mean(loss: Loss, axes: tuple[str, ...], *, has_aux: bool, has_state: 
 
 def pure_apply(plan: Plan, params: PyTree, f: Callable[[PyTree], Any]) -> Any:
     """`f(params)` with params as a function sees them, and its values followed. The mesh must be bound."""
-    wholes = enter(plan.with_whole_stacks(), [x.local for x in tree_leaves(params)], plan.following_function)
+    wholes = enter_purely(plan.with_whole_stacks(), [x.local for x in tree_leaves(params)], plan.following_function)
     with following(plan.following_function):
         return f(tree_unflatten(plan.treedef, wholes))
 
@@ -187,7 +187,7 @@ def pure_apply(plan: Plan, params: PyTree, f: Callable[[PyTree], Any]) -> Any:
 def pure_loss(plan: Plan, params: PyTree, f: Callable[[PyTree], Any]) -> Any:
     """`f(params)` with params as a loss sees them, for results that are each rank's own. The mesh must be bound."""
     plan = plan.with_whole_stacks()
-    wholes = enter(plan, [x.local for x in tree_leaves(params)])
+    wholes = enter_purely(plan, [x.local for x in tree_leaves(params)])
     with plan.follows():
         return f(tree_unflatten(plan.treedef, wholes))
 

@@ -24,6 +24,7 @@ from ._gradients import (
 )
 from ._lazy_params import (
     check_capture as check_capture,
+    enter as enter,
     watch_of as watch_of,
 )
 from ._microbatch_runner import (
@@ -50,9 +51,10 @@ from ._pools import (
     together as together,
 )
 from ._pure_transfers import (
-    enter as enter,
+    enter_purely as enter_purely,
     own_rows as own_rows,
-    reduce as reduce,
+    reduce_purely as reduce_purely,
+    refresh_purely as refresh_purely,
 )
 from ._reduce import (
     Reducer as Reducer,

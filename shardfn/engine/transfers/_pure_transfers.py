@@ -1,8 +1,8 @@
 """The transfers of the functional step, as pure functions of tensors: storage -> compute, and back.
 
-    wholes = enter(plan, blocks)            storage -> the loss's leaves, one value a rank (V over the batch's axes)
-    rows   = reduce(plan, cotangents)       its transpose, summed: each rank's rows of the gradient
-    blocks = refresh(plan, blocks, rows)    updated rows -> storage
+    wholes = enter_purely(plan, blocks)     storage -> the loss's leaves, one value a rank (V over the batch's axes)
+    rows   = reduce_purely(plan, cotangents)its transpose, summed: each rank's rows of the gradient
+    blocks = refresh_purely(plan, blocks, rows)    updated rows -> storage
 
 Each is made of the differentiable collectives, so that it has a transpose and a vmap rule of its own; leaves of one
 unit travel in one message, padded to the rows of the first rank. A vmapped step has the same number of messages, each K
@@ -30,7 +30,7 @@ from shardfn.leaves import LeafLayout, Unit
 from shardfn.memory import put
 
 
-def enter(plan: Plan, blocks: Sequence[Tensor], mode: Following | None = None) -> list[Tensor]:
+def enter_purely(plan: Plan, blocks: Sequence[Tensor], mode: Following | None = None) -> list[Tensor]:
     """The leaves as the loss sees them; differentiating them gives summed gradients in the storage layout.
 
     Args:
@@ -68,7 +68,7 @@ def enter(plan: Plan, blocks: Sequence[Tensor], mode: Following | None = None) -
     return wholes
 
 
-def reduce(plan: Plan, grads: dict[int, Tensor]) -> dict[int, Tensor]:
+def reduce_purely(plan: Plan, grads: dict[int, Tensor]) -> dict[int, Tensor]:
     """The gradients summed over the ranks that share the batch: of each leaf the rows that this rank updates.
 
     Args:
@@ -90,7 +90,7 @@ def own_rows(leaf: LeafLayout, block: Tensor) -> Tensor:
     return take_own_block(block, leaf.zero_axes, dim=leaf.dim) if leaf.refreshed and leaf.dim is not None else block
 
 
-def refresh(plan: Plan, blocks: Sequence[Tensor], rows: Sequence[Tensor | None]) -> list[Tensor]:
+def refresh_purely(plan: Plan, blocks: Sequence[Tensor], rows: Sequence[Tensor | None]) -> list[Tensor]:
     """The parameters to keep, given this rank's updated rows (None: a leaf that is not trained)."""
     out = [b if r is None else r for b, r in zip(blocks, rows, strict=True)]
     for unit in plan.refresh_units:
