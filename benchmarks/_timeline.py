@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shardfn.collectives import _channel
+from shardfn.collectives.transport import _channel
 from shardfn.core import Pending
 
 Event = dict[str, Any]

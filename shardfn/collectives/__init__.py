@@ -19,7 +19,13 @@ from ._ppermute import ppermute as ppermute, ppermute_start as ppermute_start
 from ._route import AllGather as AllGather, AllToAll as AllToAll, Cast as Cast, Decode as Decode, Encode as Encode
 from ._route import Hop as Hop, Move as Move, Psum as Psum, PsumScatter as PsumScatter, Slice as Slice
 from ._route import Route as Route, route as route
-from ._packing import EvenPacking as EvenPacking, Packing as Packing, Cuts as Cuts, Stretch as Stretch, dealt as dealt
+from .transport import (
+    EvenPacking as EvenPacking,
+    Packing as Packing,
+    Cuts as Cuts,
+    Stretch as Stretch,
+    dealt as dealt,
+)
 from ._carry import carry as carry, carry_all as carry_all
 from ._overlaps import Box as Box, blocks_of as blocks_of, Overlap as Overlap, overlaps as overlaps, pieces as pieces
 from ._cross import LeafCrossing as LeafCrossing, cross as cross
@@ -33,14 +39,14 @@ from ._compressed import coded_pmean as coded_pmean, decoded as decoded
 from ._compressed import compressed_pmean as compressed_pmean, compressed_psum as compressed_psum
 from ._compressed_scatter import compressed_psum_scatter as compressed_psum_scatter
 from ._compressed_scatter import compressed_scatter_init as compressed_scatter_init
-from ._traffic import counting_nothing as counting_nothing
-from ._traffic import Traffic as Traffic, count_traffic as count_traffic, record as record
-from ._channel import Channel as Channel, Channels as Channels
-from ._sole_owner import is_sole_owner as is_sole_owner
-from ._sole_owner import may_be_added_to as may_be_added_to
-from ._sharing import chosen_channel as chosen_channel
-from ._channel import forget_loss_channels as forget_loss_channels, set_loss_channels as set_loss_channels
-from ._failure import TransportError as TransportError, close as close
+from .transport import counting_nothing as counting_nothing
+from .transport import Traffic as Traffic, count_traffic as count_traffic, record as record
+from .transport import Channel as Channel, Channels as Channels
+from .transport import is_sole_owner as is_sole_owner
+from .transport import may_be_added_to as may_be_added_to
+from .transport import chosen_channel as chosen_channel
+from .transport import forget_loss_channels as forget_loss_channels, set_loss_channels as set_loss_channels
+from .transport import TransportError as TransportError, close as close
 from ._traced import TracedChannels as TracedChannels, TracedControl as TracedControl
 from ._traced import AnyChannel as AnyChannel, AnyChannels as AnyChannels, AnyControl as AnyControl
 from ._traced import AnyRounds as AnyRounds
@@ -58,8 +64,13 @@ from ._followed import summed_inside as summed_inside
 from ._following import Following as Following
 from ._where import Applied as Applied, current_application as current_application
 from ._where import at_line as at_line, current_line as current_line, recording_lines as recording_lines
-from ._notice import Notice as Notice, notice_of as notice_of
-from ._rounds import Rounds as Rounds
-from ._control import Agreed as Agreed, Constant as Constant, Control as Control, text_hash as text_hash
+from .transport import Notice as Notice, notice_of as notice_of
+from .transport import Rounds as Rounds
+from .transport import (
+    Agreed as Agreed,
+    Constant as Constant,
+    Control as Control,
+    text_hash as text_hash,
+)
 from ._global_tensor import GlobalTensor as GlobalTensor, local as local, shard as shard, unshard as unshard
 from ._global_tensor import absent as absent, member as member, stack as stack, transforming as transforming

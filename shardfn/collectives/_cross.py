@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn.collectives.transport import Channel
 from shardfn.core import Pending
 
-from ._channel import Channel
 from ._overlaps import Box, Overlap, pieces
 
 # Bytes of a message, and of those that a rank has under way; and how many these are.

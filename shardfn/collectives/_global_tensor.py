@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as torch_pytree
 
+from shardfn.collectives.transport import naming_the_wait
 from shardfn.core import (
     MOST_DRAWN,
     Absent,
@@ -40,7 +41,6 @@ from shardfn.core import (
 
 from ._carry import carry
 from ._env import bind_mesh
-from ._patience import naming_the_wait
 from ._route import Route, route
 
 if TYPE_CHECKING:

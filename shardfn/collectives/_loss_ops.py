@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._channel import Channel, loss_channel
+from shardfn.collectives.transport import Channel, loss_channel
+
 from ._env import current_mesh
 from ._wire_ops import channels_of_graph, under_way
 

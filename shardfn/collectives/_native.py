@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ._channel import Channel, loss_channel
+from shardfn.collectives.transport import Channel, loss_channel, ordered_sum
+
 from ._env import this_mesh
 from ._line import Line
-from ._transfers import ordered_sum
 
 _ops = torch.ops.shardfn
 

@@ -12,9 +12,9 @@ from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeA
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from shardfn.collectives.transport import Channel, loss_channel
 from shardfn.core import Axes, raise_all
 
-from ._channel import Channel, loss_channel
 from ._env import current_mesh
 from ._followed import one_operation
 from ._line import Line, line_along

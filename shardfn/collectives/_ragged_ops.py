@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn.collectives.transport import Channel
 from shardfn.core import Pending, raise_all
 
-from ._channel import Channel
 from ._loss_ops import channel_along, define
 from ._wire_ops import under_way
 

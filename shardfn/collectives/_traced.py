@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.collectives.transport import Agreed, Channel, Channels, Constant, Control, Rounds
 from shardfn.core import Mesh, Pending
 
 from . import _message_ops  # noqa: F401  # defines ops
-from ._channel import Channel, Channels
-from ._control import Agreed, Constant, Control
-from ._rounds import Rounds
 from ._wire_ops import as_runs
 
 _ops = torch.ops.shardfn

@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
+from shardfn.collectives.transport import Channels
 from shardfn.core import Ambient, Pending
-
-from ._channel import Channels
 
 _LIBRARY = torch.library.Library("shardfn", "DEF")
 _LIBRARY.define("all_gather_start(Tensor own, int[] sizes, str axes) -> Tensor")

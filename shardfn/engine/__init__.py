@@ -1,4 +1,4 @@
-"""The engine of a step, in rooms: loss, plan, agreement, transfers, reshard, pipeline, partition, execution, step."""
+"""The engine of a step, in rooms: loss, plan, agreement, transfers, resharding, pipeline, partition, execution, step."""
 
 from .agreement import (
     COMMS as COMMS,
@@ -55,6 +55,9 @@ from .plan import (
     Plan as Plan,
     Planner as Planner,
     tree_sum as tree_sum,
+)
+from .resharding import (
+    reshard as reshard,
 )
 from .step import (
     Lowered as Lowered,

@@ -15,7 +15,7 @@ import torch
 import shardfn as sf
 from shardfn import checkpoint
 from shardfn.checkpoint import Preemption
-from shardfn.collectives._rounds import Rounds
+from shardfn.collectives.transport._rounds import Rounds
 from shardfn.testing import distributed
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -113,7 +113,7 @@ def test_a_loop_without_steps_asks_by_itself() -> None:
 PROGRAM = """
 import os, signal, sys
 from shardfn.checkpoint import Preemption
-from shardfn.collectives._rounds import Rounds
+from shardfn.collectives.transport._rounds import Rounds
 
 def ended(what):
     pid = os.fork()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardfn.collectives import _memory
-from shardfn.collectives._engine import Engine
-from shardfn.collectives._memory import IN, OUT, Lanes
+from shardfn.collectives.transport import _memory
+from shardfn.collectives.transport._engine import Engine
+from shardfn.collectives.transport._memory import IN, OUT, Lanes
 
 
 def _pair(patch: pytest.MonkeyPatch) -> tuple[Lanes, Lanes]:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from shardfn.collectives import _failure
-from shardfn.collectives._failure import Board
+from shardfn.collectives.transport import _failure
+from shardfn.collectives.transport._failure import Board
 
 
 class Store:

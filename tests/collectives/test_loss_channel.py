@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardfn as sf
-from shardfn.collectives import Channel, _sharing, bind_mesh
-from shardfn.collectives._channel import LOSS_CHANNELS
-from shardfn.collectives._memory import RINGS, SUMMED
-from shardfn.collectives._segment import NotSharedError
-from shardfn.collectives._sharing import VARIABLE, wished
+from shardfn.collectives import Channel, bind_mesh
+from shardfn.collectives.transport import _sharing
+from shardfn.collectives.transport._channel import LOSS_CHANNELS
+from shardfn.collectives.transport._memory import RINGS, SUMMED
+from shardfn.collectives.transport._segment import NotSharedError
+from shardfn.collectives.transport._sharing import VARIABLE, wished
 from shardfn.memory import ledger
 from shardfn.testing import distributed
 

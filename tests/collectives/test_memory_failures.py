@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 
 import shardfn as sf
-from shardfn.collectives import Channels, TransportError, TwoHops, _engine, _memory, _sharing
-from shardfn.collectives._memory import IN, OUT, RINGS, Lanes
-from shardfn.collectives._segment import NotSharedError, Reader, Segment
+from shardfn.collectives import Channels, TransportError, TwoHops
+from shardfn.collectives.transport import _engine, _memory, _sharing
+from shardfn.collectives.transport._memory import IN, OUT, RINGS, Lanes
+from shardfn.collectives.transport._segment import NotSharedError, Reader, Segment
 from shardfn.testing import distributed
 
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 import shardfn as sf
-from shardfn.collectives import Channels, _engine, _sharing
-from shardfn.collectives._memory import Lanes
-from shardfn.collectives._segment import NotSharedError, Reader
-from shardfn.collectives._sharing import wished
+from shardfn.collectives import Channels
+from shardfn.collectives.transport import _engine, _sharing
+from shardfn.collectives.transport._memory import Lanes
+from shardfn.collectives.transport._segment import NotSharedError, Reader
+from shardfn.collectives.transport._sharing import wished
 
 pytestmark = pytest.mark.skipif(wished() == "gloo", reason="of the way through memory, which is not wished for")
 ROOT, DAEMON, NOBODY = 0, 1, 65534

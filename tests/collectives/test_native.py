@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardfn as sf
-from shardfn.collectives._sharing import VARIABLE
+from shardfn.collectives.transport._sharing import VARIABLE
 from shardfn.testing import distributed
 
 ODD = [torch.complex64, torch.complex128, torch.int16, torch.float8_e4m3fn]

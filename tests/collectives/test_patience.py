@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import shardfn as sf
-from shardfn.collectives import _patience
+from shardfn.collectives.transport import _patience
 from shardfn.testing import distributed
 
 

@@ -16,7 +16,7 @@ from torch.func import grad, jvp, vmap
 import shardfn as sf
 from shardfn.collectives import HEAD, bind_mesh, ragged_exchange
 from shardfn.collectives._reference import ragged_all_to_all_ref
-from shardfn.collectives._sharing import VARIABLE
+from shardfn.collectives.transport._sharing import VARIABLE
 from shardfn.core import Axes
 from shardfn.testing import distributed
 

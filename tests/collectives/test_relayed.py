@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardfn.collectives._channel import Channel
 from shardfn.collectives._coded import Relayed
+from shardfn.collectives.transport._channel import Channel
 from shardfn.core import Pending
 
 

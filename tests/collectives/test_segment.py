@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from shardfn.collectives._segment import NotSharedError, Offer, Reader, Segment
+from shardfn.collectives.transport._segment import NotSharedError, Offer, Reader, Segment
 
 
 @contextmanager

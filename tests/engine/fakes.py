@@ -8,7 +8,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.collectives import Channel, Channels
-from shardfn.collectives._rounds import Rounds
+from shardfn.collectives.transport._rounds import Rounds
 from shardfn.core import Mesh, Pending, tree_flatten
 from shardfn.engine import Plan, Planner
 

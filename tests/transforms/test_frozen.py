@@ -31,7 +31,8 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import optim
-from shardfn.collectives import Traffic, _traffic
+from shardfn.collectives import Traffic
+from shardfn.collectives.transport import _traffic
 from shardfn.testing import distributed
 
 FROZEN = pathlib.Path(__file__).parent / "frozen"

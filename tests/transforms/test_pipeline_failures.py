@@ -13,7 +13,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, Zero, optim, schedules
-from shardfn.collectives import _channel
+from shardfn.collectives.transport import _channel
 from shardfn.testing import distributed
 
 _TIMEOUT, _AT_ONCE = 120, 30  # seconds

@@ -17,7 +17,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 from shardfn.engine.plan import Plan
-from shardfn.engine.reshard import reshard
+from shardfn.engine.resharding import reshard
 from shardfn.state import TrainState, widest
 
 

@@ -1,8 +1,8 @@
 """The transfers of the functional step, as pure functions of tensors: storage -> compute, and back.
 
-    wholes = enter_purely(plan, blocks)              storage -> the loss's leaves, one value a rank (V over the batch's axes)
-    rows   = reduce_purely(plan, cotangents)         its transpose, summed: each rank's rows of the gradient
-    blocks = refresh_purely(plan, blocks, rows)      updated rows -> storage
+    wholes = enter_purely(plan, blocks)           storage -> the loss's leaves, one a rank (V over the batch's axes)
+    rows   = reduce_purely(plan, cotangents)      its transpose, summed: each rank's rows of the gradient
+    blocks = refresh_purely(plan, blocks, rows)   updated rows -> storage
 
 Each is made of the differentiable collectives, so that it has a transpose and a vmap rule of its own; leaves of one
 unit travel in one message, padded to the rows of the first rank. A vmapped step has the same number of messages, each K

@@ -1,0 +1,52 @@
+"""Messages between ranks: channels over shared memory or a process group, control messages, failures."""
+
+from ._channel import (
+    Channel as Channel,
+    Channels as Channels,
+    forget_loss_channels as forget_loss_channels,
+    loss_channel as loss_channel,
+    set_loss_channels as set_loss_channels,
+)
+from ._control import (
+    Agreed as Agreed,
+    Constant as Constant,
+    Control as Control,
+    text_hash as text_hash,
+)
+from ._failure import (
+    TransportError as TransportError,
+    close as close,
+)
+from ._notice import (
+    Notice as Notice,
+    notice_of as notice_of,
+)
+from ._packing import (
+    Cuts as Cuts,
+    EvenPacking as EvenPacking,
+    Packing as Packing,
+    Stretch as Stretch,
+    dealt as dealt,
+)
+from ._patience import (
+    naming_the_wait as naming_the_wait,
+)
+from ._rounds import (
+    Rounds as Rounds,
+)
+from ._sharing import (
+    chosen_channel as chosen_channel,
+)
+from ._sole_owner import (
+    is_sole_owner as is_sole_owner,
+    may_be_added_to as may_be_added_to,
+)
+from ._traffic import (
+    Traffic as Traffic,
+    count_traffic as count_traffic,
+    counting_nothing as counting_nothing,
+    record as record,
+)
+from ._transfers import (
+    ordered_sum as ordered_sum,
+)
