@@ -1,4 +1,4 @@
-"""The engine of a step, in rooms: loss, plan, agreement, transfers, resharding, pipeline, partition, execution, step."""
+"""The engine of a step. Rooms: loss, plan, agreement, transfers, resharding, pipeline, partition, execution, step."""
 
 from .agreement import (
     COMMS as COMMS,
