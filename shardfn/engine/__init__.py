@@ -37,10 +37,13 @@ from .loss import (
     told_before as told_before,
 )
 from .partition import (
+    HeldBytes as HeldBytes,
     Partitioned as Partitioned,
+    Proposer as Proposer,
     SpecSearch as SpecSearch,
     Unplaced as Unplaced,
     in_section as in_section,
+    prepare as prepare,
 )
 from .pipeline import (
     PipelineState as PipelineState,

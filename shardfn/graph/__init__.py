@@ -42,20 +42,12 @@ from ._forms import (
     multiple_of as multiple_of,
     lengths as lengths,
 )
-from ._partition_values import operands_of as operands_of, results as results
 from ._sent_rules import sent_along as sent_along
 from ._loops import LoopMark as LoopMark, loop_input as loop_input, looped as looped
-from ._partition_program import (
-    Compute as Compute,
-    Convert as Convert,
-    Loop as Loop,
-    PartitionProgram as PartitionProgram,
-    Passage as Passage,
-)
-from ._partition_program import Conversion as Conversion
-from ._crossings import EveryRank as EveryRank, of_several_sizes as of_several_sizes
-from ._partition import partition_graph as partition_graph
-from ._partition_prepare import prepare as prepare
-from ._proposal import HeldBytes as HeldBytes, Proposal as Proposal
-from ._propose import Proposer as Proposer
-from ._partition_text import program_text as program_text
+from ._forms import whole as whole
+from ._functional import without_writes as without_writes
+from ._loops import Body as Body
+from ._loops import bodies_of as bodies_of
+from ._loops import reads as reads
+from ._values import where_of as where_of
+from ._view_rules import whole_look as whole_look

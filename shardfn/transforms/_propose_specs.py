@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from shardfn.core import Mesh, PyTree, tree_flatten, tree_leaves, tree_unflatten
-from shardfn.engine import SpecSearch, Unplaced
-from shardfn.graph import Cluster, HeldBytes
+from shardfn.engine import HeldBytes, SpecSearch, Unplaced
+from shardfn.graph import Cluster
 from shardfn.graph import cluster as named_cluster
 from shardfn.optim import GradientTransformation, decided
 

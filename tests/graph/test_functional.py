@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shardfn.capture import capture
-from shardfn.graph import known_op, prepare
+from shardfn.engine import prepare
+from shardfn.graph import known_op
 
 Draw = Callable[[random.Random, Tensor], Tensor]
 

@@ -4,9 +4,11 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from shardfn.collectives import seen_from
-from shardfn.graph import EveryRank, PartitionProgram, Strategy, of_several_sizes
+from shardfn.graph import Strategy
 
+from ._crossings import EveryRank, of_several_sizes
 from ._partition_plan import LossCall
+from ._partition_program import PartitionProgram
 
 
 def agreed_program(

@@ -15,10 +15,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_meta, track_t
 from shardfn.capture import node_of, recorder
 from shardfn.collectives import pmax, psum, pvary
 from shardfn.engine.loss import without_data
-from shardfn.graph import Convert, Form, Ranks, sent_along
+from shardfn.graph import Form, Ranks, sent_along
 
 from ._partition_capture import Noting
 from ._partition_convert import converted
+from ._partition_program import Convert
 
 
 class NotedRanks(Ranks):

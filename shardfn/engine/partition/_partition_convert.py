@@ -15,8 +15,10 @@ from shardfn.collectives import (
     pvary,
     take_own_block,
 )
-from shardfn.graph import Convert, Form, Ranks
+from shardfn.graph import Form, Ranks
 from shardfn.leaves import LazyLeaf, opened
+
+from ._partition_program import Convert
 
 # From one part of a value, its dim, the size of the whole dim and its multiple, to the part in another form.
 OfPart = Callable[[Tensor, int, int, int], Tensor]

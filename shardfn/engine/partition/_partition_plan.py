@@ -13,11 +13,15 @@ from shardfn.capture import capture, fakes
 from shardfn.collectives import axis_size
 from shardfn.core import PyTree, tree_flatten, tree_unflatten
 from shardfn.engine.plan import LeafView
-from shardfn.graph import EveryRank, PartitionProgram, cut, partition_graph, prepare
+from shardfn.graph import cut
 from shardfn.nn import looping
 
+from ._crossings import EveryRank
+from ._partition import partition_graph
 from ._partition_capture import Noting, apart, refuse_functions
 from ._partition_loop import noted_loop
+from ._partition_prepare import prepare
+from ._partition_program import PartitionProgram
 
 
 @dataclasses.dataclass

@@ -9,12 +9,19 @@ from torch import Tensor
 from torch.fx import Node, map_arg
 
 from shardfn.collectives import at_line
-from shardfn.graph import Compute, Convert, Loop, PartitionProgram, Passage, Ranks, sent_along
+from shardfn.graph import Ranks, sent_along
 from shardfn.leaves import opened
 from shardfn.nn import run_layers
 
 from ._partition_axes import NotedRanks, ranks_along, send_along
 from ._partition_convert import converted
+from ._partition_program import (
+    Compute,
+    Convert,
+    Loop,
+    PartitionProgram,
+    Passage,
+)
 
 # Functions that take layers of a stacked leaf without opening it.
 _OF_STACKS = {torch.ops.aten.unbind.int: torch.unbind, torch.ops.aten.select.int: torch.select}

@@ -18,11 +18,12 @@ from shardfn.collectives import axis_index, axis_size, not_following
 from shardfn.core import PyTree, tree_flatten, tree_unflatten
 from shardfn.engine.loss import Loss, Transform
 from shardfn.engine.plan import LeafView, LeafViews
-from shardfn.graph import PartitionProgram, program_text
 
 from ._partition_agreed import agreed_program
 from ._partition_plan import LossCall
+from ._partition_program import PartitionProgram
 from ._partition_run import run_program
+from ._partition_text import program_text
 
 # The cost of a byte of a value that a rank holds where values are to stay cut, in bytes sent: high enough that the sums
 # of a norm's small gradients do not decide, and low enough that nothing large is sent for it.

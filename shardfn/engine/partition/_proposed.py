@@ -30,10 +30,18 @@ from shardfn.core import (
 from shardfn.engine.loss import microbatches, taken_over
 from shardfn.engine.pipeline import Pipelined
 from shardfn.engine.plan import LeafView
-from shardfn.graph import Cluster, Form, HeldBytes, Proposal, Proposer, arithmetic, looped, node_flops
+from shardfn.graph import (
+    Cluster,
+    Form,
+    arithmetic,
+    looped,
+    node_flops,
+)
 
 from ._partition_plan import LossCall, constants_of
 from ._partitioned import Partitioned
+from ._proposal import HeldBytes, Proposal
+from ._propose import Proposer
 
 # The bytes that a rank may hold where no limit is given, as a multiple of an even share.
 _SHARE = 1.25

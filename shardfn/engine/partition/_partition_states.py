@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
-from ._forms import WHOLE, Form, Strategy, blocks, cut
+from shardfn.graph import (
+    WHOLE,
+    Form,
+    Strategy,
+    blocks,
+    cut,
+)
+
 from ._partition_moves import move_to, needed_form, sent_by
 from ._partition_values import PlannedValue, Scope
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardfn.capture import capture
-from shardfn.graph import HeldBytes, Proposer, prepare
+from shardfn.engine import HeldBytes, Proposer, prepare
 from shardfn.graph._forms import WHOLE, cut
 
 from .test_partition_search import SIZE, drawn_loss

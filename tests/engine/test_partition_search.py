@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from shardfn.capture import capture
-from shardfn.graph import prepare
+from shardfn.engine import prepare
+from shardfn.engine.partition._partition_search import Search
+from shardfn.engine.partition._partition_states import Draft, Held, NumberedChange, SearchChoice, SearchState
+from shardfn.engine.partition._partition_values import Scope, scope_of
 from shardfn.graph._forms import WHOLE, Form, cut
-from shardfn.graph._partition_search import Search
-from shardfn.graph._partition_states import Draft, Held, NumberedChange, SearchChoice, SearchState
-from shardfn.graph._partition_values import Scope, scope_of
 
 SIZE = 12
 

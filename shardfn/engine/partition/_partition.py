@@ -12,14 +12,14 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from shardfn.graph import WHOLE, Form, whole_look
+
 from ._crossings import EveryRank
-from ._forms import WHOLE, Form
 from ._partition_moves import FormMove, move_to, needed_form, sent_by
 from ._partition_program import Compute, Conversion, Convert, Loop, PartitionProgram, Step, last_uses, passages
 from ._partition_search import Search
 from ._partition_states import Held, SearchChoice, SearchedPlan
 from ._partition_values import LoopValues, PlannedValue, Scope, is_look, scope_of
-from ._view_rules import whole_look
 
 # States that the search keeps.
 WIDTH = 16

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Node
 
-from ._forms import WHOLE, Form, cut
+from shardfn.graph import WHOLE, Form, cut
+
 from ._partition_states import Held, SearchedPlan
 from ._partition_values import PlannedValue, Scope
 

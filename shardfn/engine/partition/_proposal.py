@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from ._forms import Form
+from shardfn.graph import Form
 
 
 class HeldBytes(NamedTuple):

@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ._flops import node_flops
-from ._forms import Operand
-from ._loops import Body, bodies_of, looped, reads
+from shardfn.graph import (
+    Body,
+    Operand,
+    bodies_of,
+    looped,
+    node_flops,
+    reads,
+)
 
 _ATEN = torch.ops.aten
 # Views of the same elements: making one twice is better than sending it twice.

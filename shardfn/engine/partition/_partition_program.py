@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.fx import Node
 
-from ._forms import Form, Strategy
+from shardfn.graph import Form, Strategy
 
 
 class Conversion(NamedTuple):

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ._forms import WHOLE, Form, cut
+from shardfn.graph import WHOLE, Form, cut
+
 from ._partition_values import PlannedValue, Scope
 
 _ATEN = torch.ops.aten

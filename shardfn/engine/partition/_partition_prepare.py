@@ -9,10 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from shardfn.core import raise_all
-
-from ._functional import without_writes
-from ._ops import known_op
-from ._values import where_of
+from shardfn.graph import known_op, where_of, without_writes
 
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.addmm.default: _ATEN.mm.default, _ATEN.baddbmm.default: _ATEN.bmm.default}

@@ -15,8 +15,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from shardfn.graph import WHOLE, Form, cut
+
 from ._alternate import alternate
-from ._forms import WHOLE, Form, cut
 from ._free_leaves import free_leaf, leaves_of_loops, settled
 from ._partition import WIDTH, held_at_start
 from ._partition_search import Search

@@ -3,7 +3,8 @@
 import math
 from typing import Any, NamedTuple, Protocol
 
-from ._forms import VARYING, WHOLE, Form
+from shardfn.graph import VARYING, WHOLE, Form
+
 from ._partition_values import PlannedValue
 
 

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch.fx import Graph, Node
 
 from shardfn.collectives import pmax, psum, pvary
+from shardfn.graph import Form, Strategy, blocks, sent_along
 
-from ._forms import Form, Strategy, blocks
 from ._partition_program import Compute, Convert, Loop, PartitionProgram
 from ._partition_values import operands_of, results
-from ._sent_rules import sent_along
 
 _TARGETS = (sent_along, psum, pmax, pvary)
 

@@ -24,9 +24,18 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from shardfn.graph import (
+    WHOLE,
+    Form,
+    OpUse,
+    Strategy,
+    cut,
+    known_op,
+    where_of,
+    whole,
+)
+
 from ._crossings import EveryRank
-from ._forms import WHOLE, Form, OpUse, Strategy, cut, whole
-from ._ops import known_op
 from ._partition_moves import needed_form
 from ._partition_states import (
     Change,
@@ -39,7 +48,6 @@ from ._partition_states import (
     SearchState,
 )
 from ._partition_values import LoopValues, PlannedValue, Scope, results, seen
-from ._values import where_of
 
 
 class Search:
