@@ -10,10 +10,11 @@ import torch
 import shardfn as sf
 from shardfn.core import RankError
 from shardfn.engine.agreement import _profiled
+from shardfn.engine.step import _profile
 from shardfn.engine.transfers import _gathered
 from shardfn.graph import cluster
 from shardfn.testing import distributed
-from shardfn.transforms import ShardedStep, StepProfile, _profile
+from shardfn.transforms import ShardedStep, StepProfile
 
 
 def _loss(params: Any, batch: Any) -> torch.Tensor:
