@@ -63,6 +63,7 @@ from .resharding import (
     reshard as reshard,
 )
 from .step import (
+    BoundCall as BoundCall,
     Lowered as Lowered,
     Objective as Objective,
     Predicted as Predicted,

@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
+from torch.fx import Node
 
 from shardfn.capture import Recorder, capture
 from shardfn.collectives import GlobalTensor, TracedChannels, TracedControl, bind_mesh
@@ -50,6 +51,11 @@ class FunctionProgram(Program):
         return tree_unflatten(
             self.treedef, [x.fill(next(values)) if isinstance(x, ResultSlot) else x for x in self.leaves]
         )
+
+    def abstract_result(self) -> PyTree:
+        """The result without data, from the capture."""
+        (outs,) = self.gm.graph.output_node().args
+        return self.result([x.meta["val"] for x in cast("Sequence[Node]", outs)])
 
 
 def tensors_of(leaves: Sequence[Any]) -> list[Tensor]:

@@ -1,5 +1,8 @@
 """Steps and sharded functions as users hold them: admission, first state, resume, evaluation."""
 
+from ._bound_call import (
+    BoundCall as BoundCall,
+)
 from ._build import (
     build_step as build_step,
 )

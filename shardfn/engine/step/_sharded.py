@@ -74,6 +74,7 @@ from shardfn.modules import computing_in
 from shardfn.state import as_graph_value, check_alive, taken
 
 from ._blocks import Blocks
+from ._bound_call import BoundCall, ResultLayout
 from ._first import (
     abstract_params,
     drawn,
@@ -269,6 +270,57 @@ class Sharded(Transform):
                     out = pure_loss(plan, params, lambda tree: self._f(tree, *given))
                 return self._interface.results(out, self._interface.shapes_within)
 
+    def bind(self, params: PyTree, /, *args: Any, check_every: int = 100) -> BoundCall:
+        """The function for arguments of this layout alone: a call that repeats costs no agreement of ranks. Collective.
+
+        `f.bind(params, *args)(params, *args) == f(params, *args)`, bit for bit, also for other values and other tensors
+        of the same layout. The graph is captured, the ranks agree and the shapes of cut results are exchanged here;
+        nothing runs. Calls of a bound function promise that all ranks call it alike.
+
+        Args:
+            params: as for a call; a bound function keeps its last one alive.
+            *args: the others.
+            check_every: the number of calls from one check of that promise to the next; 0 = never.
+
+        Raises:
+            ValueError: `f` is not jitted, `check_every` is negative, or arguments do not fit.
+            TypeError: `check_every` is not an int.
+
+        Example:
+            >>> from shardfn import jit
+            >>> def push(w, cache, x):
+            ...     cache[:1] = w * x
+            ...     return cache
+            >>> push = sharded(jit(push), in_specs=(P(),), out_specs=P(), donate=1)
+            >>> cache = GlobalTensor(torch.zeros(2), torch.Size([2]), P(), push.mesh)
+            >>> w = push.init(torch.tensor(3.0))
+            >>> bound = push.bind(w, cache, torch.tensor(2.0))
+            >>> cache = bound(w, cache, torch.tensor(4.0))
+            >>> bound(w, cache, torch.tensor(5.0)).full_tensor()
+            tensor([15., 0.])
+        """
+        what = self._what
+        if self.jitted is None:
+            raise ValueError(f"{what} is not captured, so it cannot be bound; write sharded(sf.jit(f), ...).")
+        if not isinstance(check_every, int) or isinstance(check_every, bool):
+            raise TypeError(f"check_every={check_every!r} is a {type(check_every).__name__}; pass a number of calls.")
+        if check_every < 0:
+            raise ValueError(f"check_every={check_every}: pass a number of calls from 1 on, or 0 for no checks.")
+        comms = comms_of(self.mesh)
+        with told_before(comms.control):
+            check_alive(params, "params")
+            plan, treedef = self._plan_of(params), tree_structure(args)
+            arguments = self._interface.arguments(args)
+            key, constant = self._signature(plan, params, arguments, treedef), self._agreement.constant(plan)
+        knows = self._graphs.knows(key)
+        agreed = agree_on_step(comms.control, f"bind of {what}", constant=constant, known=(knows, knows))
+        with bind_mesh(self.mesh), losing_no_peer(comms):
+            ready = self._ready(comms, key, plan, params, arguments, treedef, everywhere=agreed.ready)
+            program: FunctionProgram = ready.program
+            out = self._interface.results(program.abstract_result(), self._interface.shapes_by(comms.control))
+        layouts = [ResultLayout(x.shape, x.spec) if isinstance(x, GlobalTensor) else None for x in tree_leaves(out)]
+        return BoundCall(what, ready, self.mesh, disk_of(plan), params, arguments, treedef, layouts, check_every)
+
     def lower(self, params: PyTree, /, *args: Any) -> Lowered:
         """The function as a graph, captured and scheduled for these shapes, and not run.
 
@@ -345,12 +397,25 @@ class Sharded(Transform):
         key = self._signature(plan, params, arguments, treedef)
 
         def run(comms: Comms, everywhere: bool) -> PyTree:
-            capture = functools.partial(self._capture, plan, params, arguments, treedef)
-            shown = {a.path: a.given for a in arguments if isinstance(a.given, Tensor)}
-            ready = self._graphs.ready(comms, key, capture, self._what, shown, everywhere=everywhere)
+            ready = self._ready(comms, key, plan, params, arguments, treedef, everywhere=everywhere)
             return _execute(ready, plan, comms, params, arguments)
 
         return _FunctionCall(run, self._graphs.knows(key))
+
+    def _ready(
+        self,
+        comms: Comms,
+        key: Any,
+        plan: Plan,
+        params: PyTree,
+        arguments: list[Argument],
+        treedef: Any,
+        *,
+        everywhere: bool,
+    ) -> Ready:
+        capture = functools.partial(self._capture, plan, params, arguments, treedef)
+        shown = {a.path: a.given for a in arguments if isinstance(a.given, Tensor)}
+        return self._graphs.ready(comms, key, capture, self._what, shown, everywhere=everywhere)
 
     def _capture(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> FunctionProgram:
         with computing_in(self._compute):

@@ -1,0 +1,173 @@
+"""`BoundCall`: a captured sharded function, prepared once for one layout of its arguments, for calls that repeat.
+
+The law: `f.bind(params, *args)(params, *args) == f(params, *args)`, bit for bit, also for other values of the layout.
+A call has no agreement of ranks and no exchange of shapes: both happened in `bind`.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import GlobalTensor, bind_mesh, transforming
+from shardfn.core import Mesh, P, PyTree, tree_flatten, tree_leaves, tree_paths, tree_structure, tree_unflatten
+from shardfn.engine.agreement import comms_of, losing_no_peer
+from shardfn.engine.execution import Argument, Ready
+from shardfn.engine.loss import ResultSlot, agree_on_step, leaf_signature
+from shardfn.state import as_graph_value, taken
+
+_REMEDY = "Bind the function again for this layout, or call it without bind."
+
+
+class ResultLayout(NamedTuple):
+    """The layout of a result that is cut."""
+
+    shape: torch.Size
+    spec: P
+
+
+class BoundCall:
+    """A captured sharded function for arguments of one layout; made by `Sharded.bind`, which documents it.
+
+    Args:
+        what: the call, in words.
+        ready: the graph.
+        mesh: the function's mesh.
+        pool: where leaves on disk are.
+        params: the first argument.
+        arguments: the leaves of the others.
+        treedef: the structure of the tuple of the others.
+        results: for each leaf of the result, its layout; None where it is passed on.
+        check_every: the number of calls from one agreement of ranks to the next; 0 = none.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        ready: Ready,
+        mesh: Mesh,
+        pool: Any,
+        params: PyTree,
+        arguments: Sequence[Argument],
+        treedef: Any,
+        results: Sequence[ResultLayout | None],
+        check_every: int,
+    ) -> None:
+        self._what, self._ready, self._mesh, self._pool = what, ready, mesh, pool
+        self._arguments, self._results, self._check_every = arguments, results, check_every
+        self._treedefs = tree_structure(params), treedef
+        self._wanted = [leaf_signature(x) for x in tree_leaves(params)], [leaf_signature(a.given) for a in arguments]
+        self._calls = 0
+        # The last first argument, which most calls pass again; it stays alive until another comes.
+        self._last: list[GlobalTensor] = []
+        self._values: list[Tensor] = []
+        self._memory: frozenset[int] = frozenset()
+        self._keep(params, tree_leaves(params))
+
+    @property
+    def graph(self) -> Callable[..., Any]:
+        """The compiled graph, of this rank's blocks of `params` and the tensors of the other arguments."""
+        return self._ready.run
+
+    def __call__(self, params: PyTree, /, *args: Any) -> Any:
+        """The function's value.
+
+        Raises:
+            ValueError: the arguments have another layout; lists the leaves. Or a transform of torch.func is around it.
+            DonatedError: an argument was consumed before.
+            RankError: another rank failed, or (every `check_every` calls) is at another call.
+        """
+        comms = comms_of(self._mesh)  # made anew after an error
+        with bind_mesh(self._mesh), losing_no_peer(comms):
+            if transforming():
+                raise ValueError(f"{self._what} is bound, so torch.func cannot transform it; call it without bind.")
+            self._enter(params)
+            given, treedef = tree_flatten(args)
+            if treedef != self._treedefs[1]:
+                raise ValueError(f"{self._what} is bound to args {self._treedefs[1]}, not {treedef}. {_REMEDY}")
+            seen, memory, donated = self._seen(given)
+            self._calls += 1
+            if self._check_every and self._calls % self._check_every == 0:
+                agree_on_step(comms.control, f"call {self._calls} of the bound {self._what}")
+            with taken(donated, donate=True):
+                return self._result(self._ready(comms, self._pool, [*self._values, *seen]), memory)
+
+    def _enter(self, params: PyTree) -> None:
+        leaves, treedef = tree_flatten(params)
+        if treedef != self._treedefs[0]:
+            raise ValueError(f"{self._what} is bound to params {self._treedefs[0]}, not {treedef}. {_REMEDY}")
+        if all(map(operator.is_, leaves, self._last)):
+            for x in leaves:
+                if x.donated:
+                    _ = x.held  # raises DonatedError
+            return
+        found = [leaf_signature(x) for x in leaves]
+        if found != self._wanted[0]:
+            raise ValueError(self._differing(tree_paths(params, "params"), self._wanted[0], found))
+        self._keep(params, leaves)
+
+    def _keep(self, params: PyTree, leaves: list[GlobalTensor]) -> None:
+        del params
+        self._last, self._values = leaves, [as_graph_value(x.held) for x in leaves]
+        self._memory = frozenset(_memory(x) for x in self._values)
+
+    def _seen(self, given: Sequence[Any]) -> tuple[list[Tensor], dict[int, bool], list[GlobalTensor]]:
+        """The inputs of the graph, their memory (and if it is donated), and the donated leaves."""
+        seen: list[Tensor] = []
+        donated: list[GlobalTensor] = []
+        memory: dict[int, bool] = {}
+        shared = False
+        for x, a, want in zip(given, self._arguments, self._wanted[1], strict=True):
+            held = x.held if a.spec is not None and type(x) is GlobalTensor else x
+            if not isinstance(held, Tensor):
+                if leaf_signature(x) != want:
+                    self._refuse(given)
+                continue
+            own = (held.shape, held.stride(), held.dtype, held.device)
+            if own != (want if a.spec is None else want[4]) or (
+                a.spec is not None and ((x.shape, x.spec) != want[:2] or not x.mesh.is_like(want[2]))
+            ):
+                self._refuse(given)
+            m = _memory(held)
+            if held.numel():
+                shared = shared or (a.donated and (m in memory or m in self._memory)) or memory.get(m, False)
+            memory[m] = a.donated or memory.get(m, False)
+            seen.append(held)
+            if a.donated:
+                donated.append(x)
+        if shared:
+            raise ValueError(f"{self._what}: donated arguments share memory with others; give each a copy of its own.")
+        return seen, memory, donated
+
+    def _refuse(self, given: Sequence[Any]) -> None:
+        found = [leaf_signature(x) for x in given]
+        raise ValueError(self._differing([a.path for a in self._arguments], self._wanted[1], found))
+
+    def _differing(self, paths: Sequence[str], wanted: Sequence[Any], found: Sequence[Any]) -> str:
+        lines = [f"  - {n} is bound as {w}, and is {x}" for n, w, x in zip(paths, wanted, found, strict=True) if w != x]
+        return "\n".join([f"{self._what} is bound to another layout of its arguments. {_REMEDY}", *lines])
+
+    def _result(self, outs: Sequence[Any], memory: dict[int, bool]) -> PyTree:
+        """The result, made of the graph's outputs; those that alias an argument are cloned, as in other calls."""
+        program: Any = self._ready.program
+        values = iter(outs)
+        leaves = [x.fill(next(values)) if isinstance(x, ResultSlot) else x for x in program.leaves]
+        largest: dict[int, int] = {}  # of each donated memory, the result that may keep it
+        for k, x in enumerate(leaves):
+            if isinstance(x, Tensor) and memory.get(m := _memory(x), False):
+                before = largest.setdefault(m, k)
+                largest[m] = k if x.numel() > leaves[before].numel() else before
+        for k, (x, layout) in enumerate(zip(leaves, self._results, strict=True)):
+            if not isinstance(x, Tensor):
+                continue
+            m = _memory(x)
+            if (m in memory or m in self._memory) and largest.get(m) != k:
+                x = x.clone()
+            leaves[k] = x if layout is None else GlobalTensor(x, layout.shape, layout.spec, self._mesh)
+        return tree_unflatten(program.treedef, leaves)
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
