@@ -33,6 +33,7 @@ from ._first import first_params as first_params, first_state as first_state, ow
 from ._functional import global_mean as global_mean, pure_apply as pure_apply, pure_loss as pure_loss
 from ._functional import pure_gradients as pure_gradients, pure_step as pure_step, pure_update as pure_update
 from ._gradients import Found as Found
+from ._graph_cache import MAX_GRAPHS as MAX_GRAPHS
 from ._graphs import Graphs as Graphs, Ready as Ready, signature as signature
 from ._interface import Argument as Argument, Interface as Interface, REMEDY as REMEDY, block_of as block_of
 from ._interface import entered_argument as entered_argument

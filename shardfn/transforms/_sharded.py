@@ -344,7 +344,7 @@ class Sharded(Transform):
 
         def run(comms: Comms, everywhere: bool) -> PyTree:
             capture = functools.partial(self._capture, plan, params, arguments, treedef)
-            shown = {a.path: a.given for a in arguments if isinstance(a.given, Tensor)}
+            shown = {a.path: a.given for a in arguments}
             ready = self._graphs.ready(comms, key, capture, self._what, shown, everywhere=everywhere)
             return _execute(ready, plan, comms, params, arguments)
 
