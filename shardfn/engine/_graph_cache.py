@@ -12,7 +12,7 @@ from shardfn.core import PyTree, first_of, named_leaves
 
 log = logging.getLogger("shardfn.jit")
 
-# The default: more than the buckets of lengths in use, and few enough that the graphs of a large step fit in memory.
+# The default: a limit for shapes that never repeat, beyond the number of lengths that a program pads to.
 MAX_GRAPHS = 64
 
 _Kept = TypeVar("_Kept")
@@ -46,7 +46,8 @@ class _Entry(NamedTuple, Generic[_Kept]):
 class GraphCache(Generic[_Kept]):
     """At most `max_graphs` graphs, in the order of their last use.
 
-    An evicted graph and its compiled code are freed once no call runs them: the cache has the only lasting reference.
+    An evicted graph and the function that runs it are freed: the cache has the only lasting reference. Kernels that
+    inductor has loaded stay in the process, as torch keeps them; graphs share them.
 
     Invariant: a graph is used by a call, and by nothing else. All ranks make the same calls in the same order, and
     compare `max_graphs` before the first one, so they evict at the same calls. `in` is no use: ranks ask it before they
@@ -111,7 +112,7 @@ class GraphCache(Generic[_Kept]):
         # In the log: a warning that a program turns into an error could be raised on one rank alone, in the middle of a
         # call.
         log.warning(
-            "%d graphs were evicted, more than the %d that are kept; one that is needed again is captured again, which"
+            "%d graphs were evicted, more than max_graphs=%d keeps; one that is needed again is captured again, which"
             " takes seconds. Graphs of %s; %s. Pass jit(max_graphs=) at least the number of shapes that take turns, or"
             " pad the arguments to fewer shapes.",
             self.counts.evictions,

@@ -169,7 +169,7 @@ def test_more_evictions_than_graphs_are_reported_once(caplog: pytest.LogCaptureF
         for rows in (3, 4, 2, 3):
             case.call(rows)
     (record,) = [r for r in caplog.records if "evicted" in r.message]
-    assert "3 graphs were evicted, more than the 2 that are kept" in record.message
+    assert "3 graphs were evicted, more than max_graphs=2 keeps" in record.message
     assert "Graphs of add; these arguments change: batch['x'] is (4,), (2,), (3,)" in record.message
     assert "jit(max_graphs=)" in record.message
     # Numbered by captures, evicted graphs included.
