@@ -19,6 +19,7 @@ from .loss import (
     CacheInfo as CacheInfo,
     Jitted as Jitted,
     Loss as Loss,
+    MAX_GRAPHS as MAX_GRAPHS,
     Mixed as Mixed,
     NoGradientError as NoGradientError,
     Split as Split,

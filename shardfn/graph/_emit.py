@@ -7,6 +7,7 @@ is a global of the generated module: torch's own binding of the kernel if there 
 
 import linecache
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,6 +128,12 @@ def _last_uses(steps: Sequence[Node | Region]) -> dict[int, list[Node]]:
     return by_step
 
 
+def _forget(name: str, entry: tuple[Any, ...]) -> None:
+    """Drops the lines of a function that is gone, unless a later graph has its name, which is made of an id."""
+    if linecache.cache.get(name) is entry:
+        del linecache.cache[name]
+
+
 class _CodeWriter:
     def __init__(self, gm: GraphModule, calls: Any, written: set[Any]) -> None:
         self.gm, self.calls, self.written = gm, calls, written
@@ -154,8 +161,9 @@ class _CodeWriter:
         """Compiles the written lines; tracebacks show them."""
         source = "\n".join([f"def step({', '.join(self.arguments)}):", *self.lines])
         name = f"{_FILE}{id(self.gm):x}>"
-        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        entry = linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         exec(compile(source, name, "exec"), self.globals)
+        weakref.finalize(self.globals["step"], _forget, name, entry).atexit = False
         return self.globals["step"]
 
     def _enter(self, host: bool) -> None:

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardfn.core import did_you_mean
-from shardfn.engine import Jitted, check_order
+from shardfn.core import a_kind, did_you_mean
+from shardfn.engine import MAX_GRAPHS, Jitted, check_order
 from shardfn.graph import (
     Cluster,
     Schedule,
@@ -20,13 +20,15 @@ def jit(
     cluster: Cluster | None = None,
     memory: int | None = None,
     check_types: bool = True,
+    max_graphs: int = MAX_GRAPHS,
     **options: Any,
 ) -> Jitted:
     """`jit(f)(*args) == f(*args)`, run as a graph: captured once per signature, scheduled, and compiled.
 
     `sharded_step(jit(loss), ...)` captures the complete step as one flat graph: gathers, forward, backward, reductions,
     clipping and the in-place optimizer. Its transfers are then scheduled. A capture takes seconds and is made once for
-    each shape of the batch; the log "shardfn.jit" reports each one.
+    each shape of the batch; the log "shardfn.jit" reports each one. Beyond `max_graphs` shapes, the least recently used
+    graph is dropped.
 
     Args:
         f: a pure function. Its Python runs once a signature, so branches may depend on shapes, not on values.
@@ -38,15 +40,19 @@ def jit(
         memory: with `cluster`, bytes that a device may hold at the step's peak; default the cluster's `device.memory`.
         check_types: whether a `psum` or a `pvary` that is missing in the loss, or is there twice, is an error. If
             False, ranks that diverge by mistake are not found.
+        max_graphs: how many graphs are kept, for a function alone and for each step or `sharded` function around it;
+            the same on all ranks. The calls of a step, its `gradients` and its `update` share them. An evicted graph is
+            freed, and captured again if it is needed again.
         **options: fields of `Schedule`, in place of it: `jit(f, prefetch=0, bucket=0)`. With `cluster` these fields are
             fixed, and the others are chosen.
 
     Returns:
-        The jitted function. `cache_info()` counts hits, misses and seconds.
+        The jitted function. `cache_info()` counts hits, misses, evictions and seconds.
 
     Raises:
-        ValueError: a back end or an option is unknown or has no effect; (when called) no schedule fits `memory`.
-        TypeError: `cluster` is not a `Cluster`.
+        ValueError: a back end or an option is unknown or has no effect; `max_graphs` is below 1; (when called) no
+            schedule fits `memory`.
+        TypeError: `cluster` is not a `Cluster`, or `max_graphs` not an int.
         CaptureError: (when called) `f` depends on the value of a tensor; names the line.
 
     Example:
@@ -56,6 +62,11 @@ def jit(
         (tensor([2., 2.]), tensor([0., 0.]))
         >>> double.cache_info().misses
         1
+        >>> small = jit(lambda x: x * 2, backend="graph", max_graphs=1)
+        >>> small(torch.ones(2)), small(torch.ones(1))
+        (tensor([2., 2.]), tensor([2.]))
+        >>> small.cache_info().evictions, small.cache_info().currsize
+        (1, 1)
 
     References:
         Frostig et al., Compiling machine learning programs via high-level tracing, SysML 2018
@@ -71,7 +82,18 @@ def jit(
         raise ValueError(f"jit got graph_schedule= and {sorted(options)}; put them in one Schedule.")
     check_order("jit", f)
     _check_choosing(graph_schedule, cluster, memory, options)
-    return Jitted(f, backend, graph_schedule or Schedule(**options), cluster, memory, options, check_types)
+    _check_max_graphs(max_graphs)
+    schedule = graph_schedule or Schedule(**options)
+    return Jitted(f, backend, schedule, cluster, memory, options, check_types, max_graphs)
+
+
+def _check_max_graphs(num: Any) -> None:
+    """Refuses a size that is not a number of graphs."""
+    remedy = f"pass how many graphs to keep, an int of at least 1, or leave it out for {MAX_GRAPHS}."
+    if not isinstance(num, int) or isinstance(num, bool):
+        raise TypeError(f"jit(max_graphs={num!r}): {a_kind(num)} is not a size; {remedy}")
+    if num < 1:
+        raise ValueError(f"jit(max_graphs={num}): the graph of the current call is always kept; {remedy}")
 
 
 def _check_choosing(

@@ -1,5 +1,6 @@
 """The captured programs of one function: one graph per signature, with the same collectives on all ranks."""
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +16,10 @@ from shardfn.core import PyTree, RankError, tree_flatten
 from shardfn.engine.agreement import Comms, collected
 from shardfn.engine.loss import (
     CacheInfo,
+    GraphCache,
     Jitted,
     ambient,
+    argument_shapes,
     plain_arithmetic,
     report,
 )
@@ -67,14 +70,18 @@ class Ready(NamedTuple):
 class Graphs:
     """The graphs of one function, by signature: captured, scheduled, agreed on and compiled once each.
 
+    The least recently used one is evicted if there are more than `max_graphs`; it is captured again if it comes back.
+
     Args:
         jitted: how to schedule and compile.
     """
 
     def __init__(self, jitted: Jitted) -> None:
-        # A copy, that counts for itself.
+        # A copy, that keeps graphs and counts for itself.
         self._jitted = dataclasses.replace(jitted)
-        self._known: dict[Any, Ready] = {}
+        self._known: GraphCache[Ready] = self._jitted.graphs
+        # By the first part of a signature, evicted graphs included.
+        self._captures: collections.Counter[Any] = collections.Counter()
 
     def knows(self, key: Any) -> bool:
         """Whether this rank has the graph of a signature. Ranks exchange this before a call."""
@@ -95,15 +102,18 @@ class Graphs:
                 of batches and strides may differ.
         """
         if everywhere:
-            self._jitted.count(hit=True)
-            return self._known[key]
+            found = self._known.find(key)
+            assert found is not None  # no graph is evicted between the ranks' agreement and the call
+            return found
         with collected():
-            made = self._known[key] = self._make(comms, key, capture, name, batch)
+            made = self._make(comms, key, capture, name, batch)
+        self._captures[key[0]] += 1
+        self._known.keep(key, made, name, argument_shapes(batch, "batch"))
         return made
 
     def cache_info(self) -> CacheInfo:
         """The counts of the cache and its size."""
-        return self._jitted.cache_info()._replace(currsize=len(self._known))
+        return self._jitted.cache_info()
 
     def lower(self, capture: Callable[[], _Made]) -> tuple[_Made, Schedule | Choice]:
         """Captures and schedules a program for its shapes, on this rank alone; other ranks are assumed to do the same.
@@ -119,7 +129,7 @@ class Graphs:
             self._check_types(program)
             choice = self._jitted.choose(program.gm)
             gm = self._jitted.scheduled(program.gm, choice and choice.schedule)
-        self._jitted.count(hit=False, seconds=time.perf_counter() - start)
+        self._jitted.count_capture(time.perf_counter() - start)
         return dataclasses.replace(program, gm=gm), choice or self._jitted.schedule
 
     def compile(self, program: Program, backend: str | None, comms: Comms) -> Ready:
@@ -144,8 +154,8 @@ class Graphs:
         program.check(comms.control.exchange)
         # Only once all are known to run the same collectives: else that is the error.
         agreed(comms, lambda: (self._check_types(program), True), lambda _: ("", Events([], [])))
-        report(name, "batch", batch, sum(other[0] == key[0] for other in self._known))
-        self._jitted.count(hit=False, seconds=time.perf_counter() - start)
+        report(name, "batch", batch, self._captures[key[0]])
+        self._jitted.count_capture(time.perf_counter() - start)
         return self._compile(dataclasses.replace(program, gm=gm), comms, None)
 
     def _check_types(self, program: Program) -> None:

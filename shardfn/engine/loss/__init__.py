@@ -41,6 +41,11 @@ from ._generator import (
     warn_of_draws_in as warn_of_draws_in,
     warning_of_draws as warning_of_draws,
 )
+from ._graph_cache import (
+    GraphCache as GraphCache,
+    MAX_GRAPHS as MAX_GRAPHS,
+    argument_shapes as argument_shapes,
+)
 from ._jitted import (
     CacheInfo as CacheInfo,
     Jitted as Jitted,

@@ -39,6 +39,7 @@ def describe_function(loss: Unwrapped, name: str) -> list[str]:
 def _captured(jitted: Jitted | None) -> list[str]:
     if jitted is None:
         return ["eager, without jit"]
+    how = f"jit {jitted.chooses_by()}, backend {jitted.backend!r}, max_graphs {jitted.max_graphs}"
     if jitted.cluster is not None:  # each rank may have measured its own, and bounded its memory; rank 0 chooses
-        return [f"jit {jitted.chooses_by()}, backend {jitted.backend!r}"]
-    return [f"jit {jitted.chooses_by()}, backend {jitted.backend!r}", *describe(jitted.schedule, "jit.schedule")]
+        return [how]
+    return [how, *describe(jitted.schedule, "jit.schedule")]

@@ -29,6 +29,7 @@ from shardfn.leaves import LazyLeaf
 from shardfn.memory import bind_pool
 from shardfn.nn import looping
 
+from ._graph_cache import MAX_GRAPHS, GraphCache, argument_shapes
 from ._splice import copied_loop
 from ._transform_order import Transform
 
@@ -47,6 +48,8 @@ class CacheInfo(NamedTuple):
         currsize: graphs kept.
         capture_seconds: time spent capturing and scheduling.
         compile_seconds: time spent compiling.
+        evictions: graphs that were dropped, since more than `maxsize` signatures were in use.
+        maxsize: graphs that may be kept, `jit(max_graphs=)`; for a step of several losses, of all of them together.
     """
 
     hits: int = 0
@@ -54,6 +57,8 @@ class CacheInfo(NamedTuple):
     currsize: int = 0
     capture_seconds: float = 0.0
     compile_seconds: float = 0.0
+    evictions: int = 0
+    maxsize: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +73,8 @@ class Jitted(Transform):
         memory: bytes that the device may hold; default the cluster's.
         given: the fields of the schedule that are not chosen.
         check_types: whether a step in which a collective is missing, or occurs twice, is refused.
+        max_graphs: how many graphs are kept.
+        graphs: these graphs. A step around the function keeps its own, in a copy of this value.
     """
 
     transform: ClassVar[str] = "jit"
@@ -79,11 +86,12 @@ class Jitted(Transform):
     memory: int | None = None
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     check_types: bool = True
-    _cache: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
-    # A list in a frozen class: hits, misses, seconds of capture and of compilation.
-    _counts: list[float] = dataclasses.field(
-        default_factory=lambda: [0, 0, 0.0, 0.0], init=False, repr=False, compare=False
-    )
+    max_graphs: int = MAX_GRAPHS
+    graphs: GraphCache[Any] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Makes an empty cache."""
+        object.__setattr__(self, "graphs", GraphCache(self.max_graphs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's value."""
@@ -97,12 +105,14 @@ class Jitted(Transform):
         _refuse_gradients(inputs, leaves, treedef, at)
         key = (treedef, current_mesh(), ambient(), *(leaf_signature(x) for x in leaves))
         try:
-            found = self._cache.get(key)
+            found = self.graphs.find(key)
         except TypeError as error:
             raise TypeError(f"an argument of a jitted function is neither a tensor nor hashable: {error}.") from error
-        self._counts[found is None] += 1
         if found is None:
-            found = self._cache[key] = self._make(leaves, treedef, at, inputs)
+            self.graphs.counts.misses += 1
+            found = self._make(leaves, treedef, at, inputs)
+            args, named = tree_unflatten(treedef, leaves)
+            self.graphs.keep(key, found, self._name, argument_shapes(args, "args") | argument_shapes(named, "kwargs"))
         compiled, mesh, out_def, statics = found
         with (
             torch.no_grad(),
@@ -114,9 +124,8 @@ class Jitted(Transform):
         return tree_unflatten(out_def, [s.fill(next(outs)) if isinstance(s, ResultSlot) else s for s in statics])
 
     def cache_info(self) -> CacheInfo:
-        """Hits, misses and seconds so far."""
-        hits, misses, captured, compiled = self._counts
-        return CacheInfo(int(hits), int(misses), len(self._cache), captured, compiled)
+        """The counts of the cache, and its size."""
+        return CacheInfo(**vars(self.graphs.counts), currsize=len(self.graphs), maxsize=self.max_graphs)
 
     def choose(self, gm: GraphModule) -> Choice | None:
         """The schedule that the cost model takes for a graph; None without a cluster."""
@@ -144,14 +153,18 @@ class Jitted(Transform):
     def compile(self, gm: GraphModule, backend: str | None = None) -> Compiled:
         """Compiles a scheduled graph."""
         compiled = compile_graph(gm, resolve_backend(backend or self.backend))
-        self._counts[3] += compiled.seconds
+        self.graphs.counts.compile_seconds += compiled.seconds
         log.info("compiled for %r in %.1f s: %d regions", compiled.backend, compiled.seconds, compiled.num_regions)
         return compiled
 
-    def count(self, *, hit: bool, seconds: float = 0.0) -> None:
-        """Counts a call of the step around the function, which keeps its graphs itself."""
-        self._counts[not hit] += 1
-        self._counts[2] += seconds
+    def count_capture(self, seconds: float) -> None:
+        """Counts a capture that the step around the function has made."""
+        self.graphs.counts.misses += 1
+        self.graphs.counts.capture_seconds += seconds
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.inner, "__name__", "a function")
 
     def _make(self, leaves: list[Any], treedef: Any, at: list[int], inputs: list[Tensor]) -> Any:
         start = time.perf_counter()
@@ -176,12 +189,12 @@ class Jitted(Transform):
         for bound in meshes:
             gm.meta["mesh_shape"] |= bound.shape
             gm.meta["coords"] |= bound.coords
-        name = getattr(self.inner, "__name__", "a function")
-        report(name, "args", tree_unflatten(treedef, leaves)[0], len(self._cache))
+        earlier = len(self.graphs) + self.graphs.counts.evictions
+        report(self._name, "args", tree_unflatten(treedef, leaves)[0], earlier)
         # Each rank chooses for itself: the passes keep the order of a function's own collectives under any choice.
         choice = self.choose(gm)
         gm = self.scheduled(gm, choice and choice.schedule)
-        self._counts[2] += time.perf_counter() - start
+        self.graphs.counts.capture_seconds += time.perf_counter() - start
         return self.compile(gm), _mesh_of_the_loss(gm, meshes), *result
 
 
@@ -241,14 +254,21 @@ def plain_arithmetic() -> Iterator[None]:
         yield
 
 
-def report(name: str, root: str, tree: PyTree, known: int) -> None:
-    """Logs a capture: the first one at level INFO, later ones, which a change of shapes has caused, as warnings."""
+def report(name: str, root: str, tree: PyTree, earlier: int) -> None:
+    """Logs a capture: the first one at level INFO, later ones, which a change of shapes has caused, as warnings.
+
+    Args:
+        name: the captured function.
+        root: the name of its arguments.
+        tree: the arguments.
+        earlier: how many captures there were before, evicted graphs included.
+    """
     pairs = named_leaves(tree, root)
     shown = ", ".join(f"{p} {tuple(x.shape)}" for p, x in pairs if isinstance(x, Tensor))
-    if not known:
+    if not earlier:
         log.info("captured %s for %s", name, shown)
     else:
-        log.warning("captured %s again, for the shapes %s: graph number %d", name, shown, known + 1)
+        log.warning("captured %s again, for the shapes %s: graph number %d", name, shown, earlier + 1)
 
 
 def leaf_signature(x: Any) -> Any:

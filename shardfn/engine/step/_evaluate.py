@@ -50,7 +50,7 @@ class Measures:
     ) -> None:
         self._parts, self._planner, self._jitted = parts, planner, jitted
         self._over_params, self._state_specs = over_params, state_specs
-        # In the order in which they were made, no more than `MAX_APPLIED`: each may hold graphs.
+        # From the one that has waited longest to the newest, no more than `MAX_APPLIED`: each may hold graphs.
         self._made: dict[Any, Sharded] = {}
 
     def evaluate(
@@ -72,16 +72,18 @@ class Measures:
         return evaluate(sums, batches, planner.batch, planner.batch_axes, planner.mesh, control)
 
     def _of(self, metrics: Callable[..., Any] | None) -> Sharded:
-        if metrics not in self._made:
+        found = self._made.pop(metrics, None)
+        if found is None:
             parts = self._parts
             has_state = parts.has_state and metrics is None
             f = evaluation(parts.loss, metrics, self._planner.batch, has_aux=parts.has_aux, has_state=has_state)
             jitted = None if self._jitted is None else dataclasses.replace(self._jitted, inner=f)
             specs = [self._state_specs] if has_state else []
-            self._made[metrics] = self._over_params(Unwrapped(f, jitted), "evaluate", *specs)
+            found = self._over_params(Unwrapped(f, jitted), "evaluate", *specs)
+        self._made[metrics] = found
         if len(self._made) > MAX_APPLIED:
             del self._made[next(iter(self._made))]
-        return self._made[metrics]
+        return found
 
 
 def check_batches(batches: Any, metrics: Any) -> None:

@@ -414,7 +414,7 @@ class Sharded(Transform):
         everywhere: bool,
     ) -> Ready:
         capture = functools.partial(self._capture, plan, params, arguments, treedef)
-        shown = {a.path: a.given for a in arguments if isinstance(a.given, Tensor)}
+        shown = {a.path: a.given for a in arguments}
         return self._graphs.ready(comms, key, capture, self._what, shown, everywhere=everywhere)
 
     def _capture(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> FunctionProgram:

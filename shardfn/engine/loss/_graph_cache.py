@@ -1,0 +1,148 @@
+"""The graphs that a captured function keeps, by signature: a limited number. The least recently used leaves first."""
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Generic, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from shardfn.collectives import GlobalTensor
+from shardfn.core import PyTree, first_of, named_leaves
+
+log = logging.getLogger("shardfn.jit")
+
+# The default: a limit for shapes that never repeat, beyond the number of lengths that a program pads to.
+MAX_GRAPHS = 64
+
+_Kept = TypeVar("_Kept")
+
+
+@dataclasses.dataclass
+class Counts:
+    """The counts of a cache of graphs since it was made.
+
+    Attributes:
+        hits: calls that found their graph.
+        misses: calls that captured one.
+        evictions: graphs that were dropped to make room.
+        capture_seconds: time spent capturing and scheduling.
+        compile_seconds: time spent compiling.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    capture_seconds: float = 0.0
+    compile_seconds: float = 0.0
+
+
+class _Entry(NamedTuple, Generic[_Kept]):
+    made: _Kept
+    name: str
+    shown: Mapping[str, str]
+
+
+class GraphCache(Generic[_Kept]):
+    """At most `max_graphs` graphs, in the order of their last use.
+
+    An evicted graph and the function that runs it are freed: the cache has the only lasting reference. Kernels that
+    inductor has loaded stay in the process, as torch keeps them; graphs share them.
+
+    Invariant: a graph is used by a call, and by nothing else. All ranks make the same calls in the same order, and
+    compare `max_graphs` before the first one, so they evict at the same calls. `in` is no use: ranks ask it before they
+    agree on a call, which may be refused. Where signatures differ between ranks, as with uneven rows, one rank may have
+    evicted a graph that another still has; they exchange that before each call, and all capture.
+
+    Args:
+        max_graphs: the size, at least 1.
+
+    Example:
+        >>> cache = GraphCache(1)
+        >>> for key in ("a", "b"):
+        ...     cache.keep(key, f"graph {key}", "f", {})
+        >>> cache.find("a"), cache.find("b"), cache.counts.evictions
+        (None, 'graph b', 1)
+    """
+
+    def __init__(self, max_graphs: int) -> None:
+        assert max_graphs > 0
+        self.max_graphs, self.counts = max_graphs, Counts()
+        # From the least recently used to the most recently used.
+        self._entries: dict[object, _Entry[_Kept]] = {}
+        self._warned = False
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, key: object) -> _Kept | None:
+        """The graph of a signature, which counts as a hit and as its use; None if it is not kept."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return None
+        self._entries[key] = entry
+        self.counts.hits += 1
+        return entry.made
+
+    def keep(self, key: object, made: _Kept, name: str, shown: Mapping[str, str]) -> None:
+        """Keeps a graph as the most recently used one, and evicts another if there are too many.
+
+        Args:
+            key: its signature.
+            made: the graph, with all that belongs to it.
+            name: the captured function, for the warning.
+            shown: its arguments by path, for the warning; see `argument_shapes`.
+        """
+        self._entries.pop(key, None)
+        self._entries[key] = _Entry(made, name, shown)
+        if len(self._entries) > self.max_graphs:
+            evicted = self._entries.pop(next(iter(self._entries)))
+            self.counts.evictions += 1
+            self._warn(evicted)
+
+    def _warn(self, evicted: _Entry[_Kept]) -> None:
+        """Logs that graphs are evicted again and again, once."""
+        if self._warned or self.counts.evictions <= self.max_graphs:
+            return
+        self._warned = True
+        entries = [evicted, *self._entries.values()]
+        # In the log: a warning that a program turns into an error could be raised on one rank alone, in the middle of a
+        # call.
+        log.warning(
+            "%d graphs were evicted, more than max_graphs=%d keeps; one that is needed again is captured again, which"
+            " takes seconds. Graphs of %s; %s. Pass jit(max_graphs=) at least the number of shapes that take turns, or"
+            " pad the arguments to fewer shapes.",
+            self.counts.evictions,
+            self.max_graphs,
+            " and ".join(dict.fromkeys(x.name for x in entries)),
+            _changes(entries),
+        )
+
+
+def argument_shapes(tree: PyTree, root: str) -> dict[str, str]:
+    """The shape of each tensor of a tree, and the value of each other leaf, by path.
+
+    Example:
+        >>> import torch
+        >>> argument_shapes({"x": torch.ones(2, 3), "n": 4}, "batch")
+        {"batch['n']": '4', "batch['x']": '(2, 3)'}
+    """
+    return {
+        path: str(tuple(x.shape)) if isinstance(x, Tensor | GlobalTensor) else f"{x!r:.40}"
+        for path, x in named_leaves(tree, root)
+    }
+
+
+def _changes(entries: Iterable[_Entry[_Kept]]) -> str:
+    """The arguments that differ between graphs of one name, each with its first few values."""
+    values: dict[tuple[str, str], dict[str, None]] = {}
+    for entry in entries:
+        for path, text in entry.shown.items():
+            values.setdefault((entry.name, path), {})[text] = None
+    changed = [f"{path} is {', '.join(first_of([*x], 4))}" for (_, path), x in values.items() if len(x) > 1]
+    if not changed:
+        return "all shapes are equal, so dtypes, strides, structures or layouts differ"
+    return "these arguments change: " + "; ".join(first_of(changed, 4))
