@@ -215,11 +215,16 @@ def test_trees_and_arguments_that_differ_are_named() -> None:
         sf.reshard(tree)
 
 
-def test_leaves_on_disk_are_refused(tmp_path: Any) -> None:
+def test_leaves_on_disk_or_in_codes_are_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with sf.make_mesh({"dp": 1}, device="cpu") as mesh, sf.memory.Pool(tmp_path) as pool:
         tree = {"w": sf.shard(torch.ones(4), P("dp"), mesh)}
         into = sf.reshard(tree, sf.Sharding(P("dp"), "disk"), pool=pool)
         _raises(r"into\['w'\] is on disk, where values are replaced and never overwritten", tree, into, pool=pool)
+        block = pool.write(torch.ones(4)).result()
+        monkeypatch.setattr(type(block), "code", (8, 256), raising=False)
+        coded = tree["w"].with_block(block)
+        _raises(r"into\['w'\] is in codes of \(8, 256\), where values are replaced and never", tree, {"w": coded})
+        monkeypatch.undo()
         back = {"w": sf.shard(torch.zeros(4), P(), mesh)}
         assert torch.equal(sf.reshard(into, into=back)["w"].local, torch.ones(4))
 
