@@ -23,6 +23,8 @@ from ._route import AllGather, AllToAll, Cast, Hop, Move, Psum, PsumScatter, Rou
 Mover = Callable[[Tensor, MemoryKind], Tensor]
 # Starts to move a block from one memory to another.
 Sender = Callable[[Tensor | Stored, MemoryKind, MemoryKind], Pending[Tensor | Stored]]
+# From the number of a route and its last block to the block that is kept.
+Keeper = Callable[[int, Tensor | Stored], Tensor | Stored]
 
 
 def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
@@ -58,7 +60,9 @@ def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
     return block
 
 
-def carry_all(blocks: Sequence[Tensor | Stored], routes: Sequence[Route], send: Sender) -> list[Tensor | Stored]:
+def carry_all(
+    blocks: Sequence[Tensor | Stored], routes: Sequence[Route], send: Sender, keep: Keeper = lambda i, block: block
+) -> list[Tensor | Stored]:
     """This rank's block at the end of each route. Collective over the mesh, which must be bound; no gradients.
 
     Values and bytes are `carry`'s. For routes of h hops, at most h + 1 blocks are under way.
@@ -67,16 +71,17 @@ def carry_all(blocks: Sequence[Tensor | Stored], routes: Sequence[Route], send: 
         blocks: this rank's blocks at their starts; blocks on disk in their stored form.
         routes: for the bound mesh; the same on all ranks.
         send: starts to bring a block to another memory.
+        keep: called at the end of a route, while others are still under way.
 
     Raises:
         ValueError: a route rounds to codes.
     """
     out: list[Tensor | Stored] = list(blocks)
-    staggered([_run(out, i, way, send) for i, way in enumerate(routes)])
+    staggered([_run(out, i, way, send, keep) for i, way in enumerate(routes)])
     return out
 
 
-def _run(out: list[Tensor | Stored], i: int, route: Route, send: Sender) -> Iterator[None]:
+def _run(out: list[Tensor | Stored], i: int, route: Route, send: Sender, keep: Keeper) -> Iterator[None]:
     """Brings `out[i]` along a route; each time that something is on its way, others go on."""
     for hop, before, shape in _in_one(route):
         block = out[i]
@@ -94,6 +99,7 @@ def _run(out: list[Tensor | Stored], i: int, route: Route, send: Sender) -> Iter
         del block
         yield
         out[i] = wait()
+    out[i] = keep(i, out[i])
 
 
 def _in_one(route: Route) -> Iterator[tuple[Hop, Placement, torch.Size]]:

@@ -2,12 +2,14 @@
 
 All ranks start their transfers in one order, that of leaves, of `overlaps` and of `pieces`, and a rank waits only for
 its oldest. So both ranks of the first unfinished transfer in that order have started it, or will, and no rank waits for
-ever.
+ever. A message of several parts has the place of its first. Both its ranks know all parts between them, so they agree
+on the message; and it comes before the end of each leaf in it.
 """
 
 import collections
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +22,8 @@ from ._overlaps import Box, Overlap, pieces
 
 # Bytes of a message, and of those that a rank has under way; and how many these are.
 PIECE, WINDOW, MESSAGES = 4 << 20, 32 << 20, 256
+# Parts of fewer bytes share messages.
+SMALL = 64 << 10
 
 
 class LeafCrossing(NamedTuple):
@@ -29,7 +33,7 @@ class LeafCrossing(NamedTuple):
         overlaps: from `overlaps`, for this rank.
         dtype: of the elements while they travel.
         take: from a box to this rank's elements in it, on any device, in any dtype.
-        put: stores new elements of a box; a tensor of its own on the host, in `dtype`.
+        put: stores new elements of a box; a tensor on the host, in `dtype`, which may be part of a larger one.
         done: called when this rank has sent and received its whole part.
     """
 
@@ -51,18 +55,83 @@ def cross(crossings: Sequence[LeafCrossing], channel: Channel, places: Mapping[i
         places: rank of the program -> its index in the channel.
     """
     window, tags = _CrossWindow(), collections.Counter[tuple[int, int]]()
+    for message in _messages(crossings):
+        if isinstance(message, LeafCrossing):
+            window.add(_UnderWay(0, None, message.done))
+        elif message.sender == message.receiver:
+            message.put(message.taken())
+        else:
+            window.make_room(message.nbytes)
+            pair = places[message.sender], places[message.receiver]
+            window.add(_start(message, channel, *pair, tags[pair]))
+            tags[pair] += 1
+    window.make_room(WINDOW + 1)  # waits for all
+
+
+@dataclasses.dataclass
+class _Message:
+    """Parts of leaves, one after another, that travel together from rank to rank.
+
+    Attributes:
+        sender: a rank of the program.
+        receiver: likewise.
+        dtype: of all parts.
+        parts: leaves and boxes of these.
+        numel: the number of all their elements.
+    """
+
+    sender: int
+    receiver: int
+    dtype: torch.dtype
+    parts: list[tuple[LeafCrossing, Box]] = dataclasses.field(default_factory=list)
+    numel: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.numel * self.dtype.itemsize
+
+    def add(self, crossing: LeafCrossing, box: Box) -> None:
+        """Adds a part."""
+        self.parts.append((crossing, box))
+        self.numel += _numel(box)
+
+    def taken(self) -> Tensor:
+        """The elements, from the sender's blocks."""
+        whole = torch.empty(self.numel, dtype=self.dtype)
+        for crossing, box, piece in self._pieces(whole):
+            piece.copy_(crossing.take(box))
+        return whole
+
+    def put(self, whole: Tensor) -> None:
+        """Stores the elements in the receiver's blocks."""
+        for crossing, box, piece in self._pieces(whole):
+            crossing.put(box, piece)
+
+    def _pieces(self, whole: Tensor) -> Iterator[tuple[LeafCrossing, Box, Tensor]]:
+        split = whole.split([_numel(box) for _, box in self.parts])
+        for (crossing, box), piece in zip(self.parts, split, strict=True):
+            yield crossing, box, piece.view(_shape(box))
+
+
+def _messages(crossings: Sequence[LeafCrossing]) -> list[_Message | LeafCrossing]:
+    """This rank's messages in the order of their starts, and each leaf after all messages with parts of it."""
+    out: list[_Message | LeafCrossing] = []
+    shared: dict[tuple[int, int, torch.dtype], _Message] = {}
     for crossing in crossings:
         for sender, receiver, whole in crossing.overlaps:
+            key = sender, receiver, crossing.dtype
             for box in pieces(whole, max(1, PIECE // crossing.dtype.itemsize)):
-                if sender == receiver:
-                    crossing.put(box, _copied(crossing, box))
-                    continue
-                window.make_room(_numel(box) * crossing.dtype.itemsize)
-                pair = places[sender], places[receiver]
-                window.add(_start(crossing, box, channel, *pair, tags[pair]))
-                tags[pair] += 1
-        window.add(_UnderWay(0, None, crossing.done))
-    window.make_room(WINDOW + 1)  # waits for all
+                nbytes = _numel(box) * crossing.dtype.itemsize
+                small = nbytes < SMALL and sender != receiver
+                message = shared.get(key) if small else None
+                if message is None or message.nbytes + nbytes > PIECE:
+                    out.append(message := _Message(*key))
+                    if small:
+                        shared[key] = message
+                message.add(crossing, box)
+        out.append(crossing)
+    return out
 
 
 class _UnderWay(NamedTuple):
@@ -92,17 +161,12 @@ class _CrossWindow:
         self._nbytes += x.nbytes
 
 
-def _start(crossing: LeafCrossing, box: Box, channel: Channel, sender: int, receiver: int, tag: int) -> _UnderWay:
+def _start(message: _Message, channel: Channel, sender: int, receiver: int, tag: int) -> _UnderWay:
     if sender == channel.index:
-        piece = _copied(crossing, box)
-        return _UnderWay(piece.nbytes, channel.send(piece, receiver, tag), lambda: None)
-    piece = torch.empty(_shape(box), dtype=crossing.dtype)
-    pending = channel.receive(piece, sender, tag)
-    return _UnderWay(piece.nbytes, pending, lambda: crossing.put(box, piece))
-
-
-def _copied(crossing: LeafCrossing, box: Box) -> Tensor:
-    return torch.empty(_shape(box), dtype=crossing.dtype).copy_(crossing.take(box))
+        return _UnderWay(message.nbytes, channel.send(message.taken(), receiver, tag), lambda: None)
+    whole = torch.empty(message.numel, dtype=message.dtype)
+    pending = channel.receive(whole, sender, tag)
+    return _UnderWay(message.nbytes, pending, lambda: message.put(whole))
 
 
 def _shape(box: Box) -> tuple[int, ...]:

@@ -284,6 +284,25 @@ def test_big_leaves_go_in_pieces_and_ranks_that_hold_the_same_share_the_work() -
     assert traffic.calls >= (8 * 3003) // 400 if old.is_member else traffic.calls == 0
 
 
+@distributed(world=3)
+def test_small_leaves_share_a_message_for_each_pair_of_ranks_and_dtype() -> None:
+    old, new = sf.make_mesh({"dp": 2}, ranks=[0, 1], device="cpu"), sf.make_mesh({"tp": 2}, ranks=[1, 2], device="cpu")
+    sizes = [3, 40_000, 1, 7, 0, 12]  # the second is a message of its own
+    wholes = {f"x{i}": whole((n, 2), (torch.float32, torch.bfloat16)[i % 2]) for i, n in enumerate(sizes * 4)}
+    wholes |= {"b": torch.tensor(3.0)}
+    # Rank 0 sends to 1 and 2, rank 1 to 2: four large leaves, and one message of each of two dtypes.
+    usual = [2 * (4 + 2), 4 + 2, 0]
+    for piece, calls in ((4 << 20, usual), (40_000, None), (70, None)):
+        few = {name: x for name, x in wholes.items() if x.numel() * 10 < piece}
+        tree = {name: sf.shard(x, P("dp") if x.ndim else P(), old) for name, x in few.items()}
+        with pytest.MonkeyPatch.context() as patch, sf.count_traffic() as traffic:
+            patch.setattr("shardfn.collectives._cross.PIECE", piece)
+            out = sf.reshard(tree, P(), mesh=new)
+        assert calls is None or traffic.calls == calls[dist.get_rank()]
+        for name, leaf in out.items():
+            assert not new.is_member or torch.equal(leaf.local, few[name]), (piece, name)
+
+
 @distributed(world=2)
 def test_two_meshes_of_the_same_ranks_share_nothing() -> None:
     old, new = sf.make_mesh({"dp": 2}, device="cpu"), sf.make_mesh({"dp": 2}, device="cpu")

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn.capture import capturing
 from shardfn.collectives import GlobalTensor, transforming
-from shardfn.core import Mesh, PerMesh, PyTree, as_mesh, raise_all, tree_flatten, tree_unflatten
+from shardfn.core import Mesh, PerMesh, PyTree, as_mesh, raise_all, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.engine.agreement import comms_of, losing_no_peer
 from shardfn.engine.loss import agree_on_step, told_before
 from shardfn.memory import Pool
@@ -20,8 +20,9 @@ from ._reshard_request import Request, Transit, is_followed
 
 def reshard(
     tree: PyTree,
-    to: PyTree,
+    to: PyTree = None,
     *,
+    into: PyTree | None = None,
     mesh: Mesh | DeviceMesh | None = None,
     dtype: torch.dtype | None = None,
     pool: Pool | None = None,
@@ -36,19 +37,25 @@ def reshard(
     Args:
         tree: its `GlobalTensor`s are placed; other leaves pass through (`shard` places a tensor that all ranks hold).
         to: a prefix tree of targets: a `P` (on the device), a `Sharding`, or a `Placement`, which also has a dtype.
-        mesh: the target mesh; default each leaf's own. It may have other ranks, or some of the same.
+            It may be left out with `into`.
+        into: leaves with the structure and shapes of `tree`, on the device or the host, that are overwritten and
+            returned. Their layouts, dtypes and meshes are the targets; `to`, `mesh` and `dtype` must equal them. Not
+            under `jit`, torch.func or autograd.
+        mesh: the target mesh; default each leaf's own, or that of its leaf of `into`. It may have other ranks, or some
+            of the same.
         dtype: of floating-point leaves without a `Placement`; default their own. A cast to a narrower dtype comes
             before the transfer.
         pool: where leaves on disk are written. One for each rank.
 
     Returns:
         The tree. A leaf that is placed as asked is the same leaf; every other one has memory of its own, and `tree` is
-        not changed. On a rank outside of `mesh`, leaves have shape, dtype and layout, and no block.
+        not changed. With `into`, its leaves, in their own memory. On a rank outside of `mesh`, leaves have shape, dtype
+        and layout, and no block.
 
     Raises:
-        ValueError: a leaf does not fit its target or cannot be moved there; the message lists all. Or this rank is
-            outside of all the meshes.
-        DonatedError: a step has consumed a leaf.
+        ValueError: a leaf does not fit its target or cannot be moved there, or leaves share memory with those of
+            `into`; the message lists all. Or this rank is outside of all the meshes.
+        DonatedError: a step has consumed a leaf of `tree` or `into`.
         RankError: ranks disagree on the transfers, or one has failed.
 
     Example:
@@ -59,6 +66,10 @@ def reshard(
         ...     tree = {"w": shard(torch.ones(4, 2), P("dp"), mesh)}
         ...     reshard(tree, P(None, "dp"), dtype=torch.bfloat16)
         {'w': GlobalTensor((4, 2), torch.bfloat16, P(None, 'dp'); 16 B here on device, mesh dp=1)}
+        >>> with make_mesh({"dp": -1}, device="cpu") as mesh:
+        ...     trained, served = ({"w": shard(torch.full((2,), x), P("dp"), mesh)} for x in (3.0, 0.0))
+        ...     reshard(trained, into=served)["w"] is served["w"], served["w"].local
+        (True, tensor([3., 3.]))
     """
     leaves, treedef = tree_flatten(tree)
     at = [i for i, x in enumerate(leaves) if isinstance(x, GlobalTensor)]
@@ -68,11 +79,14 @@ def reshard(
             "reshard: the tree has leaves, but none is a GlobalTensor. A tensor that all ranks hold is placed by"
             " sf.shard(x, spec, mesh)."
         )
-    if not held:
+    targets = [y for y in tree_leaves(into) if isinstance(y, GlobalTensor)]
+    if not held and not targets:
         return tree
+    if to is None and into is None:
+        raise ValueError("reshard: where to? Pass to=, such as P('dp'), or into=, leaves that are to be overwritten.")
     on = mesh if mesh is None or isinstance(mesh, Mesh) else as_mesh(mesh)
-    meshes = {id(m): m for m in (*(() if on is None else (on,)), *(x.mesh for x in held))}
-    out = _placed(Request(tree, to, on, dtype, pool), held, list(meshes.values()))
+    meshes = {id(m): m for m in (*(() if on is None else (on,)), *(x.mesh for x in (*targets, *held)))}
+    out = _placed(Request(tree, to, on, dtype, pool, into), held, list(meshes.values()))
     for i, x in zip(at, out, strict=True):
         leaves[i] = x
     return tree_unflatten(treedef, leaves)

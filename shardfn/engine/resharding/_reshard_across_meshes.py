@@ -31,8 +31,8 @@ def crossed(transits: Sequence[Transit], comms: Comms) -> list[GlobalTensor]:
 
 def _overlaps(t: Transit, rank: int, known: dict[object, list[Overlap]]) -> list[Overlap]:
     """The overlaps of blocks of a leaf; cached, as leaves often share them."""
-    # One call has one target mesh, and keeps its leaves, and so their meshes, alive.
-    key = t.x.shape, t.x.spec, id(t.x.mesh), t.dst.spec
+    # A call keeps its leaves, and so their meshes, alive.
+    key = t.x.shape, t.x.spec, id(t.x.mesh), t.dst.spec, id(t.mesh)
     if key not in known:
         known[key] = overlaps(t.x.shape, (t.x.spec, t.x.mesh), (t.dst.spec, t.mesh), rank)
     return known[key]
@@ -58,11 +58,15 @@ def _source(t: Transit) -> Callable[[Box], Tensor]:
 
 
 class _IncomingBlock:
-    """This rank's new block of a leaf. It is made when its first part arrives; `done` is called after all parts."""
+    """This rank's new block of a leaf. It is made when its first part arrives; `done` is called after all parts.
+
+    Where a leaf is overwritten, it is that leaf's block.
+    """
 
     def __init__(self, t: Transit) -> None:
         self._t = t
-        self._block: Tensor | None = None
+        held = None if t.into is None else t.into.held
+        self._block: Tensor | None = held if isinstance(held, Tensor) else None
         self._held: Tensor | Stored | None = None
 
     def put(self, box: Box, piece: Tensor) -> None:

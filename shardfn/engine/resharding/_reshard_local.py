@@ -11,6 +11,7 @@ from shardfn.collectives import GlobalTensor, bind_mesh, carry, carry_all
 from shardfn.core import MemoryKind, Mesh, Pending, Placement, Stored
 from shardfn.memory import Pool, on_host, put, to_device, to_host
 
+from ._into import overwrite
 from ._reshard_request import Transit
 
 
@@ -44,10 +45,16 @@ def _moved_on(mesh: Mesh, transits: Sequence[Transit]) -> list[GlobalTensor]:
         return _sent(block, src, dst, mesh.device, transits[0].pool)
 
     routes = [t.route() for t in transits]
+
+    def keep(i: int, end: Tensor | Stored) -> Tensor | Stored:
+        t = transits[i]
+        if t.into is not None:
+            return overwrite(t.into, end)
+        return end if t.stays or routes[i].hops else _copy(end, t.dst)
+
     with bind_mesh(mesh):
-        ends = carry_all([t.x.held for t in transits], routes, send)
-    rows = zip(transits, routes, ends, strict=True)
-    return [t.x if t.stays else t.made(end if way.hops else _copy(end, t.dst)) for t, way, end in rows]
+        ends = carry_all([t.x.held for t in transits], routes, send, keep)
+    return [t.x if t.stays else t.made(end) for t, end in zip(transits, ends, strict=True)]
 
 
 def _sent(

@@ -23,6 +23,8 @@ from shardfn.core import (
 )
 from shardfn.memory import Pool
 
+from ._into import Write, into_path, leaves_of_into, shared_memory, write_problems
+
 Target = P | Sharding | Placement
 
 
@@ -37,6 +39,7 @@ class Transit:
         asked: its new placement.
         mesh: where.
         pool: the disk of this rank, if there is one.
+        into: the leaf that is overwritten with it, if there is one.
     """
 
     path: str
@@ -45,6 +48,7 @@ class Transit:
     asked: Placement
     mesh: Mesh
     pool: Pool | None
+    into: GlobalTensor | None = None
 
     @property
     def dst(self) -> Placement:
@@ -58,8 +62,8 @@ class Transit:
 
     @property
     def stays(self) -> bool:
-        """Whether it is placed as asked already."""
-        return self.on_one_mesh and self.src == self.dst
+        """Whether it is placed as asked already, and so the result itself."""
+        return self.into is None and self.on_one_mesh and self.src == self.dst
 
     def route(self) -> Route:
         """The route, on one mesh."""
@@ -68,15 +72,20 @@ class Transit:
     def describe(self) -> str:
         """The text that must be equal on all ranks."""
         ends = [f"{at!r} on {m.shape}, ranks {m.ranks}" for at, m in ((self.src, self.x.mesh), (self.asked, self.mesh))]
-        return f"{self.path}: {tuple(self.x.shape)} from {ends[0]} to {ends[1]}"
+        verb = "to" if self.into is None else "into"
+        return f"{self.path}: {tuple(self.x.shape)} from {ends[0]} {verb} {ends[1]}"
 
     def made(self, held: Tensor | Stored) -> GlobalTensor:
-        """The new leaf, made of its block."""
+        """The new leaf, made of its block; or the leaf whose block has been overwritten."""
+        if self.into is not None:
+            return self.into
         dst = self.dst
         return GlobalTensor(held, self.x.shape, dst.spec, self.mesh, dst.memory_kind, frozen=self.x.frozen)
 
     def elsewhere(self) -> GlobalTensor:
         """The leaf on a rank that its mesh is not of."""
+        if self.into is not None:
+            return self.into
         return absent(self.x.shape, self.dst.dtype, self.dst.spec, self.mesh, self.dst.memory_kind)
 
 
@@ -89,6 +98,7 @@ class Request:
     mesh: Mesh | None
     dtype: torch.dtype | None
     pool: Pool | None
+    into: PyTree | None = None
 
     def transits(self, *, pure: bool) -> list[Transit]:
         """A `Transit` for each global tensor of the tree.
@@ -100,25 +110,60 @@ class Request:
             ValueError: lists every leaf that cannot go there, and options without effect.
             DonatedError: lists every leaf that was donated.
         """
-        leaves, paths = tree_leaves(self.tree), tree_paths(self.tree, "tree")
-        targets = broadcast_prefix(self.to, self.tree, _is_target, names=("to", "tree"))
-        found = [row for row in zip(paths, leaves, targets, strict=True) if isinstance(row[1], GlobalTensor)]
-        gone = [f"{path} of shape {tuple(x.shape)}" for path, x, _ in found if x.donated]
+        rows = self._rows()
+        gone = [f"{path} of shape {tuple(x.shape)}" for path, x, _, _ in rows if x.donated]
+        gone += [
+            f"{into_path(path)} of shape {tuple(y.shape)}" for path, _, _, y in rows if y is not None and y.donated
+        ]
         raise_all(DonatedError, "reshard: a step has consumed these leaves; go on from the state it returned:", gone)
-        out = [self._transit(*row) for row in found]
-        problems = [f"{_named(t)}: {why}" for t in out for why in _problems(t, pure=pure)]
-        if self.dtype is not None and all(isinstance(to, Placement) or not _floats(x) for _, x, to in found):
+        out = [self._transit(*row) for row in rows]
+        problems = [
+            f"{_named(t)}: {why}"
+            for t, (_, _, to, _) in zip(out, rows, strict=True)
+            for why in (*_problems(t, pure=pure), *self._unlike(t, to))
+        ]
+        if self.dtype is not None and all(isinstance(to, Placement) or not _floats(x) for _, x, to, _ in rows):
             problems.append(f"dtype={self.dtype} has no effect: it is for floating-point leaves without a Placement")
+        problems += [] if pure else shared_memory(list(filter(None, map(_write, out))))
         raise_all(ValueError, "reshard: these cannot be, and nothing has moved:", problems)
         return out
 
-    def _transit(self, path: str, x: GlobalTensor, to: Target) -> Transit:
-        src = x.placement
-        if not isinstance(to, Placement):
-            to = to if isinstance(to, Sharding) else Sharding(to)
-            dtype = self.dtype if self.dtype is not None and _floats(x) else x.dtype
-            to = Placement(to.spec, memory_kind=to.memory_kind, dtype=dtype, stacked=to.stacked)
-        return Transit(path, x, src, to, x.mesh if self.mesh is None else self.mesh, self.pool)
+    def _rows(self) -> list[tuple[str, GlobalTensor, Target | None, GlobalTensor | None]]:
+        """Paths of global tensors, these, their targets if given, and the leaves that they overwrite, if any."""
+        leaves, paths = tree_leaves(self.tree), tree_paths(self.tree, "tree")
+        given = self.to is not None or self.into is None
+        none = [None] * len(leaves)
+        targets = broadcast_prefix(self.to, self.tree, _is_target, names=("to", "tree")) if given else none
+        overwritten = none if self.into is None else leaves_of_into(self.into, self.tree)
+        rows = zip(paths, leaves, targets, overwritten, strict=True)
+        return [row for row in rows if isinstance(row[1], GlobalTensor)]
+
+    def _transit(self, path: str, x: GlobalTensor, to: Target | None, into: GlobalTensor | None) -> Transit:
+        if into is not None:
+            asked, mesh = into.placement.with_(code=None), into.mesh
+        else:
+            assert to is not None
+            asked, mesh = self._asked(x, to), x.mesh if self.mesh is None else self.mesh
+        return Transit(path, x, x.placement, asked, mesh, self.pool, into)
+
+    def _asked(self, x: GlobalTensor, to: Target) -> Placement:
+        if isinstance(to, Placement):
+            return to
+        to = to if isinstance(to, Sharding) else Sharding(to)
+        dtype = self.dtype if self.dtype is not None and _floats(x) else x.dtype
+        return Placement(to.spec, memory_kind=to.memory_kind, dtype=dtype, stacked=to.stacked)
+
+    def _unlike(self, t: Transit, to: Target | None) -> Iterator[str]:
+        """The arguments that differ from the leaf that is overwritten."""
+        if t.into is None:
+            return
+        path = into_path(t.path)
+        if to is not None and (asked := self._asked(t.x, to)).with_(stacked=False) != t.dst:
+            yield f"{path} is {t.dst!r}, and to has {asked!r}; leave out to=, or pass an equal one"
+        if to is None and self.dtype is not None and _floats(t.x) and self.dtype != t.dst.dtype:
+            yield f"{path} has dtype {t.dst.dtype}, and dtype= is {self.dtype}; leave out dtype="
+        if self.mesh is not None and self.mesh is not t.mesh:
+            yield f"{path} is on {t.mesh!r}, and mesh= is {self.mesh!r}; leave out mesh=, or pass leaves on that mesh"
 
 
 def is_followed(x: GlobalTensor) -> bool:
@@ -138,7 +183,17 @@ def _named(t: Transit) -> str:
     return f"{t.path} of shape {tuple(t.x.shape)}, from {t.src!r} on {t.x.mesh!r} to {t.asked!r} on {t.mesh!r}"
 
 
+def _write(t: Transit) -> Write | None:
+    return None if t.into is None else Write(t.path, t.x, t.into)
+
+
 def _problems(t: Transit, *, pure: bool) -> Iterator[str]:
+    if pure and t.into is not None:
+        why = "into= overwrites memory, which no graph and no gradient follows"
+        yield f"{why}; call this outside of jit and torch.func, under torch.no_grad(), or leave out into="
+        return
+    if (write := _write(t)) is not None:
+        yield from write_problems(write)
     yield from t.asked.problems(tuple(t.x.shape), t.mesh)
     if t.asked.code is not None:
         yield "a GlobalTensor holds elements, no codes; leave out code="
@@ -148,7 +203,7 @@ def _problems(t: Transit, *, pure: bool) -> Iterator[str]:
         yield "the mesh is closed; make another one"
     if t.x.stacked and not pure:
         yield "it holds the blocks of several members; take one by member(tree, i), or call this under torch.func.vmap"
-    if t.asked.memory_kind == "disk" and t.pool is None and not t.stays:
+    if t.asked.memory_kind == "disk" and t.pool is None and t.into is None and not t.stays:
         yield "on which disk? Pass pool=sf.memory.Pool('/path/to/a/fast/disk'), with a directory for each rank"
     if pure and "disk" in (t.src.memory_kind, t.asked.memory_kind):
         yield "what is on disk is no tensor, so neither jit nor a gradient gets there; call this outside, detached"

@@ -1,0 +1,157 @@
+"""The leaves that `reshard(into=)` overwrites, and the reasons why some cannot be."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardfn.collectives import GlobalTensor
+from shardfn.core import Absent, PyTree, Stored, did_you_mean, raise_all, tree_leaves, tree_paths
+
+_UNTIE = "reshard it without into=, or give each leaf of into memory of its own"
+
+
+class Write(NamedTuple):
+    """A leaf and the leaf that is overwritten with it.
+
+    Attributes:
+        path: the path of `x` in `tree`.
+        x: the leaf.
+        y: the leaf of `into`.
+    """
+
+    path: str
+    x: GlobalTensor
+    y: GlobalTensor
+
+    @property
+    def target(self) -> str:
+        """The path of `y`."""
+        return into_path(self.path)
+
+
+def into_path(path: str) -> str:
+    """The path in `into` of the leaf that has `path` in `tree`."""
+    return "into" + path.removeprefix("tree")
+
+
+def leaves_of_into(into: PyTree, tree: PyTree) -> list[GlobalTensor | None]:
+    """The leaf of `into` for each leaf of `tree`; None for a leaf that is not a `GlobalTensor`.
+
+    Raises:
+        ValueError: lists every path that only one of the two trees has, or where only one has a `GlobalTensor`.
+    """
+    paths = tree_paths(tree, "tree")
+    found = dict(zip(tree_paths(into, "tree"), tree_leaves(into), strict=True))
+    missing = [path for path in paths if path not in found]
+    extra = [path for path in found if path not in set(paths)]
+    problems = [f"{into_path(path)} has no leaf in tree.{did_you_mean(path, missing)}" for path in extra]
+    problems += [f"{path} has no leaf in into; reshard(tree, to) makes one" for path in missing]
+    rows = [(path, x, found[path]) for path, x in zip(paths, tree_leaves(tree), strict=True) if path in found]
+    problems += [
+        f"{path} is a {type(x).__name__}, and {into_path(path)} is a {type(y).__name__}; a GlobalTensor overwrites"
+        " only another, which sf.shard(y, spec, mesh) or reshard(tree, to) makes"
+        for path, x, y in rows
+        if isinstance(x, GlobalTensor) != isinstance(y, GlobalTensor)
+    ]
+    raise_all(ValueError, "reshard: into does not match tree, and nothing has moved:", problems)
+    return [y if isinstance(y, GlobalTensor) else None for _, _, y in rows]
+
+
+def write_problems(write: Write) -> Iterator[str]:
+    """The reasons why a leaf cannot be overwritten; empty where it can. Neither leaf was donated."""
+    path, x, y = write.target, write.x, write.y
+    if y.shape != x.shape:
+        yield f"{path} has shape {tuple(y.shape)}, and {write.path} {tuple(x.shape)}; pass leaves of the same shape"
+    if y.dtype != x.dtype and not (x.dtype.is_floating_point and y.dtype.is_floating_point):
+        yield (
+            f"{path} has dtype {y.dtype}, and {write.path} {x.dtype}; only floating-point elements are cast, so pass"
+            " a leaf of the same dtype"
+        )
+    if y.memory_kind == "disk" or (not isinstance(y.held, Tensor | Absent)):
+        form = "on disk" if y.memory_kind == "disk" else f"in codes of {y.code}"
+        yield f"{path} is {form}, where values are replaced and never overwritten; leave it out of into=, and pass to="
+    elif isinstance(y.held, Tensor):
+        yield from _block_problems(path, y, y.held)
+
+
+def _block_problems(path: str, y: GlobalTensor, block: Tensor) -> Iterator[str]:
+    if y.stacked:
+        yield f"{path} holds the blocks of several members; take one by member(into, i)"
+        return
+    fits = not any(y.placement.problems(tuple(y.shape), y.mesh))
+    want = y.placement.block_shape(y.shape, y.mesh.shape, y.mesh.coords) if fits else block.shape
+    if block.shape != want:
+        yield f"{path} has a block of shape {tuple(block.shape)}, and its layout {tuple(want)}; make it by sf.shard"
+    if block.is_meta or isinstance(block, FakeTensor):
+        yield f"{path} has a block without memory, on {block.device}; pass leaves that have values"
+    elif block.is_inference():
+        yield f"{path} was made under torch.inference_mode(), so it is never overwritten; make it under torch.no_grad()"
+    elif torch._debug_has_internal_overlap(block) == 1:
+        yield f"{path} has a block of strides {block.stride()}, whose elements share memory; pass a contiguous one"
+
+
+def overwrite(y: GlobalTensor, block: Tensor | Stored) -> Tensor:
+    """Writes a new block over that of a leaf, and returns the latter."""
+    held = y.held
+    assert isinstance(held, Tensor)
+    assert isinstance(block, Tensor)
+    # Where `tree` has the leaf itself, its block is the new one already.
+    return held if held.data_ptr() == block.data_ptr() else held.copy_(block)
+
+
+def shared_memory(writes: Sequence[Write]) -> list[str]:
+    """The blocks on this rank that would be overwritten before they are read, or twice.
+
+    A leaf of `into` may be the leaf of `tree` itself, in the same layout: nothing is written then.
+    """
+    regions = [_Region(*_extent(w.y.held), w.target, True) for w in writes if _has_memory(w.y.held)]
+    regions += [_Region(*_extent(w.x.held), w.path, False) for w in writes if _has_memory(w.x.held) and not _same(w)]
+    problems: list[str] = []
+    reached: dict[bool, _Region] = {}  # the region with the highest end so far: of targets, of sources
+    for region in sorted(regions):
+        others = reached.values() if region.target else [reached[True]] if True in reached else []
+        problems += [
+            _both(region, other) for other in others if other.device == region.device and region.start < other.stop
+        ]
+        last = reached.get(region.target)
+        if last is None or last.device != region.device or last.stop < region.stop:
+            reached[region.target] = region
+    return problems
+
+
+class _Region(NamedTuple):
+    """The addresses of a block."""
+
+    device: str
+    start: int
+    stop: int
+    path: str
+    target: bool
+
+
+def _both(*regions: _Region) -> str:
+    (first, start), (second, start_2) = sorted((region.path, region.start) for region in regions)
+    return f"{first} and {second} share memory, at {start:#x} and {start_2:#x}; {_UNTIE}"
+
+
+def _extent(held: object) -> tuple[str, int, int]:
+    assert isinstance(held, Tensor)
+    last = sum((n - 1) * stride for n, stride in zip(held.shape, held.stride(), strict=True))
+    return str(held.device), held.data_ptr(), held.data_ptr() + (last + 1) * held.dtype.itemsize
+
+
+def _has_memory(held: object) -> bool:
+    return isinstance(held, Tensor) and not held.is_meta and not isinstance(held, FakeTensor) and held.numel() > 0
+
+
+def _same(write: Write) -> bool:
+    """Whether the two are one block in one layout."""
+    x, y = write.x.held, write.y.held
+    if write.x.mesh is not write.y.mesh or write.x.placement != write.y.placement or not _has_memory(y):
+        return False
+    assert isinstance(x, Tensor)
+    assert isinstance(y, Tensor)
+    return x.stride() == y.stride() and _extent(x) == _extent(y)
