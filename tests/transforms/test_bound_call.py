@@ -156,6 +156,7 @@ def test_ranks_at_different_calls_are_detected_by_the_check() -> None:
     params, x = f.init(torch.ones(3)), torch.ones(3)
     bound = f.bind(params, x, check_every=3)
     if mesh.rank == 0:
-        bound(params, x), bound(params, x)
+        bound(params, x)
+        bound(params, x)
     with pytest.raises(RankError, match=r"call 3 of the bound"):
         bound(params, x) if mesh.rank == 0 else f(params, x)
