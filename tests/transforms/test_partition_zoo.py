@@ -93,7 +93,6 @@ def joined(inner, whole, params, tokens):
 MEGATRON = ["pvary", "psum"] * 4  # two layers of two pairs; the transpose of each is one too
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["Qwen2", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("Llama", "Mistral"))])
 def test_a_decoder_has_megatrons_collectives_and_computes_what_one_device_does(name):
     assert two_ranks(name)[0][0] == MEGATRON
