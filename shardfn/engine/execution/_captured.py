@@ -48,10 +48,7 @@ class CapturedSteps:
         keys = (*rest, True), (*rest, False)
 
         def run(comms: Comms, agreed: Agreed) -> tuple[TrainState, dict[str, Tensor]]:
-            how: dict[str, Any] = {"even": agreed.even, "model_state": state.model_state}
-            capture = functools.partial(
-                capture_step, self._parts, plan, state.params, state.opt_state, args, scale_of(state), **how
-            )
+            capture = functools.partial(self._capture, plan, state, args, even=agreed.even)
             # A phase of the optimizer has a plan, and so a graph, of its own.
             name = "a step" if plan.phase is None else f"a step in the phase {plan.phase.name!r}"
             key = keys[0 if agreed.even else 1]
@@ -132,9 +129,7 @@ class CapturedSteps:
 
     def lower(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> tuple[StepProgram, Schedule | Choice]:
         """Captures and schedules a step for its shapes; see `Graphs.lower`."""
-        params, opt, scale = state.params, state.opt_state, scale_of(state)
-        how: dict[str, Any] = {"even": True, "model_state": state.model_state}
-        return self._graphs.lower(lambda: capture_step(self._parts, plan, params, opt, args, scale, **how))
+        return self._graphs.lower(lambda: self._capture(plan, state, args, even=True))
 
     def compile(
         self, program: StepProgram, backend: str | None, comms: Comms
@@ -147,6 +142,10 @@ class CapturedSteps:
             return StepCall(lambda comms, agreed: self._execute(ready, comms, state, tree_leaves(args)))
 
         return call
+
+    def _capture(self, plan: Plan, state: TrainState, args: tuple[Any, ...], *, even: bool) -> StepProgram:
+        params, opt, kept, scale = state.params, state.opt_state, state.model_state, scale_of(state)
+        return capture_step(self._parts, plan, params, opt, args, scale, even=even, model_state=kept)
 
     def _execute(
         self, ready: Ready, comms: Comms, state: TrainState, arg_leaves: list[Tensor]

@@ -53,9 +53,17 @@ class EagerStep:
 
     def differentiate(self) -> Outcome:
         blocks = [g.held for g in tree_leaves(self.state.params)]
-        how: dict[str, Any] = {"even": self.even, "loss_scale": scale_of(self.state), "ahead": self.ahead}
-        how["model_state"] = looked_at(self.state.model_state)
-        return run_backward(self.plan, self.comms, blocks, self.parts, self.args, **how)
+        return run_backward(
+            self.plan,
+            self.comms,
+            blocks,
+            self.parts,
+            self.args,
+            even=self.even,
+            model_state=looked_at(self.state.model_state),
+            loss_scale=scale_of(self.state),
+            ahead=self.ahead,
+        )
 
     def measure(self, out: Outcome) -> tuple[Metrics, Tensor | None]:
         return measure(self.plan, out, scale_of(self.state))
@@ -69,6 +77,8 @@ class EagerStep:
     def update(self, out: Outcome, scale: Tensor | None) -> TrainState:
         with named_range("reduce"):
             grads = out.gradients()
-        how: dict[str, Any] = {"model_state": out.model_state, "scale": scale, "ahead": self.ahead}
+        kept, channels = out.model_state, self.comms.channels
         with named_range("update"):
-            return update(self.plan, self.comms.channels, self.parts, self.state, grads, **how)
+            return update(
+                self.plan, channels, self.parts, self.state, grads, model_state=kept, scale=scale, ahead=self.ahead
+            )

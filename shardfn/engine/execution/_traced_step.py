@@ -154,8 +154,10 @@ class TracedStep:
 
     def differentiate(self) -> Outcome:
         blocks, _, kept = self.state
-        how: dict[str, Any] = {"even": self.even, "model_state": kept, "loss_scale": self.loss_scale}
-        out = run_backward(self.plan, self.comms, blocks, self.parts, self.args, **how)
+        loss_scale, even = self.loss_scale, self.even
+        out = run_backward(
+            self.plan, self.comms, blocks, self.parts, self.args, even=even, model_state=kept, loss_scale=loss_scale
+        )
         self.received = out.reducer.received or not self.plan.trained
         return out
 
