@@ -2,10 +2,9 @@
 
 from ._channel import (
     Channel as Channel,
+)
+from ._channels import (
     Channels as Channels,
-    forget_loss_channels as forget_loss_channels,
-    loss_channel as loss_channel,
-    set_loss_channels as set_loss_channels,
 )
 from ._control import (
     Agreed as Agreed,
@@ -16,6 +15,11 @@ from ._control import (
 from ._failure import (
     TransportError as TransportError,
     close as close,
+)
+from ._loss_channels import (
+    forget_loss_channels as forget_loss_channels,
+    loss_channel as loss_channel,
+    set_loss_channels as set_loss_channels,
 )
 from ._notice import (
     Notice as Notice,

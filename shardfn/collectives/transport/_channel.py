@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.core import Mesh, Pending, PerMesh
+from shardfn.core import Mesh, Pending
 
 from ._failure import EndedGroup, TransportError, close
 from ._memory import IN, OUT, SUMMED, LaneOp, Lanes
@@ -393,116 +393,6 @@ class Channel:
             else:
                 works.append(self.group.broadcast([block], options))
         return works
-
-
-class Channels:
-    """One channel of each kind for each set of axes, so that gathers and reductions have queues of their own.
-
-    They are made on first request, which is collective: all ranks must ask in the same order.
-
-    Args:
-        mesh: the mesh.
-        apart: whether the loss's channels, too, have groups of their own, which may end with them after a failure.
-            Where the backend is not gloo they have the mesh's in any case: each would cost memory on the device.
-    """
-
-    def __init__(self, mesh: Mesh, *, apart: bool = True) -> None:
-        self._mesh = mesh
-        self._apart = apart and mesh.backend == "gloo" and mesh.makes_groups
-        # In the order of the first requests, which is the same on all ranks: `anew` makes them in that order.
-        self._made: dict[tuple[str, tuple[str, ...]], Channel] = {}
-
-    def gather(self, axes: tuple[str, ...]) -> Channel:
-        """The channel that gathers along `axes`."""
-        return self._get("gather", axes)
-
-    def reduce(self, axes: tuple[str, ...]) -> Channel:
-        """The channel that reduces along `axes`."""
-        return self._get("reduce", axes)
-
-    def relay(self, axes: tuple[str, ...]) -> Channel:
-        """The channel of reductions' second hops along `axes`, which start when the first ones have arrived."""
-        return self._get("relay", axes)
-
-    def between(self, axes: tuple[str, ...]) -> Channel:
-        """The channel from rank to rank, through the host on any device."""
-        return self._get("between", axes)
-
-    def loss(self, axes: tuple[str, ...]) -> Channel:
-        """The channel of the collectives that a loss calls along `axes`."""
-        return self._get("loss", axes)
-
-    def loss_along_each(self) -> None:
-        """Makes the loss's channel along each axis, if they have groups of their own: later not all ranks may ask."""
-        for axis in self._mesh.axes(self._mesh.axis_names) if self._apart else ():
-            self.loss((axis,))
-
-    def shared(self) -> list[tuple[Channel, int]]:
-        """The channels that go through memory, and the bytes that this rank has set aside for each."""
-        return [(x, x.shared_bytes) for x in self._made.values() if x.shared_bytes]
-
-    def flush(self) -> None:
-        """Waits until every block sent by this rank has left it."""
-        for channel in self._made.values():
-            channel.flush()
-
-    def close(self) -> None:
-        """Ends all channels; transfers under way fail, here and on the other ranks. They cannot be used any more."""
-        for channel in self._made.values():
-            channel.close()
-
-    def end_memory_of_loss(self) -> None:
-        """Ends the way through memory of the loss's channels, whose transfers have all been waited for."""
-        for (kind, _), channel in self._made.items():
-            if kind == "loss":
-                channel.end_memory()
-
-    def anew(self) -> "Channels":
-        """The same channels, made again. Collective."""
-        fresh = Channels(self._mesh)
-        for kind, axes in self._made:
-            fresh._get(kind, axes)
-        return fresh
-
-    def _get(self, kind: str, axes: tuple[str, ...]) -> Channel:
-        key = (kind, axes)
-        if key not in self._made:
-            if kind == "loss":
-                group = None if self._apart else self._mesh.group(axes)
-                self._made[key] = Channel(self._mesh, axes, group=group, of_loss=True)
-            else:
-                self._made[key] = Channel(self._mesh, axes, "gloo" if kind == "between" else None)
-        return self._made[key]
-
-
-LOSS_CHANNELS: PerMesh[Channels] = PerMesh()
-
-
-def loss_channel(mesh: Mesh, axes: tuple[str, ...]) -> Channel:
-    """The channel of the collectives that a loss calls: that of the mesh's steps, if it has made any.
-
-    Else one on the mesh's group along `axes`, whose first transfer is collective over the ranks along them.
-    """
-    channels = LOSS_CHANNELS.get(mesh)
-    if channels is None:
-        channels = LOSS_CHANNELS.put(mesh, Channels(mesh, apart=False))
-        mesh.at_close("channels of the loss", lambda why: channels.end_memory_of_loss())
-    return channels.loss(axes)
-
-
-def set_loss_channels(mesh: Mesh, channels: Channels) -> None:
-    """Lets the collectives of a loss go by a step's channels, in place of those on the mesh's own groups."""
-    before = LOSS_CHANNELS.get(mesh)
-    if before is not None and before is not channels:
-        before.close()
-    LOSS_CHANNELS.put(mesh, channels)
-    mesh.at_close("channels of the loss", lambda why: channels.end_memory_of_loss())
-
-
-def forget_loss_channels(mesh: Mesh, channels: Channels) -> None:
-    """Lets the collectives of a loss go by the mesh's own groups again, as these channels have ended."""
-    if LOSS_CHANNELS.get(mesh) is channels:
-        del mesh.resources[LOSS_CHANNELS]
 
 
 def _last(kept: Tensor, value: Tensor) -> Tensor:

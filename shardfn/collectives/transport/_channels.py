@@ -1,0 +1,85 @@
+"""The channels of a mesh, of each kind one for each set of axes."""
+
+from shardfn.core import Mesh
+
+from ._channel import Channel
+
+
+class Channels:
+    """One channel of each kind for each set of axes, so that gathers and reductions have queues of their own.
+
+    They are made on first request, which is collective: all ranks must ask in the same order.
+
+    Args:
+        mesh: the mesh.
+        apart: whether the loss's channels, too, have groups of their own, which may end with them after a failure.
+            Where the backend is not gloo they have the mesh's in any case: each would cost memory on the device.
+    """
+
+    def __init__(self, mesh: Mesh, *, apart: bool = True) -> None:
+        self._mesh = mesh
+        self._apart = apart and mesh.backend == "gloo" and mesh.makes_groups
+        # In the order of the first requests, which is the same on all ranks: `anew` makes them in that order.
+        self._made: dict[tuple[str, tuple[str, ...]], Channel] = {}
+
+    def gather(self, axes: tuple[str, ...]) -> Channel:
+        """The channel that gathers along `axes`."""
+        return self._get("gather", axes)
+
+    def reduce(self, axes: tuple[str, ...]) -> Channel:
+        """The channel that reduces along `axes`."""
+        return self._get("reduce", axes)
+
+    def relay(self, axes: tuple[str, ...]) -> Channel:
+        """The channel of reductions' second hops along `axes`, which start when the first ones have arrived."""
+        return self._get("relay", axes)
+
+    def between(self, axes: tuple[str, ...]) -> Channel:
+        """The channel from rank to rank, through the host on any device."""
+        return self._get("between", axes)
+
+    def loss(self, axes: tuple[str, ...]) -> Channel:
+        """The channel of the collectives that a loss calls along `axes`."""
+        return self._get("loss", axes)
+
+    def loss_along_each(self) -> None:
+        """Makes the loss's channel along each axis, if they have groups of their own: later not all ranks may ask."""
+        for axis in self._mesh.axes(self._mesh.axis_names) if self._apart else ():
+            self.loss((axis,))
+
+    def shared(self) -> list[tuple[Channel, int]]:
+        """The channels that go through memory, and the bytes that this rank has set aside for each."""
+        return [(x, x.shared_bytes) for x in self._made.values() if x.shared_bytes]
+
+    def flush(self) -> None:
+        """Waits until every block sent by this rank has left it."""
+        for channel in self._made.values():
+            channel.flush()
+
+    def close(self) -> None:
+        """Ends all channels; transfers under way fail, here and on the other ranks. They cannot be used any more."""
+        for channel in self._made.values():
+            channel.close()
+
+    def end_memory_of_loss(self) -> None:
+        """Ends the way through memory of the loss's channels, whose transfers have all been waited for."""
+        for (kind, _), channel in self._made.items():
+            if kind == "loss":
+                channel.end_memory()
+
+    def anew(self) -> "Channels":
+        """The same channels, made again. Collective."""
+        fresh = Channels(self._mesh)
+        for kind, axes in self._made:
+            fresh._get(kind, axes)
+        return fresh
+
+    def _get(self, kind: str, axes: tuple[str, ...]) -> Channel:
+        key = (kind, axes)
+        if key not in self._made:
+            if kind == "loss":
+                group = None if self._apart else self._mesh.group(axes)
+                self._made[key] = Channel(self._mesh, axes, group=group, of_loss=True)
+            else:
+                self._made[key] = Channel(self._mesh, axes, "gloo" if kind == "between" else None)
+        return self._made[key]
