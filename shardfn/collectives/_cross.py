@@ -98,7 +98,7 @@ class _Message:
 
     def taken(self) -> Tensor:
         """The elements, from the sender's blocks."""
-        whole = torch.empty(self.numel, dtype=self.dtype)
+        whole = torch.empty(self.numel, dtype=self.dtype, device="cpu")
         for crossing, box, piece in self._pieces(whole):
             piece.copy_(crossing.take(box))
         return whole
@@ -164,7 +164,7 @@ class _CrossWindow:
 def _start(message: _Message, channel: Channel, sender: int, receiver: int, tag: int) -> _UnderWay:
     if sender == channel.index:
         return _UnderWay(message.nbytes, channel.send(message.taken(), receiver, tag), lambda: None)
-    whole = torch.empty(message.numel, dtype=message.dtype)
+    whole = torch.empty(message.numel, dtype=message.dtype, device="cpu")
     pending = channel.receive(whole, sender, tag)
     return _UnderWay(message.nbytes, pending, lambda: message.put(whole))
 

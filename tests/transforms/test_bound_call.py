@@ -132,6 +132,30 @@ def test_functions_that_cannot_be_bound_are_refused_with_the_remedy() -> None:
     bound = f.bind(params, x, cache, at)
     with pytest.raises(ValueError, match=r"torch\.func cannot transform it; call it without bind"):
         torch.func.vmap(lambda x: bound(params, x, cache, at)[0]["h"])(x[None])
+    with torch.autocast("cpu"), pytest.raises(ValueError, match=r"bound under other settings of torch \(autocast\)"):
+        bound(params, x, cache, at)
+    x.requires_grad_()
+    with pytest.raises(ValueError, match=r"an argument requires one\. Call it without bind"):
+        bound(params, x, cache, at)
+    with torch.no_grad():
+        bound(params, x, cache, at)
+
+
+@distributed(world=1)
+def test_a_global_tensor_without_a_spec_is_passed_on_as_in_a_call() -> None:
+    f = sf.sharded(sf.jit(lambda w, x: w * x.local))
+    w, x = f.init(torch.ones(3)), sf.shard(torch.arange(3.0), P(), f.mesh)
+    assert torch.equal(f.bind(w, x)(w, x), f(w, x))
+
+
+@distributed(world=1)
+def test_a_donated_block_that_is_a_parameters_memory_is_refused() -> None:
+    for wrap in (lambda f: f, sf.jit):
+        f = sf.sharded(wrap(lambda w, x: x.mul_(2) + w), in_specs=(P(),), out_specs=P(), donate=1)
+        w = f.init(torch.ones(3))
+        with pytest.raises(ValueError, match=r"donated arguments share memory"):
+            f(w, sf.GlobalTensor(w.local, torch.Size([3]), P(), f.mesh))
+        assert torch.equal(w.local, torch.ones(3))
 
 
 @distributed(world=2, timeout=120)
@@ -140,13 +164,14 @@ def test_an_error_on_one_rank_reaches_the_other_and_the_next_call_runs() -> None
     f, params = _made(mesh)
     cache = _cache(mesh)
     x, at = _inputs(cache, 0)
-    bound = f.bind(params, x, cache, at)
+    bound = f.bind(params, x, cache, at, check_every=3)
     with pytest.raises(ValueError if mesh.rank == 0 else RankError, match=r"another layout|rank 0"):
         bound(params, x.double() if mesh.rank == 0 else x, cache, at)
     fresh = _cache(mesh)
     want, _ = f(params, x, _cache(mesh), at)
-    out, _ = bound(params, x, fresh, at)
-    assert torch.equal(out["y"].local, want["y"].local)
+    for _ in range(4):  # the checks come at the same calls, though one rank was refused one
+        out, fresh = bound(params, x, fresh, at)
+        assert torch.equal(out["y"].local, want["y"].local)
 
 
 @distributed(world=2, timeout=120)

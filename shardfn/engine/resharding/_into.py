@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -89,8 +88,18 @@ def _block_problems(path: str, y: GlobalTensor, block: Tensor) -> Iterator[str]:
         yield f"{path} has a block without memory, on {block.device}; pass leaves that have values"
     elif block.is_inference():
         yield f"{path} was made under torch.inference_mode(), so it is never overwritten; make it under torch.no_grad()"
-    elif torch._debug_has_internal_overlap(block) == 1:
+    elif _overlaps_itself(block):
         yield f"{path} has a block of strides {block.stride()}, whose elements share memory; pass a contiguous one"
+
+
+def _overlaps_itself(x: Tensor) -> bool:
+    """Whether elements may share memory: each stride must reach beyond the extent of the smaller ones."""
+    extent = 0
+    for stride, n in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
+        if stride <= extent:
+            return True
+        extent += stride * (n - 1)
+    return False
 
 
 def overwrite(y: GlobalTensor, block: Tensor | Stored) -> Tensor:

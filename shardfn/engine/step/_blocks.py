@@ -27,7 +27,7 @@ class Blocks:
         seen = [a.seen for a in arguments if isinstance(a.seen, Tensor)]
         self._kept = {_memory(x) for x in (*held, *seen) if isinstance(x, Tensor)}
         self._watched = [(a.path, a.seen, version_of(a.seen)) for a in own if not a.donated]
-        _refuse_twice(own)
+        _refuse_twice(own, [x for x in (*held, *seen) if isinstance(x, Tensor)])
 
     def check(self) -> None:
         """Refuses writes to arguments that are not donated.
@@ -58,9 +58,9 @@ class Blocks:
         return tree_map(own, out)
 
 
-def _refuse_twice(own: Sequence[Argument]) -> None:
-    """Refuses memory that is donated and passed again: another argument would see the writes."""
-    counts = collections.Counter(_memory(a.seen) for a in own if a.seen.numel())
+def _refuse_twice(own: Sequence[Argument], passed: Sequence[Tensor]) -> None:
+    """Refuses memory that is donated and passed again: another argument, or a parameter, would see the writes."""
+    counts = collections.Counter(_memory(x) for x in passed if x.numel())
     raise_all(
         ValueError,
         "donated arguments share memory with others; give each a copy of its own, or leave them out of donate=:",

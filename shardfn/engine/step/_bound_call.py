@@ -15,7 +15,7 @@ from shardfn.collectives import GlobalTensor, bind_mesh, transforming
 from shardfn.core import Mesh, P, PyTree, tree_flatten, tree_leaves, tree_paths, tree_structure, tree_unflatten
 from shardfn.engine.agreement import comms_of, losing_no_peer
 from shardfn.engine.execution import Argument, Ready
-from shardfn.engine.loss import ResultSlot, agree_on_step, leaf_signature
+from shardfn.engine.loss import ResultSlot, agree_on_step, ambient, leaf_signature
 from shardfn.state import as_graph_value, taken
 
 _REMEDY = "Bind the function again for this layout, or call it without bind."
@@ -58,8 +58,8 @@ class BoundCall:
         self._what, self._ready, self._mesh, self._pool = what, ready, mesh, pool
         self._arguments, self._results, self._check_every = arguments, results, check_every
         self._treedefs = tree_structure(params), treedef
-        self._wanted = [leaf_signature(x) for x in tree_leaves(params)], [leaf_signature(a.given) for a in arguments]
-        self._calls = 0
+        self._wanted = [_kept(x) for x in tree_leaves(params)], [leaf_signature(a.given) for a in arguments]
+        self._ambient, self._calls = ambient(), 0
         # The last first argument, which most calls pass again; it stays alive until another comes.
         self._last: list[GlobalTensor] = []
         self._values: list[Tensor] = []
@@ -75,12 +75,17 @@ class BoundCall:
         """The function's value.
 
         Raises:
-            ValueError: the arguments have another layout; lists the leaves. Or a transform of torch.func is around it.
+            ValueError: the arguments have another layout; lists the leaves. Or one requires a gradient, a transform of
+                torch.func is around the call, or autocast differs.
             DonatedError: an argument was consumed before.
             RankError: another rank failed, or (every `check_every` calls) is at another call.
         """
+        self._calls += 1  # first: also a call that is refused counts, so that ranks check at the same one
         comms = comms_of(self._mesh)  # made anew after an error
         with bind_mesh(self._mesh), losing_no_peer(comms):
+            comms.control.begin(f"the end of call {self._calls} of the bound {self._what}")
+            if ambient() != self._ambient:
+                raise ValueError(f"{self._what} is bound under other settings of torch (autocast). {_REMEDY}")
             if transforming():
                 raise ValueError(f"{self._what} is bound, so torch.func cannot transform it; call it without bind.")
             self._enter(params)
@@ -88,11 +93,16 @@ class BoundCall:
             if treedef != self._treedefs[1]:
                 raise ValueError(f"{self._what} is bound to args {self._treedefs[1]}, not {treedef}. {_REMEDY}")
             seen, memory, donated = self._seen(given)
-            self._calls += 1
+            inputs = [*self._values, *seen]
+            if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+                raise ValueError(
+                    f"{self._what} is bound, so its result has no gradient, and an argument requires one. Call it"
+                    " without bind, or under torch.no_grad()."
+                )
             if self._check_every and self._calls % self._check_every == 0:
                 agree_on_step(comms.control, f"call {self._calls} of the bound {self._what}")
             with taken(donated, donate=True):
-                return self._result(self._ready(comms, self._pool, [*self._values, *seen]), memory)
+                return self._result(self._ready(comms, self._pool, inputs), memory)
 
     def _enter(self, params: PyTree) -> None:
         leaves, treedef = tree_flatten(params)
@@ -103,8 +113,8 @@ class BoundCall:
                 if x.donated:
                     _ = x.held  # raises DonatedError
             return
-        found = [leaf_signature(x) for x in leaves]
-        if found != self._wanted[0]:
+        found = [_kept(x) for x in leaves]
+        if found != self._wanted[0] or not all(x.mesh.is_like(self._mesh) for x in leaves):
             raise ValueError(self._differing(tree_paths(params, "params"), self._wanted[0], found))
         self._keep(params, leaves)
 
@@ -120,16 +130,17 @@ class BoundCall:
         memory: dict[int, bool] = {}
         shared = False
         for x, a, want in zip(given, self._arguments, self._wanted[1], strict=True):
-            held = x.held if a.spec is not None and type(x) is GlobalTensor else x
-            if not isinstance(held, Tensor):
-                if leaf_signature(x) != want:
-                    self._refuse(given)
-                continue
-            own = (held.shape, held.stride(), held.dtype, held.device)
-            if own != (want if a.spec is None else want[4]) or (
-                a.spec is not None and ((x.shape, x.spec) != want[:2] or not x.mesh.is_like(want[2]))
-            ):
+            cut = type(x) is GlobalTensor and a.spec is not None
+            held = x.held if cut else x.local if type(x) is GlobalTensor else x
+            if cut and isinstance(held, Tensor):
+                same = (held.shape, held.stride(), held.dtype, held.device) == want[4]
+                same = same and (x.shape, x.spec) == want[:2] and x.mesh.is_like(want[2])
+            else:
+                same = leaf_signature(x) == want
+            if not same:
                 self._refuse(given)
+            if not isinstance(held, Tensor):
+                continue
             m = _memory(held)
             if held.numel():
                 shared = shared or (a.donated and (m in memory or m in self._memory)) or memory.get(m, False)
@@ -167,6 +178,15 @@ class BoundCall:
                 x = x.clone()
             leaves[k] = x if layout is None else GlobalTensor(x, layout.shape, layout.spec, self._mesh)
         return tree_unflatten(program.treedef, leaves)
+
+
+def _kept(x: Any) -> Any:
+    """The properties of a leaf of the first argument that the graph relies on. Reads no value."""
+    if not isinstance(x, GlobalTensor):
+        return type(x)
+    held = x.held
+    layout = held.stride() if isinstance(held, Tensor) else None
+    return tuple(x.shape), x.spec, x.memory_kind, x.dtype, x.device, tuple(held.shape), layout
 
 
 def _memory(x: Tensor) -> int:
