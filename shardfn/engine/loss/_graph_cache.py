@@ -46,9 +46,9 @@ class _Entry(NamedTuple, Generic[_Kept]):
 class GraphCache(Generic[_Kept]):
     """At most `max_graphs` graphs, in the order of their last use.
 
-    An evicted graph and the function that runs it are freed: the cache has the only lasting reference, but
-    for functions that are bound to one graph. Kernels that
-    inductor has loaded stay in the process, as torch keeps them; graphs share them.
+    An evicted graph and the function that runs it are freed: the cache has the only lasting reference, but for
+    functions that are bound to one graph. Kernels that inductor has loaded stay in the process, as torch keeps them;
+    graphs share them.
 
     Invariant: a graph is used by a call, and by nothing else. All ranks make the same calls in the same order, and
     compare `max_graphs` before the first one, so they evict at the same calls. `in` is no use: ranks ask it before they
