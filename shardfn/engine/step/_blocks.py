@@ -1,12 +1,12 @@
 """`Blocks`: the memory behind the arguments of a call of a sharded function."""
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from shardfn.core import PyTree, raise_all, tree_leaves, tree_map
+from shardfn.core import PyTree, raise_all, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.engine.execution import REMEDY, Argument
 from shardfn.state import version_of
 
@@ -23,9 +23,9 @@ class Blocks:
         # By the address of a storage. Those of arguments, and of the parameters, that the call may not keep in its
         # result are in `_kept`; of donated ones it may keep one tensor. All of them outlive the call, so that no
         # address is another's.
-        self._donated = {_memory(a.seen) for a in own if a.donated}
+        self._donated = {memory_of(a.seen) for a in own if a.donated}
         seen = [a.seen for a in arguments if isinstance(a.seen, Tensor)]
-        self._kept = {_memory(x) for x in (*held, *seen) if isinstance(x, Tensor)}
+        self._kept = {memory_of(x) for x in (*held, *seen) if isinstance(x, Tensor)}
         self._watched = [(a.path, a.seen, version_of(a.seen)) for a in own if not a.donated]
         _refuse_twice(own, [x for x in (*held, *seen) if isinstance(x, Tensor)])
 
@@ -44,29 +44,45 @@ class Blocks:
 
     def apart(self, out: PyTree) -> PyTree:
         """Clones results that alias an argument, except the largest result per donated argument."""
-        largest: dict[int, Tensor] = {}
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and _memory(x) in self._donated:
-                before = largest.setdefault(_memory(x), x)
-                largest[_memory(x)] = x if x.numel() > before.numel() else before
+        leaves, treedef = tree_flatten(out)
+        return tree_unflatten(treedef, apart(leaves, self._donated, self._kept))
 
-        def own(x: Any) -> Any:
-            if not isinstance(x, Tensor) or _memory(x) not in self._kept:
-                return x
-            return x if largest.get(_memory(x)) is x else x.clone()
 
-        return tree_map(own, out)
+def apart(leaves: Sequence[Any], donated: Container[int], *kept: Container[int]) -> list[Any]:
+    """Results that share no memory with an argument, except the largest result per donated memory; others are cloned.
+
+    Args:
+        leaves: the results; values that are not tensors are returned unchanged.
+        donated: the donated memory, by `memory_of`.
+        *kept: all memory that a result may not share otherwise, donated memory included.
+    """
+    largest: dict[int, Tensor] = {}
+    for x in leaves:
+        if isinstance(x, Tensor) and (m := memory_of(x)) in donated:
+            before = largest.setdefault(m, x)
+            largest[m] = x if x.numel() > before.numel() else before
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        m = memory_of(x)
+        if not any(m in memory for memory in kept):
+            return x
+        return x if largest.get(m) is x else x.clone()
+
+    return [own(x) for x in leaves]
 
 
 def _refuse_twice(own: Sequence[Argument], passed: Sequence[Tensor]) -> None:
     """Refuses memory that is donated and passed again: another argument, or a parameter, would see the writes."""
-    counts = collections.Counter(_memory(x) for x in passed if x.numel())
+    counts = collections.Counter(memory_of(x) for x in passed if x.numel())
     raise_all(
         ValueError,
         "donated arguments share memory with others; give each a copy of its own, or leave them out of donate=:",
-        [a.path for a in own if a.donated and counts[_memory(a.seen)] > 1],
+        [a.path for a in own if a.donated and counts[memory_of(a.seen)] > 1],
     )
 
 
-def _memory(x: Tensor) -> int:
+def memory_of(x: Tensor) -> int:
+    """The address of a tensor's storage, which is another's once the storage is gone."""
     return x.untyped_storage()._cdata

@@ -18,6 +18,8 @@ from shardfn.engine.execution import Argument, Ready
 from shardfn.engine.loss import ResultSlot, agree_on_step, ambient, leaf_signature
 from shardfn.state import as_graph_value, taken
 
+from ._blocks import apart, memory_of
+
 _REMEDY = "Bind the function again for this layout, or call it without bind."
 
 
@@ -58,13 +60,13 @@ class BoundCall:
         self._what, self._ready, self._mesh, self._pool = what, ready, mesh, pool
         self._arguments, self._results, self._check_every = arguments, results, check_every
         self._treedefs = tree_structure(params), treedef
-        self._wanted = [_kept(x) for x in tree_leaves(params)], [leaf_signature(a.given) for a in arguments]
+        self._wanted = [_kept(x, mesh) for x in tree_leaves(params)], [leaf_signature(a.given) for a in arguments]
         self._ambient, self._calls = ambient(), 0
         # The last first argument, which most calls pass again; it stays alive until another comes.
         self._last: list[GlobalTensor] = []
         self._values: list[Tensor] = []
         self._memory: frozenset[int] = frozenset()
-        self._keep(params, tree_leaves(params))
+        self._keep(tree_leaves(params))
 
     @property
     def graph(self) -> Callable[..., Any]:
@@ -113,15 +115,14 @@ class BoundCall:
                 if x.donated:
                     _ = x.held  # raises DonatedError
             return
-        found = [_kept(x) for x in leaves]
-        if found != self._wanted[0] or not all(x.mesh.is_like(self._mesh) for x in leaves):
+        found = [_kept(x, self._mesh) for x in leaves]
+        if found != self._wanted[0]:
             raise ValueError(self._differing(tree_paths(params, "params"), self._wanted[0], found))
-        self._keep(params, leaves)
+        self._keep(leaves)
 
-    def _keep(self, params: PyTree, leaves: list[GlobalTensor]) -> None:
-        del params
+    def _keep(self, leaves: list[GlobalTensor]) -> None:
         self._last, self._values = leaves, [as_graph_value(x.held) for x in leaves]
-        self._memory = frozenset(_memory(x) for x in self._values)
+        self._memory = frozenset(memory_of(x) for x in self._values)
 
     def _seen(self, given: Sequence[Any]) -> tuple[list[Tensor], dict[int, bool], list[GlobalTensor]]:
         """The inputs of the graph, their memory (and if it is donated), and the donated leaves."""
@@ -141,7 +142,7 @@ class BoundCall:
                 self._refuse(given)
             if not isinstance(held, Tensor):
                 continue
-            m = _memory(held)
+            m = memory_of(held)
             if held.numel():
                 shared = shared or (a.donated and (m in memory or m in self._memory)) or memory.get(m, False)
             memory[m] = a.donated or memory.get(m, False)
@@ -165,29 +166,19 @@ class BoundCall:
         program: Any = self._ready.program
         values = iter(outs)
         leaves = [x.fill(next(values)) if isinstance(x, ResultSlot) else x for x in program.leaves]
-        largest: dict[int, int] = {}  # of each donated memory, the result that may keep it
-        for k, x in enumerate(leaves):
-            if isinstance(x, Tensor) and memory.get(m := _memory(x), False):
-                before = largest.setdefault(m, k)
-                largest[m] = k if x.numel() > leaves[before].numel() else before
-        for k, (x, layout) in enumerate(zip(leaves, self._results, strict=True)):
-            if not isinstance(x, Tensor):
-                continue
-            m = _memory(x)
-            if (m in memory or m in self._memory) and largest.get(m) != k:
-                x = x.clone()
-            leaves[k] = x if layout is None else GlobalTensor(x, layout.shape, layout.spec, self._mesh)
+        donated = {m for m, is_donated in memory.items() if is_donated}
+        leaves = apart(leaves, donated, memory, self._memory)
+        for k, layout in enumerate(self._results):
+            if layout is not None and isinstance(leaves[k], Tensor):
+                leaves[k] = GlobalTensor(leaves[k], layout.shape, layout.spec, self._mesh)
         return tree_unflatten(program.treedef, leaves)
 
 
-def _kept(x: Any) -> Any:
-    """The properties of a leaf of the first argument that the graph relies on. Reads no value."""
+def _kept(x: Any, mesh: Mesh) -> Any:
+    """The properties of a leaf of the first argument that the graph relies on; like meshes count as `mesh`."""
     if not isinstance(x, GlobalTensor):
         return type(x)
     held = x.held
     layout = held.stride() if isinstance(held, Tensor) else None
-    return tuple(x.shape), x.spec, x.memory_kind, x.dtype, x.device, tuple(held.shape), layout
-
-
-def _memory(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    on = mesh if x.mesh.is_like(mesh) else x.mesh
+    return tuple(x.shape), x.spec, on, x.memory_kind, x.dtype, x.device, tuple(held.shape), layout

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.capture import capturing
-from shardfn.collectives import GlobalTensor, bind_mesh, transforming
+from shardfn.collectives import Constant, GlobalTensor, bind_mesh, transforming
 from shardfn.core import (
     Mesh,
     P,
@@ -308,10 +308,9 @@ class Sharded(Transform):
             raise ValueError(f"check_every={check_every}: pass a number of calls from 1 on, or 0 for no checks.")
         comms = comms_of(self.mesh)
         with told_before(comms.control):
-            check_alive(params, "params")
-            plan, treedef = self._plan_of(params), tree_structure(args)
-            arguments = self._interface.arguments(args)
-            key, constant = self._signature(plan, params, arguments, treedef), self._agreement.constant(plan)
+            plan, arguments, constant = self._admit(params, args)
+            treedef = tree_structure(args)
+            key = self._signature(plan, params, arguments, treedef)
         knows = self._graphs.knows(key)
         agreed = agree_on_step(comms.control, f"bind of {what}", constant=constant, known=(knows, knows))
         with bind_mesh(self.mesh), losing_no_peer(comms):
@@ -359,10 +358,8 @@ class Sharded(Transform):
         """One call, which `call_of` makes; it may do so for one signature `only`."""
         comms = comms_of(self.mesh)
         with told_before(comms.control):
-            check_alive(params, "params")
-            plan, treedef = self._plan_of(params), tree_structure(args)
-            arguments = self._interface.arguments(args)
-            constant = self._agreement.constant(plan)
+            plan, arguments, constant = self._admit(params, args)
+            treedef = tree_structure(args)
             if only is not None and self._signature(plan, params, arguments, treedef) != only:
                 raise ValueError(
                     "a compiled function takes the shapes it was lowered for; lower it again for these, or jit it."
@@ -376,6 +373,12 @@ class Sharded(Transform):
                 out = call.run(comms, agreed.ready)
                 blocks.check()
                 return self._interface.results(blocks.apart(out), self._interface.shapes_by(comms.control))
+
+    def _admit(self, params: PyTree, args: tuple[Any, ...]) -> tuple[Plan, list[Argument], Constant]:
+        """The plan of a call, the leaves of its arguments, and the facts that ranks compare; refuses a bad call."""
+        check_alive(params, "params")
+        plan = self._plan_of(params)
+        return plan, self._interface.arguments(args), self._agreement.constant(plan)
 
     def _eager(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> _FunctionCall:
         key = self._what, self._f
