@@ -117,7 +117,7 @@ def capture_gradients(
     say_types(gm, plan, held, [*results, *((f"metrics[{name!r}]", ()) for name in names)])
     if parts.table is not None:
         gm.meta["pipeline"] = parts.table
-    return GradientProgram(gm, plan.outcome or "", plan, tuple(names), *received)
+    return GradientProgram(gm, plan.learnt.outcome or "", plan, tuple(names), *received)
 
 
 def capture_update(
@@ -156,7 +156,7 @@ def capture_update(
     annotate(gm, plan.mesh, paths, held)
     results = [(f"new {path}", x.spec.axes) for (path, _), x in zip(paths, held[:then], strict=False)]
     say_types(gm, plan, held, results)
-    return UpdateProgram(gm, plan.outcome or "", plan, tuple(likes[:then]), opt_treedef)
+    return UpdateProgram(gm, plan.learnt.outcome or "", plan, tuple(likes[:then]), opt_treedef)
 
 
 def _stored_apart(plan: Plan, leaf: int, x: Tensor | Stored) -> Tensor | TracedStored:

@@ -129,7 +129,7 @@ def capture_step(
     say_types(gm, plan, held, [*results, *((f"new metrics[{name!r}]", ()) for name in names)])
     if parts.table is not None:
         gm.meta["pipeline"] = parts.table
-    return StepProgram(gm, plan.outcome or "", plan, tuple(likes), opt_treedef, tuple(names), *received)
+    return StepProgram(gm, plan.learnt.outcome or "", plan, tuple(likes), opt_treedef, tuple(names), *received)
 
 
 Blocks = tuple[list[Tensor | Stored], PyTree, PyTree]

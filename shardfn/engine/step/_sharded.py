@@ -386,15 +386,15 @@ class Sharded(Transform):
         def run(comms: Comms, everywhere: bool) -> PyTree:
             # A rank may have forgotten an order that others have learnt: then all learn it anew.
             if not everywhere:
-                plan.use_orders.pop(key, None)
+                plan.learnt.forget_order(key)
             args = tree_unflatten(treedef, [a.seen for a in arguments])
             held = [x.held for x in tree_leaves(params)]
             with computing_in(self._compute):
                 out = run_forward(plan, comms, held, key, self._interface.following(plan, self._f, arguments, args))
-            plan.forget_orders(MAX_APPLIED)
+            plan.learnt.forget_orders(MAX_APPLIED)
             return out
 
-        return _FunctionCall(run, key in plan.use_orders)
+        return _FunctionCall(run, key in plan.learnt.use_orders)
 
     def _captured(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> _FunctionCall:
         key = self._signature(plan, params, arguments, treedef)
