@@ -55,6 +55,7 @@ from shardfn.interop import master_params as master_params, to_module as to_modu
 from shardfn.nn import scan as scan
 from shardfn.transforms import (
     CaptureError as CaptureError,
+    Donated as Donated,
     Objective as Objective,
     PipelineState as PipelineState,
     TrainState as TrainState,

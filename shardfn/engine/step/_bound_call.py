@@ -14,7 +14,7 @@ from torch import Tensor
 from shardfn.collectives import GlobalTensor, bind_mesh, transforming
 from shardfn.core import Mesh, P, PyTree, tree_flatten, tree_leaves, tree_paths, tree_structure, tree_unflatten
 from shardfn.engine.agreement import comms_of, losing_no_peer
-from shardfn.engine.execution import Argument, Ready
+from shardfn.engine.execution import Argument, Ready, on_device, taking_the_place_of
 from shardfn.engine.loss import ResultSlot, agree_on_step, ambient, leaf_signature
 from shardfn.state import as_graph_value, taken
 
@@ -24,10 +24,11 @@ _REMEDY = "Bind the function again for this layout, or call it without bind."
 
 
 class ResultLayout(NamedTuple):
-    """The layout of a result that is cut."""
+    """The layout of a result that is cut; and if it takes the place of a donated leaf, the index of that argument."""
 
     shape: torch.Size
     spec: P
+    owner: int | None = None
 
 
 class BoundCall:
@@ -104,7 +105,7 @@ class BoundCall:
             if self._check_every and self._calls % self._check_every == 0:
                 agree_on_step(comms.control, f"call {self._calls} of the bound {self._what}")
             with taken(donated, donate=True):
-                return self._result(self._ready(comms, self._pool, inputs), memory)
+                return self._result(self._ready(comms, self._pool, inputs), memory, given)
 
     def _enter(self, params: PyTree) -> None:
         leaves, treedef = tree_flatten(params)
@@ -132,14 +133,20 @@ class BoundCall:
         shared = False
         for x, a, want in zip(given, self._arguments, self._wanted[1], strict=True):
             cut = type(x) is GlobalTensor and a.spec is not None
+            away = cut and x.memory_kind != "device"
             held = x.held if cut else x.local if type(x) is GlobalTensor else x
-            if cut and isinstance(held, Tensor):
+            if cut and not away and isinstance(held, Tensor):
                 same = (held.shape, held.stride(), held.dtype, held.device) == want[4]
                 same = same and (x.shape, x.spec) == want[:2] and x.mesh.is_like(want[2])
             else:
                 same = leaf_signature(x) == want
             if not same:
                 self._refuse(given)
+            if away:
+                own, held = held, on_device(x, self._mesh.device)
+                if isinstance(own, Tensor) and own.numel():
+                    shared = shared or memory_of(own) in memory or memory_of(own) in self._memory
+                    memory[memory_of(own)] = True
             if not isinstance(held, Tensor):
                 continue
             m = memory_of(held)
@@ -161,7 +168,7 @@ class BoundCall:
         lines = [f"  - {n} is bound as {w}, and is {x}" for n, w, x in zip(paths, wanted, found, strict=True) if w != x]
         return "\n".join([f"{self._what} is bound to another layout of its arguments. {_REMEDY}", *lines])
 
-    def _result(self, outs: Sequence[Any], memory: dict[int, bool]) -> PyTree:
+    def _result(self, outs: Sequence[Any], memory: dict[int, bool], given: Sequence[Any]) -> PyTree:
         """The result, made of the graph's outputs; those that alias an argument are cloned, as in other calls."""
         program: Any = self._ready.program
         values = iter(outs)
@@ -169,7 +176,9 @@ class BoundCall:
         donated = {m for m, is_donated in memory.items() if is_donated}
         leaves = apart(leaves, donated, memory, self._memory)
         for k, layout in enumerate(self._results):
-            if layout is not None and isinstance(leaves[k], Tensor):
+            if layout is not None and layout.owner is not None:
+                leaves[k] = taking_the_place_of(given[layout.owner], leaves[k])
+            elif layout is not None and isinstance(leaves[k], Tensor):
                 leaves[k] = GlobalTensor(leaves[k], layout.shape, layout.spec, self._mesh)
         return tree_unflatten(program.treedef, leaves)
 

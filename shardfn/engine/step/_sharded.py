@@ -22,6 +22,7 @@ from shardfn.core import (
     Zero,
     as_mesh,
     as_zero,
+    raise_all,
     tree_flatten,
     tree_leaves,
     tree_structure,
@@ -138,10 +139,12 @@ def sharded(
         in_specs: an entry for each argument beyond the first: a prefix tree of `P` for a tree of `GlobalTensor`s, where
             `f` sees this rank's blocks; None, or no entry, for this rank's own value, which is passed on unchanged.
         out_specs: a prefix tree for the result: `P` makes a `GlobalTensor` of this rank's block, which must be the same
-            on all ranks along axes that the spec leaves out; None returns this rank's value unchanged.
+            on all ranks along axes that the spec leaves out; `Donated(k)` gives the result the shapes, specs and memory
+            of argument k; None returns this rank's value unchanged.
         batch: the axes along which ranks pass values of their own; gradients are summed over them. Default as in a
             step.
-        donate: positions of sharded arguments whose blocks `f` may write to and return. A call consumes them.
+        donate: positions of sharded arguments whose blocks `f` may write to and return. A call consumes them. They may
+            be kept on the host or on disk.
 
     Returns:
         The function; `init`, `specs`, `lower` and `cache_info` are those of a step.
@@ -258,17 +261,19 @@ class Sharded(Transform):
         """The same value, made of differentiable collectives alone: leaves are gathered at once, and stay."""
         with losing_no_peer_purely(self.mesh):
             plan, arguments = self._plan_of(params), self._interface.arguments(args)
+            _refuse_away(arguments)
             self._agreement.agree_once(plan, self._what)
 
             entered = entered_argument if self._interface.has_specs else entered_as_rows
             with bind_mesh(self.mesh), computing_in(self._compute):
                 given = tree_unflatten(tree_structure(args), [entered(a, plan) for a in arguments])
                 if self._interface.has_specs:
-                    typed = functools.partial(self._interface.typed, mode=plan.following_function)
+                    mode = plan.following_function
+                    typed = functools.partial(self._interface.typed, mode=mode, arguments=arguments)
                     out = pure_apply(plan, params, lambda tree: typed(self._f(tree, *given)))
                 else:
                     out = pure_loss(plan, params, lambda tree: self._f(tree, *given))
-                return self._interface.results(out, self._interface.shapes_within)
+                return self._interface.results(out, self._interface.shapes_within, arguments)
 
     def bind(self, params: PyTree, /, *args: Any, check_every: int = 100) -> BoundCall:
         """The function for arguments of this layout alone: a call that repeats costs no agreement of ranks. Collective.
@@ -309,16 +314,26 @@ class Sharded(Transform):
         comms = comms_of(self.mesh)
         with told_before(comms.control):
             plan, arguments, constant = self._admit(params, args)
-            treedef = tree_structure(args)
+            # A bound function keeps the arguments, not their copies on the device.
+            moved, treedef = [a.moved(self.mesh.device) for a in arguments], tree_structure(args)
             key = self._signature(plan, params, arguments, treedef)
         knows = self._graphs.knows(key)
         agreed = agree_on_step(comms.control, f"bind of {what}", constant=constant, known=(knows, knows))
         with bind_mesh(self.mesh), losing_no_peer(comms):
-            ready = self._ready(comms, key, plan, params, arguments, treedef, everywhere=agreed.ready)
+            ready = self._ready(comms, key, plan, params, moved, treedef, everywhere=agreed.ready)
             program: FunctionProgram = ready.program
-            out = self._interface.results(program.abstract_result(), self._interface.shapes_by(comms.control))
-        layouts = [ResultLayout(x.shape, x.spec) if isinstance(x, GlobalTensor) else None for x in tree_leaves(out)]
+            layouts = self._layouts(program.abstract_result(), arguments, comms)
         return BoundCall(what, ready, self.mesh, disk_of(plan), params, arguments, treedef, layouts, check_every)
+
+    def _layouts(self, out: PyTree, arguments: list[Argument], comms: Comms) -> list[ResultLayout | None]:
+        """The layouts of a result, from its blocks without data. Collective where one is cut."""
+        places, leaves = self._interface.places(out, arguments), tree_leaves(out)
+        cut = self._interface.cut_shapes(leaves, places, self._interface.shapes_by(comms.control))
+        found: list[ResultLayout | None] = [ResultLayout(*cut[i]) if i in cut else None for i in range(len(leaves))]
+        for i, a in enumerate(places.owners):
+            if a is not None:
+                found[i] = ResultLayout(a.given.shape, a.given.spec, arguments.index(a))
+        return found
 
     def lower(self, params: PyTree, /, *args: Any) -> Lowered:
         """The function as a graph, captured and scheduled for these shapes, and not run.
@@ -358,8 +373,8 @@ class Sharded(Transform):
         """One call, which `call_of` makes; it may do so for one signature `only`."""
         comms = comms_of(self.mesh)
         with told_before(comms.control):
-            plan, arguments, constant = self._admit(params, args)
-            treedef = tree_structure(args)
+            plan, held, constant = self._admit(params, args)
+            arguments, treedef = [a.moved(self.mesh.device) for a in held], tree_structure(args)
             if only is not None and self._signature(plan, params, arguments, treedef) != only:
                 raise ValueError(
                     "a compiled function takes the shapes it was lowered for; lower it again for these, or jit it."
@@ -372,7 +387,8 @@ class Sharded(Transform):
             with taken([a.given for a in arguments if a.donated], donate=True):
                 out = call.run(comms, agreed.ready)
                 blocks.check()
-                return self._interface.results(blocks.apart(out), self._interface.shapes_by(comms.control))
+                shape_of = self._interface.shapes_by(comms.control)
+                return self._interface.results(blocks.apart(out), shape_of, arguments)
 
     def _admit(self, params: PyTree, args: tuple[Any, ...]) -> tuple[Plan, list[Argument], Constant]:
         """The plan of a call, the leaves of its arguments, and the facts that ranks compare; refuses a bad call."""
@@ -466,6 +482,15 @@ def _execute(ready: Ready, plan: Plan, comms: Comms, params: PyTree, arguments: 
     program: FunctionProgram = ready.program
     flat = [*(as_graph_value(x.held) for x in tree_leaves(params)), *tensors_of([a.seen for a in arguments])]
     return program.result(ready(comms, disk_of(plan), flat))
+
+
+def _refuse_away(arguments: Sequence[Argument]) -> None:
+    raise_all(
+        ValueError,
+        "a call that is differentiated or transformed takes arguments from the device alone; reshard these to it, or"
+        " call under torch.no_grad():",
+        [f"{a.path} is kept at {a.given.memory_kind!r}" for a in arguments if a.away],
+    )
 
 
 def _differentiated(tree: PyTree) -> bool:
