@@ -61,6 +61,7 @@ from shardfn.transforms import (
     TrainState as TrainState,
     WeightedMean as WeightedMean,
     accumulate as accumulate,
+    bucketed as bucketed,
     by_parts as by_parts,
     eval_shape as eval_shape,
     from_module as from_module,
