@@ -35,11 +35,20 @@ def main() -> None:
     rows = []
     for way, (counts, times) in found.items():
         alone, shared = ([wall * 1e3 for wall, _ in times[kind]] for kind in KINDS)
+        used = (_shown([used * 1e3 for _, used in times[kind]]) for kind in KINDS)
         ratio = [b / a for a, b in zip(alone, shared, strict=True)]
-        rows.append(
-            [way, *(f"{calls}, {sent}" for calls, sent in counts), _shown(alone), _shown(shared), _shown(ratio)]
-        )
-    head = ["", "alone: messages, bytes", "shared", "alone, ms", "shared, ms", "shared / alone"]
+        sent = (f"{calls}, {nbytes}" for calls, nbytes in counts)
+        rows.append([way, *sent, _shown(alone), _shown(shared), _shown(ratio), *used])
+    head = [
+        "",
+        "alone: messages, bytes",
+        "shared",
+        "alone, ms",
+        "shared, ms",
+        "shared / alone",
+        "alone, CPU ms",
+        "shared",
+    ]
     about = (
         f"{args.leaves} leaves of {args.bytes} bytes, 2 ranks of one thread; median (quartiles) of {args.turns} turns."
     )

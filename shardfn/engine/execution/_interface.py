@@ -46,7 +46,7 @@ def is_entry(x: Any) -> bool:
     return x is None or isinstance(x, P | Donated)
 
 
-class Places(NamedTuple):
+class ResultPlaces(NamedTuple):
     """The places of the leaves of a result.
 
     Attributes:
@@ -156,7 +156,7 @@ class Interface:
             out.append(tree_unflatten(treedef, map(without_data, leaves, specs)))
         return tuple(out)
 
-    def places(self, out: PyTree, arguments: Sequence[Argument] = ()) -> Places:
+    def places(self, out: PyTree, arguments: Sequence[Argument] = ()) -> ResultPlaces:
         """The places of a result's leaves.
 
         Raises:
@@ -165,7 +165,7 @@ class Interface:
         entries = broadcast_prefix(self.out_specs, out, is_entry, names=("out_specs", "result"))
         paths = tree_paths(out, "result")
         owners = owners_of(entries, paths, tree_leaves(out), arguments)
-        return Places(paths, [x if a is None else a.spec for x, a in zip(entries, owners, strict=True)], owners)
+        return ResultPlaces(paths, [x if a is None else a.spec for x, a in zip(entries, owners, strict=True)], owners)
 
     def results(
         self,
@@ -194,7 +194,9 @@ class Interface:
                 leaves[i] = taking_the_place_of(a.given, leaves[i])
         return tree_unflatten(treedef, leaves)
 
-    def cut_shapes(self, leaves: Sequence[Any], places: Places, shape_of: ShapeOf) -> dict[int, tuple[torch.Size, P]]:
+    def cut_shapes(
+        self, leaves: Sequence[Any], places: ResultPlaces, shape_of: ShapeOf
+    ) -> dict[int, tuple[torch.Size, P]]:
         """By index, the global shape and spec of each leaf of a result that is a block of its own."""
         found = enumerate(zip(places.paths, leaves, places.specs, places.owners, strict=True))
         blocks = {i: (n, x, p) for i, (n, x, p, a) in found if p is not None and a is None and isinstance(x, Tensor)}

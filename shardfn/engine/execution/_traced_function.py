@@ -24,7 +24,7 @@ from ._graphs import Program
 from ._interface import (
     REMEDY,
     Interface,
-    Places,
+    ResultPlaces,
 )
 from ._traced_step import annotate
 
@@ -129,7 +129,7 @@ def _sharded(arguments: Sequence[Argument], flat: Sequence[Tensor]) -> Iterator[
             yield a, x
 
 
-def _results(out: PyTree, places: Places, plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _results(out: PyTree, places: ResultPlaces, plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Path of each tensor of the result, and the axes along which it may differ: all, where there is no spec."""
     for path, x, spec in zip(places.paths, tree_leaves(out), places.specs, strict=True):
         if isinstance(x, Tensor | GlobalTensor):
