@@ -124,7 +124,7 @@ def test_live_whole_parameters_are_bounded_by_the_window() -> None:
             x = torch.tanh(x @ w)
         return x.mean()
 
-    GatherWire.start = counted
+    GatherWire.start = counted  # pyright: ignore[reportAttributeAccessIssue]
     try:
         params = [torch.eye(64) for _ in range(num)]
         for window in (0, 2 * leaf, 4 * leaf):
