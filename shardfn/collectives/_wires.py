@@ -193,6 +193,6 @@ def _reduce_channel(channels: AnyChannels, way: Route) -> ReduceChannel:
 
 
 def _travels_as(way: Route) -> torch.dtype:
-    """The dtype of a leaf as its first gather begins; where there is none, as it arrives."""
+    """The dtype of a leaf as its first gather begins; without a gather, as it arrives."""
     pairs = zip(way.hops, way.stops, strict=False)
     return next((before.dtype for hop, before in pairs if isinstance(hop, AllGather)), way.dst.dtype)
