@@ -3,6 +3,7 @@
 from ._argument import (
     Argument as Argument,
     on_device as on_device,
+    refuse_away as refuse_away,
     taking_the_place_of as taking_the_place_of,
 )
 from ._backward import (

@@ -4,13 +4,14 @@ A donated leaf may be kept on the host or on disk, as parameters may: the functi
 result that takes its place is written to the memory of the leaf.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import P
+from shardfn.core import P, raise_all
 from shardfn.memory import DiskTensor, to_host
 from shardfn.state import fetched
 
@@ -55,6 +56,20 @@ def on_device(x: GlobalTensor, device: torch.device) -> Tensor:
     """A copy on the device of a block that is kept on the host or on disk."""
     found = fetched(x.held, x.placement, device)
     return found if isinstance(found, Tensor) else found.result()
+
+
+def refuse_away(arguments: Sequence[Argument]) -> None:
+    """Refuses arguments kept elsewhere than on the device, for a call that torch follows or transforms.
+
+    Raises:
+        ValueError: lists them.
+    """
+    raise_all(
+        ValueError,
+        "a call that is differentiated or transformed takes arguments from the device alone; reshard these to it, or"
+        " call under torch.no_grad():",
+        [f"{a.path} is kept at {a.given.memory_kind!r}" for a in arguments if a.away],
+    )
 
 
 def taking_the_place_of(given: GlobalTensor, x: Tensor) -> GlobalTensor:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.collectives import GlobalTensor, bind_mesh, transforming
+from shardfn.collectives import AnyControl, GlobalTensor, bind_mesh, transforming
 from shardfn.core import Mesh, P, PyTree, tree_flatten, tree_leaves, tree_paths, tree_structure, tree_unflatten
 from shardfn.engine.agreement import comms_of, losing_no_peer
-from shardfn.engine.execution import Argument, Ready, on_device, taking_the_place_of
+from shardfn.engine.execution import Argument, Interface, Ready, on_device, taking_the_place_of
 from shardfn.engine.loss import ResultSlot, agree_on_step, ambient, leaf_signature
 from shardfn.state import as_graph_value, taken
 
@@ -29,6 +29,19 @@ class ResultLayout(NamedTuple):
     shape: torch.Size
     spec: P
     owner: int | None = None
+
+
+def layouts_of(
+    out: PyTree, arguments: Sequence[Argument], interface: Interface, control: AnyControl
+) -> list[ResultLayout | None]:
+    """The layouts of a result, from its blocks without data. Collective where one is cut."""
+    places, leaves = interface.places(out, arguments), tree_leaves(out)
+    cut = interface.cut_shapes(leaves, places, interface.shapes_by(control))
+    found = [ResultLayout(*cut[i]) if i in cut else None for i in range(len(leaves))]
+    for i, a in enumerate(places.owners):
+        if a is not None:
+            found[i] = ResultLayout(a.given.shape, a.given.spec, arguments.index(a))
+    return found
 
 
 class BoundCall:

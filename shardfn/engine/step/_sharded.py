@@ -22,7 +22,6 @@ from shardfn.core import (
     Zero,
     as_mesh,
     as_zero,
-    raise_all,
     tree_flatten,
     tree_leaves,
     tree_structure,
@@ -47,6 +46,7 @@ from shardfn.engine.execution import (
     entered_as_rows,
     pure_apply,
     pure_loss,
+    refuse_away,
     run_forward,
     signature,
     tensors_of,
@@ -75,7 +75,7 @@ from shardfn.modules import computing_in
 from shardfn.state import as_graph_value, check_alive, taken
 
 from ._blocks import Blocks
-from ._bound_call import BoundCall, ResultLayout
+from ._bound_call import BoundCall, layouts_of
 from ._first import (
     abstract_params,
     drawn,
@@ -261,7 +261,7 @@ class Sharded(Transform):
         """The same value, made of differentiable collectives alone: leaves are gathered at once, and stay."""
         with losing_no_peer_purely(self.mesh):
             plan, arguments = self._plan_of(params), self._interface.arguments(args)
-            _refuse_away(arguments)
+            refuse_away(arguments)
             self._agreement.agree_once(plan, self._what)
 
             entered = entered_argument if self._interface.has_specs else entered_as_rows
@@ -322,18 +322,8 @@ class Sharded(Transform):
         with bind_mesh(self.mesh), losing_no_peer(comms):
             ready = self._ready(comms, key, plan, params, moved, treedef, everywhere=agreed.ready)
             program: FunctionProgram = ready.program
-            layouts = self._layouts(program.abstract_result(), arguments, comms)
+            layouts = layouts_of(program.abstract_result(), arguments, self._interface, comms.control)
         return BoundCall(what, ready, self.mesh, disk_of(plan), params, arguments, treedef, layouts, check_every)
-
-    def _layouts(self, out: PyTree, arguments: list[Argument], comms: Comms) -> list[ResultLayout | None]:
-        """The layouts of a result, from its blocks without data. Collective where one is cut."""
-        places, leaves = self._interface.places(out, arguments), tree_leaves(out)
-        cut = self._interface.cut_shapes(leaves, places, self._interface.shapes_by(comms.control))
-        found: list[ResultLayout | None] = [ResultLayout(*cut[i]) if i in cut else None for i in range(len(leaves))]
-        for i, a in enumerate(places.owners):
-            if a is not None:
-                found[i] = ResultLayout(a.given.shape, a.given.spec, arguments.index(a))
-        return found
 
     def lower(self, params: PyTree, /, *args: Any) -> Lowered:
         """The function as a graph, captured and scheduled for these shapes, and not run.
@@ -482,15 +472,6 @@ def _execute(ready: Ready, plan: Plan, comms: Comms, params: PyTree, arguments: 
     program: FunctionProgram = ready.program
     flat = [*(as_graph_value(x.held) for x in tree_leaves(params)), *tensors_of([a.seen for a in arguments])]
     return program.result(ready(comms, disk_of(plan), flat))
-
-
-def _refuse_away(arguments: Sequence[Argument]) -> None:
-    raise_all(
-        ValueError,
-        "a call that is differentiated or transformed takes arguments from the device alone; reshard these to it, or"
-        " call under torch.no_grad():",
-        [f"{a.path} is kept at {a.given.memory_kind!r}" for a in arguments if a.away],
-    )
 
 
 def _differentiated(tree: PyTree) -> bool:
