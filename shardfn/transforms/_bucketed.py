@@ -63,7 +63,8 @@ def bucketed(
     a second length. Ranks must pass lengths of one bucket if the graphs communicate.
 
     Args:
-        f: `f(*args, length)`; `length` is a 0-d int64 tensor on the device of the padded arguments.
+        f: `f(*args, length)`; `length` is a 0-d int64 tensor on the device of the padded arguments. Where bucketed
+            functions are nested, that of the outer one comes first.
         in_dims: for each argument, a prefix tree of the dims that have the length; None, or no entry: not padded.
         out_dims: a prefix tree of the dims of the result that are cut back; None: returned unchanged.
         sizes: the sizes, ascending; default powers of two, without an end.

@@ -102,3 +102,20 @@ def test_arguments_and_results_that_do_not_fit_are_refused_with_the_remedy(tmp_p
             call(params, x, twice)
     with pytest.raises(ValueError, match=r"(?s)from the device alone.*args\[2\]\['h'\] is kept at 'host'"):
         f(params, x.requires_grad_(), host)
+
+
+def _added(w: Tensor, x: Tensor) -> Tensor:
+    return x + w
+
+
+@distributed(world=1)
+def test_lowered_functions_and_results_of_their_own_take_the_place_of_an_argument_on_the_host() -> None:
+    f = sf.sharded(sf.jit(_added, backend="graph"), in_specs=(P(),), out_specs=sf.Donated(1), donate=1)
+    w = f.init(torch.tensor(3.0))
+    x = sf.GlobalTensor(torch.zeros(2), torch.Size([2]), P(), f.mesh, "host")
+    place = x.local.data_ptr()
+    lowered = f.lower(w, x).compile()
+    for call in (lowered, f, f.bind(w, x)):
+        x = call(w, x)
+        assert x.memory_kind == "host" and x.local.data_ptr() == place
+    assert torch.equal(x.local, torch.full((2,), 9.0))

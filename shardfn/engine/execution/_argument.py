@@ -78,7 +78,7 @@ def taking_the_place_of(given: GlobalTensor, x: Tensor) -> GlobalTensor:
     Host memory is written over; on disk it is a new value, and the file of the one before is used again.
     """
     if given.memory_kind == "device":
-        return GlobalTensor(x, given.shape, given.spec, given.mesh)
+        return given.with_block(x)
     held = given.held
     if isinstance(held, Tensor):
         return given.with_block(to_host(x, out=held).result())
