@@ -34,7 +34,7 @@ def _one(row: Tensor, u: float, temperature: float, top_k: int, top_p: float, mi
     if not math.isfinite(most):  # also a NaN, which is the maximum
         return -1, math.nan
     shifted = x - most
-    _, sums = _sums(exponential(shifted))
+    sums = _sums(exponential(shifted))
     if temperature == 0:
         token = int((row == row.max()).nonzero()[0])
     else:
@@ -61,7 +61,7 @@ def _kept(weights: Tensor, row: Tensor, top_k: int, top_p: float, min_p: float) 
 
 def _drawn(weights: Tensor, u: float) -> int:
     """The first token at which the sum of weights is above `u` times the total; else the last that has a weight."""
-    blocks, sums = _sums(weights)
+    sums = _sums(weights)
     target = u * sums[-1]
     at = next((i for i, end in enumerate(sums[1:]) if end > target), None)
     if at is None:
@@ -72,12 +72,11 @@ def _drawn(weights: Tensor, u: float) -> int:
         last = at * BLOCK + i if weight > 0 else last
         if weight > 0 and so_far > target:
             break
-    del blocks
     return last
 
 
-def _sums(weights: Tensor) -> tuple[Tensor, list[float]]:
-    """The sums of blocks, and those of all blocks before each, with the total at the end."""
+def _sums(weights: Tensor) -> list[float]:
+    """For each block the sum of all before it; at the end the total."""
     x = torch.nn.functional.pad(weights, (0, -len(weights) % BLOCK)).view(-1, BLOCK // LANES, LANES)
     lanes = x[:, 0]
     for i in range(1, x.shape[1]):
@@ -87,7 +86,7 @@ def _sums(weights: Tensor) -> tuple[Tensor, list[float]]:
     sums = [0.0]
     for block in lanes[:, 0].tolist():
         sums.append(sums[-1] + block)
-    return lanes[:, 0], sums
+    return sums
 
 
 def exponential(x: Tensor) -> Tensor:
