@@ -428,7 +428,8 @@ def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSche
     if numbers != wanted:
         raise ValueError(
             f"the schedule {table.name} is for {numbers[0]} ranks with stages {numbers[2]}, and {numbers[1]}"
-            f" microbatches; the step has {wanted[0]} with stages {wanted[2]}, and {wanted[1]}."
+            f" microbatches; the step has {wanted[0]} with stages {wanted[2]}, and {wanted[1]}. Make it"
+            " for these, or pass its name, schedule='1f1b'."
         )
     timeline(table)
     if of.has_state:
