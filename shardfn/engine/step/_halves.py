@@ -151,8 +151,7 @@ class Halves:
                 admission = dataclasses.replace(admission, parts=source.parts, planner=source.planner)
                 mine = in_phase(source.planner.plan_of(state), source.parts.optimizer, state.opt_state)
             rows = admission.rows(mine, state, own)
-            known = source.calls.gradients(mine, state, rows.args).known
-            shares.append(Share(name, source, mine, rows, known))
+            shares.append(Share(name, source, mine, rows, source.calls.gradients(mine, state, rows.args)))
         return shares
 
     def _differentiated(
@@ -163,8 +162,7 @@ class Halves:
         for share, which in zip(shares, agreed, strict=True):
             with self._running(comms, share, which):
                 compare_first_batch(share.plan, share.rows.batch, comms.control)
-                call = share.source.calls.gradients(share.plan, state, share.rows.args)
-                one = found[share.name] = call.run(comms, which)
+                one = found[share.name] = share.call.run(comms, which, state)
                 compare_first_step(share.plan, one.model_state, one.metrics, comms.control)
             state = state._replace(model_state=one.model_state)
         if not self.are_several:

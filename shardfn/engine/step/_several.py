@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfn.collectives import Agreed, AnyControl, Constant
 from shardfn.core import PyTree, raise_all, tree_leaves
-from shardfn.engine.execution import CapturedSteps, EagerSteps, global_mean, step_lines
+from shardfn.engine.execution import CapturedSteps, EagerSteps, GradientCall, global_mean, step_lines
 from shardfn.engine.loss import Loss, Unwrapped
 from shardfn.engine.plan import Plan, Planner
 from shardfn.engine.transfers import (
@@ -88,14 +88,14 @@ class Share(NamedTuple):
         source: the loss.
         plan: its layout.
         rows: its batch.
-        known: whether this rank already has the results of a first call; see `Agreed`.
+        call: its gradients.
     """
 
     name: str
     source: Source
     plan: Plan
     rows: Rows
-    known: tuple[bool, bool]
+    call: GradientCall
 
 
 def batches_of(names: Sequence[str], batch: PyTree) -> dict[str, PyTree]:
@@ -129,7 +129,7 @@ def agree_on_all(
         RankError: ranks differ in the call, a batch's structure, or in how the step was built.
         ValueError: no rank has rows.
     """
-    known = [share.known for share in shares]
+    known = [share.call.known for share in shares]
     if len(shares) == 1:
         return [agree(control, what, plan, shares[0].rows, constant, known[0])]
     text = "\n".join(f"of {x.name!r}:\n{x.rows.text}" for x in shares)
