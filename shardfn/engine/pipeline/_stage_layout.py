@@ -81,8 +81,8 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
         )
     raise_all(
         ValueError,
-        f"a pipeline of {num} stages along {of.axis!r} needs a layer for each; stack more layers, or give the mesh fewer"
-        f" ranks along {of.axis!r}:",
+        f"a pipeline of {num} stages along {of.axis!r} needs a layer for each; stack more layers, or give the mesh"
+        f" fewer ranks along {of.axis!r}:",
         [f"{plan.leaves[i].path} has {plan.leaves[i].shape[0]}" for i in inside if plan.leaves[i].shape[0] < num],
     )
     raise_all(
