@@ -1,8 +1,9 @@
-"""The two halves of a training step, `gradients` and `update`, over one loss or several."""
+"""A training step, over one loss or several: both halves at once, and the two halves, `gradients` and `update`."""
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -21,13 +22,16 @@ from shardfn.engine.execution import (
     EagerSteps,
     Passed,
     pure_gradients,
+    pure_step,
     pure_update,
     refuse_own_averages,
+    signature,
 )
-from shardfn.engine.loss import agree_on_step, naming_unequal, told_before
+from shardfn.engine.loss import agree_on_step, naming_unequal, shapes_of, told_before
 from shardfn.engine.plan import Plan, in_phase
 from shardfn.engine.transfers import (
     Found,
+    StepCall,
     advanced,
     commit,
     forget,
@@ -35,7 +39,7 @@ from shardfn.engine.transfers import (
 )
 from shardfn.state import TrainState
 
-from ._admit import Admission, named_call
+from ._admit import Admission, agree, named_call
 from ._several import (
     Share,
     Source,
@@ -44,10 +48,12 @@ from ._several import (
     combined,
 )
 
+CallOf = Callable[[Plan, TrainState, tuple[Any, ...]], StepCall[tuple[TrainState, dict[str, Tensor]]]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """The gradients and the update of one step. All but the pure ones are collective.
+    """One step, its gradients and its update. All but the pure ones are collective.
 
     Attributes:
         admission: of the step.
@@ -61,6 +67,30 @@ class Halves:
     def are_several(self) -> bool:
         """Whether the step has several losses, with a batch each."""
         return tuple(self.sources) != ("",)
+
+    def fused(
+        self, call_of: CallOf, only: Any, state: TrainState, batch: PyTree
+    ) -> tuple[TrainState, dict[str, Tensor]]:
+        """A step over one loss, by the call that `call_of` makes; with `only`, for that signature alone."""
+        comms, admission = comms_of(self.admission.planner.mesh), self.admission
+        with told_before(comms.control):
+            plan = admission.state(state, batch)
+            rows = admission.rows(plan, state, batch)
+            constant = admission.constant(plan, state)
+            if only is not None and (signature(plan, rows.args), shapes_of(state.model_state)) != only:
+                raise ValueError(
+                    "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
+                    " loss."
+                )
+            call = call_of(plan, state, rows.args)
+        agreed = agree(comms.control, named_call("step", plan, state), plan, rows, constant, call.known)
+        with _running(comms, batch, admission.planner.batch, agreed):
+            compare_first_batch(plan, batch, comms.control)
+            new, metrics = call.run(comms, agreed)
+        new = self._ended(comms, plan, new, state, metrics)
+        with losing_no_peer(comms):
+            compare_first_step(plan, new.model_state, metrics, comms.control)
+        return new, metrics
 
     def gradients(self, state: TrainState, batch: PyTree) -> Found:
         """The first half, as `ShardedStep.gradients`."""
@@ -100,6 +130,14 @@ class Halves:
             ready = all(comms.control.exchange(int(call.known[0])))
             new, updated = call.run(comms, Agreed(known=(ready, ready)))
         return self._ended(comms, plan, new, state, updated), found.metrics | {"skipped": updated["skipped"]}
+
+    def pure_step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
+        """The step inside a transform of torch.func."""
+        admission = self._pure_admission()
+        plan, args = admission.pure(state), admission.args(state, batch)
+        admission.agreement.agree_once(plan, "a step in a transform")
+        with bind_mesh(plan.mesh), losing_no_peer_purely(plan.mesh):
+            return pure_step(plan, state, admission.parts, args)
 
     def pure_gradients(self, state: TrainState, batch: PyTree) -> Found:
         """The first half inside a transform of torch.func."""
@@ -160,7 +198,7 @@ class Halves:
         """The gradients of all losses, one after another; a loss takes the model state that the one before has left."""
         found: dict[str, Found] = {}
         for share, which in zip(shares, agreed, strict=True):
-            with self._running(comms, share, which):
+            with _running(comms, share.rows.batch, share.source.planner.batch, which):
                 compare_first_batch(share.plan, share.rows.batch, comms.control)
                 one = found[share.name] = share.call.run(comms, which, state)
                 compare_first_step(share.plan, one.model_state, one.metrics, comms.control)
@@ -170,12 +208,6 @@ class Halves:
         with bind_mesh(plan.mesh), losing_no_peer(comms):
             return combined(plan, found, shares, state)
 
-    @contextlib.contextmanager
-    def _running(self, comms: Comms, share: Share, agreed: Agreed) -> Iterator[None]:
-        unequal = naming_unequal(share.rows.batch, share.source.planner.batch, comms.mesh, agreed.sizes)
-        with unequal, bind_mesh(comms.mesh), losing_no_peer(comms):
-            yield
-
     def _ended(
         self, comms: Comms, plan: Plan, new: TrainState, old: TrainState, metrics: dict[str, Tensor]
     ) -> TrainState:
@@ -184,3 +216,10 @@ class Halves:
             commit(plan, new)
             together(plan, comms.control)
         return new
+
+
+@contextlib.contextmanager
+def _running(comms: Comms, batch: PyTree, specs: PyTree, agreed: Agreed) -> Iterator[None]:
+    """The context in which a loss runs: its mesh is bound, and an error closes the communicators."""
+    with naming_unequal(batch, specs, comms.mesh, agreed.sizes), bind_mesh(comms.mesh), losing_no_peer(comms):
+        yield
