@@ -52,7 +52,7 @@ from ._stage_state import (
     with_part,
 )
 
-Rows = list[list[list[int]]]  # by chunk, kind of layers and rank
+StageRows = list[list[list[int]]]  # by chunk, kind of layers and rank
 NO_LAYERS = "a pipeline has no stacked layers: `blocks` leads to an empty tree."
 UNLIKE = "the leaves of a pipeline's stack are of different numbers of layers; stack as many of each:"
 
@@ -246,14 +246,14 @@ class Pipelined(Transform):
         """By rank and chunk, the stage."""
         return v_stages(num_ranks) if self.turns else loop_stages(num_ranks, self.num_chunks)
 
-    def _varying(self, params: PyTree, rows: Rows) -> PyTree:
+    def _varying(self, params: PyTree, rows: StageRows) -> PyTree:
         """The parameters; leaves that are not cut along the axis vary along it."""
         kinds = [zip(self.kinds(s), self.cut(r), strict=True) for s, r in zip(self.stacks(params), rows, strict=True)]
         own = {id(x) for of_stack in kinds for kind, is_cut in of_stack if is_cut for x in tree_leaves(kind)}
         differs = lambda x: id(x) not in own and x.is_floating_point()  # noqa: E731
         return tree_map(lambda x: pvary(x, self.axis) if differs(x) else x, params)
 
-    def _rows_of_all(self, params: PyTree) -> Rows:
+    def _rows_of_all(self, params: PyTree) -> StageRows:
         """How many rows of the stacks each rank has."""
         if self.per_stage:
             return [[list(self.per_stage)]]

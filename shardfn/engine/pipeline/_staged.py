@@ -56,7 +56,7 @@ from ._stage_link import StageLink
 
 
 @dataclasses.dataclass(frozen=True)
-class _Passed:
+class _StageOutput:
     """The values for the next stage; not a loss, so that a policy does not cast them."""
 
     h: Any
@@ -233,7 +233,7 @@ class Staged:
 
         def part(params: PyTree, batch: PyTree, *key: Tensor) -> Any:
             out = of.stage(params, batch, given, Place(chunk, self._firsts[chunk], stage == 0, final), key)
-            return out if final else _Passed(out)
+            return out if final else _StageOutput(out)
 
         return part if self._mixed is None else dataclasses.replace(self._mixed, inner=part)
 
@@ -274,7 +274,7 @@ def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> Act
     key = treedef, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
     if key not in plan.stages.between:
         plain, axes = of.without_collectives
-        first: Callable[..., Any] = lambda *args: _Passed(plain.enter(*args))  # noqa: E731
+        first: Callable[..., Any] = lambda *args: _StageOutput(plain.enter(*args))  # noqa: E731
         first = first if mixed is None else dataclasses.replace(mixed, inner=first)
         with _on_abstract(plan, leaves, axes) as (params, abstract), _without_data(*of.begins):
             args, state = tree_unflatten(treedef, abstract)

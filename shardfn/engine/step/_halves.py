@@ -41,8 +41,8 @@ from shardfn.state import TrainState
 
 from ._admit import Admission, agree, named_call
 from ._several import (
-    Share,
-    Source,
+    LossCall,
+    StepLoss,
     agree_on_all,
     batches_of,
     combined,
@@ -61,7 +61,7 @@ class Halves:
     """
 
     admission: Admission
-    sources: Mapping[str, Source]
+    sources: Mapping[str, StepLoss]
 
     @property
     def are_several(self) -> bool:
@@ -175,38 +175,38 @@ class Halves:
         with told_before(comms.control):
             plan = admission.state(state, batch, call=call)
             refuse_own_averages(plan)
-            shares = self._shares(plan, state, batch)
+            loss_calls = self._loss_calls(plan, state, batch)
             constant = admission.constant(plan, state)
-        agreed = agree_on_all(comms.control, named_call(name, plan, state), plan, shares, constant)
-        return plan, self._differentiated(comms, plan, state, shares, agreed)
+        agreed = agree_on_all(comms.control, named_call(name, plan, state), plan, loss_calls, constant)
+        return plan, self._differentiated(comms, plan, state, loss_calls, agreed)
 
-    def _shares(self, plan: Plan, state: TrainState, batch: PyTree) -> list[Share]:
+    def _loss_calls(self, plan: Plan, state: TrainState, batch: PyTree) -> list[LossCall]:
         """The calls of the losses, each on its own batch."""
-        shares = []
+        loss_calls = []
         for name, own in batches_of(tuple(self.sources), batch).items():
             source, admission, mine = self.sources[name], self.admission, plan
             if self.are_several:
                 admission = dataclasses.replace(admission, parts=source.parts, planner=source.planner)
                 mine = in_phase(source.planner.plan_of(state), source.parts.optimizer, state.opt_state)
             rows = admission.rows(mine, state, own)
-            shares.append(Share(name, source, mine, rows, source.calls.gradients(mine, state, rows.args)))
-        return shares
+            loss_calls.append(LossCall(name, source, mine, rows, source.calls.gradients(mine, state, rows.args)))
+        return loss_calls
 
     def _differentiated(
-        self, comms: Comms, plan: Plan, state: TrainState, shares: Sequence[Share], agreed: Sequence[Agreed]
+        self, comms: Comms, plan: Plan, state: TrainState, loss_calls: Sequence[LossCall], agreed: Sequence[Agreed]
     ) -> Found:
         """The gradients of all losses, one after another; a loss takes the model state that the one before has left."""
         found: dict[str, Found] = {}
-        for share, which in zip(shares, agreed, strict=True):
-            with _running(comms, share.rows.batch, share.source.planner.batch, which):
-                compare_first_batch(share.plan, share.rows.batch, comms.control)
-                one = found[share.name] = share.call.run(comms, which, state)
-                compare_first_step(share.plan, one.model_state, one.metrics, comms.control)
+        for one_call, which in zip(loss_calls, agreed, strict=True):
+            with _running(comms, one_call.rows.batch, one_call.source.planner.batch, which):
+                compare_first_batch(one_call.plan, one_call.rows.batch, comms.control)
+                one = found[one_call.name] = one_call.call.run(comms, which, state)
+                compare_first_step(one_call.plan, one.model_state, one.metrics, comms.control)
             state = state._replace(model_state=one.model_state)
         if not self.are_several:
             return found[""]
         with bind_mesh(plan.mesh), losing_no_peer(comms):
-            return combined(plan, found, shares, state)
+            return combined(plan, found, loss_calls, state)
 
     def _ended(
         self, comms: Comms, plan: Plan, new: TrainState, old: TrainState, metrics: dict[str, Tensor]

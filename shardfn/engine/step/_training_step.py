@@ -65,7 +65,7 @@ from ._functions import Functions
 from ._halves import Halves
 from ._lower import Lowered
 from ._profile import StepProfile, measured, predict
-from ._several import Source, lines_of, mean_of
+from ._several import StepLoss, lines_of, mean_of
 from ._sharded import kept_as
 from ._states import StepStates
 
@@ -91,10 +91,10 @@ class ShardedStep(Transform):
         planner: Planner,
         key: Tensor | None,
         state_specs: PyTree = P(),
-        sources: Mapping[str, Source] | None = None,
+        sources: Mapping[str, StepLoss] | None = None,
     ) -> None:
         check_schedule(parts.schedule, num_microbatches(parts.loss))
-        sources = {"": Source.of(unwrapped, parts, planner)} if sources is None else sources
+        sources = {"": StepLoss.of(unwrapped, parts, planner)} if sources is None else sources
         self.mesh = planner.mesh
         self._parts, self._unwrapped, self._planner, self._key = parts, unwrapped, planner, key
         self._state_specs = state_specs
