@@ -258,7 +258,7 @@ class Pipelined(Transform):
         if self.per_stage:
             return [[list(self.per_stage)]]
         if self.views is None:
-            return [[_told_rows(kind, self.axis) for kind in self.kinds(s)] for s in self.stacks(params)]
+            return [[_rows_by_rank(kind, self.axis) for kind in self.kinds(s)] for s in self.stacks(params)]
         # From the whole shapes, so that a captured call needs no value.
         blocks, treedef = tree_flatten(params)
         wholes = self.stacks(tree_unflatten(treedef, self.views.seen_as(treedef, blocks)))
@@ -437,7 +437,7 @@ def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSche
     return table
 
 
-def told_lengths(lengths: dict[str, int]) -> str:
+def lengths_text(lengths: dict[str, int]) -> str:
     """How many layers each leaf has."""
     return ", ".join(f"{path} has {n}" for path, n in lengths.items())
 
@@ -453,7 +453,7 @@ def _length(stack: PyTree) -> int:
         raise ValueError(NO_LAYERS)
     if len({x.shape[0] for x in leaves}) > 1:
         named = zip(tree_paths(stack, "blocks"), leaves, strict=True)
-        raise ValueError(f"{UNLIKE} {told_lengths({path: x.shape[0] for path, x in named})}")
+        raise ValueError(f"{UNLIKE} {lengths_text({path: x.shape[0] for path, x in named})}")
     return leaves[0].shape[0]
 
 
@@ -466,7 +466,7 @@ def rows_of_ranks(leaves: Sequence[LeafView], axis: str) -> list[int]:
     return [stop - start for start, stop in bounds]
 
 
-def _told_rows(stack: PyTree, axis: str) -> list[int]:
+def _rows_by_rank(stack: PyTree, axis: str) -> list[int]:
     """By rank, how many layers of a stack it has, from the ranks themselves."""
     own = torch.zeros(axis_size(axis), dtype=torch.int64, device=tree_leaves(stack)[0].device)
     own[axis_index(axis)] = _length(stack)

@@ -11,9 +11,9 @@ from ._pipelined import (
     NO_LAYERS,
     UNLIKE,
     Pipelined,
+    lengths_text,
     pipelined_in,
     rows_of_ranks,
-    told_lengths,
 )
 from ._stage_state import check_stage_state
 
@@ -92,7 +92,7 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
         [leaf.path for leaf in plan.leaves if of.axis in leaf.zero_axes],
     )
     lengths = [{plan.leaves[i].path: plan.leaves[i].shape[0] for i in kind} for of_stack in kinds for kind in of_stack]
-    raise_all(ValueError, UNLIKE, [told_lengths(found) for found in lengths if len(set(found.values())) > 1])
+    raise_all(ValueError, UNLIKE, [lengths_text(found) for found in lengths if len(set(found.values())) > 1])
     if of.per_stage is not None:
         _check_padded(plan, list(inside), of.per_stage, num)
         return [list(of.per_stage)]

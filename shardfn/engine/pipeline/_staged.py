@@ -117,7 +117,7 @@ class Staged:
 
     def receive(self, action: Action) -> None:
         """Waits for the activations of a forward, or for the gradients that a backward starts from."""
-        self._comms.name(self._told(action))
+        self._comms.name(self._action_text(action))
         self._arrived = self._line.receive(action)
 
     def forward(self, action: Action, params: PyTree) -> Value | None:
@@ -207,10 +207,10 @@ class Staged:
         except (TransportError, RankError):
             raise
         except Exception as error:
-            error.add_note(self._told(action))
+            error.add_note(self._action_text(action))
             raise
 
-    def _told(self, action: Action) -> str:
+    def _action_text(self, action: Action) -> str:
         stage = self._table.stages[self._rank][action.chunk]
         return f"in stage {stage} of {self._table.num_stages}, {action.kind} of microbatch {action.microbatch}"
 
