@@ -7,4 +7,5 @@ from ._csv import CSV as CSV
 from ._tensorboard import TensorBoard as TensorBoard
 from ._wandb import WandB as WandB
 from ._mlflow import MLflow as MLflow
+from ._early_stopping import EarlyStopping as EarlyStopping
 from ._throughput import Throughput as Throughput, flops_per_token as flops_per_token

@@ -15,7 +15,7 @@ from ._tensorboard import TensorBoard
 
 
 class Logger:
-    """Writes metrics by step to `metrics.jsonl` and to further sinks: CSV, TensorBoard, Weights & Biases, MLflow, yours.
+    """Writes metrics by step to `metrics.jsonl` and to other sinks: CSV, TensorBoard, Weights & Biases, MLflow, yours.
 
     The first rank of the mesh writes; on the others nothing happens, and no metric is copied from the device. A line is
     on disk when `write` returns, so that a run that dies leaves all its lines.

@@ -96,8 +96,8 @@ class Delivery:
             return
         self._warned = True
         warnings.warn(
-            f"Logger: {type(self._sink).__name__} {event} ({type(error).__name__}: {error}). Training goes on, other sinks"
-            " are not affected, and the row is given to it again later. This is its only warning.",
+            f"Logger: {type(self._sink).__name__} {event} ({type(error).__name__}: {error}). Training goes on, other"
+            " sinks are not affected, and the row is given to it again later. This is its only warning.",
             stacklevel=4,
         )
 
