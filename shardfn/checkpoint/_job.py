@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.core import Mesh, PyTree, RankError, Stored
+from shardfn.core import Mesh, PyTree, RankError, Stored, progress
 from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 from shardfn.memory import DamagedError, DiskFullError, InUseError
 
@@ -168,7 +168,11 @@ def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> 
         return windows(held, local_slices(leaf, part.box))
 
     def write() -> WrittenFile:
-        return write_files(job.draft, job.files(job.mesh.rank), read, _before(job), durable=job.options.durable)
+        plans = job.files(job.mesh.rank)
+        size, desc = sum(plan.bytes for plan in plans), f"saving step {job.step}"
+        with progress(total=size, desc=desc, unit="B", mesh=job.mesh, part=True) as bar:
+            durable = job.options.durable
+            return write_files(job.draft, plans, read, _before(job), durable=durable, done=bar.update)
 
     mine, own = _attempt(job.store, write)
     wrote = meet(mine)

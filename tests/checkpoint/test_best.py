@@ -87,11 +87,12 @@ def test_an_absent_metric_is_named_with_those_that_are_there(tmp_path: pathlib.P
             manager.save(tree(13), 13, metrics={"loss": 1.0})
         with pytest.raises(ValueError, match=r"needs Manager\(best=\)"):
             manager.best()
-    for wrong, message in (
+    mistakes: Any = (
         ({"best": "x", "mode": "low"}, "mode='low'"),
         ({"mode": "max"}, "no effect"),
         ({"keep_best": 0}, "keep_best=0"),
-    ):
+    )
+    for wrong, message in mistakes:
         with pytest.raises(ValueError, match=message):
             Manager(tmp_path, **wrong)
 
