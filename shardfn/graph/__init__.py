@@ -23,6 +23,7 @@ from ._text import as_text as as_text
 from ._timeline import chrome_trace as chrome_trace
 from ._picture import picture_of_memory as picture_of_memory, picture_of_time as picture_of_time
 from ._calibrate import calibrate as calibrate
+from ._peak_flops import peak_flops as peak_flops
 from ._flops import arithmetic as arithmetic, node_flops as node_flops
 from ._device import DEVICES as DEVICES, Cluster as Cluster, Device as Device, Link as Link, cluster as cluster
 from ._check import compare_sequences as compare_sequences
