@@ -169,8 +169,8 @@ def _states(
         reduce_units(leaves, zero, mesh),
         refresh_units(leaves, zero),
     )
-    whole = [u for u in reduces if not leaves[u.leaves[0]].cut]
-    cut = [u for u in reduces if leaves[u.leaves[0]].cut]
+    whole = [u for u in reduces if not leaves[u.leaves[0]].ways.reduce.scatters]
+    cut = [u for u in reduces if leaves[u.leaves[0]].ways.reduce.scatters]
     biggest = max((u.nbytes for u in gathers), default=0)
     gathered = sum(u.nbytes for u in gathers)
     ratio = size.grads / size.params

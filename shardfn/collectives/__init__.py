@@ -53,8 +53,7 @@ from ._traced import AnyRounds as AnyRounds
 from ._hops import TwoHops as TwoHops
 from ._code import Code as Code
 from ._coded import CodedGather as CodedGather, CodedReduce as CodedReduce, Relayed as Relayed
-from ._wires import GatherChannel as GatherChannel, gather_channel as gather_channel
-from ._wires import code_of as code_of, gather_channels as gather_channels, reduce_channel as reduce_channel
+from ._wires import GatherWire as GatherWire, SumWire as SumWire, gather_wires as gather_wires
 from ._wire_ops import StoppedError as StoppedError, bind_channels as bind_channels
 from ._wire_ops import Sizes as Sizes, as_runs as as_runs, in_runs as in_runs, with_sizes as with_sizes
 from ._axis_index import AxisTypeError as AxisTypeError

@@ -21,6 +21,7 @@ need not be sent are dropped first, and a rank that is to have a block of a sum 
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -113,6 +114,18 @@ class Route:
     shape: tuple[int, ...]
     stops: tuple[Placement, ...]
     hops: tuple[Hop, ...]
+
+    @functools.cached_property
+    def scatters(self) -> bool:
+        """Whether summands become blocks of their sum on it."""
+        return any(isinstance(hop, PsumScatter) for hop in self.hops)
+
+    @functools.cached_property
+    def code(self) -> tuple[int, int] | None:
+        """(bits, elements that share a scale) of the code in which the leaf travels; None = its elements, uncoded."""
+        coded = [hop.code for hop in self.hops if isinstance(hop, Encode)]
+        # A code in which it ends is made on arrival.
+        return next(iter(coded[: len(coded) - (self.dst.code is not None)]), None)
 
     @property
     def src(self) -> Placement:

@@ -1,55 +1,198 @@
-"""The channels that carry out a route where transfers overlap with compute, with its hops and codes.
+"""Wires: they carry leaves that travel together along a route, in one message.
 
-The hops of a route that are a rank's own, casts and moves between memories, are left to the caller.
+A route has the hops of one leaf. Leaves of one message have equal hops, so a wire runs these once for all of them: it
+casts this rank's blocks, packs them, and sends the message over the channels of the route's hops, in the route's code.
+
+    wire          starts from                     arrives as
+    GatherWire    pieces of the leaves            the wholes; after `bring`, which crosses the far axes, the second hop
+    SumWire       this rank's summands, whole     this rank's rows of the sums; or its deal of sums that are wanted
+                                                  whole, which `join` brings together
+
+Hops that are a rank's own, from one memory to another or into a code in which a leaf is kept, are left to the caller.
 """
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
+from shardfn.core import Pending
+
 from ._code import Code
 from ._coded import CodedGather, CodedReduce
 from ._hops import TwoHops
-from ._route import AllGather, Encode, Psum, PsumScatter, Route
+from ._route import AllGather, Psum, PsumScatter, Route
 from ._traced import AnyChannel, AnyChannels
+from .transport import Packing, dealt, is_sole_owner
 
 GatherChannel = AnyChannel | TwoHops | CodedGather
 ReduceChannel = AnyChannel | CodedReduce
 
 
-def gather_channels(channels: AnyChannels, ways: Sequence[Route]) -> list[GatherChannel]:
-    """`gather_channel` for each route; routes that are one object share theirs."""
+class GatherWire:
+    """Carries pieces of leaves to their wholes. Making one is collective, the first time along its axes.
+
+    Args:
+        way: the route of each leaf.
+        packing: the places of the pieces in the message.
+        channel: of the route, from `gather_channels`.
+
+    Attributes:
+        packing: the same.
+        axes: along which it gathers.
+        size: the number of ranks along them.
+        dtype: in which leaves travel, and arrive.
+        in_two: whether it gathers in two hops.
+    """
+
+    def __init__(self, way: Route, packing: Packing, channel: GatherChannel) -> None:
+        self.packing, self._channel = packing, channel
+        self.axes, self.size = channel.axes, channel.size
+        self.dtype = _travels_as(way)
+        self.in_two = sum(isinstance(hop, AllGather) for hop in way.hops) > 1
+
+    def start(self, pieces: Sequence[Tensor]) -> Pending[Tensor]:
+        """Begins to send this rank's pieces; with two hops the second one, of the result of the first."""
+        message = pieces[0] if self.in_two else self._packed(pieces)
+        return self._channel.all_gather(message, self.packing.sizes)
+
+    def bring(self, pieces: Sequence[Tensor]) -> Pending[Tensor]:
+        """Begins the first of two hops: the pieces of the ranks that share this one's index along the near axes."""
+        assert isinstance(self._channel, TwoHops | CodedGather)
+        return self._channel.bring(self._packed(pieces), self.packing.sizes)
+
+    def start_into(self, pieces: Sequence[Tensor], into: Tensor | None) -> Pending[Tensor]:
+        """`start` between steps, where this thread has nothing to do but wait; into memory of the caller, or new."""
+        assert not isinstance(self._channel, TwoHops | CodedGather)
+        return self._channel.all_gather(self._packed(pieces), self.packing.sizes, into, idle=True)
+
+    def _packed(self, pieces: Sequence[Tensor]) -> Tensor:
+        return self.packing.pack([piece.to(self.dtype) for piece in pieces])
+
+
+class SumWire:
+    """Carries gradients of leaves to their sums. Making one is collective, the first time along its axes.
+
+    A wire serves one step, and one transfer at a time.
+
+    Args:
+        channels: the communicators.
+        way: the route of each leaf.
+        packing: the places of rows in the message, or of wholes.
+
+    Attributes:
+        packing: the same.
+        scatters: whether each rank gets its rows of the leaves; else sums are wanted whole.
+        size: the number of ranks along the axes of the first hop.
+        index: this rank's index among them.
+        axes: the axes.
+    """
+
+    def __init__(self, channels: AnyChannels, way: Route, packing: Packing) -> None:
+        self.packing, self.scatters = packing, way.scatters
+        self._channel = channel = _reduce_channel(channels, way)
+        self.axes, self.size, self.index = channel.axes, channel.size, channel.index
+        # A message whose sums will be joined in it: by then its own summands have left.
+        self._message: Tensor | None = None
+        self._joins = None if self.scatters else channels.gather(self.axes)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether gradients reach the optimizer from this rank alone, and as they are."""
+        return self.size == 1 and not isinstance(self._channel, CodedReduce)
+
+    @property
+    def sums_in_one(self) -> bool:
+        """Whether `sum_whole` has the bits of `start` and `join`."""
+        return not self.scatters and self._channel.sums_in_one
+
+    def start(self, grads: list[Tensor], *, traced: bool, joins: bool) -> Pending[Tensor]:
+        """Begins to send gradients; the list is emptied, so that each goes when the message has it.
+
+        Args:
+            grads: of the leaves, in the dtype in which they travel.
+            traced: whether this is a capture.
+            joins: whether `join` may follow.
+
+        Returns:
+            Pending whose result is this rank's part, 1-D.
+        """
+        message = self._laid(grads, traced)
+        if joins and not self.scatters and self.size > 1:
+            self._message = message
+        return self._channel.reduce_scatter(message, self._sizes(message), reuse=not self.scatters)
+
+    def sum_whole(self, grads: list[Tensor], *, traced: bool) -> Pending[Tensor]:
+        """`start` and `join` in one transfer; see `sums_in_one`."""
+        message = self._laid(grads, traced)
+        # It is summed in place; memory that another tensor shares is copied first.
+        return self._channel.all_reduce(message if is_sole_owner(message) else message.clone())
+
+    def exchange(self, tensors: list[Tensor], *, joins: bool) -> Pending[Tensor]:
+        """Begins to send each rank its part of these tensors, which are not added up.
+
+        Returns:
+            Pending whose result has the parts that all ranks have for this one, in rank order.
+        """
+        assert not isinstance(self._channel, CodedReduce)
+        message = self.packing.lay(tensors)
+        if joins and not self.scatters and self.size > 1:
+            self._message = message
+        return self._channel.all_to_all(message, self._sizes(message))
+
+    def join(self, part: Tensor) -> Pending[Tensor]:
+        """Begins to bring together the ranks' parts of sums that are wanted whole."""
+        assert self._joins is not None
+        out, self._message = self._message, None
+        assert out is not None
+        sizes = self._sizes(out)
+        in_place = out.untyped_storage()._cdata == part.untyped_storage()._cdata
+        if out.dtype != part.dtype or not (in_place or is_sole_owner(out)):
+            out = None
+        return self._joins.all_gather(part, sizes, out)
+
+    def _laid(self, grads: list[Tensor], traced: bool) -> Tensor:
+        message = (self.packing.lay if traced else self.packing.laid)(grads)
+        grads.clear()
+        return message
+
+    def _sizes(self, message: Tensor) -> Sequence[int]:
+        return self.packing.sizes if self.scatters else dealt(message.numel(), self.size)
+
+
+def gather_wires(channels: AnyChannels, ways: Sequence[tuple[Route, Packing]]) -> list[GatherWire]:
+    """A wire for each route and packing; routes that are one object share their channels."""
     made: dict[int, GatherChannel] = {}
-    for way in ways:
+    for way, _ in ways:
         if id(way) not in made:
-            made[id(way)] = gather_channel(channels, way)
-    return [made[id(way)] for way in ways]
+            made[id(way)] = _gather_channel(channels, way)
+    return [GatherWire(way, packing, made[id(way)]) for way, packing in ways]
 
 
-def gather_channel(channels: AnyChannels, way: Route) -> GatherChannel:
-    """The channel that gathers along a route. Collective the first time, as it makes channels."""
+def _gather_channel(channels: AnyChannels, way: Route) -> GatherChannel:
     pairs = [(hop, before) for hop, before in zip(way.hops, way.stops, strict=False) if isinstance(hop, AllGather)]
     if not pairs:
         return channels.gather(())
     (last, cut), gathered = pairs[-1], {a for hop, _ in pairs for a in hop.axes}
     axes = tuple(a for a in cut.spec.dim_axes(last.dim) if a in gathered)
     plain = channels.gather(axes) if len(pairs) == 1 else TwoHops(channels, axes, last.axes)
-    code = code_of(way)
-    return plain if code is None else CodedGather(plain, code, way.dst.dtype)
+    return plain if way.code is None else CodedGather(plain, Code(*way.code), way.dst.dtype)
 
 
-def reduce_channel(channels: AnyChannels, way: Route) -> ReduceChannel:
+def _reduce_channel(channels: AnyChannels, way: Route) -> ReduceChannel:
     """The channel that sums along a route, up to the rows if it leads to rows. Collective the first time."""
     scatters = [hop for hop in way.hops if isinstance(hop, PsumScatter)]
-    code = code_of(way)
     if not scatters:
         return channels.reduce(tuple(a for hop in way.hops if isinstance(hop, Psum) for a in hop.axes))
     cut = next(after for hop, after in zip(way.hops, way.stops[1:], strict=True) if hop is scatters[-1])
     summed = {a for hop in scatters for a in hop.axes}
     axes = tuple(a for a in cut.spec.dim_axes(scatters[0].dim) if a in summed)
-    if code is None:
+    if way.code is None:
         return channels.reduce(axes)
-    return CodedReduce(channels, axes, scatters[0].axes if len(scatters) > 1 else (), code)
+    return CodedReduce(channels, axes, scatters[0].axes if len(scatters) > 1 else (), Code(*way.code))
 
 
-def code_of(way: Route) -> Code | None:
-    """The code in which a leaf travels along a route; None = its elements, uncoded."""
-    return next((Code(*hop.code) for hop in way.hops if isinstance(hop, Encode)), None)
+def _travels_as(way: Route) -> torch.dtype:
+    """The dtype of a leaf as its first gather begins; without a gather, as it arrives."""
+    pairs = zip(way.hops, way.stops, strict=False)
+    return next((before.dtype for hop, before in pairs if isinstance(hop, AllGather)), way.dst.dtype)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives import AllGather, Code, Cuts, Psum, PsumScatter, Route, code_of
+from shardfn.collectives import Cuts, Psum, Route
 from shardfn.core import BITS, Dtypes, MemoryKind, Mesh, P, Zero, all_coords, block_slices, zero_spec
 from shardfn.graph import Leaf
 
@@ -91,49 +91,24 @@ class LeafLayout:
         return self.places.memories.param
 
     @functools.cached_property
-    def grad_home(self) -> MemoryKind:
-        """The memory in which its summed gradient waits for the update."""
-        return self.places.memories.grad
-
-    @functools.cached_property
-    def state_home(self) -> MemoryKind:
-        """The memory in which its optimizer state is kept."""
-        return self.places.memories.state
-
-    @functools.cached_property
-    def plain(self) -> bool:
-        """Whether the parameter lies in the device's memory in the form that is used: see `Placement.is_plain`."""
-        return self.ways.kept.is_plain
-
-    @functools.cached_property
-    def at_home(self) -> bool:
-        """Whether the parameter is `plain`, and gradient and state lie in the device's memory too."""
-        return self.plain and self.grad_home == self.state_home == "device"
-
-    @functools.cached_property
     def left_axes(self) -> tuple[str, ...]:
         """The axes over which its gradient is not summed, since the optimizer averages over them itself."""
         return self.ways.summed.unreduced
 
     @functools.cached_property
     def gathered(self) -> bool:
-        """Whether the parameter is sharded and gathered when it is used."""
+        """Whether the parameter is kept in pieces, and gathered when it is used."""
         return self.param != self.compute
 
     @functools.cached_property
     def lazy(self) -> bool:
         """Whether the parameter arrives when it is used: gathered, or fetched from another memory, or both."""
-        return self.gathered or not self.plain
+        return self.gathered or not self.ways.kept.is_plain
 
     @functools.cached_property
     def refreshed(self) -> bool:
         """Whether the parameter is resident, but each rank updates only rows of it, which are gathered afterwards."""
-        return not self.gathered and self.dim is not None
-
-    @functools.cached_property
-    def takes_rows(self) -> bool:
-        """Whether the optimizer takes this rank's rows of the gradient; if not, the gradient of the whole block."""
-        return self.dim is not None and not set(self.zero_axes) & set(self.left_axes)
+        return self.param != self.shard
 
     @functools.cached_property
     def zero_axes(self) -> tuple[str, ...]:
@@ -143,40 +118,14 @@ class LeafLayout:
     # Derived from its routes.
 
     @functools.cached_property
-    def use_axes(self) -> tuple[str, ...]:
-        """The axes along which it is gathered when it is used."""
-        return self.zero_axes if self.gathered else ()
-
-    @functools.cached_property
-    def near(self) -> tuple[str, ...]:
-        """The axes of the second hop, where it is gathered in two; see `Zero.travel.secondary_axis`."""
-        hops = [hop for hop in self.ways.use.hops if isinstance(hop, AllGather)]
-        return hops[1].axes if len(hops) > 1 else ()
-
-    @functools.cached_property
-    def gather_code(self) -> Code | None:
-        """The code in which it is gathered; None = the dtype that the loss sees."""
-        return code_of(self.ways.use)
-
-    @functools.cached_property
-    def reduce_code(self) -> Code | None:
-        """The code in which its gradient is sent; None = `dtypes.reduce`."""
-        return code_of(self.ways.reduce)
-
-    @functools.cached_property
-    def cut(self) -> bool:
-        """Whether the summed gradient arrives as rows (else whole, and rows are taken from it)."""
-        return any(isinstance(hop, PsumScatter) for hop in self.ways.reduce.hops)
-
-    @functools.cached_property
     def reduce_axes(self) -> tuple[str, ...]:
-        """The axes over which its gradient is summed in one message, keeping only the own rows if `cut`."""
-        return self.zero_axes if self.cut else _summed_axes(self.ways.reduce)
+        """The axes over which its gradient is summed in one message; each rank keeps its rows if the route scatters."""
+        return self.zero_axes if self.ways.reduce.scatters else _summed_axes(self.ways.reduce)
 
     @functools.cached_property
     def extra_axes(self) -> tuple[str, ...]:
         """The other axes over which its gradient is summed."""
-        return _summed_axes(self.ways.reduce) if self.cut else ()
+        return _summed_axes(self.ways.reduce) if self.ways.reduce.scatters else ()
 
     # How its block is cut.
 
@@ -190,16 +139,6 @@ class LeafLayout:
         """The dim along which the ZeRO ranks share it; None if they do not."""
         return self.pieces.dim
 
-    @functools.cached_property
-    def used_pieces(self) -> Cuts:
-        """The message when it is used: the ranks' pieces, or the block where it is kept whole."""
-        return self.pieces if self.gathered else Cuts(self.block)
-
-    @functools.cached_property
-    def sent_pieces(self) -> Cuts:
-        """The message of its gradient: each rank's rows, or the whole."""
-        return self.pieces if self.cut else Cuts(self.block)
-
     def rows(self, x: Tensor, rank: int) -> Tensor:
         """ZeRO rank `rank`'s part of a block, as a view."""
         return self.pieces.of(x, rank)
@@ -208,7 +147,7 @@ class LeafLayout:
     def looks(self) -> object:
         """A key that is equal for leaves that travel alike."""
         bounds = self.pieces.bounds
-        cut = self.use_axes, self.zero_axes, self.dim, bounds[:1], bounds[-1:], len(bounds)
+        cut = self.gathered, self.zero_axes, self.dim, bounds[:1], bounds[-1:], len(bounds)
         return (
             self.block,
             self.dtypes,

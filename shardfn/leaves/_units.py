@@ -82,11 +82,10 @@ def gather_units(leaves: Sequence[LeafLayout], bucket: int) -> list[Unit]:
 
     Leaves sent in a code travel alone: in a shared block, leaves of unlike magnitude would share a scale.
     """
-    pieces = operator.attrgetter("used_pieces")
-    members = [i for i, leaf in enumerate(leaves) if leaf.gathered and leaf.gather_code is None]
-    units = make_units(leaves, members, bucket, lambda leaf: (leaf.dtypes.compute, leaf.zero_axes), 4 * bucket, pieces)
+    members = [i for i, leaf in enumerate(leaves) if leaf.gathered and leaf.ways.use.code is None]
+    units = make_units(leaves, members, bucket, lambda leaf: (leaf.dtypes.compute, leaf.zero_axes), 4 * bucket, _used)
     alone = {i for i, leaf in enumerate(leaves) if leaf.lazy} - set(members)
-    units += [Unit.of(leaves, (i,), leaves[i].numel * leaves[i].dtypes.compute.itemsize, pieces) for i in alone]
+    units += [Unit.of(leaves, (i,), leaves[i].numel * leaves[i].dtypes.compute.itemsize, _used) for i in alone]
     # Units depend on the layout alone, so all ranks have the same units with the same numbers.
     return sorted(units, key=lambda u: u.leaves[0])
 
@@ -94,7 +93,7 @@ def gather_units(leaves: Sequence[LeafLayout], bucket: int) -> list[Unit]:
 def refresh_units(leaves: Sequence[LeafLayout], zero: Zero) -> list[Unit]:
     """The units in which resident leaves are gathered after their shards were updated."""
     members = [i for i, leaf in enumerate(leaves) if leaf.refreshed and leaf.trainable]
-    key = lambda leaf: (leaf.dtypes.param, (leaf.zero_axes, leaf.home, leaf.plain))  # noqa: E731
+    key = lambda leaf: (leaf.dtypes.param, (leaf.zero_axes, leaf.home, leaf.ways.kept.is_plain))  # noqa: E731
     return make_units(leaves, members, zero.travel.bucket_bytes, key, math.inf, operator.attrgetter("pieces"))
 
 
@@ -105,20 +104,30 @@ def reduce_units(leaves: Sequence[LeafLayout], zero: Zero, mesh: Mesh) -> list[U
     """
 
     def alone(leaf: LeafLayout) -> bool:
-        return mesh.axis_size(leaf.reduce_axes + leaf.extra_axes) == 1 or leaf.reduce_code is not None
+        return mesh.axis_size(leaf.reduce_axes + leaf.extra_axes) == 1 or leaf.ways.reduce.code is not None
 
     trainable = [i for i, leaf in enumerate(leaves) if leaf.trainable]
-    pieces = operator.attrgetter("sent_pieces")
     nbytes = [leaf.numel * leaf.dtypes.reduce.itemsize for leaf in leaves]
-    units = [Unit.of(leaves, (i,), nbytes[i], pieces) for i in trainable if alone(leaves[i])]
+    units = [Unit.of(leaves, (i,), nbytes[i], _sent) for i in trainable if alone(leaves[i])]
     shared = [i for i in trainable if not alone(leaves[i])]
-    cut, whole = ([i for i in shared if leaves[i].cut == on] for on in (True, False))
-    units += make_units(leaves, cut, zero.travel.bucket_bytes, _reduce_key, math.inf, pieces)
+    cut, whole = ([i for i in shared if leaves[i].ways.reduce.scatters == on] for on in (True, False))
+    units += make_units(leaves, cut, zero.travel.bucket_bytes, _reduce_key, math.inf, _sent)
     # Whole gradients are packed in any case, so that they can be summed in place: in messages of an efficient size.
     size = max(zero.travel.bucket_bytes, WHOLE_BUCKET) if zero.travel.bucket_bytes else 0
-    return units + make_units(leaves, whole, size, _reduce_key, math.inf, pieces)
+    return units + make_units(leaves, whole, size, _reduce_key, math.inf, _sent)
 
 
 def _reduce_key(leaf: LeafLayout) -> tuple[torch.dtype, object]:
-    where = leaf.own_axes, leaf.reduce_axes, leaf.extra_axes, leaf.cut, leaf.grad_home, leaf.reduce_code
-    return leaf.dtypes.reduce, (leaf.dtypes.accum, *where)
+    way = leaf.ways.reduce
+    where = leaf.own_axes, leaf.reduce_axes, leaf.extra_axes, leaf.ways.summed.memory_kind
+    return leaf.dtypes.reduce, (leaf.dtypes.accum, way.scatters, way.code, *where)
+
+
+def _used(leaf: LeafLayout) -> Cuts:
+    """The message when a leaf is used: the ranks' pieces, or the block where it is kept whole."""
+    return leaf.pieces if leaf.gathered else Cuts(leaf.block)
+
+
+def _sent(leaf: LeafLayout) -> Cuts:
+    """The message of its gradient: each rank's rows, or the whole."""
+    return leaf.pieces if leaf.ways.reduce.scatters else Cuts(leaf.block)

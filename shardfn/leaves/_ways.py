@@ -11,6 +11,7 @@ state       the optimizer's state, and the rows       from stage 1
 route       from -> to                                runs
 use         kept -> used                              at each use in the loss
 reduce      gradient of used -> summed                when a backward has added up a leaf's uses
+refresh     updated rows -> kept                      after the update
 """
 
 import functools
@@ -82,6 +83,12 @@ class Ways(NamedTuple):
     state: Placement
     use: Route
     reduce: Route
+    refresh: Route
+
+    @property
+    def at_home(self) -> bool:
+        """Whether parameter, gradient and state lie in the device's memory, and the parameter in no code."""
+        return self.kept.is_plain and self.summed.memory_kind == self.state.memory_kind == "device"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -106,7 +113,9 @@ def ways(ndim: int, places: Places, manner: Manner, sizes: Sizes) -> Ways:
     shape = (2,) * ndim
     use = route(shape, kept, used, mesh, via=_way_in(kept, used, manner))
     reduce = route(shape, grad, summed, mesh, via=_way_out(sent, summed, state, manner))
-    return Ways(kept, summed, state, use, reduce)
+    updated = state.with_(memory_kind="device", dtype=kept.dtype)
+    refresh = route(shape, updated, kept, mesh)
+    return Ways(kept, summed, state, use, reduce, refresh)
 
 
 def _summed(places: Places, manner: Manner, sent: Placement, state: Placement) -> Placement:

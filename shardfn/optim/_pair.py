@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardfn.collectives import GlobalTensor, all_gather_invariant, current_mesh, take_own_block
+from shardfn.collectives import GlobalTensor, carry, current_mesh, route
 from shardfn.core import (
     P,
+    Placement,
     PyTree,
     raise_all,
     tree_entries,
@@ -109,9 +110,7 @@ class _WholeLeaf(NamedTuple):
 
     def join(self, block: Tensor, spec: P) -> Tensor:
         """The leaf that has this block. Collective."""
-        for dim, size in enumerate(self.shape):
-            block = all_gather_invariant(block, spec.dim_axes(dim), dim=dim, size=size)
-        return block
+        return _carried(block, self.shape, spec, P())
 
     def first(self, block: Tensor) -> Tensor:
         """The leaf that a state is made of. Collective, where blocks have values."""
@@ -122,9 +121,12 @@ class _WholeLeaf(NamedTuple):
 
 def _cut(x: Tensor, spec: P) -> Tensor:
     """This rank's block of a leaf."""
-    for dim in range(x.ndim):
-        x = take_own_block(x, spec.dim_axes(dim), dim=dim)
-    return x
+    return _carried(x, x.shape, P(), spec)
+
+
+def _carried(x: Tensor, shape: torch.Size, src: P, dst: P) -> Tensor:
+    ends = Placement(src, dtype=x.dtype), Placement(dst, dtype=x.dtype)
+    return carry(x, route(shape, *ends, current_mesh()))
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, Sharding, Zero, optim
+from shardfn.collectives import SumWire
 from shardfn.engine.transfers._local_sums import LocalSums
-from shardfn.engine.transfers._reduce import Reducer
 from shardfn.state import _parts, piled
 from shardfn.testing import distributed
 
@@ -219,7 +219,7 @@ def _out_of_place() -> Iterator[None]:
         before = self._at.pop(leaf, None)
         return grad if before is None else before + grad.to(before.dtype)
 
-    alone = mock.patch.object(Reducer, "_is_alone", lambda *args: False)
+    alone = mock.patch.object(SumWire, "is_alone", False)
     sums = mock.patch.multiple(LocalSums, add=add, total=total)
     with alone, sums, mock.patch.object(_parts, "added", added):
         yield

@@ -1,18 +1,16 @@
 """Covers the gatherer: values, the order of messages, requests, and requests of other ranks."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import shardfn as sf
-from shardfn.core import Pending, RankError
+from shardfn.collectives import gather_wires
+from shardfn.core import RankError
 from shardfn.engine.plan._order import UseOrder
 from shardfn.engine.transfers._gather import DONE, FAILED, IDLE, Gatherer
-from shardfn.engine.transfers._gathered import start_gather
 
 from .fakes import Told, Wire, plan_of
 
@@ -141,9 +139,8 @@ def test_pieces_are_cast_before_they_are_sent() -> None:
     half = leaf.places.dtypes._replace(compute=torch.bfloat16)
     narrow = dataclasses.replace(leaf, places=leaf.places._replace(dtypes=half))
 
-    def send(flat: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        assert list(sizes) == case.plan.gather_units[0].packing.sizes
-        return Pending.of(flat)
-
-    sent = start_gather([narrow], case.plan.gather_units[0].packing, [own], send).result()
-    assert torch.equal(sent, own.bfloat16())
+    (wire,) = gather_wires(case.wire, [(narrow.ways.use, case.plan.gather_units[0].packing)])
+    whole = case.wholes[0].bfloat16()
+    case.wire.messages[tuple(own.bfloat16().reshape(-1).tolist())] = whole.view(-1)
+    sent = wire.start([own]).result()
+    assert wire.dtype == torch.bfloat16 and torch.equal(sent.view(whole.shape), whole)

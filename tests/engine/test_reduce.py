@@ -6,7 +6,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.engine.plan import _plan
-from shardfn.engine.transfers import _reduce
+from shardfn.engine.transfers import _send_queue
 from shardfn.engine.transfers._reduce import Reducer
 
 from .fakes import Wire, plan_of
@@ -53,7 +53,7 @@ def test_sends_wait_for_their_turn_in_the_agreed_order() -> None:
     assert case.sent() == [3, 1, 0]
     case.takes(2)
     case.reducer.end()
-    assert case.sent() == [3, 1, 0, 2] and case.reducer.seen == [0, 1, 3, 2]
+    assert case.sent() == [3, 1, 0, 2] and case.reducer.queue.seen == [0, 1, 3, 2]
     case.check(dict.fromkeys(range(4), 2.0))
 
 
@@ -127,16 +127,16 @@ def test_the_tail_of_the_order_is_sent_last_up_to_a_limit(monkeypatch: pytest.Mo
 def test_only_gradients_that_are_let_go_are_held_back_for(
     stage: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_reduce, "IN_FLIGHT_BYTES", 1)
-    monkeypatch.setattr(_reduce, "PATIENCE", 1e-3)
+    monkeypatch.setattr(_send_queue, "IN_FLIGHT_BYTES", 1)
+    monkeypatch.setattr(_send_queue, "PATIENCE", 1e-3)
     case = Case(stage)
     for whole in (2 * x.view(-1) for x in case.grads):  # the whole sums that stage 0 gathers
         case.wire.messages[tuple(whole[: (len(whole) + 1) // 2].tolist())] = whole
     case.reducer.begin(send=True, last=True)
     case.takes(0, 1, 2, 3)
-    assert (case.reducer._patience < 1e-3) == waits
+    assert (case.reducer.queue.patience < 1e-3) == waits
     case.reducer.end()
-    assert case.reducer._in_flight == 0
+    assert case.reducer.queue.in_flight == 0
 
 
 def test_what_is_taken_is_not_written_to() -> None:

@@ -66,7 +66,7 @@ def _check_reductions(plan: Plan, wholes: list[Tensor], world: int) -> None:
         assert torch.equal(packing.laid(mine), flat)
         turned = [x.movedim(0, -1).contiguous().movedim(-1, 0) if x.ndim else x for x in mine]  # other strides
         assert torch.equal(packing.laid(turned), flat)
-        assert packing.cut == plan.layers[unit.leaves[0]].cut
+        assert packing.cut == plan.layers[unit.leaves[0]].ways.reduce.scatters
         sizes = packing.sizes if packing.cut else dealt(flat.numel(), world)
         assert len(sizes) == world and sum(sizes) == flat.numel()
         if not packing.cut:

@@ -103,10 +103,11 @@ def test_an_optimizer_that_averages_itself_takes_summands() -> None:
     leaf = _leaf(NODES, sf.Zero(2, axis="gpu"))
     own = leaf.left_to(NODE)
     assert own.ways.reduce.hops == (PsumScatter(GPU, 0),) and own.ways.summed.unreduced == NODE
-    assert (own.reduce_axes, own.extra_axes, own.left_axes, own.takes_rows) == (GPU, (), NODE, True)
+    assert (own.reduce_axes, own.extra_axes, own.left_axes) == (GPU, (), NODE)
+    assert own.ways.summed.spec == own.shard
     whole = leaf.left_to(BOTH)
     assert whole.ways.reduce.hops == () and whole.ways.summed.unreduced == BOTH
-    assert (whole.reduce_axes, whole.left_axes, whole.takes_rows) == ((), BOTH, False)
+    assert (whole.reduce_axes, whole.left_axes) == ((), BOTH) and whole.ways.summed.spec == P()
 
 
 def test_a_stack_goes_the_ways_of_its_layers() -> None:
@@ -130,5 +131,5 @@ def test_leaves_that_travel_otherwise_do_not_look_alike() -> None:
     rule: dict[str, Any] = {"zero": zero, "mesh": mesh, "batch_axes": DP, "trainable": True}
     a = leaf_layout("a", torch.Size((8, 8)), F32, P(None, "tp"), **rule)
     b = leaf_layout("b", torch.Size((8, 4)), F32, P(), **rule)
-    assert a.block == b.block and a.reduce_code is not None and b.reduce_code is None
+    assert a.block == b.block and a.ways.reduce.code is not None and b.ways.reduce.code is None
     assert a.looks != b.looks

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
+from shardfn.collectives import GatherWire
 from shardfn.engine.transfers._gathered import GatheredUnit
 from shardfn.testing import distributed
 
@@ -107,28 +108,23 @@ def test_bytes_sent_are_those_of_the_paper(world: int) -> None:
 @pytest.mark.nightly
 @distributed(world=2)
 def test_live_whole_parameters_are_bounded_by_the_window() -> None:
-    from shardfn.engine.transfers import _gather
-
     leaf, num = 64 * 64 * 4, 12
     alive: list = []
     peak = [0]
-    issue = _gather.start_gather
+    start = GatherWire.start
 
-    def counted(leaves, packing, own, send):
-        def noted(flat, sizes):
-            into = flat.new_empty(sum(sizes))
-            alive.append(torch.multiprocessing.reductions.StorageWeakRef(into.untyped_storage()))
-            peak[0] = max(peak[0], sum(not ref.expired() for ref in alive) * leaf)
-            return send(flat, sizes, into)
-
-        return issue(leaves, packing, own, noted)
+    def counted(wire, pieces):
+        into = pieces[0].new_empty(sum(wire.packing.sizes))
+        alive.append(torch.multiprocessing.reductions.StorageWeakRef(into.untyped_storage()))
+        peak[0] = max(peak[0], sum(not ref.expired() for ref in alive) * leaf)
+        return wire.start_into(pieces, into)
 
     def loss(p: list, x: Tensor) -> Tensor:
         for w in p:
             x = torch.tanh(x @ w)
         return x.mean()
 
-    _gather.start_gather = counted
+    GatherWire.start = counted  # pyright: ignore[reportAttributeAccessIssue]
     try:
         params = [torch.eye(64) for _ in range(num)]
         for window in (0, 2 * leaf, 4 * leaf):
@@ -144,7 +140,7 @@ def test_live_whole_parameters_are_bounded_by_the_window() -> None:
             assert peak[0] <= max(window, leaf) + leaf, (window, peak)
             assert sum(not ref.expired() for ref in alive) == 0
     finally:
-        _gather.start_gather = issue
+        GatherWire.start = start
 
 
 @distributed(world=4)
@@ -422,13 +418,16 @@ def _gathers_told(told: list[str]) -> Iterator[None]:
     """Notes when the gather of a leaf sets out, and when it is waited for."""
     init, arrive = GatheredUnit.__init__, GatheredUnit.arrive
 
-    def began(self: Any, leaves: Any, *rest: Any) -> None:
-        told.append(f"sent {leaves[0].path[-3:-2]}")
-        init(self, leaves, *rest)
+    names: dict[int, str] = {}
+
+    def began(self: Any, wire: Any, pieces: Any, leaves: Any) -> None:
+        names[id(self)] = leaves[0].path[-3:-2]
+        told.append(f"sent {names[id(self)]}")
+        init(self, wire, pieces, leaves)
 
     def arrived(self: Any) -> None:
         if not self.arrived:
-            told.append(f"arrived {self._leaves[0].path[-3:-2]}")
+            told.append(f"arrived {names[id(self)]}")
         arrive(self)
 
     with pytest.MonkeyPatch.context() as patch:

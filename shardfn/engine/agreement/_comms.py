@@ -16,7 +16,7 @@ from shardfn.collectives import (
     Channels,
     Control,
     forget_loss_channels,
-    gather_channels,
+    gather_wires,
     set_loss_channels,
 )
 from shardfn.core import Mesh, PerMesh, RankError
@@ -96,10 +96,9 @@ def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> 
     rounds_of(comms, plan)
     if late_axes:
         comms.channels.between(late_axes)
-    gather_channels(comms.channels, [plan.layers[unit.leaves[0]].ways.use for unit in plan.gather_units])
     # In the order of the layout: making a group is collective, and all ranks are to make the same.
-    for axes in [plan.layers[unit.leaves[0]].zero_axes for unit in plan.refresh_units]:
-        comms.channels.gather(axes)
+    gather_wires(comms.channels, [(plan.layers[x.leaves[0]].ways.use, x.packing) for x in plan.gather_units])
+    gather_wires(comms.channels, [(plan.layers[x.leaves[0]].ways.refresh, x.packing) for x in plan.refresh_units])
     if isinstance(comms.channels, Channels):  # others are of captures
         for axes in filter(None, plan.psum_axes):
             comms.channels.loss(axes)

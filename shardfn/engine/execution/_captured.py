@@ -85,7 +85,7 @@ class CapturedSteps:
         for i, leaf in enumerate(plan.leaves):
             if leaf.trainable:
                 x = next(outs)
-                grads[i] = stored_of(x) if leaf.grad_home == "disk" else x
+                grads[i] = stored_of(x) if leaf.ways.summed.memory_kind == "disk" else x
         kept, treedef = tree_flatten(state.model_state)
         new = tree_unflatten(treedef, [next(outs) for _ in kept])
         metrics = dict(zip(program.metrics, outs, strict=True))

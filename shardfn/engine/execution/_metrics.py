@@ -55,7 +55,7 @@ def _made_of(
 
 def _of_chunks(plan: Plan, chunks: Chunks, out: Outcome, loss_scale: Tensor | None) -> tuple[Metrics, Tensor | None]:
     """`measure`, with sums that do not depend on the number of ranks."""
-    parts = out.reducer.parts()
+    parts = out.reducer.store.parts
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     for unit in parts:
         x = parts[unit]
@@ -96,7 +96,7 @@ def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
     Where an optimizer averages them itself: the mean of the squares of ranks' own gradients.
     """
     by_axes: dict[tuple[str, ...], list[int]] = {}
-    parts = out.reducer.parts()
+    parts = out.reducer.store.parts
     for unit in parts:  # in one order, so that the sum has the same bits
         by_axes.setdefault(plan.units_by_norm[unit], []).append(unit)
     sums = {axes: _sums(parts, own).to(out.total.device, torch.float64).sum() for axes, own in by_axes.items()}

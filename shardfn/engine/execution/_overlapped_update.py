@@ -110,11 +110,11 @@ def _units(plan: Plan, *, measures: bool) -> list[int]:
 
 def _is_able(leaf: LeafLayout, small: int) -> bool:
     """Whether the new values of a leaf can be kept beside the old ones."""
-    if not leaf.trainable or leaf.state_home != "disk" or leaf.grad_home == "device":
+    if not leaf.trainable or leaf.ways.state.memory_kind != "disk" or leaf.ways.summed.memory_kind == "device":
         return False
     if leaf.ways.kept.is_stored:
         return not leaf.refreshed
-    room = leaf.grad_home == "host" or leaf.shape.numel() <= small
+    room = leaf.ways.summed.memory_kind == "host" or leaf.shape.numel() <= small
     return room and not (leaf.refreshed and leaf.home == "host")
 
 
@@ -123,7 +123,11 @@ def _arrives(plan: Plan, unit: Unit, able: list[bool], where: list[int]) -> bool
     first = plan.layers[unit.leaves[0]]
     size = plan.mesh.axis_size
     whole = size(first.reduce_axes) == 1 and all(plan.layers[x].dim is None for x in unit.leaves)
-    return size(first.extra_axes) == 1 and (first.cut or whole) and all(able[where[x]] for x in unit.leaves)
+    return (
+        size(first.extra_axes) == 1
+        and (first.ways.reduce.scatters or whole)
+        and all(able[where[x]] for x in unit.leaves)
+    )
 
 
 def _where(plan: Plan) -> list[Rows]:

@@ -134,10 +134,10 @@ class Performer:
         with named_range("waits"):
             self._gatherer.end_phase(ask=False)
         if self._performed == 0:
-            self._reducer.expect(plan.reduce_order or plan.guessed_order(plan.use_order("step")))
+            self._reducer.queue.expect(plan.reduce_order or plan.guessed_order(plan.use_order("step")))
         if last and ahead is not None:
             if value is not None and value.weight is None:
-                self._reducer.give_to(ahead)
+                self._reducer.store.give_to(ahead)
             else:  # gradients are divided by the weight of all ranks' batches first
                 ahead.stop()
         if value is not None:
@@ -225,7 +225,7 @@ class Performer:
         values = self._course.values([self._seen[k] for k in sorted(self._seen)])
         out = outcome_of(values, self._num, self._reducer, plan, self._course.kept(self._model_state.now))
         if not plan.reduce_order:
-            first: Any = rounds_of(comms, plan).gather(self._reducer.seen)[0]
+            first: Any = rounds_of(comms, plan).gather(self._reducer.queue.seen)[0]
             plan.reduce_order = first
         agree_on_outcome(plan, comms, out)
         return out

@@ -115,7 +115,8 @@ def _as_stream(
     train = [leaf if leaf.trainable else None for leaf in plan.leaves]
     params = [None if leaf is None else _column(plan, leaf, b) for leaf, b in zip(train, blocks, strict=True)]
     own = [
-        None if leaf is None or i not in grads else Column(grads.pop(i), leaf.grad_home) for i, leaf in enumerate(train)
+        None if leaf is None or i not in grads else Column(grads.pop(i), leaf.ways.summed.memory_kind)
+        for i, leaf in enumerate(train)
     ]
     return whole_update(plan, optimizer, params, own, opt_state, scale)
 
@@ -132,7 +133,7 @@ def whole_update(
     leaves, treedef = tree_flatten(opt_state)
     held = tree_unflatten(plan.treedef, [None if c is None else c.held for c in params])
     rule = rule_of(plan, optimizer)
-    homes: list[MemoryKind] = [leaf.state_home for leaf in plan.leaves if leaf.trainable]
+    homes: list[MemoryKind] = [leaf.ways.state.memory_kind for leaf in plan.leaves if leaf.trainable]
     index = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
     owners = state_owners(opt_state, held, rule)
     state = [Column(x, homes[k] if k is not None else "device") for x, k in zip(leaves, owners, strict=True)]

@@ -80,10 +80,10 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
         ValueError,
         whose,
         [
-            f"{leaf.path} is kept at {leaf.home!r}, its gradient at {leaf.grad_home!r} and its optimizer state at"
-            f" {leaf.state_home!r}; keep them on the device"
+            f"{leaf.path} is kept at {leaf.home!r}, its gradient at {leaf.ways.summed.memory_kind!r} and its optimizer"
+            f" state at {leaf.ways.state.memory_kind!r}; keep them on the device"
             for leaf in leaves
-            if not leaf.at_home
+            if not leaf.ways.at_home
         ],
     )
 

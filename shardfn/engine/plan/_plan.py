@@ -103,7 +103,7 @@ class Plan:
     @functools.cached_property
     def at_home(self) -> bool:
         """Whether everything that an update reads and writes lies in the device's memory, unconverted."""
-        return all(leaf.at_home for leaf in self.leaves if leaf.trainable)
+        return all(leaf.ways.at_home for leaf in self.leaves if leaf.trainable)
 
     @functools.cached_property
     def shards(self) -> PyTree:
@@ -237,6 +237,11 @@ class Plan:
         return [tuple(a for a in self.mesh.axis_names if a in names) for names in sorted(sets)]
 
     @functools.cached_property
+    def reduce_unit_of(self) -> dict[int, int]:
+        """By layer that is trained, the number of its unit of reduction."""
+        return {i: u for u, unit in enumerate(self.reduce_units) for i in unit.leaves}
+
+    @functools.cached_property
     def units_by_norm(self) -> list[tuple[str, ...]]:
         """For each unit of reduction, the axes along which the pieces of its leaves are disjoint."""
         return [self.norm_axes(self.layers[unit.leaves[0]]) for unit in self.reduce_units]
@@ -263,7 +268,7 @@ class Plan:
         lines += [f"mesh {self.mesh.shape}, batch cut along {self.batch_axes}"]
         for x in self.leaves:
             kept = f"compute {x.compute!r} trainable {x.trainable}{' stacked' if x.layers else ''}"
-            homes = f"kept at {x.home}, {x.grad_home}, {x.state_home}"
+            homes = f"kept at {x.home}, {x.ways.summed.memory_kind}, {x.ways.state.memory_kind}"
             code = "" if x.places.code is None else f" in {x.places.code}"
             lines.append(f"{x.path}: {tuple(x.shape)} {x.dtypes} {kept} {homes}{code}")
         return "\n".join(lines)

@@ -262,6 +262,6 @@ def _made_by(plan: Plan, leaves: list[Any]) -> bool:
 
 
 def _check_disk(leaves: list[LeafLayout], zero: Zero) -> None:
-    used = any("disk" in (leaf.home, leaf.grad_home, leaf.state_home) for leaf in leaves)
+    used = any("disk" in (leaf.home, leaf.ways.summed.memory_kind, leaf.ways.state.memory_kind) for leaf in leaves)
     if zero.disk is not None and not used:
         raise ValueError(f"Zero(disk={zero.disk!r}) has no effect: nothing is kept on disk.")

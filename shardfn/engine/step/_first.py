@@ -56,7 +56,7 @@ def first_state(
     Raises:
         ValueError: the optimizer's state for a leaf depends on other leaves.
     """
-    make = _at_once if all(leaf.at_home for leaf in plan.leaves) else _one_by_one
+    make = _at_once if all(leaf.ways.at_home for leaf in plan.leaves) else _one_by_one
     with torch.no_grad():
         params, opt_state = make(plan, optimizer, draw)
     return _complete(params, opt_state, key, loss_scale)
@@ -221,7 +221,7 @@ def _global(plan: Plan, x: Any, leaf: LeafLayout | None) -> GlobalTensor:
         return x
     if leaf is None:
         return GlobalTensor(x, torch.Size(x.shape), P(), plan.mesh)
-    return GlobalTensor(x, leaf.shape, leaf.shard, plan.mesh, leaf.state_home)
+    return GlobalTensor(x, leaf.shape, leaf.shard, plan.mesh, leaf.ways.state.memory_kind)
 
 
 def _no_rows(plan: Plan, i: int) -> Tensor:

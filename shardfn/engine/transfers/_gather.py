@@ -16,9 +16,7 @@ from shardfn.capture import capturing, traced_once
 from shardfn.collectives import (
     AnyChannels,
     AnyRounds,
-    CodedGather,
-    TwoHops,
-    gather_channels,
+    gather_wires,
 )
 from shardfn.core import Pending, RankError, Stored
 from shardfn.engine.agreement import named_range
@@ -30,7 +28,6 @@ from ._gathered import (
     GatheredUnit,
     Piece,
     arrived,
-    start_gather,
 )
 
 # The codes that a rank sends in a round where it wants no unit: it is done; it failed; it is done with the step's
@@ -73,8 +70,8 @@ class Gatherer:
         # Begun ahead, on this rank alone; taken when the unit is issued or sets out.
         self._reads: dict[int, list[Piece]] = {}
         self._keep = keep
-        self._wires = gather_channels(channels, [leaves[unit.leaves[0]].ways.use for unit in units])
-        self._hops = {u for u, unit in enumerate(units) if leaves[unit.leaves[0]].near}
+        self._wires = gather_wires(channels, [(leaves[unit.leaves[0]].ways.use, unit.packing) for unit in units])
+        self._hops = {u for u, wire in enumerate(self._wires) if wire.in_two}
         self._brought: dict[int, Pending[Tensor] | Tensor] = {}
         self._channels, self._rounds, self._order, self._window = channels, rounds, order, window
         # Those of the largest rank's blocks: windows are the same on all ranks.
@@ -261,17 +258,9 @@ class Gatherer:
             self._unused.append(whole)
 
     def _issue(self, unit: int) -> GatheredUnit:
-        members, packing = [self._leaves[i] for i in self._units[unit].leaves], self._units[unit].packing
-        channel = self._wires[unit]
-        if unit in self._hops:
-            piece = self._secondary(unit)
-            return GatheredUnit(
-                members, packing, [piece], channel, lambda near: channel.all_gather(near[0], packing.sizes)
-            )
-        pieces = self._reads.pop(unit, None) or self._pieces(unit)
-        return GatheredUnit(
-            members, packing, pieces, channel, lambda own: start_gather(members, packing, own, channel.all_gather)
-        )
+        members = [self._leaves[i] for i in self._units[unit].leaves]
+        brought = [self._secondary(unit)] if unit in self._hops else None
+        return GatheredUnit(self._wires[unit], brought or self._own(unit), members)
 
     def _secondary(self, unit: int) -> Tensor:
         """The result of a unit's first hop."""
@@ -283,20 +272,15 @@ class Gatherer:
         return piece
 
     def _bring(self, unit: int) -> Pending[Tensor]:
-        members, hops = [self._leaves[i] for i in self._units[unit].leaves], self._wires[unit]
-        packing = self._units[unit].packing
-        assert isinstance(hops, TwoHops | CodedGather)
-        pieces = self._reads.pop(unit, None) or self._pieces(unit)
-        own = arrived(pieces)
-
-        def bring(*own: Tensor) -> Pending[Tensor]:
-            return start_gather(members, packing, own, hops.bring)
-
+        wire, own = self._wires[unit], arrived(self._own(unit))
         if not capturing():
-            return bring(*own)
-        looks = *(leaf.looks for leaf in members), hops.axes
-        (piece,) = traced_once(("bring", looks), lambda *own: [bring(*own).result()], own)
+            return wire.bring(own)
+        looks = *(self._leaves[i].looks for i in self._units[unit].leaves), wire.axes
+        (piece,) = traced_once(("bring", looks), lambda *own: [wire.bring(own).result()], own)
         return Pending.of(piece)
+
+    def _own(self, unit: int) -> list[Piece]:
+        return self._reads.pop(unit, None) or self._pieces(unit)
 
 
 def _raise_failed(rounds: AnyRounds, codes: Sequence[int]) -> None:

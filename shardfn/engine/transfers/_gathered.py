@@ -1,19 +1,17 @@
 """One unit of leaves between the start of its transfer and its last use."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from shardfn.capture import capturing, traced_once
-from shardfn.collectives import GatherChannel, Packing
+from shardfn.collectives import GatherWire
 from shardfn.core import Pending
 from shardfn.leaves import LeafLayout
 from shardfn.memory import Fetch
 
 # A piece of a leaf that this rank keeps: on the device, or on its way there.
 Piece = Tensor | Fetch
-# From this rank's pieces to a transfer.
-Start = Callable[[Sequence[Tensor]], Pending[Tensor]]
 
 
 class GatheredUnit:
@@ -22,20 +20,16 @@ class GatheredUnit:
     Made when its transfer starts. Also a unit that is dropped must `arrive`, as other ranks may wait for it.
 
     Args:
+        wire: on which it is gathered.
+        pieces: this rank's; of two hops, the result of the first.
         leaves: the leaves of the unit.
-        packing: how they lie in the message.
-        pieces: this rank's.
-        channel: that `start` sends on.
-        start: sends them.
 
     Attributes:
         arrived: whether its transfer has ended.
     """
 
-    def __init__(
-        self, leaves: list[LeafLayout], packing: Packing, pieces: list[Piece], channel: GatherChannel, start: Start
-    ) -> None:
-        self._leaves, self._packing = leaves, packing
+    def __init__(self, wire: GatherWire, pieces: Sequence[Piece], leaves: Sequence[LeafLayout]) -> None:
+        self._wire = wire
         # In flight (`_pending`), then here as a message (`_out`), then as leaves (`_tensors`): one of them at a time.
         self._pending: Pending[Tensor] | None = None
         self._out: Tensor | None = None
@@ -43,20 +37,20 @@ class GatheredUnit:
         # In a capture a transfer is waited for where it is issued; the passes set the two apart.
         self.arrived = capturing()
         # Neither sent nor packed: only the move from its memory is waited for.
-        if channel.size == 1 and len(pieces) == 1 and isinstance(pieces[0], Fetch) and not self.arrived:
+        if wire.size == 1 and len(pieces) == 1 and isinstance(pieces[0], Fetch) and not self.arrived:
             self._pending = pieces[0]
             self.move_if_ready()
             return
         own = arrived(pieces)
         if self.arrived:  # a capture sends nothing, and each layer of a stack has the same steps
-            looks = *(leaf.looks for leaf in leaves), channel.axes
+            looks = *(leaf.looks for leaf in leaves), wire.axes
 
             def gather(*own: Tensor) -> list[Tensor]:
-                return packing.unpack(start(own).result())
+                return wire.packing.unpack(wire.start(own).result())
 
             self._tensors = list(traced_once(("gather", looks), gather, own))
         else:
-            self._pending = start(own)
+            self._pending = wire.start(own)
 
     def move_if_ready(self) -> None:
         """Starts the copy to the device of pieces that have been read from disk."""
@@ -68,7 +62,7 @@ class GatheredUnit:
         if self._pending is not None:
             out = self._pending.result()
             # Without a message nothing has been cast.
-            self._out = out.to(self._leaves[0].dtypes.compute) if isinstance(self._pending, Fetch) else out
+            self._out = out.to(self._wire.dtype) if isinstance(self._pending, Fetch) else out
             self._pending, self.arrived = None, True
 
     def leaf(self, slot: int) -> Tensor:
@@ -76,21 +70,10 @@ class GatheredUnit:
         if not self._tensors:
             self.arrive()
             assert self._out is not None
-            self._tensors = self._packing.unpack(self._out)
+            self._tensors = self._wire.packing.unpack(self._out)
             # Its views hold the memory: that goes with the last of the leaves.
             self._out = None
         return self._tensors[slot]
-
-
-def start_gather(
-    leaves: Sequence[LeafLayout],
-    packing: Packing,
-    own: Sequence[Tensor],
-    send: Callable[[Tensor, Sequence[int]], Pending[Tensor]],
-) -> Pending[Tensor]:
-    """Begins to send this rank's pieces of leaves, in one message, in the dtype that the loss sees."""
-    pieces = [piece.to(leaf.dtypes.compute) for leaf, piece in zip(leaves, own, strict=True)]
-    return send(packing.pack(pieces), packing.sizes)
 
 
 def arrived(pieces: Sequence[Piece]) -> list[Tensor]:

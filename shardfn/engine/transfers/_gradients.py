@@ -55,8 +55,8 @@ def as_tree(plan: Plan, grads: Blocks) -> PyTree:
             return None
         x = grads[i]
         # A pure step stores nothing on disk.
-        in_memory = leaf.grad_home == "disk" and isinstance(x, Tensor)
-        return GlobalTensor(x, leaf.shape, leaf.shard, plan.mesh, "host" if in_memory else leaf.grad_home)
+        in_memory = leaf.ways.summed.memory_kind == "disk" and isinstance(x, Tensor)
+        return GlobalTensor(x, leaf.shape, leaf.shard, plan.mesh, "host" if in_memory else leaf.ways.summed.memory_kind)
 
     return tree_unflatten(plan.treedef, [whole(i, leaf) for i, leaf in enumerate(plan.leaves)])
 
@@ -204,8 +204,11 @@ def _problems(plan: Plan, path: str, leaf: LeafLayout, x: GlobalTensor) -> Itera
         yield f"{path} is cut as {x.spec!r}; here it is {leaf.shard!r}: sf.reshard(grads, to) moves it"
         return
     # A block that was read from disk, and changed, lies on the host.
-    if x.memory_kind != leaf.grad_home and (x.memory_kind, leaf.grad_home) != ("host", "disk"):
-        yield f"{path} is at {x.memory_kind!r}; here it is at {leaf.grad_home!r}"
+    if x.memory_kind != leaf.ways.summed.memory_kind and (x.memory_kind, leaf.ways.summed.memory_kind) != (
+        "host",
+        "disk",
+    ):
+        yield f"{path} is at {x.memory_kind!r}; here it is at {leaf.ways.summed.memory_kind!r}"
     if x.dtype != leaf.dtypes.accum:
         yield f"{path} is {x.dtype}; here it is {leaf.dtypes.accum}, in which gradients are added up"
     block = leaf.pieces.shapes[plan.zero_rank(leaf)]

@@ -157,7 +157,11 @@ def _leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:
 
     The last is the same on all ranks, independent of their blocks.
     """
-    copied = [x for x in plan.leaves if x.trainable and x.dtypes.master != x.dtypes.param and x.state_home == "disk"]
+    copied = [
+        x
+        for x in plan.leaves
+        if x.trainable and x.dtypes.master != x.dtypes.param and x.ways.state.memory_kind == "disk"
+    ]
     casts = {leaf.path for leaf in copied}
     parts = ("params", state.params), ("opt_state", state.opt_state), ("state", state._replace(params=(), opt_state=()))
     named = [pair for name, tree in parts for pair in named_leaves(tree, name)]

@@ -42,7 +42,7 @@ def enter_purely(plan: Plan, blocks: Sequence[Tensor], mode: Following | None = 
     Raises:
         ValueError: leaves or gradients are quantised on their way, which has no derivative.
     """
-    coded = [x.path for x in plan.leaves if x.gather_code or x.reduce_code or x.places.code]
+    coded = [x.path for x in plan.leaves if x.ways.use.code or x.ways.reduce.code or x.places.code]
     raise_all(
         ValueError,
         "step.loss, and steps under torch.func, are exact; leave out Travel(gather=, reduce=), which rounds:",
@@ -55,7 +55,7 @@ def enter_purely(plan: Plan, blocks: Sequence[Tensor], mode: Following | None = 
     for unit in plan.gather_units:
         if not plan.leaves[unit.leaves[0]].gathered:  # brought from another memory, and here by now
             continue
-        invariant = mode is not None or not plan.leaves[unit.leaves[0]].cut
+        invariant = mode is not None or not plan.leaves[unit.leaves[0]].ways.reduce.scatters
         for i, whole in _gathered(plan, unit, blocks, invariant=invariant):
             wholes[i] = whole
     if mode is not None:
@@ -80,7 +80,7 @@ def reduce_purely(plan: Plan, grads: dict[int, Tensor]) -> dict[int, Tensor]:
         first = plan.leaves[unit.leaves[0]]
         leaves = [plan.leaves[i] for i in unit.leaves]
         given = [grads[i].to(first.dtypes.reduce) for i in unit.leaves]
-        pieces = _scattered(plan, leaves, given) if first.cut else _summed(plan, leaves, given)
+        pieces = _scattered(plan, leaves, given) if first.ways.reduce.scatters else _summed(plan, leaves, given)
         out.update({i: piece.to(first.dtypes.accum) for i, piece in zip(unit.leaves, pieces, strict=True)})
     return out
 
@@ -100,7 +100,7 @@ def refresh_purely(plan: Plan, blocks: Sequence[Tensor], rows: Sequence[Tensor |
 
 
 def _vary(leaf: LeafLayout, x: Tensor) -> Tensor:
-    axes = leaf.extra_axes if leaf.gathered and leaf.cut else leaf.reduce_axes + leaf.extra_axes
+    axes = leaf.extra_axes if leaf.gathered and leaf.ways.reduce.scatters else leaf.reduce_axes + leaf.extra_axes
     return pvary(x, axes) if x.is_floating_point() else x
 
 

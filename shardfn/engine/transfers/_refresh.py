@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardfn.capture import capturing
-from shardfn.collectives import AnyChannels
+from shardfn.collectives import AnyChannels, gather_wires
 from shardfn.core import Pending, Stored
 from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Plan
@@ -38,7 +38,7 @@ def refresh(
     if not plan.refresh_units:
         return out
     layered, fresh = plan.by_layer(out), plan.by_layer(rows)
-    resident = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].plain]
+    resident = [unit for unit in plan.refresh_units if plan.layers[unit.leaves[0]].ways.kept.is_plain]
     here = [x if isinstance(x, Tensor) else None for x in layered]
     # From here on parameters are overwritten, some by the transfers themselves: an error leaves some new and some old.
     # All are started before the first is waited for; every rank has the same units in the same order.
@@ -51,7 +51,7 @@ def refresh(
             arrived = pending.result()
             if not landed:
                 _spread(unit, arrived, here)
-    away = [unit for unit in plan.refresh_units if not plan.layers[unit.leaves[0]].plain]
+    away = [unit for unit in plan.refresh_units if not plan.layers[unit.leaves[0]].ways.kept.is_plain]
     if away:
         _close(plan, channels, away, fresh, (blocks, layered), out, pool)
     channels.flush()
@@ -126,11 +126,10 @@ def _start(
     rows: Sequence[Tensor | Stored | None],
 ) -> tuple[Pending[Tensor], bool]:
     """Starts one unit's transfer; also whether it writes to the parameter itself."""
-    first, packing = plan.layers[unit.leaves[0]], unit.packing
-    channel, block = channels.gather(first.zero_axes), blocks[unit.leaves[0]]
+    first, block = plan.layers[unit.leaves[0]], blocks[unit.leaves[0]]
+    (wire,) = gather_wires(channels, [(first.ways.refresh, unit.packing)])
     pieces = [row for i in unit.leaves if isinstance(row := rows[i], Tensor)]
     assert block is not None and len(pieces) == len(unit.leaves)
     # The rows of all ranks, one after another, are the leaf as it lies in memory.
-    if len(unit.leaves) == 1 and first.dim == 0 and block.is_contiguous():
-        return channel.all_gather(pieces[0], packing.sizes, block.view(-1), idle=True), True
-    return channel.all_gather(packing.pack(pieces), packing.sizes, idle=True), False
+    lands = len(unit.leaves) == 1 and first.dim == 0 and block.is_contiguous()
+    return wire.start_into(pieces, block.view(-1) if lands else None), lands
