@@ -32,7 +32,7 @@ class Ranking:
                 f"mode={mode!r}: the best value of {metric!r} is the lowest, 'min', or the highest, 'max'."
             )
         self.metric, self._store, self._sign = metric, store, 1.0 if mode == "min" else -1.0
-        # The values that were read, by step; NaN where a checkpoint has none.
+        # The values that were read, by step; NaN where a checkpoint lacks it.
         self._known: dict[int, float] = {}
 
     def first(self, steps: Iterable[int], num: int) -> list[int]:

@@ -33,10 +33,10 @@ def as_json(x: Any, name: str = "user") -> Any:
 
 
 def from_json(x: Any) -> Any:
-    """The value of which `as_json` has made this.
+    """The inverse of `as_json`.
 
     Raises:
-        ValueError: `as_json` makes no such value.
+        ValueError: `x` is not a result of `as_json`.
 
     Example:
         >>> from_json({"best": {"$float": "inf"}, "next": [1, 2.5]})

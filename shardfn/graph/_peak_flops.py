@@ -27,8 +27,8 @@ def peak_flops(
 ) -> float:
     """Floating-point operations a second of one device, for model FLOPs utilisation.
 
-    Of a GPU in `DEVICES` it is the vendor's figure. Of any other device it is the rate of the fastest of several matrix
-    products that run now, so utilisation is then a fraction of that rate.
+    For a GPU in `DEVICES` it is the vendor's figure. For any other device it is the rate of the fastest of several
+    matrix products that run now, so utilisation is then a fraction of that rate.
 
     Args:
         device: such as `mesh.device`; for all devices of a mesh multiply by `mesh.size`.
@@ -47,7 +47,7 @@ def peak_flops(
 
 
 def known_device(name: str) -> str | None:
-    """The entry of `DEVICES` for a driver's name of a device; None if it has none.
+    """The entry of `DEVICES` for a driver's name of a device; None if it is not listed.
 
     Example:
         >>> known_device("NVIDIA H100 80GB HBM3"), known_device("NVIDIA T4")

@@ -1,4 +1,4 @@
-"""Files that only grow: each write is there as a whole or not at all, and what was there before stays."""
+"""Files that only grow: a write adds all its bytes or leaves no trace, and earlier bytes stay."""
 
 import os
 import pathlib
@@ -14,9 +14,10 @@ class GrowingFile:
     """
 
     def __init__(self, path: pathlib.Path, size: int = 0) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        path.touch()
+        self._file = path.open("r+b", buffering=0)
         self._size = size
-        os.ftruncate(self._fd, size)
+        self._file.truncate(size)
 
     def append(self, data: bytes) -> None:
         """Writes bytes at the end.
@@ -26,18 +27,17 @@ class GrowingFile:
         """
         done = 0
         try:
+            self._file.seek(self._size)
             while done < len(data):
-                done += os.pwrite(self._fd, data[done:], self._size + done)
+                done += self._file.write(data[done:])
         except BaseException:
-            os.ftruncate(self._fd, self._size)
+            self._file.truncate(self._size)
             raise
         self._size += done
 
     def close(self) -> None:
         """Closes it. Closing again does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
 
 def resumed_lines(path: pathlib.Path, keep: Callable[[str], bool]) -> tuple[list[str], GrowingFile]:
@@ -55,7 +55,7 @@ def resumed_lines(path: pathlib.Path, keep: Callable[[str], bool]) -> tuple[list
 
 
 def replace_text(path: pathlib.Path, lines: Iterable[str]) -> None:
-    """Replaces a file by these lines, or leaves it as it is."""
+    """Replaces a file by these lines; after an error it is unchanged."""
     new = path.with_name(f"{path.name}.new")
     try:
         new.write_bytes("".join(lines).encode())

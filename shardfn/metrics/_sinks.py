@@ -124,7 +124,7 @@ def package(name: str, needs: str, *parts: str) -> list[ModuleType]:
     """Imports modules of a package that is not required.
 
     Args:
-        name: of the package, as it is installed.
+        name: its name for pip.
         needs: the user's call that needs it.
         *parts: the modules; the package itself if there are no others.
 

@@ -49,7 +49,6 @@ from ._norm import (
     large_square as large_square,
     largest as largest,
     of_limbs as of_limbs,
-    over_blocks as over_blocks,
     squares_of as squares_of,
     sum_squares as sum_squares,
     summing_exactly as summing_exactly,

@@ -5,7 +5,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from shardfn.collectives import GlobalTensor, bind_mesh, blocks_of
+from shardfn.collectives import GlobalTensor, bind_mesh, blocks_of, psum
 from shardfn.core import (
     PyTree,
     did_you_mean,
@@ -16,7 +16,7 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
-from shardfn.optim import over_blocks, squares_of
+from shardfn.optim import squares_of
 from shardfn.state import check_alive
 
 
@@ -76,7 +76,8 @@ def _rows(x: GlobalTensor) -> Tensor:
     own = own.sum(tuple(range(1, own.ndim))) if own.ndim > 1 else own
     rows = torch.zeros(x.shape[0], dtype=torch.float64, device=x.mesh.device)
     rows[start:stop] = own
-    return over_blocks(rows, [x.spec] * len(rows)) if len(rows) else rows
+    axes = x.mesh.axes(x.spec.axes)
+    return psum(rows, tuple(axes)) if axes else rows
 
 
 def _stacked(tree: PyTree, keys: set[str]) -> list[bool]:

@@ -37,7 +37,7 @@ def test_the_best_ones_stay_beside_the_newest(tmp_path: pathlib.Path, mode: str,
     with Manager(tmp_path, best="validation_loss", mode=mode, keep_best=num, keep_last=1) as manager:
         assert manager.best() is None
         save_all(manager)
-        # Of equal ones the earliest; NaN is never the best.
+        # The earliest of equal ones; NaN is never the best.
         assert manager.best() == checkpoint.best(tmp_path, "validation_loss", mode) == {"min": 1, "max": 6}[mode]
         assert manager.steps() == steps
         assert manager.restore(tree(0), step=manager.best()).tree["w"][0] == manager.best()
@@ -54,7 +54,7 @@ def test_another_process_knows_the_best(tmp_path: pathlib.Path) -> None:
         assert (manager.best(), manager.steps()) == (1, [1, 3])
         manager.save(tree(4), 4, metrics={"loss": 0.5})
         assert (manager.best(), manager.steps()) == (4, [4])
-    # Another metric has no values, and without one nothing is kept longer.
+    # Another metric has no values, and without one no checkpoint is kept longer.
     assert checkpoint.best(tmp_path, "accuracy", "max") is None
     assert "metrics: {'loss': 0.5}" in checkpoint.inspect(tmp_path)
     with Manager(tmp_path, keep_last=1) as manager:
@@ -163,14 +163,14 @@ def test_killed_at_any_instant_the_best_one_is_whole(tmp_path: pathlib.Path) -> 
             os.kill(process.pid, signal.SIGKILL)
         step, newest = checkpoint.best(tmp_path, "loss"), checkpoint.latest(tmp_path)
         assert step is not None and newest is not None and checkpoint.verify(tmp_path, step).step == step
-        # It is the best of all that were complete, and no kill has lost it.
+        # It is the best of all complete ones, and no kill has lost it.
         want = min(range(1, newest + 1), key=lambda k: random.Random(k).random())
         assert step == want and random.Random(step).random() <= best
         best = random.Random(step).random()
         assert len(checkpoint.steps(tmp_path)) <= 4
 
 
-# What lies beside a state.
+# Values beside a state.
 
 ODD: Any = {
     "best": math.inf,
