@@ -18,7 +18,7 @@ class EarlyStopping(NamedTuple):
     NaN is no improvement. Give it values that all ranks have, as `step.evaluate` returns them, so that ranks stop after
     the same step.
 
-    Args:
+    Attributes:
         patience: the number of evaluations without improvement after which `stop` is True.
         min_delta: a smaller change is no improvement.
         mode: "min" or "max": whether lower or higher values are better.

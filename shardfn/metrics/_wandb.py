@@ -14,6 +14,9 @@ class WandB:
     A run that resumes goes on in the same run: its id is in `wandb_run` in the logger's folder. Curves are drawn over
     the steps of training, so steps that are made again are drawn twice.
 
+    wandb writes and sends in a process of its own, whose errors, such as a full disk, do not arrive here. Rows that it
+    loses then are in `metrics.jsonl` alone.
+
     Args:
         **init: as `wandb.init` takes them: `project`, `entity`, `name`, `group`, `tags`, `notes`, `config` for the
             hyperparameters, `mode="offline"` for a machine without network, `id` to choose the run. `dir` is the
