@@ -38,7 +38,7 @@ def progress(
 
     Returns:
         A `tqdm`: an iterator and a context manager with `update(n)`, `set_postfix(loss=...)`, `write(text)`, `close()`.
-        Where no bar is shown, an object with these that shows nothing, whose `disable` is True.
+        Where no bar is shown, an object with these whose `disable` is True; its `write` prints on the first rank.
 
     Example:
         >>> for step in progress(range(3), desc="training", unit="step"):
@@ -46,8 +46,9 @@ def progress(
         >>> step
         2
     """
-    if not (_is_first(mesh) and sys.stderr is not None and sys.stderr.isatty()):
-        return _Hidden(iterable)
+    first = _is_first(mesh)
+    if not (first and sys.stderr is not None and sys.stderr.isatty()):
+        return _Hidden(iterable, prints=first)
     from tqdm import tqdm  # starts a thread, which programs without bars do without
 
     look: dict[str, Any] = {"leave": False, "delay": _SOON} if part else {}
@@ -61,8 +62,8 @@ class _Hidden:
 
     disable = True
 
-    def __init__(self, iterable: Iterable[Any] | None) -> None:
-        self._iterable = iterable
+    def __init__(self, iterable: Iterable[Any] | None, *, prints: bool) -> None:
+        self._iterable, self._prints = iterable, prints
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._iterable or ())
@@ -82,10 +83,10 @@ class _Hidden:
     def close(self) -> None:
         """Has nothing to end."""
 
-    @staticmethod
-    def write(text: str, file: Any = None) -> None:
-        """Prints a line, as `tqdm.write` does above the bar."""
-        print(text, file=file or sys.stdout)
+    def write(self, text: str, file: Any = None) -> None:
+        """Prints a line on the first rank, as `tqdm.write` does above the bar."""
+        if self._prints:
+            print(text, file=file or sys.stdout)
 
 
 def _is_first(mesh: Mesh | None) -> bool:

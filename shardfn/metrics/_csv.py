@@ -61,8 +61,9 @@ class CSV:
         assert self._file is not None
         rows = [_cells(line) for line in self._path.read_text(encoding="utf-8").splitlines()][1:]
         replace_text(self._path, _lines(columns, ([*row, *[""] * (len(columns) - len(row))] for row in rows)))
+        wider = GrowingFile(self._path, self._path.stat().st_size)
         self._file.close()
-        self._file, self._columns = GrowingFile(self._path, self._path.stat().st_size), columns
+        self._file, self._columns = wider, columns
 
 
 def _lines(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:

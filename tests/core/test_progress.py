@@ -57,6 +57,7 @@ def test_other_ranks_are_silent() -> None:
         for own in (mesh, None):
             with progress(range(3), mesh=own) as bar:
                 assert bar.disable == (mesh.rank != 0)
+                bar.write("a line", file=sys.stderr)
         assert (sys.stderr.getvalue() == "") == (mesh.rank != 0)
     finally:
         sys.stderr = plain
