@@ -18,7 +18,7 @@ from shardfn.engine.execution import Argument, Interface, Ready, on_device, taki
 from shardfn.engine.loss import ResultSlot, agree_on_step, ambient, leaf_signature
 from shardfn.state import as_graph_value, taken
 
-from ._blocks import apart, memory_of
+from ._blocks import apart, memory_of, refuse_twice
 
 _REMEDY = "Bind the function again for this layout, or call it without bind."
 
@@ -141,6 +141,7 @@ class BoundCall:
     def _seen(self, given: Sequence[Any]) -> tuple[list[Tensor], dict[int, bool], list[GlobalTensor]]:
         """The inputs of the graph, their memory (and if it is donated), and the donated leaves."""
         seen: list[Tensor] = []
+        kept: list[Tensor] = []  # blocks on the host, where `seen` has their copies
         donated: list[GlobalTensor] = []
         memory: dict[int, bool] = {}
         shared = False
@@ -160,6 +161,7 @@ class BoundCall:
                 if isinstance(own, Tensor) and own.numel():
                     shared = shared or memory_of(own) in memory or memory_of(own) in self._memory
                     memory[memory_of(own)] = True
+                    kept.append(own)
             if not isinstance(held, Tensor):
                 continue
             m = memory_of(held)
@@ -170,7 +172,9 @@ class BoundCall:
             if a.donated:
                 donated.append(x)
         if shared:
-            raise ValueError(f"{self._what}: donated arguments share memory with others; give each a copy of its own.")
+            pairs = zip(self._arguments, given, strict=True)
+            named = [(a.path, x.held) for a, x in pairs if a.donated and isinstance(x.held, Tensor)]
+            refuse_twice(named, [*self._values, *seen, *kept])
         return seen, memory, donated
 
     def _refuse(self, given: Sequence[Any]) -> None:
