@@ -306,8 +306,7 @@ class ShardedStep(Transform):
             check_passed(state, batch)
             check_alive(state)
             predicted = None if cluster is None else predict(self.lower(state, batch), cluster)
-        with losing_no_peer(comms):
-            comms.control.agree("how many steps are profiled", str(steps))
+        agree_on_step(comms.control, f"step.profile(steps={steps})")
         now, _ = self(state, batch)
         del state
 
@@ -370,7 +369,7 @@ class ShardedStep(Transform):
         self._refuse_several("a step inside a transform of torch.func")
         plan, args = self._admission.pure(state), self._admission.args(state, batch)
         self._agreement.agree_once(plan, "a step in a transform")
-        with bind_mesh(self.mesh), losing_no_peer_purely(self.mesh):
+        with bind_mesh(self.mesh), losing_no_peer_purely(self.mesh, "a step in a transform"):
             return pure_step(plan, state, self._parts, args)
 
     @uncollected()
@@ -572,8 +571,7 @@ class ShardedStep(Transform):
             check_batches(batches, metrics)
             self._planner.plan_of(state)
             check_alive(state)
-        with losing_no_peer(comms):
-            agree_on_step(comms.control, "step.evaluate")
+        agree_on_step(comms.control, "step.evaluate")
         keys = () if self._key is None or metrics is not None else self._admission.args(state, None)[1:]
         return self._measures.evaluate(metrics, state, batches, keys)
 
