@@ -91,7 +91,7 @@ def make_mesh(
         return Mesh(_fill(shape, size), dev, timeout=limit, ranks=ranks, agreement_timeout=agreement)
     shape = _fill(shape, world)
     if world == 1:
-        return Mesh(shape, dev)
+        return Mesh(shape, dev, timeout=limit, agreement_timeout=agreement)
     end_lost()
     grid = dist.init_device_mesh(dev.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     mesh, own = Mesh(shape, dev, grid, limit, agreement_timeout=agreement), MadeGroups()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardfn.core import Mesh, RankError
 
 from ._calls import Calls, Watch
-from ._failure import COURTESY, PATIENCE, Board, EndedGroup, is_of_the_wire
+from ._failure import COURTESY, PATIENCE, Board, EndedGroup, TransportError, is_of_the_wire
 from ._notice import notice_of
 from ._presence import Presence
 from ._rounds import Kind, Rounds
@@ -94,7 +94,7 @@ class Control:
         self.closing = threading.RLock()
         self.wake: Callable[[], None] = lambda: None
         # Whether all ranks came to the last call on which this rank wanted to agree.
-        self._met = False
+        self._met, self._meetings = False, 0
         self._timeout, self._agreement_timeout = mesh.timeout, mesh.agreement_timeout
         self._board = Board(self._new_name(), self.rank, self.size)
         if self._group is not None:
@@ -120,6 +120,7 @@ class Control:
         if self._mesh.axis_size(names) == self.size:
             return self._rounds
         if names not in self._along:
+            self.meet()
             group = self._mesh.new_group(names, backend="gloo") if names else None
             self._along[names] = Rounds(group, self.rank, *_errors_of(self))
             if self._shares:
@@ -206,6 +207,27 @@ class Control:
     def shared(self) -> list[tuple[Rounds, int]]:
         """The rounds, and the bytes of memory that this rank has set aside for each."""
         return [(rounds, rounds.shared_bytes) for rounds in (self._rounds, *self._along.values())]
+
+    def meet(self) -> None:
+        """Waits for all ranks, before they make groups: making one is a wait from which no rank can be woken.
+
+        Raises:
+            RankError: a rank has left the call, or does not come within `agreement_timeout`.
+        """
+        if self._group is None or isinstance(self._group, EndedGroup):
+            return
+        name, self._meetings = f"meeting {self._meetings}", self._meetings + 1
+        deadline, pause = time.monotonic() + self._agreement_timeout.total_seconds(), 0.001
+        here = self._board.count(1, name)
+        while here < self.size:
+            others = self.size - 1
+            left = len(self._board.absent()) < others
+            if left or self._board.silent or time.monotonic() > deadline:
+                error = TransportError("not all ranks came to make a channel")
+                raise self.failure(error) from error
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            here = self._board.count(0, name)
 
     def begin(self, call: str) -> None:
         """Records this rank's next call, for the errors of ranks that wait for it in vain."""

@@ -65,9 +65,9 @@ class Board:
         key = f"{self._key}/{name}"
         return self._ask(lambda store: store.compare_set(key, "", text).decode(), text)
 
-    def count(self, num: int) -> int:
-        """Adds to the board's counter, and gives its value; 0 if the store does not answer."""
-        return self._ask(lambda store: store.add(f"{self._key}/count", num), 0)
+    def count(self, num: int, name: str = "count") -> int:
+        """Adds to a counter of the board, and gives its value; 0 if the store does not answer."""
+        return self._ask(lambda store: store.add(f"{self._key}/{name}", num), 0)
 
     def read(self) -> list[tuple[str, list[int]]]:
         """The posted messages, each with the ranks that it is about."""

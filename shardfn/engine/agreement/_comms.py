@@ -79,7 +79,7 @@ def comms_of(mesh: Mesh) -> Comms:
         raise _not_all(mesh, f"were lost meanwhile ({why}): ") from error
     if comms is not None:  # all ranks are here now, so transfers of earlier agreements have ended
         _close(comms)
-    channels = Channels(mesh) if comms is None else _live(comms)[0].anew()
+    channels = Channels(mesh, control.meet) if comms is None else _live(comms)[0].anew(control.meet)
     fresh = COMMS.put(mesh, Comms(mesh, channels, control, epoch=epoch))
     this = weakref.ref(fresh)  # in a cycle, closed communicators would live on
     control.wake = lambda: None if (of := this()) is None else _close(of)
