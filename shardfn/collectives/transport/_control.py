@@ -104,7 +104,7 @@ class Control:
             mesh.at_close("control", lambda why: _say_goodbye(this(), why))
 
     def exchange(self, value: int) -> list[int]:
-        """Every rank's value (61 bits), in rank order; see `Rounds.exchange`."""
+        """Every rank's value (60 bits and a sign), in rank order; see `Rounds.exchange`."""
         return self._rounds.exchange(value)
 
     def gather(self, value: object) -> list[object]:
@@ -355,8 +355,8 @@ class Control:
 
 
 def text_hash(text: str) -> int:
-    """A 61-bit hash of `text` that is the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 3
+    """A 60-bit hash of `text` that is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 4
 
 
 def _errors_of(
@@ -394,6 +394,8 @@ def _disagreement(what: str, texts: list[str], remedy: str) -> RankError:
 
 def _say_goodbye(control: Control | None, why: str) -> None:
     """Leaves word that a rank goes for good, in case that another one waits for it."""
+    if control is not None:
+        control._watch.stop()
     if control is not None and not control.lost and dist.is_initialized():  # the program may have ended it itself
         control._board.post(f"rank {control.rank} {why}, while another one waited for it.")
 

@@ -23,9 +23,9 @@ from ._sharing import shared_lanes
 
 # Bytes of a ring of exchanges, each two cache lines.
 _RING = 4096
-# The bits of a value; those above them are the kind of the round.
+# The bits of a value, which is sent as a number from 0 on; those above them are the kind of the round.
 _BITS = 61
-_MASK = (1 << _BITS) - 1
+_MASK, _ZERO = (1 << _BITS) - 1, 1 << (_BITS - 1)
 
 
 class Kind(enum.IntEnum):
@@ -90,7 +90,7 @@ class Rounds:
             raise self._failure(error) from error
 
     def exchange(self, value: int, kind: Kind = Kind.EXCHANGE, timeout: datetime.timedelta | None = None) -> list[int]:
-        """Every rank's value (61 bits), in the group's order.
+        """Every rank's value (60 bits and a sign), in the group's order.
 
         Through memory it is one message to each rank. By gloo it is one all_reduce of three integers if all are the
         same.
@@ -121,7 +121,7 @@ class Rounds:
 
     def _round(self, value: int, kind: Kind, timeout: datetime.timedelta | None) -> tuple[int, int, list[int]]:
         """The greatest value and the least; through memory also all of them. The first message of every round."""
-        sent = value | kind << _BITS
+        sent = value + _ZERO | kind << _BITS
         if self._lanes is not None:
             values = self._through_memory(self._lanes, sent, timeout)
             most, least = max(values), min(values)
@@ -135,7 +135,7 @@ class Rounds:
         # The greatest and the least, on all ranks: all go on in the same way.
         if most >> _BITS != least >> _BITS:
             raise self._mismatch([str(x) for x in self._gathered(_packed(self._call()))])
-        return most & _MASK, least & _MASK, [x & _MASK for x in values]
+        return (most & _MASK) - _ZERO, (least & _MASK) - _ZERO, [(x & _MASK) - _ZERO for x in values]
 
     def _gathered(self, data: torch.Tensor, most: int | None = None) -> list[object]:
         """The values of all ranks, of which each has packed its own; `most` is the greatest number of bytes."""
@@ -175,7 +175,7 @@ class Rounds:
 
     def _reduce_max(self, x: torch.Tensor, timeout: datetime.timedelta | None = None) -> None:
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         if timeout is not None:
             options.timeout = timeout
         try:

@@ -1,6 +1,7 @@
 """The communicators of a mesh's steps."""
 
 import contextlib
+import functools
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -79,13 +80,21 @@ def comms_of(mesh: Mesh) -> Comms:
         raise _not_all(mesh, f"were lost meanwhile ({why}): ") from error
     if comms is not None:  # all ranks are here now, so transfers of earlier agreements have ended
         _close(comms)
-    channels = Channels(mesh, control.meet) if comms is None else _live(comms)[0].anew(control.meet)
+    meet = functools.partial(_meet, weakref.ref(control))
+    channels = Channels(mesh, meet) if comms is None else _live(comms)[0].anew(meet)
     fresh = COMMS.put(mesh, Comms(mesh, channels, control, epoch=epoch))
     this = weakref.ref(fresh)  # in a cycle, closed communicators would live on
     control.wake = lambda: None if (of := this()) is None else _close(of)
     channels.loss_along_each()
     set_loss_channels(mesh, channels)
     return fresh
+
+
+def _meet(control: "weakref.ref[Control]") -> None:
+    """`Control.meet`, without holding the control plane: plans remember channels."""
+    live = control()
+    if live is not None:
+        live.meet()
 
 
 def _not_all(mesh: Mesh, what: str, absent: Sequence[int] = ()) -> RankError:
