@@ -1,8 +1,9 @@
 """Compares the calls of ranks that wait in different ones, where no message does.
 
-A call that begins with an agreement is compared by that message. A bound call has none: it may wait in a transfer for a
-rank that waits in the agreement of another call. So each rank keeps a list of its calls since ranks last agreed, and
-while a call lasts a thread compares it with that of rank 0, through the job's store. It costs nothing in a short call.
+A call that begins with an agreement is compared by that message. A bound call sends no such message: it may wait in a
+transfer for a rank that waits in the agreement of another call. So each rank keeps a list of its calls since ranks last
+agreed, and while a call lasts a thread compares it with that of rank 0, through the job's store. A short call pays a
+fraction of a microsecond.
 """
 
 import collections

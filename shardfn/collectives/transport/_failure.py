@@ -56,7 +56,7 @@ class Board:
         self._ask(lambda store: store.set(f"{self._key}/{name}", text), None)
 
     def get(self, name: str) -> str:
-        """A text that a rank has put; "" if there is none."""
+        """A text that a rank has put; "" if no rank has."""
         key = f"{self._key}/{name}"
         return self._ask(lambda store: store.get(key).decode() if store.check([key]) else "", "")
 
