@@ -92,7 +92,7 @@ class SaveJob(NamedTuple):
         return [x._replace(name=self.draft.called(x.name)) for x in plans]
 
 
-class _Told(NamedTuple):
+class _Outcome(NamedTuple):
     """A rank's outcome, as the other ranks receive it: the name and the text of its error, or the result."""
 
     error: tuple[str, str] | None
@@ -181,12 +181,12 @@ def by_first(mesh: Mesh, at: Store, meet: Meet, work: Callable[..., Any], *args:
     Raises:
         RankError: another rank died.
     """
-    mine, own = _attempt(at, work, *args) if mesh.rank == 0 else (_Told(None), None)
+    mine, own = _attempt(at, work, *args) if mesh.rank == 0 else (_Outcome(None), None)
     told = meet(mine)
     return _failure(told, own) or told[0].value
 
 
-def _named(job: SaveJob, wrote: Sequence[_Told]) -> None:
+def _named(job: SaveJob, wrote: Sequence[_Outcome]) -> None:
     """Gives a checkpoint its name if all ranks have written it; else removes the draft."""
     try:
         if all(told.error is None for told in wrote):
@@ -225,18 +225,18 @@ def _before(job: SaveJob) -> LastFiles | None:
         return None  # no files to link; a restore of it raises the error
 
 
-def _attempt(at: Store, work: Callable[..., Any], *args: Any) -> tuple[_Told, Exception | None]:
+def _attempt(at: Store, work: Callable[..., Any], *args: Any) -> tuple[_Outcome, Exception | None]:
     """Runs a function whose error all ranks are to raise; gives the outcome to send, and this rank's own error."""
     try:
-        return _Told(None, work(*args)), None
+        return _Outcome(None, work(*args)), None
     except Exception as problem:
         own = at.explained(problem) if isinstance(problem, OSError) else problem
         if own is not problem:
             own.__cause__ = problem
-        return _Told((type(own).__name__, str(own))), own
+        return _Outcome((type(own).__name__, str(own))), own
 
 
-def _failure(outcomes: Sequence[_Told], own: Exception | None) -> Exception | None:
+def _failure(outcomes: Sequence[_Outcome], own: Exception | None) -> Exception | None:
     """The error to raise: this rank's, or one like another rank's; None if all succeeded."""
     if own is not None:
         return own

@@ -60,7 +60,7 @@ class _Line(Channel):
         return self._sent("reduce", flat, 2 * flat[: sizes[0]])
 
 
-class Told(Rounds):
+class ScriptedRounds(Rounds):
     """Rounds in which the other rank sends the values of `says`, one after another, and then this rank's own."""
 
     def __init__(self, says: Sequence[int] = (), text: str = "") -> None:

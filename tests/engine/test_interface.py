@@ -11,7 +11,7 @@ from shardfn.collectives import GlobalTensor
 from shardfn.core import Mesh
 from shardfn.engine import Interface
 
-from .fakes import Told
+from .fakes import ScriptedRounds
 
 P = sf.P
 MESH = Mesh({"dp": 2, "tp": 2}, torch.device("cpu"), abstract=True)  # this is rank 0
@@ -119,7 +119,7 @@ def test_results_with_a_spec_become_global_tensors() -> None:
         Interface(MESH, out_specs=P("dp")).results(torch.zeros(()), shape_of)
 
 
-class _Ranks(Told):
+class _Ranks(ScriptedRounds):
     """Rounds in which ranks 1 to 3 have blocks of these shapes."""
 
     def __init__(self, *shapes: tuple[int, ...]) -> None:

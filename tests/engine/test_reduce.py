@@ -1,5 +1,8 @@
 """Covers the reducer: the order of sends, leaves without a gradient, sums over backwards, rows and wholes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -162,3 +165,17 @@ def test_leaves_that_travel_together_are_taken_apart(bucket: int) -> None:
     case.reducer.end()
     assert len(case.wire.log) == (1 if bucket else 4)
     case.check(dict.fromkeys(range(4), 2.0))
+
+
+def test_a_reducer_is_freed_without_the_garbage_collector() -> None:
+    case = Case(2)
+    case.reducer.begin(send=True, last=True)
+    case.takes(0, 1, 2, 3)
+    case.reducer.end()
+    there = weakref.ref(case.reducer)
+    gc.disable()
+    try:
+        del case.reducer
+        assert there() is None
+    finally:
+        gc.enable()

@@ -129,11 +129,11 @@ class Lanes:
         return self._start((*parts, *into), out=parts, come=into)
 
     def reduce_scatter(self, parts: Blocks, out: Tensor) -> "LaneOp":
-        """Sends each rank its part, and sums the own ones in the order of ranks."""
+        """Sends each rank its part, and sums the own ones, of a dtype in `SUMMED`, in the order of ranks."""
         return self._start((*parts, out), out=parts, sums=out)
 
     def all_reduce(self, parts: Blocks) -> "LaneOp":
-        """Sums parts over all ranks, in place: each rank sums its own part, which goes to all meanwhile."""
+        """Sums parts, of a dtype in `SUMMED`, in place: each rank sums its own part, which goes to all meanwhile."""
         mine = parts[self.index]
         return self._start(parts, out=parts, sums=mine, to_all=mine, alls=parts)
 
@@ -180,8 +180,6 @@ class Lanes:
         sums: Tensor | None = None,
     ) -> "LaneOp":
         self._check()
-        if sums is not None and sums.dtype not in _KINDS:
-            raise TypeError(f"sums of {sums.dtype} are not known; of {', '.join(map(str, _KINDS))} they are.")
         kind = -1 if sums is None else _KINDS[sums.dtype]
         one, total = _place(to_all), _place(sums)
         outs, comes, all_blocks = (_arrays(blocks) for blocks in (out, come, alls))

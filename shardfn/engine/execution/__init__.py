@@ -38,6 +38,7 @@ from ._interface import (
     size_along as size_along,
 )
 from ._opened import (
+    GradientCall as GradientCall,
     Passed as Passed,
     check_passed_state as check_passed_state,
     refuse_own_averages as refuse_own_averages,

@@ -47,7 +47,7 @@ def run_forward(
     watch = watch_of(plan, kept, first=key not in plan.use_orders)
     gatherer = _gatherer(plan, comms, blocks, plan.use_order(key), keep=False)
     book = LeafBook(gatherer.whole, plan.layers, watch)
-    with _told(gatherer, comms), torch.no_grad():
+    with _sending_errors(gatherer, comms), torch.no_grad():
         params, _ = enter(plan, blocks, book, None)
         gatherer.begin_phase()
         out = tree_map(opened, f(params))
@@ -96,7 +96,7 @@ def run_backward(
     course = _course(plan, comms, parts, loss, batches, args[1:], model_state)
     book = LeafBook(gatherer.whole, plan.layers, watch)
     performer = Performer(plan, comms, course, len(batches), gatherer, book, ahead)
-    with _told(gatherer, comms), torch.enable_grad():
+    with _sending_errors(gatherer, comms), torch.enable_grad():
         performer.enter(blocks, even=even, model_state=model_state, loss_scale=loss_scale)
         for action in course.actions:
             with course.named(action):
@@ -144,7 +144,7 @@ def _gatherer(
 
 
 @contextlib.contextmanager
-def _told(gatherer: Gatherer, comms: Comms) -> Iterator[None]:
+def _sending_errors(gatherer: Gatherer, comms: Comms) -> Iterator[None]:
     """If connections cannot be closed, sends an error to the other ranks in their next round, then raises it."""
     try:
         yield

@@ -15,7 +15,7 @@ from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import WEIGHTED
 from shardfn.leaves import LeafLayout, Unit
 from shardfn.optim import GradientTransformation
-from shardfn.state import Ahead, Column, Promised, Rows, TrainState, looked_at
+from shardfn.state import Ahead, Column, LeafRows, Promised, TrainState, looked_at
 
 from ._update import whole_update
 
@@ -130,10 +130,10 @@ def _arrives(plan: Plan, unit: Unit, able: list[bool], where: list[int]) -> bool
     )
 
 
-def _where(plan: Plan) -> list[Rows]:
+def _where(plan: Plan) -> list[LeafRows]:
     """For each layer of a plan, its index in its leaf."""
     return [
         rows
         for i, leaf in enumerate(plan.leaves)
-        for rows in ([Rows(i, k, k + 1) for k in range(len(leaf.layers))] if leaf.layers else [Rows(i)])
+        for rows in ([LeafRows(i, k, k + 1) for k in range(len(leaf.layers))] if leaf.layers else [LeafRows(i)])
     ]

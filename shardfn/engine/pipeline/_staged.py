@@ -56,7 +56,7 @@ from ._stage_link import StageLink
 
 
 @dataclasses.dataclass(frozen=True)
-class _Passed:
+class _StageOutput:
     """The values for the next stage; not a loss, so that a policy does not cast them."""
 
     h: Any
@@ -117,7 +117,7 @@ class Staged:
 
     def receive(self, action: Action) -> None:
         """Waits for the activations of a forward, or for the gradients that a backward starts from."""
-        self._comms.name(self._told(action))
+        self._comms.name(self._action_text(action))
         self._arrived = self._line.receive(action)
 
     def forward(self, action: Action, params: PyTree) -> Value | None:
@@ -207,10 +207,10 @@ class Staged:
         except (TransportError, RankError):
             raise
         except Exception as error:
-            error.add_note(self._told(action))
+            error.add_note(self._action_text(action))
             raise
 
-    def _told(self, action: Action) -> str:
+    def _action_text(self, action: Action) -> str:
         stage = self._table.stages[self._rank][action.chunk]
         return f"in stage {stage} of {self._table.num_stages}, {action.kind} of microbatch {action.microbatch}"
 
@@ -233,7 +233,7 @@ class Staged:
 
         def part(params: PyTree, batch: PyTree, *key: Tensor) -> Any:
             out = of.stage(params, batch, given, Place(chunk, self._firsts[chunk], stage == 0, final), key)
-            return out if final else _Passed(out)
+            return out if final else _StageOutput(out)
 
         return part if self._mixed is None else dataclasses.replace(self._mixed, inner=part)
 
@@ -274,7 +274,7 @@ def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> Act
     key = treedef, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
     if key not in plan.stages.between:
         plain, axes = of.without_collectives
-        first: Callable[..., Any] = lambda *args: _Passed(plain.enter(*args))  # noqa: E731
+        first: Callable[..., Any] = lambda *args: _StageOutput(plain.enter(*args))  # noqa: E731
         first = first if mixed is None else dataclasses.replace(mixed, inner=first)
         with _on_abstract(plan, leaves, axes) as (params, abstract), _without_data(*of.begins):
             args, state = tree_unflatten(treedef, abstract)

@@ -27,7 +27,8 @@ class Blocks:
         seen = [a.seen for a in arguments if isinstance(a.seen, Tensor)]
         self._kept = {memory_of(x) for x in (*held, *seen) if isinstance(x, Tensor)}
         self._watched = [(a.path, a.seen, version_of(a.seen)) for a in own if not a.donated]
-        _refuse_twice(own, [x for x in (*held, *seen) if isinstance(x, Tensor)])
+        given = [(a.path, a.seen) for a in own if a.donated]
+        refuse_twice(given, [x for x in (*held, *seen) if isinstance(x, Tensor)])
 
     def check(self) -> None:
         """Refuses writes to arguments that are not donated.
@@ -73,13 +74,21 @@ def apart(leaves: Sequence[Any], donated: Container[int], *kept: Container[int])
     return [own(x) for x in leaves]
 
 
-def _refuse_twice(own: Sequence[Argument], passed: Sequence[Tensor]) -> None:
-    """Refuses memory that is donated and passed again: another argument, or a parameter, would see the writes."""
+def refuse_twice(donated: Sequence[tuple[str, Tensor]], passed: Sequence[Tensor]) -> None:
+    """Refuses memory that is donated and passed again: another argument, or a parameter, would see the writes.
+
+    Args:
+        donated: the donated arguments, by path.
+        passed: the blocks of all arguments, parameters included.
+
+    Raises:
+        ValueError: lists the donated arguments whose memory is passed again.
+    """
     counts = collections.Counter(memory_of(x) for x in passed if x.numel())
     raise_all(
         ValueError,
         "donated arguments share memory with others; give each a copy of its own, or leave them out of donate=:",
-        [a.path for a in own if a.donated and counts[memory_of(a.seen)] > 1],
+        [path for path, x in donated if counts[memory_of(x)] > 1],
     )
 
 

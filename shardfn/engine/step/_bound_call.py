@@ -18,7 +18,7 @@ from shardfn.engine.execution import Argument, Ready
 from shardfn.engine.loss import ResultSlot, agree_on_step, ambient, leaf_signature
 from shardfn.state import as_graph_value, taken
 
-from ._blocks import apart, memory_of
+from ._blocks import apart, memory_of, refuse_twice
 
 _REMEDY = "Bind the function again for this layout, or call it without bind."
 
@@ -150,7 +150,9 @@ class BoundCall:
             if a.donated:
                 donated.append(x)
         if shared:
-            raise ValueError(f"{self._what}: donated arguments share memory with others; give each a copy of its own.")
+            pairs = zip(self._arguments, given, strict=True)
+            named = [(a.path, x.held) for a, x in pairs if a.donated and isinstance(x.held, Tensor)]
+            refuse_twice(named, [*self._values, *seen])
         return seen, memory, donated
 
     def _refuse(self, given: Sequence[Any]) -> None:
