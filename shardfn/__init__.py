@@ -41,6 +41,7 @@ from shardfn.core import (
     fold_in as fold_in,
     key as key,
     make_mesh as make_mesh,
+    progress as progress,
     split as split,
     tree_flatten as tree_flatten,
     tree_leaves as tree_leaves,

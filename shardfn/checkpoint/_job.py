@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.core import Mesh, PyTree, RankError, Stored
+from shardfn.core import Mesh, PyTree, RankError, Stored, progress
 from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 from shardfn.memory import DamagedError, DiskFullError, InUseError
 
 from ._contents import Content, FilePlan, Part, contents, describe, files_of, local_slices, manifest_of, windows
 from ._owners import Owned, owned
 from ._place import NewLocation, Store, read_manifest
+from ._values import as_json, from_json
 from ._write import LastFiles, WrittenFile, write_files
 
 # All ranks' picklable values, in rank order.
@@ -63,6 +64,7 @@ class SaveJob(NamedTuple):
         mesh: whose ranks write it.
         step: its number.
         user: the caller's values, copied.
+        metrics: values by which checkpoints are compared.
         leaves: the leaves to save.
         boxes: the boxes of the leaves, with the ranks that write them.
         store: the checkpoints it will be one of.
@@ -73,6 +75,7 @@ class SaveJob(NamedTuple):
     mesh: Mesh
     step: int
     user: Any
+    metrics: Mapping[str, float]
     leaves: list[Content]
     boxes: list[Owned]
     store: Store
@@ -99,17 +102,26 @@ class _Outcome(NamedTuple):
     value: Any = None
 
 
-def prepare(store: Store, tree: PyTree, at: str, step: int, user: Any, mesh: Mesh, options: SaveOptions) -> SaveJob:
+def prepare(
+    store: Store,
+    tree: PyTree,
+    at: str,
+    step: int,
+    user: Any,
+    mesh: Mesh,
+    options: SaveOptions,
+    metrics: Mapping[str, float] | None = None,
+) -> SaveJob:
     """Agrees on the contents, and begins a draft. Collective; rank 0 owns the store."""
     comms = comms_of(mesh)
     with told_before(comms.control):
         if step < 0:
             raise ValueError(f"step={step}: checkpoints are numbered from 0 on.")
         leaves = contents(tree, at, mesh)
-        text = json.dumps(user, allow_nan=False, sort_keys=True)
-        said = describe(leaves)
-    agree_on_step(comms.control, f"checkpoint.save, step {step}", (f"{said}\nuser={text}", ()))
-    user = json.loads(text)  # the caller may go on with it
+        text = json.dumps(as_json(user), allow_nan=False, sort_keys=True)
+        said, measured = describe(leaves), f"\nmetrics={metrics}" if metrics else ""
+    agree_on_step(comms.control, f"checkpoint.save, step {step}", (f"{said}\nuser={text}{measured}", ()))
+    user = from_json(json.loads(text))  # the caller may go on with it
     with losing_no_peer(comms):
         made = by_first(mesh, store, comms.control.gather, _begin, store, step, os.urandom(4).hex(), options)
     if isinstance(made, Exception):
@@ -129,7 +141,7 @@ def prepare(store: Store, tree: PyTree, at: str, step: int, user: Any, mesh: Mes
         )
     boxes = owned([(x.shape, x.dtype.itemsize if x.same_as is None else 0, x.spec) for x in leaves], mesh)
     boxes = [b for b in boxes if leaves[b.leaf].same_as is None]
-    return SaveJob(mesh, step, user, leaves, boxes, store, draft, options)
+    return SaveJob(mesh, step, user, metrics or {}, leaves, boxes, store, draft, options)
 
 
 def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> Saved | Exception:
@@ -156,7 +168,11 @@ def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> 
         return windows(held, local_slices(leaf, part.box))
 
     def write() -> WrittenFile:
-        return write_files(job.draft, job.files(job.mesh.rank), read, _before(job), durable=job.options.durable)
+        plans = job.files(job.mesh.rank)
+        size, desc = sum(plan.bytes for plan in plans), f"saving step {job.step}"
+        with progress(total=size, desc=desc, unit="B", mesh=job.mesh, part=True) as bar:
+            durable = job.options.durable
+            return write_files(job.draft, plans, read, _before(job), durable=durable, done=bar.update)
 
     mine, own = _attempt(job.store, write)
     wrote = meet(mine)
@@ -197,7 +213,7 @@ def _named(job: SaveJob, wrote: Sequence[_Outcome]) -> None:
 
 def _publish(job: SaveJob, digests: Sequence[Sequence[Sequence[str]]]) -> None:
     written = [pair for rank, own in enumerate(digests) for pair in zip(job.files(rank), own, strict=True)]
-    manifest = manifest_of(job.step, job.user, job.mesh, job.leaves, written)
+    manifest = manifest_of(job.step, job.user, job.metrics, job.mesh, job.leaves, written)
     job.draft.publish(manifest, durable=job.options.durable, replace=job.options.replace)
 
 

@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from shardfn.core import progress
+
 from ._pipeline import pipeline_problems
 from ._plan import JobPlan, plan, problems
 from ._states import Setup
@@ -50,7 +52,8 @@ def search(setup: Setup) -> SearchResult:
     """
     plan(setup)
     skipped: list[tuple[str, str]] = []
-    plans = [plan(candidate) for candidate in _candidates(setup, skipped)]
+    candidates = list(_candidates(setup, skipped))
+    plans = [plan(candidate) for candidate in progress(candidates, desc="planning", unit="plan", part=True)]
     fitting = sorted((p for p in plans if p.fits), key=_order)
     return SearchResult(tuple(fitting), _failed(plans, fitting), len(plans), _merged(skipped))
 

@@ -82,7 +82,9 @@ def test_a_rank_that_does_not_come_to_the_first_step_is_waited_for_no_longer_tha
         time.sleep(6)  # at another call
         return
     said = _error(_step(mesh).init, {"w": torch.ones(5, 3)})
-    assert "make the communicators of Mesh(dp=2; rank 0 on cpu)" in said and "ranks 1 did not come within 2 s" in said, said
+    assert (
+        "make the communicators of Mesh(dp=2; rank 0 on cpu)" in said and "ranks 1 did not come within 2 s" in said
+    ), said
     assert "slow, at another call, or gone" in said and "died" not in said
 
 
