@@ -58,7 +58,7 @@ def test_stages_learn_orders_of_their_own() -> None:
     for name, x in state.params.items():
         torch.testing.assert_close(x.full_tensor(), reference[name].detach())
     (plan,) = step._planner._plans.values()
-    names = [plan.layers[plan.gather_units[u].leaves[0]].path for u in plan.use_order("step").phase(0)]
+    names = [plan.layers[plan.gather_units[u].leaves[0]].path for u in plan.learnt.use_order("step").phase(0)]
     assert names == [f"params['{k}']" for k in ("abc" if mesh.coords["pp"] == 0 else "ba")]
 
 
