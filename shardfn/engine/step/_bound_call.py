@@ -99,7 +99,7 @@ class BoundCall:
         self._calls += 1  # first: also a call that is refused counts, so that ranks check at the same one
         comms = comms_of(self._mesh)  # made anew after an error
         with bind_mesh(self._mesh), losing_no_peer(comms):
-            comms.control.begin(f"the end of call {self._calls} of the bound {self._what}")
+            comms.control.begin(f"call {self._calls} of the bound {self._what}")
             if ambient() != self._ambient:
                 raise ValueError(f"{self._what} is bound under other settings of torch (autocast). {_REMEDY}")
             if transforming():

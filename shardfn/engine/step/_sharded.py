@@ -259,7 +259,7 @@ class Sharded(Transform):
 
     def pure(self, params: PyTree, /, *args: Any) -> Any:
         """The same value, made of differentiable collectives alone: leaves are gathered at once, and stay."""
-        with losing_no_peer_purely(self.mesh):
+        with losing_no_peer_purely(self.mesh, f"{self._what} in a transform"):
             plan, arguments = self._plan_of(params), self._interface.arguments(args)
             refuse_away(arguments)
             self._agreement.agree_once(plan, self._what)
