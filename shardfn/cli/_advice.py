@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ._plan import JobPlan, plan
 from ._states import Setup
-from ._units import gib
+from ._units import of_limit
 
 _FACTORS = (2, 4, 8, 16, 32, 64)
 # Below this part of the best one found a plan is not worth a larger batch; above it the smallest batch is taken.
@@ -22,7 +22,7 @@ def _to_fit(made: JobPlan) -> tuple[str, ...]:
     tried = [(" and ".join(words), p) for words, setup in _smaller(s) for p in [plan(setup)] if p.fits]
     if tried:
         words, p = tried[0]
-        return (f"{_sentence(words)}: then it takes {gib(p.peak)} of {gib(p.limit)} GiB.",)
+        return (f"{_sentence(words)}: then it takes {of_limit(p.peak, p.limit)}.",)
     return (
         "No stage, number of microbatches or --remat makes it fit on this mesh: take more ranks (--mesh), a larger"
         " --device, or let shardfn plan --search say how many microbatches and ranks along tp it takes.",
@@ -65,7 +65,7 @@ def _to_be_faster(made: JobPlan) -> tuple[str, ...]:
     }.get(cost.dominates, "what a step does once takes as long for a few tokens as for many")
     return (
         f"Raise --batch: {why}. With {words} MFU is {p.cost.mfu:.1%} instead of {cost.mfu:.1%}, at"
-        f" {gib(p.peak)} of {gib(p.limit)} GiB; a global batch is {p.setup.tokens:,} tokens then, not {s.tokens:,}.",
+        f" {of_limit(p.peak, p.limit)}; a global batch is {p.setup.tokens:,} tokens then, not {s.tokens:,}.",
     )
 
 

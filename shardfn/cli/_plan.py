@@ -11,7 +11,7 @@ from ._activations import activation_bytes
 from ._pipeline import pipeline_problems, stage_layers
 from ._states import PRECISIONS, Setup, States, model_states
 from ._time import Cost, step_cost
-from ._units import gib
+from ._units import of_limit, with_unit
 
 # The fraction of a device's memory taken by the driver's context, communicators and the allocator's fragments.
 HEADROOM = 0.06
@@ -53,11 +53,11 @@ class JobPlan:
     def verdict(self) -> str:
         """Whether the run fits, in words; if not, which kind of memory to reduce."""
         if self.fits:
-            return f"fits: {gib(self.peak)} of {gib(self.limit)} GiB"
+            return f"fits: {of_limit(self.peak, self.limit)}"
         biggest = max(self.memory, key=lambda kind: self.memory[kind])
         return (
-            f"does not fit: {gib(self.peak)} of {gib(self.limit)} GiB, {gib(self.peak - self.limit)} too many;"
-            f" the largest kind is {biggest} ({gib(self.memory[biggest])} GiB)"
+            f"does not fit: {of_limit(self.peak, self.limit)}, {with_unit(self.peak - self.limit)} too many;"
+            f" the largest kind is {biggest} ({with_unit(self.memory[biggest])})"
         )
 
 

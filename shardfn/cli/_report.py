@@ -11,7 +11,7 @@ from ._plan import JobPlan
 from ._search import SearchResult
 from ._states import Setup
 from ._time import PlannedTransfer
-from ._units import count, gb, gib, seconds
+from ._units import count, gb, gib, seconds, unit_of, with_unit
 
 _KINDS = {
     "params": "this rank's pieces of the parameters",
@@ -76,16 +76,23 @@ def advice_text(told: Sequence[str]) -> str:
 def memory_table(p: JobPlan, exact: Exact | None = None) -> str:
     """The table of memory by kind."""
     measured = exact.memory if exact else {}
+    unit = unit_of(max(p.peak, exact.peak if exact else 0))
     kinds = [*p.memory, *(kind for kind in measured if kind not in p.memory)]
     rows = [
-        (kind, gib(p.memory.get(kind, 0)), *((gib(measured.get(kind, 0)),) if exact else ()), _KINDS.get(kind, ""))
+        (
+            kind,
+            unit.of(p.memory.get(kind, 0)),
+            *((unit.of(measured.get(kind, 0)),) if exact else ()),
+            _KINDS.get(kind, ""),
+        )
         for kind in kinds
     ]
     states = p.states.total
-    rows.append(("**peak**", gib(p.peak), *((gib(exact.peak),) if exact else ()), f"limit {gib(p.limit)} GiB"))
-    head = ("kind", "GiB", *(("GiB, captured",) if exact else ()), "what")
+    limit = f"limit {with_unit(p.limit)}"
+    rows.append(("**peak**", unit.of(p.peak), *((unit.of(exact.peak),) if exact else ()), limit))
+    head = ("kind", unit.name, *((f"{unit.name}, captured",) if exact else ()), "what")
     title = "## Memory of the fullest rank\n\n"
-    tail = f"\n\nModel states (params + grads + optimizer): {gb(states)} GB = {gib(states)} GiB."
+    tail = f"\n\nModel states (params + grads + optimizer): {gb(states)} GB = {with_unit(states)}."
     return title + table(head, rows) + tail
 
 

@@ -1,6 +1,7 @@
 """Numbers as text: GiB are 2^30 bytes, GB are 10^9."""
 
 import math
+from typing import NamedTuple
 
 
 def gib(nbytes: float) -> str:
@@ -16,6 +17,57 @@ def gib(nbytes: float) -> str:
 def gb(nbytes: float) -> str:
     """Bytes in GB, to at least three figures."""
     return _number(nbytes / 1e9)
+
+
+class Unit(NamedTuple):
+    """A unit of bytes.
+
+    Attributes:
+        name: such as "MiB".
+        nbytes: its size.
+    """
+
+    name: str
+    nbytes: int
+
+    def of(self, nbytes: float) -> str:
+        """Bytes in this unit, without its name."""
+        return _number(nbytes / self.nbytes)
+
+
+def unit_of(nbytes: float) -> Unit:
+    """The unit in which a table with this largest entry is readable; from 0.1 GiB that is GiB.
+
+    Example:
+        >>> [unit_of(n).name for n in (80 << 30, 1 << 28, 1 << 20, 100)]
+        ['GiB', 'GiB', 'MiB', 'KiB']
+    """
+    for name, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes >= size / 10:
+            return Unit(name, size)
+    return Unit("KiB", 1 << 10)
+
+
+def with_unit(nbytes: float) -> str:
+    """Bytes with the unit that fits them.
+
+    Example:
+        >>> with_unit(3 << 30), with_unit(1 << 20)
+        ('3.000 GiB', '1.000 MiB')
+    """
+    unit = unit_of(nbytes)
+    return f"{unit.of(nbytes)} {unit.name}"
+
+
+def of_limit(nbytes: float, limit: float) -> str:
+    """Bytes of those that there are; one unit if it fits both.
+
+    Example:
+        >>> of_limit(3 << 30, 80 << 30), of_limit(1 << 20, 80 << 30)
+        ('3.000 of 80.00 GiB', '1.000 MiB of 80.00 GiB')
+    """
+    unit, whole = unit_of(nbytes), unit_of(limit)
+    return f"{unit.of(nbytes)}{'' if unit == whole else f' {unit.name}'} of {whole.of(limit)} {whole.name}"
 
 
 def count(n: int) -> str:

@@ -226,6 +226,13 @@ def test_small_numbers_have_three_figures(capsys):
     assert "0.000e9" not in text and not re.search(r"\b0\.00[1-9]\b", text), text
 
 
+def test_a_small_model_is_in_smaller_units(capsys):
+    assert main(["plan", "--model", f"{TINY},bias=False", "--exact"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"\*\*fits: \d\.\d+ MiB of 75\.20 GiB", text), text
+    assert re.search(r"^\| kind +\| MiB +\| MiB, captured +\|", text, re.M), text
+
+
 # Arguments.
 
 
@@ -316,7 +323,7 @@ def test_captured_report(capsys):
     flags = ["--mesh", "dp=2", "--precision", "bf16-adam", "--device", "h100", "--exact"]
     assert main(["plan", "--model", TINY, *flags]) == 0
     text = capsys.readouterr().out
-    assert "GiB, captured" in text and "float32 master copies, mu and nu in the optimizer's state" in text
+    assert "MiB, captured" in text and "float32 master copies, mu and nu in the optimizer's state" in text
 
 
 # The search.
