@@ -166,6 +166,12 @@ def remedy(
         )
     if not missing and not extra:
         return ""
+    if all(path.startswith("opt_state") for path in [*missing, *extra]):
+        how = "keep='opt_state') keeps the fresh state of this one" if missing else "partial=True) passes over them"
+        return (
+            " Only states of the optimizer differ, so that it is another one: restore into a state of a step with the"
+            f" optimizer of the checkpoint; or restore(..., {how}, and reads all else."
+        )
     return (
         " Leaves of another path are read by restore(..., rename=), a function from a path of the tree to one of the"
         " checkpoint. Leaves that only one side has are passed over by restore(..., partial=True), and those of the"

@@ -6,4 +6,4 @@ from ._lazy import LazyLeaf as LazyLeaf, LeafBook as LeafBook, fetching as fetch
 from ._lazy import packs_leaves as packs_leaves
 from ._units import Unit as Unit, gather_units as gather_units, reduce_units as reduce_units
 from ._units import refresh_units as refresh_units
-from ._writes import Watch as Watch, check_graph as check_graph
+from ._writes import Watch as Watch, check_graph as check_graph, refused_write as refused_write

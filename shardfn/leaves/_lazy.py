@@ -27,7 +27,7 @@ from shardfn.core import Ambient, MetadataTensor, tree_map
 from ._inner import LeafEnds, gradients, hooks_at_rest
 from ._layout import LeafLayout
 from ._taking import TAKING, taken_layers
-from ._writes import DATA, Watch
+from ._writes import DATA, Watch, refused_write
 
 LeafSource = Callable[[int], Tensor]
 _TENSOR: Any = torch.Tensor
@@ -127,10 +127,7 @@ class LeafBook:
 
     def _check(self, known: tuple[int, int, StorageWeakRef], x: Tensor) -> None:
         if x._version != known[1]:  # a TypeError would make Python try the reflected operator
-            raise ValueError(
-                f"parameter {self.leaves[known[0]].path} is written to inside the loss, through a view of it;"
-                " parameters are immutable there. Write to a clone()."
-            )
+            raise refused_write(f"{self.leaves[known[0]].path} is written to inside the loss, through a view of it")
 
     def _unpack(self, saved: Any) -> Tensor:
         if type(saved) is _SavedLeaf:
@@ -335,7 +332,4 @@ def _refuse_writes(func: Any, args: Any) -> None:
 def _refuse_write(x: Any, name: str) -> None:
     if type(x) is LazyLeaf:
         # No TypeError, for which Python tries x * y in place of x *= y.
-        raise ValueError(
-            f"{x._path} is written to inside the loss (by {name}). Parameters are immutable there: write to a clone(),"
-            " or return the new value as aux."
-        )
+        raise refused_write(f"{x._path} is written to inside the loss (by {name})")

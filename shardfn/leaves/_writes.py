@@ -19,6 +19,22 @@ from shardfn.graph import storage_of, tensors_in
 
 DATA: Any = torch.Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
 _REMEDY = "Parameters are immutable there: write to a clone(), or return the new value as aux."
+_AS_IT_WAS = "The state passed in is as it was."
+
+
+def refused_write(line: str) -> ValueError:
+    """The error of a write to a parameter inside a loss that has not reached the state.
+
+    Args:
+        line: the leaf, and how it is written to.
+
+    Example:
+        >>> print(refused_write("params['w'] is written to inside the loss (by add_)"))
+        parameters are written to inside the loss. Parameters are immutable there: write to a clone(), or return the \
+new value as aux. The state passed in is as it was.
+          - params['w'] is written to inside the loss (by add_)
+    """
+    return ValueError(f"parameters are written to inside the loss. {_REMEDY} {_AS_IT_WAS}\n  - {line}")
 
 
 class Watch:
@@ -82,7 +98,7 @@ class Watch:
             "The state passed in has changed with it on this rank, so that it must not be used any more: start from a"
             " checkpoint, or from init."
             if lost
-            else "The state passed in is as it was."
+            else _AS_IT_WAS
         )
         raise_all(
             ValueError,

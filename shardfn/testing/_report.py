@@ -62,8 +62,8 @@ def _error(text: str, report: Report) -> BaseException:
 
 def _note(first: int, reports: list[Report], stderr: str, bad: list[int], stuck: list[int]) -> str:
     report = reports[first]
-    parts = [f"On rank {first} of {len(reports)}" + (f":\n{report.text}" if report.text else ", which died.")]
-    others = [f"  rank {rank}: {reports[rank].line.splitlines()[0]}" for rank in bad if rank != first]
+    parts = [f"On rank {first} of {len(reports)}" + (f":\n{_frames(report)}" if report.text else ", which died.")]
+    others = [f"  rank {rank}: {_told(reports[rank], report)}" for rank in bad if rank != first]
     if others:
         parts.append("After that:\n" + "\n".join(others))
     if stuck:
@@ -71,6 +71,19 @@ def _note(first: int, reports: list[Report], stderr: str, bad: list[int], stuck:
     if stderr.strip():
         parts.append(f"stderr of rank {first}:\n{stderr.strip()[-4000:]}")
     return "\n\n".join(parts)
+
+
+def _frames(report: Report) -> str:
+    """The traceback of a rank, without the message of an error that is raised here itself."""
+    if report.value is None or not report.text.endswith(report.line):
+        return report.text
+    head, *rest = report.line.splitlines()
+    return report.text.removesuffix(report.line) + head + (" ... (in full above)" if rest else "")
+
+
+def _told(report: Report, first: Report) -> str:
+    """The error of a further rank in a line."""
+    return "the same" if report.line and report.line == first.line else report.line.splitlines()[0]
 
 
 def _states(reports: list[Report]) -> str:

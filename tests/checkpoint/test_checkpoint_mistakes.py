@@ -7,10 +7,11 @@ import pytest
 
 import shardfn
 from shardfn.testing import distributed
-from tests.mistakes import Mistake, cases, check, check_on_all_ranks, made, using
+from tests.mistakes import Mistake, begun, cases, check, check_on_all_ranks, made, params_of, using
 
 sf: Any = shardfn  # many of these are errors of types, too
 _WHERE, _HERE = "/a/directory/that/is/missing", pathlib.Path(__file__).parent
+
 _FIRST = "the directory of checkpoints comes first ... and this is a TrainState"
 MISTAKES = [
     Mistake("save has its arguments swapped", using(lambda step, state: sf.checkpoint.save(state, _WHERE)),
@@ -31,6 +32,15 @@ MISTAKES = [
 @pytest.mark.parametrize("mistake", cases(MISTAKES))
 def test_a_mistake_is_refused_with_its_remedy(mistake: Mistake) -> None:
     check(mistake)
+
+
+def test_another_optimizer_is_named_and_can_start_afresh(tmp_path: pathlib.Path) -> None:
+    sf.checkpoint.save(tmp_path, made(optimizer=sf.optim.sgd(0.1)).init(params_of()))
+    _, other = begun()
+    remedy = r"Only states of the optimizer differ.*restore\(\.\.\., keep='opt_state'\).*opt_state\[0\]\.mu\['w'\]"
+    with pytest.raises(ValueError, match=f"(?s){remedy}"):
+        sf.checkpoint.restore(tmp_path, other)
+    assert sf.checkpoint.restore(tmp_path, other, keep="opt_state").step == 0
 
 
 @distributed(world=2)

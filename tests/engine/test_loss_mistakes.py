@@ -177,9 +177,56 @@ def test_a_write_that_torch_refuses_is_named_with_its_line() -> None:
         return loss_of(params, batch)
 
     line = re.escape("`params[\"w\"].add_(1)`, variables hold params['w']")
-    message = rf"written to inside the loss.*write to a clone.*test_loss_mistakes\.py:\d+, {line}"
+    message = rf"(?s)written to inside the loss.*write to a clone.*test_loss_mistakes\.py:\d+, {line}"
     with pytest.raises(ValueError, match=message):
         run(writes)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@distributed(world=2)
+def test_a_batch_of_another_width_is_named_with_its_remedy(stage: int) -> None:
+    mesh = sf.make_mesh(device="cpu")
+    for transposed, apply in ((False, loss_of), (True, lambda p, b: functional.linear(b["x"], p["w"]).sum())):
+        step = sf.sharded_step(apply, sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage, persist_elements=0))
+        state = step.init({"w": torch.ones(2, 3) if transposed else torch.ones(3, 2)})
+        with pytest.raises(RuntimeError) as caught:
+            step(state, {"x": torch.ones(4, 5)})
+        said = "The last dim of batch['x'] has size 5, and params['w'] takes 3: pass rows of 3 numbers"
+        assert any(note.startswith(said) for note in caught.value.__notes__), caught.value.__notes__
+
+
+def _scales(params: dict, batch: dict) -> Tensor:
+    w = params["w"]
+    w *= 2
+    return loss_of({"w": w}, batch)
+
+
+def _adds(params: dict, batch: dict) -> Tensor:
+    params["w"].add_(1)
+    return loss_of(params, batch)
+
+
+def _assigns(params: dict, batch: dict) -> Tensor:
+    params["w"][0] = 1
+    return loss_of(params, batch)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@distributed(world=2)
+def test_a_write_is_one_error_at_all_stages(jit: bool) -> None:
+    mesh = sf.make_mesh(device="cpu")
+    head = (
+        "parameters are written to inside the loss. Parameters are immutable there: write to a clone(), or return the"
+        " new value as aux. The state passed in is as it was.\n  - "
+    )
+    for loss in (_scales, _adds, _assigns):
+        for stage in (0, 2, 3):
+            taken = sf.jit(loss, backend="graph") if jit else loss
+            step = sf.sharded_step(taken, sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage, persist_elements=0))
+            with pytest.raises(ValueError) as caught:
+                step(step.init(params_of()), batch_of())
+            said = str(caught.value)
+            assert said.startswith(head) and "params['w']" in said, (loss, stage, said)
 
 
 def test_losses_that_look_like_mistakes_are_taken() -> None:

@@ -142,3 +142,6 @@ def test_a_mean_over_unequal_terms_is_told_its_remedy() -> None:
     with pytest.raises(AssertionError, match=r"^the runs differ:") as caught:
         _check(masked, 2)
     assert "mean of the losses of 2 parts" in caught.value.__notes__[0] and "WeightedMean" in caught.value.__notes__[0]
+    shown = "\n".join([str(caught.value), *caught.value.__notes__])
+    for text in ("mean of the losses of 2 parts", "metrics[0]['loss']"):
+        assert shown.count(text) == 1, shown

@@ -2,6 +2,7 @@
 
 import contextlib
 import linecache
+import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,12 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfn.core import Policy, PyTree, did_you_mean, first_of, named_leaves, tree_leaves
+from shardfn.leaves import refused_write
 
 _SHOWN = 6
 # The one text of torch that is compared: it has no class of errors for this, and refuses the write itself.
 _REFUSED = "a leaf Variable that requires grad is being used in an in-place operation"
+_PRODUCT = re.compile(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x(\d+)\)")
+# Functions of modes, through which operations of the loss pass: their lines are not its own.
+_MODES = ("__torch_function__", "__torch_dispatch__")
 
 
 @contextlib.contextmanager
@@ -52,10 +58,8 @@ def noting_leaves(params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[None]:
         yield
     except (TypeError, KeyError, IndexError, RuntimeError) as error:
         if _REFUSED in str(error):
-            refused = ValueError(
-                "parameters are written to inside the loss. Parameters are immutable there: write to a clone(), or"
-                " return the new value as aux. The state passed in is as it was. " + " ".join(_of_line(params, error))
-            )
+            lines = [*_of_line(params, error)] or ["a parameter is written to inside the loss"]
+            refused = refused_write(" ".join(lines))
             for note in getattr(error, "__notes__", ()):  # of a captured step, the line
                 refused.add_note(note)
             raise refused from error
@@ -82,12 +86,15 @@ def _notes(error: Exception, params: PyTree, batch: tuple[PyTree, ...]) -> Itera
         yield f"The batch has {_shapes('batch', *batch)}."
         yield f"The parameters have {_shapes('params', params)}."
         yield from first_of(_unlike(params, *batch), _SHOWN)
+        yield from _of_widths(error, params, *batch)
 
 
 def _of_line(params: PyTree, error: Exception) -> Iterator[str]:
     """Names the parameters that the innermost line with some has: torch names no operand."""
     own = {_storage(x): path for path, x in named_leaves(params, "params") if _has_storage(x) and x.requires_grad}
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if frame.f_code.co_name in _MODES:
+            continue
         tensors = [x for x in tree_leaves([*frame.f_locals.values()]) if _has_storage(x)]
         here = dict.fromkeys(own[k] for x in tensors if (k := _storage(x)) in own)
         if here:
@@ -98,8 +105,8 @@ def _of_line(params: PyTree, error: Exception) -> Iterator[str]:
 
 
 def _has_storage(x: Any) -> bool:
-    """Whether `x` is a plain tensor: subclasses and values inside a transform of torch.func have no storage."""
-    return type(x) is Tensor and not is_functorch_wrapped_tensor(x)
+    """Whether `x` is a plain tensor, or one of a capture: others, and values inside torch.func, have no storage."""
+    return type(x) in (Tensor, FakeTensor) and not is_functorch_wrapped_tensor(x)
 
 
 def _storage(x: Tensor) -> int:
@@ -128,6 +135,22 @@ def _unlike(params: PyTree, batch: PyTree = ()) -> list[str]:
         if x.device != device:
             out.append(f"{path} is on {x.device}, and the parameters are on {device}; write {path}.to(mesh.device).")
     return out
+
+
+def _of_widths(error: Exception, params: PyTree, batch: PyTree = ()) -> Iterator[str]:
+    """The leaf of the batch whose last dim is not that of the matrix which it meets in a product, with the remedy."""
+    found = _PRODUCT.search(str(error))
+    if found is None:
+        return
+    width, rows, cols = map(int, found.groups())
+    # A layer of torch has the transpose of the matrix that enters the product.
+    matrices = [path for path, x in _tensors("params", params) if tuple(x.shape) in ((rows, cols), (cols, rows))]
+    for path, x in _tensors("batch", batch):
+        if matrices and x.ndim and x.shape[-1] == width:
+            yield (
+                f"The last dim of {path} has size {width}, and {matrices[0]} takes {rows}: pass rows of {rows} numbers,"
+                f" or init parameters for {width}."
+            )
 
 
 def _of_list(batch: Sequence[Any]) -> str:
