@@ -13,7 +13,7 @@ from shardfn import optim
 from shardfn.core import Disk, Pace, Policy, Travel, Zero, raise_all
 from shardfn.transforms import accumulate, mixed_precision
 
-from ._ds_keys import ReadKey, sorted_out
+from ._ds_keys import BATCH, ReadKey, sorted_out
 from ._ds_optimizer import optimizer_of
 from ._ds_schedule import schedule_of
 
@@ -146,9 +146,9 @@ class _Reading:
 
     def batch(self, ranks: int) -> tuple[int, int | None]:
         """Microbatches of a step, and rows of the global batch."""
-        names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        rows, micro, times = (self._number(self._config, n, "", None) for n in names)
-        given = {n: self._config[n] for n in names if n in self._config}
+        rows, micro, times = (self._number(self._config, n, "", None) for n in BATCH)
+        given = {n: self._config[n] for n in BATCH if n in self._config}
+        self.problems += _undetermined(given, ranks)
         if any(x == 0 for x in (rows, micro, times)):
             self.problems.append(f"{given}: none of them may be 0")
             return 1, None
@@ -317,3 +317,21 @@ class _Reading:
         if made is None or rate is None:
             return None, rate
         return (optim.chain(optim.clip_by_global_norm(clip), made(rate)) if clip else made(rate)), rate
+
+
+def _undetermined(given: Mapping[str, Any], ranks: int) -> list[str]:
+    """The sizes of a batch that are "auto" and do not follow from the others."""
+    auto = [name for name in BATCH if given.get(name) == "auto"]
+    rows, micro, _ = (name in given and name not in auto for name in BATCH)
+    # Microbatches that are not mentioned are 1.
+    known = {
+        BATCH[0]: micro and BATCH[2] not in auto,
+        BATCH[1]: rows and BATCH[2] not in auto,
+        BATCH[2]: rows and micro,
+    }
+    return [
+        f'{name} is "auto", and does not follow from the other two: {BATCH[0]} = {BATCH[1]} x {BATCH[2]} x {ranks} ranks;'
+        " give a value"
+        for name in auto
+        if not known[name]
+    ]

@@ -172,6 +172,10 @@ KEYS |= dict.fromkeys(
 )
 
 
+# Sizes of a batch: one that is "auto" follows from the others.
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
 class ReadKey(NamedTuple):
     """The outcome of a key.
 
@@ -196,7 +200,9 @@ def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple
         path, kind = f"{at}{key}", known.get(key)
         if kind is None:
             problems.append(f"{path} is no key of DeepSpeed.{did_you_mean(key, known)}")
-        elif value == "auto":
+        elif value == "auto" and key in BATCH:
+            continue  # derived from the others
+        elif value == "auto" and (isinstance(kind, dict | Refused) or kind == TAKEN):
             problems.append(f'{path} is "auto", which transformers\' Trainer fills in; give a value')
         elif isinstance(kind, dict):
             if not isinstance(value, dict):

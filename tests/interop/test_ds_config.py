@@ -11,7 +11,7 @@ import torch
 
 import shardfn as sf
 from shardfn import interop, optim
-from shardfn.interop._ds_keys import KEYS, TAKEN
+from shardfn.interop._ds_keys import BATCH, KEYS, TAKEN
 from shardfn.testing import distributed
 
 FULL: dict[str, Any] = {
@@ -104,11 +104,33 @@ def test_every_known_key_is_told_of_or_refused() -> None:
             assert isinstance(kind, dict) or key in {row.key for row in rows}
 
 
+@pytest.mark.parametrize(
+    ("rows", "micro", "times"),
+    [("auto", 4, 2), (16, "auto", 2), (16, 4, "auto"), (16, "auto", None), ("auto", 8, None)],
+)
+def test_a_size_of_the_batch_that_is_auto_follows_from_the_others(rows: Any, micro: Any, times: Any) -> None:
+    named = zip(BATCH, (rows, micro, times), strict=True)
+    recipe = interop.from_deepspeed_config({k: v for k, v in named if v is not None}, ranks=2)
+    assert (recipe.rows_per_step, recipe.num_microbatches) == (16, 1 if times is None else 2)
+
+
+def test_an_auto_that_does_not_follow_is_named() -> None:
+    config = {BATCH[1]: "auto", BATCH[2]: "auto", "gradient_clipping": "auto"}
+    moves = {"stage": 2, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    with pytest.raises(ValueError) as problem:
+        interop.from_deepspeed_config(config | {"train_batch_size": 16, "zero_optimization": moves}, ranks=2)
+    told = str(problem.value)
+    for key in (BATCH[1], BATCH[2], "gradient_clipping", "zero_optimization.stage3_prefetch_bucket_size"):
+        assert f'  - {key} is "auto"' in told, told
+    assert "reduce_bucket_size" not in told  # it changes no value
+
+
 def test_all_that_is_wrong_is_listed_at_once() -> None:
     config = {
         "train_batch_size": 33,
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": 2,
+        "communication_data_type": "auto",
         "gradient_clipp1ng": 1.0,
         "gradient_allreduce_op": "sum",
         "amp": {"enabled": True},
@@ -130,7 +152,7 @@ def test_all_that_is_wrong_is_listed_at_once() -> None:
     text = str(problem.value)
     for said in (
         "a batch is rows of a microbatch x microbatches x 2 ranks",
-        'train_micro_batch_size_per_gpu is "auto"',
+        'communication_data_type is "auto"',
         "Did you mean 'gradient_clipping'?",
         "gradient_allreduce_op = 'sum' has no counterpart",
         "amp = {'enabled': True} has no counterpart",

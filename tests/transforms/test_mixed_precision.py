@@ -345,3 +345,29 @@ def test_errors_say_what_to_do() -> None:
     state = scaled.init(torch.ones(2))
     with pytest.raises(ValueError, match="no loss scale"):
         scaled(state._replace(loss_scale=()), torch.ones(2))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@distributed(world=2)
+def test_autocast_around_a_step_is_that_of_the_loss_alone(jit: bool) -> None:
+    def loss(params: dict, x: Tensor) -> Tensor:
+        return (x @ params["w"]).float().square().mean()
+
+    mesh = sf.make_mesh({"dp": 2}, device="cpu")
+    w, x = torch.linspace(-1, 1, 12).view(4, 3), torch.linspace(-1, 2, 16).view(4, 4)
+    whole = w.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        # Each rank's rows apart: torch keeps one cast of the parameter, and adds up its gradients in bfloat16.
+        parts = [torch.autograd.grad(loss({"w": whole}, rows), whole)[0] for rows in x.chunk(2)]
+    grad = (parts[0] + parts[1]) / 2
+    assert not torch.equal(grad, torch.autograd.grad(loss({"w": whole}, x), whole)[0])
+    for optimizer in (sf.optim.sgd(0.1), sf.optim.muon(0.1)):
+        updates, _ = optimizer.update({"w": grad}, optimizer.init({"w": w}), {"w": w})
+        for stage in (0, 2, 3):
+            taken = sf.jit(loss, backend="graph") if jit else loss
+            zero = sf.Zero(stage, persist_elements=0)
+            step = sf.sharded_step(taken, optimizer, mesh=mesh, zero=zero)
+            state = step.init({"w": w.clone()})
+            with torch.autocast("cpu", torch.bfloat16):
+                state, _ = step(state, x.chunk(2)[mesh.rank])
+            torch.testing.assert_close(sf.unshard(state.params)["w"], w + updates["w"], rtol=1e-5, atol=1e-6)

@@ -16,7 +16,7 @@ from shardfn.core import (
     tree_leaves,
     tree_unflatten,
 )
-from shardfn.engine.loss import put_in, wrapped_like
+from shardfn.engine.loss import plain_arithmetic, put_in, wrapped_like
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import StepParts, pool_of, refresh
 from shardfn.leaves import LeafLayout
@@ -25,6 +25,7 @@ from shardfn.optim import GradientTransformation, decided, given, inplace
 from shardfn.state import Ahead, Column, Done, TrainState, Update, opened, state_owners, stream, taken
 
 
+@plain_arithmetic()
 def update(
     plan: Plan,
     channels: AnyChannels,
@@ -74,6 +75,7 @@ def next_state(
     )
 
 
+@plain_arithmetic()
 def update_blocks(
     plan: Plan,
     channels: AnyChannels,
