@@ -55,7 +55,7 @@ def loop_peak(tokens: int, checkpointing: bool) -> int:
     with memory.ledger() as book:
         model = transformers.LlamaForCausalLM(config)
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         tx = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for _ in range(2):
             model(input_ids=ids, labels=ids).loss.backward()

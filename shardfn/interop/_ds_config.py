@@ -330,8 +330,8 @@ def _undetermined(given: Mapping[str, Any], ranks: int) -> list[str]:
         BATCH[2]: rows and micro,
     }
     return [
-        f'{name} is "auto", and does not follow from the other two: {BATCH[0]} = {BATCH[1]} x {BATCH[2]} x {ranks} ranks;'
-        " give a value"
+        f'{name} is "auto", and does not follow from the other two; give a value'
+        f" ({BATCH[0]} = {BATCH[1]} x {BATCH[2]} x {ranks} ranks)"
         for name in auto
         if not known[name]
     ]

@@ -247,7 +247,7 @@ def ambient() -> Any:
 
 @contextlib.contextmanager
 def plain_arithmetic() -> Iterator[None]:
-    """Turns autocast off: around graphs, which have its casts, and around the optimizer, whose precision is a policy's."""
+    """Turns autocast off: around graphs, which have its casts, and around the optimizer, which a policy determines."""
     with contextlib.ExitStack() as stack:
         for kind, _ in ambient():
             stack.enter_context(torch.autocast(kind, enabled=False))
