@@ -1,4 +1,4 @@
-"""The parts of exact inference that need no tensors: requests, events, the pool of blocks, the schedule and its plans."""
+"""The parts of exact inference without tensors: requests, events, the pool of blocks, the schedule and its plans."""
 
 from ._limits import Limits as Limits
 from ._requests import Request as Request, Sampling as Sampling, check_request as check_request

@@ -99,7 +99,7 @@ def _admit(state: State, sequence: Sequence, extra: int) -> bool:
 
 
 def _victims(state: State, sequence: Sequence, need: int, full: bool) -> list[Sequence] | None:
-    """The fewest sequences from the end of the order that make room, all behind the asker; None if they do not suffice."""
+    """The fewest sequences from the end of the order that make room, all behind the asker; None if not enough."""
     pool, found, left = state.pool, [], dict[int, int]()
     room = pool.available
     place = state.rank(sequence)

@@ -1,10 +1,11 @@
 """A digest of the whole state, and the name of the first field in which two ranks differ."""
 
+import functools
 import hashlib
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from ._pool import Content
+from ._pool import Content, Scope
 from ._state import Sequence, State
 
 
@@ -57,22 +58,23 @@ def _fields(state: State) -> Iterator[tuple[str, bytes]]:
     yield "running", _ints(s.serial for s in state.running)
     for priority in sorted(state.waiting):
         yield f"waiting[{priority}]", _ints(state.waiting[priority])
-    yield "flight", _ints(n for row in state.flight for n in (row.serial, row.start, row.count, row.rows))
+    yield "flight", _ints(n for c in state.flight for n in (c.serial, c.start, c.count, len(c.positions)))
     for serial in sorted(state.sequences):
         yield from _of_sequence(state.sequences[serial])
     pool = state.pool
     yield "pool.free", pool.free.tobytes()
     yield "pool.references", pool.references.tobytes()
     yield "pool.cached", _ints(pool.cached)
-    for block in sorted(pool.contents):
-        yield f"pool.contents[{block}]", _of_content(pool.contents[block])
+    blocks = sorted(pool.contents)
+    yield "pool.contents", _ints(blocks) + b"".join([_of_content(pool.contents[b]) for b in blocks])
     yield "pool.index", b"".join(key + _ints([pool.index[key]]) for key in sorted(pool.index))
     yield "chain", state.chain
 
 
 def _of_sequence(sequence: Sequence) -> Iterator[tuple[str, bytes]]:
     of = f"sequences[{sequence.name}.{sequence.choice}]"
-    yield f"{of}.request", repr(sequence.request).encode()
+    r = sequence.request
+    yield f"{of}.request", _ints(r.prompt) + repr((r.sampling, r.priority, r.deadline, r.adapter, r.salt)).encode()
     for name in ("arrived", "key", "scored", "computed", "recorded", "begun", "preempted"):
         yield f"{of}.{name}", repr(getattr(sequence, name)).encode()
     yield f"{of}.tokens", sequence.tokens.tobytes()
@@ -81,8 +83,13 @@ def _of_sequence(sequence: Sequence) -> Iterator[tuple[str, bytes]]:
 
 
 def _of_content(content: Content) -> bytes:
-    return content.key + content.parent + content.tokens + repr(content.scope).encode()
+    return content.key + content.parent + content.tokens + _of_scope(content.scope)
 
 
-def _ints(values: "Iterator[int] | list[int] | Mapping[int, None]") -> bytes:
+@functools.lru_cache(maxsize=64)
+def _of_scope(scope: Scope) -> bytes:
+    return repr(scope).encode()
+
+
+def _ints(values: Iterable[int]) -> bytes:
     return array("q", values).tobytes()

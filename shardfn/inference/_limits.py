@@ -1,6 +1,7 @@
 """The sizes of an engine: they are fixed before the first request, and equal on all ranks."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Limits:
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}.")
         sizes = self.buckets
-        if not sizes or sizes[0] < 1 or any(a >= b for a, b in zip(sizes, sizes[1:], strict=False)):
+        if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
             raise ValueError(f"buckets are {sizes}; they must be positive and ascend.")
         if self.running >= sizes[-1]:
             raise ValueError(

@@ -62,8 +62,8 @@ class Plan:
         )
 
 
-def make_plan(chunks: Seq[tuple[Sequence, int]], limits: Limits, step: int, version: int) -> Plan:
-    """A plan of chunks: of each sequence its next tokens, this number of them.
+def make_plan(chunks: Seq[tuple[Sequence, int, range]], limits: Limits, step: int, version: int) -> Plan:
+    """A plan of chunks: sequences, the number of their next tokens, and the positions whose logits are wanted.
 
     Example:
         >>> from ._state import start
@@ -73,7 +73,7 @@ def make_plan(chunks: Seq[tuple[Sequence, int]], limits: Limits, step: int, vers
         >>> state.add("a", Request((7, 8, 9)))
         >>> sequence = state.sequences[0]
         >>> sequence.blocks = [3]
-        >>> plan = make_plan([(sequence, 3)], limits, step=0, version=0)
+        >>> plan = make_plan([(sequence, 3, range(2, 3))], limits, step=0, version=0)
         >>> list(plan.tokens), list(plan.positions), list(plan.sequences), list(plan.slots)
         ([7, 8, 9, 0], [0, 1, 2, 0], [0, 0, 0, 2], [12, 13, 14, 0])
         >>> list(plan.tables), list(plan.lengths), list(plan.rows), list(plan.places)
@@ -84,7 +84,7 @@ def make_plan(chunks: Seq[tuple[Sequence, int]], limits: Limits, step: int, vers
     tables, lengths, rows, places, targets, keys = *(array("i") for _ in range(5)), array("Q")
     sampling: list[Sampling] = []
     empty = array("i", bytes(4 * width))
-    for s, (sequence, count) in enumerate(chunks):
+    for s, (sequence, count, positions_wanted) in enumerate(chunks):
         begin, end, known = sequence.computed, sequence.computed + count, sequence.tokens
         first_row = len(tokens) - begin
         blocks = sequence.blocks
@@ -101,7 +101,7 @@ def make_plan(chunks: Seq[tuple[Sequence, int]], limits: Limits, step: int, vers
         tables.fromlist(blocks)
         tables.extend(empty[len(blocks) :])
         lengths.append(end)
-        for p in wanted(sequence, count):
+        for p in positions_wanted:
             rows.append(first_row + p)
             keys.append(sequence.key)
             places.append(p + 1)
@@ -122,14 +122,15 @@ def make_plan(chunks: Seq[tuple[Sequence, int]], limits: Limits, step: int, vers
     )
 
 
-def wanted(sequence: Sequence, count: int) -> range | tuple[int, ...]:
-    """Positions of the next `count` tokens whose logits are wanted: those to score, and the last known token's."""
-    begin, end = sequence.computed, sequence.computed + count
-    draws = end == len(sequence.tokens)
-    if sequence.scored >= sequence.prompt - 1:
-        return (end - 1,) if draws else ()
-    scores = range(max(begin, sequence.scored), min(end, sequence.prompt - 1))
-    return (*scores, end - 1) if draws else scores
+def wanted(sequence: Sequence, count: int) -> range:
+    """Positions of the next `count` tokens whose logits are wanted: those to score, and the last known token's.
+
+    A sequence that still has tokens to score has drawn none, so that the last known token is the prompt's last.
+    """
+    end = sequence.computed + count
+    if sequence.scored < sequence.prompt - 1:
+        return range(max(sequence.computed, sequence.scored), end)
+    return range(end - 1 if end == len(sequence.tokens) else end, end)
 
 
 def _pad(size: int, value: int, *arrays: array) -> None:

@@ -9,7 +9,7 @@ from ._limits import Limits
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request's tokens are drawn. The draw of a token sees these values, its logits, and (seed, choice, position).
+    """How a request's tokens are drawn. A draw sees these values, its logits, and (seed, choice, position).
 
     Args:
         max_tokens: the most tokens that are drawn.
@@ -89,7 +89,9 @@ class _Range(NamedTuple):
         kind = "an integer" if self.integer else "a number"
         if math.isinf(self.high):
             return f"{kind} of at least {self.low}"
-        return f"{kind} {'above' if self.above else 'from'} {self.low} {'and at most' if self.above else 'to'} {self.high}"
+        return (
+            f"{kind} {'above' if self.above else 'from'} {self.low} {'and at most' if self.above else 'to'} {self.high}"
+        )
 
 
 RANGES = {
@@ -160,6 +162,6 @@ def _check_size(prompt: int, drawn: int, limits: Limits) -> None:
     need = limits.blocks_of(prompt + drawn - 1)  # the last drawn token is never fed
     if need > limits.usable:
         raise ValueError(
-            f"prompt has {prompt} tokens and max_tokens is {drawn}: they need {need} blocks of {limits.block}; they must"
-            f" be at most {limits.usable}, all blocks of the pool."
+            f"prompt has {prompt} tokens and max_tokens is {drawn}: they need {need} blocks of {limits.block}; they"
+            f" must be at most {limits.usable}, all blocks of the pool."
         )

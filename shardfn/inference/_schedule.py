@@ -23,7 +23,7 @@ from ._events import Add, Cancel, Clock, Drain, Event, Weights
 from ._plan import Plan, make_plan, wanted
 from ._pool import extend_contents
 from ._requests import check_request
-from ._state import Row, Sequence, State
+from ._state import Chunk, Sequence, State
 
 
 class Output(NamedTuple):
@@ -48,9 +48,7 @@ class Output(NamedTuple):
     finish: str | None
 
 
-def advance(
-    state: State, events: Seq[Event] = (), drawn: Seq[int] = ()
-) -> tuple[State, Plan | None, list[Output]]:
+def advance(state: State, events: Seq[Event] = (), drawn: Seq[int] = ()) -> tuple[State, Plan | None, list[Output]]:
     """One step: takes the tokens that the last plan has drawn, then the events, and makes the next plan.
 
     Args:
@@ -89,9 +87,9 @@ def advance(
         _take(state, event, outputs)
     if state.pending is not None and not any(s.begun for s in state.sequences.values()):
         _renew(state, state.pending)
-    chunks = arrange(state)
+    chunks = [(sequence, count, wanted(sequence, count)) for sequence, count in arrange(state)]
     plan = make_plan(chunks, state.limits, state.step, state.version) if chunks else None
-    state.flight = [Row(s.serial, s.computed, count, len(wanted(s, count))) for s, count in chunks]
+    state.flight = [Chunk(s.serial, s.computed, count, positions) for s, count, positions in chunks]
     state.chain = _link(state, events, drawn, plan)
     state.step += 1
     return state, plan, outputs
@@ -101,7 +99,7 @@ def _check(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
     """All checks precede all changes."""
     if state.consumed:
         raise DonatedError("This state was advanced before; advance its successor, or a copy: state.copy().")
-    rows = sum(row.rows for row in state.flight)
+    rows = sum(len(chunk.positions) for chunk in state.flight)
     if len(drawn) != rows:
         raise ValueError(f"drawn has {len(drawn)} tokens; the plan in flight wants {rows}, one for each of its rows.")
     for i, token in enumerate(drawn):
@@ -125,16 +123,15 @@ def _check(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
 def _settle(state: State, drawn: Seq[int], cancelled: set[str], outputs: list[Output]) -> None:
     """Takes the results of the plan in flight; tokens of requests that are cancelled now are dropped."""
     at = 0
-    for row in state.flight:
-        sequence = state.sequences[row.serial]
-        positions = wanted(sequence, row.count)
-        sequence.computed = row.start + row.count
+    for chunk in state.flight:
+        sequence = state.sequences[chunk.serial]
+        sequence.computed = chunk.start + chunk.count
         _record(state, sequence)
         if sequence.name not in cancelled:
-            for i, p in enumerate(positions):
-                if _take_token(state, sequence, p + 1, drawn[at + i], at + i, outputs):
+            for row, p in enumerate(chunk.positions, at):
+                if _take_token(state, sequence, p + 1, drawn[row], row, outputs):
                     break
-        at += row.rows
+        at += len(chunk.positions)
     state.flight = []
 
 

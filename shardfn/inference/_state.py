@@ -14,13 +14,13 @@ from ._requests import Request
 
 
 @dataclass(slots=True)
-class Row:
-    """A chunk of a sequence in the plan in flight: tokens from `start` on, and the rows of logits it wanted."""
+class Chunk:
+    """A chunk of a sequence in the plan in flight: tokens from `start` on, and the positions whose logits it wants."""
 
     serial: int
     start: int
     count: int
-    rows: int
+    positions: range
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +33,7 @@ class Sequence:
     request: Request
     arrived: int  # step
     key: int  # of its draws
+    prompt: int  # tokens of the prompt
     scored: int  # the first position whose row of logits is still wanted
     tokens: array  # prompt, then drawn ones
     computed: int = 0  # tokens whose keys and values are in the cache
@@ -43,20 +44,13 @@ class Sequence:
     preempted: int = -1  # the last step in which it lost its blocks
 
     @property
-    def prompt(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt)
-
-    @property
     def reusable(self) -> int:
-        """Tokens that may come from cached blocks: the last one's logits are needed, and so are those not yet scored."""
+        """Tokens that may come from cached blocks: not the last, whose logits are needed, nor those to score."""
         return len(self.tokens) - 1 if self.scored >= self.prompt - 1 else self.scored
 
     def copy(self) -> "Sequence":
         """A sequence of its own, equal to this one."""
-        return dataclasses.replace(
-            self, tokens=self.tokens[:], blocks=self.blocks[:], contents=self.contents[:]
-        )
+        return dataclasses.replace(self, tokens=self.tokens[:], blocks=self.blocks[:], contents=self.contents[:])
 
 
 @dataclass(slots=True)
@@ -95,7 +89,7 @@ class State:
     names: dict[str, list[int]] = field(default_factory=dict)
     running: list[Sequence] = field(default_factory=list)
     waiting: dict[int, list[int]] = field(default_factory=dict)
-    flight: list[Row] = field(default_factory=list)
+    flight: list[Chunk] = field(default_factory=list)
     chain: bytes = bytes(8)
     consumed: bool = False
 
@@ -119,7 +113,7 @@ class State:
             names={name: serials[:] for name, serials in self.names.items()},
             running=[sequences[s.serial] for s in self.running],
             waiting={priority: lane[:] for priority, lane in self.waiting.items()},
-            flight=[dataclasses.replace(row) for row in self.flight],
+            flight=[dataclasses.replace(chunk) for chunk in self.flight],
             consumed=False,
         )
 
@@ -156,13 +150,13 @@ class State:
         """Puts a request's choices in line."""
         n = request.sampling.n
         self.names[name] = list(range(self.arrivals, self.arrivals + n))
-        last = len(request.prompt) - 1
+        prompt = len(request.prompt)
         for choice in range(n):
             wants = request.sampling.prompt_logprobs and choice == 0
-            tokens = array("q", request.prompt)
-            key = draw_key(request.sampling.seed, choice)
             new = Sequence(
-                self.arrivals, name, choice, request, self.step, key, scored=0 if wants else last, tokens=tokens
+                *(self.arrivals, name, choice, request, self.step, draw_key(request.sampling.seed, choice), prompt),
+                scored=0 if wants else prompt - 1,
+                tokens=array("q", request.prompt),
             )
             self.sequences[new.serial] = new
             self.wait(new)
