@@ -38,7 +38,7 @@ class Sequence:
     tokens: array  # prompt, then drawn ones
     computed: int = 0  # tokens whose keys and values are in the cache
     blocks: list[int] = field(default_factory=list)  # empty while it waits
-    contents: list[Content] = field(default_factory=list)  # of its first full blocks, as far as they were asked for
+    contents: list[Content] = field(default_factory=list)  # of its first full blocks, those asked for so far
     recorded: int = 0  # blocks whose content the pool was given
     begun: bool = False
     preempted: int = -1  # the last step in which it lost its blocks

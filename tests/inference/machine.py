@@ -149,7 +149,7 @@ class Laws(RuleBasedStateMachine):
         """The first in order has tokens in the plan, and so has each decode that ran before and still runs."""
         state = self.state
         flight = {chunk.serial: chunk.count for chunk in state.flight}
-        state.step -= 1  # the order as it was when the plan was made
+        state.step -= 1  # the order of the plan
         able = [s for s in state.sequences.values() if state.pending is None or s.begun]
         first = min(able, key=state.rank, default=None)
         state.step += 1

@@ -4,8 +4,18 @@ from collections.abc import Callable
 
 import pytest
 
-from shardfn.inference import Add, Limits, Request, Sampling, State, advance, digest, field_digests
-from shardfn.inference import first_difference, start
+from shardfn.inference import (
+    Add,
+    Limits,
+    Request,
+    Sampling,
+    State,
+    advance,
+    digest,
+    field_digests,
+    first_difference,
+    start,
+)
 
 LIMITS = Limits(vocab=50, context=24, blocks=20, block=4, buckets=(2, 4, 8), running=2)
 
