@@ -8,8 +8,9 @@ that ranks compare. Drawn tokens are random. Times are the processor's, so that 
 
 import argparse
 import gc
+import os
+import pathlib
 import random
-import resource
 import statistics
 import time
 import tracemalloc
@@ -91,6 +92,11 @@ def padding(rate: float, blocks: int) -> dict[str, float]:
     }
 
 
+def resident() -> float:
+    """KiB of the process that are in memory now."""
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1024
+
+
 def growth(num: int) -> dict[str, float]:
     """KiB that remain after this number of tiny requests, by tracemalloc, and of the process, after a warm-up."""
 
@@ -107,9 +113,9 @@ def growth(num: int) -> dict[str, float]:
 
     limits = Limits(vocab=8192, context=64, blocks=65)
     state = serve(start(limits), 5000)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident()
     state = serve(state, num)
-    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    process = resident() - before
     tracemalloc.start()
     state = serve(state, 1000)
     gc.collect()
