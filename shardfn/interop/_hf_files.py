@@ -26,7 +26,8 @@ def write_beside(
         if dtype is not None and hasattr(told, "dtype"):
             told.dtype = str(dtype).removeprefix("torch.")
         told.to_json_file(pathlib.Path(directory) / "config.json")
-    can_generate, generation = getattr(module, "can_generate", None), getattr(module, "generation_config", None)
+    can_generate: Any = getattr(module, "can_generate", None)
+    generation: Any = getattr(module, "generation_config", None)
     if callable(can_generate) and can_generate() and hasattr(generation, "save_pretrained"):
         generation.save_pretrained(directory)
     if tokenizer is not None:
