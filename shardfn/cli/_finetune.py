@@ -123,12 +123,13 @@ def _run(job: FinetuneJob, mesh: Mesh) -> None:
     with checkpoints, Logger(job.out, mesh, start=cursor.next) as logger:
         for n, batch in enumerate(cursor, cursor.next):
             state, metrics = step(state, _on(batch, mesh))
+            logged: dict[str, Any] = {**metrics, "learning_rate": schedule(n)}
             if validation is not None and ((n + 1) % job.every == 0 or n + 1 == job.steps):
                 dp = {"rank": mesh.axis_index("dp"), "world": mesh.axis_size("dp")}
                 held_out = (_on(held, mesh) for held in validation.once(**dp))
-                metrics["validation_loss"] = step.evaluate(state, held_out)["loss"]
+                logged["validation_loss"] = step.evaluate(state, held_out)["loss"]
             tokens = batch["tokens"].numel() * mesh.axis_size("dp")
-            logger.write(n + 1, metrics, speed(tokens), {"learning_rate": schedule(n)})
+            logger.write(n + 1, logged, speed(tokens))
             checkpoints.save(_kept(state, made.lora), n + 1, user=cursor.state(), now=n + 1 == job.steps)
     _write_result(job, made, state, mesh)
 
@@ -159,14 +160,14 @@ def _trained(job: FinetuneJob, mesh: Mesh) -> Trained:
     lora = None
     if job.lora:
         targets, transposed = _targets(module)
-        options: dict[str, Any] = {"alpha": job.lora_alpha or None, "fan_in_fan_out": transposed, "specs": specs}
-        lora = LoRA.of(params, targets, rank=job.lora, **options)
+        lora = LoRA.of(params, targets, rank=job.lora, alpha=job.lora_alpha or None, fan_in_fan_out=transposed)
+        specs = {"base": specs, "lora": P()}  # `partition` finds out how adapters beside cut leaves are used
     whole = loss if lora is None else lora.adapt(loss)
     whole = partition(whole) if cut else whole
     whole = mixed_precision(whole, Policy.bf16()) if job.precision == "bf16" else whole
     whole = accumulate(whole, job.accumulate) if job.accumulate > 1 else whole
     first = params if lora is None else {"base": params, "lora": lora.init(key(job.seed))}
-    return Trained(module, tokenizer, whole, first, specs if lora is None else lora.specs, lora)
+    return Trained(module, tokenizer, whole, first, specs, lora)
 
 
 def _targets(module: Any) -> tuple[list[str], bool]:
