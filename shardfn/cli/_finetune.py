@@ -16,7 +16,7 @@ from shardfn.core import Mesh, P, Policy, PyTree, Zero, key, make_mesh
 from shardfn.data import IGNORED, Cursor, ExampleBatches, JSONLines, pad
 from shardfn.graph import cluster
 from shardfn.interop import export, module_from_hf, module_to_hf, without_weights
-from shardfn.lora import LoRA, save_peft
+from shardfn.lora import LoRA, save_peft, with_base, without_base
 from shardfn.metrics import Logger, Throughput
 from shardfn.optim import adamw, chain, clip_by_global_norm, warmup_cosine_decay_schedule
 from shardfn.transforms import (
@@ -119,7 +119,8 @@ def _run(job: FinetuneJob, mesh: Mesh) -> None:
     checkpoints = Manager(pathlib.Path(job.out, "checkpoints"), mesh=mesh, save_every=job.every)
     if checkpoints.steps():
         restored = checkpoints.restore(_kept(state, made.lora))
-        state, cursor = _with_kept(state, restored.tree, made.lora), cursor.at(restored.user)
+        state = restored.tree if made.lora is None else with_base(restored.tree, state.params["base"])
+        cursor = cursor.at(restored.user)
     with checkpoints, Logger(job.out, mesh, start=cursor.next) as logger:
         for n, batch in enumerate(cursor, cursor.next):
             state, metrics = step(state, _on(batch, mesh))
@@ -211,12 +212,8 @@ def encoded(tokenizer: Any, row: Any, length: int) -> dict[str, list[int]]:
 
 
 def _kept(state: TrainState, lora: LoRA | None) -> TrainState:
-    """The part of a state that is saved: without a frozen model, which its files have."""
-    return state if lora is None else state._replace(params={"lora": state.params["lora"]})
-
-
-def _with_kept(state: TrainState, kept: TrainState, lora: LoRA | None) -> TrainState:
-    return kept if lora is None else kept._replace(params={"base": state.params["base"], **kept.params})
+    """The part of a state that is saved: without a frozen model."""
+    return state if lora is None else without_base(state)
 
 
 def _write_settings(job: FinetuneJob, mesh: Mesh) -> None:
