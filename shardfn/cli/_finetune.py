@@ -58,7 +58,7 @@ class Trained(NamedTuple):
 
 
 def estimate(job: FinetuneJob) -> str:
-    """The estimate of `shardfn plan` for a job, or the reason why there is none. Only `config.json` is read."""
+    """The estimate of `shardfn plan` for a job, or the reason why it cannot be made. Only `config.json` is read."""
     dp = job.shape["dp"]
     try:
         config = parse_model(job.model)

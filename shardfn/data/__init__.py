@@ -9,6 +9,6 @@ from ._own_examples import OwnExamples as OwnExamples
 from ._own_rows import own_rows as own_rows
 from ._permute import permute as permute
 from ._prefetch import prefetch as prefetch
-from ._stream import Stream as Stream
+from ._batch_stream import Stream as Stream
 from ._tokenizers import BPETokenizer as BPETokenizer, ByteTokenizer as ByteTokenizer, Tokenizer as Tokenizer
 from ._tokens import TokenFile as TokenFile, encode_files as encode_files
