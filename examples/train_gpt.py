@@ -29,7 +29,6 @@ from contextlib import closing
 import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 import shardfn as sf
 from shardfn.models import gpt
@@ -154,9 +153,8 @@ def train(args, mesh, preemption):
     )
     batches = sf.data.prefetch(training.iterate(start, args.steps, rank=rank, world=world))
     begin = time.monotonic()
-    # `disable=None` draws no bar where stderr is no terminal; there the log prints a line every few seconds.
-    off = None if mesh.rank == 0 else True
-    with closing(batches), tqdm(total=args.steps, initial=start, disable=off, dynamic_ncols=True) as bar:
+    # Where stderr is no terminal there is no bar, and the log prints a line every few seconds.
+    with closing(batches), sf.progress(total=args.steps, initial=start, unit="step", mesh=mesh) as bar:
         for n, batch in enumerate(batches, start):
             if args.minutes is not None and time.monotonic() - begin > 60 * args.minutes:
                 preemption.stop()

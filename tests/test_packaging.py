@@ -1,5 +1,6 @@
 """Covers the published files: sdist and wheel hold every file of the package, and the wheel runs in a fresh venv."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -85,3 +86,34 @@ def test_the_wheel_runs_in_a_fresh_venv(built: tuple[pathlib.Path, pathlib.Path]
     assert version == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"shardfn       {version}" in _run(tmp_path / "fresh/bin/shardfn", "env", cwd=tmp_path)
     assert sys.version_info[:2] == tuple(map(int, site.parent.name.removeprefix("python").split(".")))
+
+
+def test_installing_the_wheel_beside_torch_changes_no_other_package(
+    built: tuple[pathlib.Path, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    """pip resolves all requirements in an environment with the packages of this one, and would add shardfn alone."""
+    report, home = tmp_path / "report.json", tmp_path / "fresh"
+    venv.create(home, with_pip=True)
+    (site,) = (home / "lib").glob("python*/site-packages")
+    present = sorted({str(pathlib.Path(module.__file__ or "").parents[1]) for module in (torch, optree)})
+    (site / "present.pth").write_text("\n".join(present))
+    # The venv's own setuptools would hide the one that torch asks for.
+    _run(home / "bin/python", "-m", "pip", "uninstall", "-q", "-y", "setuptools", cwd=tmp_path)
+    python, what = home / "bin/python", [*("-m", "pip", "install", "--dry-run", "--no-index", "--report", report)]
+    # An editable install of the project is among the packages that are here; the wheel would replace it.
+    _run(python, *what, "--ignore-installed", "--no-deps", built[1], cwd=tmp_path)
+    assert _planned(report) == {"shardfn"}
+    requirements = [r for r in _requirements(built[1]) if "extra ==" not in r]
+    _run(python, *what, *requirements, cwd=tmp_path)
+    assert _planned(report) == set()
+
+
+def _planned(report: pathlib.Path) -> set[str]:
+    return {entry["metadata"]["name"] for entry in json.loads(report.read_text())["install"]}
+
+
+def _requirements(wheel: pathlib.Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (x for x in archive.namelist() if x.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().splitlines()
+    return [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]

@@ -91,6 +91,7 @@ DOCS = [
     "docs/from_deepspeed.md",
     "docs/from_trainer.md",
     "docs/training_loop.md",
+    "docs/loggers.md",
     "docs/lora.md",
     "docs/frozen.md",
     *DESIGN,

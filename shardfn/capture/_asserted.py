@@ -78,7 +78,7 @@ def _taken(func: Any, x: Tensor, frame: FrameType) -> Any:
     code, at = frame.f_code, frame.f_lasti
     if func is _TENSOR.item:
         if code is _CHECKS:
-            text = _told(frame.f_locals.get("message"))
+            text = _message_text(frame.f_locals.get("message"))
             caller = frame.f_back
             while caller is not None and caller.f_code.co_filename == code.co_filename:
                 caller = caller.f_back
@@ -178,7 +178,7 @@ def _parsed(filename: str) -> ast.Module | None:
         return None
 
 
-def _told(message: Any) -> str:
+def _message_text(message: Any) -> str:
     try:
         return str(message() if callable(message) else message or "a check of a tensor's values failed")
     except Exception:  # it may format values of tensors, which do not exist yet

@@ -27,7 +27,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
 from shardfn.collectives import counting_nothing, current_application, current_line, recording_lines, with_sizes
-from shardfn.core import Ambient
+from shardfn.core import Ambient, progress
 from shardfn.memory import in_host_region
 
 from ._asserted import Asserting
@@ -101,8 +101,8 @@ class Recorder:
             self._top = top
 
     @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """Writes phase, line and memory beside every op, while a capture runs."""
+    def attached(self, recorded: Callable[[], object]) -> Iterator[None]:
+        """Writes phase, line and memory beside every op, while a capture runs; calls a function after each."""
         mode = get_proxy_mode()
         assert mode is not None
         tracer: Any = mode.tracer
@@ -132,6 +132,7 @@ class Recorder:
                 node.meta["collective"] = applied
                 node.meta["again"] = bool(_RECOMPUTING)
             self.note(node)
+            recorded()
             return node
 
         # On this tracer alone: a capture inside this one has another, and a recorder of its own.
@@ -208,7 +209,12 @@ def capture(
     notes = recorder or Recorder()
 
     def recorded(*args: Tensor) -> Sequence[Tensor]:
-        with notes.attached(), Asserting(), drawing_nothing(notes.line):
+        with (
+            progress(desc="capturing", unit="op", part=True) as bar,
+            notes.attached(bar.update),
+            Asserting(),
+            drawing_nothing(notes.line),
+        ):
             return f(*args)
 
     # One device's backward must run on this thread, where the tracer is.

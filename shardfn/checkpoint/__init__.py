@@ -5,6 +5,7 @@ from ._restore import Restored as Restored, restore as restore
 from ._read_into import restore_tensors as restore_tensors
 from ._dcp import restore_dcp as restore_dcp, save_dcp as save_dcp
 from ._manager import Manager as Manager, latest as latest
+from ._best import best as best
 from ._preemption import Preemption as Preemption
 from ._located import steps as steps
 from ._job import Saved as Saved

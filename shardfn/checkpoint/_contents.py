@@ -4,7 +4,7 @@ import collections
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -139,7 +139,12 @@ def files_of(rank: int, boxes: Sequence[Owned], leaves: Sequence[Content], file_
 
 
 def manifest_of(
-    step: int, user: Any, mesh: Mesh, leaves: Sequence[Content], written: Sequence[tuple[FilePlan, Sequence[str]]]
+    step: int,
+    user: Any,
+    metrics: Mapping[str, float],
+    mesh: Mesh,
+    leaves: Sequence[Content],
+    written: Sequence[tuple[FilePlan, Sequence[str]]],
 ) -> Manifest:
     """The manifest of files that are written, with the digests of their parts."""
     chunks: list[list[StoredChunk]] = [[] for _ in leaves]
@@ -154,7 +159,7 @@ def manifest_of(
         x.path: StoredLeaf(x.shape, dtype_name(x.dtype), _axes(x.spec), tuple(sorted(c)))
         for x, c in zip(leaves, own, strict=True)
     }
-    return Manifest(step, user, dict(mesh.shape), named, files)
+    return Manifest(step, user, dict(mesh.shape), named, files, metrics)
 
 
 def local_slices(leaf: Content, box: Box) -> tuple[slice, ...]:

@@ -106,6 +106,7 @@ def inspect(directory: str | os.PathLike[str], step: int | None = None) -> str:
         f"{place}: step {manifest.step}, saved on a mesh of {mesh}",
         f"{_count(manifest.leaves, 'leaf', 'leaves')} of {total:,} bytes, in {_count(manifest.files, 'file', 'files')}",
         f"user: {manifest.user!r}",
+        *([f"metrics: {dict(manifest.metrics)!r}"] if manifest.metrics else []),
     ]
     for path, x in manifest.leaves.items():
         spec = "" if not any(x.spec) else f"  cut by {', '.join('*'.join(axes) or '-' for axes in x.spec)}"

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.core import Mesh, PyTree, RankError, Stored
+from shardfn.core import Mesh, PyTree, RankError, Stored, progress
 from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 from shardfn.memory import DamagedError, DiskFullError, InUseError
 
 from ._contents import Content, FilePlan, Part, contents, describe, files_of, local_slices, manifest_of, windows
 from ._owners import Owned, owned
 from ._place import NewLocation, Store, read_manifest
+from ._values import as_json, from_json
 from ._write import LastFiles, WrittenFile, write_files
 
 # All ranks' picklable values, in rank order.
@@ -63,6 +64,7 @@ class SaveJob(NamedTuple):
         mesh: whose ranks write it.
         step: its number.
         user: the caller's values, copied.
+        metrics: values by which checkpoints are compared.
         leaves: the leaves to save.
         boxes: the boxes of the leaves, with the ranks that write them.
         store: the checkpoints it will be one of.
@@ -73,6 +75,7 @@ class SaveJob(NamedTuple):
     mesh: Mesh
     step: int
     user: Any
+    metrics: Mapping[str, float]
     leaves: list[Content]
     boxes: list[Owned]
     store: Store
@@ -92,24 +95,33 @@ class SaveJob(NamedTuple):
         return [x._replace(name=self.draft.called(x.name)) for x in plans]
 
 
-class _Told(NamedTuple):
+class _Outcome(NamedTuple):
     """A rank's outcome, as the other ranks receive it: the name and the text of its error, or the result."""
 
     error: tuple[str, str] | None
     value: Any = None
 
 
-def prepare(store: Store, tree: PyTree, at: str, step: int, user: Any, mesh: Mesh, options: SaveOptions) -> SaveJob:
+def prepare(
+    store: Store,
+    tree: PyTree,
+    at: str,
+    step: int,
+    user: Any,
+    mesh: Mesh,
+    options: SaveOptions,
+    metrics: Mapping[str, float] | None = None,
+) -> SaveJob:
     """Agrees on the contents, and begins a draft. Collective; rank 0 owns the store."""
     comms = comms_of(mesh)
     with told_before(comms.control):
         if step < 0:
             raise ValueError(f"step={step}: checkpoints are numbered from 0 on.")
         leaves = contents(tree, at, mesh)
-        text = json.dumps(user, allow_nan=False, sort_keys=True)
-        said = describe(leaves)
-    agree_on_step(comms.control, f"checkpoint.save, step {step}", (f"{said}\nuser={text}", ()))
-    user = json.loads(text)  # the caller may go on with it
+        text = json.dumps(as_json(user), allow_nan=False, sort_keys=True)
+        said, measured = describe(leaves), f"\nmetrics={metrics}" if metrics else ""
+    agree_on_step(comms.control, f"checkpoint.save, step {step}", (f"{said}\nuser={text}{measured}", ()))
+    user = from_json(json.loads(text))  # the caller may go on with it
     with losing_no_peer(comms):
         made = by_first(mesh, store, comms.control.gather, _begin, store, step, os.urandom(4).hex(), options)
     if isinstance(made, Exception):
@@ -129,7 +141,7 @@ def prepare(store: Store, tree: PyTree, at: str, step: int, user: Any, mesh: Mes
         )
     boxes = owned([(x.shape, x.dtype.itemsize if x.same_as is None else 0, x.spec) for x in leaves], mesh)
     boxes = [b for b in boxes if leaves[b.leaf].same_as is None]
-    return SaveJob(mesh, step, user, leaves, boxes, store, draft, options)
+    return SaveJob(mesh, step, user, metrics or {}, leaves, boxes, store, draft, options)
 
 
 def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> Saved | Exception:
@@ -156,7 +168,11 @@ def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> 
         return windows(held, local_slices(leaf, part.box))
 
     def write() -> WrittenFile:
-        return write_files(job.draft, job.files(job.mesh.rank), read, _before(job), durable=job.options.durable)
+        plans = job.files(job.mesh.rank)
+        size, desc = sum(plan.bytes for plan in plans), f"saving step {job.step}"
+        with progress(total=size, desc=desc, unit="B", mesh=job.mesh, part=True) as bar:
+            durable = job.options.durable
+            return write_files(job.draft, plans, read, _before(job), durable=durable, done=bar.update)
 
     mine, own = _attempt(job.store, write)
     wrote = meet(mine)
@@ -181,12 +197,12 @@ def by_first(mesh: Mesh, at: Store, meet: Meet, work: Callable[..., Any], *args:
     Raises:
         RankError: another rank died.
     """
-    mine, own = _attempt(at, work, *args) if mesh.rank == 0 else (_Told(None), None)
+    mine, own = _attempt(at, work, *args) if mesh.rank == 0 else (_Outcome(None), None)
     told = meet(mine)
     return _failure(told, own) or told[0].value
 
 
-def _named(job: SaveJob, wrote: Sequence[_Told]) -> None:
+def _named(job: SaveJob, wrote: Sequence[_Outcome]) -> None:
     """Gives a checkpoint its name if all ranks have written it; else removes the draft."""
     try:
         if all(told.error is None for told in wrote):
@@ -197,7 +213,7 @@ def _named(job: SaveJob, wrote: Sequence[_Told]) -> None:
 
 def _publish(job: SaveJob, digests: Sequence[Sequence[Sequence[str]]]) -> None:
     written = [pair for rank, own in enumerate(digests) for pair in zip(job.files(rank), own, strict=True)]
-    manifest = manifest_of(job.step, job.user, job.mesh, job.leaves, written)
+    manifest = manifest_of(job.step, job.user, job.metrics, job.mesh, job.leaves, written)
     job.draft.publish(manifest, durable=job.options.durable, replace=job.options.replace)
 
 
@@ -225,18 +241,18 @@ def _before(job: SaveJob) -> LastFiles | None:
         return None  # no files to link; a restore of it raises the error
 
 
-def _attempt(at: Store, work: Callable[..., Any], *args: Any) -> tuple[_Told, Exception | None]:
+def _attempt(at: Store, work: Callable[..., Any], *args: Any) -> tuple[_Outcome, Exception | None]:
     """Runs a function whose error all ranks are to raise; gives the outcome to send, and this rank's own error."""
     try:
-        return _Told(None, work(*args)), None
+        return _Outcome(None, work(*args)), None
     except Exception as problem:
         own = at.explained(problem) if isinstance(problem, OSError) else problem
         if own is not problem:
             own.__cause__ = problem
-        return _Told((type(own).__name__, str(own))), own
+        return _Outcome((type(own).__name__, str(own))), own
 
 
-def _failure(outcomes: Sequence[_Told], own: Exception | None) -> Exception | None:
+def _failure(outcomes: Sequence[_Outcome], own: Exception | None) -> Exception | None:
     """The error to raise: this rank's, or one like another rank's; None if all succeeded."""
     if own is not None:
         return own

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from shardfn.collectives import Rounds
 from shardfn.core import Mesh, PyTree, RankError, as_mesh
-from shardfn.engine import comms_of, losing_no_peer, told_before
+from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 from shardfn.memory import host_empty, on_host
 from shardfn.state import check_alive
 
+from ._best import Ranking
 from ._contents import Part, local_slices
 from ._job import Saved, SaveJob, SaveOptions, by_first, finish, prepare
 from ._located import steps, store_of
@@ -41,6 +42,9 @@ class Manager:
         save_every: `save` acts at multiples of this number of steps.
         keep_last: how many of the newest checkpoints stay.
         keep_every: checkpoints at multiples of this number of steps stay as well; None = no others.
+        best: the name of a metric of `save(metrics=)`; the checkpoints with its best values stay as well.
+        mode: whether the best value is the lowest, "min", or the highest, "max".
+        keep_best: how many of the best checkpoints stay.
         background: whether files are written while the next steps run.
         durable: whether to wait, in the background, until the disk has them.
         file_bytes: as for `save`.
@@ -69,26 +73,34 @@ class Manager:
         save_every: int = 1,
         keep_last: int = 2,
         keep_every: int | None = None,
+        best: str | None = None,
+        mode: str = "min",
+        keep_best: int = 1,
         background: bool = True,
         durable: bool = True,
         file_bytes: int = FILE_BYTES,
         replace: bool = False,
     ) -> None:
-        if min(save_every, keep_last, keep_every or 1, file_bytes) < 1:
+        if min(save_every, keep_last, keep_every or 1, keep_best, file_bytes) < 1:
             raise ValueError(
-                f"save_every={save_every}, keep_last={keep_last}, keep_every={keep_every}, file_bytes={file_bytes}: all"
-                " must be at least 1."
+                f"save_every={save_every}, keep_last={keep_last}, keep_every={keep_every}, keep_best={keep_best},"
+                f" file_bytes={file_bytes}: all must be at least 1."
             )
+        if best is None and (mode, keep_best) != ("min", 1):
+            raise ValueError(f"mode={mode!r}, keep_best={keep_best} have no effect without best=, a metric's name.")
         self._directory, self._mesh = directory, as_mesh(mesh)
         self._every, self._last, self._keep_every = save_every, keep_last, keep_every
+        self._keep_best = keep_best
         self._background, self._options = background, SaveOptions(durable, replace, file_bytes, in_order=True)
         self._stack = contextlib.ExitStack()
         control = comms_of(self._mesh).control
         with told_before(control):
             self._store = store_of(directory)
+            self._ranking = None if best is None else Ranking(self._store, best, mode)
             if self._mesh.rank == 0:
                 self._stack.enter_context(self._store.owning())
-        control.agree("what to run", f"checkpoint.Manager, every {save_every} steps")
+        by = "" if best is None else f", the {mode} of {best!r}"
+        agree_on_step(control, f"checkpoint.Manager, every {save_every} steps{by}")
         group = self._mesh.new_group(self._mesh.axis_names, backend="gloo") if self._mesh.size > 1 else None
         self._rounds = Rounds(group, self._mesh.rank, _lost)
         # The thread's outcome; read only after it has ended.
@@ -97,7 +109,16 @@ class Manager:
         # The host memory of snapshots, by part: that of the last one is filled again.
         self._buffers: dict[Part, Tensor] = {}
 
-    def save(self, tree: PyTree, step: int | None = None, *, user: Any = None, now: bool = False, at: str = "") -> bool:
+    def save(
+        self,
+        tree: PyTree,
+        step: int | None = None,
+        *,
+        user: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        now: bool = False,
+        at: str = "",
+    ) -> bool:
         """Saves a state if its step is a multiple of `save_every`.
 
         It returns once the state is copied, which may then go into the next step. The checkpoint is complete some time
@@ -107,7 +128,9 @@ class Manager:
             tree: as for `save`.
             step: its number; default that of the state.
             user: as for `save`.
-            now: whether to save regardless of `save_every`.
+            metrics: with `best=`: has the value of that metric, a number or a 0-d tensor, the same on all ranks; others
+                are ignored. NaN is never the best.
+            now: whether to save regardless of `save_every`. Between its multiples the metric may be absent.
             at: as for `save`.
 
         Returns:
@@ -116,15 +139,17 @@ class Manager:
         Raises:
             Exception: the error of the previous save, which was still in progress; or an error of `save`.
             FileExistsError: the directory has a checkpoint of this step, or newer ones, and `replace` is False.
-            ValueError: leaves are on another mesh than the manager's.
+            ValueError: leaves are on another mesh than the manager's; or the metric of `best=` is absent.
         """
         number = step_of(tree, step)
         if not now and number % self._every:
             return False
         self.wait()
         check_alive(tree)
-        job = prepare(self._store, tree, at, number, user, self._mesh, self._options)
         comms = comms_of(self._mesh)
+        with told_before(comms.control):
+            value = self._measured(metrics, number)
+        job = prepare(self._store, tree, at, number, user, self._mesh, self._options, value)
         if not self._background:
             with losing_no_peer(comms):
                 self._done = self._finished(job, None, comms.control.gather)
@@ -163,6 +188,20 @@ class Manager:
         """The steps of the complete checkpoints, in order."""
         return self._store.steps()
 
+    def best(self) -> int | None:
+        """The step of the checkpoint with the best value of the metric; None if no checkpoint has one.
+
+        It waits for the save in progress, so that all ranks have the same answer.
+
+        Raises:
+            ValueError: the manager has no `best=`.
+            Exception: the error of the save.
+        """
+        if self._ranking is None:
+            raise ValueError("Manager.best() needs Manager(best=), the name of a metric.")
+        self.wait()
+        return next(iter(self._ranking.first(self.steps(), 1)), None)
+
     def close(self) -> None:
         """Waits for a save in progress, and releases the directory.
 
@@ -186,6 +225,15 @@ class Manager:
         except Exception:  # the error of the body is the one to be seen
             _LOG.exception("%s: the last checkpoint was not written", self._store)
 
+    def _measured(self, metrics: Mapping[str, Any] | None, step: int) -> dict[str, float]:
+        """The value by which the checkpoint of a step is compared."""
+        if self._ranking is None:
+            if metrics is not None:
+                raise ValueError("Manager.save(metrics=) has no effect without Manager(best=), the name of a metric.")
+            return {}
+        self._ranking.forget(step)
+        return self._ranking.measured(metrics, step, required=step % self._every == 0)
+
     def _write(self, job: SaveJob, copies: dict[Part, Tensor]) -> None:
         try:
             self._done = self._finished(job, copies, self._rounds.gather)
@@ -201,7 +249,9 @@ class Manager:
     def _prune(self, newest: int) -> None:
         """Removes checkpoints that are not kept. Steps above `newest` are of a run that this one replaces."""
         found = self._store.steps()
-        left = to_remove([n for n in found if n <= newest], self._last, self._keep_every)
+        own = [n for n in found if n <= newest]
+        best = [] if self._ranking is None else self._ranking.first(own, self._keep_best)
+        left = to_remove(own, self._last, self._keep_every, best)
         for number in [*(n for n in found if n > newest and self._options.replace), *left]:
             self._store.remove(number)
 
@@ -221,15 +271,15 @@ class Manager:
         return out
 
 
-def to_remove(found: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
-    """Which checkpoints go.
+def to_remove(found: Sequence[int], keep_last: int, keep_every: int | None, best: Collection[int] = ()) -> list[int]:
+    """Which checkpoints go: those that are neither among the last, nor at a multiple, nor among the best.
 
     Example:
         >>> to_remove([10, 20, 30, 40, 50], keep_last=2, keep_every=20)
         [10, 30]
     """
     old = sorted(found)[:-keep_last]
-    return [n for n in old if keep_every is None or n % keep_every]
+    return [n for n in old if n not in best and (keep_every is None or n % keep_every)]
 
 
 def latest(directory: str | os.PathLike[str]) -> int | None:

@@ -9,6 +9,8 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +18,8 @@ import torch
 
 from shardfn.core import dtype_name
 from shardfn.memory import DamagedError
+
+from ._values import as_json, from_json
 
 FORMAT = 1
 _KIND = "shardfn.checkpoint"
@@ -83,10 +87,11 @@ class Manifest(NamedTuple):
 
     Attributes:
         step: the number under which it was saved.
-        user: the caller's values, of JSON's types.
+        user: the caller's values, of JSON's types, or floats that JSON lacks.
         mesh: axes and sizes of the mesh that saved it.
         leaves: by path.
         files: by name.
+        metrics: by which checkpoints are compared, by name.
     """
 
     step: int
@@ -94,6 +99,7 @@ class Manifest(NamedTuple):
     mesh: dict[str, int]
     leaves: dict[str, StoredLeaf]
     files: dict[str, File]
+    metrics: Mapping[str, float] = MappingProxyType({})
 
 
 def encoded(manifest: Manifest) -> str:
@@ -101,17 +107,18 @@ def encoded(manifest: Manifest) -> str:
 
     Raises:
         TypeError: `user` is not a JSON value.
-        ValueError: it has numbers that JSON lacks: NaN or infinities.
     """
     body = {
         "kind": _KIND,
         "format": FORMAT,
         "step": manifest.step,
-        "user": manifest.user,
+        "user": as_json(manifest.user),
         "mesh": manifest.mesh,
         "leaves": {p: x._asdict() | {"chunks": [c._asdict() for c in x.chunks]} for p, x in manifest.leaves.items()},
         "files": {name: f._asdict() for name, f in manifest.files.items()},
     }
+    if manifest.metrics:
+        body["metrics"] = as_json(dict(manifest.metrics), "metrics")
     return _sealed(body)
 
 
@@ -145,12 +152,13 @@ def decoded(text: str, where: str) -> Manifest:
     try:
         manifest = Manifest(
             _count(body["step"]),
-            body["user"],
+            from_json(body["user"]),
             {_axis(axis): _count(size) for axis, size in body["mesh"].items()},
             {p: _leaf(x) for p, x in body["leaves"].items()},
             _files(body["files"]),
+            _metrics(body.get("metrics", {})),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as problem:
         raise DamagedError(f"{where} is not in the form of format {FORMAT}: {problem!r}.") from None
     problems = [*_misplaced(manifest), *_clashes(manifest)]
     if problems:
@@ -184,6 +192,13 @@ def _chunk(x: Any) -> StoredChunk:
 
 def _files(x: Any) -> dict[str, File]:
     return {_name(n): File(_count(f["bytes"]), _count(f["header"]), _digest(f["sha256"])) for n, f in x.items()}
+
+
+def _metrics(x: Any) -> dict[str, float]:
+    found = from_json(x)
+    if not isinstance(found, dict) or not all(isinstance(value, float) for value in found.values()):
+        raise ValueError(f"{str(x)[:80]} are no metrics")
+    return found
 
 
 def _count(x: Any) -> int:

@@ -13,6 +13,7 @@ from shardfn.core import (
     PyTree,
     Stored,
     a_kind,
+    progress,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -159,7 +160,9 @@ def read_all(tasks: Sequence[LeafTask], but: frozenset[int], reader: BoxReader, 
     seen: dict[Any, Any] = {}
     written: set[int] = set()
     out = []
-    for i, (task, block) in enumerate(zip(tasks, blocks, strict=True)):
+    rows, mesh = zip(tasks, blocks, strict=True), tasks[0].mesh if tasks else None
+    bar = progress(rows, total=len(tasks), desc="restoring", unit="leaf", mesh=mesh, part=True)
+    for i, (task, block) in enumerate(bar):
         if i in but:
             out.append(task.like)
             continue

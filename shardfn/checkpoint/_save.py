@@ -39,7 +39,7 @@ def save(
         tree: a `TrainState`, or a tree of `GlobalTensor`s and of tensors that are the same on all ranks; in any memory.
             It is read only.
         step: the checkpoint's number; default that of the state.
-        user: any JSON values, the same on all ranks, such as the position in the data.
+        user: any JSON values, the same on all ranks, such as the position in the data. Floats may be infinite or NaN.
         at: a prefix of all paths, such as "params", if the tree is a part of the one that will be restored.
         durable: whether to wait until the disk has it, so that it outlives a loss of power as well.
         replace: whether an existing checkpoint of that step is replaced.

@@ -47,7 +47,13 @@ class WrittenFile(NamedTuple):
 
 
 def write_files(
-    place: NewLocation, plans: Sequence[FilePlan], read: Read, before: LastFiles | None, *, durable: bool
+    place: NewLocation,
+    plans: Sequence[FilePlan],
+    read: Read,
+    before: LastFiles | None,
+    *,
+    durable: bool,
+    done: Callable[[int], object],
 ) -> WrittenFile:
     """Writes the files of an unpublished checkpoint.
 
@@ -57,6 +63,7 @@ def write_files(
         read: gives the bytes of a part; asked once or twice.
         before: whose files may be taken over.
         durable: whether to wait until they have reached the device.
+        done: called with the number of bytes of each file that is written or taken over.
 
     Raises:
         OSError: a write failed; the files are then incomplete.
@@ -68,20 +75,21 @@ def write_files(
             taken = old is not None and before is not None and place.take(before.place, old, plan.name)
             if not taken:
                 known = _write(place, plan, read, known, beside)
+            done(plan.bytes)
             # The device finishes this file while the next one is written.
             return _FileOutcome(known, taken, settling.submit(place.settle, plan.name) if durable else None)
 
         running = [writers.submit(written, plan) for plan in plans]
         try:
-            done = [x.result() for x in running]
+            files = [x.result() for x in running]
         except BaseException:
             writers.shutdown(cancel_futures=True)
             raise
-        for x in done:
+        for x in files:
             if x.settled is not None:
                 x.settled.result()
-    linked = sum(plan.bytes for plan, x in zip(plans, done, strict=True) if x.taken)
-    return WrittenFile([x.digests for x in done], sum(x.bytes for x in plans) - linked, linked)
+    linked = sum(plan.bytes for plan, x in zip(plans, files, strict=True) if x.taken)
+    return WrittenFile([x.digests for x in files], sum(x.bytes for x in plans) - linked, linked)
 
 
 class _FileOutcome(NamedTuple):

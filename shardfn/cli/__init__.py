@@ -12,7 +12,7 @@ from ._plan import JobPlan as JobPlan, plan as plan
 from ._report import found_json as found_json, found_text as found_text, plan_json as plan_json, plan_text as plan_text
 from ._recipes import RECIPES as RECIPES, Recipe as Recipe, recipe as recipe, recipe_text as recipe_text
 from ._chart import write_chart as write_chart
-from ._search import Found as Found, search as search
+from ._search import SearchResult as SearchResult, search as search
 from ._longest import MLP_WIDTH as MLP_WIDTH, LongestSequence as LongestSequence, LongSettings as LongSettings
 from ._longest import longest as longest, peak_bytes as peak_bytes
 from ._tables import preset_tables as preset_tables

@@ -8,7 +8,7 @@ from typing import Any
 from ._exact import Exact
 from ._longest import LongestSequence
 from ._plan import JobPlan
-from ._search import Found
+from ._search import SearchResult
 from ._states import Setup
 from ._time import PlannedTransfer
 from ._units import count, gb, gib, seconds
@@ -89,7 +89,7 @@ def memory_table(p: JobPlan, exact: Exact | None = None) -> str:
     return title + table(head, rows) + tail
 
 
-def found_text(found: Found, number: int = 10) -> str:
+def found_text(found: SearchResult, number: int = 10) -> str:
     """The best plans of a search, and why the others fail, as Markdown."""
     best = [_row(i + 1, p) for i, p in enumerate(found.best[:number])]
     failed = [(*_names(p), gib(p.peak), gib(p.peak - p.limit), _largest(p)) for p in found.failed]
@@ -140,7 +140,7 @@ def plan_json(p: JobPlan, exact: Exact | None = None) -> dict[str, Any]:
     return out | ({"captured": dataclasses.asdict(exact)} if exact else {})
 
 
-def found_json(found: Found, number: int = 10) -> dict[str, Any]:
+def found_json(found: SearchResult, number: int = 10) -> dict[str, Any]:
     """A search as JSON's types."""
     return {
         "tried": found.tried,

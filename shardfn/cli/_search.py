@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from shardfn.core import progress
+
 from ._pipeline import pipeline_problems
 from ._plan import JobPlan, plan, problems
 from ._states import Setup
@@ -13,7 +15,7 @@ SEARCHED = ("1f1b", "interleaved", "zb-h1")
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -29,7 +31,7 @@ class Found:
     skipped: tuple[str, ...]
 
 
-def search(setup: Setup) -> Found:
+def search(setup: Setup) -> SearchResult:
     """Tries every ZeRO stage, accumulation, remat and, if the mesh names tp or pp, every split of its ranks among them.
 
     Along pp it tries the schedules of `SEARCHED`, with each number of microbatches that they accept.
@@ -50,9 +52,10 @@ def search(setup: Setup) -> Found:
     """
     plan(setup)
     skipped: list[tuple[str, str]] = []
-    plans = [plan(candidate) for candidate in _candidates(setup, skipped)]
+    candidates = list(_candidates(setup, skipped))
+    plans = [plan(candidate) for candidate in progress(candidates, desc="planning", unit="plan", part=True)]
     fitting = sorted((p for p in plans if p.fits), key=_order)
-    return Found(tuple(fitting), _failed(plans, fitting), len(plans), _merged(skipped))
+    return SearchResult(tuple(fitting), _failed(plans, fitting), len(plans), _merged(skipped))
 
 
 def _failed(plans: list[JobPlan], fitting: list[JobPlan]) -> tuple[JobPlan, ...]:

@@ -20,7 +20,7 @@ from ._followed import one_operation
 from ._line import Line, line_along
 from ._native import start_op
 from ._primitive import PRIMITIVES, Call, Operands, Primitive, bind, no_transpose, swap_dims
-from ._ragged_ops import Told, compared_places
+from ._ragged_ops import Header, compared_places
 from ._where import recording
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -159,7 +159,7 @@ def _arrived(x: Tensor, send_sizes: Tensor, line: Line) -> tuple[Tensor, Tensor]
     sizes = send_sizes.detach().long()
     starts = sizes.cumsum(0) - sizes
     given = torch.stack([starts, sizes, torch.full_like(sizes, -1), torch.full_like(sizes, -1)]).unsqueeze(1)
-    told = Told(_looks(x), False, x.shape[0], -1)
+    told = Header(_looks(x), False, x.shape[0], -1)
     axes = ",".join(line.axes)
     of_all = compared_places(_channel(line), axes, told, _by_rank(given, line).cpu()).result()
     here = line.ranks[line.index]
@@ -222,7 +222,7 @@ def _refuse(line: Line, problems: list[str]) -> None:
     if line.size > 1 and not recording() and get_proxy_mode() is None:
         axes, words = ",".join(line.axes), "; ".join(problems)
         nothing = torch.zeros(4, 1, line.size, dtype=torch.int64)
-        compared_places(_channel(line), axes, Told(words, True), nothing).result()
+        compared_places(_channel(line), axes, Header(words, True), nothing).result()
     raise_all(ValueError, "ragged_all_to_all: operands do not go together; nothing was sent:", problems)
 
 

@@ -30,7 +30,7 @@ _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
 HEAD = 5
 
 
-class Told(NamedTuple):
+class Header(NamedTuple):
     """The facts that a rank sends to the others before an exchange.
 
     Attributes:
@@ -49,7 +49,7 @@ class Told(NamedTuple):
 # ragged_places
 
 
-def compared_places(channel: Channel | None, axes: str, told: Told, places: Tensor) -> Pending[Tensor]:
+def compared_places(channel: Channel | None, axes: str, told: Header, places: Tensor) -> Pending[Tensor]:
     """The places of all ranks, `[ranks, 4, batch, ranks]`, if they fit: those of `places`, rank by rank.
 
     Args:
@@ -74,7 +74,7 @@ def compared_places(channel: Channel | None, axes: str, told: Told, places: Tens
         each = flat.cpu().view(channel.size, -1)
         heads = each[:, :HEAD].tolist()
         # Words are sent only if an error needs them, which all ranks find alike.
-        all_told = [Told("", *h[:1], *h[3:]) for h in heads]
+        all_told = [Header("", *h[:1], *h[3:]) for h in heads]
         if any(h[0] for h in heads) or len({h[2] for h in heads}) > 1:
             most = max(h[1] for h in heads)
             mine = torch.tensor(list(words.ljust(most, b"\0")), dtype=torch.uint8, device=channel.device)
@@ -86,7 +86,7 @@ def compared_places(channel: Channel | None, axes: str, told: Told, places: Tens
     return channel.all_gather(own, [own.numel()] * channel.size, settled=True).then(compared)
 
 
-def _checked(told: Sequence[Told], heads: Sequence[Sequence[int]], places: Tensor, of: str) -> Tensor:
+def _checked(told: Sequence[Header], heads: Sequence[Sequence[int]], places: Tensor, of: str) -> Tensor:
     name = "this rank" if len(told) == 1 else f"rank {{}} {of}"
     names = [name.format(r) for r in range(len(told))]
     title = "ragged_all_to_all: "
@@ -99,7 +99,7 @@ def _checked(told: Sequence[Told], heads: Sequence[Sequence[int]], places: Tenso
     return places
 
 
-def _problems(told: Sequence[Told], places: Tensor, names: Sequence[str]) -> list[str]:
+def _problems(told: Sequence[Header], places: Tensor, names: Sequence[str]) -> list[str]:
     starts, sizes, offsets, wanted = places.unbind(1)  # each [senders, batch, receivers], `wanted` the other way round
     asked = wanted.transpose(0, 2)
     rows = torch.tensor([t.rows for t in told]).view(-1, 1, 1)
@@ -155,7 +155,7 @@ def _ragged_places_start(
     places = torch.stack(
         [x.reshape(-1, n).long().cpu() for x in (input_offsets, send_sizes, output_offsets, recv_sizes)]
     )
-    pending = compared_places(channel, axes, Told(looks, False, rows, capacity), places)
+    pending = compared_places(channel, axes, Header(looks, False, rows, capacity), places)
     handle = output_offsets.new_empty(output_offsets.shape, dtype=torch.int64)
     return under_way(handle, pending.then(lambda all: handle.copy_(all[:, 2, :, index].t().reshape(handle.shape))))
 

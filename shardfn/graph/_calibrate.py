@@ -39,7 +39,7 @@ def calibrate(mesh: Mesh | None = None, *, seconds: float = 2.0) -> Cluster:
     """
     device = mesh.device if mesh is not None else torch.device("cpu")
     each = seconds / 4
-    rates = {dtype_name(d): _rate(d, device, each) for d in _dtypes(device)}
+    rates = {dtype_name(d): measured_rate(d, device, each) for d in _dtypes(device)}
     measured = [*rates.values(), _bandwidth(device, each), *_link(mesh, device)]
     *flops, memory, wire, latency = _slowest(mesh, measured)
     link = Link(wire, latency)
@@ -51,7 +51,8 @@ def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     return (torch.float32, torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32, torch.bfloat16)
 
 
-def _rate(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
+def measured_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
+    """Operations a second of a matrix product."""
     n = 4096 if device.type == "cuda" else 384
     a = torch.ones(n, n, dtype=dtype, device=device)
     return 2 * n**3 / _best(lambda: torch.mm(a, a), device, seconds)

@@ -157,12 +157,12 @@ def collective_events(gm: GraphModule) -> Events:
     for node in gm.graph.nodes:
         if node in moves:
             channel, message = moves[node].channel, _message(moves[node])
-            started[node] = Moment(channel, turns[channel], False, node.name, _told(node), message)
+            started[node] = Moment(channel, turns[channel], False, node.name, _place_text(node), message)
             turns[channel] += 1
             out.append(started[node])
         elif is_wait(node) and start_of(node) in moves:
             begun = started[start_of(node)]
-            out.append(dataclasses.replace(begun, wait=True, name=node.name, where=_told(node) or begun.where))
+            out.append(dataclasses.replace(begun, wait=True, name=node.name, where=_place_text(node) or begun.where))
     return Events([_line(t) for t in moves.values() if not is_message(t.node)], out)
 
 
@@ -238,7 +238,7 @@ def _message(t: Transfer) -> MessageEnd | None:
     return MessageEnd(t.op == "send", int(peer), int(tag), looks)  # pyright: ignore[reportArgumentType]  # fx arguments
 
 
-def _told(node: Node) -> str:
+def _place_text(node: Node) -> str:
     """The user's line, with the stage and the microbatch if it is a pipeline."""
     return "; ".join(told for told in (where_of(node), part_of(node)) if told)
 

@@ -112,7 +112,7 @@ def _results(types: Types, sizes: dict[str, int]) -> Iterator[str]:
                 if axis not in types.batch and types.is_varying(type, axis):
                     yield (
                         f"{what} varies along {axis!r}: each of its {sizes[axis]} ranks has a value of its own. It is"
-                        f" made by {_told(node)}; {_origin(types, node, axis)}. Sum the ranks' parts where they are"
+                        f" made by {_op_text(node)}; {_origin(types, node, axis)}. Sum the ranks' parts where they are"
                         f" complete, with sf.psum(x, {axis!r}), before anything that is not linear."
                     )
 
@@ -128,7 +128,7 @@ def _gradients(types: Types) -> Iterator[str]:
 
 def _unreduced(types: Types, leaf: Leaf, axis: str) -> str:
     met = _first_mixed(types, leaf.path, axis)
-    at = "" if met is None else f" It meets what varies along {axis!r} in {_told(met)}."
+    at = "" if met is None else f" It meets what varies along {axis!r} in {_op_text(met)}."
     return (
         f"the gradient of {leaf.path}, which is whole along {axis!r}, is unreduced there: each rank has its own part,"
         f" and nothing sums them.{at} Pass what is made of {leaf.path} through sf.pvary(x, {axis!r}) before that: the"
@@ -145,7 +145,7 @@ def _outputs(gm: GraphModule, types: Types) -> Iterator[str]:
                 yield f"the {path} varies along {axis!r}; {_origin(types, node, axis)}."
 
 
-def _told(node: Node) -> str:
+def _op_text(node: Node) -> str:
     applied = node.meta.get("collective")
     name = applied.name if applied is not None else str(node.target).removesuffix(".default")
     return f"{name} ({where_of(node) or 'line unknown'})"
@@ -157,9 +157,9 @@ def _origin(types: Types, node: Node, axis: str) -> str:
         before = next((n for n in node.all_input_nodes if types.is_varying(types.of[n], axis)), None)
         leaf = None if before is None else _leaf_of(before)
         if before is None:
-            return f"it begins to vary at {_told(node)}"
+            return f"it begins to vary at {_op_text(node)}"
         if leaf is not None:
-            return f"it begins to vary at {_told(node)}, by {leaf.path}, which {axis!r} cuts"
+            return f"it begins to vary at {_op_text(node)}, by {leaf.path}, which {axis!r} cuts"
         node = before
 
 

@@ -22,7 +22,7 @@ class Refused(NamedTuple):
 
 
 TAKEN = "taken"
-_TELLS = "what a run tells: `sf.metrics.Logger`, your own prints, a profiler"
+_TELLS = "logs: `sf.metrics.Logger(sinks=[TensorBoard(), WandB(), CSV()])`, your own prints, a profiler"
 _MOVES = "how transfers are cut and when they move is `Zero(travel=, pace=)`; values are the same"
 _PINNED = "host memory is always page-locked where there is a device"
 _LOADER = "data is the caller's: `sf.data`"

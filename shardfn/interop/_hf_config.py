@@ -81,10 +81,10 @@ def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, An
 # Fields that determine the computed values; and those that choose only the way to compute them.
 _OF_THE_MODEL = ("norm", "mlp", "position", "bias", "embedding_norm", "window", "layout", "causal")
 _OURS = ("stacked", "per_head", "attention", "loss_tile", "dropout")
-_Told = tuple[dict[str, Any], list[str]]
+_Fields = tuple[dict[str, Any], list[str]]
 
 
-def _gpt2(t: Mapping[str, Any]) -> _Told:
+def _gpt2(t: Mapping[str, Any]) -> _Fields:
     D = t.get("n_embd", 768)
     fields = {"vocab_size": t.get("vocab_size", 50257), "num_layers": t.get("n_layer", 12), "d_model": D}
     fields |= {"num_heads": t.get("n_head", 12), "max_len": t.get("n_positions", 1024)}
@@ -95,7 +95,7 @@ def _gpt2(t: Mapping[str, Any]) -> _Told:
     return fields, _differing(t, must)
 
 
-def _bloom(t: Mapping[str, Any]) -> _Told:
+def _bloom(t: Mapping[str, Any]) -> _Fields:
     D = t.get("hidden_size", t.get("n_embed", 64))
     fields = {"vocab_size": t.get("vocab_size", 250880), "num_layers": t.get("n_layer", t.get("num_hidden_layers", 2))}
     fields |= {"d_model": D, "num_heads": t.get("n_head", t.get("num_attention_heads", 8)), "d_ff": 4 * D}
@@ -104,7 +104,7 @@ def _bloom(t: Mapping[str, Any]) -> _Told:
     return fields, _differing(t, {"apply_residual_connection_post_layernorm": (False,)})
 
 
-def _llama(t: Mapping[str, Any]) -> _Told:
+def _llama(t: Mapping[str, Any]) -> _Fields:
     kind = t["model_type"]
     base: dict[str, Any] = {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32}
     base |= {"num_attention_heads": 32, "rms_norm_eps": 1e-6, "intermediate_size": 11008}

@@ -29,7 +29,7 @@ from ._layout import LeafLayout
 from ._taking import TAKING, taken_layers
 from ._writes import DATA, Watch
 
-Source = Callable[[int], Tensor]
+LeafSource = Callable[[int], Tensor]
 _TENSOR: Any = torch.Tensor
 _FETCH: "Ambient[Callable[[LeafBook, int], Tensor]]" = Ambient("gives the whole tensors of leaves")
 
@@ -62,7 +62,7 @@ class LeafBook:
         captured: in a capture, by storage, the path of its leaf, and the storage.
     """
 
-    def __init__(self, source: Source, leaves: Sequence[LeafLayout], watch: Watch | None = None) -> None:
+    def __init__(self, source: LeafSource, leaves: Sequence[LeafLayout], watch: Watch | None = None) -> None:
         self._source, self.leaves, self.watch = source, leaves, watch or Watch()
         self.captured: dict[int, tuple[str, Any]] = {}
         self._known: dict[int, tuple[int, int, StorageWeakRef]] = {}

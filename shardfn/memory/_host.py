@@ -19,7 +19,8 @@ _SMALL = 64 << 10
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _MAPPINGS = Mappings(keep=256 << 20)  # about the use of a step with large chunks
 
-os.register_at_fork(after_in_child=_MAPPINGS.forked)
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_MAPPINGS.forked)
 
 Bytes = np.ndarray  # one-dimensional, uint8
 

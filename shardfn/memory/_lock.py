@@ -1,7 +1,6 @@
 """Directories that one process owns at a time. The kernel gives one back when the process ends, however it ends."""
 
 import contextlib
-import fcntl
 import os
 import pathlib
 from collections.abc import Iterator
@@ -25,7 +24,15 @@ def locked(directory: pathlib.Path, what: str, remedy: str, kind: type[InUseErro
 
     Raises:
         InUseError: another process has it, or another owner of this process.
+        NotImplementedError: the system has no `flock`, as Windows.
     """
+    try:
+        import fcntl
+    except ImportError:
+        raise NotImplementedError(
+            f"{directory} cannot be taken for {what}: this system has no flock. Checkpoints and leaves on disk need"
+            " Linux or macOS."
+        ) from None
     fd = os.open(directory / _NAME, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -45,6 +52,8 @@ def locked(directory: pathlib.Path, what: str, remedy: str, kind: type[InUseErro
 
 def unlock(fd: int) -> None:
     """Gives a directory back: once, as the number may be another file's afterwards."""
+    import fcntl
+
     _LOCKS.discard(fd)
     fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that was forked just now, and has not closed its copy yet
     os.close(fd)
@@ -56,4 +65,5 @@ def _forget_locks() -> None:
         os.close(_LOCKS.pop())
 
 
-os.register_at_fork(after_in_child=_forget_locks)
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_forget_locks)

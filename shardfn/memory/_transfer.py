@@ -159,4 +159,5 @@ def _thread(way: str) -> Threads:
 
 
 # A forked child does not have its parent's threads.
-os.register_at_fork(after_in_child=_thread.cache_clear)
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_thread.cache_clear)

@@ -1,35 +1,42 @@
-"""Metrics of a run as lines of JSON and as TensorBoard's events; the first rank writes."""
+"""The log of a run: its metrics by step, in `metrics.jsonl` and in further sinks; the first rank writes."""
 
-import json
 import operator
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardfn.core import Mesh, a_kind
 
 from ._floats import to_floats
+from ._json_lines import JSONFile
+from ._sinks import Delivery, Sink, check_sinks
+from ._tensorboard import TensorBoard
 
 
 class Logger:
-    """Writes metrics by step to `metrics.jsonl` and, where asked, to TensorBoard events in the same folder.
+    """Writes metrics by step to `metrics.jsonl` and to other sinks: CSV, TensorBoard, Weights & Biases, MLflow, yours.
 
     The first rank of the mesh writes; on the others nothing happens, and no metric is copied from the device. A line is
     on disk when `write` returns, so that a run that dies leaves all its lines.
 
+    A sink that raises while the run goes on, such as one on a full disk, does not stop it: there is one warning, the
+    rows that the sink lacks are given to it again later, and its earlier rows stay.
+
     Args:
         folder: where to; made if missing.
         mesh: only its first rank writes; None means that this process writes.
-        tensorboard: whether events are written too, for which the package `tensorboard` must be installed.
-        start: the step from which a run resumes: lines of later steps are dropped, since those steps are made again. 0
+        tensorboard: short for a `TensorBoard()` among the sinks.
+        sinks: further places, each a `Sink`.
+        start: the step from which a run resumes: rows of later steps are dropped, since those steps are made again. 0
             begins anew.
 
     Attributes:
-        rows: the lines written so far, including those that a resumed run found in the file.
+        rows: the rows written so far, including those that a resumed run found in the file.
 
     Raises:
-        ModuleNotFoundError: (on the first rank) `tensorboard` is requested, and not installed.
+        ModuleNotFoundError: (on the first rank) a sink's package is not installed.
+        TypeError: a value of `sinks` is no sink.
 
     Example:
         >>> import tempfile, torch
@@ -46,33 +53,36 @@ class Logger:
         mesh: Mesh | None = None,
         *,
         tensorboard: bool = False,
+        sinks: Sequence[Sink] = (),
         start: int = 0,
     ) -> None:
-        # The lines of the file, on the rank that writes; on others it stays empty, and no file is touched.
+        check_sinks(sinks)
+        # On ranks that do not write it stays empty, and no file is touched.
         self.rows: list[dict[str, float]] = []
+        self._deliveries: list[Delivery] = []
         self._writes = mesh is None or mesh.rank == 0
-        self._events: Any = None
         if not self._writes:
             return
-        out = pathlib.Path(folder)
+        out, lines = pathlib.Path(folder), JSONFile()
         out.mkdir(parents=True, exist_ok=True)
-        path = out / "metrics.jsonl"
-        if start and path.exists():
-            self.rows = [row for row in _complete_rows(path) if row["step"] <= start]
-        if tensorboard:
-            self._events = _events(out, start)
-        self._lines = path.open("w", encoding="utf-8")
-        self._lines.writelines(json.dumps(row) + "\n" for row in self.rows)
-        self._lines.flush()
+        try:
+            for sink in (lines, *([TensorBoard()] if tensorboard else []), *sinks):
+                sink.open(out, start)
+                self._deliveries.append(Delivery(sink, len(lines.rows)))
+        except BaseException:
+            self.close()
+            raise
+        self.rows = lines.rows
 
     def write(self, step: int, *metrics: Mapping[str, Any]) -> dict[str, float]:
-        """One line: the number of a step and its metrics, 0-d tensors or numbers, from one mapping or several.
+        """One row: the number of a step and its metrics, 0-d tensors or numbers, from one mapping or several.
 
         Returns:
-            The line as written; on other ranks than the first an empty dict.
+            The row as written; on other ranks than the first an empty dict.
 
         Raises:
             TypeError: a metric is neither a 0-d tensor nor a number, or `step` is not a number.
+            ValueError: the logger is closed.
         """
         if isinstance(step, Mapping):
             raise TypeError("Logger.write: the step's number comes first: logger.write(step, metrics).")
@@ -85,44 +95,20 @@ class Logger:
         step = operator.index(step)
         if not self._writes:
             return {}
-        row = to_floats({name: x for part in metrics for name, x in part.items()})
-        self.rows.append({"step": step, **row})
-        self._lines.write(json.dumps(self.rows[-1]) + "\n")
-        self._lines.flush()
-        if self._events is not None:
-            for name, x in row.items():
-                self._events.add_scalar(name, x, step)
+        if not self._deliveries:
+            raise ValueError("Logger.write: this logger is closed; write before its `with` or `close` ends.")
+        self.rows.append({"step": step, **to_floats({name: x for part in metrics for name, x in part.items()})})
+        for delivery in self._deliveries:
+            delivery.send(self.rows)
         return self.rows[-1]
 
     def close(self) -> None:
-        """Ends the files. Closing again does nothing."""
-        if self._writes:
-            self._lines.close()
-        if self._events is not None:
-            self._events.close()
+        """Gives sinks the rows that they lack, and ends them. Closing again does nothing."""
+        while self._deliveries:
+            self._deliveries.pop(0).close(self.rows)
 
     def __enter__(self) -> "Logger":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _complete_rows(path: pathlib.Path) -> list[dict[str, float]]:
-    """The lines that were written to their end."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-
-
-def _events(out: pathlib.Path, start: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # pyright: ignore[reportPrivateImportUsage]
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            "Logger(tensorboard=True) needs the package tensorboard, which is not installed: pip install tensorboard,"
-            " or leave it out; metrics.jsonl is written anyway."
-        ) from error
-    if not start:  # TensorBoard would join two runs in one curve
-        for old in out.glob("events.out.tfevents.*"):
-            old.unlink()
-    # `purge_step` makes TensorBoard hide events of later steps, which a resumed run makes again.
-    return SummaryWriter(str(out), purge_step=start + 1 if start else None)

@@ -1,7 +1,8 @@
 """Tokens per second, and model FLOPs utilisation."""
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 def flops_per_token(num_params: int, *, num_layers: int = 0, d_attention: int = 0, length: int = 0) -> float:
@@ -27,22 +28,28 @@ def flops_per_token(num_params: int, *, num_layers: int = 0, d_attention: int = 
 
 
 class Throughput:
-    """The speed of a loop, from one call to the next.
+    """The speed of a loop, from one call to the next, without the time of `pause`.
 
     Call it where the loop has waited for the device (after `to_floats`): before that, the time measures how fast steps
     are launched, not how fast they run.
 
     Args:
         flops_per_token: see `flops_per_token`; None leaves "mfu" out.
-        peak_flops: of all devices together, operations a second in the dtype of the products; None leaves "mfu" out.
+        peak_flops: of all devices together, operations a second in the dtype of the products, as
+            `mesh.size * sf.graph.peak_flops(mesh.device)`; None leaves "mfu" out.
         clock: returns the time in seconds.
+        flops_per_step: in place of `flops_per_token`, of all devices together, as
+            `mesh.size * step.lower(state, batch).cost_analysis().flops`. It contains the operations that `remat`
+            repeats: lower a step without it, or call the result hardware utilisation.
 
     Raises:
-        ValueError: one of the two numbers of "mfu" is given without the other, or is not positive.
+        ValueError: of the numbers for "mfu" one is missing, not positive, or given in two ways.
 
     Example:
-        >>> now = iter([0.0, 2.0])
+        >>> now = iter([0.0, 1.0, 4.0, 5.0])
         >>> speed = Throughput(6e6, peak_flops=1e12, clock=lambda: next(now))
+        >>> with speed.pause():  # an evaluation, or a save
+        ...     pass
         >>> speed(tokens=4096)
         {'tokens_per_s': 2048.0, 'mfu': 0.012288}
     """
@@ -52,26 +59,52 @@ class Throughput:
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        flops_per_step: float | None = None,
     ) -> None:
-        given = {"flops_per_token": flops_per_token, "peak_flops": peak_flops}
-        if sum(x is None for x in given.values()) == 1 or any(x is not None and x <= 0 for x in given.values()):
-            told = ", ".join(f"{name}={x}" for name, x in given.items())
-            raise ValueError(f"Throughput({told}): 'mfu' needs both, above 0; leave out both to go without.")
-        self._flops, self._peak, self._clock = flops_per_token, peak_flops, clock
+        given = {"flops_per_token": flops_per_token, "flops_per_step": flops_per_step, "peak_flops": peak_flops}
+        num = sum(x is not None for x in (flops_per_token, flops_per_step))
+        if num != (peak_flops is not None) or any(x is not None and x <= 0 for x in given.values()):
+            shown = ", ".join(f"{name}={x}" for name, x in given.items())
+            raise ValueError(
+                f"Throughput({shown}): 'mfu' needs both peak_flops and one of the others, above 0; leave out all to go"
+                " without."
+            )
+        self._per_token, self._per_step, self._peak, self._clock = flops_per_token, flops_per_step, peak_flops, clock
         # The time of the last call, or of the start: each call measures from there, and no time is counted twice.
         self._last = clock()
+        self._paused = False
 
-    def __call__(self, tokens: int) -> dict[str, float]:
+    def __call__(self, tokens: int, steps: int = 1) -> dict[str, float]:
         """The rates since the last call, or since the start.
 
         Args:
             tokens: the number of tokens trained on in that time, on all ranks.
+            steps: the number of steps in that time; only `flops_per_step` needs it.
 
         Returns:
             "tokens_per_s", and "mfu", a fraction of 1, where it is known.
         """
         now = self._clock()
-        rate, self._last = tokens / max(now - self._last, 1e-9), now
-        if self._flops is None or self._peak is None:
-            return {"tokens_per_s": rate}
-        return {"tokens_per_s": rate, "mfu": rate * self._flops / self._peak}
+        seconds, self._last = max(now - self._last, 1e-9), now
+        rates = {"tokens_per_s": tokens / seconds}
+        if self._peak is not None:
+            flops = tokens * self._per_token if self._per_token is not None else steps * (self._per_step or 0.0)
+            rates["mfu"] = flops / seconds / self._peak
+        return rates
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leaves the time of the body out, such as an evaluation or a save. A pause inside of a pause is no other one.
+
+        On a GPU, the steps before it are still running when the body begins, unless the loop has waited for them.
+        """
+        if self._paused:
+            yield
+            return
+        begin, self._paused = self._clock(), True
+        try:
+            yield
+        finally:
+            self._paused = False
+            self._last += self._clock() - begin

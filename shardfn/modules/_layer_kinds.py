@@ -109,10 +109,10 @@ class LayerKinds(NamedTuple):
         stacks: list[Any] = [tree] if len(keys) == 1 else [tree[key] for key in keys]
         for kind, stack in zip(self.kinds, stacks, strict=True):
             if set(stack) != set(kind.names):
-                raise ValueError(f"{self.told(kind)} has {sorted(stack)}; the layers have {sorted(kind.names)}.")
+                raise ValueError(f"{self.stack_path(kind)} has {sorted(stack)}; the layers have {sorted(kind.names)}.")
         return stacks
 
-    def told(self, kind: LayerKind) -> str:
+    def stack_path(self, kind: LayerKind) -> str:
         """The stack of a kind, in words."""
         return f"params[{self.path!r}]" + (f"[{kind.key!r}]" if len(self.kinds) > 1 else "")
 
@@ -127,7 +127,7 @@ class LayerKinds(NamedTuple):
             own = [i for i in kind.layers if start <= i < start + num]
             wrong = {name: len(x) for name, x in stack.items() if own and len(x) not in (len(own), len(kind.layers))}
             if wrong:
-                raise ValueError(f"{self.told(kind)} should have {len(own)} layers, and has {wrong}")
+                raise ValueError(f"{self.stack_path(kind)} should have {len(own)} layers, and has {wrong}")
             for name, x in stack.items() if own else ():
                 rows = x.unbind(0)
                 first = kind.layers.index(own[0]) if len(rows) > len(own) else 0
@@ -168,7 +168,7 @@ class LayerKinds(NamedTuple):
             behind = (i for i in range(bounds[-1], self.num_layers + 1) if all(_before(k, i) == n for k, n in wanted))
             found = next(behind, None)
             if found is None:
-                told = [f"{self.told(k)} from layer {k.layers[n]} on" for k, n in wanted if n < len(k.layers)]
+                told = [f"{self.stack_path(k)} from layer {k.layers[n]} on" for k, n in wanted if n < len(k.layers)]
                 raise ValueError(
                     f"{self.path!r} has layers of {len(self.kinds)} kinds, each cut evenly, and so rank {rank} of {num}"
                     f" would have {', '.join(told)}, while the ranks before have none of the layers behind these. Use"

@@ -254,7 +254,7 @@ def own_rows(body: Body, num_tokens: int) -> Rows:
     rows = body.rows(length)
     if num_rows(rows) != num_tokens:
         raise ValueError(
-            f"attention: this rank has {num_tokens} tokens, but of {length} over {_told(body)} its part is"
+            f"attention: this rank has {num_tokens} tokens, but of {length} over {_axes_text(body)} its part is"
             f" {num_rows(rows)}; cut the batch along {body.axes}, or correct length."
         )
     return rows
@@ -311,7 +311,7 @@ def whole_length(body: Body, num_tokens: int) -> int:
         raise ValueError(f"attention: {body} says two lengths; leave out that of the inner one.")
     if not lengths and math.prod(axis_size(a) for a in body.axes) > 1:
         raise ValueError(
-            f"attention: {type(body).__name__} over {_told(body)} needs length=, the tokens of the whole sequence:"
+            f"attention: {type(body).__name__} over {_axes_text(body)} needs length=, the tokens of the whole sequence:"
             f" from the {num_tokens} that this rank has it cannot be told."
         )
     return lengths.pop() if lengths else num_tokens
@@ -353,5 +353,5 @@ def _names(axis: Axes) -> tuple[str, ...]:
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def _told(body: Body) -> str:
+def _axes_text(body: Body) -> str:
     return " x ".join(f"{axis_size(a)} ranks of {a!r}" for a in body.axes)

@@ -159,7 +159,7 @@ class ChunkPlan(NamedTuple):
         """That of the queries of span i and the keys of span j."""
         return Rectangle(self.spans[i], self.spans[j], *self.tile)
 
-    def told(self, slopes_H: Tensor | None, data: Any) -> OnlineScores:
+    def with_data(self, slopes_H: Tensor | None, data: Any) -> OnlineScores:
         """The scores with their data."""
         return self.how._replace(mask=self.how.mask.with_tensors(data), slopes_H=slopes_H)
 
@@ -181,7 +181,7 @@ class _ChunkedAttention(_Backwards):
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, slopes_H: Tensor | None, plan: ChunkPlan, *data: Tensor) -> Any:
-        how, dealer, ys = plan.told(slopes_H, data), Dealer(plan.axis, plan.sizes, plan.heads), []
+        how, dealer, ys = plan.with_data(slopes_H, data), Dealer(plan.axis, plan.sizes, plan.heads), []
         keys, queries = (Waiting(q.device, plan.pool) for _ in range(2))
         for i in range(len(plan.sizes)):
             keys.send((dealer.deal_keys(k, i), dealer.deal_keys(v, i)))
@@ -200,7 +200,7 @@ class _ChunkedAttention(_Backwards):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         q, _, _, slopes_H, plan, *data = inputs
-        ctx.plan, ctx.sloped, ctx.told, ctx.on_mesh = plan, slopes_H is not None, (q.device, q.dtype), mesh_as_now()
+        ctx.plan, ctx.sloped, ctx.like, ctx.on_mesh = plan, slopes_H is not None, (q.device, q.dtype), mesh_as_now()
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # waiting tensors have no gradients, and need no zeros on the device
         ctx.save_for_backward(*output[1:], *([slopes_H] if ctx.sloped else []), *data)
@@ -211,7 +211,7 @@ class _ChunkedAttention(_Backwards):
         kept, data = saved[:num], list(saved[num:])
         slopes_H = data.pop(0) if ctx.sloped else None
         with ctx.on_mesh():  # a backward may run when the mesh of its forward is no longer bound
-            grads = _ChunkedBackward.apply(grad_outputs[0], slopes_H, ctx.plan, ctx.told, *kept, *data)
+            grads = _ChunkedBackward.apply(grad_outputs[0], slopes_H, ctx.plan, ctx.like, *kept, *data)
         return (*grads, None, None, *(None for _ in data))
 
 
@@ -219,9 +219,9 @@ class _ChunkedBackward(_Backwards):
     """(dy, slopes, plan, (device, dtype), tensors that waited, data of the mask) -> (dq, dk, dv)."""
 
     @staticmethod
-    def forward(dy: Tensor, slopes_H: Tensor | None, plan: ChunkPlan, told: Any, *rest: Tensor) -> Any:
-        (device, dtype), n = told, len(plan.sizes)
-        how, dealer = plan.told(slopes_H, rest[5 * n :]), Dealer(plan.axis, plan.sizes, plan.heads)
+    def forward(dy: Tensor, slopes_H: Tensor | None, plan: ChunkPlan, like: Any, *rest: Tensor) -> Any:
+        (device, dtype), n = like, len(plan.sizes)
+        how, dealer = plan.with_data(slopes_H, rest[5 * n :]), Dealer(plan.axis, plan.sizes, plan.heads)
         keys = Waiting(device, plan.pool, rest[: 2 * n], 2)
         queries = Waiting(device, plan.pool, rest[2 * n : 5 * n], 3)
         cotangents, dqs, dks, dvs, reads = Waiting(device, plan.pool), Sums(device), [], [], plan.reads()

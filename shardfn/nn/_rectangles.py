@@ -59,7 +59,7 @@ def attend_over(qkv: QKV, how: OnlineScores, at: Rectangle) -> tuple[Tensor, Ten
     """Y [B, T, H, K] and lse [B, H, T] of a rectangle."""
     if not at.kernel:
         return _attend_in_tiles(qkv, how, at)
-    found = _told(qkv[0], how, at)
+    found = _tiles_and_given(qkv[0], how, at)
     return block_sparse_attention(*qkv, *found, block=at.block, scale=factor(how, qkv[0]))
 
 
@@ -67,7 +67,7 @@ def gradients_over(dy_BTHK: Tensor, qkv: QKV, y_BTHK: Tensor, lse_BHT: Tensor, h
     """A rectangle's parts of the gradients of q, k and v; y and lse are those over all keys."""
     if not at.kernel:
         return _gradients_in_tiles(dy_BTHK, qkv, y_BTHK, lse_BHT, how, at)
-    found, scale = _told(qkv[0], how, at), factor(how, qkv[0])
+    found, scale = _tiles_and_given(qkv[0], how, at), factor(how, qkv[0])
     return block_sparse_attention_backward(dy_BTHK, qkv, y_BTHK, lse_BHT, *found, block=at.block, scale=scale)
 
 
@@ -97,7 +97,7 @@ def rectangles(queries: Rows, keys: Rows, how: OnlineScores, block: int) -> Iter
                 yield query.at, key.at, Rectangle(query.span, key.span, block, True)
 
 
-def _told(q: Tensor, how: OnlineScores, at: Rectangle) -> tuple[Tiles, Given]:
+def _tiles_and_given(q: Tensor, how: OnlineScores, at: Rectangle) -> tuple[Tiles, Given]:
     known: Mask = functools.reduce(operator.and_, [m for m in how.mask.parts if m.of_positions], Full())
     (a, b), (c, d) = at.queries, at.keys
     found = together(m.given(at.queries, at.keys) for m in how.mask.parts if not m.of_positions)

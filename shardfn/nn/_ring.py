@@ -70,7 +70,7 @@ class _Online(torch.autograd.Function):
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, sinks_H: Any, slopes_H: Any, along: RingCourse, *data: Tensor) -> Any:
-        return _sunk(*_attend(along, _told(along, slopes_H, data), (q, k, v)), sinks_H)
+        return _sunk(*_attend(along, _with_data(along, slopes_H, data), (q, k, v)), sinks_H)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -84,7 +84,7 @@ class _Online(torch.autograd.Function):
         saved, sinks_H, slopes_H, data = _kept(ctx, 5)
         tangents = (torch.zeros_like(x) if t is None else t for x, t in zip(saved[:3], grad_inputs[:3], strict=True))
         with ctx.on_mesh():
-            dy = _pushed(ctx.along, _told(ctx.along, slopes_H, data), saved, tuple(tangents))
+            dy = _pushed(ctx.along, _with_data(ctx.along, slopes_H, data), saved, tuple(tangents))
         if sinks_H is not None and grad_inputs[3] is not None:
             share_BHT = (sinks_H[:, None] - saved[4]).exp() * grad_inputs[3][:, None]
             dy = dy - (saved[3] * share_BHT.transpose(1, 2)[..., None]).to(dy.dtype)
@@ -110,7 +110,7 @@ class _OnlineBackward(torch.autograd.Function):
     def forward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, sinks_H: Any, *rest: Any) -> Any:
         slopes_H, along, *data = rest
         grads = (_backward if along.kernel else _backward_in_tiles)(
-            along, _told(along, slopes_H, data), (q, k, v, y, lse), dy
+            along, _with_data(along, slopes_H, data), (q, k, v, y, lse), dy
         )
         return grads if sinks_H is None else (*grads, _of_sinks(dy, y, lse, sinks_H))
 
@@ -141,7 +141,7 @@ class _OnlineBackward(torch.autograd.Function):
 def _again(ctx: Any) -> Any:
     """dy, q, k, v and sinks; their gradients as differentiable operations of torch; and the number of mask data."""
     saved, sinks_H, slopes_H, data = _kept(ctx, 4)
-    how = _told(ctx.along, slopes_H, data)
+    how = _with_data(ctx.along, slopes_H, data)
 
     def again(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Any:
         sinks_H = sinks[0] if sinks else None
@@ -184,7 +184,7 @@ def _kept(ctx: Any, num: int) -> tuple[Any, Tensor | None, Tensor | None, list[T
     return tensors, sinks_H, slopes_H, rest
 
 
-def _told(along: RingCourse, slopes_H: Tensor | None, data: Any) -> OnlineScores:
+def _with_data(along: RingCourse, slopes_H: Tensor | None, data: Any) -> OnlineScores:
     return along.how._replace(mask=along.how.mask.with_tensors(data), slopes_H=slopes_H)
 
 

@@ -113,7 +113,7 @@ class ScanBody:
         out = self.f(carry, x)
         if not isinstance(out, tuple) or len(out) != 2:
             raise TypeError(
-                f"scan's f must return (carry, y), got {_told(out)}; with nothing to stack return (carry, None)."
+                f"scan's f must return (carry, y), got {_shape_text(out)}; with nothing to stack return (carry, None)."
             )
         if _looks(out[0]) != self._init_looks:
             _check_tensors("carry", out[0])
@@ -164,7 +164,7 @@ def _check_tensors(name: str, tree: PyTree) -> None:
     if all(isinstance(x, Tensor) for x in tree_leaves(tree)):
         return
     named = named_leaves(tree, name)
-    wrong = [f"{path} is {_told(x)}; make it a tensor" for path, x in named if not isinstance(x, Tensor)]
+    wrong = [f"{path} is {_shape_text(x)}; make it a tensor" for path, x in named if not isinstance(x, Tensor)]
     raise_all(TypeError, "a scan takes and returns trees of tensors:", wrong)
 
 
@@ -179,12 +179,12 @@ def _check_alike(name: str, got: PyTree, like: str, want: PyTree) -> None:
         return
     rows = [(path, *pair) for path, pair in zip(tree_paths(got, name), pairs, strict=True)]
     changed = [
-        f"{path} is {_told(a)}; in {like} it is {_told(b)}"
+        f"{path} is {_shape_text(a)}; in {like} it is {_shape_text(b)}"
         for path, a, b in rows
         if a.shape != b.shape or a.dtype != b.dtype
     ]
     raise_all(TypeError, f"scan's f changes shapes or dtypes of the {name}, which must stay; cast or reshape:", changed)
 
 
-def _told(x: Any) -> str:
+def _shape_text(x: Any) -> str:
     return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"

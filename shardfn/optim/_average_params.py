@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardfn.core import PyTree, tree_flatten, tree_map, tree_unflatten
 
+from ._adam import bias_corrections
 from ._base import GradientTransformation
 from ._checks import decay_rate
 from ._hyper import beside
@@ -36,8 +37,14 @@ class AverageParamsState(NamedTuple):
     inner: OptState
 
 
-def average_params(inner: GradientTransformation | Pair, decay: Decay = 0.999) -> GradientTransformation:
+def average_params(
+    inner: GradientTransformation | Pair, decay: Decay = 0.999, *, debias: bool = False
+) -> GradientTransformation:
     """Trains by `inner` and averages the parameters: `a = decay a + (1 - decay) p`, with `a` = the first parameters.
+
+    With `debias` the first parameters have no weight: `a = m / (1 - decay^t)`, where `m = decay m + (1 - decay) p`
+    begins at zero, as optax's `ema` averages updates. The state has `a` itself, as `a = r a + (1 - r) p` with the rate
+    `r = decay (1 - decay^(t-1)) / (1 - decay^t)`.
 
     The average is a part of the optimizer's state: sharded, offloaded, saved and restored with it. With master copies
     it is the average of these. `sf.eval_state(state)` is the state to evaluate and export. Put it outermost, so that it
@@ -47,12 +54,13 @@ def average_params(inner: GradientTransformation | Pair, decay: Decay = 0.999) -
         inner: the rule.
         decay: a number in [0, 1), or a function of the number of steps taken before: `lambda t: t / (t + 1)` gives the
             mean of the parameters after each step.
+        debias: whether the weight of the first parameters is taken out; `decay` is then a number.
 
     Returns:
         A rule with an `AverageParamsState`.
 
     Raises:
-        ValueError: `decay` is outside [0, 1).
+        ValueError: `decay` is outside [0, 1), or a function although `debias` is set.
 
     Example:
         >>> from shardfn.optim import sgd
@@ -67,7 +75,23 @@ def average_params(inner: GradientTransformation | Pair, decay: Decay = 0.999) -
     """
     if not callable(decay):
         decay_rate("average_params", decay=decay)
+        return _AverageParams(as_transformation(inner), _debiased(decay) if debias else decay).rule()
+    if debias:
+        raise ValueError(
+            "average_params(debias=True) takes a number as decay, and this is a function: let it return 0 for t = 0, so"
+            " that the first parameters have no weight, or leave debias out."
+        )
     return _AverageParams(as_transformation(inner), decay).rule()
+
+
+def _debiased(decay: Number) -> Decay:
+    """The rates of an average without its first value, which are 0 at first."""
+
+    def rate(count: Tensor) -> Tensor:
+        before, after = (bias_corrections(t, decay, decay)[0] for t in (count, count + 1))
+        return decay * before / after
+
+    return rate
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,5 +16,5 @@ from ._passed import check_passed as check_passed
 from ._state import TrainState as TrainState, check_alive as check_alive, looked_at as looked_at, scale_of as scale_of
 from ._state import state_owners as state_owners, taken as taken, version_of as version_of
 from ._stored import StoredSlice as StoredSlice, layers_of as layers_of, loaded as loaded, piled as piled
-from ._columns import Column as Column, Done as Done, Rows as Rows, Update as Update
+from ._columns import Column as Column, Done as Done, LeafRows as LeafRows, Update as Update
 from ._stream import stream as stream

@@ -16,7 +16,7 @@ from shardfn.core import MemoryKind, Pending, Stored
 from shardfn.memory import background, host_empty
 from shardfn.optim import sum_squares
 
-from ._columns import Done, Rows, Update
+from ._columns import Done, LeafRows, Update
 from ._stored import loaded
 from ._stream import stream_some
 
@@ -31,7 +31,7 @@ class Ahead:
     """
 
     def __init__(
-        self, update: Update, order: Sequence[Rows], units: Mapping[int, Sequence[tuple[Rows, torch.Size]]]
+        self, update: Update, order: Sequence[LeafRows], units: Mapping[int, Sequence[tuple[LeafRows, torch.Size]]]
     ) -> None:
         self.units = units
         self._update, self._order = update, order

@@ -32,7 +32,7 @@ class Column:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class LeafRows:
     """Rows `lo:hi` of a leaf along dim 0; the whole leaf if `hi=None`."""
 
     leaf: int

@@ -19,7 +19,7 @@ from shardfn.core import MemoryKind, Pending, PyTree, tree_leaves, tree_unflatte
 from shardfn.memory import Fetch, host_empty, on_host, to_device, to_host
 from shardfn.optim import in_pieces
 
-from ._columns import Column, Done, Held, Rows, Update
+from ._columns import Column, Done, Held, LeafRows, Update
 from ._kept import Successor
 from ._spare import Spare
 from ._stored import loaded
@@ -42,14 +42,14 @@ def stream(update: Update, done: Done) -> tuple[list[Held | None], PyTree]:
         For each leaf of params its new rows, None where it is frozen; and the optimizer's new state.
     """
     out = _Stream(update)
-    order = [Rows(i) for i, c in enumerate(update.params) if c is not None and i not in done.params]
+    order = [LeafRows(i) for i, c in enumerate(update.params) if c is not None and i not in done.params]
     token = out.run(order, out.measures(done))
     params = [None if c is None else out.finished(c, done.params.get(i)) for i, c in enumerate(update.params)]
     state = [out.finished(c, done.state.get(k)) for k, c in enumerate(update.state)]
     return params, out.end(token, tree_unflatten(update.state_treedef, state))
 
 
-def stream_some(update: Update, order: Sequence[Rows]) -> Done:
+def stream_some(update: Update, order: Sequence[LeafRows]) -> Done:
     """Steps some leaves, whose new values are new files and new host memory; counters do not change.
 
     No measure is known, so the rule takes none, or measures ahead.
@@ -84,7 +84,7 @@ class _Stream:
         self._size = max(update.chunk // PARTS, 1)
         self.spare = Spare()
 
-    def run(self, order: Sequence[Rows], measures: Sequence[Tensor] | None) -> Any:
+    def run(self, order: Sequence[LeafRows], measures: Sequence[Tensor] | None) -> Any:
         """Steps rows of leaves, given the measures of all; gives the optimizer's token of the step."""
         token = self._begin(measures)
         chunks = list(self._chunks(order))
@@ -106,7 +106,7 @@ class _Stream:
             chunk.settle()
         return token
 
-    def _fits(self, held: Iterable["_Chunk"], more: tuple[list[Rows], int], parts: int) -> bool:
+    def _fits(self, held: Iterable["_Chunk"], more: tuple[list[LeafRows], int], parts: int) -> bool:
         """Whether chunks and one more are no larger than `parts` parts of a chunk."""
         return sum(chunk.nbytes for chunk in held) + more[1] <= parts * self._size
 
@@ -164,9 +164,9 @@ class _Stream:
         state = tree_unflatten(u.state_treedef, counters)
         return self._pieces.begin(state, measures, specs=tree_unflatten(u.treedef, specs))
 
-    def _chunks(self, order: Sequence[Rows]) -> Iterator[tuple[list[Rows], int]]:
+    def _chunks(self, order: Sequence[LeafRows]) -> Iterator[tuple[list[LeafRows], int]]:
         """Neighbouring rows that are stepped in one memory, up to the size of a part of a chunk, and their bytes."""
-        group: list[Rows] = []
+        group: list[LeafRows] = []
         size = 0
         for rows, nbytes in self._cuts(order):
             apart = group and self.on_host(rows.leaf) != self.on_host(group[0].leaf)
@@ -179,7 +179,7 @@ class _Stream:
         if group:
             yield group, size
 
-    def _cuts(self, order: Sequence[Rows]) -> Iterator[tuple[Rows, int]]:
+    def _cuts(self, order: Sequence[LeafRows]) -> Iterator[tuple[LeafRows, int]]:
         for rows in order:
             i, column = rows.leaf, self._u.params[rows.leaf]
             assert column is not None
@@ -193,14 +193,14 @@ class _Stream:
                 or total <= self._size
                 or not self._moves(i)
             ):
-                yield Rows(i), total
+                yield LeafRows(i), total
                 continue
             step = max(1, shape[0] * self._size // total)
             whole = math.lcm(*(_rows_a_page(c.held) for c in self.columns(i)))
             step = step // whole * whole or step  # rows that fill pages are read and written without a copy
             for lo in range(0, shape[0], step):
                 hi = min(lo + step, shape[0])
-                yield Rows(i, lo, hi), total * (hi - lo) // shape[0]
+                yield LeafRows(i, lo, hi), total * (hi - lo) // shape[0]
 
     def _bytes(self, leaf: int) -> int:
         return self._u.numels[leaf] * sum(c.held.dtype.itemsize for c in self.columns(leaf))
@@ -223,7 +223,7 @@ class _Stream:
         assert param is not None
         return any(home != "device" for home in state) if state else param.home != "device"
 
-    def apply(self, token: Any, chunk: "list[tuple[Rows, list[Tensor]]]") -> None:
+    def apply(self, token: Any, chunk: "list[tuple[LeafRows, list[Tensor]]]") -> None:
         """Steps a chunk in place."""
         u = self._u
         params: list[Any] = [None] * len(u.params)
@@ -257,7 +257,7 @@ def _rows_a_page(held: Held) -> int:
 class _Chunk:
     """Rows on their way through the update."""
 
-    def __init__(self, stream: _Stream, device: torch.device, rows: list[Rows], nbytes: int) -> None:
+    def __init__(self, stream: _Stream, device: torch.device, rows: list[LeafRows], nbytes: int) -> None:
         self.nbytes = nbytes
         self._stream, self._device, self._rows = stream, device, rows
         self._host = stream.on_host(rows[0].leaf)
@@ -269,7 +269,7 @@ class _Chunk:
         self._here: list[list[Tensor]] = []
         self._going: list[Pending[Any]] = []
 
-    def _buffer(self, rows: Rows, held: Held) -> Tensor | None:
+    def _buffer(self, rows: LeafRows, held: Held) -> Tensor | None:
         """Memory of the host for rows that come from elsewhere; it goes back to the stream when they have left."""
         if capturing():
             return None
@@ -277,7 +277,7 @@ class _Chunk:
         self._buffers.append(x)
         return x
 
-    def _bring(self, rows: Rows, column: Column) -> Tensor | Pending[Tensor]:
+    def _bring(self, rows: LeafRows, column: Column) -> Tensor | Pending[Tensor]:
         """Rows to where they are stepped; a view of those that are there already."""
         held = column.held
         if column.kept:
@@ -300,7 +300,7 @@ class _Chunk:
             return held.read(rows.lo, rows.hi, self._buffer(rows, held))
         return Fetch(held.read(rows.lo, rows.hi), self._device)
 
-    def _beside(self, rows: Rows, column: Column) -> Tensor | Pending[Tensor]:
+    def _beside(self, rows: LeafRows, column: Column) -> Tensor | Pending[Tensor]:
         """Rows in the memory of their new value."""
         into = rows.of(self._stream.kept(column))
         assert isinstance(column.held, Tensor)
@@ -323,7 +323,7 @@ class _Chunk:
                 self._send(rows, column, x)
         self._here = []
 
-    def _send(self, rows: Rows, column: Column, x: Tensor) -> None:
+    def _send(self, rows: LeafRows, column: Column, x: Tensor) -> None:
         if column.kept:
             return
         if not isinstance(column.held, Tensor):

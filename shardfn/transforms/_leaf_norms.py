@@ -1,14 +1,26 @@
 """`leaf_norms`: the norm of each leaf of a tree that is spread over ranks."""
 
-import torch
+from collections.abc import Collection
 
-from shardfn.collectives import GlobalTensor, bind_mesh
-from shardfn.core import PyTree, raise_all, tree_flatten, tree_paths, tree_unflatten
+import torch
+from torch import Tensor
+
+from shardfn.collectives import GlobalTensor, bind_mesh, blocks_of, psum
+from shardfn.core import (
+    PyTree,
+    did_you_mean,
+    raise_all,
+    tree_entries,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+)
 from shardfn.optim import squares_of
 from shardfn.state import check_alive
 
 
-def leaf_norms(tree: PyTree) -> PyTree:
+def leaf_norms(tree: PyTree, stacked: str | Collection[str] = ()) -> PyTree:
     """The Euclidean norm of each whole leaf: `sqrt(sum_i x_i^2)` over the blocks of all ranks.
 
     With it, each layer of a gradient can be clipped by its own norm. Ranks exchange one number a leaf, no elements.
@@ -16,12 +28,15 @@ def leaf_norms(tree: PyTree) -> PyTree:
 
     Args:
         tree: tree of `GlobalTensor`s on one mesh, such as the gradients of `step.gradients` or a state's params.
+        stacked: keys, such as "blocks", below which a leaf has a layer in each row, `[L, ...]`: it has a norm for each.
 
     Returns:
-        A tree of 0-d float32 tensors, the same on all ranks.
+        A tree of 0-d float32 tensors, of vectors `[L]` where leaves are stacked, the same on all ranks.
+        `sf.metrics.by_layer` adds them up by layer.
 
     Raises:
         TypeError: a leaf is not a `GlobalTensor`; all are listed.
+        ValueError: no leaf is below a key of `stacked`, or one that is has no rows.
         DonatedError: a call has consumed a leaf.
 
     Example:
@@ -42,8 +57,38 @@ def leaf_norms(tree: PyTree) -> PyTree:
     check_alive(tree, "tree")
     if not leaves:
         return tree
-    mesh = leaves[0].mesh
+    mesh, rows = leaves[0].mesh, _stacked(tree, {stacked} if isinstance(stacked, str) else {*stacked})
     # One leaf at a time, as those elsewhere need not fit on the device together.
     with bind_mesh(mesh), torch.no_grad():
-        squares = [squares_of([x.local.to(mesh.device)], [x.spec], torch.float64)[0] for x in leaves]
+        squares = [_rows(x) if row else _whole(x) for x, row in zip(leaves, rows, strict=True)]
     return tree_unflatten(treedef, [x.sqrt().to(torch.float32) for x in squares])
+
+
+def _whole(x: GlobalTensor) -> Tensor:
+    """The sum of the squares of a leaf."""
+    return squares_of([x.local.to(x.mesh.device)], [x.spec], torch.float64)[0]
+
+
+def _rows(x: GlobalTensor) -> Tensor:
+    """The sum of the squares of each row of a leaf."""
+    start, stop = blocks_of(tuple(x.shape), x.spec, x.mesh)[x.mesh.rank][0]
+    own = x.local.to(x.mesh.device).double().square()
+    own = own.sum(tuple(range(1, own.ndim))) if own.ndim > 1 else own
+    rows = torch.zeros(x.shape[0], dtype=torch.float64, device=x.mesh.device)
+    rows[start:stop] = own
+    axes = x.mesh.axes(x.spec.axes)
+    return psum(rows, tuple(axes)) if axes else rows
+
+
+def _stacked(tree: PyTree, keys: set[str]) -> list[bool]:
+    """Whether each leaf is below one of the keys."""
+    paths, entries = tree_paths(tree, "tree"), tree_entries(tree)
+    known = {str(entry) for own in entries for entry in own}
+    problems = [f"no leaf is below {key!r}.{did_you_mean(key, known)}" for key in sorted(keys - known)]
+    rows = [not keys.isdisjoint(map(str, own)) for own in entries]
+    leaves = zip(paths, tree_leaves(tree), rows, strict=True)
+    problems += [
+        f"{path} is 0-d, and a stacked leaf has a layer in each row" for path, x, row in leaves if row and not x.ndim
+    ]
+    raise_all(ValueError, f"leaf_norms(stacked={sorted(keys)}):", problems)
+    return rows

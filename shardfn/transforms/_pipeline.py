@@ -126,6 +126,9 @@ def schedule_of(schedule: str | PipelineSchedule, num_chunks: int) -> Callable[[
     """
     if isinstance(schedule, PipelineSchedule):
         if schedule.num_chunks != num_chunks:
-            raise ValueError(f"the schedule {schedule.name} is of {schedule.num_chunks} chunks, not {num_chunks}.")
+            raise ValueError(
+                f"the schedule {schedule.name} is of {schedule.num_chunks} chunks, not {num_chunks}; pass"
+                f" num_chunks={schedule.num_chunks}."
+            )
         return lambda num_ranks, num_microbatches: schedule
     return named_schedule(schedule, num_chunks)

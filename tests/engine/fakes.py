@@ -60,14 +60,15 @@ class _Line(Channel):
         return self._sent("reduce", flat, 2 * flat[: sizes[0]])
 
 
-class Told(Rounds):
+class ScriptedRounds(Rounds):
     """Rounds in which the other rank sends the values of `says`, one after another, and then this rank's own."""
 
     def __init__(self, says: Sequence[int] = (), text: str = "") -> None:
         super().__init__(None, 0, lambda error: sf.RankError(str(error)))
         self.says, self.text, self.heard = list(says), text, list[int]()
 
-    def exchange(self, value: int) -> list[int]:
+    def exchange(self, value: int, kind: Any = None, timeout: Any = None) -> list[int]:
+        del kind, timeout
         self.heard.append(value)
         return [value, self.says.pop(0) if self.says else value]
 

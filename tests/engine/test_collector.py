@@ -34,7 +34,7 @@ def counted() -> Iterator[list[tuple[int, bool]]]:
     def note(phase: str, info: Any) -> None:
         if phase == "start":
             names = {(f.f_code.co_name, f.f_code.co_filename.split("/")[-1]) for f, _ in traceback.walk_stack(None)}
-            seen.append((info["generation"], ("_step", "_training_step.py") in names))
+            seen.append((info["generation"], ("fused", "_halves.py") in names))
 
     gc.callbacks.append(note)
     try:

@@ -12,7 +12,7 @@ from shardfn.core import RankError
 from shardfn.engine.plan._order import UseOrder
 from shardfn.engine.transfers._gather import DONE, FAILED, IDLE, Gatherer
 
-from .fakes import Told, Wire, plan_of
+from .fakes import ScriptedRounds, Wire, plan_of
 
 SHAPES = {"a": (4, 3), "b": (3, 5), "c": (6,), "d": (2, 2)}
 APART = sf.Travel(bucket_bytes=0)
@@ -29,8 +29,8 @@ class Case:
             sent = [unit.packing.pack(x).reshape(-1) for x in parts]
             self.wire.messages[tuple(sent[0].tolist())] = torch.cat(sent)
 
-    def start(self, *says: int, text: str = "") -> tuple[Gatherer, Told]:
-        told = Told(says, text)
+    def start(self, *says: int, text: str = "") -> tuple[Gatherer, ScriptedRounds]:
+        told = ScriptedRounds(says, text)
         blocks: list[Any] = self.kept
         return Gatherer(
             self.plan.layers,

@@ -22,13 +22,13 @@ from shardfn.engine.loss._graph_cache import GraphCache, argument_shapes
 from shardfn.engine.loss._jitted import Jitted
 from shardfn.graph import Events
 
-from .fakes import Told, Wire, plan_of
+from .fakes import ScriptedRounds, Wire, plan_of
 
 MESH = Mesh({"dp": 2}, torch.device("cpu"), abstract=True)
 SAME = Events([], [])
 
 
-class Peer(Told):
+class Peer(ScriptedRounds):
     """Rounds with a rank that has the same, but in the exchanges that `differs` numbers."""
 
     def __init__(self, **differs: tuple[str, Events | None]) -> None:

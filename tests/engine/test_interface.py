@@ -11,7 +11,7 @@ from shardfn.collectives import GlobalTensor
 from shardfn.core import Mesh
 from shardfn.engine import Interface
 
-from .fakes import Told
+from .fakes import ScriptedRounds
 
 P = sf.P
 MESH = Mesh({"dp": 2, "tp": 2}, torch.device("cpu"), abstract=True)  # this is rank 0
@@ -51,6 +51,32 @@ def test_arguments_have_the_specs_of_their_prefix_and_are_seen_as_blocks() -> No
     assert [a.spec for a in (k, v, x, name)] == [P("dp"), P("dp"), None, None]
     assert [a.donated for a in (k, v, x, name)] == [True, True, False, False]
     assert k.seen is cache["k"].local and x.seen is plain and name.seen == "name"
+
+
+def test_results_in_the_place_of_arguments_have_their_shapes_without_an_exchange() -> None:
+    interface = Interface(MESH, (P("dp"),), (sf.Donated(1), P("dp")), donate=(1,))
+    interface.check()
+    arguments = interface.arguments(({"k": _leaf(5, 3, spec=P("dp")), "v": _leaf(7, spec=P("dp"))},))
+    asked: list[Any] = []
+
+    def shape_of(blocks: Any) -> list[torch.Size]:
+        asked.extend(path for path, _, _ in blocks)
+        return [torch.Size([9])]
+
+    places, other = interface.results(
+        ({"k": torch.zeros(3, 3), "v": torch.zeros(4)}, torch.zeros(5)), shape_of, arguments
+    )
+    assert asked == ["result[1]"] and other.shape == (9,)
+    assert (places["k"].shape, places["v"].shape, places["k"].spec) == ((5, 3), (7,), P("dp"))
+    with pytest.raises(
+        ValueError, match=r"result\[0\]\['k'\] is a block \(5, 3\) .*has \(3, 3\) of torch\.float32; return"
+    ):
+        interface.results(({"k": torch.zeros(5, 3), "v": torch.zeros(4)}, torch.zeros(5)), shape_of, arguments)
+
+
+def test_in_specs_name_no_donated_argument() -> None:
+    with pytest.raises(ValueError, match=r"in_specs\[0\] is Donated\(argument=1\); only out_specs may name"):
+        Interface(MESH, (sf.Donated(1),), donate=(1,)).check()
 
 
 def test_more_specs_than_arguments_are_refused() -> None:
@@ -119,7 +145,7 @@ def test_results_with_a_spec_become_global_tensors() -> None:
         Interface(MESH, out_specs=P("dp")).results(torch.zeros(()), shape_of)
 
 
-class _Ranks(Told):
+class _Ranks(ScriptedRounds):
     """Rounds in which ranks 1 to 3 have blocks of these shapes."""
 
     def __init__(self, *shapes: tuple[int, ...]) -> None:

@@ -1,5 +1,8 @@
 """Covers the reducer: the order of sends, leaves without a gradient, sums over backwards, rows and wholes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -115,7 +118,7 @@ def test_gradients_taken_together_are_as_those_that_hooks_take() -> None:
 def test_the_tail_of_the_order_is_sent_last_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(2)
     assert case.plan.sent_last() == set()  # no order learnt yet
-    case.plan.reduce_order = [3, 1, 0, 2]
+    case.plan.learnt.take_reduce_order([3, 1, 0, 2])
     assert case.plan.sent_last() == {0, 1, 2, 3}
     monkeypatch.setattr(_plan, "TAIL_BYTES", (7 + 12) * 4)
     assert case.plan.sent_last() == {0, 2}
@@ -162,3 +165,17 @@ def test_leaves_that_travel_together_are_taken_apart(bucket: int) -> None:
     case.reducer.end()
     assert len(case.wire.log) == (1 if bucket else 4)
     case.check(dict.fromkeys(range(4), 2.0))
+
+
+def test_a_reducer_is_freed_without_the_garbage_collector() -> None:
+    case = Case(2)
+    case.reducer.begin(send=True, last=True)
+    case.takes(0, 1, 2, 3)
+    case.reducer.end()
+    there = weakref.ref(case.reducer)
+    gc.disable()
+    try:
+        del case.reducer
+        assert there() is None
+    finally:
+        gc.enable()

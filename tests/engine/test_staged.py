@@ -15,7 +15,7 @@ from shardfn.engine.agreement._comms import Comms
 from shardfn.engine.pipeline._staged import Staged
 from shardfn.schedules import Action, PipelineSchedule, parse
 
-from .fakes import Told, Wire
+from .fakes import ScriptedRounds, Wire
 
 P = sf.P
 TABLE = PipelineSchedule("by hand", 2, ((0,), (1,)), (parse("F0 F1 B0 B1"), parse("F0 B0 F1 B1")))
@@ -79,7 +79,7 @@ class Case:
         self.plan = Planner(mesh, specs, P(), sf.Zero(0), True, None, ("pp",)).plan(treedef, leaves)
         self.batches = [torch.randn(ROWS, 5, generator=draw) for _ in range(2)]
         loss: Any = sf.pipeline(first, block, _last)
-        comms = Comms(mesh, self.wire, Told())  # pyright: ignore[reportArgumentType]  # the parts that a stage uses
+        comms = Comms(mesh, self.wire, ScriptedRounds())  # pyright: ignore[reportArgumentType]  # the parts that a stage uses
         self.course = Staged(self.plan, comms, loss, TABLE, self.batches, (), False, ())
 
     def forward(self, action: Action) -> Any:
@@ -160,7 +160,7 @@ def test_shapes_between_stages_are_found_once_and_without_a_value() -> None:
         return _first(params, x)
 
     case = Case(1, first)
-    (shapes,) = case.plan.stages.between.values()
+    (shapes,) = case.plan.learnt.stages.between.values()
     assert shapes.paths == ["h['h']", "h['rows']"]
     assert [(tuple(x.shape), x.dtype) for x in shapes.leaves] == [
         ((ROWS, WIDTH), torch.float32),

@@ -1,4 +1,4 @@
-"""Covers the composition of a step: the order of its parts, the fold, and the fate of a donated state."""
+"""Covers the composition of a step: its parts in order, the fold, donated states, and losses that are not finite."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +9,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import optim
+from shardfn.core import tree_leaves
 from shardfn.engine.loss._accumulated import Accumulated, fold, num_microbatches
 from shardfn.engine.transfers._step import one_step
 from shardfn.state._state import taken
@@ -95,3 +96,38 @@ def test_a_fold_goes_over_nested_microbatches_in_order() -> None:
     assert seen == [(len, [2 * k, 2 * k + 1]) for k in range(6)]
     assert num_microbatches(loss) == 6
     assert num_microbatches(len) == 1
+
+
+def _trained(**options: Any) -> tuple[Any, dict[str, Tensor], Any]:
+    params = {"w": torch.ones(3), "b": torch.zeros(())}
+    step = sf.sharded_step(lambda p, x: ((x @ p["w"] + p["b"]) ** 2).mean(), optim.adamw(0.1), **options)
+    return step, params, step.init(params)
+
+
+def test_without_donation_the_old_state_lives() -> None:
+    step, _, old = _trained(donate=False)
+    new, again = (step(old, torch.ones(4, 3))[0].params["w"].local for _ in range(2))
+    assert torch.equal(old.params["w"].local, torch.ones(3))
+    assert torch.equal(new, again)
+    assert not torch.equal(new, old.params["w"].local)
+
+
+def test_the_callers_tensors_are_never_written() -> None:
+    step, params, state = _trained()
+    step(state, torch.ones(4, 3))
+    assert torch.equal(params["w"], torch.ones(3))
+
+
+def test_a_loss_that_is_not_finite_is_shown_and_skipped_bit_identically() -> None:
+    bad = torch.full((4, 3), float("nan"))
+    step, _, state = _trained()
+    _, metrics = step(state, bad)
+    assert torch.isnan(metrics["loss"]) and not metrics["finite"] and not metrics["skipped"]
+    step, _, state = _trained(skip_nonfinite=True)
+    state, _ = step(state, torch.ones(4, 3))
+    before = [x.clone() for x in tree_leaves(sf.unshard(tuple(state)))]
+    state, metrics = step(state, bad)
+    assert metrics["skipped"] and not metrics["finite"]
+    assert all(map(torch.equal, before, tree_leaves(sf.unshard(tuple(state)))))
+    _, metrics = step(state, torch.ones(4, 3))
+    assert metrics["finite"] and not metrics["skipped"]

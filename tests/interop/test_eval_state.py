@@ -14,6 +14,7 @@ from shardfn.testing import assert_same, distributed, on_mesh, one_device
 
 RULES: dict[str, Any] = {
     "average": lambda: optim.average_params(optim.adamw(0.05), 0.8),
+    "debiased": lambda: optim.average_params(optim.adamw(0.05), 0.8, debias=True),
     "mean": lambda: optim.chain(
         optim.clip_by_global_norm(0.1), optim.average_params(optim.sgd(0.1), lambda count: count / (count + 1))
     ),
@@ -82,6 +83,53 @@ def test_sharded_averages_equal_those_of_one_device(world: int, name: str) -> No
             assert_same(got, want)
         check(name, world, stage=stage)
     check(name, world, stage=2, optimizer="host")
+
+
+def exact(p: Any, x: Tensor) -> Tensor:
+    """Its gradients are sixteenths of small integers, so that no order of summation rounds them."""
+    return (x @ p["w"].T).sum(1).mean() + (p["b"] * x[:, :5]).sum(1).mean() + p["s"] * x[:, 0].mean()
+
+
+def whole_numbers(num: int = 6) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    return [torch.randint(-8, 8, (16, 7), generator=draw).float() for _ in range(num)]
+
+
+def averaged(debias: bool) -> list[Any]:
+    """The average after each step, by plain torch."""
+    d, out, p = 0.9, [], params()
+    a = p
+    for t, batch in enumerate(whole_numbers()):
+        grads = torch.func.grad(exact)(p, batch)
+        p = {k: x - 0.25 * grads[k] for k, x in p.items()}
+        r = d * (1 - d**t) / (1 - d ** (t + 1)) if debias else d
+        a = {k: r * x + (1 - r) * p[k] for k, x in a.items()}
+        out.append(a)
+    return out
+
+
+@pytest.mark.parametrize("stage", [pytest.param(k, marks=pytest.mark.nightly if k in (0, 2) else ()) for k in range(4)])
+@distributed(world=[1, 2])
+def test_the_average_has_the_bits_of_one_device(world: int, stage: int) -> None:
+    zero = sf.Zero(stage=stage, persist_elements=0)
+    for debias in (False, True):
+        rule, want = optim.average_params(optim.sgd(0.25), 0.9, debias=debias), averaged(debias)
+        for f in (exact, sf.jit(exact, backend="graph")):
+            step = sf.sharded_step(f, rule, mesh=sf.make_mesh({"dp": world}), zero=zero)
+            state = step.init(params())
+            for batch, there in zip(whole_numbers(), want, strict=True):
+                state, _ = step(state, batch[step.rows(16)])
+                best = sf.eval_state(state).params
+                assert all(torch.equal(x.full_tensor(), there[k]) for k, x in best.items())
+
+
+def test_an_average_without_bias_begins_at_the_first_step() -> None:
+    step = sf.sharded_step(exact, optim.average_params(optim.sgd(0.25), 0.999, debias=True))
+    state, _ = step(step.init(params()), whole_numbers()[0])
+    for k, x in sf.eval_state(state).params.items():
+        assert torch.equal(x.full_tensor(), state.params[k].full_tensor())
+    with pytest.raises(ValueError, match="takes a number as decay"):
+        optim.average_params(optim.sgd(0.25), lambda t: t / (t + 1), debias=True)
 
 
 @distributed(world=2)

@@ -49,6 +49,11 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
      lambda dy, q, k, v, y, lse, *t: kernels.block_sparse_attention_backward(
          dy, (q, k, v), y, lse, kernels.Tiles(*t), **SPARSE),
      (QKV[1], *QKV, *RESULTS, *TILES), (QKV[1], *QKV, *RESULTS, *TILES, *[None] * 5, 0, 0, 0, 0, 2, 0.5)),
+    ("draw", lambda x, u, k: kernels.draw(x, u, temperature=u, top_k=k, top_p=u, min_p=u),
+     (X, SCALES.double(), torch.tensor([0, 3])),
+     (X, *[SCALES.double()] * 2, torch.tensor([0, 3]), *[SCALES.double()] * 2)),
+    ("row_linear", lambda x, w: kernels.row_linear(x, w, 5), (X, kernels.pack_rows(torch.randn(5, 16))),
+     (X, kernels.pack_rows(torch.randn(5, 16)), 5, 8, torch.ones(5))),
     ("preconditioned_step_", lambda *xs: kernels.preconditioned_step_(*xs, eps=1e-8), MOMENTS, (*MOMENTS, 1e-8, 0.1)),
 ]  # fmt: skip
 

@@ -29,6 +29,8 @@ def test_a_compiled_function_opens_it_outside_of_its_graph(fullgraph: bool) -> N
     torch._dynamo.reset()  # of the code that the other case has compiled
     book: Any = _Book(torch.arange(4.0))
     leaf = LazyLeaf.make(0, "params['w']", torch.zeros(4), book)
+    # Checks of shapes are made at a function's first call, by code that dynamo cannot trace.
+    torch.tanh(leaf * torch.ones(4)).sum()
     f = torch.compile(lambda w, x: torch.tanh(w * x).sum(), backend="eager", fullgraph=fullgraph)
     if fullgraph:
         with pytest.raises(Unsupported, match=r'sf.jit\(loss, backend="inductor"\), or leave out'):

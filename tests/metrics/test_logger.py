@@ -1,9 +1,8 @@
 """Covers shardfn/metrics/_logger.py: lines of JSON and events, by the first rank."""
 
-import builtins
 import json
 import pathlib
-from typing import Any
+import sys
 
 import pytest
 import torch
@@ -44,14 +43,7 @@ def test_events_hold_the_same(tmp_path: pathlib.Path) -> None:
 
 
 def test_without_tensorboard_it_says_what_to_do(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain: Any = builtins.__import__
-
-    def without(name: str, *args: Any) -> Any:
-        if name.startswith("torch.utils.tensorboard"):
-            raise ImportError(name)
-        return plain(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     with pytest.raises(ModuleNotFoundError, match="pip install tensorboard"):
         Logger(tmp_path, tensorboard=True)
 

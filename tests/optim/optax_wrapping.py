@@ -70,6 +70,7 @@ def _cases() -> dict[str, Callable[[], dict[str, Any]]]:
         "if finite": lambda: run(optax.apply_if_finite(optax.adam(0.02), 2), broken=True),
         "nonnegative": lambda: run(optax.chain(optax.adam(0.02), optax.keep_params_nonnegative())),
         "average": lambda: run(averaging(optax.adam(0.02), 0.1), seen=lambda params, state: state[1]),
+        "average debiased": lambda: run(debiased(optax.adam(0.02), 0.99), seen=lambda params, state: state[2]),
         "lookahead": lambda: run(optax.lookahead(optax.adam(0.05), 5, 0.5), pairs=True),
         "lookahead reset": lambda: run(optax.lookahead(optax.adam(0.05), 6, 0.3, reset_state=True), pairs=True),
         "schedule free": lambda: run(optax.contrib.schedule_free(optax.sgd(0.1), 0.1)),
@@ -96,6 +97,23 @@ def averaging(tx: Any, step_size: float) -> Any:
         return updates, (inner, optax.incremental_update(new, state[1], step_size))
 
     return optax.GradientTransformation(lambda params: (tx.init(params), jax.tree.map(lambda x: x, params)), update)
+
+
+def debiased(tx: Any, decay: float) -> Any:
+    """A rule that keeps a moving average of the parameters without bias, by optax's `ema`."""
+    import optax  # pyright: ignore[reportMissingImports]
+
+    rule = optax.ema(decay)
+
+    def init(params: Any) -> Any:
+        return tx.init(params), rule.init(params), params
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        updates, inner = tx.update(grads, state[0], params)
+        average, own = rule.update(optax.apply_updates(params, updates), state[1])
+        return updates, (inner, own, average)
+
+    return optax.GradientTransformation(init, update)
 
 
 def run(

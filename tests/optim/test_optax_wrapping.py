@@ -62,6 +62,9 @@ OURS: dict[str, Callable[[], Any]] = {
     "if finite": lambda: run(optim.apply_if_finite(optim.adam(0.02), 2), broken=True),
     "nonnegative": lambda: run(optim.chain(optim.adam(0.02), optim.keep_params_nonnegative())),
     "average": lambda: run(optim.average_params(optim.adam(0.02), 0.9), seen=lambda params, state: state.average),
+    "average debiased": lambda: run(
+        optim.average_params(optim.adam(0.02), 0.99, debias=True), seen=lambda params, state: state.average
+    ),
     "lookahead": lambda: run(optim.lookahead(optim.adam(0.05), 5, 0.5), seen=fast_and_slow),
     "lookahead reset": lambda: run(optim.lookahead(optim.adam(0.05), 6, 0.3, reset_state=True), seen=fast_and_slow),
     "schedule free": lambda: run(optim.schedule_free(optim.sgd(0.1), 0.1)),

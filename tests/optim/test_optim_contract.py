@@ -55,6 +55,7 @@ OPTIMIZERS: dict[str, Callable[[], GradientTransformation]] = {
     "adafactor": lambda: optim.adafactor(0.05, 3, momentum=0.9),
     "if finite": lambda: optim.apply_if_finite(optim.adamw(0.02), 2),
     "average": lambda: optim.average_params(optim.adamw(0.02), 0.9),
+    "average debiased": lambda: optim.average_params(optim.adamw(0.02), 0.9, debias=True),
     "lookahead": lambda: optim.lookahead(optim.adamw(0.02), 2, 0.5),
     "schedule free": lambda: optim.schedule_free(optim.adamw(0.02, b1=0.0), 0.02),
     "per leaf": lambda: optim.per_leaf(optim.adamw(SCHEDULE)),

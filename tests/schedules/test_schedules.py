@@ -101,6 +101,12 @@ def test_zb_h1(costs: Costs) -> None:
             assert math.isclose(_idle(run, costs), (p - 1) * (f + b - w), abs_tol=1e-9), (p, m)
 
 
+def test_a_list_by_hand_splits_by_its_actions() -> None:
+    plain = one_f_one_b(2, 2)
+    assert not plain.splits
+    assert dataclasses.replace(plain, ranks=(parse("F0 B0 W0"),)).splits
+
+
 def test_zb_v() -> None:
     for p, m in PAIRS:
         run = timeline(zero_bubble_v(p, m))

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardfn import optim
 from shardfn.core import P, Pending, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.state._ahead import Ahead, Promised
-from shardfn.state._columns import Column, Rows, Update
+from shardfn.state._columns import Column, LeafRows, Update
 from shardfn.state._state import state_owners
 from shardfn.state._stored import loaded
 
@@ -59,7 +59,7 @@ def _ahead(rule: optim.GradientTransformation) -> tuple[Ahead, Update]:
         chunk=100,
     )
     layer, plain = torch.Size(STACK[1:]), torch.Size(PLAIN)
-    units = {u: [(Rows(0, 2 - u, 3 - u), layer)] for u in range(3)} | {3: [(Rows(1), plain)]}
+    units = {u: [(LeafRows(0, 2 - u, 3 - u), layer)] for u in range(3)} | {3: [(LeafRows(1), plain)]}
     return Ahead(update, [rows for u in range(4) for rows, _ in units[u]], units), update
 
 

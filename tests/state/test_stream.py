@@ -14,7 +14,7 @@ from shardfn import optim
 from shardfn.core import MemoryKind, P, Stored, tree_flatten, tree_leaves, tree_map
 from shardfn.memory import Pool
 from shardfn.state import _stream
-from shardfn.state._columns import Column, Done, Rows, Update
+from shardfn.state._columns import Column, Done, LeafRows, Update
 from shardfn.state._state import state_owners
 from shardfn.state._stored import loaded
 from shardfn.state._stream import stream, stream_some
@@ -103,7 +103,7 @@ def test_leaves_that_were_stepped_before_go_home_and_are_not_stepped_again(tmp_p
             params=[Column(c.held, c.home, kept=True) for c in update.params if c is not None],
             state=[c if k is None else Column(c.held, c.home, kept=True) for c, k in pairs],
         )
-        done = stream_some(kept, [Rows(0), Rows(4, 0, 20), Rows(4, 20, 33)])
+        done = stream_some(kept, [LeafRows(0), LeafRows(4, 0, 20), LeafRows(4, 20, 33)])
         assert sorted(done.params) == some
         assert all(torch.equal(loaded(c.held), x) for c, x in zip(update.params, _values(0), strict=True) if c)
         for i in some:
@@ -147,8 +147,8 @@ def test_no_more_is_in_memory_than_three_chunks(tmp_path: pathlib.Path) -> None:
 
 def test_rows_are_views_and_shapes() -> None:
     x = torch.arange(12).view(4, 3)
-    assert Rows(0).of(x) is x and Rows(0).shape(x.shape) == (4, 3)
-    part = Rows(0, 1, 3)
+    assert LeafRows(0).of(x) is x and LeafRows(0).shape(x.shape) == (4, 3)
+    part = LeafRows(0, 1, 3)
     assert torch.equal(part.of(x), x[1:3]) and part.of(x).data_ptr() == x[1].data_ptr()
     assert part.shape(x.shape) == (2, 3)
 

@@ -25,6 +25,7 @@ OPTIMIZERS = {
     "adamw": lambda: optim.adamw(1e-2, weight_decay=0.1),
     "lamb": lambda: optim.lamb(1e-2, weight_decay=0.1),
     "lion": lambda: optim.lion(1e-3, weight_decay=0.1),
+    "averaged": lambda: optim.average_params(optim.adamw(1e-2), 0.9, debias=True),
 }
 STEPS = 3
 # Small enough that the odd leaves fall on both sides of each threshold.

@@ -156,3 +156,38 @@ def test_names_are_checked():
     for axes in ((), ("tp", "tp")):
         with pytest.raises(ValueError, match="name a mesh axis, or several, each once"):
             sf.partition(lambda p: p, axes=axes)
+
+
+def _sizes_take_turns(mesh: sf.Mesh, axes: tuple[str, ...]) -> None:
+    """Programs of sizes that take turns, beyond those that are kept, compute what one rank computes."""
+    g = torch.Generator().manual_seed(0)
+    params = {"up": torch.randn(5, 7, generator=g).double(), "down": torch.randn(7, 5, generator=g).double()}
+    specs = {"up": P("sp" if "sp" in axes else None, "tp"), "down": P("tp", "sp" if "sp" in axes else None)}
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x @ p["up"]) @ p["down"]).square().mean()
+
+    parted = sf.partition(loss, axes=axes)
+    parted._programs.size = 2  # in place of as many shapes as 64
+    f = sf.sharded(parted, mesh=mesh, specs=specs)
+    held = f.init(params)
+    for num in (1, 2, 3, 1, 3, 2, 2):
+        x = torch.randn(num, 5, generator=g).double()
+        torch.testing.assert_close(f(held, x), loss(params, x))
+        assert len(parted._programs) <= 2
+        (axis,) = {x.axis for x in parted.programs()} - {"sp"}
+        assert axis == "tp"
+    assert len(parted._programs) == 2
+
+
+@distributed(world=2)
+def test_programs_of_sizes_that_take_turns() -> None:
+    with sf.make_mesh({"tp": 2}, device="cpu") as mesh:
+        _sizes_take_turns(mesh, ("tp",))
+
+
+@pytest.mark.nightly
+@distributed(world=4, timeout=240)
+def test_programs_along_two_axes_of_sizes_that_take_turns() -> None:
+    with sf.make_mesh({"tp": 2, "sp": 2}, device="cpu") as mesh:
+        _sizes_take_turns(mesh, BOTH)

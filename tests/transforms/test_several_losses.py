@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardfn as sf
+from shardfn.engine.execution import _captured, signature
 from shardfn.testing import distributed, own_rows
 
 ROWS, STEPS = 12, 3
@@ -310,3 +311,22 @@ def test_a_loss_scale_is_that_of_all_losses() -> None:
     assert bool(metrics["skipped"])
     assert new.loss_scale.scale < state.loss_scale.scale
     assert not new.params["generator"]["w"].donated
+
+
+def test_losses_of_a_model_state_keep_one_graph_each_and_compute_one_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    def halves(p: Any, kept: Any, x: Tensor) -> Any:
+        return (p["w"] * x).mean(), {"m": kept["m"] / 2 + x.mean()}
+
+    def uses(p: Any, kept: Any, x: Tensor) -> Any:
+        return (p["w"] * kept["m"].sum() * x).mean(), {"m": kept["m"].t().contiguous().t()}
+
+    computed = []
+    monkeypatch.setattr(_captured, "signature", lambda *x: computed.append(x) or signature(*x))
+    losses = {f.__name__: sf.jit(f, backend="graph") for f in (halves, uses)}
+    step = sf.sharded_step(losses, sf.optim.sgd(0.1), has_state=True)
+    state, x = step.init({"w": torch.ones(3)}, model_state={"m": torch.ones(3, 2)}), torch.ones(3)
+    for n in range(1, 4):
+        state, _ = step(state, {"halves": x, "uses": x})
+        assert len(computed) == 2 * n
+    assert step.cache_info().misses == 3  # two gradients and the update
+    torch.testing.assert_close(sf.unshard(state.model_state)["m"], torch.full((3, 2), 1.875))

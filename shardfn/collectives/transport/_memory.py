@@ -129,11 +129,11 @@ class Lanes:
         return self._start((*parts, *into), out=parts, come=into)
 
     def reduce_scatter(self, parts: Blocks, out: Tensor) -> "LaneOp":
-        """Sends each rank its part, and sums the own ones in the order of ranks."""
+        """Sends each rank its part, and sums the own ones, of a dtype in `SUMMED`, in the order of ranks."""
         return self._start((*parts, out), out=parts, sums=out)
 
     def all_reduce(self, parts: Blocks) -> "LaneOp":
-        """Sums parts over all ranks, in place: each rank sums its own part, which goes to all meanwhile."""
+        """Sums parts, of a dtype in `SUMMED`, in place: each rank sums its own part, which goes to all meanwhile."""
         mine = parts[self.index]
         return self._start(parts, out=parts, sums=mine, to_all=mine, alls=parts)
 
@@ -142,17 +142,17 @@ class Lanes:
         self._check()
         return self._entry((x,), "message", int(sends), peer, tag, Address(x.data_ptr()), x.numel() * x.element_size())
 
-    def wait(self, entry: "LaneOp", asked: int) -> None:
-        """Waits until a transfer has come (IN), or left (OUT), or both.
+    def wait(self, entry: "LaneOp", asked: int, timeout: float | None = None) -> None:
+        """Waits until a transfer has come (IN), or left (OUT), or both; `timeout`: seconds, None = the channel's.
 
         Raises:
             TransportError: it failed, or took too long.
         """
-        start = time.monotonic()
+        start, limit = time.monotonic(), self._timeout if timeout is None else timeout
         while (state := entry.wait(self._engine, asked)) == 0:
-            if self._timeout is not None and time.monotonic() - start > self._timeout:
+            if limit is not None and time.monotonic() - start > limit:
                 raise TransportError(
-                    f"waited {self._timeout:g} s through memory for ranks {self.why()} of the channel, in vain"
+                    f"waited {limit:g} s through memory for ranks {self.why()} of the channel, in vain"
                 )
         if state < 0:
             raise TransportError(self.why())
@@ -180,8 +180,6 @@ class Lanes:
         sums: Tensor | None = None,
     ) -> "LaneOp":
         self._check()
-        if sums is not None and sums.dtype not in _KINDS:
-            raise TypeError(f"sums of {sums.dtype} are not known; of {', '.join(map(str, _KINDS))} they are.")
         kind = -1 if sums is None else _KINDS[sums.dtype]
         one, total = _place(to_all), _place(sums)
         outs, comes, all_blocks = (_arrays(blocks) for blocks in (out, come, alls))

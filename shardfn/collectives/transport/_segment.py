@@ -5,7 +5,6 @@ that ends, so there is nothing to clean up. Whether two ranks share memory is sh
 process's number may mean something else in another container, but a random word cannot be guessed.
 """
 
-import fcntl
 import mmap
 import os
 import secrets
@@ -14,8 +13,6 @@ from typing import NamedTuple
 _WORD = 16
 # The first page holds the word, so that the bytes of use begin at a page.
 _HEAD = mmap.PAGESIZE
-# Its size is then fixed for good: no reader can be killed by a page that its owner took away.
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class NotSharedError(Exception):
@@ -47,13 +44,17 @@ class Segment:
     """
 
     def __init__(self, size: int) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise NotSharedError("this system has no memory without a name (memfd_create)")
+        import fcntl  # only POSIX has it
+
         word = secrets.token_bytes(_WORD)
         fd = os.memfd_create("shardfn", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(fd, 0o600)
             os.ftruncate(fd, _HEAD + size)
             os.posix_fallocate(fd, 0, _HEAD + size)  # where there is too little, an error now and not a signal later
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
             self._map = mmap.mmap(fd, _HEAD + size)
         except BaseException:
             os.close(fd)
@@ -99,13 +100,22 @@ class Reader:
         self._map.close()
 
 
+def _seals() -> int:
+    """The seals that fix a segment's size for good: no reader can be killed by a page that its owner took away."""
+    import fcntl
+
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
 def _mapped(fd: int, offer: Offer, path: str) -> mmap.mmap:
+    import fcntl
+
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
         raise NotSharedError(f"{path} is no memfd: {error.strerror}") from error
-    if seals & _SEALS != _SEALS:
-        raise NotSharedError(f"{path} may change its size: its seals are {seals}, not {_SEALS}")
+    if seals & _seals() != _seals():
+        raise NotSharedError(f"{path} may change its size: its seals are {seals}, not {_seals()}")
     size = os.fstat(fd).st_size - _HEAD
     if size != offer.size:
         raise NotSharedError(f"{path} has {size} bytes, its owner announced {offer.size}")

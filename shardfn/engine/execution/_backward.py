@@ -44,10 +44,10 @@ def run_forward(
     """`f(params)` without gradients, with the leaves as a loss sees them; leaves that it returns come whole."""
     open_channels(comms, plan)
     kept, blocks = blocks, plan.by_layer(blocks)
-    watch = watch_of(plan, kept, first=key not in plan.use_orders)
-    gatherer = _gatherer(plan, comms, blocks, plan.use_order(key), keep=False)
+    watch = watch_of(plan, kept, first=key not in plan.learnt.use_orders)
+    gatherer = _gatherer(plan, comms, blocks, plan.learnt.use_order(key), keep=False)
     book = LeafBook(gatherer.whole, plan.layers, watch)
-    with _told(gatherer, comms), torch.no_grad():
+    with _sending_errors(gatherer, comms), torch.no_grad():
         params, _ = enter(plan, blocks, book, None)
         gatherer.begin_phase()
         out = tree_map(opened, f(params))
@@ -84,8 +84,8 @@ def run_backward(
         ahead: an update that uses gradients as soon as they are complete; stopped if they must be divided by a weight.
     """
     open_channels(comms, plan, _late_axes(plan, parts))
-    watch, blocks = watch_of(plan, blocks, first=not plan.compared), plan.by_layer(blocks)
-    gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
+    watch, blocks = watch_of(plan, blocks, first=not plan.learnt.compared), plan.by_layer(blocks)
+    gatherer = _gatherer(plan, comms, blocks, plan.learnt.use_order("step"))
     check_canonical(plan, parts)
     chunks = plan.chunks
     if chunks is None:
@@ -96,7 +96,7 @@ def run_backward(
     course = _course(plan, comms, parts, loss, batches, args[1:], model_state)
     book = LeafBook(gatherer.whole, plan.layers, watch)
     performer = Performer(plan, comms, course, len(batches), gatherer, book, ahead)
-    with _told(gatherer, comms), torch.enable_grad():
+    with _sending_errors(gatherer, comms), torch.enable_grad():
         performer.enter(blocks, even=even, model_state=model_state, loss_scale=loss_scale)
         for action in course.actions:
             with course.named(action):
@@ -144,7 +144,7 @@ def _gatherer(
 
 
 @contextlib.contextmanager
-def _told(gatherer: Gatherer, comms: Comms) -> Iterator[None]:
+def _sending_errors(gatherer: Gatherer, comms: Comms) -> Iterator[None]:
     """If connections cannot be closed, sends an error to the other ranks in their next round, then raises it."""
     try:
         yield

@@ -19,7 +19,7 @@ from shardfn.memory import stored_of
 from shardfn.state import TrainState, as_graph_value, returned, scale_of, taken
 
 from ._graphs import Graphs, Ready, signature
-from ._opened import Passed, kept_apart, run_update
+from ._opened import GradientCall, Passed, kept_apart, run_update
 from ._traced_opened import (
     GradientProgram,
     UpdateProgram,
@@ -57,22 +57,23 @@ class CapturedSteps:
 
         return StepCall(run, (self._graphs.knows(keys[0]), self._graphs.knows(keys[1])))
 
-    def gradients(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> StepCall[Found]:
+    def gradients(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> GradientCall:
         """The gradients of one step, by the graph of their arguments' signature."""
+        # A model state that another loss has left is contiguous in each call, so one graph of these keys fits it.
         rest = *signature(plan, args), _layouts((state.params, state.model_state)), scale_of(state) is None
         keys = (("gradients", *rest[:1]), *rest[1:], True), (("gradients", *rest[:1]), *rest[1:], False)
 
-        def run(comms: Comms, agreed: Agreed) -> Found:
+        def run(comms: Comms, agreed: Agreed, now: TrainState) -> Found:
             def capture() -> GradientProgram:
-                kept, even = state.model_state, agreed.even
-                scale = scale_of(state)
-                return capture_gradients(self._parts, plan, state.params, args, scale, even=even, model_state=kept)
+                kept, even = now.model_state, agreed.even
+                scale = scale_of(now)
+                return capture_gradients(self._parts, plan, now.params, args, scale, even=even, model_state=kept)
 
             key = keys[0 if agreed.even else 1]
             ready = self._graphs.ready(comms, key, capture, "the gradients of a step", args[0], everywhere=agreed.ready)
-            return self._differentiate(ready, comms, plan, state, args)
+            return self._differentiate(ready, comms, plan, now, args)
 
-        return StepCall(run, (self._graphs.knows(keys[0]), self._graphs.knows(keys[1])))
+        return GradientCall(run, (self._graphs.knows(keys[0]), self._graphs.knows(keys[1])))
 
     def _differentiate(self, ready: Ready, comms: Comms, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> Found:
         program: GradientProgram = ready.program

@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any
 
 from shardfn.engine.plan import Plan
-from shardfn.engine.transfers import Found, Metrics, StepCall, StepParts
+from shardfn.engine.transfers import Metrics, StepCall, StepParts
 from shardfn.state import TrainState
 
 from ._eager_step import run_eager
 from ._opened import (
+    GradientCall,
     Passed,
     apply_eagerly,
     run_gradients,
@@ -30,9 +31,10 @@ class EagerSteps:
         """One step."""
         return StepCall(lambda comms, agreed: run_eager(self.parts, plan, comms, state, args, agreed.even))
 
-    def gradients(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> StepCall[Found]:
+    def gradients(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> GradientCall:
         """The gradients of one step."""
-        return StepCall(lambda comms, agreed: run_gradients(self.parts, plan, comms, state, args, agreed.even))
+        del state
+        return GradientCall(lambda comms, agreed, now: run_gradients(self.parts, plan, comms, now, args, agreed.even))
 
     def update(self, plan: Plan, state: TrainState, passed: Passed) -> StepCall[tuple[TrainState, Metrics]]:
         """The update by gradients."""

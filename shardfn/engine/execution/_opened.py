@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.collectives import GlobalTensor, local
+from shardfn.collectives import Agreed, GlobalTensor, local
 from shardfn.core import PyTree, RankError, raise_all, tree_leaves, tree_map
 from shardfn.engine.agreement import Comms
 from shardfn.engine.loss import wrapped_like
@@ -49,6 +49,19 @@ class Passed(NamedTuple):
     grads: PyTree
     model_state: PyTree = None
     finite: Tensor | bool = True
+
+
+class GradientCall(NamedTuple):
+    """The gradients of a loss, which ranks agree on and then compute.
+
+    Attributes:
+        run: computes them for the state that was admitted, or for one that has, besides, the model state that another
+            loss has left.
+        known: whether this rank already has the results of a first call; see `Agreed`.
+    """
+
+    run: Callable[[Comms, Agreed, TrainState], Found]
+    known: tuple[bool, bool] = (True, True)
 
 
 # The new state, of this rank's gradients by leaf and the blocks of the new model state.

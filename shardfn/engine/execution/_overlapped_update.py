@@ -15,7 +15,7 @@ from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import WEIGHTED
 from shardfn.leaves import LeafLayout, Unit
 from shardfn.optim import GradientTransformation
-from shardfn.state import Ahead, Column, Promised, Rows, TrainState, looked_at
+from shardfn.state import Ahead, Column, LeafRows, Promised, TrainState, looked_at
 
 from ._update import whole_update
 
@@ -33,10 +33,10 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
     ahead = None
     # A rule of a coarser grain may sum over ranks, and wants the whole tree, or leaves in one piece. Not in the first
     # step, and not where gradients are divided by a weight that the last microbatch makes known.
-    decided = decided and plan.outcome is not None and not plan.outcome.startswith(WEIGHTED)
+    decided = decided and plan.learnt.outcome is not None and not plan.learnt.outcome.startswith(WEIGHTED)
     if (
         decided
-        and plan.reduce_order
+        and plan.learnt.reduce_order
         and not plan.at_home
         and optimizer.needs.granularity == "element"
         and _knows_its_measures(optimizer, state)
@@ -97,7 +97,7 @@ def _units(plan: Plan, *, measures: bool) -> list[int]:
     able = [_is_able(leaf, plan.zero.persist_elements) and not (measures and leaf.layers) for leaf in plan.leaves]
     # A unit goes early only with all of its leaves, and a leaf only with all of its units: until both hold.
     while True:
-        units = [u for u in plan.reduce_order if _arrives(plan, plan.reduce_units[u], able, where)]
+        units = [u for u in plan.learnt.reduce_order if _arrives(plan, plan.reduce_units[u], able, where)]
         reached = collections.Counter(where[x] for u in units for x in plan.reduce_units[u].leaves)
         whole = [
             ok and reached[i] == len(leaf.layers or (i,))
@@ -130,10 +130,10 @@ def _arrives(plan: Plan, unit: Unit, able: list[bool], where: list[int]) -> bool
     )
 
 
-def _where(plan: Plan) -> list[Rows]:
+def _where(plan: Plan) -> list[LeafRows]:
     """For each layer of a plan, its index in its leaf."""
     return [
         rows
         for i, leaf in enumerate(plan.leaves)
-        for rows in ([Rows(i, k, k + 1) for k in range(len(leaf.layers))] if leaf.layers else [Rows(i)])
+        for rows in ([LeafRows(i, k, k + 1) for k in range(len(leaf.layers))] if leaf.layers else [LeafRows(i)])
     ]

@@ -10,19 +10,19 @@ from torch import Tensor
 from shardfn.capture import Recorder, capture
 from shardfn.collectives import GlobalTensor, bind_mesh
 from shardfn.core import PyTree, Stored, tree_flatten, tree_leaves, tree_paths, tree_unflatten
-from shardfn.engine.loss import copied_loop, warn_of_draws_in
 from shardfn.engine.plan import Plan
-from shardfn.engine.transfers import StepParts, by_leaf, pool_of
+from shardfn.engine.transfers import Metrics, StepParts, by_leaf, pool_of
 from shardfn.memory import TracedStored, on_host
-from shardfn.nn import looping
 from shardfn.optim import GradientTransformation
 from shardfn.state import Likeness, as_graph_value, closed, entered, graph_inputs, loaded
 
 from ._graphs import Program
 from ._opened import gradients_of
 from ._traced_step import (
+    StepInputs,
     TracedStep,
     annotate,
+    capture_run,
     check_differentiated,
     say_types,
     traced_comms,
@@ -82,42 +82,20 @@ def capture_gradients(
     model_state: PyTree = (),
 ) -> GradientProgram:
     """Captures the gradients of one step; it neither computes nor sends values. For arguments see `capture_step`."""
-    plan, recorder = plan.for_capture(), Recorder()
-    comms = traced_comms(plan, recorder)
-    kept_leaves, kept_treedef = tree_flatten(model_state)
-    held: list[GlobalTensor] = [*tree_leaves(params), *kept_leaves]
-    likes, num = [Likeness.of(x) for x in held], len(plan.leaves)
-    arg_leaves, arg_treedef = tree_flatten((args, () if scale is None else scale))
-    names: list[str] = []
-    received: list[bool] = []
 
-    def program(*flat: Tensor) -> list[Tensor]:
-        state, rest = [entered(x, like) for x, like in zip(flat, likes, strict=False)], flat[len(held) :]
-        given, by = tree_unflatten(arg_treedef, rest)
-        mine = state[:num], (), tree_unflatten(kept_treedef, state[num:])
-        run = TracedStep(parts, plan, comms, mine, given, None if scale is None else by, even)
-        with bind_mesh(plan.mesh), looping(copied_loop):
-            grads, kept, metrics = gradients_of(run, plan)
-        names[:], received[:] = metrics, [run.received]
-        values = [as_graph_value(_stored_apart(plan, i, x)) for i, x in sorted(grads.items())]
-        return [*values, *tree_leaves(kept), *metrics.values()]
+    def run(step: TracedStep) -> tuple[list[Tensor], Metrics]:
+        grads, kept, metrics = gradients_of(step, step.plan)
+        values = [as_graph_value(_stored_apart(step.plan, i, x)) for i, x in sorted(grads.items())]
+        return [*values, *tree_leaves(kept)], metrics
 
-    gm = capture(program, [*graph_inputs(held, plan.mesh.device), *arg_leaves], recorder)
-    paths = [(leaf.path, "params") for leaf in plan.leaves]
-    paths += [(p, "other") for p in tree_paths(model_state, "model_state")]
-    paths += [(p, "batch") for p in tree_paths(args[0], "batch")] + [("key", "other")] * (len(args) - 1)
-    paths += [] if scale is None else [("loss_scale", "other")]
-    annotate(gm, plan.mesh, paths, held)
-    gm.meta["donated"] = set()
-    warn_of_draws_in(gm)
+    inputs = StepInputs(plan.for_capture(), params, (), model_state, args, scale)
+    plan = inputs.plan
+    gm, metrics, received = capture_run(parts, inputs, run, even=even)
     results = [(f"the gradient of {leaf.path}", leaf.shard.axes) for leaf in plan.leaves if leaf.trainable]
-    results += [
-        (f"new {p}", x.spec.axes) for p, x in zip(tree_paths(model_state, "model_state"), kept_leaves, strict=True)
-    ]
-    say_types(gm, plan, held, [*results, *((f"metrics[{name!r}]", ()) for name in names)])
-    if parts.table is not None:
-        gm.meta["pipeline"] = parts.table
-    return GradientProgram(gm, plan.outcome or "", plan, tuple(names), *received)
+    results += [(f"new {path}", x.spec.axes) for path, x in inputs.named[len(plan.leaves) :]]
+    inputs.note(gm, parts, [*results, *((f"metrics[{name!r}]", ()) for name in metrics)])
+    gm.meta["donated"] = set()
+    return GradientProgram(gm, plan.learnt.outcome or "", plan, metrics, received)
 
 
 def capture_update(
@@ -156,7 +134,7 @@ def capture_update(
     annotate(gm, plan.mesh, paths, held)
     results = [(f"new {path}", x.spec.axes) for (path, _), x in zip(paths, held[:then], strict=False)]
     say_types(gm, plan, held, results)
-    return UpdateProgram(gm, plan.outcome or "", plan, tuple(likes[:then]), opt_treedef)
+    return UpdateProgram(gm, plan.learnt.outcome or "", plan, tuple(likes[:then]), opt_treedef)
 
 
 def _stored_apart(plan: Plan, leaf: int, x: Tensor | Stored) -> Tensor | TracedStored:

@@ -5,7 +5,7 @@ The engine itself is captured: it runs on tensors without data, with communicato
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from shardfn.core import (
     tree_flatten,
     tree_leaves,
     tree_paths,
+    tree_structure,
     tree_unflatten,
 )
 from shardfn.engine.agreement import Comms
@@ -95,41 +96,99 @@ def capture_step(
         even: whether all ranks hold batches of the same shapes.
         model_state: tree of `GlobalTensor`.
     """
-    plan, recorder = plan.for_capture(), Recorder()
+
+    def run(step: TracedStep) -> tuple[list[Tensor], Metrics]:
+        (blocks, opt, kept), metrics = one_step(step)
+        return [*map(as_graph_value, (*blocks, *tree_leaves(opt), *tree_leaves(kept)))], metrics
+
+    inputs = StepInputs(plan.for_capture(), params, opt_state, model_state, args, scale)
+    gm, metrics, received = capture_run(parts, inputs, run, even=even)
+    results = [(f"new {path}", x.spec.axes) for path, x in inputs.named]
+    inputs.note(gm, parts, [*results, *((f"new metrics[{name!r}]", ()) for name in metrics)])
+    plan, likes = inputs.plan, tuple(Likeness.of(x) for _, x in inputs.named)
+    return StepProgram(gm, plan.learnt.outcome or "", plan, likes, tree_structure(opt_state), metrics, received)
+
+
+class StepInputs(NamedTuple):
+    """The inputs of the graph of a step or of its gradients: leaves of the state, and the other arguments of the loss.
+
+    Attributes:
+        plan: the layout, of the capture alone.
+        params: tree of `GlobalTensor`.
+        opt_state: tree of `GlobalTensor`; () where the optimizer has no part.
+        model_state: tree of `GlobalTensor`.
+        args: this rank's batch, and a key if the loss takes one.
+        scale: the factor of the loss, the last input; None = no factor, and no input.
+    """
+
+    plan: Plan
+    params: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    args: tuple[Any, ...]
+    scale: Any
+
+    @property
+    def named(self) -> list[tuple[str, GlobalTensor]]:
+        """The leaves of the state, by path."""
+        paths = [leaf.path for leaf in self.plan.leaves]
+        paths += [*tree_paths(self.opt_state, "opt_state"), *tree_paths(self.model_state, "model_state")]
+        held = [*tree_leaves(self.params), *tree_leaves(self.opt_state), *tree_leaves(self.model_state)]
+        return list(zip(paths, held, strict=True))
+
+    def note(self, gm: GraphModule, parts: StepParts, results: Sequence[tuple[str, tuple[str, ...]]]) -> None:
+        """Notes the inputs in a graph, and its results: each with its name and the axes that cut it."""
+        num, num_opt = len(self.plan.leaves), len(tree_leaves(self.opt_state))
+        paths = [
+            (path, "params" if i < num else "optimizer" if i < num + num_opt else "other")
+            for i, (path, _) in enumerate(self.named)
+        ]
+        paths += [(p, "batch") for p in tree_paths(self.args[0], "batch")] + [("key", "other")] * (len(self.args) - 1)
+        paths += [] if self.scale is None else [("loss_scale", "other")]
+        held = [x for _, x in self.named]
+        annotate(gm, self.plan.mesh, paths, held)
+        warn_of_draws_in(gm)
+        say_types(gm, self.plan, held, results)
+        if parts.table is not None:
+            gm.meta["pipeline"] = parts.table
+
+
+def capture_run(
+    parts: StepParts, inputs: StepInputs, run: "Callable[[TracedStep], tuple[list[Tensor], Metrics]]", *, even: bool
+) -> tuple[GraphModule, tuple[str, ...], bool]:
+    """Captures a step, or its gradients.
+
+    Args:
+        parts: loss and optimizer.
+        inputs: those of the graph.
+        run: runs the parts of the step that are captured; returns their results, and the metrics, which come last.
+        even: whether all ranks hold batches of the same shapes.
+
+    Returns:
+        The graph, the names of the metrics, and whether a trainable leaf has a gradient.
+    """
+    plan, recorder = inputs.plan, Recorder()
     comms = traced_comms(plan, recorder)
-    opt_leaves, opt_treedef = tree_flatten(opt_state)
-    kept_leaves, kept_treedef = tree_flatten(model_state)
-    held: list[GlobalTensor] = [*tree_leaves(params), *opt_leaves, *kept_leaves]
+    held = [x for _, x in inputs.named]
     likes = [Likeness.of(x) for x in held]
-    num, then = len(plan.leaves), len(plan.leaves) + len(opt_leaves)
-    arg_leaves, arg_treedef = tree_flatten((args, () if scale is None else scale))
-    names: list[str] = []
-    received: list[bool] = []
+    arg_leaves, arg_treedef = tree_flatten((inputs.args, () if inputs.scale is None else inputs.scale))
+    num, opt_treedef = len(plan.leaves), tree_structure(inputs.opt_state)
+    then, kept_treedef = num + opt_treedef.num_leaves, tree_structure(inputs.model_state)
+    made: list[Any] = []
 
     def program(*flat: Tensor) -> list[Tensor]:
         state, rest = [entered(x, like) for x, like in zip(flat, likes, strict=False)], flat[len(held) :]
         given, scaled = tree_unflatten(arg_treedef, rest)
         mine = state[:num], tree_unflatten(opt_treedef, state[num:then]), tree_unflatten(kept_treedef, state[then:])
         del state
-        run = TracedStep(parts, plan, comms, mine, given, None if scale is None else scaled, even)
+        step = TracedStep(parts, plan, comms, mine, given, None if inputs.scale is None else scaled, even)
         with bind_mesh(plan.mesh), looping(copied_loop):
-            (blocks, opt, kept), metrics = one_step(run)
-        names[:], received[:] = metrics, [run.received]
-        return [*map(as_graph_value, (*blocks, *tree_leaves(opt), *tree_leaves(kept))), *metrics.values()]
+            results, metrics = run(step)
+        made[:] = [tuple(metrics), step.received]
+        return [*results, *metrics.values()]
 
     gm = capture(program, [*graph_inputs(held, plan.mesh.device), *arg_leaves], recorder)
-    paths = [(leaf.path, "params") for leaf in plan.leaves]
-    paths += [(p, "optimizer") for p in tree_paths(opt_state, "opt_state")]
-    paths += [(p, "other") for p in tree_paths(model_state, "model_state")]
-    paths += [(p, "batch") for p in tree_paths(args[0], "batch")] + [("key", "other")] * (len(args) - 1)
-    paths += [] if scale is None else [("loss_scale", "other")]
-    annotate(gm, plan.mesh, paths, held)
-    warn_of_draws_in(gm)
-    results = [(f"new {path}", x.spec.axes) for (path, _), x in zip(paths, held, strict=False)]
-    say_types(gm, plan, held, [*results, *((f"new metrics[{name!r}]", ()) for name in names)])
-    if parts.table is not None:
-        gm.meta["pipeline"] = parts.table
-    return StepProgram(gm, plan.outcome or "", plan, tuple(likes), opt_treedef, tuple(names), *received)
+    return gm, *made
 
 
 Blocks = tuple[list[Tensor | Stored], PyTree, PyTree]

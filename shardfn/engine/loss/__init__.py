@@ -14,6 +14,7 @@ from ._accumulated import (
     num_microbatches as num_microbatches,
     of_whole_batch as of_whole_batch,
 )
+from ._bounded_cache import BoundedCache as BoundedCache
 from ._callable import (
     check_loss as check_loss,
     function_name as function_name,

@@ -10,6 +10,8 @@ from torch import Tensor
 from shardfn.collectives import GlobalTensor
 from shardfn.core import PyTree, first_of, named_leaves
 
+from ._bounded_cache import BoundedCache
+
 log = logging.getLogger("shardfn.jit")
 
 # The default: a limit for shapes that never repeat, beyond the number of lengths that a program pads to.
@@ -67,10 +69,8 @@ class GraphCache(Generic[_Kept]):
     """
 
     def __init__(self, max_graphs: int) -> None:
-        assert max_graphs > 0
         self.max_graphs, self.counts = max_graphs, Counts()
-        # From the least recently used to the most recently used.
-        self._entries: dict[object, _Entry[_Kept]] = {}
+        self._entries = BoundedCache[_Entry[_Kept]](max_graphs)
         self._warned = False
 
     def __contains__(self, key: object) -> bool:
@@ -81,10 +81,9 @@ class GraphCache(Generic[_Kept]):
 
     def find(self, key: object) -> _Kept | None:
         """The graph of a signature, which counts as a hit and as its use; None if it is not kept."""
-        entry = self._entries.pop(key, None)
+        entry = self._entries.find(key)
         if entry is None:
             return None
-        self._entries[key] = entry
         self.counts.hits += 1
         return entry.made
 
@@ -97,10 +96,8 @@ class GraphCache(Generic[_Kept]):
             name: the captured function, for the warning.
             shown: its arguments by path, for the warning; see `argument_shapes`.
         """
-        self._entries.pop(key, None)
-        self._entries[key] = _Entry(made, name, shown)
-        if len(self._entries) > self.max_graphs:
-            evicted = self._entries.pop(next(iter(self._entries)))
+        evicted = self._entries.keep(key, _Entry(made, name, shown))
+        if evicted is not None:
             self.counts.evictions += 1
             self._warn(evicted)
 
@@ -115,7 +112,7 @@ class GraphCache(Generic[_Kept]):
         log.warning(
             "%d graphs were evicted, more than max_graphs=%d keeps; one that is needed again is captured again, which"
             " takes seconds. Graphs of %s; %s. Pass jit(max_graphs=) at least the number of shapes that take turns, or"
-            " pad the arguments to fewer shapes.",
+            " pad the arguments to fewer shapes, by sf.bucketed.",
             self.counts.evictions,
             self.max_graphs,
             " and ".join(dict.fromkeys(x.name for x in entries)),

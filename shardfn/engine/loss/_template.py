@@ -311,10 +311,10 @@ _DIFFERS = (
 
 def _differ(s: Written, t: Written | None) -> str:
     where = s.meta.get("where") or (t and t.meta.get("where")) or "somewhere"
-    return f"{where}: {_DIFFERS} One layer does {_told(s)}, another {'nothing' if t is None else _told(t)}."
+    return f"{where}: {_DIFFERS} One layer does {_step_text(s)}, another {'nothing' if t is None else _step_text(t)}."
 
 
-def _told(step: Written) -> str:
+def _step_text(step: Written) -> str:
     shown = [f"{a.name}" if isinstance(a, Node) else repr(a) for a in step.args]
     return f"{step.target}({', '.join(shown)})"
 

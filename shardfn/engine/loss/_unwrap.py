@@ -36,7 +36,7 @@ def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
     Raises:
         ValueError: the loss is jitted twice, or has two policies; or a transform was made with has_state=True.
     """
-    _check_told(loss, has_state=has_state)
+    _refuse_unannounced_state(loss, has_state=has_state)
     around, inner = taken_over(loss)
     if has_state:
         inner = with_state() if (with_state := getattr(inner, "with_state", None)) else past_the_batch(inner)
@@ -55,7 +55,7 @@ def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
     return Unwrapped(inner, jitted, mixed)
 
 
-def _check_told(loss: Callable[..., Any], *, has_state: bool) -> None:
+def _refuse_unannounced_state(loss: Callable[..., Any], *, has_state: bool) -> None:
     """Refuses a loss whose transforms take a model state, in a step that was built without.
 
     Raises:

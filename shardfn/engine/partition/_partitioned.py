@@ -16,7 +16,7 @@ import torch
 
 from shardfn.collectives import axis_index, axis_size, not_following
 from shardfn.core import PyTree, tree_flatten, tree_unflatten
-from shardfn.engine.loss import Loss, Transform
+from shardfn.engine.loss import MAX_GRAPHS, BoundedCache, Loss, Transform
 from shardfn.engine.plan import LeafView, LeafViews
 
 from ._partition_agreed import agreed_program
@@ -48,7 +48,9 @@ class Partitioned(Transform):
     axes: tuple[str, ...]
     sequence: bool = False
     views: LeafViews | None = None
-    _programs: dict[Any, "_PreparedLoss"] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    _programs: BoundedCache["_Programs"] = dataclasses.field(
+        default_factory=lambda: BoundedCache(MAX_GRAPHS), repr=False, compare=False
+    )
 
     def __call__(self, params: PyTree, *args: Any) -> Any:
         """The loss of this rank's blocks, the same on all ranks along the axes."""
@@ -64,12 +66,30 @@ class Partitioned(Transform):
         leaves, treedef = tree_flatten(params)
         return self.along(axes, self.views.seen_as(treedef, leaves), params, *args)
 
-    def along(self, axes: tuple[str, ...], views: Sequence[LeafView], params: PyTree, *args: Any) -> Any:
-        """The loss of leaves that are blocks along these axes: the last is partitioned around the others."""
+    def along(
+        self,
+        axes: tuple[str, ...],
+        views: Sequence[LeafView],
+        params: PyTree,
+        *args: Any,
+        programs: "_Programs | None" = None,
+    ) -> Any:
+        """The loss of leaves that are blocks along these axes: the last is partitioned around the others.
+
+        Args:
+            axes: the axes.
+            views: the leaves.
+            params: their blocks.
+            *args: the other arguments.
+            programs: those of the call around this one; None: it is the outermost.
+        """
         if not axes:
             return self.inner(params, *args)
+        # Ranks agree on a plan without a message, so it may depend on the programs of this signature alone, and not on
+        # those that a rank happens to keep.
+        own: _Programs = {} if programs is None else programs
         before = axes[:-1]
-        around = functools.partial(self.along, before, views)
+        around = functools.partial(self.along, before, views, programs=own)
         whole = axes[-1], *(a for a in self.axes if a not in axes)
         call = LossCall.of(around, params, args, views, whole, _VALUE_PRICE if self.sequence else 0.0)
         loss, leaves = call.loss, call.leaves
@@ -78,21 +98,28 @@ class Partitioned(Transform):
         # The blocks that the axes before this one leave are planned with this rank's sizes.
         at = self.views and self.views.planner, axes, tuple(int(axis_index(a)) for a in before)
         key = (self.inner, at, tuple(views), loss.treedef, loss.rest_def, *seen)
-        if key not in self._programs:
-            program = agreed_program(call, before, self.programs)
-            self._programs[key] = _PreparedLoss(program, loss.out_def, getattr(self.inner, "title", ""))
-        ready = self._programs[key]
+        if programs is None:
+            own = self._programs.find(key) or own
+        if key not in own:
+            program = agreed_program(call, before, lambda: [x.program for x in own.values()])
+            own[key] = _PreparedLoss(program, loss.out_def, getattr(self.inner, "title", ""))
+            if programs is None:
+                self._programs.keep(key, own)
+        ready = own[key]
         with not_following():  # the program has its casts
             return ready.result(run_program(ready.program, [*leaves, *call.tensors]))
 
     def as_text(self) -> str:
-        """Every collective, with its bytes and its line in the loss, by signature that was run or lowered."""
-        texts = [(x.title, program_text(x.program)) for x in self._programs.values()]
+        """Every collective, with its bytes and its line in the loss, by signature that was run or lowered.
+
+        The last 64 signatures are kept, the one that was used last at the end.
+        """
+        texts = [(x.title, program_text(x.program)) for own in self._programs.values() for x in own.values()]
         return "\n\n".join(f"{title}, {text}" if title else text for title, text in texts)
 
     def programs(self) -> list[PartitionProgram]:
-        """The programs that were made, one per signature."""
-        return [x.program for x in self._programs.values()]
+        """The programs that were made, one for each signature and axis."""
+        return [x.program for own in self._programs.values() for x in own.values()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +132,10 @@ class _PreparedLoss:
 
     def result(self, flat: Sequence[Any]) -> Any:
         return tree_unflatten(self.treedef, list(flat))
+
+
+# The programs of one call, by the signature of the call along each axis.
+_Programs = dict[Any, _PreparedLoss]
 
 
 def _autocast(leaves: Sequence[Any]) -> Any:

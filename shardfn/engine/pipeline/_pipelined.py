@@ -52,7 +52,7 @@ from ._stage_state import (
     with_part,
 )
 
-Rows = list[list[list[int]]]  # by chunk, kind of layers and rank
+StageRows = list[list[list[int]]]  # by chunk, kind of layers and rank
 NO_LAYERS = "a pipeline has no stacked layers: `blocks` leads to an empty tree."
 UNLIKE = "the leaves of a pipeline's stack are of different numbers of layers; stack as many of each:"
 
@@ -246,19 +246,19 @@ class Pipelined(Transform):
         """By rank and chunk, the stage."""
         return v_stages(num_ranks) if self.turns else loop_stages(num_ranks, self.num_chunks)
 
-    def _varying(self, params: PyTree, rows: Rows) -> PyTree:
+    def _varying(self, params: PyTree, rows: StageRows) -> PyTree:
         """The parameters; leaves that are not cut along the axis vary along it."""
         kinds = [zip(self.kinds(s), self.cut(r), strict=True) for s, r in zip(self.stacks(params), rows, strict=True)]
         own = {id(x) for of_stack in kinds for kind, is_cut in of_stack if is_cut for x in tree_leaves(kind)}
         differs = lambda x: id(x) not in own and x.is_floating_point()  # noqa: E731
         return tree_map(lambda x: pvary(x, self.axis) if differs(x) else x, params)
 
-    def _rows_of_all(self, params: PyTree) -> Rows:
+    def _rows_of_all(self, params: PyTree) -> StageRows:
         """How many rows of the stacks each rank has."""
         if self.per_stage:
             return [[list(self.per_stage)]]
         if self.views is None:
-            return [[_told_rows(kind, self.axis) for kind in self.kinds(s)] for s in self.stacks(params)]
+            return [[_rows_by_rank(kind, self.axis) for kind in self.kinds(s)] for s in self.stacks(params)]
         # From the whole shapes, so that a captured call needs no value.
         blocks, treedef = tree_flatten(params)
         wholes = self.stacks(tree_unflatten(treedef, self.views.seen_as(treedef, blocks)))
@@ -428,7 +428,8 @@ def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSche
     if numbers != wanted:
         raise ValueError(
             f"the schedule {table.name} is for {numbers[0]} ranks with stages {numbers[2]}, and {numbers[1]}"
-            f" microbatches; the step has {wanted[0]} with stages {wanted[2]}, and {wanted[1]}."
+            f" microbatches; the step has {wanted[0]} with stages {wanted[2]}, and {wanted[1]}. Make it"
+            " for these, or pass its name, schedule='1f1b'."
         )
     timeline(table)
     if of.has_state:
@@ -436,7 +437,7 @@ def table_of(loss: Unwrapped, num_microbatches: int, mesh: Mesh) -> PipelineSche
     return table
 
 
-def told_lengths(lengths: dict[str, int]) -> str:
+def lengths_text(lengths: dict[str, int]) -> str:
     """How many layers each leaf has."""
     return ", ".join(f"{path} has {n}" for path, n in lengths.items())
 
@@ -452,7 +453,7 @@ def _length(stack: PyTree) -> int:
         raise ValueError(NO_LAYERS)
     if len({x.shape[0] for x in leaves}) > 1:
         named = zip(tree_paths(stack, "blocks"), leaves, strict=True)
-        raise ValueError(f"{UNLIKE} {told_lengths({path: x.shape[0] for path, x in named})}")
+        raise ValueError(f"{UNLIKE} {lengths_text({path: x.shape[0] for path, x in named})}")
     return leaves[0].shape[0]
 
 
@@ -465,7 +466,7 @@ def rows_of_ranks(leaves: Sequence[LeafView], axis: str) -> list[int]:
     return [stop - start for start, stop in bounds]
 
 
-def _told_rows(stack: PyTree, axis: str) -> list[int]:
+def _rows_by_rank(stack: PyTree, axis: str) -> list[int]:
     """By rank, how many layers of a stack it has, from the ranks themselves."""
     own = torch.zeros(axis_size(axis), dtype=torch.int64, device=tree_leaves(stack)[0].device)
     own[axis_index(axis)] = _length(stack)

@@ -11,9 +11,9 @@ from ._pipelined import (
     NO_LAYERS,
     UNLIKE,
     Pipelined,
+    lengths_text,
     pipelined_in,
     rows_of_ranks,
-    told_lengths,
 )
 from ._stage_state import check_stage_state
 
@@ -81,16 +81,18 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
         )
     raise_all(
         ValueError,
-        f"a pipeline of {num} stages along {of.axis!r} needs a layer for each:",
+        f"a pipeline of {num} stages along {of.axis!r} needs a layer for each; stack more layers, or give the mesh"
+        f" fewer ranks along {of.axis!r}:",
         [f"{plan.leaves[i].path} has {plan.leaves[i].shape[0]}" for i in inside if plan.leaves[i].shape[0] < num],
     )
     raise_all(
         ValueError,
-        f"ZeRO cannot keep leaves in pieces along {of.axis!r}, whose ranks do other things at the same time:",
+        f"ZeRO cannot keep leaves in pieces along {of.axis!r}, whose ranks do other things at the same time; pass"
+        " Zero(axis=) an axis of data:",
         [leaf.path for leaf in plan.leaves if of.axis in leaf.zero_axes],
     )
     lengths = [{plan.leaves[i].path: plan.leaves[i].shape[0] for i in kind} for of_stack in kinds for kind in of_stack]
-    raise_all(ValueError, UNLIKE, [told_lengths(found) for found in lengths if len(set(found.values())) > 1])
+    raise_all(ValueError, UNLIKE, [lengths_text(found) for found in lengths if len(set(found.values())) > 1])
     if of.per_stage is not None:
         _check_padded(plan, list(inside), of.per_stage, num)
         return [list(of.per_stage)]

@@ -116,10 +116,10 @@ def shared_memory(writes: Sequence[Write]) -> list[str]:
 
     A leaf of `into` may be the leaf of `tree` itself, in the same layout: nothing is written then.
     """
-    regions = [_Region(*_extent(w.y.held), w.target, True) for w in writes if _has_memory(w.y.held)]
-    regions += [_Region(*_extent(w.x.held), w.path, False) for w in writes if _has_memory(w.x.held) and not _same(w)]
+    regions = [_Extent(*_extent(w.y.held), w.target, True) for w in writes if _has_memory(w.y.held)]
+    regions += [_Extent(*_extent(w.x.held), w.path, False) for w in writes if _has_memory(w.x.held) and not _same(w)]
     problems: list[str] = []
-    reached: dict[bool, _Region] = {}  # the region with the highest end so far: of targets, of sources
+    reached: dict[bool, _Extent] = {}  # the region with the highest end so far: of targets, of sources
     for region in sorted(regions):
         others = reached.values() if region.target else [reached[True]] if True in reached else []
         problems += [
@@ -131,7 +131,7 @@ def shared_memory(writes: Sequence[Write]) -> list[str]:
     return problems
 
 
-class _Region(NamedTuple):
+class _Extent(NamedTuple):
     """The addresses of a block."""
 
     device: str
@@ -141,7 +141,7 @@ class _Region(NamedTuple):
     target: bool
 
 
-def _both(*regions: _Region) -> str:
+def _both(*regions: _Extent) -> str:
     (first, start), (second, start_2) = sorted((region.path, region.start) for region in regions)
     return f"{first} and {second} share memory, at {start:#x} and {start_2:#x}; {_UNTIE}"
 

@@ -22,7 +22,7 @@ from shardfn.engine.transfers import StepParts, check_gradients, describe_rows, 
 from shardfn.state import TrainState, check_alive, check_passed
 
 
-class Rows(NamedTuple):
+class AdmittedBatch(NamedTuple):
     """A batch that fits its specs.
 
     Attributes:
@@ -86,7 +86,7 @@ class Admission:
         check_scale(state, self.parts.loss_scale)
         check_kept(state.model_state, self.state_specs, has_state=self.parts.has_state)
 
-    def rows(self, plan: Plan, state: TrainState, batch: PyTree) -> Rows:
+    def rows(self, plan: Plan, state: TrainState, batch: PyTree) -> AdmittedBatch:
         """A batch, with the other arguments of the loss.
 
         Raises:
@@ -95,7 +95,7 @@ class Admission:
         """
         text, sizes = describe_rows(plan, batch)
         check_has_values(batch, self.planner.mesh.device)
-        return Rows(batch, self.args(state, cut_ahead(self.parts.loss, batch)), text, sizes)
+        return AdmittedBatch(batch, self.args(state, cut_ahead(self.parts.loss, batch)), text, sizes)
 
     def args(self, state: TrainState, batch: PyTree) -> tuple[Any, ...]:
         """The arguments of the loss beyond the parameters.
@@ -145,7 +145,7 @@ def named_call(name: str, plan: Plan, state: TrainState) -> str:
 
 
 def agree(
-    control: AnyControl, what: str, plan: Plan, rows: Rows, constant: Constant, known: tuple[bool, bool]
+    control: AnyControl, what: str, plan: Plan, rows: AdmittedBatch, constant: Constant, known: tuple[bool, bool]
 ) -> Agreed:
     """The agreement of all ranks on a call with rows. Collective; the first message of the call.
 

@@ -15,7 +15,7 @@ from shardfn.engine.plan import Planner
 from shardfn.optim import GradientTransformation, Pair, as_transformation
 
 from ._check_learning_rate import check_descends
-from ._several import Objective, Source, check_alike_losses
+from ._several import Objective, StepLoss, check_alike_losses
 from ._training_step import ShardedStep
 
 
@@ -71,11 +71,11 @@ def build_step(
         mixed = unwrapped[name].mixed
         return Planner(on, specs, cut, rule, mask, mixed and mixed.policy, stage_axes(unwrapped[name].loss))
 
-    sources: dict[str, Source] = {}
+    sources: dict[str, StepLoss] = {}
     for name, x in losses.items():
         planner = planned(name, trainable if x.trainable is None else x.trainable, rows[name])
         bound = bind(unwrapped[name], planner)
-        sources[name] = Source.of(bound, step_parts(bound, update, on, **flags), planner)
+        sources[name] = StepLoss.of(bound, step_parts(bound, update, on, **flags), planner)
     first = next(iter(sources))
     check_alike_losses(sources)
     planner = sources[first].planner if first == "" else planned(first, masks, batch)

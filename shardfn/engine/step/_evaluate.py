@@ -17,6 +17,7 @@ from shardfn.engine.execution import (
     without_values,
 )
 from shardfn.engine.loss import (
+    BoundedCache,
     Jitted,
     Unwrapped,
     is_spec,
@@ -50,8 +51,7 @@ class Measures:
     ) -> None:
         self._parts, self._planner, self._jitted = parts, planner, jitted
         self._over_params, self._state_specs = over_params, state_specs
-        # From the one that has waited longest to the newest, no more than `MAX_APPLIED`: each may hold graphs.
-        self._made: dict[Any, Sharded] = {}
+        self._made = BoundedCache[Sharded](MAX_APPLIED)  # each may hold graphs
 
     def evaluate(
         self,
@@ -72,7 +72,7 @@ class Measures:
         return evaluate(sums, batches, planner.batch, planner.batch_axes, planner.mesh, control)
 
     def _of(self, metrics: Callable[..., Any] | None) -> Sharded:
-        found = self._made.pop(metrics, None)
+        found = self._made.find(metrics)
         if found is None:
             parts = self._parts
             has_state = parts.has_state and metrics is None
@@ -80,9 +80,7 @@ class Measures:
             jitted = None if self._jitted is None else dataclasses.replace(self._jitted, inner=f)
             specs = [self._state_specs] if has_state else []
             found = self._over_params(Unwrapped(f, jitted), "evaluate", *specs)
-        self._made[metrics] = found
-        if len(self._made) > MAX_APPLIED:
-            del self._made[next(iter(self._made))]
+            self._made.keep(metrics, found)
         return found
 
 

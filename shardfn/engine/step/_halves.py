@@ -1,8 +1,9 @@
-"""The two halves of a training step, `gradients` and `update`, over one loss or several."""
+"""A training step, over one loss or several: both halves at once, and the two halves, `gradients` and `update`."""
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -21,13 +22,16 @@ from shardfn.engine.execution import (
     EagerSteps,
     Passed,
     pure_gradients,
+    pure_step,
     pure_update,
     refuse_own_averages,
+    signature,
 )
-from shardfn.engine.loss import agree_on_step, naming_unequal, told_before
+from shardfn.engine.loss import agree_on_step, naming_unequal, shapes_of, told_before
 from shardfn.engine.plan import Plan, in_phase
 from shardfn.engine.transfers import (
     Found,
+    StepCall,
     advanced,
     commit,
     forget,
@@ -35,19 +39,21 @@ from shardfn.engine.transfers import (
 )
 from shardfn.state import TrainState
 
-from ._admit import Admission, named_call
+from ._admit import Admission, agree, named_call
 from ._several import (
-    Share,
-    Source,
+    LossCall,
+    StepLoss,
     agree_on_all,
     batches_of,
     combined,
 )
 
+CallOf = Callable[[Plan, TrainState, tuple[Any, ...]], StepCall[tuple[TrainState, dict[str, Tensor]]]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """The gradients and the update of one step. All but the pure ones are collective.
+    """One step, its gradients and its update. All but the pure ones are collective.
 
     Attributes:
         admission: of the step.
@@ -55,12 +61,36 @@ class Halves:
     """
 
     admission: Admission
-    sources: Mapping[str, Source]
+    sources: Mapping[str, StepLoss]
 
     @property
     def are_several(self) -> bool:
         """Whether the step has several losses, with a batch each."""
         return tuple(self.sources) != ("",)
+
+    def fused(
+        self, call_of: CallOf, only: Any, state: TrainState, batch: PyTree
+    ) -> tuple[TrainState, dict[str, Tensor]]:
+        """A step over one loss, by the call that `call_of` makes; with `only`, for that signature alone."""
+        comms, admission = comms_of(self.admission.planner.mesh), self.admission
+        with told_before(comms.control):
+            plan = admission.state(state, batch)
+            rows = admission.rows(plan, state, batch)
+            constant = admission.constant(plan, state)
+            if only is not None and (signature(plan, rows.args), shapes_of(state.model_state)) != only:
+                raise ValueError(
+                    "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
+                    " loss."
+                )
+            call = call_of(plan, state, rows.args)
+        agreed = agree(comms.control, named_call("step", plan, state), plan, rows, constant, call.known)
+        with _running(comms, batch, admission.planner.batch, agreed):
+            compare_first_batch(plan, batch, comms.control)
+            new, metrics = call.run(comms, agreed)
+        new = self._ended(comms, plan, new, state, metrics)
+        with losing_no_peer(comms):
+            compare_first_step(plan, new.model_state, metrics, comms.control)
+        return new, metrics
 
     def gradients(self, state: TrainState, batch: PyTree) -> Found:
         """The first half, as `ShardedStep.gradients`."""
@@ -101,12 +131,20 @@ class Halves:
             new, updated = call.run(comms, Agreed(known=(ready, ready)))
         return self._ended(comms, plan, new, state, updated), found.metrics | {"skipped": updated["skipped"]}
 
+    def pure_step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
+        """The step inside a transform of torch.func."""
+        admission = self._pure_admission()
+        plan, args = admission.pure(state), admission.args(state, batch)
+        admission.agreement.agree_once(plan, "a step in a transform")
+        with bind_mesh(plan.mesh), losing_no_peer_purely(plan.mesh, "a step in a transform"):
+            return pure_step(plan, state, admission.parts, args)
+
     def pure_gradients(self, state: TrainState, batch: PyTree) -> Found:
         """The first half inside a transform of torch.func."""
         admission = self._pure_admission()
         plan, args = admission.pure(state), admission.args(state, batch)
         admission.agreement.agree_once(plan, "the gradients of a step in a transform")
-        with bind_mesh(plan.mesh), losing_no_peer_purely(plan.mesh):
+        with bind_mesh(plan.mesh), losing_no_peer_purely(plan.mesh, "the gradients of a step in a transform"):
             return pure_gradients(plan, state, admission.parts, args)
 
     def pure_update(self, state: TrainState, passed: Passed) -> tuple[TrainState, dict[str, Tensor]]:
@@ -115,7 +153,7 @@ class Halves:
         plan = admission.pure(state)
         admission.passed(plan, state, passed)
         admission.agreement.agree_once(plan, "the update of a step in a transform")
-        with bind_mesh(plan.mesh), losing_no_peer_purely(plan.mesh):
+        with bind_mesh(plan.mesh), losing_no_peer_purely(plan.mesh, "the update of a step in a transform"):
             return pure_update(plan, state, admission.parts, passed)
 
     @property
@@ -137,46 +175,38 @@ class Halves:
         with told_before(comms.control):
             plan = admission.state(state, batch, call=call)
             refuse_own_averages(plan)
-            shares = self._shares(plan, state, batch)
+            loss_calls = self._loss_calls(plan, state, batch)
             constant = admission.constant(plan, state)
-        agreed = agree_on_all(comms.control, named_call(name, plan, state), plan, shares, constant)
-        return plan, self._differentiated(comms, plan, state, shares, agreed)
+        agreed = agree_on_all(comms.control, named_call(name, plan, state), plan, loss_calls, constant)
+        return plan, self._differentiated(comms, plan, state, loss_calls, agreed)
 
-    def _shares(self, plan: Plan, state: TrainState, batch: PyTree) -> list[Share]:
+    def _loss_calls(self, plan: Plan, state: TrainState, batch: PyTree) -> list[LossCall]:
         """The calls of the losses, each on its own batch."""
-        shares = []
+        loss_calls = []
         for name, own in batches_of(tuple(self.sources), batch).items():
             source, admission, mine = self.sources[name], self.admission, plan
             if self.are_several:
                 admission = dataclasses.replace(admission, parts=source.parts, planner=source.planner)
                 mine = in_phase(source.planner.plan_of(state), source.parts.optimizer, state.opt_state)
             rows = admission.rows(mine, state, own)
-            known = source.calls.gradients(mine, state, rows.args).known
-            shares.append(Share(name, source, mine, rows, known))
-        return shares
+            loss_calls.append(LossCall(name, source, mine, rows, source.calls.gradients(mine, state, rows.args)))
+        return loss_calls
 
     def _differentiated(
-        self, comms: Comms, plan: Plan, state: TrainState, shares: Sequence[Share], agreed: Sequence[Agreed]
+        self, comms: Comms, plan: Plan, state: TrainState, loss_calls: Sequence[LossCall], agreed: Sequence[Agreed]
     ) -> Found:
         """The gradients of all losses, one after another; a loss takes the model state that the one before has left."""
         found: dict[str, Found] = {}
-        for share, which in zip(shares, agreed, strict=True):
-            with self._running(comms, share, which):
-                compare_first_batch(share.plan, share.rows.batch, comms.control)
-                call = share.source.calls.gradients(share.plan, state, share.rows.args)
-                one = found[share.name] = call.run(comms, which)
-                compare_first_step(share.plan, one.model_state, one.metrics, comms.control)
+        for one_call, which in zip(loss_calls, agreed, strict=True):
+            with _running(comms, one_call.rows.batch, one_call.source.planner.batch, which):
+                compare_first_batch(one_call.plan, one_call.rows.batch, comms.control)
+                one = found[one_call.name] = one_call.call.run(comms, which, state)
+                compare_first_step(one_call.plan, one.model_state, one.metrics, comms.control)
             state = state._replace(model_state=one.model_state)
         if not self.are_several:
             return found[""]
         with bind_mesh(plan.mesh), losing_no_peer(comms):
-            return combined(plan, found, shares, state)
-
-    @contextlib.contextmanager
-    def _running(self, comms: Comms, share: Share, agreed: Agreed) -> Iterator[None]:
-        unequal = naming_unequal(share.rows.batch, share.source.planner.batch, comms.mesh, agreed.sizes)
-        with unequal, bind_mesh(comms.mesh), losing_no_peer(comms):
-            yield
+            return combined(plan, found, loss_calls, state)
 
     def _ended(
         self, comms: Comms, plan: Plan, new: TrainState, old: TrainState, metrics: dict[str, Tensor]
@@ -186,3 +216,10 @@ class Halves:
             commit(plan, new)
             together(plan, comms.control)
         return new
+
+
+@contextlib.contextmanager
+def _running(comms: Comms, batch: PyTree, specs: PyTree, agreed: Agreed) -> Iterator[None]:
+    """The context in which a loss runs: its mesh is bound, and an error closes the communicators."""
+    with naming_unequal(batch, specs, comms.mesh, agreed.sizes), bind_mesh(comms.mesh), losing_no_peer(comms):
+        yield

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfn.collectives import Agreed, AnyControl, Constant
 from shardfn.core import PyTree, raise_all, tree_leaves
-from shardfn.engine.execution import CapturedSteps, EagerSteps, global_mean, step_lines
+from shardfn.engine.execution import CapturedSteps, EagerSteps, GradientCall, global_mean, step_lines
 from shardfn.engine.loss import Loss, Unwrapped
 from shardfn.engine.plan import Plan, Planner
 from shardfn.engine.transfers import (
@@ -29,7 +29,7 @@ from shardfn.engine.transfers import (
 )
 from shardfn.state import TrainState, scale_of
 
-from ._admit import Rows, agree
+from ._admit import AdmittedBatch, agree
 
 
 class Objective(NamedTuple):
@@ -58,7 +58,7 @@ class Objective(NamedTuple):
     trainable: PyTree = None
 
 
-class Source(NamedTuple):
+class StepLoss(NamedTuple):
     """One loss of a step, as its gradients need it.
 
     Attributes:
@@ -74,13 +74,15 @@ class Source(NamedTuple):
     calls: EagerSteps | CapturedSteps
 
     @staticmethod
-    def of(unwrapped: Unwrapped, parts: StepParts, planner: Planner) -> "Source":
+    def of(unwrapped: Unwrapped, parts: StepParts, planner: Planner) -> "StepLoss":
         """The source of a loss."""
         jitted = unwrapped.jitted
-        return Source(unwrapped, parts, planner, EagerSteps(parts) if jitted is None else CapturedSteps(jitted, parts))
+        return StepLoss(
+            unwrapped, parts, planner, EagerSteps(parts) if jitted is None else CapturedSteps(jitted, parts)
+        )
 
 
-class Share(NamedTuple):
+class LossCall(NamedTuple):
     """The part of one loss in a call of its step, admitted.
 
     Attributes:
@@ -88,14 +90,14 @@ class Share(NamedTuple):
         source: the loss.
         plan: its layout.
         rows: its batch.
-        known: whether this rank already has the results of a first call; see `Agreed`.
+        call: its gradients.
     """
 
     name: str
-    source: Source
+    source: StepLoss
     plan: Plan
-    rows: Rows
-    known: tuple[bool, bool]
+    rows: AdmittedBatch
+    call: GradientCall
 
 
 def batches_of(names: Sequence[str], batch: PyTree) -> dict[str, PyTree]:
@@ -118,7 +120,7 @@ def batches_of(names: Sequence[str], batch: PyTree) -> dict[str, PyTree]:
 
 
 def agree_on_all(
-    control: AnyControl, what: str, plan: Plan, shares: Sequence[Share], constant: Constant
+    control: AnyControl, what: str, plan: Plan, calls: Sequence[LossCall], constant: Constant
 ) -> list[Agreed]:
     """The agreement of all ranks on a call with a batch for each loss. Collective; the first message of the call.
 
@@ -129,40 +131,40 @@ def agree_on_all(
         RankError: ranks differ in the call, a batch's structure, or in how the step was built.
         ValueError: no rank has rows.
     """
-    known = [share.known for share in shares]
-    if len(shares) == 1:
-        return [agree(control, what, plan, shares[0].rows, constant, known[0])]
-    text = "\n".join(f"of {x.name!r}:\n{x.rows.text}" for x in shares)
-    sizes = tuple(n for x in shares for n in x.rows.sizes)
-    batch = {x.name: x.rows.batch for x in shares}
+    known = [own.call.known for own in calls]
+    if len(calls) == 1:
+        return [agree(control, what, plan, calls[0].rows, constant, known[0])]
+    text = "\n".join(f"of {x.name!r}:\n{x.rows.text}" for x in calls)
+    sizes = tuple(n for x in calls for n in x.rows.sizes)
+    batch = {x.name: x.rows.batch for x in calls}
     at_even = all(k[0] for k in known)
-    agreed = agree(control, what, plan, Rows(batch, (), text, sizes), constant, (at_even, at_even))
+    agreed = agree(control, what, plan, AdmittedBatch(batch, (), text, sizes), constant, (at_even, at_even))
     if agreed.even:
-        return [agreed for _ in shares]
-    ends = [sum(len(x.rows.sizes) for x in shares[: k + 1]) for k in range(len(shares))]
-    cut = [[row[end - len(x.rows.sizes) : end] for row in agreed.sizes] for x, end in zip(shares, ends, strict=True)]
+        return [agreed for _ in calls]
+    ends = [sum(len(x.rows.sizes) for x in calls[: k + 1]) for k in range(len(calls))]
+    cut = [[row[end - len(x.rows.sizes) : end] for row in agreed.sizes] for x, end in zip(calls, ends, strict=True)]
     even = [len(set(rows)) == 1 for rows in cut]
     # Where some batches are even and others not, only now is it clear which graphs are wanted.
     mine = sum(k[0 if e else 1] << n for n, (k, e) in enumerate(zip(known, even, strict=True)))
     there = control.exchange(mine)
-    ready = [all(x >> n & 1 for x in there) for n in range(len(shares))]
+    ready = [all(x >> n & 1 for x in there) for n in range(len(calls))]
     return [Agreed(e, (r, r), () if e else tuple(rows)) for e, r, rows in zip(even, ready, cut, strict=True)]
 
 
-def combined(plan: Plan, found: Mapping[str, Found], shares: Sequence[Share], state: TrainState) -> Found:
+def combined(plan: Plan, found: Mapping[str, Found], calls: Sequence[LossCall], state: TrainState) -> Found:
     """The sum of the gradients of several losses, the last model state, and the metrics of all. The mesh must be bound.
 
     Args:
         plan: the layout, in which all leaves are trained that a loss trains.
         found: by loss, its gradients; consumed.
-        shares: the calls.
+        calls: the calls.
         state: the state.
     """
     total: Blocks = {}
     with torch.no_grad():
-        for share in shares:
-            leaves = [x.donate() for x in tree_leaves(found[share.name].grads)]
-            total = added(plan, total, by_leaf(share.plan, leaves))
+        for own in calls:
+            leaves = [x.donate() for x in tree_leaves(found[own.name].grads)]
+            total = added(plan, total, by_leaf(own.plan, leaves))
         metrics = measured(plan, total, True, scale_of(state))
     del metrics["skipped"]
     losses = [x.metrics["loss"] for x in found.values()]
@@ -170,11 +172,11 @@ def combined(plan: Plan, found: Mapping[str, Found], shares: Sequence[Share], st
     out: Metrics = {"loss": sum_of(losses), **metrics, "finite": finite}
     for name, one in found.items():
         out |= {f"{name}/{key}": x for key, x in one.metrics.items() if key != "loss_scale"}
-    last = found[shares[-1].name].model_state
+    last = found[calls[-1].name].model_state
     return Found(as_tree(plan, total), last, out)
 
 
-def check_alike_losses(sources: Mapping[str, Source]) -> None:
+def check_alike_losses(sources: Mapping[str, StepLoss]) -> None:
     """Refuses losses that would keep one state in different ways.
 
     Raises:
@@ -193,7 +195,7 @@ def check_alike_losses(sources: Mapping[str, Source]) -> None:
     raise_all(ValueError, "the losses of one step keep one state, so that these must agree:", problems)
 
 
-def lines_of(sources: Mapping[str, Source], plan: Plan, key: Tensor | None, state_specs: PyTree) -> list[str]:
+def lines_of(sources: Mapping[str, StepLoss], plan: Plan, key: Tensor | None, state_specs: PyTree) -> list[str]:
     """The facts on which ranks agree before the first transfer, besides the layout: one a line, for each loss."""
     out: list[str] = []
     for name, x in sources.items():
@@ -202,7 +204,7 @@ def lines_of(sources: Mapping[str, Source], plan: Plan, key: Tensor | None, stat
     return out
 
 
-def mean_of(sources: Mapping[str, Source]) -> Callable[..., Tensor]:
+def mean_of(sources: Mapping[str, StepLoss]) -> Callable[..., Tensor]:
     """The mean loss over the batch of all ranks, `mean(params, [model_state,] batch[, key])`; of several, their sum."""
     means = {
         name: global_mean(x.parts.loss, x.planner.batch_axes, has_aux=x.parts.has_aux, has_state=x.parts.has_state)

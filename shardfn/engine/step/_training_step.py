@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardfn.collectives import bind_mesh, transforming
+from shardfn.collectives import transforming
 from shardfn.core import (
     P,
     PyTree,
@@ -24,17 +24,12 @@ from shardfn.core import (
 from shardfn.engine.agreement import (
     Agreement,
     comms_of,
-    compare_first_batch,
-    compare_first_step,
-    losing_no_peer,
-    losing_no_peer_purely,
     uncollected,
 )
 from shardfn.engine.execution import (
     CapturedSteps,
     Passed,
     check_scale,
-    pure_step,
     signature,
 )
 from shardfn.engine.loss import (
@@ -47,26 +42,21 @@ from shardfn.engine.loss import (
     check_kept,
     cut_ahead,
     describe_batch,
-    naming_unequal,
     num_microbatches,
     shapes_of,
     told_before,
 )
 from shardfn.engine.plan import Plan, Planner, in_phase
 from shardfn.engine.transfers import (
-    StepCall,
     StepParts,
-    advanced,
     check_schedule,
     close_pool,
-    commit,
-    together,
 )
 from shardfn.graph import Cluster
 from shardfn.optim import Phase
 from shardfn.state import TrainState, check_alive, check_passed, widest
 
-from ._admit import Admission, agree, named_call
+from ._admit import Admission
 from ._described import described
 from ._evaluate import Measures, check_batches
 from ._first import drawn
@@ -74,7 +64,7 @@ from ._functions import Functions
 from ._halves import Halves
 from ._lower import Lowered
 from ._profile import StepProfile, measured, predict
-from ._several import Source, lines_of, mean_of
+from ._several import StepLoss, lines_of, mean_of
 from ._sharded import kept_as
 from ._states import StepStates
 
@@ -100,10 +90,10 @@ class ShardedStep(Transform):
         planner: Planner,
         key: Tensor | None,
         state_specs: PyTree = P(),
-        sources: Mapping[str, Source] | None = None,
+        sources: Mapping[str, StepLoss] | None = None,
     ) -> None:
         check_schedule(parts.schedule, num_microbatches(parts.loss))
-        sources = {"": Source.of(unwrapped, parts, planner)} if sources is None else sources
+        sources = {"": StepLoss.of(unwrapped, parts, planner)} if sources is None else sources
         self.mesh = planner.mesh
         self._parts, self._unwrapped, self._planner, self._key = parts, unwrapped, planner, key
         self._state_specs = state_specs
@@ -232,10 +222,12 @@ class ShardedStep(Transform):
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         """One step on this rank's rows of the global batch. Inside a transform of torch.func it is a pure function."""
         if transforming():
-            return self._pure(state, batch)
-        if self._halves.are_several:
-            return self._several(state, batch)
-        return self._step(self._halves.calls.call, None, state, batch)
+            self._refuse_several("a step inside a transform of torch.func")
+            return self._halves.pure_step(state, batch)
+        with uncollected():
+            if self._halves.are_several:
+                return self._halves.both(state, batch)
+            return self._halves.fused(self._halves.calls.call, None, state, batch)
 
     def lower(self, state: PyTree, batch: PyTree, *, phase: Phase | None = None) -> Lowered:
         """The step as a graph, captured and scheduled for these shapes but not run: to read, measure or compile it.
@@ -266,7 +258,8 @@ class ShardedStep(Transform):
         key = signature(plan, args), shapes_of(given.model_state)
 
         def compile(backend: str | None) -> Callable[..., Any]:
-            return functools.partial(self._step, self._steps.compile(program, backend, comms_of(self.mesh)), key)
+            call_of = self._steps.compile(program, backend, comms_of(self.mesh))
+            return uncollected()(functools.partial(self._halves.fused, call_of, key))
 
         return Lowered(program.gm, self.mesh, schedule, compile)
 
@@ -306,8 +299,7 @@ class ShardedStep(Transform):
             check_passed(state, batch)
             check_alive(state)
             predicted = None if cluster is None else predict(self.lower(state, batch), cluster)
-        with losing_no_peer(comms):
-            comms.control.agree("how many steps are profiled", str(steps))
+        agree_on_step(comms.control, f"step.profile(steps={steps})")
         now, _ = self(state, batch)
         del state
 
@@ -329,49 +321,6 @@ class ShardedStep(Transform):
         describe_batch(batch, self._planner.batch, self.mesh)
         keys = () if self._key is None else (self._key,)
         return plan, given, abstract_leaves((cut_ahead(self._parts.loss, batch), *keys), self.mesh.device)
-
-    @uncollected()
-    def _step(
-        self,
-        call_of: Callable[[Plan, TrainState, tuple[Any, ...]], StepCall],
-        only: Any,
-        state: TrainState,
-        batch: PyTree,
-    ) -> tuple[TrainState, dict[str, Tensor]]:
-        """One step, by the call that `call_of` makes; with `only`, for that signature alone."""
-        comms, admission = comms_of(self.mesh), self._admission
-        with told_before(comms.control):
-            plan = admission.state(state, batch)
-            rows = admission.rows(plan, state, batch)
-            constant = admission.constant(plan, state)
-            if only is not None and (signature(plan, rows.args), shapes_of(state.model_state)) != only:
-                raise ValueError(
-                    "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
-                    " loss."
-                )
-            call = call_of(plan, state, rows.args)
-        agreed = agree(comms.control, named_call("step", plan, state), plan, rows, constant, call.known)
-        unequal = naming_unequal(batch, self._planner.batch, self.mesh, agreed.sizes)
-        with unequal, bind_mesh(self.mesh), losing_no_peer(comms):
-            compare_first_batch(plan, batch, comms.control)
-            new, metrics = call.run(comms, agreed)
-        new = advanced(new, state, self._loss_scale, metrics)
-        with losing_no_peer(comms):
-            commit(plan, new)
-            together(plan, comms.control)
-            compare_first_step(plan, new.model_state, metrics, comms.control)
-        return new, metrics
-
-    @uncollected()
-    def _several(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-        return self._halves.both(state, batch)
-
-    def _pure(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-        self._refuse_several("a step inside a transform of torch.func")
-        plan, args = self._admission.pure(state), self._admission.args(state, batch)
-        self._agreement.agree_once(plan, "a step in a transform")
-        with bind_mesh(self.mesh), losing_no_peer_purely(self.mesh):
-            return pure_step(plan, state, self._parts, args)
 
     @uncollected()
     def gradients(self, state: TrainState, batch: PyTree) -> tuple[PyTree, dict[str, Tensor]]:
@@ -572,8 +521,7 @@ class ShardedStep(Transform):
             check_batches(batches, metrics)
             self._planner.plan_of(state)
             check_alive(state)
-        with losing_no_peer(comms):
-            agree_on_step(comms.control, "step.evaluate")
+        agree_on_step(comms.control, "step.evaluate")
         keys = () if self._key is None or metrics is not None else self._admission.args(state, None)[1:]
         return self._measures.evaluate(metrics, state, batches, keys)
 

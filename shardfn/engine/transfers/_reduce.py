@@ -10,6 +10,7 @@ this rank's loss did not use contributes zeros, so ranks may take different bran
 """
 
 import enum
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -74,9 +75,9 @@ class Reducer:
         ways = [plan.layers[unit.leaves[0]].ways.reduce for unit in plan.reduce_units]
         self._wires = [SumWire(channels, way, x.packing) for way, x in zip(ways, plan.reduce_units, strict=True)]
         self._local = LocalSums(plan)
-        self._chunks = None if chunks is None else ChunkSums(chunks, self._zeros)
+        self._chunks = None if chunks is None else ChunkSums(chunks, functools.partial(_zeros, plan))
         self.store = GradientStore(plan, self._wires, late_axes)
-        self.queue = SendQueue(order, self._start, self._keep)
+        self.queue = SendQueue(order)
         self.stage, self.received = Stage.IDLE, False
         # By leaf: gradients of this backward that have not been sent. By unit: how many are still to come.
         self._grads: dict[int, Tensor] = {}
@@ -104,17 +105,17 @@ class Reducer:
         """
         mark(grad, "gradient_to", self._plan.layers[leaf].entry)
         if self._put(leaf, grad):
-            self.queue.send()
+            self.queue.send(self._start)
         if self.stage is not Stage.ADDS:
             # At each chance, so that messages go as they come.
-            self.queue.collect(block=False)
-            self.queue.hold_back()
+            self.queue.collect(self._keep, block=False)
+            self.queue.hold_back(self._keep)
 
     def take_all(self, grads: list[tuple[int, Tensor]]) -> None:
         """Takes the gradients of several leaves, in an eager step; the list is emptied."""
         while grads:
             self._put(*grads.pop())
-        self.queue.send()
+        self.queue.send(self._start)
 
     def end(self) -> None:
         """Sends the units that are left, with zeros for leaves without a gradient, and waits for everything."""
@@ -128,8 +129,8 @@ class Reducer:
                     self._grads.update({i: self._absent(i) for i in unit.leaves if i not in self._grads})
                 self._missing[u] = 0
                 self.queue.complete(u)
-        self.queue.send()
-        self.queue.collect(block=True)
+        self.queue.send(self._start)
+        self.queue.collect(self._keep, block=True)
         if self.stage is Stage.LAST:
             self.store.finish()
         self.stage = Stage.DONE if self.stage is Stage.LAST else Stage.IDLE
@@ -208,8 +209,9 @@ class Reducer:
     def _absent(self, leaf: int) -> Tensor:
         """The gradient of a leaf that has got none in this backward."""
         local = self._local.pop(leaf)
-        return self._zeros(leaf, self._plan.layers[leaf].dtypes.reduce) if local is None else local
+        return _zeros(self._plan, leaf, self._plan.layers[leaf].dtypes.reduce) if local is None else local
 
-    def _zeros(self, leaf: int, dtype: torch.dtype | None = None) -> Tensor:
-        layout = self._plan.layers[leaf]
-        return torch.zeros(layout.block, dtype=dtype or layout.dtypes.accum, device=self._plan.mesh.device)
+
+def _zeros(plan: Plan, leaf: int, dtype: torch.dtype | None = None) -> Tensor:
+    layout = plan.layers[leaf]
+    return torch.zeros(layout.block, dtype=dtype or layout.dtypes.accum, device=plan.mesh.device)

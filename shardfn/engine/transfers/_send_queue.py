@@ -11,6 +11,9 @@ from shardfn.core import IN_FLIGHT_BYTES, Pending
 # Seconds that a step may spend waiting for gradients under way, so that they are at most `IN_FLIGHT_BYTES`.
 PATIENCE = 2.0
 
+Start = Callable[[int], tuple[Pending[Tensor], int]]
+Keep = Callable[[int, Pending[Tensor]], None]
+
 
 class Sent(NamedTuple):
     """A transfer of one unit.
@@ -34,8 +37,6 @@ class SendQueue:
 
     Args:
         order: the agreed order; empty: as units are complete, which a captured program does alike on all ranks.
-        start: sends a unit, and returns the transfer and the bytes that it lets go.
-        keep: takes the part of a unit that has arrived.
 
     Attributes:
         seen: the order in which units became complete in the last backward.
@@ -43,13 +44,7 @@ class SendQueue:
         patience: the seconds that are left of `PATIENCE`.
     """
 
-    def __init__(
-        self,
-        order: Sequence[int],
-        start: Callable[[int], tuple[Pending[Tensor], int]],
-        keep: Callable[[int, Pending[Tensor]], None],
-    ) -> None:
-        self._start, self._keep = start, keep
+    def __init__(self, order: Sequence[int]) -> None:
         self.expect(order)
         self.seen: list[int] = []
         # Of this backward: units that are complete, units that do not leave, and the position in the order.
@@ -74,26 +69,33 @@ class SendQueue:
         if self._learns and unit not in self.order:
             self.order.append(unit)
 
-    def send(self) -> None:
-        """Sends the units whose turn it is."""
+    # `start` and `keep` are arguments, and no attributes: a queue that knew its owner's methods would be a cycle, and
+    # keep a step's gradients until the garbage collector comes.
+
+    def send(self, start: Start) -> None:
+        """Sends the units whose turn it is.
+
+        Args:
+            start: sends a unit; returns the transfer and the bytes that it lets go.
+        """
         while self._next < len(self.order):
             unit = self.order[self._next]
             if unit not in self._stays:
                 if unit not in self._complete:
                     return
-                pending, nbytes = self._start(unit)
+                pending, nbytes = start(unit)
                 self._sent.append(Sent(unit, pending, nbytes))
                 self.in_flight += nbytes
             self._next += 1
 
-    def collect(self, *, block: bool) -> None:
-        """Hands on the units that have arrived; with `block`, waits for all."""
+    def collect(self, keep: Keep, *, block: bool) -> None:
+        """Hands the units that have arrived to `keep`; with `block`, waits for all."""
         while self._sent and (block or self._sent[0].pending.done()):
             unit, pending, nbytes = self._sent.pop(0)
-            self._keep(unit, pending)
+            keep(unit, pending)
             self.in_flight -= nbytes
 
-    def hold_back(self) -> None:
+    def hold_back(self, keep: Keep) -> None:
         """Waits while too many bytes are under way, so that whole gradients do not pile up where the network is slow.
 
         For a bounded time only: a rank in another branch may need this one's next gather before it can send its part.
@@ -101,5 +103,5 @@ class SendQueue:
         while self.in_flight > IN_FLIGHT_BYTES and self.patience > 0 and self._sent:
             start = time.monotonic()
             time.sleep(1e-4)
-            self.collect(block=False)
+            self.collect(keep, block=False)
             self.patience -= time.monotonic() - start

@@ -31,7 +31,7 @@ def forward(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float) -> t
     (B, T, H, _), M = q.shape, _sides(q, block)
     y, lse = torch.empty_like(q), q.new_empty(B, H, T, dtype=torch.float32)
     num = B * H * ceil(T, block) * M["PARTS"]
-    launch(_forward, num, q.device, q, k, v, *_told(q, k, tiles, given, scale), y, lse, **M)
+    launch(_forward, num, q.device, q, k, v, *_kernel_arguments(q, k, tiles, given, scale), y, lse, **M)
     return y, lse
 
 
@@ -44,12 +44,12 @@ def backward(
     q, k, v = (x.contiguous() for x in qkv)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     (B, T, H, _), (S, G), sides = q.shape, k.shape[1:3], _sides(q, block)
-    outer, told = (dy.contiguous(), lse.contiguous(), delta), _told(q, k, tiles, given, scale)
+    outer, arguments = (dy.contiguous(), lse.contiguous(), delta), _kernel_arguments(q, k, tiles, given, scale)
     num = B * H * ceil(T, block) * sides["PARTS"]
-    launch(_backward_queries, num, q.device, q, k, v, *told, *outer, dq, **sides)
+    launch(_backward_queries, num, q.device, q, k, v, *arguments, *outer, dq, **sides)
     turned = _by_column(tiles, ceil(S, block))
     num = B * G * ceil(S, block) * sides["PARTS"]
-    launch(_backward_keys, num, q.device, q, k, v, *told, *outer, *turned, dk, dv, **sides)
+    launch(_backward_keys, num, q.device, q, k, v, *arguments, *outer, *turned, dk, dv, **sides)
     return dq, dk, dv
 
 
@@ -89,7 +89,7 @@ def _sides(q: Tensor, block: int) -> dict[str, Any]:
     return {"K": K, "BLOCK": block, "WIDTH": width, "ROWS": rows, "PARTS": ceil(block, rows), "WIDENED": widened}
 
 
-def _told(q: Tensor, k: Tensor, tiles: Tiles, given: Given, scale: float) -> tuple[Any, ...]:
+def _kernel_arguments(q: Tensor, k: Tensor, tiles: Tiles, given: Given, scale: float) -> tuple[Any, ...]:
     (B, T, H, _), (S, G) = q.shape, k.shape[1:3]
     added = None if given.added is None else given.added.float().expand(B, H, T, S)
     table = None if given.table is None else given.table.float().contiguous()

@@ -1,0 +1,107 @@
+"""`best`: which checkpoints of a run have the lowest, or the highest, value of a metric.
+
+The value is in the manifest, so it appears and goes with its checkpoint: no other file could contradict it.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shardfn.core import did_you_mean, not_scalar
+
+from ._located import store_of
+from ._place import Store, read_manifest
+
+
+class Ranking:
+    """Orders the checkpoints of a store by a metric.
+
+    Args:
+        store: the checkpoints.
+        metric: its name.
+        mode: "min" or "max": the best value is the lowest, or the highest.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+
+    def __init__(self, store: Store, metric: str, mode: str) -> None:
+        if mode not in ("min", "max"):
+            raise ValueError(
+                f"mode={mode!r}: the best value of {metric!r} is the lowest, 'min', or the highest, 'max'."
+            )
+        self.metric, self._store, self._sign = metric, store, 1.0 if mode == "min" else -1.0
+        # The values that were read, by step; NaN where a checkpoint lacks it.
+        self._known: dict[int, float] = {}
+
+    def first(self, steps: Iterable[int], num: int) -> list[int]:
+        """The best `num` steps, from the best on; of equal ones the earliest. Steps without a value are left out."""
+        values = {n: self._sign * self._value(n) for n in steps}
+        return sorted((n for n, x in values.items() if not math.isnan(x)), key=lambda n: (values[n], n))[:num]
+
+    def forget(self, step: int) -> None:
+        """Reads the value of a step again, as its checkpoint is replaced."""
+        self._known.pop(step, None)
+
+    def measured(self, metrics: Mapping[str, Any] | None, step: int, *, required: bool) -> dict[str, float]:
+        """The metric's value, for the manifest.
+
+        Args:
+            metrics: the caller's.
+            step: the checkpoint's number.
+            required: whether the metric must be there.
+
+        Raises:
+            ValueError: it is not there; lists those that are.
+            TypeError: it is no number.
+        """
+        if metrics is None or self.metric not in metrics:
+            if not required:
+                return {}
+            there = [*metrics] if metrics is not None else []
+            has = f"metrics= has {', '.join(map(repr, there))}" if there else "metrics= is missing or empty"
+            raise ValueError(
+                f"Manager(best={self.metric!r}): at step {step} {has}.{did_you_mean(self.metric, there)} Pass"
+                f" metrics={{{self.metric!r}: value}} whenever a save is due; with now=True it may be absent."
+            )
+        x = metrics[self.metric]
+        if wrong := not_scalar(x):
+            raise TypeError(f"metrics[{self.metric!r}] is {wrong}; pass a number or a 0-d tensor.")
+        return {self.metric: float(x)}
+
+    def _value(self, step: int) -> float:
+        if step not in self._known:
+            try:
+                self._known[step] = read_manifest(self._store.at(step)).metrics.get(self.metric, math.nan)
+            except (OSError, ValueError):
+                return math.nan  # it is damaged, and a restore of it raises the error
+        return self._known[step]
+
+
+def best(directory: str | os.PathLike[str], metric: str, mode: str = "min") -> int | None:
+    """The step of a directory's checkpoint with the best value of a metric, as `Manager(best=metric)` has stored it.
+
+    Args:
+        directory: a run's checkpoints.
+        metric: its name.
+        mode: "min" or "max": whether the lowest or the highest value is the best.
+
+    Returns:
+        The step, of equal ones the earliest; None if no complete checkpoint has the metric.
+
+    Raises:
+        ValueError: there is no such mode.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from shardfn.checkpoint import Manager
+        >>> directory = tempfile.mkdtemp()
+        >>> with Manager(directory, best="loss", keep_last=1) as manager:
+        ...     for step, loss in enumerate([3.0, 1.0, 2.0, 4.0]):
+        ...         _ = manager.save({"w": torch.ones(2)}, step, metrics={"loss": loss})
+        >>> best(directory, "loss")
+        1
+    """
+    store = store_of(directory)
+    return next(iter(Ranking(store, metric, mode).first(store.steps(), 1)), None)

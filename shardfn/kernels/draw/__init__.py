@@ -1,0 +1,3 @@
+"""Tokens drawn from logits, each row by itself."""
+
+from ._api import draw as draw

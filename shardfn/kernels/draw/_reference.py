@@ -1,0 +1,114 @@
+"""Tokens drawn from logits: the definition. All arithmetic is float64, each operation rounded once."""
+
+import math
+
+import torch
+from torch import Tensor
+
+# Weights are added up in blocks, each by 8 lanes over its 8 rows and a tree over the lanes.
+LANES, BLOCK = 8, 64
+MAGIC = 6755399441055744.0  # 1.5 * 2^52: numbers added to it are rounded to whole numbers, ties to even
+LOG2E, HIGH, LOW = 1.4426950408889634, 0.693145751953125, 1.4286068203094173e-06
+TERMS, ODD_TERMS = 13, 14
+LEAST = -708.0
+
+
+def draw(
+    logits: Tensor, uniform: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tokens and log probabilities of logits [r, v]."""
+    tokens, logprobs = [], []
+    for row, u, *how in zip(logits, uniform, temperature, top_k, top_p, min_p, strict=True):
+        token, logprob = _one(row, float(u), *(x.item() for x in how))
+        tokens.append(token)
+        logprobs.append(logprob)
+    here = logits.device
+    return torch.tensor(tokens, dtype=torch.int64, device=here), torch.tensor(
+        logprobs, dtype=torch.float32, device=here
+    )
+
+
+def _one(row: Tensor, u: float, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[int, float]:
+    x = row.double()
+    most = float(x.max())
+    if not math.isfinite(most):  # also a NaN, which is the maximum
+        return -1, math.nan
+    shifted = x - most
+    sums = _sums(exponential(shifted))
+    if temperature == 0:
+        token = int((row == row.max()).nonzero()[0])
+    else:
+        token = _drawn(_kept(exponential(shifted / temperature), row, top_k, top_p, min_p), u)
+    return token, float(shifted[token]) - logarithm(sums[-1])
+
+
+def _kept(weights: Tensor, row: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """The weights, with zeros for those that the filters leave out."""
+    order = row.sort(descending=True, stable=True).indices.tolist()
+    order = order[:top_k] if top_k else order
+    if top_p < 1:
+        values, total, so_far, num = weights.tolist(), 0.0, 0.0, 0
+        for i in order:
+            total += values[i]
+        while num < len(order) and (num == 0 or so_far < top_p * total):
+            so_far += values[order[num]]
+            num += 1
+        order = order[:num]
+    kept = torch.zeros_like(weights)
+    kept[order] = weights[order]
+    return torch.where(kept >= min_p, kept, 0.0)
+
+
+def _drawn(weights: Tensor, u: float) -> int:
+    """The first token at which the sum of weights is above `u` times the total; else the last that has a weight."""
+    sums = _sums(weights)
+    target = u * sums[-1]
+    at = next((i for i, end in enumerate(sums[1:]) if end > target), None)
+    if at is None:
+        return int(weights.nonzero()[-1])
+    so_far, last = sums[at], -1
+    for i, weight in enumerate(weights[at * BLOCK : (at + 1) * BLOCK].tolist()):
+        so_far += weight
+        last = at * BLOCK + i if weight > 0 else last
+        if weight > 0 and so_far > target:
+            break
+    return last
+
+
+def _sums(weights: Tensor) -> list[float]:
+    """For each block the sum of all before it; at the end the total."""
+    x = torch.nn.functional.pad(weights, (0, -len(weights) % BLOCK)).view(-1, BLOCK // LANES, LANES)
+    lanes = x[:, 0]
+    for i in range(1, x.shape[1]):
+        lanes = lanes + x[:, i]
+    while lanes.shape[1] > 1:
+        lanes = lanes[:, : lanes.shape[1] // 2] + lanes[:, lanes.shape[1] // 2 :]
+    sums = [0.0]
+    for block in lanes[:, 0].tolist():
+        sums.append(sums[-1] + block)
+    return sums
+
+
+def exponential(x: Tensor) -> Tensor:
+    """e^x of x <= 0, by x = n log 2 + r and a series; 0 below the normal numbers."""
+    small = ~(x >= LEAST)
+    x = torch.where(small, LEAST, x)
+    n = (x * LOG2E + MAGIC) - MAGIC
+    r = (x - n * HIGH) - n * LOW
+    y = torch.ones_like(x)
+    for i in range(TERMS, 0, -1):
+        y = y * r * (1 / i) + 1
+    power = ((n.to(torch.int64) + 1023) << 52).view(torch.float64)
+    return torch.where(small, 0.0, y * power)
+
+
+def logarithm(x: float) -> float:
+    """The natural logarithm of a normal number, by x = m 2^e and the series of the inverse hyperbolic tangent."""
+    m, e = math.frexp(x)
+    if m < 0.7071067811865476:
+        m, e = m * 2, e - 1
+    f = (m - 1) / (m + 1)
+    square, y = f * f, 0.0
+    for i in range(ODD_TERMS, -1, -1):
+        y = y * square + 1 / (2 * i + 1)
+    return e * LOW + (2 * f * y) + e * HIGH

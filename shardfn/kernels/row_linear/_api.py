@@ -1,0 +1,97 @@
+"""Linear layers whose rows do not depend on one another's number."""
+
+import torch
+from jaxtyping import Float, Float32
+from torch import Tensor
+
+from shardfn.kernels._arguments import check_dtype, check_shape
+from shardfn.kernels._dispatch import implementation
+from shardfn.kernels._library import define
+
+# Columns of the result that are computed together: those of one packed panel.
+PANEL = 64
+# Of chunks, which are added up by a tree of at most that many levels.
+LEVELS = 16
+_WEIGHTS = (torch.float32, torch.bfloat16)
+
+
+def pack_rows(weight: Float[Tensor, "n k"]) -> Float[Tensor, "panels k 64"]:
+    """A weight, as `torch.nn.functional.linear` takes it, in the order in which `row_linear` reads it.
+
+    Args:
+        weight: float32 or bfloat16.
+
+    Returns:
+        Panels of 64 outputs, padded with zeros; in the weight's dtype.
+
+    Raises:
+        TypeError: for other dtypes.
+
+    Example:
+        >>> pack_rows(torch.ones(3, 5)).shape
+        torch.Size([1, 5, 64])
+    """
+    if weight.dtype not in _WEIGHTS:
+        raise TypeError(f"weight is {weight.dtype}; packed weights are {_WEIGHTS[0]} or {_WEIGHTS[1]}: convert it")
+    n, k = weight.shape
+    rows = torch.nn.functional.pad(weight, (0, 0, 0, -n % PANEL))
+    return rows.view(-(-n // PANEL), PANEL, k).transpose(1, 2).contiguous()
+
+
+def row_linear(
+    x: Float[Tensor, "*rows k"],
+    packed: Float[Tensor, "panels inputs 64"],
+    num: int,
+    *,
+    chunks: int = 8,
+    bias: Float[Tensor, " outputs"] | None = None,
+) -> Float32[Tensor, "*rows num"]:
+    """`x @ weight.T + bias`, each element by one fixed expression.
+
+    K is cut in `chunks`; an element is a chain of fused multiply-adds over ascending k for each chunk, and the chains
+    are added by a binary tree. So its bits depend on its row of `x` and its row of the weight alone: neither on the
+    number of rows, nor on threads, nor on the processor. A rank that holds some neighbouring chunks, as many as a node
+    of the tree, computes this node. Errors are about half of those of a single chain.
+
+    Args:
+        x: float32.
+        packed: the weight [num, k] from `pack_rows`; bfloat16 is widened, which is exact.
+        num: outputs.
+        chunks: of k; chunk i has the elements from i k / chunks to (i + 1) k / chunks.
+        bias: added last.
+
+    Raises:
+        TypeError: for other dtypes.
+        ValueError: shapes do not fit, or `chunks` is below 1 or above 65535.
+
+    Example:
+        >>> x, weight = torch.ones(2, 5), torch.arange(15.0).view(3, 5)
+        >>> row_linear(x, pack_rows(weight), 3)
+        tensor([[10., 35., 60.],
+                [10., 35., 60.]])
+    """
+    check_dtype("x", x, torch.float32)
+    if packed.dtype not in _WEIGHTS:
+        raise TypeError(f"packed is {packed.dtype}, must be from pack_rows")
+    check_shape("packed", packed, (-(-num // PANEL), x.shape[-1], PANEL), f"panels of {num} outputs, of x's last dim")
+    if not 1 <= chunks < 1 << LEVELS:
+        raise ValueError(f"chunks is {chunks}; must be from 1 to {(1 << LEVELS) - 1}")
+    if bias is not None:
+        check_dtype("bias", bias, torch.float32)
+        check_shape("bias", bias, (num,), "one for each output")
+    return torch.ops.shardfn_kernels.row_linear(x, packed, num, chunks, bias)
+
+
+def _row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
+    run = implementation("row_linear", "row_linear", x.device)
+    if x.ndim == 2:
+        return run(x.contiguous(), packed.contiguous(), num, chunks, bias)
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return run(rows.contiguous(), packed.contiguous(), num, chunks, bias).view(*x.shape[:-1], num)
+
+
+define(
+    "row_linear(Tensor x, Tensor packed, int num, int chunks, Tensor? bias) -> Tensor",
+    _row_linear,
+    lambda x, packed, num, chunks, bias: x.new_empty(*x.shape[:-1], num),
+)

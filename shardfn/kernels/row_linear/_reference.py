@@ -1,0 +1,49 @@
+"""Linear layers whose rows do not depend on one another's number: the definition."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
+    """From x fp32 [m, k] and packed [panels, k, 64] to fp32 [m, num]."""
+    k = x.shape[1]
+    weight = packed.transpose(1, 2).reshape(-1, k)[:num].float()
+    chains = []
+    for i in range(chunks):
+        total = x.new_zeros(x.shape[0], num)
+        for j in range(i * k // chunks, (i + 1) * k // chunks):
+            total = fused(x[:, j, None], weight[:, j], total)
+        chains.append(total)
+    out = joined(chains)
+    return out if bias is None else out + bias
+
+
+def joined(chains: Sequence[Tensor]) -> Tensor:
+    """The chains of chunks, added by a binary tree: neighbours first; the nodes that are left at last, from the end."""
+    nodes: list[tuple[int, Tensor]] = []
+    for total in chains:
+        level = 0
+        while nodes and nodes[-1][0] == level:
+            total, level = nodes.pop()[1] + total, level + 1
+        nodes.append((level, total))
+    out = nodes.pop()[1]
+    while nodes:
+        out = nodes.pop()[1] + out
+    return out
+
+
+def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """The sum a b + c of fp32, rounded once.
+
+    The product is exact in float64. The sum there is rounded to odd, so that the second rounding, to float32, is that
+    of the exact sum (Boldo and Melquiond, 2008).
+    """
+    product, c = a.double() * b.double(), c.double()
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    even = total.view(torch.int64) % 2 == 0
+    odd = torch.nextafter(total, torch.where(error > 0, torch.inf, -torch.inf).to(total))
+    return torch.where((error != 0) & even & error.isfinite(), odd, total).float()

@@ -1,0 +1,41 @@
+"""Linear layers whose rows do not depend on one another's number, in Triton: a program for each chunk of each tile.
+
+One tile shape serves all numbers of rows. On a GPU the chains are fused multiply-adds, so bits are those of a CPU.
+"""
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shardfn.kernels._triton import ceil, launch
+
+from ._reference import joined
+
+ROWS, PANEL = 16, 64
+
+
+def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
+    """From x fp32 [m, k] and packed [panels, k, 64] to fp32 [m, num]."""
+    (m, k), panels = x.shape, packed.shape[0]
+    parts = x.new_empty(chunks, m, panels * PANEL)
+    tiles = ceil(m, ROWS)
+    launch(_chain, chunks * panels * tiles, x.device, x, packed, parts, m, k, chunks, panels, tiles, ROWS=ROWS, N=PANEL)
+    out = joined(list(parts[..., :num].unbind()))
+    return out.clone() if bias is None else out + bias
+
+
+@triton.jit
+@no_type_check
+def _chain(x, w, parts, m, k, chunks, panels, tiles, ROWS: tl.constexpr, N: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    tile, panel, chunk = program % tiles, program // tiles % panels, program // (tiles * panels)
+    row, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, N)
+    total = tl.full((ROWS, N), 0.0, tl.float32)
+    for at in range(chunk * k // chunks, (chunk + 1) * k // chunks):
+        left = tl.load(x + row * k + at, mask=row < m, other=0.0)
+        right = tl.load(w + (panel * k + at) * N + column).to(tl.float32)
+        total = tl.fma(tl.broadcast_to(left[:, None], (ROWS, N)), tl.broadcast_to(right[None, :], (ROWS, N)), total)
+    where = (chunk * m + row[:, None]) * (panels * N) + panel * N + column[None, :]
+    tl.store(parts + where, total, mask=row[:, None] < m)

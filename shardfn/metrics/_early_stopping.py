@@ -1,0 +1,92 @@
+"""`EarlyStopping`: a count of evaluations without improvement, as a value."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from shardfn.core import not_scalar
+
+
+class EarlyStopping(NamedTuple):
+    """Ends a run whose metric no longer improves: a pure value that each evaluation turns into the next one.
+
+        improved  = value < best - min_delta        ("max": value > best + min_delta)
+        best'     = value if improved else best
+        waited'   = 0 if improved else waited + 1
+        stop      = waited >= patience
+
+    NaN is no improvement. Give it values that all ranks have, as `step.evaluate` returns them, so that ranks stop after
+    the same step.
+
+    Attributes:
+        patience: the number of evaluations without improvement after which `stop` is True.
+        min_delta: a smaller change is no improvement.
+        mode: "min" or "max": whether lower or higher values are better.
+        best: the best value so far; None for the worst there is.
+        waited: evaluations since then.
+
+    Example:
+        >>> stopping = EarlyStopping(patience=2)
+        >>> for n, loss in enumerate([3.0, 2.0, 2.5, 2.25, 1.0]):
+        ...     stopping = stopping.update(loss)
+        ...     if stopping.stop:
+        ...         break
+        >>> n, stopping.state()
+        (3, {'best': 2.0, 'waited': 2})
+        >>> EarlyStopping(patience=3).at(stopping.state()).stop  # a run that resumes, with more patience
+        False
+    """
+
+    patience: int
+    min_delta: float = 0.0
+    mode: str = "min"
+    best: float | None = None
+    waited: int = 0
+
+    @property
+    def stop(self) -> bool:
+        """Whether the run should end."""
+        _check(self)
+        return self.waited >= self.patience
+
+    def update(self, value: Any) -> "EarlyStopping":
+        """The value after one more evaluation.
+
+        Args:
+            value: of the metric, a number or a 0-d tensor.
+
+        Raises:
+            ValueError: a field is out of range.
+            TypeError: `value` is neither.
+        """
+        _check(self)
+        if wrong := not_scalar(value):
+            raise TypeError(f"EarlyStopping.update takes a number or a 0-d tensor, and this is {wrong}.")
+        new, sign = float(value), 1.0 if self.mode == "min" else -1.0
+        best = sign * math.inf if self.best is None else self.best
+        improved = sign * new < sign * best - self.min_delta
+        return self._replace(best=new, waited=0) if improved else self._replace(best=best, waited=self.waited + 1)
+
+    def state(self) -> dict[str, Any]:
+        """The part that changes, for `user=` of a checkpoint; `at` takes it back."""
+        return {"best": self.best, "waited": self.waited}
+
+    def at(self, state: Mapping[str, Any]) -> "EarlyStopping":
+        """The same rule at a state that `state` has returned.
+
+        Raises:
+            ValueError: it is not such a state.
+        """
+        if state.keys() != {"best", "waited"}:
+            raise ValueError(
+                f"EarlyStopping.at takes the result of state(), with 'best' and 'waited', and this has {[*state]}."
+            )
+        return self._replace(**state)
+
+
+def _check(x: EarlyStopping) -> None:
+    if x.mode not in ("min", "max") or x.patience < 1 or not x.min_delta >= 0:
+        raise ValueError(
+            f"EarlyStopping(patience={x.patience}, min_delta={x.min_delta}, mode={x.mode!r}): patience is at least 1,"
+            " min_delta at least 0, and mode 'min' or 'max'."
+        )

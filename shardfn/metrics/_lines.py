@@ -1,0 +1,65 @@
+"""Files that only grow: a write adds all its bytes or leaves no trace, and earlier bytes stay."""
+
+import os
+import pathlib
+from collections.abc import Callable, Iterable
+
+
+class GrowingFile:
+    """A file that is written at its end, without a buffer.
+
+    Args:
+        path: the file, made if missing.
+        size: the bytes of it that are kept.
+    """
+
+    def __init__(self, path: pathlib.Path, size: int = 0) -> None:
+        path.touch()
+        self._file = path.open("r+b", buffering=0)
+        self._size = size
+        self._file.truncate(size)
+
+    def append(self, data: bytes) -> None:
+        """Writes bytes at the end.
+
+        Raises:
+            OSError: they were not written; the file is as before.
+        """
+        done = 0
+        try:
+            self._file.seek(self._size)
+            while done < len(data):
+                done += self._file.write(data[done:])
+        except BaseException:
+            self._file.truncate(self._size)
+            raise
+        self._size += done
+
+    def close(self) -> None:
+        """Closes it. Closing again does nothing."""
+        self._file.close()
+
+
+def resumed_lines(path: pathlib.Path, keep: Callable[[str], bool]) -> tuple[list[str], GrowingFile]:
+    """A file with those of its complete lines that are to be kept, opened at its end.
+
+    Usually they are its first ones, and the file is cut: that needs no room, so a full disk loses none of them.
+    """
+    text = path.read_bytes() if path.exists() else b""
+    lines = [line.decode() for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
+    kept = [line for line in lines if keep(line)]
+    data = "".join(kept).encode()
+    if not text.startswith(data):
+        replace_text(path, kept)
+    return kept, GrowingFile(path, len(data))
+
+
+def replace_text(path: pathlib.Path, lines: Iterable[str]) -> None:
+    """Replaces a file by these lines; after an error it is unchanged."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.write_bytes("".join(lines).encode())
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise

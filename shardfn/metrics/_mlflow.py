@@ -1,0 +1,78 @@
+"""The sink of MLflow."""
+
+import pathlib
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ._run_id import stored_id
+from ._sinks import package
+
+# Characters that a name of MLflow may not have.
+_OTHER = re.compile(r"[^\w\-. :/]", re.ASCII)
+
+
+class MLflow:
+    """Logs to a run of MLflow, which begins with the logger and ends with it.
+
+    A run that resumes goes on in the same run: its id is in `mlflow_run` in the logger's folder. In names of metrics,
+    characters that MLflow refuses become underscores.
+
+    Args:
+        experiment: its name; made if missing.
+        tracking_uri: of the server, or such as "sqlite:///runs.db"; default that of `mlflow`.
+        run_name: of the run.
+        params: hyperparameters.
+        tags: of the run.
+
+    Raises:
+        ModuleNotFoundError: (when a logger opens it) the package `mlflow` is not installed.
+
+    Example:
+        >>> sink = MLflow("gpt", tracking_uri="sqlite:///runs.db", params={"learning_rate": 3e-4})
+    """
+
+    def __init__(
+        self,
+        experiment: str = "Default",
+        *,
+        tracking_uri: str | None = None,
+        run_name: str | None = None,
+        params: Mapping[str, Any] | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        self._experiment, self._uri, self._name = experiment, tracking_uri, run_name
+        self._params, self._tags = dict(params or {}), dict(tags or {})
+        self._client: Any = None
+        self._metric: Any = None
+        self._run = ""
+
+    def open(self, folder: pathlib.Path, start: int) -> None:
+        """Begins a run, or goes on with the one that the folder names."""
+        mlflow, entities = package("mlflow", "MLflow()", "mlflow", "mlflow.entities")
+        self._client, self._metric = mlflow.MlflowClient(self._uri), entities.Metric
+        with stored_id(folder / "mlflow_run", start) as known:
+            if known.value is None:
+                known.value = self._begun()
+            else:
+                self._client.update_run(known.value, status="RUNNING")
+            self._run = known.value
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Logs a row."""
+        now = int(time.time() * 1000)
+        metrics = [self._metric(_OTHER.sub("_", name), x, now, step) for name, x in row.items()]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self._client.set_terminated(self._run)
+
+    def _begun(self) -> str:
+        found = self._client.get_experiment_by_name(self._experiment)
+        number = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+        run = self._client.create_run(number, run_name=self._name, tags=self._tags).info.run_id
+        for name, value in self._params.items():
+            self._client.log_param(run, name, value)
+        return run

@@ -1,0 +1,31 @@
+"""Covers mistakes with the batch of a GPT."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardfn.models import gpt
+from tests.mistakes import Mistake, cases, check
+
+_GPT = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
+_BATCH = "a batch of gpt is {'tokens': int64 [B, T + 1]}"
+
+
+def _loss(batch: Any) -> Any:
+    return gpt.loss(_GPT, {}, batch)
+
+
+MISTAKES = [
+    Mistake("the batch is the tokens", lambda: _loss(torch.ones(2, 9, dtype=torch.int64)),
+            TypeError, "this is a Tensor", _BATCH),
+    Mistake("the tokens are those of one sequence", lambda: _loss({"tokens": torch.ones(9, dtype=torch.int64)}),
+            TypeError, "a dict whose tokens are torch.int64 of shape (9,)", _BATCH),
+    Mistake("the tokens have another name", lambda: _loss({"input_ids": torch.ones(2, 9, dtype=torch.int64)}),
+            TypeError, "this is a dict with ['input_ids']", _BATCH),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", cases(MISTAKES))
+def test_a_mistake_is_refused_with_its_remedy(mistake: Mistake) -> None:
+    check(mistake)
