@@ -128,7 +128,8 @@ def _run(job: FinetuneJob, mesh: Mesh) -> None:
             if validation is not None and ((n + 1) % job.every == 0 or n + 1 == job.steps):
                 dp = {"rank": mesh.axis_index("dp"), "world": mesh.axis_size("dp")}
                 held_out = (_on(held, mesh) for held in validation.once(**dp))
-                logged["validation_loss"] = step.evaluate(state, held_out)["loss"]
+                with speed.pause():
+                    logged["validation_loss"] = step.evaluate(state, held_out)["loss"]
             tokens = batch["tokens"].numel() * mesh.axis_size("dp")
             logger.write(n + 1, logged, speed(tokens))
             checkpoints.save(_kept(state, made.lora), n + 1, user=cursor.state(), now=n + 1 == job.steps)

@@ -39,7 +39,7 @@ class Stream:
         next: the number, in this pass, of the batch that comes next.
 
     Raises:
-        ValueError: an option has another value.
+        ValueError: an option has another value; or workers that persist would not learn of the number of a pass.
 
     Example:
         >>> stream = Stream([10, 20, 30], resume="replay")
@@ -60,6 +60,7 @@ class Stream:
         for name, given, known in (("ends", ends, ("together", "first")), ("resume", resume, ("state", "replay"))):
             if given not in known:
                 raise ValueError(f"Stream({name}={given!r}): it is {known[0]!r} or {known[1]!r}.")
+        _check_workers(loader)
         self.passes = self.next = 0
         self._loader, self._mesh, self._ends, self._resume = loader, mesh, ends, resume
         self._batches: Iterator[PyTree] | None = None  # those of a pass that has begun
@@ -246,6 +247,17 @@ class Stream:
                 " resuming, some would never be seen. Pass Stream(..., resume='replay'), which reads the stream again"
                 " up to the place; or shuffle the shards alone, by buffer_size=1."
             )
+
+
+def _check_workers(loader: Any) -> None:
+    """Refuses workers that keep copies of a dataset, which would go through each pass in the order of the first."""
+    dataset = getattr(loader, "dataset", None)
+    shared = type(dataset).__module__.partition(".")[0] == "datasets"  # its epoch is in memory that workers share
+    if getattr(loader, "persistent_workers", False) and hasattr(dataset, "set_epoch") and not shared:
+        raise ValueError(
+            f"Stream: with persistent_workers=True the workers keep copies of the {type(dataset).__name__}, which its"
+            " set_epoch does not reach: all passes would have the order of the first. Pass persistent_workers=False."
+        )
 
 
 def _has_buffer(x: Any) -> bool:

@@ -41,6 +41,9 @@ class OwnExamples(IterableDataset[Any]):
         self._examples, self._rank, self._world = examples, rank, world
         # The number of examples that the stream has given, to all ranks; and the place from which the next pass starts.
         self._at, self._from = 0, dict[str, Any]()
+        # Only if the stream has it: without it, `Stream` must read earlier passes again to come to a place.
+        if callable(set_epoch := getattr(examples, "set_epoch", None)):
+            self.set_epoch = set_epoch
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -67,8 +70,3 @@ class OwnExamples(IterableDataset[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Lets the next pass begin at a place."""
         self._from, self._at = dict(state), state["at"]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Passes the number of a pass to the stream, if it takes one."""
-        if callable(passed := getattr(self._examples, "set_epoch", None)):
-            passed(epoch)

@@ -141,6 +141,8 @@ def test_options_and_places_that_do_not_fit() -> None:
         Stream([1], resume="replay").at({"pass": 0, "next": 1, "ranks": 2})
     with pytest.raises(ValueError, match="saved with resume='replay'; pass that"):
         Stream([1]).at({"pass": 0, "next": 1, "ranks": 1})
+    with pytest.raises(ValueError, match="keep copies of the Numbers, which its set_epoch does not reach"):
+        Stream(DataLoader(Numbers(), batch_size=2, num_workers=1, persistent_workers=True))
     used = Stream(iter([1]), resume="replay")
     assert list(used) == [1]
     with pytest.raises(ValueError, match=r"pass 1 has no batch on any rank. A generator can be read only once"):
