@@ -146,12 +146,15 @@ def test_killed_and_started_again_it_has_the_same_losses(
     more = ["--steps", "12", *(["--lora", "2"] if lora else [])]
     run(launcher, *words(given, tmp_path / "whole", *more))
     cut = words(given, tmp_path / "cut", *more)
-    child = subprocess.Popen([*launcher, *cut], env=environment(), start_new_session=True, stdout=subprocess.DEVNULL)
+    child = subprocess.Popen([*launcher, *cut], env=environment(), stdout=subprocess.DEVNULL)
     log, deadline = tmp_path / "cut/metrics.jsonl", time.monotonic() + 240
     while not (log.exists() and len(log.read_text().splitlines()) >= 5) and time.monotonic() < deadline:
         assert child.poll() is None
         time.sleep(0.01)
-    os.killpg(child.pid, signal.SIGKILL)
+    # torchrun's workers have sessions of their own: without their parent they would go on.
+    workers = pathlib.Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+    for pid in (child.pid, *map(int, workers)):
+        os.kill(pid, signal.SIGKILL)
     child.wait()
     run(launcher, *cut)
     assert rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
