@@ -33,11 +33,6 @@ class LateMode:
 WAITING: Ambient[LateMode] = Ambient("mode that begins with the first collective", by_thread=True)
 
 
-def function_modes() -> list[TorchFunctionMode]:
-    """The function modes of this thread, the innermost last."""
-    return function_modes()
-
-
 @contextlib.contextmanager
 def function_modes_changed() -> Iterator[list[TorchFunctionMode]]:
     """Yields the stack as a list, and sets the stack to the list at the end."""
