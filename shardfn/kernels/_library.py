@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from shardfn._torch import OpOverload
+
 LIBRARY = torch.library.Library("shardfn_kernels", "DEF")
 
 
@@ -37,5 +39,5 @@ def scratch_bytes(op: Any, args: Sequence[Any]) -> int:
         >>> scratch_bytes(torch.ops.aten.add.Tensor, (torch.ones(2), torch.ones(2)))
         0
     """
-    found = _SCRATCH.get(op._schema.name) if isinstance(op, torch._ops.OpOverload) else None
+    found = _SCRATCH.get(op._schema.name) if isinstance(op, OpOverload) else None
     return 0 if found is None else found(*args)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from shardfn._torch import FakeTensor
 from shardfn.collectives import GlobalTensor, carry, current_mesh, route
 from shardfn.core import (
     P,
