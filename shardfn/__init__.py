@@ -56,11 +56,13 @@ from shardfn.interop import master_params as master_params, to_module as to_modu
 from shardfn.nn import scan as scan
 from shardfn.transforms import (
     CaptureError as CaptureError,
+    Donated as Donated,
     Objective as Objective,
     PipelineState as PipelineState,
     TrainState as TrainState,
     WeightedMean as WeightedMean,
     accumulate as accumulate,
+    bucketed as bucketed,
     by_parts as by_parts,
     eval_shape as eval_shape,
     from_module as from_module,

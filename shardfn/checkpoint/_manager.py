@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardfn.collectives import Rounds
 from shardfn.core import Mesh, PyTree, RankError, as_mesh
-from shardfn.engine import comms_of, losing_no_peer, told_before
+from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 from shardfn.memory import host_empty, on_host
 from shardfn.state import check_alive
 
@@ -100,7 +100,7 @@ class Manager:
             if self._mesh.rank == 0:
                 self._stack.enter_context(self._store.owning())
         by = "" if best is None else f", the {mode} of {best!r}"
-        control.agree("what to run", f"checkpoint.Manager, every {save_every} steps{by}")
+        agree_on_step(control, f"checkpoint.Manager, every {save_every} steps{by}")
         group = self._mesh.new_group(self._mesh.axis_names, backend="gloo") if self._mesh.size > 1 else None
         self._rounds = Rounds(group, self._mesh.rank, _lost)
         # The thread's outcome; read only after it has ended.

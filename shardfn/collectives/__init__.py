@@ -69,6 +69,7 @@ from .transport import (
     Agreed as Agreed,
     Constant as Constant,
     Control as Control,
+    absent_from as absent_from,
     text_hash as text_hash,
 )
 from ._global_tensor import GlobalTensor as GlobalTensor, local as local, shard as shard, unshard as unshard

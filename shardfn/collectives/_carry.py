@@ -7,6 +7,7 @@ last one's is waited for.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -17,8 +18,12 @@ from shardfn.core import MemoryKind, Pending, Placement, Stored
 from ._buckets import staggered
 from ._env import current_mesh
 from ._line import line_along
-from ._primitive import Call, bind, start
+from ._primitive import Call, bind
 from ._route import AllGather, AllToAll, Cast, Hop, Move, Psum, PsumScatter, Route, Slice
+from ._together import start_together
+
+# Leaves of fewer bytes share messages, of at most so many bytes of whole leaves; as between meshes.
+SMALL, MESSAGE = 64 << 10, 4 << 20
 
 Mover = Callable[[Tensor, MemoryKind], Tensor]
 # Starts to move a block from one memory to another.
@@ -65,7 +70,8 @@ def carry_all(
 ) -> list[Tensor | Stored]:
     """This rank's block at the end of each route. Collective over the mesh, which must be bound; no gradients.
 
-    Values and bytes are `carry`'s. For routes of h hops, at most h + 1 blocks are under way.
+    Values and bytes are `carry`'s. Small leaves with the same hops share messages. For routes of h hops, at most h + 1
+    blocks, or messages' worth of small ones, are under way.
 
     Args:
         blocks: this rank's blocks at their starts; blocks on disk in their stored form.
@@ -77,29 +83,60 @@ def carry_all(
         ValueError: a route rounds to codes.
     """
     out: list[Tensor | Stored] = list(blocks)
-    staggered([_run(out, i, way, send, keep) for i, way in enumerate(routes)])
+    groups = _groups([x.dtype for x in blocks], routes)
+    staggered([_run(out, at, [routes[i] for i in at], send, keep) for at in groups])
     return out
 
 
-def _run(out: list[Tensor | Stored], i: int, route: Route, send: Sender, keep: Keeper) -> Iterator[None]:
-    """Brings `out[i]` along a route; each time that something is on its way, others go on."""
-    for hop, before, shape in _in_one(route):
-        block = out[i]
+def _groups(dtypes: Sequence[torch.dtype], routes: Sequence[Route]) -> list[list[int]]:
+    """The routes that share messages, by number: of small leaves of one dtype, with the same hops. Equal on all ranks.
+
+    A group has the place of its first route.
+    """
+    out: list[list[int]] = []
+    shared: dict[object, tuple[list[int], int]] = {}
+    for i, (dtype, way) in enumerate(zip(dtypes, routes, strict=True)):
+        hops = tuple(hop for hop, _, _ in _in_one(way))
+        nbytes = math.prod(way.shape) * max(dtype.itemsize, (way.dst.dtype or dtype).itemsize)
+        if nbytes >= SMALL or not any(isinstance(hop, AllGather | AllToAll) for hop in hops):
+            out.append([i])
+            continue
+        group, before = shared.get((dtype, hops), ([], 0))
+        if not group or before + nbytes > MESSAGE:
+            out.append(group := [])
+            before = 0
+        group.append(i)
+        shared[dtype, hops] = group, before + nbytes
+    return out
+
+
+def _run(
+    out: list[Tensor | Stored], at: Sequence[int], routes: Sequence[Route], send: Sender, keep: Keeper
+) -> Iterator[None]:
+    """Brings `out[i]` along routes of the same hops; each time that something is on its way, others go on."""
+    for step in zip(*map(_in_one, routes), strict=True):
+        blocks, hop = [out[i] for i in at], step[0][0]
         if isinstance(hop, Move):
-            arriving = send(block, before.memory_kind, hop.memory_kind)
-            del block
+            moved = hop.memory_kind
+            arriving = [send(x, before.memory_kind, moved) for x, (_, before, _) in zip(blocks, step, strict=True)]
+            del blocks
             yield
-            out[i] = arriving.result()
-            continue
-        assert isinstance(block, Tensor)  # a route moves to the device first
-        if isinstance(hop, Cast):
-            out[i] = block.to(hop.dtype)
-            continue
-        wait = start(block, _call(block, hop, shape))
-        del block
-        yield
-        out[i] = wait()
-    out[i] = keep(i, out[i])
+            ends: list[Tensor | Stored] = [x.result() for x in arriving]
+        else:
+            here = [x for x in blocks if isinstance(x, Tensor)]
+            assert len(here) == len(blocks)  # a route moves to the device first
+            if isinstance(hop, Cast):
+                ends = [x.to(hop.dtype) for x in here]
+            else:
+                calls = [_call(x, one, shape) for x, (one, _, shape) in zip(here, step, strict=True)]
+                wait = start_together(here, calls)
+                del blocks, here
+                yield
+                ends = [*wait()]
+        for i, end in zip(at, ends, strict=True):
+            out[i] = end
+    for i in at:
+        out[i] = keep(i, out[i])
 
 
 def _in_one(route: Route) -> Iterator[tuple[Hop, Placement, torch.Size]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives.transport import Agreed, Channel, Channels, Constant, Control, Rounds
+from shardfn.collectives.transport import Agreed, Calls, Channel, Channels, Constant, Control, Rounds
 from shardfn.core import Mesh, Pending
 
 from . import _message_ops  # noqa: F401  # defines ops
@@ -117,6 +117,7 @@ class TracedControl:
     def __init__(self, mesh: Mesh) -> None:
         self.size = mesh.size
         self.rank = mesh.rank
+        self.calls = Calls()
 
     def exchange(self, value: int) -> list[int]:
         """This rank's value, once for all: there may be a thousand ranks, and a thousand exchanges."""
@@ -139,9 +140,11 @@ class TracedControl:
         sizes: tuple[int, ...] = (),
         known: tuple[bool, bool] = (True, True),
         remedy: Callable[[list[str]], str] | None = None,
+        *,
+        begins: bool = False,
     ) -> Agreed:
         """Agrees."""
-        del what, text, constant, sizes, remedy
+        del what, text, constant, sizes, remedy, begins
         return Agreed(True, known)
 
     def begin(self, call: str) -> None:

@@ -74,9 +74,7 @@ class NamedGroups:
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        counts = _COUNTS.setdefault(dist.distributed_c10d._get_default_group(), collections.Counter[tuple[int, ...]]())
-        counts[tuple(ranks)] += 1
-        self._name = f"shardfn:{'.'.join(map(str, ranks))}:{counts[tuple(ranks)]}"
+        self._name = f"shardfn:{name_of(ranks, 'groups')}"
         self._numbers = itertools.count()
 
     def new(self, line: Sequence[int], backend: str | None, timeout: datetime.timedelta | None) -> dist.ProcessGroup:
@@ -92,8 +90,16 @@ class NamedGroups:
         return group
 
 
-# By default group: how many `NamedGroups` there have been of the same ranks.
-_COUNTS: weakref.WeakKeyDictionary[Any, "collections.Counter[tuple[int, ...]]"] = weakref.WeakKeyDictionary()
+def name_of(ranks: Sequence[int], kind: str) -> str:
+    """A name for a new object of some ranks, which make their objects of one kind in the same order."""
+    counts = _COUNTS.setdefault(dist.distributed_c10d._get_default_group(), collections.Counter[str]())
+    key = f"{kind}.{'.'.join(map(str, ranks))}"
+    counts[key] += 1
+    return f"{key}:{counts[key]}"
+
+
+# By default group: how many objects of a kind there have been of the same ranks.
+_COUNTS: weakref.WeakKeyDictionary[Any, "collections.Counter[str]"] = weakref.WeakKeyDictionary()
 _LOST: list[MadeGroups] = []
 
 

@@ -24,6 +24,7 @@ def make_mesh(
     *,
     device: torch.device | str | None = None,
     timeout: float | None = None,
+    agreement_timeout: float | None = None,
     abstract: bool | Mapping[str, int] = False,
     alone: bool = False,
     ranks: Sequence[int] | None = None,
@@ -38,6 +39,10 @@ def make_mesh(
             `{"dp": -1}`.
         device: the device of this rank: "cuda" or "cpu". Default: CUDA if there is one, else the CPU.
         timeout: the seconds that a collective waits for other ranks; default torch's (30 minutes for gloo).
+        agreement_timeout: the seconds that a rank waits at the beginning of a call (a step, `evaluate`, a checkpoint's
+            `save`, ...) for the other ranks to begin the same one; default 120, or `timeout` if that is less. Give it
+            more if one rank alone works for longer between two calls. Transfers, and waiting within a call, have
+            `timeout`.
         abstract: whether the ranks do not exist. Such a mesh is for `step.lower`: it has any sizes and no process
             group, and nothing runs on it. This process takes the place of the first rank, or of the rank at these
             coordinates, as in `abstract={"pp": 17}`.
@@ -70,6 +75,7 @@ def make_mesh(
         return _abstract_mesh(shape, torch.device(device or "cpu"), seen_from)
     dev = _local_device(device)
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
+    agreement = None if agreement_timeout is None else datetime.timedelta(seconds=agreement_timeout)
     if alone:
         return Mesh(_fill(shape, 1), dev)
     if num_launched() > 1 and not dist.is_initialized():
@@ -81,13 +87,14 @@ def make_mesh(
     world = dist.get_world_size() if dist.is_initialized() else 1
     if ranks is not None:
         end_lost()
-        return Mesh(_fill(shape, len(_checked(ranks, world))), dev, timeout=limit, ranks=ranks)
+        size = len(_checked(ranks, world))
+        return Mesh(_fill(shape, size), dev, timeout=limit, ranks=ranks, agreement_timeout=agreement)
     shape = _fill(shape, world)
     if world == 1:
-        return Mesh(shape, dev)
+        return Mesh(shape, dev, timeout=limit, agreement_timeout=agreement)
     end_lost()
     grid = dist.init_device_mesh(dev.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-    mesh, own = Mesh(shape, dev, grid, limit), MadeGroups()
+    mesh, own = Mesh(shape, dev, grid, limit, agreement_timeout=agreement), MadeGroups()
     for group in grid.get_all_groups():
         if group is not dist.group.WORLD:
             own.add(group)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import did_you_mean
-from ._groups import MadeGroups, NamedGroups, end_lost, end_with
+from ._groups import MadeGroups, NamedGroups, end_lost, end_with, name_of
 from ._shown import as_html
 
 # The most ranks that a drawing of a mesh shows.
@@ -42,6 +42,9 @@ class Mesh:
         device: the device this rank computes on.
         device_mesh: its `torch.distributed.DeviceMesh`; None for one process, and for a mesh of some of the ranks.
         timeout: how long a collective waits for other ranks; by default as long as in the default process group.
+        agreement_timeout: how long a rank waits for the others to come to the same call; by default two minutes, or
+            `timeout` if that is shorter.
+        name: the same on all its ranks, and different for each mesh of them.
         abstract: whether the ranks do not exist: steps can be lowered for such a mesh, for one of its ranks, but not
             run.
         resources: objects of other rooms that live as long as the mesh, each by its `PerMesh`.
@@ -58,6 +61,7 @@ class Mesh:
         abstract: bool = False,
         ranks: Sequence[int] | None = None,
         seen_from: Mapping[str, int] | None = None,
+        agreement_timeout: datetime.timedelta | None = None,
     ) -> None:
         self.abstract = abstract
         self.shape = dict(shape)
@@ -65,6 +69,7 @@ class Mesh:
         self.device = device
         self.device_mesh = device_mesh
         self.timeout = timeout or _default_timeout(device)
+        self.agreement_timeout = agreement_timeout or min(_AGREEMENT, self.timeout or _AGREEMENT)
         here = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = (here,) if self.size == 1 and ranks is None else tuple(ranks or range(self.size))
         told = device_mesh is not None or ranks is not None  # else it is seen from its first rank, or one that is named
@@ -77,6 +82,7 @@ class Mesh:
         # Whether it makes groups by itself, for which only its own ranks are needed.
         apart = ranks is not None and self.is_member and self.size > 1 and dist.is_initialized()
         self._apart = NamedGroups(self.ranks) if apart else None
+        self.name = name_of(self.ranks, "mesh") if device_mesh is not None or apart else ""
         self.resources: dict[object, Any] = {}
         self.made, self.closed = MadeGroups(), False
         # The groups of a `device_mesh` that was made with this mesh, and ends with it.
@@ -338,6 +344,7 @@ class Mesh:
         return as_html(self.drawing() if self.size <= MOST_DRAWN else repr(self))
 
 
+_AGREEMENT = datetime.timedelta(minutes=2)
 # Whose communicators must end before the interpreter does.
 _ALIVE: "weakref.WeakSet[Mesh]" = weakref.WeakSet()
 

@@ -8,6 +8,7 @@ from .agreement import (
     losing_no_peer_purely as losing_no_peer_purely,
 )
 from .execution import (
+    Donated as Donated,
     Graphs as Graphs,
     Interface as Interface,
     block_of as block_of,

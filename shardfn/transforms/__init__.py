@@ -29,7 +29,9 @@ from ._leaf_norms import leaf_norms as leaf_norms
 from shardfn.engine import Lowered as Lowered
 from shardfn.engine import Predicted as Predicted, StepProfile as StepProfile
 from ._jit import jit as jit
-from shardfn.engine import BoundCall as BoundCall, Sharded as Sharded, sharded as sharded
+from ._bucketed import BoundBuckets as BoundBuckets, BucketCounts as BucketCounts, BucketInfo as BucketInfo
+from ._bucketed import Bucketed as Bucketed, bucketed as bucketed
+from shardfn.engine import BoundCall as BoundCall, Donated as Donated, Sharded as Sharded, sharded as sharded
 from shardfn.engine import ShardedStep as ShardedStep
 from ._sharded_step import sharded_step as sharded_step
 from ._value_and_grad import grad as grad, value_and_grad as value_and_grad

@@ -64,7 +64,7 @@ def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
         # A function of this rank's blocks alone need not be called by all ranks, and has no communicators.
         meshes = [x.mesh for x in tree_leaves(params) if isinstance(x, GlobalTensor)]
         mesh = next((m for m in meshes if COMMS.get(m) is not None), None)
-        with contextlib.nullcontext() if mesh is None else losing_no_peer_purely(mesh):
+        with contextlib.nullcontext() if mesh is None else losing_no_peer_purely(mesh, ""):
             return differentiated(params, *args)
 
     return call

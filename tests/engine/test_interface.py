@@ -53,6 +53,32 @@ def test_arguments_have_the_specs_of_their_prefix_and_are_seen_as_blocks() -> No
     assert k.seen is cache["k"].local and x.seen is plain and name.seen == "name"
 
 
+def test_results_in_the_place_of_arguments_have_their_shapes_without_an_exchange() -> None:
+    interface = Interface(MESH, (P("dp"),), (sf.Donated(1), P("dp")), donate=(1,))
+    interface.check()
+    arguments = interface.arguments(({"k": _leaf(5, 3, spec=P("dp")), "v": _leaf(7, spec=P("dp"))},))
+    asked: list[Any] = []
+
+    def shape_of(blocks: Any) -> list[torch.Size]:
+        asked.extend(path for path, _, _ in blocks)
+        return [torch.Size([9])]
+
+    places, other = interface.results(
+        ({"k": torch.zeros(3, 3), "v": torch.zeros(4)}, torch.zeros(5)), shape_of, arguments
+    )
+    assert asked == ["result[1]"] and other.shape == (9,)
+    assert (places["k"].shape, places["v"].shape, places["k"].spec) == ((5, 3), (7,), P("dp"))
+    with pytest.raises(
+        ValueError, match=r"result\[0\]\['k'\] is a block \(5, 3\) .*has \(3, 3\) of torch\.float32; return"
+    ):
+        interface.results(({"k": torch.zeros(5, 3), "v": torch.zeros(4)}, torch.zeros(5)), shape_of, arguments)
+
+
+def test_in_specs_name_no_donated_argument() -> None:
+    with pytest.raises(ValueError, match=r"in_specs\[0\] is Donated\(argument=1\); only out_specs may name"):
+        Interface(MESH, (sf.Donated(1),), donate=(1,)).check()
+
+
 def test_more_specs_than_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"in_specs has 2 entries, .* of which there is 1"):
         Interface(MESH, (P(), P())).arguments((_leaf(2, spec=P()),))

@@ -21,6 +21,7 @@ MAKE: dict[str, Callable[[Any], Any]] = {
     "offload": lambda f: sf.offload(f, policies.offload_larger_than(0)),
     "pipeline": lambda f: sf.pipeline(f, lambda p, h: h, lambda w, h, x: h, blocks=lambda w: w.reshape(1)),
     "sharded": sf.sharded,
+    "bucketed": lambda f: sf.bucketed(f, (None, 0), sizes=(4, 8), with_length=False),
 }
 # Returns a plain function, which cannot be recognised.
 UNSEEN = {"remat"}
@@ -57,7 +58,7 @@ def test_an_order_means_the_loss_or_is_refused(outer: str, inner: str) -> None:
         return
     w, x = torch.tensor(2.0), torch.arange(4.0)
     made = MAKE[outer](MAKE[inner](_loss))
-    params: Any = made.init(w) if outer == "sharded" else w
+    params: Any = made.init(w) if outer == "sharded" else made.inner.init(w) if inner == "sharded" else w
     assert torch.equal(made(params, x), _loss(w, x))
 
 

@@ -1,5 +1,8 @@
 """Covers plans: leaves and layers, guessed and learnt orders, the cache, the agreement of ranks, errors."""
 
+import dataclasses
+import pathlib
+import re
 from typing import Any
 
 import pytest
@@ -53,13 +56,13 @@ def test_gradients_are_guessed_to_come_against_the_order_of_use() -> None:
 
 def test_orders_of_use_are_kept_by_call_and_the_oldest_are_forgotten() -> None:
     plan = _plan()
-    order = plan.use_order("step")
-    assert plan.use_order("step") is order
+    order = plan.learnt.use_order("step")
+    assert plan.learnt.use_order("step") is order
     for name in "abc":
-        plan.use_order(name)
-    plan.forget_orders(2)
-    assert list(plan.use_orders) == ["step", "b", "c"]
-    assert not plan.for_capture().use_orders
+        plan.learnt.use_order(name)
+    plan.learnt.forget_orders(2)
+    assert list(plan.learnt.use_orders) == ["step", "b", "c"]
+    assert not plan.for_capture().learnt.use_orders
 
 
 def test_a_plan_is_made_once_for_each_tree() -> None:
@@ -133,3 +136,25 @@ def test_an_option_for_the_disk_needs_something_there() -> None:
     with pytest.raises(ValueError, match=r"Zero\(disk=Disk\(directory='/a'.*has no effect: nothing is kept on disk"):
         _planner(directory="/a").plan(treedef, leaves)
     assert sf.Zero().directory is None
+
+
+def test_a_plan_is_frozen_and_only_its_memory_changes() -> None:
+    plan = _plan()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.phase = sf.optim.Phase("local", True)  # type: ignore[misc]
+    plan.learnt.take_outcome("a mean and aux []")
+    plan.learnt.take_compared(True)
+    local = plan.in_phase(sf.optim.Phase("local", True), ("dp",))
+    assert plan.in_phase(sf.optim.Phase("local", True), ("dp",)) is local and local.left_axes == ("dp",)
+    for other in (plan.for_capture(), plan.with_whole_stacks(), local):
+        assert other.learnt.outcome is None and not other.learnt.compared and other.learnt.rules is plan.learnt.rules
+
+
+def test_no_module_outside_of_the_plan_assigns_to_the_facts_that_steps_have_learnt() -> None:
+    engine = pathlib.Path(sf.__file__).parent / "engine"
+    # Assigned attributes of `learnt`, `learnt.stages`, or an item of one of them.
+    write = re.compile(r"\blearnt\.\w+(\.\w+)*(\[.*\])? *([-+|]?=)(?!=)|\bdel .*learnt")
+    files = [x for x in engine.rglob("*.py") if x.parent.name != "plan"]
+    assert files
+    assert [f"{x}:{row}" for x in files for row in x.read_text().splitlines() if write.search(row)] == []
+    assert write.search("plan.learnt.outcome = 'a mean'") and not write.search("if plan.learnt.outcome == x:")

@@ -118,7 +118,7 @@ def test_gradients_taken_together_are_as_those_that_hooks_take() -> None:
 def test_the_tail_of_the_order_is_sent_last_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(2)
     assert case.plan.sent_last() == set()  # no order learnt yet
-    case.plan.reduce_order = [3, 1, 0, 2]
+    case.plan.learnt.take_reduce_order([3, 1, 0, 2])
     assert case.plan.sent_last() == {0, 1, 2, 3}
     monkeypatch.setattr(_plan, "TAIL_BYTES", (7 + 12) * 4)
     assert case.plan.sent_last() == {0, 2}

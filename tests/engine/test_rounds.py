@@ -58,7 +58,7 @@ def test_stages_learn_orders_of_their_own() -> None:
     for name, x in state.params.items():
         torch.testing.assert_close(x.full_tensor(), reference[name].detach())
     (plan,) = step._planner._plans.values()
-    names = [plan.layers[plan.gather_units[u].leaves[0]].path for u in plan.use_order("step").phase(0)]
+    names = [plan.layers[plan.gather_units[u].leaves[0]].path for u in plan.learnt.use_order("step").phase(0)]
     assert names == [f"params['{k}']" for k in ("abc" if mesh.coords["pp"] == 0 else "ba")]
 
 
@@ -109,9 +109,9 @@ def _rounds_a_step(step: Any, state: Any, x: Tensor) -> tuple[Any, int]:
     counted, whole = [0], (Rounds.exchange, Rounds.gather)
 
     def counting(one: Any) -> Any:
-        def call(self: Rounds, value: Any) -> Any:
+        def call(self: Rounds, *args: Any) -> Any:
             counted[0] += 1
-            return one(self, value)
+            return one(self, *args)
 
         return call
 
@@ -159,9 +159,8 @@ def test_a_captured_step_is_made_by_all_where_one_rank_has_no_graph_of_it() -> N
     loss: Any = lambda p, x: sf.WeightedMean((x @ p).square().sum(), torch.tensor(float(len(x))))  # noqa: E731
     step = sf.sharded_step(sf.jit(loss, backend="graph"), optim.sgd(0.1), mesh=mesh, zero=3)
     state = step.init(torch.ones(6, 6))
-    # By gloo an exchange of unequal values is followed by a gather.
-    uneven = 3 if chosen_channel() else 2
-    for mine, rounds, misses in (([4, 4], 0, 1), ([4, 4], 1, 1), ([4, 3], 0, 2), ([4, 3], uneven, 2), ([4, 4], 1, 2)):
+    # An agreement on unequal sizes has a second round.
+    for mine, rounds, misses in (([4, 4], 0, 1), ([4, 4], 1, 1), ([4, 3], 0, 2), ([4, 3], 2, 2), ([4, 4], 1, 2)):
         state, found = _rounds_a_step(step, state, torch.ones(mine[mesh.rank], 6))
         assert not rounds or found == rounds, (mine, found)
         assert step.cache_info().misses == misses
@@ -192,6 +191,6 @@ def test_rounds_go_through_memory_once_ranks_have_agreed(world: int) -> None:
     control, notice = comms_of(mesh).control, notice_of(mesh)
     assert isinstance(control, Control) and [n > 0 for _, n in control.shared()] == [not chosen_channel()]
     notice.mine = 7 if mesh.rank == 1 else 0
-    for values in ([5] * world, [-3, (1 << 62) - 1, 0][:world]):
+    for values in ([5] * world, [-3, (1 << 60) - 1, 0][:world]):
         assert control.exchange(values[mesh.rank]) == values
     assert notice.told == 7

@@ -160,7 +160,7 @@ def test_shapes_between_stages_are_found_once_and_without_a_value() -> None:
         return _first(params, x)
 
     case = Case(1, first)
-    (shapes,) = case.plan.stages.between.values()
+    (shapes,) = case.plan.learnt.stages.between.values()
     assert shapes.paths == ["h['h']", "h['rows']"]
     assert [(tuple(x.shape), x.dtype) for x in shapes.leaves] == [
         ((ROWS, WIDTH), torch.float32),

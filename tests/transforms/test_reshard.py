@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.collectives import GlobalTensor, route
+from shardfn.collectives import GlobalTensor, _carry, route
 from shardfn.core import Mesh, P, Placement, all_coords, block_slices
 from shardfn.testing import distributed
 
@@ -467,3 +467,56 @@ def test_a_rank_that_comes_to_a_step_instead_is_an_error_on_both() -> None:
         else:
             step(state, torch.ones(2, 4))
     assert torch.equal(sf.reshard(state.params, P()).local, torch.ones(4))
+
+
+# small leaves that share messages
+
+
+def _small(mesh: Mesh) -> tuple[dict[str, GlobalTensor], dict[str, Any]]:
+    """Leaves of several dtypes, sizes and dims that are cut, with their targets."""
+    tree: dict[str, GlobalTensor] = {}
+    to: dict[str, Any] = {}
+    for i, (src, dst, dtype) in enumerate(
+        (src, dst, dtype)
+        for src, dst in ((P("dp"), P()), (P("dp"), P(None, "dp")), (P(None, "dp"), P("dp")), (P(), P("dp")))
+        for dtype in (torch.float32, torch.int64, torch.bool)
+    ):
+        for rows, columns in ((5, 3), (0, 4), (6, 1), (1, 7)):
+            tree[f"{i}, {rows}"] = sf.shard(whole((rows, columns, 2), dtype), src, mesh)
+            to[f"{i}, {rows}"] = Placement(dst, dtype=torch.bfloat16) if i % 3 == 0 else dst
+    return tree, to
+
+
+@distributed(world=[2, 3])
+def test_small_leaves_with_the_same_hops_share_a_message_and_have_the_bits_of_messages_of_their_own() -> None:
+    mesh = sf.make_mesh({"dp": -1}, device="cpu")
+    tree, to = _small(mesh)
+    found = []
+    for least in (0, _carry.SMALL):
+        with pytest.MonkeyPatch.context() as patch, sf.count_traffic() as traffic:
+            patch.setattr(_carry, "SMALL", least)
+            found.append((sf.reshard(tree, to), traffic))
+    (alone, many), (shared, few) = found
+    for name, x in shared.items():
+        assert torch.equal(x.local, alone[name].local) and x.local.is_contiguous(), name
+        assert x.local.stride() == alone[name].local.stride(), name
+    # Three ways that send, of three dtypes each; leaves without elements send nothing.
+    assert few.calls == 9 and many.calls > 20 and few.bytes == many.bytes and few.by_dtype == many.by_dtype
+    memory = [x.local.untyped_storage().data_ptr() for x in shared.values() if x.local.numel()]
+    assert len(set(memory)) == len(memory)
+
+
+@distributed(world=2)
+def test_large_leaves_and_full_messages_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = sf.make_mesh({"dp": -1}, device="cpu")
+    monkeypatch.setattr(_carry, "SMALL", 100)
+    monkeypatch.setattr(_carry, "MESSAGE", 150)
+    sizes = (8, 8, 16, 30, 2, 20)  # of 4 bytes: 32 + 32 + 64, 120 alone, 8 + 80
+    tree = [sf.shard(whole((n,), torch.float32), P("dp"), mesh) for n in sizes]
+    with sf.count_traffic() as traffic:
+        out = sf.reshard(tree, P())
+    assert traffic.calls == 3
+    assert all(torch.equal(x.local, whole((n,), torch.float32)) for x, n in zip(out, sizes, strict=True))
+    # A target on the host is reached leaf by leaf, after the message.
+    kept = sf.reshard(tree, sf.Sharding(P(), "host"))
+    assert all(x.memory_kind == "host" and torch.equal(x.local, y.local) for x, y in zip(kept, out, strict=True))

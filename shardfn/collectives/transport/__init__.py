@@ -1,5 +1,8 @@
 """Messages between ranks: channels over shared memory or a process group, control messages, failures."""
 
+from ._calls import (
+    Calls as Calls,
+)
 from ._channel import (
     Channel as Channel,
 )
@@ -11,6 +14,9 @@ from ._control import (
     Constant as Constant,
     Control as Control,
     text_hash as text_hash,
+)
+from ._epoch import (
+    absent_from as absent_from,
 )
 from ._failure import (
     TransportError as TransportError,

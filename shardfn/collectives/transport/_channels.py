@@ -1,5 +1,7 @@
 """The channels of a mesh, of each kind one for each set of axes."""
 
+from collections.abc import Callable
+
 from shardfn.core import Mesh
 
 from ._channel import Channel
@@ -12,12 +14,13 @@ class Channels:
 
     Args:
         mesh: the mesh.
+        meet: waits for all ranks before groups are made, for which all are needed.
         apart: whether the loss's channels, too, have groups of their own, which may end with them after a failure.
             Where the backend is not gloo they have the mesh's in any case: each would cost memory on the device.
     """
 
-    def __init__(self, mesh: Mesh, *, apart: bool = True) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, meet: Callable[[], None] = lambda: None, *, apart: bool = True) -> None:
+        self._mesh, self._meet = mesh, meet
         self._apart = apart and mesh.backend == "gloo" and mesh.makes_groups
         # In the order of the first requests, which is the same on all ranks: `anew` makes them in that order.
         self._made: dict[tuple[str, tuple[str, ...]], Channel] = {}
@@ -67,9 +70,9 @@ class Channels:
             if kind == "loss":
                 channel.end_memory()
 
-    def anew(self) -> "Channels":
+    def anew(self, meet: Callable[[], None] = lambda: None) -> "Channels":
         """The same channels, made again. Collective."""
-        fresh = Channels(self._mesh)
+        fresh = Channels(self._mesh, meet)
         for kind, axes in self._made:
             fresh._get(kind, axes)
         return fresh
@@ -77,6 +80,7 @@ class Channels:
     def _get(self, kind: str, axes: tuple[str, ...]) -> Channel:
         key = (kind, axes)
         if key not in self._made:
+            self._meet()
             if kind == "loss":
                 group = None if self._apart else self._mesh.group(axes)
                 self._made[key] = Channel(self._mesh, axes, group=group, of_loss=True)

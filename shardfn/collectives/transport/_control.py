@@ -4,6 +4,7 @@ An exchange is one all_reduce of three integers when ranks agree. A failing peer
 """
 
 import hashlib
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -14,15 +15,22 @@ import torch.distributed as dist
 
 from shardfn.core import Mesh, RankError
 
-from ._failure import COURTESY, PATIENCE, Board, EndedGroup, is_of_the_wire
+from ._calls import Calls, Watch
+from ._failure import COURTESY, PATIENCE, Board, EndedGroup, TransportError, is_of_the_wire
 from ._notice import notice_of
 from ._presence import Presence
-from ._rounds import Rounds
+from ._rounds import Kind, Rounds
 
 # Seconds to wait for others to report a failure; and in which one that waited, too, is woken and reports it.
 GRACE, WAKING = 3.0, 1.0
 # The number of lines of a rank's text that an error shows.
 _SHOWN = 12
+_WHAT = "what to run"
+_DIFFERENCES = "differences"
+_SAME_CALLS = (
+    "\nAll ranks of a mesh make the same calls in the same order; look for one under a condition that differs between"
+    " ranks, such as `if mesh.rank == 0:`, or for a rank that has caught an error and gone on."
+)
 
 
 class Constant(NamedTuple):
@@ -69,6 +77,8 @@ class Control:
         rank: this rank.
         lost: whether a peer was lost, so that nothing can be agreed on any more.
         wake: closes everything else at which another rank may wait for this one.
+        closing: held by the thread that ends the communicators.
+        calls: of this rank.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -76,21 +86,25 @@ class Control:
         self.rank = mesh.rank
         self._group: Any = mesh.new_group(mesh.axis_names, backend="gloo") if mesh.size > 1 else None
         self._mesh = mesh
-        self._rounds = Rounds(self._group, mesh.rank, _failure_of(self), notice_of(mesh))
+        self.calls = Calls()
+        self._rounds = Rounds(self._group, mesh.rank, *_errors_of(self), notice=notice_of(mesh))
         self._along: dict[tuple[str, ...], Rounds] = {}
         self.lost = self._shares = False
+        # Both the rank's own thread and that of `Watch` may end the communicators.
+        self.closing = threading.RLock()
         self.wake: Callable[[], None] = lambda: None
-        # The call of this rank, the last on which it wanted to agree, and whether all ranks came to it.
-        self._call, self._met = "the first agreement", False
-        self._timeout = mesh.timeout
+        # Whether all ranks came to the last call on which this rank wanted to agree.
+        self._met, self._meetings = False, 0
+        self._timeout, self._agreement_timeout = mesh.timeout, mesh.agreement_timeout
         self._board = Board(self._new_name(), self.rank, self.size)
         if self._group is not None:
             self._presence = Presence(mesh)
             this = weakref.ref(self)
+            self._watch = Watch(self.calls, self._board, self.rank, lambda *pair: _report(this(), *pair))
             mesh.at_close("control", lambda why: _say_goodbye(this(), why))
 
     def exchange(self, value: int) -> list[int]:
-        """Every rank's value (63 bits), in rank order; see `Rounds.exchange`."""
+        """Every rank's value (60 bits and a sign), in rank order; see `Rounds.exchange`."""
         return self._rounds.exchange(value)
 
     def gather(self, value: object) -> list[object]:
@@ -106,8 +120,9 @@ class Control:
         if self._mesh.axis_size(names) == self.size:
             return self._rounds
         if names not in self._along:
+            self.meet()
             group = self._mesh.new_group(names, backend="gloo") if names else None
-            self._along[names] = Rounds(group, self.rank, _failure_of(self))
+            self._along[names] = Rounds(group, self.rank, *_errors_of(self))
             if self._shares:
                 self._along[names].share(self._timeout)
         return self._along[names]
@@ -120,8 +135,12 @@ class Control:
         sizes: tuple[int, ...] = (),
         known: tuple[bool, bool] = (True, True),
         remedy: Callable[[list[str]], str] = lambda texts: "",
+        *,
+        begins: bool = False,
     ) -> Agreed:
         """Raises the same error on all ranks unless all pass the same texts; one exchange if they do.
+
+        Ranks that differ at the beginning of a call keep their communicators: no transfer of it has begun.
 
         Args:
             what: the subject of the agreement, for the error.
@@ -130,6 +149,7 @@ class Control:
             sizes: numbers that may differ.
             known: the results that this rank has; see `Agreed`. It may differ.
             remedy: from the texts of all ranks to further lines of the error.
+            begins: whether it is the first message of a call, named by `begin`.
 
         Returns:
             The permitted differences between ranks.
@@ -137,11 +157,29 @@ class Control:
         Raises:
             RankError: lists the texts of the ranks.
         """
+        self.calls.inside += 1
+        try:
+            return self._agree(what, text, constant, sizes, known, remedy, begins)
+        finally:
+            self.calls.inside -= 1
+
+    def _agree(
+        self,
+        what: str,
+        text: str,
+        constant: Constant | None,
+        sizes: tuple[int, ...],
+        known: tuple[bool, bool],
+        remedy: Callable[[list[str]], str],
+        begins: bool,
+    ) -> Agreed:
         code = constant.code if constant else 0
+        kind, limit = (Kind.CALL, self._agreement_timeout) if begins else (Kind.INNER, None)
         # Every rank gets the same list, here and from both gathers below, so all take the same branch and no rank waits
         # alone. `known[1]` is exchanged only if sizes differ: then the codes differ, too.
-        codes = self.exchange(text_hash(f"{text}\n{code}\n{sizes}\n{known[0]}"))
+        codes = self._rounds.exchange(text_hash(f"{text}\n{code}\n{sizes}\n{known[0]}"), kind, limit)
         self._met = True
+        self.calls.agreed()
         if len(set(codes)) == 1:
             return Agreed(True, known)
         rows: list[Any] = self.gather((text, code, sizes, known))
@@ -151,7 +189,9 @@ class Control:
             told = [(f"{text}\n{rest}", code) for (text, code), rest in zip(told, rests, strict=True)]
         texts = [text for text, _ in told]
         if len(set(texts)) > 1:
-            raise RankError(f"ranks disagree on {what}:\n" + _differences(texts) + remedy(texts))
+            error = _disagreement(what, texts, remedy(texts))
+            error.before_transfers = begins
+            raise error
         passed = tuple(sizes for *_, sizes, _ in rows)
         even = len(set(passed)) == 1
         at_even, at_uneven = (all(flags) for flags in zip(*(known for *_, known in rows), strict=True))
@@ -168,9 +208,42 @@ class Control:
         """The rounds, and the bytes of memory that this rank has set aside for each."""
         return [(rounds, rounds.shared_bytes) for rounds in (self._rounds, *self._along.values())]
 
+    def meet(self) -> None:
+        """Waits for all ranks, before they make groups: making one is a wait from which no rank can be woken.
+
+        Raises:
+            RankError: a rank has left the call, or does not come within `agreement_timeout`.
+        """
+        if self._group is None or isinstance(self._group, EndedGroup):
+            return
+        name, self._meetings = f"meeting {self._meetings}", self._meetings + 1
+        deadline, pause = time.monotonic() + self._agreement_timeout.total_seconds(), 0.001
+        here = self._board.count(1, name)
+        while here < self.size:
+            others = self.size - 1
+            left = len(self._board.absent()) < others
+            if left or self._board.silent or time.monotonic() > deadline:
+                error = TransportError("not all ranks came to make a channel")
+                raise self.failure(error) from error
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            here = self._board.count(0, name)
+
     def begin(self, call: str) -> None:
         """Records this rank's next call, for the errors of ranks that wait for it in vain."""
-        self._call, self._met = call, False
+        self._met = False
+        self.calls.begin(call)
+
+    def mismatch(self, calls: list[str]) -> RankError:
+        """The error to raise where ranks meet in a message at different places of a program. Ends the control plane."""
+        error = _disagreement(_WHAT, calls, "")
+        # For a call around this one, whose next message fails.
+        self._board.put(_DIFFERENCES, str(error))
+        self._board.leave()
+        self._board.wait_for_all(COURTESY)
+        self.close()
+        self.wake()
+        return error
 
     def failure(self, error: BaseException) -> RankError:
         """The error to raise when a transfer failed: names the failed ranks and their errors, or missing ranks."""
@@ -179,6 +252,8 @@ class Control:
         # Noted as having left before any connection closes: ranks that wake must not take this one for missing.
         self.close()  # wakes those that wait for this rank in turn
         self.wake()
+        if differences := self._board.get(_DIFFERENCES):
+            return RankError(differences)
         told = self._board.read() or self._look_around(error)
         if any(self.rank in about for _, about in told):
             title = f"the other ranks have given up waiting for this one, rank {self.rank}."
@@ -207,10 +282,14 @@ class Control:
 
     def close(self) -> None:
         """Ends the control plane: ranks that wait for this one wake, and read its message on the board."""
-        self.lost = self._group is not None
-        for rounds in (self._rounds, *self._along.values()):
-            rounds.close()
-        self._group = None if self._group is None else EndedGroup()
+        if self._group is None:
+            return
+        with self.closing:
+            self.lost = True
+            self._watch.stop()
+            for rounds in (self._rounds, *self._along.values()):
+                rounds.close()
+            self._group = EndedGroup()
 
     def _look_around(self, error: BaseException) -> list[tuple[str, list[int]]]:
         """Finds the missing ranks and posts them for the others, unless another rank was quicker.
@@ -247,11 +326,12 @@ class Control:
     def _missing(self, absent: list[int]) -> str:
         """The line on ranks whose process is there: the call in which the others wait for them."""
         here = _ranks([r for r in range(self.size) if r not in absent])
-        seconds = "" if self._timeout is None else f" for {self._timeout.total_seconds():g} s"
-        more = "" if self._timeout is None else f", now make_mesh(timeout={self._timeout.total_seconds():g})"
+        name, limit = ("timeout", self._timeout) if self._met else ("agreement_timeout", self._agreement_timeout)
+        seconds = "" if limit is None else f" for {limit.total_seconds():g} s"
+        more = "" if limit is None else f", now make_mesh({name}={limit.total_seconds():g})"
         did = "came to {0}, but did not go on in it" if self._met else "did not come to {0}"
         return (
-            f"{_ranks(absent)} {did.format(self._call)}; {here} waited{seconds}. The process is there: it is slow,"
+            f"{_ranks(absent)} {did.format(self.calls.last)}; {here} waited{seconds}. The process is there: it is slow,"
             " stopped, cut off, or at another call; `py-spy dump --pid` on its host shows where. If it is slow, give it"
             f" a longer timeout{more}."
         )
@@ -260,7 +340,7 @@ class Control:
         """The line for a store out of reach: only this rank's own waiting is known."""
         seconds = "" if self._timeout is None else f" for {self._timeout.total_seconds():g} s"
         return (
-            f"{_ranks([self.rank])} waited{seconds} in {self._call}, and then {PATIENCE:g} s for the job's store, by"
+            f"{_ranks([self.rank])} waited{seconds} in {self.calls.last}, then {PATIENCE:g} s for the job's store, by"
             " which ranks tell one another who failed. The link to the node of rank 0, which has the store, is cut, or"
             " its process is stopped."
         )
@@ -275,23 +355,47 @@ class Control:
 
 
 def text_hash(text: str) -> int:
-    """A 62-bit hash of `text` that is the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+    """A 60-bit hash of `text` that is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 4
 
 
-def _failure_of(control: Control) -> Callable[[BaseException], RankError]:
-    """`control.failure`, without holding the control plane: in a cycle, closed objects would live on."""
-    this = weakref.ref(control)
+def _errors_of(
+    control: Control,
+) -> tuple[Callable[[BaseException], RankError], Callable[[], str], Callable[[list[str]], RankError]]:
+    """`failure`, the call and `mismatch` of a control plane, without holding it: in a cycle, closed ones live on."""
+    this, calls = weakref.ref(control), control.calls
 
     def failure(error: BaseException) -> RankError:
         live = this()
         return RankError(f"the step's communicators are gone ({error}).") if live is None else live.failure(error)
 
-    return failure
+    def mismatch(texts: list[str]) -> RankError:
+        live = this()
+        return _disagreement(_WHAT, texts, "") if live is None else live.mismatch(texts)
+
+    return failure, lambda: calls.last, mismatch
+
+
+def _report(control: Control | None, first: str, own: str) -> None:
+    """Ends a control plane whose ranks wait in different calls; called by a thread."""
+    if control is not None and not control.lost:
+        texts = f"  - rank 0: {first}\n  - rank {control.rank}: {own}"
+        control._board.put(_DIFFERENCES, f"ranks disagree on {_WHAT}:\n{texts}{_SAME_CALLS}")
+        control.close()
+        control.wake()
+
+
+def _disagreement(what: str, texts: list[str], remedy: str) -> RankError:
+    """The error of ranks that differ; at different calls it adds the remedy."""
+    calls = {text.partition("\n")[0] for text in texts}
+    apart = len(calls) > 1 and not any(call.startswith("raised ") for call in calls)
+    return RankError(f"ranks disagree on {what}:\n" + _differences(texts) + remedy + _SAME_CALLS * apart)
 
 
 def _say_goodbye(control: Control | None, why: str) -> None:
     """Leaves word that a rank goes for good, in case that another one waits for it."""
+    if control is not None:
+        control._watch.stop()
     if control is not None and not control.lost and dist.is_initialized():  # the program may have ended it itself
         control._board.post(f"rank {control.rank} {why}, while another one waited for it.")
 

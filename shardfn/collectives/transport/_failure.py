@@ -51,6 +51,24 @@ class Board:
         # Appended, not set: several ranks may post at once, and none may overwrite another's word.
         self._ask(lambda store: store.append(f"{self._key}/told", json.dumps([text, list(about)]) + "\n"), None)
 
+    def put(self, name: str, text: str) -> None:
+        """Sets a text that all may get."""
+        self._ask(lambda store: store.set(f"{self._key}/{name}", text), None)
+
+    def get(self, name: str) -> str:
+        """A text that a rank has put; "" if no rank has."""
+        key = f"{self._key}/{name}"
+        return self._ask(lambda store: store.get(key).decode() if store.check([key]) else "", "")
+
+    def decide(self, name: str, text: str) -> str:
+        """Puts a text unless a rank has been quicker; gives the one that is there, `text` without a store."""
+        key = f"{self._key}/{name}"
+        return self._ask(lambda store: store.compare_set(key, "", text).decode(), text)
+
+    def count(self, num: int, name: str = "count") -> int:
+        """Adds to a counter of the board, and gives its value; 0 if the store does not answer."""
+        return self._ask(lambda store: store.add(f"{self._key}/{name}", num), 0)
+
     def read(self) -> list[tuple[str, list[int]]]:
         """The posted messages, each with the ranks that it is about."""
         told = f"{self._key}/told"

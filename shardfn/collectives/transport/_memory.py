@@ -142,17 +142,17 @@ class Lanes:
         self._check()
         return self._entry((x,), "message", int(sends), peer, tag, Address(x.data_ptr()), x.numel() * x.element_size())
 
-    def wait(self, entry: "LaneOp", asked: int) -> None:
-        """Waits until a transfer has come (IN), or left (OUT), or both.
+    def wait(self, entry: "LaneOp", asked: int, timeout: float | None = None) -> None:
+        """Waits until a transfer has come (IN), or left (OUT), or both; `timeout`: seconds, None = the channel's.
 
         Raises:
             TransportError: it failed, or took too long.
         """
-        start = time.monotonic()
+        start, limit = time.monotonic(), self._timeout if timeout is None else timeout
         while (state := entry.wait(self._engine, asked)) == 0:
-            if self._timeout is not None and time.monotonic() - start > self._timeout:
+            if limit is not None and time.monotonic() - start > limit:
                 raise TransportError(
-                    f"waited {self._timeout:g} s through memory for ranks {self.why()} of the channel, in vain"
+                    f"waited {limit:g} s through memory for ranks {self.why()} of the channel, in vain"
                 )
         if state < 0:
             raise TransportError(self.why())

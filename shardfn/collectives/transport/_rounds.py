@@ -1,10 +1,12 @@
 """Rounds: small CPU messages in which each rank of a group sends a value and receives those of all.
 
 They go by gloo until the ranks have agreed on their channel (`share`); from then on exchanges among ranks of one host
-go through memory.
+go through memory. Every round begins with the same message, in which each rank names its kind of round. So ranks at
+different places of a program all detect it in that message.
 """
 
 import datetime
+import enum
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,22 @@ from ._sharing import shared_lanes
 
 # Bytes of a ring of exchanges, each two cache lines.
 _RING = 4096
+# The bits of a value, which is sent as a number from 0 on; those above them are the kind of the round.
+_BITS = 61
+_MASK, _ZERO = (1 << _BITS) - 1, 1 << (_BITS - 1)
+
+
+class Kind(enum.IntEnum):
+    """The kinds of rounds.
+
+    EXCHANGE: of a number, within a call. GATHER: of an object, within a call. INNER: an agreement within a call.
+    CALL: the agreement at the beginning of a call.
+    """
+
+    EXCHANGE = 0
+    GATHER = 1
+    INNER = 2
+    CALL = 3
 
 
 class Rounds:
@@ -30,6 +48,8 @@ class Rounds:
         group: the group; None for one rank.
         rank: this rank's name in errors.
         failure: from the error of a round to the error to raise.
+        call: this rank's call, in words.
+        mismatch: from the calls of all ranks to the error to raise where they are in rounds of different kinds.
         notice: travels with each exchange; None = no notice.
 
     Attributes:
@@ -38,9 +58,16 @@ class Rounds:
     """
 
     def __init__(
-        self, group: Any, rank: int, failure: Callable[[BaseException], RankError], notice: Notice | None = None
+        self,
+        group: Any,
+        rank: int,
+        failure: Callable[[BaseException], RankError],
+        call: Callable[[], str] = lambda: "a message of its own",
+        mismatch: Callable[[list[str]], RankError] = lambda calls: RankError(f"ranks are at different calls: {calls}"),
+        notice: Notice | None = None,
     ) -> None:
         self._group, self.rank, self._failure = group, rank, failure
+        self._call, self._mismatch = call, mismatch
         self._notice = Notice() if notice is None else notice
         self.size: int = 1 if group is None else group.size()
         self._lanes: Lanes | None = None
@@ -62,38 +89,62 @@ class Rounds:
         except RuntimeError as error:
             raise self._failure(error) from error
 
-    def exchange(self, value: int) -> list[int]:
-        """Every rank's value (63 bits), in the group's order.
+    def exchange(self, value: int, kind: Kind = Kind.EXCHANGE, timeout: datetime.timedelta | None = None) -> list[int]:
+        """Every rank's value (60 bits and a sign), in the group's order.
 
         Through memory it is one message to each rank. By gloo it is one all_reduce of three integers if all are the
         same.
 
+        Args:
+            value: the value.
+            kind: the kind of the round, in which ranks must not differ.
+            timeout: how long to wait for the other ranks; None = the group's.
+
         Raises:
-            RankError: a rank did not answer within the group's timeout.
+            RankError: a rank did not answer in time, or is in a round of another kind.
         """
         if self._group is None:
             self._notice.told = max(self._notice.told, self._notice.mine)
             return [value]
-        if self._lanes is not None:
-            return self._through_memory(self._lanes, value)
-        # The greatest and the least, on all ranks: all go on to the gather, or none.
-        sent = torch.tensor([value, -value, self._notice.mine])
-        self._reduce_max(sent)
-        most, least, told = sent.tolist()
-        self._notice.told = max(self._notice.told, told)
-        if most == -least:
+        most, least, values = self._round(value, kind, timeout)
+        if most == least:
             return [value] * self.size
-        return [int(v) for v in self.gather(value)]  # type: ignore[arg-type]
+        return values or [int(v) for v in self._gathered(_packed(value))]  # type: ignore[arg-type]
 
     def gather(self, value: object) -> list[object]:
         """Every rank's picklable value, in the group's order."""
         if self._group is None:
             return [value]
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        size = torch.tensor([data.numel()])
-        self._reduce_max(size)
+        data = _packed(value)
+        most, _, _ = self._round(data.numel(), Kind.GATHER, None)
+        return self._gathered(data, most)
+
+    def _round(self, value: int, kind: Kind, timeout: datetime.timedelta | None) -> tuple[int, int, list[int]]:
+        """The greatest value and the least; through memory also all of them. The first message of every round."""
+        sent = value + _ZERO | kind << _BITS
+        if self._lanes is not None:
+            values = self._through_memory(self._lanes, sent, timeout)
+            most, least = max(values), min(values)
+        else:
+            values = []
+            x = torch.tensor([sent, -sent, self._notice.mine])
+            self._reduce_max(x, timeout)
+            most, least, told = x.tolist()
+            least = -least
+            self._notice.told = max(self._notice.told, told)
+        # The greatest and the least, on all ranks: all go on in the same way.
+        if most >> _BITS != least >> _BITS:
+            raise self._mismatch([str(x) for x in self._gathered(_packed(self._call()))])
+        return (most & _MASK) - _ZERO, (least & _MASK) - _ZERO, [(x & _MASK) - _ZERO for x in values]
+
+    def _gathered(self, data: torch.Tensor, most: int | None = None) -> list[object]:
+        """The values of all ranks, of which each has packed its own; `most` is the greatest number of bytes."""
+        if most is None:
+            size = torch.tensor([data.numel()])
+            self._reduce_max(size)
+            most = int(size)
         # A pickle marks its own end, so the bytes behind it are ignored.
-        padded = torch.zeros(int(size) + 8, dtype=torch.uint8)
+        padded = torch.zeros(most + 8, dtype=torch.uint8)
         padded[: data.numel()] = data
         out = torch.empty(self.size * padded.numel(), dtype=torch.uint8)
         try:
@@ -110,19 +161,28 @@ class Rounds:
             close(self._group)
             self._group = EndedGroup()
 
-    def _through_memory(self, lanes: Lanes, value: int) -> list[int]:
+    def _through_memory(self, lanes: Lanes, value: int, timeout: datetime.timedelta | None) -> list[int]:
         out = torch.tensor([[value, self._notice.mine]] * self.size)
         rows = out.unbind()
+        limit = None if timeout is None else timeout.total_seconds()
         try:
-            lanes.wait(lanes.all_gather(rows[lanes.index], rows), IN | OUT)
+            lanes.wait(lanes.all_gather(rows[lanes.index], rows), IN | OUT, limit)
         except RuntimeError as error:
             raise self._failure(error) from error
         values, told = zip(*out.tolist(), strict=True)
         self._notice.told = max(self._notice.told, *told)
         return list(values)
 
-    def _reduce_max(self, x: torch.Tensor) -> None:
+    def _reduce_max(self, x: torch.Tensor, timeout: datetime.timedelta | None = None) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        if timeout is not None:
+            options.timeout = timeout
         try:
-            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self._group)
+            self._group.allreduce([x], options).wait()
         except RuntimeError as error:
             raise self._failure(error) from error
+
+
+def _packed(value: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

@@ -55,13 +55,13 @@ def compare_first_step(plan: Plan, model_state: PyTree, metrics: dict[str, Tenso
     Raises:
         RankError: they differ; lists each rank's.
     """
-    if plan.compared:
+    if plan.learnt.compared:
         return
     if plan.mesh.size > plan.mesh.axis_size(plan.batch_axes):
         check_same_loss(metrics["loss"], plan, control)
     check_same_state(model_state, plan.mesh, control)
     # A skipped step has kept the model state, which then shows nothing of the loss.
-    plan.compared = not tree_leaves(model_state) or not bool(metrics.get("skipped", False))
+    plan.learnt.take_compared(not tree_leaves(model_state) or not bool(metrics.get("skipped", False)))
 
 
 def compare_first_batch(plan: Plan, batch: PyTree, control: AnyControl) -> None:
@@ -75,7 +75,7 @@ def compare_first_batch(plan: Plan, batch: PyTree, control: AnyControl) -> None:
     """
     mesh, cut = plan.mesh, plan.mesh.axes(plan.batch_axes)
     free = tuple(a for a in mesh.axes(mesh.axis_names) if a not in cut)
-    if plan.compared or mesh.axis_size(free) == 1:
+    if plan.learnt.compared or mesh.axis_size(free) == 1:
         return
     own = tuple(mesh.coords[a] for a in cut)
     rows: list[Any] = control.gather((own, [checksum(x) for x in tree_leaves(batch)]))

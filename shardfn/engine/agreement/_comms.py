@@ -1,9 +1,10 @@
 """The communicators of a mesh's steps."""
 
 import contextlib
+import functools
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -15,6 +16,7 @@ from shardfn.collectives import (
     AnyRounds,
     Channels,
     Control,
+    absent_from,
     forget_loss_channels,
     gather_wires,
     set_loss_channels,
@@ -33,7 +35,8 @@ class Comms:
         control: agreement between ranks.
         mark: called with the part of the step that begins: "forward", "backward", "update"; only captures use it.
         name: called with the pipeline's action that begins, in words; "" after the last. Only captures use it.
-        broken: set when a step has failed: transfers may be left over, so the next step makes new communicators.
+        epoch: the number of these communicators among those of the mesh, the same on all ranks.
+        broken: set when a call has failed: transfers may be left over, so the next call begins another epoch.
         meets: whether a rank whose loss raises sends the error to the others in their next round, because the backend
             cannot close a connection.
     """
@@ -45,9 +48,10 @@ class Comms:
         control: AnyControl,
         mark: Callable[[str], None] = lambda phase: None,
         name: Callable[[str], None] = lambda part: None,
+        epoch: int = 0,
     ) -> None:
         self.mesh, self.channels, self.control, self.mark, self.name = mesh, channels, control, mark, name
-        self.broken, self.meets = False, mesh.backend != "gloo"
+        self.broken, self.meets, self.epoch = False, mesh.backend != "gloo", epoch
 
 
 COMMS: PerMesh[Comms] = PerMesh()
@@ -56,33 +60,51 @@ COMMS: PerMesh[Comms] = PerMesh()
 def comms_of(mesh: Mesh) -> Comms:
     """The communicators of a mesh, made on first use and again after a failure, which is collective.
 
-    All steps on a mesh share them, as they run one after another, in the same order on all ranks.
+    All steps on a mesh share them, as they run one after another, in the same order on all ranks. No rank makes them
+    anew alone: an error that ends them closes the connections of its rank, which ends them on the others, too.
     """
     mesh.check_open()
     comms = COMMS.get(mesh)
     if comms is not None and not comms.broken and not _live(comms)[1].lost:
         return comms
+    epoch = 0 if comms is None else comms.epoch + 1
+    limit = mesh.agreement_timeout.total_seconds()
+    if absent := absent_from(mesh, epoch):
+        raise _not_all(mesh, f"did not come within {limit:g} s: ", absent)
     try:
         control = Control(mesh)
     except RankError:
         raise
     except RuntimeError as error:
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        limit = "" if mesh.timeout is None else f" within {mesh.timeout.total_seconds():g} s"
-        raise RankError(
-            f"rank {mesh.rank} wanted to make the communicators of {mesh!r}, for which all ranks are needed, and they"
-            f" did not all come{limit}: they are slow, at another call, or gone ({why})."
-            " Give them more time, make_mesh(timeout=...), or restart the job."
-        ) from error
+        raise _not_all(mesh, f"were lost meanwhile ({why}): ") from error
     if comms is not None:  # all ranks are here now, so transfers of earlier agreements have ended
         _close(comms)
-    channels = Channels(mesh) if comms is None else _live(comms)[0].anew()
-    fresh = COMMS.put(mesh, Comms(mesh, channels, control))
+    meet = functools.partial(_meet, weakref.ref(control))
+    channels = Channels(mesh, meet) if comms is None else _live(comms)[0].anew(meet)
+    fresh = COMMS.put(mesh, Comms(mesh, channels, control, epoch=epoch))
     this = weakref.ref(fresh)  # in a cycle, closed communicators would live on
     control.wake = lambda: None if (of := this()) is None else _close(of)
     channels.loss_along_each()
     set_loss_channels(mesh, channels)
     return fresh
+
+
+def _meet(control: "weakref.ref[Control]") -> None:
+    """`Control.meet`, without holding the control plane: plans remember channels."""
+    live = control()
+    if live is not None:
+        live.meet()
+
+
+def _not_all(mesh: Mesh, what: str, absent: Sequence[int] = ()) -> RankError:
+    named = f"ranks {', '.join(map(str, absent))}" if absent else "some"
+    return RankError(
+        f"rank {mesh.rank} wanted to make the communicators of {mesh!r}, for which all ranks are needed, and {named}"
+        f" {what}they are slow, at another call, or gone. All ranks make the same calls in the same order. If one is"
+        f" slow, give it more time, make_mesh(agreement_timeout={mesh.agreement_timeout.total_seconds():g}) now; else"
+        " restart the job."
+    )
 
 
 def open_channels(comms: Comms, plan: Plan, late_axes: tuple[str, ...] = ()) -> None:
@@ -123,31 +145,46 @@ def spans_the_mesh(comms: Comms, plan: Plan) -> bool:
 def losing_no_peer(comms: Comms) -> Iterator[None]:
     """Sends an error to the other ranks at once, and turns an error that another rank has sent into a `RankError`.
 
-    After any error, communicators are made anew. An error that only this rank may have is written to the store; then
-    all connections that another rank may wait at are closed, which wakes it: see `Control.failure`. An agreed error is
-    known to all ranks already.
+    After any error, communicators are made anew. The error is written to the store; then all connections that another
+    rank may wait at are closed, which wakes it: see `Control.failure`. Only ranks that differ at the beginning of a
+    call, which all of them have found in the same message, keep their communicators.
     """
+    calls = comms.control.calls
+    calls.inside += 1
     try:
         yield
     except BaseException as error:
         _tell(comms, error)
         raise
+    finally:
+        calls.inside -= 1
 
 
 @contextlib.contextmanager
-def losing_no_peer_purely(mesh: Mesh) -> Iterator[None]:
-    """The same around a function that torch may transform, or record; nothing where no peer waits."""
+def losing_no_peer_purely(mesh: Mesh, call: str) -> Iterator[None]:
+    """The same around a function that torch may transform, or record; nothing where no peer waits.
+
+    Args:
+        mesh: the mesh.
+        call: the call in words; "" if not all ranks need to make it.
+    """
     if mesh.size == 1 or mesh.abstract or not mesh.is_member or capturing():
         yield
         return
     with untransformed():
         comms = comms_of(mesh)
+    calls = comms.control.calls
+    if call:
+        calls.begin(call)
+    calls.inside += 1
     try:
         yield
     except BaseException as error:
         with untransformed():
             _tell(comms, error)
         raise
+    finally:
+        calls.inside -= 1
 
 
 @contextlib.contextmanager
@@ -164,14 +201,12 @@ def _tell(comms: Comms, error: BaseException) -> None:
         return
     comms.broken = True
     _, control = _live(comms)
-    if isinstance(error, RankError):
-        # All ranks raise it, so no rank waits to be woken.
-        control.leave()
-        return
     try:
-        if control.is_theirs(error):
+        if not isinstance(error, RankError) and control.is_theirs(error):
             raise control.failure(error) from error
-        control.tell(f"raised {described(error)}")
+        # A `RankError`, too: most are raised by all ranks alike, but a rank at another place waits to be woken.
+        if not control.lost:
+            control.tell(f"raised {described(error)}")
     finally:
         _close(comms)
 
@@ -193,7 +228,8 @@ def _live(comms: Comms) -> tuple[Channels, Control]:
 def _close(comms: Comms) -> None:
     """Closes everything at which a rank may wait in a step, but not the program's own groups."""
     channels, control = _live(comms)
-    control.close()
-    channels.close()
-    forget_loss_channels(comms.mesh, channels)
-    comms.mesh.made.forget_ended()
+    with control.closing:
+        control.close()
+        channels.close()
+        forget_loss_channels(comms.mesh, channels)
+        comms.mesh.made.forget_ended()

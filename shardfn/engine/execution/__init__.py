@@ -1,10 +1,19 @@
 """One call executed: eager, captured, pure; forward and backward, update, metrics."""
 
+from ._argument import (
+    Argument as Argument,
+    on_device as on_device,
+    refuse_away as refuse_away,
+    taking_the_place_of as taking_the_place_of,
+)
 from ._backward import (
     run_forward as run_forward,
 )
 from ._captured import (
     CapturedSteps as CapturedSteps,
+)
+from ._donated import (
+    Donated as Donated,
 )
 from ._eager_calls import (
     EagerSteps as EagerSteps,
@@ -29,7 +38,6 @@ from ._graphs import (
     signature as signature,
 )
 from ._interface import (
-    Argument as Argument,
     Interface as Interface,
     REMEDY as REMEDY,
     block_of as block_of,

@@ -44,8 +44,8 @@ def run_forward(
     """`f(params)` without gradients, with the leaves as a loss sees them; leaves that it returns come whole."""
     open_channels(comms, plan)
     kept, blocks = blocks, plan.by_layer(blocks)
-    watch = watch_of(plan, kept, first=key not in plan.use_orders)
-    gatherer = _gatherer(plan, comms, blocks, plan.use_order(key), keep=False)
+    watch = watch_of(plan, kept, first=key not in plan.learnt.use_orders)
+    gatherer = _gatherer(plan, comms, blocks, plan.learnt.use_order(key), keep=False)
     book = LeafBook(gatherer.whole, plan.layers, watch)
     with _sending_errors(gatherer, comms), torch.no_grad():
         params, _ = enter(plan, blocks, book, None)
@@ -84,8 +84,8 @@ def run_backward(
         ahead: an update that uses gradients as soon as they are complete; stopped if they must be divided by a weight.
     """
     open_channels(comms, plan, _late_axes(plan, parts))
-    watch, blocks = watch_of(plan, blocks, first=not plan.compared), plan.by_layer(blocks)
-    gatherer = _gatherer(plan, comms, blocks, plan.use_order("step"))
+    watch, blocks = watch_of(plan, blocks, first=not plan.learnt.compared), plan.by_layer(blocks)
+    gatherer = _gatherer(plan, comms, blocks, plan.learnt.use_order("step"))
     check_canonical(plan, parts)
     chunks = plan.chunks
     if chunks is None:

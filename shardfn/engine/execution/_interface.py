@@ -28,35 +28,36 @@ from shardfn.core import (
 )
 from shardfn.engine.loss import check_specs
 from shardfn.engine.plan import MOVE_THEM, Plan
+from shardfn.memory import DiskTensor
+
+from ._argument import Argument, taking_the_place_of
+from ._donated import Donated, check_donated, owners_of
 
 # For a function that writes to an argument.
 REMEDY = "Name the argument in donate=, or write to a clone()."
 
 
+# Finds the global shapes of blocks, from their paths, values and specs.
+ShapeOf = Callable[[Sequence[tuple[str, Tensor, P]]], list[torch.Size]]
+
+
 def is_entry(x: Any) -> bool:
     """Whether `x` is a leaf of `in_specs` or `out_specs`; None means that the value is passed on unchanged."""
-    return x is None or isinstance(x, P)
+    return x is None or isinstance(x, P | Donated)
 
 
-class Argument(NamedTuple):
-    """A leaf of the arguments beyond the first.
+class ResultPlaces(NamedTuple):
+    """The places of the leaves of a result.
 
     Attributes:
-        path: where it is among the arguments.
-        given: the value that the caller passed.
-        spec: how a sharded leaf is cut; None for the others.
-        donated: whether the function may overwrite its memory.
+        paths: their names.
+        specs: how each is cut; None where it is passed on unchanged.
+        owners: the donated leaf whose place it takes, if it takes one.
     """
 
-    path: str
-    given: Any
-    spec: P | None
-    donated: bool
-
-    @property
-    def seen(self) -> Any:
-        """The value that the function sees: this rank's block, or the value that was passed."""
-        return self.given.local if self.spec is not None else self.given
+    paths: list[str]
+    specs: list[P | None]
+    owners: list[Argument | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Interface:
     Attributes:
         mesh: the mesh.
         in_specs: a prefix tree of `P` for each argument beyond the first; None: it is not sharded.
-        out_specs: a prefix tree for the result; None = this rank's own value.
+        out_specs: a prefix tree of `P` and `Donated` for the result; None = this rank's own value.
         donate: positions, among all arguments, of those whose memory the function may overwrite.
     """
 
@@ -89,7 +90,14 @@ class Interface:
             if not is_entry(x)
         ]
         raise_all(ValueError, "the specs of arguments and results:", problems)
-        check_specs([x for x in tree_leaves(trees, is_leaf=is_entry) if x is not None], P(), Zero(), self.mesh)
+        problems = [
+            f"{path} is {x!r}; only out_specs may name a donated argument"
+            for path, x in named_leaves(self.in_specs, "in_specs", is_leaf=is_entry)
+            if isinstance(x, Donated)
+        ]
+        raise_all(ValueError, "the specs of arguments:", problems)
+        entries = tree_leaves(self.out_specs, is_leaf=is_entry)
+        check_specs([x for x in tree_leaves(trees, is_leaf=is_entry) if isinstance(x, P)], P(), Zero(), self.mesh)
         for k in self.donate:
             if k == 0:
                 raise ValueError(
@@ -101,6 +109,7 @@ class Interface:
                     f"donate={k} has no effect: in_specs has no entry for args[{k}], which only a sharded argument"
                     " needs; its first entry is for args[1]."
                 )
+        check_donated(entries, self.donate)
 
     def arguments(self, args: Sequence[Any]) -> list[Argument]:
         """The leaves of the arguments beyond the first.
@@ -120,7 +129,7 @@ class Interface:
             spec = self.in_specs[k - 1] if k <= len(self.in_specs) else None
             specs = broadcast_prefix(spec, tree, is_entry, names=(f"in_specs[{k - 1}]", f"args[{k}]"))
             named = zip(tree_paths(tree, f"args[{k}]"), tree_leaves(tree), specs, strict=True)
-            out += [Argument(path, x, p, k in self.donate and p is not None) for path, x, p in named]
+            out += [Argument(path, x, p, k in self.donate and p is not None, k) for path, x, p in named]
         _check(out, self.mesh)
         return out
 
@@ -129,7 +138,8 @@ class Interface:
 
         def without_data(x: Any, spec: P | None) -> Any:
             if isinstance(x, GlobalTensor):
-                return GlobalTensor(fakes([x.held], self.mesh.device)[0], x.shape, x.spec, x.mesh)
+                held = x.held if isinstance(x.held, Tensor) else torch.empty(x.held.shape, dtype=x.dtype, device="meta")
+                return GlobalTensor(fakes([held], self.mesh.device)[0], x.shape, x.spec, x.mesh, x.memory_kind)
             if not isinstance(x, Tensor):
                 return x
             (whole,) = fakes([x], self.mesh.device)
@@ -146,42 +156,74 @@ class Interface:
             out.append(tree_unflatten(treedef, map(without_data, leaves, specs)))
         return tuple(out)
 
-    def results(self, out: PyTree, shape_of: Callable[[Sequence[tuple[str, Tensor, P]]], list[torch.Size]]) -> PyTree:
-        """The result, whose blocks become global tensors of the shapes that `shape_of` finds for them.
+    def places(self, out: PyTree, arguments: Sequence[Argument] = ()) -> ResultPlaces:
+        """The places of a result's leaves.
+
+        Raises:
+            ValueError: the specs do not fit, or a leaf does not fit the donated one whose place it takes.
+        """
+        entries = broadcast_prefix(self.out_specs, out, is_entry, names=("out_specs", "result"))
+        paths = tree_paths(out, "result")
+        owners = owners_of(entries, paths, tree_leaves(out), arguments)
+        return ResultPlaces(paths, [x if a is None else a.spec for x, a in zip(entries, owners, strict=True)], owners)
+
+    def results(
+        self,
+        out: PyTree,
+        shape_of: ShapeOf,
+        arguments: Sequence[Argument] = (),
+    ) -> PyTree:
+        """The result, whose blocks become global tensors.
+
+        Those that take the place of an argument have its shape; `shape_of` finds those of the others.
+
+        Args:
+            out: the result.
+            shape_of: finds shapes.
+            arguments: the leaves of the arguments.
 
         Raises:
             ValueError: specs and result do not fit.
         """
         leaves, treedef = tree_flatten(out)
-        specs = broadcast_prefix(self.out_specs, out, is_entry, names=("out_specs", "result"))
-        pairs = zip(tree_paths(out, "result"), leaves, specs, strict=True)
-        blocks = {i: (n, x, p) for i, (n, x, p) in enumerate(pairs) if p is not None and isinstance(x, Tensor)}
+        places = self.places(out, arguments)
+        for i, (shape, spec) in self.cut_shapes(leaves, places, shape_of).items():
+            leaves[i] = GlobalTensor(leaves[i], shape, spec, self.mesh)
+        for i, a in enumerate(places.owners):
+            if a is not None:
+                leaves[i] = taking_the_place_of(a.given, leaves[i])
+        return tree_unflatten(treedef, leaves)
+
+    def cut_shapes(
+        self, leaves: Sequence[Any], places: ResultPlaces, shape_of: ShapeOf
+    ) -> dict[int, tuple[torch.Size, P]]:
+        """By index, the global shape and spec of each leaf of a result that is a block of its own."""
+        found = enumerate(zip(places.paths, leaves, places.specs, places.owners, strict=True))
+        blocks = {i: (n, x, p) for i, (n, x, p, a) in found if p is not None and a is None and isinstance(x, Tensor)}
         raise_all(
             ValueError,
             "specs have more entries than their result has dims:",
             [f"{n} of shape {tuple(x.shape)} has spec {p!r}" for n, x, p in blocks.values() if len(p) > x.ndim],
         )
         shapes = shape_of([*blocks.values()])
-        for (i, (_, x, p)), shape in zip(blocks.items(), shapes, strict=True):
-            leaves[i] = GlobalTensor(x, shape, p, self.mesh)
-        return tree_unflatten(treedef, leaves)
+        return {i: (shape, p) for (i, (_, _, p)), shape in zip(blocks.items(), shapes, strict=True)}
 
     @property
     def has_specs(self) -> bool:
         """Whether a result is cut, or promised to be the same on all ranks."""
         return any(x is not None for x in tree_leaves(self.out_specs, is_leaf=is_entry))
 
-    def typed(self, out: PyTree, mode: Following) -> PyTree:
+    def typed(self, out: PyTree, mode: Following, arguments: Sequence[Argument] = ()) -> PyTree:
         """The result, whose sharded leaves vary along the axes of their specs.
 
         Raises:
             AxisTypeError: one varies along others; lists them.
         """
         leaves, treedef = tree_flatten(out)
-        specs = broadcast_prefix(self.out_specs, out, is_entry, names=("out_specs", "result"))
-        _check_varying(zip(tree_paths(out, "result"), leaves, specs, strict=True), mode)
+        places = self.places(out, arguments)
+        _check_varying(zip(places.paths, leaves, places.specs, strict=True), mode)
         # Blocks that are equal are blocks nevertheless.
-        pairs = zip(leaves, specs, strict=True)
+        pairs = zip(leaves, places.specs, strict=True)
         cast = [mode.cast(x, p.axes) if isinstance(x, Tensor) and p is not None else x for x, p in pairs]
         return tree_unflatten(treedef, cast)
 
@@ -198,11 +240,11 @@ class Interface:
                 if a.spec is not None:
                     mode.declare(x.local if isinstance(x, GlobalTensor) else x, a.spec.axes)
             with following(mode):
-                return self.typed(f(params, *args), mode)
+                return self.typed(f(params, *args), mode, arguments)
 
         return run
 
-    def shapes_by(self, control: AnyControl) -> Callable[[Sequence[tuple[str, Tensor, P]]], list[torch.Size]]:
+    def shapes_by(self, control: AnyControl) -> ShapeOf:
         """Finds global shapes by asking the other ranks. Collective where a result is cut.
 
         Raises:
@@ -303,6 +345,7 @@ def entered_as_rows(a: Argument, plan: Plan) -> Any:
 
 def _check(arguments: Sequence[Argument], mesh: Mesh) -> None:
     sharded = [(a.path, a.given, a.spec) for a in arguments if a.spec is not None]
+    stay = {a.path for a in arguments if not a.donated}
     raise_all(
         TypeError,
         "in_specs says of arguments that they are trees of GlobalTensors; make one with sf.shard(x, spec, mesh), or say"
@@ -325,9 +368,15 @@ def _check(arguments: Sequence[Argument], mesh: Mesh) -> None:
         "arguments are not kept as in_specs says:",
         [_cut_otherwise(x, spec, path, "in_specs") for path, x, spec in sharded if x.spec != spec]
         + [
-            f"{path} is kept at {x.memory_kind!r}; only the first argument may be kept elsewhere than on the device"
+            f"{path} is kept at {x.memory_kind!r}; only the first argument and those in donate= may be kept elsewhere"
+            " than on the device"
             for path, x, _ in sharded
-            if x.memory_kind != "device"
+            if x.memory_kind != "device" and path in stay
+        ]
+        + [
+            f"{path} is kept on disk as a {type(x.held).__name__}; make it without stacked=True"
+            for path, x, _ in sharded
+            if not isinstance(x.held, Tensor | DiskTensor) and path not in stay
         ],
     )
 

@@ -33,10 +33,10 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
     ahead = None
     # A rule of a coarser grain may sum over ranks, and wants the whole tree, or leaves in one piece. Not in the first
     # step, and not where gradients are divided by a weight that the last microbatch makes known.
-    decided = decided and plan.outcome is not None and not plan.outcome.startswith(WEIGHTED)
+    decided = decided and plan.learnt.outcome is not None and not plan.learnt.outcome.startswith(WEIGHTED)
     if (
         decided
-        and plan.reduce_order
+        and plan.learnt.reduce_order
         and not plan.at_home
         and optimizer.needs.granularity == "element"
         and _knows_its_measures(optimizer, state)
@@ -97,7 +97,7 @@ def _units(plan: Plan, *, measures: bool) -> list[int]:
     able = [_is_able(leaf, plan.zero.persist_elements) and not (measures and leaf.layers) for leaf in plan.leaves]
     # A unit goes early only with all of its leaves, and a leaf only with all of its units: until both hold.
     while True:
-        units = [u for u in plan.reduce_order if _arrives(plan, plan.reduce_units[u], able, where)]
+        units = [u for u in plan.learnt.reduce_order if _arrives(plan, plan.reduce_units[u], able, where)]
         reached = collections.Counter(where[x] for u in units for x in plan.reduce_units[u].leaves)
         whole = [
             ok and reached[i] == len(leaf.layers or (i,))

@@ -70,7 +70,7 @@ class Performer:
     ) -> None:
         self._plan, self._comms, self._course, self._num = plan, comms, course, num_microbatches
         self._gatherer, self._book, self._ahead = gatherer, book, ahead
-        self._reducer = Reducer(plan, comms.channels, plan.reduce_order, course.late_axes, plan.chunks)
+        self._reducer = Reducer(plan, comms.channels, plan.learnt.reduce_order, course.late_axes, plan.chunks)
         self._split = split_backwards(course.actions)
         # The two parts of a split backward give gradients when they have them.
         self._at_end = frozenset[int]() if self._split else plan.sent_last()
@@ -119,12 +119,12 @@ class Performer:
             ahead.begin()
         self._comms.mark("forward")
         kept = self._book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext()
-        first = self._performed == 0 and not (plan.compared or plan.captured)
+        first = self._performed == 0 and not (plan.learnt.compared or plan.captured)
         drawing = warning_of_draws(plan.mesh.device) if first else contextlib.nullcontext()
         with kept, self._model_state.through(), self._recorded(action), drawing, plan.follows():
             value = self._course.forward(action, self._params)
         self._book.watch.check("the loss")
-        if value is not None and not (plan.compared or plan.captured):
+        if value is not None and not (plan.learnt.compared or plan.captured):
             refuse_negative(value.weight)
         if not self._even and value is not None and value.weight is None and plan.chunks is None:
             raise UnequalBatchesError(
@@ -134,7 +134,7 @@ class Performer:
         with named_range("waits"):
             self._gatherer.end_phase(ask=False)
         if self._performed == 0:
-            self._reducer.queue.expect(plan.reduce_order or plan.guessed_order(plan.use_order("step")))
+            self._reducer.queue.expect(plan.learnt.reduce_order or plan.guessed_order(plan.learnt.use_order("step")))
         if last and ahead is not None:
             if value is not None and value.weight is None:
                 self._reducer.store.give_to(ahead)
@@ -224,8 +224,8 @@ class Performer:
         comms.mark("update")
         values = self._course.values([self._seen[k] for k in sorted(self._seen)])
         out = outcome_of(values, self._num, self._reducer, plan, self._course.kept(self._model_state.now))
-        if not plan.reduce_order:
+        if not plan.learnt.reduce_order:
             first: Any = rounds_of(comms, plan).gather(self._reducer.queue.seen)[0]
-            plan.reduce_order = first
+            plan.learnt.take_reduce_order(first)
         agree_on_outcome(plan, comms, out)
         return out

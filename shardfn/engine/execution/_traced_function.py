@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from shardfn.capture import Recorder, capture
 from shardfn.collectives import GlobalTensor, TracedChannels, TracedControl, bind_mesh
-from shardfn.core import P, PyTree, broadcast_prefix, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.engine.agreement import Comms
 from shardfn.engine.loss import ResultSlot, copied_loop, slot_of
 from shardfn.engine.plan import Plan
@@ -18,13 +18,13 @@ from shardfn.leaves import check_graph
 from shardfn.nn import looping
 from shardfn.state import Likeness, entered, graph_inputs
 
+from ._argument import Argument
 from ._backward import run_forward
 from ._graphs import Program
 from ._interface import (
     REMEDY,
-    Argument,
     Interface,
-    is_entry,
+    ResultPlaces,
 )
 from ._traced_step import annotate
 
@@ -96,7 +96,7 @@ def capture_function(
             out = run_forward(plan, comms, blocks, "captured", interface.following(plan, f, arguments, args))
             check_graph(recorder.tracer.graph, kept, "the function", "arguments", REMEDY)
         leaves, structure = tree_flatten(out)
-        made[:] = [structure, [slot_of(x) for x in leaves], list(_results(out, interface.out_specs, plan))]
+        made[:] = [structure, [slot_of(x) for x in leaves], list(_results(out, interface.places(out, arguments), plan))]
         return tensors_of(leaves)
 
     gm = capture(program, [*graph_inputs(held, plan.mesh.device), *tensors_of(seen)], recorder)
@@ -129,9 +129,8 @@ def _sharded(arguments: Sequence[Argument], flat: Sequence[Tensor]) -> Iterator[
             yield a, x
 
 
-def _results(out: PyTree, out_specs: PyTree, plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _results(out: PyTree, places: ResultPlaces, plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Path of each tensor of the result, and the axes along which it may differ: all, where there is no spec."""
-    specs: list[P | None] = broadcast_prefix(out_specs, out, is_entry, names=("out_specs", "result"))
-    for path, x, spec in zip(tree_paths(out, "result"), tree_leaves(out), specs, strict=True):
+    for path, x, spec in zip(places.paths, tree_leaves(out), places.specs, strict=True):
         if isinstance(x, Tensor | GlobalTensor):
             yield path, plan.mesh.axis_names if spec is None else spec.axes

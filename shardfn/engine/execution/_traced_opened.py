@@ -95,7 +95,7 @@ def capture_gradients(
     results += [(f"new {path}", x.spec.axes) for path, x in inputs.named[len(plan.leaves) :]]
     inputs.note(gm, parts, [*results, *((f"metrics[{name!r}]", ()) for name in metrics)])
     gm.meta["donated"] = set()
-    return GradientProgram(gm, plan.outcome or "", plan, metrics, received)
+    return GradientProgram(gm, plan.learnt.outcome or "", plan, metrics, received)
 
 
 def capture_update(
@@ -134,7 +134,7 @@ def capture_update(
     annotate(gm, plan.mesh, paths, held)
     results = [(f"new {path}", x.spec.axes) for (path, _), x in zip(paths, held[:then], strict=False)]
     say_types(gm, plan, held, results)
-    return UpdateProgram(gm, plan.outcome or "", plan, tuple(likes[:then]), opt_treedef)
+    return UpdateProgram(gm, plan.learnt.outcome or "", plan, tuple(likes[:then]), opt_treedef)
 
 
 def _stored_apart(plan: Plan, leaf: int, x: Tensor | Stored) -> Tensor | TracedStored:

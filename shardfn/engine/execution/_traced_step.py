@@ -106,7 +106,7 @@ def capture_step(
     results = [(f"new {path}", x.spec.axes) for path, x in inputs.named]
     inputs.note(gm, parts, [*results, *((f"new metrics[{name!r}]", ()) for name in metrics)])
     plan, likes = inputs.plan, tuple(Likeness.of(x) for _, x in inputs.named)
-    return StepProgram(gm, plan.outcome or "", plan, likes, tree_structure(opt_state), metrics, received)
+    return StepProgram(gm, plan.learnt.outcome or "", plan, likes, tree_structure(opt_state), metrics, received)
 
 
 class StepInputs(NamedTuple):

@@ -176,9 +176,7 @@ def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransforma
 
 def decided_on(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
     """The optimizer, with its functions of the tree evaluated on the plan's whole leaves; cached in the plan."""
-    if optimizer not in plan.rules:
-        plan.rules[optimizer] = decided(optimizer, whole(plan))
-    return plan.rules[optimizer]
+    return plan.learnt.rule(optimizer, lambda: decided(optimizer, whole(plan)))
 
 
 def whole(plan: Plan) -> PyTree:

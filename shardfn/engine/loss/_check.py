@@ -240,11 +240,7 @@ def agree_on_step(
     """
     control.begin(what)
     lines = filter(None, (f"{what}\n{batch[0]}", chosen_channel()))
-    try:
-        agreed = control.agree("what to run", "\n".join(lines), constant, batch[1], known, remedy_of_absent)
-    except RankError as error:
-        error.before_transfers = True
-        raise
+    agreed = control.agree("what to run", "\n".join(lines), constant, batch[1], known, remedy_of_absent, begins=True)
     # All have chosen the same channel, as the lines name it.
     control.share()
     return agreed

@@ -112,7 +112,7 @@ class GraphCache(Generic[_Kept]):
         log.warning(
             "%d graphs were evicted, more than max_graphs=%d keeps; one that is needed again is captured again, which"
             " takes seconds. Graphs of %s; %s. Pass jit(max_graphs=) at least the number of shapes that take turns, or"
-            " pad the arguments to fewer shapes.",
+            " pad the arguments to fewer shapes, by sf.bucketed.",
             self.counts.evictions,
             self.max_graphs,
             " and ".join(dict.fromkeys(x.name for x in entries)),

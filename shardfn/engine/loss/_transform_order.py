@@ -33,7 +33,7 @@ class TransformRow(NamedTuple):
 
 _STEP = frozenset({"jit", "accumulate", "mixed_precision", "partition", "sharded"})
 TABLE = {
-    "jit": TransformRow("around a step", _STEP - {"jit"}, "the loss is jitted twice; drop one."),
+    "jit": TransformRow("around a step", _STEP - {"jit"} | {"bucketed"}, "the loss is jitted twice; drop one."),
     "accumulate": TransformRow("around a loss", _STEP),
     "mixed_precision": TransformRow(
         "around a loss",
@@ -50,10 +50,16 @@ TABLE = {
     "pipeline": TransformRow("inside a loss", _STEP),
     "sharded": TransformRow(
         "a program",
-        frozenset(),
+        frozenset({"bucketed"}),
         "the function is sharded already, by sharded(f, ...); give f itself to what shards it, a step or sharded.",
     ),
+    "bucketed": TransformRow(
+        "a program",
+        frozenset({"bucketed"}),
+        "the function is bucketed already, by bucketed(f, ...); give f itself to a step or sharded.",
+    ),
 }
+_CAPTURED = "bucketed({0}, ...) has no graphs whose number it bounds; use bucketed(jit({0}), ...)."
 # By order that the table refuses: its effect, and the remedy.
 WHY = {
     ("jit", "jit"): "jit(jit(f)) is jit(f); drop one.",
@@ -116,6 +122,31 @@ WHY = {
         "offload(sharded(f), policy): a sharded function saves nothing; use sharded(offload(f, policy), ...)."
     ),
     ("sharded", "sharded"): "sharded(sharded(f)): a function is sharded once; drop one.",
+    ("jit", "bucketed"): "jit(bucketed(f, ...)) would capture a graph a length; use bucketed(jit(f), ...).",
+    ("sharded", "bucketed"): (
+        "sharded(bucketed(f, ...)) would agree on a graph a length; use bucketed(sharded(jit(f), ...), ...)."
+    ),
+    ("partition", "bucketed"): "partition(bucketed(f, ...)): a length is padded once; use bucketed(jit(...), ...).",
+    ("accumulate", "bucketed"): (
+        "accumulate(bucketed(f, ...), n) would pad each microbatch; use bucketed(jit(accumulate(f, n)), ...)."
+    ),
+    ("mixed_precision", "bucketed"): (
+        "mixed_precision(bucketed(f, ...), policy) would hide the policy; use bucketed(jit(mixed_precision(f, policy)),"
+        " ...)."
+    ),
+    ("remat", "bucketed"): "remat(bucketed(f, ...)) would pad again in the backward; use bucketed(jit(remat(f)), ...).",
+    ("offload", "bucketed"): (
+        "offload(bucketed(f, ...), policy): a graph saves nothing; use bucketed(jit(offload(f, policy)), ...)."
+    ),
+    ("pipeline", "bucketed"): "pipeline of a bucketed function: pad the batch of the whole pipeline in its place.",
+    ("bucketed", "accumulate"): _CAPTURED.format("accumulate(f, n)"),
+    ("bucketed", "mixed_precision"): _CAPTURED.format("mixed_precision(f, policy)"),
+    (
+        "bucketed",
+        "partition",
+    ): "bucketed(partition(f), ...) has no leaves; use bucketed(sharded(jit(partition(f))), ...).",
+    ("bucketed", "offload"): _CAPTURED.format("offload(f, policy)"),
+    ("bucketed", "pipeline"): _CAPTURED.format("pipeline(...)"),
 }
 
 

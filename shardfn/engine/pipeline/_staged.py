@@ -164,13 +164,13 @@ class Staged:
 
     def values(self, seen: list[Value]) -> list[Value]:
         """The sums that the last stage has, as one value, sent to the others."""
-        plan = self._plan
+        plan, stages = self._plan, self._plan.learnt.stages
         if plan.captured:
-            plan.stages.ends = self._ends()
-        elif plan.stages.ends is None:
-            told = [x for x in self._comms.control.gather(_kinds(seen)) if x is not None]
-            plan.stages.ends = told[0]
-        ends = plan.stages.ends
+            ends = stages.take_ends(self._ends())
+        elif stages.ends is None:
+            ends = stages.take_ends(next(x for x in self._comms.control.gather(_kinds(seen)) if x is not None))
+        else:
+            ends = stages.ends
         if seen and _kinds(seen) != ends:
             raise ValueError(
                 f"the loss returned {ends} in the first step, and now {_kinds(seen)}; return the same always."
@@ -272,26 +272,27 @@ def _shape(plan: Plan, of: Pipelined, mixed: Mixed | None, given: PyTree) -> Act
     """
     leaves, treedef = tree_flatten(given)
     key = treedef, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-    if key not in plan.stages.between:
-        plain, axes = of.without_collectives
-        first: Callable[..., Any] = lambda *args: _StageOutput(plain.enter(*args))  # noqa: E731
-        first = first if mixed is None else dataclasses.replace(mixed, inner=first)
-        with _on_abstract(plan, leaves, axes) as (params, abstract), _without_data(*of.begins):
-            args, state = tree_unflatten(treedef, abstract)
-            with ModelState(state).through(), plan.follows():
-                out = first(params, *args).h
-                mode = following_now(begin=False)
-                found = [
-                    mode.axes_of(x) if mode is not None and isinstance(x, Tensor) else () for x in tree_leaves(out)
-                ]
-        wrong = [p for p, x in named_leaves(out, "h") if not isinstance(x, Tensor)]
-        raise_all(TypeError, "what `first` returns must be a tree of tensors:", wrong)
-        wrong = [p for p, x in named_leaves(out, "h") if x.is_complex()]
-        raise_all(TypeError, "complex activations have no gradients between stages; use torch.view_as_real:", wrong)
-        like = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree_leaves(out)]
-        more = [tuple(a for a in axes if a not in plan.batch_axes) for axes in found]
-        plan.stages.between[key] = ActivationShapes(tree_structure(out), like, tree_paths(out, "h"), more)
-    return plan.stages.between[key]
+    return plan.learnt.stages.shapes(key, lambda: _found_shape(plan, of, mixed, leaves, treedef))
+
+
+def _found_shape(plan: Plan, of: Pipelined, mixed: Mixed | None, leaves: list[Any], treedef: Any) -> ActivationShapes:
+    """See `_shape`; evaluates `first` on tensors without data."""
+    plain, axes = of.without_collectives
+    first: Callable[..., Any] = lambda *args: _StageOutput(plain.enter(*args))  # noqa: E731
+    first = first if mixed is None else dataclasses.replace(mixed, inner=first)
+    with _on_abstract(plan, leaves, axes) as (params, abstract), _without_data(*of.begins):
+        args, state = tree_unflatten(treedef, abstract)
+        with ModelState(state).through(), plan.follows():
+            out = first(params, *args).h
+            mode = following_now(begin=False)
+            found = [mode.axes_of(x) if mode is not None and isinstance(x, Tensor) else () for x in tree_leaves(out)]
+    wrong = [p for p, x in named_leaves(out, "h") if not isinstance(x, Tensor)]
+    raise_all(TypeError, "what `first` returns must be a tree of tensors:", wrong)
+    wrong = [p for p, x in named_leaves(out, "h") if x.is_complex()]
+    raise_all(TypeError, "complex activations have no gradients between stages; use torch.view_as_real:", wrong)
+    like = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree_leaves(out)]
+    more = [tuple(a for a in axes if a not in plan.batch_axes) for axes in found]
+    return ActivationShapes(tree_structure(out), like, tree_paths(out, "h"), more)
 
 
 def _ends(plan: Plan, loss: Loss, shape: ActivationShapes, given: PyTree, has_aux: bool) -> Any:

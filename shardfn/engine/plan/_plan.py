@@ -1,4 +1,7 @@
-"""The plan of a step: the consequences of its annotations and the shapes of a parameter tree, computed once."""
+"""The plan of a step: the consequences of its annotations and the shapes of a parameter tree, computed once.
+
+A plan is a layout, and never changes; `Learnt` has all that its steps learn.
+"""
 
 import dataclasses
 import functools
@@ -23,41 +26,35 @@ from shardfn.leaves import (
     reduce_units,
     refresh_units,
 )
-from shardfn.optim import GradientTransformation, Phase
+from shardfn.optim import Phase
 from shardfn.state import layers_of, piled
 
 from ._chunks import Chunks
+from ._learnt import Learnt
 from ._order import UseOrder
-from ._stages_seen import StagesSeen
 
 # Bytes of gradients that gain nothing by setting out before a backward has ended.
 TAIL_BYTES = 2 << 20
 
 
-@dataclasses.dataclass
+# Compared by identity: two plans of one layout learn apart.
+@dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """A layout, its units of transfer, and the orders of use learnt so far.
+    """A layout and its units of transfer.
 
     Attributes:
         leaves: where each leaf lives.
-        layers: the tensors that enter the loss and are sent: the leaves, and for a stacked leaf each of its layers.
-            Units count these.
         treedef: the structure of the parameter tree.
         zero: the rule.
         mesh: the mesh.
         batch_axes: the axes that cut the batch.
         batch: prefix tree of the batch's specs.
         stage_axes: the axis along which ranks run the stages of a pipeline; or ().
-        use_orders: by kind of call, the order in which leaves are gathered.
-        reduce_order: the order in which gradients become ready; empty until a step has run.
-        outcome: the kinds of values that the loss returns; None until a step has run.
-        compared: whether the ranks' losses have been compared where the batch is not cut.
         captured: whether it is for capturing a step in a graph, which then holds its orders.
         whole: whether stacked leaves travel whole.
         phase: the optimizer's phase in the steps of this plan; None if it has no phases.
         left_axes: the axes of the batch over which the optimizer, and not the step, averages gradients.
-        rules: by optimizer, the same decided on these leaves; shared by all plans of one layout.
-        stages: facts that the steps of a pipeline have learnt of its stages.
+        learnt: the facts that its steps have learnt.
     """
 
     leaves: list[LeafLayout]
@@ -67,28 +64,35 @@ class Plan:
     batch_axes: tuple[str, ...]
     batch: PyTree
     stage_axes: tuple[str, ...] = ()
-    layers: list[LeafLayout] = dataclasses.field(init=False)
-    gather_units: list[Unit] = dataclasses.field(init=False)
-    reduce_units: list[Unit] = dataclasses.field(init=False)
-    refresh_units: list[Unit] = dataclasses.field(init=False)
-    use_orders: dict[Any, UseOrder] = dataclasses.field(default_factory=dict)
-    reduce_order: list[int] = dataclasses.field(default_factory=list)
-    outcome: str | None = None
-    compared: bool = False
     captured: bool = False
     whole: bool = False
     phase: Phase | None = None
     left_axes: tuple[str, ...] = ()
-    rules: dict[GradientTransformation, GradientTransformation] = dataclasses.field(default_factory=dict)
-    stages: StagesSeen = dataclasses.field(default_factory=StagesSeen)
-    _phases: dict[Phase, "Plan"] = dataclasses.field(default_factory=dict)
+    learnt: Learnt = dataclasses.field(default_factory=Learnt)
 
-    def __post_init__(self) -> None:
-        self.layers = self.leaves if self.whole else [x for leaf in self.leaves for x in leaf.layers or (leaf,)]
+    @functools.cached_property
+    def layers(self) -> list[LeafLayout]:
+        """The tensors that enter the loss and are sent: the leaves, and for a stacked leaf each of its layers.
+
+        Units count these.
+        """
+        return self.leaves if self.whole else [x for leaf in self.leaves for x in leaf.layers or (leaf,)]
+
+    @functools.cached_property
+    def gather_units(self) -> list[Unit]:
+        """The groups of layers that are gathered together."""
         # A graph holds a gather for each leaf and use; units are decided when it is scheduled.
-        self.gather_units = gather_units(self.layers, 0 if self.captured else self.zero.travel.bucket_bytes)
-        self.reduce_units = reduce_units(self.layers, self.zero, self.mesh)
-        self.refresh_units = refresh_units(self.layers, self.zero)
+        return gather_units(self.layers, 0 if self.captured else self.zero.travel.bucket_bytes)
+
+    @functools.cached_property
+    def reduce_units(self) -> list[Unit]:
+        """The groups of layers whose gradients are reduced together."""
+        return reduce_units(self.layers, self.zero, self.mesh)
+
+    @functools.cached_property
+    def refresh_units(self) -> list[Unit]:
+        """The groups of layers that are gathered together after the update."""
+        return refresh_units(self.layers, self.zero)
 
     @functools.cached_property
     def chunks(self) -> Chunks | None:
@@ -145,17 +149,19 @@ class Plan:
 
     def in_phase(self, phase: Phase, over: tuple[str, ...]) -> "Plan":
         """The plan of steps in a phase of an optimizer that itself averages over the axes `over`."""
-        if phase not in self._phases:
+
+        def make() -> Plan:
             left = tuple(a for a in self.batch_axes if a in over) if phase.local else ()
             leaves = [leaf.left_to(left) for leaf in self.leaves] if left else self.leaves
-            self._phases[phase] = self._with(leaves=leaves, phase=phase, left_axes=left)
-        return self._phases[phase]
+            return self._with(leaves=leaves, phase=phase, left_axes=left)
+
+        return self.learnt.phase(phase, make)
 
     def _with(self, **changes: Any) -> "Plan":
-        """A plan with nothing learnt."""
+        """A plan with nothing learnt but the optimizers' decisions, which depend on the layout alone."""
         same = {name: getattr(self, name) for name in ("treedef", "zero", "mesh", "batch_axes", "batch", "stage_axes")}
-        own = {"leaves": self.leaves, "phase": self.phase, "left_axes": self.left_axes, "rules": self.rules}
-        return Plan(**(same | own | changes))
+        own = {"leaves": self.leaves, "phase": self.phase, "left_axes": self.left_axes}
+        return Plan(**(same | own | changes), learnt=Learnt(rules=self.learnt.rules))
 
     @property
     def trained(self) -> list[str]:
@@ -190,10 +196,6 @@ class Plan:
             first += len(leaf.layers) or 1
         return out
 
-    def use_order(self, key: Any) -> UseOrder:
-        """The order of use learnt for one kind of call."""
-        return self.use_orders.setdefault(key, UseOrder())
-
     def guessed_order(self, used: UseOrder) -> list[int]:
         """A guess, equal on all ranks, of the order in which gradients become ready: that of use, reversed.
 
@@ -217,18 +219,12 @@ class Plan:
         out, nbytes = set[int](), 0
         if not self.at_home:
             return frozenset()
-        for unit in (self.reduce_units[u] for u in reversed(self.reduce_order)):
+        for unit in (self.reduce_units[u] for u in reversed(self.learnt.reduce_order)):
             nbytes += unit.nbytes
             if out and nbytes > TAIL_BYTES:
                 break
             out.update(unit.leaves)
         return frozenset(out)
-
-    def forget_orders(self, keep: int) -> None:
-        """Drops all but the `keep` newest orders of use, besides the step's own."""
-        applied = [key for key in self.use_orders if key != "step"]
-        for key in applied[: max(0, len(applied) - keep)]:
-            del self.use_orders[key]
 
     @functools.cached_property
     def psum_axes(self) -> list[tuple[str, ...]]:

@@ -1,6 +1,7 @@
 """Facts that the steps of a pipeline learn of its stages, kept for later steps."""
 
 import dataclasses
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -33,3 +34,14 @@ class StagesSeen:
 
     ends: Any = None
     between: dict[Any, ActivationShapes] = dataclasses.field(default_factory=dict)
+
+    def take_ends(self, ends: Any) -> Any:
+        """Keeps the kinds of values that the last stage returns, equal on all stages; returns them."""
+        self.ends = ends
+        return ends
+
+    def shapes(self, key: Hashable, find: Callable[[], ActivationShapes]) -> ActivationShapes:
+        """The tensors that travel between stages for batches of one shape: found by `find` the first time."""
+        if key not in self.between:
+            self.between[key] = find()
+        return self.between[key]

@@ -142,6 +142,7 @@ def _meeting(meshes: Sequence[Mesh]) -> Mesh:
     first = meshes[0]
     kept = _MEETINGS.of(first, dict)
     if ranks not in kept:
-        kept[ranks] = made = Mesh({"rank": len(ranks)}, torch.device("cpu"), timeout=first.timeout, ranks=ranks)
+        limits = {"timeout": first.timeout, "agreement_timeout": first.agreement_timeout}
+        kept[ranks] = made = Mesh({"rank": len(ranks)}, torch.device("cpu"), ranks=ranks, **limits)
         first.at_close(f"meeting of {ranks}", lambda why: made.close())
     return kept[ranks]

@@ -20,6 +20,7 @@ class Blocks:
     def __init__(self, params: PyTree, arguments: Sequence[Argument]) -> None:
         own = [a for a in arguments if a.spec is not None]
         held = [x.held for x in tree_leaves(params)]
+        away = [a for a in own if a.away and isinstance(a.given.held, Tensor)]
         # By the address of a storage. Those of arguments, and of the parameters, that the call may not keep in its
         # result are in `_kept`; of donated ones it may keep one tensor. All of them outlive the call, so that no
         # address is another's.
@@ -27,8 +28,9 @@ class Blocks:
         seen = [a.seen for a in arguments if isinstance(a.seen, Tensor)]
         self._kept = {memory_of(x) for x in (*held, *seen) if isinstance(x, Tensor)}
         self._watched = [(a.path, a.seen, version_of(a.seen)) for a in own if not a.donated]
-        given = [(a.path, a.seen) for a in own if a.donated]
-        refuse_twice(given, [x for x in (*held, *seen) if isinstance(x, Tensor)])
+        # The memory that the call may write over: the block as it is kept, or if that is on disk, its copy.
+        given = [(a.path, a.given.held if isinstance(a.given.held, Tensor) else a.seen) for a in own if a.donated]
+        refuse_twice(given, [x for x in (*held, *seen, *(a.given.held for a in away)) if isinstance(x, Tensor)])
 
     def check(self) -> None:
         """Refuses writes to arguments that are not donated.

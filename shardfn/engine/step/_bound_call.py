@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.collectives import GlobalTensor, bind_mesh, transforming
+from shardfn.collectives import AnyControl, GlobalTensor, bind_mesh, transforming
 from shardfn.core import Mesh, P, PyTree, tree_flatten, tree_leaves, tree_paths, tree_structure, tree_unflatten
 from shardfn.engine.agreement import comms_of, losing_no_peer
-from shardfn.engine.execution import Argument, Ready
+from shardfn.engine.execution import Argument, Interface, Ready, on_device, taking_the_place_of
 from shardfn.engine.loss import ResultSlot, agree_on_step, ambient, leaf_signature
 from shardfn.state import as_graph_value, taken
 
@@ -24,10 +24,24 @@ _REMEDY = "Bind the function again for this layout, or call it without bind."
 
 
 class ResultLayout(NamedTuple):
-    """The layout of a result that is cut."""
+    """The layout of a result that is cut; and if it takes the place of a donated leaf, the index of that argument."""
 
     shape: torch.Size
     spec: P
+    owner: int | None = None
+
+
+def layouts_of(
+    out: PyTree, arguments: Sequence[Argument], interface: Interface, control: AnyControl
+) -> list[ResultLayout | None]:
+    """The layouts of a result, from its blocks without data. Collective where one is cut."""
+    places, leaves = interface.places(out, arguments), tree_leaves(out)
+    cut = interface.cut_shapes(leaves, places, interface.shapes_by(control))
+    found = [ResultLayout(*cut[i]) if i in cut else None for i in range(len(leaves))]
+    for i, a in enumerate(places.owners):
+        if a is not None:
+            found[i] = ResultLayout(a.given.shape, a.given.spec, arguments.index(a))
+    return found
 
 
 class BoundCall:
@@ -85,7 +99,7 @@ class BoundCall:
         self._calls += 1  # first: also a call that is refused counts, so that ranks check at the same one
         comms = comms_of(self._mesh)  # made anew after an error
         with bind_mesh(self._mesh), losing_no_peer(comms):
-            comms.control.begin(f"the end of call {self._calls} of the bound {self._what}")
+            comms.control.begin(f"call {self._calls} of the bound {self._what}")
             if ambient() != self._ambient:
                 raise ValueError(f"{self._what} is bound under other settings of torch (autocast). {_REMEDY}")
             if transforming():
@@ -104,7 +118,7 @@ class BoundCall:
             if self._check_every and self._calls % self._check_every == 0:
                 agree_on_step(comms.control, f"call {self._calls} of the bound {self._what}")
             with taken(donated, donate=True):
-                return self._result(self._ready(comms, self._pool, inputs), memory)
+                return self._result(self._ready(comms, self._pool, inputs), memory, given)
 
     def _enter(self, params: PyTree) -> None:
         leaves, treedef = tree_flatten(params)
@@ -127,19 +141,27 @@ class BoundCall:
     def _seen(self, given: Sequence[Any]) -> tuple[list[Tensor], dict[int, bool], list[GlobalTensor]]:
         """The inputs of the graph, their memory (and if it is donated), and the donated leaves."""
         seen: list[Tensor] = []
+        kept: list[Tensor] = []  # blocks on the host, where `seen` has their copies
         donated: list[GlobalTensor] = []
         memory: dict[int, bool] = {}
         shared = False
         for x, a, want in zip(given, self._arguments, self._wanted[1], strict=True):
             cut = type(x) is GlobalTensor and a.spec is not None
+            away = cut and x.memory_kind != "device"
             held = x.held if cut else x.local if type(x) is GlobalTensor else x
-            if cut and isinstance(held, Tensor):
+            if cut and not away and isinstance(held, Tensor):
                 same = (held.shape, held.stride(), held.dtype, held.device) == want[4]
                 same = same and (x.shape, x.spec) == want[:2] and x.mesh.is_like(want[2])
             else:
                 same = leaf_signature(x) == want
             if not same:
                 self._refuse(given)
+            if away:
+                own, held = held, on_device(x, self._mesh.device)
+                if isinstance(own, Tensor) and own.numel():
+                    shared = shared or memory_of(own) in memory or memory_of(own) in self._memory
+                    memory[memory_of(own)] = True
+                    kept.append(own)
             if not isinstance(held, Tensor):
                 continue
             m = memory_of(held)
@@ -152,7 +174,7 @@ class BoundCall:
         if shared:
             pairs = zip(self._arguments, given, strict=True)
             named = [(a.path, x.held) for a, x in pairs if a.donated and isinstance(x.held, Tensor)]
-            refuse_twice(named, [*self._values, *seen])
+            refuse_twice(named, [*self._values, *seen, *kept])
         return seen, memory, donated
 
     def _refuse(self, given: Sequence[Any]) -> None:
@@ -163,7 +185,7 @@ class BoundCall:
         lines = [f"  - {n} is bound as {w}, and is {x}" for n, w, x in zip(paths, wanted, found, strict=True) if w != x]
         return "\n".join([f"{self._what} is bound to another layout of its arguments. {_REMEDY}", *lines])
 
-    def _result(self, outs: Sequence[Any], memory: dict[int, bool]) -> PyTree:
+    def _result(self, outs: Sequence[Any], memory: dict[int, bool], given: Sequence[Any]) -> PyTree:
         """The result, made of the graph's outputs; those that alias an argument are cloned, as in other calls."""
         program: Any = self._ready.program
         values = iter(outs)
@@ -171,7 +193,9 @@ class BoundCall:
         donated = {m for m, is_donated in memory.items() if is_donated}
         leaves = apart(leaves, donated, memory, self._memory)
         for k, layout in enumerate(self._results):
-            if layout is not None and isinstance(leaves[k], Tensor):
+            if layout is not None and layout.owner is not None:
+                leaves[k] = taking_the_place_of(given[layout.owner], leaves[k])
+            elif layout is not None and isinstance(leaves[k], Tensor):
                 leaves[k] = GlobalTensor(leaves[k], layout.shape, layout.spec, self._mesh)
         return tree_unflatten(program.treedef, leaves)
 

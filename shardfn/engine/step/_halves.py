@@ -136,7 +136,7 @@ class Halves:
         admission = self._pure_admission()
         plan, args = admission.pure(state), admission.args(state, batch)
         admission.agreement.agree_once(plan, "a step in a transform")
-        with bind_mesh(plan.mesh), losing_no_peer_purely(plan.mesh):
+        with bind_mesh(plan.mesh), losing_no_peer_purely(plan.mesh, "a step in a transform"):
             return pure_step(plan, state, admission.parts, args)
 
     def pure_gradients(self, state: TrainState, batch: PyTree) -> Found:
@@ -144,7 +144,7 @@ class Halves:
         admission = self._pure_admission()
         plan, args = admission.pure(state), admission.args(state, batch)
         admission.agreement.agree_once(plan, "the gradients of a step in a transform")
-        with bind_mesh(plan.mesh), losing_no_peer_purely(plan.mesh):
+        with bind_mesh(plan.mesh), losing_no_peer_purely(plan.mesh, "the gradients of a step in a transform"):
             return pure_gradients(plan, state, admission.parts, args)
 
     def pure_update(self, state: TrainState, passed: Passed) -> tuple[TrainState, dict[str, Tensor]]:
@@ -153,7 +153,7 @@ class Halves:
         plan = admission.pure(state)
         admission.passed(plan, state, passed)
         admission.agreement.agree_once(plan, "the update of a step in a transform")
-        with bind_mesh(plan.mesh), losing_no_peer_purely(plan.mesh):
+        with bind_mesh(plan.mesh), losing_no_peer_purely(plan.mesh, "the update of a step in a transform"):
             return pure_update(plan, state, admission.parts, passed)
 
     @property

@@ -46,6 +46,7 @@ from shardfn.engine.execution import (
     entered_as_rows,
     pure_apply,
     pure_loss,
+    refuse_away,
     run_forward,
     signature,
     tensors_of,
@@ -74,7 +75,7 @@ from shardfn.modules import computing_in
 from shardfn.state import as_graph_value, check_alive, taken
 
 from ._blocks import Blocks
-from ._bound_call import BoundCall, ResultLayout
+from ._bound_call import BoundCall, layouts_of
 from ._first import (
     abstract_params,
     drawn,
@@ -138,10 +139,12 @@ def sharded(
         in_specs: an entry for each argument beyond the first: a prefix tree of `P` for a tree of `GlobalTensor`s, where
             `f` sees this rank's blocks; None, or no entry, for this rank's own value, which is passed on unchanged.
         out_specs: a prefix tree for the result: `P` makes a `GlobalTensor` of this rank's block, which must be the same
-            on all ranks along axes that the spec leaves out; None returns this rank's value unchanged.
+            on all ranks along axes that the spec leaves out; `Donated(k)` gives the result the shapes, specs and memory
+            of argument k; None returns this rank's value unchanged.
         batch: the axes along which ranks pass values of their own; gradients are summed over them. Default as in a
             step.
-        donate: positions of sharded arguments whose blocks `f` may write to and return. A call consumes them.
+        donate: positions of sharded arguments whose blocks `f` may write to and return. A call consumes them. They may
+            be kept on the host or on disk.
 
     Returns:
         The function; `init`, `specs`, `lower` and `cache_info` are those of a step.
@@ -256,19 +259,21 @@ class Sharded(Transform):
 
     def pure(self, params: PyTree, /, *args: Any) -> Any:
         """The same value, made of differentiable collectives alone: leaves are gathered at once, and stay."""
-        with losing_no_peer_purely(self.mesh):
+        with losing_no_peer_purely(self.mesh, f"{self._what} in a transform"):
             plan, arguments = self._plan_of(params), self._interface.arguments(args)
+            refuse_away(arguments)
             self._agreement.agree_once(plan, self._what)
 
             entered = entered_argument if self._interface.has_specs else entered_as_rows
             with bind_mesh(self.mesh), computing_in(self._compute):
                 given = tree_unflatten(tree_structure(args), [entered(a, plan) for a in arguments])
                 if self._interface.has_specs:
-                    typed = functools.partial(self._interface.typed, mode=plan.following_function)
+                    mode = plan.following_function
+                    typed = functools.partial(self._interface.typed, mode=mode, arguments=arguments)
                     out = pure_apply(plan, params, lambda tree: typed(self._f(tree, *given)))
                 else:
                     out = pure_loss(plan, params, lambda tree: self._f(tree, *given))
-                return self._interface.results(out, self._interface.shapes_within)
+                return self._interface.results(out, self._interface.shapes_within, arguments)
 
     def bind(self, params: PyTree, /, *args: Any, check_every: int = 100) -> BoundCall:
         """The function for arguments of this layout alone: a call that repeats costs no agreement of ranks. Collective.
@@ -309,15 +314,15 @@ class Sharded(Transform):
         comms = comms_of(self.mesh)
         with told_before(comms.control):
             plan, arguments, constant = self._admit(params, args)
-            treedef = tree_structure(args)
+            # A bound function keeps the arguments, not their copies on the device.
+            moved, treedef = [a.moved(self.mesh.device) for a in arguments], tree_structure(args)
             key = self._signature(plan, params, arguments, treedef)
         knows = self._graphs.knows(key)
         agreed = agree_on_step(comms.control, f"bind of {what}", constant=constant, known=(knows, knows))
         with bind_mesh(self.mesh), losing_no_peer(comms):
-            ready = self._ready(comms, key, plan, params, arguments, treedef, everywhere=agreed.ready)
+            ready = self._ready(comms, key, plan, params, moved, treedef, everywhere=agreed.ready)
             program: FunctionProgram = ready.program
-            out = self._interface.results(program.abstract_result(), self._interface.shapes_by(comms.control))
-        layouts = [ResultLayout(x.shape, x.spec) if isinstance(x, GlobalTensor) else None for x in tree_leaves(out)]
+            layouts = layouts_of(program.abstract_result(), arguments, self._interface, comms.control)
         return BoundCall(what, ready, self.mesh, disk_of(plan), params, arguments, treedef, layouts, check_every)
 
     def lower(self, params: PyTree, /, *args: Any) -> Lowered:
@@ -358,8 +363,8 @@ class Sharded(Transform):
         """One call, which `call_of` makes; it may do so for one signature `only`."""
         comms = comms_of(self.mesh)
         with told_before(comms.control):
-            plan, arguments, constant = self._admit(params, args)
-            treedef = tree_structure(args)
+            plan, held, constant = self._admit(params, args)
+            arguments, treedef = [a.moved(self.mesh.device) for a in held], tree_structure(args)
             if only is not None and self._signature(plan, params, arguments, treedef) != only:
                 raise ValueError(
                     "a compiled function takes the shapes it was lowered for; lower it again for these, or jit it."
@@ -372,7 +377,8 @@ class Sharded(Transform):
             with taken([a.given for a in arguments if a.donated], donate=True):
                 out = call.run(comms, agreed.ready)
                 blocks.check()
-                return self._interface.results(blocks.apart(out), self._interface.shapes_by(comms.control))
+                shape_of = self._interface.shapes_by(comms.control)
+                return self._interface.results(blocks.apart(out), shape_of, arguments)
 
     def _admit(self, params: PyTree, args: tuple[Any, ...]) -> tuple[Plan, list[Argument], Constant]:
         """The plan of a call, the leaves of its arguments, and the facts that ranks compare; refuses a bad call."""
@@ -386,15 +392,15 @@ class Sharded(Transform):
         def run(comms: Comms, everywhere: bool) -> PyTree:
             # A rank may have forgotten an order that others have learnt: then all learn it anew.
             if not everywhere:
-                plan.use_orders.pop(key, None)
+                plan.learnt.forget_order(key)
             args = tree_unflatten(treedef, [a.seen for a in arguments])
             held = [x.held for x in tree_leaves(params)]
             with computing_in(self._compute):
                 out = run_forward(plan, comms, held, key, self._interface.following(plan, self._f, arguments, args))
-            plan.forget_orders(MAX_APPLIED)
+            plan.learnt.forget_orders(MAX_APPLIED)
             return out
 
-        return _FunctionCall(run, key in plan.use_orders)
+        return _FunctionCall(run, key in plan.learnt.use_orders)
 
     def _captured(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> _FunctionCall:
         key = self._signature(plan, params, arguments, treedef)

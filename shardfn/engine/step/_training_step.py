@@ -24,7 +24,6 @@ from shardfn.core import (
 from shardfn.engine.agreement import (
     Agreement,
     comms_of,
-    losing_no_peer,
     uncollected,
 )
 from shardfn.engine.execution import (
@@ -300,8 +299,7 @@ class ShardedStep(Transform):
             check_passed(state, batch)
             check_alive(state)
             predicted = None if cluster is None else predict(self.lower(state, batch), cluster)
-        with losing_no_peer(comms):
-            comms.control.agree("how many steps are profiled", str(steps))
+        agree_on_step(comms.control, f"step.profile(steps={steps})")
         now, _ = self(state, batch)
         del state
 
@@ -523,8 +521,7 @@ class ShardedStep(Transform):
             check_batches(batches, metrics)
             self._planner.plan_of(state)
             check_alive(state)
-        with losing_no_peer(comms):
-            agree_on_step(comms.control, "step.evaluate")
+        agree_on_step(comms.control, "step.evaluate")
         keys = () if self._key is None or metrics is not None else self._admission.args(state, None)[1:]
         return self._measures.evaluate(metrics, state, batches, keys)
 

@@ -45,6 +45,7 @@ def outcome_of(values: list[Value], num: int, reducer: Reducer, plan: Plan, mode
 
 def agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
     """Compares the kinds of values that the losses of the ranks return, in the first step of a plan."""
-    if plan.outcome is None:
-        plan.outcome = f"{'a mean' if out.weight is None else WEIGHTED} and aux {sorted(out.aux)}"
-        comms.control.agree("what the loss returns", plan.outcome)
+    if plan.learnt.outcome is None:
+        outcome = f"{'a mean' if out.weight is None else WEIGHTED} and aux {sorted(out.aux)}"
+        plan.learnt.take_outcome(outcome)
+        comms.control.agree("what the loss returns", outcome)

@@ -1,0 +1,131 @@
+"""Compares the calls of ranks that wait in different ones, where no message does.
+
+A call that begins with an agreement is compared by that message. A bound call sends no such message: it may wait in a
+transfer for a rank that waits in the agreement of another call. So each rank keeps a list of its calls since ranks last
+agreed, and while a call lasts a thread compares it with that of rank 0, through the job's store. A short call pays a
+fraction of a microsecond.
+"""
+
+import collections
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from ._failure import Board
+
+# Seconds between two looks of the thread; between two comparisons of one call: at first, and at most.
+_LOOK, _FIRST, _LONGEST = 0.2, 0.2, 5.0
+# The number of calls that are compared.
+_KEPT = 64
+
+
+class Calls:
+    """The calls of this rank on one control plane, since all ranks last agreed on one.
+
+    Attributes:
+        last: the last call, in words.
+        inside: how many blocks of calls are open; above 0 the rank may wait for others.
+    """
+
+    def __init__(self) -> None:
+        self.last, self.inside = "the first agreement", 0
+        self._names: collections.deque[str] = collections.deque(maxlen=_KEPT)
+        # Agreements so far, the same on all ranks of a control plane, and calls since the last one.
+        self._at = (0, 0)
+
+    def begin(self, call: str) -> None:
+        """Notes the next call."""
+        self.last = call
+        self._names.append(call)
+        agreed, num = self._at
+        self._at = agreed, num + 1
+
+    def agreed(self) -> None:
+        """Notes that all ranks have agreed on the last call."""
+        self._names.clear()
+        self._at = self._at[0] + 1, 0
+
+    @property
+    def at(self) -> tuple[int, int] | None:
+        """The place of the call under way; None between two calls."""
+        return self._at if self.inside else None
+
+    def as_text(self) -> str:
+        """The list, for `first_difference` on another rank."""
+        return json.dumps([*self._at, list(self._names)])
+
+    def first_difference(self, theirs: str) -> tuple[str, str] | None:
+        """The first call of another rank, and of this one, at the same place and with different names.
+
+        Example:
+            >>> mine, theirs = Calls(), Calls()
+            >>> mine.begin("step 0"), theirs.begin("bound f")
+            (None, None)
+            >>> mine.first_difference(theirs.as_text())
+            ('bound f', 'step 0')
+        """
+        agreed, num, names = json.loads(theirs)
+        own, (own_agreed, own_num) = list(self._names), self._at
+        if agreed != own_agreed:
+            return None
+        for place in range(max(num - len(names), own_num - len(own)), min(num, own_num)):
+            pair = names[place - num], own[place - own_num]
+            if pair[0] != pair[1]:
+                return pair
+        return None
+
+
+class Watch:
+    """Compares this rank's calls with rank 0's while one lasts, until `stop`.
+
+    Args:
+        calls: this rank's.
+        board: of the control plane.
+        rank: this rank.
+        report: called with rank 0's call and this rank's, where they differ; ends the control plane.
+    """
+
+    def __init__(self, calls: Calls, board: Board, rank: int, report: Callable[[str, str], None]) -> None:
+        self._calls, self._board, self._rank, self._report = calls, board, rank, report
+        self._stopped = threading.Event()
+        # The call that was seen last, the time of its next comparison, and the pause after that.
+        self._seen: tuple[int, int] | None = None
+        self._due, self._pause = 0.0, _FIRST
+        threading.Thread(
+            target=_run, args=(weakref.ref(self), self._stopped), name="shardfn-calls", daemon=True
+        ).start()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stopped.set()
+
+    def look(self) -> None:
+        """Compares the call under way if it has lasted for a while."""
+        at, now = self._calls.at, time.monotonic()
+        if at is None or at != self._seen:
+            self._seen, self._pause, self._due = at, _FIRST, now + _FIRST
+            return
+        if now < self._due:
+            return
+        self._due, self._pause = now + self._pause, min(2 * self._pause, _LONGEST)
+        try:
+            if self._rank == 0:
+                self._board.put("calls", self._calls.as_text())
+            elif (theirs := self._board.get("calls")) and (pair := self._calls.first_difference(theirs)):
+                if self._calls.at == at and not self._stopped.is_set():
+                    self.stop()
+                    self._report(*pair)
+        except RuntimeError:  # the list has changed meanwhile, so the call is over
+            pass
+
+
+def _run(watch: "weakref.ref[Watch]", stopped: threading.Event) -> None:
+    """Without holding the watch, so that it ends with its control plane."""
+    while not stopped.wait(_LOOK):
+        this = watch()
+        if this is None:
+            return
+        this.look()
+        del this

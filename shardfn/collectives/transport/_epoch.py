@@ -1,0 +1,57 @@
+"""The beginning of an epoch: all ranks of a mesh meet at the job's store before they make communicators.
+
+An epoch is the life of a mesh's communicators. It ends on every rank with the first error between ranks, and the next
+call of each rank begins the next one, whose number is one more. Groups are made only when all ranks have come: a rank
+that waits in vain has made none, and the ranks' counts of groups stay the same.
+"""
+
+import time
+
+import torch.distributed as dist
+
+from shardfn.core import Mesh
+
+from ._failure import Board
+
+# Seconds between two looks at the store: at first, and at most.
+_FIRST, _LONGEST = 0.001, 0.05
+
+
+def absent_from(mesh: Mesh, epoch: int) -> list[int]:
+    """Waits for all ranks of a mesh to begin an epoch; gives the ranks that have not come within `agreement_timeout`.
+
+    Ranks meet in rounds. A rank that gives up ends its round for all, unless the last rank has come first; the others
+    go on to the next round.
+    """
+    if mesh.size == 1 or dist.get_backend() == "fake":
+        return []
+    deadline, number = time.monotonic() + mesh.agreement_timeout.total_seconds(), 0
+    while True:
+        board = Board(f"epoch/{mesh.name}/{epoch}/{number}", mesh.rank, mesh.size)
+        outcome = board.get(_OUTCOME) or _met(board, mesh.size, deadline)
+        if outcome == _GO:
+            return []
+        if time.monotonic() > deadline:
+            return board.absent()
+        number += 1
+
+
+_OUTCOME, _GO, _VOID = "outcome", "go", "void"
+
+
+def _met(board: Board, size: int, deadline: float) -> str:
+    """The outcome of a round, which the last rank to come decides, or the first to give up: all ranks have the same."""
+    board.leave()
+    try:
+        if board.count(1) == size:
+            return board.decide(_OUTCOME, _GO)
+        pause = _FIRST
+        while time.monotonic() < deadline:
+            if outcome := board.get(_OUTCOME):
+                return outcome
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+        return board.decide(_OUTCOME, _VOID)
+    except BaseException:  # an interrupt from the keyboard
+        board.decide(_OUTCOME, _VOID)
+        raise

@@ -1,0 +1,86 @@
+"""`Argument`: a leaf of the arguments of a sharded function, on its way to the device and back to where it is kept.
+
+A donated leaf may be kept on the host or on disk, as parameters may: the function sees a copy on the device, and the
+result that takes its place is written to the memory of the leaf.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import GlobalTensor
+from shardfn.core import P, raise_all
+from shardfn.memory import DiskTensor, to_host
+from shardfn.state import fetched
+
+
+class Argument(NamedTuple):
+    """A leaf of the arguments beyond the first.
+
+    Attributes:
+        path: where it is among the arguments.
+        given: the value that the caller passed.
+        spec: how a sharded leaf is cut; None for the others.
+        donated: whether the function may overwrite its memory.
+        position: that of its argument, counted from the first, which is 0.
+        block: the copy on the device of a block that is kept elsewhere; None before, and for the others.
+    """
+
+    path: str
+    given: Any
+    spec: P | None
+    donated: bool
+    position: int = 0
+    block: Tensor | None = None
+
+    @property
+    def seen(self) -> Any:
+        """The value that the function sees: this rank's block, or the value that was passed."""
+        if self.block is not None:
+            return self.block
+        return self.given.local if self.spec is not None else self.given
+
+    @property
+    def away(self) -> bool:
+        """Whether its block is kept elsewhere than on the device."""
+        return self.spec is not None and self.given.memory_kind != "device"
+
+    def moved(self, device: torch.device) -> "Argument":
+        """The same leaf with its block on the device."""
+        return self._replace(block=on_device(self.given, device)) if self.away else self
+
+
+def on_device(x: GlobalTensor, device: torch.device) -> Tensor:
+    """A copy on the device of a block that is kept on the host or on disk."""
+    found = fetched(x.held, x.placement, device)
+    return found if isinstance(found, Tensor) else found.result()
+
+
+def refuse_away(arguments: Sequence[Argument]) -> None:
+    """Refuses arguments kept elsewhere than on the device, for a call that torch follows or transforms.
+
+    Raises:
+        ValueError: lists them.
+    """
+    raise_all(
+        ValueError,
+        "a call that is differentiated or transformed takes arguments from the device alone; reshard these to it, or"
+        " call under torch.no_grad():",
+        [f"{a.path} is kept at {a.given.memory_kind!r}" for a in arguments if a.away],
+    )
+
+
+def taking_the_place_of(given: GlobalTensor, x: Tensor) -> GlobalTensor:
+    """A result as the successor of a donated leaf: of its shape, its spec and its memory.
+
+    Host memory is written over; on disk it is a new value, and the file of the one before is used again.
+    """
+    if given.memory_kind == "device":
+        return given.with_block(x)
+    held = given.held
+    if isinstance(held, Tensor):
+        return given.with_block(to_host(x, out=held).result())
+    assert isinstance(held, DiskTensor)  # arguments of other kinds are refused
+    return given.with_block(held.pool.write(x if x.device.type == "cpu" else to_host(x).result()).result())

@@ -1,0 +1,202 @@
+"""`bucketed`: a captured function of tensors of any length, by one graph for each of a few lengths.
+
+The contract of the function is that rows beyond the length do not matter: `testing.assert_bucket_invariant` checks it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from shardfn.core import PyTree
+from shardfn.engine import CacheInfo, Jitted, Sharded, Transform, check_order
+
+from ._padding import Padding
+
+
+class BucketCounts(NamedTuple):
+    """The calls of one bucket.
+
+    Attributes:
+        calls: their number.
+        rows: the sum of their lengths.
+        padding: the rows that were added to these.
+    """
+
+    calls: int = 0
+    rows: int = 0
+    padding: int = 0
+
+
+class BucketInfo(NamedTuple):
+    """The counts of a bucketed function.
+
+    Attributes:
+        graphs: those of the captured function inside; None if it is not captured.
+        buckets: by size, the calls.
+    """
+
+    graphs: CacheInfo | None
+    buckets: Mapping[int, BucketCounts]
+
+    @property
+    def padding(self) -> float:
+        """The share of padding in all rows that were computed."""
+        rows = sum(x.rows + x.padding for x in self.buckets.values())
+        return sum(x.padding for x in self.buckets.values()) / max(1, rows)
+
+
+def bucketed(
+    f: Callable[..., Any],
+    in_dims: Sequence[PyTree],
+    out_dims: PyTree = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    fill: PyTree = 0,
+    with_length: bool = True,
+) -> "Bucketed":
+    """Pads dims whose length changes up to the next of a few sizes: one graph a size, in place of one a length.
+
+        bucketed(f, ...)(*args) == f(*padded(args), length), cut back to the length
+
+    Put it around `jit(f)` or `sharded(jit(f))`. It is wrong for a function whose result depends on the rows beyond the
+    length, such as a mean over all rows: work row by row, or mask them by `torch.arange(n) < length`.
+    `testing.assert_bucket_invariant` checks that. The padding is computed, too: see `cache_info().padding`. Nest it for
+    a second length. Ranks must pass lengths of one bucket if the graphs communicate.
+
+    Args:
+        f: `f(*args, length)`; `length` is a 0-d int64 tensor on the device of the padded arguments. Where bucketed
+            functions are nested, that of the outer one comes first.
+        in_dims: for each argument, a prefix tree of the dims that have the length; None, or no entry: not padded.
+        out_dims: a prefix tree of the dims of the result that are cut back; None: returned unchanged.
+        sizes: the sizes, ascending; default powers of two, without an end.
+        fill: the value of the padding, or a tuple with a prefix tree of values for each argument.
+        with_length: False for an `f` that takes no length, such as one whose arguments have a mask of their own.
+
+    Returns:
+        The function of the arguments without the length. `cache_info()` counts calls, rows and padding by bucket;
+        `bind` binds all sizes.
+
+    Raises:
+        TypeError: a dim, or a size, is not an int; (when called) a padded leaf is not a plain tensor.
+        ValueError: no dim is padded, sizes do not ascend, or `jit` keeps fewer graphs than there are sizes; (when
+            called) lengths differ or are above all sizes, or a result has the bucket's size along a dim that `out_dims`
+            does not name.
+
+    Example:
+        >>> import torch
+        >>> from shardfn import jit
+        >>> def rows_and_mean(w, x, length):
+        ...     mask = torch.arange(len(x)) < length
+        ...     return w * x, (x * mask).sum() / length
+        >>> f = bucketed(jit(rows_and_mean, backend="graph"), (None, 0), (0, None), sizes=(4, 8))
+        >>> f(torch.tensor(2.0), torch.ones(3))
+        (tensor([2., 2., 2.]), tensor(1.))
+        >>> f(torch.tensor(2.0), torch.ones(2))[0].shape, f.cache_info().graphs.misses
+        (torch.Size([2]), 1)
+        >>> f.cache_info().buckets
+        {4: BucketCounts(calls=2, rows=5, padding=3)}
+    """
+    check_order("bucketed", f)
+    padding = Padding(tuple(in_dims), out_dims, None if sizes is None else tuple(sizes), fill, with_length)
+    padding.check()
+    jitted = f if isinstance(f, Jitted) else f.jitted if isinstance(f, Sharded) else None
+    if padding.sizes is not None and jitted is not None and len(padding.sizes) > jitted.max_graphs:
+        raise ValueError(
+            f"bucketed has {len(padding.sizes)} sizes, and jit(max_graphs={jitted.max_graphs}) keeps fewer graphs; pass"
+            f" max_graphs={len(padding.sizes)}, or fewer sizes."
+        )
+    return Bucketed(f, padding)
+
+
+class Bucketed(Transform):
+    """A function that pads its arguments; made by `bucketed`, which documents it."""
+
+    transform: ClassVar[str] = "bucketed"
+
+    def __init__(self, inner: Callable[..., Any], padding: Padding) -> None:
+        self.inner, self.padding = inner, padding
+        self._counts: dict[int, BucketCounts] = {}
+        # Of the first call of each bucket: the other sizes of its arguments, and the shapes of results not cut.
+        self._first: dict[int, tuple[Any, dict[str, tuple[int, ...]]]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """The function's value."""
+        return self.run(args, lambda size: self.inner)
+
+    def run(self, args: tuple[Any, ...], call_of: Callable[[int], Callable[..., Any]]) -> Any:
+        """The value, by the function that `call_of` has for a bucket."""
+        length = self.padding.length(args)
+        size = self.padding.bucket(length)
+        rest = None if size in self._first else self.padding.rest(args)
+        out = call_of(size)(*self.padding.padded(args, length, size))
+        result = self.padding.cut(out, length, size)
+        if rest is not None:
+            self._compare(size, rest, out)
+        before = self._counts.get(size, BucketCounts())
+        self._counts[size] = BucketCounts(before.calls + 1, before.rows + length, before.padding + size - length)
+        return result
+
+    def _compare(self, size: int, rest: Any, out: PyTree) -> None:
+        """Refuses results whose shape depends on the bucket where `out_dims` does not name the dim."""
+        shapes = self.padding.undeclared(out)
+        for other, (sizes, before) in self._first.items():
+            changed = [n for n, s in shapes.items() if sizes == rest and before.get(n, s) != s]
+            if changed:
+                n = changed[0]
+                raise ValueError(
+                    f"bucketed: {n} has shape {shapes[n]} in the bucket of {size}, and {before[n]} in that of {other},"
+                    " so it has rows of the padding; name its dim in out_dims."
+                )
+        self._first[size] = rest, shapes
+
+    def bind(self, *args: Any, check_every: int = 100) -> "BoundBuckets":
+        """The function bound to arguments of this layout in each of the sizes: see `Sharded.bind`. Collective.
+
+        All graphs are captured here, so that no call waits for one.
+
+        Args:
+            *args: as for a call, of any length.
+            check_every: as for `Sharded.bind`; calls are counted by bucket.
+
+        Raises:
+            ValueError: `sizes` was left out, or the function is not sharded; or as `Sharded.bind` does.
+
+        Example:
+            >>> import torch
+            >>> from shardfn import jit, sharded
+            >>> double = sharded(jit(lambda w, x, length: w * x, backend="graph"))
+            >>> w = double.init(torch.tensor(2.0))
+            >>> bound = bucketed(double, (None, 0), 0, sizes=(2, 4)).bind(w, torch.ones(1))
+            >>> bound(w, torch.ones(3)), double.cache_info().misses
+            (tensor([2., 2., 2.]), 2)
+        """
+        if self.padding.sizes is None:
+            raise ValueError("bucketed without sizes= has no last bucket, so it cannot be bound; pass sizes=.")
+        if not isinstance(self.inner, Sharded | Bucketed):
+            raise ValueError("only a sharded function can be bound: bucketed(sharded(jit(f)), ...).")
+        length, inner = self.padding.length(args), self.inner
+        each = {
+            n: inner.bind(*self.padding.padded(args, length, n), check_every=check_every) for n in self.padding.sizes
+        }
+        return BoundBuckets(self, each)
+
+    def cache_info(self) -> BucketInfo:
+        """The counts of the graphs, and of calls, rows and padding by bucket, those of bound calls included."""
+        counted = isinstance(self.inner, Jitted) or (isinstance(self.inner, Sharded) and self.inner.jitted is not None)
+        inner: Any = self.inner
+        graphs = inner.cache_info() if counted else inner.cache_info().graphs if isinstance(inner, Bucketed) else None
+        return BucketInfo(graphs, dict(sorted(self._counts.items())))
+
+
+class BoundBuckets:
+    """A bucketed function, bound in each of its sizes; made by `Bucketed.bind`.
+
+    Attributes:
+        bound: by size, the bound function.
+    """
+
+    def __init__(self, of: Bucketed, bound: Mapping[int, Callable[..., Any]]) -> None:
+        self._of, self.bound = of, bound
+
+    def __call__(self, *args: Any) -> Any:
+        """The function's value; as `BoundCall`, without agreement of the ranks."""
+        return self._of.run(args, self.bound.__getitem__)
