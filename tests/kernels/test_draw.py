@@ -129,3 +129,11 @@ def test_a_row_of_temperature_zero_needs_no_uniform_number() -> None:
     uniform, temperature = torch.tensor([math.nan, 1.0, 0.5], dtype=F64), torch.tensor([0.0, 0.0, 1.0], dtype=F64)
     tokens, _ = kernels.draw(torch.eye(3) * 40, uniform, **_of(3) | {"temperature": temperature})
     assert tokens.tolist() == [0, 1, 2]
+
+
+def test_a_backward_is_refused() -> None:
+    logits = torch.zeros(2, 6, requires_grad=True)
+    _, logprobs = kernels.draw(logits, torch.full((2,), 0.5, dtype=F64), **_of(2))
+    with pytest.raises(NotImplementedError, match=r"kernels\.draw has no derivative; draw from logits\.detach"):
+        logprobs.sum().backward()
+    assert logits.grad is None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardfn.kernels._arguments import check_dtype, check_shape
 from shardfn.kernels._dispatch import implementation
-from shardfn.kernels._library import define
+from shardfn.kernels._library import define, refuse_backward
 
 
 def draw(
@@ -44,6 +44,7 @@ def draw(
     Raises:
         TypeError: for other dtypes.
         ValueError: shapes differ, there is no token, or an argument is out of range; names it and the first row.
+        NotImplementedError: in a backward.
 
     Example:
         >>> logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
@@ -105,3 +106,4 @@ define(
     _draw,
     lambda logits, *rest: (logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits))),
 )
+refuse_backward("draw", "draw from logits.detach(), and take the log probabilities of its tokens from log_softmax.")

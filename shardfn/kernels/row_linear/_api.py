@@ -1,14 +1,12 @@
 """Linear layers whose rows do not depend on one another's number."""
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
 from shardfn.kernels._arguments import check_dtype, check_shape
 from shardfn.kernels._dispatch import implementation
-from shardfn.kernels._library import LIBRARY, define
+from shardfn.kernels._library import define, refuse_backward
 
 # Columns of the result that are computed together: those of one packed panel.
 PANEL = 64
@@ -99,15 +97,6 @@ define(
     _row_linear,
     lambda x, packed, num, chunks, bias: x.new_empty(*x.shape[:-1], num),
 )
-
-
-def _refuse_backward(context: Any, dy: Tensor) -> Any:
-    del context, dy
-    # Without it torch warns, and leaves the gradients out.
-    raise NotImplementedError(
-        "row_linear has no derivative yet; call it on x.detach() or under torch.no_grad(), or train with"
-        " torch.nn.functional.linear."
-    )
-
-
-torch.library.register_autograd("shardfn_kernels::row_linear", _refuse_backward, lib=LIBRARY)
+refuse_backward(
+    "row_linear", "call it on x.detach() or under torch.no_grad(), or train with torch.nn.functional.linear."
+)
