@@ -67,7 +67,8 @@ class ScriptedRounds(Rounds):
         super().__init__(None, 0, lambda error: sf.RankError(str(error)))
         self.says, self.text, self.heard = list(says), text, list[int]()
 
-    def exchange(self, value: int) -> list[int]:
+    def exchange(self, value: int, kind: Any = None, timeout: Any = None) -> list[int]:
+        del kind, timeout
         self.heard.append(value)
         return [value, self.says.pop(0) if self.says else value]
 
