@@ -75,7 +75,7 @@ def laws(examples: int, steps: int) -> int:
             deadline=None,
             # No shrinking, which takes minutes: the first story that fails is printed.
             phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
             report_multiple_bugs=False,
         ),
     )
@@ -83,7 +83,7 @@ def laws(examples: int, steps: int) -> int:
 
 
 def test_the_laws_hold_under_any_events() -> None:
-    assert laws(12, 16) > 200
+    assert laws(40, 20) > 500
 
 
 @pytest.mark.nightly
@@ -223,7 +223,8 @@ def test_reasons_of_ends() -> None:
     }
     request = Request((1, 2), Sampling(max_tokens=8, stop_tokens=(3,)), deadline=100)
     for reason, end in ends.items():
-        state, plan, outputs = end(*started(request, 0)[::2])
+        state, _, drawn = started(request, 0)
+        state, plan, outputs = end(state, drawn)
         assert outputs[-1].finish == reason and plan is None and state.idle
 
 
