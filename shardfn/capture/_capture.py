@@ -21,11 +21,10 @@ import jaxtyping
 import optree
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx import GraphModule, Node
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
+from shardfn._torch import DYNAMO, DataDependentOutputException, DynamicOutputShapeException, use_lazy_graph_module
 from shardfn.collectives import counting_nothing, current_application, current_line, recording_lines, with_sizes
 from shardfn.core import Ambient, progress
 from shardfn.memory import in_host_region
@@ -221,7 +220,7 @@ def capture(
     once = torch.autograd.set_multithreading_enabled(False)
     trace = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)
     try:
-        with once, _use_lazy_graph_module(True), _naming_lines(), quiet(), counting_nothing(), _uncompiled():
+        with once, use_lazy_graph_module(True), _naming_lines(), quiet(), counting_nothing(), _uncompiled():
             gm = trace(*fakes(inputs))
     finally:
         # After an error, too: else the next call finds tensors without data.
@@ -248,7 +247,7 @@ def quiet() -> Iterator[None]:
 def _uncompiled() -> Iterator[None]:
     """Runs a model's compiled functions as written, so that their ops are part of the graph."""
     # Not imported for this, which takes seconds: where it is missing, the model has compiled nothing.
-    dynamo: Any = sys.modules.get("torch._dynamo")
+    dynamo: Any = sys.modules.get(DYNAMO)
     with contextlib.nullcontext() if dynamo is None else dynamo.config.patch(error_on_nested_fx_trace=False):
         yield
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch.utils.checkpoint as torch_checkpoint
 
+from shardfn._torch import CHECKPOINT
+
 # Binds a value again, each time that it is called.
 Again = Callable[[], AbstractContextManager[Any]]
 # Notes something on arguments.
@@ -127,7 +129,7 @@ def checkpoints_as_now() -> AbstractContextManager[None]:
 
 def _names() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     # Another file of torch has a name of its own for the generator.
-    other = sys.modules.get("torch.distributed._composable.checkpoint_activation")
+    other = sys.modules.get(CHECKPOINT)
     files: list[Any] = [torch_checkpoint, other] if other else [torch_checkpoint]
     return [*((file, _GENERATOR, _generator) for file in files), (torch_checkpoint, "CheckpointFunction", _reentrant)]
 

@@ -29,10 +29,8 @@ def refused_write(line: str) -> ValueError:
         line: the leaf, and how it is written to.
 
     Example:
-        >>> print(refused_write("params['w'] is written to inside the loss (by add_)"))
-        parameters are written to inside the loss. Parameters are immutable there: write to a clone(), or return the \
-new value as aux. The state passed in is as it was.
-          - params['w'] is written to inside the loss (by add_)
+        >>> str(refused_write("params['w'] is written to inside the loss (by add_)")).splitlines()[-1]
+        "  - params['w'] is written to inside the loss (by add_)"
     """
     return ValueError(f"parameters are written to inside the loss. {_REMEDY} {_AS_IT_WAS}\n  - {line}")
 

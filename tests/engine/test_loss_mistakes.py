@@ -111,7 +111,8 @@ MISTAKES = [
     Mistake("the batch has another name", lambda: run(batch={"xs": torch.ones(4, 3)}),
             KeyError, "'x'\nThe batch has 'xs'.", "Did you mean 'xs'?\nThe parameters have 'w'.\n"),
     Mistake("an index is too large",
-            lambda: run(lambda p, b: functional.embedding(b["i"], p["w"]).mean(), batch={"i": torch.arange(4)}),
+            lambda: run(lambda p, b: functional.embedding(b["i"], p["w"]).mean(),
+                        batch={"i": torch.arange(4).roll(mesh_of().rank)}),
             IndexError, "out of range", "batch['i'] has values from 0 to 3.\n"),
 ]  # fmt: skip
 
