@@ -3,6 +3,8 @@
 # First: an older torch lacks some of the names.
 from ._version import check_torch as check_torch
 from ._names import (
+    all_gather_single as all_gather_single,
+    reduce_scatter_single as reduce_scatter_single,
     BatchNorm as BatchNorm,
     CHECKPOINT as CHECKPOINT,
     DYNAMO as DYNAMO,
@@ -52,5 +54,6 @@ from ._names import (
     top_saved_hooks as top_saved_hooks,
     tracing as tracing,
     transforming as transforming,
+    unbound as unbound,
     use_lazy_graph_module as use_lazy_graph_module,
 )

@@ -6,10 +6,12 @@ dynamo, are imported when they are used.
 
 import importlib
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._guards import TracingContext as TracingContext
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._guards import tracing as tracing
@@ -116,6 +118,10 @@ preserve_version: Any = torch.autograd._unsafe_preserve_version_counter
 storage_use_count: Any = _C._storage_Use_Count
 parse_to: Any = _C._nn._parse_to
 
+# Collectives of one tensor, which torch 2.11 and 2.12 call by other names.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # The names of modules that others may have imported.
 DYNAMO, CHECKPOINT = "torch._dynamo", "torch.distributed._composable.checkpoint_activation"
 
@@ -154,3 +160,19 @@ def graph_break(message: str) -> None:
 def derivatives_of_decompositions() -> ModuleType:
     """Registers the forward derivatives of ops that have decompositions."""
     return importlib.import_module("torch._decomp.decompositions_for_jvp")
+
+
+def unbound(method: Any) -> Callable[..., Any]:
+    """The function of a class method, which takes the class first; `autograd.Function.apply` is one of C in torch 2.14.
+
+    Example:
+        >>> unbound(vars(dict)["fromkeys"])(dict, "a")
+        {'a': None}
+    """
+    if hasattr(method, "__func__"):
+        return method.__func__
+
+    def call(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return method.__get__(None, cls)(*args, **kwargs)
+
+    return call

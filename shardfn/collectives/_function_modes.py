@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from shardfn._torch import DYNAMO, function_modes, num_function_modes, pop_function_mode, push_function_mode
+from shardfn._torch import DYNAMO, function_modes, num_function_modes, pop_function_mode, push_function_mode, unbound
 from shardfn.core import Ambient, Replaced
 
 
@@ -83,9 +83,10 @@ def waiting_to_begin(mode: TorchFunctionMode) -> Iterator[None]:
 @functools.cache
 def _application(original: Any) -> Any:
     """`autograd.Function.apply` whose calls go through the function mode that has an `operation`."""
+    function = unbound(original)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        call = functools.partial(original.__func__, cls)
+        call = functools.partial(function, cls)
         if cls.__module__ == checkpoint.__name__:  # they keep their operands, and compute nothing
             return call(*args, **kwargs)
         mode: Any = next((m for m in reversed(function_modes()) if hasattr(m, "operation")), None)

@@ -23,7 +23,9 @@ Again = Callable[[], AbstractContextManager[Any]]
 Note = Callable[[Sequence[Any]], None]
 _LOOKS: list[Callable[[], Sequence[Again]]] = []
 _ARGUMENTS: list[Callable[[Sequence[Any]], Note | None]] = []
-_GENERATOR = "_checkpoint_without_reentrant_generator"
+# Torch 2.14 calls a variant that takes the function's arguments as a tuple and a dict.
+_APART = hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator_impl")
+_GENERATOR = "_checkpoint_without_reentrant_generator" + ("_impl" if _APART else "")
 
 
 def bound_again(look: Callable[[], Sequence[Again]]) -> Callable[[], Sequence[Again]]:
@@ -143,7 +145,8 @@ def _generator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def generator(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        again, notes = as_now(), [note for note in (look(args) for look in _ARGUMENTS) if note is not None]
+        given = args[0] if _APART else args
+        again, notes = as_now(), [note for note in (look(given) for look in _ARGUMENTS) if note is not None]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with again():
