@@ -20,7 +20,7 @@ _PAUSED = Ambient[None]("the garbage collector is paused", by_thread=True)
 
 
 class _Steps:
-    """The number of threads whose steps have paused the collector. The user may also have stopped it, before the first."""
+    """The number of threads whose steps have paused the collector. The user may have stopped it before the first."""
 
     lock = threading.Lock()
     count = 0
