@@ -27,7 +27,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
 from shardfn.collectives import counting_nothing, current_application, current_line, recording_lines, with_sizes
-from shardfn.core import Ambient, progress
+from shardfn.core import Ambient, one_tracing, progress
 from shardfn.memory import in_host_region
 
 from ._asserted import Asserting
@@ -221,7 +221,15 @@ def capture(
     once = torch.autograd.set_multithreading_enabled(False)
     trace = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)
     try:
-        with once, _use_lazy_graph_module(True), _naming_lines(), quiet(), counting_nothing(), _uncompiled():
+        with (
+            one_tracing(),
+            once,
+            _use_lazy_graph_module(True),
+            _naming_lines(),
+            quiet(),
+            counting_nothing(),
+            _uncompiled(),
+        ):
             gm = trace(*fakes(inputs))
     finally:
         # After an error, too: else the next call finds tensors without data.

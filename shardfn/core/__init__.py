@@ -47,6 +47,7 @@ from ._metadata import METADATA as METADATA, MetadataTensor as MetadataTensor
 from ._progress import progress as progress
 from ._per_mesh import PerMesh as PerMesh
 from ._pending import Pending as Pending
+from ._tracing import one_tracing as one_tracing
 from ._stored import Absent as Absent, Stored as Stored
 from ._shown import as_html as as_html, columns as columns, size as size
 from ._ambient import (

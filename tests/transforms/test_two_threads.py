@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P
-from shardfn.collectives import current_mesh
 from shardfn.testing import distributed
 
 JITS: dict[str, Any] = {"eager": lambda f: f, "graph": lambda f: sf.jit(f, backend="graph")}
@@ -23,8 +22,8 @@ def whole() -> dict[str, Tensor]:
     return {"up": torch.randn(6, 8, generator=g), "down": torch.randn(8, 4, generator=g)}
 
 
-def zero(axis: str) -> sf.Zero:
-    return sf.Zero(stage=3, axis=axis, persist_elements=0)
+def zero(axis: str, **options: Any) -> sf.Zero:
+    return sf.Zero(stage=3, axis=axis, persist_elements=0, **options)
 
 
 def predict(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -35,9 +34,11 @@ def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return sf.pmean(predict(params, x).square().mean(), "train")  # an axis that the other thread's mesh has not
 
 
-def training(mode: str) -> Callable[[], list[Tensor]]:
+def training(mode: str, **options: Any) -> Callable[[], list[Tensor]]:
     mesh = sf.make_mesh({"train": -1}, device="cpu")
-    step = sf.sharded_step(JITS[mode](loss), sf.optim.adamw(1e-2), mesh=mesh, batch=P("train"), zero=zero("train"))
+    step = sf.sharded_step(
+        JITS[mode](loss), sf.optim.adamw(1e-2), mesh=mesh, batch=P("train"), zero=zero("train", **options)
+    )
 
     def run() -> list[Tensor]:
         state, out = step.init(whole()), []
@@ -103,3 +104,31 @@ def test_a_thread_that_trains_and_one_that_serves_get_what_each_gets_alone(train
     trained, served = together(training(train), serving(serve))
     same(trained, alone[0])
     same(served, alone[1])
+
+
+@pytest.mark.parametrize(("train", "serve"), [("eager", "eager"), ("graph", "bound")])
+def test_recorders_of_one_thread_do_not_count_what_the_other_moves(train: str, serve: str) -> None:
+    _counted(train, serve)
+
+
+@distributed(world=2)
+def _counted(trained: str, served: str) -> None:
+    """Two ranks: the threads of a rank have communicators of their own, and send at the same time."""
+    train, serve = training(trained, optimizer="host"), serving(served)
+    train(), serve()  # which order the leaves are used in is learnt
+
+    def counted(run: Callable[[], Any]) -> Callable[[], Any]:
+        def count() -> Any:
+            with sf.count_traffic() as traffic, sf.memory.ledger() as book:
+                out = run()
+                return out, traffic.by_op, book.transfers("host", "device"), book.moved("device", "host")
+
+        return count
+
+    alone = counted(train)(), counted(serve)()
+    got = together(counted(train), counted(serve))
+    for (values, *numbers), (want, *want_numbers) in zip(got, alone, strict=True):
+        same(values, want)
+        assert numbers == want_numbers
+    assert got[0][2] > 0 and got[1][2:] == (0, 0)
+    assert {axes for _, axes in got[0][1]} == {("train",)} and {axes for _, axes in got[1][1]} == {("serve",)}
