@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from shardfn.core import adopting
 from shardfn.memory import Bytes
 
 from ._contents import FilePlan, Part
