@@ -103,12 +103,12 @@ class _Look(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grad_outputs):
         value = ctx.value
         with value.bound("inner"):
             ctx.seen.append((value.innermost(), value.all, this_program()))
         ctx.seen.append((value.innermost(), bool(value), this_program()))
-        return grad, None, None
+        return grad_outputs[0], None, None
 
 
 def looked(value, seen):

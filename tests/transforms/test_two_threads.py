@@ -115,7 +115,9 @@ def test_recorders_of_one_thread_do_not_count_what_the_other_moves(train: str, s
 def _counted(trained: str, served: str) -> None:
     """Two ranks: the threads of a rank have communicators of their own, and send at the same time."""
     train, serve = training(trained, optimizer="host"), serving(served)
-    train(), serve()  # which order the leaves are used in is learnt
+    # First calls learn the order of the leaves, and make communicators on all ranks in one order.
+    train()
+    serve()
 
     def counted(run: Callable[[], Any]) -> Callable[[], Any]:
         def count() -> Any:
