@@ -6,12 +6,16 @@ there is no GPU.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import pathlib
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from typing import Any
+from typing import IO, Any
 
 from _gpu_parts import PARTS
 from _report import hardware
@@ -24,6 +28,7 @@ def main() -> None:
         run, _ = PARTS[args.part]
         print("RESULT " + json.dumps(run(args.device)))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit ends the part that runs, too
     start, out = time.monotonic(), pathlib.Path(args.out)
     results: dict[str, Any] = {"about": hardware(), "device": args.device}
     for name in args.parts.split(",") if args.parts else PARTS:
@@ -39,15 +44,35 @@ def main() -> None:
 def _run(name: str, device: str, limit: float) -> Any:
     command = [sys.executable, __file__, "--part", name, "--device", device]
     start = time.monotonic()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired as error:
-        said = error.stderr or b""
-        return {"error": f"stopped after {limit:.0f} s", "stderr": said.decode(errors="replace")[-1500:]}
-    found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    # Files, as a process that a part left behind would keep a pipe open.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        code = _code_of(command, out, err, limit)
+        output, errors = _text(out), _text(err)
+    if code is None:
+        return {"error": f"stopped after {limit:.0f} s", "stderr": errors[-1500:]}
+    found = [line for line in output.splitlines() if line.startswith("RESULT ")]
     if not found:
-        return {"error": f"exit code {done.returncode}", "stderr": done.stderr[-3000:]}
+        return {"error": f"exit code {code}", "stderr": errors[-3000:]}
     return json.loads(found[-1].removeprefix("RESULT ")) | {"part seconds": round(time.monotonic() - start, 1)}
+
+
+def _code_of(command: list[str], out: IO[str], err: IO[str], limit: float) -> int | None:
+    """Runs a command in a session of its own; the exit code, or None if it was stopped. No process of it is left."""
+    process = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        # Also the processes that the part has started, which would hold the device: its tests, say.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def _arguments() -> argparse.Namespace:

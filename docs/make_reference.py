@@ -22,6 +22,7 @@ ROOMS = (
     "nn",
     "models.gpt",
     "lora",
+    "inference",
     "data",
     "metrics",
     "checkpoint",

@@ -2,9 +2,10 @@
 
 # isort: off
 from shardfn import collectives as collectives, core as core, kernels as kernels, memory as memory
-from shardfn import data as data, graph as graph, nn as nn, optim as optim, schedules as schedules
+from shardfn import graph as graph, nn as nn, optim as optim, schedules as schedules
 from shardfn import checkpoint as checkpoint, models as models, transforms as transforms
-from shardfn import interop as interop, lora as lora, metrics as metrics, testing as testing
+from shardfn import data as data, inference as inference, interop as interop, lora as lora
+from shardfn import metrics as metrics, testing as testing
 
 from shardfn.collectives import (
     GlobalTensor as GlobalTensor,

@@ -40,6 +40,7 @@ DESIGN = [
     "docs/design/0020-shared-memory.md",
     "docs/design/0021-canonical-sums.md",
     "docs/design/0025-opened-step.md",
+    "docs/design/0028-schedule-and-pool.md",
 ]
 # Pages whose programs run by day; those of the others run by night.
 DAILY = ["README.md", "docs/index.md", "docs/ten_lines.md", "docs/training_loop.md", "docs/sharded.md"]

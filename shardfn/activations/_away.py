@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from shardfn._torch import FakeTensor
 from shardfn.capture import capturing, plumbing
 from shardfn.core import Pending, Stored
 from shardfn.memory import AnyPool, Fetch, to_host

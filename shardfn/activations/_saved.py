@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
 
+from shardfn._torch import sequence_number
 from shardfn.capture import capturing
 from shardfn.core import hearing_names, saved_tensors_hooks
 
 from ._away import Away, PoolOf, can_leave, flat_of
 from .policies import Action, SavePolicy, check_action, describe, limit_of
 
-_AUTOGRAD: Any = getattr(torch._C, "_autograd")  # noqa: B009  # torch has no stub of it
 # How many earlier saved tensors are searched for the ones to prefetch.
 _REACH = 256
 
@@ -120,7 +120,7 @@ class SavedValue:
             # Detached: an operation's own result, kept by its node, would keep that node alive.
             return _Untouched(x.detach())
         # Equal for all tensors that one operation saves.
-        turn = _AUTOGRAD._get_sequence_nr()
+        turn = sequence_number()
         self._decide(turn)
         use = SavedUse(self._entry(x, key, turn), x, len(self._uses))
         self._uses.append(weakref.ref(use))

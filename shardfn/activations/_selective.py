@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardfn._torch import TorchDispatchMode
 from shardfn.capture import capturing, in_plumbing
 from shardfn.core import hearing_names, tree_leaves
 

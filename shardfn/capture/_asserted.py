@@ -17,9 +17,10 @@ from typing import Any
 import jaxtyping
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import has_side_effect
 from torch.overrides import TorchFunctionMode
+
+from shardfn._torch import FakeTensor
 
 _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
 _LIBRARY.define("check(Tensor flag, bool expected, str text) -> ()")

@@ -21,11 +21,10 @@ import jaxtyping
 import optree
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx import GraphModule, Node
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
+from shardfn._torch import DYNAMO, DataDependentOutputException, DynamicOutputShapeException, use_lazy_graph_module
 from shardfn.collectives import counting_nothing, current_application, current_line, recording_lines, with_sizes
 from shardfn.core import Ambient, one_tracing, progress
 from shardfn.memory import in_host_region
@@ -224,7 +223,7 @@ def capture(
         with (
             one_tracing(),
             once,
-            _use_lazy_graph_module(True),
+            use_lazy_graph_module(True),
             _naming_lines(),
             quiet(),
             counting_nothing(),
@@ -256,7 +255,7 @@ def quiet() -> Iterator[None]:
 def _uncompiled() -> Iterator[None]:
     """Runs a model's compiled functions as written, so that their ops are part of the graph."""
     # Not imported for this, which takes seconds: where it is missing, the model has compiled nothing.
-    dynamo: Any = sys.modules.get("torch._dynamo")
+    dynamo: Any = sys.modules.get(DYNAMO)
     with contextlib.nullcontext() if dynamo is None else dynamo.config.patch(error_on_nested_fx_trace=False):
         yield
 

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
-from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_slot, set_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import _disable_current_modes
 
+from shardfn._torch import DisableTorchDispatch, FakeTensor, ProxyTensor, disable_current_modes, preserve_version
 from shardfn.collectives import at_line, current_line
 from shardfn.graph import storage_of, tensors_in
 
@@ -102,7 +101,7 @@ class Copy:
         copied = self._nodes.get(node, node)
         val: Any = copied.meta["val"]
         if (key := storage_of(val)) not in self._counters:
-            with _disable_current_modes():  # the graph is not to hold this
+            with disable_current_modes():  # the graph is not to hold this
                 self._counters[key] = torch.empty(0, dtype=torch.uint8, device="meta")
         counter = self._counters[key]
         return _tracked(_alias(val, val.untyped_storage(), 0, counter), self._tracer.proxy(copied), self._recorder)
@@ -157,7 +156,7 @@ def alias(x: Tensor) -> Tensor:
     slot: Any = None if notes is None else get_proxy_slot(x, notes.tracer, None)
     if notes is None or slot is None or not isinstance(x, FakeTensor):
         return x.detach()
-    with torch._C._DisableTorchDispatch():  # a detach that only the tracer does not see: versions are shared
+    with DisableTorchDispatch():  # a detach that only the tracer does not see: versions are shared
         return _tracked(FakeTensor(x.fake_mode, x.detach(), x.fake_device), slot.proxy, notes)
 
 
@@ -179,19 +178,19 @@ def steps_after(last: Node, notes: Recorder) -> Iterator[Written]:
 
 
 def _tracked(x: FakeTensor, proxy: Any, notes: Recorder) -> FakeTensor:
-    set_proxy_slot(x, notes.tracer, _ProxyTensor(proxy, None))
+    set_proxy_slot(x, notes.tracer, ProxyTensor(proxy, None))
     return x
 
 
 def _alias(like: FakeTensor, storage: Any, shift: int, counter: Tensor | None = None) -> FakeTensor:
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
+    with DisableTorchDispatch(), torch.no_grad():
         meta = torch.empty(0, dtype=like.dtype, device="meta") if counter is None else counter.view(like.dtype)
-        with torch.autograd._unsafe_preserve_version_counter(meta):  # this is no write
+        with preserve_version(meta):  # this is no write
             meta.set_(storage, like.storage_offset() + shift // like.element_size(), like.shape, like.stride())
         return FakeTensor(like.fake_mode, meta, like.fake_device)
 
 
 def _empty_view(x: Tensor) -> Tensor:
     """No element of `x`, but its counter of versions."""
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
+    with DisableTorchDispatch(), torch.no_grad():
         return x.detach().as_strided((0,), (1,), 0).view(torch.uint8)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardfn._torch import FakeTensorMode
 from shardfn.core import frozen, is_frozen
 from shardfn.graph import known_op
 

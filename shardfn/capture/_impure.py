@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from shardfn._torch import FakeTensor
 from shardfn.core import tree_leaves
 
 from ._fakes import Fakes

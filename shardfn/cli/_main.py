@@ -14,6 +14,8 @@ from ._chart import write_chart
 from ._checkpoint import add_checkpoint_arguments, checkpoint_command
 from ._env import env_text
 from ._exact import exact
+from ._finetune import finetune
+from ._finetune_job import add_finetune_arguments, parse_job
 from ._longest import longest
 from ._plan import JobPlan, plan
 from ._recipes import recipe, recipe_json, recipe_text
@@ -42,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     about = "Says what a run needs: memory by kind, traffic, time. Exit status 1 if it does not fit."
     add_plan_arguments(commands.add_parser("plan", help=about, description=about))
+    about = "Fine-tunes a causal model of transformers on JSON lines; under torchrun on several ranks."
+    add_finetune_arguments(commands.add_parser("finetune", help=about, description=about))
     about = "Looks at checkpoints: what they hold, whether they are intact, what differs."
     add_checkpoint_arguments(commands.add_parser("checkpoint", help=about, description=about))
     about = "Says what this machine has of what shardfn uses, and what does not work."
@@ -51,10 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(env_text())
         return 0
     try:
-        return checkpoint_command(args) if args.command == "checkpoint" else _plan_command(args)
+        job = parse_job(args) if args.command == "finetune" else None
+        if job is None:
+            return checkpoint_command(args) if args.command == "checkpoint" else _plan_command(args)
     except (ValueError, OSError, ImportError) as e:  # ImportError for a URL whose package is missing
         print(f"shardfn {args.command}: error: {e}", file=sys.stderr)
         return 1 if isinstance(e, DamagedError) else 2
+    return finetune(job)  # whose errors keep their traceback
 
 
 def _plan_command(args: argparse.Namespace) -> int:

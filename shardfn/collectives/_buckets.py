@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
+from shardfn._torch import is_functorch_wrapped_tensor
 from shardfn.core import PyTree, raise_all
 
 # Elements that travel in one message: half a megabyte at one bit each.

@@ -18,9 +18,9 @@ from typing import NamedTuple, Protocol
 import torch
 from jaxtyping import Float32
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfn import kernels
+from shardfn._torch import disable_current_modes
 
 Codes = tuple[Tensor, ...]
 Memory = Tensor | tuple[()]
@@ -79,7 +79,7 @@ class Compressor(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _remembers(init: Callable[[Tensor], Memory]) -> bool:
-    with _disable_current_modes():  # a program that is being captured is not to hold this
+    with disable_current_modes():  # a program that is being captured is not to hold this
         return isinstance(init(torch.empty(1, 0)), Tensor)
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shardfn._torch import DisableTorchFunctionSubclass, functorch, transforming
 from shardfn.core import Mesh
 
 from ._axis_index import AXIS_NUMBERS, AxisTypeError, plain
@@ -40,8 +41,6 @@ NOTED = "_shardfn_axes"
 _MADE_AT = "_shardfn_made_at"
 _BITS = 16
 _CARRY_NOTHING = {int, float, bool, str, type(None), torch.dtype, torch.device, type(...), torch.layout}
-_transforming = torch._C._are_functorch_transforms_active
-functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 _STAMPS = itertools.count(1)
 # The primitives whose results all ranks hold alike.
 _JOINS = ("psum", "pmax", "all_gather_invariant")
@@ -196,7 +195,7 @@ class Following(TorchFunctionMode):
 
     def _note(self, x: Tensor, mask: int) -> None:
         setattr(x, NOTED, self._stamp | mask)
-        if _transforming():
+        if transforming():
             while functorch.is_functorch_wrapped_tensor(x):
                 x = functorch.get_unwrapped(x)
                 setattr(x, NOTED, self._stamp | mask)
@@ -385,16 +384,16 @@ def _with_plain_numbers(x: Any) -> Any:
 
 def _base(x: Tensor) -> Tensor | None:
     """The tensor that a view shows."""
-    with torch._C.DisableTorchFunctionSubclass():  # a lazy leaf must not open for this
+    with DisableTorchFunctionSubclass():  # a lazy leaf must not open for this
         return x._base if x._is_view() else None
 
 
 def _recording_gradients() -> bool:
-    return torch.is_grad_enabled() or _transforming()
+    return torch.is_grad_enabled() or transforming()
 
 
 def _differentiable(x: Tensor) -> bool:
     """Whether a gradient may be wanted; inside torch.func any tensor of floats may have one at an outer level."""
     if not (x.is_floating_point() or x.is_complex()):
         return False
-    return x.requires_grad or _transforming()
+    return x.requires_grad or transforming()

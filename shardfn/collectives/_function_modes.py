@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from shardfn._torch import DYNAMO, function_modes, num_function_modes, pop_function_mode, push_function_mode, unbound
 from shardfn.core import Ambient, Replaced
 
 
@@ -32,20 +33,15 @@ class LateMode:
 WAITING: Ambient[LateMode] = Ambient("mode that begins with the first collective", by_thread=True)
 
 
-def function_modes() -> list[TorchFunctionMode]:
-    """The function modes of this thread, the innermost last."""
-    return _get_current_function_mode_stack()
-
-
 @contextlib.contextmanager
 def function_modes_changed() -> Iterator[list[TorchFunctionMode]]:
     """Yields the stack as a list, and sets the stack to the list at the end."""
     stack = function_modes()
     yield stack
-    for _ in range(torch._C._len_torch_function_stack()):
-        torch._C._pop_torch_function_stack()
+    for _ in range(num_function_modes()):
+        pop_function_mode()
     for mode in stack:
-        torch._C._push_on_torch_function_stack(mode)
+        push_function_mode(mode)
 
 
 def began() -> bool:
@@ -87,9 +83,10 @@ def waiting_to_begin(mode: TorchFunctionMode) -> Iterator[None]:
 @functools.cache
 def _application(original: Any) -> Any:
     """`autograd.Function.apply` whose calls go through the function mode that has an `operation`."""
+    function = unbound(original)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        call = functools.partial(original.__func__, cls)
+        call = functools.partial(function, cls)
         if cls.__module__ == checkpoint.__name__:  # they keep their operands, and compute nothing
             return call(*args, **kwargs)
         mode: Any = next((m for m in reversed(function_modes()) if hasattr(m, "operation")), None)
@@ -101,10 +98,9 @@ def _application(original: Any) -> Any:
 @contextlib.contextmanager
 def interception() -> Iterator[None]:
     """Lets calls of Functions go through the modes, and compiled functions run operation by operation, as written."""
-    with _INTERCEPTED, torch.compiler.set_stance("force_eager") if _COMPILER in sys.modules else _NOTHING:
+    with _INTERCEPTED, torch.compiler.set_stance("force_eager") if DYNAMO in sys.modules else _NOTHING:
         yield
 
 
-_COMPILER = "torch._dynamo"  # whose import takes seconds
 _NOTHING = contextlib.nullcontext()
 _INTERCEPTED = Replaced(lambda: [(torch.autograd.Function, "apply", _application)])

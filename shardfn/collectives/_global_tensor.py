@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.utils import _pytree as torch_pytree
 
+from shardfn._torch import FakeTensor, peek_interpreter_stack, pytree
 from shardfn.collectives.transport import naming_the_wait
 from shardfn.core import (
     MOST_DRAWN,
@@ -418,7 +416,7 @@ def _flatten(x: GlobalTensor) -> tuple[list[Any], _Context]:
 
 def _flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
     children, context = _flatten(x)
-    return [(torch_pytree.GetAttrKey("local"), children[0])], context
+    return [(pytree.GetAttrKey("local"), children[0])], context
 
 
 def _unflatten(children: Any, context: _Context) -> GlobalTensor:
@@ -427,7 +425,7 @@ def _unflatten(children: Any, context: _Context) -> GlobalTensor:
     return x
 
 
-torch_pytree.register_pytree_node(
+pytree.register_pytree_node(
     GlobalTensor,
     _flatten,
     _unflatten,

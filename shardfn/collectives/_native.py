@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensor
 
+from shardfn._torch import FakeTensor, num_dispatch_modes, peek_interpreter_stack
 from shardfn.collectives.transport import Channel, loss_channel, ordered_sum
 
 from ._env import this_mesh
@@ -29,7 +28,7 @@ def _unknown(x: Tensor) -> Tensor:
 
 def _channel(x: Tensor, line: Line) -> Channel | None:
     """The channel that takes `x` at once; None where transfers are to be ops."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling() or num_dispatch_modes() or peek_interpreter_stack() is not None:
         return None
     if isinstance(x, FakeTensor) or x.is_meta or line.mesh.abstract:
         return None

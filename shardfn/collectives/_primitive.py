@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from shardfn import kernels
+from shardfn._torch import peek_interpreter_stack
 from shardfn.core import adopted, this_program
 
 from . import _native as native

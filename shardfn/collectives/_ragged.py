@@ -8,10 +8,9 @@ Its transpose has the two pairs exchanged. `ragged_places` brings each rank its 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
-from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from shardfn._torch import FakeTensor, functorch
 from shardfn.collectives.transport import Channel, loss_channel
 from shardfn.core import Axes, raise_all
 

@@ -1,7 +1,7 @@
 """Descriptions of values: trees, specs, the mesh, keys, errors. No tensor moves between ranks here."""
 
 # First, as the other imports may fail on another torch.
-from ._torch_version import check_torch as check_torch
+from shardfn._torch import check_torch as check_torch
 from ._describe import describe as describe, is_own as is_own
 from ._errors import DonatedError as DonatedError, RankError as RankError
 from ._errors import (
@@ -42,7 +42,7 @@ from ._draw import uniform as uniform, uniform_block as uniform_block, zeros as 
 from ._frozen_parameter import frozen as frozen, is_frozen as is_frozen
 from ._module_names import named_buffers as named_buffers, named_modules as named_modules
 from ._module_names import named_parameters as named_parameters, state_names as state_names
-from ._module_names import uncompiled as uncompiled
+from ._module_names import is_compiled as is_compiled, uncompiled as uncompiled
 from ._metadata import METADATA as METADATA, MetadataTensor as MetadataTensor
 from ._progress import progress as progress
 from ._per_mesh import PerMesh as PerMesh

@@ -15,13 +15,17 @@ from typing import Any, NamedTuple
 
 import torch.utils.checkpoint as torch_checkpoint
 
+from shardfn._torch import CHECKPOINT
+
 # Binds a value again, each time that it is called.
 Again = Callable[[], AbstractContextManager[Any]]
 # Notes something on arguments.
 Note = Callable[[Sequence[Any]], None]
 _LOOKS: list[Callable[[], Sequence[Again]]] = []
 _ARGUMENTS: list[Callable[[Sequence[Any]], Note | None]] = []
-_GENERATOR = "_checkpoint_without_reentrant_generator"
+# Torch 2.14 calls a variant that takes the function's arguments as a tuple and a dict.
+_APART = hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator_impl")
+_GENERATOR = "_checkpoint_without_reentrant_generator" + ("_impl" if _APART else "")
 
 
 def bound_again(look: Callable[[], Sequence[Again]]) -> Callable[[], Sequence[Again]]:
@@ -127,7 +131,7 @@ def checkpoints_as_now() -> AbstractContextManager[None]:
 
 def _names() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     # Another file of torch has a name of its own for the generator.
-    other = sys.modules.get("torch.distributed._composable.checkpoint_activation")
+    other = sys.modules.get(CHECKPOINT)
     files: list[Any] = [torch_checkpoint, other] if other else [torch_checkpoint]
     return [*((file, _GENERATOR, _generator) for file in files), (torch_checkpoint, "CheckpointFunction", _reentrant)]
 
@@ -141,7 +145,8 @@ def _generator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def generator(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        again, notes = as_now(), [note for note in (look(args) for look in _ARGUMENTS) if note is not None]
+        given = args[0] if _APART else args
+        again, notes = as_now(), [note for note in (look(given) for look in _ARGUMENTS) if note is not None]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with again():

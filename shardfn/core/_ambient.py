@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, TypeVar
 
-import torch
+from shardfn._torch import current_graph_task, is_stashed, stash, stashed
 
 T = TypeVar("T")
 A = ParamSpec("A")
@@ -59,14 +59,14 @@ def this_program() -> Program:
     program = _HERE.program
     if program is not None:
         return program
-    if torch._C._current_graph_task_id() == -1:
+    if current_graph_task() == -1:
         program = _HERE.program = Program()
-        torch._C._stash_obj_in_tls(_STASH, program)
+        stash(_STASH, program)
         return program
     # In a backward: the program of the caller. If it has none, what is stashed here lasts until the backward ends.
-    if not torch._C._is_key_in_tls(_STASH):
-        torch._C._stash_obj_in_tls(_STASH, Program())
-    return torch._C._get_obj_in_tls(_STASH)
+    if not is_stashed(_STASH):
+        stash(_STASH, Program())
+    return stashed(_STASH)
 
 
 @contextlib.contextmanager
@@ -83,17 +83,17 @@ def adopted(program: Program) -> Iterator[None]:
     if before is program:
         yield
         return
-    stashed = this_program()
+    own = this_program()
     _move(program, program)
     try:
         yield
     finally:
-        _move(before, stashed)
+        _move(before, own)
 
 
-def _move(program: Program | None, stashed: Program) -> None:
+def _move(program: Program | None, handed_on: Program) -> None:
     _HERE.program = program
-    torch._C._stash_obj_in_tls(_STASH, stashed)
+    stash(_STASH, handed_on)
     for stack in _STACKS:
         stack.forget()
 

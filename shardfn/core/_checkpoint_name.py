@@ -4,13 +4,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from shardfn._torch import is_functorch_wrapped_tensor
+
 from ._ambient import Ambient
 
-_wrapped: Any = getattr(torch._C, "_functorch").is_functorch_wrapped_tensor  # noqa: B009  # torch has no stub of it
 Hears = Callable[[Tensor, str], None]
 _HEARING = Ambient[Hears]("hears of named values", by_thread=True)
 
@@ -42,7 +42,7 @@ def checkpoint_name(x: Shaped[Tensor, "..."], name: str) -> Shaped[Tensor, "..."
     if not isinstance(x, Tensor) or not isinstance(name, str):
         raise TypeError(f"checkpoint_name takes a tensor and a string, got {type(x).__name__}, {type(name).__name__}.")
     # The wrappers of torch.func have no memory of their own; neither `remat` nor `offload` acts there.
-    if _HEARING and not _wrapped(x):
+    if _HEARING and not is_functorch_wrapped_tensor(x):
         for hears in _HEARING.all:
             hears(x, name)
     return x

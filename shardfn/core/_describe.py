@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
+
+from shardfn._torch import is_functorch_wrapped_tensor
 
 from ._spec import P, Sharding
 

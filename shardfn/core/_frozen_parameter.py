@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardfn._torch import DisableTorchFunctionSubclass
+
 
 class FrozenParameter(nn.Parameter):
     """A parameter without gradient whose copies and conversions are frozen, too; other results are plain tensors."""
@@ -15,7 +17,7 @@ class FrozenParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
         return frozen(out) if func in COPIES and type(out) is Tensor and not out.requires_grad else out
 

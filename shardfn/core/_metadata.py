@@ -6,6 +6,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from shardfn._torch import DisableTorchFunctionSubclass
+
 _TENSOR: Any = Tensor
 T = TypeVar("T", bound="MetadataTensor")
 # The functions of torch that read no element. `is_leaf` and the like are those of the tensor without values.
@@ -58,7 +60,7 @@ class MetadataTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         if func in METADATA and func not in cls.computed:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return cls.on_values(func, args, kwargs or {})
 

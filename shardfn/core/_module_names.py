@@ -6,7 +6,7 @@ _WRAPPED = "_orig_mod"  # the attribute by which a compiled module holds the ori
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The original of a module that `torch.compile` has wrapped; other modules unchanged.
+    """The original of a module in `torch.compile` or `DistributedDataParallel`, in any order; other modules unchanged.
 
     Example:
         >>> import torch
@@ -14,9 +14,19 @@ def uncompiled(module: nn.Module) -> nn.Module:
         >>> uncompiled(torch.compile(linear, backend="eager")) is linear is uncompiled(linear)
         True
     """
-    while (inner := module._modules.get(_WRAPPED)) is not None:
+    while (inner := _inside(module)) is not None:
         module = inner
     return module
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is the one that `torch.compile` returns."""
+    return _WRAPPED in module._modules
+
+
+def _inside(module: nn.Module) -> nn.Module | None:
+    parallel = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
+    return module.module if parallel else module._modules.get(_WRAPPED)
 
 
 def named_modules(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:

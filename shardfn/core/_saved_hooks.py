@@ -3,9 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-_AUTOGRAD: Any = getattr(torch._C, "_autograd")  # noqa: B009  # torch has no stub of it
+from shardfn._torch import top_saved_hooks
 
 
 def saved_tensors_hooks(*, while_tracing: bool = True) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -21,4 +19,4 @@ def saved_tensors_hooks(*, while_tracing: bool = True) -> tuple[Callable[..., An
         >>> saved_tensors_hooks() is None
         True
     """
-    return _AUTOGRAD._top_saved_tensors_default_hooks(while_tracing)
+    return top_saved_hooks(while_tracing)

@@ -5,8 +5,10 @@ from ._collate import IGNORED as IGNORED, first_fit as first_fit, pack as pack, 
 from ._corpus import default_corpus as default_corpus
 from ._examples import Cursor as Cursor, ExampleBatches as ExampleBatches, Examples as Examples
 from ._json_lines import JSONLines as JSONLines
+from ._own_examples import OwnExamples as OwnExamples
 from ._own_rows import own_rows as own_rows
 from ._permute import permute as permute
 from ._prefetch import prefetch as prefetch
+from ._batch_stream import Stream as Stream
 from ._tokenizers import BPETokenizer as BPETokenizer, ByteTokenizer as ByteTokenizer, Tokenizer as Tokenizer
 from ._tokens import TokenFile as TokenFile, encode_files as encode_files

@@ -1,9 +1,8 @@
 """A `torch.utils.data.DataLoader` of global batches as one of this rank's rows: only those are read."""
 
-from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from shardfn.core import chunk_bounds
 
@@ -15,7 +14,8 @@ def own_rows(loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> DataL
 
     `loader` is the one that a single device would use: its batches are the global ones, and those of the ranks in order
     concatenate to them. If the last batch is too short for all ranks, a rank may get tensors without rows. Workers,
-    pinning, collation and samplers stay unchanged.
+    pinning, collation and samplers stay unchanged. A `torchdata.stateful_dataloader.StatefulDataLoader` gives another
+    one, which resumes with the same rows.
 
     Args:
         loader: over a map-style dataset, with `batch_size` or a `batch_sampler`. It must have the same order on all
@@ -25,31 +25,22 @@ def own_rows(loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> DataL
 
     Raises:
         TypeError: the dataset is iterable only, so that its rows cannot be read by index; or there are no batches.
-        ValueError: the order is random and has no `generator`: each rank would shuffle on its own.
+        ValueError: the order is random and has no `generator`: each rank would shuffle on its own. Or a
+            `DistributedSampler` has cut the batches already: a part of the data would never be read.
 
     Example:
         >>> loader = DataLoader([*range(5)], batch_size=3)
         >>> [[x.tolist() for x in own_rows(loader, rank=r, world=2)] for r in (0, 1)]
         [[[0, 1], [3]], [[2], [4]]]
     """
-    if isinstance(loader.dataset, IterableDataset):
-        raise TypeError(
-            f"own_rows: {type(loader.dataset).__name__} is an IterableDataset, of which nobody can read some rows; let"
-            " it yield this rank's rows itself, and pass its loader to the loop as it is."
-        )
-    batches = loader.batch_sampler
-    if batches is None:
-        raise TypeError("own_rows: the loader has batch_size=None, and so no batches to cut; give it a batch_size.")
-    sampler = batches.sampler if isinstance(batches, BatchSampler) else None
-    if world > 1 and isinstance(sampler, RandomSampler) and sampler.generator is None:
-        raise ValueError(
-            "own_rows: the loader shuffles by torch's global seed, by which ranks may differ: pass"
-            " DataLoader(..., generator=torch.Generator().manual_seed(seed)), the same seed on all ranks."
-        )
+    batches = _checked_batches(loader, world)
     workers: dict[str, Any] = {}
     if loader.num_workers:
         workers = {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
-    return DataLoader(
+    if hasattr(loader, "state_dict"):  # torchdata's, a subclass, whose every option is an attribute
+        workers["snapshot_every_n_steps"] = vars(loader)["snapshot_every_n_steps"]
+    kind = type(loader) if hasattr(loader, "state_dict") else DataLoader
+    return kind(
         _Marked(loader.dataset),
         batch_sampler=_OwnRows(batches, rank, world),
         collate_fn=_CollateMarked(loader.collate_fn),
@@ -63,6 +54,36 @@ def own_rows(loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> DataL
     )
 
 
+def _checked_batches(loader: DataLoader[Any], world: int) -> Any:
+    """The loader's batches of indices, if each rank can take its rows of them."""
+    if isinstance(loader.dataset, IterableDataset):
+        raise TypeError(
+            f"own_rows: {type(loader.dataset).__name__} is an IterableDataset, whose examples have no numbers. Cut the"
+            " stream before batches are made of it: sf.data.OwnExamples(dataset, rank=, world=); one of Hugging Face by"
+            " datasets.distributed.split_dataset_by_node. Then sf.data.Stream(loader, mesh)."
+        )
+    batches = loader.batch_sampler
+    if batches is None:
+        raise TypeError("own_rows: the loader has batch_size=None, and so no batches to cut; give it a batch_size.")
+    sampler = getattr(batches, "sampler", None)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 and world > 1:
+        raise ValueError(
+            f"own_rows: the loader's DistributedSampler gives each of num_replicas={sampler.num_replicas} ranks its own"
+            f" examples already, and own_rows would keep 1/{world} of those: the others would never be read. Pass a"
+            " loader of the global batches, without sampler= (shuffle=True, generator=torch.Generator().manual_seed("
+            "seed)); or leave own_rows out and pass this loader's batches to the step."
+        )
+    # A StatefulDataLoader seeds a sampler of its own from the global seed.
+    random = isinstance(sampler, RandomSampler) and sampler.generator is None
+    random |= type(sampler).__module__.startswith("torchdata.") and hasattr(sampler, "replacement")
+    if world > 1 and random and loader.generator is None:
+        raise ValueError(
+            "own_rows: the loader shuffles by torch's global seed, by which ranks may differ: pass"
+            " DataLoader(..., generator=torch.Generator().manual_seed(seed)), the same seed on all ranks."
+        )
+    return batches
+
+
 class _OwnRows:
     """This rank's indices of each batch, marked True; without any, the batch's first one, marked False."""
 
@@ -71,13 +92,44 @@ class _OwnRows:
             raise ValueError(f"rank={rank} is not one of the {world} ranks along the batch axis.")
         self._batches, self._rank, self._world = batches, rank, world
 
+    @property
+    def sampler(self) -> Any:
+        return getattr(self._batches, "sampler", None)
+
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __iter__(self) -> Iterator[list[tuple[Any, bool]]]:
-        for batch in self._batches:
-            lo, hi = chunk_bounds(len(batch), self._world, self._rank)
-            yield [(i, True) for i in batch[lo:hi]] or [(batch[0], False)]
+    def __iter__(self) -> "_OwnBatches":
+        kind = _StatefulOwnBatches if hasattr(batches := iter(self._batches), "state_dict") else _OwnBatches
+        return kind(batches, self._rank, self._world)
+
+
+class _OwnBatches:
+    """An iterator over this rank's marked indices of batches."""
+
+    def __init__(self, batches: Any, rank: int, world: int) -> None:
+        self._batches, self._rank, self._world = batches, rank, world
+
+    def __iter__(self) -> "_OwnBatches":
+        return self
+
+    def __next__(self) -> list[tuple[Any, bool]]:
+        batch = next(self._batches)
+        lo, hi = chunk_bounds(len(batch), self._world, self._rank)
+        return [(i, True) for i in batch[lo:hi]] or [(batch[0], False)]
+
+
+class _StatefulOwnBatches(_OwnBatches):
+    """One whose place is that of the global batches, as a StatefulDataLoader saves it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._batches.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._batches.load_state_dict(state)
+
+    def update_state_dict(self) -> None:
+        getattr(self._batches, "update_state_dict", bool)()
 
 
 class _Marked(Dataset[Any]):

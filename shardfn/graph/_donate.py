@@ -7,6 +7,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from shardfn._torch import OpOverload
+
 from ._edit import abstract_value, reordered, revalue
 from ._hazards import Memory, is_stop
 from ._transfers import is_gather
@@ -132,7 +134,7 @@ def in_place_twin(node: Node) -> Any:
         <OpOverload(op='aten.relu_', overload='default')>
     """
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
         return None
     name, overload = target._schema.name.removeprefix("aten::"), target._overloadname
     elementwise = torch.Tag.pointwise in target.tags or name.startswith("_foreach_")

@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._guards import detect_fake_mode
 from torch.fx import Graph, GraphModule, Node
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.node import map_arg
 
+from shardfn._torch import detect_fake_mode, make_graph_module, use_lazy_graph_module
 from shardfn.collectives import in_runs
 
 from ._hazards import Memory
@@ -81,8 +80,8 @@ def copied(graph: Graph, node: Node, transform: Callable[[Node], Node]) -> Node:
 def finish(gm: GraphModule, graph: Graph) -> GraphModule:
     """A module like `gm` that runs `graph`; its Python is written when it first runs."""
     graph._codegen = copy.deepcopy(gm.graph._codegen)
-    with _use_lazy_graph_module(True):
-        out = _make_graph_module(gm, graph)
+    with use_lazy_graph_module(True):
+        out = make_graph_module(gm, graph)
     out.meta = dict(gm.meta)
     return out
 

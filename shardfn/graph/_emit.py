@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from shardfn._torch import OpOverload
 from shardfn.memory import on_host
 
 from ._moves import memory_of
@@ -198,7 +199,7 @@ class _CodeWriter:
             return self._global(_view_or_copy)
         # The same kernels through torch's parsers written in C++: 1 us a call less, which matters for small ops.
         binding = op_of(node).calls.get(getattr(op, "_overloadname", ""))
-        return self._global(binding or (op._op if isinstance(op, torch._ops.OpOverload) else op))
+        return self._global(binding or (op._op if isinstance(op, OpOverload) else op))
 
     def _arguments(self, node: Node) -> str:
         named = [f"{key}={self._text(value)}" for key, value in node.kwargs.items()]

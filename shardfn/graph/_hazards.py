@@ -19,8 +19,9 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch.fx import GraphModule, Node
+
+from shardfn._torch import OpOverload
 
 from ._moves import is_fetch
 from ._op import by_identity
@@ -144,7 +145,7 @@ class Memory:
             return tuple([self._new(key, storage) for key, storage in self._storages(node)])
         if node.op != "call_function":
             return (self._new((node.op, node.target)),)
-        if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns:
+        if isinstance(node.target, OpOverload) and not node.target._schema.returns:
             return ()
         # An op without an abstract value may return its arguments.
         own = self._new(node)
@@ -202,7 +203,7 @@ _NEVER = _Acts(waits=False, may_view=False, writes=False)
 def _acts(target: Any) -> _Acts:
     op = known_op(target)
     moves = op.channel or op.move is not None or op.waits
-    looks = isinstance(target, torch._ops.OpOverload) and not moves and not target._schema.is_mutable
+    looks = isinstance(target, OpOverload) and not moves and not target._schema.is_mutable
     return _Acts(op.waits, looks or target is operator.getitem, bool(op.writes))
 
 
@@ -351,7 +352,7 @@ def _turn_of(target: Any) -> tuple[int, ...]:
         return (_COLLECTIVE,)
     if op.channel == "between" or target is SENT:
         return (_MESSAGE,)
-    if target is operator.getitem or not isinstance(target, torch._ops.OpOverload):
+    if target is operator.getitem or not isinstance(target, OpOverload):
         return () if getattr(target, "__module__", "") in ("_operator", "builtins", "math") else (_EFFECT,)
     if target.namespace == "_c10d_functional":
         return () if op.waits else (_COLLECTIVE,)

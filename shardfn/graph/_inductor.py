@@ -8,21 +8,18 @@ finds it.
 
 import contextlib
 import dataclasses
-import importlib
 import math
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._guards import TracingContext, tracing
-from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from shardfn._torch import FakeTensorMode, TracingContext, dynamo_counters, inductor, tracing
 from shardfn.core import one_tracing
 
 from ._ops import op_of
@@ -98,8 +95,7 @@ def find_compiler() -> str | None:
         >>> find_compiler() is None or len(find_compiler()) > 0
         True
     """
-    from torch._inductor import config
-
+    config = inductor("config")
     names = config.cpp.cxx if isinstance(config.cpp.cxx, list | tuple) else (config.cpp.cxx,)
     found = (shutil.which(str(name).split()[0]) for name in names if name)
     return next((path for path in found if path), None)
@@ -147,7 +143,6 @@ def _copy_views(graph: Graph, node: Node, inner: dict[Node, Node]) -> None:
 
 
 def _compile(region: Region) -> Call:
-    from torch._inductor.compile_fx import compile_fx_inner
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     # Shapes are numbers, but without an environment for symbols inductor's cache stays shut.
@@ -160,7 +155,7 @@ def _compile(region: Region) -> Call:
     output.meta["user_visible_output_idxs"] = list(range(len(region.outputs)))
     try:
         with tracing(TracingContext(mode)):
-            compiled = compile_fx_inner(gm, inputs, is_inference=True)
+            compiled = inductor("compile_fx").compile_fx_inner(gm, inputs, is_inference=True)
     except Exception as error:
         raise _explained(error) from error
     return compiled.current_callable  # pyright: ignore[reportAttributeAccessIssue]
@@ -176,9 +171,7 @@ def _like(value: torch.Tensor) -> torch.Tensor:
 
 
 def _decompositions() -> dict[Any, Any]:
-    from torch._inductor.decomposition import select_decomp_table
-
-    table = select_decomp_table()
+    table = inductor("decomposition").select_decomp_table()
     tanh = {_ATEN.gelu.default: _gelu, _ATEN.gelu_backward.default: _gelu_backward}
     return table | {op: _for_tanh(form, table[op]) for op, form in tanh.items()}
 
@@ -209,10 +202,8 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _explained(error: Exception) -> Exception:
-    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
-
-    inner = getattr(error, "inner_exception", error)
-    if not isinstance(inner, CppCompileError | InvalidCxxCompiler):
+    inner, kinds = getattr(error, "inner_exception", error), inductor("exc")
+    if not isinstance(inner, kinds.CppCompileError | kinds.InvalidCxxCompiler):
         return error
     return RuntimeError(
         f"backend='inductor': the C++ compiler {find_compiler()!r} cannot compile torch's kernels; install a working"
@@ -223,17 +214,13 @@ def _explained(error: Exception) -> Exception:
 @contextlib.contextmanager
 def _compiler() -> Iterator[None]:
     """Inductor with our settings; kernels go to the C++ compiler while the next region is still being lowered."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, on import
-        importlib.import_module("torch._inductor.compile_fx")
-    from torch._inductor import config
-    from torch._inductor.async_compile import AsyncCompile
-
+    inductor("compile_fx")
+    config, AsyncCompile = inductor("config"), inductor("async_compile").AsyncCompile  # a class
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    under_way: list[tuple[AsyncCompile, dict[str, Any]]] = []
-    wait = AsyncCompile.wait
+    under_way: list[tuple[Any, dict[str, Any]]] = []
     with one_tracing(), config.patch(_SETTINGS | {"compile_threads": max(1, min(cores, config.compile_threads or 1))}):
         # A region's code is waited for after the last one has been lowered. One thread at a time is here.
+        wait = AsyncCompile.wait
         AsyncCompile.wait = lambda self, scope: under_way.append((self, scope))
         try:
             yield
@@ -259,6 +246,4 @@ _SETTINGS: dict[str, Any] = {
 
 
 def _hits() -> int:
-    from torch._dynamo.utils import counters
-
-    return counters["inductor"]["fxgraph_cache_hit"]
+    return dynamo_counters()["inductor"]["fxgraph_cache_hit"]

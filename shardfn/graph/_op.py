@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from shardfn._torch import OpOverload
 from shardfn.core import MemoryKind
 
 from ._forms import Rule
@@ -94,7 +95,7 @@ class Op:
 
 def with_schema(row: Op, target: Any) -> Op:
     """A row of the table, completed by the schema and the tags of one overload."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return row
     schema, tags = target._schema, target.tags
     writes = written_arguments(target)

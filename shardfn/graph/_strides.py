@@ -8,11 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import (
-    compute_elementwise_output_strides,
-    make_contiguous_strides_for,
-    suggest_memory_format,
-)
+
+from shardfn._torch import compute_elementwise_output_strides, make_contiguous_strides_for, suggest_memory_format
 
 
 def grouped_mm(

@@ -26,6 +26,11 @@ from shardfn.core import raise_all
 from shardfn.memory import Bytes, DamagedError, as_bytes
 
 INDEX = ".safetensors.index.json"
+# The order of tensors in a file of the safetensors library: the last of these dtypes first, then by name.
+_ORDER = [
+    SAFETENSORS_DTYPES[code]
+    for code in "BOOL U8 I8 F8_E5M2 F8_E4M3 I16 U16 F16 BF16 I32 U32 F32 C64 F64 I64 U64".split()
+]
 
 
 class Archive(Mapping[str, SafetensorsEntry]):
@@ -147,6 +152,7 @@ class ArchiveWriter:
         raise_all(TypeError, "safetensors files have no such dtype; convert first:", wrong)
         sizes = {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in entries.items()}
         self.total, groups = sum(sizes.values()), _grouped(sizes, file_bytes)
+        self._numel = sum(math.prod(shape) for _, shape in entries.values())
         many = len(groups) > 1
         self._names = [
             f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" if many else f"{stem}.safetensors"
@@ -160,6 +166,7 @@ class ArchiveWriter:
     def _begin(self, number: int, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         """Makes a file of its full length, with its header; on an error all files are removed."""
         path = self.directory / f"{self._names[number]}.tmp"
+        entries = dict(sorted(entries.items(), key=lambda item: (-_ORDER.index(item[1][0]), item[0])))
         try:
             text = safetensors_header([(name, *entry) for name, entry in entries.items()], {"format": "pt"})
             at = len(text)
@@ -216,7 +223,7 @@ class ArchiveWriter:
             index.unlink(missing_ok=True)
             return
         weights = {name: self._names[i] for name, (i, _) in self._at.items()}
-        told = {"metadata": {"total_size": self.total}, "weight_map": weights}
+        told = {"metadata": {"total_parameters": self._numel, "total_size": self.total}, "weight_map": weights}
         named = [path.with_suffix("") for path in paths]
         # An index that names some of these files must not be there while only some of them are new.
         old = index.read_bytes() if any(path.exists() for path in named) and index.exists() else None
@@ -231,7 +238,7 @@ class ArchiveWriter:
         for path, name in zip(paths[1:], named[1:], strict=True):
             path.rename(name)
         new = index.with_name(index.name + ".tmp")
-        new.write_text(json.dumps(told, indent=2) + "\n")
+        new.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
         new.rename(index)
         one.unlink(missing_ok=True)
 

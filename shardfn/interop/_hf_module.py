@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import pathlib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +23,7 @@ from shardfn.core import (
 
 from ._archive import Archive, ArchiveWriter
 from ._gathered_leaf import WrittenByFirst, whole
+from ._hf_files import check_tokenizer, write_beside
 
 
 @contextlib.contextmanager
@@ -117,10 +117,12 @@ def module_to_hf(
     dtype: torch.dtype | None = None,
     file_bytes: int = 5 << 30,
     buffers: Mapping[str, Any] = MappingProxyType({}),
+    tokenizer: Any = None,
 ) -> None:
-    """Writes parameters under the module's names, its buffers, and its `config` if it has one, for `from_pretrained`.
+    """Writes parameters under the module's names, its buffers and configurations: the files of `save_pretrained`.
 
-    Leaves are gathered one after another; the first rank writes. Collective over the mesh of the leaves.
+    These are `config.json` and `generation_config.json`, where the module has them. Leaves are gathered one after
+    another; the first rank writes. Collective over the mesh of the leaves.
 
     Args:
         module: the parameters' module.
@@ -129,8 +131,10 @@ def module_to_hf(
         dtype: the dtype to convert parameters to; default that of the leaves.
         file_bytes: the size after which another file begins; several files have an index.
         buffers: by name, those to write in place of the module's own, sharded or not, as `state.model_state` has them.
+        tokenizer: of transformers, or a processor, whose files and chat template are written too.
 
     Raises:
+        TypeError: the tokenizer has no `save_pretrained`.
         ValueError: the names or shapes are not those of the module, or a buffer is on `meta`; lists all.
         OSError: the first rank could not write; no files are left. The others raise a `RankError` with its message.
 
@@ -141,6 +145,7 @@ def module_to_hf(
         >>> sorted(Archive(directory))
         ['bias', 'weight']
     """
+    check_tokenizer(tokenizer)
     module = uncompiled(module)
     shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
     problems = [f"{n} is missing.{did_you_mean(n, params)}" for n in shapes if n not in params]
@@ -156,12 +161,10 @@ def module_to_hf(
     entries = {name: (dtype or x.dtype, tuple(x.shape)) for name, x in params.items()}
     entries |= {name: (x.dtype, tuple(x.shape)) for name, x in written.items()}
 
+    wide = next((kind for kind, _ in entries.values() if kind.is_floating_point), None)
+
     def described() -> None:
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "to_json_file"):
-            told: Any = type(config).from_dict(config.to_dict())
-            told.architectures = [type(module).__name__]
-            told.to_json_file(pathlib.Path(directory) / "config.json")
+        write_beside(module, directory, wide, tokenizer)
 
     with WrittenByFirst(
         list(params.values()),

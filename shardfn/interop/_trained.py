@@ -99,20 +99,24 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     file_bytes: int = 5 << 30,
+    tokenizer: Any = None,
 ) -> None:
-    """Writes trained weights as safetensors and `config.json`, for `from_pretrained`: `module_to_hf(master_params)`.
+    """Writes trained weights as `save_pretrained` does, for `from_pretrained`: `module_to_hf(master_params)`.
 
-    Leaves are gathered one after another; the first rank writes. Collective.
+    The files are safetensors, `config.json`, `generation_config.json` and those of the tokenizer; byte for byte those
+    of transformers for one file of weights. Leaves are gathered one after another; the first rank writes. Collective.
 
     Args:
         state: of a step over the parameters that `from_module(module)` gave.
-        module: for names, its `config`, and buffers that `state.model_state` lacks; its parameters may be on `meta`.
+        module: for names, its configurations, and buffers that `state.model_state` lacks; its parameters may be on
+            `meta`. One in `DistributedDataParallel` or `torch.compile` counts as the module inside.
         directory: where to; made if missing.
         dtype: the dtype to convert to; default that of the master copies.
         file_bytes: the size after which another file begins.
+        tokenizer: of transformers, or a processor, whose files and chat template are written too.
 
     Raises:
-        TypeError: `state` is not a state.
+        TypeError: `state` is not a state, or the tokenizer has no `save_pretrained`.
         ValueError: names or shapes are not those of the module; lists all.
         DonatedError: the state was consumed by a step.
 
@@ -131,7 +135,8 @@ def export(
     params = master_params(state)
     shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
     _check(params, shapes, type(module).__name__)
-    module_to_hf(module, params, directory, dtype=dtype, file_bytes=file_bytes, buffers=_model_state(state))
+    own = _model_state(state)
+    module_to_hf(module, params, directory, dtype=dtype, file_bytes=file_bytes, buffers=own, tokenizer=tokenizer)
 
 
 def _model_state(state: TrainState) -> Mapping[str, Any]:

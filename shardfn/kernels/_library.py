@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from shardfn._torch import OpOverload
+
 LIBRARY = torch.library.Library("shardfn_kernels", "DEF")
 
 
@@ -26,6 +28,16 @@ def define(
     torch.library.register_fake(f"shardfn_kernels::{name}", fake, lib=LIBRARY)
 
 
+def refuse_backward(name: str, remedy: str) -> None:
+    """Makes a backward through an op an error. Without it torch warns, and leaves the gradients out."""
+
+    def refuse(context: Any, *cotangents: Any) -> Any:
+        del context, cotangents
+        raise NotImplementedError(f"kernels.{name} has no derivative; {remedy}")
+
+    torch.library.register_autograd(f"shardfn_kernels::{name}", refuse, lib=LIBRARY)
+
+
 def scratch_bytes(op: Any, args: Sequence[Any]) -> int:
     """The bytes that an op of this room allocates on a CPU while it runs, and frees again; 0 for other ops.
 
@@ -37,5 +49,5 @@ def scratch_bytes(op: Any, args: Sequence[Any]) -> int:
         >>> scratch_bytes(torch.ops.aten.add.Tensor, (torch.ones(2), torch.ones(2)))
         0
     """
-    found = _SCRATCH.get(op._schema.name) if isinstance(op, torch._ops.OpOverload) else None
+    found = _SCRATCH.get(op._schema.name) if isinstance(op, OpOverload) else None
     return 0 if found is None else found(*args)

@@ -148,7 +148,8 @@ INLINE void filter(const float* logits, double* weights, int64_t v, int64_t k, d
         const auto before = [&](int64_t a, int64_t b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; };
         int64_t num = k ? k : v;
         if (p < 1.0) {
-            std::partial_sort(order, order + num, order + v, before);
+            // Of all tokens, a sort of parts is a slow one.
+            num < v ? std::partial_sort(order, order + num, order + v, before) : std::sort(order, order + v, before);
             double total = 0.0, so_far = 0.0;
             for (int64_t j = 0; j < num; ++j) total += weights[order[j]];
             const double wanted = p * total;

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn._torch import pop_saved_hooks, push_saved_hooks
 from shardfn.core import Replaced, saved_tensors_hooks
-
-_AUTOGRAD: Any = getattr(torch._C, "_autograd")  # noqa: B009  # torch has no stub of it
 
 
 class LeafEnds(NamedTuple):
@@ -83,13 +82,13 @@ def hooks_at_rest(are_ours: Callable[[Any], bool]) -> Replaced:
             ours = []
             while (hooks := saved_tensors_hooks(while_tracing=False)) is not None and are_ours(hooks[0]):
                 ours.append(hooks)
-                _AUTOGRAD._pop_saved_tensors_default_hooks()
+                pop_saved_hooks()
             try:
                 with original(message):
                     yield
             finally:
                 for pack, unpack in reversed(ours):
-                    _AUTOGRAD._push_saved_tensors_default_hooks(pack, unpack)
+                    push_saved_hooks(pack, unpack)
 
         return disabled
 

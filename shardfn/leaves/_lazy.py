@@ -16,10 +16,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardfn._torch import clear_interpreter_stack, graph_break, peek_interpreter_stack
 from shardfn.capture import alias, capturing, mark, plumbing
 from shardfn.collectives import same_axes, transforming
 from shardfn.core import Ambient, MetadataTensor, tree_map
@@ -217,7 +216,7 @@ class LazyLeaf(MetadataTensor):
         if torch.compiler.is_compiling() or peek_interpreter_stack() is None:
             return self._opened()
         # A constant of a transform of torch.func inside the loss; autograd follows it outside of the transform.
-        with temporarily_clear_interpreter_stack():
+        with clear_interpreter_stack():
             return self._opened()
 
     def _opened(self) -> Tensor:
@@ -238,7 +237,7 @@ class LazyLeaf(MetadataTensor):
         if func in cls.computed:
             return args[0].handle.requires_grad
         if torch.compiler.is_dynamo_compiling():
-            torch._dynamo.graph_break(msg=_DYNAMO)
+            graph_break(_DYNAMO)
         if func in TAKING and type(args[0]) is LazyLeaf and args[0]._layers:
             taken = taken_layers(func, args[0]._layers, *args[1:], **kwargs)
             if isinstance(taken, slice):

@@ -3,21 +3,24 @@
     {"base": the model's parameters, "lora": {path: {"a": [..., r, in], "b": [..., out, r]}}}
 
 A leaf `[..., out, in]` becomes `w + scale * (b @ a)`, a sum that products do not form: they use the thin factors.
-Leading dims stack layers.
+Leading dims stack layers. With DoRA an adapter also has "m" `[..., out]`, the norms of the sum's rows; and a leaf that
+is trained whole has {"full": its copy}.
 """
 
 import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from shardfn.collectives import pvary
+from shardfn.collectives import psum, pvary
 from shardfn.core import (
+    Draw,
     P,
     PyTree,
     Sharding,
@@ -30,25 +33,10 @@ from shardfn.core import (
     zeros,
 )
 from shardfn.engine import Transform
+from shardfn.nn import dropout
 
+from ._site import Site, of_pattern, unused
 from ._weight import LowRankWeight
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """A leaf that has an adapter.
-
-    Attributes:
-        entries: the keys of its path.
-        shape: its global shape.
-        spec: how it is cut.
-        stacked: whether its layers are gathered one at a time (`Sharding`).
-    """
-
-    entries: tuple[Any, ...]
-    shape: tuple[int, ...]
-    spec: P
-    stacked: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +44,14 @@ class LoRA:
     """Adapters of some leaves of a model; a value, made by `LoRA.of`.
 
     Attributes:
-        rank: r.
+        rank: r, where no pattern names another one.
         alpha: the scale is alpha / r, or alpha / sqrt(r) with `rslora`.
         rslora: see `alpha`.
         fan_in_fan_out: whether weights are `[..., in, out]`, as GPT-2's of `transformers`.
         sites: by path, the leaves.
         base_specs: the specs of the model's parameters.
+        dora: whether the rows of the sum have norms of their own.
+        dropout: the probability with which an input of an adapter is dropped.
 
     Example:
         >>> import shardfn as sf
@@ -80,7 +70,8 @@ class LoRA:
 
     References:
         Hu et al., LoRA, 2021, https://arxiv.org/abs/2106.09685. Kalajdzievski, A Rank Stabilization Scaling Factor for
-        Fine-Tuning with LoRA, 2023, https://arxiv.org/abs/2312.03732
+        Fine-Tuning with LoRA, 2023, https://arxiv.org/abs/2312.03732. Liu et al., DoRA, 2024,
+        https://arxiv.org/abs/2402.09353
     """
 
     rank: int
@@ -89,6 +80,8 @@ class LoRA:
     fan_in_fan_out: bool
     sites: Mapping[str, Site]
     base_specs: PyTree
+    dora: bool = False
+    dropout: float = 0.0
 
     @staticmethod
     def of(
@@ -100,6 +93,11 @@ class LoRA:
         rslora: bool = False,
         fan_in_fan_out: bool = False,
         specs: PyTree = P(),
+        rank_pattern: Mapping[str, int] = MappingProxyType({}),
+        alpha_pattern: Mapping[str, float] = MappingProxyType({}),
+        modules_to_save: Sequence[str] = (),
+        dora: bool = False,
+        dropout: float = 0.0,
     ) -> "LoRA":
         """Adapters of the leaves whose path fits.
 
@@ -112,37 +110,60 @@ class LoRA:
             rslora: whether the scale is alpha / sqrt(r), so that it suits large ranks.
             fan_in_fan_out: whether weights are `[..., in, out]`.
             specs: the specs of the model's parameters, or a prefix of their tree.
+            rank_pattern: ranks of single leaves, by regular expressions for the end of a module's path, as in `peft`;
+                the first one that fits counts.
+            alpha_pattern: the same for alpha.
+            modules_to_save: regular expressions found in the paths of leaves that are trained whole: a copy of each is
+                among the adapters.
+            dora: whether each row of the sum `w + scale * (b @ a)` is scaled to a norm that is trained (DoRA). Its
+                products form that sum, as large as the weight.
+            dropout: probability in [0, 1); not with stacked layers, nor with `dora`.
 
         Raises:
             ValueError: a target fits no leaf, or one that is not a floating weight of two dims or more, or whose
-                smaller side is under r; lists all.
+                smaller side is under r; a pattern fits no target; or options exclude each other; lists all.
         """
-        leaves, entries = tree_flatten(params)[0], tree_entries(params)
         cuts = broadcast_prefix(specs, params, lambda x: isinstance(x, P | Sharding), names=("specs", "params"))
-        paths = [".".join(map(str, e)) for e in entries]
+        paths = [".".join(map(str, e)) for e in tree_entries(params)]
+        default = float(rank if alpha is None else alpha)
         problems = [] if rank >= 1 else [f"rank={rank} is not 1 or more"]
         problems += [
-            f"the target {t!r} is found in no path" for t in targets if not any(re.search(t, p) for p in paths)
+            f"the target {t!r} is found in no path"
+            for t in (*targets, *modules_to_save)
+            if not any(re.search(t, p) for p in paths)
         ]
         sites = {}
-        for path, entry, x, spec in zip(paths, entries, leaves, cuts, strict=True):
-            if any(re.search(t, path) for t in targets):
-                shape = tuple(x.shape)
-                if len(shape) < 2 or not x.dtype.is_floating_point:
-                    problems.append(f"{path} {shape} of {x.dtype} is no weight of two dims or more")
-                elif rank > min(shape[-2:]):
-                    problems.append(f"{path} {shape} has a smaller side than rank={rank}")
-                cut = spec if isinstance(spec, Sharding) else Sharding(spec)
-                sites[path] = Site(entry, shape, cut.spec, cut.stacked)
+        for path, entry, x, spec in zip(paths, tree_entries(params), tree_flatten(params)[0], cuts, strict=True):
+            low, full = (any(re.search(t, path) for t in found) for found in (targets, modules_to_save))
+            if not low and not full:
+                continue
+            cut = spec if isinstance(spec, Sharding) else Sharding(spec)
+            own = of_pattern(rank_pattern, path, rank), float(of_pattern(alpha_pattern, path, default))
+            sites[path] = Site(entry, tuple(x.shape), cut.spec, cut.stacked, *((0, 0.0) if full else own), full)
+            problems += [f"{path} is a target, and in modules_to_save; leave it out of one"] if low and full else []
+            problems += [] if full else _unsuited(path, x, own[0])
+        thin = [path for path, site in sites.items() if not site.full]
+        for name, patterns in (("rank_pattern", rank_pattern), ("alpha_pattern", alpha_pattern)):
+            problems += [f"{name}[{p!r}] fits no target" for p in unused(patterns, thin)]
+        if dropout and (dora or any(len(sites[path].shape) > 2 for path in thin)):
+            other = "dora=True" if dora else "stacked layers (from_module without layers= gives single ones)"
+            problems.append(f"dropout={dropout} is not there with {other}; leave one out")
+        if not 0 <= dropout < 1:
+            problems.append(f"dropout={dropout} is not in [0, 1)")
         if problems:
             some = f" Paths are such as {', '.join(paths[:3])}." if paths else ""
             raise ValueError("\n  - ".join([f"these adapters cannot be made.{some}", *problems]))
-        return LoRA(rank, float(rank if alpha is None else alpha), rslora, fan_in_fan_out, sites, specs)
+        return LoRA(rank, default, rslora, fan_in_fan_out, sites, specs, dora, dropout)
 
     @property
     def scale(self) -> float:
-        """The factor of `b @ a`."""
+        """The factor of `b @ a`, where no pattern names another rank or alpha."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def scale_of(self, path: str) -> float:
+        """The factor of `b @ a` of a leaf."""
+        site = self.sites[path]
+        return site.alpha / (math.sqrt(site.rank) if self.rslora else site.rank)
 
     @property
     def trainable(self) -> PyTree:
@@ -156,34 +177,58 @@ class LoRA:
 
     @property
     def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """By path, the shapes of a and b."""
-        out = {}
+        """By path, the shapes of a and b, and m with `dora`; or of the whole copy."""
+        out: dict[str, dict[str, tuple[int, ...]]] = {}
         for path, site in self.sites.items():
+            if site.full:
+                out[path] = {"full": site.shape}
+                continue
             *stack, rows, columns = site.shape
             fan_out, fan_in = (columns, rows) if self.fan_in_fan_out else (rows, columns)
-            out[path] = {"a": (*stack, self.rank, fan_in), "b": (*stack, fan_out, self.rank)}
+            out[path] = {"a": (*stack, site.rank, fan_in), "b": (*stack, fan_out, site.rank)}
+            out[path] |= {"m": (*stack, fan_out)} if self.dora else {}
         return out
 
-    def init(self, key: Int64[Tensor, "2"], *, dtype: torch.dtype = torch.float32) -> dict[str, dict[str, Tensor]]:
+    def init(
+        self, key: Int64[Tensor, "2"], *, dtype: torch.dtype = torch.float32, params: PyTree = None
+    ) -> dict[str, dict[str, Tensor]]:
         """First values: `a` uniform in +-1 / sqrt(in), `b` zero, so that the model's outputs are unchanged.
 
         Args:
             key: adapter i, in order, is drawn with `fold_in(key, i)`.
             dtype: of the adapters.
+            params: the model's parameters, the same on all ranks: for `dora`, whose `m` are the norms of their rows,
+                and for leaves that are trained whole.
+
+        Raises:
+            ValueError: they are needed and missing.
         """
-        out = {}
+        if params is None and (self.dora or any(site.full for site in self.sites.values())):
+            raise ValueError("lora.init(key): dora and modules_to_save start from the model's values; pass params=.")
+        at = {} if params is None else dict(zip(tree_entries(params), tree_flatten(params)[0], strict=True))
+        out: dict[str, dict[str, Tensor]] = {}
         for i, (path, shapes) in enumerate(self.shapes.items()):
+            if self.sites[path].full:
+                out[path] = {"full": _value(at[self.sites[path].entries]).to(dtype).clone()}
+                continue
             bound = 1 / math.sqrt(shapes["a"][-1])
             a = uniform(fold_in(key, i), shapes["a"], dtype=dtype, minval=-bound, maxval=bound)
             out[path] = {"a": a, "b": zeros(shapes["b"], dtype=dtype, device=key.device)}
+            if self.dora:
+                w = _value(at[self.sites[path].entries]).to(dtype)
+                out[path]["m"] = torch.linalg.vector_norm(w, dim=-2 if self.fan_in_fan_out else -1)
         return out
 
-    def apply(self, params: PyTree, adapters: PyTree) -> PyTree:
+    def apply(
+        self, params: PyTree, adapters: PyTree, key: Tensor | None = None, index_B: Tensor | None = None
+    ) -> PyTree:
         """The parameters as a model takes them: leaves with an adapter are `LowRankWeight`s. For use inside a loss.
 
         Args:
             params: the model's.
             adapters: as `init` makes them.
+            key: of this step, for dropout; None means no dropout.
+            index_B: the global number of each row, for dropout.
 
         Raises:
             ValueError: they are not those of this value's leaves.
@@ -194,13 +239,27 @@ class LoRA:
                 " one LoRA."
             )
         (leaves, treedef), at = tree_flatten(params), {e: i for i, e in enumerate(tree_entries(params))}
-        for path, site in self.sites.items():
+        for number, (path, site) in enumerate(self.sites.items()):
             i = at[site.entries]
-            leaves[i] = self._weight(leaves[i], adapters[path], site)
+            w, own = leaves[i], adapters[path]
+            if site.full:
+                leaves[i] = own["full"] if own["full"].dtype == w.dtype else own["full"].to(w.dtype)
+                continue
+            leaves[i] = self._weight(w, own, path)
+            if self.dropout and key is not None:
+                leaves[i].drop = _dropping(self.dropout, fold_in(key, number), index_B)
         return tree_unflatten(treedef, leaves)
 
-    def adapt(self, f: Callable[..., Any]) -> Callable[..., Any]:
+    def adapt(self, f: Callable[..., Any], index: Callable[[Any], Tensor] | None = None) -> Callable[..., Any]:
         """`f(params, ...)` as a function of `{"base": params, "lora": adapters}`.
+
+        With dropout it is a function of `(tree, batch, key, ...)`, which `sharded_step(key=)` calls; `f` does not get
+        the key. Masks are functions of the key and of the number of each row, the same on any number of ranks. To
+        evaluate without dropout: `dataclasses.replace(lora, dropout=0.0).adapt(f)`.
+
+        Args:
+            f: `f(params, batch, ...)`.
+            index: from a batch to the global number of each of its rows; default `batch["index"]`.
 
         Raises:
             ValueError: `f` is jitted, accumulated or another transform's; these go around.
@@ -213,7 +272,10 @@ class LoRA:
         def adapted(tree: PyTree, *rest: Any, **named: Any) -> Any:
             return f(self.apply(tree["base"], tree["lora"]), *rest, **named)
 
-        return adapted
+        def dropped(tree: PyTree, batch: PyTree, key: Tensor, *rest: Any, **named: Any) -> Any:
+            return f(self.apply(tree["base"], tree["lora"], key, _numbers(batch, index)), batch, *rest, **named)
+
+        return dropped if self.dropout else adapted
 
     @torch.no_grad()
     def merge(self, params: PyTree, adapters: PyTree) -> PyTree:
@@ -222,24 +284,79 @@ class LoRA:
         return tree_unflatten(*_merged(merged))
 
     def _cuts(self, site: Site) -> dict[str, P | Sharding]:
-        *stack, out, into = self._axes(site)
-        cuts = {"a": P(*stack, None, into), "b": P(*stack, out, None)}
-        return {k: Sharding(cut, stacked=True) for k, cut in cuts.items()} if site.stacked else cuts  # pyright: ignore
+        *stack, out, into = self._axes(site) if len(site.shape) > 1 else (None, None)
+        cuts: dict[str, P] = {"a": P(*stack, None, into), "b": P(*stack, out, None)}
+        cuts = {"full": site.spec} if site.full else cuts | ({"m": P(*stack, out)} if self.dora else {})
+        return {name: Sharding(cut, stacked=True) if site.stacked else cut for name, cut in cuts.items()}
 
     def _axes(self, site: Site) -> list[Any]:
         """The axes that cut each dim: stacked dims first, then out and in."""
         axes: list[Any] = [tuple(site.spec.dim_axes(d)) or None for d in range(len(site.shape))]
         return [*axes[:-2], axes[-1], axes[-2]] if self.fan_in_fan_out else axes
 
-    def _weight(self, w: Tensor, adapter: Mapping[str, Tensor], site: Site) -> LowRankWeight:
-        *_, out, into = self._axes(site)
+    def _weight(self, w: Tensor, adapter: Mapping[str, Tensor], path: str) -> LowRankWeight:
+        *_, out, into = self._axes(self.sites[path])
         # Where the leaf is cut, ranks use the uncut part of its adapter differently, so it becomes varying.
         a = pvary(adapter["a"], out) if out else adapter["a"]
         b = pvary(adapter["b"], into) if into else adapter["b"]
         # Only if necessary: a cast would gather a lazy leaf here.
         a, b = (x if x.dtype == w.dtype else x.to(w.dtype) for x in (a, b))
         left, right = (a.mT, b.mT) if self.fan_in_fan_out else (b, a)
-        return LowRankWeight.of(w, left, right, self.scale)
+        scale = self.scale_of(path)
+        if not self.dora:
+            return LowRankWeight.of(w, left, right, scale)
+        m = pvary(adapter["m"], into) if into else adapter["m"]
+        factor = m.to(w.dtype) / self._norms(w, left, right, scale, into)
+        if self.fan_in_fan_out:
+            return LowRankWeight.of(w * factor.unsqueeze(-2), left, right * factor.unsqueeze(-2), scale)
+        return LowRankWeight.of(w * factor.unsqueeze(-1), left * factor.unsqueeze(-1), right, scale)
+
+    @torch.no_grad()
+    def _norms(self, w: Tensor, left: Tensor, right: Tensor, scale: float, into: Any) -> Tensor:
+        """The norms of the sum's rows, as constants: so does DoRA's paper, section 4.3, and `peft`."""
+        whole = w + scale * (left @ right)
+        wide = whole if whole.dtype.itemsize >= 4 else whole.float()
+        squares = wide.square().sum(-2 if self.fan_in_fan_out else -1)
+        return (psum(squares, into) if into else squares).sqrt().to(w.dtype)
+
+
+def _unsuited(path: str, x: Any, rank: int) -> list[str]:
+    shape = tuple(x.shape)
+    if len(shape) < 2 or not x.dtype.is_floating_point:
+        return [f"{path} {shape} of {x.dtype} is no weight of two dims or more"]
+    return [f"{path} {shape} has a smaller side than rank={rank}"] if rank > min(shape[-2:]) else []
+
+
+def _value(x: Any) -> Tensor:
+    return x.full() if isinstance(x, Draw) else x.detach()
+
+
+def _numbers(batch: PyTree, index: Callable[[Any], Tensor] | None) -> Tensor:
+    if index is not None:
+        return index(batch)
+    if isinstance(batch, Mapping) and "index" in batch:
+        return batch["index"]
+    raise ValueError(
+        "adapt(f) with dropout needs the global number of each row: batch['index'], as sf.data.Batches has it; or"
+        " adapt(f, index=lambda batch: ...)."
+    )
+
+
+def _dropping(rate: float, key: Tensor, index_B: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Dropout of an adapter's input, whose rows may be merged with the dims after them."""
+    if index_B is None:
+        raise ValueError("lora.apply(key=) needs index_B, the global number of each row.")
+
+    def drop(x: Tensor) -> Tensor:
+        rows = index_B.shape[0]
+        if x.shape[0] % max(rows, 1):
+            raise ValueError(
+                f"dropout: an adapter's input is {tuple(x.shape)}, and the batch has {rows} rows, which have to be in"
+                " its dim 0; leave that leaf out of the targets, or dropout out."
+            )
+        return dropout(key, x.reshape(rows, -1), rate, index_B).reshape(x.shape)
+
+    return drop
 
 
 def _merged(tree: PyTree) -> tuple[Any, list[Any]]:

@@ -13,19 +13,18 @@ from torch import Tensor
 
 from shardfn.core import P, PyTree, did_you_mean, raise_all, tree_entries, tree_flatten
 
-from ._lora import LoRA, Site
+from ._lora import LoRA
+from ._site import Site, of_pattern
 
 _PREFIX = "base_model.model."
+# The ends of the names of an adapter's tensors.
+_SUFFIX = {"a": "lora_A.weight", "b": "lora_B.weight", "m": "lora_magnitude_vector"}
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # Features of `peft` that these trees cannot express: a file with any other value is refused.
 _PLAIN: dict[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
-    "use_dora": False,
     "lora_bias": False,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "modules_to_save": None,
     "layers_to_transform": None,
     "trainable_token_indices": None,
 }
@@ -53,26 +52,33 @@ def save_peft(
     Raises:
         ValueError: a leaf is not a weight of a module.
     """
-    tensors, modules, problems = {}, [], []
+    tensors, problems, ranks, alphas = {}, [], {}, {}
+    modules: dict[bool, list[str]] = {True: [], False: []}
     for path, site in lora.sites.items():
-        names = _modules_of(site)
-        if names is None:
+        names = _names_of(site)
+        if names is None or not (site.full or names[0].endswith(".weight")):
             problems.append(f"{path} is no weight of a module, by its name")
             continue
-        modules += names
-        for letter, own in (("A", adapters[path]["a"]), ("B", adapters[path]["b"])):
-            parts = own.detach().cpu().unbind(0) if own.ndim == 3 else [own.detach().cpu()]
-            tensors |= {
-                f"{_PREFIX}{name}.lora_{letter}.weight": x.contiguous() for name, x in zip(names, parts, strict=True)
-            }
+        own = [name.rpartition(".")[0] for name in names]
+        modules[site.full] += own
+        ranks |= {name: site.rank for name in own if site.rank != lora.rank and not site.full}
+        alphas |= {name: site.alpha for name in own if site.alpha != lora.alpha and not site.full}
+        for letter, x in adapters[path].items():
+            parts = x.detach().cpu().unbind(0) if len(site.entries) > 1 else [x.detach().cpu()]
+            named = names if site.full else [f"{name}.{_SUFFIX[letter]}" for name in own]
+            tensors |= {_PREFIX + name: part.contiguous().clone() for name, part in zip(named, parts, strict=True)}
     raise_all(ValueError, "peft has no names for these adapters:", problems)
     config = _PLAIN | {
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
         "fan_in_fan_out": lora.fan_in_fan_out,
-        "target_modules": modules,
+        "target_modules": modules[False],
+        "modules_to_save": list(dict.fromkeys(modules[True])) or None,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
         "base_model_name_or_path": base_model,
         "task_type": task_type,
         "inference_mode": True,
@@ -86,9 +92,9 @@ def save_peft(
 def load_peft(
     directory: str | os.PathLike[str], params: PyTree, *, specs: PyTree = P()
 ) -> tuple[LoRA, dict[str, dict[str, Tensor]]]:
-    """Reads adapters that `peft` or `save_peft` has written.
+    """Reads adapters that `peft` or `save_peft` has written, with ranks by pattern, DoRA and `modules_to_save`.
 
-    Their dropout is ignored, as it acts in training alone.
+    Their dropout is ignored, as it acts in training alone; to train on with it, `dataclasses.replace(lora, dropout=)`.
 
     Args:
         directory: with both files.
@@ -100,8 +106,8 @@ def load_peft(
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: they are of another kind than plain LoRA, or belong to leaves that are missing or have other shapes;
-            lists all.
+        ValueError: they are of another kind than LoRA, or belong to leaves that are missing or have other shapes; lists
+            all.
     """
     place = pathlib.Path(directory)
     config: dict[str, Any] = json.loads((place / _CONFIG).read_text())
@@ -111,18 +117,23 @@ def load_peft(
         if key in config and config[key] not in (plain, None)
     ]
     raise_all(ValueError, f"{place / _CONFIG} is of adapters of another kind:", problems)
-    tensors = load_file(place / _TENSORS)
-    found = _sites(params, {name.removeprefix(_PREFIX): x for name, x in tensors.items()}, place)
+    tensors = {name.removeprefix(_PREFIX): x for name, x in load_file(place / _TENSORS).items()}
+    found = _Found(config, tensors).of(params, place)
+    thin = [path for path, own in found.values.items() if "full" not in own]
     lora = LoRA.of(
         params,
-        [f"^{re.escape(path)}$" for path in found],
+        [f"^{re.escape(path)}$" for path in thin],
         rank=int(config["r"]),
         alpha=float(config["lora_alpha"]),
         rslora=bool(config.get("use_rslora", False)),
         fan_in_fan_out=bool(config.get("fan_in_fan_out", False)),
         specs=specs,
+        rank_pattern={re.escape(path): int(found.values[path]["a"].shape[-2]) for path in thin},
+        alpha_pattern={re.escape(path): found.alphas[path] for path in thin},
+        modules_to_save=[f"^{re.escape(path)}$" for path, own in found.values.items() if "full" in own],
+        dora=bool(config.get("use_dora", False)),
     )
-    adapters = {path: found[path] for path in lora.sites}
+    adapters = {path: found.values[path] for path in lora.sites}
     like = lora.shapes
     raise_all(
         ValueError,
@@ -137,42 +148,72 @@ def load_peft(
     return lora, adapters
 
 
-def _modules_of(site: Site) -> list[str] | None:
-    """The modules whose weight a leaf is: one, or one per layer of a stack. None if it is not a module's weight."""
-    *before, last = map(str, site.entries)
-    if not last.endswith(".weight") or len(before) > 1 or len(site.shape) != 2 + len(before):
+def _names_of(site: Site) -> list[str] | None:
+    """The names of a module's parameters that a leaf is: one, or one per layer of a stack. None if it has another."""
+    *before, name = map(str, site.entries)
+    if len(before) > 1 or "." not in name or (not site.full and len(site.shape) != 2 + len(before)):
         return None
-    name = last.removesuffix(".weight")
     return [f"{before[0]}.{i}.{name}" for i in range(site.shape[0])] if before else [name]
 
 
-def _sites(params: PyTree, tensors: Mapping[str, Tensor], place: pathlib.Path) -> dict[str, dict[str, Tensor]]:
-    """The file's tensors by the path of their leaf, with layers stacked as in the leaf.
+class _Found:
+    """The tensors of a file, by the leaf to which they belong.
 
-    Raises:
-        ValueError: lists tensors without a leaf, and missing layers.
+    Attributes:
+        values: by path, the tensors of an adapter, with layers stacked as in the leaf.
+        alphas: by path.
     """
-    sites = [
-        Site(entry, tuple(x.shape), P()) for entry, x in zip(tree_entries(params), tree_flatten(params)[0], strict=True)
-    ]
-    out: dict[str, dict[str, Tensor]] = {}
-    seen, taken, problems = set[str](), set[str](), []
-    known = {name: site for site in sites for name in _modules_of(site) or ()}
-    for module, site in known.items():
-        path = ".".join(map(str, site.entries))
-        names = _modules_of(site) or [module]
-        wanted = {letter: [f"{name}.lora_{letter}.weight" for name in names] for letter in "AB"}
-        missing = [name for own in wanted.values() for name in own if name not in tensors]
-        if path in seen or len(missing) == 2 * len(names):
-            continue
-        seen.add(path)
-        problems += [f"{name} is missing" for name in missing]
+
+    def __init__(self, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        self.values, self.alphas = dict[str, dict[str, Tensor]](), dict[str, float]()
+        self._config, self._tensors, self._taken = config, tensors, set[str]()
+        self._letters = "abm" if config.get("use_dora") else "ab"
+
+    def of(self, params: PyTree, place: pathlib.Path) -> "_Found":
+        """Looks for the tensors of every leaf.
+
+        Raises:
+            ValueError: lists tensors without a leaf, missing layers, and layers of one stack that differ.
+        """
+        problems, known = [], dict[str, Site]()
+        for entry, x in zip(tree_entries(params), tree_flatten(params)[0], strict=True):
+            site = Site(entry, tuple(x.shape), P(), full=True)
+            names, path = _names_of(site) or [], ".".join(map(str, entry))
+            known |= {name.rpartition(".")[0]: site for name in names}
+            problems += self._whole(path, names, len(entry) > 1)
+            if names and names[0].endswith(".weight"):
+                problems += self._thin(path, [name.removesuffix(".weight") for name in names], len(entry) > 1)
+        left = [name for name in self._tensors if name not in self._taken]
+        modules = [re.sub(r"\.(lora_[AB]\.weight|lora_magnitude_vector|weight|bias)$", "", name) for name in left]
+        problems += [f"{m} is no weight of the parameters.{did_you_mean(m, known)}" for m in dict.fromkeys(modules)]
+        raise_all(ValueError, f"adapters in {place} are not of these parameters:", problems)
+        return self
+
+    def _whole(self, path: str, names: list[str], stacked: bool) -> list[str]:
+        if not any(name in self._tensors for name in names):
+            return []
+        self._taken |= {*names}
+        missing = [f"{name} is missing" for name in names if name not in self._tensors]
         if not missing:
-            parts = {letter: [tensors[name] for name in own] for letter, own in wanted.items()}
-            stacked = len(site.entries) > 1
-            out[path] = {k.lower(): torch.stack(v) if stacked else v[0] for k, v in parts.items()}
-        taken |= {name for own in wanted.values() for name in own}
-    modules = [re.sub(r"\.lora_[AB]\.weight$", "", name) for name in tensors if name not in taken]
-    problems += [f"{m} is no weight of the parameters.{did_you_mean(m, known)}" for m in dict.fromkeys(modules)]
-    raise_all(ValueError, f"adapters in {place} are not of these parameters:", problems)
-    return out
+            self.values[path] = {"full": self._stacked(names, stacked)}
+        return missing
+
+    def _thin(self, path: str, modules: list[str], stacked: bool) -> list[str]:
+        wanted = {letter: [f"{module}.{_SUFFIX[letter]}" for module in modules] for letter in self._letters}
+        every = {name for own in wanted.values() for name in own}
+        self._taken |= every
+        missing = [f"{name} is missing" for own in wanted.values() for name in own if name not in self._tensors]
+        if missing or not modules:
+            return [] if len(missing) == len(every) else missing
+        default = float(self._config["lora_alpha"])
+        alphas = {float(of_pattern(self._config.get("alpha_pattern") or {}, m, default)) for m in modules}
+        ranks = {self._tensors[name].shape[0] for name in wanted["a"]}
+        if len(ranks) > 1 or len(alphas) > 1:
+            return [f"{path} stacks layers of ranks {sorted(ranks)}, alphas {sorted(alphas)}; leave out layers="]
+        self.values[path] = {letter: self._stacked(own, stacked) for letter, own in wanted.items()}
+        self.alphas[path] = alphas.pop()
+        return []
+
+    def _stacked(self, names: list[str], stacked: bool) -> Tensor:
+        parts = [self._tensors[name] for name in names]
+        return torch.stack(parts) if stacked else parts[0]

@@ -42,15 +42,17 @@ class LowRankWeight(MetadataTensor):
         left: `[..., m, r]`.
         right: `[..., r, n]`.
         scale: a number.
+        drop: applied to the operand of the thin products; None means nothing.
     """
 
     weight: Tensor
     left: Tensor
     right: Tensor
     scale: float
+    drop: Callable[[Tensor], Tensor] | None
 
     @staticmethod
-    def of(weight: Tensor, left: Tensor, right: Tensor, scale: float) -> "LowRankWeight":
+    def of(weight: Tensor, left: Tensor, right: Tensor, scale: float, drop: Any = None) -> "LowRankWeight":
         """The weight of these parts.
 
         Raises:
@@ -63,7 +65,7 @@ class LowRankWeight(MetadataTensor):
                 f"left {tuple(left.shape)} and right {tuple(right.shape)} do not make a weight {tuple(weight.shape)}."
             )
         made: Any = _WithoutValues.apply(scale, weight, left, right)
-        made.weight, made.left, made.right, made.scale = weight, left, right, scale
+        made.weight, made.left, made.right, made.scale, made.drop = weight, left, right, scale, drop
         return made
 
     def whole(self) -> Tensor:
@@ -72,11 +74,11 @@ class LowRankWeight(MetadataTensor):
 
     def with_parts(self, f: Callable[[Tensor], Tensor]) -> "LowRankWeight":
         """The weight with `f` applied to each part."""
-        return LowRankWeight.of(f(self.weight), f(self.left), f(self.right), self.scale)
+        return LowRankWeight.of(f(self.weight), f(self.left), f(self.right), self.scale, self.drop)
 
     def transposed(self) -> "LowRankWeight":
         """With the last two dims exchanged."""
-        return LowRankWeight.of(self.weight.mT, self.right.mT, self.left.mT, self.scale)
+        return LowRankWeight.of(self.weight.mT, self.right.mT, self.left.mT, self.scale, self.drop)
 
     @classmethod
     def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -116,7 +118,7 @@ def _view(func: Any, x: LowRankWeight, args: tuple[Any, ...], kwargs: dict[str, 
         return None
     if func in (_TENSOR.unbind, torch.unbind) and (args or (kwargs.get("dim", 0),))[0] == 0:
         parts = zip(x.weight.unbind(0), x.left.unbind(0), x.right.unbind(0), strict=True)
-        return tuple(LowRankWeight.of(*own, x.scale) for own in parts)
+        return tuple(LowRankWeight.of(*own, x.scale, x.drop) for own in parts)
     if func is _TENSOR.__iter__:
         return iter(x.unbind(0))
     if func is _TENSOR.__getitem__ and isinstance(args[0], int):
@@ -128,14 +130,17 @@ def _multiplied(func: Any, args: tuple[Any, ...], operands: tuple[Any, ...]) -> 
     """A product with the weight: that of the weight alone, and the two thin ones."""
     a, b, *bias = operands
     x, w, on_right = (a, b, True) if type(b) is LowRankWeight else (b, a, False)
-    if func is torch.einsum:
-        return torch.einsum(args[0], *(_alone(y) for y in operands)) + w.scale * _thin_einsum(args[0], x, w, on_right)
     if func is torch.nn.functional.linear and not on_right:  # the weight is the mapped operand
         return torch.nn.functional.linear(w.whole(), x, *bias)
+    thin = x if w.drop is None else w.drop(x)
+    if func is torch.einsum:
+        return torch.einsum(args[0], *(_alone(y) for y in operands)) + w.scale * _thin_einsum(
+            args[0], thin, w, on_right
+        )
     base = func(*(_alone(y) for y in args))
     if func is torch.nn.functional.linear:
-        return base + w.scale * ((x @ w.right.mT) @ w.left.mT)
-    return base + w.scale * ((x @ w.left) @ w.right if on_right else w.left @ (w.right @ x))
+        return base + w.scale * ((thin @ w.right.mT) @ w.left.mT)
+    return base + w.scale * ((thin @ w.left) @ w.right if on_right else w.left @ (w.right @ thin))
 
 
 def _thin_einsum(equation: str, x: Tensor, w: LowRankWeight, on_right: bool) -> Tensor:
@@ -161,14 +166,14 @@ def _summed(x: Any) -> Any:
     return x
 
 
-def _parts(x: LowRankWeight) -> tuple[tuple[Any, ...], float, tuple[str, ...]]:
-    return (x.weight, x.left, x.right), x.scale, ("weight", "left", "right")
+def _parts(x: LowRankWeight) -> tuple[tuple[Any, ...], tuple[float, Any], tuple[str, ...]]:
+    return (x.weight, x.left, x.right), (x.scale, x.drop), ("weight", "left", "right")
 
 
-def _of_parts(scale: float, parts: Any) -> Any:
+def _of_parts(kept: tuple[float, Any], parts: Any) -> Any:
     weight, left, right = parts
     if all(isinstance(x, Tensor) for x in (weight, left, right)):
-        return LowRankWeight.of(weight, left, right, scale)
+        return LowRankWeight.of(weight, left, right, *kept)
     return {"weight": weight, "left": left, "right": right}  # parts of another tree, of specs or names
 
 

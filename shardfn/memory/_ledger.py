@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardfn._torch import TorchDispatchMode
 from shardfn.core import Ambient, MemoryKind, PyTree, Stored, as_html, did_you_mean, tree_leaves
 from shardfn.kernels import scratch_bytes
 

@@ -12,15 +12,16 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
+from shardfn._torch import FAKE, PROXY, dispatch_mode
 from shardfn.core import MemoryKind, Pending
 
 _ops: Any = torch.ops.shardfn_memory
-_MODES = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+_MODES = FAKE, PROXY
 
 
 def capturing() -> bool:
     """Whether tensors have no data, because a program is being written down."""
-    return any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES)
+    return any(dispatch_mode(mode) is not None for mode in _MODES)
 
 
 def _traced(handle: Tensor, out: Tensor | None = None) -> Pending[Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from shardfn._torch import DisableTorchFunctionSubclass, pytree
 from shardfn.core import MetadataTensor
 
 from ._module_buffers import writes
@@ -41,7 +41,7 @@ class AbsentTensor(MetadataTensor):
         """Runs a function on tensors without data."""
         name = getattr(func, "__name__", "")
         if name in _ANSWERED or (name == "__get__" and func not in _VIEWS):
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         written = (args[:1] if writes(name) else (), kwargs.get("out"))
         if any(isinstance(x, Tensor) and type(x) is not AbsentTensor for x in pytree.tree_leaves(written)):
@@ -49,7 +49,7 @@ class AbsentTensor(MetadataTensor):
         device = next(x.device for x in pytree.tree_leaves((args, kwargs)) if type(x) is AbsentTensor)
         on_meta = pytree.tree_map(_converted, (args, {k: v for k, v in kwargs.items() if k != "device"}))
         try:
-            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            with DisableTorchFunctionSubclass(), torch.no_grad():
                 out = func(*on_meta[0], **on_meta[1])
         except (RuntimeError, NotImplementedError) as error:  # torch's errors for meta tensors without values
             raise NeedsValue(f"{name}: {error}") from error

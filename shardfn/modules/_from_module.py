@@ -8,8 +8,8 @@ from typing import Any, Literal, overload
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from shardfn._torch import BatchNorm
 from shardfn.core import Again, Axes, frozen, named_buffers, named_parameters, state_names
 from shardfn.leaves import LazyLeaf
 from shardfn.nn import Body
@@ -416,7 +416,7 @@ def from_module(
         return params, ModuleFunction(module, keep_dtype, route=route)
     kept = set(state_names(module))
     state = {name: x.detach().clone() for name, x in named_buffers(module) if name in kept}
-    if not state and not any(isinstance(sub, _BatchNorm) for sub in module.modules()):
+    if not state and not any(isinstance(sub, BatchNorm) for sub in module.modules()):
         raise ValueError(
             f"from_module(has_state=True) has no effect: this {type(module).__name__} has no buffers in its state_dict."
         )

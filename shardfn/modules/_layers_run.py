@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from shardfn._torch import pytree
 from shardfn.core import uncompiled
 
 from ._absent import AbsentTensor, NeedsValue, is_absent

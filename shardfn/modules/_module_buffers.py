@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from shardfn._torch import FakeTensor, is_functorch_wrapped_tensor
 
 from ._module_parts import Placed, TensorSlot
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shardfn.core import uncompiled
+from shardfn.core import is_compiled, uncompiled
 
 _COMPILED = "_compiled_call_impl"  # the attribute that `module.compile()` sets, called in place of the module
 
@@ -53,7 +53,7 @@ def _compiled(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (path, sub)
         for path, sub in module.named_modules()
-        if uncompiled(sub) is not sub or sub.__dict__.get(_COMPILED) is not None
+        if is_compiled(sub) or sub.__dict__.get(_COMPILED) is not None
     ]
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardfn._torch import TorchDispatchMode
 from shardfn.core import Ambient
 
 from ._module_draws import Draws

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shardfn._torch import parse_to
 from shardfn.core import Axes
 from shardfn.leaves import LazyLeaf
 
@@ -131,8 +132,7 @@ def _stays(x: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Whether `x.to(...)` is x."""
     if kwargs.pop("copy", False):
         return False
-    parse: Any = getattr(torch._C, "_nn")._parse_to  # noqa: B009  # as nn.Module.to does; it has no type
-    device, dtype, _, memory_format = parse(*args, **kwargs)
+    device, dtype, _, memory_format = parse_to(*args, **kwargs)
     return dtype in (None, x.dtype) and device in (None, x.device) and memory_format is None
 
 

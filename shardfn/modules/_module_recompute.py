@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from shardfn._torch import unbound
 from shardfn.core import Again, Ambient, Replaced, bound_again, checkpoints_as_now
 
 _CALLS = Ambient["Running"]("calls of modules", by_thread=True)
@@ -78,7 +79,7 @@ def _application(original: Any) -> Any:
                     " Pass the Function tensors only; or call that part as it is, under torch.utils.checkpoint if what"
                     " it keeps takes too much memory."
                 )
-        return original.__func__(cls, *args, **kwargs)
+        return unbound(original)(cls, *args, **kwargs)
 
     return classmethod(apply)
 

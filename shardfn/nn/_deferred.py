@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
+from shardfn._torch import function_modes
 from shardfn.collectives import transforming
 from shardfn.core import Again, Ambient, bound_again, checkpoints_as_now
 
@@ -182,7 +183,7 @@ def _same_splitting() -> list[Again]:
 
 def splitting() -> bool:
     """Whether products that run now become nodes of their own."""
-    return any(isinstance(mode, _Splitting) for mode in _get_current_function_mode_stack())
+    return any(isinstance(mode, _Splitting) for mode in function_modes())
 
 
 class _Splitting(TorchFunctionMode):

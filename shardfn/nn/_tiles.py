@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from shardfn._torch import DisableFuncTorch, disable_current_modes
 from shardfn.kernels import Tiles
 
 from ._masks import NONE, SOME, Array, Mask, Span
@@ -51,7 +51,7 @@ def tiles_of(mask: Mask, queries: Span, keys: Span, block: int) -> HostTiles:
     for layout, i, j in np.argwhere(grid == SOME).tolist():
         (a, b), (c, d) = rows[i : i + 2].tolist(), columns[j : j + 2].tolist()
         pattern = np.zeros((block, block), np.uint8)
-        with torch._C._DisableFuncTorch(), _disable_current_modes():  # part of a program, and not computed in it
+        with DisableFuncTorch(), disable_current_modes():  # part of a program, and not computed in it
             pattern[: b - a, : d - c] = own[layout].pairs((a, b), (c, d)).numpy().reshape(b - a, d - c)
         if not pattern.any():
             grid[layout, i, j] = NONE

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from shardfn._torch import FakeTensor
 from shardfn.collectives import transforming
 from shardfn.core import P, PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from shardfn.kernels import moving_average_

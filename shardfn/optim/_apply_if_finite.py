@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from shardfn._torch import FakeTensor
 from shardfn.collectives import transforming
 from shardfn.core import tree_flatten, tree_leaves, tree_map, tree_unflatten
 

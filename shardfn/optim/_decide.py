@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn._torch import DisableTorchFunctionSubclass
 from shardfn.collectives import current_mesh
 from shardfn.core import PyTree, broadcast_prefix, raise_all, tree_flatten, tree_paths, tree_unflatten
 
@@ -98,10 +99,10 @@ class _Shape(Tensor):
         name = getattr(func, "__name__", "")
         name = func.__self__.__name__ if name == "__get__" else name
         if name in _SEEN:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         x = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls))
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             like = f"{tuple(x.shape)} {x.dtype}"
         raise ValueError(
             f"the function that was passed as {x._of} looks at {name!r} of {x._path}, a leaf of {like}. It is asked"

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from shardfn._torch import FakeTensor
 from shardfn.core import (
     P,
     PyTree,

@@ -10,6 +10,7 @@ are kept whole, by every rank. The results are those of one device; the costs ar
 state a step, and the memory of the wholes while it lasts.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from shardfn.collectives import GlobalTensor, carry, current_mesh, route
+from shardfn._torch import FakeTensor
+from shardfn.collectives import GlobalTensor, Route, carry, current_mesh, route
 from shardfn.core import (
+    Mesh,
     P,
     Placement,
     PyTree,
@@ -125,8 +127,14 @@ def _cut(x: Tensor, spec: P) -> Tensor:
 
 
 def _carried(x: Tensor, shape: torch.Size, src: P, dst: P) -> Tensor:
-    ends = Placement(src, dtype=x.dtype), Placement(dst, dtype=x.dtype)
-    return carry(x, route(shape, *ends, current_mesh()))
+    return carry(x, _route(shape, src, dst, x.dtype, tuple(current_mesh().shape.items())))
+
+
+@functools.lru_cache(maxsize=4096)
+def _route(shape: torch.Size, src: P, dst: P, dtype: torch.dtype, sizes: tuple[tuple[str, int], ...]) -> Route:
+    # Without coordinates: a route is the same on all ranks, and the cache keeps no mesh alive.
+    mesh = Mesh(dict(sizes), torch.device("cpu"), abstract=True)
+    return route(shape, Placement(src, dtype=dtype), Placement(dst, dtype=dtype), mesh)
 
 
 @dataclass(frozen=True)

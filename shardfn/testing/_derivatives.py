@@ -1,6 +1,5 @@
 """The parity harness of `step.loss`: its derivatives equal those of one device."""
 
-import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn._torch import derivatives_of_decompositions
 from shardfn.collectives import shard, unshard
 from shardfn.core import Mesh, P, PyTree, as_mesh, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from shardfn.optim import sgd
@@ -74,7 +74,7 @@ def _load_forward_mode() -> None:
     """Forward-mode AD loads these on its first use, and torch warns of its own code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        importlib.import_module("torch._decomp.decompositions_for_jvp")
+        derivatives_of_decompositions()
 
 
 def _one_device(

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardfn._torch import DisableTorchDispatch, FakeTensorMode
 from shardfn.capture import fake
 from shardfn.collectives import GlobalTensor
 from shardfn.core import drawn_as_shapes, frozen, is_frozen, tree_map
@@ -37,7 +37,7 @@ def _meta(x: Any) -> Any:
     if isinstance(x, GlobalTensor):
         return x.with_block(_meta(x.held))
     if isinstance(x, Tensor):
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         return frozen(out) if is_frozen(x) else out
     return x

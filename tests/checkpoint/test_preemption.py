@@ -78,9 +78,9 @@ def test_no_message_is_sent_for_it() -> None:
     rounds, exchange = [0, 0], Rounds.exchange
     for k, noting in enumerate((contextlib.nullcontext(), Preemption(mesh))):
 
-        def counted(self: Rounds, value: int, k: int = k) -> list[int]:
+        def counted(self: Rounds, value: int, *how: Any, k: int = k) -> list[int]:
             rounds[k] += 1
-            return exchange(self, value)
+            return exchange(self, value, *how)
 
         Rounds.exchange = counted  # pyright: ignore[reportAttributeAccessIssue]
         try:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from shardfn.data import own_rows
 
@@ -84,3 +84,22 @@ def test_what_ranks_would_not_agree_on_is_an_error() -> None:
         own_rows(DataLoader(_Squares(4), batch_size=None), rank=0, world=2)
     with pytest.raises(ValueError, match="rank=2"):
         own_rows(DataLoader(_Squares(4), batch_size=2), rank=2, world=2)
+
+
+def test_a_loader_that_is_cut_already_is_refused() -> None:
+    def loader(replicas: int) -> DataLoader[Any]:
+        data = _Squares(8)
+        return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=replicas, rank=0))
+
+    with pytest.raises(ValueError, match=r"num_replicas=2 ranks its own examples already.*1/2.*without sampler="):
+        own_rows(loader(2), rank=0, world=2)
+    assert len(list(own_rows(loader(1), rank=0, world=2))) == 4
+    assert len(list(own_rows(loader(2), rank=0, world=1))) == 2  # one rank keeps all that it gets
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_stateful_loader_needs_a_generator_too() -> None:
+    reason = "needs torchdata: pip install torchdata"
+    torchdata: Any = pytest.importorskip("torchdata.stateful_dataloader", reason=reason)
+    with pytest.raises(ValueError, match=r"generator=torch\.Generator"):
+        own_rows(torchdata.StatefulDataLoader([1, 2, 3], batch_size=2, shuffle=True), rank=0, world=2)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardfn import kernels
 from shardfn.kernels.draw import _reference
@@ -114,3 +115,25 @@ def test_a_uniform_number_of_one_and_no_token() -> None:
         kernels.draw(torch.zeros(2, 6), torch.tensor([0.5, 1.0], dtype=F64), **_of(2))
     with pytest.raises(ValueError, match="there is no token"):
         kernels.draw(torch.zeros(2, 0), torch.zeros(2, dtype=F64), **_of(2))
+
+
+def test_a_captured_draw_refuses_values_when_it_runs() -> None:
+    given = {"logits": torch.zeros(2, 6), "uniform": torch.full((2,), 0.5, dtype=F64), **_of(2, top_k=2)}
+    graph = make_fx(lambda given: kernels.draw(**given), tracing_mode="fake")(given)
+    assert torch.equal(graph(given)[0], kernels.draw(**given)[0])
+    with pytest.raises(ValueError, match="top_k is 7 in row 1; must be from 0 to 6"):
+        graph(given | {"top_k": torch.tensor([0, 7])})
+
+
+def test_a_row_of_temperature_zero_needs_no_uniform_number() -> None:
+    uniform, temperature = torch.tensor([math.nan, 1.0, 0.5], dtype=F64), torch.tensor([0.0, 0.0, 1.0], dtype=F64)
+    tokens, _ = kernels.draw(torch.eye(3) * 40, uniform, **_of(3) | {"temperature": temperature})
+    assert tokens.tolist() == [0, 1, 2]
+
+
+def test_a_backward_is_refused() -> None:
+    logits = torch.zeros(2, 6, requires_grad=True)
+    _, logprobs = kernels.draw(logits, torch.full((2,), 0.5, dtype=F64), **_of(2))
+    with pytest.raises(NotImplementedError, match=r"kernels\.draw has no derivative; draw from logits\.detach"):
+        logprobs.sum().backward()
+    assert logits.grad is None

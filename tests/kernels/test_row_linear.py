@@ -3,6 +3,10 @@
 import ctypes
 import ctypes.util
 import math
+import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -138,4 +142,36 @@ def test_refusals(call, kind: type[Exception], said: str) -> None:
 
 def test_no_rows_and_no_inputs() -> None:
     assert _own(torch.ones(0, 3), torch.ones(2, 3)).shape == (0, 2)
-    assert torch.equal(_own(torch.ones(2, 0), torch.ones(3, 0), torch.arange(3.0)), torch.arange(3.0).expand(2, 3))
+    for kind in ("native", "cpu", "reference") if _build.library() else ("cpu", "reference"):
+        with kernels.implemented_by(kind):
+            got = _own(torch.ones(2, 0), torch.ones(3, 0), torch.arange(3.0))
+            assert torch.equal(got, torch.arange(3.0).expand(2, 3)), kind
+            assert _own(torch.ones(2, 0), torch.ones(0, 0)).shape == (2, 0), kind
+
+
+def test_a_backward_is_refused() -> None:
+    x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
+    for y in (_own(x, weight.detach()), _own(x.detach(), weight)):
+        with pytest.raises(NotImplementedError, match=r"row_linear has no derivative; call it on x\.detach"):
+            y.sum().backward()
+    assert x.grad is None and weight.grad is None
+
+
+NO_ROOM = """
+import resource, torch
+from shardfn import kernels
+
+torch.set_num_threads(4)
+x, packed = torch.randn(64, 300), kernels.pack_rows(torch.randn(700, 300))
+alone = torch.cat([kernels.row_linear(row, packed, 700) for row in x.split(1)])
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (3 << 20), -1))  # less than the stack of one more thread
+print(torch.equal(kernels.row_linear(x, packed, 700), alone))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
+def test_without_more_threads_this_one_does_the_work() -> None:
+    env = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", NO_ROOM], env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr[-2000:]

@@ -211,6 +211,135 @@ def test_modules_of_transformers(name: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(got, leaves), torch.autograd.grad(want, leaves))
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "dora": {"dora": True},
+    "saved": {"modules_to_save": ["head"]},
+    "patterns": {"rank_pattern": {"blocks.up": 3}, "alpha_pattern": {"down": 1}},
+}
+
+
+def _kind(kind: str, specs: Any = P()) -> tuple[LoRA, Any]:
+    params = _params()
+    lora = LoRA.of(params, ["up$", r"\.down"], rank=2, alpha=8, specs=specs, **KINDS[kind])
+    adapters = lora.init(sf.key(3), dtype=torch.float64, params=params)
+    for i, own in enumerate(adapters.values()):  # as after some steps
+        for name, x in own.items():
+            x += 0.0 if name == "a" else torch.randn(x.shape, generator=torch.Generator().manual_seed(i)).double() / 4
+    return lora, {"base": params, "lora": adapters}
+
+
+def _whole(lora: LoRA, loss: Any) -> Any:
+    """The loss of leaves that are made by plain operations."""
+
+    def plain(p: Any, batch: Any) -> Tensor:
+        own, blocks = p["lora"], dict(p["base"]["blocks"])
+        for name in ("up", "down"):
+            ab, path = own[f"blocks.{name}"], f"blocks.{name}"
+            w = blocks[name] + lora.scale_of(path) * (ab["b"] @ ab["a"])
+            blocks[name] = w / w.detach().norm(dim=-1, keepdim=True) * ab["m"][..., None] if lora.dora else w
+        head = own["head"]["full"] if "head" in own else p["base"]["head"]
+        return loss({"blocks": blocks, "head": head}, batch)
+
+    return plain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@distributed(world=2)
+def test_each_kind_trains_sharded_as_on_one_device(kind: str) -> None:
+    mesh = sf.make_mesh({"dp": 2}, device="cpu")
+    lora, tree = _kind(kind)
+    assert_parity(
+        lora.adapt(_loss), optim.adamw(1e-2), tree, _batches(), mesh=mesh, reference=_whole(lora, _loss),
+        specs=lora.specs, trainable=lora.trainable, zero=Zero(stage=3, persist_elements=0),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "dora" else NIGHTLY) for kind in KINDS])
+@distributed(world=2)
+def test_each_kind_beside_leaves_that_are_cut(kind: str) -> None:
+    mesh = sf.make_mesh({"tp": 2}, device="cpu")
+    lora, tree = _kind(kind, TP)
+    assert_parity(
+        lora.adapt(functools.partial(_loss, axis="tp")), optim.adamw(1e-2), tree, _batches(), mesh=mesh,
+        reference=_whole(lora, _loss), specs=lora.specs, trainable=lora.trainable, batch=P(),
+    )  # fmt: skip
+
+
+def test_dora_and_whole_leaves_start_as_the_model_and_are_merged() -> None:
+    params, batch = _params(), _batches()[0]
+    lora = LoRA.of(params, ["up", "down"], rank=2, dora=True, modules_to_save=["head"])
+    with pytest.raises(ValueError, match=r"start from the model's values; pass params="):
+        lora.init(sf.key(0))
+    fresh = lora.init(sf.key(0), dtype=torch.float64, params=params)
+    assert fresh["blocks.up"]["m"].shape == (L, F_) and torch.equal(fresh["head"]["full"], params["head"])
+    torch.testing.assert_close(lora.adapt(_loss)({"base": params, "lora": fresh}, batch), _loss(params, batch))
+    lora, tree = _kind("dora")
+    torch.testing.assert_close(_loss(lora.merge(tree["base"], tree["lora"]), batch), _whole(lora, _loss)(tree, batch))
+
+
+def _flat_loss(p: Any, batch: Any) -> Tensor:
+    return (torch.tanh(batch["x"] @ p["up"].mT) @ p["down"].mT - batch["y"]).square().mean()
+
+
+def _flat() -> tuple[LoRA, Any]:
+    params = {name: x[0] for name, x in _params()["blocks"].items() if name != "g"} | {"down": _params()["head"]}
+    params["down"] = torch.cat([params["down"], params["down"][:, :4]], 1)
+    lora = LoRA.of(params, ["up", "down"], rank=2, dropout=0.5)
+    adapters = lora.init(sf.key(1), dtype=torch.float64)
+    for ab in adapters.values():
+        ab["b"] += 0.5
+    return lora, {"base": params, "lora": adapters}
+
+
+def _numbered() -> list[Any]:
+    return [{**batch, "index": torch.arange(B) + n * B} for n, batch in enumerate(_batches())]
+
+
+@distributed(world=2)
+def test_dropout_has_the_same_masks_on_any_number_of_ranks() -> None:
+    mesh, (lora, tree) = sf.make_mesh({"dp": 2}, device="cpu"), _flat()
+    assert_parity(
+        lora.adapt(_flat_loss), optim.adamw(1e-2), tree, _numbered(), mesh=mesh, key=sf.key(5), specs=lora.specs,
+        trainable=lora.trainable, zero=Zero(stage=3, persist_elements=0),
+    )  # fmt: skip
+
+
+def test_dropout_acts_on_the_inputs_of_adapters_alone() -> None:
+    lora, tree = _flat()
+    batch, other = _numbered()[0], _numbered()[1]
+    loss = lora.adapt(_flat_loss)
+    assert torch.equal(loss(tree, batch, sf.key(0)), loss(tree, batch, sf.key(0)))
+    assert not torch.equal(loss(tree, batch, sf.key(0)), loss(tree, batch, sf.key(1)))
+    assert not torch.equal(loss(tree, batch, sf.key(0)), loss(tree, {**batch, "index": other["index"]}, sf.key(0)))
+    # The mean over many masks of a product is the product without dropout: the model's own part is not dropped.
+    x, up = batch["x"], tree["base"]["up"]
+    product = [lora.apply(tree["base"], tree["lora"], sf.key(n), batch["index"])["up"] for n in range(2000)]
+    mean = torch.stack([x @ w.mT for w in product]).mean(0)
+    torch.testing.assert_close(mean, x @ lora.merge(tree["base"], tree["lora"])["up"].mT, rtol=0.0, atol=0.2)
+    assert not torch.equal(mean, x @ up.mT)
+    # One of merged rows, as GPT-2's Conv1D has it, has the masks of whole rows.
+    w = lora.apply(tree["base"], tree["lora"], sf.key(0), torch.arange(3))["up"]
+    rows = torch.randn(3, 4, D, dtype=torch.float64)
+    assert torch.equal((rows.reshape(12, D) @ w.mT).view(3, 4, -1), torch.nn.functional.linear(rows, w))
+
+
+def test_options_that_exclude_each_other() -> None:
+    params = _params()
+    with pytest.raises(ValueError) as caught:
+        LoRA.of(params, ["up"], modules_to_save=["up", "hed"], rank_pattern={"q": 2}, dora=True, dropout=0.1, rank=2)
+    assert str(caught.value).splitlines()[1:] == [
+        "  - the target 'hed' is found in no path",
+        "  - blocks.up is a target, and in modules_to_save; leave it out of one",
+        "  - rank_pattern['q'] fits no target",
+        "  - dropout=0.1 is not there with dora=True; leave one out",
+    ]
+    with pytest.raises(ValueError, match="not there with stacked layers"):
+        LoRA.of(params, ["up"], rank=2, dropout=0.1)
+    lora, tree = _flat()
+    with pytest.raises(ValueError, match=r"needs the global number of each row: batch\['index'\]"):
+        lora.adapt(_flat_loss)(tree, _batches()[0], sf.key(0))
+
+
 def test_what_cannot_be_adapted_is_refused() -> None:
     params = {**_params(), "ids": torch.ones(3, 3, dtype=torch.int64)}
     with pytest.raises(ValueError) as caught:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfn._torch import reduce_scatter_single
 from shardfn.core import Mesh, Pending
 
 from ._failure import EndedGroup, TransportError, close
@@ -182,7 +183,7 @@ class Channel:
             raise TypeError(f"sums of {flat.dtype} are not known; cast it to {torch.float16} or a wider dtype first.")
         if not self._direct and len(set(sizes)) == 1:
             out = flat.new_empty(own)
-            work = dist.reduce_scatter_single(out, flat, group=group, async_op=True)
+            work = reduce_scatter_single(out, flat, group=group, async_op=True)
             assert work is not None
             return _when([work], lambda: out)
         # The own block need not travel through the exchange where it is the first or the last of `flat`.

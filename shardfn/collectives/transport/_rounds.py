@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardfn._torch import all_gather_single
 from shardfn.core import RankError
 
 from ._failure import EndedGroup, close
@@ -148,7 +149,7 @@ class Rounds:
         padded[: data.numel()] = data
         out = torch.empty(self.size * padded.numel(), dtype=torch.uint8)
         try:
-            dist.all_gather_single(out, padded, group=self._group)
+            all_gather_single(out, padded, group=self._group)
         except RuntimeError as error:
             raise self._failure(error) from error
         return [pickle.loads(row.numpy().tobytes()) for row in out.view(self.size, -1)]

@@ -5,6 +5,8 @@ import sys
 import torch
 from torch import Tensor
 
+from shardfn._torch import storage_use_count
+
 
 def is_sole_owner(x: Tensor) -> bool:
     """Whether only `x`, and the tensor that it is a view of, hold its memory.
@@ -49,7 +51,7 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def _holders(storage: torch.UntypedStorage) -> int:
-    return torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore[reportAttributeAccessIssue]
+    return storage_use_count(storage._cdata)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _count(x: Tensor) -> tuple[int, int]:

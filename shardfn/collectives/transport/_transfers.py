@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfn._torch import all_gather_single
+
 
 def as_raw(x: Tensor) -> Tensor:
     """A tensor's bytes, 1-D."""
@@ -41,7 +43,7 @@ def native_all_gather(blocks: Sequence[Tensor], mine: Tensor, group: dist.Proces
     adjacent = all(a.data_ptr() + a.numel() * a.element_size() == b.data_ptr() for a, b in itertools.pairwise(blocks))
     if equal and adjacent:
         out = blocks[0].as_strided((len(blocks) * mine.numel(),), (1,))
-        work = dist.all_gather_single(out, mine.view(-1), group=group, async_op=True)
+        work = all_gather_single(out, mine.view(-1), group=group, async_op=True)
     else:
         work = dist.all_gather(list(blocks), mine, group=group, async_op=True)
     assert work is not None

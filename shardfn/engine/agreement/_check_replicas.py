@@ -11,6 +11,8 @@ from shardfn.core import Draw, P, PyTree, RankError, raise_all, tree_leaves, tre
 from shardfn.engine.loss import check_same_loss, check_same_state, checksum, corner
 from shardfn.engine.plan import Plan
 
+from ._same_rows import SeenBatch, warn_of_same_rows
+
 
 def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyControl) -> None:
     """Refuses first values that differ between ranks (such as values drawn without a common seed). Collective.
@@ -68,17 +70,26 @@ def compare_first_batch(plan: Plan, batch: PyTree, control: AnyControl) -> None:
     """Refuses rows that differ along axes that the batch is not cut along. Collective, before the first step.
 
     These are the axes of the model: each rank computes a part of one result of the same rows. Where rows differ, the
-    parts belong to different results, though every rank may get the same loss.
+    parts belong to different results, though every rank may get the same loss. Rows that are the same along an axis
+    that the batch is cut along are a warning.
 
     Raises:
         RankError: names the leaves, and the ranks whose rows differ.
     """
     mesh, cut = plan.mesh, plan.mesh.axes(plan.batch_axes)
-    free = tuple(a for a in mesh.axes(mesh.axis_names) if a not in cut)
-    if plan.learnt.compared or mesh.axis_size(free) == 1:
+    if plan.learnt.compared or mesh.size == 1:
         return
-    own = tuple(mesh.coords[a] for a in cut)
-    rows: list[Any] = control.gather((own, [checksum(x) for x in tree_leaves(batch)]))
+    seen: list[Any] = control.gather(SeenBatch.of(plan, batch))
+    free = tuple(a for a in mesh.axes(mesh.axis_names) if a not in cut)
+    _check_free(plan, batch, seen, free)
+    warn_of_same_rows(plan, batch, seen, control)
+
+
+def _check_free(plan: Plan, batch: PyTree, seen: Sequence[SeenBatch], free: tuple[str, ...]) -> None:
+    mesh, cut = plan.mesh, plan.mesh.axes(plan.batch_axes)
+    if mesh.axis_size(free) == 1:
+        return
+    rows = [(tuple(of.coords[a] for a in cut), of.sums) for of in seen]
     paths = tree_paths(batch, "batch")
     firsts: dict[Any, int] = {}
     problems = []

@@ -6,9 +6,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
-from torch.utils._python_dispatch import _disable_current_modes
-
+from shardfn._torch import DisableFuncTorch, disable_current_modes
 from shardfn.capture import capturing
 from shardfn.collectives import (
     AnyChannels,
@@ -190,7 +188,7 @@ def losing_no_peer_purely(mesh: Mesh, call: str) -> Iterator[None]:
 @contextlib.contextmanager
 def untransformed() -> Iterator[None]:
     """For messages between ranks, which torch's transforms must not see."""
-    with torch._C._DisableFuncTorch(), _disable_current_modes():
+    with DisableFuncTorch(), disable_current_modes():
         yield
 
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_get_level
 from torch.func import grad_and_value
 
+from shardfn._torch import maybe_get_level
 from shardfn.collectives import GlobalTensor, axis_size, following, local, psum
 from shardfn.core import PyTree, tree_leaves, tree_map, tree_structure, tree_unflatten
 from shardfn.engine.loss import (

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from shardfn._torch import disable_current_modes
 from shardfn.capture import fakes
 from shardfn.collectives import AnyControl, AxisTypeError, Following, GlobalTensor, current_mesh, following, psum, pvary
 from shardfn.core import (
@@ -284,7 +284,7 @@ class Interface:
 
 def size_along(size: int, axis: str, mesh: Mesh) -> int:
     """The sum of a size over the ranks along an axis. The mesh must be bound."""
-    with _disable_current_modes():  # while a program is captured, too, sizes are numbers
+    with disable_current_modes():  # while a program is captured, too, sizes are numbers
         return int(psum(torch.tensor(size, device=mesh.device), axis))
 
 

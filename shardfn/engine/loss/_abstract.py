@@ -3,15 +3,15 @@
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from shardfn._torch import FAKE, FakeTensor, dispatch_mode
 from shardfn.capture import fakes
 from shardfn.core import PyTree, tree_flatten, tree_unflatten
 
 
 def is_abstract(leaves: list[Any]) -> bool:
     """Whether any of these tensors has no data, or torch's fake mode is on, in which no tensor has."""
-    active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    active = dispatch_mode(FAKE) is not None
     return active or any(isinstance(x, FakeTensor) or x.device.type == "meta" for x in leaves)
 
 

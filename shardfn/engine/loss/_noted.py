@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
+from shardfn._torch import is_functorch_wrapped_tensor
 from shardfn.core import Policy, PyTree, did_you_mean, first_of, named_leaves, tree_leaves
 
 _SHOWN = 6

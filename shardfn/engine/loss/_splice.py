@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from shardfn._torch import dispatch_modes
 from shardfn.capture import Copy, Recorder, Written, capturing, recorder
 from shardfn.collectives import at_line, not_following, noted_axes, same_axes, transforming
 from shardfn.core import Ambient, PyTree, saved_tensors_hooks, tree_flatten, tree_leaves, tree_structure, tree_unflatten
@@ -245,7 +245,7 @@ def _is_watched(layers: Sequence[PyTree]) -> bool:
     """Whether a dispatch mode watches the run. It would see nothing of a copied layer, and a template's ops twice."""
     if splitting():  # product by product
         return True
-    watched = any(getattr(m, "_mode_key", None) is None for m in _get_current_dispatch_mode_stack())
+    watched = any(getattr(m, "_mode_key", None) is None for m in dispatch_modes())
     if watched and len(layers) > MIN_COPIED:
         log.warning(_SLOWLY, "a mode of torch around it, as that of a remat with a policy, is to see each operation")
     return watched

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_meta, track_tensor
 
+from shardfn._torch import DisableTorchDispatch, FakeTensor, FakeTensorMode
 from shardfn.capture import CaptureError, Recorder, Written, node_of, steps_after
 from shardfn.collectives import same_axes
 from shardfn.core import saved_tensors_hooks
@@ -298,7 +298,7 @@ def without_data(
     mode: FakeTensorMode, dtype: torch.dtype, size: Any, device: torch.device, stride: Any = None
 ) -> FakeTensor:
     """A new tensor without data and without a node in the graph; contiguous unless `stride` is given."""
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         meta = torch.empty(size, dtype=dtype, device="meta")
         return FakeTensor(mode, meta if stride is None else meta.as_strided(size, stride), device)
 

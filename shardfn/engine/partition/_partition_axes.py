@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_meta, track_tensor
 
+from shardfn._torch import FakeTensor
 from shardfn.capture import node_of, recorder
 from shardfn.collectives import pmax, psum, pvary
 from shardfn.engine.loss import without_data

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from shardfn._torch import current_graph_task
 from shardfn.capture import Recorder, recorder
 from shardfn.core import raise_all, saved_tensors_hooks
 from shardfn.graph import LoopMark
@@ -55,7 +56,7 @@ class Noting(Recorder):
         Raises:
             ValueError: something else has hooks on what autograd saves.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task() != -1:
             raise ValueError(
                 f"{self.line() or 'a line unknown'}: the loss differentiates something itself (torch.autograd.grad or"
                 " backward), which the graph of its forward does not hold as such; use torch.func, or leave out"

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_meta, track_tensor, track_tensor_tree
 
+from shardfn._torch import FakeTensor
 from shardfn.capture import CaptureError, node_of, recorder, steps_after
 from shardfn.collectives import transforming
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten

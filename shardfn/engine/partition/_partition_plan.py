@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import _disable_current_modes
 
+from shardfn._torch import disable_current_modes
 from shardfn.capture import capture, fakes
 from shardfn.collectives import axis_size
 from shardfn.core import PyTree, tree_flatten, tree_unflatten
@@ -126,7 +126,7 @@ def captured_forward(
     call: FlatLoss, leaves: Sequence[Any], shapes: Sequence[Sequence[int]], tensors: Sequence[Tensor]
 ) -> GraphModule:
     """The graph of a loss whose leaves have these shapes, fit to be partitioned. Reads no values."""
-    with _disable_current_modes(), apart(), looping(noted_loop):
+    with disable_current_modes(), apart(), looping(noted_loop):
         blank = [torch.empty(s, dtype=x.dtype, device="meta") for s, x in zip(shapes, leaves, strict=True)]
         device = next((x.device for x in leaves if x.device.type != "meta"), torch.device("cpu"))
         return prepare(capture(call, [*fakes(blank, device), *fakes(tensors, device)], Noting(), differentiable=True))

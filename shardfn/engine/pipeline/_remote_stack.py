@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn._torch import DisableTorchFunctionSubclass
 from shardfn.core import MetadataTensor
 
 
@@ -22,7 +23,7 @@ class ElsewhereTensor(MetadataTensor):
     @staticmethod
     def of(x: Tensor) -> "ElsewhereTensor":
         """A placeholder with the shape, dtype and device of this rank's block of a stacked leaf, cached by these."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return _like(tuple(x.shape), x.dtype, x.device)
 
     @classmethod

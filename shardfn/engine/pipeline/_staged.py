@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils._python_dispatch import _disable_current_modes
 
+from shardfn._torch import DataDependentOutputException, DynamicOutputShapeException, disable_current_modes
 from shardfn.capture import fakes
 from shardfn.collectives import TransportError, following_now, psum
 from shardfn.core import (
@@ -317,7 +316,7 @@ def _on_abstract(plan: Plan, leaves: list[Any], axes: Sequence[str]) -> Iterator
 
     Along `axes` parameters are whole.
     """
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         shapes = [LeafView.of(x).along(axes) if axes else x.block for x in plan.leaves]
         pairs = zip(shapes, plan.leaves, strict=True)
         blocks = [torch.empty(shape, dtype=x.dtypes.compute, device="meta") for shape, x in pairs]

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from shardfn._torch import FakeTensor
 from shardfn.collectives import GlobalTensor
 from shardfn.core import Absent, PyTree, Stored, did_you_mean, raise_all, tree_leaves, tree_paths
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
 
+from shardfn._torch import DisableFuncTorch, disable_current_modes
 from shardfn.capture import capturing
 from shardfn.collectives import GlobalTensor, transforming
 from shardfn.core import Mesh, PerMesh, PyTree, as_mesh, raise_all, tree_flatten, tree_leaves, tree_unflatten
@@ -99,7 +99,7 @@ def _placed(request: Request, held: Sequence[GlobalTensor], meshes: Sequence[Mes
         return moved_purely(request.transits(pure=True))
     meeting = _meeting(meshes)
     if transforming() or any(map(is_followed, held)):
-        with torch._C._DisableFuncTorch(), _disable_current_modes():  # messages, which transforms must not see
+        with DisableFuncTorch(), disable_current_modes():  # messages, which transforms must not see
             transits = _agreed(meeting, request, pure=True)
         return moved_purely(transits)
     transits = _agreed(meeting, request, pure=False)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardfn._torch import FakeTensorMode
 from shardfn.collectives import GlobalTensor, bind_mesh, transforming
 from shardfn.core import (
     P,

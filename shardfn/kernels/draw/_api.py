@@ -1,12 +1,14 @@
 """Tokens drawn from logits, each row by itself."""
 
+import math
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from shardfn.kernels._arguments import check_dtype, check_shape
 from shardfn.kernels._dispatch import implementation
-from shardfn.kernels._library import define
+from shardfn.kernels._library import define, refuse_backward
 
 
 def draw(
@@ -42,6 +44,7 @@ def draw(
     Raises:
         TypeError: for other dtypes.
         ValueError: shapes differ, there is no token, or an argument is out of range; names it and the first row.
+        NotImplementedError: in a backward.
 
     Example:
         >>> logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
@@ -61,33 +64,37 @@ def draw(
     check_dtype("logits", logits, torch.float32)
     if not logits.shape[1]:
         raise ValueError(f"logits is of shape {tuple(logits.shape)}: there is no token to draw")
-    for name, x, low, high in (
-        ("temperature", temperature, 0.0, float("inf")),
-        ("top_p", top_p, 0.0, 1.0),
-        ("min_p", min_p, 0.0, 1.0),
-        ("uniform", uniform, 0.0, 1.0),
-        ("top_k", top_k, 0, logits.shape[1]),
-    ):
+    given = {"uniform": uniform, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    for name, x in given.items():
         check_dtype(name, x, torch.int64 if name == "top_k" else torch.float64)
         check_shape(name, x, (len(logits),), "one for each row")
-        _check_range(name, x, low, high)
-    return torch.ops.shardfn_kernels.draw(logits, uniform, temperature, top_k, top_p, min_p)
+    return torch.ops.shardfn_kernels.draw(logits, *given.values())
 
 
-def _check_range(name: str, x: Tensor, low: float, high: float) -> None:
-    if x.device.type == "meta" or type(x) is not Tensor:  # a capture has no values
-        return
-    wrong = ~((x >= low) & (x <= high))
-    if name == "uniform":
-        wrong |= x == 1
-    if wrong.any():
-        row = int(wrong.nonzero()[0])
-        raise ValueError(f"{name} is {x[row].item()} in row {row}; must be from {low} to {high}")
+def _check_values(
+    vocab: int, uniform: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> None:
+    for name, x, high in (
+        ("temperature", temperature, math.inf),
+        ("top_p", top_p, 1.0),
+        ("min_p", min_p, 1.0),
+        ("uniform", uniform, 1.0),
+        ("top_k", top_k, vocab),
+    ):
+        wrong = ~((x >= 0) & (x <= high))
+        if name == "uniform":
+            wrong = (wrong | (x == 1)) & (temperature != 0)
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            below = " and below" if name == "uniform" else " to"
+            raise ValueError(f"{name} is {x[row].item()} in row {row}; must be from 0{below} {high}")
 
 
 def _draw(
     logits: Tensor, uniform: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
+    # Here, and not in the function above: a captured program has the values only when it runs.
+    _check_values(logits.shape[1], uniform, temperature, top_k, top_p, min_p)
     run = implementation("draw", "draw", logits.device)
     rest = (x.contiguous() for x in (uniform, temperature, top_k, top_p, min_p))
     return run(logits.contiguous(), *rest)
@@ -99,3 +106,4 @@ define(
     _draw,
     lambda logits, *rest: (logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits))),
 )
+refuse_backward("draw", "draw from logits.detach(), and take the log probabilities of its tokens from log_softmax.")

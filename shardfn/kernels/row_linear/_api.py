@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardfn.kernels._arguments import check_dtype, check_shape
 from shardfn.kernels._dispatch import implementation
-from shardfn.kernels._library import define
+from shardfn.kernels._library import define, refuse_backward
 
 # Columns of the result that are computed together: those of one packed panel.
 PANEL = 64
@@ -50,8 +50,9 @@ def row_linear(
 
     K is cut in `chunks`; an element is a chain of fused multiply-adds over ascending k for each chunk, and the chains
     are added by a binary tree. So its bits depend on its row of `x` and its row of the weight alone: neither on the
-    number of rows, nor on threads, nor on the processor. A rank that holds some neighbouring chunks, as many as a node
-    of the tree, computes this node. Errors are about half of those of a single chain.
+    number of rows, nor on threads, nor on the processor. Where `chunks` divides K, a rank that holds some neighbouring
+    chunks, as many as a node of the tree, computes this node. Errors are about half of those of a single chain.
+    There is no derivative yet.
 
     Args:
         x: float32.
@@ -63,6 +64,7 @@ def row_linear(
     Raises:
         TypeError: for other dtypes.
         ValueError: shapes do not fit, or `chunks` is below 1 or above 65535.
+        NotImplementedError: in a backward.
 
     Example:
         >>> x, weight = torch.ones(2, 5), torch.arange(15.0).view(3, 5)
@@ -94,4 +96,7 @@ define(
     "row_linear(Tensor x, Tensor packed, int num, int chunks, Tensor? bias) -> Tensor",
     _row_linear,
     lambda x, packed, num, chunks, bias: x.new_empty(*x.shape[:-1], num),
+)
+refuse_backward(
+    "row_linear", "call it on x.detach() or under torch.no_grad(), or train with torch.nn.functional.linear."
 )

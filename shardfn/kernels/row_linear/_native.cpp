@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -176,7 +177,10 @@ void row_linear(const float* x, const void* w, const float* bias, float* y, int6
         for (int64_t panel; (panel = next++) < panels;) run(o, panel);
     };
     std::vector<std::thread> others;
-    for (int64_t t = 1; t < threads && t < panels; ++t) others.emplace_back(work);
+    try {
+        for (int64_t t = 1; t < threads && t < panels; ++t) others.emplace_back(work);
+    } catch (const std::exception&) {  // the system gives no more threads: those that there are take all panels
+    }
     work();
     for (auto& other : others) other.join();
 }

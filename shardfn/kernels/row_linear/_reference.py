@@ -9,7 +9,7 @@ from torch import Tensor
 def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
     """From x fp32 [m, k] and packed [panels, k, 64] to fp32 [m, num]."""
     k = x.shape[1]
-    weight = packed.transpose(1, 2).reshape(-1, k)[:num].float()
+    weight = packed.transpose(1, 2).flatten(0, 1)[:num].float()
     chains = []
     for i in range(chunks):
         total = x.new_zeros(x.shape[0], num)

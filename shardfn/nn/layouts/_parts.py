@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from shardfn._torch import DisableFuncTorch, disable_current_modes, is_functorch_wrapped_tensor
 from shardfn.core import bits, fold_in
 from shardfn.nn._block_layout import BlockLayout
 
@@ -60,7 +58,7 @@ def random_blocks(name: str, num: int, key: Tensor, head: int, among: Blocks) ->
     if not 0 <= num <= N:
         raise ValueError(f"{name}: {num} random blocks of {N}; draw at most as many as there are.")
     known = _known(name, key)
-    with torch._C._DisableFuncTorch(), _disable_current_modes():  # part of a program, and not computed in it
+    with DisableFuncTorch(), disable_current_modes():  # part of a program, and not computed in it
         words = bits(fold_in(known.cpu(), head), 0, N * N).view(N, N).numpy()
     rank = np.where(among, words, np.iinfo(np.int64).max).argsort(-1, kind="stable").argsort(-1)
     return (rank < num) & among

@@ -1,0 +1,182 @@
+"""Parts of torch without a public name, for all of the package: a new minor of torch is checked here.
+
+Every name exists in torch 2.11 to 2.14 unless its line says otherwise. Modules whose import takes seconds, inductor and
+dynamo, are imported when they are used.
+"""
+
+import importlib
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._guards import TracingContext as TracingContext
+from torch._guards import detect_fake_mode as detect_fake_mode
+from torch._guards import tracing as tracing
+from torch._ops import OpOverload as OpOverload
+from torch._prims_common import (
+    compute_elementwise_output_strides as compute_elementwise_output_strides,
+)
+from torch._prims_common import (
+    make_contiguous_strides_for as make_contiguous_strides_for,
+)
+from torch._prims_common import (
+    suggest_memory_format as suggest_memory_format,
+)
+
+# Tensors without data, and the errors of ops whose results depend on values.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException as DataDependentOutputException,
+)
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException as DynamicOutputShapeException,
+)
+from torch._subclasses.fake_tensor import (
+    FakeTensor as FakeTensor,
+)
+from torch._subclasses.fake_tensor import (
+    FakeTensorMode as FakeTensorMode,
+)
+
+# A graph as it is, without code that is compiled at its first call.
+from torch.fx._lazy_graph_module import (
+    _make_graph_module as make_graph_module,
+)
+from torch.fx._lazy_graph_module import (
+    _use_lazy_graph_module as use_lazy_graph_module,
+)
+from torch.fx.experimental.proxy_tensor import _ProxyTensor as ProxyTensor
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.overrides import _get_current_function_mode_stack as function_modes
+
+# Modes that see every op; torch's own registry of trees.
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+)
+from torch.utils._python_dispatch import (
+    _disable_current_modes as disable_current_modes,
+)
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack as dispatch_modes,
+)
+
+__all__ = [
+    "BatchNorm",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "ProxyTensor",
+    "TorchDispatchMode",
+    "TracingContext",
+    "compute_elementwise_output_strides",
+    "detect_fake_mode",
+    "disable_current_modes",
+    "dispatch_modes",
+    "function_modes",
+    "make_contiguous_strides_for",
+    "make_graph_module",
+    "pytree",
+    "suggest_memory_format",
+    "tracing",
+    "use_lazy_graph_module",
+]
+
+_C: Any = torch._C
+
+# The transforms of `torch.func` that run, and the values that they wrap.
+functorch: Any = _C._functorch
+is_functorch_wrapped_tensor: Any = functorch.is_functorch_wrapped_tensor
+maybe_get_level: Any = functorch.maybe_get_level
+peek_interpreter_stack: Any = functorch.peek_interpreter_stack
+transforming: Any = _C._are_functorch_transforms_active
+DisableFuncTorch: Any = _C._DisableFuncTorch
+
+# Subclasses of tensors and modes, hidden for a while; the stacks of modes.
+DisableTorchFunctionSubclass: Any = _C.DisableTorchFunctionSubclass
+DisableTorchDispatch: Any = _C._DisableTorchDispatch
+num_function_modes: Any = _C._len_torch_function_stack
+pop_function_mode: Any = _C._pop_torch_function_stack
+push_function_mode: Any = _C._push_on_torch_function_stack
+num_dispatch_modes: Any = _C._len_torch_dispatch_stack
+dispatch_mode: Any = _C._get_dispatch_mode
+FAKE, PROXY = _C._TorchDispatchModeKey.FAKE, _C._TorchDispatchModeKey.PROXY
+
+# Autograd: hooks of saved tensors, the number of the next node, the backward that runs.
+top_saved_hooks: Any = _C._autograd._top_saved_tensors_default_hooks
+push_saved_hooks: Any = _C._autograd._push_saved_tensors_default_hooks
+pop_saved_hooks: Any = _C._autograd._pop_saved_tensors_default_hooks
+sequence_number: Any = _C._autograd._get_sequence_nr
+current_graph_task: Any = _C._current_graph_task_id
+# Objects of a thread, by name, which the threads of autograd get from the one that calls a backward.
+stash: Any = _C._stash_obj_in_tls
+stashed: Any = _C._get_obj_in_tls
+is_stashed: Any = _C._is_key_in_tls
+preserve_version: Any = torch.autograd._unsafe_preserve_version_counter
+
+# How many tensors hold a storage; how `nn.Module.to` reads its arguments.
+storage_use_count: Any = _C._storage_Use_Count
+parse_to: Any = _C._nn._parse_to
+
+# Collectives of one tensor, which torch 2.11 and 2.12 call by other names.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# The names of modules that others may have imported.
+DYNAMO, CHECKPOINT = "torch._dynamo", "torch.distributed._composable.checkpoint_activation"
+
+
+def clear_interpreter_stack() -> Any:
+    """A context without the transforms of `torch.func` that run."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def inductor(name: str) -> Any:
+    """A module of inductor, which compiles graphs.
+
+    Example:
+        >>> inductor("config").__name__
+        'torch._inductor.config'
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, on import
+        return importlib.import_module(f"torch._inductor.{name}")
+
+
+def dynamo_counters() -> Any:
+    """The counters of inductor's cache."""
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
+def graph_break(message: str) -> None:
+    """Ends the graph that `torch.compile` captures."""
+    torch._dynamo.graph_break(msg=message)
+
+
+def derivatives_of_decompositions() -> ModuleType:
+    """Registers the forward derivatives of ops that have decompositions."""
+    return importlib.import_module("torch._decomp.decompositions_for_jvp")
+
+
+def unbound(method: Any) -> Callable[..., Any]:
+    """The function of a class method, which takes the class first; `autograd.Function.apply` is one of C in torch 2.14.
+
+    Example:
+        >>> unbound(vars(dict)["fromkeys"])(dict, "a")
+        {'a': None}
+    """
+    if hasattr(method, "__func__"):
+        return method.__func__
+
+    def call(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return method.__get__(None, cls)(*args, **kwargs)
+
+    return call

@@ -1,0 +1,37 @@
+"""The versions of torch that shardfn runs on, checked when the package is imported."""
+
+import re
+import warnings
+
+import torch
+
+# The oldest and the newest minor of torch whose private parts `_names.py` was checked against.
+OLDEST, NEWEST = (2, 11), (2, 14)
+
+
+def check_torch(version: str) -> None:
+    """Refuses an older torch, and warns of a newer minor than the newest that is known.
+
+    Raises:
+        ImportError: torch is too old; with the remedy.
+
+    Example:
+        >>> check_torch("2.13.1+cpu")
+    """
+    found = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    oldest, newest = (".".join(map(str, x)) for x in (OLDEST, NEWEST))
+    if found < OLDEST:
+        raise ImportError(
+            f"shardfn needs torch {oldest} to {newest}, and this is torch {version}. Install a newer one: pip install"
+            f" 'torch>={oldest},<{NEWEST[0]}.{NEWEST[1] + 1}'."
+        )
+    if found > NEWEST:
+        warnings.warn(
+            f"shardfn is written for torch {oldest} to {newest}, and this is torch {version}: it stands on parts of"
+            f" torch that change from minor to minor, so steps may fail, or differ. Install one of these: pip install"
+            f" 'torch>={oldest},<{NEWEST[0]}.{NEWEST[1] + 1}'.",
+            stacklevel=2,
+        )
+
+
+check_torch(torch.__version__)

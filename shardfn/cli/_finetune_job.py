@@ -1,0 +1,240 @@
+"""The settings of `shardfn finetune`: from the command line and a TOML file, checked before anything is loaded."""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardfn.checkpoint import steps
+from shardfn.core import did_you_mean, raise_all
+
+_AXES = ("dp", "tp")
+_HELP = {
+    "out": "directory for metrics, checkpoints and the result; the same command goes on there",
+    "validation": "JSON lines for the validation loss",
+    "steps": "optimizer steps",
+    "every": "steps between checkpoints, and between validations",
+    "batch": "examples a step, over all ranks",
+    "length": "tokens an example; longer ones are cut",
+    "accumulate": "microbatches a step",
+    "lr": "learning rate, after a warmup of a tenth of the steps",
+    "weight_decay": "of AdamW",
+    "seed": "of the order of examples and of the adapters",
+    "lora": "rank of adapters; 0 trains all weights",
+    "lora_alpha": "their scale is alpha / rank; 0 takes the rank",
+    "merge": "also write the model with the adapters added",
+    "mesh": "dp=4, or dp=2,tp=2: axis sizes; -1 for the ranks that are left",
+    "zero": "stage 0, 1, 2 or 3",
+    "precision": "bf16 with float32 master copies, or fp32",
+    "remat": "compute each block again in the backward",
+    "cluster": "device of the estimate (default: the one that is here)",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class FinetuneJob:
+    """The settings of a run; `shardfn finetune --help` describes them."""
+
+    model: str
+    train: str
+    validation: str = ""
+    out: str = "runs/finetune"
+    steps: int = 100
+    every: int = 20
+    batch: int = 8
+    length: int = 512
+    accumulate: int = 1
+    lr: float = 1e-4
+    weight_decay: float = 0.0
+    seed: int = 0
+    lora: int = 0
+    lora_alpha: float = 0.0
+    merge: bool = False
+    mesh: str = "dp=-1"
+    zero: int = 3
+    precision: str = "bf16"
+    remat: bool = False
+    cluster: str = ""
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes of the axes, with that of `-1` filled in."""
+        given = dict(_sizes(self.mesh))
+        known = 1
+        for size in given.values():
+            known *= max(size, 1)
+        return {axis: _world() // known if size == -1 else size for axis, size in ({"dp": 1} | given).items()}
+
+
+# They change no number of the run, so that a run that goes on may change them.
+_FREE = ("out", "merge", "cluster", "mesh", "every", "validation")
+
+
+def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `shardfn finetune`."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="directory of a causal model of transformers, with its tokenizer"
+    )
+    parser.add_argument("train", metavar="TRAIN", help='JSON lines: {"text"}, {"prompt", "completion"} or {"messages"}')
+    parser.add_argument("--config", help="a TOML file with any of these options; the command line goes first")
+    for field in dataclasses.fields(FinetuneJob)[2:]:
+        name, text = f"--{field.name.replace('_', '-')}", f"{_HELP[field.name]} (default {field.default!r})"
+        # Suppressed: only options that are given are there, so that they go before those of the file.
+        if field.type is bool:
+            parser.add_argument(name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+        else:
+            kind: Any = field.type
+            parser.add_argument(name, type=kind, default=argparse.SUPPRESS, help=text, metavar=field.name.upper())
+
+
+def parse_job(args: argparse.Namespace) -> FinetuneJob:
+    """The job that the arguments and the file of `--config` describe; nothing is loaded.
+
+    Raises:
+        ValueError: lists all that is wrong, each with its remedy.
+        FileNotFoundError: there is no such file of options.
+    """
+    names = [field.name for field in dataclasses.fields(FinetuneJob)]
+    given = {name: value for name, value in vars(args).items() if name in names}
+    job = FinetuneJob(**(_of_file(args.config) | given))
+    raise_all(ValueError, "this run cannot start:", [*_problems(job)])
+    return job
+
+
+def _of_file(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        told = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"--config {path} is no TOML: {error}.") from error
+    fields = {field.name: field for field in dataclasses.fields(FinetuneJob)[2:]}
+    problems, out = [], {}
+    for key, value in told.items():
+        name = key.replace("-", "_")
+        kind: Any = fields[name].type if name in fields else None
+        if kind is None:
+            problems.append(f"{key!r} is no option.{did_you_mean(name, list(fields))}")
+        elif type(value) is not kind and not (kind is float and type(value) is int):
+            problems.append(f"{key} = {value!r} is of type {type(value).__name__}; write a {kind.__name__}")
+        else:
+            out[name] = kind(value)
+    raise_all(ValueError, f"--config {path}:", problems)
+    return out
+
+
+def _problems(job: FinetuneJob) -> Iterator[str]:
+    if importlib.util.find_spec("transformers") is None:
+        yield "transformers is not installed: pip install 'shardfn[hf]'"
+    yield from _wrong_model(pathlib.Path(job.model))
+    yield from _wrong_lines("TRAIN", job.train)
+    if job.validation:
+        yield from _wrong_lines("--validation", job.validation)
+    for name in ("steps", "every", "batch", "length", "accumulate"):
+        if getattr(job, name) < 1:
+            yield f"--{name} {getattr(job, name)}: it must be at least 1"
+    if job.lr <= 0:
+        yield f"--lr {job.lr}: it must be above 0"
+    if job.lora < 0:
+        yield f"--lora {job.lora}: the rank is 1 or more, or 0 for no adapters"
+    for name in ("lora_alpha", "merge"):
+        if not job.lora and getattr(job, name):
+            yield f"--{name.replace('_', '-')} has no effect without --lora RANK"
+    if job.zero not in (0, 1, 2, 3):
+        yield f"--zero {job.zero}: a stage is 0, 1, 2 or 3"
+    if job.precision not in ("bf16", "fp32"):
+        yield f"--precision {job.precision}: it is bf16 or fp32.{did_you_mean(job.precision, ('bf16', 'fp32'))}"
+    yield from _wrong_mesh(job)
+    yield from _other_run(job)
+
+
+def _wrong_model(path: pathlib.Path) -> Iterator[str]:
+    if not path.is_dir():
+        yield f"MODEL {path} is no directory; fetch one first: hf download {path} --local-dir {path.name}"
+        return
+    for names, what in (
+        (("config.json",), "a model of transformers"),
+        (("model.safetensors", "model.safetensors.index.json"), "weights in safetensors: save_pretrained writes them"),
+        (("tokenizer.json", "tokenizer_config.json"), "a tokenizer: tokenizer.save_pretrained(MODEL) writes it"),
+    ):
+        if not any((path / name).is_file() for name in names):
+            yield f"MODEL {path} has no {' or '.join(names)}: it needs {what}"
+
+
+def _wrong_lines(name: str, path: str) -> Iterator[str]:
+    if not pathlib.Path(path).is_file():
+        yield f"{name} {path} is no file"
+        return
+    with open(path, encoding="utf-8") as file:
+        line = next((line for line in file if line.strip()), None)
+    if line is None:
+        yield f"{name} {path} has no lines"
+        return
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        yield f"{name} {path}: its first line is no JSON ({error}); write one object a line"
+        return
+    if not isinstance(row, Mapping) or not (
+        {"text", "messages"} & row.keys() or {"prompt", "completion"} <= row.keys()
+    ):
+        has = sorted(row) if isinstance(row, Mapping) else type(row).__name__
+        yield f"{name} {path}: a line has 'text', or 'prompt' and 'completion', or 'messages'; the first one has {has}"
+
+
+def _wrong_mesh(job: FinetuneJob) -> Iterator[str]:
+    sizes, world, before = _sizes(job.mesh), _world(), True
+    for axis, size in sizes:
+        if axis not in _AXES:
+            before = False
+            yield f"--mesh {job.mesh}: axis {axis!r} is not one of {', '.join(_AXES)}.{did_you_mean(axis, _AXES)}"
+        elif size is None or (size < 1 and size != -1):
+            before = False
+            yield f"--mesh {job.mesh}: {axis} needs a size, as in {axis}=2; or -1 for the ranks that are left"
+    if not before or len({axis for axis, _ in sizes}) < len(sizes):
+        yield from () if not before else (f"--mesh {job.mesh}: an axis is given twice",)
+        return
+    needed = 1
+    for size in job.shape.values():
+        needed *= size
+    if needed != world or min(job.shape.values()) < 1:
+        start = f"torchrun --nproc-per-node {max(needed, 1)} -m shardfn finetune ..."
+        yield f"--mesh {job.mesh} takes {max(needed, 1)} ranks, and there are {world}; start it by {start}"
+    if job.remat and job.shape.get("tp", 1) > 1:
+        yield f"--remat is for a mesh without tp, and this one is {job.mesh}"
+
+
+def _other_run(job: FinetuneJob) -> Iterator[str]:
+    """The settings in which an interrupted run in the same directory differs."""
+    told = pathlib.Path(job.out, "run.json")
+    if not told.is_file() or not steps(pathlib.Path(job.out, "checkpoints")):
+        return
+    before = json.loads(told.read_text(encoding="utf-8"))
+    for name, value in settings(job).items():
+        if name in before and before[name] != value:
+            yield (
+                f"--out {job.out} has a run with {name}={before[name]!r}, and now it is {value!r}: pass the same to go"
+                " on, or another --out"
+            )
+
+
+def settings(job: FinetuneJob) -> dict[str, Any]:
+    """The settings that a run which goes on may not change."""
+    return {name: value for name, value in dataclasses.asdict(job).items() if name not in _FREE}
+
+
+def _sizes(text: str) -> list[tuple[str, Any]]:
+    out: list[tuple[str, Any]] = []
+    for item in filter(None, (i.strip() for i in text.split(","))):
+        axis, _, size = (part.strip() for part in item.partition("="))
+        out.append((axis, int(size) if size.removeprefix("-").isdecimal() else None))
+    return out
+
+
+def _world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,0 +1,269 @@
+"""The batches of a loader that cannot be numbered, as an iterator that ends on all ranks at once and can be resumed."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import RandomSampler
+
+from shardfn.core import Mesh, PyTree, RankError
+from shardfn.engine.agreement import comms_of
+from shardfn.engine.loss import agree_on_step, told_before
+
+from ._plain_state import of_json, to_json
+
+
+class Stream:
+    """A loader of this rank's rows as an iterator over its batches that can be saved and resumed.
+
+    For data that only comes in order: an `IterableDataset`, a streamed dataset of Hugging Face, a `StatefulDataLoader`.
+    Prefer `Cursor` for data that has numbers. The loader has to be one of this rank's rows alone: `OwnExamples`,
+    `datasets.distributed.split_dataset_by_node`, a `DistributedSampler` and `own_rows` make one. At the beginning of
+    each pass its dataset's and its sampler's `set_epoch` are called, if they have one.
+
+    Before each batch the ranks agree that all of them have one, by a message of a few bytes: so a stream that ends
+    early on one rank, or raises there, is an error on all ranks at once and no rank waits. It is collective: all ranks
+    of the mesh iterate, and take the same number of batches.
+
+    Args:
+        loader: an iterable of batches, which begins anew with each `iter`.
+        mesh: the step's; None for one rank.
+        ends: "together": all ranks must have the same number of batches. "first": a pass ends on all ranks with the
+            shortest stream; batches of others that are left over are dropped.
+        resume: "state": a place is the state that the loader saves. "replay": it is a number, and resuming reads and
+            drops the batches before it, of earlier passes too unless the loader takes `set_epoch`: exact for any loader
+            of a fixed order, at the cost of reading.
+
+    Attributes:
+        passes: complete passes over the loader.
+        next: the number, in this pass, of the batch that comes next.
+
+    Raises:
+        ValueError: an option has another value; or workers that persist would not learn of the number of a pass.
+
+    Example:
+        >>> stream = Stream([10, 20, 30], resume="replay")
+        >>> next(stream), next(stream), stream.state()
+        (10, 20, {'pass': 0, 'next': 2, 'ranks': 1})
+        >>> list(Stream([10, 20, 30], resume="replay").at(stream.state()))
+        [30]
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[PyTree],
+        mesh: Mesh | None = None,
+        *,
+        ends: str = "together",
+        resume: str = "state",
+    ) -> None:
+        for name, given, known in (("ends", ends, ("together", "first")), ("resume", resume, ("state", "replay"))):
+            if given not in known:
+                raise ValueError(f"Stream({name}={given!r}): it is {known[0]!r} or {known[1]!r}.")
+        _check_workers(loader)
+        self.passes = self.next = 0
+        self._loader, self._mesh, self._ends, self._resume = loader, mesh, ends, resume
+        self._batches: Iterator[PyTree] | None = None  # those of a pass that has begun
+        self._started = False  # whether the loader's own state is that of some batch
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> PyTree:
+        """This rank's rows of the next batch; at the end of a pass StopIteration, and then the next pass.
+
+        Raises:
+            RankError: the stream has ended on some ranks alone, or has raised an error on another rank; names them.
+            ValueError: a pass has no batch at all.
+        """
+        batch, have = self._read()
+        if not self._all_have(have):
+            if not self.next:
+                raise ValueError(
+                    f"Stream: pass {self.passes} has no batch on any rank. A generator can be read only once: pass an"
+                    " object whose __iter__ begins anew; and see whether the dataset is empty on this rank."
+                )
+            self.passes, self.next, self._batches = self.passes + 1, 0, None
+            raise StopIteration
+        self.next += 1
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """The position to save beside the state of the step, for `Manager.save(user=...)`. Collective.
+
+        It has the states of the loaders of all ranks, and is the same on all of them.
+
+        Raises:
+            TypeError: the loader keeps no place.
+            ValueError: the place that it keeps would not lead to the same batches; names the reason.
+        """
+        place: dict[str, Any] = {"pass": self.passes, "next": self.next, "ranks": self._size}
+        if self._resume == "replay":
+            return place
+        with self._told():
+            self._check_exact()
+            own = to_json(self._own_place()) if self._started else None
+        if self._mesh is None:
+            return place | {"loaders": [own]}
+        control = comms_of(self._mesh).control
+        agree_on_step(control, "sf.data.Stream, state")
+        return place | {"loaders": control.gather(own)}
+
+    def at(self, state: dict[str, Any]) -> "Stream":
+        """This stream, moved to the position where `state` was taken, on as many ranks.
+
+        Raises:
+            ValueError: it was taken on another number of ranks, or with another `resume`.
+        """
+        if state["ranks"] != self._size:
+            raise ValueError(
+                f"Stream: the position was saved by {state['ranks']} ranks, and there are {self._size}: each has a"
+                " place of its own in the stream. Go on with as many ranks; or leave at() out, which begins anew."
+            )
+        if ("loaders" in state) != (self._resume == "state"):
+            was = "state" if "loaders" in state else "replay"
+            raise ValueError(f"Stream(resume={self._resume!r}): the position was saved with resume={was!r}; pass that.")
+        self._batches = None
+        if self._resume == "replay":
+            self._replay(state["pass"], state["next"])
+            return self
+        self.passes, self.next = state["pass"], state["next"]
+        own = state["loaders"][0 if self._mesh is None else self._mesh.rank]
+        if own is not None:
+            self._go_to(**of_json(own))
+        return self
+
+    @property
+    def _size(self) -> int:
+        return 1 if self._mesh is None else self._mesh.size
+
+    def _own_place(self) -> dict[str, Any]:
+        generator = getattr(self._loader, "generator", None)
+        return {"loader": self._keeper().state_dict(), "order": None if generator is None else generator.get_state()}
+
+    def _go_to(self, loader: Any, order: Any) -> None:
+        """Moves the loader to a place.
+
+        The generator that shuffles is set last: torchdata saves its state at the beginning of the pass, and draws less
+        from it while it loads a place than it had drawn before, so that the next pass would have another order.
+        """
+        self._set_epoch()
+        self._started = True
+        if self.next or order is None:
+            self._keeper().load_state_dict(loader)
+        if self.next:
+            self._batches = iter(self._loader)
+        if order is not None:
+            vars(self._loader)["generator"].set_state(order)
+
+    def _read(self) -> tuple[PyTree, bool]:
+        """The next batch, and whether there is one."""
+        with self._told():
+            if self._batches is None:
+                self._set_epoch()
+                self._batches = iter(self._loader)
+                self._started = True
+            try:
+                return next(self._batches), True
+            except StopIteration:
+                return None, False
+
+    def _all_have(self, have: bool) -> bool:
+        """Whether all ranks have a batch; agreed by all."""
+        if self._mesh is None or self._mesh.size == 1:
+            return have
+        call = f"sf.data.Stream, pass {self.passes}, batch {self.next}"
+        agreed = agree_on_step(comms_of(self._mesh).control, call, ("", (int(have),)))
+        if agreed.even:
+            return have
+        ended = [rank for rank, (count,) in enumerate(agreed.sizes) if not count]
+        if self._ends == "together":
+            raise RankError(
+                f"the stream has ended on rank{'s' * (len(ended) > 1)} {', '.join(map(str, ended))} after {self.next}"
+                f" batches of pass {self.passes}, and not on the other ranks. Give all ranks as many batches (pad the"
+                " shards, or cut the stream by sf.data.OwnExamples and drop_last=True); or end each pass with the"
+                " shortest one: Stream(..., ends='first')."
+            )
+        return False
+
+    def _replay(self, passes: int, batches: int) -> None:
+        takes_epoch = any(True for _ in self._epoch_takers())
+        for self.passes in range(passes if takes_epoch else 0, passes + 1):
+            self._set_epoch()
+            self._batches = iter(self._loader)
+            if self.passes < passes:
+                for _ in self._batches:
+                    pass
+        self.passes, self.next = passes, batches
+        for n in range(batches):
+            if self._batches is None or next(self._batches, self) is self:
+                raise ValueError(
+                    f"Stream: the position is after batch {batches} of pass {passes}, and now the stream ends after"
+                    f" {n}: it is not the stream that was saved."
+                )
+        self._started = True
+
+    def _told(self) -> Any:
+        """A context that sends an error of this rank's to the others."""
+        return told_before(comms_of(self._mesh).control) if self._mesh is not None else contextlib.nullcontext()
+
+    def _epoch_takers(self) -> Iterator[Any]:
+        loader: Any = self._loader
+        sampler = getattr(loader, "batch_sampler", None)
+        parts = (loader, getattr(loader, "dataset", None), getattr(loader, "sampler", None), sampler)
+        for x in (*parts, getattr(sampler, "sampler", None)):
+            if callable(getattr(x, "set_epoch", None)):
+                yield x
+
+    def _set_epoch(self) -> None:
+        for x in self._epoch_takers():
+            x.set_epoch(self.passes)
+
+    def _keeper(self) -> Any:
+        """The object that knows the place: the loader, or its dataset where no worker reads ahead."""
+        loader: Any = self._loader
+        if callable(getattr(loader, "load_state_dict", None)):
+            return loader
+        dataset = getattr(loader, "dataset", None)
+        if getattr(loader, "num_workers", 1) == 0 and callable(getattr(dataset, "load_state_dict", None)):
+            return dataset
+        raise TypeError(
+            f"Stream: a {type(loader).__name__} keeps no place to resume from. Use"
+            " torchdata.stateful_dataloader.StatefulDataLoader (pip install torchdata), which takes the arguments of"
+            " DataLoader; or Stream(..., resume='replay'), which reads the stream again up to the place."
+        )
+
+    def _check_exact(self) -> None:
+        loader: Any = self._loader
+        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        if type(sampler) is RandomSampler:
+            raise ValueError(
+                "Stream: the state of the loader lacks that of torch's RandomSampler, and another order would follow."
+                " Pass shuffle=True and generator= to the StatefulDataLoader in place of sampler=."
+            )
+        if _has_buffer(getattr(loader, "dataset", loader)):
+            raise ValueError(
+                "Stream: dataset.shuffle(buffer_size=) of Hugging Face does not save the examples in its buffer: after"
+                " resuming, some would never be seen. Pass Stream(..., resume='replay'), which reads the stream again"
+                " up to the place; or shuffle the shards alone, by buffer_size=1."
+            )
+
+
+def _check_workers(loader: Any) -> None:
+    """Refuses workers that keep copies of a dataset, which would go through each pass in the order of the first."""
+    dataset = getattr(loader, "dataset", None)
+    shared = type(dataset).__module__.partition(".")[0] == "datasets"  # its epoch is in memory that workers share
+    if getattr(loader, "persistent_workers", False) and hasattr(dataset, "set_epoch") and not shared:
+        raise ValueError(
+            f"Stream: with persistent_workers=True the workers keep copies of the {type(dataset).__name__}, which its"
+            " set_epoch does not reach: all passes would have the order of the first. Pass persistent_workers=False."
+        )
+
+
+def _has_buffer(x: Any) -> bool:
+    """Whether a streamed dataset of `datasets` shuffles by a buffer. Their state has no trace of it (5.2)."""
+    if type(x).__name__ == "BufferShuffledExamplesIterable" and getattr(x, "buffer_size", 2) > 1:
+        return True
+    inner = [getattr(x, name, None) for name in ("_ex_iterable", "ex_iterable", "_examples", "dataset")]
+    inner += getattr(x, "ex_iterables", None) or []
+    return any(_has_buffer(y) for y in inner if y is not None)

@@ -1,0 +1,95 @@
+"""A digest of the whole state, and the name of the first field in which two ranks differ."""
+
+import functools
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+
+from ._pool import Content, Scope
+from ._state import Sequence, State
+
+
+def digest(state: State) -> bytes:
+    """Eight bytes of all fields of a state, in one canonical encoding: equal states have equal digests on all ranks.
+
+    `state.chain` is cheaper, as it covers only inputs and plans; this one also sees a field that was altered and has
+    not yet changed a plan.
+
+    Example:
+        >>> from shardfn.inference import Limits, digest, start
+        >>> limits = Limits(vocab=100, context=64, blocks=9)
+        >>> digest(start(limits)) == digest(start(limits))
+        True
+    """
+    whole = hashlib.blake2b(digest_size=8)
+    for name, data in _fields(state):
+        whole.update(f"{name} {len(data)} ".encode())
+        whole.update(data)
+    return whole.digest()
+
+
+def field_digests(state: State) -> dict[str, bytes]:
+    """A digest of each field, by name: ranks exchange these when their digests differ.
+
+    Example:
+        >>> from shardfn.inference import Limits, field_digests, start
+        >>> list(field_digests(start(Limits(vocab=100, context=64, blocks=9))))[:3]
+        ['limits', 'step', 'number']
+    """
+    return {name: hashlib.blake2b(data, digest_size=8).digest() for name, data in _fields(state)}
+
+
+def first_difference(mine: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> str | None:
+    """The name of the first field that differs or that only one side has; None if all are equal.
+
+    Example:
+        >>> first_difference({"step": b"1", "time": b"2"}, {"step": b"1", "time": b"3"})
+        'time'
+    """
+    return next((name for name in [*mine, *theirs] if mine.get(name) != theirs.get(name)), None)
+
+
+def _fields(state: State) -> Iterator[tuple[str, bytes]]:
+    """Names and bytes of all fields: first plain ones, then sequences, then the pool. Integers have eight bytes."""
+    plain = "limits step number version pending time draining arrivals"
+    for name in plain.split():
+        yield name, repr(getattr(state, name)).encode()
+    yield "names", repr(sorted(state.names.items())).encode()
+    yield "running", _ints(s.serial for s in state.running)
+    for priority in sorted(state.waiting):
+        yield f"waiting[{priority}]", _ints(state.waiting[priority])
+    yield "flight", _ints(n for c in state.flight for n in (c.serial, c.start, c.count, len(c.positions)))
+    for serial in sorted(state.sequences):
+        yield from _of_sequence(state.sequences[serial])
+    pool = state.pool
+    yield "pool.free", pool.free.tobytes()
+    yield "pool.references", pool.references.tobytes()
+    yield "pool.cached", _ints(pool.cached)
+    blocks = sorted(pool.contents)
+    yield "pool.contents", _ints(blocks) + b"".join([_of_content(pool.contents[b]) for b in blocks])
+    yield "pool.index", b"".join(key + _ints([pool.index[key]]) for key in sorted(pool.index))
+    yield "chain", state.chain
+
+
+def _of_sequence(sequence: Sequence) -> Iterator[tuple[str, bytes]]:
+    of = f"sequences[{sequence.name}.{sequence.choice}]"
+    r = sequence.request
+    yield f"{of}.request", _ints(r.prompt) + repr((r.sampling, r.priority, r.deadline, r.adapter, r.salt)).encode()
+    for name in ("arrived", "key", "scored", "computed", "recorded", "begun", "preempted"):
+        yield f"{of}.{name}", repr(getattr(sequence, name)).encode()
+    yield f"{of}.tokens", sequence.tokens.tobytes()
+    yield f"{of}.blocks", _ints(sequence.blocks)
+    yield f"{of}.contents", b"".join(map(_of_content, sequence.contents))
+
+
+def _of_content(content: Content) -> bytes:
+    return content.key + content.parent + content.tokens + _of_scope(content.scope)
+
+
+@functools.lru_cache(maxsize=64)
+def _of_scope(scope: Scope) -> bytes:
+    return repr(scope).encode()
+
+
+def _ints(values: Iterable[int]) -> bytes:
+    return array("q", values).tobytes()

@@ -1,0 +1,81 @@
+"""Events: the only input from outside. Rank 0 numbers them, and all ranks take the same ones in the same step."""
+
+from dataclasses import dataclass
+
+from ._requests import Request
+
+
+@dataclass(frozen=True)
+class Add:
+    """A request arrives, under a name that no request in progress has.
+
+    Example:
+        >>> Add(0, "a", Request((1, 2))).name
+        'a'
+    """
+
+    number: int
+    name: str
+    request: Request
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """A request ends as "cancelled", in whatever phase; an unknown name, such as of one that has ended, is passed over.
+
+    Example:
+        >>> Cancel(1, "a").name
+        'a'
+    """
+
+    number: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The clock of rank 0, in milliseconds. No rank reads a clock of its own.
+
+    Example:
+        >>> Clock(2, 1500).time
+        1500
+    """
+
+    number: int
+    time: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The parameters change, to a larger version. Cached blocks of another version are never hit.
+
+    Args:
+        number: of the event.
+        version: of the new parameters.
+        recompute: True lets requests in progress go on under the new version at once, with their cache recomputed;
+            tokens drawn before remain. False ends those that have begun under the old version first; no other begins
+            until then.
+
+    Example:
+        >>> Weights(3, version=1).recompute
+        True
+    """
+
+    number: int
+    version: int
+    recompute: bool = True
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Requests that arrive from here on end as "refused"; those in progress go on.
+
+    Example:
+        >>> Drain(4).number
+        4
+    """
+
+    number: int
+
+
+Event = Add | Cancel | Clock | Weights | Drain

@@ -1,0 +1,76 @@
+"""The sizes of an engine: they are fixed before the first request, and equal on all ranks."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes from which every plan follows.
+
+    Args:
+        vocab: token ids are 0 to `vocab - 1`.
+        context: the most tokens of a sequence, prompt and drawn ones together.
+        blocks: blocks of the cache, with block 0, which takes the writes of padding and is never read.
+        block: tokens of a block.
+        buckets: numbers of rows that a step may have, ascending. The last is the budget of a step.
+        running: the most sequences that hold blocks at a time; fewer than the budget, so that beside their decodes a
+            prompt always advances.
+        age: after this number of steps since its arrival, a sequence comes before all that arrived later, whatever
+            their priorities.
+        cache_dtype: the name of the cache's dtype, part of the key of a block's content.
+
+    Raises:
+        ValueError: a size is not positive, buckets do not ascend, or the budget is not larger than `running`.
+
+    Example:
+        >>> limits = Limits(vocab=100, context=64, blocks=9, block=16, buckets=(4, 8), running=4)
+        >>> limits.budget, limits.width, limits.usable
+        (8, 4, 8)
+    """
+
+    vocab: int
+    context: int
+    blocks: int
+    block: int = 16
+    buckets: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+    running: int = 32
+    age: int = 512
+    cache_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name, least in (("vocab", 1), ("context", 2), ("blocks", 2), ("block", 1), ("running", 1), ("age", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}.")
+        sizes = self.buckets
+        if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
+            raise ValueError(f"buckets are {sizes}; they must be positive and ascend.")
+        if self.running >= sizes[-1]:
+            raise ValueError(
+                f"running is {self.running}, but the largest bucket has {sizes[-1]} rows: one more than `running` at"
+                " least, so that a prompt advances beside all decodes; add a larger bucket or lower `running`."
+            )
+
+    @property
+    def budget(self) -> int:
+        """The most rows of a step."""
+        return self.buckets[-1]
+
+    @property
+    def width(self) -> int:
+        """Blocks of the longest sequence: the columns of a plan's block tables."""
+        return self.blocks_of(self.context)
+
+    @property
+    def usable(self) -> int:
+        """Blocks that sequences can hold."""
+        return self.blocks - 1
+
+    def blocks_of(self, tokens: int) -> int:
+        """Blocks for this number of tokens."""
+        return -(-tokens // self.block)
+
+    def bucket_of(self, rows: int) -> int:
+        """The smallest bucket with this number of rows."""
+        return next(size for size in self.buckets if size >= rows)

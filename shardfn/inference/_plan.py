@@ -1,0 +1,139 @@
+"""The plan of a step: flat arrays whose sizes follow from the bucket alone, so that each bucket has one graph."""
+
+from array import array
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from ._limits import Limits
+from ._requests import Sampling
+from ._state import Sequence
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One step's input. Rows from `num_tokens` on are padding: token 0 of the last sequence, written to block 0.
+
+    Arrays have sizes of the bucket B: S = min(B, running) + 1 sequences, of which the last is padding, and
+    R = min(B, running) wanted rows. A token at position p of sequence s writes slot `slots[i]` and then reads slots
+    `tables[s, q // block] * block + q % block` of all q <= p. `array` has the buffer interface: `torch.frombuffer`
+    and `numpy.frombuffer` make tensors of them without a copy.
+
+    Attributes:
+        step: of the schedule.
+        version: of the parameters to compute with.
+        bucket: B, the number of rows.
+        num_tokens: rows that are no padding.
+        num_rows: wanted rows that are no padding.
+        tokens: ids [B].
+        positions: of tokens in their sequences [B].
+        sequences: the sequence of each token [B].
+        slots: where keys and values of each token are written [B].
+        tables: block tables [S, width], flat; unused places have block 0.
+        lengths: tokens of each sequence in the cache after this step [S]; 1 for padding.
+        rows: tokens whose logits are wanted [R].
+        keys: of the draws [R].
+        places: the position of the token that a row draws or scores [R].
+        targets: the token whose log probability is wanted, or -1 where one is drawn [R].
+        sampling: how each wanted row draws, without padding.
+    """
+
+    step: int
+    version: int
+    bucket: int
+    num_tokens: int
+    num_rows: int
+    tokens: array
+    positions: array
+    sequences: array
+    slots: array
+    tables: array
+    lengths: array
+    rows: array
+    keys: array
+    places: array
+    targets: array
+    sampling: tuple[Sampling, ...]
+
+    def arrays(self) -> tuple[array, ...]:
+        """All arrays, in the order of the attributes."""
+        return (
+            *(self.tokens, self.positions, self.sequences, self.slots, self.tables, self.lengths),
+            *(self.rows, self.keys, self.places, self.targets),
+        )
+
+
+def make_plan(chunks: Seq[tuple[Sequence, int, range]], limits: Limits, step: int, version: int) -> Plan:
+    """A plan of chunks: sequences, the number of their next tokens, and the positions whose logits are wanted.
+
+    Example:
+        >>> from ._state import start
+        >>> from ._requests import Request
+        >>> limits = Limits(vocab=100, context=8, blocks=5, block=4, buckets=(4, 8), running=2)
+        >>> state = start(limits)
+        >>> state.add("a", Request((7, 8, 9)))
+        >>> sequence = state.sequences[0]
+        >>> sequence.blocks = [3]
+        >>> plan = make_plan([(sequence, 3, range(2, 3))], limits, step=0, version=0)
+        >>> list(plan.tokens), list(plan.positions), list(plan.sequences), list(plan.slots)
+        ([7, 8, 9, 0], [0, 1, 2, 0], [0, 0, 0, 2], [12, 13, 14, 0])
+        >>> list(plan.tables), list(plan.lengths), list(plan.rows), list(plan.places)
+        ([3, 0, 0, 0, 0, 0], [3, 1, 1], [2, 0], [3, 0])
+    """
+    block, width = limits.block, limits.width
+    tokens, positions, sequences, slots = (array("i") for _ in range(4))
+    tables, lengths, rows, places, targets, keys = *(array("i") for _ in range(5)), array("Q")
+    sampling: list[Sampling] = []
+    empty = array("i", bytes(4 * width))
+    for s, (sequence, count, positions_wanted) in enumerate(chunks):
+        begin, end, known = sequence.computed, sequence.computed + count, sequence.tokens
+        first_row = len(tokens) - begin
+        blocks = sequence.blocks
+        if count == 1:
+            tokens.append(known[begin])
+            positions.append(begin)
+            sequences.append(s)
+            slots.append(blocks[begin // block] * block + begin % block)
+        else:
+            tokens.extend(array("i", known[begin:end]))
+            positions.extend(range(begin, end))
+            sequences.extend([s] * count)
+            slots.extend([blocks[p // block] * block + p % block for p in range(begin, end)])
+        tables.fromlist(blocks)
+        tables.extend(empty[len(blocks) :])
+        lengths.append(end)
+        for p in positions_wanted:
+            rows.append(first_row + p)
+            keys.append(sequence.key)
+            places.append(p + 1)
+            targets.append(known[p + 1] if p + 1 < len(known) else -1)
+            sampling.append(sequence.request.sampling)
+    num_tokens, num_rows = len(tokens), len(rows)
+    bucket = limits.bucket_of(num_tokens)
+    most = min(bucket, limits.running)
+    _pad(bucket, 0, tokens, positions, slots)
+    _pad(bucket, most, sequences)
+    _pad((most + 1) * width, 0, tables)
+    _pad(most + 1, 1, lengths)
+    _pad(most, 0, rows, keys, places)
+    _pad(most, -1, targets)
+    return Plan(
+        *(step, version, bucket, num_tokens, num_rows, tokens, positions, sequences, slots, tables, lengths),
+        *(rows, keys, places, targets, tuple(sampling)),
+    )
+
+
+def wanted(sequence: Sequence, count: int) -> range:
+    """Positions of the next `count` tokens whose logits are wanted: those to score, and the last known token's.
+
+    A sequence that still has tokens to score has drawn none, so that the last known token is the prompt's last.
+    """
+    end = sequence.computed + count
+    if sequence.scored < sequence.prompt - 1:
+        return range(max(sequence.computed, sequence.scored), end)
+    return range(end - 1 if end == len(sequence.tokens) else end, end)
+
+
+def _pad(size: int, value: int, *arrays: array) -> None:
+    for a in arrays:
+        if len(a) < size:
+            a.extend(array(a.typecode, [value]) * (size - len(a)))

@@ -1,0 +1,167 @@
+"""Requests, and the one table of ranges that admission checks."""
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ._limits import Limits
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request's tokens are drawn. A draw sees these values, its logits, and (seed, choice, position).
+
+    Args:
+        max_tokens: the most tokens that are drawn.
+        temperature: 0 draws the most probable token.
+        top_k: draws among this number of most probable tokens; 0 among all.
+        top_p: draws among the fewest tokens that have this probability together.
+        min_p: leaves out tokens less probable than this part of the most probable one.
+        presence_penalty: subtracted from logits of tokens drawn before.
+        frequency_penalty: subtracted from logits once for each time that a token was drawn before.
+        repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
+        seed: equal seeds draw equal tokens. An unseeded request receives one before it becomes an event.
+        n: choices, each drawn with a key of its own; they share the blocks of their prompt.
+        stop_tokens: drawing one of them ends a choice, for the reason "stop".
+        prompt_logprobs: also wants the log probability of each token of the prompt. Its positions are then computed,
+            even where a prefix is cached.
+
+    Example:
+        >>> Sampling(max_tokens=4, temperature=0.0)
+        Sampling(max_tokens=4, temperature=0.0)
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    n: int = 1
+    stop_tokens: tuple[int, ...] = ()
+    prompt_logprobs: bool = False
+
+    def __repr__(self) -> str:
+        fields = ((name, getattr(self, name), f.default) for name, f in self.__dataclass_fields__.items())
+        return f"Sampling({', '.join(f'{name}={value!r}' for name, value, default in fields if value != default)})"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how to continue it.
+
+    Args:
+        prompt: token ids.
+        sampling: how tokens are drawn.
+        priority: larger ones come first, until `Limits.age` steps have passed.
+        deadline: the reading of the engine's clock, in milliseconds, at which the request ends as "deadline".
+        adapter: a digest of the adapter's content, or empty: part of the key of a block's content.
+        salt: caller's bytes: requests share blocks only with those of the same salt.
+
+    Example:
+        >>> Request((5, 6, 7), Sampling(max_tokens=2)).priority
+        0
+    """
+
+    prompt: tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    priority: int = 0
+    deadline: int | None = None
+    adapter: bytes = b""
+    salt: bytes = b""
+
+
+class _Range(NamedTuple):
+    low: float
+    high: float
+    integer: bool = False
+    above: bool = False  # `low` itself is out of range
+
+    def __contains__(self, value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int if self.integer else int | float):
+            return False
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        kind = "an integer" if self.integer else "a number"
+        if math.isinf(self.high):
+            return f"{kind} of at least {self.low}"
+        return (
+            f"{kind} {'above' if self.above else 'from'} {self.low} {'and at most' if self.above else 'to'} {self.high}"
+        )
+
+
+RANGES = {
+    "max_tokens": _Range(1, 2**24, integer=True),
+    "temperature": _Range(0, 100),
+    "top_k": _Range(0, 2**24, integer=True),
+    "top_p": _Range(0, 1, above=True),
+    "min_p": _Range(0, 1),
+    "presence_penalty": _Range(-2, 2),
+    "frequency_penalty": _Range(-2, 2),
+    "repetition_penalty": _Range(0, 100, above=True),
+    "seed": _Range(0, 2**64 - 1, integer=True),
+    "n": _Range(1, 128, integer=True),
+    "priority": _Range(-100, 100, integer=True),
+}
+
+
+def check_request(request: Request, limits: Limits) -> None:
+    """Refuses a request that has a value out of range, or that could never end.
+
+    A request that passes ends in a bounded number of steps, whatever else arrives.
+
+    Raises:
+        ValueError: names the field, its value, and the range.
+
+    Example:
+        >>> limits = Limits(vocab=100, context=64, blocks=9, block=16)
+        >>> check_request(Request((1, 2)), limits)
+        >>> check_request(Request((1, 2), Sampling(top_p=0.0)), limits)
+        Traceback (most recent call last):
+        ValueError: top_p is 0.0; it must be a number above 0 and at most 1.
+    """
+    for name, allowed in RANGES.items():
+        value = getattr(request if name == "priority" else request.sampling, name)
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}; it must be {allowed}.")
+    _check_tokens("prompt", request.prompt, limits)
+    _check_tokens("stop_tokens", request.sampling.stop_tokens, limits)
+    for name in ("adapter", "salt"):
+        if not isinstance(getattr(request, name), bytes):
+            raise ValueError(f"{name} is {getattr(request, name)!r}; it must be bytes.")
+    if request.deadline is not None and type(request.deadline) is not int:
+        raise ValueError(f"deadline is {request.deadline!r}; it must be an integer, in milliseconds, or None.")
+    if type(request.sampling.prompt_logprobs) is not bool:
+        raise ValueError(f"prompt_logprobs is {request.sampling.prompt_logprobs!r}; it must be True or False.")
+    _check_size(len(request.prompt), request.sampling.max_tokens, limits)
+
+
+def _check_tokens(name: str, tokens: tuple[int, ...], limits: Limits) -> None:
+    if not isinstance(tokens, tuple):
+        raise ValueError(f"{name} is a {type(tokens).__name__}; it must be a tuple of token ids.")
+    for i, token in enumerate(tokens):
+        if type(token) is not int or not 0 <= token < limits.vocab:
+            raise ValueError(f"{name}[{i}] is {token!r}; it must be an integer from 0 to {limits.vocab - 1}.")
+
+
+def _check_size(prompt: int, drawn: int, limits: Limits) -> None:
+    if not 1 <= prompt < limits.context:
+        raise ValueError(
+            f"prompt has {prompt} tokens; it must have from 1 to {limits.context - 1}: the context has"
+            f" {limits.context}, and one is drawn at least."
+        )
+    if prompt + drawn > limits.context:
+        raise ValueError(
+            f"prompt has {prompt} tokens and max_tokens is {drawn}, together {prompt + drawn}; they must be at most"
+            f" {limits.context}, the context."
+        )
+    need = limits.blocks_of(prompt + drawn - 1)  # the last drawn token is never fed
+    if need > limits.usable:
+        raise ValueError(
+            f"prompt has {prompt} tokens and max_tokens is {drawn}: they need {need} blocks of {limits.block}; they"
+            f" must be at most {limits.usable}, all blocks of the pool."
+        )

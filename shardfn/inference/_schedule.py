@@ -1,0 +1,231 @@
+"""One step of the schedule: `(state, events, drawn tokens) -> (state, plan, outputs)`.
+
+A pure function of its arguments: it reads no clock, no memory and no hash of Python's, and walks no set, so that ranks
+which receive the same events hold the same state. It is Dynamic SplitFuse [1] with shared prefixes, priorities and
+preemption by recomputation.
+
+References:
+    [1] Holmes et al., DeepSpeed-FastGen, 2024, https://arxiv.org/abs/2401.08671
+    [2] Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023,
+        https://arxiv.org/abs/2309.06180
+"""
+
+import dataclasses
+import hashlib
+from array import array
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from shardfn.core import DonatedError
+
+from ._arrange import arrange
+from ._events import Add, Cancel, Clock, Drain, Event, Weights
+from ._plan import Plan, make_plan, wanted
+from ._pool import extend_contents
+from ._requests import check_request
+from ._state import Chunk, Sequence, State
+
+
+class Output(NamedTuple):
+    """A token of a request, or its end, or both.
+
+    Args:
+        name: of the request.
+        choice: of the request.
+        position: of the token in the sequence; below the prompt's length if it is a scored one.
+        token: drawn, or scored, or None for an end without a token.
+        row: of the plan that was in flight, for the log probability; None without a token.
+        version: of the parameters that computed it.
+        finish: "stop", "length", "cancelled", "deadline", "error" or "refused" for the last output of a choice.
+    """
+
+    name: str
+    choice: int
+    position: int
+    token: int | None
+    row: int | None
+    version: int
+    finish: str | None
+
+
+def advance(state: State, events: Seq[Event] = (), drawn: Seq[int] = ()) -> tuple[State, Plan | None, list[Output]]:
+    """One step: takes the tokens that the last plan has drawn, then the events, and makes the next plan.
+
+    Args:
+        state: is donated: it cannot be advanced again. `state.copy()` keeps one.
+        events: numbered from `state.number` on.
+        drawn: for each wanted row of the last plan the drawn token, any token id for a row that scores, and -1 where
+            logits were not finite: that choice ends as "error".
+
+    Returns:
+        The next state, the plan, or None if there is nothing to compute, and outputs in the order of the plan's rows.
+
+    Raises:
+        ValueError: an event's number, name or request, or the drawn tokens are wrong; the state is unchanged.
+        DonatedError: the state was advanced before.
+
+    Example:
+        >>> from shardfn.inference import Add, Limits, Request, Sampling, advance, start
+        >>> limits = Limits(vocab=100, context=8, blocks=5, block=4, buckets=(4, 8), running=2)
+        >>> state = start(limits)
+        >>> request = Request((7, 8, 9), Sampling(max_tokens=2))
+        >>> state, plan, outputs = advance(state, [Add(0, "a", request)])
+        >>> list(plan.tokens[: plan.num_tokens]), outputs
+        ([7, 8, 9], [])
+        >>> state, plan, outputs = advance(state, drawn=[50])
+        >>> list(plan.tokens[: plan.num_tokens]), outputs[0].token, outputs[0].finish
+        ([50], 50, None)
+        >>> state, plan, outputs = advance(state, drawn=[51])
+        >>> plan, outputs[0].token, outputs[0].finish, state.idle
+        (None, 51, 'length', True)
+    """
+    _check(state, events, drawn)
+    state.consumed, state = True, dataclasses.replace(state)
+    outputs: list[Output] = []
+    _settle(state, drawn, {event.name for event in events if isinstance(event, Cancel)}, outputs)
+    for event in events:
+        _take(state, event, outputs)
+    if state.pending is not None and not any(s.begun for s in state.sequences.values()):
+        _renew(state, state.pending)
+    chunks = [(sequence, count, wanted(sequence, count)) for sequence, count in arrange(state)]
+    plan = make_plan(chunks, state.limits, state.step, state.version) if chunks else None
+    state.flight = [Chunk(s.serial, s.computed, count, positions) for s, count, positions in chunks]
+    state.chain = _link(state, events, drawn, plan)
+    state.step += 1
+    return state, plan, outputs
+
+
+def _check(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
+    """All checks precede all changes."""
+    if state.consumed:
+        raise DonatedError("This state was advanced before; advance its successor, or a copy: state.copy().")
+    rows = sum(len(chunk.positions) for chunk in state.flight)
+    if len(drawn) != rows:
+        raise ValueError(f"drawn has {len(drawn)} tokens; the plan in flight wants {rows}, one for each of its rows.")
+    for i, token in enumerate(drawn):
+        if not -1 <= token < state.limits.vocab:
+            raise ValueError(f"drawn[{i}] is {token}; it must be from 0 to {state.limits.vocab - 1}, or -1.")
+    names, version = set[str](), state.version if state.pending is None else state.pending
+    for i, event in enumerate(events):
+        if event.number != state.number + i:
+            raise ValueError(f"event {event.number} came where event {state.number + i} was expected.")
+        if isinstance(event, Add):
+            if event.name in state.names or event.name in names:
+                raise ValueError(f"a request named {event.name!r} is in progress; give the new one another name.")
+            names.add(event.name)
+            check_request(event.request, state.limits)
+        elif isinstance(event, Weights):
+            if event.version <= version:
+                raise ValueError(f"version is {event.version}; it must be above {version}, the last one.")
+            version = event.version
+
+
+def _settle(state: State, drawn: Seq[int], cancelled: set[str], outputs: list[Output]) -> None:
+    """Takes the results of the plan in flight; tokens of requests that are cancelled now are dropped."""
+    at = 0
+    for chunk in state.flight:
+        sequence = state.sequences[chunk.serial]
+        sequence.computed = chunk.start + chunk.count
+        _record(state, sequence)
+        if sequence.name not in cancelled:
+            for row, p in enumerate(chunk.positions, at):
+                if _take_token(state, sequence, p + 1, drawn[row], row, outputs):
+                    break
+        at += len(chunk.positions)
+    state.flight = []
+
+
+def _take_token(state: State, sequence: Sequence, place: int, token: int, row: int, outputs: list[Output]) -> bool:
+    """Appends or scores one token; returns whether the choice ends with it."""
+    sampling, known, finish = sequence.request.sampling, sequence.tokens, None
+    if token < 0:
+        finish = "error"
+    elif place < len(known):
+        token, sequence.scored = known[place], place
+    else:
+        known.append(token)
+        if token in sampling.stop_tokens:
+            finish = "stop"
+        elif len(known) - sequence.prompt == sampling.max_tokens:
+            finish = "length"
+    failed = finish == "error"
+    outputs.append(
+        Output(
+            *(sequence.name, sequence.choice, place, None if failed else token, None if failed else row),
+            *(state.version, finish),
+        )
+    )
+    if finish:
+        state.remove(sequence)
+    return finish is not None
+
+
+def _record(state: State, sequence: Sequence) -> None:
+    """Makes blocks known that the last plan has filled."""
+    full = sequence.computed // state.limits.block
+    if full <= sequence.recorded:
+        return
+    extend_contents(sequence.contents, sequence.tokens, state.limits.block, full, state.scope(sequence))
+    for i in range(sequence.recorded, full):
+        state.pool.record(sequence.blocks[i], sequence.contents[i])
+    sequence.recorded = full
+
+
+def _take(state: State, event: Event, outputs: list[Output]) -> None:
+    state.number += 1
+    match event:
+        case Add(_, name, request) if state.draining:
+            outputs.extend(_end(name, c, state, "refused") for c in range(request.sampling.n))
+        case Add(_, name, request):
+            state.add(name, request)
+        case Cancel(_, name):
+            _finish(state, [state.sequences[s] for s in state.names.get(name, [])], "cancelled", outputs)
+        case Clock(_, time):
+            state.time = max(state.time, time)
+            _finish(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
+        case Weights(_, version, recompute):
+            state.pending = version
+            if recompute:
+                _renew(state, version)
+        case Drain():
+            state.draining = True
+
+
+def _finish(state: State, sequences: list[Sequence], reason: str, outputs: list[Output]) -> None:
+    for sequence in sequences:
+        outputs.append(_end(sequence.name, sequence.choice, state, reason, len(sequence.tokens)))
+        state.remove(sequence)
+
+
+def _is_late(sequence: Sequence, time: int) -> bool:
+    deadline = sequence.request.deadline
+    return deadline is not None and deadline <= time
+
+
+def _end(name: str, choice: int, state: State, reason: str, position: int = 0) -> Output:
+    return Output(name, choice, position, None, None, state.version, reason)
+
+
+def _renew(state: State, version: int) -> None:
+    """Changes the version: no block that was computed before is used again."""
+    for sequence in state.running[:]:
+        state.preempt(sequence)
+        sequence.preempted = -1  # it may be admitted in this step
+    for sequence in state.sequences.values():
+        sequence.contents = []
+    state.pool.forget()
+    state.version, state.pending = version, None
+
+
+def _link(state: State, events: Seq[Event], drawn: Seq[int], plan: Plan | None) -> bytes:
+    """The next value of the chain; its cost does not grow with the state."""
+    link = hashlib.blake2b(state.chain, digest_size=8)
+    counts = (state.step, state.number, state.version, state.time, len(events), len(drawn), *state.counts().values())
+    link.update(array("q", counts).tobytes())
+    link.update(array("q", drawn).tobytes())
+    for event in events:
+        text = repr(event).encode()
+        link.update(len(text).to_bytes(8, "little") + text)
+    for a in plan.arrays() if plan is not None else ():
+        link.update(a)
+    return link.digest()

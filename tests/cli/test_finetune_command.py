@@ -1,0 +1,229 @@
+"""Covers `shardfn finetune`: training, adapters, two ranks, a kill in the middle, and every bad argument."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from shardfn.cli import main
+
+ROOT = pathlib.Path(__file__).parents[2]
+ALONE = [sys.executable, "-m", "shardfn"]
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+
+def torchrun(ranks: int) -> list[str]:
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "shardfn"]
+    return [sys.executable, *run]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A directory with a tiny Llama, its tokenizer, and data of each kind."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("given")
+    lines = [f"{n} plus {k} is {n + k}".split() for n in range(5) for k in range(5)]
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "</s>", *sorted({w for line in lines for w in line})])}
+    inner: Any = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(folder / "model")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(
+        vocab_size=len(vocabulary), num_key_value_heads=2, bos_token_id=None, eos_token_id=1, **sizes
+    )
+    transformers.set_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    model.generation_config.max_new_tokens = 5
+    model.save_pretrained(folder / "model")
+    texts = [{"text": " ".join(line[: 2 + i % 4])} for i, line in enumerate(lines)]
+    pairs = [{"prompt": " ".join(line[:4]), "completion": " " + line[4]} for line in lines]
+    chats = [{"messages": [{"role": "user", "content": " ".join(line)}]} for line in lines]
+    for name, rows in {"train": texts[:20], "val": texts[20:], "pairs": pairs, "chats": chats}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def words(given: pathlib.Path, out: pathlib.Path, *more: str) -> list[str]:
+    options = {
+        "validation": given / "val.jsonl",
+        "out": out,
+        "steps": 6,
+        "every": 2,
+        "batch": 4,
+        "length": 8,
+        "lr": 0.03,
+    }
+    told = [x for name, value in options.items() for x in (f"--{name}", str(value))]
+    return ["finetune", str(given / "model"), str(given / "train.jsonl"), *told, *more]
+
+
+def rows_of(out: pathlib.Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "tokens_per_s"} for row in rows]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(launcher: list[str], *args: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*launcher, *args], env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_it_plans_trains_and_leaves_a_model(
+    given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(given, tmp_path)) == 0
+    assert capsys.readouterr().out.startswith(f"# {given / 'model'} on 1 x ")  # the estimate comes first
+    rows = rows_of(tmp_path)
+    assert len(rows) == 6 and rows[-1]["validation_loss"] < rows[1]["validation_loss"] and rows[-1]["step"] == 6
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert again.generation_config.max_new_tokens == 5
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model").chat_template
+    # Once more, it has nothing left to do.
+    assert main(words(given, tmp_path)) == 0 and rows_of(tmp_path) == rows
+
+
+def test_adapters_of_a_file_of_options(given: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    toml = tmp_path / "run.toml"
+    toml.write_text('lora = 2\nlora-alpha = 4\nmerge = true\nlr = 0.5\nprecision = "fp32"\n')
+    assert main(words(given, tmp_path / "out", "--config", str(toml))) == 0
+    rows = rows_of(tmp_path / "out")
+    assert rows[-1]["validation_loss"] < rows[1]["validation_loss"]
+    assert max(row["learning_rate"] for row in rows) <= 0.03  # the command line goes before the file
+    config = json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (2, 4) and len(config["target_modules"]) == 14
+    start = transformers.AutoModelForCausalLM.from_pretrained(given / "model")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out/model")
+    same = {n: torch.equal(p, merged.get_parameter(n)) for n, p in start.named_parameters()}
+    assert (
+        not same["model.layers.0.mlp.up_proj.weight"] and same["lm_head.weight"] and same["model.embed_tokens.weight"]
+    )
+    # A checkpoint has the adapters alone.
+    from shardfn.checkpoint import stored
+
+    assert not any("base" in path for path in stored(tmp_path / "out/checkpoints"))
+
+
+@pytest.mark.parametrize("kind", ["pairs", "chats"])
+def test_prompts_and_chats(kind: str, given: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    told = words(given, tmp_path, "--steps", "2")
+    told[2] = str(given / f"{kind}.jsonl")
+    assert main(told) == 0 and len(rows_of(tmp_path)) == 2
+
+
+def test_a_prompt_is_not_predicted(given: pathlib.Path) -> None:
+    from shardfn.cli._finetune import encoded
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(given / "model")
+    row = {"prompt": "1 plus 2 is", "completion": " 3"}
+    made = encoded(tokenizer, row, 8)
+    assert len(made["tokens"]) == 6 and made["tokens"][-1] == tokenizer.eos_token_id
+    assert made["labels"] == [-100] * 4 + made["tokens"][4:]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("lora", [False, True])
+def test_killed_and_started_again_it_has_the_same_losses(
+    ranks: int, lora: bool, given: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    launcher = ALONE if ranks == 1 else torchrun(2)
+    more = ["--steps", "12", *(["--lora", "2"] if lora else [])]
+    run(launcher, *words(given, tmp_path / "whole", *more))
+    cut = words(given, tmp_path / "cut", *more)
+    child = subprocess.Popen([*launcher, *cut], env=environment(), stdout=subprocess.DEVNULL)
+    log, deadline = tmp_path / "cut/metrics.jsonl", time.monotonic() + 240
+    while not (log.exists() and len(log.read_text().splitlines()) >= 5) and time.monotonic() < deadline:
+        assert child.poll() is None
+        time.sleep(0.01)
+    # torchrun's workers have sessions of their own: without their parent they would go on.
+    workers = pathlib.Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+    for pid in (child.pid, *map(int, workers)):
+        os.kill(pid, signal.SIGKILL)
+    child.wait()
+    run(launcher, *cut)
+    assert rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
+    name = "adapter/adapter_model.safetensors" if lora else "model/model.safetensors"
+    assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=1,tp=2"])
+def test_two_ranks_compute_what_one_does(mesh: str, given: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    more = ["--precision", "fp32", "--lora", "2", "--steps", "4"]
+    run(ALONE, *words(given, tmp_path / "one", *more))
+    run(torchrun(2), *words(given, tmp_path / "two", *more, "--mesh", mesh))
+    for a, b in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+def test_every_bad_argument_is_named_before_anything_is_loaded(
+    given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardfn.cli._finetune._trained", lambda *_: pytest.fail("loaded"))
+    lost, empty = tmp_path / "lost", tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text('{"txt": "a"}\n')
+    cases = {
+        (): "",
+        ("--steps", "0"): "--steps 0: it must be at least 1",
+        ("--lr", "0"): "--lr 0.0: it must be above 0",
+        ("--merge",): "--merge has no effect without --lora RANK",
+        ("--lora", "-1"): "--lora -1: the rank is 1 or more",
+        ("--zero", "4"): "--zero 4: a stage is 0, 1, 2 or 3",
+        ("--precision", "bf61"): "--precision bf61: it is bf16 or fp32. Did you mean 'bf16'?",
+        (
+            "--mesh",
+            "dp=2",
+        ): "takes 2 ranks, and there are 1; start it by torchrun --nproc-per-node 2 -m shardfn finetune",
+        ("--mesh", "pp=2"): "axis 'pp' is not one of dp, tp",
+        ("--mesh", "dp"): "dp needs a size, as in dp=2",
+        ("--validation", str(lost)): f"--validation {lost} is no file",
+        ("--validation", str(empty)): "empty.jsonl has no lines",
+        ("--validation", str(odd)): "a line has 'text', or 'prompt' and 'completion', or 'messages'; the first one has",
+        ("--config", str(lost)): "No such file",
+    }
+    for more, text in cases.items():
+        if more:
+            assert main(words(given, tmp_path / "out", *more)) == 2
+            error = capsys.readouterr().err
+            assert text in error and "Traceback" not in error, (more, error)
+    bare = words(given, tmp_path / "out")
+    assert main([bare[0], "meta/llama", str(lost), *bare[3:]]) == 2
+    error = capsys.readouterr().err  # all at once
+    assert "MODEL meta/llama is no directory; fetch one first: hf download meta/llama" in error
+    assert f"TRAIN {lost} is no file" in error
+    toml = tmp_path / "run.toml"
+    toml.write_text('stepz = 3\nlr = "fast"\n')
+    assert main([*bare, "--config", str(toml)]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "'stepz' is no option. Did you mean 'steps'?" in error and "lr = 'fast' is of type str; write a float" in error
+    )
+
+
+def test_a_run_that_goes_on_keeps_its_settings(
+    given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(given, tmp_path, "--steps", "2")) == 0
+    capsys.readouterr()
+    assert main(words(given, tmp_path, "--steps", "2", "--lr", "0.5")) == 2
+    assert (
+        "has a run with lr=0.03, and now it is 0.5: pass the same to go on, or another --out" in capsys.readouterr().err
+    )
