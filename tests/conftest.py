@@ -5,7 +5,6 @@ import fcntl
 import importlib.util
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import tempfile
@@ -29,16 +28,7 @@ _spec.loader.exec_module(shape_checks)
 shape_checks.install([f"shardfn.{room}" for room in CHECKED])
 torch.set_num_threads(1)
 
-try:
-    from shardfn.testing import worker_setup
-except (ImportError, AttributeError) as error:
-    wanted = re.search(r'"torch==([^"]+)"', (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())
-    if wanted is None or torch.__version__.split("+")[0] == wanted[1]:
-        raise
-    raise ImportError(
-        f"shardfn is made for torch {wanted[1]} and does not import on torch {torch.__version__}: install that version,"
-        " for a GPU the build of it for the CUDA that the driver has, and run the tests again."
-    ) from error
+from shardfn.testing import worker_setup  # noqa: E402  # after the checks
 
 worker_setup(__file__)
 if __name__.startswith("_worker_setup"):
