@@ -112,6 +112,10 @@ push_saved_hooks: Any = _C._autograd._push_saved_tensors_default_hooks
 pop_saved_hooks: Any = _C._autograd._pop_saved_tensors_default_hooks
 sequence_number: Any = _C._autograd._get_sequence_nr
 current_graph_task: Any = _C._current_graph_task_id
+# Objects of a thread, by name, which the threads of autograd get from the one that calls a backward.
+stash: Any = _C._stash_obj_in_tls
+stashed: Any = _C._get_obj_in_tls
+is_stashed: Any = _C._is_key_in_tls
 preserve_version: Any = torch.autograd._unsafe_preserve_version_counter
 
 # How many tensors hold a storage; how `nn.Module.to` reads its arguments.

@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 
 from shardfn._torch import DYNAMO, DataDependentOutputException, DynamicOutputShapeException, use_lazy_graph_module
 from shardfn.collectives import counting_nothing, current_application, current_line, recording_lines, with_sizes
-from shardfn.core import Ambient, progress
+from shardfn.core import Ambient, one_tracing, progress
 from shardfn.memory import in_host_region
 
 from ._asserted import Asserting
@@ -220,7 +220,15 @@ def capture(
     once = torch.autograd.set_multithreading_enabled(False)
     trace = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)
     try:
-        with once, use_lazy_graph_module(True), _naming_lines(), quiet(), counting_nothing(), _uncompiled():
+        with (
+            one_tracing(),
+            once,
+            use_lazy_graph_module(True),
+            _naming_lines(),
+            quiet(),
+            counting_nothing(),
+            _uncompiled(),
+        ):
             gm = trace(*fakes(inputs))
     finally:
         # After an error, too: else the next call finds tensors without data.

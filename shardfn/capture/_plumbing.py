@@ -6,7 +6,6 @@ from shardfn.core import Ambient
 
 # By thread: another thread may run the function's own operations meanwhile.
 _PLUMBING = Ambient[None]("the engine is at work", by_thread=True)
-_AT_WORK = _PLUMBING.bound(None)
 
 
 def plumbing() -> AbstractContextManager[None]:
@@ -19,7 +18,7 @@ def plumbing() -> AbstractContextManager[None]:
         >>> in_plumbing()
         False
     """
-    return _AT_WORK
+    return _PLUMBING.bound(None)
 
 
 def in_plumbing() -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Rounds
-from shardfn.core import Mesh, PyTree, RankError, as_mesh
+from shardfn.core import Mesh, PyTree, RankError, adopting, as_mesh
 from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 from shardfn.memory import host_empty, on_host
 from shardfn.state import check_alive
@@ -158,7 +158,7 @@ class Manager:
         with losing_no_peer(comms):
             copies = self._copied(job)
         light = job.without_tensors()
-        self._thread = threading.Thread(target=self._write, args=(light, copies), name="shardfn-checkpoint")
+        self._thread = threading.Thread(target=adopting(self._write), args=(light, copies), name="shardfn-checkpoint")
         self._thread.start()
         return True
 

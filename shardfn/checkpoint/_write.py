@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from shardfn.core import adopting
 from shardfn.memory import Bytes
 
 from ._contents import FilePlan, Part
@@ -79,7 +80,7 @@ def write_files(
             # The device finishes this file while the next one is written.
             return _FileOutcome(known, taken, settling.submit(place.settle, plan.name) if durable else None)
 
-        running = [writers.submit(written, plan) for plan in plans]
+        running = [writers.submit(adopting(written), plan) for plan in plans]
         try:
             files = [x.result() for x in running]
         except BaseException:

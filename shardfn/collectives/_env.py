@@ -1,6 +1,6 @@
 """The axis environment: the mesh that `shard_map` and `sharded_step` bind while their function runs.
 
-It is how `psum(x, "dp")` knows its axis. All threads see it: autograd runs backward functions on threads of its own.
+It is how `psum(x, "dp")` knows its axis. Autograd's threads see it, too; other programs' threads do not.
 """
 
 import contextlib

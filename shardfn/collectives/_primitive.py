@@ -30,6 +30,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from shardfn import kernels
 from shardfn._torch import peek_interpreter_stack
+from shardfn.core import adopted, this_program
 
 from . import _native as native
 from ._function_modes import began
@@ -151,7 +152,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, ctx.call, *operands = inputs
-        ctx.line = current_line()
+        ctx.line, ctx.program = current_line(), this_program()
         if operands:
             ctx.save_for_backward(*operands)
             ctx.save_for_forward(*operands)
@@ -159,7 +160,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         operands = ctx.saved_tensors
-        with at_line(ctx.line):
+        with adopted(ctx.program), at_line(ctx.line):
             call = dataclasses.replace(transposed(ctx.call), number=next(_NUMBERS), transposes=ctx.call.number)
             out = bind(grad_outputs[0], call, *PRIMITIVES[ctx.call.name].turned(operands))
         return out, None, *(None for _ in operands)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from shardfn.collectives.transport import Channels
-from shardfn.core import Ambient, Pending
+from shardfn.core import Ambient, OfProgram, Pending
 
 _LIBRARY = torch.library.Library("shardfn", "DEF")
 _LIBRARY.define("all_gather_start(Tensor own, int[] sizes, str axes) -> Tensor")
@@ -44,10 +44,9 @@ _LIBRARY.define("wait(Tensor(a) handle) -> Tensor(a)")
 _LIBRARY.define("pvary(Tensor(a) x, str axes) -> Tensor(a)")
 _LIBRARY.define("stop_unless(Tensor flag, Tensor[] carried) -> ()")
 
-# The handle is kept beside its transfer, so that no other tensor can get its address, the key, before `wait`. One map
-# for the process: a program's transfers are those of all, and the end of one program forgets them all.
-# By storage of the handle: the transfers under way.
-_IN_FLIGHT: dict[int, tuple[Tensor, Pending[Tensor]]] = {}
+# By storage of the handle: the transfers under way. The handle is kept beside its transfer, so that no other tensor can
+# get its address, the key, before `wait`. Graphs that run on other threads have maps of their own.
+_IN_FLIGHT = OfProgram[dict[int, tuple[Tensor, Pending[Tensor]]]]("transfers between ranks under way", dict)
 _CHANNELS = Ambient[Any]("channels of a captured graph that runs")
 
 
@@ -74,7 +73,7 @@ def bind_channels(channels: "Channels | Any") -> Iterator[None]:
             yield
             channels.flush()
     finally:
-        _IN_FLIGHT.clear()
+        _IN_FLIGHT.here().clear()
 
 
 def channels_of_graph() -> Any:
@@ -84,13 +83,13 @@ def channels_of_graph() -> Any:
 
 def under_way(handle: Tensor, pending: Pending[Tensor]) -> Tensor:
     """Remembers a transfer by its handle."""
-    _IN_FLIGHT[handle.untyped_storage()._cdata] = (handle, pending)
+    _IN_FLIGHT.here()[handle.untyped_storage()._cdata] = (handle, pending)
     return handle
 
 
 def ended(handle: Tensor) -> Pending[Tensor]:
     """The transfer of a handle, which is forgotten."""
-    return _IN_FLIGHT.pop(handle.untyped_storage()._cdata)[1]
+    return _IN_FLIGHT.here().pop(handle.untyped_storage()._cdata)[1]
 
 
 def _axes(axes: str) -> tuple[str, ...]:
@@ -139,7 +138,7 @@ def _psum_start(parts: Sequence[Tensor], axes: str) -> Tensor:
 
 
 def _wait(handle: Tensor) -> Tensor:
-    kept, pending = _IN_FLIGHT.pop(handle.untyped_storage()._cdata)
+    kept, pending = _IN_FLIGHT.here().pop(handle.untyped_storage()._cdata)
     value = pending.result()
     return kept if value.data_ptr() == kept.data_ptr() else value
 

@@ -47,9 +47,18 @@ from ._metadata import METADATA as METADATA, MetadataTensor as MetadataTensor
 from ._progress import progress as progress
 from ._per_mesh import PerMesh as PerMesh
 from ._pending import Pending as Pending
+from ._tracing import one_tracing as one_tracing
 from ._stored import Absent as Absent, Stored as Stored
 from ._shown import as_html as as_html, columns as columns, size as size
-from ._ambient import Ambient as Ambient, ambient_names as ambient_names
+from ._ambient import (
+    Ambient as Ambient,
+    OfProgram as OfProgram,
+    Program as Program,
+    adopted as adopted,
+    adopting as adopting,
+    ambient_names as ambient_names,
+    this_program as this_program,
+)
 from ._again import Again as Again, Note as Note, Replaced as Replaced, as_now as as_now
 from ._again import bound_again as bound_again, checkpoints_as_now as checkpoints_as_now, noted_again as noted_again
 from ._checkpoint_name import checkpoint_name as checkpoint_name, hearing_names as hearing_names

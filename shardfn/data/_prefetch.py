@@ -5,6 +5,8 @@ import threading
 from collections.abc import Generator, Iterable
 from typing import TypeVar
 
+from shardfn.core import adopting
+
 T = TypeVar("T")
 _POLL = 0.05  # seconds after which a writer to a full queue checks for a reader
 
@@ -36,7 +38,9 @@ def _run(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
     # One writer, the thread; one reader, the iterating one. Its last entry is "end" or "error".
     items: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(depth)
     left = threading.Event()
-    thread = threading.Thread(target=_fill, args=(iterable, items, left), name="shardfn-prefetch", daemon=True)
+    thread = threading.Thread(
+        target=adopting(_fill), args=(iterable, items, left), name="shardfn-prefetch", daemon=True
+    )
     thread.start()
     try:
         while True:

@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardfn._torch import FakeTensorMode, TracingContext, dynamo_counters, inductor, tracing
+from shardfn.core import one_tracing
 
 from ._ops import op_of
 from ._regions import Region, is_view, peel
@@ -217,9 +218,9 @@ def _compiler() -> Iterator[None]:
     config, AsyncCompile = inductor("config"), inductor("async_compile").AsyncCompile  # a class
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     under_way: list[tuple[Any, dict[str, Any]]] = []
-    wait = AsyncCompile.wait
-    with config.patch(_SETTINGS | {"compile_threads": max(1, min(cores, config.compile_threads or 1))}):
-        # A region's code is waited for after the last one has been lowered. Inside `_compiler` on one thread at a time.
+    with one_tracing(), config.patch(_SETTINGS | {"compile_threads": max(1, min(cores, config.compile_threads or 1))}):
+        # A region's code is waited for after the last one has been lowered. One thread at a time is here.
+        wait = AsyncCompile.wait
         AsyncCompile.wait = lambda self, scope: under_way.append((self, scope))
         try:
             yield

@@ -28,7 +28,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from shardfn.core import Ambient, Pending, Stored
+from shardfn.core import Ambient, OfProgram, Pending, Stored
 
 from ._host import host_empty
 from ._ledger import on_host
@@ -49,7 +49,7 @@ _LIBRARY.define("wait(Tensor(a) handle) -> Tensor(a)")
 _LIBRARY.define("host_empty(int[] shape, ScalarType dtype) -> Tensor")
 
 # By storage of the handle: transfers under way. By number: the values of tokens.
-_IN_FLIGHT: dict[int, tuple[Tensor, Pending[Any]]] = {}
+_IN_FLIGHT = OfProgram[dict[int, tuple[Tensor, Pending[Any]]]]("transfers between memories under way", dict)
 _NAMED: dict[int, Any] = {}
 _NUMBERS = itertools.count()
 _POOL = Ambient[Any]("pool that a captured program writes to")
@@ -72,15 +72,16 @@ def bind_pool(pool: Any = None) -> Iterator[None]:
             yield
             _settle()
     finally:
-        while _IN_FLIGHT:
+        while _IN_FLIGHT.here():
             with contextlib.suppress(Exception):  # the error that ended the program is the one to raise
                 _settle()
 
 
 def _settle() -> None:
     """Waits for transfers without a `wait`: their memory may be the caller's."""
-    while _IN_FLIGHT:
-        _IN_FLIGHT.popitem()[1][1].result()
+    pending = _IN_FLIGHT.here()
+    while pending:
+        pending.popitem()[1][1].result()
 
 
 def token_of(value: Any) -> Int64[Tensor, "1"]:
@@ -106,12 +107,12 @@ def stored_of(token: Int64[Tensor, "1"]) -> Any:
 def _under_way(pending: Pending[Any]) -> Tensor:
     with on_host():
         handle = torch.empty(0)
-    _IN_FLIGHT[handle.untyped_storage()._cdata] = handle, pending
+    _IN_FLIGHT.here()[handle.untyped_storage()._cdata] = handle, pending
     return handle
 
 
 def _wait(handle: Tensor) -> Tensor:
-    kept, pending = _IN_FLIGHT.pop(handle.untyped_storage()._cdata)
+    kept, pending = _IN_FLIGHT.here().pop(handle.untyped_storage()._cdata)
     value = pending.result()
     return value if isinstance(value, Tensor) else kept
 

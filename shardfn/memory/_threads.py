@@ -1,4 +1,7 @@
-"""Work for other threads, which drop a job's arguments before its future is done."""
+"""Work for other threads, which drop a job's arguments before its future is done.
+
+They do a job for the program of the thread that submits it.
+"""
 
 import collections
 import concurrent.futures
@@ -8,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from shardfn.core import Ambient
+from shardfn.core import Ambient, Program, adopted, this_program
 
 T = TypeVar("T")
 _BACKGROUND = Ambient[None]("requests to a disk wait for all others", by_thread=True)
@@ -55,7 +58,7 @@ class Threads:
     def submit(self, work: Callable[..., T], *args: Any, later: bool = False) -> concurrent.futures.Future[T]:
         """Runs `work(*args)` on one of the threads; if `later`, behind all other jobs."""
         lane = self._later if later else self._first
-        job = _Job(concurrent.futures.Future(), work, [args])
+        job = _Job(concurrent.futures.Future(), work, [args], this_program())
         lane.append(job)
         try:
             self._executor.submit(self._next)
@@ -84,11 +87,13 @@ class _Job(NamedTuple, Generic[T]):
     future: concurrent.futures.Future[T]
     work: Callable[..., T]
     args: list[tuple[Any, ...]]
+    program: Program
 
     def run(self) -> None:
         future = self.future
         try:
-            out = self.work(*self.args.pop())
+            with adopted(self.program):
+                out = self.work(*self.args.pop())
         except BaseException as error:
             del self  # the error knows this frame: in a cycle with its future, the arguments would live on
             future.set_exception(error)

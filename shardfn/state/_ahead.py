@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardfn.core import MemoryKind, Pending, Stored
+from shardfn.core import MemoryKind, Pending, Stored, adopting
 from shardfn.memory import background, host_empty
 from shardfn.optim import sum_squares
 
@@ -54,7 +54,7 @@ class Ahead:
 
     def begin(self) -> None:
         """Begins to read the states that the first gradients will update."""
-        self._thread = threading.Thread(target=self._run, name="shardfn-update", daemon=True)
+        self._thread = threading.Thread(target=adopting(self._run), name="shardfn-update", daemon=True)
         self._thread.start()
 
     def take(

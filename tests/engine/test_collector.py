@@ -126,15 +126,18 @@ def test_a_collector_that_the_program_has_stopped_stays_stopped() -> None:
     assert gc.isenabled()
 
 
-def test_of_two_threads_the_one_that_has_stopped_it_starts_it_again() -> None:
+def test_of_two_threads_the_last_one_starts_it_again() -> None:
     inside, go = threading.Event(), threading.Event()
 
     def other() -> None:
         with uncollected():
-            with collected():  # not this thread's to start
+            with collected():  # this thread's step runs
                 assert not gc.isenabled()
             inside.set()
             go.wait(60)
+            with collected():
+                assert gc.isenabled()
+            assert not gc.isenabled()
             catch_up()
 
     with uncollected():
@@ -142,8 +145,16 @@ def test_of_two_threads_the_one_that_has_stopped_it_starts_it_again() -> None:
         thread.start()
         assert inside.wait(60)
         with collected():
-            assert gc.isenabled()
-        assert not gc.isenabled()
+            assert not gc.isenabled()
+    assert not gc.isenabled()
     go.set()
     thread.join()
+    assert gc.isenabled()
+
+
+def test_steps_within_a_step_pause_it_once() -> None:
+    with uncollected():
+        with uncollected(), collected():
+            assert gc.isenabled()
+        assert not gc.isenabled()
     assert gc.isenabled()

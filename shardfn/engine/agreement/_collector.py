@@ -10,21 +10,27 @@ import gc
 import threading
 from collections.abc import Iterator
 
+from shardfn.core import Ambient
+
 # Objects that may wait to be looked at within a step.
 MOST = 50_000
 
 
-class _Paused:
-    """The thread whose step has paused the collector; None if no step has. The program may also have stopped it."""
+_PAUSED = Ambient[None]("the garbage collector is paused", by_thread=True)
 
-    by: int | None = None
+
+class _Steps:
+    """The number of threads whose steps have paused the collector. The user may have stopped it before the first."""
+
+    lock = threading.Lock()
+    count = 0
 
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
     """The collector does not run while the context is open; if the program has stopped it itself, nothing changes.
 
-    It is the process's: other threads' garbage waits, too.
+    It is the process's: other threads' garbage waits, too, and it runs again when the last thread's step is over.
 
     Example:
         >>> with uncollected():
@@ -33,34 +39,55 @@ def uncollected() -> Iterator[None]:
         >>> gc.isenabled()
         True
     """
-    if not gc.isenabled():
+    if not _pause():
         yield
         return
-    gc.disable()
-    _Paused.by = threading.get_ident()
     try:
-        yield
+        with _PAUSED.bound(None):
+            yield
     finally:
-        _Paused.by = None
-        gc.enable()
+        _resume()
+
+
+def _pause() -> bool:
+    """Pauses it for this thread, unless this thread has or the user has stopped it; whether it did so."""
+    if _PAUSED:
+        return False
+    with _Steps.lock:
+        if not gc.isenabled() and not _Steps.count:
+            return False
+        _Steps.count += 1
+        gc.disable()
+        return True
+
+
+def _resume() -> None:
+    with _Steps.lock:
+        _Steps.count -= 1
+        if not _Steps.count:
+            gc.enable()
 
 
 @contextlib.contextmanager
 def collected() -> Iterator[None]:
-    """Lets the collector run inside a step: for long work that makes many objects, such as a capture."""
-    if _Paused.by != threading.get_ident():
+    """Lets the collector run inside a step: for long work that makes many objects, such as a capture.
+
+    It stays paused while a step of another thread runs.
+    """
+    if not _PAUSED:
         yield
         return
-    _Paused.by = None
-    gc.enable()
+    _resume()
     try:
-        yield
+        with _PAUSED.hidden():
+            yield
     finally:
-        gc.disable()
-        _Paused.by = threading.get_ident()
+        with _Steps.lock:
+            _Steps.count += 1
+            gc.disable()
 
 
 def catch_up() -> None:
     """Collects young objects if a step has kept more than `MOST` of them from the collector."""
-    if _Paused.by == threading.get_ident() and gc.get_count()[0] > MOST:
+    if _PAUSED and gc.get_count()[0] > MOST:
         gc.collect(1)
