@@ -33,6 +33,7 @@ def checkpoint_name(x: Shaped[Tensor, "..."], name: str) -> Shaped[Tensor, "..."
         ValueError: inside `offload`, where the name would change the decision made when an earlier use saved `x`.
 
     Example:
+        >>> import torch
         >>> checkpoint_name(torch.ones(2), "attn_out")
         tensor([1., 1.])
 

@@ -13,6 +13,7 @@ def saved_tensors_hooks(*, while_tracing: bool = True) -> tuple[Callable[..., An
         while_tracing: whether those count that torch leaves unused while a graph is captured.
 
     Example:
+        >>> import torch
         >>> with torch.autograd.graph.saved_tensors_hooks(abs, neg := lambda x: -x):
         ...     saved_tensors_hooks() == (abs, neg)
         True

@@ -282,6 +282,7 @@ def legal_order(wish: Sequence[Node], before: dict[Node, list[Node]]) -> list[No
     """The legal order nearest to `wish`: each node at its place there, or earlier if one that needs it is earlier.
 
     Example:
+        >>> import torch
         >>> graph = torch.fx.Graph()
         >>> a, b = graph.placeholder("a"), graph.placeholder("b")
         >>> legal_order([b, a], {a: [], b: [a]})

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from shardfn.collectives import Channels, StoppedError, bind_channels
-from shardfn.core import Pending
+from shardfn.core import Pending, adopting
 from shardfn.graph import Schedule
 from shardfn.graph._bucket import bucket
 from shardfn.graph._donate import donate
@@ -155,7 +155,7 @@ def _run(graphs: Sequence[GraphModule], inputs: Sequence[Sequence[Tensor]]) -> t
             out[rank] = error
 
     with bind_channels(wire):
-        threads = [threading.Thread(target=work, args=(r,)) for r in range(len(graphs))]
+        threads = [threading.Thread(target=adopting(work), args=(r,)) for r in range(len(graphs))]
         for t in threads:
             t.start()
         for t in threads:
