@@ -507,10 +507,16 @@ def test_small_leaves_with_the_same_hops_share_a_message_and_have_the_bits_of_me
 
 
 @distributed(world=2)
-def test_large_leaves_and_full_messages_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_leaves_and_full_messages_are_apart() -> None:
     mesh = sf.make_mesh({"dp": -1}, device="cpu")
-    monkeypatch.setattr(_carry, "SMALL", 100)
-    monkeypatch.setattr(_carry, "MESSAGE", 150)
+    # Undone in the rank's process, which later tests use.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_carry, "SMALL", 100)
+        patch.setattr(_carry, "MESSAGE", 150)
+        _check_messages(mesh)
+
+
+def _check_messages(mesh: Mesh) -> None:
     sizes = (8, 8, 16, 30, 2, 20)  # of 4 bytes: 32 + 32 + 64, 120 alone, 8 + 80
     tree = [sf.shard(whole((n,), torch.float32), P("dp"), mesh) for n in sizes]
     with sf.count_traffic() as traffic:
