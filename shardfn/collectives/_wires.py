@@ -118,8 +118,7 @@ class SumWire:
             Pending whose result is this rank's part, 1-D.
         """
         message = self._laid(grads, traced)
-        if joins and not self.scatters and self.size > 1:
-            self._message = message
+        self._keep(message, joins)
         return self._channel.reduce_scatter(message, self._sizes(message), reuse=not self.scatters)
 
     def sum_whole(self, grads: list[Tensor], *, traced: bool) -> Pending[Tensor]:
@@ -136,8 +135,7 @@ class SumWire:
         """
         assert not isinstance(self._channel, CodedReduce)
         message = self.packing.lay(tensors)
-        if joins and not self.scatters and self.size > 1:
-            self._message = message
+        self._keep(message, joins)
         return self._channel.all_to_all(message, self._sizes(message))
 
     def join(self, part: Tensor) -> Pending[Tensor]:
@@ -155,6 +153,11 @@ class SumWire:
         message = (self.packing.lay if traced else self.packing.laid)(grads)
         grads.clear()
         return message
+
+    def _keep(self, message: Tensor, joins: bool) -> None:
+        """Keeps a message in which `join` can bring sums together."""
+        if joins and not self.scatters and self.size > 1:
+            self._message = message
 
     def _sizes(self, message: Tensor) -> Sequence[int]:
         return self.packing.sizes if self.scatters else dealt(message.numel(), self.size)

@@ -93,14 +93,10 @@ class GradientStore:
             if self._wires[u].scatters:
                 leaf = self._members(u)[0]
                 if self._plan.mesh.axis_size(leaf.extra_axes) > 1:
-                    part = self.parts.pop(u)
-                    part = part if isinstance(part, Tensor) and self.parts.home(u) == "device" else self._brought(part)
-                    self.parts.add(u, psum(part.to(leaf.dtypes.reduce), leaf.extra_axes), last=True)
+                    self.parts.add(u, psum(self._popped(u).to(leaf.dtypes.reduce), leaf.extra_axes), last=True)
                 self.parts.finish(u)
         for u in sorted(self._late):
-            part = self.parts.pop(u)
-            part = part if isinstance(part, Tensor) and self._home(u) == "device" else self._brought(part)
-            self.parts.add(u, psum(part, self._late_axes), last=True)
+            self.parts.add(u, psum(self._popped(u), self._late_axes), last=True)
             self.parts.finish(u)
 
     def pop_all(self, order: Sequence[int], is_made_here: Callable[[int], bool]) -> dict[int, Tensor | Stored]:
@@ -150,7 +146,11 @@ class GradientStore:
         assert isinstance(part, Tensor)
         self._wholes[unit] = self._wires[unit].join(part)
 
-    def _brought(self, part: Tensor | Stored) -> Tensor:
+    def _popped(self, unit: int) -> Tensor:
+        """The share of a unit, which is let go; on the device, wherever it has waited."""
+        part = self.parts.pop(unit)
+        if isinstance(part, Tensor) and self.parts.home(unit) == "device":
+            return part
         return to_device(loaded(part), self._plan.mesh.device).result()
 
     def _members(self, unit: int) -> list[LeafLayout]:
