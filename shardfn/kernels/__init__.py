@@ -16,3 +16,4 @@ from .preconditioned_step import preconditioned_step as preconditioned_step
 from .preconditioned_step import preconditioned_step_ as preconditioned_step_
 from .draw import draw as draw
 from .row_linear import pack_rows as pack_rows, row_linear as row_linear
+from .ragged_attention import ragged_attention as ragged_attention
