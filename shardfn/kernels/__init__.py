@@ -16,3 +16,5 @@ from .preconditioned_step import preconditioned_step as preconditioned_step
 from .preconditioned_step import preconditioned_step_ as preconditioned_step_
 from .draw import draw as draw
 from .row_linear import pack_rows as pack_rows, row_linear as row_linear
+from .pointwise import gated_silu as gated_silu, gelu as gelu
+from .row_norm import row_norm as row_norm

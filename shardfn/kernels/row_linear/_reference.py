@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
+
+from shardfn.kernels._exponential import fused as fused
 
 
 def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
@@ -32,18 +33,3 @@ def joined(chains: Sequence[Tensor]) -> Tensor:
     while nodes:
         out = nodes.pop()[1] + out
     return out
-
-
-def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """The sum a b + c of fp32, rounded once.
-
-    The product is exact in float64. The sum there is rounded to odd, so that the second rounding, to float32, is that
-    of the exact sum (Boldo and Melquiond, 2008).
-    """
-    product, c = a.double() * b.double(), c.double()
-    total = product + c
-    part = total - product
-    error = (product - (total - part)) + (c - part)
-    even = total.view(torch.int64) % 2 == 0
-    odd = torch.nextafter(total, torch.where(error > 0, torch.inf, -torch.inf).to(total))
-    return torch.where((error != 0) & even & error.isfinite(), odd, total).float()
