@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from shardfn._torch import OpOverload
+from shardfn._torch import AutogradInfo, OpOverload, make_autograd_impl
 
 LIBRARY = torch.library.Library("shardfn_kernels", "DEF")
 
@@ -35,7 +35,11 @@ def refuse_backward(name: str, remedy: str) -> None:
         del context, cotangents
         raise NotImplementedError(f"kernels.{name} has no derivative; {remedy}")
 
-    torch.library.register_autograd(f"shardfn_kernels::{name}", refuse, lib=LIBRARY)
+    op = getattr(torch.ops.shardfn_kernels, name).default
+    if op._schema.is_mutable:  # to register a derivative of such an op is an error in torch, even this one
+        LIBRARY.impl(name, make_autograd_impl(op, AutogradInfo(refuse, None)), "Autograd", with_keyset=True)
+    else:
+        torch.library.register_autograd(f"shardfn_kernels::{name}", refuse, lib=LIBRARY)
 
 
 def map_rows(name: str, num: int) -> None:

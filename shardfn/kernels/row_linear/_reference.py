@@ -22,7 +22,18 @@ def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | 
 
 
 def joined(chains: Sequence[Tensor]) -> Tensor:
-    """The chains of chunks, added by a binary tree: neighbours first; the nodes that are left at last, from the end."""
+    """The chains of chunks, added by a binary tree: neighbours first; the nodes that are left at last, from the end.
+
+    Nodes of equal numbers of chunks, a power of two, may take the place of their chunks.
+
+    Args:
+        chains: one tensor a chunk, or a node.
+
+    Example:
+        >>> import torch
+        >>> joined([torch.tensor(float(x)) for x in (1, 2, 3)])  # (1 + 2) + 3
+        tensor(6.)
+    """
     nodes: list[tuple[int, Tensor]] = []
     for total in chains:
         level = 0
