@@ -416,6 +416,8 @@ def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tens
         mask = mask & config.layout(nn.whole_length(config.attention, len(positions_T)))
     mask = mask if ids_BT is None else mask & nn.Segments(nn.whole_sequence(ids_BT, config.attention))
     how: dict[str, Any] = {"how": nn.Attending(mask, nn.Exact() if config.exact else config.attention)}
+    if config.position == "rope" and config.exact:
+        return how | {"table": nn.exact_rope_table(positions_T, config.head_dim, base=config.rope_base)}
     if config.position == "rope":
         return how | {"table": nn.rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=dtype)}
     if config.position == "alibi":

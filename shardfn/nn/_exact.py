@@ -228,7 +228,7 @@ def _product(chunks: int) -> Product:
     return Product(forward, (linear_input, linear_weight))
 
 
-def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, ExactWeight):
         raise TypeError(f"linear of {type(input).__name__}: an ExactWeight is the weight, not the input or the bias.")
     alone = all(size == 1 for size in current_mesh().shape.values())
@@ -237,8 +237,9 @@ def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     return weight.linear(input, bias)
 
 
-def _embedding(input: Tensor, weight: Any, *options: Any, **named: Any) -> Tensor:
-    if any(options) or any(named.values()) or not isinstance(weight, ExactWeight):
+def _embedding(input: Any, weight: Any, *options: Any, norm_type: float = 2.0, **named: Any) -> Tensor:
+    del norm_type  # of no effect without max_norm
+    if any(x is not None and x is not False for x in (*options, *named.values())) or not isinstance(weight, ExactWeight):
         raise TypeError("embedding of an ExactWeight takes the indices and the weight alone.")
     return weight.rows(input)
 
