@@ -405,7 +405,9 @@ def _head(config: Config, params: Params) -> Any:
 
 
 def _logits(config: Config, params: Params, x_BTD: Tensor, along: _Along) -> Tensor:
-    return nn.column_linear(x_BTD, _weight(config, _head(config, params)), features=config.vocab_size, **along._asdict())
+    return nn.column_linear(
+        x_BTD, _weight(config, _head(config, params)), features=config.vocab_size, **along._asdict()
+    )
 
 
 def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None) -> dict[str, Any]:

@@ -233,13 +233,17 @@ def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
         raise TypeError(f"linear of {type(input).__name__}: an ExactWeight is the weight, not the input or the bias.")
     alone = all(size == 1 for size in current_mesh().shape.values())
     if weight.source is not None and not alone:  # the function mode that follows values has seen no weight
-        raise TypeError("linear of an ExactWeight with derivatives, on several ranks: call nn.linear in place of torch's.")
+        raise TypeError(
+            "linear of an ExactWeight with derivatives, on several ranks: call nn.linear in place of torch's."
+        )
     return weight.linear(input, bias)
 
 
 def _embedding(input: Any, weight: Any, *options: Any, norm_type: float = 2.0, **named: Any) -> Tensor:
     del norm_type  # of no effect without max_norm
-    if any(x is not None and x is not False for x in (*options, *named.values())) or not isinstance(weight, ExactWeight):
+    if any(x is not None and x is not False for x in (*options, *named.values())) or not isinstance(
+        weight, ExactWeight
+    ):
         raise TypeError("embedding of an ExactWeight takes the indices and the weight alone.")
     return weight.rows(input)
 
