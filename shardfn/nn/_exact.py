@@ -56,7 +56,7 @@ class ExactWeight(Weight):
         self.shape, self.chunks, self.source, self._panels = torch.Size(shape), chunks, None, panels
         num = self.shape.numel() // max(panels.shape[1], 1)
         splits = [math.prod(self.shape[:i]) for i in range(1, len(self.shape))]
-        if panels.ndim != 3 or num not in splits or panels.shape[0] != -(-num // kernels.PANEL):
+        if panels.ndim != 3 or num not in splits or panels.shape[0] != -(-num // panels.shape[2]):
             raise ValueError(
                 f"ExactWeight of shape {tuple(shape)} and panels {tuple(panels.shape)}: pass the panels that"
                 " kernels.pack_rows makes of the weight as [outputs, inputs]."
@@ -133,7 +133,8 @@ class ExactWeight(Weight):
         """Rows of the weight [N, K], as of a table of embeddings; of panels, indices must be from 0 to N - 1."""
         if self.source is not None:
             return F.embedding(index, self.source)
-        return self.panels[index // kernels.PANEL, :, index % kernels.PANEL]
+        width = self.panels.shape[2]
+        return self.panels[index // width, :, index % width]
 
     def __repr__(self) -> str:
         made = "panels" if self.source is None else "a weight"
