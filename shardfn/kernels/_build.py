@@ -27,6 +27,10 @@ _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-ma
 # Sources that need not match the reference's bits use threads, and fused multiply-adds. They mark the loops to unroll,
 # so -O2 suffices, and builds in a third of the time of -O3.
 _FAST = ("-O2", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
+# Sources that match the reference's bits, and use threads: each product and each sum is rounded by itself. GCC is not to
+# take chains of operations apart that the sources write side by side.
+_EXACT = ("-fno-tree-ter", "-pthread", "-Wno-psabi")
+_FLAGS_OF = {_SHARED: (), "draw/_native.cpp": _EXACT, "penalise/_native.cpp": _EXACT}
 
 
 class NoCompilerError(Exception):
@@ -37,7 +41,7 @@ class NoCompilerError(Exception):
 def library(source: str = _SHARED) -> ctypes.CDLL | None:
     """The functions of a C++ file; None without a compiler, and, with a warning, if the compiler fails."""
     try:
-        return build("kernels", _ROOM / source, flags=() if source == _SHARED else _FAST)
+        return build("kernels", _ROOM / source, flags=_FLAGS_OF.get(source, _FAST))
     except NoCompilerError:
         return None
     except (OSError, subprocess.SubprocessError) as error:
