@@ -27,8 +27,8 @@ _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-ma
 # Sources that need not match the reference's bits use threads, and fused multiply-adds. They mark the loops to unroll,
 # so -O2 suffices, and builds in a third of the time of -O3.
 _FAST = ("-O2", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
-# Sources that match the reference's bits, and use threads: each product and each sum is rounded by itself. GCC is not to
-# take chains of operations apart that the sources write side by side.
+# Sources that match the reference's bits, and use threads: each product and each sum is rounded by itself. GCC must not
+# take apart the chains of operations that the sources write side by side.
 _EXACT = ("-fno-tree-ter", "-pthread", "-Wno-psabi")
 _FLAGS_OF = {_SHARED: (), "draw/_native.cpp": _EXACT, "penalise/_native.cpp": _EXACT}
 

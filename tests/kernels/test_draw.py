@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -57,6 +58,19 @@ def test_c_has_the_bits_of_the_definition(generation: int, vocab: int) -> None:
     with kernels.implemented_by("reference"):
         want = kernels.draw(logits, uniform, **how, targets=targets)
     assert _same(got, want) and torch.equal(got[0] < 0, got[1].isnan()), generation
+
+
+@pytest.mark.parametrize("vocab", [1, 130])
+def test_triton_has_the_bits_of_a_cpu(monkeypatch: pytest.MonkeyPatch, vocab: int) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    logits, uniform, how = _case(20, vocab)
+    targets, keys = torch.full((20,), -1), torch.arange(20) * 7**18
+    targets[::9] = vocab // 2
+    want = kernels.draw(logits, uniform, **how, targets=targets), kernels.draw_uniforms(keys, keys + 2**33)
+    with kernels.implemented_by("triton"), np.errstate(all="ignore"):  # the interpreter computes with numpy
+        got = kernels.draw(logits, uniform, **how, targets=targets), kernels.draw_uniforms(keys, keys + 2**33)
+    assert _same(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
 # Ties, signs of zero, spreads that fall into one bin or overflow, and temperatures at the ends of their range.

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -65,6 +66,16 @@ def test_c_has_the_bits_of_the_definition(
         for i in range(30)
     ]
     assert torch.equal(torch.cat(alone).nan_to_num(9), got.nan_to_num(9))
+
+
+def test_triton_has_the_bits_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    logits, history, prompts, how = _case(5, 40, 12)
+    want = kernels.penalise(logits, history, prompts, **how)
+    with kernels.implemented_by("triton"), np.errstate(all="ignore"):  # the interpreter computes with numpy
+        got = kernels.penalise(logits, history, prompts, **how)
+    assert torch.equal(got.nan_to_num(9), want.nan_to_num(9)) and torch.equal(got.isnan(), want.isnan())
 
 
 @pytest.mark.parametrize("kind", ["native", "reference"])

@@ -1,11 +1,11 @@
-"""The ranges of a draw's arguments. Each implementation checks them when it runs: a captured program has values then."""
+"""The ranges of a draw's arguments. Each implementation checks them when it runs, for captured programs, too."""
 
 import math
 
 import torch
 from torch import Tensor
 
-# A lower temperature is 0: dividing by it could overflow, and leaves every token but the first of the largest no weight.
+# A lower temperature counts as 0: a quotient by it could overflow.
 COLDEST = 1e-5
 
 
