@@ -101,10 +101,11 @@ class Engine:
         self._cache = self.runner.empty_cache()
         self._state: State = start(self.limits)
         self._events: list[Event] = []
+        self._adding: dict[str, None] = {}  # names, in order
         self._drawn: list[int] = []
         self._logprobs: list[float] = []
         self._names = itertools.count()
-        self._newest = 0
+        self._newest = self._rows = self._run_rows = 0
         self._failed: BaseException | None = None
 
     @property
@@ -112,18 +113,33 @@ class Engine:
         """Whether no request is in progress."""
         return self._state.idle and not self._events
 
+    @property
+    def weights(self) -> PyTree:
+        """The newest weights, in their served form."""
+        return self._weights[self._newest]
+
+    @property
+    def names(self) -> list[str]:
+        """The requests in progress, in order of arrival."""
+        return [*self._state.names, *self._adding]
+
+    @property
+    def padding(self) -> float:
+        """The part of all rows so far that was padding."""
+        return 1 - self._rows / self._run_rows if self._run_rows else 0.0
+
     def counts(self) -> dict[str, int]:
         """Numbers of running and waiting requests, and of free, held and cached blocks."""
         return self._state.counts()
 
     def memory(self) -> MemoryPlan:
         """The bytes that this rank needs, as planned from the graph of the largest bucket."""
-        return self.runner.memory(self._weights[self._newest], self._cache)
+        return self.runner.memory(self.weights, self._cache)
 
     def warm_up(self) -> None:
         """Captures the graphs of all buckets, so that no later step does."""
         for bucket in self.limits.buckets:
-            self.runner.bind(bucket, self._weights[self._newest], self._cache)
+            self.runner.bind(bucket, self.weights, self._cache)
 
     def add(
         self, prompt: Sequence[int], sampling: Sampling | None = None, *, name: str | None = None, **more: Any
@@ -146,10 +162,10 @@ class Engine:
         check_request(request, self.limits)
         if name is None:
             name = f"request-{next(self._names)}"
-        waiting = {event.name for event in self._events if isinstance(event, Add)}
-        if name in self._state.names or name in waiting:
+        if name in self._state.names or name in self._adding:
             raise ValueError(f"a request named {name!r} is in progress; give the new one another name.")
         self._events.append(Add(self._next, name, request))
+        self._adding[name] = None
         return name
 
     def cancel(self, name: str) -> None:
@@ -174,7 +190,7 @@ class Engine:
         Raises:
             ValueError: the parameters are of another model; lists the leaves.
         """
-        packed = self.runner.packed(params, like=self._weights[self._newest])
+        packed = self.runner.packed(params, like=self.weights)
         self._newest += 1
         self._weights[self._newest] = packed
         self._events.append(Weights(self._next, self._newest, recompute))
@@ -196,7 +212,7 @@ class Engine:
             raise
 
     def _advance(self) -> list[Token]:
-        events, self._events = self._events, []
+        events, self._events, self._adding = self._events, [], {}
         self._state, plan, outputs = advance(self._state, events, self._drawn)
         found = [self._token(output) for output in outputs]
         self._drawn, self._logprobs = [], []
@@ -204,6 +220,7 @@ class Engine:
             del self._weights[version]
         compare(self._state, self.mesh)
         if plan is not None:
+            self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
             weights = self._weights[plan.version]
             self._drawn, self._logprobs, self._cache = self.runner.run(weights, self._cache, plan)
         return found

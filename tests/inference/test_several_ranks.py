@@ -1,5 +1,9 @@
 """Engines on several ranks: equal tokens for each number of ranks, and errors where ranks disagree."""
 
+import os
+import pathlib
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -52,3 +56,41 @@ def test_a_different_request_on_a_rank_is_an_error_within_one_step() -> None:
         engine.step()
     with pytest.raises(RuntimeError, match="make another engine"):
         engine.step()
+
+
+@distributed(world=2)
+def test_an_altered_state_is_named_within_one_step() -> None:
+    changes, limits = KINDS["gpt2"]
+    one, mesh = model("tp", **changes), make_mesh({"tp": 2})
+    engine = Engine(one.decoder, one.params[0], mesh=mesh, limits=limits)
+    engine.add([1, 2, 3], Sampling(max_tokens=9, seed=4))
+    engine.step()
+    if mesh.rank == 1:
+        engine._state.sequences[0].key ^= 1
+    with pytest.raises(RankError, match=r"differ in sequences\[r0.0\].key"):
+        engine.step()
+
+
+@distributed(world=2, timeout=60)
+def _die_in_the_middle(out: pathlib.Path) -> None:
+    changes, limits = KINDS["gpt2"]
+    one, mesh = model("tp", **changes), make_mesh({"tp": 2})
+    engine = Engine(one.decoder, one.params[0], mesh=mesh, limits=limits)
+    told = 0
+    try:
+        for token in engine.stream([1, 2, 3], Sampling(max_tokens=20)):
+            told += token.token is not None
+            if mesh.rank == 1 and told == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            start = time.monotonic()
+    except RankError as error:
+        (out / f"rank{mesh.rank}").write_text(f"{time.monotonic() - start:.1f} {error}")
+        raise
+
+
+@pytest.mark.nightly
+def test_a_rank_that_is_killed_is_an_error_of_the_others(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(RankError, match="rank 1"):
+        _die_in_the_middle(tmp_path)
+    seconds, text = (tmp_path / "rank0").read_text().split(" ", 1)
+    assert float(seconds) < 5 and "rank 1" in text
