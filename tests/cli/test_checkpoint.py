@@ -115,7 +115,7 @@ def test_places_that_have_no_such_checkpoint(run: pathlib.Path, said: Said, tmp_
         assert status == 2 and all(part in found for part in text.split(".*")), found
 
 
-def test_what_export_and_import_cannot_do(run: pathlib.Path, said: Said, tmp_path: pathlib.Path) -> None:
+def test_refusals_of_export_and_import(run: pathlib.Path, said: Said, tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
     sf.checkpoint.save(tmp_path / "flat", {"w": torch.ones(2)}, 1)
     for words, text in (

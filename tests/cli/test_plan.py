@@ -348,7 +348,7 @@ def test_search_leaves_tp_alone_unless_the_mesh_names_it():
     assert {p.setup.axis("tp") for p in search(run("gpt2", {"dp": 8, "tp": 1}, 3)).best} == {1, 2, 4, 8}
 
 
-def test_search_says_why_nothing_fits(capsys, tmp_path):
+def test_search_explains_why_nothing_fits(capsys, tmp_path):
     arguments = ["plan", "--model", "1t", "--mesh", "dp=4,tp=4", "--device", "rtx4090", "--search"]
     assert main([*arguments, "--png", str(tmp_path / "none.png")]) == 1
     text = capsys.readouterr().out

@@ -259,7 +259,7 @@ def test_a_program_is_lowered_without_a_word_to_other_ranks() -> None:
     assert torch.equal(ready(_comms(case.peer), None, [torch.zeros(3)])[0], torch.ones(3))
 
 
-def test_a_program_of_no_use_is_refused_by_what_all_ranks_have() -> None:
+def test_a_program_of_no_use_is_refused_by_facts_that_all_ranks_have() -> None:
     class Useless(Program):
         def check(self, exchange: Callable[[int], Sequence[int]]) -> None:
             raise ValueError(f"useless on {exchange(5)}")
@@ -269,7 +269,7 @@ def test_a_program_of_no_use_is_refused_by_what_all_ranks_have() -> None:
         case.ready(make=lambda: Useless(**vars(case.capture())))
 
 
-def test_a_signature_has_all_that_a_graph_relies_on() -> None:
+def test_a_signature_has_every_fact_that_a_graph_relies_on() -> None:
     plan, _, _ = plan_of({"a": (4, 3)}, sf.Zero(0))
     other, _, _ = plan_of({"a": (4, 3)}, sf.Zero(0))
 

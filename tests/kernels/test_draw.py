@@ -43,7 +43,7 @@ def test_c_has_the_bits_of_the_definition(vocab: int) -> None:
     assert torch.equal(got[1].nan_to_num(9), want[1].nan_to_num(9)) and torch.equal(got[0] < 0, got[1].isnan())
 
 
-def test_a_row_is_drawn_as_it_is_alone() -> None:
+def test_a_row_is_drawn_like_the_row_alone() -> None:
     logits, uniform, how = _case(30, 333)
     tokens, logprobs = kernels.draw(logits, uniform, **how)
     for i in range(30):

@@ -22,7 +22,7 @@ def llama(**more: Any) -> Any:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_body_computes_what_the_model_does(packed: bool) -> None:
+def test_a_body_equals_the_attention_of_the_model(packed: bool) -> None:
     model = llama()
     before = model.config._attn_implementation
     params, apply = sf.from_module(model, attention=nn.Blockwise(4))
@@ -116,7 +116,7 @@ def test_a_rank_without_tokens_is_refused() -> None:
         step(step.init(params), TOKENS[:, 2 * torch.distributed.get_rank() : 4][:, :2])
 
 
-def test_what_cannot_be_routed_is_refused() -> None:
+def test_calls_that_cannot_be_routed_are_refused() -> None:
     with pytest.raises(ValueError, match="no model of transformers"):
         sf.from_module(torch.nn.Linear(2, 2), attention=nn.Dense())
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=11, hidden_size=16, n_layer=1, n_head=4))

@@ -458,7 +458,7 @@ def test_autocast_rounds_bodies_alike() -> None:
     ],
     ids=str,
 )
-def test_what_a_body_cannot_cut_is_refused(impl: Any) -> None:
+def test_sequences_that_a_body_cannot_cut_are_refused(impl: Any) -> None:
     """Before any transfer: the error has the shapes, and the bodies that can."""
     mesh = sf.make_mesh({"sp": 2}, abstract=True, device="cpu")
     q, k, other = torch.ones(1, 3, 5, 2), torch.ones(1, 3, 2, 2), torch.ones(1, 4, 5, 2)

@@ -106,7 +106,7 @@ def beside(T: int, chunk: int) -> float:
 
 
 @pytest.mark.nightly
-def test_what_is_on_the_device_is_some_chunks_however_many_there_are() -> None:
+def test_the_device_holds_a_few_chunks_however_many_there_are() -> None:
     found = [beside(T, 128) for T in (1024, 2048, 4096)]
     assert max(found) <= 10, found
     assert max(found) - min(found) <= 1, found
@@ -150,7 +150,7 @@ def test_remat_jit_and_grad() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
-def test_what_is_refused(tmp_path: Any) -> None:
+def test_refusals(tmp_path: Any) -> None:
     q = torch.randn(2, 6, 2, 4)
     wrongs: list[dict[str, Any]] = [{"chunk": 0}, {"chunk": 2, "to": "disk"}]
     for wrong in wrongs:

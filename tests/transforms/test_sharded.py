@@ -197,7 +197,7 @@ def _decodes(world: int) -> None:
 
 
 @distributed(world=2)
-def test_what_is_not_donated_is_not_written() -> None:
+def test_arguments_that_are_not_donated_are_not_written() -> None:
     cache: dict[str, sf.GlobalTensor] = {}
     mesh = sf.make_mesh({"dp": 1, "tp": 2})
     for mode, jit in JITS.items():
@@ -223,7 +223,7 @@ def test_what_is_not_donated_is_not_written() -> None:
 
 
 @distributed(world=2)
-def test_a_forward_is_all_that_is_captured_and_leaves_go_after_use() -> None:
+def test_only_a_forward_is_captured_and_leaves_go_after_use() -> None:
     mesh = sf.make_mesh({"dp": 2})
     params = {f"w{i}": torch.randn(64, 64) for i in range(8)}
 
@@ -379,7 +379,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
 
 
 @distributed(world=2)
-def test_ranks_that_call_different_functions_are_told() -> None:
+def test_ranks_that_call_different_functions_raise() -> None:
     mesh = sf.make_mesh({"dp": 2})
 
     def one(p: Tensor) -> Tensor:
