@@ -221,9 +221,9 @@ def _begin(store: Store, step: int, token: str, options: SaveOptions) -> str:
     newer = [n for n in store.steps() if n > step]
     if newer and options.in_order and not options.replace:
         raise FileExistsError(
-            f"{store} has checkpoints of steps {newer}, newer than step {step}: whoever restarts would go on from"
-            " those. Go on from the newest one, give this run a directory of its own, or pass replace=True, with which"
-            " they give way."
+            f"{store} has checkpoints of steps {newer}, newer than step {step}: a restart would go on from those. Go on"
+            " from the newest one, give this run a directory of its own, or pass replace=True, with which they give"
+            " way."
         )
     store.begin(step, token, replace=options.replace)
     return token

@@ -54,7 +54,7 @@ class TokenFile:
         expected, found = file.num_tokens * np.dtype(file.dtype).itemsize, path.stat().st_size
         if expected != found:
             raise ValueError(
-                f"{str(path)!r} has {found} bytes, but its description says {file.num_tokens} ids of {file.dtype} ="
+                f"{str(path)!r} has {found} bytes, but its description has {file.num_tokens} ids of {file.dtype} ="
                 f" {expected} bytes; write it again with encode_files."
             )
         return file

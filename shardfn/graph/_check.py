@@ -25,7 +25,9 @@ from ._values import part_of, where_of
 
 _UNEVEN, _EXCHANGES = " uneven", ("all_to_all", "ppermute")
 _COMMENT = "  # "
-_STAGES = "Every stage must be of the same loss and batch; let no branch on a rank's index decide what layers return."
+_STAGES = (
+    "Every stage must be of the same loss and batch; let no branch on a rank's index decide the results of layers."
+)
 _REMEDY = (
     "Every rank of a group must issue the same collectives in the same order: let no branch on a rank's own values or"
     " index decide which collective runs, and give ranks batches of equal shapes."

@@ -191,7 +191,7 @@ def _parts_of(state: TrainState, names: Names) -> dict[StatePart, Any]:
 
 def _check_names(parts: Mapping[StatePart, Any], tag: str) -> None:
     odd = [repr(x) for x in (tag, *(part.name for part in parts)) if not re.fullmatch(r"\w[\w.\-]*", x, re.ASCII)]
-    raise_all(ValueError, "names that are none of files, of letters, digits, dots, - and _:", odd)
+    raise_all(ValueError, "names of files have letters, digits, dots, - and _ only:", odd)
 
 
 def _check_states(parts: Mapping[StatePart, Any]) -> None:

@@ -229,7 +229,7 @@ def _check(archive: Archive, table: list[Row], config: gpt.Config, prefix: Any, 
     raise_all(ValueError, f"the files of {archive.directory} are not those of the model in its config.json:", problems)
     dtypes = {archive[name].dtype for name in wanted}
     if dtype is None and len(dtypes) > 1:
-        raise ValueError(f"{archive.directory} has tensors of several dtypes, {dtypes}; say dtype=.")
+        raise ValueError(f"{archive.directory} has tensors of several dtypes, {dtypes}; pass dtype=.")
 
 
 def _find(params: gpt.Params, config: gpt.Config, row: Row) -> Any:

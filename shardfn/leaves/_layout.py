@@ -270,6 +270,7 @@ def with_ratio(leaves: Sequence[LeafLayout], ratio: float) -> list[LeafLayout]:
             stay.add(leaf.path)
     if train and ratio < 1 and not stay:
         raise ValueError(
-            f"Zero(optimizer_fraction={ratio}) has no effect: every leaf is larger than what may stay on the device."
+            f"Zero(optimizer_fraction={ratio}) has no effect: every leaf is larger than the share that may stay on the"
+            " device."
         )
     return [leaf.with_state_at("device") if leaf.path in stay else leaf for leaf in leaves]

@@ -67,7 +67,7 @@ def attention(
         raise ValueError(f"attention: {H} query heads over {G} key heads; the latter must divide the former.")
     if mask is not None and causal is not None:
         raise ValueError(
-            f"attention: both causal={causal} and mask={mask}; say causal in the mask, as Causal() & mask."
+            f"attention: both causal={causal} and mask={mask}; write both in the mask, as Causal() & mask."
         )
     if mask is None:
         mask = Full() if causal is False else Causal()
@@ -77,7 +77,7 @@ def attention(
     own_rows(impl, T)
     if S != T and length != T:
         raise ValueError(
-            f"attention: {T} queries and {S} keys on a rank of a sequence of {length}; pass as many of both."
+            f"attention: {T} queries and {S} keys on a rank of a sequence of {length}; pass the same number of both."
         )
     raise_all(ValueError, f"attention with {mask}:", mask.problems(length, S if S != T else length, H))
     _check_samples(mask, q_BTHK.shape[0])

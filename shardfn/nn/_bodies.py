@@ -308,11 +308,11 @@ def whole_length(body: Body, num_tokens: int) -> int:
     """
     lengths = set(body.lengths)
     if len(lengths) > 1:
-        raise ValueError(f"attention: {body} says two lengths; leave out that of the inner one.")
+        raise ValueError(f"attention: {body} has two lengths; leave out that of the inner one.")
     if not lengths and math.prod(axis_size(a) for a in body.axes) > 1:
         raise ValueError(
             f"attention: {type(body).__name__} over {_axes_text(body)} needs length=, the tokens of the whole sequence:"
-            f" from the {num_tokens} that this rank has it cannot be told."
+            f" it does not follow from the {num_tokens} that this rank has."
         )
     return lengths.pop() if lengths else num_tokens
 

@@ -61,7 +61,7 @@ class Keys(Mask):
 
     def problems(self, queries: int, keys: int, heads: int) -> list[str]:
         own = self.keep_BS.shape[-1]
-        return [] if own == keys else [f"Keys of {own} tokens for {keys} keys: say of each key whether it counts"]
+        return [] if own == keys else [f"Keys of {own} tokens for {keys} keys: give each key a bool, whether it counts"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

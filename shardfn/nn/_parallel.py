@@ -226,8 +226,8 @@ def check_block(name: str, block: Sequence[int], whole: Features, axis: Axes, *,
     if whole is None:
         if n > 1:
             raise ValueError(
-                f"{name} is a block over the {n} ranks of {axis!r}: say {option}=, of the whole layer. Without it a"
-                " block cannot be told from a leaf that was left whole."
+                f"{name} is a block over the {n} ranks of {axis!r}: pass {option}=, of the whole layer. Without it a"
+                " block looks like a leaf that was left whole."
             )
         return
     dims, have = (whole,) if isinstance(whole, int) else tuple(whole), tuple(block)

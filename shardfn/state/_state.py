@@ -236,7 +236,7 @@ def state_owners(
             owner = None
         elif owner is None and len(leaf.shape) > 0:
             raise ValueError(
-                f"{name} of shape {tuple(leaf.shape)} has the shape of no parameter, so its sharding cannot be told;"
+                f"{name} of shape {tuple(leaf.shape)} has the shape of no parameter, so its sharding is unknown;"
                 " optimizer states are 0-d, shaped as their parameter, or a GlobalTensor."
             )
         out.append(owner)

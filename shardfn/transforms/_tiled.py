@@ -158,14 +158,16 @@ def _is_narrow(p: Any) -> bool:
 def _length(dim: int, xs: PyTree, cut: dict[int, Tensor]) -> int:
     paths = tree_paths(xs, "xs")
     lacking = [f"{paths[i]} has shape {tuple(x.shape)}" for i, x in cut.items() if x.ndim <= dim]
-    raise_all(ValueError, f"tiled cuts along dim {dim}; what is to be whole goes by name, or with params:", lacking)
+    raise_all(
+        ValueError, f"tiled cuts along dim {dim}; pass tensors that are to be whole by name, or with params:", lacking
+    )
     lengths = {x.shape[dim] for x in cut.values()}
     if not cut:
-        raise ValueError("tiled has no tensor to cut: f takes params, and then what is cut.")
+        raise ValueError("tiled has no tensor to cut: f takes params, and then the tensors to cut.")
     told = [f"{paths[i]} has {x.shape[dim]} of shape {tuple(x.shape)}" for i, x in cut.items()]
     raise_all(
         ValueError,
-        f"lengths along dim {dim}, which tiled cuts, differ; what is to be whole goes by name:",
+        f"lengths along dim {dim}, which tiled cuts, differ; pass tensors that are to be whole by name:",
         told if len(lengths) > 1 else [],
     )
     return lengths.pop()

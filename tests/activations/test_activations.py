@@ -252,7 +252,7 @@ def test_orders_that_make_no_sense_name_the_right_one() -> None:
         (lambda: sf.remat(off(_loss)), r"use remat\(f, policy=policy\), or offload\(remat\(f\)"),
         (lambda: _gradients(sf.remat(lambda ws, x: off(_loss)(ws, x))), r"offload inside remat has no effect"),
         (lambda: _gradients(sf.offload(_loss, policies.nothing_saveable)), r"use\s*remat\(f, policy=policy\)|Use"),
-        (lambda: _gradients(sf.offload(_loss, cast(Any, lambda saved: "gpu"))), "a policy said 'gpu'"),
+        (lambda: _gradients(sf.offload(_loss, cast(Any, lambda saved: "gpu"))), "a policy gave 'gpu'"),
         (lambda: policies.budget(-1), "must not be negative"),
         (lambda: sf.offload(_loss, ALL, window=-1), "must not be negative"),
     ):

@@ -280,9 +280,7 @@ def test_values_that_are_not_saved(tmp_path: pathlib.Path) -> None:
 def test_a_part_of_the_layers_of_a_stack_is_no_fit(tmp_path: pathlib.Path) -> None:
     checkpoint.save(tmp_path, {"blocks": {"w": torch.arange(8.0).view(4, 2)}}, step=1)
     like = {"blocks": [{"w": torch.zeros(2)} for _ in range(2)]}
-    with pytest.raises(
-        ValueError, match=r"\['blocks'\]\['w'\] of the checkpoint has 4 layers, of which 2 have a place"
-    ):
+    with pytest.raises(ValueError, match=r"\['blocks'\]\['w'\] of the checkpoint has 4 layers, and 2 have a place"):
         checkpoint.restore(tmp_path, like)
     got = checkpoint.restore(tmp_path, like, partial=True).tree["blocks"]
     assert [x["w"].tolist() for x in got] == [[0.0, 1.0], [2.0, 3.0]]

@@ -72,7 +72,7 @@ def test_held_activations_follow_the_schedule():
 @pytest.mark.parametrize(
     "setup, says",
     [
-        (run({"pp": 16}, 16), "makes 16 stages of 12 layers; some would have none"),
+        (run({"pp": 16}, 16), "makes 16 stages of 12 layers; some would have no layer"),
         pytest.param(
             run({"pp": 4}, 6, "interleaved"), "4 microbatches at a time; 6 do not fit", marks=pytest.mark.nightly
         ),

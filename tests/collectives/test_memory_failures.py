@@ -448,7 +448,7 @@ def test_ranks_that_choose_differently_raise_before_they_wait() -> None:
 
 def test_another_word_than_the_two_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_sharing.VARIABLE, "shm")
-    with pytest.raises(ValueError, match="SHARDFN_CHANNEL='shm' is none of 'memory', 'gloo'"):
+    with pytest.raises(ValueError, match="SHARDFN_CHANNEL='shm' is not one of 'memory', 'gloo'"):
         _sharing.wished()
 
 

@@ -235,7 +235,7 @@ def test_a_failure_of_another_rank_is_an_error_here_and_leaves_no_graph(at: int)
 @pytest.mark.parametrize(
     ("told", "says"),
     [
-        (("two tensors", SAME), "disagree on what the loss returns: a tensor"),
+        (("two tensors", SAME), "disagree on the result of the loss: a tensor"),
         (("a tensor", Events(["gather dp: all_gather float32 [3, 3]"], [])), "collective 1 on channel 'gather dp'"),
     ],
     ids=["results", "collectives"],

@@ -332,10 +332,12 @@ def test_an_undeclared_state_is_refused() -> None:
         return value, s
 
     with pytest.raises(
-        ValueError, match=r"(?s)averages what microbatches return.*has_state=True.*'mean' of shape \(6,\)"
+        ValueError, match=r"(?s)averages the results of microbatches.*has_state=True.*'mean' of shape \(6,\)"
     ):
         sf.accumulate(loss, 2)(params, first, batch)
-    with pytest.raises(ValueError, match=r"(?s)averages what microbatches return.*has_state=True.*a loss, dict, dict"):
+    with pytest.raises(
+        ValueError, match=r"(?s)averages the results of microbatches.*has_state=True.*a loss, dict, dict"
+    ):
         sf.accumulate(_counting, 1)(params, first, batch)
     told = sf.accumulate(loss, 2, has_state=True)
     with pytest.raises(ValueError, match="the step was built without; pass has_state=True to both"):

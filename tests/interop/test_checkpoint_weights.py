@@ -55,5 +55,5 @@ def test_trees_of_trees_and_values_without_parameters(tmp_path: pathlib.Path) ->
     checkpoint.save(tmp_path / "c", clash, 1, at="params")
     with pytest.raises(ValueError, match="the same name"):
         export_checkpoint(tmp_path / "c", tmp_path / "out")
-    with pytest.raises(ValueError, match="is none of"):
+    with pytest.raises(ValueError, match="is not one of"):
         export_checkpoint(tmp_path / "a", tmp_path / "out", dtype="int8")

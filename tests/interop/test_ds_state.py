@@ -123,7 +123,7 @@ def _saved(world: int, directory: str) -> None:
         assert torch.equal(x, y)
     with pytest.raises((FileExistsError, sf.RankError), match="is there already"):
         interop.save_deepspeed(directory, state, tag, learning_rate=0.1)
-    with pytest.raises(ValueError, match=r"none of files.*\n.*'\.\./x'"):
+    with pytest.raises(ValueError, match=r"names of files.*\n.*'\.\./x'"):
         interop.save_deepspeed(directory, state, "../x", learning_rate=0.1)
 
 

@@ -223,7 +223,7 @@ def test_refusals() -> None:
             nn.attention(x, x, x, impl=nn.Ring("sp"))
         with pytest.raises(ValueError, match="this rank has 3 tokens, but of 9 over 2 ranks of 'sp' its part is 5"):
             nn.attention(x, x, x, impl=nn.Ulysses("sp", 9))
-        with pytest.raises(ValueError, match="says two lengths"):
+        with pytest.raises(ValueError, match="has two lengths"):
             nn.attention(x, x, x, impl=nn.Ulysses("sp", 6, nn.Ring("r", 5)))
     config = gpt.Config(**SHAPE, attention=nn.Ring("sp", 8))
     with pytest.raises(ValueError, match="length must be their number"):

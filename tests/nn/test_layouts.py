@@ -156,7 +156,8 @@ def test_refusals_of_layouts() -> None:
         )
         refused("must be 1 or more", make, 16, block=0)
         assert (
-            make is layouts.dense or refused("'both' is none of 'bidirectional', 'unid", make, attention="both") is None
+            make is layouts.dense
+            or refused("'both' is not one of 'bidirectional', 'unid", make, attention="both") is None
         )
     refused("num_global_blocks=3 must divide num_local_blocks=4", layouts.fixed, num_global_blocks=3)
     refused(

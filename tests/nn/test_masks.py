@@ -126,7 +126,7 @@ def test_refusals() -> None:
         nn.attention(q, q, q, mask=nn.Segments(IDS[:, :9]))
     with pytest.raises(ValueError, match="the counts must agree"):
         nn.attention(q, q[:, :9], q[:, :9], mask=nn.Window(3))
-    with pytest.raises(ValueError, match="say causal in the mask"):
+    with pytest.raises(ValueError, match="write both in the mask"):
         nn.attention(q, q, q, mask=nn.Full(), causal=True)
     with pytest.raises(ValueError, match="looks back only"):
         nn.attention(q, q, q, mask=nn.Prefix(3), slopes_H=torch.ones(3))

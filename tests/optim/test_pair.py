@@ -220,5 +220,5 @@ def test_a_pair_whose_state_is_on_the_host() -> None:
     rule = GradientTransformation(*by_element(), needs=Needs("element"))
     check(lambda: rule, 1, 2, optimizer="host", grads="host", chunk_bytes=64)
     mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(stage=1, persist_elements=0, optimizer="host")
-    with pytest.raises(ValueError, match="keep its state on the device, or say that it treats every element alike"):
+    with pytest.raises(ValueError, match="keep its state on the device, or declare that it treats every element alike"):
         sf.sharded_step(loss, by_element(), mesh=mesh, zero=zero).init(params())

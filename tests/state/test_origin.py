@@ -126,7 +126,7 @@ def test_a_commit_without_a_rank_is_taken_with_a_warning(
     with caplog.at_level(logging.WARNING, logger="shardfn.memory"):
         told, got = _resume(tmp_path, {"dp": 1})
     assert not told and torch.equal(got, want)
-    assert "rank0 does not say which rank wrote it" in caplog.text
+    assert "rank0 has no record of the rank that wrote it" in caplog.text
 
 
 def test_a_commit_without_a_rank_is_refused_where_more_ranks_wrote_beside_it(tmp_path: pathlib.Path) -> None:

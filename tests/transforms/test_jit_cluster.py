@@ -95,7 +95,7 @@ def test_functions_alone_choose_and_options_without_effect_are_refused() -> None
         ({"memory": 1 << 30}, "without cluster= has no effect"),
         ({"cluster": box, "memory": 0}, "above 0"),
         ({"cluster": box, "graph_schedule": Schedule()}, "leaves nothing to choose"),
-        ({"cluster": box, "prefetch": 0, "bucket": 0, "reductions": 0}, "nothing is left to choose"),
+        ({"cluster": box, "prefetch": 0, "bucket": 0, "reductions": 0}, "no choice is left"),
     )
     for options, said in bad:
         with pytest.raises(ValueError, match=said):

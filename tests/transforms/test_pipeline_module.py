@@ -267,10 +267,10 @@ def test_arguments_of_layers_that_are_made_of_parameters_are_computed_at_their_u
 @pytest.mark.parametrize(
     ("order", "said"),
     [
-        ("skips", "something besides the next layer uses what a layer returns"),
-        pytest.param("sums", "something besides the next layer uses what a layer returns", marks=pytest.mark.nightly),
+        ("skips", "something besides the next layer uses the result of a layer"),
+        pytest.param("sums", "something besides the next layer uses the result of a layer", marks=pytest.mark.nightly),
         pytest.param(
-            "branches", "something besides the next layer uses what a layer returns", marks=pytest.mark.nightly
+            "branches", "something besides the next layer uses the result of a layer", marks=pytest.mark.nightly
         ),
     ],
 )

@@ -352,7 +352,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     x = sf.shard(torch.ones(4), P("dp"), mesh)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"in_specs": (P("pd"),)}, r"axis 'pd' is not in the mesh"),
-        ({"in_specs": ("dp",)}, r"specs\['in_specs'\]\[0\] is 'dp'; say P"),
+        ({"in_specs": ("dp",)}, r"specs\['in_specs'\]\[0\] is 'dp'; write P"),
         ({"donate": 0}, r"donate=0: the first argument is gathered"),
         ({"in_specs": (None,), "donate": 1}, r"donate=1 has no effect: in_specs has no entry for args\[1\]"),
     ]

@@ -318,7 +318,7 @@ def test_ranks_that_draw_or_return_different_things_raise() -> None:
         return p.sum(), ({"a": 1.0} if rank else {"b": 1.0})
 
     step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh, has_aux=True)
-    with pytest.raises(sf.RankError, match=r"(?s)what the loss returns.*rank 0: a mean and aux \['b'\].*\['a'\]"):
+    with pytest.raises(sf.RankError, match=r"(?s)the result of the loss.*rank 0: a mean and aux \['b'\].*\['a'\]"):
         step(step.init(torch.ones(3)), torch.ones(1))
     # the order of names is not a difference
     names = ("a", "b") if rank else ("b", "a")

@@ -107,7 +107,7 @@ class PipelinedFunctions(Enclosed):
             told = f"{len(found)}" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
             raise ValueError(
                 f"a pipeline of {len(self.functions)} functions wants model_state.blocks as a list with the state of"
-                f" each, got {told}; () is none."
+                f" each, got {told}; () has no values."
             )
         return list(found)
 

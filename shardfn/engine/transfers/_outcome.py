@@ -48,4 +48,4 @@ def agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
     if plan.learnt.outcome is None:
         outcome = f"{'a mean' if out.weight is None else WEIGHTED} and aux {sorted(out.aux)}"
         plan.learnt.take_outcome(outcome)
-        comms.control.agree("what the loss returns", outcome)
+        comms.control.agree("the result of the loss", outcome)
