@@ -90,10 +90,10 @@ def _planned(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
     setup = parse_setup(args)
     made = plan(setup)
     captured = exact(setup) if args.exact else None
-    told = advice(made)
+    hints = advice(made)
     if args.json:
-        return dump(plan_json(made, captured) | {"advice": list(told)}), [made]
-    return plan_text(made, captured) + advice_text(told), [made]
+        return dump(plan_json(made, captured) | {"advice": list(hints)}), [made]
+    return plan_text(made, captured) + advice_text(hints), [made]
 
 
 def _of_recipe(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:

@@ -59,8 +59,8 @@ def longest_text(setup: Setup, found: Sequence[LongestSequence]) -> str:
         "Read off steps on one rank in float32; messages of attention between ranks are not counted.",
     ]
     head = f"# The longest sequence of {setup.model} on {ranks} x {setup.cluster.device.name}"
-    told = "\n".join(f"- {n}" for n in notes)
-    return f"{head}\n\n{table(('settings', 'tokens', 'a rank', 'GiB'), rows)}\n\n{told}\n"
+    footnotes = "\n".join(f"- {n}" for n in notes)
+    return f"{head}\n\n{table(('settings', 'tokens', 'a rank', 'GiB'), rows)}\n\n{footnotes}\n"
 
 
 def longest_json(found: Sequence[LongestSequence]) -> dict[str, Any]:

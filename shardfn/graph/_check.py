@@ -213,9 +213,9 @@ def _compare_messages(programs: Sequence[Sequence[Moment]], shape: Mapping[str, 
     for (channel, _, (_, _, tag)), found in ends.items():
         if len(found) == 2 and found[True][2] == found[False][2]:
             continue
-        told = [f"  rank {r} {'sends' if e else 'receives'} {what} ({m.where})" for e, (r, m, what) in found.items()]
-        told += [] if len(found) == 2 else ["  and no rank is at the other end"]
-        raise RankError("\n".join([f"stages differ in message {tag} on channel {channel!r}:", *told, _STAGES]))
+        sides = [f"  rank {r} {'sends' if e else 'receives'} {what} ({m.where})" for e, (r, m, what) in found.items()]
+        sides += [] if len(found) == 2 else ["  and no rank is at the other end"]
+        raise RankError("\n".join([f"stages differ in message {tag} on channel {channel!r}:", *sides, _STAGES]))
 
 
 def _place(channel: str, shape: Mapping[str, int], rank: int) -> tuple[tuple[int, ...], int]:
@@ -242,7 +242,7 @@ def _message(t: Transfer) -> MessageEnd | None:
 
 def _place_text(node: Node) -> str:
     """The user's line, with the stage and the microbatch if it is a pipeline."""
-    return "; ".join(told for told in (where_of(node), part_of(node)) if told)
+    return "; ".join(part for part in (where_of(node), part_of(node)) if part)
 
 
 def _is_made(channel: str) -> bool:

@@ -103,10 +103,10 @@ def _attended(impl: Body, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, how: O
 
 
 def _check_samples(mask: Mask, num: int) -> None:
-    told = [len(m.index_B) for m in mask.parts if isinstance(m, PairDropout) and len(m.index_B) != num]
-    if told:
+    wrong = [len(m.index_B) for m in mask.parts if isinstance(m, PairDropout) and len(m.index_B) != num]
+    if wrong:
         raise ValueError(
-            f"attention: PairDropout numbers {told[0]} samples, and the queries are of {num}; give index_B the global"
+            f"attention: PairDropout numbers {wrong[0]} samples, and the queries are of {num}; give index_B the global"
             " number of each sample of this rank."
         )
 

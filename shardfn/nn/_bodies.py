@@ -77,8 +77,8 @@ class Dense(Local):
         if scales is not None or how.sinks_H is not None:
             y_BHTK = _multiplied(narrowed(q_BHTK, k_BGSK, v_BGSK), (open, bias, scales), how)
             return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
-        told = open if bias is None else bias.masked_fill(~open, -math.inf).to(q_BTHK.dtype)
-        y_BHTK = _attended(q_BHTK, k_BGSK, v_BGSK, attn_mask=told, **options)
+        keep = open if bias is None else bias.masked_fill(~open, -math.inf).to(q_BTHK.dtype)
+        y_BHTK = _attended(q_BHTK, k_BGSK, v_BGSK, attn_mask=keep, **options)
         return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
 
 

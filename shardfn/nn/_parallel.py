@@ -238,9 +238,9 @@ def check_block(name: str, block: Sequence[int], whole: Features, axis: Axes, *,
         start, stop = own_range(size, axis)
         wanted.append((*dims[:i], stop - start, *dims[i + 1 :]))
     if have not in wanted:
-        told = " or ".join(str(w) for w in dict.fromkeys(wanted))
+        shapes = " or ".join(str(w) for w in dict.fromkeys(wanted))
         raise ValueError(
-            f"{name} has {have} of {option}={whole}, but this rank's block over the {n} ranks of {axis!r} is {told};"
+            f"{name} has {have} of {option}={whole}, but this rank's block over the {n} ranks of {axis!r} is {shapes};"
             f" cut the leaf along {axis!r} in its compute spec, or correct {option}."
         )
 

@@ -150,10 +150,10 @@ def _named(names: tuple[str, ...], inner: GradientTransformation) -> GradientTra
 
 def _ascends(txs: Sequence[GradientTransformation]) -> bool | Callable[[Params], Sequence[bool]]:
     """Whether all rules ascend, by leaf where they differ: a descending one turns updates around, or stops them."""
-    said = [tx.needs.ascends for tx in txs]
-    if False in said:
+    all_ascend = [tx.needs.ascends for tx in txs]
+    if False in all_ascend:
         return False
-    if all(x is True for x in said):
+    if all(x is True for x in all_ascend):
         return True
     return lambda params: [all(of) for of in zip(*(ascending(tx, params) for tx in txs), strict=True)]
 

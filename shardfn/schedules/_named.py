@@ -37,8 +37,8 @@ def named_schedule(name: str, num_chunks: int = 1) -> Callable[[int, int], Pipel
         return lambda num_ranks, num_microbatches: interleaved(num_ranks, num_microbatches, num_chunks)
     own = SCHEDULES[name](2, 4).num_chunks
     if own != num_chunks or name == "interleaved":
-        told = "two chunks or more" if name == "interleaved" else f"num_chunks={own}"
+        allowed = "two chunks or more" if name == "interleaved" else f"num_chunks={own}"
         raise ValueError(
-            f"schedule={name!r} with num_chunks={num_chunks}: it has {told}; several chunks are 'interleaved'."
+            f"schedule={name!r} with num_chunks={num_chunks}: it has {allowed}; several chunks are 'interleaved'."
         )
     return SCHEDULES[name]

@@ -164,11 +164,11 @@ def _length(dim: int, xs: PyTree, cut: dict[int, Tensor]) -> int:
     lengths = {x.shape[dim] for x in cut.values()}
     if not cut:
         raise ValueError("tiled has no tensor to cut: f takes params, and then the tensors to cut.")
-    told = [f"{paths[i]} has {x.shape[dim]} of shape {tuple(x.shape)}" for i, x in cut.items()]
+    lengths_of = [f"{paths[i]} has {x.shape[dim]} of shape {tuple(x.shape)}" for i, x in cut.items()]
     raise_all(
         ValueError,
         f"lengths along dim {dim}, which tiled cuts, differ; pass tensors that are to be whole by name:",
-        told if len(lengths) > 1 else [],
+        lengths_of if len(lengths) > 1 else [],
     )
     return lengths.pop()
 
@@ -184,8 +184,8 @@ def _joined(dim: int, lengths: list[int], outs: list[Any]) -> Any:
     for n, out in zip(lengths, outs, strict=True):
         for path, x in named_leaves(out, "result"):
             fits = isinstance(x, Tensor) and (x.ndim == 0 or (x.ndim > dim and x.shape[dim] == n))
-            told = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            wrong += [] if fits else [f"{path} of a tile of {n} is {told}"]
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            wrong += [] if fits else [f"{path} of a tile of {n} is {got}"]
     raise_all(
         ValueError, f"results of a tiled function are 0-d (and summed) or as long as its tile along {dim}:", wrong
     )

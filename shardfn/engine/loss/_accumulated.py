@@ -232,8 +232,8 @@ def _of_parts(loss: Loss, batches: Sequence[PyTree]) -> Loss:
 
 
 def _sizes_told(batches: Sequence[PyTree]) -> str:
-    told = [f"microbatch {i}: {', '.join(_rows_told(b))}" for i, b in enumerate(batches)]
-    return "; ".join(first_of(told, _SHOWN))
+    of_each = [f"microbatch {i}: {', '.join(_rows_told(b))}" for i, b in enumerate(batches)]
+    return "; ".join(first_of(of_each, _SHOWN))
 
 
 _SHOWN = 4
