@@ -37,7 +37,7 @@ class GradientStore:
     def __init__(self, plan: Plan, wires: Sequence[SumWire], late_axes: tuple[str, ...]) -> None:
         self._plan, self._wires, self._late_axes = plan, wires, late_axes
         # Leaves are made whole during the backward, but not while parameters use the same channel.
-        self._overlaps = not any(leaf.gathered for leaf in plan.layers)
+        self._overlaps = all(leaf.used.dim is None for leaf in plan.layers)
         self._pool = pool_of(plan)
         # All ranks along these axes have the same ones.
         own = [plan.layers[unit.leaves[0]].own_axes for unit in plan.reduce_units]
