@@ -58,7 +58,7 @@ def test_links_and_anchors_exist(page: pathlib.Path) -> None:
     assert broken == []
 
 
-def test_the_link_check_sees_what_is_missing(tmp_path: pathlib.Path) -> None:
+def test_the_link_check_sees_missing_targets(tmp_path: pathlib.Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A title, `code`\n\n[here](#a-title-code) [gone](#b) [file](none.md) [web](https://a.b)\n")
     assert _links(page) == ["#a-title-code", "#b", "none.md", "https://a.b"]
@@ -72,7 +72,7 @@ def test_every_page_has_its_place_in_the_site() -> None:
     assert set(named) == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
 
 
-def test_the_reference_names_what_the_rooms_have() -> None:
+def test_the_reference_has_the_public_names_of_the_rooms() -> None:
     code = "import json, make_reference; print(json.dumps(make_reference.pages()))"
     env = os.environ | {"PYTHONPATH": f"{DOCS}{os.pathsep}{ROOT}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
@@ -117,7 +117,7 @@ def test_the_pictures_of_a_step_are_drawn(tmp_path: pathlib.Path, monkeypatch: p
 
 
 @pytest.mark.nightly
-def test_the_notebook_runs_and_prints_what_it_shows(tmp_path: pathlib.Path) -> None:
+def test_the_notebook_runs_and_prints_the_output_that_it_shows(tmp_path: pathlib.Path) -> None:
     cells = json.loads((DOCS / "several_ranks.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     shown = ["".join(line for out in cell.get("outputs", ()) for line in out["text"]) for cell in cells]

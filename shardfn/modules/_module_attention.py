@@ -361,9 +361,9 @@ def _refuse_no_tokens(model: Any, body: Body, rows: Sequence[Any], length: int) 
     if not rows:
         num = axis_size(body.axes)
         raise ValueError(
-            f"{type(model).__name__} with attention={body}: of {length} tokens over {num} ranks this rank has none, and"
-            f" models of transformers do not run without tokens; pad rows to a multiple of {num} tokens, with labels of"
-            " -100, or take fewer ranks along the sequence."
+            f"{type(model).__name__} with attention={body}: of {length} tokens over {num} ranks this rank has no token,"
+            f" and models of transformers do not run without tokens; pad rows to a multiple of {num} tokens, with"
+            " labels of -100, or take fewer ranks along the sequence."
         )
 
 

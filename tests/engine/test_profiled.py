@@ -36,11 +36,11 @@ def test_parts_are_named_by_leaf_and_change_nothing(world: int) -> None:
             assert torch.equal(a, b)
 
 
-def test_without_a_profiler_nothing_is_made() -> None:
+def test_no_range_is_made_without_a_profiler() -> None:
     assert named_range("gather") is named_range("reduce")
 
 
-def test_a_span_has_what_is_not_of_spans_inside() -> None:
+def test_a_span_excludes_the_spans_inside_it() -> None:
     with count_traffic() as traffic:
         spans = Spans(traffic)
         with spans.span("outer", ()):
