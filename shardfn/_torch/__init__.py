@@ -5,6 +5,7 @@ from ._version import check_torch as check_torch
 from ._names import (
     all_gather_single as all_gather_single,
     reduce_scatter_single as reduce_scatter_single,
+    AutogradInfo as AutogradInfo,
     BatchNorm as BatchNorm,
     CHECKPOINT as CHECKPOINT,
     DYNAMO as DYNAMO,
@@ -36,6 +37,7 @@ from ._names import (
     inductor as inductor,
     is_stashed as is_stashed,
     is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,
+    make_autograd_impl as make_autograd_impl,
     make_contiguous_strides_for as make_contiguous_strides_for,
     make_graph_module as make_graph_module,
     maybe_get_level as maybe_get_level,

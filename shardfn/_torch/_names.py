@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch._guards import TracingContext as TracingContext
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._guards import tracing as tracing
+from torch._library.autograd import Info as AutogradInfo
+from torch._library.autograd import make_autograd_impl as make_autograd_impl
 from torch._ops import OpOverload as OpOverload
 from torch._prims_common import (
     compute_elementwise_output_strides as compute_elementwise_output_strides,
@@ -64,6 +66,7 @@ from torch.utils._python_dispatch import (
 )
 
 __all__ = [
+    "AutogradInfo",
     "BatchNorm",
     "DataDependentOutputException",
     "DynamicOutputShapeException",

@@ -23,6 +23,8 @@ from torch import Tensor
 
 _ROOM = pathlib.Path(__file__).parent
 _SHARED = "_native.cpp"
+# Included by the other sources.
+_HEADER = "_vectors.hpp"
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 # Sources that need not match the reference's bits use threads, and fused multiply-adds. They mark the loops to unroll,
 # so -O2 suffices, and builds in a third of the time of -O3.
@@ -30,7 +32,7 @@ _FAST = ("-O2", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
 # Sources that match the reference's bits, and use threads: each product and each sum is rounded by itself. GCC must not
 # take apart the chains of operations that the sources write side by side.
 _EXACT = ("-fno-tree-ter", "-pthread", "-Wno-psabi")
-_FLAGS_OF = {_SHARED: (), "draw/_native.cpp": _EXACT, "penalise/_native.cpp": _EXACT}
+_FLAGS_OF = {"draw/_native.cpp": _EXACT, "penalise/_native.cpp": _EXACT}
 
 
 class NoCompilerError(Exception):
@@ -41,7 +43,9 @@ class NoCompilerError(Exception):
 def library(source: str = _SHARED) -> ctypes.CDLL | None:
     """The functions of a C++ file; None without a compiler, and, with a warning, if the compiler fails."""
     try:
-        return build("kernels", _ROOM / source, flags=_FLAGS_OF.get(source, _FAST))
+        if source == _SHARED:
+            return build("kernels", _ROOM / source)
+        return build("kernels", _ROOM / source, _ROOM / _HEADER, flags=_FLAGS_OF.get(source, _FAST))
     except NoCompilerError:
         return None
     except (OSError, subprocess.SubprocessError) as error:
@@ -58,7 +62,7 @@ def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple
     Args:
         name: of the file in the cache.
         source: the file to build.
-        included: the files beside it that it includes.
+        included: the files that it includes.
         flags: for the compiler, added to those that all sources get.
 
     Raises:
@@ -82,6 +86,26 @@ def call(name: str, *args: Any, source: str = _SHARED) -> None:
     found = library(source)
     assert found is not None
     getattr(found, name)(*map(_passed, args))
+
+
+@functools.cache
+def function(source: str, name: str, kinds: str) -> Any:
+    """A function of a C++ file with the types of its arguments, which keeps short calls cheap; None without a compiler.
+
+    Args:
+        source: the file.
+        name: of the function, which returns nothing.
+        kinds: of its arguments, a letter each: p is an address, i an int64, f a float.
+    """
+    found = library(source)
+    if found is None:
+        return None
+    run = getattr(found, name)
+    run.argtypes, run.restype = [_KINDS[kind] for kind in kinds], None
+    return run
+
+
+_KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
 
 def total(lanes: Tensor) -> Tensor:

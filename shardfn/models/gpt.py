@@ -25,7 +25,11 @@ from ._gpt_block import Wrap as Wrap
 from ._gpt_block import block as _block
 from ._gpt_block import dropout as _dropout
 from ._gpt_block import norm as _norm
+from ._gpt_block import weight as _weight
 from ._gpt_config import Config as Config
+from ._gpt_decode import check_decodable as check_decodable
+from ._gpt_decode import decode as decode
+from ._gpt_decode import pack as pack
 from ._gpt_leaves import Params as Params
 from ._gpt_leaves import check_blocks
 from ._gpt_leaves import init as init
@@ -404,7 +408,7 @@ def _head(config: Config, params: Params) -> Any:
 
 
 def _logits(config: Config, params: Params, x_BTD: Tensor, along: _Along) -> Tensor:
-    return nn.column_linear(x_BTD, _head(config, params), features=config.vocab_size, **along._asdict())
+    return nn.column_linear(x_BTD, _weight(config, _head(config, params)), features=config.vocab_size, **along._asdict())
 
 
 def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None) -> dict[str, Any]:
@@ -414,7 +418,7 @@ def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tens
     if config.layout is not None:
         mask = mask & config.layout(nn.whole_length(config.attention, len(positions_T)))
     mask = mask if ids_BT is None else mask & nn.Segments(nn.whole_sequence(ids_BT, config.attention))
-    how: dict[str, Any] = {"how": nn.Attending(mask, config.attention)}
+    how: dict[str, Any] = {"how": nn.Attending(mask, nn.Exact() if config.exact else config.attention)}
     if config.position == "rope":
         return how | {"table": nn.rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=dtype)}
     if config.position == "alibi":

@@ -1,6 +1,7 @@
 """The ways to compute attention, as values: on one device, and on ranks that each have some tokens of a sequence.
 
     Dense()                                 torch's kernel
+    Exact()                                 one whose tokens have the same bits beside any other tokens
     Blockwise(block)                        a tile of scores at a time
     BlockSparse(block)                      one kernel over the tiles that the mask leaves
     Ulysses(axis, length, inner)            tokens of some heads: heads are dealt to ranks and back by `all_to_all`

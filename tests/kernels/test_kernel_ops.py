@@ -59,6 +59,9 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
      (X, torch.tensor([[1, 2], [3, -1]]).int(), torch.tensor([1, 0]).int(), *[SCALES.double()] * 3)),
     ("row_linear", lambda x, w: kernels.row_linear(x, w, 5), (X, kernels.pack_rows(torch.randn(5, 16))),
      (X, kernels.pack_rows(torch.randn(5, 16)), 5, 8, torch.ones(5))),
+    ("gated_silu", kernels.gated_silu, (X, ERROR), (X, ERROR)),
+    ("gelu", kernels.gelu, (X,), (X,)),
+    ("row_norm", lambda x, w: kernels.row_norm(x, w, centered=True), (X, ERROR[0]), (X, ERROR[0], X[0], 1e-5, False)),
     ("preconditioned_step_", lambda *xs: kernels.preconditioned_step_(*xs, eps=1e-8), MOMENTS, (*MOMENTS, 1e-8, 0.1)),
 ]  # fmt: skip
 

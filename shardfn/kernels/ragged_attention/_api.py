@@ -1,0 +1,155 @@
+"""Attention of ragged tokens over a paged cache, which first receives their keys and values.
+
+T tokens, H heads, G key heads, K head dim, S sequences.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Float32, Int32, UInt8
+from torch import Tensor
+
+from shardfn.kernels._arguments import check_dtype, check_shape, check_written
+from shardfn.kernels._dispatch import implementation
+from shardfn.kernels._library import define, refuse_backward
+
+# The widest head.
+WIDEST = 256
+_CACHES = (torch.float32, torch.bfloat16)
+
+
+def ragged_attention(
+    q: Float[Tensor, "t h k"],
+    k: Float[Tensor, "t g k"],
+    v: Float[Tensor, "t g k"],
+    cache: Float[Tensor, "blocks block 2 g k"],
+    slots: Int32[Tensor, " t"],
+    positions: Int32[Tensor, " t"],
+    sequences: Int32[Tensor, " t"],
+    tables: Int32[Tensor, "s width"],
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    slopes: Float[Tensor, " h"] | None = None,
+    sinks: Float[Tensor, " h"] | None = None,
+    tree: Bool[Tensor, "t t"] | UInt8[Tensor, "t t"] | None = None,
+) -> Float32[Tensor, "t h k"]:
+    """Writes the keys and values of tokens into a cache, then returns the attention of each to its sequence.
+
+        cache[slots[i] // block, slots[i] % block] = k[i], v[i]                     for all tokens i, then
+        s[p] = cap(scale q[i] k_p) - slope (positions[i] - p)                       cap(x) = c tanh(x / c)
+        y[i] = sum of e^s[p] v_p / (sum of e^s[p] + e^sink)                         over the positions p that i sees
+
+    Token i sees the positions from 0, or from positions[i] - window + 1, to positions[i]. The key at position p of
+    sequence s is in block tables[s, p // block], at place p % block. Head h reads key head h // (H / G).
+
+    Each element is one fixed expression of its row of q and of the keys and values that it sees, by their positions
+    alone. So its bits depend neither on the tables, the size of blocks, the cut of a sequence into calls, and other
+    tokens, nor on threads and the processor. The expression: tiles of 32 positions from position 0 on, without those
+    of which nothing is seen; a softmax carried from tile to tile; sums of fused multiply-adds in a fixed order.
+    There is no derivative yet.
+
+    Args:
+        q: queries, float32; G divides H.
+        k: keys, float32.
+        v: values, float32.
+        cache: float32 or bfloat16, contiguous, written in place. Keys and values are rounded to its dtype before they
+            are read, also a token's own. Of tokens with the same slot the last one's are kept.
+        slots: where each token is written, int32.
+        positions: of each token in its sequence, int32.
+        sequences: the row of `tables` for each token, int32.
+        tables: blocks of each sequence, int32. Entries that no token reads may have any value.
+        scale: of scores; 1 / sqrt(K) if None.
+        window: the number of positions that a token sees at most, with its own.
+        softcap: the bound c of scores.
+        slopes: of ALiBi, float32.
+        sinks: the score of one more key, whose value is 0, float32.
+        tree: for guesses that branch: where row i has bits, the keys at the last positions that token i sees are those
+            of the tokens j with tree[i, j], read from their slots instead of the table's. In the order of j, these are
+            tokens of i's sequence, at consecutive positions up to positions[i], and the last one is i. A row without
+            bits uses the table alone.
+
+    Returns:
+        y, float32. A row is 0 if all its scores are -inf.
+
+    Raises:
+        TypeError: for other dtypes.
+        ValueError: shapes do not fit, or a token is out of range; nothing is written.
+        NotImplementedError: in a backward.
+
+    Example:
+        >>> q, k, v = torch.ones(3, 2, 4), torch.ones(3, 1, 4), torch.arange(12.0).view(3, 1, 4)
+        >>> cache = torch.zeros(4, 2, 2, 1, 4)  # 4 blocks of 2 tokens
+        >>> places = torch.arange(3, dtype=torch.int32)
+        >>> tables = torch.tensor([[3, 1]], dtype=torch.int32)  # block 3 has positions 0 and 1, block 1 has 2
+        >>> slots = torch.tensor([6, 7, 2], dtype=torch.int32)
+        >>> ragged_attention(q, k, v, cache, slots, places, torch.zeros_like(places), tables)[:, 0]
+        tensor([[0., 1., 2., 3.],
+                [2., 3., 4., 5.],
+                [4., 5., 6., 7.]])
+        >>> cache[3, 1, 1]  # a value
+        tensor([[4., 5., 6., 7.]])
+
+    References:
+        Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, SOSP 2023,
+        https://arxiv.org/abs/2309.06180
+        Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, https://arxiv.org/abs/1805.02867
+    """
+    _check_arguments(q, k, v, cache, {"slots": slots, "positions": positions, "sequences": sequences}, tables)
+    T, H, K = q.shape
+    for name, x in (("slopes", slopes), ("sinks", sinks)):
+        if x is not None:
+            check_dtype(name, x, torch.float32)
+            check_shape(name, x, (H,), "one for each head")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; a token sees at least its own position: 1 or more, or None")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; scores are bounded by a number above 0, or by None")
+    if tree is not None:
+        if tree.dtype not in (torch.bool, torch.uint8):
+            raise TypeError(f"tree is {tree.dtype}, must be {torch.bool} or {torch.uint8}")
+        check_shape("tree", tree, (T, T), "a bit for each two tokens")
+    scale = K**-0.5 if scale is None else scale
+    window = None if window is None else min(window, 1 << 30)
+    plan = slots, positions, sequences, tables
+    op = torch.ops.shardfn_kernels.ragged_attention
+    return op(q, k, v, cache, *plan, scale, window, softcap, slopes, sinks, tree)
+
+
+def _check_arguments(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: dict[str, Tensor], tables: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dtype(name, x, torch.float32)
+    if cache.dtype not in _CACHES:
+        raise TypeError(f"cache is {cache.dtype}; must be {_CACHES[0]} or {_CACHES[1]}")
+    T, H, K = q.shape
+    if not 1 <= K <= WIDEST:
+        raise ValueError(f"q is of shape {tuple(q.shape)}; heads have from 1 to {WIDEST} elements")
+    G = cache.shape[3] if cache.ndim == 5 else 0
+    check_shape("cache", cache, (*cache.shape[:2], 2, G, K), "blocks, places of a block, key and value, key heads, K")
+    check_written("cache", cache)
+    if not G or H % G:
+        raise ValueError(f"q has {H} heads and cache {G} key heads; their number must divide that of heads")
+    for name, x in (("k", k), ("v", v)):
+        check_shape(name, x, (T, G, K), "a row of the cache's heads for each token")
+    for name, x in plan.items():
+        check_dtype(name, x, torch.int32)
+        check_shape(name, x, (T,), "one for each token")
+    check_dtype("tables", tables, torch.int32)
+
+
+def _ragged_attention(
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
+    scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
+    tree: Tensor | None,
+) -> Tensor:  # fmt: skip
+    run = implementation("ragged_attention", "ragged_attention", q.device)
+    plan = (x.contiguous() for x in (slots, positions, sequences, tables))
+    return run(q, k, v, cache, *plan, scale, window, softcap, slopes, sinks, tree)
+
+
+define(
+    "ragged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) cache, Tensor slots, Tensor positions, Tensor sequences,"
+    " Tensor tables, float scale, int? window, float? softcap, Tensor? slopes, Tensor? sinks, Tensor? tree) -> Tensor",
+    _ragged_attention,
+    lambda q, *rest: q.new_empty(q.shape),
+)
+refuse_backward("ragged_attention", "call it on q.detach(), k.detach() and v.detach() or under torch.no_grad().")

@@ -1,0 +1,153 @@
+"""Attention of ragged tokens over a paged cache: the definition. Arithmetic is float32, each operation rounded once.
+
+T tokens, G key heads, R query heads for each of them, K head dim, N positions of a tile.
+"""
+
+import torch
+from torch import Tensor
+
+from shardfn.kernels.row_linear._reference import fused
+
+from ._check import check_plan
+
+# Positions of a tile; lanes over K of a dot product, and of the sum of weights.
+TILE, LANES = 32, 16
+LOG2E, HIGH, LOW = 1.4426950408889634, 0.693147182464599609375, -1.904654299957768e-09
+MAGIC = 12582912.0  # 1.5 * 2^23: numbers added to it are rounded to whole numbers, ties to even
+LEAST = -87.0
+# Polynomials of Cephes, the highest power first: e^r for |r| <= log 2 / 2, and (tanh x - x) / x^3 of x^2, |x| < 0.625.
+EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0)
+TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+SMALL = 0.625
+
+
+def ragged_attention(
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
+    scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
+    tree: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Fp32 [T, H, K]. Writes cache [blocks, block, 2, G, K]."""
+    check_plan(cache, slots, positions, sequences, tables, window, tree)
+    write(k, v, cache, slots)
+    (T, H, K), G = q.shape, k.shape[1]
+    slope, sink = (None if x is None else x.view(G, H // G) for x in (slopes, sinks))
+    places = seen_slots(cache.shape[1], slots, positions, sequences, tables, window, tree)
+    flat, q = cache.flatten(0, 1), q.view(T, G, H // G, K)
+    state = _start(q, sink)
+    for begin in range(0, places.shape[1], TILE):
+        at = places[:, begin : begin + TILE]
+        kv_TN2GK = flat[at.clamp(min=0)].float()
+        x = _scores(q, kv_TN2GK[:, :, 0], scale, softcap)
+        if slope is not None:
+            p = torch.arange(begin, begin + TILE, device=q.device)
+            x = fused(-slope[..., None], (positions[:, None] - p).float()[:, None, None], x)
+        state = _with_tile(state, x, kv_TN2GK[:, :, 1], at >= 0)
+    _, lanes, y = state
+    total = halved(lanes)[..., None]
+    return torch.where(total == 0, 0.0, y / total).view(T, H, K)
+
+
+def write(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Writes each token's key and value at its slot; of tokens with the same slot the last one's."""
+    index, order = slots.long(), torch.arange(len(slots), device=slots.device)
+    last = order.new_full((cache.shape[:2].numel(),), -1).scatter_reduce(0, index, order, "amax")
+    kept = last[index] == order
+    cache.flatten(0, 1)[index[kept]] = torch.stack([k, v], 1)[kept].to(cache.dtype)
+
+
+def seen_slots(
+    block: int, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor, window: int | None,
+    tree: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The slots of the keys that tokens see, by position, int64 [T, whole tiles]; -1 where they see nothing."""
+    most = int(positions.max()) + 1 if len(positions) else 0
+    p, mine = torch.arange(-(-most // TILE) * TILE, device=slots.device), positions[:, None].long()
+    seen = p <= mine
+    if window is not None:
+        seen &= p > mine - window
+    blocks = tables[sequences.long()].long()
+    at = blocks[:, (p // block).clamp(max=max(blocks.shape[1] - 1, 0))] * block + p % block
+    if tree is not None:
+        seen_token = (tree != 0).nonzero()
+        i, j = seen_token.unbind(1)
+        at[i, positions[j].long()] = slots[j].long()
+    return torch.where(seen, at, -1)
+
+
+def _start(q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest score [T, G, R], lanes of the sum of weights [T, G, R, LANES], weighted values [T, G, R, K]."""
+    most = q.new_full(q.shape[:-1], -torch.inf)
+    most = most if sink is None else sink.expand_as(most)
+    lanes = q.new_zeros(*most.shape, LANES)
+    lanes[..., 0] = (most > -torch.inf).float()
+    return most, lanes, torch.zeros_like(q)
+
+
+def _scores(q: Tensor, k_TNGK: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """The scores [T, G, R, N]: lane l has the chain over elements l, l + 16, ...; lanes are added by halving."""
+    pad = 0, -q.shape[-1] % LANES
+    q = torch.nn.functional.pad(q, pad).unflatten(-1, (-1, LANES))[:, :, :, None]
+    k = torch.nn.functional.pad(k_TNGK, pad).unflatten(-1, (-1, LANES)).movedim(1, 2)[:, :, None]
+    total = q.new_zeros(*q.shape[:3], k.shape[3], LANES)
+    for j in range(q.shape[-2]):
+        total = fused(q[..., j, :], k[..., j, :], total)
+    x = halved(total)
+    if softcap is None:
+        return x * x.new_tensor(scale)
+    return tanh(x * x.new_tensor(scale / softcap)) * x.new_tensor(softcap)
+
+
+def _with_tile(
+    state: tuple[Tensor, Tensor, Tensor], x: Tensor, v_TNGK: Tensor, seen: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The state with one more tile. Tokens that see nothing of it keep their state."""
+    most, lanes, y = state
+    x = torch.where(seen[:, None, None], x, -torch.inf)
+    top = torch.where(x.isnan(), -torch.inf, x).amax(-1)
+    new = torch.where(top > most, top, most)
+    shift = torch.where(new == -torch.inf, 0.0, new)
+    weights, factor = exponential(x - shift[..., None]), exponential(most - shift)[..., None]
+    values = torch.zeros_like(y)
+    for n in range(TILE):
+        more = fused(weights[..., n, None], v_TNGK[:, n, :, None], values)
+        values = torch.where(seen[:, n, None, None, None], more, values)
+    fresh = new, fused(lanes, factor, weights[..., :LANES] + weights[..., LANES:]), fused(y, factor, values)
+    any_seen = seen.any(1)[:, None, None]
+    return (
+        torch.where(any_seen, fresh[0], most),
+        torch.where(any_seen[..., None], fresh[1], lanes),
+        torch.where(any_seen[..., None], fresh[2], y),
+    )
+
+
+def halved(x: Tensor) -> Tensor:
+    """The sum over the last dim, a power of two: its second half is added to its first, and so on."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
+def exponential(x: Tensor) -> Tensor:
+    """e^x of x <= 0, by x = n log 2 + r and a polynomial; 0 below -87, so that nothing is subnormal."""
+    number = x.new_tensor
+    at = x.clamp(min=LEAST)
+    n = fused(at, number(LOG2E), number(MAGIC)) - number(MAGIC)
+    r = fused(n, number(-LOW), fused(n, number(-HIGH), at))
+    power = ((n.nan_to_num().to(torch.int32) + 127) << 23).view(torch.float32)
+    return torch.where(x < LEAST, 0.0, polynomial(EXP, r) * power)
+
+
+def tanh(x: Tensor) -> Tensor:
+    """The hyperbolic tangent: a polynomial near 0, else by e^(-2 |x|)."""
+    square, e = x * x, exponential(-2 * x.abs())
+    near = fused(polynomial(TANH, square) * square, x, x)
+    return torch.where(x.abs() < SMALL, near, torch.copysign((1 - e) / (1 + e), x))
+
+
+def polynomial(terms: tuple[float, ...], x: Tensor) -> Tensor:
+    """The polynomial of these coefficients, the highest power first."""
+    y = x.new_tensor(terms[0])
+    for term in terms[1:]:
+        y = fused(y, x, x.new_tensor(term))
+    return y
