@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.autograd import profiler
 
+from shardfn._torch import is_profiled
 from shardfn.capture import capturing
 from shardfn.collectives import Traffic
 from shardfn.core import Ambient
@@ -87,7 +88,7 @@ def named_range(
         asked: the one of them that is needed, which then gives the range its name.
     """
     spans = _SPANS.innermost()
-    watched = profiler._is_profiler_enabled
+    watched = is_profiled()
     if (spans is None and not watched) or capturing():
         return _NOTHING
     paths = tuple(leaves[i].path for i in members)
