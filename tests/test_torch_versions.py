@@ -129,8 +129,9 @@ def _path(node: ast.AST | None, known: dict[str, str]) -> str:
         return _joined(_path(node.value, known), node.attr)
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "vars":
         return _joined(_path(node.value.args[0], known), _text(node.slice))
-    reads = isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr")
-    return _joined(_path(node.args[0], known), _text(node.args[1])) if reads else ""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+        return _joined(_path(node.args[0], known), _text(node.args[1]))
+    return ""
 
 
 def _joined(path: str, name: str) -> str:
