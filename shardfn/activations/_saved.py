@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import checkpoint
 
-from shardfn._torch import sequence_number
+from shardfn._torch import CheckpointHolder, sequence_number
 from shardfn.capture import capturing
 from shardfn.core import hearing_names, saved_tensors_hooks
 
@@ -108,7 +107,7 @@ class SavedValue:
         if self._outer is not None:
             # Surrounding hooks come first: tensors that they take, mostly gathered lazy leaves, must not be moved.
             packed = self._outer[0](x)
-            if isinstance(packed, checkpoint._Holder):
+            if isinstance(packed, CheckpointHolder):
                 raise ValueError(
                     "offload inside remat has no effect, as every tensor saved in there is dropped; use"
                     " offload(remat(f), policy), or remat(f, policy=policy)."

@@ -16,7 +16,7 @@ from shardfn.core import did_you_mean, raise_all
 _AXES = ("dp", "tp")
 _HELP = {
     "out": "directory for metrics, checkpoints and the result; the same command goes on there",
-    "validation": "JSON lines for the validation loss",
+    "validation": "JSON lines for the validation loss; the checkpoint with the lowest one is kept, too",
     "steps": "optimizer steps",
     "every": "steps between checkpoints, and between validations",
     "batch": "examples a step, over all ranks",
@@ -96,7 +96,7 @@ def parse_job(args: argparse.Namespace) -> FinetuneJob:
     """The job that the arguments and the file of `--config` describe; nothing is loaded.
 
     Raises:
-        ValueError: lists all that is wrong, each with its remedy.
+        ValueError: lists every error, each with its remedy.
         FileNotFoundError: there is no such file of options.
     """
     names = [field.name for field in dataclasses.fields(FinetuneJob)]

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from shardfn._torch import FakeTensor, peek_interpreter_stack, pytree
+from shardfn._torch import FakeTensor, forward_level, peek_interpreter_stack, pytree
 from shardfn.collectives.transport import naming_the_wait
 from shardfn.core import (
     MOST_DRAWN,
@@ -396,7 +395,7 @@ def transforming() -> bool:
         >>> transforming(), torch.func.grad(lambda x: x * transforming())(torch.tensor(1.0))
         (False, tensor(1.))
     """
-    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return peek_interpreter_stack() is not None or forward_level() >= 0
 
 
 # torch also puts other objects than tensors in the places of leaves, so property and constructor are bypassed.

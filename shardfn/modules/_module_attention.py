@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardfn._torch import ConvNd
 from shardfn.collectives import axis_size
 from shardfn.core import Ambient, named_modules, raise_all
 from shardfn.nn import (
@@ -40,7 +41,7 @@ from ._module_draws import Draws
 
 NAME = "shardfn"
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-OVER_TOKENS = nn.modules.conv._ConvNd, nn.RNNBase
+OVER_TOKENS = ConvNd, nn.RNNBase
 # Further arguments of an attention, which bodies do not support.
 _UNKNOWN = ("softcap", "position_bias", "sinks", "head_mask")
 # Arguments of models of images or sound, whose embeddings go to places in the whole rows.

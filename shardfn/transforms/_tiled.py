@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from shardfn._torch import forward_level
 from shardfn.collectives import transforming
 from shardfn.core import (
     PyTree,
@@ -140,7 +140,7 @@ class _TileUse(torch.autograd.Function):
 def _summed_wide(params: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTree]]:
     """The leaves of `params`, and a function that makes them anew for a tile, narrow ones with a gradient handle."""
     leaves, treedef = tree_flatten(params)
-    backward = torch.is_grad_enabled() and forward_ad._current_level < 0  # forward mode has no sum over tiles
+    backward = torch.is_grad_enabled() and forward_level() < 0  # forward mode has no sum over tiles
     pairs = [(_Handle.apply(p), p.detach()) if backward and _is_narrow(p) else (None, p) for p in leaves]
 
     def uses(pairs: list[Any]) -> PyTree:

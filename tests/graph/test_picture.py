@@ -34,6 +34,8 @@ def test_drawn_memory_equals_the_analysis(tmp_path: pathlib.Path) -> None:
     assert over.lines[0].get_ydata()[0] * (1 << 20) == pytest.approx(found.peak)
     assert sum(bar.get_width() for bar in at_peak.patches) * (1 << 20) == pytest.approx(found.peak)
     assert found.node in over.get_title()
+    assert {text.get_text().strip(): text.get_position()[0] for text in over.texts} == found.begins
+    assert [*found.begins.values()] == sorted(found.begins.values()) and {"forward", "backward"} <= {*found.begins}
 
 
 @pytest.mark.nightly

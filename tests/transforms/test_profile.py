@@ -1,5 +1,6 @@
 """Covers shardfn/engine/step/_profile.py: the times in a profile were measured, and add up."""
 
+import re
 import types
 from typing import Any
 from unittest import mock
@@ -100,6 +101,11 @@ def test_predictions_are_beside_the_measured_times() -> None:
     assert len(rows) == 2 and all(line.split()[-1] == "ms" and line.count(" ms") == 2 for line in rows), rows
     head = next(line for line in str(found).splitlines() if line.startswith("leaf"))
     assert head.split() == ["leaf", "calls", "bytes", "sent", "measured", "predicted"]
+    lines = str(found).splitlines()
+    empty = {line.split()[0]: line[-3:] for line in lines if re.search(r"- \[[a-d]\]$", line)}
+    assert {"waits", "rest"} <= empty.keys() and empty["waits"] != empty["rest"]
+    for mark in empty.values():  # each has its reason below the tables, once
+        assert sum(line.startswith(f"{mark} not predicted: ") for line in lines) == 1, (mark, lines)
     assert found._repr_html_().startswith("<pre>a step, the mean of 1")
 
 
