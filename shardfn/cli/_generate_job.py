@@ -107,7 +107,8 @@ def _problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
     try:
         check_request(Request((0,), sampling), anything)
     except ValueError as error:
-        yield f"--{str(error).removesuffix('.')}"
+        name, _, rest = str(error).removesuffix(".").partition(" ")
+        yield f"--{name.replace('_', '-')} {rest}"
     if args.system is not None and not args.chat:
         yield "--system has no effect without --chat"
     if args.context is not None and args.context < 2:

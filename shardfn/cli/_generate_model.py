@@ -7,6 +7,7 @@ import importlib.util
 import json
 import pathlib
 import tempfile
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from shardfn import inference
@@ -80,7 +81,7 @@ def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> S
     try:
         gpt_config(json.loads((path / "config.json").read_text(encoding="utf-8")))
     except ValueError as error:
-        return _of_module(_model(path, job), job, text, error)
+        return _of_module(functools.partial(_model, path, job), job, text, error)
     config, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], **changes)
     return Served(_decoder(config, mesh), params, text, inexact)
 
@@ -100,7 +101,7 @@ def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.
     try:
         gpt_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except ValueError as error:
-        return _of_module(module, job, text, error)
+        return _of_module(lambda: module, job, text, error)
     with ArchiveWriter(folder, {name: (x.dtype, tuple(x.shape)) for name, x in module.named_parameters()}) as writer:
         for name, x in module.named_parameters():
             writer.put(name, x.detach())
@@ -108,14 +109,14 @@ def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.
     return _of_files(folder, job, mesh, text)
 
 
-def _of_module(module: Any, job: GenerateJob, text: Text, problem: ValueError) -> Served:
+def _of_module(module: Callable[[], Any], job: GenerateJob, text: Text, problem: ValueError) -> Served:
     """An unmodified model of transformers, where `models.gpt` does not compute the same."""
     hf_decoder: Any = getattr(inference, "hf_decoder", None)
     if hf_decoder is None:
         raise ValueError(f"{job.model} cannot be served: {problem}") from problem
     if job.ranks > 1:
         raise ValueError(f"{job.model} runs on one rank, and there are {job.ranks}: {problem}") from problem
-    made, params = hf_decoder(module, exact=None if job.dtype == "float32" else False)
+    made, params = hf_decoder(module(), exact=None if job.dtype == "float32" else False)
     return Served(made, params, text, "" if made.exact else "some of the model's own layers are not")
 
 
