@@ -8,7 +8,18 @@ from shardfn.core import did_you_mean, raise_all
 from shardfn.nn import Body, Dense, Mask
 
 DENSE = Dense()
-_SIZES = ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "max_len", "loss_tile", "window", "chunks")
+_SIZES = (
+    "vocab_size",
+    "num_layers",
+    "d_model",
+    "num_heads",
+    "num_kv_heads",
+    "d_ff",
+    "max_len",
+    "loss_tile",
+    "window",
+    "chunks",
+)
 _CHOICES = {"norm": ("layer", "rms"), "mlp": ("gelu", "swiglu"), "position": ("learned", "rope", "alibi")}
 
 
