@@ -10,11 +10,10 @@ import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from shardfn import inference
 from shardfn.checkpoint import restore
 from shardfn.core import Mesh, PyTree, key, tree_leaves, tree_map
 from shardfn.data import BPETokenizer, ByteTokenizer
-from shardfn.inference import Decoder, decoder
+from shardfn.inference import Decoder, decoder, hf_decoder
 from shardfn.interop import ArchiveWriter, gpt_config, gpt_from_hf
 from shardfn.models import gpt
 from shardfn.transforms import eval_shape, sharded
@@ -111,9 +110,6 @@ def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.
 
 def _of_module(module: Callable[[], Any], job: GenerateJob, text: Text, problem: ValueError) -> Served:
     """An unmodified model of transformers, where `models.gpt` does not compute the same."""
-    hf_decoder: Any = getattr(inference, "hf_decoder", None)
-    if hf_decoder is None:
-        raise ValueError(f"{job.model} cannot be served: {problem}") from problem
     if job.ranks > 1:
         raise ValueError(f"{job.model} runs on one rank, and there are {job.ranks}: {problem}") from problem
     made, params = hf_decoder(module(), exact=None if job.dtype == "float32" else False)

