@@ -107,7 +107,7 @@ def _attended(
     qkv: QKV, scale: float | None, window: int | None, slopes_H: Tensor | None, sinks_H: Tensor | None
 ) -> Tensor:
     """Attention of whole sequences, each of them a sequence of a cache that lasts for this call."""
-    q, k, v = qkv
+    q, k, _ = qkv
     (B, T, H, K), G = q.shape, k.shape[2]
     if not q.numel():
         return torch.zeros_like(q)
