@@ -189,9 +189,9 @@ def test_exact_attention_has_the_bits_of_a_prefix_and_of_a_sample_alone(name: st
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
 @pytest.mark.parametrize("name", [pytest.param(x, marks=NIGHTLY if x == "alibi" else ()) for x in HOW])
 def test_derivatives_of_exact_attention_are_those_of_torch_in_float64(name: str) -> None:
-    def loss(impl: nn.Body, how: dict[str, Any], *xs: Tensor) -> Tensor:
-        sinks = {"sinks_H": xs[3]} if len(xs) > 3 else {}
-        return nn.attention(xs[0], xs[1], xs[2], **{**how, **sinks}, impl=impl).sin().sum()
+    def loss(impl: nn.Body, how: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        more = {"sinks_H": sinks[0]} if sinks else {}
+        return nn.attention(q, k, v, **{**how, **more}, impl=impl).sin().sum()
 
     sinks = HOW[name].get("sinks_H")
     xs = (*_qkv(T=4), *([] if sinks is None else [sinks]))
@@ -312,7 +312,7 @@ def test_a_table_that_is_cut_keeps_the_sign_of_zero() -> None:
 
 # Refusals.
 
-_W = nn.ExactWeight.of(torch.ones(4, 3))
+_W: Any = nn.ExactWeight.of(torch.ones(4, 3))
 
 
 @pytest.mark.parametrize(
