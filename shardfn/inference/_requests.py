@@ -44,6 +44,11 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
     prompt_logprobs: bool = False
 
+    @property
+    def penalised(self) -> bool:
+        """Whether draws depend on earlier tokens otherwise than through the model."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
     def __repr__(self) -> str:
         fields = ((name, getattr(self, name), f.default) for name, f in self.__dataclass_fields__.items())
         return f"Sampling({', '.join(f'{name}={value!r}' for name, value, default in fields if value != default)})"

@@ -27,6 +27,9 @@ from ._gpt_block import dropout as _dropout
 from ._gpt_block import norm as _norm
 from ._gpt_block import weight as _weight
 from ._gpt_config import Config as Config
+from ._gpt_decode import check_decodable as check_decodable
+from ._gpt_decode import decode as decode
+from ._gpt_decode import pack as pack
 from ._gpt_leaves import Params as Params
 from ._gpt_leaves import check_blocks
 from ._gpt_leaves import init as init
@@ -286,7 +289,7 @@ def generate(
     if prompt_BT.shape[1] == 0 or temperature < 0:
         raise ValueError(
             f"generate: prompt of shape {tuple(prompt_BT.shape)}, temperature {temperature}: give at least one token"
-            " (a start token, say) and a temperature of 0 or more."
+            " (for example a start token) and a temperature of 0 or more."
         )
     if not config.causal:
         raise ValueError("generate: a model with causal=False sees later tokens, and cannot go on with a text.")

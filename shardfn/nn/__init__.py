@@ -9,6 +9,7 @@ from ._pair_dropout import PairDropout as PairDropout
 from ._block_sparse import BlockSparse as BlockSparse
 from ._chunked import Chunked as Chunked
 from ._local import Local as Local
+from ._online import OnlineScores as OnlineScores
 from . import layouts as layouts
 from ._bodies import Dense as Dense, Blockwise as Blockwise, Ulysses as Ulysses, Ring as Ring, Body as Body
 from ._bodies import Attending as Attending, whole_sequence as whole_sequence
