@@ -26,8 +26,8 @@ from ._products import Product, Weight, linear_input, linear_weight
 class ExactWeight(Weight):
     """A weight for exact linear layers, in place of a tensor: `linear(x, w)` is `kernels.row_linear`.
 
-    The layers of `nn` take it where they take a weight. Made of a weight, by `ExactWeight.of`, it has derivatives, whose
-    bits are those of torch's products. Made of panels, which are packed once for many calls, it has no derivative.
+    The layers of `nn` take it where they take a weight. Made of a weight, by `ExactWeight.of`, it has derivatives with
+    the bits of torch's products. Made of panels, which are packed once for many calls, it has no derivative.
 
     Args:
         panels: from `kernels.pack_rows` of the weight as [N, K].
