@@ -164,9 +164,9 @@ def _problems(c: Config) -> list[str]:
     for name, choices in _CHOICES.items():
         if getattr(c, name) not in choices:
             hint = did_you_mean(str(getattr(c, name)), choices)
-            out.append(f"{name}={getattr(c, name)!r} is none of {choices}.{hint}")
+            out.append(f"{name}={getattr(c, name)!r} is not one of {choices}.{hint}")
     if c.bias not in (True, False, "qkv"):
-        out.append(f"bias={c.bias!r} is none of (True, False, 'qkv').")
+        out.append(f"bias={c.bias!r} is not one of (True, False, 'qkv').")
     for name in ("norm_eps", "rope_base"):
         if not getattr(c, name) > 0:
             out.append(f"{name}={getattr(c, name)} must be above 0.")

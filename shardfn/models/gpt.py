@@ -289,7 +289,7 @@ def generate(
     if prompt_BT.shape[1] == 0 or temperature < 0:
         raise ValueError(
             f"generate: prompt of shape {tuple(prompt_BT.shape)}, temperature {temperature}: give at least one token"
-            " (a start token, say) and a temperature of 0 or more."
+            " (for example a start token) and a temperature of 0 or more."
         )
     if not config.causal:
         raise ValueError("generate: a model with causal=False sees later tokens, and cannot go on with a text.")

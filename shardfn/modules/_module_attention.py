@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardfn._torch import ConvNd
 from shardfn.collectives import axis_size
 from shardfn.core import Ambient, named_modules, raise_all
 from shardfn.nn import (
@@ -40,7 +41,7 @@ from ._module_draws import Draws
 
 NAME = "shardfn"
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-OVER_TOKENS = nn.modules.conv._ConvNd, nn.RNNBase
+OVER_TOKENS = ConvNd, nn.RNNBase
 # Further arguments of an attention, which bodies do not support.
 _UNKNOWN = ("softcap", "position_bias", "sinks", "head_mask")
 # Arguments of models of images or sound, whose embeddings go to places in the whole rows.
@@ -361,9 +362,9 @@ def _refuse_no_tokens(model: Any, body: Body, rows: Sequence[Any], length: int) 
     if not rows:
         num = axis_size(body.axes)
         raise ValueError(
-            f"{type(model).__name__} with attention={body}: of {length} tokens over {num} ranks this rank has none, and"
-            f" models of transformers do not run without tokens; pad rows to a multiple of {num} tokens, with labels of"
-            " -100, or take fewer ranks along the sequence."
+            f"{type(model).__name__} with attention={body}: of {length} tokens over {num} ranks this rank has no token,"
+            f" and models of transformers do not run without tokens; pad rows to a multiple of {num} tokens, with"
+            " labels of -100, or take fewer ranks along the sequence."
         )
 
 

@@ -142,7 +142,7 @@ def test_one_node_and_a_well_behaved_op(
         ),
     ],
 )
-def test_what_is_refused(run: Callable[[], Any], kind: type[Exception], said: str) -> None:
+def test_refusals(run: Callable[[], Any], kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         run()
 
