@@ -58,7 +58,7 @@ def test_links_and_anchors_exist(page: pathlib.Path) -> None:
     assert broken == []
 
 
-def test_the_link_check_sees_what_is_missing(tmp_path: pathlib.Path) -> None:
+def test_the_link_check_sees_missing_targets(tmp_path: pathlib.Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A title, `code`\n\n[here](#a-title-code) [gone](#b) [file](none.md) [web](https://a.b)\n")
     assert _links(page) == ["#a-title-code", "#b", "none.md", "https://a.b"]
@@ -118,7 +118,7 @@ def test_the_pictures_of_a_step_are_drawn(tmp_path: pathlib.Path, monkeypatch: p
 
 
 @pytest.mark.nightly
-def test_the_notebook_runs_and_prints_what_it_shows(tmp_path: pathlib.Path) -> None:
+def test_the_notebook_runs_and_prints_the_output_that_it_shows(tmp_path: pathlib.Path) -> None:
     cells = json.loads((DOCS / "several_ranks.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     shown = ["".join(line for out in cell.get("outputs", ()) for line in out["text"]) for cell in cells]

@@ -109,7 +109,7 @@ class SavedValue:
             packed = self._outer[0](x)
             if isinstance(packed, CheckpointHolder):
                 raise ValueError(
-                    "offload inside remat has no effect, as all that is saved in there is dropped; use"
+                    "offload inside remat has no effect, as every tensor saved in there is dropped; use"
                     " offload(remat(f), policy), or remat(f, policy=policy)."
                 )
             if packed is not x:
@@ -148,8 +148,8 @@ class SavedValue:
         action = self._ask(describe(name, x))
         if action != entry.action:
             raise ValueError(
-                f"checkpoint_name(x, {name!r}): x was saved before by an operation that uses it, and the policy said"
-                f" {entry.action!r} then; of the name it says {action!r}. Name a value where it is made."
+                f"checkpoint_name(x, {name!r}): x was saved before by an operation that uses it, and the policy gave"
+                f" {entry.action!r} then; for the name it gives {action!r}. Name a value where it is made."
             )
 
     def _decide(self, turn: int | None) -> None:
@@ -171,7 +171,7 @@ class SavedValue:
         action = check_action(self._policy(saved), saved)
         if action == "recompute":
             raise ValueError(
-                f"the policy says 'recompute' of {saved}; offload keeps or moves what autograd has saved. Use"
+                f"the policy gives 'recompute' for {saved}; offload keeps or moves tensors that autograd has saved. Use"
                 " remat(f, policy=policy)."
             )
         return action

@@ -42,13 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="shardfn", description="Large-model training as pure functions.")
     commands = parser.add_subparsers(dest="command", required=True)
-    about = "Says what a run needs: memory by kind, traffic, time. Exit status 1 if it does not fit."
+    about = "Estimates a run: memory by kind, traffic, time. Exit status 1 if it does not fit."
     add_plan_arguments(commands.add_parser("plan", help=about, description=about))
     about = "Fine-tunes a causal model of transformers on JSON lines; under torchrun on several ranks."
     add_finetune_arguments(commands.add_parser("finetune", help=about, description=about))
-    about = "Looks at checkpoints: what they hold, whether they are intact, what differs."
+    about = "Looks at checkpoints: their contents, whether they are intact, how two differ."
     add_checkpoint_arguments(commands.add_parser("checkpoint", help=about, description=about))
-    about = "Says what this machine has of what shardfn uses, and what does not work."
+    about = "Lists the optional programs that this machine has, and the features that do not work without the others."
     commands.add_parser("env", help=about, description=about)
     args = parser.parse_args(argv)
     if args.command == "env":
@@ -90,10 +90,10 @@ def _planned(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
     setup = parse_setup(args)
     made = plan(setup)
     captured = exact(setup) if args.exact else None
-    told = advice(made)
+    hints = advice(made)
     if args.json:
-        return dump(plan_json(made, captured) | {"advice": list(told)}), [made]
-    return plan_text(made, captured) + advice_text(told), [made]
+        return dump(plan_json(made, captured) | {"advice": list(hints)}), [made]
+    return plan_text(made, captured) + advice_text(hints), [made]
 
 
 def _of_recipe(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:

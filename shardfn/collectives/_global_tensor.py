@@ -204,7 +204,7 @@ class GlobalTensor:
         self._check_one()
         if self.mesh.device_mesh is None:
             if self.mesh.size > 1:
-                raise ValueError(f"a DTensor needs a DeviceMesh, and {self.mesh!r} has none; make it of all ranks.")
+                raise ValueError(f"a DTensor needs a DeviceMesh, which {self.mesh!r} lacks; make it of all ranks.")
             raise ValueError("a DTensor needs a process group; with one rank use full_tensor().")
         placements: list[Any] = [Replicate()] * len(self.mesh.shape)
         for dim in range(len(self.shape)):
@@ -318,7 +318,7 @@ def absent(shape: torch.Size, dtype: torch.dtype, spec: P, mesh: Mesh, kind: Mem
         >>> leaf.shape, leaf.dtype, leaf.mesh.is_member
         (torch.Size([4, 2]), torch.float32, False)
     """
-    why = f"a leaf of shape {tuple(shape)} of {mesh!r} has no block on this rank, which is none of the mesh's."
+    why = f"a leaf of shape {tuple(shape)} of {mesh!r} has no block on this rank, which is not in the mesh."
     return GlobalTensor(Absent(len(shape), dtype, kind, why), shape, spec, mesh, kind)
 
 

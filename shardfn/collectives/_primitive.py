@@ -354,7 +354,7 @@ def no_transpose(call: Call) -> Call:
     """Refuses the transpose of a primitive that is not linear."""
     raise NotImplementedError(
         f"{call.name} has no derivative. Where the result is a constant of the mathematics, as the shift of a softmax"
-        f" is, say so: `{call.name}(x.detach(), axis)`."
+        f" is, detach it: `{call.name}(x.detach(), axis)`."
     )
 
 

@@ -165,8 +165,8 @@ class Mesh:
         """
         if not self.is_member:
             raise ValueError(
-                f"rank {dist.get_rank()} of the program is not of {self!r}, and takes no part in what runs there; ask"
-                " mesh.is_member first."
+                f"rank {dist.get_rank()} of the program is not of {self!r}, and takes no part in programs that run"
+                " there; ask mesh.is_member first."
             )
 
     @property

@@ -86,12 +86,34 @@ class Paged(nn.Local):
         mask = how.mask
         if not isinstance(mask, nn.Window) or mask.right != 0:
             raise ValueError(f"a cache serves tokens that look back, by Causal() or a Window; not {mask}.")
-        y_THK = kernels.ragged_attention(
-            *(x[0].float() for x in (q_BTHK, k_BSGK, v_BSGK)),
-            *(self.cache, self.slots, self.positions, self.sequences, self.tables),
+        return self.attended(
+            *(q_BTHK, k_BSGK, v_BSGK),
             scale=how.scale,
             window=None if mask.left is None else mask.left + 1,
-            slopes=how.slopes_H,
-            sinks=how.sinks_H,
+            slopes_H=how.slopes_H,
+            sinks_H=how.sinks_H,
+        )
+
+    def attended(
+        self,
+        q_BTHK: Tensor,
+        k_BTGK: Tensor,
+        v_BTGK: Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None = None,
+        slopes_H: Tensor | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """The same with the arguments of `kernels.ragged_attention`."""
+        y_THK = kernels.ragged_attention(
+            *(x[0].float() for x in (q_BTHK, k_BTGK, v_BTGK)),
+            *(self.cache, self.slots, self.positions, self.sequences, self.tables),
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            slopes=slopes_H,
+            sinks=sinks_H,
         )
         return y_THK[None].to(q_BTHK.dtype)

@@ -180,7 +180,12 @@ def _check(decoder: Decoder, limits: Limits, mesh: Mesh) -> None:
         problems.append(f"limits.cache_dtype is {limits.cache_dtype!r}; it must be one of {', '.join(DTYPES)}")
     if heads % ranks:
         problems.append(f"{ranks} ranks of {decoder.cache.axis!r} do not divide the {heads} key heads of the model")
-    if ranks != mesh.size:
+    if ranks != mesh.size and decoder.cache.axis is None:
+        problems.append(
+            f"the mesh {dict(mesh.shape)} has {mesh.size} ranks, and this decoder's specs cut it over no axis; give it"
+            " an axis if it takes one (tp=), or run it on one rank"
+        )
+    elif ranks != mesh.size:
         problems.append(
             f"the mesh {dict(mesh.shape)} has axes beside {decoder.cache.axis!r}; an engine's has no others"
         )

@@ -23,12 +23,19 @@ from torch import Tensor
 
 _ROOM = pathlib.Path(__file__).parent
 _SHARED = "_native.cpp"
-# Included by the other sources.
-_HEADER = "_vectors.hpp"
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 # Sources that need not match the reference's bits use threads, and fused multiply-adds. They mark the loops to unroll,
 # so -O2 suffices, and builds in a third of the time of -O3.
 _FAST = ("-O2", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
+# Those that match the reference's bits: each operation is rounded by itself, but for fused multiply-adds that they name.
+_EXACT = ("-O2", "-pthread", "-Wno-psabi")
+# GCC must not take apart the chains of operations that these write side by side.
+_CHAINED = ("-fno-tree-ter", "-pthread", "-Wno-psabi")
+_FLAGS_OF = {
+    _SHARED: (),
+    **dict.fromkeys((f"{name}/_native.cpp" for name in ("ragged_attention", "pointwise", "row_norm")), _EXACT),
+    **dict.fromkeys((f"{name}/_native.cpp" for name in ("draw", "penalise")), _CHAINED),
+}
 
 
 class NoCompilerError(Exception):
@@ -39,9 +46,8 @@ class NoCompilerError(Exception):
 def library(source: str = _SHARED) -> ctypes.CDLL | None:
     """The functions of a C++ file; None without a compiler, and, with a warning, if the compiler fails."""
     try:
-        if source == _SHARED:
-            return build("kernels", _ROOM / source)
-        return build("kernels", _ROOM / source, _ROOM / _HEADER, flags=_FAST)
+        headers = () if source == _SHARED else sorted({*_ROOM.glob("*.h"), *(_ROOM / source).parent.glob("*.h")})
+        return build("kernels", _ROOM / source, *headers, flags=_FLAGS_OF.get(source, _FAST))
     except NoCompilerError:
         return None
     except (OSError, subprocess.SubprocessError) as error:

@@ -1,13 +1,13 @@
-"""Multiply-adds that are rounded once, and e^x by them: the definitions. `_vectors.hpp` has the same in C++."""
+"""Multiply-adds that are rounded once, and e^x by them: the definitions. `_vectors.h` has the same in C++."""
 
 import torch
 from torch import Tensor
 
-LOG2E, MAGIC = 1.44269504, 12582912.0  # 1.5 * 2^23: numbers added to it are rounded to whole numbers, ties to even
-HIGH, LOW = 0.693145751953125, 1.42860677e-6  # log 2; products of HIGH and a power are exact
-LEAST, MOST = -87.0, 89.0
-# Of e^r for |r| <= log 2 / 2, the highest power first.
-TERMS = (1.98756912e-4, 1.39819995e-3, 8.33345205e-3, 4.16657962e-2, 0.166666657, 0.5, 1.0, 1.0)
+LOG2E, HIGH, LOW = 1.4426950408889634, 0.693147182464599609375, -1.904654299957768e-09
+MAGIC = 12582912.0  # 1.5 * 2^23: numbers added to it are rounded to whole numbers, ties to even
+LEAST = -87.0
+# The polynomial of Cephes, the highest power first: e^r for |r| <= log 2 / 2.
+EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0)
 
 
 def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -26,25 +26,18 @@ def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def exponential(x: Tensor) -> Tensor:
-    """e^x of fp32: 0 below -87, infinity above the largest number, NaN of NaN; its error is below one unit.
-
-    x = n log 2 + r, and a polynomial of r.
-    """
+    """e^x of x <= 0, by x = n log 2 + r and a polynomial; 0 below -87, so that nothing is subnormal."""
     number = x.new_tensor
-    small = x < LEAST
-    x = torch.where(small, LEAST, x)
-    x = torch.where(x > MOST, MOST, x)
-    n = fused(x, number(LOG2E), number(MAGIC)) - MAGIC
-    r = fused(n, number(-LOW), fused(n, number(-HIGH), x))
-    y = number(TERMS[0]).expand_as(x)
-    for term in TERMS[1:]:
-        y = fused(y, r, number(term))
-    whole = n.nan_to_num().to(torch.int32)
-    half = whole >> 1
-    y = y * _power(half) * _power(whole - half)  # two factors: 2^128 is no float
-    return torch.where(small, 0.0, y)
+    at = x.clamp(min=LEAST)
+    n = fused(at, number(LOG2E), number(MAGIC)) - number(MAGIC)
+    r = fused(n, number(-LOW), fused(n, number(-HIGH), at))
+    power = ((n.nan_to_num().to(torch.int32) + 127) << 23).view(torch.float32)
+    return torch.where(x < LEAST, 0.0, polynomial(EXP, r) * power)
 
 
-def _power(n: Tensor) -> Tensor:
-    """2^n as fp32, of n from -126 to 127."""
-    return ((n + 127) << 23).view(torch.float32)
+def polynomial(terms: tuple[float, ...], x: Tensor) -> Tensor:
+    """The polynomial of these coefficients, the highest power first."""
+    y = x.new_tensor(terms[0])
+    for term in terms[1:]:
+        y = fused(y, x, x.new_tensor(term))
+    return y

@@ -95,22 +95,16 @@ def fused(a, b: tl.constexpr, c: tl.constexpr):
 @triton.jit
 @no_type_check
 def exponential(x):
-    """e^x as in `_exponential.py`."""
-    given = x
-    x = tl.where(x < -87.0, -87.0, x)
-    x = tl.where(x > 89.0, 89.0, x)
-    n = fused(x, 1.44269504, 12582912.0) - 12582912.0
-    r = tl.fma(n, tl.full(x.shape, -0.693145751953125, tl.float32), x)
-    r = tl.fma(n, tl.full(x.shape, -1.42860677e-6, tl.float32), r)
-    y = fused(r, 1.98756912e-4, 1.39819995e-3)
-    y = tl.fma(y, r, tl.full(x.shape, 8.33345205e-3, tl.float32))
-    y = tl.fma(y, r, tl.full(x.shape, 4.16657962e-2, tl.float32))
-    y = tl.fma(y, r, tl.full(x.shape, 0.166666657, tl.float32))
-    y = tl.fma(y, r, tl.full(x.shape, 0.5, tl.float32))
+    """e^x of x <= 0, as in `_exponential.py`."""
+    n = fused(x, 1.4426950408889634, 12582912.0) - 12582912.0
+    r = tl.fma(n, tl.full(x.shape, -0.693147182464599609375, tl.float32), x)
+    r = tl.fma(n, tl.full(x.shape, 1.904654299957768e-09, tl.float32), r)
+    y = fused(r, 1.9875691500e-4, 1.3981999507e-3)
+    y = tl.fma(y, r, tl.full(x.shape, 8.3334519073e-3, tl.float32))
+    y = tl.fma(y, r, tl.full(x.shape, 4.1665795894e-2, tl.float32))
+    y = tl.fma(y, r, tl.full(x.shape, 1.6666665459e-1, tl.float32))
+    y = tl.fma(y, r, tl.full(x.shape, 5.0000001201e-1, tl.float32))
     y = tl.fma(y, r, tl.full(x.shape, 1.0, tl.float32))
     y = tl.fma(y, r, tl.full(x.shape, 1.0, tl.float32))
-    whole = n.to(tl.int32)
-    half = whole >> 1
-    y = y * ((half + 127) << 23).to(tl.float32, bitcast=True)
-    y = y * ((whole - half + 127) << 23).to(tl.float32, bitcast=True)
-    return tl.where(given < -87.0, 0.0, y)
+    power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(x < -87.0, 0.0, y * power)

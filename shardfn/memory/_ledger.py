@@ -193,7 +193,7 @@ class Ledger:
 
 
 _BOOKS = Ambient[Ledger]("ledgers")
-_ON_HOST = Ambient[None]("what is allocated is host memory", by_thread=True)
+_ON_HOST = Ambient[None]("allocations are host memory", by_thread=True)
 
 
 @contextlib.contextmanager
@@ -351,4 +351,4 @@ def _storages(tree: PyTree) -> set[int]:
 
 def _check_kind(kind: str) -> None:
     if kind not in KINDS:
-        raise ValueError(f"memory kind {kind!r} is none of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
+        raise ValueError(f"memory kind {kind!r} is not one of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")

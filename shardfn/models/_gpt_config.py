@@ -8,7 +8,18 @@ from shardfn.core import did_you_mean, raise_all
 from shardfn.nn import Body, Dense, Mask
 
 DENSE = Dense()
-_SIZES = ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "max_len", "loss_tile", "window", "chunks")
+_SIZES = (
+    "vocab_size",
+    "num_layers",
+    "d_model",
+    "num_heads",
+    "num_kv_heads",
+    "d_ff",
+    "max_len",
+    "loss_tile",
+    "window",
+    "chunks",
+)
 _CHOICES = {"norm": ("layer", "rms"), "mlp": ("gelu", "swiglu"), "position": ("learned", "rope", "alibi")}
 
 
@@ -153,9 +164,9 @@ def _problems(c: Config) -> list[str]:
     for name, choices in _CHOICES.items():
         if getattr(c, name) not in choices:
             hint = did_you_mean(str(getattr(c, name)), choices)
-            out.append(f"{name}={getattr(c, name)!r} is none of {choices}.{hint}")
+            out.append(f"{name}={getattr(c, name)!r} is not one of {choices}.{hint}")
     if c.bias not in (True, False, "qkv"):
-        out.append(f"bias={c.bias!r} is none of (True, False, 'qkv').")
+        out.append(f"bias={c.bias!r} is not one of (True, False, 'qkv').")
     for name in ("norm_eps", "rope_base"):
         if not getattr(c, name) > 0:
             out.append(f"{name}={getattr(c, name)} must be above 0.")

@@ -289,7 +289,7 @@ def generate(
     if prompt_BT.shape[1] == 0 or temperature < 0:
         raise ValueError(
             f"generate: prompt of shape {tuple(prompt_BT.shape)}, temperature {temperature}: give at least one token"
-            " (a start token, say) and a temperature of 0 or more."
+            " (for example a start token) and a temperature of 0 or more."
         )
     if not config.causal:
         raise ValueError("generate: a model with causal=False sees later tokens, and cannot go on with a text.")
@@ -408,7 +408,9 @@ def _head(config: Config, params: Params) -> Any:
 
 
 def _logits(config: Config, params: Params, x_BTD: Tensor, along: _Along) -> Tensor:
-    return nn.column_linear(x_BTD, _weight(config, _head(config, params)), features=config.vocab_size, **along._asdict())
+    return nn.column_linear(
+        x_BTD, _weight(config, _head(config, params)), features=config.vocab_size, **along._asdict()
+    )
 
 
 def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None) -> dict[str, Any]:
@@ -419,6 +421,8 @@ def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tens
         mask = mask & config.layout(nn.whole_length(config.attention, len(positions_T)))
     mask = mask if ids_BT is None else mask & nn.Segments(nn.whole_sequence(ids_BT, config.attention))
     how: dict[str, Any] = {"how": nn.Attending(mask, nn.Exact() if config.exact else config.attention)}
+    if config.position == "rope" and config.exact:
+        return how | {"table": nn.exact_rope_table(positions_T, config.head_dim, base=config.rope_base)}
     if config.position == "rope":
         return how | {"table": nn.rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=dtype)}
     if config.position == "alibi":

@@ -77,8 +77,8 @@ def check_cache() -> None:
     """
     if caches_parametrizations():
         raise ValueError(
-            "torch.nn.utils.parametrize.cached() around a call of a module would hand it what was computed of other"
-            " parameters; leave it out, or use it inside the module's forward."
+            "torch.nn.utils.parametrize.cached() around a call of a module would hand it results of other parameters;"
+            " leave it out, or use it inside the module's forward."
         )
 
 

@@ -56,7 +56,7 @@ class ExactWeight(Weight):
         self.shape, self.chunks, self.source, self._panels = torch.Size(shape), chunks, None, panels
         num = self.shape.numel() // max(panels.shape[1], 1)
         splits = [math.prod(self.shape[:i]) for i in range(1, len(self.shape))]
-        if panels.ndim != 3 or num not in splits or panels.shape[0] != -(-num // kernels.PANEL):
+        if panels.ndim != 3 or num not in splits or panels.shape[0] != -(-num // panels.shape[2]):
             raise ValueError(
                 f"ExactWeight of shape {tuple(shape)} and panels {tuple(panels.shape)}: pass the panels that"
                 " kernels.pack_rows makes of the weight as [outputs, inputs]."
@@ -133,7 +133,8 @@ class ExactWeight(Weight):
         """Rows of the weight [N, K], as of a table of embeddings; of panels, indices must be from 0 to N - 1."""
         if self.source is not None:
             return F.embedding(index, self.source)
-        return self.panels[index // kernels.PANEL, :, index % kernels.PANEL]
+        width = self.panels.shape[2]
+        return self.panels[index // width, :, index % width]
 
     def __repr__(self) -> str:
         made = "panels" if self.source is None else "a weight"
@@ -228,17 +229,22 @@ def _product(chunks: int) -> Product:
     return Product(forward, (linear_input, linear_weight))
 
 
-def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, ExactWeight):
         raise TypeError(f"linear of {type(input).__name__}: an ExactWeight is the weight, not the input or the bias.")
     alone = all(size == 1 for size in current_mesh().shape.values())
     if weight.source is not None and not alone:  # the function mode that follows values has seen no weight
-        raise TypeError("linear of an ExactWeight with derivatives, on several ranks: call nn.linear in place of torch's.")
+        raise TypeError(
+            "linear of an ExactWeight with derivatives, on several ranks: call nn.linear in place of torch's."
+        )
     return weight.linear(input, bias)
 
 
-def _embedding(input: Tensor, weight: Any, *options: Any, **named: Any) -> Tensor:
-    if any(options) or any(named.values()) or not isinstance(weight, ExactWeight):
+def _embedding(input: Any, weight: Any, *options: Any, norm_type: float = 2.0, **named: Any) -> Tensor:
+    del norm_type  # of no effect without max_norm
+    if any(x is not None and x is not False for x in (*options, *named.values())) or not isinstance(
+        weight, ExactWeight
+    ):
         raise TypeError("embedding of an ExactWeight takes the indices and the weight alone.")
     return weight.rows(input)
 

@@ -239,8 +239,8 @@ def check_block(name: str, block: Sequence[int], whole: Features, axis: Axes, *,
     if whole is None:
         if n > 1:
             raise ValueError(
-                f"{name} is a block over the {n} ranks of {axis!r}: say {option}=, of the whole layer. Without it a"
-                " block cannot be told from a leaf that was left whole."
+                f"{name} is a block over the {n} ranks of {axis!r}: pass {option}=, of the whole layer. Without it a"
+                " block looks like a leaf that was left whole."
             )
         return
     dims, have = (whole,) if isinstance(whole, int) else tuple(whole), tuple(block)
@@ -251,9 +251,9 @@ def check_block(name: str, block: Sequence[int], whole: Features, axis: Axes, *,
         start, stop = own_range(size, axis)
         wanted.append((*dims[:i], stop - start, *dims[i + 1 :]))
     if have not in wanted:
-        told = " or ".join(str(w) for w in dict.fromkeys(wanted))
+        shapes = " or ".join(str(w) for w in dict.fromkeys(wanted))
         raise ValueError(
-            f"{name} has {have} of {option}={whole}, but this rank's block over the {n} ranks of {axis!r} is {told};"
+            f"{name} has {have} of {option}={whole}, but this rank's block over the {n} ranks of {axis!r} is {shapes};"
             f" cut the leaf along {axis!r} in its compute spec, or correct {option}."
         )
 

@@ -186,7 +186,7 @@ def test_killed_and_started_again_it_has_the_same_losses(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=1,tp=2"])
-def test_two_ranks_compute_what_one_does(mesh: str, given: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_two_ranks_equal_one(mesh: str, given: pathlib.Path, tmp_path: pathlib.Path) -> None:
     more = ["--precision", "fp32", "--lora", "2", "--steps", "4"]
     run(ALONE, *words(given, tmp_path / "one", *more))
     run(torchrun(2), *words(given, tmp_path / "two", *more, "--mesh", mesh))

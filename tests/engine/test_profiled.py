@@ -55,11 +55,11 @@ def test_the_timeline_of_a_ledger_has_phases_and_leaves() -> None:
     assert "gather params[" in picture and "params['first']" in str(found.largest)
 
 
-def test_without_a_profiler_nothing_is_made() -> None:
+def test_no_range_is_made_without_a_profiler() -> None:
     assert named_range("gather") is named_range("reduce")
 
 
-def test_a_span_has_what_is_not_of_spans_inside() -> None:
+def test_a_span_excludes_the_spans_inside_it() -> None:
     with count_traffic() as traffic:
         spans = Spans(traffic)
         with spans.span("outer", ()):

@@ -51,7 +51,12 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
      (QKV[1], *QKV, *RESULTS, *TILES), (QKV[1], *QKV, *RESULTS, *TILES, *[None] * 5, 0, 0, 0, 0, 2, 0.5)),
     ("draw", lambda x, u, k: kernels.draw(x, u, temperature=u, top_k=k, top_p=u, min_p=u),
      (X, SCALES.double(), torch.tensor([0, 3])),
-     (X, *[SCALES.double()] * 2, torch.tensor([0, 3]), *[SCALES.double()] * 2)),
+     (X, *[SCALES.double()] * 2, torch.tensor([0, 3]), *[SCALES.double()] * 2, None)),
+    ("draw_uniforms", kernels.draw_uniforms, (torch.tensor([3, 4]), torch.tensor([0, 3])),
+     (torch.tensor([3, 4]), torch.tensor([0, 3]))),
+    ("penalise", lambda x, h, n, p: kernels.penalise(x, h, n, repetition=p, presence=p, frequency=p),
+     (X, torch.tensor([[1, 2], [3, -1]]).int(), torch.tensor([1, 0]).int(), SCALES.double()),
+     (X, torch.tensor([[1, 2], [3, -1]]).int(), torch.tensor([1, 0]).int(), *[SCALES.double()] * 3)),
     ("row_linear", lambda x, w: kernels.row_linear(x, w, 5), (X, kernels.pack_rows(torch.randn(5, 16))),
      (X, kernels.pack_rows(torch.randn(5, 16)), 5, 8, torch.ones(5))),
     ("gated_silu", kernels.gated_silu, (X, ERROR), (X, ERROR)),
@@ -137,7 +142,7 @@ def test_one_node_and_a_well_behaved_op(
         ),
     ],
 )
-def test_what_is_refused(run: Callable[[], Any], kind: type[Exception], said: str) -> None:
+def test_refusals(run: Callable[[], Any], kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         run()
 

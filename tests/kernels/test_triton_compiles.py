@@ -12,9 +12,11 @@ import re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from shardfn.kernels.block_sparse_attention import _triton as sparse
+from shardfn.kernels.draw import _triton as draw
 from shardfn.kernels.dequantize_sum import _triton as sums
 from shardfn.kernels.moving_average import _triton as average
 from shardfn.kernels.pointwise import _triton as pointwise
+from shardfn.kernels.penalise import _triton as penalise
 from shardfn.kernels.preconditioned_step import _triton as step
 from shardfn.kernels.quantize import _triton as quantize
 from shardfn.kernels.row_linear import _triton as rows
@@ -32,6 +34,13 @@ CASES = [
     (step._step, "*fp32 *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 fp32 fp32 i64", dict(DECAYS=True, ADDS=True, WIDTH=1024)),
     (average._average, "*fp32 *fp32 fp32 fp32 i32", dict(WIDTH=1024)),
     (mean._add_mean, "*u8 *fp32 *fp32 *fp64 i32 i32", LANES),
+    (draw._weigh, "*fp32 *fp64 *fp64 *fp64 *fp64 i32 i32 i32", dict(TERMS=13, WIDTH=1024)),
+    (draw._blocks, "*fp64 *fp64 i32", dict(WIDTH=1024)),
+    (draw._running, "*fp64 *fp64 i32", {}),
+    (draw._nucleus, "*fp64 *i64 *fp64 *i64 i32", {}),
+    (draw._in_block, "*fp64 *fp64 *fp64 *i64 *i64 i32", dict(BLOCK=64)),
+    (draw._uniforms, "*i64 *i64 *fp64 i32", dict(WIDTH=1024)),
+    (penalise._penalise, "*fp32 *i32 *i32 *fp64 *fp64 *fp64 *i32 *fp32 i32 i32 i32", dict(WIDTH=1024)),
 ]
 for bits, code in ((8, "*i8"), (4, "*u8")):
     block, tile = dict(BITS=bits, WIDTH=256), dict(BITS=bits, WIDTH=1024)
@@ -76,4 +85,4 @@ def test_every_kernel_compiles_for_a_gpu() -> None:
     pytest.importorskip("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
-    assert run.stdout.split() == ["compiled", "27"], run.stderr
+    assert run.stdout.split() == ["compiled", "34"], run.stderr

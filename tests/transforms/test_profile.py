@@ -90,7 +90,7 @@ def test_a_profile_trains_as_steps_do_and_loses_nothing_without_donation() -> No
 
 
 @distributed(world=2)
-def test_predictions_stand_beside_what_was_measured() -> None:
+def test_predictions_are_beside_the_measured_times() -> None:
     step, state = _step(3)
     _, found = step.profile(state, torch.ones(2, 8), steps=1, cluster=cluster("h100"))
     says = found.predicted
@@ -110,7 +110,7 @@ def test_predictions_stand_beside_what_was_measured() -> None:
 
 
 @distributed(world=2)
-def test_of_a_jitted_step_the_whole_is_measured_and_it_says_so() -> None:
+def test_the_total_of_a_jitted_step_is_measured_and_the_profile_notes_it() -> None:
     step, state = _step(3, sf.jit(_loss, backend="graph"))
     state, found = step.profile(state, torch.ones(2, 8), steps=1)
     with sf.count_traffic() as counted:
@@ -120,7 +120,7 @@ def test_of_a_jitted_step_the_whole_is_measured_and_it_says_so() -> None:
 
 
 @distributed(world=2)
-def test_mistakes_are_told_on_all_ranks() -> None:
+def test_mistakes_raise_on_all_ranks() -> None:
     step, state = _step(3)
     with pytest.raises(ValueError, match=r"profile\(steps=0\): at least one step must be measured; pass steps=1"):
         step.profile(state, torch.ones(2, 8), steps=0)

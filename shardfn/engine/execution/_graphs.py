@@ -225,6 +225,6 @@ def agreed(comms: Comms, make: Callable[[], _Made], told: Callable[[_Made], tupl
         raise RankError("\n".join(["another rank could not capture or compile the step:", *failed]))
     assert made is not None
     if not same:
-        comms.control.agree("what the loss returns", mine[0])
+        comms.control.agree("the result of the loss", mine[0])
         compare_events([events for _, events in all_told], comms.mesh.shape)
     return made

@@ -88,7 +88,7 @@ from ._lower import Lowered
 MAX_APPLIED = 16
 _WORDS = Words(
     "the first argument is a tree of GlobalTensors; make it with init, or pass a state's params:",
-    "the first argument is kept otherwise than this function says:",
+    "the first argument is not kept in the layout of this function:",
     "the first argument is kept under another policy:",
 )
 

@@ -2,7 +2,8 @@
 // do not change its bits.
 #include <cstring>
 
-#include "../_vectors.hpp"
+#include "../_threads.h"
+#include "../_vectors.h"
 
 namespace {
 
@@ -14,53 +15,60 @@ struct Call {
     int64_t n;
 };
 
+// x / (1 + e^-a), by e^-|a| alone
+template <class L>
+INLINE typename L::V by_sigmoid(typename L::V x, typename L::V a) {
+    const auto e = exponential<L>(a < 0.0f ? a : -a);
+    return x * (a < 0.0f ? e : all<L>(1.0f)) / (1.0f + e);
+}
+
 // gate / (1 + e^-gate) * up
 struct GatedSilu {
     static constexpr int operands = 2;
-    template <int BYTES, bool FUSES>
-    static INLINE typename Vec<BYTES>::V of(typename Vec<BYTES>::V gate, typename Vec<BYTES>::V up) {
-        return gate / (1.0f + exponential<BYTES, FUSES>(-gate)) * up;
+    template <class L>
+    static INLINE typename L::V of(typename L::V gate, typename L::V up) {
+        return by_sigmoid<L>(gate, gate) * up;
     }
 };
 
 // x / (1 + e^-a), a = x (c + 0.044715 c x^2), c = 2 sqrt(2 / pi)
 struct Gelu {
     static constexpr int operands = 1;
-    template <int BYTES, bool FUSES>
-    static INLINE typename Vec<BYTES>::V of(typename Vec<BYTES>::V x, typename Vec<BYTES>::V) {
-        const auto factor = fused<BYTES, FUSES>(x * x, all<BYTES>(0.0713548162726009f), all<BYTES>(1.59576912160573f));
-        return x / (1.0f + exponential<BYTES, FUSES>(-(x * factor)));
+    template <class L>
+    static INLINE typename L::V of(typename L::V x, typename L::V) {
+        const auto factor = L::fused(x * x, all<L>(0.0713548162726009f), all<L>(1.59576912160573f));
+        return by_sigmoid<L>(x, x * factor);
     }
 };
 
-template <int BYTES, bool FUSES, typename Op>
+template <class L, typename Op>
 INLINE void part_of(const Call& o, int64_t part) {
-    typedef typename Vec<BYTES>::V V;
-    constexpr int lanes = Vec<BYTES>::lanes;
+    typedef typename L::V V;
+    constexpr int lanes = L::lanes;
     const int64_t end = (part + 1) * PART < o.n ? (part + 1) * PART : o.n;
     int64_t i = part * PART;
     for (; i + lanes <= end; i += lanes) {
-        const V up = Op::operands == 2 ? load<BYTES>(o.up + i) : V{};
-        store<BYTES>(o.y + i, Op::template of<BYTES, FUSES>(load<BYTES>(o.x + i), up));
+        const V up = Op::operands == 2 ? load<L>(o.up + i) : V{};
+        store<L>(o.y + i, Op::template of<L>(load<L>(o.x + i), up));
     }
     if (i == end) return;
     float x[lanes] = {}, up[lanes] = {};
     std::memcpy(x, o.x + i, (end - i) * sizeof(float));
     if (Op::operands == 2) std::memcpy(up, o.up + i, (end - i) * sizeof(float));
-    store<BYTES>(x, Op::template of<BYTES, FUSES>(load<BYTES>(x), load<BYTES>(up)));
+    store<L>(x, Op::template of<L>(load<L>(x), load<L>(up)));
     std::memcpy(o.y + i, x, (end - i) * sizeof(float));
 }
 
 using Run = void (*)(const Call&, int64_t);
 
 template <typename Op>
-void any(const Call& o, int64_t part) { part_of<16, false, Op>(o, part); }
+void any(const Call& o, int64_t part) { part_of<Any, Op>(o, part); }
 
 #if GENERATIONS == 3
 template <typename Op>
-V4 void v4(const Call& o, int64_t part) { part_of<64, true, Op>(o, part); }
+V4 void v4(const Call& o, int64_t part) { part_of<Avx512, Op>(o, part); }
 template <typename Op>
-V3 void v3(const Call& o, int64_t part) { part_of<32, true, Op>(o, part); }
+V3 void v3(const Call& o, int64_t part) { part_of<Avx2, Op>(o, part); }
 
 template <typename Op>
 Run here(int64_t newest) {

@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from torch import Tensor
 
 from shardfn.kernels._exponential import exponential, fused
@@ -12,10 +13,16 @@ CUBIC = 0.044715 * LINEAR
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     """From fp32 of one shape to fp32 of that shape."""
-    return gate / (1 + exponential(-gate)) * up
+    return _by_sigmoid(gate, gate) * up
 
 
 def gelu(x: Tensor) -> Tensor:
     """From fp32 to fp32 of that shape."""
     factor = fused(x * x, x.new_tensor(CUBIC), x.new_tensor(LINEAR))
-    return x / (1 + exponential(-(x * factor)))
+    return _by_sigmoid(x, x * factor)
+
+
+def _by_sigmoid(x: Tensor, a: Tensor) -> Tensor:
+    """X / (1 + e^-a), by e^-|a| alone."""
+    e = exponential(-a.abs())
+    return x * torch.where(a < 0, e, 1.0) / (1 + e)

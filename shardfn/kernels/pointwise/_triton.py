@@ -32,7 +32,7 @@ def _gated_silu(gate, up, y, n, WIDTH: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     x = tl.load(gate + at, mask=at < n, other=0.0)
     factor = tl.load(up + at, mask=at < n, other=0.0)
-    tl.store(y + at, tl.math.div_rn(x, 1.0 + exponential(-x)) * factor, mask=at < n)
+    tl.store(y + at, _by_sigmoid(x, x) * factor, mask=at < n)
 
 
 @triton.jit
@@ -41,4 +41,12 @@ def _gelu(x, y, n, WIDTH: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     value = tl.load(x + at, mask=at < n, other=0.0)
     factor = fused(value * value, 0.0713548162726009, 1.59576912160573)
-    tl.store(y + at, tl.math.div_rn(value, 1.0 + exponential(-(value * factor))), mask=at < n)
+    tl.store(y + at, _by_sigmoid(value, value * factor), mask=at < n)
+
+
+@triton.jit
+@no_type_check
+def _by_sigmoid(x, a):
+    """X / (1 + e^-a), by e^-|a| alone."""
+    e = exponential(-tl.abs(a))
+    return tl.math.div_rn(x * tl.where(a < 0, e, 1.0), 1.0 + e)

@@ -1,7 +1,23 @@
 // y = x W^T + bias of a packed W: each element is one fixed expression. Chunk i of K is a chain of fused multiply-adds
 // over ascending k, from 0; the chains are added by a binary tree. Neither the rows computed together, nor threads, nor
 // the width of vectors change the expression. A processor without fused multiply-adds computes them one by one.
-#include "../_vectors.hpp"
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <exception>
+#include <thread>
+#include <vector>
+
+#define INLINE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define GENERATIONS 3
+#define V4 __attribute__((target("arch=x86-64-v4")))
+#define V3 __attribute__((target("arch=x86-64-v3")))
+#else
+#define GENERATIONS 1
+#endif
 
 namespace {
 
@@ -16,9 +32,37 @@ struct Call {
 };
 
 template <int BYTES>
+struct Vec;
+#define VECTORS(BYTES)                                                                        \
+    template <>                                                                               \
+    struct Vec<BYTES> {                                                                       \
+        typedef float V __attribute__((vector_size(BYTES), aligned(4), may_alias));           \
+        typedef uint32_t Word __attribute__((vector_size(BYTES), aligned(4), may_alias));     \
+        typedef uint16_t Half __attribute__((vector_size(BYTES / 2), aligned(2), may_alias)); \
+        static constexpr int lanes = BYTES / 4;                                               \
+    };
+VECTORS(16)
+VECTORS(32)
+VECTORS(64)
+
+template <int BYTES>
+INLINE typename Vec<BYTES>::V load(const float* p) {
+    return *(const typename Vec<BYTES>::V*)p;
+}
+
+template <int BYTES>
 INLINE typename Vec<BYTES>::V load(const uint16_t* p) {  // bfloat16
     typedef typename Vec<BYTES>::Word Word;
     return (typename Vec<BYTES>::V)(__builtin_convertvector(*(const typename Vec<BYTES>::Half*)p, Word) << 16);
+}
+
+// left * right + sum, rounded once: by contraction, or element by element where the processor may lack it.
+template <int BYTES, bool FUSES>
+INLINE void add_product(typename Vec<BYTES>::V& sum, float left, typename Vec<BYTES>::V right) {
+    if (FUSES)
+        sum += left * right;
+    else
+        for (int i = 0; i < Vec<BYTES>::lanes; ++i) sum[i] = std::fma(left, right[i], sum[i]);
 }
 
 // R rows by NV vectors of one panel.
@@ -40,8 +84,7 @@ INLINE void tile(const Call& o, const float* x, const W* w, float* y, int64_t co
             UNROLL
             for (int r = 0; r < R; ++r)
                 UNROLL
-                for (int v = 0; v < NV; ++v)
-                    sum[r][v] = fused<BYTES, FUSES>(all<BYTES>(x[r * o.K + k]), right[v], sum[r][v]);
+                for (int v = 0; v < NV; ++v) add_product<BYTES, FUSES>(sum[r][v], x[r * o.K + k], right[v]);
         }
         int level = 0;
         for (int64_t n = c; n & 1; n >>= 1, ++level)
@@ -128,7 +171,18 @@ void row_linear(const float* x, const void* w, const float* bias, float* y, int6
                 int64_t chunks, int64_t wide, int64_t threads, int64_t newest) {
     const Call o = {x, w, bias, y, M, K, N, chunks};
     const Run run = wide ? here<float>(newest) : here<uint16_t>(newest);
-    share((N + PANEL - 1) / PANEL, threads, [&](int64_t panel) { run(o, panel); });
+    const int64_t panels = (N + PANEL - 1) / PANEL;
+    std::atomic<int64_t> next(0);
+    auto work = [&] {
+        for (int64_t panel; (panel = next++) < panels;) run(o, panel);
+    };
+    std::vector<std::thread> others;
+    try {
+        for (int64_t t = 1; t < threads && t < panels; ++t) others.emplace_back(work);
+    } catch (const std::exception&) {  // the system gives no more threads: those that there are take all panels
+    }
+    work();
+    for (auto& other : others) other.join();
 }
 
 }  // extern "C"

@@ -2,7 +2,8 @@
 // halving: the rows beside it, threads and the width of vectors do not change the bits of a row.
 #include <cstring>
 
-#include "../_vectors.hpp"
+#include "../_threads.h"
+#include "../_vectors.h"
 
 namespace {
 
@@ -24,69 +25,69 @@ INLINE float halved(float* lanes) {
 }
 
 // The sum over a row of x, or of (x - mean)^2.
-template <int BYTES, bool FUSES, bool SQUARES>
+template <class L, bool SQUARES>
 INLINE float total(const float* x, int64_t d, float mean) {
-    typedef typename Vec<BYTES>::V V;
-    constexpr int lanes = Vec<BYTES>::lanes, num = LANES / lanes;
+    typedef typename L::V V;
+    constexpr int lanes = L::lanes, num = LANES / lanes;
     V sum[num] = {};
     const int64_t whole = d / LANES * LANES;
     for (int64_t i = 0; i < whole; i += LANES)
         UNROLL
         for (int v = 0; v < num; ++v) {
-            const V c = load<BYTES>(x + i + v * lanes) - mean;
-            sum[v] = SQUARES ? fused<BYTES, FUSES>(c, c, sum[v]) : sum[v] + c;
+            const V c = load<L>(x + i + v * lanes) - mean;
+            sum[v] = SQUARES ? L::fused(c, c, sum[v]) : sum[v] + c;
         }
     float last[LANES] = {};
     for (int64_t i = whole; i < d; ++i) last[i - whole] = x[i] - mean;
     UNROLL
     for (int v = 0; v < num; ++v) {
-        const V c = load<BYTES>(last + v * lanes);
-        if (whole < d) sum[v] = SQUARES ? fused<BYTES, FUSES>(c, c, sum[v]) : sum[v] + c;
+        const V c = load<L>(last + v * lanes);
+        if (whole < d) sum[v] = SQUARES ? L::fused(c, c, sum[v]) : sum[v] + c;
     }
-    for (int v = 0; v < num; ++v) store<BYTES>(last + v * lanes, sum[v]);
+    for (int v = 0; v < num; ++v) store<L>(last + v * lanes, sum[v]);
     return halved(last);
 }
 
-template <int BYTES, bool FUSES, bool BIASED>
-INLINE typename Vec<BYTES>::V scaled(typename Vec<BYTES>::V x, float mean, float scale, const float* w, const float* b) {
+template <class L, bool BIASED>
+INLINE typename L::V scaled(typename L::V x, float mean, float scale, const float* w, const float* b) {
     const auto y = (x - mean) * scale;
-    return BIASED ? fused<BYTES, FUSES>(y, load<BYTES>(w), load<BYTES>(b)) : y * load<BYTES>(w);
+    return BIASED ? L::fused(y, load<L>(w), load<L>(b)) : y * load<L>(w);
 }
 
-template <int BYTES, bool FUSES, bool BIASED>
+template <class L, bool BIASED>
 INLINE void row_of(const Call& o, const float* x, float* y) {
-    constexpr int lanes = Vec<BYTES>::lanes;
-    const float mean = o.centered ? total<BYTES, FUSES, false>(x, o.d, 0.0f) / o.d : 0.0f;
-    const float scale = 1.0f / std::sqrt(total<BYTES, FUSES, true>(x, o.d, mean) / o.d + o.eps);
+    constexpr int lanes = L::lanes;
+    const float mean = o.centered ? total<L, false>(x, o.d, 0.0f) / o.d : 0.0f;
+    const float scale = 1.0f / std::sqrt(total<L, true>(x, o.d, mean) / o.d + o.eps);
     int64_t i = 0;
     for (; i + lanes <= o.d; i += lanes)
-        store<BYTES>(y + i, scaled<BYTES, FUSES, BIASED>(load<BYTES>(x + i), mean, scale, o.w + i, o.b + i));
+        store<L>(y + i, scaled<L, BIASED>(load<L>(x + i), mean, scale, o.w + i, o.b + i));
     if (i == o.d) return;
     const int64_t bytes = (o.d - i) * sizeof(float);
     float some[lanes] = {}, w[lanes] = {}, b[lanes] = {};
     std::memcpy(some, x + i, bytes);
     std::memcpy(w, o.w + i, bytes);
     if (BIASED) std::memcpy(b, o.b + i, bytes);
-    store<BYTES>(some, scaled<BYTES, FUSES, BIASED>(load<BYTES>(some), mean, scale, w, b));
+    store<L>(some, scaled<L, BIASED>(load<L>(some), mean, scale, w, b));
     std::memcpy(y + i, some, bytes);
 }
 
-template <int BYTES, bool FUSES>
+template <class L>
 INLINE void part_of(const Call& o, int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r)
         if (o.b)
-            row_of<BYTES, FUSES, true>(o, o.x + r * o.d, o.y + r * o.d);
+            row_of<L, true>(o, o.x + r * o.d, o.y + r * o.d);
         else
-            row_of<BYTES, FUSES, false>(o, o.x + r * o.d, o.y + r * o.d);
+            row_of<L, false>(o, o.x + r * o.d, o.y + r * o.d);
 }
 
 using Run = void (*)(const Call&, int64_t, int64_t);
 
-void any(const Call& o, int64_t first, int64_t last) { part_of<16, false>(o, first, last); }
+void any(const Call& o, int64_t first, int64_t last) { part_of<Any>(o, first, last); }
 
 #if GENERATIONS == 3
-V4 void v4(const Call& o, int64_t first, int64_t last) { part_of<64, true>(o, first, last); }
-V3 void v3(const Call& o, int64_t first, int64_t last) { part_of<32, true>(o, first, last); }
+V4 void v4(const Call& o, int64_t first, int64_t last) { part_of<Avx512>(o, first, last); }
+V3 void v3(const Call& o, int64_t first, int64_t last) { part_of<Avx2>(o, first, last); }
 
 Run here(int64_t newest) {
     __builtin_cpu_init();

@@ -1,0 +1,239 @@
+// Attention of ragged tokens over a paged cache, which first receives their keys and values. Threads take groups: tokens
+// of one sequence that follow each other in the plan, with the query heads of one key head.
+#include "_tile.h"
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <thread>
+
+namespace {
+
+// Rows of queries that share a tile of keys.
+constexpr int64_t ROWS = 64;
+
+struct Call {
+    const float *q, *k, *v;
+    void* cache;
+    const int32_t *slots, *positions, *sequences, *tables;
+    const float *slopes, *sinks;
+    const uint8_t* tree;
+    float* y;
+    int64_t T, H, G, K, q_stride, k_stride, v_stride, blocks, block, S, width, window, wide;
+    Scoring how;
+};
+
+// For each token the first position it sees, the first of guesses, and where the list of their slots begins.
+struct Plan {
+    std::vector<int64_t> begin, guesses, at;
+    std::vector<int32_t> slots;
+};
+
+struct Group {
+    int64_t first, count, begin, end, shared;  // tokens, the positions they see, those before guesses
+};
+
+bool read_tree(const Call& o, Plan& plan, int64_t i) {
+    const uint8_t* row = o.tree + i * o.T;
+    const int64_t before = plan.slots.size();
+    for (int64_t j = 0; j < o.T; ++j)
+        if (row[j]) plan.slots.push_back(j);
+    const int64_t count = plan.slots.size() - before;
+    plan.guesses[i] -= count;
+    if (count && plan.slots.back() != i) return false;
+    for (int64_t n = 0; n < count; ++n) {
+        int32_t& place = plan.slots[before + n];
+        if (o.sequences[place] != o.sequences[i] || o.positions[place] != plan.guesses[i] + n) return false;
+        place = o.slots[place];
+    }
+    return true;
+}
+
+// Whether all numbers are in range; fills the plan.
+bool read_plan(const Call& o, Plan& plan) {
+    plan.begin.resize(o.T), plan.guesses.resize(o.T), plan.at.resize(o.T);
+    std::vector<int64_t> low(o.S, 0), high(o.S, 0);  // by sequence, the entries of its table that were checked
+    for (int64_t i = 0; i < o.T; ++i) {
+        const int64_t s = o.sequences[i], p = o.positions[i];
+        if (o.slots[i] < 0 || o.slots[i] >= o.blocks * o.block || s < 0 || s >= o.S || p < 0 || p >= o.width * o.block)
+            return false;
+        plan.begin[i] = o.window ? std::max<int64_t>(0, p - o.window + 1) : 0;
+        plan.guesses[i] = p + 1;
+        plan.at[i] = plan.slots.size();
+    }
+    for (int64_t i = 0; i < o.T; ++i) {
+        plan.at[i] = plan.slots.size();
+        if (o.tree && !read_tree(o, plan, i)) return false;
+        const int64_t s = o.sequences[i], first = plan.begin[i] / o.block, end = (plan.guesses[i] + o.block - 1) / o.block;
+        if (first < low[s] || first > high[s]) low[s] = high[s] = first;
+        for (; high[s] < end; ++high[s]) {
+            const int32_t b = o.tables[s * o.width + high[s]];
+            if (b < 0 || b >= o.blocks) return false;
+        }
+    }
+    return true;
+}
+
+std::vector<Group> groups_of(const Call& o, const Plan& plan) {
+    const int64_t most = std::max<int64_t>(1, ROWS / (o.H / o.G));
+    std::vector<Group> out;
+    for (int64_t i = 0; i < o.T; ++i) {
+        const int64_t end = o.positions[i] + 1;
+        const int64_t shared = plan.guesses[i] < end ? plan.guesses[i] : std::numeric_limits<int64_t>::max();
+        if (out.empty() || out.back().count == most || o.sequences[i] != o.sequences[i - 1]) {
+            out.push_back({i, 1, plan.begin[i], end, shared});
+            continue;
+        }
+        Group& group = out.back();
+        ++group.count;
+        group.begin = std::min(group.begin, plan.begin[i]);
+        group.end = std::max(group.end, end);
+        group.shared = std::min(group.shared, shared);
+    }
+    // The longest first, so that threads end together.
+    std::stable_sort(out.begin(), out.end(), [](const Group& a, const Group& b) {
+        return a.count * (a.end - a.begin) > b.count * (b.end - b.begin);
+    });
+    return out;
+}
+
+uint16_t rounded(float x) {  // to bfloat16
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return x != x ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+
+void write_head(const Call& o, int64_t g) {
+    for (int64_t i = 0; i < o.T; ++i)
+        for (int part = 0; part < 2; ++part) {
+            const float* from = part ? o.v + i * o.v_stride + g * o.K : o.k + i * o.k_stride + g * o.K;
+            const int64_t to = ((o.slots[i] * (int64_t)2 + part) * o.G + g) * o.K;
+            if (o.wide)
+                std::memcpy((float*)o.cache + to, from, o.K * sizeof(float));
+            else
+                for (int64_t at = 0; at < o.K; ++at) ((uint16_t*)o.cache)[to + at] = rounded(from[at]);
+        }
+}
+
+// Points to the keys and values at positions from `low` to below `high` of a tile: up to `guesses` those of the table,
+// then those of token i's guesses. The others point at the first one, and are not read for a result.
+void find_keys(const Call& o, const Plan& plan, Scratch& s, int64_t g, int64_t i, int64_t guesses, int64_t tile, int low,
+               int high) {
+    const bool staged = !o.wide || o.K % LANES;
+    const int32_t* table = o.tables + o.sequences[i] * o.width;
+    for (int n = low; n < high; ++n) {
+        const int64_t p = tile + n, guess = p - guesses;
+        const int64_t slot = guess < 0 ? table[p / o.block] * o.block + p % o.block : plan.slots[plan.at[i] + guess];
+        const int64_t key = (slot * 2 * o.G + g) * o.K, value = key + o.G * o.K;
+        s.key[n] = staged ? s.keys + n * s.padded : (const float*)o.cache + key;
+        s.value[n] = staged ? s.values + n * s.padded : (const float*)o.cache + value;
+        if (!staged) continue;
+        for (int part = 0; part < 2; ++part) {
+            float* to = (part ? s.values : s.keys) + n * s.padded;
+            if (o.wide) {
+                std::memcpy(to, (const float*)o.cache + (part ? value : key), o.K * sizeof(float));
+            } else {
+                const uint16_t* from = (const uint16_t*)o.cache + (part ? value : key);
+                for (int64_t at = 0; at < o.K; ++at) {
+                    const uint32_t bits = (uint32_t)from[at] << 16;
+                    std::memcpy(to + at, &bits, 4);
+                }
+            }
+            for (int64_t at = o.K; at < s.padded; ++at) to[at] = 0;
+        }
+    }
+    for (int n = 0; n < TILE; ++n)
+        if (n < low || n >= high) s.key[n] = s.key[low];
+}
+
+template <class L>
+INLINE void attend(const Call& o, const Plan& plan, const Group& group, int64_t g, Scratch& s) {
+    const int64_t R = o.H / o.G, rows = group.count * R;
+    std::vector<Seen> seen(rows);
+    s.fit(rows, o.K);
+    std::memset(s.q, 0, (char*)s.weights - (char*)s.q);  // queries, sums and lanes
+    for (int64_t row = 0; row < rows; ++row) {
+        const int64_t head = g * R + row % R;
+        std::memcpy(s.q + row * s.padded, o.q + (group.first + row / R) * o.q_stride + head * o.K, o.K * sizeof(float));
+        s.most[row] = o.sinks ? o.sinks[head] : NONE;
+        s.lanes[row * LANES] = s.most[row] > NONE ? 1 : 0;
+        s.slope[row] = o.slopes ? o.slopes[head] : 0;
+    }
+    for (int64_t tile = group.begin / TILE * TILE; tile < group.end; tile += TILE) {
+        for (int64_t row = 0; row < rows; ++row) {
+            const int64_t i = group.first + row / R, own = o.positions[i] - tile;
+            const int64_t low = std::max<int64_t>(0, plan.begin[i] - tile), high = std::min<int64_t>(TILE, own + 1);
+            seen[row] = {(int)std::min<int64_t>(low, TILE), (int)std::max<int64_t>(high, 0), (int)own};
+        }
+        // Tokens share the keys of a tile, up to the first guess.
+        const bool shared = tile + TILE <= group.shared;
+        const int64_t together = shared ? rows : R;
+        for (int64_t row = 0; row < rows; row += together) {
+            int low = TILE, high = 0;
+            for (int64_t r = row; r < row + together; ++r)
+                if (seen[r].low < seen[r].high) low = std::min(low, seen[r].low), high = std::max(high, seen[r].high);
+            if (low >= high) continue;
+            const int64_t i = group.first + row / R;
+            find_keys(o, plan, s, g, i, shared ? group.shared : plan.guesses[i], tile, low, high);
+            add_tile<L>(s, o.how, row, row + together, seen.data(), o.K, o.slopes);
+        }
+    }
+    for (int64_t row = 0; row < rows; ++row)
+        finish<L>(s, row, o.K, o.y + ((group.first + row / R) * o.H + g * R + row % R) * o.K);
+}
+
+using Run = void (*)(const Call&, const Plan&, const Group&, int64_t, Scratch&);
+
+void any(const Call& o, const Plan& plan, const Group& group, int64_t g, Scratch& s) { attend<Any>(o, plan, group, g, s); }
+
+#if GENERATIONS == 3
+V3 void v3(const Call& o, const Plan& plan, const Group& group, int64_t g, Scratch& s) { attend<Avx2>(o, plan, group, g, s); }
+V4 void v4(const Call& o, const Plan& plan, const Group& group, int64_t g, Scratch& s) { attend<Avx512>(o, plan, group, g, s); }
+
+Run here(int64_t newest) {
+    __builtin_cpu_init();
+    if (newest >= 4 && __builtin_cpu_supports("x86-64-v4")) return v4;
+    return newest >= 3 && __builtin_cpu_supports("x86-64-v3") ? v3 : any;
+}
+#else
+Run here(int64_t) { return any; }
+#endif
+
+}  // namespace
+
+extern "C" {
+
+// Returns 0 if all was written; 1, and changes nothing, if a number of the plan is out of range.
+int64_t ragged_attention(const float* q, const float* k, const float* v, void* cache, const int32_t* slots,
+                         const int32_t* positions, const int32_t* sequences, const int32_t* tables, const float* slopes,
+                         const float* sinks, const uint8_t* tree, float* y, int64_t T, int64_t H, int64_t G, int64_t K,
+                         int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t blocks, int64_t block, int64_t S,
+                         int64_t width, int64_t window, int64_t wide, float scale, float cap, int64_t threads,
+                         int64_t few, int64_t newest) {
+    const Call o = {q, k, v, cache, slots, positions, sequences, tables, slopes, sinks, tree, y, T, H, G, K,
+                    q_stride, k_stride, v_stride, blocks, block, S, width, window, wide, {scale, cap}};
+    Plan plan;
+    if (!read_plan(o, plan)) return 1;
+    const std::vector<Group> groups = groups_of(o, plan);
+    const Run run = here(newest);
+    const int64_t items = groups.size() * G;
+    int64_t work = 0;
+    for (const Group& group : groups) work += group.count * (group.end - group.begin) * H * K;
+    std::atomic<int64_t> write(0), written(0), next(0);
+    auto job = [&] {
+        static thread_local Scratch scratch;
+        for (int64_t g; (g = write++) < G; ++written) write_head(o, g);
+        while (written < G) std::this_thread::yield();  // a token may read the key of any other
+        for (int64_t item; (item = next++) < items;) run(o, plan, groups[item / G], item % G, scratch);
+    };
+    std::vector<std::thread> others;
+    try {
+        for (int64_t t = 1; t < threads && t < items && work > few; ++t) others.emplace_back(job);
+    } catch (const std::exception&) {  // the system gives no more threads: those that there are take all items
+    }
+    job();
+    for (auto& other : others) other.join();
+    return 0;
+}
+
+}  // extern "C"

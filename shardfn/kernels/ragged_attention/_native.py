@@ -1,0 +1,56 @@
+"""Attention of ragged tokens over a paged cache, on a CPU, in C++."""
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.kernels._build import library
+
+from . import _reference
+from ._check import check_plan
+
+SOURCE = "ragged_attention/_native.cpp"
+# The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
+NEWEST = 4
+# Multiply-adds of scores below which a second thread costs more than it saves.
+FEW = 1 << 19
+
+
+def ragged_attention(
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
+    scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
+    tree: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Fp32 [T, H, K]. Writes cache [blocks, block, 2, G, K]."""
+    run = _function()
+    if run is None:
+        args = q, k, v, cache, slots, positions, sequences, tables, scale, window, softcap, slopes, sinks, tree
+        return _reference.ragged_attention(*args)
+    (T, H, K), G = q.shape, k.shape[1]
+    q, k, v = (x if x.stride()[1:] == (K, 1) else x.contiguous() for x in (q, k, v))
+    slopes, sinks, tree = (None if x is None else x.contiguous() for x in (slopes, sinks, tree))
+    y = q.new_empty(T, H, K)
+    tensors = q, k, v, cache, slots, positions, sequences, tables, slopes, sinks, tree, y
+    at = (None if x is None else x.data_ptr() for x in tensors)
+    sizes = *(T, H, G, K), *(x.stride(0) for x in (q, k, v)), *cache.shape[:2], *tables.shape
+    scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
+    threads = torch.get_num_threads()
+    if run(*at, *sizes, window or 0, cache.dtype == torch.float32, *scores, threads, FEW, NEWEST):
+        check_plan(cache, slots, positions, sequences, tables, window, tree)
+        raise AssertionError("C++ refused a plan that is in range")
+    return y
+
+
+@functools.cache
+def _function() -> Any:
+    """The function, with the types of its arguments, which keeps calls of few rows cheap; None without a compiler."""
+    found = library(SOURCE)
+    if found is None:
+        return None
+    numbers = ctypes.c_int64, ctypes.c_float
+    found.ragged_attention.argtypes = [ctypes.c_void_p] * 12 + [numbers[0]] * 13 + [numbers[1]] * 2 + [numbers[0]] * 3
+    found.ragged_attention.restype = ctypes.c_int64
+    return found.ragged_attention
