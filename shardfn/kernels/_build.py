@@ -27,7 +27,7 @@ _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-ma
 # Sources that need not match the reference's bits use threads, and fused multiply-adds. They mark the loops to unroll,
 # so -O2 suffices, and builds in a third of the time of -O3.
 _FAST = ("-O2", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
-# Those that match the reference's bits: each operation is rounded by itself, but for fused multiply-adds that they name.
+# Those that match the reference's bits: all operations but the fused multiply-adds that they name are rounded alone.
 _EXACT = ("-O2", "-pthread", "-Wno-psabi")
 # GCC must not take apart the chains of operations that these write side by side.
 _CHAINED = ("-fno-tree-ter", "-pthread", "-Wno-psabi")

@@ -26,8 +26,8 @@ from ._products import Product, Weight, linear_input, linear_weight
 class ExactWeight(Weight):
     """A weight for exact linear layers, in place of a tensor: `linear(x, w)` is `kernels.row_linear`.
 
-    The layers of `nn` take it where they take a weight. It is made of a weight, `ExactWeight.of(weight)`, and then has
-    derivatives, whose bits are those of torch's products; or of panels, packed once for many calls, and then has none.
+    The layers of `nn` take it where they take a weight. Made of a weight, by `ExactWeight.of`, it has derivatives with
+    the bits of torch's products. Made of panels, which are packed once for many calls, it has no derivative.
 
     Args:
         panels: from `kernels.pack_rows` of the weight as [N, K].
@@ -37,7 +37,6 @@ class ExactWeight(Weight):
     Attributes:
         shape: the weight's.
         chunks: see above.
-        source: the weight it is made of; None if it is made of panels.
 
     Raises:
         ValueError: panels of another shape.
@@ -53,7 +52,7 @@ class ExactWeight(Weight):
     """
 
     def __init__(self, panels: Float[Tensor, "p k 64"], shape: Sequence[int], chunks: int = 8) -> None:
-        self.shape, self.chunks, self.source, self._panels = torch.Size(shape), chunks, None, panels
+        self._set(torch.Size(shape), chunks, None, panels)
         num = self.shape.numel() // max(panels.shape[1], 1)
         splits = [math.prod(self.shape[:i]) for i in range(1, len(self.shape))]
         if panels.ndim != 3 or num not in splits or panels.shape[0] != -(-num // panels.shape[2]):
@@ -75,8 +74,16 @@ class ExactWeight(Weight):
             torch.Size([4, 6])
         """
         made = cls.__new__(cls)
-        made.shape, made.chunks, made.source, made._panels = weight.shape, chunks, weight, None
+        made._set(weight.shape, chunks, weight, None)
         return made
+
+    def _set(self, shape: torch.Size, chunks: int, source: Tensor | None, panels: Tensor | None) -> None:
+        self.shape, self.chunks, self._source, self._panels = shape, chunks, source, panels
+
+    @property
+    def source(self) -> Tensor | None:
+        """The weight that it is made of; None if it is made of panels."""
+        return self._source
 
     @property
     def ndim(self) -> int:
@@ -101,7 +108,7 @@ class ExactWeight(Weight):
     @property
     def panels(self) -> Float[Tensor, "p k 64"]:
         """The packed weight; that of a weight of more than two dims must have been flattened."""
-        return kernels.pack_rows(self.source) if self._panels is None else self._panels
+        return kernels.pack_rows(self._stored) if self._panels is None else self._panels
 
     def with_chunks(self, chunks: int) -> "ExactWeight":
         """The same weight, with inputs in another number of chunks."""
@@ -162,7 +169,7 @@ class ExactWeight(Weight):
 
     def _changed(self, shape: torch.Size, source: Tensor | None, chunks: int) -> "ExactWeight":
         made = type(self).__new__(type(self))
-        made.shape, made.chunks, made.source, made._panels = shape, chunks, source, self._panels
+        made._set(shape, chunks, source, self._panels)
         return made
 
 
@@ -197,7 +204,7 @@ def own_node(w: ExactWeight, inputs: int, axis: Axes) -> ExactWeight:
     if rest or num & (num - 1):
         raise ValueError(
             f"row_linear: {w.chunks} chunks over the {n} ranks of {axis!r}: each rank needs the same number of chunks,"
-            f" a power of two; take chunks={n * max(1, 8 // n)} (on every number of ranks, also on one), or other ranks."
+            f" a power of two; take chunks={n * max(1, 8 // n)} on any number of ranks, one too, or other ranks."
         )
     if inputs % n or w.shape[1] != inputs // n:
         raise ValueError(

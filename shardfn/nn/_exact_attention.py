@@ -93,10 +93,11 @@ class _Exact(torch.autograd.Function):
         return y.unflatten(0, (info.batch_size, -1)), 0
 
 
-def _again(ctx: Any) -> tuple[tuple[Tensor, ...], OnlineScores, Tensor | None, Tensor | None]:
+def _again(ctx: Any) -> Any:
     """Q, k, v, y and lse of tiles; the scores; sinks and slopes. y and lse are no functions of q, k and v here."""
     found = iter(ctx.saved_tensors)
-    q, k, v, sinks_H, slopes_H = (next(found) if there else None for there in ctx.there)
+    given: list[Any] = [next(found) if there else None for there in ctx.there]
+    q, k, v, sinks_H, slopes_H = given
     how = ctx.along.how._replace(slopes_H=slopes_H)
     with torch.no_grad():
         y, lse = values(ctx.along, how, (q.detach(), k.detach(), v.detach()), sinks_H)
@@ -117,7 +118,9 @@ def _attended(
     sequences, positions = at // T, at % T
     cache = q.new_zeros(B * blocks, BLOCK, 2, G, K)
     y = kernels.ragged_attention(
-        *(x.flatten(0, 1).contiguous() for x in qkv),
+        q.flatten(0, 1).contiguous(),
+        k.flatten(0, 1).contiguous(),
+        v.flatten(0, 1).contiguous(),
         cache,
         sequences * (blocks * BLOCK) + positions,
         positions,

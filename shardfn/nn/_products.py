@@ -44,15 +44,17 @@ class Product:
 
 
 class Weight(abc.ABC):
-    """An object in place of a weight [out, in], with a product of its own for `linear`.
+    """An object in place of a weight [out, in], with a product of its own for `linear`."""
 
-    Attributes:
-        source: the weight itself; None where it has no derivative.
-        product: of an input and the weight.
-    """
+    @property
+    @abc.abstractmethod
+    def source(self) -> Tensor | None:
+        """The weight itself; None where it has no derivative."""
 
-    source: Tensor | None
-    product: Product
+    @property
+    @abc.abstractmethod
+    def product(self) -> Product:
+        """Of an input and the weight."""
 
 
 class _TwoOperands(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Covers kernels.gated_silu and kernels.gelu: the bits of their definition on every processor, and those of a row alone."""
+"""Covers kernels.gated_silu and kernels.gelu: the bits of their definition on every processor, those of a row alone."""
 
 import math
 from collections.abc import Callable

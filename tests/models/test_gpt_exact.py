@@ -70,10 +70,11 @@ def test_threads_do_not_change_bits(name: str) -> None:
 
 
 def packed(config: gpt.Config, params: Any) -> Any:
-    """The parameters as a server has them: the weights of linear layers in panels, the embedding too where it is tied."""
+    """The parameters as a server has them: weights of linear layers in panels, the embedding too where it is tied."""
 
     def pack(name: str, w: Tensor) -> Any:
-        if w.ndim < 2 or name == "position" or (name == "embed" and not config.tie_embeddings):
+        kept = name == "position" or (name == "embed" and not config.tie_embeddings)
+        if w.ndim < 2 or kept or name[0] == "b":
             return w
         matrix = w.flatten(1) if name in ("wo", "w_down") else w.flatten(0, -2)
         return nn.ExactWeight(kernels.pack_rows(matrix), w.shape, config.chunks)
