@@ -25,11 +25,12 @@ _KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
 def made(kind: str, **config: Any) -> Any:
-    """A model of a kind, in eval mode."""
+    """A model of a kind, in eval mode, whose attention is the plain one."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config_of(kind, **config))
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(kind, **config), attn_implementation="eager")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1 if p.ndim == 1 else 0.4)
     return model.eval()
 
 
@@ -60,9 +61,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2": _llama_like("Qwen2"),
     "qwen3": _llama_like("Qwen3", head_dim=8),
     "mistral": _llama_like("Mistral", sliding_window=5),
-    "phi": _llama_like("Phi"),
+    "phi": _llama_like("Phi", hidden_size=32),
     "gpt_neox": _llama_like("GPTNeoX"),
     "opt": _opt,
+    "gemma2": _llama_like("Gemma2", head_dim=8, sliding_window=5, attn_logit_softcapping=1.5, **_KINDS),
     "gemma3": _llama_like("Gemma3", head_dim=8, sliding_window=5, **_KINDS),
     "smollm3": _llama_like("SmolLM3", no_rope_layers=[1, 0]),
     "olmo3": _llama_like("Olmo3", sliding_window=5, **_KINDS),
