@@ -87,7 +87,9 @@ class Paged(nn.Local):
         if not isinstance(mask, nn.Window) or mask.right != 0:
             raise ValueError(f"a cache serves tokens that look back, by Causal() or a Window; not {mask}.")
         return self.attended(
-            *(q_BTHK, k_BSGK, v_BSGK),
+            q_BTHK,
+            k_BSGK,
+            v_BSGK,
             scale=how.scale,
             window=None if mask.left is None else mask.left + 1,
             slopes_H=how.slopes_H,
@@ -107,8 +109,9 @@ class Paged(nn.Local):
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """The same with the arguments of `kernels.ragged_attention`."""
+        q_THK, k_TGK, v_TGK = (x[0].float() for x in (q_BTHK, k_BTGK, v_BTGK))
         y_THK = kernels.ragged_attention(
-            *(x[0].float() for x in (q_BTHK, k_BTGK, v_BTGK)),
+            *(q_THK, k_TGK, v_TGK),
             *(self.cache, self.slots, self.positions, self.sequences, self.tables),
             scale=scale,
             window=window,

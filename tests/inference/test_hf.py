@@ -201,7 +201,9 @@ def test_mistakes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"tokenizer has 14 tokens, and LlamaForCausalLM has 13; pass the tokenizer"):
         hf_decoder(model, tokenizer=range(14))
     made, params = hf_decoder(model, tokenizer=range(13))
-    with pytest.raises(ValueError, match=r"not the parameters of the model:\n.*lm_head.weight is missing\n.*'lm_head.w"):
+    with pytest.raises(
+        ValueError, match=r"not the parameters of the model:\n.*lm_head.weight is missing\n.*'lm_head.w"
+    ):
         name = "lm_head.weight"
         Engine(made, {("lm_head.weights" if n == name else n): x for n, x in params.items()}, limits=LIMITS)
     with pytest.raises(ValueError, match=r"model.norm.weight is \(2,\), and the model's is \(24,\)"):
