@@ -113,6 +113,11 @@ def _silu(func: Any, input: Tensor, inplace: bool = False) -> Tensor:
     return input.copy_(y) if inplace else y
 
 
+def _sigmoid(func: Any, input: Tensor) -> Tensor:
+    del func
+    return (1 / (1 + torch.exp(-input.float()))).to(input.dtype)
+
+
 def _gelu(func: Any, input: Tensor, approximate: str = "none") -> Tensor:
     del func
     x = input.float()
@@ -153,6 +158,9 @@ _WEIGHT: dict[Any, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] =
 }
 _HANDLERS: dict[Any, Callable[..., Tensor]] = {
     F.silu: _silu,
+    F.sigmoid: _sigmoid,
+    torch.sigmoid: _sigmoid,
+    torch.Tensor.sigmoid: _sigmoid,
     F.gelu: _gelu,
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
