@@ -23,6 +23,7 @@ template <int BYTES>
 struct Vec {
     typedef float V __attribute__((vector_size(BYTES), aligned(4), may_alias));
     typedef int32_t Int __attribute__((vector_size(BYTES), aligned(4), may_alias));
+    typedef uint16_t Half __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
     static constexpr int lanes = BYTES / 4;
 };
 
@@ -49,10 +50,15 @@ template <class L>
 INLINE typename L::V load(const float* p) { return *(const typename L::V*)p; }
 
 template <class L>
-INLINE void store(float* p, typename L::V x) { *(typename L::V*)p = x; }
+INLINE typename L::V load(const uint16_t* p) {  // bfloat16
+    return (typename L::V)(__builtin_convertvector(*(const typename L::Half*)p, typename L::Int) << 16);
+}
 
 template <class L>
-INLINE typename L::V all(float x) { return x - typename L::V{}; }
+INLINE void store(float* p, typename L::V x) { *(typename L::V*)p = x; }
+
+// A vector of equal elements. A function that returned it would make them one by one.
+#define ALL(x) ((x) - typename L::V{})
 
 template <class L, int... AT>
 INLINE typename L::V picked(typename L::V a, typename L::V b, std::integer_sequence<int, AT...>) {

@@ -21,6 +21,12 @@ TILES += [torch.ones(1, 2, 2, dtype=torch.uint8)]
 QKV = torch.randn(3, 1, 3, 2, 4).unbind()
 SPARSE: dict[str, Any] = {"block": 2, "scale": 0.5}
 RESULTS = kernels.block_sparse_attention(QKV[0], QKV[1], QKV[2], kernels.Tiles(*TILES), **SPARSE)
+PAGES: Any = (
+    *torch.randn(3, 2, 2, 4).unbind(),
+    torch.zeros(2, 2, 2, 2, 4),
+    *torch.tensor([[2, 3], [0, 1], [0, 0]]).int(),
+)
+PAGES += (torch.tensor([[1]], dtype=torch.int32),)
 MANY = CODES.view(3, 2, 3), FACTORS.view(3, 2, 3)
 
 # name, public function, its arguments, the op's arguments
@@ -54,6 +60,7 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
      (X, *[SCALES.double()] * 2, torch.tensor([0, 3]), *[SCALES.double()] * 2)),
     ("row_linear", lambda x, w: kernels.row_linear(x, w, 5), (X, kernels.pack_rows(torch.randn(5, 16))),
      (X, kernels.pack_rows(torch.randn(5, 16)), 5, 8, torch.ones(5))),
+    ("ragged_attention", kernels.ragged_attention, PAGES, (*PAGES, 0.5, None, None, None, torch.ones(2), None)),
     ("preconditioned_step_", lambda *xs: kernels.preconditioned_step_(*xs, eps=1e-8), MOMENTS, (*MOMENTS, 1e-8, 0.1)),
 ]  # fmt: skip
 

@@ -16,6 +16,7 @@ from shardfn.kernels.dequantize_sum import _triton as sums
 from shardfn.kernels.moving_average import _triton as average
 from shardfn.kernels.preconditioned_step import _triton as step
 from shardfn.kernels.quantize import _triton as quantize
+from shardfn.kernels.ragged_attention import _triton as ragged
 from shardfn.kernels.row_linear import _triton as rows
 from shardfn.kernels.sign_compress import _triton as compress
 from shardfn.kernels.sign_mean import _triton as mean
@@ -42,6 +43,10 @@ for bits, code in ((8, "*i8"), (4, "*u8")):
 EXACT = len(CASES)
 # The chains of a linear layer are fused on purpose.
 CASES += [(rows._chain, f"*fp32 *{x} *fp32 i32 i32 i32 i32 i32", dict(ROWS=16, N=64)) for x in ("fp32", "bf16")]
+CASES += [
+    (ragged._row, f"*fp32 *{x} *i64 *i32 *fp32 *fp32 *fp32 fp32 fp32 i32 i32 i32", dict(K=64, WIDTH=64, N=32))
+    for x in ("fp32", "bf16")
+]
 for x in ("bf16", "fp32"):
     told = f"*{x} *{x} *{x} *i32 *i32 *i32 *u8 *i64 *i64 *fp32 i64 i64 i64 i64 *fp32 i32 *i64 i32 fp32"
     told += " i32 i32 i32 i32 i32 i32 i32 i32 fp32"
@@ -68,4 +73,4 @@ def test_every_kernel_compiles_for_a_gpu() -> None:
     pytest.importorskip("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
-    assert run.stdout.split() == ["compiled", "23"], run.stderr
+    assert run.stdout.split() == ["compiled", "25"], run.stderr
