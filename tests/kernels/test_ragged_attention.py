@@ -1,4 +1,4 @@
-"""Covers kernels.ragged_attention: its plain formula, and the bits of a row whatever else is in a plan."""
+"""Covers kernels.ragged_attention: its plain formula, and the bits of a row beside any others in a plan."""
 
 import inspect
 import math
@@ -177,7 +177,8 @@ def test_a_row_has_its_bits_among_any_number_of_rows(generation: int) -> None:
     story = _story((66,), (2, 1, 20))
     (want,) = Pages(story, 16).whole()
     for rows in range(1, 66):
-        first = Pages(Story(*([x[0][:rows]] for x in story[:3]), story.how), 16).whole()
+        q, k, v = ([x[0][:rows]] for x in story[:3])
+        first = Pages(Story(q, k, v, story.how), 16).whole()
         assert torch.equal(first[0], want[:rows]), (generation, rows)
 
 
@@ -196,7 +197,8 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dty
 
 def test_a_cache_in_bfloat16_holds_rounded_keys_and_values() -> None:
     story = _story((40,), (4, 2, 24))
-    rounded = Story(story.q, *([x[0].bfloat16().float()] for x in story[1:3]), story.how)
+    k, v = ([x[0].bfloat16().float()] for x in story[1:3])
+    rounded = Story(story.q, k, v, story.how)
     assert _equal(Pages(story, 4, dtype=torch.bfloat16).whole(), Pages(rounded, 4).whole())
 
 
@@ -233,10 +235,9 @@ def test_guesses_that_branch_have_the_bits_of_their_branch(generation: int) -> N
         paths: list[list[int]] = []
         for i, parent in enumerate(parents):
             paths.append([*(paths[parent] if parent is not None else []), i])
-        branches = [
-            [torch.cat([x[0], x[2][path]]) for path in paths] for x in story[:3]
-        ]  # each guess's branch as a sequence of its own
-        want = [y[-1] for y in Pages(Story(*branches, story.how), 8).whole()]
+        # Each guess's branch as a sequence of its own.
+        q, k, v = ([torch.cat([x[0], x[2][path]]) for path in paths] for x in story[:3])
+        want = [y[-1] for y in Pages(Story(q, k, v, story.how), 8).whole()]
 
         pages = Pages(story, 8)
         pages.run((0, range(prompt)), (1, range(12)))
@@ -303,7 +304,7 @@ def _plan(**changed: Any) -> tuple[Any, ...]:
     return ({**given, **changed},)
 
 
-REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
+REFUSALS: list[tuple[dict[str, Any], Any, str]] = [
     ({"slots": [2, 6]}, ValueError, r"slots\[1\] is 6, must be from 0 to 5: cache has 3 blocks of 2 tokens"),
     ({"slots": [-1, 3]}, ValueError, r"slots\[0\] is -1"),
     ({"positions": [0, 4]}, ValueError, r"positions\[1\] is 4, must be from 0 to 3: tables has 2 blocks of 2 tokens"),
@@ -406,10 +407,10 @@ def test_a_bound_call_writes_its_caches_in_place() -> None:
         x = torch.randn(last - first, 16, generator=draw)
         return x, (slots, positions, torch.zeros_like(positions), tables)
 
-    bound = None
+    args = step(0, 1)
+    bound = f.bind(params, caches, *args)
     for at in range(8):
         args = step(at, at + 1)
-        bound = f.bind(params, caches, *args) if bound is None else bound
         y, caches = bound(params, caches, *args)
         with torch.no_grad():
             want, _ = _layers(weights, whole, *args)

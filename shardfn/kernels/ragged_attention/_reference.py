@@ -129,7 +129,7 @@ def halved(x: Tensor) -> Tensor:
 
 
 def exponential(x: Tensor) -> Tensor:
-    """e^x of x <= 0, by x = n log 2 + r and a polynomial; 0 below -87, so that nothing is subnormal."""
+    """e^x of x <= 0, by x = n log 2 + r and a polynomial; 0 below -87, so that results are normal numbers."""
     number = x.new_tensor
     at = x.clamp(min=LEAST)
     n = fused(at, number(LOG2E), number(MAGIC)) - number(MAGIC)
