@@ -2,13 +2,15 @@
 
     python docs/make_reference.py
 
-The pages only list the objects; `mkdocs build` takes the text from the docstrings. The tests compare.
+The text is that of the docstrings (`site_docstrings.py`), as Markdown that a git host shows, too. The tests compare.
 """
 
 import importlib
 import inspect
 import itertools
 import pathlib
+
+import site_docstrings
 
 import shardfn
 
@@ -49,13 +51,13 @@ def named(module: object) -> dict[str, object]:
 
 
 def page(room: str) -> str:
-    """A room's page: its docstring's first paragraph, and a directive for each name, those of `shardfn` first."""
+    """A room's page: its docstring's first paragraph, and an entry for each name, those of `shardfn` first."""
     module = importlib.import_module(f"shardfn.{room}")
     short = {id(value) for value in vars(shardfn).values()}
     first = (inspect.getdoc(module) or "").split("\n\n")[0]
     lines = {True: ["## Names of a training script"], False: ["## Further names"]}
     for name, value in _own(room, module).items():
-        lines[id(value) in short].append(f"::: shardfn.{room}.{name}")
+        lines[id(value) in short].append(site_docstrings.entry(f"shardfn.{room}.{name}", value))
     sections = [section for section in lines.values() if len(section) > 1]
     if len(sections) == 1:
         sections[0][0] = "## Names"

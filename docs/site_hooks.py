@@ -17,14 +17,14 @@ _STEP = ("apply", "cache_info", "close", "evaluate", "init", "loss", "lower", "r
 
 
 def _reference() -> dict[str, str]:
-    """Names as scripts write them -> the anchor in the reference."""
+    """Names as scripts write them -> the page of the reference and the anchor there."""
     found: dict[str, str] = {}
     for page in sorted((DOCS / "reference").glob("*.md")):
-        for name in re.findall(r"^::: (shardfn\.[\w.]+)$", page.read_text(), re.M):
-            found["sf" + name.removeprefix("shardfn")] = name
-    short = re.findall(r"\[`(sf\.\w+)`\]\(\S+?\.md#([\w.]+)\)", (DOCS / "reference/index.md").read_text())
+        for name in re.findall(r'^<a id="(shardfn\.[\w.]+)"></a>$', page.read_text(), re.M):
+            found["sf" + name.removeprefix("shardfn")] = f"{page.name}#{name}"
+    short = re.findall(r"\[`(sf\.\w+)`\]\((\S+?\.md#[\w.]+)\)", (DOCS / "reference/index.md").read_text())
     classes = {name.removeprefix("sf."): anchor for name, anchor in short if name[3].isupper()}
-    methods = {f"step.{name}": f"shardfn.transforms.ShardedStep.{name}" for name in _STEP}
+    methods = {f"step.{name}": f"transforms.md#shardfn.transforms.ShardedStep.{name}" for name in _STEP}
     return found | dict(short) | classes | methods
 
 
@@ -66,8 +66,9 @@ def _prose(text: str, page: pathlib.Path) -> str:
 
     def name(found: re.Match[str]) -> str:
         target = _KNOWN.get(found[1])
-        return f"[{found[0]}][{target}]" if target else found[0]
+        return f"[{found[0]}]({reference}/{target})" if target else found[0]
 
+    reference = posixpath.relpath((DOCS / "reference").as_posix(), page.parent.as_posix())
     lines = _LINK.sub(link, text).split("\n")
     return "\n".join(line if line.startswith("#") else _NAME.sub(name, line) for line in lines)
 

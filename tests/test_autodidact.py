@@ -9,7 +9,7 @@ import torch
 FILE = pathlib.Path(__file__).parents[1] / "docs/autodidact.py"
 
 
-def test_it_runs_and_says_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_runs_and_prints_the_output_that_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
     before = torch.get_default_dtype()
     try:
         runpy.run_path(str(FILE), run_name="__main__")

@@ -97,7 +97,7 @@ def test_sizes_of_one_name_are_the_same_in_one_call(module: ModuleType) -> None:
     assert module.transposed(torch.ones(3, 3)).shape == (3, 3)
 
 
-def test_arguments_of_all_kinds_and_what_is_returned(module: ModuleType) -> None:
+def test_arguments_of_all_kinds_and_results(module: ModuleType) -> None:
     assert module.at_least(1, 2, 3, by=2, name="x") == 1
     for args, kwargs in [(("x",), {}), ((1, "y"), {}), ((1,), {"by": "z"}), ((1,), {"name": 2})]:
         with pytest.raises(TypeCheckError, match="at_least"):
@@ -119,7 +119,7 @@ def test_functions_inside_functions_share_their_checks(module: ModuleType) -> No
     assert code is two.__wrapped__.__code__ and id(code) in shape_checks._CHECKS
 
 
-def test_what_a_function_inside_a_function_holds_ends_with_it(module: ModuleType) -> None:
+def test_bindings_of_an_inner_function_end_with_it(module: ModuleType) -> None:
     held = module.Later()
     size, ended = module.holder(held), weakref.ref(held)
     assert (size(), size(None)) == (1, 2)
@@ -138,13 +138,13 @@ def test_classes(module: ModuleType) -> None:
         _ = module.Point(3).bad
 
 
-def test_what_is_left_alone(module: ModuleType) -> None:
+def test_annotations_that_are_left_alone(module: ModuleType) -> None:
     assert module.of_later(1) == 1  # names defined later accept anything, as in jaxtyping's hook
     assert module.free("x") == module.without("x") == "x"
     assert not hasattr(module.without, "__wrapped__") and not hasattr(module.free, "__wrapped__")
 
 
-def test_what_is_compiled_is_kept_until_the_file_changes(
+def test_compiled_code_is_kept_until_the_file_changes(
     module: ModuleType, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = module.__spec__

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint as torch_checkpoint
 from torch._guards import TracingContext as TracingContext
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._guards import tracing as tracing
@@ -41,6 +42,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
 )
+from torch.autograd import forward_ad, profiler
 
 # A graph as it is, without code that is compiled at its first call.
 from torch.fx._lazy_graph_module import (
@@ -51,6 +53,8 @@ from torch.fx._lazy_graph_module import (
 )
 from torch.fx.experimental.proxy_tensor import _ProxyTensor as ProxyTensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.conv import _ConvNd as ConvNd
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack as function_modes
 
 # Modes that see every op; torch's own registry of trees.
@@ -68,6 +72,7 @@ from torch.utils._python_dispatch import (
 __all__ = [
     "AutogradInfo",
     "BatchNorm",
+    "ConvNd",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -107,6 +112,7 @@ pop_function_mode: Any = _C._pop_torch_function_stack
 push_function_mode: Any = _C._push_on_torch_function_stack
 num_dispatch_modes: Any = _C._len_torch_dispatch_stack
 dispatch_mode: Any = _C._get_dispatch_mode
+make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 FAKE, PROXY = _C._TorchDispatchModeKey.FAKE, _C._TorchDispatchModeKey.PROXY
 
 # Autograd: hooks of saved tensors, the number of the next node, the backward that runs.
@@ -119,6 +125,8 @@ current_graph_task: Any = _C._current_graph_task_id
 stash: Any = _C._stash_obj_in_tls
 stashed: Any = _C._get_obj_in_tls
 is_stashed: Any = _C._is_key_in_tls
+# A value that a checkpoint drops.
+CheckpointHolder: Any = torch_checkpoint._Holder
 preserve_version: Any = torch.autograd._unsafe_preserve_version_counter
 
 # How many tensors hold a storage; how `nn.Module.to` reads its arguments.
@@ -131,6 +139,24 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 # The names of modules that others may have imported.
 DYNAMO, CHECKPOINT = "torch._dynamo", "torch.distributed._composable.checkpoint_activation"
+# The function that runs checkpoints; that of torch 2.14 takes the arguments apart, as a tuple and a dict.
+CHECKPOINT_APART: bool = hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator_impl")
+CHECKPOINT_GENERATOR: str = "_checkpoint_without_reentrant_generator" + ("_impl" if CHECKPOINT_APART else "")
+
+
+def forward_level() -> int:
+    """The level of forward-mode differentiation that is open; -1 outside of it."""
+    return forward_ad._current_level
+
+
+def is_profiled() -> bool:
+    """Whether torch's profiler records."""
+    return profiler._is_profiler_enabled
+
+
+def caches_parametrizations() -> bool:
+    """Whether `torch.nn.utils.parametrize.cached()` is open."""
+    return bool(parametrize._cache_enabled)
 
 
 def clear_interpreter_stack() -> Any:

@@ -27,8 +27,8 @@ def check_torch(version: str) -> None:
         )
     if found > NEWEST:
         warnings.warn(
-            f"shardfn is written for torch {oldest} to {newest}, and this is torch {version}: it stands on parts of"
-            f" torch that change from minor to minor, so steps may fail, or differ. Install one of these: pip install"
+            f"shardfn is written for torch {oldest} to {newest}, and this is torch {version}: it uses parts of torch"
+            " that change from minor to minor, so steps may fail, or differ. Install one of these: pip install"
             f" 'torch>={oldest},<{NEWEST[0]}.{NEWEST[1] + 1}'.",
             stacklevel=2,
         )

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import checkpoint
 
-from shardfn._torch import sequence_number
+from shardfn._torch import CheckpointHolder, sequence_number
 from shardfn.capture import capturing
 from shardfn.core import hearing_names, saved_tensors_hooks
 
@@ -108,9 +107,9 @@ class SavedValue:
         if self._outer is not None:
             # Surrounding hooks come first: tensors that they take, mostly gathered lazy leaves, must not be moved.
             packed = self._outer[0](x)
-            if isinstance(packed, checkpoint._Holder):
+            if isinstance(packed, CheckpointHolder):
                 raise ValueError(
-                    "offload inside remat has no effect, as all that is saved in there is dropped; use"
+                    "offload inside remat has no effect, as every tensor saved in there is dropped; use"
                     " offload(remat(f), policy), or remat(f, policy=policy)."
                 )
             if packed is not x:
@@ -149,8 +148,8 @@ class SavedValue:
         action = self._ask(describe(name, x))
         if action != entry.action:
             raise ValueError(
-                f"checkpoint_name(x, {name!r}): x was saved before by an operation that uses it, and the policy said"
-                f" {entry.action!r} then; of the name it says {action!r}. Name a value where it is made."
+                f"checkpoint_name(x, {name!r}): x was saved before by an operation that uses it, and the policy gave"
+                f" {entry.action!r} then; for the name it gives {action!r}. Name a value where it is made."
             )
 
     def _decide(self, turn: int | None) -> None:
@@ -172,7 +171,7 @@ class SavedValue:
         action = check_action(self._policy(saved), saved)
         if action == "recompute":
             raise ValueError(
-                f"the policy says 'recompute' of {saved}; offload keeps or moves what autograd has saved. Use"
+                f"the policy gives 'recompute' for {saved}; offload keeps or moves tensors that autograd has saved. Use"
                 " remat(f, policy=policy)."
             )
         return action

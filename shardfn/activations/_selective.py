@@ -115,8 +115,8 @@ class Results:
         action = self._ask(name, op, x)
         if op is not self._last and action != op.action:
             raise ValueError(
-                f"checkpoint_name(x, {name!r}): other operations ran since x was made; the policy said {op.action!r} of"
-                f" it then, and of the name it says {action!r}. Name a value where it is made."
+                f"checkpoint_name(x, {name!r}): other operations ran since x was made; the policy gave {op.action!r} of"
+                f" it then, and for the name it gives {action!r}. Name a value where it is made."
             )
         op.action = action
 

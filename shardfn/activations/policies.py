@@ -53,7 +53,7 @@ def check_action(action: object, saved: SavedTensor) -> Action:
         'host'
     """
     if action not in get_args(Action):
-        raise ValueError(f"a policy said {action!r} of {saved}; it may say {', '.join(map(repr, get_args(Action)))}.")
+        raise ValueError(f"a policy gave {action!r} of {saved}; it may give {', '.join(map(repr, get_args(Action)))}.")
     return action  # pyright: ignore[reportReturnType]
 
 

@@ -73,7 +73,9 @@ def mesh_of(tree: PyTree) -> Mesh:
     meshes = {id(x.mesh): x.mesh for x in tree_leaves(tree) if isinstance(x, GlobalTensor)}
     first = next(iter(meshes.values()), None)
     odd = [repr(m) for m in meshes.values() if first is not None and not m.is_like(first)]
-    raise_all(ValueError, f"leaves are on other meshes than {first!r}; checkpoint what is on each by itself:", odd)
+    raise_all(
+        ValueError, f"leaves are on other meshes than {first!r}; checkpoint the leaves of each by themselves:", odd
+    )
     return as_mesh(None) if first is None else first
 
 
@@ -86,7 +88,7 @@ def contents(tree: PyTree, at: str, mesh: Mesh) -> list[Content]:
     """
     named = [(path.removeprefix("."), x) for path, x in named_leaves(tree, at)]
     odd = [f"{p or 'the tree'} is a {type(x).__name__}" for p, x in named if not isinstance(x, GlobalTensor | Tensor)]
-    raise_all(TypeError, "a checkpoint has tensors; pass what JSON can hold as user=:", odd)
+    raise_all(TypeError, "a checkpoint has tensors; pass values that JSON can hold as user=:", odd)
     check_in_round(tree)
     apart = [f"{p} is on {x.mesh!r}" for p, x in named if isinstance(x, GlobalTensor) and not x.mesh.is_like(mesh)]
     raise_all(ValueError, f"leaves are on another mesh than {mesh!r}, which saves them:", apart)

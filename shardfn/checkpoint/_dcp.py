@@ -53,8 +53,8 @@ def save_dcp(directory: str | os.PathLike[str], tree: PyTree, *, at: str = "") -
     with told_before(comms.control):
         _check_all_ranks(mesh)
         leaves = contents(tree, at, mesh)
-    said = "\n".join(f"{x.path} {x.shape} {x.dtype} {x.spec!r}" for x in leaves)
-    agree_on_step(comms.control, "checkpoint.save_dcp", (said, ()))
+    text = "\n".join(f"{x.path} {x.shape} {x.dtype} {x.spec!r}" for x in leaves)
+    agree_on_step(comms.control, "checkpoint.save_dcp", (text, ()))
     alone = not dist.is_initialized()
     with losing_no_peer(comms), torch.no_grad(), warnings.catch_warnings():
         # DCP warns that it takes one process for one process.

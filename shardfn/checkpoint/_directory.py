@@ -274,7 +274,7 @@ class DirectoryStore:
         begun = sorted(p.name for p in self._place.iterdir() if _REST.fullmatch(p.name))
         if found or not begun:
             return no_checkpoint(self, step, found)
-        what = f"has none that is complete: {', '.join(begun)} is being written, or its job ended meanwhile"
+        what = f"has no complete one: {', '.join(begun)} is being written, or its job ended meanwhile"
         return no_checkpoint(self, step, found, what)
 
 

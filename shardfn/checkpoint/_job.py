@@ -198,15 +198,15 @@ def by_first(mesh: Mesh, at: Store, meet: Meet, work: Callable[..., Any], *args:
         RankError: another rank died.
     """
     mine, own = _attempt(at, work, *args) if mesh.rank == 0 else (_Outcome(None), None)
-    told = meet(mine)
-    return _failure(told, own) or told[0].value
+    outcomes = meet(mine)
+    return _failure(outcomes, own) or outcomes[0].value
 
 
 def _named(job: SaveJob, wrote: Sequence[_Outcome]) -> None:
     """Gives a checkpoint its name if all ranks have written it; else removes the draft."""
     try:
-        if all(told.error is None for told in wrote):
-            _publish(job, [told.value.digests for told in wrote])
+        if all(outcome.error is None for outcome in wrote):
+            _publish(job, [outcome.value.digests for outcome in wrote])
     finally:
         job.draft.discard()
 
@@ -221,9 +221,9 @@ def _begin(store: Store, step: int, token: str, options: SaveOptions) -> str:
     newer = [n for n in store.steps() if n > step]
     if newer and options.in_order and not options.replace:
         raise FileExistsError(
-            f"{store} has checkpoints of steps {newer}, newer than step {step}: whoever restarts would go on from"
-            " those. Go on from the newest one, give this run a directory of its own, or pass replace=True, with which"
-            " they give way."
+            f"{store} has checkpoints of steps {newer}, newer than step {step}: a restart would go on from those. Go on"
+            " from the newest one, give this run a directory of its own, or pass replace=True, with which they give"
+            " way."
         )
     store.begin(step, token, replace=options.replace)
     return token

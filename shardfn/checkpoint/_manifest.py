@@ -146,7 +146,9 @@ def decoded(text: str, where: str) -> Manifest:
         # The text too: a byte that JSON reads as the same thing has changed all the same.
         intact = isinstance(seal, str) and _sealed(body) == text
     except (json.JSONDecodeError, RecursionError, TypeError, UnicodeError) as problem:
-        raise DamagedError(f"{where} is not what was written ({problem}). Take another checkpoint.") from None
+        raise DamagedError(
+            f"{where} differs from the data that was written ({problem}). Take another checkpoint."
+        ) from None
     if not intact:
         raise DamagedError(f"{where} has changed since it was written. Take another checkpoint.")
     try:
@@ -284,5 +286,5 @@ def _clashes(manifest: Manifest) -> list[str]:
                 out.append(f"{name}: bytes {min(lo, at)} to {max(lo, at)} are in two ranges or in none")
             at = max(hi, at)
         if at != file.bytes:
-            out.append(f"{name}: bytes {at} to {file.bytes} are nobody's")
+            out.append(f"{name}: bytes {at} to {file.bytes} belong to no leaf")
     return out

@@ -175,7 +175,7 @@ def remedy(
     return (
         " Leaves of another path are read by restore(..., rename=), a function from a path of the tree to one of the"
         " checkpoint. Leaves that only one side has are passed over by restore(..., partial=True), and those of the"
-        " tree then stay as they are."
+        " tree then keep their values."
     )
 
 
@@ -261,7 +261,7 @@ def _layers_left(sources: Sequence[Source | str | None]) -> list[str]:
         if isinstance(x, Source) and x.row is not None:
             rows.setdefault((x.paths[0], x.leaves[0].shape[0]), set()).add(x.row)
     return [
-        f"{path} of the checkpoint has {num} layers, of which {len(own)} have a place in the tree"
+        f"{path} of the checkpoint has {num} layers, and {len(own)} have a place in the tree"
         for (path, num), own in rows.items()
         if len(own) < num
     ]

@@ -194,7 +194,7 @@ def no_checkpoint(store: Store, step: int | None, found: list[int], missing: str
     what = missing or (f"has checkpoints of steps {found}" if found else "has none")
     return FileNotFoundError(
         f"no checkpoint{'' if step is None else f' of step {step}'} in {store}, which {what}."
-        " Pass the directory that was given to save or Manager; steps(directory) says which a run has."
+        " Pass the directory that was given to save or Manager; steps(directory) lists those of a run."
     )
 
 

@@ -145,7 +145,7 @@ def _cut_anew(out: Recut, errors: Sequence[Owed], manifest: Manifest, state: Tar
     """Errors that other axes cut than in the checkpoint, or whose layers are stacked on one side."""
     problems = [
         f"the state of {state.path}: all of its errors are cut along {axis}, which may be of the axes inside of"
-        f" `outer`, along which nothing can be moved; keep that axis as it was, or {_WITHOUT}"
+        f" `outer`, along which nothing can be moved; keep that axis, or {_WITHOUT}"
         for axis in everywhere(errors, manifest)
     ]
     return out._replace(
@@ -183,7 +183,7 @@ def _cut_otherwise(node: _Node, targets: Sequence[Target], manifest: Manifest) -
             if old != new:
                 out.append(
                     f"{targets[index.worker - node.first].path}: errors of a leaf that other axes than the mean's cut"
-                    f" into {old} blocks, and cut into {new} here; keep those axes as they were, or {_WITHOUT}"
+                    f" into {old} blocks, and cut into {new} here; keep those axes, or {_WITHOUT}"
                 )
     return out
 

@@ -188,7 +188,7 @@ def nowhere(
         if i in but:
             continue
         if source is None and _is_empty(x):
-            out.append(f"{target.path} is to stay as it is, but the tree is abstract, and has no values")
+            out.append(f"{target.path} is to keep its values, but the tree is abstract, and has no values")
         on_disk = isinstance(x, GlobalTensor) and x.memory_kind == "disk"
         if source is not None and on_disk and not isinstance(x.held, DiskTensor) and pool is None:
             out.append(f"{target.path} is to be on disk; pass pool=, or a tree from step.init that has its values")

@@ -81,8 +81,8 @@ def safetensors_header(
     at = 0
     for name, dtype, shape in entries:
         size = math.prod(shape) * dtype.itemsize
-        told = list(shape) if dtype in _CODES else [*shape, dtype.itemsize]
-        out[name] = {"dtype": _CODES.get(dtype, "U8"), "shape": told, "data_offsets": [at, at + size]}
+        sizes = list(shape) if dtype in _CODES else [*shape, dtype.itemsize]
+        out[name] = {"dtype": _CODES.get(dtype, "U8"), "shape": sizes, "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(out, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

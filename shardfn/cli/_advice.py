@@ -25,7 +25,7 @@ def _to_fit(made: JobPlan) -> tuple[str, ...]:
         return (f"{_sentence(words)}: then it takes {of_limit(p.peak, p.limit)}.",)
     return (
         "No stage, number of microbatches or --remat makes it fit on this mesh: take more ranks (--mesh), a larger"
-        " --device, or let shardfn plan --search say how many microbatches and ranks along tp it takes.",
+        " --device, or let shardfn plan --search find how many microbatches and ranks along tp it takes.",
     )
 
 
@@ -62,7 +62,7 @@ def _to_be_faster(made: JobPlan) -> tuple[str, ...]:
         "waiting for data-parallel transfers": "the transfers of a step take as long for a few tokens as for many",
         "the pipeline": "more microbatches fill the pipeline",
         "the optimizer's memory traffic": "the update takes as long for a few tokens as for many",
-    }.get(cost.dominates, "what a step does once takes as long for a few tokens as for many")
+    }.get(cost.dominates, "the work that a step does once takes as long for a few tokens as for many")
     return (
         f"Raise --batch: {why}. With {words} MFU is {p.cost.mfu:.1%} instead of {cost.mfu:.1%}, at"
         f" {of_limit(p.peak, p.limit)}; a global batch is {p.setup.tokens:,} tokens then, not {s.tokens:,}.",

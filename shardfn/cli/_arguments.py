@@ -112,7 +112,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         if name not in _AXES:
             problems.append(_unknown_axis(name))
         elif not size.isdecimal() or int(size) < 1:
-            problems.append(f"axis {name!r} has size {size!r}; write {name}=8, say.")
+            problems.append(f"axis {name!r} has size {size!r}; write {name}=8, for example.")
         elif name in shape:
             problems.append(f"axis {name!r} is given twice.")
         else:

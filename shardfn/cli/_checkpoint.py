@@ -12,9 +12,9 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the commands of `shardfn checkpoint`."""
     commands = parser.add_subparsers(dest="what", required=True)
     for name, about in (
-        ("inspect", "Says what a checkpoint holds: a line a leaf."),
-        ("verify", "Reads a checkpoint from end to end. Exit status 1 if a byte is not what was written."),
-        ("diff", "Says in which leaves two checkpoints differ, however they were cut. Exit status 1 if they do."),
+        ("inspect", "Lists the contents of a checkpoint: a line a leaf."),
+        ("verify", "Reads a checkpoint from end to end. Exit status 1 if a byte differs from the one written."),
+        ("diff", "Lists the leaves in which two checkpoints differ, however they were cut. Exit status 1 if they do."),
     ):
         command = commands.add_parser(name, help=about, description=about)
         command.add_argument("path", help="a run's directory, or step_000100 in one")
@@ -27,7 +27,9 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     command.add_argument("path", help="a run's directory, or step_000100 in one")
     command.add_argument("out", help="the directory for model.safetensors")
     command.add_argument("--step", type=int, help="which of a run's checkpoints (default: the newest)")
-    command.add_argument("--dtype", choices=_DTYPES, help="what to round to (default: as they are kept)")
+    command.add_argument(
+        "--dtype", choices=_DTYPES, help="the dtype to round to (default: the one in which they are kept)"
+    )
     about = "Makes a checkpoint of parameters from safetensors files."
     command = commands.add_parser("import", help=about, description=about)
     command.add_argument("weights", help="a directory with model.safetensors, or with its index")
@@ -59,7 +61,7 @@ def checkpoint_command(args: argparse.Namespace) -> int:
         return 0
     if args.what == "verify":
         found = verify(args.path, args.step)
-        print(f"step {found.step}: {found.files} files, {found.bytes:,} bytes, as they were written")
+        print(f"step {found.step}: {found.files} files, {found.bytes:,} bytes, unchanged")
         return 0
     found = diff(args.path, args.other, steps=(args.step, args.other_step))
     for x in found:

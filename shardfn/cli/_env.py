@@ -98,10 +98,10 @@ def _hardware() -> Iterator[Fact]:
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text()
         lines = dict(x.split(":", 1) for x in text.split("\n\n")[0].splitlines() if ":" in x)
-        told = {k.strip(): v.strip() for k, v in lines.items()}
-        flags = set(told.get("flags", "").split())
+        fields = {k.strip(): v.strip() for k, v in lines.items()}
+        flags = set(fields.get("flags", "").split())
         yield Fact(
-            "processor", f"{told.get('model name', '?')}, {', '.join(f for f in _FLAGS if f in flags) or 'no AVX2'}"
+            "processor", f"{fields.get('model name', '?')}, {', '.join(f for f in _FLAGS if f in flags) or 'no AVX2'}"
         )
     except OSError:
         yield Fact("processor", platform.processor() or "?")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardfn.checkpoint import Manager
 from shardfn.collectives import unshard
-from shardfn.core import Mesh, P, Policy, PyTree, Zero, key, make_mesh
+from shardfn.core import Mesh, P, Policy, PyTree, Zero, key, make_mesh, progress
 from shardfn.data import IGNORED, Cursor, ExampleBatches, JSONLines, pad
 from shardfn.graph import cluster
 from shardfn.interop import export, module_from_hf, module_to_hf, without_weights
@@ -116,13 +116,15 @@ def _run(job: FinetuneJob, mesh: Mesh) -> None:
     state = step.init(made.params)
     training, validation = _batches(job, made.tokenizer)
     cursor, speed = Cursor(training, job.steps, mesh), Throughput()
-    checkpoints = Manager(pathlib.Path(job.out, "checkpoints"), mesh=mesh, save_every=job.every)
+    by = "validation_loss" if job.validation else None
+    checkpoints = Manager(pathlib.Path(job.out, "checkpoints"), mesh=mesh, save_every=job.every, best=by)
     if checkpoints.steps():
         restored = checkpoints.restore(_kept(state, made.lora))
         state = restored.tree if made.lora is None else with_base(restored.tree, state.params["base"])
         cursor = cursor.at(restored.user)
     with checkpoints, Logger(job.out, mesh, start=cursor.next) as logger:
-        for n, batch in enumerate(cursor, cursor.next):
+        bar = progress(cursor, total=job.steps, initial=cursor.next, desc="fine-tuning", unit="step", mesh=mesh)
+        for n, batch in enumerate(bar, cursor.next):
             state, metrics = step(state, _on(batch, mesh))
             logged: dict[str, Any] = {**metrics, "learning_rate": schedule(n)}
             if validation is not None and ((n + 1) % job.every == 0 or n + 1 == job.steps):
@@ -132,7 +134,12 @@ def _run(job: FinetuneJob, mesh: Mesh) -> None:
                     logged["validation_loss"] = step.evaluate(state, held_out)["loss"]
             tokens = batch["tokens"].numel() * mesh.axis_size("dp")
             logger.write(n + 1, logged, speed(tokens))
-            checkpoints.save(_kept(state, made.lora), n + 1, user=cursor.state(), now=n + 1 == job.steps)
+            by_metric = None if by is None else logged
+            last = n + 1 == job.steps
+            checkpoints.save(_kept(state, made.lora), n + 1, user=cursor.state(), metrics=by_metric, now=last)
+        best = checkpoints.best() if by else None
+        if best is not None and mesh.rank == 0:
+            print(f"The checkpoint with the lowest validation loss is that of step {best}.", flush=True)
     _write_result(job, made, state, mesh)
 
 
@@ -146,7 +153,9 @@ def _trained(job: FinetuneJob, mesh: Mesh) -> Trained:
         module.generation_config = transformers.GenerationConfig.from_pretrained(job.model)
     module.train(job.remat)  # else dropout is off
     if job.remat:
-        module.gradient_checkpointing_enable()
+        # The first name is that of transformers 5.24 and later; the second one is gone in 6.
+        enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+        enable()
     params, (_, apply) = module_from_hf(module, job.model), from_module(module)
 
     def loss(params: PyTree, batch: PyTree) -> WeightedMean:

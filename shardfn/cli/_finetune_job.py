@@ -16,7 +16,7 @@ from shardfn.core import did_you_mean, raise_all
 _AXES = ("dp", "tp")
 _HELP = {
     "out": "directory for metrics, checkpoints and the result; the same command goes on there",
-    "validation": "JSON lines for the validation loss",
+    "validation": "JSON lines for the validation loss; the checkpoint with the lowest one is kept, too",
     "steps": "optimizer steps",
     "every": "steps between checkpoints, and between validations",
     "batch": "examples a step, over all ranks",
@@ -96,7 +96,7 @@ def parse_job(args: argparse.Namespace) -> FinetuneJob:
     """The job that the arguments and the file of `--config` describe; nothing is loaded.
 
     Raises:
-        ValueError: lists all that is wrong, each with its remedy.
+        ValueError: lists every error, each with its remedy.
         FileNotFoundError: there is no such file of options.
     """
     names = [field.name for field in dataclasses.fields(FinetuneJob)]
@@ -110,12 +110,12 @@ def _of_file(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        told = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        settings = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"--config {path} is no TOML: {error}.") from error
     fields = {field.name: field for field in dataclasses.fields(FinetuneJob)[2:]}
     problems, out = [], {}
-    for key, value in told.items():
+    for key, value in settings.items():
         name = key.replace("-", "_")
         kind: Any = fields[name].type if name in fields else None
         if kind is None:
@@ -211,10 +211,10 @@ def _wrong_mesh(job: FinetuneJob) -> Iterator[str]:
 
 def _other_run(job: FinetuneJob) -> Iterator[str]:
     """The settings in which an interrupted run in the same directory differs."""
-    told = pathlib.Path(job.out, "run.json")
-    if not told.is_file() or not steps(pathlib.Path(job.out, "checkpoints")):
+    record = pathlib.Path(job.out, "run.json")
+    if not record.is_file() or not steps(pathlib.Path(job.out, "checkpoints")):
         return
-    before = json.loads(told.read_text(encoding="utf-8"))
+    before = json.loads(record.read_text(encoding="utf-8"))
     for name, value in settings(job).items():
         if name in before and before[name] != value:
             yield (

@@ -60,7 +60,7 @@ def pipeline_problems(setup: Setup) -> list[str]:
     except ValueError as e:
         return [str(e)]
     if stages > layers:
-        return [f"pp={p} with {name} makes {stages} stages of {layers} layers; some would have none."]
+        return [f"pp={p} with {name} makes {stages} stages of {layers} layers; some would have no layer."]
     return []
 
 

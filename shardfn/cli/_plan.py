@@ -118,7 +118,7 @@ def problems(s: Setup) -> list[str]:
     out += pipeline_problems(s)
     tp, heads = s.axis("tp"), s.config.num_heads
     if tp > heads:
-        out.append(f"tp={tp} is more than the model's {heads} heads; some ranks would have none.")
+        out.append(f"tp={tp} is more than the model's {heads} heads; some ranks would have no head.")
     return out
 
 
@@ -127,7 +127,7 @@ def _notes(s: Setup) -> tuple[str, ...]:
     if s.zero.stage == 1:
         notes.append(
             "Stage 1 keeps whole gradients by ZeRO's definition, and so they are counted. The step of shardfn frees"
-            " them as they are reduced, unless Zero(pace=Pace(accumulate='once')): it then needs what stage 2 needs."
+            " them as they are reduced, unless Zero(pace=Pace(accumulate='once')): it then has the needs of stage 2."
         )
     if s.axis("tp") > 1:
         notes.append(

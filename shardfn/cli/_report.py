@@ -56,11 +56,11 @@ def longest_text(setup: Setup, found: Sequence[LongestSequence]) -> str:
     rows = [(str(x.settings), f"{x.tokens:,}", f"{-(-x.tokens // ranks):,}", gib(x.peak)) for x in found]
     notes = [
         f"Attention by `nn.{body}`, and `Config(max_len=)` at least that long.",
-        "Read off steps on one rank in float32; what attention sends between ranks is not counted.",
+        "Read off steps on one rank in float32; messages of attention between ranks are not counted.",
     ]
     head = f"# The longest sequence of {setup.model} on {ranks} x {setup.cluster.device.name}"
-    told = "\n".join(f"- {n}" for n in notes)
-    return f"{head}\n\n{table(('settings', 'tokens', 'a rank', 'GiB'), rows)}\n\n{told}\n"
+    footnotes = "\n".join(f"- {n}" for n in notes)
+    return f"{head}\n\n{table(('settings', 'tokens', 'a rank', 'GiB'), rows)}\n\n{footnotes}\n"
 
 
 def longest_json(found: Sequence[LongestSequence]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def found_text(found: SearchResult, number: int = 10) -> str:
     if best:
         parts.append(table(("", *names, "peak GiB", "step", "MFU", "tokens/s", "dominates"), best))
     if failed:
-        parts.append("## What does not fit, at its smallest")
+        parts.append("## Runs that do not fit, at their smallest")
         parts.append(table((*names, "peak GiB", "too many", "largest kind"), failed))
     if found.skipped:
         parts.append("## Not tried\n\n" + "\n".join(f"- {s}" for s in found.skipped))

@@ -91,11 +91,11 @@ def _split(setup: Setup, rows: int, tp: int, pp: int, skipped: list[tuple[str, s
     dp = setup.world // tp // pp
     mesh = {name: {"dp": dp, "tp": tp, "pp": pp}[name] for name in setup.mesh}
     base = dataclasses.replace(setup, mesh=mesh, batch=max(1, rows // dp), accumulate=1, schedule="1f1b")
-    said = ",".join(f"{name}={size}" for name, size in mesh.items() if name != "dp")
+    name_of_mesh = ",".join(f"{name}={size}" for name, size in mesh.items() if name != "dp")
     if rows % dp:
-        skipped.append((said, f"the ranks along dp do not divide the global batch of {rows} sequences"))
+        skipped.append((name_of_mesh, f"the ranks along dp do not divide the global batch of {rows} sequences"))
     elif problems(base):
-        skipped.append((said, "; ".join(problems(base))))
+        skipped.append((name_of_mesh, "; ".join(problems(base))))
     else:
         yield from _of_mesh(base)
 

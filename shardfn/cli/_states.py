@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from shardfn.collectives import Cuts
 from shardfn.core import Mesh, P, Zero, deferred, key, tree_leaves, tree_paths
 from shardfn.graph import Cluster
 from shardfn.models import gpt
@@ -175,17 +176,17 @@ def _states(
     gathered = sum(u.nbytes for u in gathers)
     ratio = size.grads / size.params
     return States(
-        params=size.params * sum(_rows(x) if x.gathered else x.block.numel() for x in leaves),
+        params=size.params * sum(_largest(x.used) for x in leaves),
         # By ZeRO's definition. The step's own stage 1 frees whole gradients as stage 2 does.
-        grads=size.grads * sum(_rows(x) if zero.stage >= 2 else x.block.numel() for x in leaves),
-        optimizer=size.optimizer * sum(map(_rows, leaves)),
+        grads=size.grads * sum(_largest(x.pieces) if zero.stage >= 2 else x.block.numel() for x in leaves),
+        optimizer=size.optimizer * sum(_largest(x.pieces) for x in leaves),
         window=max(biggest, min(zero.pace.prefetch_bytes, gathered)),
         reducing=int(ratio * max((u.nbytes for u in cut), default=0)) if zero.stage >= 2 else 0,
         gathered=gathered,
         refreshed=sum(u.nbytes for u in refreshes),
         scattered=int(ratio * sum(u.nbytes for u in cut)),
         summed=int(ratio * sum(u.nbytes for u in whole)),
-        shared=size.grads * sum(_rows(x) if zero.stage >= 2 else x.block.numel() for x in before + after),
+        shared=size.grads * sum(_largest(x.pieces) if zero.stage >= 2 else x.block.numel() for x in before + after),
         messages={
             "gathered": len(gathers),
             "refreshed": len(refreshes),
@@ -195,12 +196,12 @@ def _states(
     )
 
 
-def _rows(leaf: LeafLayout) -> int:
-    """The elements of the first ZeRO rank's part, which is the largest."""
-    if leaf.dim is None:
-        return leaf.block.numel()
-    lo, hi = leaf.pieces.bounds[0]
-    return leaf.block.numel() // leaf.block[leaf.dim] * (hi - lo)
+def _largest(cuts: Cuts) -> int:
+    """The elements of the first rank's piece, which is the largest."""
+    if cuts.dim is None:
+        return cuts.whole.numel()
+    lo, hi = cuts.bounds[0]
+    return cuts.whole.numel() // cuts.whole[cuts.dim] * (hi - lo)
 
 
 def _layout(

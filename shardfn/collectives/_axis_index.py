@@ -82,7 +82,7 @@ def _refuse_truth(axes: tuple[str, ...]) -> NoReturn:
         f"the truth of a number made of sf.axis_index differs between ranks along {', '.join(map(repr, axes))}: they"
         " would go different ways, and a number that max, min or if chooses by it would count as the same on all ranks."
         " Compute with it: a comparison is 0 or 1, so that max(0, i - 1) is (i - 1) * (i > 0). Where only this rank's"
-        " own affairs depend on it, such as what it prints, take int(i), a plain number."
+        " own affairs depend on it, such as its prints, take int(i), a plain number."
     )
 
 

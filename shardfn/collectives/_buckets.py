@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from shardfn._torch import is_functorch_wrapped_tensor
+from shardfn._torch import forward_level, is_functorch_wrapped_tensor
 from shardfn.core import PyTree, raise_all
 
 # Elements that travel in one message: half a megabyte at one bit each.
@@ -73,7 +73,7 @@ def _kind(x: Any) -> str:
 def _followed(x: Tensor) -> bool:
     if is_functorch_wrapped_tensor(x) or (x.requires_grad and torch.is_grad_enabled()):
         return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    return forward_level() >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def matched(op: str, treedef: Any, state: PyTree) -> list[Any]:

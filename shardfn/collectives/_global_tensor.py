@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from shardfn._torch import FakeTensor, peek_interpreter_stack, pytree
+from shardfn._torch import FakeTensor, forward_level, peek_interpreter_stack, pytree
 from shardfn.collectives.transport import naming_the_wait
 from shardfn.core import (
     MOST_DRAWN,
@@ -205,7 +204,7 @@ class GlobalTensor:
         self._check_one()
         if self.mesh.device_mesh is None:
             if self.mesh.size > 1:
-                raise ValueError(f"a DTensor needs a DeviceMesh, and {self.mesh!r} has none; make it of all ranks.")
+                raise ValueError(f"a DTensor needs a DeviceMesh, which {self.mesh!r} lacks; make it of all ranks.")
             raise ValueError("a DTensor needs a process group; with one rank use full_tensor().")
         placements: list[Any] = [Replicate()] * len(self.mesh.shape)
         for dim in range(len(self.shape)):
@@ -319,7 +318,7 @@ def absent(shape: torch.Size, dtype: torch.dtype, spec: P, mesh: Mesh, kind: Mem
         >>> leaf.shape, leaf.dtype, leaf.mesh.is_member
         (torch.Size([4, 2]), torch.float32, False)
     """
-    why = f"a leaf of shape {tuple(shape)} of {mesh!r} has no block on this rank, which is none of the mesh's."
+    why = f"a leaf of shape {tuple(shape)} of {mesh!r} has no block on this rank, which is not in the mesh."
     return GlobalTensor(Absent(len(shape), dtype, kind, why), shape, spec, mesh, kind)
 
 
@@ -396,7 +395,7 @@ def transforming() -> bool:
         >>> transforming(), torch.func.grad(lambda x: x * transforming())(torch.tensor(1.0))
         (False, tensor(1.))
     """
-    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return peek_interpreter_stack() is not None or forward_level() >= 0
 
 
 # torch also puts other objects than tensors in the places of leaves, so property and constructor are bypassed.

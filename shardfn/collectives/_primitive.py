@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from shardfn import kernels
-from shardfn._torch import peek_interpreter_stack
+from shardfn._torch import forward_level, peek_interpreter_stack
 from shardfn.core import adopted, this_program
 
 from . import _native as native
@@ -118,7 +117,7 @@ def bind(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
 
 def _transforming() -> bool:
     """Whether tensors may be wrapped: inside torch.func or forward-mode AD."""
-    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return peek_interpreter_stack() is not None or forward_level() >= 0
 
 
 def start(x: Tensor, call: Call) -> Wait:
@@ -355,7 +354,7 @@ def no_transpose(call: Call) -> Call:
     """Refuses the transpose of a primitive that is not linear."""
     raise NotImplementedError(
         f"{call.name} has no derivative. Where the result is a constant of the mathematics, as the shift of a softmax"
-        f" is, say so: `{call.name}(x.detach(), axis)`."
+        f" is, detach it: `{call.name}(x.detach(), axis)`."
     )
 
 

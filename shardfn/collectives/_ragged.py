@@ -127,8 +127,8 @@ def ragged_exchange(
         or functorch.is_batchedtensor(send_sizes)
     ):
         raise ValueError(
-            "ragged_exchange returns as many rows as come, which a capture, or vmap over its sizes, cannot know. Use"
-            " sf.ragged_all_to_all, with an `out` of as many rows as may come at most."
+            "ragged_exchange returns all rows that come, whose number a capture, or vmap over its sizes, cannot know."
+            " Use sf.ragged_all_to_all, with an `out` of the most rows that may come."
         )
     problems = [*_wrong_rows(x, x), *_wrong_places(line, {"send_sizes": send_sizes})]
     if problems:

@@ -218,7 +218,7 @@ def _check_pair(src: Placement, dst: Placement, name: str) -> None:
     if made:
         why = f"along {made} it would become a sum that is still to be taken, which no hop makes of a value"
     elif src.stacked != dst.stacked:
-        why = "one stacks layers along dim 0 and the other does not; say the same of both"
+        why = "one stacks layers along dim 0 and the other does not; use one value for both"
     elif src.code is not None and src.code == dst.code and not _only_gathers(src.spec, dst.spec):
         why = "codes can be gathered, not cut or exchanged; go through a placement without code"
     elif src.code is not None and not set(src.unreduced) <= {*dst.unreduced, *dst.spec.axes}:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch.utils.checkpoint as torch_checkpoint
 
-from shardfn._torch import CHECKPOINT
+from shardfn._torch import CHECKPOINT, CHECKPOINT_APART, CHECKPOINT_GENERATOR
 
 # Binds a value again, each time that it is called.
 Again = Callable[[], AbstractContextManager[Any]]
@@ -23,9 +23,6 @@ Again = Callable[[], AbstractContextManager[Any]]
 Note = Callable[[Sequence[Any]], None]
 _LOOKS: list[Callable[[], Sequence[Again]]] = []
 _ARGUMENTS: list[Callable[[Sequence[Any]], Note | None]] = []
-# Torch 2.14 calls a variant that takes the function's arguments as a tuple and a dict.
-_APART = hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator_impl")
-_GENERATOR = "_checkpoint_without_reentrant_generator" + ("_impl" if _APART else "")
 
 
 def bound_again(look: Callable[[], Sequence[Again]]) -> Callable[[], Sequence[Again]]:
@@ -133,7 +130,10 @@ def _names() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     # Another file of torch has a name of its own for the generator.
     other = sys.modules.get(CHECKPOINT)
     files: list[Any] = [torch_checkpoint, other] if other else [torch_checkpoint]
-    return [*((file, _GENERATOR, _generator) for file in files), (torch_checkpoint, "CheckpointFunction", _reentrant)]
+    return [
+        *((file, CHECKPOINT_GENERATOR, _generator) for file in files),
+        (torch_checkpoint, "CheckpointFunction", _reentrant),
+    ]
 
 
 _CHECKPOINTS = Replaced(_names)
@@ -145,7 +145,7 @@ def _generator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def generator(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = args[0] if _APART else args
+        given = args[0] if CHECKPOINT_APART else args
         again, notes = as_now(), [note for note in (look(given) for look in _ARGUMENTS) if note is not None]
 
         def run(*args: Any, **kwargs: Any) -> Any:

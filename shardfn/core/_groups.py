@@ -18,6 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardfn._torch import default_group, is_registered, registered_group
+
 # A queue of transfers that this rank has sent and not waited for: pairs of the work, which can be waited for, and its
 # tensors.
 Sends = collections.deque[tuple[Any, Any]]
@@ -79,20 +81,12 @@ class NamedGroups:
 
     def new(self, line: Sequence[int], backend: str | None, timeout: datetime.timedelta | None) -> dist.ProcessGroup:
         """A group of some of these ranks. Collective over all of them: each makes that of the ranks in line with it."""
-        c10d: Any = dist.distributed_c10d
-        name = f"{self._name}:{next(self._numbers)}:{line[0]}"
-        default_backend, store = c10d._world.pg_map[c10d._get_default_group()]
-        made = dist.Backend(backend or default_backend)
-        limit = timeout or c10d._get_default_timeout(made)
-        at = line.index(dist.get_rank())
-        group, _ = c10d._new_process_group_helper(len(line), at, list(line), made, store, name, timeout=limit)
-        c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(line)}
-        return group
+        return registered_group(line, f"{self._name}:{next(self._numbers)}:{line[0]}", backend, timeout)
 
 
 def name_of(ranks: Sequence[int], kind: str) -> str:
     """A name for a new object of some ranks, which make their objects of one kind in the same order."""
-    counts = _COUNTS.setdefault(dist.distributed_c10d._get_default_group(), collections.Counter[str]())
+    counts = _COUNTS.setdefault(default_group(), collections.Counter[str]())
     key = f"{kind}.{'.'.join(map(str, ranks))}"
     counts[key] += 1
     return f"{key}:{counts[key]}"
@@ -117,4 +111,4 @@ def end_lost() -> None:
 
 def is_known(group: dist.ProcessGroup) -> bool:
     """Whether a group has not been destroyed."""
-    return group in dist.distributed_c10d._world.pg_map
+    return is_registered(group)

@@ -109,7 +109,7 @@ def _checked_axes(axes: Any) -> dict[str, int]:
     Raises:
         TypeError: `axes` is not a dict of names and sizes; the message shows one.
     """
-    how = "axes are a dict of names and sizes, of which one may be -1, what is left of the ranks"
+    how = "axes are a dict of names and sizes; one size may be -1, for the rest of the ranks"
     if isinstance(axes, str) or (isinstance(axes, list | tuple) and axes and all(isinstance(a, str) for a in axes)):
         names = [axes] if isinstance(axes, str) else axes
         example = {a: -1 if i == 0 else 2 for i, a in enumerate(names)}
@@ -145,7 +145,7 @@ def _checked(ranks: Sequence[int], world: int) -> Sequence[int]:
 
 def _abstract_mesh(shape: dict[str, int], device: torch.device, seen_from: Mapping[str, int]) -> Mesh:
     if any(s < 1 for s in shape.values()):
-        raise ValueError(f"an abstract mesh of {shape}: every size must be 1 or more; nothing says what -1 would be.")
+        raise ValueError(f"an abstract mesh of {shape}: every size must be 1 or more; -1 has no meaning there.")
     wrong = {axis: at for axis, at in seen_from.items() if not 0 <= at < shape.get(axis, 0)}
     if wrong:
         raise ValueError(f"abstract={dict(seen_from)}: an abstract mesh of {shape} has no rank at {wrong}.")
@@ -229,7 +229,7 @@ def _fill(shape: dict[str, int], world: int) -> dict[str, int]:
         start = f"torchrun --nproc-per-node {known if known > 1 else 'N'}"
         raise ValueError(
             f"a mesh of {shape} does not fit {world} rank{'s' * (world > 1)}: the sizes must multiply to the number of"
-            f" ranks (one of them may be -1, what is left). Start the program with `{start}` on one node, or write -1."
+            f" ranks (one of them may be -1, for the rest). Start the program with `{start}` on one node, or write -1."
         )
     return shape
 
@@ -239,7 +239,7 @@ def _local_device(device: torch.device | str | None) -> torch.device:
         try:
             dev = torch.device(device)
         except RuntimeError as error:
-            raise ValueError(f"device={device!r} is none that torch knows; use 'cuda' or 'cpu'.") from error
+            raise ValueError(f"device={device!r} is unknown to torch; use 'cuda' or 'cpu'.") from error
     else:
         dev = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device is not None and dev.type == "cuda" and not torch.cuda.is_available():

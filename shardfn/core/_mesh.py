@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardfn._torch import default_timeout
+
 from ._errors import did_you_mean
 from ._groups import MadeGroups, NamedGroups, end_lost, end_with, name_of
 from ._shown import as_html
@@ -163,8 +165,8 @@ class Mesh:
         """
         if not self.is_member:
             raise ValueError(
-                f"rank {dist.get_rank()} of the program is not of {self!r}, and takes no part in what runs there; ask"
-                " mesh.is_member first."
+                f"rank {dist.get_rank()} of the program is not of {self!r}, and takes no part in programs that run"
+                " there; ask mesh.is_member first."
             )
 
     @property
@@ -352,7 +354,7 @@ _ALIVE: "weakref.WeakSet[Mesh]" = weakref.WeakSet()
 def _default_timeout(device: torch.device) -> datetime.timedelta | None:
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
-    return dist.distributed_c10d._get_default_group()._get_backend(torch.device(device.type)).options._timeout
+    return default_timeout(device)
 
 
 def close_at_exit() -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from shardfn._torch import DisableTorchFunctionSubclass
+from shardfn._torch import DisableTorchFunctionSubclass, make_wrapper_subclass
 
 _TENSOR: Any = Tensor
 T = TypeVar("T", bound="MetadataTensor")
@@ -49,7 +49,7 @@ class MetadataTensor(Tensor):
         offset: int | torch.SymInt | None = None,
     ) -> T:
         """One of a shape, dtype and device; where no strides are given, those of a contiguous tensor."""
-        return _TENSOR._make_wrapper_subclass(cls, tuple(shape), strides, offset, dtype=dtype, device=device)
+        return make_wrapper_subclass(cls, tuple(shape), strides, offset, dtype=dtype, device=device)
 
     @classmethod
     def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -188,5 +188,8 @@ class Policy:
         raise_all(
             ValueError,
             f"exceptions of the policy match no leaf of {shown}:",
-            [f"{p!r}: drop it, or write what re.search finds in a path.{did_you_mean(p, names)}" for p in unused],
+            [
+                f"{p!r}: drop it, or write a pattern that re.search finds in a path.{did_you_mean(p, names)}"
+                for p in unused
+            ],
         )

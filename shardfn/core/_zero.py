@@ -195,7 +195,9 @@ class Zero:
             raise ValueError(f"{given} has no effect with optimizer='device'; choose 'host' or 'disk'.")
         if "disk" in self.kinds and self.disk is None:
             on = ", ".join(f"{n}='disk'" for n in ("params", "grads", "optimizer") if getattr(self, n) == "disk")
-            raise ValueError(f"Zero({on}) keeps states on disk; say where: Zero(disk=Disk('/path/to/a/fast/disk')).")
+            raise ValueError(
+                f"Zero({on}) keeps states on disk; name the directory: Zero(disk=Disk('/path/to/a/fast/disk'))."
+            )
 
 
 def _tuple(axes: str | tuple[str, ...]) -> tuple[str, ...]:

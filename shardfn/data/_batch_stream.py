@@ -118,7 +118,8 @@ class Stream:
         if state["ranks"] != self._size:
             raise ValueError(
                 f"Stream: the position was saved by {state['ranks']} ranks, and there are {self._size}: each has a"
-                " place of its own in the stream. Go on with as many ranks; or leave at() out, which begins anew."
+                " place of its own in the stream. Go on with that number of ranks; or leave at() out, which begins"
+                " anew."
             )
         if ("loaders" in state) != (self._resume == "state"):
             was = "state" if "loaders" in state else "replay"
@@ -180,9 +181,9 @@ class Stream:
         if self._ends == "together":
             raise RankError(
                 f"the stream has ended on rank{'s' * (len(ended) > 1)} {', '.join(map(str, ended))} after {self.next}"
-                f" batches of pass {self.passes}, and not on the other ranks. Give all ranks as many batches (pad the"
-                " shards, or cut the stream by sf.data.OwnExamples and drop_last=True); or end each pass with the"
-                " shortest one: Stream(..., ends='first')."
+                f" batches of pass {self.passes}, and not on the other ranks. Give all ranks the same number of batches"
+                " (pad the shards, or cut the stream by sf.data.OwnExamples and drop_last=True); or end each pass with"
+                " the shortest one: Stream(..., ends='first')."
             )
         return False
 

@@ -150,8 +150,8 @@ class Cursor:
 
         It includes the seed and the size of the batches, where they have some: under others batch n would differ.
         """
-        told = {name: getattr(self.batches, name, None) for name in ("seed", "batch_size")}
-        return {"next": self.next} | {name: x for name, x in told.items() if x is not None}
+        settings = {name: getattr(self.batches, name, None) for name in ("seed", "batch_size")}
+        return {"next": self.next} | {name: x for name, x in settings.items() if x is not None}
 
     def at(self, state: dict[str, int]) -> "Cursor":
         """This cursor, moved to where `state` was taken; the number of ranks may be another one.

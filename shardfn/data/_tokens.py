@@ -49,12 +49,12 @@ class TokenFile:
                 raise FileNotFoundError(
                     f"{str(needed)!r} does not exist; write it with encode_files(paths, {str(path)!r}, ...)."
                 )
-        said = _read_sidecar(path)
-        file = cls(path, said["dtype"], said["vocab_size"], said["num_tokens"])
+        sidecar = _read_sidecar(path)
+        file = cls(path, sidecar["dtype"], sidecar["vocab_size"], sidecar["num_tokens"])
         expected, found = file.num_tokens * np.dtype(file.dtype).itemsize, path.stat().st_size
         if expected != found:
             raise ValueError(
-                f"{str(path)!r} has {found} bytes, but its description says {file.num_tokens} ids of {file.dtype} ="
+                f"{str(path)!r} has {found} bytes, but its description has {file.num_tokens} ids of {file.dtype} ="
                 f" {expected} bytes; write it again with encode_files."
             )
         return file
@@ -148,9 +148,9 @@ def _sidecar(path: pathlib.Path) -> pathlib.Path:
 
 
 def _write_sidecar(file: TokenFile, more: dict[str, Any]) -> None:
-    said = {"dtype": file.dtype, "vocab_size": file.vocab_size, "num_tokens": file.num_tokens, **more}
+    sidecar = {"dtype": file.dtype, "vocab_size": file.vocab_size, "num_tokens": file.num_tokens, **more}
     partial = pathlib.Path(f"{file.path}.json.partial")
-    partial.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(sidecar, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, _sidecar(file.path))
 
 

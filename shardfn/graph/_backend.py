@@ -69,13 +69,13 @@ def resolve_backend(backend: str | None) -> Backend:
     """
     if backend not in (None, "graph", "inductor"):
         raise ValueError(
-            f"backend={backend!r} is none of 'graph', 'inductor', None (the best that this machine can run)."
+            f"backend={backend!r} is not one of 'graph', 'inductor', None (the best that this machine can run)."
         )
     if backend == "graph" or find_compiler():
         return "graph" if backend == "graph" else "inductor"
     if backend == "inductor":
         raise RuntimeError(
-            f"backend='inductor' needs a C++ compiler, and there is none: {_REMEDY}, or use backend='graph'."
+            f"backend='inductor' needs a C++ compiler, and none is found: {_REMEDY}, or use backend='graph'."
         )
     if not _WARNED:
         _WARNED.append("said")

@@ -25,7 +25,9 @@ from ._values import part_of, where_of
 
 _UNEVEN, _EXCHANGES = " uneven", ("all_to_all", "ppermute")
 _COMMENT = "  # "
-_STAGES = "Every stage must be of the same loss and batch; let no branch on a rank's index decide what layers return."
+_STAGES = (
+    "Every stage must be of the same loss and batch; let no branch on a rank's index decide the results of layers."
+)
 _REMEDY = (
     "Every rank of a group must issue the same collectives in the same order: let no branch on a rank's own values or"
     " index decide which collective runs, and give ranks batches of equal shapes."
@@ -211,9 +213,9 @@ def _compare_messages(programs: Sequence[Sequence[Moment]], shape: Mapping[str, 
     for (channel, _, (_, _, tag)), found in ends.items():
         if len(found) == 2 and found[True][2] == found[False][2]:
             continue
-        told = [f"  rank {r} {'sends' if e else 'receives'} {what} ({m.where})" for e, (r, m, what) in found.items()]
-        told += [] if len(found) == 2 else ["  and no rank is at the other end"]
-        raise RankError("\n".join([f"stages differ in message {tag} on channel {channel!r}:", *told, _STAGES]))
+        sides = [f"  rank {r} {'sends' if e else 'receives'} {what} ({m.where})" for e, (r, m, what) in found.items()]
+        sides += [] if len(found) == 2 else ["  and no rank is at the other end"]
+        raise RankError("\n".join([f"stages differ in message {tag} on channel {channel!r}:", *sides, _STAGES]))
 
 
 def _place(channel: str, shape: Mapping[str, int], rank: int) -> tuple[tuple[int, ...], int]:
@@ -240,7 +242,7 @@ def _message(t: Transfer) -> MessageEnd | None:
 
 def _place_text(node: Node) -> str:
     """The user's line, with the stage and the microbatch if it is a pipeline."""
-    return "; ".join(told for told in (where_of(node), part_of(node)) if told)
+    return "; ".join(part for part in (where_of(node), part_of(node)) if part)
 
 
 def _is_made(channel: str) -> bool:

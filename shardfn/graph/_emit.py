@@ -184,7 +184,7 @@ class _CodeWriter:
     def _call(self, node: Node, dead: list[Node]) -> None:
         of = _same_as(node)
         text = f"{self._op(node)}({self._arguments(node)})" if of is None else self.names[of]
-        where = "; ".join(told for told in (node.meta.get("where"), part_of(node)) if told)
+        where = "; ".join(part for part in (node.meta.get("where"), part_of(node)) if part)
         unused = [n for n in dead if n is node]
         self._line(("" if unused else f"{self._name(node)} = ") + text + (f"  # {where}" if where else ""))
         self._drop([n for n in dead if n is not node])

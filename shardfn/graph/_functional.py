@@ -69,7 +69,7 @@ class _Walk:
             if now is not given:
                 node.replace_input_with(given, now)
         if self._unclear:
-            return f"takes a detached view that was written, as was what it is a view of; {_REMEDY}"
+            return f"takes a detached view that was written, as was its base; {_REMEDY}"
         if written is not None:
             found = functional(node)
             if found is None:

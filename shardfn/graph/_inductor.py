@@ -207,7 +207,7 @@ def _explained(error: Exception) -> Exception:
         return error
     return RuntimeError(
         f"backend='inductor': the C++ compiler {find_compiler()!r} cannot compile torch's kernels; install a working"
-        f" g++ (or name one in CXX), or use backend='graph', which needs none. It said: {str(inner)[-800:]}"
+        f" g++ (or name one in CXX), or use backend='graph', which needs none. Its error: {str(inner)[-800:]}"
     )
 
 

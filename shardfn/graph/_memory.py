@@ -58,6 +58,7 @@ class MemoryAnalysis:
         where: the user's line there.
         phase: the phase there.
         timeline: bytes alive after each node, in the graph's order.
+        begins: phase -> the position of its first op in the timeline.
         largest: the largest pieces alive at the peak, largest first.
         by_memory: "device", "host", "disk" -> the most bytes alive there at once, each at a time of its own.
         max_by_memory: for each of them, kind -> the most of it that is alive there at any time.
@@ -70,6 +71,7 @@ class MemoryAnalysis:
     where: str
     phase: str
     timeline: tuple[int, ...]
+    begins: Mapping[str, int]
     largest: tuple[Live, ...]
     by_memory: Mapping[str, int]
     max_by_memory: Mapping[str, Mapping[str, int]]
@@ -130,10 +132,19 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20) -> MemoryAnalysis:
         where=where_of(nodes[at]),
         phase=phases[nodes[at]],
         timeline=tuple(walk.timeline),
+        begins=_begins(nodes, phases),
         largest=tuple(_live(b, k) for b, k in top),
         by_memory={m: max(w.peak, 0) for m, w in walks.items()},
         max_by_memory={m: w.most for m, w in walks.items()},
     )
+
+
+def _begins(nodes: Sequence[Node], phases: Mapping[Node, str]) -> dict[str, int]:
+    begins: dict[str, int] = {}
+    for i, node in enumerate(nodes):
+        if node.op == "call_function":
+            begins.setdefault(phases[node], i)
+    return begins
 
 
 # Running through the graph.

@@ -44,7 +44,7 @@ def picture_of_time(found: Estimate) -> "Figure":
 
 
 def picture_of_memory(found: MemoryAnalysis) -> "Figure":
-    """Draws the bytes alive on the device after each op, and beside them the bytes at the peak by kind.
+    """Draws the bytes alive on the device after each op, with the phases; beside them the bytes at the peak by kind.
 
     Raises:
         ImportError: there is no matplotlib.
@@ -55,6 +55,9 @@ def picture_of_memory(found: MemoryAnalysis) -> "Figure":
     over.fill_between(range(len(mib)), mib, color=_COLORS["compute"], alpha=0.5)
     over.axhline(found.peak / (1 << 20), color="black", linewidth=0.8, linestyle="--")
     over.set_ylim(bottom=0)
+    for phase, at in found.begins.items():
+        over.axvline(at, color="grey", linewidth=0.8, linestyle=":")
+        over.text(at, 0, f" {phase}", fontsize=8)
     over.set_xlabel("ops, in the order in which they run")
     over.set_ylabel("MiB alive")
     over.set_title(f"peak {found.peak / (1 << 20):,.3g} MiB in {found.phase} at {found.node}")

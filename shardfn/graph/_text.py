@@ -37,10 +37,10 @@ def as_text(gm: GraphModule) -> str:
     lines: list[str] = []
     heading = ""
     for node, phase in phases_of(gm).items():
-        told = f"{phase}: {part_of(node)}" if part_of(node) else phase
-        if node.op == "call_function" and told != heading:
-            heading = told
-            lines.append(f"# {told}")
+        title = f"{phase}: {part_of(node)}" if part_of(node) else phase
+        if node.op == "call_function" and title != heading:
+            heading = title
+            lines.append(f"# {title}")
         lines.append(_line(node, moves))
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ from ._types import Applications, Leaf, Types
 from ._values import where_of
 
 _HEAD = (
-    "ranks would not compute what one device computes (if they are not meant to, jit(..., check_types=False) goes on):"
+    "ranks would not compute the results of one device (if they are not meant to, jit(..., check_types=False) goes on):"
 )
 
 
@@ -79,14 +79,14 @@ def _needless(types: Types, found: Applications, axis: str, num: int) -> Iterato
     where = where_of(found.node) or "a line unknown"
     if name == "psum" and types.is_invariant(taken, axis) and types.is_trained(taken):
         yield (
-            f"{where}: psum over {axis!r} of what is the same on its {num} ranks already, so that it, or its gradient,"
-            f" is {num} times off. Leave out this psum (or pmean). If ranks make it differ by their index, pass what"
-            f" they make it of through sf.pvary(x, {axis!r})."
+            f"{where}: psum over {axis!r} of a value that is the same on its {num} ranks already, so that it, or its"
+            f" gradient, is {num} times off. Leave out this psum (or pmean). If ranks make it differ by their index,"
+            f" pass its inputs through sf.pvary(x, {axis!r})."
         )
     if name == "pvary" and axis not in types.batch and types.is_varying(taken, axis):
         yield (
-            f"{where}: pvary over {axis!r} of what varies along it already, so that each rank's gradient is the sum of"
-            f" all ranks'. Leave out this pvary, or sum the value first, with sf.psum(x, {axis!r})."
+            f"{where}: pvary over {axis!r} of a value that varies along it already, so that each rank's gradient is the"
+            f" sum of all ranks'. Leave out this pvary, or sum the value first, with sf.psum(x, {axis!r})."
         )
 
 
@@ -100,7 +100,7 @@ def _never_summed(types: Types, found: Applications, axis: str, num: int) -> Ite
     yield (
         f"{where_of(found.node) or 'a line unknown'}: {name} over {axis!r}, whose uses are the same on its {num} ranks:"
         f" their gradients are summed, and come out {num} times too large. If all ranks are to go on alike, {remedy};"
-        f" if each has a part of what follows, sum the parts with sf.psum(x, {axis!r})."
+        f" if each has a part of the rest, sum the parts with sf.psum(x, {axis!r})."
     )
 
 
@@ -128,7 +128,7 @@ def _gradients(types: Types) -> Iterator[str]:
 
 def _unreduced(types: Types, leaf: Leaf, axis: str) -> str:
     met = _first_mixed(types, leaf.path, axis)
-    at = "" if met is None else f" It meets what varies along {axis!r} in {_op_text(met)}."
+    at = "" if met is None else f" It meets a value that varies along {axis!r} in {_op_text(met)}."
     return (
         f"the gradient of {leaf.path}, which is whole along {axis!r}, is unreduced there: each rank has its own part,"
         f" and nothing sums them.{at} Pass what is made of {leaf.path} through sf.pvary(x, {axis!r}) before that: the"

@@ -1,4 +1,7 @@
-"""The parts of exact inference without tensors: requests, events, the pool of blocks, the schedule and its plans."""
+"""Exact inference: an engine over one pure step, and the values that decide what it runs.
+
+Requests, events, the pool of blocks, the schedule and its plans have no tensors.
+"""
 
 from ._limits import Limits as Limits
 from ._requests import Request as Request, Sampling as Sampling, check_request as check_request
@@ -8,3 +11,8 @@ from ._state import State as State, start as start
 from ._plan import Plan as Plan
 from ._schedule import Output as Output, advance as advance
 from ._digest import digest as digest, field_digests as field_digests, first_difference as first_difference
+from ._cache import CacheLayout as CacheLayout, Paged as Paged
+from ._decoder import Decoder as Decoder, decoder as decoder
+from ._of_hf import hf_decoder as hf_decoder
+from ._runner import MemoryPlan as MemoryPlan, Runner as Runner, limits_of as limits_of
+from ._engine import Completion as Completion, Engine as Engine, Token as Token

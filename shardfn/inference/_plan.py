@@ -35,6 +35,9 @@ class Plan:
         places: the position of the token that a row draws or scores [R].
         targets: the token whose log probability is wanted, or -1 where one is drawn [R].
         sampling: how each wanted row draws, without padding.
+        histories: where a row has penalties, the tokens before its place [R, context], flat, with -1 after them; else
+            None.
+        prompts: likewise the tokens of its prompt [R].
     """
 
     step: int
@@ -53,9 +56,11 @@ class Plan:
     places: array
     targets: array
     sampling: tuple[Sampling, ...]
+    histories: array | None = None
+    prompts: array | None = None
 
     def arrays(self) -> tuple[array, ...]:
-        """All arrays, in the order of the attributes."""
+        """All arrays but histories, in the order of the attributes."""
         return (
             *(self.tokens, self.positions, self.sequences, self.slots, self.tables, self.lengths),
             *(self.rows, self.keys, self.places, self.targets),
@@ -83,6 +88,7 @@ def make_plan(chunks: Seq[tuple[Sequence, int, range]], limits: Limits, step: in
     tokens, positions, sequences, slots = (array("i") for _ in range(4))
     tables, lengths, rows, places, targets, keys = *(array("i") for _ in range(5)), array("Q")
     sampling: list[Sampling] = []
+    known_by_row: list[tuple[Sequence, int]] = []
     empty = array("i", bytes(4 * width))
     for s, (sequence, count, positions_wanted) in enumerate(chunks):
         begin, end, known = sequence.computed, sequence.computed + count, sequence.tokens
@@ -107,6 +113,7 @@ def make_plan(chunks: Seq[tuple[Sequence, int, range]], limits: Limits, step: in
             places.append(p + 1)
             targets.append(known[p + 1] if p + 1 < len(known) else -1)
             sampling.append(sequence.request.sampling)
+            known_by_row.append((sequence, p + 1))
     num_tokens, num_rows = len(tokens), len(rows)
     bucket = limits.bucket_of(num_tokens)
     most = min(bucket, limits.running)
@@ -118,7 +125,30 @@ def make_plan(chunks: Seq[tuple[Sequence, int, range]], limits: Limits, step: in
     _pad(most, -1, targets)
     return Plan(
         *(step, version, bucket, num_tokens, num_rows, tokens, positions, sequences, slots, tables, lengths),
-        *(rows, keys, places, targets, tuple(sampling)),
+        *(rows, keys, places, targets, tuple(sampling), *_histories(known_by_row, most, limits.context)),
+    )
+
+
+def _histories(rows: Seq[tuple[Sequence, int]], num: int, context: int) -> tuple[array | None, array | None]:
+    """The tokens before each row's place, and how many of them are its prompt's, if a row has penalties."""
+    if not any(sequence.request.sampling.penalised for sequence, _ in rows):
+        return None, None
+    histories, prompts = array("i", [-1]) * (num * context), array("i", [0] * num)
+    for i, (sequence, place) in enumerate(rows):
+        histories[i * context : i * context + place] = array("i", sequence.tokens[:place])
+        prompts[i] = min(sequence.prompt, place)
+    return histories, prompts
+
+
+def padding(bucket: int, limits: Limits) -> Plan:
+    """A plan of a bucket that has no tokens: it writes to block 0 alone."""
+    most = min(bucket, limits.running)
+    zeros = [array("i", [0] * n) for n in (bucket, bucket, bucket, (most + 1) * limits.width, most, most)]
+    tokens, positions, slots, tables, rows, places = zeros
+    lengths, sequences, targets = array("i", [1] * (most + 1)), array("i", [most] * bucket), array("i", [-1] * most)
+    keys = array("Q", [0] * most)
+    return Plan(
+        *(0, 0, bucket, 0, 0, tokens, positions, sequences, slots, tables, lengths, rows, keys, places, targets, ())
     )
 
 

@@ -44,6 +44,11 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
     prompt_logprobs: bool = False
 
+    @property
+    def penalised(self) -> bool:
+        """Whether draws depend on earlier tokens otherwise than through the model."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
     def __repr__(self) -> str:
         fields = ((name, getattr(self, name), f.default) for name, f in self.__dataclass_fields__.items())
         return f"Sampling({', '.join(f'{name}={value!r}' for name, value, default in fields if value != default)})"
@@ -112,7 +117,7 @@ RANGES = {
 def check_request(request: Request, limits: Limits) -> None:
     """Refuses a request that has a value out of range, or that could never end.
 
-    A request that passes ends in a bounded number of steps, whatever else arrives.
+    A request that passes ends in a bounded number of steps, also if others keep arriving.
 
     Raises:
         ValueError: names the field, its value, and the range.

@@ -223,7 +223,7 @@ class ArchiveWriter:
             index.unlink(missing_ok=True)
             return
         weights = {name: self._names[i] for name, (i, _) in self._at.items()}
-        told = {"metadata": {"total_parameters": self._numel, "total_size": self.total}, "weight_map": weights}
+        contents = {"metadata": {"total_parameters": self._numel, "total_size": self.total}, "weight_map": weights}
         named = [path.with_suffix("") for path in paths]
         # An index that names some of these files must not be there while only some of them are new.
         old = index.read_bytes() if any(path.exists() for path in named) and index.exists() else None
@@ -238,7 +238,7 @@ class ArchiveWriter:
         for path, name in zip(paths[1:], named[1:], strict=True):
             path.rename(name)
         new = index.with_name(index.name + ".tmp")
-        new.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
+        new.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n")
         new.rename(index)
         one.unlink(missing_ok=True)
 

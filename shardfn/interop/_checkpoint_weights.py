@@ -99,5 +99,5 @@ def _kept(dtype: torch.dtype, wanted: str | None) -> torch.dtype:
     if wanted is None or not dtype.is_floating_point:
         return dtype
     if wanted not in _FLOATS:
-        raise ValueError(f"dtype={wanted!r} is none of {', '.join(_FLOATS)}.")
+        raise ValueError(f"dtype={wanted!r} is not one of {', '.join(_FLOATS)}.")
     return _FLOATS[wanted]

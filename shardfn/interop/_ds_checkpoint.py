@@ -86,10 +86,10 @@ def read_deepspeed(directory: str, tag: str | None = None) -> DeepSpeedState:
 
 def _place(directory: pathlib.Path, tag: str | None) -> pathlib.Path:
     if tag is None:
-        said = [directory / name for name in ("latest", "latest_universal") if (directory / name).is_file()]
-        if not said:
+        tags = [directory / name for name in ("latest", "latest_universal") if (directory / name).is_file()]
+        if not tags:
             raise FileNotFoundError(f"{directory} has no file 'latest' that names a checkpoint; pass tag=.")
-        tag = said[0].read_text().strip()
+        tag = tags[0].read_text().strip()
     if not _TAG.fullmatch(tag) or tag in (".", ".."):
         raise ValueError(f"{tag!r} is no name of a checkpoint in {directory}.")
     place = directory / tag

@@ -113,7 +113,7 @@ def from_deepspeed_config(
     policy, scale = reading.precision()
     zero = reading.zero(axis, secondary_axis, torch.float32 if policy is None else policy.compute)
     rule, rate = reading.optimizer(axis, gradient_clipping)
-    raise_all(ValueError, "this DeepSpeed configuration cannot be taken as it is:", reading.problems)
+    raise_all(ValueError, "this DeepSpeed configuration cannot be taken unchanged:", reading.problems)
     return DeepSpeedRecipe(rule, zero, policy, scale, *steps, rate, tuple(reading.rows))
 
 
@@ -181,7 +181,7 @@ class _Reading:
         ):
             name = section.get(key)
             if name is not None and name not in _DTYPES:
-                self.problems.append(f"{key} = {name!r} is none of {', '.join(_DTYPES)}")
+                self.problems.append(f"{key} = {name!r} is not one of {', '.join(_DTYPES)}")
             elif name is not None:
                 dtypes[field] = _DTYPES[name]
                 self._took(key, name, f"`Policy({field}={_DTYPES[name]})`")
@@ -228,7 +228,7 @@ class _Reading:
             aliases = (old, "cpu_offload_params") if field == "params" else (old,)
             device = (section or {}).get("device", "cpu" if any(had.get(x) for x in aliases) else "none")
             if device not in _HOMES:
-                self.problems.append(f"zero_optimization.{name}.device = {device!r} is none of {', '.join(_HOMES)}")
+                self.problems.append(f"zero_optimization.{name}.device = {device!r} is not one of {', '.join(_HOMES)}")
                 continue
             homes[field] = _HOMES[device]
             directories |= {str((section or {}).get("nvme_path"))} if device == "nvme" else set()

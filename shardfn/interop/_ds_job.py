@@ -183,7 +183,7 @@ def _refused(config: Mapping[str, Any], job: DeepSpeedJob) -> list[str]:
     if zero.get("stage", 0) not in (1, 2, 3):
         out.append(f"zero_optimization.stage = {zero.get('stage', 0)}: stages 1, 2 and 3 have such files")
     if kind.lower() not in _STATES:
-        out.append(f"optimizer.type = {kind!r}: Adam, AdamW and SGD are; say the one that the job makes itself")
+        out.append(f"optimizer.type = {kind!r}: Adam, AdamW and SGD are; name the one that the job makes itself")
     for key in ("offload_param", "offload_optimizer"):
         if (zero.get(key) or {}).get("device") == "nvme":
             out.append(f"zero_optimization.{key}.device = 'nvme': it swaps files of its own; save a universal one")
@@ -211,7 +211,7 @@ def _check_groups(owners: Sequence[Sequence[str]], trained: Sequence[str], known
         f"{name} is no parameter of the module.{did_you_mean(name, known)}" for name in odd if name not in known
     ]
     problems += [f"group {i} has no parameters" for i, names in enumerate(owners) if not names]
-    raise_all(ValueError, "groups of the optimizer have what the module trains, each parameter once:", problems)
+    raise_all(ValueError, "groups of the optimizer have the parameters that the module trains, each once:", problems)
 
 
 def _settings(kind: str, params: Mapping[str, Any], rate: float) -> dict[str, Any]:

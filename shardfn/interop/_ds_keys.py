@@ -74,7 +74,7 @@ _ZERO: dict[str, Any] = {
     "legacy_stage1": _MOVES,
     "round_robin_gradients": _MOVES,
     "compute_grad_norm": "a norm is computed where something asks for it",
-    "memory_efficient_linear": "what a layer keeps for its backward is `sf.remat`'s matter",
+    "memory_efficient_linear": "`sf.remat` decides which tensors a layer keeps for its backward",
     "save_muon_momentum_buffer_in_memory": "there is no Muon yet",
     "leaf_module": "leaves are gathered in the order in which the loss uses them",
     "pipeline_loading_checkpoint": _FILES,
@@ -126,7 +126,7 @@ KEYS: dict[str, Any] = {
         "keep_in_fp32_modules": "leaves of another dtype are `Policy(exceptions=)`",
     },
     "communication_data_type": TAKEN,
-    "seq_parallel_communication_data_type": "what ranks of a sequence send is in the dtype of the activations",
+    "seq_parallel_communication_data_type": "messages between ranks of a sequence are in the dtype of the activations",
     "gradient_allreduce_op": Refused(
         "a loss is the mean over the global batch; multiply it by the number of ranks", ("mean",)
     ),
@@ -138,7 +138,7 @@ KEYS: dict[str, Any] = {
     "torch_autocast": Refused("dtypes by leaf are a policy's: use bf16 or fp16", (None, False, {"enabled": False})),
     "amp": Refused("use bf16 or fp16", (None, False, {"enabled": False})),
     "activation_checkpointing": "wrap the loss: `sf.remat(loss)`, `sf.offload(loss)`",
-    "tensor_parallel": "`specs=` and an axis of the mesh; `sf.partition(loss, axes='tp')` for a loss as it is",
+    "tensor_parallel": "`specs=` and an axis of the mesh; `sf.partition(loss, axes='tp')` for an unchanged loss",
     "expert_parallel": "there are no experts yet",
     "use_data_before_expert_parallelism": "there are no experts yet",
     "pipeline": "`sf.pipeline`, `sf.pipeline_module`",

@@ -38,14 +38,14 @@ def placed(parts: Mapping[StatePart, Any], cut: Partition, module: nn.Module) ->
         for name, x in buffers.items()
         if StatePart("buffer", name) not in parts
     ]
-    problems = [f"buffer {x.part.name} of the module is on meta, and the state has none" for x in out if x.leaf.is_meta]
+    problems = [f"buffer {x.part.name} of the module is on meta, and the state lacks it" for x in out if x.leaf.is_meta]
     loose = {name for name, _ in named_buffers(module)} - buffers.keys()
     for part, x in parts.items():
         if part.kind == "buffer":
             if part.name in buffers:
                 out.append(PlacedPart(part, x))
             elif part.name not in loose:
-                problems.append(f"{key_of(part)} is none of the module's.{did_you_mean(part.name, [*buffers])}")
+                problems.append(f"{key_of(part)} is not in the module.{did_you_mean(part.name, [*buffers])}")
             continue
         name, shape = firsts.get(part.name, part.name), torch.Size(x.shape)
         if name in cut.shapes:
@@ -86,7 +86,7 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
     kept = zip(state_names(module), module.state_dict().values(), strict=True)
     rest = {name: x for name, x in kept if name not in weights}
     odd = [name for name, x in rest.items() if not isinstance(x, Tensor)]
-    raise_all(ValueError, "the module saves what is no tensor, of which the state has nothing:", odd)
+    raise_all(ValueError, "the module saves values that are no tensors, which the state lacks:", odd)
     return rest
 
 

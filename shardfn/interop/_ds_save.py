@@ -145,12 +145,12 @@ class _Files(FilesInTheMaking):
         (self._making / "zero").mkdir(parents=True, exist_ok=True)
         # Settings that the groups lack here stay those of the loading job, which has at most one group per parameter.
         group = {"lr": self._rate}
-        said = {
+        record = {
             "ds_version": VERSION,
             "param_groups": [group for _ in self._trained],
             "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": [group]},
         }
-        torch.save(said, self._making / "zero" / "optimizer_state.pt")
+        torch.save(record, self._making / "zero" / "optimizer_state.pt")
         frozen = OrderedDict((name, shape) for name, shape in self._shapes.items() if name not in self._trained)
         model = {
             "module": self._module,
@@ -191,7 +191,7 @@ def _parts_of(state: TrainState, names: Names) -> dict[StatePart, Any]:
 
 def _check_names(parts: Mapping[StatePart, Any], tag: str) -> None:
     odd = [repr(x) for x in (tag, *(part.name for part in parts)) if not re.fullmatch(r"\w[\w.\-]*", x, re.ASCII)]
-    raise_all(ValueError, "names that are none of files, of letters, digits, dots, - and _:", odd)
+    raise_all(ValueError, "names of files have letters, digits, dots, - and _ only:", odd)
 
 
 def _check_states(parts: Mapping[StatePart, Any]) -> None:

@@ -40,11 +40,11 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
     kind = told.get("model_type")
     if kind not in MODEL_TYPES:
         raise ValueError(
-            f"config.json: model_type={kind!r} is none of {MODEL_TYPES}.{did_you_mean(str(kind), MODEL_TYPES)}"
+            f"config.json: model_type={kind!r} is not one of {MODEL_TYPES}.{did_you_mean(str(kind), MODEL_TYPES)}"
             " Any module of torch trains by from_module; module_from_hf reads its weights."
         )
     fields, refused = {"gpt2": _gpt2, "bloom": _bloom}.get(kind, _llama)(told)
-    raise_all(ValueError, f"config.json: this {kind} computes what models.gpt does not:", refused)
+    raise_all(ValueError, f"config.json: this {kind} has parts that models.gpt lacks:", refused)
     return gpt.Config(**{**fields, **changes})
 
 
@@ -64,7 +64,7 @@ def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, An
     """
     kind = model_type or _fitting(config)
     if kind not in MODEL_TYPES:
-        raise ValueError(f"model_type={kind!r} is none of {MODEL_TYPES}.{did_you_mean(kind, MODEL_TYPES)}")
+        raise ValueError(f"model_type={kind!r} is not one of {MODEL_TYPES}.{did_you_mean(kind, MODEL_TYPES)}")
     common = {"model_type": kind, "architectures": [_CLASSES.get(kind, f"{kind.capitalize()}ForCausalLM")]}
     told = common | {"gpt2": _to_gpt2, "bloom": _to_bloom}.get(kind, _to_llama)(config)
     # Reading it back must give the config that is written: no list of exceptions to keep up to date.

@@ -21,11 +21,11 @@ def write_beside(
     """
     config: Any = getattr(module, "config", None)
     if hasattr(config, "to_json_file"):
-        told: Any = type(config).from_dict(config.to_dict())
-        told.architectures = [type(module).__name__]
-        if dtype is not None and hasattr(told, "dtype"):
-            told.dtype = str(dtype).removeprefix("torch.")
-        told.to_json_file(pathlib.Path(directory) / "config.json")
+        saved: Any = type(config).from_dict(config.to_dict())
+        saved.architectures = [type(module).__name__]
+        if dtype is not None and hasattr(saved, "dtype"):
+            saved.dtype = str(dtype).removeprefix("torch.")
+        saved.to_json_file(pathlib.Path(directory) / "config.json")
     can_generate: Any = getattr(module, "can_generate", None)
     generation: Any = getattr(module, "generation_config", None)
     if callable(can_generate) and can_generate() and hasattr(generation, "save_pretrained"):

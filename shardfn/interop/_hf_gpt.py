@@ -111,8 +111,8 @@ def gpt_to_hf(
         >>> sorted(os.listdir(directory))
         ['config.json', 'model.safetensors']
     """
-    told = hf_config(config, model_type)
-    table = rows(config, told["model_type"])
+    values = hf_config(config, model_type)
+    table = rows(config, values["model_type"])
     leaves = {row.path: _find(params, config, row) for row in table}
     _check_leaves(leaves, config, table)
     entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -122,7 +122,7 @@ def gpt_to_hf(
             as_it_is = (x[i] if isinstance(x, list) else x).dtype
             entries[row.name.format(i)] = dtype or as_it_is, row.shape
     first = next(iter(entries.values()))[0]
-    text = json.dumps(told | {"dtype": str(first).removeprefix("torch.")}, indent=2)
+    text = json.dumps(values | {"dtype": str(first).removeprefix("torch.")}, indent=2)
     with WrittenByFirst(
         tree_leaves(params),
         "interop.gpt_to_hf",
@@ -229,7 +229,7 @@ def _check(archive: Archive, table: list[Row], config: gpt.Config, prefix: Any, 
     raise_all(ValueError, f"the files of {archive.directory} are not those of the model in its config.json:", problems)
     dtypes = {archive[name].dtype for name in wanted}
     if dtype is None and len(dtypes) > 1:
-        raise ValueError(f"{archive.directory} has tensors of several dtypes, {dtypes}; say dtype=.")
+        raise ValueError(f"{archive.directory} has tensors of several dtypes, {dtypes}; pass dtype=.")
 
 
 def _find(params: gpt.Params, config: gpt.Config, row: Row) -> Any:

@@ -97,7 +97,7 @@ def module_from_hf(
     pairs += [(n, archive[n].shape, tuple(x.shape)) for n, x in buffers.items()]
     problems += [f"{n} is {there} in the file, but {here} in the module" for n, there, here in pairs if there != here]
     problems += [
-        f"buffer {n} is on meta; make the module under `without_weights()`, which leaves buffers as they are"
+        f"buffer {n} is on meta; make the module under `without_weights()`, which leaves buffers unchanged"
         for n, x in named_buffers(module)
         if x.is_meta
     ]

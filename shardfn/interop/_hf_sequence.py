@@ -62,10 +62,10 @@ def causal_lm_batch(body: Body, batch: Mapping[str, Tensor], mesh: Mesh) -> dict
 
 
 def _check_packed(batch: Mapping[str, Tensor]) -> None:
-    told = {name: tuple(batch[name].shape) for name in _PACKED if name in batch}
-    if told and "position_ids" not in batch:
+    found = {name: tuple(batch[name].shape) for name in _PACKED if name in batch}
+    if found and "position_ids" not in batch:
         raise ValueError(
-            f"causal_lm_batch: {told} tell that rows {tuple(batch['input_ids'].shape)} are packed, but documents are"
+            f"causal_lm_batch: {found} show that rows {tuple(batch['input_ids'].shape)} are packed, but documents are"
             ' known by "position_ids" of the same shape, which start again at 0 with each; without them all tokens of a'
             " row would see one another."
         )

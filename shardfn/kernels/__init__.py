@@ -14,6 +14,9 @@ from .block_sparse_attention import block_sparse_attention as block_sparse_atten
 from .block_sparse_attention import block_sparse_attention_backward as block_sparse_attention_backward
 from .preconditioned_step import preconditioned_step as preconditioned_step
 from .preconditioned_step import preconditioned_step_ as preconditioned_step_
-from .draw import draw as draw
-from .row_linear import pack_rows as pack_rows, row_linear as row_linear
+from .draw import draw as draw, draw_uniforms as draw_uniforms
+from .penalise import penalise as penalise
+from .row_linear import joined as joined, pack_rows as pack_rows, row_linear as row_linear
+from .pointwise import gated_silu as gated_silu, gelu as gelu
+from .row_norm import row_norm as row_norm
 from .ragged_attention import ragged_attention as ragged_attention

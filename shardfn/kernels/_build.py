@@ -27,9 +27,15 @@ _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-ma
 # Sources that need not match the reference's bits use threads, and fused multiply-adds. They mark the loops to unroll,
 # so -O2 suffices, and builds in a third of the time of -O3.
 _FAST = ("-O2", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
-# Those that name their fused multiply-adds: all other operations are rounded one by one.
+# Those that match the reference's bits: all operations but the fused multiply-adds that they name are rounded alone.
 _EXACT = ("-O2", "-pthread", "-Wno-psabi")
-_FLAGS_OF = {_SHARED: (), "ragged_attention/_native.cpp": _EXACT}
+# GCC must not take apart the chains of operations that these write side by side.
+_CHAINED = ("-fno-tree-ter", "-pthread", "-Wno-psabi")
+_FLAGS_OF = {
+    _SHARED: (),
+    **dict.fromkeys((f"{name}/_native.cpp" for name in ("ragged_attention", "pointwise", "row_norm")), _EXACT),
+    **dict.fromkeys((f"{name}/_native.cpp" for name in ("draw", "penalise")), _CHAINED),
+}
 
 
 class NoCompilerError(Exception):
@@ -58,7 +64,7 @@ def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple
     Args:
         name: of the file in the cache.
         source: the file to build.
-        included: the files beside it that it includes.
+        included: the files that it includes.
         flags: for the compiler, added to those that all sources get.
 
     Raises:
@@ -82,6 +88,26 @@ def call(name: str, *args: Any, source: str = _SHARED) -> None:
     found = library(source)
     assert found is not None
     getattr(found, name)(*map(_passed, args))
+
+
+@functools.cache
+def function(source: str, name: str, kinds: str) -> Any:
+    """A function of a C++ file with the types of its arguments, which keeps short calls cheap; None without a compiler.
+
+    Args:
+        source: the file.
+        name: of the function, which returns nothing.
+        kinds: of its arguments, a letter each: p is an address, i an int64, f a float.
+    """
+    found = library(source)
+    if found is None:
+        return None
+    run = getattr(found, name)
+    run.argtypes, run.restype = [_KINDS[kind] for kind in kinds], None
+    return run
+
+
+_KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
 
 def total(lanes: Tensor) -> Tensor:

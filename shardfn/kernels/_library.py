@@ -42,6 +42,31 @@ def refuse_backward(name: str, remedy: str) -> None:
         torch.library.register_autograd(f"shardfn_kernels::{name}", refuse, lib=LIBRARY)
 
 
+def map_rows(name: str, num: int) -> None:
+    """Registers a rule for vmap: a mapped dim of an op's first `num` tensors joins their leading dims.
+
+    Where another argument is mapped, too, each of its parts gets a call of its own.
+
+    Args:
+        name: of an op with one result, a row for each row of the first tensors.
+        num: tensors of one shape but for a last dim.
+    """
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        op, pairs = getattr(torch.ops.shardfn_kernels, name), list(zip(args, in_dims, strict=True))
+        if all(dim is None for dim in in_dims[num:]):
+            mapped = [_in_front(x, dim, info.batch_size) for x, dim in pairs[:num]]
+            return op(*mapped, *args[num:]), 0
+        each = range(info.batch_size)
+        return torch.stack([op(*(x if d is None else x.select(d, i) for x, d in pairs)) for i in each]), 0
+
+    torch.library.register_vmap(f"shardfn_kernels::{name}", rule, lib=LIBRARY)
+
+
+def _in_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
 def scratch_bytes(op: Any, args: Sequence[Any]) -> int:
     """The bytes that an op of this room allocates on a CPU while it runs, and frees again; 0 for other ops.
 

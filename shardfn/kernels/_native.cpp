@@ -94,93 +94,6 @@ INLINE void step(const float* p, const float* m, const float* nu, int64_t n, flo
     }
 }
 
-// Of `draw`: as the definition in `draw/_reference.py`.
-
-// y [n] = e^(x / temperature) of x <= 0, and 0 up to a whole block; x = logits - most
-INLINE void exponentials(const float* logits, double most, double temperature, int64_t n, double* y) {
-    const double magic = 6755399441055744.0;
-    for (int64_t j = 0; j < n; ++j) {
-        double x = ((double)logits[j] - most) / temperature;
-        const bool small = !(x >= -708.0);
-        x = small ? -708.0 : x;
-        const double whole = (x * 1.4426950408889634 + magic) - magic;
-        const double r = (x - whole * 0.693145751953125) - whole * 1.4286068203094173e-06;
-        double value = 1.0;
-#pragma GCC unroll 16
-        for (int i = 13; i; --i) value = value * r * (1.0 / i) + 1.0;
-        const int64_t bits = ((int64_t)whole + 1023) << 52;
-        double power;
-        std::memcpy(&power, &bits, 8);
-        y[j] = small ? 0.0 : value * power;
-    }
-    for (int64_t j = n; j % 64; ++j) y[j] = 0.0;
-}
-
-// sums [blocks + 1] of x [blocks, 8, 8]
-INLINE void running_sums(const double* x, int64_t blocks, double* sums) {
-    sums[0] = 0.0;
-    for (int64_t b = 0; b < blocks; ++b) {
-        double lanes[8];
-        for (int i = 0; i < 8; ++i) lanes[i] = x[b * 64 + i];
-        for (int row = 1; row < 8; ++row)
-            for (int i = 0; i < 8; ++i) lanes[i] += x[b * 64 + row * 8 + i];
-        for (int half = 4; half; half /= 2)
-            for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-        sums[b + 1] = sums[b] + lanes[0];
-    }
-}
-
-INLINE double logarithm(double x) {
-    int e;
-    double m = __builtin_frexp(x, &e);
-    if (m < 0.7071067811865476) m *= 2, --e;
-    const double f = (m - 1) / (m + 1), square = f * f;
-    double y = 0.0;
-    for (int i = 14; i >= 0; --i) y = y * square + 1.0 / (2 * i + 1);
-    return e * 1.4286068203094173e-06 + (2 * f * y) + e * 0.693145751953125;
-}
-
-// The weights that the filters leave out become 0.
-INLINE void filter(const float* logits, double* weights, int64_t v, int64_t k, double p, double least_weight,
-                   int64_t* order) {
-    if (k || p < 1.0) {
-        for (int64_t j = 0; j < v; ++j) order[j] = j;
-        const auto before = [&](int64_t a, int64_t b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; };
-        int64_t num = k ? k : v;
-        if (p < 1.0) {
-            // Of all tokens, a sort of parts is a slow one.
-            num < v ? std::partial_sort(order, order + num, order + v, before) : std::sort(order, order + v, before);
-            double total = 0.0, so_far = 0.0;
-            for (int64_t j = 0; j < num; ++j) total += weights[order[j]];
-            const double wanted = p * total;
-            int64_t some = 0;
-            while (some < num && (!some || so_far < wanted)) so_far += weights[order[some++]];
-            num = some;
-        } else if (num < v)
-            std::nth_element(order, order + num, order + v, before);
-        for (int64_t j = num; j < v; ++j) weights[order[j]] = 0.0;
-    }
-    for (int64_t j = 0; j < v; ++j) weights[j] = weights[j] >= least_weight ? weights[j] : 0.0;
-}
-
-// The first token at which the sum of weights is above u times the total; else the last that has a weight.
-INLINE int64_t drawn(const double* weights, int64_t blocks, const double* sums, double u) {
-    const double target = u * sums[blocks];
-    int64_t at = 0, last = -1;
-    while (at < blocks && !(sums[at + 1] > target)) ++at;
-    if (at == blocks) {
-        for (int64_t j = 0; j < blocks * 64; ++j) last = weights[j] > 0.0 ? j : last;
-        return last;
-    }
-    double so_far = sums[at];
-    for (int64_t j = at * 64; j < (at + 1) * 64; ++j) {
-        so_far += weights[j];
-        last = weights[j] > 0.0 ? j : last;
-        if (weights[j] > 0.0 && so_far > target) break;
-    }
-    return last;
-}
-
 }  // namespace
 
 extern "C" {
@@ -306,39 +219,6 @@ CLONES void preconditioned_step(float* p, const float* m, const float* nu, int64
         step<true, true>(p, m, nu, n, rate, c1, c2, eps, decay, p);
     else
         step<false, true>(p, m, nu, n, rate, c1, c2, eps, decay, p);
-}
-
-// logits [r, v] and one of each argument a row -> tokens, logprobs [r]; room: weights [blocks, 64], sums [blocks + 1],
-// order [v]
-CLONES void draw_rows(const float* logits, const double* uniform, const double* temperature, const int64_t* top_k,
-                      const double* top_p, const double* min_p, int64_t r, int64_t v, double* weights, double* sums,
-                      int64_t* order, int64_t* tokens, float* logprobs) {
-    const int64_t blocks = (v + 63) / 64;
-    for (int64_t i = 0; i < r; ++i) {
-        const float* row = logits + i * v;
-        int64_t token = 0;
-        bool valid = row[0] == row[0];
-        for (int64_t j = 1; j < v; ++j) {
-            valid &= row[j] == row[j];
-            if (row[j] > row[token]) token = j;
-        }
-        const double most = row[token];
-        if (!valid || most - most != 0.0) {
-            tokens[i] = -1, logprobs[i] = __builtin_nanf("");
-            continue;
-        }
-        exponentials(row, most, 1.0, v, weights);
-        running_sums(weights, blocks, sums);
-        const double all = logarithm(sums[blocks]);
-        if (temperature[i] != 0.0) {
-            if (temperature[i] != 1.0) exponentials(row, most, temperature[i], v, weights);
-            filter(row, weights, v, top_k[i], top_p[i], min_p[i], order);
-            running_sums(weights, blocks, sums);
-            token = drawn(weights, blocks, sums, uniform[i]);
-        }
-        tokens[i] = token;
-        logprobs[i] = (float)(((double)row[token] - most) - all);
-    }
 }
 
 }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Cuts, Psum, Route
+from shardfn.collectives import Cast, Cuts, Psum, Route
 from shardfn.core import BITS, Dtypes, MemoryKind, Mesh, P, Zero, all_coords, block_slices, zero_spec
 from shardfn.graph import Leaf
 
@@ -96,16 +96,6 @@ class LeafLayout:
         return self.ways.summed.unreduced
 
     @functools.cached_property
-    def gathered(self) -> bool:
-        """Whether the parameter is kept in pieces, and gathered when it is used."""
-        return self.param != self.compute
-
-    @functools.cached_property
-    def lazy(self) -> bool:
-        """Whether the parameter arrives when it is used: gathered, or fetched from another memory, or both."""
-        return self.gathered or not self.ways.kept.is_plain
-
-    @functools.cached_property
     def refreshed(self) -> bool:
         """Whether the parameter is resident, but each rank updates only rows of it, which are gathered afterwards."""
         return self.param != self.shard
@@ -116,6 +106,11 @@ class LeafLayout:
         return tuple(a for a in self.shard.axes if a not in self.compute.axes)
 
     # Derived from its routes.
+
+    @functools.cached_property
+    def lazy(self) -> bool:
+        """Whether the parameter arrives when it is used: gathered, fetched from another memory, or decoded."""
+        return any(not isinstance(hop, Cast) for hop in self.ways.use.hops)
 
     @functools.cached_property
     def reduce_axes(self) -> tuple[str, ...]:
@@ -139,6 +134,11 @@ class LeafLayout:
         """The dim along which the ZeRO ranks share it; None if they do not."""
         return self.pieces.dim
 
+    @functools.cached_property
+    def used(self) -> Cuts:
+        """How the block is cut into the pieces that are gathered when it is used; uncut where it is kept whole."""
+        return self.pieces if self.param != self.compute else Cuts(self.block)
+
     def rows(self, x: Tensor, rank: int) -> Tensor:
         """ZeRO rank `rank`'s part of a block, as a view."""
         return self.pieces.of(x, rank)
@@ -147,7 +147,7 @@ class LeafLayout:
     def looks(self) -> object:
         """A key that is equal for leaves that travel alike."""
         bounds = self.pieces.bounds
-        cut = self.gathered, self.zero_axes, self.dim, bounds[:1], bounds[-1:], len(bounds)
+        cut = self.used.dim, self.zero_axes, self.dim, bounds[:1], bounds[-1:], len(bounds)
         return (
             self.block,
             self.dtypes,
@@ -270,6 +270,7 @@ def with_ratio(leaves: Sequence[LeafLayout], ratio: float) -> list[LeafLayout]:
             stay.add(leaf.path)
     if train and ratio < 1 and not stay:
         raise ValueError(
-            f"Zero(optimizer_fraction={ratio}) has no effect: every leaf is larger than what may stay on the device."
+            f"Zero(optimizer_fraction={ratio}) has no effect: every leaf is larger than the share that may stay on the"
+            " device."
         )
     return [leaf.with_state_at("device") if leaf.path in stay else leaf for leaf in leaves]

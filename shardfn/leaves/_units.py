@@ -80,12 +80,19 @@ def make_units(
 def gather_units(leaves: Sequence[LeafLayout], bucket: int) -> list[Unit]:
     """The units in which lazy leaves are brought on use: near neighbours only, so that a window stays small.
 
-    Leaves sent in a code travel alone: in a shared block, leaves of unlike magnitude would share a scale.
+    Leaves that are not sent, or sent in a code, travel alone: in a shared block, leaves of unlike magnitude would share
+    a scale.
     """
-    members = [i for i, leaf in enumerate(leaves) if leaf.gathered and leaf.ways.use.code is None]
-    units = make_units(leaves, members, bucket, lambda leaf: (leaf.dtypes.compute, leaf.zero_axes), 4 * bucket, _used)
-    alone = {i for i, leaf in enumerate(leaves) if leaf.lazy} - set(members)
-    units += [Unit.of(leaves, (i,), leaves[i].numel * leaves[i].dtypes.compute.itemsize, _used) for i in alone]
+
+    def alone(leaf: LeafLayout) -> bool:
+        return leaf.used.dim is None or leaf.ways.use.code is not None
+
+    pieces = operator.attrgetter("used")
+    lazy = [i for i, leaf in enumerate(leaves) if leaf.lazy]
+    shared = [i for i in lazy if not alone(leaves[i])]
+    units = make_units(leaves, shared, bucket, lambda leaf: (leaf.dtypes.compute, leaf.zero_axes), 4 * bucket, pieces)
+    nbytes = [leaf.numel * leaf.dtypes.compute.itemsize for leaf in leaves]
+    units += [Unit.of(leaves, (i,), nbytes[i], pieces) for i in lazy if alone(leaves[i])]
     # Units depend on the layout alone, so all ranks have the same units with the same numbers.
     return sorted(units, key=lambda u: u.leaves[0])
 
@@ -121,11 +128,6 @@ def _reduce_key(leaf: LeafLayout) -> tuple[torch.dtype, object]:
     way = leaf.ways.reduce
     where = leaf.own_axes, leaf.reduce_axes, leaf.extra_axes, leaf.ways.summed.memory_kind
     return leaf.dtypes.reduce, (leaf.dtypes.accum, way.scatters, way.code, *where)
-
-
-def _used(leaf: LeafLayout) -> Cuts:
-    """The message when a leaf is used: the ranks' pieces, or the block where it is kept whole."""
-    return leaf.pieces if leaf.gathered else Cuts(leaf.block)
 
 
 def _sent(leaf: LeafLayout) -> Cuts:

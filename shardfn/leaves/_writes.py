@@ -19,7 +19,7 @@ from shardfn.graph import storage_of, tensors_in
 
 DATA: Any = torch.Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
 _REMEDY = "Parameters are immutable there: write to a clone(), or return the new value as aux."
-_AS_IT_WAS = "The state passed in is as it was."
+_UNCHANGED = "The state passed in is unchanged."
 
 
 def refused_write(line: str) -> ValueError:
@@ -32,7 +32,7 @@ def refused_write(line: str) -> ValueError:
         >>> str(refused_write("params['w'] is written to inside the loss (by add_)")).splitlines()[-1]
         "  - params['w'] is written to inside the loss (by add_)"
     """
-    return ValueError(f"parameters are written to inside the loss. {_REMEDY} {_AS_IT_WAS}\n  - {line}")
+    return ValueError(f"parameters are written to inside the loss. {_REMEDY} {_UNCHANGED}\n  - {line}")
 
 
 class Watch:
@@ -96,7 +96,7 @@ class Watch:
             "The state passed in has changed with it on this rank, so that it must not be used any more: start from a"
             " checkpoint, or from init."
             if lost
-            else _AS_IT_WAS
+            else _UNCHANGED
         )
         raise_all(
             ValueError,
@@ -169,7 +169,7 @@ def check_graph(
                 found[f"{leaves[storage_of(x)]} is written to inside {name}: {where} ({node.target})"] = None
     raise_all(
         ValueError,
-        f"{what} are written to inside {name}. {remedy} Nothing has run; the state passed in is as it was.",
+        f"{what} are written to inside {name}. {remedy} Nothing has run; the state passed in is unchanged.",
         list(found),
     )
 

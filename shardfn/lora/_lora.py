@@ -266,7 +266,7 @@ class LoRA:
         """
         if isinstance(f, Transform):
             raise ValueError(
-                f"adapt({f.transform}(f)): what it adapts is a function of parameters; write {f.transform}(adapt(f))."
+                f"adapt({f.transform}(f)): it adapts a function of parameters; write {f.transform}(adapt(f))."
             )
 
         def adapted(tree: PyTree, *rest: Any, **named: Any) -> Any:

@@ -10,7 +10,8 @@ from ._host import (
     return_freed_pages as return_freed_pages,
 )
 from ._ledger import Ledger as Ledger, in_host_region as in_host_region, ledger as ledger, on_host as on_host
-from ._ledger import record_owner as record_owner
+from ._ledger import is_recorded as is_recorded, record_owner as record_owner, recorded_section as recorded_section
+from ._timeline import MemoryTimeline as MemoryTimeline, Section as Section, as_svg as as_svg
 from ._pool import POOLS as POOLS, AnyPool as AnyPool, Opened as Opened, Pool as Pool, PoolInfo as PoolInfo
 from ._disk import DiskTensor as DiskTensor, DiskWriter as DiskWriter
 from ._traced import TracedPool as TracedPool, TracedStored as TracedStored, capturing as capturing

@@ -31,7 +31,7 @@ from ._slots import FULL, Slot, no_room
 from ._threads import Threads, in_background
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_REMEDY = "what was there is lost: start from a checkpoint in an empty directory, and have the disk checked"
+_REMEDY = "its contents are lost: start from a checkpoint in an empty directory, and have the disk checked"
 
 
 class Checksums:
@@ -220,7 +220,7 @@ def check_sizes(slots: list[Slot]) -> None:
     """
     found = [(slot, slot.path.stat().st_size if slot.path.exists() else -1) for slot in slots]
     problems = [_sentence(slot, _too_short(slot, size)) for slot, size in found if size < slot.capacity]
-    raise_all(DamagedError, f"files are not what was committed; {_REMEDY}:", problems)
+    raise_all(DamagedError, f"files differ from the commit; {_REMEDY}:", problems)
 
 
 def _truncated(slot: Slot) -> DamagedError:

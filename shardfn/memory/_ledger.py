@@ -7,9 +7,11 @@ accelerator, device bytes are its allocator's own, and torch's allocations on th
 
 import collections
 import contextlib
+import os
+import pathlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,8 +19,10 @@ import torch
 from torch import Tensor
 
 from shardfn._torch import TorchDispatchMode
-from shardfn.core import Ambient, MemoryKind, PyTree, Stored, as_html, did_you_mean, tree_leaves
+from shardfn.core import Ambient, MemoryKind, PyTree, Stored, as_html, did_you_mean, named_leaves, tree_leaves
 from shardfn.kernels import scratch_bytes
+
+from ._timeline import MemoryTimeline, TimelineRecorder, as_svg
 
 KINDS: tuple[MemoryKind, ...] = ("device", "host", "disk")
 
@@ -26,14 +30,14 @@ KINDS: tuple[MemoryKind, ...] = ("device", "host", "disk")
 class Ledger:
     """Live and peak bytes by kind, and traffic by direction, from `ledger()`. It can still be read afterwards."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, recorder: TimelineRecorder | None = None) -> None:
+        self._device, self.recorder = device, recorder
         self._live: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._peak: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._moved: dict[tuple[str, str], list[int]] = {}
         # A key is an address, which a new owner may get when the old one is gone: the dead are buried before a key is
         # looked up, and a weak reference leaves its note before its address is free.
-        self._held: dict[int, tuple[weakref.ref[Any], str, int]] = {}
+        self._held: dict[int, tuple[weakref.ref[Any], str, int, str]] = {}
         # Weak references call back at any point, with the lock taken perhaps: they only leave a note.
         self._dead: collections.deque[int] = collections.deque()
         self._lock = threading.RLock()
@@ -65,13 +69,38 @@ class Ledger:
     def count(self, tree: PyTree, kind: str) -> None:
         """Counts values older than the ledger: every tensor of `tree`, and every value on disk, as `kind`."""
         _check_kind(kind)
-        for leaf in tree_leaves(tree):
+        for path, leaf in ((path.removeprefix("."), leaf) for path, leaf in named_leaves(tree)):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                self.hold(storage, storage._cdata, kind, storage.nbytes())
+                self.hold(storage, storage._cdata, kind, storage.nbytes(), path)
             elif isinstance(leaf, Stored):
                 leaf_slot = getattr(leaf, "slot", leaf)
-                self.hold(leaf_slot, id(leaf_slot), kind, leaf.nbytes)
+                self.hold(leaf_slot, id(leaf_slot), kind, leaf.nbytes, path)
+
+    def timeline(self) -> MemoryTimeline:
+        """The events so far, by name and with the parts of steps.
+
+        Raises:
+            ValueError: the ledger was opened without `timeline=True`.
+        """
+        if self.recorder is None:
+            raise ValueError("this ledger keeps no timeline: open it by memory.ledger(timeline=True).")
+        with self._lock:
+            self._bury()
+            return self.recorder.timeline()
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Writes the timeline as a picture: phases, messages of leaves, and names of the memory at the peak.
+
+        Args:
+            path: a file that ends in ".svg", which browsers show.
+
+        Raises:
+            ValueError: the file has another ending; or the ledger was opened without `timeline=True`.
+        """
+        if pathlib.Path(path).suffix != ".svg":
+            raise ValueError(f"plot({os.fspath(path)!r}): the picture is SVG; pass a name that ends in .svg.")
+        pathlib.Path(path).write_text(as_svg(self.timeline()), encoding="utf-8")
 
     def table(self) -> str:
         """Both accounts as text.
@@ -102,13 +131,27 @@ class Ledger:
     def _repr_html_(self) -> str:
         return as_html(self.table())
 
-    def hold(self, owner: Any, key: int, kind: str, nbytes: int) -> None:
+    @contextlib.contextmanager
+    def section(self, what: str, leaves: Sequence[str]) -> Iterator[None]:
+        """Notes a part of a step in the timeline while the context is open."""
+        assert self.recorder is not None
+        with self._lock:
+            self._bury()
+        with self.recorder.section(what, leaves):
+            yield
+            with self._lock:
+                self._bury()
+
+    def hold(self, owner: Any, key: int, kind: str, nbytes: int, name: str = "") -> None:
         """Counts `nbytes` as alive until `owner` is garbage; an owner that is known already counts once."""
         with self._lock:
             self._bury()
             if key in self._held:
                 return
-            self._held[key] = (weakref.ref(owner, lambda _: self._dead.append(key)), kind, nbytes)
+            if self.recorder is not None:
+                name = self.recorder.named(name)
+                self.recorder.changed(kind, nbytes, name)
+            self._held[key] = (weakref.ref(owner, lambda _: self._dead.append(key)), kind, nbytes, name)
             self._live[kind] += nbytes
             self._peak[kind] = max(self._peak[kind], self._live[kind])
 
@@ -143,16 +186,18 @@ class Ledger:
 
     def _bury(self) -> None:
         while self._dead:
-            _, kind, nbytes = self._held.pop(self._dead.popleft())
+            _, kind, nbytes, name = self._held.pop(self._dead.popleft())
             self._live[kind] -= nbytes
+            if self.recorder is not None:
+                self.recorder.changed(kind, -nbytes, name)
 
 
 _BOOKS = Ambient[Ledger]("ledgers")
-_ON_HOST = Ambient[None]("what is allocated is host memory", by_thread=True)
+_ON_HOST = Ambient[None]("allocations are host memory", by_thread=True)
 
 
 @contextlib.contextmanager
-def ledger(device: torch.device | str | None = None) -> Iterator[Ledger]:
+def ledger(device: torch.device | str | None = None, *, timeline: bool = False) -> Iterator[Ledger]:
     """Counts live bytes and traffic by memory kind while the context is open. Ledgers nest; each sees all below it.
 
     Live are the storages that torch's operations return on the calling thread while the ledger is open (its backward on
@@ -162,9 +207,13 @@ def ledger(device: torch.device | str | None = None) -> Iterator[Ledger]:
 
     Args:
         device: the device of the kind "device"; by default the accelerator, and without one the CPU.
+        timeline: whether every allocation and release is kept, for `Ledger.timeline` and `Ledger.plot`.
 
     Returns:
         A context manager that yields a `Ledger`.
+
+    Raises:
+        ValueError: `timeline` with an accelerator, whose allocations the ledger does not see one by one.
 
     Example:
         >>> with ledger() as book:
@@ -176,7 +225,12 @@ def ledger(device: torch.device | str | None = None) -> Iterator[Ledger]:
         (0, 32, 8)
     """
     place = torch.device(device) if device is not None else default_device()
-    book = Ledger(place)
+    if timeline and place.type != "cpu":
+        raise ValueError(
+            f"ledger(timeline=True) on {place}: its allocator reports sums alone; use ledger('cpu', timeline=True) on a"
+            " CPU, or step.lower(state, batch).plot() for the memory of a captured step."
+        )
+    book = Ledger(place, TimelineRecorder() if timeline else None)
     if place.type == "cuda":
         for other in _BOOKS.all:
             other.keep_device_peak()
@@ -232,6 +286,20 @@ def record_tensor(x: Tensor, kind: MemoryKind) -> None:
             book.hold(storage, storage._cdata, kind, storage.nbytes())
 
 
+def is_recorded() -> bool:
+    """Whether an open ledger keeps a timeline."""
+    return bool(_BOOKS) and any(book.recorder is not None for book in _BOOKS.all)
+
+
+def recorded_section(what: str, leaves: Sequence[str]) -> AbstractContextManager[Any]:
+    """A context that notes a part of a step in the timelines of open ledgers."""
+    stack = contextlib.ExitStack()
+    for book in _BOOKS.all:
+        if book.recorder is not None:
+            stack.enter_context(book.section(what, leaves))
+    return stack
+
+
 def record_owner(owner: Any, kind: MemoryKind, nbytes: int) -> None:
     """Reports bytes that live as long as `owner` does."""
     if _BOOKS:
@@ -269,7 +337,8 @@ class _StorageWatch(TorchDispatchMode):
         if func is not torch.ops.aten.lift_fresh.default and key in _storages((args, kwargs)):
             return
         host = in_host_region() or not self._cpu_is_device
-        self._book.hold(storage, key, "host" if host else "device", storage.nbytes())
+        name = "" if self._book.recorder is None else str(func).removesuffix(".default")
+        self._book.hold(storage, key, "host" if host else "device", storage.nbytes(), name)
 
 
 def _has_bytes(x: Any) -> bool:
@@ -282,4 +351,4 @@ def _storages(tree: PyTree) -> set[int]:
 
 def _check_kind(kind: str) -> None:
     if kind not in KINDS:
-        raise ValueError(f"memory kind {kind!r} is none of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
+        raise ValueError(f"memory kind {kind!r} is not one of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")

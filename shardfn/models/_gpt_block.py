@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shardfn import nn
@@ -53,25 +54,45 @@ def _feed(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor:
     return _mlp(config, along, p, norm(config, along, x_BTD, p["norm2_w"], p.get("norm2_b")))
 
 
+def weight(config: Config, w: Any) -> Any:
+    """A weight of a linear layer as the config computes it; one that is exact already is unchanged."""
+    return nn.ExactWeight.of(w, config.chunks) if config.exact and not isinstance(w, nn.ExactWeight) else w
+
+
 def _attention(config: Config, along: Along, p: Params, x_BTD: Tensor, table: dict[str, Any]) -> Tensor:
     biases = (p.get(name) for name in ("bq", "bk", "bv", "bo"))
-    weights = nn.AttentionWeights(p["wq"], p["wk"], p["wv"], p["wo"], *biases)
+    weights = nn.AttentionWeights(*(weight(config, p[name]) for name in ("wq", "wk", "wv", "wo")), *biases)
     heads = nn.Heads(config.num_heads, config.kv_heads, config.head_dim)
     return nn.self_attention(x_BTD, weights, heads, **table, **along._asdict())
 
 
 def _mlp(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor:
+    up_FD, down_DF = weight(config, p["w_up"]), weight(config, p["w_down"])
     if config.mlp == "swiglu":
-        return nn.swiglu(x_BTD, p["w_gate"], p["w_up"], p["w_down"], d_ff=config.ff_dim, **along._asdict())
+        gate_FD = weight(config, p["w_gate"])
+        return nn.swiglu(x_BTD, gate_FD, up_FD, down_DF, d_ff=config.ff_dim, **along._asdict())
     biases = p.get("b_up"), p.get("b_down")
-    return nn.mlp(x_BTD, p["w_up"], p["w_down"], *biases, d_ff=config.ff_dim, **along._asdict())
+    return nn.mlp(x_BTD, up_FD, down_DF, *biases, d_ff=config.ff_dim, **along._asdict())
 
 
 def norm(config: Config, along: Along, x_BTD: Tensor, w_D: Tensor, b_D: Tensor | None) -> Tensor:
     """The config's norm, applied to activations between blocks."""
     w_D, b_D = nn.between(w_D, *along), None if b_D is None else nn.between(b_D, *along)
-    eps = config.norm_eps
-    return nn.rms_norm(x_BTD, w_D, eps=eps) if config.norm == "rms" else nn.layer_norm(x_BTD, w_D, b_D, eps=eps)
+    if config.norm == "rms":
+        return (nn.exact_rms_norm if config.exact else nn.rms_norm)(x_BTD, w_D, eps=config.norm_eps)
+    return (nn.exact_layer_norm if config.exact else nn.layer_norm)(x_BTD, w_D, b_D, eps=config.norm_eps)
+
+
+def position_tables(config: Config, positions_T: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """Attention's arguments for the positions of tokens, of all heads."""
+    if config.position == "rope" and config.exact:
+        return {"table": nn.exact_rope_table(positions_T, config.head_dim, base=config.rope_base)}
+    if config.position == "rope":
+        return {"table": nn.rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=dtype)}
+    if config.position == "alibi":
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return {"slopes_H": torch.tensor(nn.alibi_slopes(config.num_heads), dtype=wide, device=positions_T.device)}
+    return {}
 
 
 def _dropping(config: Config, table: dict[str, Any], key: Tensor | None, index_B: Tensor | None) -> dict[str, Any]:

@@ -8,7 +8,18 @@ from shardfn.core import did_you_mean, raise_all
 from shardfn.nn import Body, Dense, Mask
 
 DENSE = Dense()
-_SIZES = ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "max_len", "loss_tile", "window")
+_SIZES = (
+    "vocab_size",
+    "num_layers",
+    "d_model",
+    "num_heads",
+    "num_kv_heads",
+    "d_ff",
+    "max_len",
+    "loss_tile",
+    "window",
+    "chunks",
+)
 _CHOICES = {"norm": ("layer", "rms"), "mlp": ("gelu", "swiglu"), "position": ("learned", "rope", "alibi")}
 
 
@@ -48,6 +59,10 @@ class Config:
             between heads has num_heads of them.
         causal: False: tokens attend to later ones, too, as in BERT. A batch then has "targets".
         attention_dropout: rate, on the probabilities of attention (`nn.PairDropout`); active only where a key is given.
+        exact: a token's logits have the same bits beside any other tokens, on any number of threads, and on the ranks
+            of tensor parallelism that `chunks` allows. Parameters are float32. Gradients are torch's.
+        chunks: with `exact`, the chunks of a linear layer's inputs (`nn.ExactWeight`): a power of two for 1, 2, 4, ..
+            ranks of tensor parallelism, 24 for 1, 3 or 6. Results depend on it.
 
     Raises:
         ValueError: lists every field that is out of range or at odds with another.
@@ -81,6 +96,8 @@ class Config:
     layout: Callable[[int], Mask] | None = None
     causal: bool = True
     attention_dropout: float = 0.0
+    exact: bool = False
+    chunks: int = 8
 
     def __post_init__(self) -> None:
         raise_all(ValueError, "Config:", _problems(self))
@@ -147,9 +164,9 @@ def _problems(c: Config) -> list[str]:
     for name, choices in _CHOICES.items():
         if getattr(c, name) not in choices:
             hint = did_you_mean(str(getattr(c, name)), choices)
-            out.append(f"{name}={getattr(c, name)!r} is none of {choices}.{hint}")
+            out.append(f"{name}={getattr(c, name)!r} is not one of {choices}.{hint}")
     if c.bias not in (True, False, "qkv"):
-        out.append(f"bias={c.bias!r} is none of (True, False, 'qkv').")
+        out.append(f"bias={c.bias!r} is not one of (True, False, 'qkv').")
     for name in ("norm_eps", "rope_base"):
         if not getattr(c, name) > 0:
             out.append(f"{name}={getattr(c, name)} must be above 0.")
@@ -167,4 +184,15 @@ def _problems(c: Config) -> list[str]:
     for name, asked in (("position='alibi'", c.position == "alibi"), (f"window={c.window}", c.window is not None)):
         if asked and not c.causal:
             out.append(f"{name} looks back only, but causal=False; leave one of them out.")
-    return out
+    return out + (_problems_of_exact(c) if c.exact else [])
+
+
+def _problems_of_exact(c: Config) -> list[str]:
+    asked = {
+        f"attention={c.attention}": not isinstance(c.attention, Dense),
+        "causal=False": not c.causal,
+        f"layout={c.layout}": c.layout is not None,
+        f"attention_dropout={c.attention_dropout}": c.attention_dropout > 0,
+        f"loss_tile={c.loss_tile}": c.loss_tile is not None,
+    }
+    return [f"exact=True does not know {name}; leave one of them out." for name, found in asked.items() if found]

@@ -94,14 +94,9 @@ def check_blocks(config: Config, params: Params, axis: Axes) -> None:
     Raises:
         ValueError: lists every leaf that is another block, by path.
     """
-    mesh = current_mesh()
-    want: list[Any] = tree_leaves(_leaves(config))
-    blocks = [block_slices(leaf.shape, leaf.spec(axis), mesh.shape, mesh.coords) for leaf in want]
-    sizes = tree_unflatten(
-        tree_structure(_leaves(config)), [_BlockShape(tuple(s.stop - s.start for s in b)) for b in blocks]
-    )
+    sizes = block_shapes(config, axis)
     if config.stacked:
-        sizes = _stack_blocks(sizes, lambda same: _BlockShape((config.num_layers, *same[0].shape)))
+        sizes = _stack_blocks(sizes, lambda same: BlockShape((config.num_layers, *same[0].shape)))
     if tree_structure(sizes) != tree_structure(params):
         return  # the layers' errors name missing leaves
     named: list[Any] = list(zip(tree_paths(sizes, "params"), tree_leaves(params), tree_leaves(sizes), strict=True))
@@ -111,6 +106,15 @@ def check_blocks(config: Config, params: Params, axis: Axes) -> None:
         if tuple(x.shape) != block.shape
     ]
     raise_all(ValueError, f"gpt with axis={axis!r} over {axis_size(axis)} ranks:", problems)
+
+
+def block_shapes(config: Config, axis: Axes) -> PyTree:
+    """The shape of this rank's block of every leaf under `specs(config, tp=axis)`, of unstacked blocks."""
+    mesh = current_mesh()
+    want: list[Any] = tree_leaves(_leaves(config))
+    blocks = [block_slices(leaf.shape, leaf.spec(axis), mesh.shape, mesh.coords) for leaf in want]
+    shapes = [BlockShape(tuple(s.stop - s.start for s in b)) for b in blocks]
+    return tree_unflatten(tree_structure(_leaves(config)), shapes)
 
 
 def num_params(config: Config) -> int:
@@ -127,7 +131,7 @@ def num_params(config: Config) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _BlockShape:
+class BlockShape:
     """The shape of a rank's block of a leaf."""
 
     shape: tuple[int, ...]

@@ -25,7 +25,12 @@ from ._gpt_block import Wrap as Wrap
 from ._gpt_block import block as _block
 from ._gpt_block import dropout as _dropout
 from ._gpt_block import norm as _norm
+from ._gpt_block import position_tables as _position_tables
+from ._gpt_block import weight as _weight
 from ._gpt_config import Config as Config
+from ._gpt_decode import check_decodable as check_decodable
+from ._gpt_decode import decode as decode
+from ._gpt_decode import pack as pack
 from ._gpt_leaves import Params as Params
 from ._gpt_leaves import check_blocks
 from ._gpt_leaves import init as init
@@ -285,7 +290,7 @@ def generate(
     if prompt_BT.shape[1] == 0 or temperature < 0:
         raise ValueError(
             f"generate: prompt of shape {tuple(prompt_BT.shape)}, temperature {temperature}: give at least one token"
-            " (a start token, say) and a temperature of 0 or more."
+            " (for example a start token) and a temperature of 0 or more."
         )
     if not config.causal:
         raise ValueError("generate: a model with causal=False sees later tokens, and cannot go on with a text.")
@@ -404,7 +409,9 @@ def _head(config: Config, params: Params) -> Any:
 
 
 def _logits(config: Config, params: Params, x_BTD: Tensor, along: _Along) -> Tensor:
-    return nn.column_linear(x_BTD, _head(config, params), features=config.vocab_size, **along._asdict())
+    return nn.column_linear(
+        x_BTD, _weight(config, _head(config, params)), features=config.vocab_size, **along._asdict()
+    )
 
 
 def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None) -> dict[str, Any]:
@@ -414,14 +421,8 @@ def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tens
     if config.layout is not None:
         mask = mask & config.layout(nn.whole_length(config.attention, len(positions_T)))
     mask = mask if ids_BT is None else mask & nn.Segments(nn.whole_sequence(ids_BT, config.attention))
-    how: dict[str, Any] = {"how": nn.Attending(mask, config.attention)}
-    if config.position == "rope":
-        return how | {"table": nn.rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=dtype)}
-    if config.position == "alibi":
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        slopes_H = torch.tensor(nn.alibi_slopes(config.num_heads), dtype=wide, device=positions_T.device)
-        return how | {"slopes_H": slopes_H}
-    return how
+    how: dict[str, Any] = {"how": nn.Attending(mask, nn.Exact() if config.exact else config.attention)}
+    return how | _position_tables(config, positions_T, dtype)
 
 
 def _sample(logits_BV: Tensor, key: Tensor, temperature: float) -> Tensor:

@@ -271,7 +271,7 @@ class _ModuleCall:
             if new is not old:
                 raise ValueError(
                     f"the forward of the module converts {dot}{name} from {x.dtype} on {x.device} to {new.dtype} on"
-                    f" {new.device}, and would train what is converted; convert the module before"
+                    f" {new.device}, and would train the converted copies; convert the module before"
                     " from_module, or name that parameter in the policy: exceptions={...}."
                 )
         return True
@@ -310,7 +310,7 @@ class _ModuleCall:
             if assigned := placed.assigned_params():
                 raise ValueError(
                     f"the forward of the module assigns its parameters {', '.join(assigned)}, which the step keeps and"
-                    " trains; give what it computes another name, or convert the module before from_module."
+                    " trains; give its result another name, or convert the module before from_module."
                 )
             # Only without an earlier error, which is the one to report.
             mode.check()

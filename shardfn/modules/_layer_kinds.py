@@ -168,10 +168,10 @@ class LayerKinds(NamedTuple):
             behind = (i for i in range(bounds[-1], self.num_layers + 1) if all(_before(k, i) == n for k, n in wanted))
             found = next(behind, None)
             if found is None:
-                told = [f"{self.stack_path(k)} from layer {k.layers[n]} on" for k, n in wanted if n < len(k.layers)]
+                later = [f"{self.stack_path(k)} from layer {k.layers[n]} on" for k, n in wanted if n < len(k.layers)]
                 raise ValueError(
                     f"{self.path!r} has layers of {len(self.kinds)} kinds, each cut evenly, and so rank {rank} of {num}"
-                    f" would have {', '.join(told)}, while the ranks before have none of the layers behind these. Use"
+                    f" would have {', '.join(later)}, while the ranks before lack the layers behind these. Use"
                     " another number of stages, or cut one kind alone: the specs of the others are P()."
                 )
             bounds.append(found)

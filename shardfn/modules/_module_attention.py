@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardfn._torch import ConvNd
 from shardfn.collectives import axis_size
 from shardfn.core import Ambient, named_modules, raise_all
 from shardfn.nn import (
@@ -40,7 +41,7 @@ from ._module_draws import Draws
 
 NAME = "shardfn"
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-_OVER_TOKENS = nn.modules.conv._ConvNd, nn.RNNBase
+OVER_TOKENS = ConvNd, nn.RNNBase
 # Further arguments of an attention, which bodies do not support.
 _UNKNOWN = ("softcap", "position_bias", "sinks", "head_mask")
 # Arguments of models of images or sound, whose embeddings go to places in the whole rows.
@@ -60,9 +61,9 @@ class AttentionRoute:
 
     def __init__(self, module: nn.Module, body: Body) -> None:
         self.body, towers = body, _towers(module)
-        self._models = [m for m in _models(module) if m not in towers]
-        apart = {id(c) for m in towers for c in _configs(m.config)}
-        found = [c for m in self._models for c in _configs(m.config) if id(c) not in apart]
+        self._models = [m for m in models_in(module) if m not in towers]
+        apart = {id(c) for m in towers for c in configs_of(m.config)}
+        found = [c for m in self._models for c in configs_of(m.config) if id(c) not in apart]
         self._configs = {id(c): c for c in found}.values()
         raise_all(
             ValueError,
@@ -253,7 +254,7 @@ def _problems_of_positions(module: Any, body: Body, num_tokens: int) -> list[str
     ]
 
 
-def _mask_of_none(*, use_vmap: bool = False, mask_function: Any = None, **kwargs: Any) -> None:
+def mask_of_none(*, use_vmap: bool = False, mask_function: Any = None, **kwargs: Any) -> None:
     """Replaces the mask that transformers would make of this rank's tokens."""
     del kwargs
     if use_vmap or _adds_pairs(mask_function):
@@ -272,10 +273,10 @@ def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, routed_attention)
-    AttentionMaskInterface.register(NAME, _mask_of_none)
+    AttentionMaskInterface.register(NAME, mask_of_none)
 
 
-def _models(module: nn.Module) -> list[Any]:
+def models_in(module: nn.Module) -> list[Any]:
     try:
         from transformers import PreTrainedModel
     except ImportError:
@@ -286,19 +287,19 @@ def _models(module: nn.Module) -> list[Any]:
 def _towers(module: nn.Module) -> list[Any]:
     """Models of images or sound beside the language model: they keep their own attention."""
     out: list[Any] = []
-    for model in _models(module):
+    for model in models_in(module):
         if model.config.get_text_config(decoder=True) is not model.config:
             text = model.get_decoder()
             own = set(text.modules())
-            out += [m for m in _models(model) if m not in own and text not in set(m.modules())]
+            out += [m for m in models_in(model) if m not in own and text not in set(m.modules())]
     return list(dict.fromkeys(out))
 
 
-def _configs(config: Any) -> Iterator[Any]:
+def configs_of(config: Any) -> Iterator[Any]:
     yield config
     for name in getattr(config, "sub_configs", ()):
         if (inner := getattr(config, name, None)) is not None:
-            yield from _configs(inner)
+            yield from configs_of(inner)
 
 
 def _problems(module: nn.Module, models: list[Any], towers: list[Any], body: Body) -> list[str]:
@@ -323,7 +324,7 @@ def _problems(module: nn.Module, models: list[Any], towers: list[Any], body: Bod
         out += [
             f"{path} is a {type(m).__name__}, which mixes tokens besides attention"
             for path, m in named_modules(module)
-            if isinstance(m, _OVER_TOKENS) and m not in apart
+            if isinstance(m, OVER_TOKENS) and m not in apart
         ]
     return list(dict.fromkeys(out))
 
@@ -361,9 +362,9 @@ def _refuse_no_tokens(model: Any, body: Body, rows: Sequence[Any], length: int) 
     if not rows:
         num = axis_size(body.axes)
         raise ValueError(
-            f"{type(model).__name__} with attention={body}: of {length} tokens over {num} ranks this rank has none, and"
-            f" models of transformers do not run without tokens; pad rows to a multiple of {num} tokens, with labels of"
-            " -100, or take fewer ranks along the sequence."
+            f"{type(model).__name__} with attention={body}: of {length} tokens over {num} ranks this rank has no token,"
+            f" and models of transformers do not run without tokens; pad rows to a multiple of {num} tokens, with"
+            " labels of -100, or take fewer ranks along the sequence."
         )
 
 

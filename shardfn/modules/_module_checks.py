@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
 
+from shardfn._torch import caches_parametrizations
 from shardfn.core import named_buffers, named_modules, named_parameters, raise_all
 
 HOOKS = (
@@ -75,10 +75,10 @@ def check_cache() -> None:
     Raises:
         ValueError: `torch.nn.utils.parametrize.cached()` is active.
     """
-    if parametrize._cache_enabled:
+    if caches_parametrizations():
         raise ValueError(
-            "torch.nn.utils.parametrize.cached() around a call of a module would hand it what was computed of other"
-            " parameters; leave it out, or use it inside the module's forward."
+            "torch.nn.utils.parametrize.cached() around a call of a module would hand it results of other parameters;"
+            " leave it out, or use it inside the module's forward."
         )
 
 

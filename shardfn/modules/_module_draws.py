@@ -164,8 +164,9 @@ class Draws:
             return self._scalar(kwargs)
         raise ValueError(
             f"the forward of the module draws random numbers ({name}) without a key, so its results would depend on the"
-            " number of ranks, and what runs again in the backward would draw others. Draw outside and pass the numbers"
-            " with the batch, or turn off what draws (module.eval(), or its option in the model's configuration)."
+            " number of ranks, and a recomputation in the backward would draw others. Draw outside and pass the numbers"
+            " with the batch, or turn off the random parts (module.eval(), or its option in the model's"
+            " configuration)."
         )
 
     def _scalar(self, kwargs: dict[str, Any]) -> Any:

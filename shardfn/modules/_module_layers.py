@@ -156,9 +156,9 @@ class LayeredFunction:
         """
         if self.needs_params:
             raise ValueError(
-                f"{self.path!r} of this {type(self.module).__name__} cannot be cut in stages: something"
-                f" besides the next layer uses what a layer returns ({why}). Stages hand on one tensor, from each layer"
-                " to the next."
+                f"{self.path!r} of this {type(self.module).__name__} cannot be cut in stages: something besides the"
+                f" next layer uses the result of a layer ({why}). Stages hand on one tensor, from each layer to the"
+                " next."
             )
         self.needs_params = True
 
@@ -183,7 +183,7 @@ class LayeredFunction:
             if any(x is not shown[name] for own, shown in pairs for name, x in own.items()):
                 raise ValueError(
                     f"the loss calls the module with another params[{self.path!r}] than it is given: the layers are on"
-                    " several ranks; pass them on as they are."
+                    " several ranks; pass them on unchanged."
                 )
             stack = span.stack
         whole = span is None

@@ -85,7 +85,7 @@ def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, T
     if not isinstance(given, Mapping):
         raise TypeError(
             f"a function that from_module made takes the parameters first, apply(params, ...), and this is a"
-            f" {type(given).__name__}. Pass what the loss gets as its first argument."
+            f" {type(given).__name__}. Pass the first argument of the loss."
         )
     for name, x in given.items():
         if isinstance(x, GlobalTensor):

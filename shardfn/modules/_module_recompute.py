@@ -76,8 +76,8 @@ def _application(original: Any) -> Any:
                 raise ValueError(
                     f"the forward of the module gives its part {path or 'itself'!r} to an autograd.Function"
                     f" ({cls.__name__}), whose backward would run it with the weights that the module was made with."
-                    " Pass the Function tensors only; or call that part as it is, under torch.utils.checkpoint if what"
-                    " it keeps takes too much memory."
+                    " Pass the Function tensors only; or call that part itself, under torch.utils.checkpoint if its"
+                    " saved tensors take too much memory."
                 )
         return unbound(original)(cls, *args, **kwargs)
 

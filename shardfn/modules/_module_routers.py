@@ -43,9 +43,9 @@ def _coefficients(config: Any) -> dict[str, float]:
 
 
 def _warn(config: Any) -> None:
-    told = ", ".join(f"{name}={value}" for name, value in _coefficients(config).items())
+    pairs = ", ".join(f"{name}={value}" for name, value in _coefficients(config).items())
     warnings.warn(
-        f"output_router_logits=True has the module add a balance loss of its own ({told}), computed over the rows of a"
+        f"output_router_logits=True has the module add a balance loss of its own ({pairs}), computed over the rows of a"
         " call: over several ranks or microbatches a step takes the mean of these losses, which is not that of the"
         " global batch. Set output_router_logits=False and add a balance loss over all rows to the loss, or accept the"
         " difference.",

@@ -38,7 +38,7 @@ class Undrawn:
     def _refuse(self, what: str) -> Any:
         raise ValueError(
             f"the forward of the module draws a number from torch's generator (rand) and {what}: ranks, or a"
-            f" recomputation, would get different ones. Draw by a key: {self._remedy}; or turn off what draws"
+            f" recomputation, would get different ones. Draw by a key: {self._remedy}; or turn off the random parts"
             " (module.eval(), or its option in the model's configuration)."
         )
 

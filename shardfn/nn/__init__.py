@@ -9,6 +9,7 @@ from ._pair_dropout import PairDropout as PairDropout
 from ._block_sparse import BlockSparse as BlockSparse
 from ._chunked import Chunked as Chunked
 from ._local import Local as Local
+from ._online import OnlineScores as OnlineScores
 from . import layouts as layouts
 from ._bodies import Dense as Dense, Blockwise as Blockwise, Ulysses as Ulysses, Ring as Ring, Body as Body
 from ._bodies import Attending as Attending, whole_sequence as whole_sequence
@@ -20,6 +21,10 @@ from ._cross_entropy import next_tokens as next_tokens
 from ._tiled_cross_entropy import tiled_cross_entropy as tiled_cross_entropy
 from ._deferred import DeferredGradients as DeferredGradients, splitting as splitting
 from ._dropout import dropout as dropout, dropout_of_rows as dropout_of_rows
+from ._exact import ExactWeight as ExactWeight
+from ._exact_attention import Exact as Exact
+from ._exact_functions import exact_layer_norm as exact_layer_norm, exact_rms_norm as exact_rms_norm
+from ._exact_rope import exact_rope_table as exact_rope_table
 from ._linear import embedding as embedding, linear as linear
 from ._tiled_linear import init_tiles as init_tiles, tile_shapes as tile_shapes
 from ._tiled_linear import tiled_linear as tiled_linear, tiles as tiles, untile as untile

@@ -67,7 +67,7 @@ def attention(
         raise ValueError(f"attention: {H} query heads over {G} key heads; the latter must divide the former.")
     if mask is not None and causal is not None:
         raise ValueError(
-            f"attention: both causal={causal} and mask={mask}; say causal in the mask, as Causal() & mask."
+            f"attention: both causal={causal} and mask={mask}; write both in the mask, as Causal() & mask."
         )
     if mask is None:
         mask = Full() if causal is False else Causal()
@@ -77,7 +77,7 @@ def attention(
     own_rows(impl, T)
     if S != T and length != T:
         raise ValueError(
-            f"attention: {T} queries and {S} keys on a rank of a sequence of {length}; pass as many of both."
+            f"attention: {T} queries and {S} keys on a rank of a sequence of {length}; pass the same number of both."
         )
     raise_all(ValueError, f"attention with {mask}:", mask.problems(length, S if S != T else length, H))
     _check_samples(mask, q_BTHK.shape[0])
@@ -103,10 +103,10 @@ def _attended(impl: Body, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, how: O
 
 
 def _check_samples(mask: Mask, num: int) -> None:
-    told = [len(m.index_B) for m in mask.parts if isinstance(m, PairDropout) and len(m.index_B) != num]
-    if told:
+    wrong = [len(m.index_B) for m in mask.parts if isinstance(m, PairDropout) and len(m.index_B) != num]
+    if wrong:
         raise ValueError(
-            f"attention: PairDropout numbers {told[0]} samples, and the queries are of {num}; give index_B the global"
+            f"attention: PairDropout numbers {wrong[0]} samples, and the queries are of {num}; give index_B the global"
             " number of each sample of this rank."
         )
 

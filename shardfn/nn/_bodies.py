@@ -1,6 +1,7 @@
 """The ways to compute attention, as values: on one device, and on ranks that each have some tokens of a sequence.
 
     Dense()                                 torch's kernel
+    Exact()                                 one whose tokens have the same bits beside any other tokens
     Blockwise(block)                        a tile of scores at a time
     BlockSparse(block)                      one kernel over the tiles that the mask leaves
     Ulysses(axis, length, inner)            tokens of some heads: heads are dealt to ranks and back by `all_to_all`
@@ -77,8 +78,8 @@ class Dense(Local):
         if scales is not None or how.sinks_H is not None:
             y_BHTK = _multiplied(narrowed(q_BHTK, k_BGSK, v_BGSK), (open, bias, scales), how)
             return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
-        told = open if bias is None else bias.masked_fill(~open, -math.inf).to(q_BTHK.dtype)
-        y_BHTK = _attended(q_BHTK, k_BGSK, v_BGSK, attn_mask=told, **options)
+        keep = open if bias is None else bias.masked_fill(~open, -math.inf).to(q_BTHK.dtype)
+        y_BHTK = _attended(q_BHTK, k_BGSK, v_BGSK, attn_mask=keep, **options)
         return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
 
 
@@ -308,11 +309,11 @@ def whole_length(body: Body, num_tokens: int) -> int:
     """
     lengths = set(body.lengths)
     if len(lengths) > 1:
-        raise ValueError(f"attention: {body} says two lengths; leave out that of the inner one.")
+        raise ValueError(f"attention: {body} has two lengths; leave out that of the inner one.")
     if not lengths and math.prod(axis_size(a) for a in body.axes) > 1:
         raise ValueError(
             f"attention: {type(body).__name__} over {_axes_text(body)} needs length=, the tokens of the whole sequence:"
-            f" from the {num_tokens} that this rank has it cannot be told."
+            f" it does not follow from the {num_tokens} that this rank has."
         )
     return lengths.pop() if lengths else num_tokens
 

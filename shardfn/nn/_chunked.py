@@ -101,8 +101,8 @@ class Chunked:
         refuse_gradients(how)
         if q_BTHK.shape[1] != k_BSGK.shape[1]:
             raise ValueError(
-                f"Chunked attention of {q_BTHK.shape[1]} queries over {k_BSGK.shape[1]} keys: a chunk has as many of"
-                " both; take Blockwise()."
+                f"Chunked attention of {q_BTHK.shape[1]} queries over {k_BSGK.shape[1]} keys: a chunk has the same"
+                " number of both; take Blockwise()."
             )
         if how.sinks_H is not None:
             raise ValueError("Chunked attention has no sinks; take Ulysses(), Ring() or Blockwise().")

@@ -61,7 +61,7 @@ class Keys(Mask):
 
     def problems(self, queries: int, keys: int, heads: int) -> list[str]:
         own = self.keep_BS.shape[-1]
-        return [] if own == keys else [f"Keys of {own} tokens for {keys} keys: say of each key whether it counts"]
+        return [] if own == keys else [f"Keys of {own} tokens for {keys} keys: give each key a bool, whether it counts"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,8 +114,10 @@ class Added(Mask):
     def problems(self, queries: int, keys: int, heads: int) -> list[str]:
         (T, S), H, shape = self.numbers.shape[-2:], self.lead[1], tuple(self.numbers.shape)
         fits = T in (1, queries) and S in (1, keys) and H in (1, heads) and self.numbers.ndim <= 4
-        told = f"Added of shape {shape} for {queries} queries, {keys} keys and {heads} heads: give [B, H, T, S], or 1"
-        return [] if fits else [told + " for all of a kind"]
+        problem = (
+            f"Added of shape {shape} for {queries} queries, {keys} keys and {heads} heads: give [B, H, T, S], or 1"
+        )
+        return [] if fits else [problem + " for all of a kind"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -163,8 +165,8 @@ class Relative(Mask):
 
     def problems(self, queries: int, keys: int, heads: int) -> list[str]:
         H, D = self.table_HD.shape
-        told = f"Relative of shape {(H, D)} for {heads} heads: give [H or 1, 2 R + 1], of distances -R .. R"
-        return [] if H in (1, heads) and D % 2 else [told]
+        problem = f"Relative of shape {(H, D)} for {heads} heads: give [H or 1, 2 R + 1], of distances -R .. R"
+        return [] if H in (1, heads) and D % 2 else [problem]
 
     def _at(self, distance: Tensor) -> Tensor:
         R = self.table_HD.shape[1] // 2

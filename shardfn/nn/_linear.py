@@ -4,18 +4,18 @@ B batch, T tokens, D features in, F features out, V vocabulary.
 """
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from shardfn.collectives import axis_size
 from shardfn.core import Axes
 
+from ._exact import AnyWeight, ExactWeight, linear_of, rows_of
 from ._parallel import check_block, leave_parallel, own_range
 
 
 def linear(
-    x_D: Float[Tensor, "*batch d"], w_FD: Float[Tensor, "f d"], b_F: Float[Tensor, " f"] | None = None
+    x_D: Float[Tensor, "*batch d"], w_FD: Float[AnyWeight, "f d"], b_F: Float[Tensor, " f"] | None = None
 ) -> Float[Tensor, "*batch f"]:
     """The affine map y = x w^T + b, with the weight as [out, in].
 
@@ -32,12 +32,12 @@ def linear(
         >>> linear(torch.ones(2, 3), torch.ones(4, 3)).shape
         torch.Size([2, 4])
     """
-    return F.linear(x_D, w_FD, b_F)
+    return linear_of(x_D, w_FD, b_F)
 
 
 def embedding(
-    tokens: Int64[Tensor, "*batch"],
-    w_VD: Float[Tensor, "v d"],
+    tokens: Int[Tensor, "*batch"],
+    w_VD: Float[AnyWeight, "v d"],
     *,
     axis: Axes = None,
     vocab_size: int | None = None,
@@ -68,13 +68,15 @@ def embedding(
         [[2.0], [1.0]]
     """
     if axis_size(axis) == 1:
-        return F.embedding(tokens, w_VD)
+        return rows_of(tokens, w_VD)
     start, stop, size = own_classes("embedding: w_VD", w_VD.shape[0], vocab_size, axis)
     if start == stop:  # not a lookup, but a function of the block: its transposes are taken on all ranks
-        rows = w_VD.sum(0).expand(*tokens.shape, w_VD.shape[1])
+        block = w_VD.source if isinstance(w_VD, ExactWeight) else w_VD
+        rows = tokens.new_zeros(w_VD.shape[1], dtype=w_VD.dtype) if block is None else block.sum(0)
+        rows = rows.expand(*tokens.shape, w_VD.shape[1]).neg()
     else:
         index, missing = own_index(tokens, start, stop, size)
-        rows = F.embedding(index, w_VD).masked_fill(missing[..., None], 0.0)
+        rows = rows_of(index, w_VD).masked_fill(missing[..., None], -0.0)  # plus which -0 stays -0
     return leave_parallel(rows, axis, sequence)
 
 

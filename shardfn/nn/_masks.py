@@ -110,8 +110,8 @@ class Mask(abc.ABC):
             ValueError: they do not support it.
         """
         del queries, keys
-        told = f"BlockSparse() does not know the data of {type(self).__name__}; give that mask a method given(), or"
-        raise ValueError(f"attention: {told} take Blockwise().")
+        problem = f"BlockSparse() does not know the data of {type(self).__name__}; give that mask a method given(), or"
+        raise ValueError(f"attention: {problem} take Blockwise().")
 
     def of_heads(self, start: int, stop: int) -> "Mask":
         """The mask of some query heads."""
@@ -297,8 +297,8 @@ class Segments(Mask):
 
     def problems(self, queries: int, keys: int, heads: int) -> list[str]:
         own = self.ids_BT.shape[-1]
-        told = f"Segments of {own} tokens for {queries} queries and {keys} keys: give the ids of the whole sequence"
-        return [] if own == queries == keys else [told]
+        problem = f"Segments of {own} tokens for {queries} queries and {keys} keys: give the ids of the whole sequence"
+        return [] if own == queries == keys else [problem]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -392,5 +392,5 @@ def _halves(span: Span) -> tuple[Span, Span]:
 
 def alike(mask: Mask, queries: int, keys: int) -> list[str]:
     """The problem of a mask of positions if the numbers of queries and keys differ."""
-    told = f"{mask} of {queries} queries over {keys} keys: the counts must agree, or positions do not meet"
-    return [told] if queries != keys else []
+    mismatch = f"{mask} of {queries} queries over {keys} keys: the counts must agree, or positions do not meet"
+    return [mismatch] if queries != keys else []

@@ -5,19 +5,20 @@ Hendrycks, Gimpel, Gaussian Error Linear Units, 2016, https://arxiv.org/abs/1606
 Shazeer, GLU Variants Improve Transformer, 2020, https://arxiv.org/abs/2002.05202
 """
 
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from shardfn.core import Axes
 
+from ._exact import AnyWeight
+from ._exact_functions import gated_silu, gelu
 from ._parallel import affine, check_block, enter_parallel, row_linear
 
 
 def mlp(
     x_D: Float[Tensor, "*batch d"],
-    w_up_FD: Float[Tensor, "f d"],
-    w_down_DF: Float[Tensor, "d f"],
+    w_up_FD: Float[AnyWeight, "f d"],
+    w_down_DF: Float[AnyWeight, "d f"],
     b_up_F: Float[Tensor, " f"] | None = None,
     b_down_D: Float[Tensor, " d"] | None = None,
     *,
@@ -46,15 +47,15 @@ def mlp(
         [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
     check_block("mlp: w_up", w_up_FD.shape[:1], d_ff, axis, option="d_ff")
-    h_F = F.gelu(affine(enter_parallel(x_D, axis, sequence), w_up_FD, b_up_F), approximate="tanh")
+    h_F = gelu(affine(enter_parallel(x_D, axis, sequence), w_up_FD, b_up_F), w_up_FD)
     return row_linear(h_F, w_down_DF, b_down_D, features=d_ff, axis=axis, sequence=sequence)
 
 
 def swiglu(
     x_D: Float[Tensor, "*batch d"],
-    w_gate_FD: Float[Tensor, "f d"],
-    w_up_FD: Float[Tensor, "f d"],
-    w_down_DF: Float[Tensor, "d f"],
+    w_gate_FD: Float[AnyWeight, "f d"],
+    w_up_FD: Float[AnyWeight, "f d"],
+    w_down_DF: Float[AnyWeight, "d f"],
     *,
     d_ff: int | None = None,
     axis: Axes = None,
@@ -82,14 +83,14 @@ def swiglu(
     for name, w_FD in (("w_gate", w_gate_FD), ("w_up", w_up_FD)):
         check_block(f"swiglu: {name}", w_FD.shape[:1], d_ff, axis, option="d_ff")
     x_D = enter_parallel(x_D, axis, sequence)
-    h_F = F.silu(affine(x_D, w_gate_FD, None)) * affine(x_D, w_up_FD, None)
+    h_F = gated_silu(affine(x_D, w_gate_FD, None), affine(x_D, w_up_FD, None), w_up_FD)
     return row_linear(h_F, w_down_DF, features=d_ff, axis=axis, sequence=sequence)
 
 
 def fused_swiglu(
     x_D: Float[Tensor, "*batch d"],
-    w_2FD: Float[Tensor, "2 f d"],
-    w_down_DF: Float[Tensor, "d f"],
+    w_2FD: Float[AnyWeight, "2 f d"],
+    w_down_DF: Float[AnyWeight, "d f"],
     *,
     d_ff: int | None = None,
     axis: Axes = None,
@@ -115,4 +116,4 @@ def fused_swiglu(
     """
     check_block("fused_swiglu: w_2FD", w_2FD.shape[1:2], d_ff, axis, option="d_ff")
     gate_F, up_F = affine(enter_parallel(x_D, axis, sequence), w_2FD, None).unbind(-2)
-    return row_linear(F.silu(gate_F) * up_F, w_down_DF, features=d_ff, axis=axis, sequence=sequence)
+    return row_linear(gated_silu(gate_F, up_F, w_2FD), w_down_DF, features=d_ff, axis=axis, sequence=sequence)

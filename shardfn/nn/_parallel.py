@@ -16,9 +16,9 @@ Korthikanti et al., Reducing Activation Recomputation in Large Transformer Model
 https://arxiv.org/abs/2205.05198 (sequence parallelism)
 """
 
+import math
 from collections.abc import Sequence
 
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -33,6 +33,8 @@ from shardfn.collectives import (
     take_own_block,
 )
 from shardfn.core import Axes, P, all_coords, block_slices
+
+from ._exact import AnyWeight, ExactWeight, leave_in_order, linear_of, own_node
 
 # The size of one dim, or the sizes of several, one of them cut by an axis.
 Features = int | Sequence[int] | None
@@ -123,7 +125,7 @@ def own_tokens(
 
 def column_linear(
     x_D: Float[Tensor, "*batch d"],
-    w_FD: Float[Tensor, "*f d"],
+    w_FD: Float[AnyWeight, "*f d"],
     b_F: Float[Tensor, "*f"] | None = None,
     *,
     features: Features = None,
@@ -160,7 +162,7 @@ def column_linear(
 
 def row_linear(
     x_F: Float[Tensor, "*batch f"],
-    w_DF: Float[Tensor, "d *f"],
+    w_DF: Float[AnyWeight, "d *f"],
     b_D: Float[Tensor, " d"] | None = None,
     *,
     features: Features = None,
@@ -169,7 +171,8 @@ def row_linear(
 ) -> Float[Tensor, "*batch2 d"]:
     """The affine map y = x w^T + b, where each rank has its own input features: x[F_axis], w[D, F_axis].
 
-    The bias is whole on all ranks, and is added once, to the sum.
+    The bias is whole on all ranks, and is added once, to the sum. That of an `ExactWeight` is by its tree, so that the
+    result has the same bits on any number of ranks.
 
     Args:
         x_F: this rank's features, in one last dim.
@@ -183,7 +186,8 @@ def row_linear(
         All features, whole or as rows of the tokens.
 
     Raises:
-        ValueError: the weight is not this rank's block of a layer of `features`.
+        ValueError: the weight is not this rank's block of a layer of `features`; or it is exact, and the rank's chunks
+            are not a node of the tree.
 
     Example:
         >>> import torch
@@ -193,17 +197,26 @@ def row_linear(
     check_block("row_linear: w_DF", w_DF.shape[1:], features, axis, option="features")
     w_DF = w_DF.flatten(1) if w_DF.ndim > 2 else w_DF
     if axis_size(axis) == 1:
-        return F.linear(x_F, w_DF, b_D)
-    y_D = leave_parallel(F.linear(x_F, w_DF), axis, sequence)
+        return linear_of(x_F, w_DF, b_D)
+    if isinstance(w_DF, ExactWeight):
+        w_DF = own_node(w_DF, _product_of_sizes(features), axis)
+        y_D = leave_in_order(w_DF.linear(x_F), axis, sequence)
+    else:
+        y_D = leave_parallel(linear_of(x_F, w_DF, None), axis, sequence)
     return y_D if b_D is None else y_D + between(b_D, axis, sequence)
 
 
-def affine(x_D: Tensor, w_FD: Tensor, b_F: Tensor | None) -> Tensor:
+def affine(x_D: Tensor, w_FD: AnyWeight, b_F: Tensor | None) -> Tensor:
     """The affine map x w^T + b, with the weight's output dims."""
     if w_FD.ndim == 2:
-        return F.linear(x_D, w_FD, b_F)
-    y_F = F.linear(x_D, w_FD.flatten(0, -2), None if b_F is None else b_F.flatten())
+        return linear_of(x_D, w_FD, b_F)
+    y_F = linear_of(x_D, w_FD.flatten(0, -2), None if b_F is None else b_F.flatten())
     return y_F.unflatten(-1, w_FD.shape[:-1])
+
+
+def _product_of_sizes(features: Features) -> int:
+    assert features is not None  # as several ranks need it
+    return math.prod((features,) if isinstance(features, int) else features)
 
 
 def check_block(name: str, block: Sequence[int], whole: Features, axis: Axes, *, option: str) -> None:
@@ -226,8 +239,8 @@ def check_block(name: str, block: Sequence[int], whole: Features, axis: Axes, *,
     if whole is None:
         if n > 1:
             raise ValueError(
-                f"{name} is a block over the {n} ranks of {axis!r}: say {option}=, of the whole layer. Without it a"
-                " block cannot be told from a leaf that was left whole."
+                f"{name} is a block over the {n} ranks of {axis!r}: pass {option}=, of the whole layer. Without it a"
+                " block looks like a leaf that was left whole."
             )
         return
     dims, have = (whole,) if isinstance(whole, int) else tuple(whole), tuple(block)
@@ -238,9 +251,9 @@ def check_block(name: str, block: Sequence[int], whole: Features, axis: Axes, *,
         start, stop = own_range(size, axis)
         wanted.append((*dims[:i], stop - start, *dims[i + 1 :]))
     if have not in wanted:
-        told = " or ".join(str(w) for w in dict.fromkeys(wanted))
+        shapes = " or ".join(str(w) for w in dict.fromkeys(wanted))
         raise ValueError(
-            f"{name} has {have} of {option}={whole}, but this rank's block over the {n} ranks of {axis!r} is {told};"
+            f"{name} has {have} of {option}={whole}, but this rank's block over the {n} ranks of {axis!r} is {shapes};"
             f" cut the leaf along {axis!r} in its compute spec, or correct {option}."
         )
 

@@ -1,6 +1,8 @@
 """Products of two tensors, with the gradient of each operand by itself."""
 
+import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,12 +43,40 @@ class Product:
         return _TwoOperands.apply(self, a, b)  # pyright: ignore[reportReturnType]
 
 
+class Weight(abc.ABC):
+    """An object in place of a weight [out, in], with a product of its own for `linear`."""
+
+    @property
+    @abc.abstractmethod
+    def source(self) -> Tensor | None:
+        """The weight itself; None where it has no derivative."""
+
+    @property
+    @abc.abstractmethod
+    def product(self) -> Product:
+        """Of an input and the weight."""
+
+
 class _TwoOperands(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, product: Product, a: Tensor, b: Tensor) -> Tensor:
-        ctx.product = product
-        ctx.save_for_backward(a, b)
+    def forward(product: Product, a: Tensor, b: Tensor) -> Tensor:
         return product.forward(a, b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        ctx.product, *operands = inputs
+        ctx.save_for_backward(*operands)
+        ctx.save_for_forward(*operands)
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
+        (a, b), (_, da, db) = ctx.saved_tensors, grad_inputs
+        parts = [] if da is None else [ctx.product.forward(da, b)]
+        parts += [] if db is None else [ctx.product.forward(a, db)]
+        return functools.reduce(torch.add, parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -80,7 +110,9 @@ def product_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
     return product, tuple(operands)
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Any:
+    if isinstance(weight, Weight):
+        return None if weight.source is None else (weight.product, input, weight.source, bias)
     return None if weight.ndim != 2 else (_LINEAR, input, weight, bias)
 
 
@@ -151,16 +183,18 @@ def _right(dy: Tensor, a: Tensor, shape: torch.Size) -> Tensor:
     return (a.mT @ dy).sum_to_size(shape)
 
 
-def _linear_input(dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+def linear_input(dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+    """The gradient of the input of `linear`."""
     return (_rows(dy) @ weight).reshape(shape)
 
 
-def _linear_weight(dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
+def linear_weight(dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
+    """The gradient of the weight of `linear`."""
     del shape
     return _rows(dy).mT @ _rows(x)
 
 
-_LINEAR = Product(torch.nn.functional.linear, (_linear_input, _linear_weight))
+_LINEAR = Product(torch.nn.functional.linear, (linear_input, linear_weight))
 _MATMUL = Product(torch.matmul, (_left, _right))
 _ADDMM = Product(lambda a, b, bias: torch.addmm(bias, a, b), (_left, _right))
 _READERS: dict[Any, Callable[..., Any]] = {

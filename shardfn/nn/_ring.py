@@ -70,7 +70,7 @@ class _Online(torch.autograd.Function):
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, sinks_H: Any, slopes_H: Any, along: RingCourse, *data: Tensor) -> Any:
-        return _sunk(*_attend(along, _with_data(along, slopes_H, data), (q, k, v)), sinks_H)
+        return values(along, _with_data(along, slopes_H, data), (q, k, v), sinks_H)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -82,23 +82,33 @@ class _Online(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> tuple[Tensor, None]:
         saved, sinks_H, slopes_H, data = _kept(ctx, 5)
-        tangents = (torch.zeros_like(x) if t is None else t for x, t in zip(saved[:3], grad_inputs[:3], strict=True))
         with ctx.on_mesh():
-            dy = _pushed(ctx.along, _with_data(ctx.along, slopes_H, data), saved, tuple(tangents))
-        if sinks_H is not None and grad_inputs[3] is not None:
-            share_BHT = (sinks_H[:, None] - saved[4]).exp() * grad_inputs[3][:, None]
-            dy = dy - (saved[3] * share_BHT.transpose(1, 2)[..., None]).to(dy.dtype)
-        return dy, None
+            return tangent(ctx.along, _with_data(ctx.along, slopes_H, data), saved, sinks_H, grad_inputs), None
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         saved, sinks_H, slopes_H, data = _kept(ctx, 5)  # once: remat makes them again at each look
         with ctx.on_mesh():  # a backward may run when the mesh of its forward is no longer bound
-            grads = _OnlineBackward.apply(grad_outputs[0], *saved, sinks_H, slopes_H, ctx.along, *data)
+            grads = OnlineBackward.apply(grad_outputs[0], *saved, sinks_H, slopes_H, ctx.along, *data)
         return (*grads, *([None] if sinks_H is None else []), None, None, *(None for _ in data))
 
 
-class _OnlineBackward(torch.autograd.Function):
+def values(along: RingCourse, how: OnlineScores, qkv: QKV, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Y [B, T, H, K] and lse [B, H, T]."""
+    return _sunk(*_attend(along, how, qkv), sinks_H)
+
+
+def tangent(along: RingCourse, how: OnlineScores, saved: Saved, sinks_H: Tensor | None, given: Any) -> Tensor:
+    """The tangent of y, of those of q, k, v and sinks; None is 0."""
+    tangents = (torch.zeros_like(x) if t is None else t for x, t in zip(saved[:3], given[:3], strict=True))
+    dy = _pushed(along, how, saved, tuple(tangents))
+    if sinks_H is None or given[3] is None:
+        return dy
+    share_BHT = (sinks_H[:, None] - saved[4]).exp() * given[3][:, None]
+    return dy - (saved[3] * share_BHT.transpose(1, 2)[..., None]).to(dy.dtype)
+
+
+class OnlineBackward(torch.autograd.Function):
     """(dy, q, k, v, y, lse, sinks, slopes, course, data of the mask) -> (dq, dk, dv), and dsinks if there are sinks.
 
     A function of dy, q, k, v and sinks: its derivatives are those of the formula in tiles, y and lse computed again.

@@ -151,9 +151,9 @@ def _num_layers(xs: PyTree, leaves: list[Any], length: int | None) -> int:
     if not lengths:
         raise ValueError("scan needs xs or length=, to know how often to call f.")
     if len(lengths) > 1:
-        told = [f"{path} has {size[0]}" for path, size in zip(tree_paths(xs, "xs"), sizes, strict=True)]
-        told += [] if length is None else [f"length={length}"]
-        raise_all(ValueError, "the lengths of a scan differ:", told)
+        differing = [f"{path} has {size[0]}" for path, size in zip(tree_paths(xs, "xs"), sizes, strict=True)]
+        differing += [] if length is None else [f"length={length}"]
+        raise_all(ValueError, "the lengths of a scan differ:", differing)
     (num,) = lengths
     if num < 1:
         raise ValueError("a scan over no layers has no y to stack; leave it out, or give at least one layer.")

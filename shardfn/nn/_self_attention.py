@@ -20,6 +20,7 @@ from shardfn.core import Axes
 
 from ._attention import attention
 from ._bodies import Attending
+from ._exact import AnyWeight, ExactWeight
 from ._heads import evenly, keys_of
 from ._parallel import affine, all_ranges, check_block, enter_parallel, own_range, row_linear
 from ._rope import rope
@@ -55,10 +56,10 @@ class AttentionWeights(NamedTuple):
         bo: [D], or None.
     """
 
-    wq: Tensor
-    wk: Tensor
-    wv: Tensor
-    wo: Tensor
+    wq: AnyWeight
+    wk: AnyWeight
+    wv: AnyWeight
+    wo: AnyWeight
     bq: Tensor | None = None
     bk: Tensor | None = None
     bv: Tensor | None = None
@@ -102,10 +103,8 @@ def self_attention(
     """
     start, stop = _own_heads(w.wq, heads, axis)
     x_BTD = enter_parallel(x_BTD, axis, sequence)
-    first, (wk, wv, bk, bv) = _own_keys(w, heads, axis)
-    q_BTHK, k_BTGK, v_BTGK = (
-        _by_head(affine(x_BTD, weight, bias), heads) for weight, bias in ((w.wq, w.bq), (wk, bk), (wv, bv))
-    )
+    q_BTHK = _by_head(affine(x_BTD, w.wq, w.bq), heads)
+    first, (k_BTGK, v_BTGK) = _projected_keys(x_BTD, w, heads, axis)
     if table is not None:
         q_BTHK, k_BTGK = rope(q_BTHK, *table), rope(k_BTGK, *table)
     read = [h // (heads.queries // heads.keys) - first for h in range(start, stop)]
@@ -120,8 +119,8 @@ def self_attention(
 
 def fused_self_attention(
     x_BTD: Float[Tensor, "b t d"],
-    w_GRKD: Float[Tensor, "g r k d"],
-    w_DHK: Float[Tensor, "d h k"],
+    w_GRKD: Float[AnyWeight, "g r k d"],
+    w_DHK: Float[AnyWeight, "d h k"],
     b_GRK: Float[Tensor, "g r k"] | None = None,
     b_D: Float[Tensor, " d"] | None = None,
     *,
@@ -173,7 +172,7 @@ def fused_self_attention(
     return row_linear(y_BTHK.flatten(-2), w_DHK, b_D, features=columns, axis=axis, sequence=sequence)
 
 
-def _own_heads(wq: Tensor, heads: Heads, axis: Axes) -> tuple[int, int]:
+def _own_heads(wq: AnyWeight, heads: Heads, axis: Axes) -> tuple[int, int]:
     """The query heads of this rank.
 
     Raises:
@@ -190,14 +189,14 @@ def _own_heads(wq: Tensor, heads: Heads, axis: Axes) -> tuple[int, int]:
     return start, stop
 
 
-def _check_rows(name: str, w: Tensor, num: int, heads: Heads, axis: Axes, by_head: bool = False) -> None:
+def _check_rows(name: str, w: AnyWeight, num: int, heads: Heads, axis: Axes, by_head: bool = False) -> None:
     """Refuses a projection of `num` heads, or its bias, that is not this rank's block."""
     whole = num if by_head or w.ndim == 3 else num * heads.dim
     check_block(f"self_attention: {name} of {heads}", w.shape[:1], whole, axis, option="heads")
 
 
-def _own_keys(w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, tuple[Any, ...]]:
-    """The first key head that this rank needs; wk, wv, bk and bv of those it needs."""
+def _projected_keys(x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, tuple[Tensor, Tensor]]:
+    """The first key head that this rank needs; its keys and values [B, T, heads, K]."""
     ratio = heads.queries // heads.keys
     needed = [keys_of(queries, ratio) for queries in all_ranges(heads.queries, axis)]
     held = all_ranges(heads.keys, axis)
@@ -208,16 +207,26 @@ def _own_keys(w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, tuple
     # Rows that are cut inside a head are always joined.
     aligned = all_ranges(heads.keys * rows, axis) == [(a * rows, b * rows) for a, b in held]
     if aligned and all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
-        return held[axis_index(axis)][0], (w.wk, w.wv, w.bk, w.bv)
+        own = affine(x_BTD, w.wk, w.bk), affine(x_BTD, w.wv, w.bv)
+        return held[axis_index(axis)][0], (_by_head(own[0], heads), _by_head(own[1], heads))
+    (start, stop), size = needed[axis_index(axis)], heads.keys * rows
+    own = slice(start * rows, stop * rows)
+    if isinstance(w.wk, ExactWeight):  # whose keys are joined: panels cannot be cut
+        parts = torch.stack([affine(x_BTD, w.wk, w.bk), affine(x_BTD, w.wv, w.bv)], -1)
+        k, v = all_gather(parts, axis, dim=2, size=size)[:, :, own].unbind(-1)
+        return start, (_by_head(k, heads), _by_head(v, heads))
+    wk, wv, bk, bv = _joined_weights(w, axis, size, own)
+    return start, (_by_head(affine(x_BTD, wk, bk), heads), _by_head(affine(x_BTD, wv, bv), heads))
+
+
+def _joined_weights(w: AttentionWeights, axis: Axes, size: int, own: slice) -> tuple[Any, ...]:
+    """Some rows of wk, wv, bk and bv, of which each rank has a block; sent in one message."""
     biases = [b[..., None] for b in (w.bk, w.bv) if b is not None]
-    parts = [w.wk, w.wv, *biases]
-    whole = all_gather(torch.cat(parts, -1), axis, dim=0, size=heads.keys * rows)
-    start, stop = needed[axis_index(axis)]
-    own = whole[start * rows : stop * rows].split([p.shape[-1] for p in parts], -1)
-    wk, wv, *rest = (x.to(p.dtype) for x, p in zip(own, parts, strict=True))
-    found = iter(rest)
-    bk, bv = (None if b is None else next(found)[..., 0] for b in (w.bk, w.bv))
-    return start, (wk, wv, bk, bv)
+    parts: list[Any] = [w.wk, w.wv, *biases]
+    whole = all_gather(torch.cat(parts, -1), axis, dim=0, size=size)[own]
+    found = [x.to(p.dtype) for x, p in zip(whole.split([p.shape[-1] for p in parts], -1), parts, strict=True)]
+    rest = iter(found[2:])
+    return *found[:2], *(None if b is None else next(rest)[..., 0] for b in (w.bk, w.bv))
 
 
 def _by_head(y: Tensor, heads: Heads) -> Tensor:

@@ -172,7 +172,7 @@ def purely(
     if is_differentiated((grads, state, rate)):
         raise NotImplementedError(
             f"{who}: the update has no derivative once it is compressed, and torch.func does not map over it; detach"
-            " what it is given, or differentiate the rule that it is made from."
+            " its arguments, or differentiate the rule that it is made from."
         )
     copies = tree_map(torch.clone, (grads, state, params))
     new, state = apply(*copies, specs=specs)

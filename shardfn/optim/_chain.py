@@ -150,10 +150,10 @@ def _named(names: tuple[str, ...], inner: GradientTransformation) -> GradientTra
 
 def _ascends(txs: Sequence[GradientTransformation]) -> bool | Callable[[Params], Sequence[bool]]:
     """Whether all rules ascend, by leaf where they differ: a descending one turns updates around, or stops them."""
-    said = [tx.needs.ascends for tx in txs]
-    if False in said:
+    all_ascend = [tx.needs.ascends for tx in txs]
+    if False in all_ascend:
         return False
-    if all(x is True for x in said):
+    if all(x is True for x in all_ascend):
         return True
     return lambda params: [all(of) for of in zip(*(ascending(tx, params) for tx in txs), strict=True)]
 
@@ -186,8 +186,8 @@ def _communicates(txs: Sequence[GradientTransformation]) -> int | None:
     if blind:
         raise ValueError(
             f"rules {blind} of a chain have an update without `specs`, which may look at whole gradients, but rule"
-            f" {at} averages for itself, so that each rank would show them its own; put them after it, or say that they"
-            ' treat every element alike: GradientTransformation(init, update, needs=Needs(granularity="element")).'
+            f" {at} averages for itself, so that each rank would show them its own; put them after it, or declare that"
+            ' they treat every element alike: GradientTransformation(init, update, needs=Needs(granularity="element")).'
         )
     if phases.is_last and at + 1 < len(txs):
         raise ValueError(
@@ -208,7 +208,7 @@ def _check_early(states: Sequence[OptState]) -> None:
     if keeping:
         raise ValueError(
             f"rules {keeping} of a chain remember gradients, but rule {len(states)} averages for itself, so that each"
-            " rank would remember its own, as what is taken to be one state; put them after it, or do without."
+            " rank would remember its own, where all ranks should have one state; put them after it, or do without."
         )
 
 

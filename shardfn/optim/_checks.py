@@ -35,7 +35,7 @@ def finite(who: str, **values: Any) -> None:
 
 def num_steps(who: str, **values: Any) -> None:
     """Each value is an int >= 1."""
-    _require(who, values, lambda v: isinstance(v, int) and v >= 1, "an int >= 1; to have none, leave that piece out")
+    _require(who, values, lambda v: isinstance(v, int) and v >= 1, "an int >= 1; to go without, leave that piece out")
 
 
 def float_dtype(who: str, **values: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn._torch import DisableTorchFunctionSubclass
+from shardfn._torch import DisableTorchFunctionSubclass, make_wrapper_subclass
 from shardfn.collectives import current_mesh
 from shardfn.core import PyTree, broadcast_prefix, raise_all, tree_flatten, tree_paths, tree_unflatten
 
@@ -90,7 +90,7 @@ class _Shape(Tensor):
 
     @staticmethod
     def __new__(cls, x: Any, of: str, path: str) -> "_Shape":
-        self = Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=torch.device("meta"))
+        self = make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=torch.device("meta"))
         self._of, self._path = of, path
         return self
 

@@ -181,9 +181,9 @@ class _ByLabel:
     @property
     def ascends(self) -> bool | Callable[[Params], Sequence[bool]]:
         """One value if all rules, and leaves without a rule, have the same; else by leaf."""
-        said = [rule.needs.ascends for rule in self.rules.values()] + [True] * (self.kind is bool)
-        alike = bool(said) and isinstance(said[0], bool) and all(x is said[0] for x in said)
-        return said[0] if alike else self.ascending
+        all_ascend = [rule.needs.ascends for rule in self.rules.values()] + [True] * (self.kind is bool)
+        alike = bool(all_ascend) and isinstance(all_ascend[0], bool) and all(x is all_ascend[0] for x in all_ascend)
+        return all_ascend[0] if alike else self.ascending
 
     def ascending(self, params: Params) -> list[bool]:
         """For each leaf the value of its own rule; without a rule its update is the gradient."""

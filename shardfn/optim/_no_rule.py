@@ -23,7 +23,7 @@ MEANT = {
     "beta2": "b2={value!r}",
     "wd": "weight_decay={value!r}",
     "max_grad_norm": "max_norm={value!r}",
-    "params": "nothing: an optimizer is told the parameters by step.init(params)",
+    "params": "nothing: an optimizer gets the parameters from step.init(params)",
 }
 
 
@@ -42,7 +42,7 @@ def no_rate(who: str, rate: Any) -> str | None:
         )
     if isinstance(rate, torch.nn.Module | list | tuple | dict) or inspect.isgenerator(rate):
         return (
-            f"{who}: learning_rate is a {kind.__name__}. An optimizer is told the parameters by step.init(params);"
+            f"{who}: learning_rate is a {kind.__name__}. An optimizer gets the parameters from step.init(params);"
             f" write {who}(1e-3)."
         )
     if isinstance(rate, type):

@@ -173,7 +173,7 @@ class _OnWholes:
         ):
             raise ValueError(
                 "a state on host or disk is made leaf by leaf, but an optimizer whose update takes no `specs` may look"
-                " at the whole tree: keep its state on the device, or say that it treats every element alike:"
+                " at the whole tree: keep its state on the device, or declare that it treats every element alike:"
                 ' GradientTransformation(init, update, needs=Needs(granularity="element")).'
             )
         _check_blocks(params, blocks, wholes)
@@ -234,7 +234,7 @@ def _check_blocks(params: Params, blocks: list[Tensor], wholes: Sequence[_WholeL
     raise_all(
         ValueError,
         "a rule whose update takes no `specs` makes its state from whole leaves, and it is not known how these blocks"
-        " are cut; decide it on `GlobalTensor`s, which say so, as a step does:",
+        " are cut; decide it on `GlobalTensor`s, which have their specs, as a step does:",
         wrong,
     )
 
@@ -251,7 +251,7 @@ def _check_owners(state: OptState, own: list[int | None], seen: list[int | None]
     wrong = [path for path, i, j in rows if i != j]
     raise_all(
         ValueError,
-        "leaves of the state stand at the path of a parameter and have the shape of its rows, but not its own; keep"
+        "leaves of the state are at the path of a parameter and have the shape of its rows, but not its own; keep"
         " them under other names:",
         wrong,
     )

@@ -189,7 +189,7 @@ def _counters(rule: GradientTransformation, whole: PyTree) -> tuple[Entries, Any
 def _read(state: OptState, entries: Entries) -> tuple[Tensor, ...]:
     at = dict(zip(tree_entries(state), tree_leaves(state), strict=True))
     missing = [f"state has no counter at {'.'.join(map(str, e))}" for e in entries if e not in at]
-    raise_all(ValueError, "a state is not this optimizer's; pass (a part of) what init(params) returned:", missing)
+    raise_all(ValueError, "a state is not this optimizer's; pass the result of init(params), or a part of it:", missing)
     return tuple(at[e] for e in entries)
 
 

@@ -71,7 +71,7 @@ def _check_blocks(opt_state: OptState, like: OptState) -> None:
     wrong += [f"{len(old)} residuals became {len(new)}"] if len(old) != len(new) else []
     raise_all(
         ValueError,
-        "errors of leaves that are now cut otherwise along other axes than the mean's; keep those as they were:",
+        "errors of leaves that are now cut otherwise along other axes than the mean's; keep those cuts:",
         wrong,
     )
 
@@ -141,7 +141,8 @@ def check_in_round(tree: PyTree) -> None:
         if isinstance(state, ZeroOneAdamState) and not in_round(state):
             raise ValueError(
                 "the state is from between two rounds of zero_one_adam, when each rank has parameters and momentum of"
-                " its own, of which it holds one rank's; save after a step that leaves optim.in_round(opt_state) true."
+                " its own, and it holds those of one rank; save after a step that leaves optim.in_round(opt_state)"
+                " true."
             )
 
 

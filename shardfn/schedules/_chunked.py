@@ -27,8 +27,8 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> P
     check_numbers("interleaved", p, m)
     if v < 1 or m % p:
         raise ValueError(
-            f"the interleaved schedule sends microbatches through its chunks {p} at a time, as many as there are"
-            f" ranks: {m} microbatches and {v} chunks do not fit. Use {-(-m // p) * p} microbatches, or '1f1b'."
+            f"the interleaved schedule sends microbatches through its chunks {p} at a time, the number of ranks: {m}"
+            f" microbatches and {v} chunks do not fit. Use {-(-m // p) * p} microbatches, or '1f1b'."
         )
     rows = []
     for rank in range(p):

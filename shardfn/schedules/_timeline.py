@@ -178,5 +178,5 @@ def _circle(schedule: PipelineSchedule, run: _PaperRun) -> str:
         lines[rank] += f", which comes after {before} there" if before != other else ""
         rank = of
     first = list(lines).index(rank)
-    told = [*list(lines.values())[first:]]
-    return "\n  - ".join([f"the schedule {schedule.name} would never end, as its ranks wait in a circle:", *told])
+    stuck = [*list(lines.values())[first:]]
+    return "\n  - ".join([f"the schedule {schedule.name} would never end, as its ranks wait in a circle:", *stuck])

@@ -61,7 +61,7 @@ def check_origins(mesh: Mesh, control: AnyControl, place: pathlib.Path, told: di
         )
     raise_all(
         ValueError,
-        "ranks find what others have written; give each rank the directory that it wrote:",
+        "ranks find files that others have written; give each rank the directory that it wrote:",
         [problem for row in known if (problem := _problem(row, shape))],
     )
     several = len({row["run"] for row in known}) > 1
@@ -71,7 +71,7 @@ def check_origins(mesh: Mesh, control: AnyControl, place: pathlib.Path, told: di
         [f"rank {row['here']}: {row['place']} is of run {row['run']}" for row in known] if several else [],
     )
     if told == {}:
-        log.warning("%s does not say which rank wrote it; that it is this rank's own was not checked.", place)
+        log.warning("%s has no record of the rank that wrote it; that it is this rank's own was not checked.", place)
 
 
 def _problem(row: dict[str, Any], shape: dict[str, int]) -> str:

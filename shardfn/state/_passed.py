@@ -23,5 +23,5 @@ def check_passed(state: Any, other: Any = (), *, call: str = "step(state, batch)
     elif isinstance(state, tuple) and state and isinstance(state[0], TrainState):
         remedy = "This is the pair that a step returns; unpack it: state, metrics = step(state, batch)."
     else:
-        remedy = "Of parameters make one first: state = step.init(params)."
+        remedy = "Make one from parameters first: state = step.init(params)."
     raise TypeError(f"{call} takes the TrainState that init or a step returned, got {type(state).__name__}. {remedy}")

@@ -151,8 +151,8 @@ def _shown(state: TrainState) -> str:
 
 def _row(path: str, x: Any, nbytes: int) -> tuple[str, ...]:
     if not isinstance(x, GlobalTensor):
-        told = (str(tuple(x.shape)), dtype_name(x.dtype)) if isinstance(x, Tensor) else (type(x).__name__, "")
-        return (path, *told, "", "", size(nbytes))
+        looks = (str(tuple(x.shape)), dtype_name(x.dtype)) if isinstance(x, Tensor) else (type(x).__name__, "")
+        return (path, *looks, "", "", size(nbytes))
     if x.donated:
         return path, str(tuple(x.shape)), "donated", repr(x.spec), x.memory_kind, size(nbytes)
     return path, str(tuple(x.shape)), dtype_name(x.dtype), repr(x.spec), x.memory_kind, size(nbytes)
@@ -236,7 +236,7 @@ def state_owners(
             owner = None
         elif owner is None and len(leaf.shape) > 0:
             raise ValueError(
-                f"{name} of shape {tuple(leaf.shape)} has the shape of no parameter, so its sharding cannot be told;"
+                f"{name} of shape {tuple(leaf.shape)} has the shape of no parameter, so its sharding is unknown;"
                 " optimizer states are 0-d, shaped as their parameter, or a GlobalTensor."
             )
         out.append(owner)

@@ -120,6 +120,6 @@ def _check_choosing(
         )
     if {"prefetch", "bucket", "reductions"} <= set(options):
         raise ValueError(
-            "jit got cluster=, and prefetch=, bucket= and reductions= as well: nothing is left to choose. Drop one of"
+            "jit got cluster=, and prefetch=, bucket= and reductions= as well: no choice is left. Drop one of"
             " them, or cluster=."
         )

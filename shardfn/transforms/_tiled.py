@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from shardfn._torch import forward_level
 from shardfn.collectives import transforming
 from shardfn.core import (
     PyTree,
@@ -140,7 +140,7 @@ class _TileUse(torch.autograd.Function):
 def _summed_wide(params: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTree]]:
     """The leaves of `params`, and a function that makes them anew for a tile, narrow ones with a gradient handle."""
     leaves, treedef = tree_flatten(params)
-    backward = torch.is_grad_enabled() and forward_ad._current_level < 0  # forward mode has no sum over tiles
+    backward = torch.is_grad_enabled() and forward_level() < 0  # forward mode has no sum over tiles
     pairs = [(_Handle.apply(p), p.detach()) if backward and _is_narrow(p) else (None, p) for p in leaves]
 
     def uses(pairs: list[Any]) -> PyTree:
@@ -158,15 +158,17 @@ def _is_narrow(p: Any) -> bool:
 def _length(dim: int, xs: PyTree, cut: dict[int, Tensor]) -> int:
     paths = tree_paths(xs, "xs")
     lacking = [f"{paths[i]} has shape {tuple(x.shape)}" for i, x in cut.items() if x.ndim <= dim]
-    raise_all(ValueError, f"tiled cuts along dim {dim}; what is to be whole goes by name, or with params:", lacking)
+    raise_all(
+        ValueError, f"tiled cuts along dim {dim}; pass tensors that are to be whole by name, or with params:", lacking
+    )
     lengths = {x.shape[dim] for x in cut.values()}
     if not cut:
-        raise ValueError("tiled has no tensor to cut: f takes params, and then what is cut.")
-    told = [f"{paths[i]} has {x.shape[dim]} of shape {tuple(x.shape)}" for i, x in cut.items()]
+        raise ValueError("tiled has no tensor to cut: f takes params, and then the tensors to cut.")
+    lengths_of = [f"{paths[i]} has {x.shape[dim]} of shape {tuple(x.shape)}" for i, x in cut.items()]
     raise_all(
         ValueError,
-        f"lengths along dim {dim}, which tiled cuts, differ; what is to be whole goes by name:",
-        told if len(lengths) > 1 else [],
+        f"lengths along dim {dim}, which tiled cuts, differ; pass tensors that are to be whole by name:",
+        lengths_of if len(lengths) > 1 else [],
     )
     return lengths.pop()
 
@@ -182,8 +184,8 @@ def _joined(dim: int, lengths: list[int], outs: list[Any]) -> Any:
     for n, out in zip(lengths, outs, strict=True):
         for path, x in named_leaves(out, "result"):
             fits = isinstance(x, Tensor) and (x.ndim == 0 or (x.ndim > dim and x.shape[dim] == n))
-            told = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            wrong += [] if fits else [f"{path} of a tile of {n} is {told}"]
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            wrong += [] if fits else [f"{path} of a tile of {n} is {got}"]
     raise_all(
         ValueError, f"results of a tiled function are 0-d (and summed) or as long as its tile along {dim}:", wrong
     )

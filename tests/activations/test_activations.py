@@ -103,7 +103,7 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_remat_runs_again_what_is_not_kept() -> None:
+def test_remat_runs_dropped_operations_again() -> None:
     want, _ = _gradients(_loss)
     for policy, dots, tanhs in (
         (policies.nothing_saveable, LAYERS, LAYERS),
@@ -121,7 +121,7 @@ def test_remat_runs_again_what_is_not_kept() -> None:
         assert ran == [LAYERS + 2 * LAYERS - 1 + dots, LAYERS + tanhs], policy
 
 
-def test_a_value_moves_once_however_often_and_in_whatever_part_it_is_saved() -> None:
+def test_a_value_moves_once_however_often_and_in_any_part_it_is_saved() -> None:
     def twice(ws: list[Tensor], x: Tensor) -> Tensor:
         h = x @ ws[0]
         return (h.exp().detach() * h * h.sin() + h.t().cos().t()).sum()
@@ -150,7 +150,7 @@ def test_a_value_moves_once_however_often_and_in_whatever_part_it_is_saved() -> 
         assert book.moved("device", "host") == moved * EACH, f
 
 
-def test_what_the_caller_holds_and_small_values_stay() -> None:
+def test_values_that_the_caller_holds_and_small_values_stay() -> None:
     w, x = torch.ones(64, 64, requires_grad=True), torch.ones(64, 64)
     with sf.memory.ledger() as book:
         loss = sf.offload(lambda w, x: (w[:32] @ x).sum() + (w[0] * w[0]).sum(), ALL)(w, x)
@@ -158,7 +158,7 @@ def test_what_the_caller_holds_and_small_values_stay() -> None:
     assert book.moved("device", "host") == 0
 
 
-def test_what_is_modified_in_place_is_an_error_or_computed_again() -> None:
+def test_values_modified_in_place_are_an_error_or_computed_again() -> None:
     x = torch.ones(64, 64, requires_grad=True)
 
     def spoilt(x: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def test_orders_that_make_no_sense_name_the_right_one() -> None:
         (lambda: sf.remat(off(_loss)), r"use remat\(f, policy=policy\), or offload\(remat\(f\)"),
         (lambda: _gradients(sf.remat(lambda ws, x: off(_loss)(ws, x))), r"offload inside remat has no effect"),
         (lambda: _gradients(sf.offload(_loss, policies.nothing_saveable)), r"use\s*remat\(f, policy=policy\)|Use"),
-        (lambda: _gradients(sf.offload(_loss, cast(Any, lambda saved: "gpu"))), "a policy said 'gpu'"),
+        (lambda: _gradients(sf.offload(_loss, cast(Any, lambda saved: "gpu"))), "a policy gave 'gpu'"),
         (lambda: policies.budget(-1), "must not be negative"),
         (lambda: sf.offload(_loss, ALL, window=-1), "must not be negative"),
     ):
@@ -280,7 +280,7 @@ def test_a_name_that_comes_too_late_is_an_error() -> None:
         sf.checkpoint_name(3, "x")  # pyright: ignore[reportArgumentType]
 
 
-def test_torch_func_takes_the_function_as_it_is() -> None:
+def test_torch_func_takes_the_function_unchanged() -> None:
     ws, x = _weights(), torch.ones(ROWS, WIDTH)
     want = torch.func.grad(_loss)(ws, x)
     for f in (sf.offload(_loss, ALL), sf.remat(_loss, policies.dots_saveable)):
@@ -361,7 +361,7 @@ def test_in_captured_steps_the_moves_are_ops(world: int, tmp_path: pathlib.Path)
 
 @pytest.mark.nightly
 @distributed(world=2)
-def test_they_compose_with_what_else_a_loss_is_wrapped_in() -> None:
+def test_they_compose_with_other_transforms_of_a_loss() -> None:
     mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(3, persist_elements=0)
     off, bf16 = functools.partial(sf.offload, policy=ALL), sf.Policy.bf16()
     for outer in (

@@ -46,7 +46,7 @@ class Compiled(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler is imported, and looks at tensors in ways that it deprecates
-def test_a_compiled_submodule_is_captured_as_it_was_written() -> None:
+def test_a_compiled_submodule_is_captured_without_its_compilation() -> None:
     torch.manual_seed(0)
     module = Compiled()
     params, apply = sf.from_module(module)
@@ -62,7 +62,7 @@ def _renamed(params: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace("a.", "0.").replace("b.", "2."): x for name, x in params.items()}
 
 
-def test_a_line_of_a_library_is_told_with_the_line_that_called_it() -> None:
+def test_a_line_of_a_library_is_named_with_the_line_that_called_it() -> None:
     from transformers.activations import ACT2FN
 
     step = sf.sharded_step(lambda w, x: ACT2FN["relu2"](x * w).mean(), sf.optim.sgd(0.1))

@@ -87,7 +87,7 @@ def test_every_correction_is_covered() -> None:
     assert laid_out - set(CASES) <= {ATEN.batch_norm_backward.default}
 
 
-def test_grouped_products_take_what_the_kernels_take() -> None:
+def test_grouped_products_take_the_arguments_of_the_kernels() -> None:
     offs = torch.tensor([2, 5, 7, 8], dtype=torch.int32)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         x = torch.rand(8, 8).to(dtype)
@@ -102,7 +102,7 @@ def test_grouped_products_take_what_the_kernels_take() -> None:
                 assert _told(torch._grouped_mm, given) == _told(torch._grouped_mm, args)
 
 
-def test_a_captured_step_views_gradients_that_lie_otherwise_than_torch_says() -> None:
+def test_a_captured_step_views_gradients_with_other_strides_than_torch_infers() -> None:
     def loss(p: dict, x: Tensor) -> Tensor:
         h = torch.nn.functional.softplus((x @ p["w"]).view(2, 3, 4).transpose(1, 2))
         return (h.transpose(1, 2).reshape(6, 4) * h.reshape(6, 4)).sum()
@@ -128,7 +128,7 @@ def _(x: Tensor) -> Tensor:
 _turned.register_autograd(lambda ctx, grad: grad.clone())
 
 
-def test_a_view_of_what_lies_otherwise_than_an_op_says_is_a_copy_unless_it_is_written_to() -> None:
+def test_a_view_of_a_tensor_with_other_strides_than_inferred_is_a_copy_unless_it_is_written_to() -> None:
     step = {
         name: sf.sharded_step(sf.jit(loss, backend="graph"), sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": 1}))
         for name, loss in {

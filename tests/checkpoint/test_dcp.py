@@ -106,14 +106,14 @@ def _dtensors_restored(place: pathlib.Path, world: int) -> Any:
 @pytest.mark.parametrize(
     "source", [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)]
 )
-def test_what_torch_saved_as_dtensors_is_restored_on_any_mesh(tmp_path: pathlib.Path, source: int) -> None:
+def test_dtensors_saved_by_torch_are_restored_on_any_mesh(tmp_path: pathlib.Path, source: int) -> None:
     _dtensors_saved(tmp_path, world=source)
     for target in (1, 2, 3):
         for found in _dtensors_restored(tmp_path, world=target):
             assert_bits(found, wholes())
 
 
-def test_all_that_does_not_fit_is_listed_before_a_value_is_read(tmp_path: pathlib.Path) -> None:
+def test_every_leaf_that_does_not_fit_is_listed_before_a_value_is_read(tmp_path: pathlib.Path) -> None:
     assert not dist.is_initialized()
     checkpoint.save_dcp(tmp_path, {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.float64)})
     like = {"a": torch.zeros(4), "b": torch.zeros(2), "c": torch.zeros(1)}

@@ -95,7 +95,7 @@ def test_at_most_one_save_is_under_way(tmp_path: pathlib.Path, monkeypatch: pyte
     assert_is(tmp_path, 4)
 
 
-def test_what_lies_beside_a_state_is_saved_as_it_was(tmp_path: pathlib.Path) -> None:
+def test_user_values_beside_a_state_are_saved_unchanged(tmp_path: pathlib.Path) -> None:
     cursor = {"next": 0, "seen": [0]}
     with Manager(tmp_path, keep_last=3) as manager:
         for step in range(3):
@@ -234,7 +234,7 @@ with checkpoint.Manager(sys.argv[1]) as manager:
 
 
 @pytest.mark.nightly
-def test_a_second_job_at_one_place_is_told_which_process_has_it(tmp_path: pathlib.Path) -> None:
+def test_the_error_of_a_second_job_at_one_place_names_the_process_that_has_it(tmp_path: pathlib.Path) -> None:
     line = [sys.executable, "-c", _OTHER_JOB, str(tmp_path)]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdin is not None
@@ -419,7 +419,7 @@ def test_every_flipped_byte_is_found(tmp_path: pathlib.Path) -> None:
         checkpoint.restore(tmp_path, {"a": torch.zeros(5), "b": torch.zeros(3, dtype=torch.bool)})
 
 
-def test_a_run_that_goes_on_from_an_older_step_replaces_what_comes_after(tmp_path: pathlib.Path) -> None:
+def test_a_run_that_goes_on_from_an_older_step_replaces_later_ones(tmp_path: pathlib.Path) -> None:
     with sf.checkpoint.Manager(tmp_path, keep_last=3) as manager:
         for n in range(3):
             manager.save({"w": torch.full((3,), float(n))}, n)

@@ -106,7 +106,7 @@ def test_a_put_that_fails_after_it_arrived_loses_nothing(url: str, monkeypatch: 
     assert_has(url, 3)
 
 
-def test_what_a_killed_job_left_is_no_checkpoint_and_is_removed(url: str, monkeypatch: Any) -> None:
+def test_files_left_by_a_killed_job_are_no_checkpoint_and_are_removed(url: str, monkeypatch: Any) -> None:
     checkpoint.save(url, tree(1), 1)
     before = names(url)
     fs, root = fsspec.url_to_fs(url)
@@ -131,7 +131,7 @@ def killed_with(error: type[BaseException]) -> Callable[..., None]:
     return killed
 
 
-def test_the_job_that_came_last_publishes_and_the_one_before_is_told(url: str) -> None:
+def test_the_job_that_came_last_publishes_and_the_one_before_raises(url: str) -> None:
     first = Manager(url, background=False)
     first.save(tree(1), 1)
     with Manager(url) as second:
@@ -174,7 +174,7 @@ def test_objects_that_changed_or_are_gone(url: str) -> None:
         checkpoint.verify(url)
 
 
-def test_places_that_are_none(url: str, tmp_path: pathlib.Path) -> None:
+def test_malformed_places(url: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(FileNotFoundError, match="no checkpoint in memory"):
         checkpoint.restore(url, tree(0))
     with pytest.raises(ValueError, match="pass it as a string"):
@@ -210,7 +210,7 @@ def _through_files(url: str, save: bool, world: int) -> int:
     return got.read
 
 
-def test_several_ranks_write_what_other_numbers_of_ranks_read(tmp_path: pathlib.Path) -> None:
+def test_several_ranks_write_and_other_numbers_of_ranks_read(tmp_path: pathlib.Path) -> None:
     url = f"file://{tmp_path}/run"
     _through_files(url, True, world=2)
     _through_files(url, False, world=3)

@@ -111,7 +111,7 @@ def test_adamw_of_a_release_opens(version: str, world: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_onebit_adam_of_a_release_opens_with_what_ranks_owe(version: str) -> None:
+def test_onebit_adam_of_a_release_opens_with_the_errors_of_ranks(version: str) -> None:
     assert_opens(RELEASES / version / "onebit_adam", "onebit_adam", 2, 1)
 
 
@@ -120,7 +120,7 @@ def test_onebit_adam_of_a_release_opens_on_other_ranks(version: str) -> None:
     assert_opens(RELEASES / version / "onebit_adam", "onebit_adam", 3, 0, but=r"\.(residual|codes|begun)\b")
 
 
-def test_what_is_kept_is_what_would_be_saved_now(tmp_path: pathlib.Path) -> None:
+def test_stored_checkpoints_equal_those_saved_now(tmp_path: pathlib.Path) -> None:
     """A change of the format, or of the names of leaves, is one that the kept checkpoint shows."""
     keep(tmp_path)
     for name in OPTIMIZERS:

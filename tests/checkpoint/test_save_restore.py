@@ -144,7 +144,7 @@ def test_any_tree_from_all_worlds_to_all_others(tmp_path: pathlib.Path) -> None:
 
 
 @distributed(world=4)
-def test_ranks_write_equally_much_and_read_what_they_hold(tmp_path: pathlib.Path) -> None:
+def test_ranks_write_equally_much_and_read_their_own_blocks(tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": 2, "tp": 2}, device="cpu")
     x, small = torch.randn(512, 4096), torch.randn(300, 300)
     tree = {"rows": sf.shard(x, P("dp"), mesh), "all": sf.shard(x + 1, P(), mesh), "b": sf.shard(small, P("tp"), mesh)}
@@ -220,7 +220,7 @@ def test_renames_and_parts(tmp_path: pathlib.Path) -> None:
     assert got["params"]["z"].tolist() == [0, 1, 2] and got["params"]["b"].tolist() == [7, 7]
 
 
-def test_another_chain_of_the_same_rules_is_told_the_rename_that_reads_it(tmp_path: pathlib.Path) -> None:
+def test_another_chain_of_the_same_rules_gets_the_rename_that_reads_it(tmp_path: pathlib.Path) -> None:
     params = {"w": torch.arange(3.0), "b": torch.ones(2)}
     plain, clipped = (
         sf.sharded_step(lambda p, x: (p["w"] * x).sum() + p["b"].sum(), tx)
@@ -257,7 +257,7 @@ def test_layers_stacked_and_in_a_list(tmp_path: pathlib.Path) -> None:
         checkpoint.restore(tmp_path / "list", {"blocks": {"w": torch.zeros(3, 2, 3), "b": torch.zeros(3, 2)}})
 
 
-def test_what_is_not_saved(tmp_path: pathlib.Path) -> None:
+def test_values_that_are_not_saved(tmp_path: pathlib.Path) -> None:
     with pytest.raises(TypeError, match=r"\['n'\] is a int(.|\n)*") as error:
         checkpoint.save(tmp_path, {"n": 3, "w": torch.ones(1)}, step=0)
     assert "user=" in str(error.value)
@@ -280,9 +280,7 @@ def test_what_is_not_saved(tmp_path: pathlib.Path) -> None:
 def test_a_part_of_the_layers_of_a_stack_is_no_fit(tmp_path: pathlib.Path) -> None:
     checkpoint.save(tmp_path, {"blocks": {"w": torch.arange(8.0).view(4, 2)}}, step=1)
     like = {"blocks": [{"w": torch.zeros(2)} for _ in range(2)]}
-    with pytest.raises(
-        ValueError, match=r"\['blocks'\]\['w'\] of the checkpoint has 4 layers, of which 2 have a place"
-    ):
+    with pytest.raises(ValueError, match=r"\['blocks'\]\['w'\] of the checkpoint has 4 layers, and 2 have a place"):
         checkpoint.restore(tmp_path, like)
     got = checkpoint.restore(tmp_path, like, partial=True).tree["blocks"]
     assert [x["w"].tolist() for x in got] == [[0.0, 1.0], [2.0, 3.0]]
@@ -327,7 +325,7 @@ def test_leaves_that_could_not_be_read_back_are_refused(tmp_path: pathlib.Path) 
 
 @pytest.mark.nightly
 @distributed(world=2, timeout=60)
-def test_ranks_that_differ_are_told(tmp_path: pathlib.Path) -> None:
+def test_ranks_that_differ_raise(tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")
     leaf = sf.shard(torch.ones(4), P("dp"), mesh)
     with pytest.raises(RankError, match="ranks disagree"):

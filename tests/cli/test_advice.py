@@ -13,7 +13,7 @@ from shardfn.cli import main, parse_model
 WAITING = "plan --model 1t --mesh dp=128,tp=8 --remat --precision fp16-adam".split()
 
 
-def test_a_run_that_waits_is_told_to_raise_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_advice_for_a_run_that_waits_is_a_larger_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WAITING, "--json"]) == 0
     before = json.loads(capsys.readouterr().out)
     (told,) = before["advice"]
@@ -27,7 +27,7 @@ def test_a_run_that_waits_is_told_to_raise_the_batch(capsys: pytest.CaptureFixtu
     assert "## Advice\n\n- Raise --batch" in capsys.readouterr().out
 
 
-def test_a_run_that_does_not_fit_is_told_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_advice_for_a_run_that_does_not_fit_is_one_that_would(capsys: pytest.CaptureFixture[str]) -> None:
     run = "plan --model llama-7b --mesh dp=64 --zero 0 --batch 4 --json".split()
     assert main(run) == 1
     (told,) = json.loads(capsys.readouterr().out)["advice"]
@@ -55,7 +55,7 @@ def test_a_config_json_is_a_model(tmp_path: pathlib.Path) -> None:
         parse_model(f"{tmp_path}/none.json")
 
 
-def test_the_model_may_stand_alone(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_model_may_be_given_alone(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(told | {"intermediate_size": 96, "vocab_size": 100}))
     for args in (["plan", f"{tmp_path}/config.json"], ["plan", "--model", f"{tmp_path}/config.json"]):

@@ -53,7 +53,7 @@ def test_inspect(run: pathlib.Path, said: Said) -> None:
 
 def test_verify(run: pathlib.Path, said: Said) -> None:
     status, text = said("verify", run)
-    assert status == 0 and text.startswith("step 3: 3 files, ") and text.endswith(" bytes, as they were written\n")
+    assert status == 0 and text.startswith("step 3: 3 files, ") and text.endswith(" bytes, unchanged\n")
     assert said("verify", run, "--step", 1)[1].startswith("step 1:")
     file = next((run / "step_000003").glob("params*"))
     data = bytearray(file.read_bytes())
@@ -104,7 +104,7 @@ def test_places_that_have_no_such_checkpoint(run: pathlib.Path, said: Said, tmp_
         ([tmp_path / "nowhere"], "nowhere, which does not exist"),
         ([tmp_path / "file"], "file, which is no directory"),
         ([tmp_path / "empty"], "empty, which has none"),
-        ([tmp_path / "begun"], "has none that is complete: step_000004.tmp-0a is being written, or its job ended"),
+        ([tmp_path / "begun"], "has no complete one: step_000004.tmp-0a is being written, or its job ended"),
         ([tmp_path / "begun" / "step_000004.tmp-0a"], "is a checkpoint that is being written, or whose job ended"),
         ([run, "--step", 7], "no checkpoint of step 7 in .*, which has checkpoints of steps [1, 2, 3]"),
         ([run / "step_000001", "--step", 2], "is the checkpoint of step 1, not of step 2. Pass the directory of the"),
@@ -115,7 +115,7 @@ def test_places_that_have_no_such_checkpoint(run: pathlib.Path, said: Said, tmp_
         assert status == 2 and all(part in found for part in text.split(".*")), found
 
 
-def test_what_export_and_import_cannot_do(run: pathlib.Path, said: Said, tmp_path: pathlib.Path) -> None:
+def test_refusals_of_export_and_import(run: pathlib.Path, said: Said, tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
     sf.checkpoint.save(tmp_path / "flat", {"w": torch.ones(2)}, 1)
     for words, text in (

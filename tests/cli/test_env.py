@@ -10,7 +10,7 @@ import torch
 from shardfn.cli import _env, main
 
 
-def test_it_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_lists_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
     lines = capsys.readouterr().out.splitlines()
     told = {line.split("  ")[0]: line for line in lines if "  " in line.strip()}
@@ -19,7 +19,7 @@ def test_it_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1] == "all of it works" or "not there:" in lines
 
 
-def test_it_says_what_does_not_work_for_want_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_lists_features_that_lack_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
@@ -31,7 +31,7 @@ def test_it_says_what_does_not_work_for_want_of_it(monkeypatch: pytest.MonkeyPat
     assert "not installed" in text.splitlines()[0]
 
 
-def test_a_compiler_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     if shutil.which("c++") is None:
         pytest.skip("there is no compiler")
     monkeypatch.setattr(_env, "_PROBE", "this is no C++")

@@ -1,5 +1,6 @@
 """Covers `shardfn finetune`: training, adapters, two ranks, a kill in the middle, and every bad argument."""
 
+import io
 import json
 import os
 import pathlib
@@ -119,6 +120,27 @@ def test_adapters_of_a_file_of_options(given: pathlib.Path, tmp_path: pathlib.Pa
     assert not any("base" in path for path in stored(tmp_path / "out/checkpoints"))
 
 
+def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(
+    given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardfn.checkpoint import best, steps
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    # The rate of the first step is 0, and those of the next ones destroy the model.
+    assert main(words(given, tmp_path, "--steps", "8", "--every", "1", "--lr", "8", "--remat")) == 0
+    losses = {int(row["step"]): row["validation_loss"] for row in rows_of(tmp_path)}
+    lowest = min(losses, key=lambda step: losses[step])
+    assert lowest < 7 and best(tmp_path / "checkpoints", "validation_loss") == lowest
+    assert steps(tmp_path / "checkpoints") == [lowest, 7, 8]
+    assert f"the lowest validation loss is that of step {lowest}." in capsys.readouterr().out
+    assert "fine-tuning" in terminal.getvalue() and "8/8" in terminal.getvalue()
+
+
 @pytest.mark.parametrize("kind", ["pairs", "chats"])
 def test_prompts_and_chats(kind: str, given: pathlib.Path, tmp_path: pathlib.Path) -> None:
     told = words(given, tmp_path, "--steps", "2")
@@ -164,7 +186,7 @@ def test_killed_and_started_again_it_has_the_same_losses(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=1,tp=2"])
-def test_two_ranks_compute_what_one_does(mesh: str, given: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_two_ranks_equal_one(mesh: str, given: pathlib.Path, tmp_path: pathlib.Path) -> None:
     more = ["--precision", "fp32", "--lora", "2", "--steps", "4"]
     run(ALONE, *words(given, tmp_path / "one", *more))
     run(torchrun(2), *words(given, tmp_path / "two", *more, "--mesh", mesh))

@@ -69,7 +69,7 @@ def test_bytes_are_within_5_percent_of_those_counted(
     assert abs(planned / found - 1) <= 0.05, (planned, found)
 
 
-def test_the_program_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     run = ["plan", "--model", "llama-7b", "--mesh", "dp=8", "--longest"]
     assert main(run) == 0
     text = capsys.readouterr().out

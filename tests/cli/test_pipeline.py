@@ -23,7 +23,7 @@ def run(mesh: dict[str, int], m: int, schedule: str = "1f1b", *, remat: bool = F
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(SCHEDULES)]
 )
-def test_a_few_microbatches_tell_what_many_cost(name: str, remat: bool):
+def test_the_cost_of_many_microbatches_follows_from_a_few(name: str, remat: bool):
     """Idle time, held microbatches and hops are those of the whole schedule, which is not simulated for it."""
     compared = 0
     for p, m in itertools.product((2, 3, 5), (1, 2, 3, 4, 6, 10, 15, 30)):
@@ -60,7 +60,7 @@ def test_a_pipeline_cuts_states_and_work_by_its_ranks():
     assert (sent.nbytes, sent.messages) == (2 * 8 * 32 * 64 * 2, 16)  # 2 b s h a microbatch, in two bytes
 
 
-def test_what_is_held_follows_the_schedule():
+def test_held_activations_follow_the_schedule():
     runs = {name: run({"pp": 4}, 16, name) for name in ("gpipe", "1f1b", "zb-h1")}
     assert {name: max(pipeline(r).held) for name, r in runs.items()} == {"gpipe": 16, "1f1b": 4, "zb-h1": 4}
     layer = 32 * 2 * (4 * 64 + 4 * 64 + 2 * 4 * 64)  # 32 tokens of two bytes: norms; q, k, v and output; the MLP
@@ -72,7 +72,7 @@ def test_what_is_held_follows_the_schedule():
 @pytest.mark.parametrize(
     "setup, says",
     [
-        (run({"pp": 16}, 16), "makes 16 stages of 12 layers; some would have none"),
+        (run({"pp": 16}, 16), "makes 16 stages of 12 layers; some would have no layer"),
         pytest.param(
             run({"pp": 4}, 6, "interleaved"), "4 microbatches at a time; 6 do not fit", marks=pytest.mark.nightly
         ),
@@ -93,7 +93,7 @@ def test_a_search_splits_ranks_among_three_axes():
     assert [p.cost.seconds for p in found.best] == sorted(p.cost.seconds for p in found.best)
 
 
-def test_recipes_say_what_was_published(capsys: pytest.CaptureFixture[str]):
+def test_recipes_match_the_published_numbers(capsys: pytest.CaptureFixture[str]):
     made = {name: plan(recipe(name).setup) for name in RECIPES}
     assert all(p.fits for p in made.values())
     big, bloom = made["mt-nlg-530b"], made["bloom-176b"]

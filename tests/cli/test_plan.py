@@ -348,11 +348,11 @@ def test_search_leaves_tp_alone_unless_the_mesh_names_it():
     assert {p.setup.axis("tp") for p in search(run("gpt2", {"dp": 8, "tp": 1}, 3)).best} == {1, 2, 4, 8}
 
 
-def test_search_says_why_nothing_fits(capsys, tmp_path):
+def test_search_explains_why_nothing_fits(capsys, tmp_path):
     arguments = ["plan", "--model", "1t", "--mesh", "dp=4,tp=4", "--device", "rtx4090", "--search"]
     assert main([*arguments, "--png", str(tmp_path / "none.png")]) == 1
     text = capsys.readouterr().out
-    assert "# Search: 0 of " in text and "## What does not fit, at its smallest" in text
+    assert "# Search: 0 of " in text and "## Runs that do not fit, at their smallest" in text
     assert "tp=16: more than the 8 ranks of a node" in text
     assert main([*arguments, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["best"] == []

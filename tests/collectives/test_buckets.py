@@ -40,7 +40,7 @@ def test_runs_overlap_and_each_goes_to_its_end() -> None:
     staggered([])
 
 
-def test_zeros_stand_behind() -> None:
+def test_zeros_follow_the_elements() -> None:
     x = torch.tensor([1, 2])
     assert padded(x, 2) is x
     assert padded(x, 4).tolist() == [1, 2, 0, 0]

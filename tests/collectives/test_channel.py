@@ -18,7 +18,7 @@ def _flat(rank: int, n: int, dtype: torch.dtype) -> Tensor:
 
 
 @distributed(world=3)
-def test_operations_mean_what_they_say_whatever_the_sizes() -> None:
+def test_operations_equal_their_definitions_for_all_sizes() -> None:
     mesh = sf.make_mesh({"dp": 3}, device="cpu")
     channels, me = Channels(mesh), mesh.rank
     gather, reduce = channels.gather(("dp",)), channels.reduce(("dp",))
@@ -49,7 +49,7 @@ def test_operations_mean_what_they_say_whatever_the_sizes() -> None:
 
 
 @distributed(world=3)
-def test_from_rank_to_rank_messages_are_told_apart_by_their_tags() -> None:
+def test_from_rank_to_rank_messages_are_matched_by_their_tags() -> None:
     mesh = sf.make_mesh({"dp": 3}, device="cpu")
     channels = Channels(mesh)
     channel, me = channels.between(("dp",)), mesh.rank
@@ -85,7 +85,7 @@ def test_a_result_may_be_worked_on_and_channels_made_anew() -> None:
     assert float(again.all_reduce(torch.ones(1)).result()) == 2
 
 
-def test_alone_nothing_is_sent() -> None:
+def test_a_single_rank_sends_nothing() -> None:
     channels = Channels(sf.make_mesh({"dp": 1}, device="cpu"))
     channel, x = channels.gather(("dp",)), torch.arange(3)
     assert (channel.size, channel.index, channel.group) == (1, 0, None)

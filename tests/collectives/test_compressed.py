@@ -514,13 +514,13 @@ def test_quantized_all_gather(world: int) -> None:
 # Errors
 
 
-def test_what_is_decoded_is_no_view_of_its_codes() -> None:
+def test_decoded_values_are_no_view_of_their_codes() -> None:
     codes = (torch.ones(1, 4),)
     c.decoded(codes, torch.empty(4), "dp", c.identity()).zero_()
     assert bool(codes[0].all())
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     x, sign = {"a": torch.ones(9), "b": [torch.ones(3)]}, c.error_feedback(c.sign())
     state = c.compressed_init(x, "dp", sign)
     run = functools.partial(c.compressed_pmean, x, "dp", sign)

@@ -43,7 +43,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     store.open.set()
 
 
-def test_what_is_left_is_read(store: Store) -> None:
+def test_posts_are_read_after_their_rank_has_left(store: Store) -> None:
     store.open.set()
     board = Board("one", 1, 3)
     board.post("rank 1 broke", [2])

@@ -323,7 +323,7 @@ _OF_ONE_AXIS: dict[str, Any] = {
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(_OF_ONE_AXIS)]
 )
 @pytest.mark.parametrize("jitted", [False, True])
-def test_a_psum_over_axes_of_which_some_hold_the_same_value_is_refused_in_a_step(name: str, jitted: bool) -> None:
+def test_a_psum_over_axes_is_refused_in_a_step_if_some_hold_the_same_value(name: str, jitted: bool) -> None:
     """As in `shard_map`, and in JAX: it would be counted once a rank there."""
     mesh, loss = sf.make_mesh({"dp": 2, "tp": 2}, device="cpu"), _OF_ONE_AXIS[name]
     for block in (False, True):  # values are followed from the first collective on, or from the beginning

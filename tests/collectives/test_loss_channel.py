@@ -187,7 +187,7 @@ def test_steps_and_their_graphs_send_through_memory_alone(backend: str) -> None:
 
 @distributed(world=2)
 @pytest.mark.parametrize("backend", ["", "graph"])
-def test_a_rank_that_raises_in_a_loss_is_told_and_the_next_step_goes_through_memory(backend: str) -> None:
+def test_a_rank_that_raises_in_a_loss_is_named_and_the_next_step_goes_through_memory(backend: str) -> None:
     mesh, fails = sf.make_mesh({"tp": 2}, device="cpu"), [False]
 
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -356,7 +356,7 @@ def test_a_function_captured_before_a_step_fails_goes_on_after_it(backend: str) 
 
 @distributed(world=2)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-def test_losses_that_torch_compiles_run_as_they_were_written_along_an_axis_of_the_model(backend: str) -> None:
+def test_losses_that_torch_compiles_run_uncompiled_along_an_axis_of_the_model(backend: str) -> None:
     with sf.make_mesh({"tp": 2}, device="cpu") as mesh, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the tests' checks of shapes have functions that dynamo does not know
         x, losses = torch.ones(5, 4), []
@@ -371,7 +371,7 @@ def test_losses_that_torch_compiles_run_as_they_were_written_along_an_axis_of_th
 
 
 @distributed(world=2)
-def test_of_a_nan_and_a_number_the_maximum_is_nan_on_all_ranks() -> None:
+def test_the_maximum_of_a_nan_and_a_number_is_nan_on_all_ranks() -> None:
     x = torch.tensor([torch.nan, 1.0] if dist.get_rank() else [1.0, torch.nan])
     with bind_mesh(sf.make_mesh({"dp": 2}, device="cpu")):
         assert sf.pmax(x, "dp").isnan().all()

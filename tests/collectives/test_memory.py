@@ -123,18 +123,18 @@ def _longer(world: int, runs: Sequence[Run]) -> None:
 
 
 @distributed(world=2)
-def test_what_is_longer_than_a_ring_has_the_bits_of_gloo(world: int) -> None:
+def test_messages_longer_than_a_ring_have_the_bits_of_gloo(world: int) -> None:
     _longer(world, (_gathers, _scatters))
 
 
 @pytest.mark.nightly
 @distributed(world=[2, 3, 4])
-def test_all_that_is_longer_than_a_ring_has_the_bits_of_gloo(world: int) -> None:
+def test_all_messages_longer_than_a_ring_have_the_bits_of_gloo(world: int) -> None:
     _longer(world, _RUNS)
 
 
 @distributed(world=2)
-def test_what_gloo_does_not_know_is_what_torch_has() -> None:
+def test_operations_that_gloo_lacks_equal_those_of_torch() -> None:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")
     channel = _channels(mesh, "memory").reduce(("dp",))
     for dtype in (torch.int16, torch.bool, torch.complex64, torch.complex128):
@@ -200,7 +200,7 @@ def test_results_are_taken_in_any_order_and_wholly_apart_by_channel() -> None:
 
 
 @distributed(world=2)
-def test_ranks_that_call_different_things_are_told() -> None:
+def test_ranks_that_call_different_things_raise() -> None:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")
     channel: Channel = _channels(mesh, "memory").gather(("dp",))
     with pytest.raises(TransportError, match=r"where this one, rank [01], takes|closed it"):
@@ -231,7 +231,7 @@ def test_steps_have_the_bits_of_gloo() -> None:
 
 
 @distributed(world=2)
-def test_the_ledger_counts_what_a_step_has_set_aside_to_share() -> None:
+def test_the_ledger_counts_memory_that_a_step_has_set_aside_to_share() -> None:
     loss, peaks = (lambda p, x: (x @ p).square().mean()), {}
     for way in ("gloo", "memory"):
         with pytest.MonkeyPatch.context() as patch:

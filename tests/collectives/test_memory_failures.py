@@ -190,7 +190,7 @@ def test_ranks_killed_at_any_instant_are_noticed_at_once_and_leave_nothing(seed:
     _kill(2 + seed % 3, 1 + seed % 2, seed)
 
 
-def test_a_stopped_rank_is_waited_for_no_longer_than_agreed_and_then_told() -> None:
+def test_a_stopped_rank_is_waited_for_no_longer_than_agreed_and_then_named() -> None:
     ranks = _start(_on_and_on, 3, timeout=2.0)
     try:
         assert all(rank.hear() == "begins" for rank in ranks)
@@ -212,7 +212,7 @@ def _mean(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.nightly
 @distributed(world=2, timeout=120)
-def test_a_rank_stopped_while_others_read_its_buffer_is_named_and_nothing_is_damaged() -> None:
+def test_a_rank_stopped_while_others_read_its_buffer_is_named_and_the_state_is_intact() -> None:
     rank, n, pids = dist.get_rank(), 3 * RINGS // 4, [0, 0]
     dist.all_gather_object(pids, os.getpid())
     mesh, under_way, stops = sf.make_mesh(timeout=3), [], [False]
@@ -266,7 +266,7 @@ def _leave(lanes: Lanes, say: Callable[[str], None]) -> None:
     say(str(float(into[0][-1])))
 
 
-def test_what_a_rank_has_written_is_read_after_its_end() -> None:
+def test_messages_written_by_a_rank_are_read_after_its_end() -> None:
     ranks = _start(_leave, 2)
     try:
         assert ranks[1].hear() == "0.0"
@@ -322,7 +322,7 @@ def test_a_compiler_that_is_missing_or_fails_is_the_reason(monkeypatch: pytest.M
 
 @pytest.mark.nightly
 @distributed(world=2)
-def test_ranks_that_cannot_share_memory_talk_by_gloo_and_say_why() -> None:
+def test_ranks_that_cannot_share_memory_talk_by_gloo_and_warn_with_the_reason() -> None:
     assert _made()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:  # as in two containers: a process's number means another one there
@@ -385,7 +385,7 @@ def test_machines_of_one_name_notice_that_they_share_no_memory() -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @distributed(world=2)
-def test_ranks_of_different_users_talk_by_gloo_and_say_why() -> None:
+def test_ranks_of_different_users_talk_by_gloo_and_warn_with_the_reason() -> None:
     with pytest.MonkeyPatch.context() as patch:
         real = Lanes.open
 
@@ -411,7 +411,7 @@ def test_ranks_of_two_machines_talk_by_gloo_without_a_word() -> None:
 
 
 @distributed(world=4)
-def test_of_two_hops_the_one_on_a_machine_goes_through_memory() -> None:
+def test_the_hop_within_a_machine_goes_through_memory() -> None:
     mesh, rank = sf.make_mesh({"node": 2, "gpu": 2}, device="cpu"), dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(_sharing.VARIABLE, "memory")
@@ -427,7 +427,7 @@ def test_of_two_hops_the_one_on_a_machine_goes_through_memory() -> None:
 
 
 @distributed(world=2)
-def test_who_does_not_choose_memory_builds_nothing_and_asks_nobody() -> None:
+def test_ranks_that_do_not_choose_memory_build_nothing_and_ask_no_rank() -> None:
     def build(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("built though nobody asked")
 
@@ -438,7 +438,7 @@ def test_who_does_not_choose_memory_builds_nothing_and_asks_nobody() -> None:
 
 
 @distributed(world=2)
-def test_ranks_that_choose_differently_are_told_before_they_wait() -> None:
+def test_ranks_that_choose_differently_raise_before_they_wait() -> None:
     step = sf.sharded_step(lambda p, x: (x @ p).sum(), sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": 2}, device="cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(_sharing.VARIABLE, ["memory", "gloo"][dist.get_rank()])
@@ -448,7 +448,7 @@ def test_ranks_that_choose_differently_are_told_before_they_wait() -> None:
 
 def test_another_word_than_the_two_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_sharing.VARIABLE, "shm")
-    with pytest.raises(ValueError, match="SHARDFN_CHANNEL='shm' is none of 'memory', 'gloo'"):
+    with pytest.raises(ValueError, match="SHARDFN_CHANNEL='shm' is not one of 'memory', 'gloo'"):
         _sharing.wished()
 
 
@@ -493,7 +493,7 @@ def test_a_limit_that_forbids_the_memory_is_the_reason(limit: str) -> None:
         Lanes(2, 0, None)
 
 
-def test_a_reader_without_room_for_the_pages_is_told_so() -> None:
+def test_a_reader_without_room_for_the_pages_raises() -> None:
     segment = Segment(RINGS)
     with _limited(resource.RLIMIT_AS, _pages() + (1 << 20)), pytest.raises(NotSharedError, match="cannot be mapped"):
         Reader(segment.offer)

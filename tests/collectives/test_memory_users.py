@@ -143,7 +143,7 @@ def cache() -> Iterator[Callable[[int], str]]:
 
 @pytest.mark.nightly
 @switches
-def test_ranks_of_nobody_share_memory(cache: Callable[[int], str]) -> None:
+def test_ranks_of_the_user_nobody_share_memory(cache: Callable[[int], str]) -> None:
     with _job([NOBODY, NOBODY], cache=cache(NOBODY)) as job:
         for said in job.said():
             assert said.right and said.user == NOBODY and said.shared and not said.warned, said
@@ -151,7 +151,7 @@ def test_ranks_of_nobody_share_memory(cache: Callable[[int], str]) -> None:
 
 @pytest.mark.nightly
 @switches
-def test_ranks_of_a_user_without_a_home_go_on_by_gloo_and_the_first_says_why() -> None:
+def test_ranks_of_a_user_without_a_home_go_on_by_gloo_and_the_first_warns() -> None:
     with _job([NOBODY, NOBODY], cache="/proc/none") as job:
         first, second = job.said()
     assert all(said.right and said.user == NOBODY and not said.shared for said in (first, second))
@@ -161,7 +161,7 @@ def test_ranks_of_a_user_without_a_home_go_on_by_gloo_and_the_first_says_why() -
 
 @switches
 @pytest.mark.parametrize("users", [[ROOT, NOBODY], _night(NOBODY, DAEMON), _night(NOBODY, NOBODY, ROOT)], ids=str)
-def test_ranks_of_different_users_go_on_by_gloo_and_the_first_says_why(users: list[int]) -> None:
+def test_ranks_of_different_users_go_on_by_gloo_and_the_first_warns(users: list[int]) -> None:
     with _job(users) as job:
         told = job.said()
     assert [said.user for said in told] == users

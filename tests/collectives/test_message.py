@@ -36,7 +36,7 @@ def test_a_message_is_the_bytes_of_each_row_widest_first() -> None:
     assert torch.equal(message[1:2], _packed([tuple(x[1:2] for x in group) for group in parts])[0])
 
 
-def test_alone_nothing_is_sent() -> None:
+def test_a_single_rank_sends_nothing() -> None:
     parts = _parts(1)
     assert exchange_rows(parts, None, name="x")() == parts
     assert gather_rows(parts, None)() == parts

@@ -11,7 +11,7 @@ ODD = [torch.complex64, torch.complex128, torch.int16, torch.float8_e4m3fn]
 
 
 @distributed(world=3)
-def test_other_dtypes_are_moved_as_they_are() -> None:
+def test_other_dtypes_are_moved_unconverted() -> None:
     mesh = sf.make_mesh({"dp": 3}, device="cpu")
     bits = torch.arange(7 * 5 * 16).remainder(120).to(torch.uint8)
     with sf.collectives.bind_mesh(mesh):
@@ -26,7 +26,7 @@ def test_other_dtypes_are_moved_as_they_are() -> None:
 
 
 @distributed(world=2)
-def test_what_is_summed_must_be_known_to_the_backend() -> None:
+def test_the_dtype_of_a_sum_must_be_known_to_the_backend() -> None:
     x = torch.ones(2, dtype=torch.int16)
     with sf.collectives.bind_mesh(sf.make_mesh({"dp": 2}, device="cpu")), pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "gloo")

@@ -64,7 +64,7 @@ def test_each_rank_gets_each_element_of_its_block_once_from_one_that_holds_it() 
             assert torch.equal(got, _held(shape, *dst, rank).long()), (seed, rank)
 
 
-def test_two_ranks_have_what_is_between_them_in_one_order() -> None:
+def test_two_ranks_have_the_overlaps_between_them_in_one_order() -> None:
     for seed in range(60):
         draw = random.Random(seed)
         old, new = draw.choice(MESHES), draw.choice(MESHES)

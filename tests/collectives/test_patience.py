@@ -28,7 +28,7 @@ class _Heard(logging.Handler):
 
 
 @distributed(world=2)
-def test_a_rank_alone_in_full_tensor_is_told() -> None:
+def test_a_rank_alone_in_full_tensor_raises() -> None:
     mesh, heard, before = sf.make_mesh(), _Heard(), _patience.SECONDS
     _, state = _run(mesh)
     _patience.SECONDS = 0.1

@@ -206,7 +206,7 @@ def check_rows(axis: Axes, seed: int, sizes: tuple[int, ...]) -> None:
     ],
     timeout=300,
 )
-def test_rows_mean_what_the_slow_spec_says(world: int) -> None:
+def test_rows_equal_the_slow_spec(world: int) -> None:
     with c.bind_mesh(make_mesh({"dp": world}, device="cpu")):
         check_rows("dp", 0, (2, 7))
 

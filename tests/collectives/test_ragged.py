@@ -98,7 +98,7 @@ def _ref(case: Case, xs: list[Tensor], outs: list[Tensor]) -> list[Tensor]:
 
 @distributed(world=(pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3))
 @pytest.mark.parametrize("way", ["memory", "gloo"])
-def test_rows_go_where_their_senders_say(world: int, way: str) -> None:
+def test_rows_go_to_the_ranks_that_their_senders_choose(world: int, way: str) -> None:
     r = dist.get_rank() if world > 1 else 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, way)
@@ -169,7 +169,7 @@ def test_batches_of_rows_and_batches_of_places_are_their_members(world: int) -> 
 
 
 @distributed(world=4)
-def test_axes_in_any_order_count_ranks_as_they_are_named() -> None:
+def test_axes_in_any_order_count_ranks_in_the_order_of_their_names() -> None:
     mesh = sf.make_mesh({"dp": 2, "ep": 2}, device="cpu")
     with bind_mesh(mesh):
         for seed, axis in enumerate([("dp", "ep"), ("ep", "dp"), "ep", "dp"]):
@@ -185,7 +185,7 @@ def test_axes_in_any_order_count_ranks_as_they_are_named() -> None:
 
 
 @distributed(world=(pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3))
-def test_an_exchange_returns_what_arrives(world: int) -> None:
+def test_an_exchange_returns_the_rows_that_arrive(world: int) -> None:
     r = dist.get_rank() if world > 1 else 0
     with bind_mesh(sf.make_mesh({"ep": world}, device="cpu")):
         for seed in range(4):

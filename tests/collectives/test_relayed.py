@@ -49,7 +49,7 @@ def test_second_hops_begin_in_the_order_of_the_first_ones() -> None:
     assert second.result() == 20 and began == [1.0, 2.0] and first.result() == 10 and not far.line
 
 
-def test_a_first_hop_that_fails_is_what_everyone_is_told() -> None:
+def test_all_ranks_raise_the_error_of_a_first_hop_that_fails() -> None:
     far, began = Far(), list[float]()
     first, second = relayed(far, None, began), relayed(far, 2.0, began)
     for transfer in (second, first, second):

@@ -297,7 +297,7 @@ def test_axes_of_one_rank_and_missing_ones_are_no_hops() -> None:
         (USED.with_(code=(8, 2)), KEPT.with_(code=(8, 2)), r"codes can be gathered, not cut"),
     ],
 )
-def test_what_has_no_route_is_named(src: Placement, dst: Placement, words: str) -> None:
+def test_placements_without_a_route_are_named(src: Placement, dst: Placement, words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
         route((4, 6), src, dst, DP, path="params['w']")
     assert "params['w'] of shape (4, 6)" in str(error.value)
@@ -307,7 +307,7 @@ def test_what_has_no_route_is_named(src: Placement, dst: Placement, words: str) 
 
 
 @distributed(world=4, timeout=120)
-def test_blocks_are_carried_as_routes_say_and_bytes_are_the_predicted_ones() -> None:
+def test_blocks_are_carried_along_routes_and_bytes_are_the_predicted_ones() -> None:
     mesh = make_mesh({"a": 2, "c": 2}, device="cpu")
     sizes, key = dict(mesh.shape), tuple(mesh.coords.values())
     with sf.collectives.bind_mesh(mesh):

@@ -33,7 +33,7 @@ def _owner(size: int, content: bytes) -> Iterator[Offer]:
         os.waitpid(pid, 0)
 
 
-def test_another_process_reads_what_its_owner_wrote():
+def test_another_process_reads_the_bytes_of_its_owner():
     with _owner(100_003, b"abc") as offer:
         reader = Reader(offer)
         assert len(reader.view) == 100_003
@@ -59,7 +59,7 @@ def test_a_writer_is_seen_and_a_reader_cannot_write():
         pytest.param({"descriptor": 9999}, "opened", marks=pytest.mark.nightly),
     ],
 )
-def test_what_was_not_announced_is_refused(change, message):
+def test_segments_that_were_not_announced_are_refused(change, message):
     segment = Segment(10)
     with pytest.raises(NotSharedError, match=message):
         Reader(segment.offer._replace(**change))

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfn.collectives import is_sole_owner, may_be_added_to
 
 
-def test_memory_has_one_owner_when_nobody_else_holds_it() -> None:
+def test_memory_with_one_holder_has_one_owner() -> None:
     x = torch.zeros(4)
     assert is_sole_owner(x) and is_sole_owner(x.view(-1))
     other = x[1:]
@@ -42,7 +42,7 @@ HOLDERS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize(
     "holder", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(HOLDERS)]
 )
-def test_what_somebody_else_sees_is_not_written(holder: str) -> None:
+def test_memory_with_another_holder_is_not_written(holder: str) -> None:
     x = torch.ones(4)
     kept = HOLDERS[holder](x)
     alias = x.detach()
@@ -76,7 +76,7 @@ class _Held(torch.autograd.Function):
         return ctx.saved_tensors[0], None
 
 
-def test_what_a_function_has_saved_is_not_written() -> None:
+def test_memory_saved_by_a_function_is_not_written() -> None:
     w, y = torch.ones(3, requires_grad=True), torch.ones(3)
     out = _Held.apply(w, y.view(3)).sum()  # pyright: ignore[reportAttributeAccessIssue]
     del y

@@ -37,7 +37,7 @@ def test_values_are_bound_again_on_another_thread_and_let_go() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_has_the_values_of_its_forward_and_torch_is_left_as_it_was(reentrant: bool) -> None:
+def test_a_checkpoint_has_the_values_of_its_forward_and_torch_is_left_unchanged(reentrant: bool) -> None:
     before = torch_checkpoint.CheckpointFunction, torch_checkpoint._checkpoint_without_reentrant_generator
     seen: list[Any] = []
 

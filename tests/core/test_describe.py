@@ -54,7 +54,7 @@ RULES = {
 }
 
 
-def test_rules_that_differ_in_anything_are_told_apart_and_equal_ones_are_not() -> None:
+def test_rules_that_differ_in_anything_have_different_texts_and_equal_ones_the_same() -> None:
     told = {name: _lines(make()) for name, make in RULES.items()}
     assert len(set(told.values())) == len(RULES)
     assert told == {name: _lines(make()) for name, make in RULES.items()}
@@ -64,7 +64,7 @@ def test_rules_that_differ_in_anything_are_told_apart_and_equal_ones_are_not() -
 
 
 @pytest.mark.nightly
-def test_another_process_says_the_same() -> None:
+def test_another_process_has_the_same_text() -> None:
     place = str(pathlib.Path(__file__).parent)
     program = f"import sys; sys.path.insert(0, {place!r}); import test_describe as t\n"
     program += "print('\\n'.join(t._lines(make()) for make in t.RULES.values()))"
@@ -75,7 +75,7 @@ def test_another_process_says_the_same() -> None:
     assert told[0] and told[0] == told[1]
 
 
-def test_a_function_of_ones_own_keeps_what_it_has_closed_over() -> None:
+def test_a_function_of_ones_own_hides_the_values_of_its_closure() -> None:
     def rule_of(rank: int):
         inner = optim.sgd(0.1)
 
@@ -89,7 +89,7 @@ def test_a_function_of_ones_own_keeps_what_it_has_closed_over() -> None:
     assert "inner.learning_rate = 0.1" in _lines(rule_of(0))
 
 
-def test_of_a_loss_only_what_this_package_has_put_around_it_is_told() -> None:
+def test_the_text_of_a_loss_has_only_the_transforms_of_this_package() -> None:
     rank = 1
     loss = functools.partial(lambda rank, p, b: rank, rank)
     assert _lines(loss, strangers=False) == ""
@@ -98,7 +98,7 @@ def test_of_a_loss_only_what_this_package_has_put_around_it_is_told() -> None:
     assert text != _lines(remat(loss), strangers=False)
 
 
-def test_what_has_no_text_of_its_own_is_told_by_its_type() -> None:
+def test_a_value_without_a_text_of_its_own_is_described_by_its_type() -> None:
     text = _lines({"set": {len, 3}, "object": object(), object(): 1, "spec": P("dp"), "device": torch.device("cpu")})
     assert "0x" not in text and "x['set'] = ['3', 'builtin_function_or_method']" in text and "P('dp')" in text
 
@@ -119,14 +119,14 @@ def _peak(count: torch.Tensor, peak: float) -> float:
     return peak
 
 
-def test_of_a_schedule_the_values_count_and_not_what_it_keeps() -> None:
+def test_a_schedule_is_described_by_its_values_and_not_by_its_caches() -> None:
     for make in (_Schedule, lambda rank, peak: _Schedule(rank, peak).at, lambda _, p: functools.partial(_peak, peak=p)):
         schedule: Any = make  # of floats, as the schedule is never run
         of = lambda rank, peak, make=schedule: _lines(optim.adam(make(rank, peak)))  # noqa: E731
         assert of(0, 0.1) == of(1, 0.1) != of(1, 0.2)
 
 
-def test_what_a_rule_remembers_is_not_told() -> None:
+def test_the_memory_of_a_rule_is_not_described() -> None:
     params = [torch.ones(2, 2), torch.ones(2)]
     tx = optim.adamw(0.1, mask=lambda tree: [x.ndim > 1 for x in tree])
     before = _lines(tx)

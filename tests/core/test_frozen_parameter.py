@@ -35,7 +35,7 @@ def test_a_saved_parameter_is_frozen_when_it_is_loaded() -> None:
     assert is_frozen(torch.load(file)["w"])
 
 
-def test_what_is_computed_from_it_is_a_plain_tensor() -> None:
+def test_a_result_computed_from_it_is_a_plain_tensor() -> None:
     x = frozen(torch.arange(3.0))
     assert all(type(y) is Tensor for y in (x + 1, x[0], x.sum(), torch.stack([x, x]), torch.zeros_like(x)))
     assert "tensor([0., 1., 2.])" in repr(x)

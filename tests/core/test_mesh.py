@@ -95,7 +95,7 @@ def test_failures_that_are_recovered_from_leave_nothing(num: int) -> None:
 
 
 @distributed(world=3)
-def test_a_closed_mesh_says_so() -> None:
+def test_a_closed_mesh_raises() -> None:
     idle = _idle()
     with sf.make_mesh({"dp": -1}) as mesh:
         step, state = _trained(mesh)

@@ -53,7 +53,7 @@ def test_groups_have_the_ranks_in_the_order_of_the_axes() -> None:
 
 
 @distributed(world=3)
-def test_ranks_that_a_mesh_is_not_of_are_told_so() -> None:
+def test_ranks_outside_a_mesh_raise() -> None:
     mesh = sf.make_mesh({"dp": 2}, ranks=[0, 2])
     if dist.get_rank() == 1:
         words = r"rank 1 of the program is not of Mesh\(dp=2; not this rank of the program's \[0, 2\] on cpu\)"

@@ -20,7 +20,7 @@ def test_sizes_have_at_most_four_digits() -> None:
 
 
 @distributed(world=2)
-def test_a_state_is_a_table_of_what_is_here() -> None:
+def test_a_state_is_shown_as_a_table_of_its_blocks() -> None:
     mesh = sf.make_mesh({"dp": -1}, device="cpu")
     zero = sf.Zero(stage=3, persist_elements=0)
     step = sf.sharded_step(sf.mixed_precision(_loss, sf.Policy.bf16()), sf.optim.sgd(0.1), mesh=mesh, zero=zero)
@@ -52,7 +52,7 @@ def test_a_mesh_is_drawn() -> None:
     assert mesh._repr_html_().startswith("<pre>Mesh(pp=2")
 
 
-def test_a_lowered_step_says_how_large_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lowered_step_shows_its_size(capsys: pytest.CaptureFixture[str]) -> None:
     mesh = sf.make_mesh({"dp": 4}, abstract=True)
     step = sf.sharded_step(_loss, sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage=3))
     lowered = step.lower({"w": torch.ones(8, 4)}, torch.ones(2, 8))
@@ -65,7 +65,7 @@ def test_a_lowered_step_says_how_large_it_is(capsys: pytest.CaptureFixture[str])
 
 
 @distributed(world=2)
-def test_a_leaf_says_what_of_it_is_here_and_sends_nothing() -> None:
+def test_a_leaf_shows_its_own_block_and_sends_nothing() -> None:
     mesh = sf.make_mesh({"dp": -1}, device="cpu")
     leaf = sf.shard(torch.ones(7, 3), P("dp"), mesh)
     rows = leaf.local.shape[0]

@@ -7,7 +7,7 @@ import torch
 import shardfn as sf
 
 
-def test_of_a_state_a_state() -> None:
+def test_a_state_becomes_a_state() -> None:
     step = sf.sharded_step(lambda p, x: (p["w"] * x).mean(), sf.optim.adamw(0.1))
     state = step.init({"w": torch.ones(3)})
     shapes = sf.tree_map(lambda x: tuple(x.shape), state)

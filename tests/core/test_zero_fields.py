@@ -68,7 +68,9 @@ def test_flat_fields_change_the_parts_that_are_given() -> None:
             r"optimizer_fraction=0.5\) has no effect with optimizer='device'",
             marks=pytest.mark.nightly,
         ),
-        pytest.param(lambda: sf.Zero(3, params="disk"), r"say where: Zero\(disk=Disk\(", marks=pytest.mark.nightly),
+        pytest.param(
+            lambda: sf.Zero(3, params="disk"), r"name the directory: Zero\(disk=Disk\(", marks=pytest.mark.nightly
+        ),
         (
             lambda: sf.Zero(2, travel=sf.Travel(gather="int8")),
             r"Travel\(gather='int8'\)\): gather would have no effect",

@@ -38,7 +38,7 @@ def test_the_source_is_computed_before_it_is_copied() -> None:
     assert bool((memory.to_host(x).result() == 7).all())
 
 
-def test_the_caller_s_stream_waits_for_what_comes_up() -> None:
+def test_the_caller_s_stream_waits_for_fetched_values() -> None:
     x = memory.host_empty((LARGE,), torch.uint8).fill_(3)
     up = memory.to_device(x)
     assert int(up.result().long().sum()) == 3 * LARGE

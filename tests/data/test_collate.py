@@ -27,7 +27,7 @@ def _of_positions(batch: dict[str, Tensor], positions: Tensor, segments: Tensor)
 @pytest.mark.parametrize(
     "length", [5, pytest.param(6, marks=pytest.mark.nightly), pytest.param(9, marks=pytest.mark.nightly), 16]
 )
-def test_packed_examples_are_to_a_model_what_padded_ones_are(length: int) -> None:
+def test_packed_examples_equal_padded_ones_to_a_model(length: int) -> None:
     packed, padded = pack(length)(EXAMPLES), pad(length)(EXAMPLES)
     one = _of_positions(packed, packed["position_ids"], packed["segment_ids"])
     mask = padded["attention_mask"]

@@ -56,7 +56,7 @@ def test_a_cursor_goes_on_where_it_was() -> None:
         Cursor(ExampleBatches(EXAMPLES, 4, pad(3), seed=8), stop=6).at(state)
 
 
-def test_what_makes_no_batch_is_an_error() -> None:
+def test_examples_that_make_no_batch_are_an_error() -> None:
     with pytest.raises(ValueError, match="empty"):
         ExampleBatches([], 2, pad())
     with pytest.raises(ValueError, match="batch_size=0"):

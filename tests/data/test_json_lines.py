@@ -8,7 +8,7 @@ import pytest
 from shardfn.data import JSONLines
 
 
-def test_lines_are_found_whatever_stands_in_them(tmp_path: pathlib.Path) -> None:
+def test_lines_of_any_content_are_found(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes('{"a": "ä\\n"}\r\n\n  \n[1, 2]\n"last, without an end"'.encode())
     lines = JSONLines(path)

@@ -75,7 +75,7 @@ def test_datasets_that_read_several_at_once_do() -> None:
     assert data.read == [-2, -2]
 
 
-def test_what_ranks_would_not_agree_on_is_an_error() -> None:
+def test_loaders_that_ranks_would_not_agree_on_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"generator=torch\.Generator"):
         own_rows(DataLoader(_Squares(4), batch_size=2, shuffle=True), rank=0, world=2)
     with pytest.raises(TypeError, match="IterableDataset"):

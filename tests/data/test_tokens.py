@@ -101,7 +101,7 @@ def test_missing_inputs_are_all_named(tmp_path: pathlib.Path) -> None:
         encode_files([], tmp_path / "x.bin", ByteTokenizer())
 
 
-def test_open_names_what_is_missing(tmp_path: pathlib.Path) -> None:
+def test_open_names_missing_files(tmp_path: pathlib.Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"x\.bin' does not exist"):
         TokenFile.open(tmp_path / "x.bin")
     (tmp_path / "x.bin").write_bytes(b"abc")
@@ -125,7 +125,7 @@ def test_sizes_that_disagree(tmp_path: pathlib.Path) -> None:
         '{"dtype": "int8", "vocab_size": 256, "num_tokens": 1}',
     ],
 )
-def test_a_description_that_is_none(tmp_path: pathlib.Path, said: str) -> None:
+def test_a_malformed_description(tmp_path: pathlib.Path, said: str) -> None:
     write(tmp_path, **{"x.bin": b"a", "x.bin.json": said.encode()})
     with pytest.raises(ValueError, match="does not describe"):
         TokenFile.open(tmp_path / "x.bin")

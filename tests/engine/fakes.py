@@ -83,5 +83,5 @@ def plan_of(shapes: dict[str, tuple[int, ...]], zero: sf.Zero) -> tuple[Plan, li
     plan = Planner(mesh, sf.P(), sf.P("dp"), zero, True, None).plan(treedef, leaves)
     draw = torch.Generator().manual_seed(0)
     wholes = [torch.randn(leaf.block, generator=draw) for leaf in plan.layers]
-    kept = [leaf.rows(x, 0) if leaf.gathered else x for leaf, x in zip(plan.layers, wholes, strict=True)]
+    kept = [leaf.used.of(x, 0) for leaf, x in zip(plan.layers, wholes, strict=True)]
     return plan, wholes, [x.clone() for x in kept]

@@ -316,7 +316,7 @@ def test_sums_of_a_pipeline_are_those_out_of_place() -> None:
 
 
 @distributed(world=2)
-def test_sums_of_what_came_in_messages_are_those_out_of_place() -> None:
+def test_sums_of_gradients_in_messages_are_those_out_of_place() -> None:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")
 
     def run(stage: int) -> list[Any]:

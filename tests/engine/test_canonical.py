@@ -192,7 +192,7 @@ def test_a_nan_on_one_rank_is_in_the_norm(world: int) -> None:
             assert summed_squares([x], ("dp",)).isnan()
 
 
-def test_what_it_does_not_do_is_said() -> None:
+def test_unsupported_combinations_are_named() -> None:
     zero = functools.partial(sf.Zero, reduction="canonical")
     with pytest.raises(ValueError, match="a power of two"):
         zero(reduction_chunks=6)
@@ -265,7 +265,7 @@ def _changing(p: Any, kept: Any, batch: Any) -> Any:
         ),
     ],
 )
-def test_what_adds_up_in_an_order_of_its_own_is_refused_at_the_first_step(loss: Any, rule: Any, says: str) -> None:
+def test_a_sum_in_an_order_of_its_own_is_refused_at_the_first_step(loss: Any, rule: Any, says: str) -> None:
     keeps = loss is _changing
     mesh, zero = sf.make_mesh(alone=True), sf.Zero(reduction="canonical")
     step = sf.sharded_step(loss, rule, mesh=mesh, zero=zero, batch=sf.P("dp"), has_state=keeps)
@@ -285,7 +285,7 @@ def test_more_ranks_than_chunks_are_refused() -> None:
 
 
 @distributed(world=3, timeout=60)
-def test_rows_that_are_no_multiple_on_one_rank_are_told_to_all() -> None:
+def test_rows_that_are_no_multiple_on_one_rank_raise_on_all() -> None:
     """Before anything is sent: no rank waits for a step that another has not begun."""
     mesh = sf.make_mesh({"dp": 3}, timeout=600)
     step = sf.sharded_step(_loss, optim.sgd(0.1), mesh=mesh, zero=sf.Zero(reduction="canonical"))
@@ -312,7 +312,7 @@ def test_leaves_that_the_specs_cut_along_the_batch_are_refused() -> None:
 
 
 @distributed(world=2)
-def test_ranks_with_other_rows_a_chunk_are_told() -> None:
+def test_ranks_with_other_rows_a_chunk_raise() -> None:
     zero = sf.Zero(reduction="canonical", reduction_chunks=4)
     step = sf.sharded_step(_loss, optim.sgd(0.1), mesh=sf.make_mesh(), zero=zero, batch=sf.P("dp"))
     with pytest.raises((ValueError, sf.RankError), match="other ranks pass other numbers"):

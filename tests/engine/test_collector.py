@@ -126,7 +126,7 @@ def test_a_collector_that_the_program_has_stopped_stays_stopped() -> None:
     assert gc.isenabled()
 
 
-def test_of_two_threads_the_last_one_starts_it_again() -> None:
+def test_the_last_one_of_two_threads_starts_it_again() -> None:
     inside, go = threading.Event(), threading.Event()
 
     def other() -> None:

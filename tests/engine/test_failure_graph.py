@@ -79,7 +79,7 @@ def _params_of(state: sf.TrainState) -> list[Tensor]:
 
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)], timeout=120)
 @pytest.mark.parametrize("mode", [pytest.param("graph", marks=pytest.mark.nightly), "eager"])
-def test_an_error_of_one_rank_is_told_and_the_next_step_runs(mode: str, world: int) -> None:
+def test_an_error_of_one_rank_raises_on_all_and_the_next_step_runs(mode: str, world: int) -> None:
     mesh, rank = sf.make_mesh({"dp": -1}), torch.distributed.get_rank()
     step, culprit = _step(mesh, 1, mode), world - 1
     state, _ = step(step.init(_params()), _batch())
@@ -115,7 +115,7 @@ def test_an_error_of_one_rank_is_told_and_the_next_step_runs(mode: str, world: i
 
 @pytest.mark.nightly
 @distributed(world=3, timeout=120)
-def test_ranks_that_need_nothing_more_of_a_failed_one_are_told_at_the_next_step() -> None:
+def test_ranks_that_need_nothing_more_of_a_failed_one_raise_at_the_next_step() -> None:
     mesh, rank = sf.make_mesh({"dp": -1}), torch.distributed.get_rank()
     step = _step(mesh, 3, "graph")
     state, _ = step(step.init(_params()), _batch())

@@ -316,7 +316,7 @@ def test_hypergradients_of_other_optimizers(world: int) -> None:
 
 @pytest.mark.nightly
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
-def test_a_population_sends_as_many_messages_each_k_times_as_large(world: int) -> None:
+def test_a_population_sends_the_same_messages_each_k_times_as_large(world: int) -> None:
     mesh, own = sf.make_mesh({"dp": world}), rows(odd_batch(0), sf.make_mesh({"dp": world}))
     for stage in STAGES:
         step = make(odd_loss, optim.adamw(1e-2), mesh, stage)
@@ -344,7 +344,7 @@ def test_a_population_sends_as_many_messages_each_k_times_as_large(world: int) -
             assert traffic.by_op["psum_scatter", ("dp",)][0] == 1
 
 
-def test_what_cannot_work_says_so() -> None:
+def test_unsupported_options_raise() -> None:
     loss = lambda w, x: (w * x).mean()  # noqa: E731
     x = torch.ones(2, 3)
     step = sf.sharded_step(loss, optim.sgd(0.1), skip_nonfinite=True)

@@ -55,7 +55,7 @@ class Case:
         return [sizes.index(n) for _, n in self.wire.log]
 
 
-def test_what_is_used_first_is_asked_for_and_then_known() -> None:
+def test_a_first_use_is_asked_for_and_then_known() -> None:
     case = Case()
     gatherer, told = case.start()
     gatherer.begin_phase()
@@ -70,7 +70,7 @@ def test_what_is_used_first_is_asked_for_and_then_known() -> None:
     assert told.heard == [DONE] and case.sent == [2, 0, 2] * 2
 
 
-def test_a_window_issues_what_is_used_next_in_the_agreed_order() -> None:
+def test_a_window_issues_the_next_units_in_the_agreed_order() -> None:
     def at_first(window: int) -> list[int]:
         case = Case(window, order=UseOrder([[0, 1, 2, 3]]))
         gatherer, _ = case.start()
@@ -85,7 +85,7 @@ def test_a_window_issues_what_is_used_next_in_the_agreed_order() -> None:
     assert at_first(sum(nbytes)) == [0, 1, 2, 3]
 
 
-def test_what_other_ranks_ask_for_is_served_and_learnt() -> None:
+def test_units_that_other_ranks_ask_for_are_served_and_learnt() -> None:
     case = Case()
     gatherer, told = case.start(3, 1, DONE)  # while this rank wants 0, then 0 again, and is done
     gatherer.begin_phase()
@@ -98,7 +98,7 @@ def test_what_other_ranks_ask_for_is_served_and_learnt() -> None:
     assert sorted(case.wire.waited) == [0, 1, 2]  # the others wait for their end of it
 
 
-def test_what_was_issued_and_not_used_still_arrives() -> None:
+def test_units_that_were_issued_and_not_used_still_arrive() -> None:
     case = Case(window=1 << 20, order=UseOrder([[0, 1, 2]]))
     gatherer, _ = case.start()
     gatherer.begin_phase()
@@ -108,7 +108,7 @@ def test_what_was_issued_and_not_used_still_arrives() -> None:
     assert case.sent == [0, 1, 2] and sorted(case.wire.waited) == [0, 1, 2]
 
 
-def test_a_failure_that_is_told_in_a_round() -> None:
+def test_a_failure_that_is_announced_in_a_round() -> None:
     case = Case()
     gatherer, _ = case.start(FAILED, text="ZeroDivisionError: there")
     gatherer.begin_phase()

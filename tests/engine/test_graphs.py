@@ -235,7 +235,7 @@ def test_a_failure_of_another_rank_is_an_error_here_and_leaves_no_graph(at: int)
 @pytest.mark.parametrize(
     ("told", "says"),
     [
-        (("two tensors", SAME), "disagree on what the loss returns: a tensor"),
+        (("two tensors", SAME), "disagree on the result of the loss: a tensor"),
         (("a tensor", Events(["gather dp: all_gather float32 [3, 3]"], [])), "collective 1 on channel 'gather dp'"),
     ],
     ids=["results", "collectives"],
@@ -259,7 +259,7 @@ def test_a_program_is_lowered_without_a_word_to_other_ranks() -> None:
     assert torch.equal(ready(_comms(case.peer), None, [torch.zeros(3)])[0], torch.ones(3))
 
 
-def test_a_program_of_no_use_is_refused_by_what_all_ranks_have() -> None:
+def test_a_program_of_no_use_is_refused_by_facts_that_all_ranks_have() -> None:
     class Useless(Program):
         def check(self, exchange: Callable[[int], Sequence[int]]) -> None:
             raise ValueError(f"useless on {exchange(5)}")
@@ -269,7 +269,7 @@ def test_a_program_of_no_use_is_refused_by_what_all_ranks_have() -> None:
         case.ready(make=lambda: Useless(**vars(case.capture())))
 
 
-def test_a_signature_has_all_that_a_graph_relies_on() -> None:
+def test_a_signature_has_every_fact_that_a_graph_relies_on() -> None:
     plan, _, _ = plan_of({"a": (4, 3)}, sf.Zero(0))
     other, _, _ = plan_of({"a": (4, 3)}, sf.Zero(0))
 

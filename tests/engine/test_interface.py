@@ -26,9 +26,9 @@ def _leaf(*shape: int, spec: P, **more: Any) -> GlobalTensor:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ({"in_specs": ("dp",)}, r"in_specs'?\]?\[0\] is 'dp'; say P\(\.\.\.\), or None"),
+        ({"in_specs": ("dp",)}, r"in_specs'?\]?\[0\] is 'dp'; write P\(\.\.\.\), or None"),
         pytest.param(
-            {"donate": (0,)}, "donate=0: the first argument is gathered as it is used", marks=pytest.mark.nightly
+            {"donate": (0,)}, "donate=0: the first argument is gathered during its use", marks=pytest.mark.nightly
         ),
         pytest.param(
             {"donate": (1,)}, r"donate=1 has no effect: in_specs has no entry for args\[1\]", marks=pytest.mark.nightly
@@ -80,7 +80,7 @@ def test_in_specs_name_no_donated_argument() -> None:
 
 
 def test_more_specs_than_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"in_specs has 2 entries, .* of which there is 1"):
+    with pytest.raises(ValueError, match=r"in_specs has 2 entries, .* but there is 1"):
         Interface(MESH, (P(), P())).arguments((_leaf(2, spec=P()),))
 
 
@@ -176,7 +176,7 @@ def test_global_shapes_are_the_sums_of_the_blocks() -> None:
 
 
 def test_blocks_that_are_cut_otherwise_are_shown_with_the_cut_of_the_spec() -> None:
-    with pytest.raises(ValueError, match="results are not cut as out_specs says") as caught:
+    with pytest.raises(ValueError, match="results are not cut according to out_specs") as caught:
         _found(P("dp"), (2,), (2,), (3,), (3,))
     assert "result has blocks [(2,), (2,), (3,), (3,)]" in str(caught.value)
     assert "cuts (5,) as [(3,), (3,), (2,), (2,)]" in str(caught.value)

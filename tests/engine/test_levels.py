@@ -62,7 +62,7 @@ def test_an_order_means_the_loss_or_is_refused(outer: str, inner: str) -> None:
     assert torch.equal(made(params, x), _loss(w, x))
 
 
-def test_a_step_takes_over_what_is_around_the_loss() -> None:
+def test_a_step_takes_over_the_transforms_around_the_loss() -> None:
     offloaded = MAKE["offload"](_loss)
     around, inner = taken_over(MAKE["jit"](MAKE["mixed_precision"](MAKE["accumulate"](offloaded))))
     assert [x.transform for x in around] == ["jit", "mixed_precision", "accumulate"]
@@ -70,6 +70,6 @@ def test_a_step_takes_over_what_is_around_the_loss() -> None:
     assert taken_over(_loss) == ([], _loss)
 
 
-def test_what_means_nothing_twice_is_refused_by_the_step() -> None:
+def test_a_transform_that_means_nothing_twice_is_refused_by_the_step() -> None:
     with pytest.raises(ValueError, match=r"the loss is jitted twice; drop one\."):
         sf.sharded_step(MAKE["jit"](MAKE["accumulate"](MAKE["jit"](_loss))), sf.optim.sgd(0.1))

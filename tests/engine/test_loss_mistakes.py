@@ -218,7 +218,7 @@ def test_a_write_is_one_error_at_all_stages(jit: bool) -> None:
     mesh = sf.make_mesh(device="cpu")
     head = (
         "parameters are written to inside the loss. Parameters are immutable there: write to a clone(), or return the"
-        " new value as aux. The state passed in is as it was.\n  - "
+        " new value as aux. The state passed in is unchanged.\n  - "
     )
     for loss in (_scales, _adds, _assigns):
         for stage in (0, 2, 3):

@@ -196,7 +196,7 @@ def test_a_function_is_shown_whole_leaves_where_the_loss_sees_blocks() -> None:
 
 
 @distributed(world=2)
-def test_a_rule_of_my_own_says_how_it_is_decided() -> None:
+def test_a_rule_of_ones_own_declares_how_it_is_decided() -> None:
     def twice(inner: GradientTransformation, **more: Any) -> GradientTransformation:
         def update(updates: Any, state: Any, params: Any = None, *, specs: Any = None) -> Any:
             updates, state = inner.update(updates, state, params, specs=specs)
@@ -213,7 +213,7 @@ def test_a_rule_of_my_own_says_how_it_is_decided() -> None:
 
 
 @distributed(world=2)
-def test_ranks_whose_functions_say_different_things_are_told() -> None:
+def test_ranks_whose_functions_decide_differently_raise() -> None:
     mesh = sf.make_mesh({"dp": 2})
     rank = mesh.axis_index("dp")
     for make in (RULES["adamw"], RULES["masked clip"], RULES["labels"]):

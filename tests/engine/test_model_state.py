@@ -169,7 +169,7 @@ def test_it_is_cut_and_resumed(tmp_path: Any) -> None:
 
 
 @distributed(world=2)
-def test_ranks_whose_states_drift_apart_are_told_in_the_first_step() -> None:
+def test_ranks_whose_states_drift_apart_raise_in_the_first_step() -> None:
     mesh = sf.make_mesh({"dp": 2})
 
     def loss(p: dict, s: dict, x: Tensor) -> tuple[Tensor, dict]:
@@ -194,7 +194,7 @@ def _writes(p: dict, s: dict, x: Tensor) -> tuple[Tensor, dict]:
 
 
 @pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=pytest.mark.nightly)])
-def test_what_is_no_model_state_is_refused_by_path(mode: str) -> None:
+def test_a_leaf_that_is_no_model_state_is_refused_by_path(mode: str) -> None:
     x = torch.ones(2, 3)
     for loss, error, words in (
         (
@@ -323,7 +323,7 @@ def test_outside_of_a_step_it_is_the_step_s(name: str) -> None:
     assert state["seen"] == 12 and state["mean"].dtype == torch.float32
 
 
-def test_a_state_that_nobody_was_told_of_is_refused() -> None:
+def test_an_undeclared_state_is_refused() -> None:
     first = {"mean": torch.zeros(6), "seen": torch.tensor(0)}
     params, batch = {"w": torch.ones(6, 7)}, torch.ones(12, 6)
 
@@ -332,10 +332,12 @@ def test_a_state_that_nobody_was_told_of_is_refused() -> None:
         return value, s
 
     with pytest.raises(
-        ValueError, match=r"(?s)averages what microbatches return.*has_state=True.*'mean' of shape \(6,\)"
+        ValueError, match=r"(?s)averages the results of microbatches.*has_state=True.*'mean' of shape \(6,\)"
     ):
         sf.accumulate(loss, 2)(params, first, batch)
-    with pytest.raises(ValueError, match=r"(?s)averages what microbatches return.*has_state=True.*a loss, dict, dict"):
+    with pytest.raises(
+        ValueError, match=r"(?s)averages the results of microbatches.*has_state=True.*a loss, dict, dict"
+    ):
         sf.accumulate(_counting, 1)(params, first, batch)
     told = sf.accumulate(loss, 2, has_state=True)
     with pytest.raises(ValueError, match="the step was built without; pass has_state=True to both"):

@@ -81,7 +81,7 @@ def test_an_update_beside_the_backward_has_the_bits_of_one_after_it(world: int, 
     assert len(units) >= 3 * len(set(units)) > 0  # in all steps but the first
 
 
-def test_what_needs_the_whole_gradient_waits_for_it(tmp_path: pathlib.Path) -> None:
+def test_a_rule_that_needs_the_whole_gradient_waits_for_it(tmp_path: pathlib.Path) -> None:
     mesh, adamw = sf.make_mesh({"dp": 1}), sf.optim.adamw(1e-2)
     weighted = lambda p, x: sf.WeightedMean(_loss(p, x) * len(x), torch.tensor(float(len(x))))  # noqa: E731
     clipped = sf.optim.chain(sf.optim.clip_by_global_norm(0.5), adamw)
@@ -196,7 +196,7 @@ def test_leaves_ahead_of_their_use_are_not_waited_for(tmp_path: pathlib.Path) ->
     step.close()
 
 
-def test_a_clip_of_what_waits_moves_no_more_than_what_waits(tmp_path: pathlib.Path) -> None:
+def test_a_clip_of_waiting_gradients_adds_no_moves(tmp_path: pathlib.Path) -> None:
     adamw, moved = sf.optim.adamw(1e-2), []
     for k, rule in enumerate((adamw, sf.optim.chain(sf.optim.clip_by_global_norm(0.5), adamw))):
         step = _on_disk(_deep, tmp_path / str(k), sf.optim.delayed(rule))

@@ -26,7 +26,7 @@ def test_a_unit_is_found_from_a_position_on() -> None:
     assert order.find(3, 0, 5) is None and order.phases == [[5, 7, 5], [], [], []]
 
 
-def test_schedules_hold_what_is_used_and_no_more_than_fits() -> None:
+def test_schedules_hold_used_leaves_and_no_more_than_fits() -> None:
     for seed in range(100):
         draw = random.Random(seed)
         sizes = [draw.randint(0, 5) for _ in range(6)]
@@ -40,7 +40,7 @@ def test_schedules_hold_what_is_used_and_no_more_than_fits() -> None:
                 assert sum(sizes[u] for u in held) <= limit or held == {unit}, seed
 
 
-def test_what_a_phase_used_beyond_its_order_makes_schedules_anew() -> None:
+def test_uses_beyond_the_order_of_a_phase_make_schedules_anew() -> None:
     order = _order([0])
     assert order.schedule([1, 1], 9) == [[Turn([], [0])]]
     order.extend(1, [1, 0])

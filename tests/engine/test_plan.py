@@ -30,7 +30,7 @@ def _plan(world: int = 2, **zero: Any) -> Plan:
     return _planner(world, **zero).plan(treedef, leaves)
 
 
-def test_a_stacked_leaf_is_as_many_layers_and_one_leaf_again() -> None:
+def test_a_stacked_leaf_becomes_its_layers_and_one_leaf_again() -> None:
     plan = _plan()
     out, stack = torch.randn(3, 2), torch.randn(3, 4, 4)
     layers = plan.by_layer([out, stack])
@@ -74,7 +74,7 @@ def test_a_plan_is_made_once_for_each_tree() -> None:
     assert first.trained == ["params['out']", "params['stack']"]
 
 
-def test_what_ranks_compare_says_all_that_decides_and_no_place_of_one_rank() -> None:
+def test_the_text_that_ranks_compare_has_every_decision_and_no_place_of_one_rank() -> None:
     told = _plan().describe()
     for other in (
         _plan(world=3),

@@ -36,11 +36,30 @@ def test_parts_are_named_by_leaf_and_change_nothing(world: int) -> None:
             assert torch.equal(a, b)
 
 
-def test_without_a_profiler_nothing_is_made() -> None:
+@distributed(world=2)
+def test_the_timeline_of_a_ledger_has_phases_and_leaves() -> None:
+    mesh = sf.make_mesh({"dp": -1}, device="cpu")
+    step = sf.sharded_step(_loss, sf.optim.adamw(0.1), mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0))
+    state = step.init({"first": torch.ones(8, 4) / 9, "second": torch.ones(4, 6) / 7})
+    with sf.memory.ledger(timeline=True) as book:
+        book.count(state, "device")
+        step(state, torch.ones(2, 8))
+    found = book.timeline()
+    phases = [x for x in found.sections if x.what in ("forward", "backward", "update")]
+    assert [x.what for x in phases] == ["forward", "backward", "update"]
+    assert phases[0].end <= phases[1].first and phases[1].end <= phases[2].first
+    leaves = {(x.what, path) for x in found.sections for path in x.leaves}
+    assert {(what, f"params['{name}']") for what in ("gather", "reduce") for name in ("first", "second")} <= leaves
+    picture = sf.memory.as_svg(found)
+    assert all(f">{what}</text>" in picture for what in ("forward", "backward", "update", "gather"))
+    assert "gather params[" in picture and "params['first']" in str(found.largest)
+
+
+def test_no_range_is_made_without_a_profiler() -> None:
     assert named_range("gather") is named_range("reduce")
 
 
-def test_a_span_has_what_is_not_of_spans_inside() -> None:
+def test_a_span_excludes_the_spans_inside_it() -> None:
     with count_traffic() as traffic:
         spans = Spans(traffic)
         with spans.span("outer", ()):

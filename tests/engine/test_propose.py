@@ -49,7 +49,7 @@ def layers(*xs):
 
 
 @pytest.mark.nightly
-def test_equal_layers_are_searched_as_two_and_cost_what_all_do():
+def test_equal_layers_are_searched_as_two_at_the_cost_of_all():
     shapes = [(6, 8)] + [(8, 12), (12, 8)] * 7
     short, nodes = proposer(layers, shapes)
     long, all_nodes = proposer(layers, shapes, tied=False)

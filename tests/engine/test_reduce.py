@@ -60,7 +60,7 @@ def test_sends_wait_for_their_turn_in_the_agreed_order() -> None:
     case.check(dict.fromkeys(range(4), 2.0))
 
 
-def test_without_an_order_they_leave_as_they_are_ready() -> None:
+def test_without_an_order_they_leave_when_ready() -> None:
     case = Case(2)
     case.reducer.begin(send=True, last=True)
     case.takes(2, 0)
@@ -142,7 +142,7 @@ def test_only_gradients_that_are_let_go_are_held_back_for(
     assert case.reducer.queue.in_flight == 0
 
 
-def test_what_is_taken_is_not_written_to() -> None:
+def test_taken_gradients_are_not_written_to() -> None:
     case = Case(1)
     before = [x.clone() for x in case.grads]
     for last in (False, True):

@@ -63,7 +63,7 @@ def test_stages_learn_orders_of_their_own() -> None:
 
 
 @distributed(world=4, timeout=60)
-def test_a_failure_in_one_stage_is_told_to_the_other() -> None:
+def test_a_failure_in_one_stage_raises_in_the_other() -> None:
     mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
 
     def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def test_a_step_agrees_once_besides_the_ends_of_its_phases() -> None:
 
 @pytest.mark.nightly
 @distributed(world=2)
-def test_a_captured_step_agrees_once_on_what_to_run_and_that_all_have_its_graph() -> None:
+def test_a_captured_step_agrees_once_on_its_program_and_that_all_have_its_graph() -> None:
     assert [_rounds_of(sf.jit(_squares, backend="graph"), stage) for stage in (0, 3)] == [1, 1]
 
 

@@ -117,7 +117,9 @@ def _alone(text: str, wrap: str, zero: Zero) -> dict[str, Tensor]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("wrap", WRAPPED)
-def test_what_waits_elsewhere_belongs_to_its_microbatch(wrap: str, home: str, tmp_path: pathlib.Path) -> None:
+def test_activations_that_wait_elsewhere_belong_to_their_microbatch(
+    wrap: str, home: str, tmp_path: pathlib.Path
+) -> None:
     def trained(name: str) -> dict[str, Tensor]:
         where: dict[str, Any] = {"directory": str(tmp_path / name)} if home == "disk" else {}
         return _alone(LISTS[name], wrap, Zero.flat(stage=3, persist_elements=4, **HOMES[home], **where))

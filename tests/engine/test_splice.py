@@ -49,7 +49,7 @@ def test_leaves_that_are_not_stacked_are_not_taken_to_be_written_to(world: int) 
 
 
 @pytest.mark.nightly
-def test_a_write_to_what_a_copied_layer_has_saved_is_an_error_as_in_eager_mode() -> None:
+def test_a_write_to_a_tensor_saved_by_a_copied_layer_is_an_error_as_in_eager_mode() -> None:
     def writes(p: dict, x: Tensor) -> Tensor:
         h = sf.scan(lambda h, w: (torch.tanh(h @ w), None), x, p["w"])[0]
         return h.mul_(2).mean()  # tanh's derivative needs the old h

@@ -105,7 +105,7 @@ def _h(case: Case, microbatch: int = 0) -> Tensor:
     return torch.tanh(case.batches[microbatch] @ case.params["in"] @ case.params["blocks"][0])
 
 
-def test_the_first_stage_sends_what_its_layers_make_and_has_no_loss(first_stage: Case) -> None:
+def test_the_first_stage_sends_the_result_of_its_layers_and_has_no_loss(first_stage: Case) -> None:
     assert first_stage.forward(F0) is None
     (to, h), (also, rows) = first_stage.wire.sent
     assert to == also == 1
@@ -127,7 +127,7 @@ def test_its_backward_starts_from_the_gradient_that_comes_back(first_stage: Case
     assert len(first_stage.wire.sent) == sent
 
 
-def test_the_last_stage_has_the_loss_of_what_comes(last_stage: Case) -> None:
+def test_the_last_stage_has_the_loss_of_its_inputs(last_stage: Case) -> None:
     h = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     last_stage.wire.coming = [h.clone(), torch.arange(ROWS)]
     value = last_stage.forward(F0)
@@ -137,7 +137,7 @@ def test_the_last_stage_has_the_loss_of_what_comes(last_stage: Case) -> None:
 
 
 @pytest.mark.parametrize("used", [True, False], ids=["used", "not used"])
-def test_it_sends_back_the_gradients_of_what_came_or_zeros(last_stage: Case, used: bool) -> None:
+def test_it_sends_back_the_gradients_of_its_inputs_or_zeros(last_stage: Case, used: bool) -> None:
     last_stage.wire.coming = [torch.ones(ROWS, WIDTH), torch.arange(ROWS)]
     last_stage.forward(F0)
     last_stage.course.receive(B0)
@@ -169,14 +169,14 @@ def test_shapes_between_stages_are_found_once_and_without_a_value() -> None:
     assert len(seen) == 1
 
 
-def test_what_a_stage_makes_must_be_like_what_it_is_given(first_stage: Case) -> None:
+def test_the_result_of_a_stage_must_be_like_its_input(first_stage: Case) -> None:
     good = {"h": torch.ones(ROWS, WIDTH), "rows": torch.arange(ROWS)}
     assert [x is y for x, y in zip(first_stage.course._checked(good), good.values(), strict=True)] == [True, True]
     with pytest.raises(TypeError, match="of the shapes and dtypes that they take") as caught:
         first_stage.course._checked({"h": torch.ones(ROWS, 2), "rows": torch.ones(ROWS)})
     assert "h['h'] was (3, 4) torch.float32, and is (3, 2) torch.float32" in str(caught.value)
     assert "h['rows'] was (3,) torch.int64, and is (3,) torch.float32" in str(caught.value)
-    with pytest.raises(TypeError, match="layers must return what they take"):
+    with pytest.raises(TypeError, match="layers must return a tree like the one that they take"):
         first_stage.course._checked(good["h"])
 
 
@@ -208,7 +208,7 @@ def test_an_error_has_a_note_of_its_stage_and_microbatch(last_stage: Case) -> No
     assert not hasattr(other.value, "__notes__")  # it is not this rank's
 
 
-def test_all_that_was_sent_has_left_when_the_course_is_closed(first_stage: Case) -> None:
+def test_every_message_has_left_when_the_course_is_closed(first_stage: Case) -> None:
     left: list[int] = []
     first_stage.wire.send = lambda x, to, tag: Pending(lambda: left.append(tag), lambda: False)  # pyright: ignore
     first_stage.forward(F0)

@@ -212,7 +212,7 @@ def _says(losses: list[float]) -> TracedControl:
         pytest.param([1.0, float("nan")], False, marks=pytest.mark.nightly),
     ],
 )
-def test_one_loss_is_told_from_several(losses: list[float], one: bool) -> None:
+def test_one_loss_is_distinguished_from_several(losses: list[float], one: bool) -> None:
     plan = SimpleNamespace(leaves=[], batch_axes=(), mesh=sf.make_mesh({"dp": 2}, device="cpu", abstract=True))
     if one:
         return check_same_loss(torch.tensor(1.0), plan, _says(losses))

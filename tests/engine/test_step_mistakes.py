@@ -181,7 +181,7 @@ CALLS = [
     Mistake("a flag is in the batch", lambda: run(batch=(torch.ones(4, 3), True)),
             TypeError, "batch[1] is a bool", "write torch.tensor(True)"),
     Mistake("a number is in the batch for all rows", lambda: run(batch=batch_of() | {"n": torch.tensor(3)}),
-            ValueError, "batch['n'] of shape () has spec P('dp')", "say sf.P() in sharded_step(batch={...})"),
+            ValueError, "batch['n'] of shape () has spec P('dp')", "write sf.P() in sharded_step(batch={...})"),
     Mistake("the batch is an empty dict", lambda: run(batch={}),
             TypeError, "it is empty: no leaf", "the batch must be a tree of tensors"),
     Mistake("the batch has no rows", lambda: run(batch={"x": torch.ones(0, 3)}),

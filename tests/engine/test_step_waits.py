@@ -89,7 +89,7 @@ def test_a_rank_that_does_not_come_to_the_first_step_is_waited_for_no_longer_tha
 
 
 @distributed(world=2)
-def test_ranks_at_different_calls_say_which() -> None:
+def test_ranks_at_different_calls_name_them() -> None:
     mesh, rank = sf.make_mesh(), dist.get_rank()
     step = _step(mesh)
     state = step.init({"w": torch.ones(5, 3)})
@@ -156,7 +156,7 @@ def _run(world: int, how: str, place: pathlib.Path) -> list[str]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", ["exit", "end", "raise", "kill"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_that_goes_is_said_to_be_gone_and_how(world: int, how: str, tmp_path: pathlib.Path) -> None:
+def test_a_rank_that_goes_is_reported_with_the_cause(world: int, how: str, tmp_path: pathlib.Path) -> None:
     last = world - 1
     for said in _run(world, how, tmp_path):
         if how == "kill":

@@ -27,7 +27,7 @@ def _params() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
 @distributed(world=2)
-def test_leaves_that_share_a_gradient_or_have_none(bucket_bytes: int) -> None:
+def test_leaves_that_share_or_lack_a_gradient(bucket_bytes: int) -> None:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")
     for stage in (0, 2, 3):
         zero = Zero(stage=stage, persist_elements=0, travel=Travel(bucket_bytes=bucket_bytes))

@@ -113,7 +113,7 @@ RIGHT = [_right, _no_pvary, _two_psums, _psum_of_the_batch]
     [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(WRONG)],
     ids=lambda f: f.__name__.strip("_"),
 )
-def test_what_is_wrong_names_op_line_axis_and_remedy(loss: Callable[..., Any]) -> None:
+def test_errors_name_op_line_axis_and_remedy(loss: Callable[..., Any]) -> None:
     for zero in STAGES[::3]:
         with pytest.raises(AxisTypeError, match=f"(?s){WRONG[loss]}") as caught:
             _lowered(loss, zero, has_aux=loss is _aux_of_one_rank)
@@ -134,7 +134,7 @@ def _many_ways(p: Any, b: Any) -> Any:
 
 
 @pytest.mark.nightly
-def test_what_is_right_is_not_refused() -> None:
+def test_correct_losses_are_not_refused() -> None:
     for zero in STAGES[1:]:
         _lowered(_many_ways, zero, has_aux=True)
 
@@ -144,7 +144,7 @@ def test_what_is_right_is_not_refused() -> None:
     [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(RIGHT)],
     ids=lambda f: f.__name__.strip("_"),
 )
-def test_casts_are_inserted_where_a_loss_has_none(loss: Callable[..., Any]) -> None:
+def test_casts_are_inserted_where_a_loss_lacks_them(loss: Callable[..., Any]) -> None:
     gm = _lowered(loss, STAGES[0]).gm
     into = {n.args[1] for n in gm.graph.nodes if n.target is torch.ops.shardfn.pvary.default}
     assert "tp" in into and ("dp" in into) == (loss is _psum_of_the_batch)

@@ -101,7 +101,7 @@ def test_a_donated_state_gives_its_buffers_to_the_next_one(stage: int) -> None:
     assert (int(case.state.step), int(new.step)) == (0, 1)
 
 
-def test_a_state_that_is_not_donated_stays_as_it_was() -> None:
+def test_a_state_that_is_not_donated_stays_unchanged() -> None:
     case = Case(1, donate=False)
     before = tree_map(lambda x: x.local.clone(), (case.state.params, case.state.opt_state))
     case.run()

@@ -78,7 +78,7 @@ def test_it_has_45_lines() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("launcher", [ALONE, TWO], ids=["alone", "two"])
-def test_it_trains_and_transformers_reads_what_it_leaves(
+def test_it_trains_and_transformers_reads_its_files(
     launcher: list[str], given: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     rows = run(launcher, given, tmp_path, "--steps", "6", "--every", "3")

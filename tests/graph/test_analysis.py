@@ -202,7 +202,7 @@ def _moved_wait(op: str) -> tuple[int, ...]:
         pytest.param("psum_start", (400, 800, 800, 800, 800, 800, 800), marks=pytest.mark.nightly),
     ],
 )
-def test_a_transfer_holds_what_it_reads_and_its_own_buffers(op: str, timeline: tuple[int, ...]) -> None:
+def test_a_transfer_holds_its_inputs_and_its_own_buffers(op: str, timeline: tuple[int, ...]) -> None:
     assert _moved_wait(op) == timeline
 
 
@@ -284,7 +284,7 @@ def _cluster(bandwidth: float, flops: float = 1e12) -> Cluster:
     return Cluster(Device("toy", 1 << 30, {"float32": flops}, 1e9), 1, link, link)
 
 
-def test_estimate_exposes_what_nothing_hides() -> None:
+def test_estimate_exposes_transfers_that_nothing_hides() -> None:
     gm, _ = _captured(2, 0)
     fast, slow = estimate(gm, _cluster(1e12)), estimate(gm, _cluster(1e6))
     assert fast.compute == pytest.approx(slow.compute)
@@ -298,7 +298,7 @@ def test_estimate_exposes_what_nothing_hides() -> None:
     assert estimate(one, _cluster(1e6)).communication == {}
 
 
-def test_estimate_overlaps_what_is_under_way() -> None:
+def test_estimate_overlaps_transfers_under_way() -> None:
     def f(own: Tensor, x: Tensor) -> Tensor:
         handle = S.all_gather_start(own, [100, 100], "dp")
         y = x.exp()  # 8000 bytes: 8 us

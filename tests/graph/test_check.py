@@ -54,7 +54,7 @@ def test_a_line_per_transfer() -> None:
     assert collective_events(_graph(lambda x: S.wait(S.psum_start([x], "dp")), dp=1, tp=2)).lines == []
 
 
-def test_equal_programs_pass_whatever_their_lines() -> None:
+def test_equal_programs_of_different_lines_pass() -> None:
     a, b = _graph(_gather_then_sum, dp=2), _graph(_gather_then_sum, dp=2)
     for node in b.graph.nodes:
         node.meta["where"] = "another.py:1"
@@ -101,7 +101,7 @@ def _gather_last(x: Tensor) -> Tensor:
     return gathered.sum() + S.wait(summed).sum()
 
 
-def test_the_order_across_channels_is_free_where_nobody_waits_in_a_circle() -> None:
+def test_the_order_across_channels_is_free_where_no_ranks_wait_in_a_circle() -> None:
     """Channels are there before a step begins, in one order, whichever a rank uses first."""
     gms = [_graph(_gather_first, dp=2), _graph(_gather_last, dp=2)]
     prove_no_hang(gms)
@@ -127,7 +127,7 @@ def _grid(orders: Sequence[Sequence[str]]) -> list[GraphModule]:
     return [_graph(_along([{"a": "dp", "b": "tp"}[x] for x in o]), dp=2, tp=2) for o in orders]
 
 
-def test_groups_of_a_grid_are_told_apart() -> None:
+def test_groups_of_a_grid_are_distinguished() -> None:
     prove_no_hang(_grid(["ab", "ab", "ab", "ab"]))
     # Both sums along dp happen in the column of ranks 1 and 3 only: no group differs within itself.
     prove_no_hang(_grid(["b", "ba", "b", "ba"]))

@@ -122,7 +122,7 @@ def test_little_memory_takes_a_smaller_window_then_computes_again_then_fails() -
         check_fits(free.schedule(gm), free.peak - 1)
 
 
-def test_ties_go_to_the_first_and_what_sends_nothing_has_one_schedule() -> None:
+def test_ties_go_to_the_first_and_a_program_that_sends_nothing_has_one_schedule() -> None:
     gm, box = _step(), _box(FAST)
     one = Schedule(prefetch=0)
     choice = choose(gm, box, candidates=[one, dataclasses.replace(one, reuse=0)])

@@ -146,7 +146,7 @@ def test_integers_shifts_and_masks_are_exact() -> None:
 
 
 @needs_compiler
-def test_what_is_read_before_a_write_is_read_before_it() -> None:
+def test_a_read_before_a_write_stays_before_it() -> None:
     def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         before = x.view(-1) * 2 + 1
         x.add_(1)
@@ -159,7 +159,7 @@ def test_what_is_read_before_a_write_is_read_before_it() -> None:
 
 @pytest.mark.nightly
 @needs_compiler
-def test_a_small_sum_does_not_move_before_a_write_to_what_it_reads() -> None:
+def test_a_small_sum_does_not_move_before_a_write_to_its_input() -> None:
     def step(x: torch.Tensor, w: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = (x + 1).exp()
         z = y @ w
@@ -255,7 +255,7 @@ def test_arithmetic_floats_over_transfers_and_fixed_nodes_stay() -> None:
     assert [s for s in found if s != aten("view")] == expected
 
 
-def test_a_bias_gradient_joins_the_region_that_made_what_it_sums() -> None:
+def test_a_bias_gradient_joins_the_region_that_made_its_input() -> None:
     def step(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         dy = g * x + 1
         dx = dy @ w
@@ -293,7 +293,7 @@ def test_cutting_is_a_function_of_the_graph() -> None:
     assert texts[0] == texts[1]
 
 
-def test_small_regions_and_graphs_without_metadata_stay_as_they_are() -> None:
+def test_small_regions_and_graphs_without_metadata_stay_unchanged() -> None:
     x = torch.randn(4, 4)
     gm = captured(lambda x: ((x + 1).sin().cos(),), x)
     assert not any(isinstance(s, Region) for s in cut(gm))
@@ -343,11 +343,11 @@ def test_values_are_dropped_after_their_last_use() -> None:
 
 
 def test_an_unknown_backend_is_an_error() -> None:
-    with pytest.raises(ValueError, match="'fast' is none of"):
+    with pytest.raises(ValueError, match="'fast' is not one of"):
         resolve_backend("fast")
 
 
-def test_without_a_compiler_the_graph_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_graph_runs_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config
 
     monkeypatch.setattr(_backend, "_WARNED", [])

@@ -31,12 +31,12 @@ def test_views_and_writes_are_read_off_the_schema(target: object, views: int | N
     assert (op.views, op.writes) == (views, writes)
 
 
-def test_tags_say_what_draws_and_what_is_pointwise() -> None:
+def test_tags_mark_random_and_pointwise_ops() -> None:
     assert known_op(ATEN.rand_like.default).draws and not known_op(ATEN.relu.default).draws
     assert known_op(ATEN.relu.default).pointwise and not known_op(ATEN.sum.default).pointwise
 
 
-def test_what_returns_nothing_and_writes_nothing_is_there_for_its_effect() -> None:
+def test_an_op_that_returns_nothing_and_writes_nothing_is_kept_for_its_effect() -> None:
     assert known_op(WIRE.stop_unless.default).effects
     assert not known_op(ATEN._foreach_add_.List).effects and not known_op(ATEN.relu.default).effects
 
@@ -52,7 +52,7 @@ def test_every_overload_that_a_row_names_exists() -> None:
             assert overload in packet.overloads(), (packet, overload)
 
 
-def test_every_transfer_says_what_it_sends_and_whose_turn_it_takes() -> None:
+def test_every_transfer_declares_its_message_and_its_turn() -> None:
     starts = [op for op in OPS.values() if op.channel]
     assert len(starts) == 18 and all(op.transfer is not None for op in starts)
     assert all(op.transfer is None for op in OPS.values() if not op.channel)

@@ -78,7 +78,7 @@ def _late_use(a: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     return (x * 2 @ w,)
 
 
-def test_a_wait_does_not_pass_a_write_to_what_is_sent() -> None:
+def test_a_wait_does_not_pass_a_write_to_its_message() -> None:
     def f(a: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         w = _gather(a[:2])
         x = x * 2
@@ -224,7 +224,7 @@ def test_the_last_layer_is_gathered_once() -> None:
     "write",
     ["block", pytest.param("value", marks=pytest.mark.nightly), pytest.param("view", marks=pytest.mark.nightly)],
 )
-def test_what_is_written_between_is_gathered_again(write: str) -> None:
+def test_a_leaf_written_between_is_gathered_again(write: str) -> None:
     def f(a: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         w = _gather(a)
         y = x * w
@@ -405,7 +405,7 @@ def _in_flight(p: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     "case", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(_REFUSED)]
 )
-def test_nothing_is_overwritten_that_somebody_may_see(case: str) -> None:
+def test_memory_with_another_reader_is_not_overwritten(case: str) -> None:
     gm = _traced(_REFUSED[case], torch.ones(4), torch.ones(4), donated=(0,))
     assert _ops(donate(gm)) == _ops(gm)
 

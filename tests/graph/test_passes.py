@@ -180,7 +180,7 @@ def test_the_wire_catches_a_block_that_is_written_in_flight() -> None:
         _run([_one_rank(f, torch.ones(2))], [[torch.ones(2)]])
 
 
-def test_a_move_of_what_is_written_on_its_way_is_caught() -> None:
+def test_a_move_of_a_value_written_on_its_way_is_caught() -> None:
     def f(x: Tensor) -> tuple[Tensor, ...]:
         handle = _MOVES.to_host_start(x)
         x.add_(1)
@@ -190,7 +190,7 @@ def test_a_move_of_what_is_written_on_its_way_is_caught() -> None:
         _run([_one_rank(f, torch.ones(2))], [[torch.ones(2)]])
 
 
-def test_the_wire_shows_nobody_a_value_before_its_wait() -> None:
+def test_the_wire_shows_no_value_before_its_wait() -> None:
     def f(own: Tensor) -> tuple[Tensor, ...]:
         handle = _OPS.all_gather_start(own, [2], "dp")
         early = handle + 1
@@ -517,7 +517,7 @@ def test_the_schedule_keeps_all_bits(budget: int | None) -> None:
         _check(seed, _world(seed), Schedule(**options))
 
 
-def test_a_program_that_stops_leaves_the_state_as_it_was() -> None:
+def test_a_program_that_stops_leaves_the_state_unchanged() -> None:
     def f(own: Tensor, mu: Tensor) -> tuple[Tensor, ...]:
         g = _wait(_OPS.psum_scatter_start(own * 2, [4], 0, "dp"))
         decayed = mu * 0.9

@@ -23,7 +23,7 @@ def _lowered() -> Lowered:
     return step.lower({"w": torch.ones(64, 33)}, torch.ones(7, 64))
 
 
-def test_memory_is_drawn_as_it_was_analysed(tmp_path: pathlib.Path) -> None:
+def test_drawn_memory_equals_the_analysis(tmp_path: pathlib.Path) -> None:
     low = _lowered()
     found = low.memory_analysis()
     axes: list[Any] = low.plot(tmp_path / "memory.png").axes
@@ -34,6 +34,8 @@ def test_memory_is_drawn_as_it_was_analysed(tmp_path: pathlib.Path) -> None:
     assert over.lines[0].get_ydata()[0] * (1 << 20) == pytest.approx(found.peak)
     assert sum(bar.get_width() for bar in at_peak.patches) * (1 << 20) == pytest.approx(found.peak)
     assert found.node in over.get_title()
+    assert {text.get_text().strip(): text.get_position()[0] for text in over.texts} == found.begins
+    assert [*found.begins.values()] == sorted(found.begins.values()) and {"forward", "backward"} <= {*found.begins}
 
 
 @pytest.mark.nightly
@@ -50,7 +52,7 @@ def test_time_has_a_lane_of_compute_and_one_for_each_axes(tmp_path: pathlib.Path
     assert axes.get_legend() is not None
 
 
-def test_mistakes_and_a_missing_matplotlib_are_told() -> None:
+def test_mistakes_and_a_missing_matplotlib_raise() -> None:
     low = _lowered()
     with pytest.raises(ValueError, match=r"plot\(kind='space'\): there are 'time' and 'memory'"):
         low.plot(kind="space")

@@ -34,16 +34,16 @@ def test_a_local_op_varies_if_an_operand_does() -> None:
     ]
 
 
-def test_what_looks_at_shapes_alone_is_invariant() -> None:
+def test_ops_of_shapes_alone_are_invariant() -> None:
     assert _types(lambda v: (torch.zeros_like(v), v.new_ones(3), v * 0, torch.zeros(2)), True) == ["invariant"] * 4
 
 
-def test_what_ranks_may_agree_on_is_unknown() -> None:
+def test_values_that_ranks_may_agree_on_are_unknown() -> None:
     assert _types(lambda v: (v > 0, v.argmax(), torch.where(v > 0, v, 1.0), v.long()), True) == ["unknown"] * 4
     assert _types(lambda i: (i > 0, torch.rand_like(i)), False) == ["invariant", "unknown"]
 
 
-def test_what_packs_unlike_values_is_unknown_and_what_packs_like_ones_is_not() -> None:
+def test_a_pack_of_unlike_values_is_unknown_and_one_of_like_ones_is_not() -> None:
     def f(v: Tensor, i: Tensor) -> Any:
         packed = torch.cat([v, i])
         return packed, packed[4:], torch.stack([v, v]), torch.cat([i, i])
@@ -51,7 +51,7 @@ def test_what_packs_unlike_values_is_unknown_and_what_packs_like_ones_is_not() -
     assert _types(f, True, False) == ["unknown", "unknown", "varying", "invariant"]
 
 
-def test_a_sum_over_nothing_is_unknown_where_other_ranks_may_have_elements() -> None:
+def test_an_empty_sum_is_unknown_where_other_ranks_may_have_elements() -> None:
     assert _types(lambda v, i: (v[:0].sum(), v[:0], i[:0].sum(), i[:0]), True, False) == [
         "unknown",
         "unknown",
@@ -74,7 +74,7 @@ def test_lists_are_typed_member_by_member() -> None:
     assert _types(written, True, False) == ["varying", "invariant"]
 
 
-def test_memory_has_the_type_of_what_was_written_last() -> None:
+def test_memory_has_the_type_of_the_last_write() -> None:
     def f(v: Tensor, i: Tensor) -> Any:
         whole, part, back = torch.zeros(4), torch.zeros(4), v * 1
         whole.copy_(v)

@@ -44,7 +44,7 @@ def test_files_become_a_checkpoint(tmp_path: pathlib.Path) -> None:
     assert main(["checkpoint", "import", str(tmp_path / "none"), str(tmp_path / "run")]) == 2
 
 
-def test_trees_of_trees_and_what_has_no_parameters(tmp_path: pathlib.Path) -> None:
+def test_trees_of_trees_and_values_without_parameters(tmp_path: pathlib.Path) -> None:
     tree = {"blocks": [{"w": torch.ones(2)}, {"w": torch.zeros(3)}]}
     checkpoint.save(tmp_path / "a", tree, 1, at="params")
     assert export_checkpoint(tmp_path / "a", tmp_path / "out") == ["blocks.0.w", "blocks.1.w"]
@@ -55,5 +55,5 @@ def test_trees_of_trees_and_what_has_no_parameters(tmp_path: pathlib.Path) -> No
     checkpoint.save(tmp_path / "c", clash, 1, at="params")
     with pytest.raises(ValueError, match="the same name"):
         export_checkpoint(tmp_path / "c", tmp_path / "out")
-    with pytest.raises(ValueError, match="is none of"):
+    with pytest.raises(ValueError, match="is not one of"):
         export_checkpoint(tmp_path / "a", tmp_path / "out", dtype="int8")

@@ -179,7 +179,7 @@ def test_jobs_go_on_here_and_there(stage: int, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["bf16", "frozen", "tied", "groups", "small", "momentum", "sgd"])
-def test_three_ranks_checkpoints_are_what_zero_to_fp32_makes_of_them(
+def test_three_ranks_checkpoints_equal_the_result_of_zero_to_fp32(
     kind: str, stage: int, tmp_path: pathlib.Path
 ) -> None:
     ran("--standalone", "--nproc-per-node=3", SAVING, stage, kind, tmp_path)

@@ -165,7 +165,7 @@ def test_a_pickle_that_would_run_something_is_not_opened(tmp_path: pathlib.Path,
 
 
 @pytest.mark.parametrize("universal", [False, True])
-def test_weights_that_are_there_twice_and_differ_are_told(tmp_path: pathlib.Path, universal: bool) -> None:
+def test_weights_that_are_there_twice_and_differ_are_named(tmp_path: pathlib.Path, universal: bool) -> None:
     want = write_universal(tmp_path / "tag", flat=False) if universal else write(tmp_path / "tag", 2, 3)
     model = tmp_path / "tag" / "mp_rank_00_model_states.pt"
     had = torch.load(model)
@@ -188,7 +188,7 @@ def test_experts_and_missing_ranks_of_stage_3_are_refused(tmp_path: pathlib.Path
         interop.read_deepspeed(str(tmp_path))
 
 
-def test_what_is_missing_or_does_not_fit(tmp_path: pathlib.Path) -> None:
+def test_missing_weights_and_weights_that_do_not_fit(tmp_path: pathlib.Path) -> None:
     with pytest.raises(FileNotFoundError, match="no file 'latest'"):
         interop.read_deepspeed(str(tmp_path))
     write(tmp_path / "tag", 2, 3)

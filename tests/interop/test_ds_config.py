@@ -88,7 +88,7 @@ def test_every_typo_of_a_letter_is_found() -> None:
             interop.from_deepspeed_config({wrong: 1})
 
 
-def test_every_known_key_is_told_of_or_refused() -> None:
+def test_every_known_key_is_explained_or_refused() -> None:
     values: dict[str, Any] = {"optimizer": {"type": "adamw"}, "scheduler": {"type": "WarmupLR"}}
     for key, kind in KEYS.items():
         if kind == TAKEN:
@@ -125,7 +125,7 @@ def test_an_auto_that_does_not_follow_is_named() -> None:
     assert "reduce_bucket_size" not in told  # it changes no value
 
 
-def test_all_that_is_wrong_is_listed_at_once() -> None:
+def test_all_mistakes_are_listed_at_once() -> None:
     config = {
         "train_batch_size": 33,
         "train_micro_batch_size_per_gpu": "auto",

@@ -100,7 +100,7 @@ TWO = [
         pytest.param(3, SMALL, marks=pytest.mark.nightly),
     ],
 )
-def test_what_is_written_for_any_number_of_ranks_is_read_bit_for_bit(
+def test_files_for_any_number_of_ranks_are_read_bit_for_bit(
     tmp_path: pathlib.Path, stage: int, zero: dict[str, Any], ranks: int
 ) -> None:
     state, fresh = trained_in_bf16()
@@ -132,7 +132,7 @@ def _by_ranks(directory: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
-def test_several_ranks_write_what_one_would(tmp_path: pathlib.Path, world: int) -> None:
+def test_several_ranks_write_the_files_of_one(tmp_path: pathlib.Path, world: int) -> None:
     _by_ranks(directory=str(tmp_path), world=world)
     one, _ = trained()
     interop.save_deepspeed(tmp_path, one, "one", learning_rate=0.1, job=interop.DeepSpeedJob(config_of(2), 4, Net()))
@@ -181,7 +181,7 @@ def test_momentum_and_loss_scales_are_there(tmp_path: pathlib.Path) -> None:
     assert steps[0].data_ptr() != steps[1].data_ptr()  # one tensor would count twice in a step
 
 
-def test_a_job_that_the_state_does_not_fit_is_told_by_name(tmp_path: pathlib.Path) -> None:
+def test_a_job_that_the_state_does_not_fit_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     state, _ = trained()
 
     def refused(match: str, config: Any = None, ranks: int = 2, net: Any = None, groups: Any = None) -> None:

@@ -86,7 +86,7 @@ def test_sgd_and_weights_alone() -> None:
     assert all(torch.equal(x, want.params[name]) for name, x in layers(params).items())
 
 
-def test_what_does_not_fit_is_told_by_name() -> None:
+def test_leaves_that_do_not_fit_are_named() -> None:
     step = sf.sharded_step(loss, sf.optim.adam(0.1))
     with pytest.raises(
         ValueError, match=r"mu\['a'\] is not in the checkpoint, as exp_avg of a(.|\n)*momentum_buffer of a"
@@ -123,7 +123,7 @@ def _saved(world: int, directory: str) -> None:
         assert torch.equal(x, y)
     with pytest.raises((FileExistsError, sf.RankError), match="is there already"):
         interop.save_deepspeed(directory, state, tag, learning_rate=0.1)
-    with pytest.raises(ValueError, match=r"none of files.*\n.*'\.\./x'"):
+    with pytest.raises(ValueError, match=r"names of files.*\n.*'\.\./x'"):
         interop.save_deepspeed(directory, state, "../x", learning_rate=0.1)
 
 
@@ -134,7 +134,7 @@ def start_like(state: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "world", [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)]
 )
-def test_what_is_written_is_read_again(tmp_path: pathlib.Path, world: int) -> None:
+def test_written_files_are_read_again(tmp_path: pathlib.Path, world: int) -> None:
     _saved(world=world, directory=str(tmp_path))
     assert (tmp_path / "latest_universal").read_text() == f"world{world}"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest_universal", f"world{world}"]
@@ -149,7 +149,7 @@ def _fails(directory: str) -> None:
     step(state, torch.ones(1))  # the ranks still agree
 
 
-def test_a_writer_that_fails_is_told_to_all(tmp_path: pathlib.Path) -> None:
+def test_a_writer_that_fails_raises_on_all(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
     _fails(directory=str(tmp_path / "file"))
 

@@ -170,7 +170,7 @@ def _cannot_be_written(directory: str, when: str) -> None:
 
 
 @pytest.mark.parametrize("when", [pytest.param("first", marks=pytest.mark.nightly), "later"])
-def test_a_writer_that_fails_is_told_to_all(tmp_path: pathlib.Path, when: str) -> None:
+def test_a_writer_that_fails_raises_on_all(tmp_path: pathlib.Path, when: str) -> None:
     """Without a directory to write to, and with a disk that is full after a tensor."""
     place = tmp_path / "out"
     if when == "first":

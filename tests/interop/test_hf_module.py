@@ -52,7 +52,7 @@ def test_buffers_go_along(tmp_path: pathlib.Path) -> None:
     assert all(torch.equal(x, y) for x, y in zip(module.buffers(), other.buffers(), strict=True))
 
 
-def test_all_that_does_not_fit_is_listed(tmp_path: pathlib.Path) -> None:
+def test_every_weight_that_does_not_fit_is_listed(tmp_path: pathlib.Path) -> None:
     module = nn.Linear(3, 2)
     module_to_hf(module, dict(module.named_parameters()), tmp_path)
     with pytest.raises(ValueError, match=r"weight is \(2, 3\) in the file, but \(2, 4\)") as error:
@@ -62,7 +62,7 @@ def test_all_that_does_not_fit_is_listed(tmp_path: pathlib.Path) -> None:
         module_to_hf(module, {"wieght": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path)
 
 
-def test_nothing_is_read_before_it_is_used(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weight_is_read_before_it_is_used(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
     module_to_hf(module, dict(module.named_parameters()), tmp_path)
     reads: list[int] = []

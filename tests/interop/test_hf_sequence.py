@@ -197,7 +197,7 @@ def test_labels_are_shifted_before_the_cut() -> None:
 
 def test_packed_rows_have_positions() -> None:
     packed = {"input_ids": torch.arange(5)[None], "seq_idx": torch.tensor([[0, 0, 1, 1, 1]])}
-    with pytest.raises(ValueError, match=r"'seq_idx': \(1, 5\)\} tell that rows \(1, 5\) are packed.*\"position_ids\""):
+    with pytest.raises(ValueError, match=r"'seq_idx': \(1, 5\)\} show that rows \(1, 5\) are packed.*\"position_ids\""):
         causal_lm_batch(nn.Dense(), packed, sf.make_mesh({}))
     positions = {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])}
     assert causal_lm_batch(nn.Dense(), packed | positions, sf.make_mesh({}))["position_ids"].shape == (1, 5)

@@ -85,7 +85,7 @@ def test_a_module_without_weights_gets_them_tied() -> None:
     assert isinstance(module.seen, torch.Tensor) and module.seen == 7
 
 
-def test_what_does_not_fit_is_listed() -> None:
+def test_leaves_that_do_not_fit_are_listed() -> None:
     state = _trained(sf.make_mesh({"dp": 1}, device="cpu"), nn.Sequential(nn.Linear(5, 7)), None)
     with pytest.raises(ValueError, match=r"0\.weight is \(7, 5\), but \(2, 5\) in the module") as error:
         sf.to_module(state, nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 2)))

@@ -181,7 +181,7 @@ def test_triton_is_the_formula_in_many_cases(dtype: torch.dtype, monkeypatch: py
     "which",
     ["reference", pytest.param("native", marks=pytest.mark.nightly), pytest.param("triton", marks=pytest.mark.nightly)],
 )
-def test_what_is_dropped_is_the_same_bits(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_elements_are_dropped(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Probabilities of equal scores, and values that identify their pair: y shows the kept ones."""
     if which == "triton":
         pytest.importorskip("triton")
@@ -205,7 +205,7 @@ def test_what_is_dropped_is_the_same_bits(which: str, monkeypatch: pytest.Monkey
         torch.testing.assert_close(y * T, want.float(), rtol=1e-5, atol=0)
 
 
-def test_a_ledger_counts_what_the_kernel_allocates() -> None:
+def test_a_ledger_counts_the_memory_of_the_kernel() -> None:
     """At the peak, forward and backward, beside arguments and results; with the fp32 copies of 16-bit values."""
     if not kernels.is_native("block_sparse_attention"):
         pytest.skip("no C++ compiler")

@@ -3,15 +3,18 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardfn import kernels
-from shardfn.kernels.draw import _reference
+from shardfn import core, kernels
+from shardfn.kernels import _build
+from shardfn.kernels.draw import _native, _reference
 
-F64 = torch.float64
+F64, INTS = torch.float64, ("top_k", "targets")
+MASK = 0xFFFFFFFF
 
 
 def _case(rows: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -30,26 +33,126 @@ def _case(rows: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor, dict[st
 
 def _of(rows: int, **how: float) -> dict[str, Tensor]:
     given = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | how
-    return {k: torch.full((rows,), x, dtype=torch.int64 if k == "top_k" else F64) for k, x in given.items()}
+    return {k: torch.full((rows,), x, dtype=torch.int64 if k in INTS else F64) for k, x in given.items()}
+
+
+def _same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
+    return torch.equal(a[0], b[0]) and torch.equal(a[1].nan_to_num(9), b[1].nan_to_num(9))
+
+
+@pytest.fixture(params=[4, 3, 1], ids=lambda n: f"x86-64-v{n}")
+def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A generation of processors; a test that needs a newer one than is here runs as the newest."""
+    if _build.library() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(_native, "NEWEST", request.param)
+    return request.param
 
 
 @pytest.mark.parametrize("vocab", [1, 63, 777, pytest.param(4096, marks=pytest.mark.nightly)])
-def test_c_has_the_bits_of_the_definition(vocab: int) -> None:
+def test_c_has_the_bits_of_the_definition(generation: int, vocab: int) -> None:
     logits, uniform, how = _case(40, vocab)
-    got = kernels.draw(logits, uniform, **how)
+    targets = torch.full((40,), -1)
+    targets[::9] = vocab // 2
+    got = kernels.draw(logits, uniform, **how, targets=targets)
     with kernels.implemented_by("reference"):
-        want = kernels.draw(logits, uniform, **how)
-    assert torch.equal(got[0], want[0])
-    assert torch.equal(got[1].nan_to_num(9), want[1].nan_to_num(9)) and torch.equal(got[0] < 0, got[1].isnan())
+        want = kernels.draw(logits, uniform, **how, targets=targets)
+    assert _same(got, want) and torch.equal(got[0] < 0, got[1].isnan()), generation
 
 
-def test_a_row_is_drawn_as_it_is_alone() -> None:
-    logits, uniform, how = _case(30, 333)
-    tokens, logprobs = kernels.draw(logits, uniform, **how)
-    for i in range(30):
-        one = slice(i, i + 1)
-        token, logprob = kernels.draw(logits[one], uniform[one], **{k: x[one] for k, x in how.items()})
-        assert token == tokens[one] and (logprob == logprobs[one] or (logprob.isnan() and logprobs[one].isnan()))
+@pytest.mark.parametrize("vocab", [1, 130])
+def test_triton_has_the_bits_of_a_cpu(monkeypatch: pytest.MonkeyPatch, vocab: int) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    logits, uniform, how = _case(20, vocab)
+    targets, keys = torch.full((20,), -1), torch.arange(20) * 7**18
+    targets[::9] = vocab // 2
+    want = kernels.draw(logits, uniform, **how, targets=targets), kernels.draw_uniforms(keys, keys + 2**33)
+    with kernels.implemented_by("triton"), np.errstate(all="ignore"):  # the interpreter computes with numpy
+        got = kernels.draw(logits, uniform, **how, targets=targets), kernels.draw_uniforms(keys, keys + 2**33)
+    assert _same(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+# Ties, signs of zero, spreads that fall into one bin or overflow, and temperatures at the ends of their range.
+@pytest.mark.parametrize("temperature", [1e-300, 0.99e-5, 1e-5, 1e-3, 1.0, 100.0, 1e300, math.inf])
+def test_ties_and_extremes_have_the_bits_of_the_definition(temperature: float) -> None:
+    g = torch.Generator().manual_seed(3)
+    logits = torch.randn(9, 300, generator=g)
+    logits[0], logits[1] = torch.where(logits[0] > 0, 0.0, -0.0), logits[1].round()
+    logits[2], logits[3] = logits[2] * 1e38, logits[3] * 1e-40
+    logits[4], logits[5, ::2] = logits[4].sign() * 3e38, -math.inf
+    logits[6, 7], logits[7], logits[8] = 3.4e38, torch.arange(300) // 3 * -0.25, -5.0
+    uniform = torch.rand(9, dtype=F64, generator=g)
+    for how in ({}, {"top_k": 7}, {"top_p": 0.6}, {"top_k": 200, "top_p": 0.9}, {"min_p": 0.3, "top_p": 0.0}):
+        given = _of(9, temperature=temperature, **how)
+        got = kernels.draw(logits, uniform, **given)
+        with kernels.implemented_by("reference"):
+            assert _same(got, kernels.draw(logits, uniform, **given)), how
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_is_drawn_like_the_row_alone(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(_native, "FEW", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    logits, uniform, how = _case(65, 333)
+    alone = [kernels.draw(logits[[i]], uniform[[i]], **{k: x[[i]] for k, x in how.items()}) for i in range(65)]
+    tokens, logprobs = map(torch.cat, zip(*alone, strict=True))
+    for n in range(1, 66):
+        got = kernels.draw(logits[:n], uniform[:n], **{k: x[:n] for k, x in how.items()})
+        assert _same(got, (tokens[:n], logprobs[:n])), n
+
+
+def test_a_target_is_scored_instead_of_a_draw() -> None:
+    logits, uniform, how = _case(30, 200)
+    targets = torch.arange(30) * 3 - 1
+    uniform[1:] = math.nan  # not read
+    tokens, logprobs = kernels.draw(logits, uniform, **how, targets=targets)
+    failed = tokens < 0
+    assert failed.tolist() == [i in (3, 4, 5) for i in range(30)]
+    keep = ~failed & (targets >= 0)
+    assert torch.equal(tokens[keep], targets[keep])
+    want = logits.double().log_softmax(-1)[keep].gather(1, targets[keep, None])[:, 0]
+    torch.testing.assert_close(logprobs[keep].double(), want, rtol=1e-6, atol=1e-6)
+    assert logprobs[6] == -math.inf  # the token is excluded
+    drawn, same = kernels.draw(logits[:1], uniform[:1], **{k: x[:1] for k, x in how.items()})
+    again = kernels.draw(logits[:1], uniform[:1], **{k: x[:1] for k, x in how.items()}, targets=drawn)
+    assert torch.equal(again[1], same)  # one expression for tokens that are drawn and given
+
+
+def test_frequencies_are_those_of_the_softmax() -> None:
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(2)) * 1.5
+    num = 20000
+    uniform = kernels.draw_uniforms(torch.full((num,), 77), torch.arange(num))
+    tokens, _ = kernels.draw(logits.expand(num, -1).contiguous(), uniform, **_of(num, temperature=0.8))
+    want = (logits.double() / 0.8).softmax(-1) * num
+    chi = float(((torch.bincount(tokens, minlength=40) - want).square() / want).sum())
+    assert chi < 72.1  # the quantile 0.999 for 39 degrees of freedom
+
+
+def test_uniform_numbers_are_the_words_of_core_and_of_jax() -> None:
+    g = torch.Generator().manual_seed(0)
+    keys = torch.randint(-(2**63), 2**63 - 1, (500,), generator=g)
+    places = torch.cat([torch.arange(490), torch.randint(2**62, (10,), generator=g)])
+    pair = torch.stack([keys >> 32 & MASK, keys & MASK], -1)
+    hi, lo = (word.to(torch.int64) & MASK for word in core.threefry2x32(pair, places))
+    want = torch.tensor([(h << 32 | n) >> 11 for h, n in zip(hi.tolist(), lo.tolist(), strict=True)]).double() * 2**-53
+    for kind in ("native", "reference") if _build.library() else ("reference",):
+        with kernels.implemented_by(kind):
+            assert torch.equal(kernels.draw_uniforms(keys, places), want)
+            assert torch.equal(kernels.draw_uniforms(keys.view(torch.uint64), places), want)
+            assert torch.equal(kernels.draw_uniforms(keys[::2], places[::2]), want[::2])
+            assert kernels.draw_uniforms(keys[:3], places[:3].int()).tolist() == want[:3].tolist()
+            # The key and counter of zeros: 0x6b200159, 0x99ba4efe in the paper's test vectors.
+            zero = torch.tensor([0])
+            assert kernels.draw_uniforms(zero, zero).item() == (0x6B20015999BA4EFE >> 11) / 2**53
+    assert (want >= 0).all() and (want < 1).all()
+
+
+def test_uniform_numbers_refuse_other_types() -> None:
+    with pytest.raises(TypeError, match=r"keys is torch\.int32, must be torch\.int64 or torch\.uint64"):
+        kernels.draw_uniforms(torch.zeros(2).int(), torch.zeros(2).long())
+    with pytest.raises(ValueError, match=r"places is of shape \(3,\), must be \(2,\): one for each key"):
+        kernels.draw_uniforms(torch.zeros(2).long(), torch.zeros(3).long())
 
 
 def test_log_probabilities_are_of_the_logits_as_given() -> None:
@@ -103,6 +206,8 @@ def test_own_functions_are_exact_to_a_unit() -> None:
         ({"top_p": 1.5}, "top_p is 1.5 in row 0"),
         ({"top_k": 7}, "top_k is 7 in row 0; must be from 0 to 6"),
         ({"min_p": -0.1}, "min_p is -0.1"),
+        ({"targets": 6}, "targets is 6 in row 0; must be from -1 to 5"),
+        ({"targets": -2}, "targets is -2 in row 0; must be from -1 to 5"),
     ],
 )
 def test_arguments_out_of_range_are_refused(how: dict[str, Any], said: str) -> None:

@@ -57,10 +57,18 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
      (QKV[1], *QKV, *RESULTS, *TILES), (QKV[1], *QKV, *RESULTS, *TILES, *[None] * 5, 0, 0, 0, 0, 2, 0.5)),
     ("draw", lambda x, u, k: kernels.draw(x, u, temperature=u, top_k=k, top_p=u, min_p=u),
      (X, SCALES.double(), torch.tensor([0, 3])),
-     (X, *[SCALES.double()] * 2, torch.tensor([0, 3]), *[SCALES.double()] * 2)),
+     (X, *[SCALES.double()] * 2, torch.tensor([0, 3]), *[SCALES.double()] * 2, None)),
+    ("draw_uniforms", kernels.draw_uniforms, (torch.tensor([3, 4]), torch.tensor([0, 3])),
+     (torch.tensor([3, 4]), torch.tensor([0, 3]))),
+    ("penalise", lambda x, h, n, p: kernels.penalise(x, h, n, repetition=p, presence=p, frequency=p),
+     (X, torch.tensor([[1, 2], [3, -1]]).int(), torch.tensor([1, 0]).int(), SCALES.double()),
+     (X, torch.tensor([[1, 2], [3, -1]]).int(), torch.tensor([1, 0]).int(), *[SCALES.double()] * 3)),
     ("row_linear", lambda x, w: kernels.row_linear(x, w, 5), (X, kernels.pack_rows(torch.randn(5, 16))),
      (X, kernels.pack_rows(torch.randn(5, 16)), 5, 8, torch.ones(5))),
     ("ragged_attention", kernels.ragged_attention, PAGES, (*PAGES, 0.5, None, None, None, torch.ones(2), None)),
+    ("gated_silu", kernels.gated_silu, (X, ERROR), (X, ERROR)),
+    ("gelu", kernels.gelu, (X,), (X,)),
+    ("row_norm", lambda x, w: kernels.row_norm(x, w, centered=True), (X, ERROR[0]), (X, ERROR[0], X[0], 1e-5, False)),
     ("preconditioned_step_", lambda *xs: kernels.preconditioned_step_(*xs, eps=1e-8), MOMENTS, (*MOMENTS, 1e-8, 0.1)),
 ]  # fmt: skip
 
@@ -141,7 +149,7 @@ def test_one_node_and_a_well_behaved_op(
         ),
     ],
 )
-def test_what_is_refused(run: Callable[[], Any], kind: type[Exception], said: str) -> None:
+def test_refusals(run: Callable[[], Any], kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         run()
 

@@ -25,7 +25,7 @@ def test_golden_values(kind: str) -> None:
     assert kernels.quantize(ties)[0].tolist() == [[-128, 0, 2, 2, 0, -2]]
 
 
-def test_zeros_and_what_is_no_number(kind: str) -> None:
+def test_zeros_and_values_that_are_not_finite(kind: str) -> None:
     x = torch.tensor([[0, 0, 1e-40, -1e-36, math.nan, 1, math.inf, -1, -4, 4, 0, 0, 1]])
     for bits in (8, 4):
         codes, scales = kernels.quantize(x, bits=bits, block=2)

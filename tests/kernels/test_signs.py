@@ -37,7 +37,7 @@ def test_golden_values_of_workers_and_servers(kind: str) -> None:
         torch.testing.assert_close(left, torch.tensor(error * 2))
 
 
-def test_sign_of_zeros_and_what_is_no_number(kind: str) -> None:
+def test_signs_of_zeros_and_nans(kind: str) -> None:
     x = torch.tensor([[0.0, -0.0, math.nan, math.inf, -math.inf, 1e-45, -1e-45, -math.nan]])
     bits = kernels.pack_signs(x)
     assert bits.tolist() == [[0b11010100]]

@@ -12,12 +12,16 @@ import re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from shardfn.kernels.block_sparse_attention import _triton as sparse
+from shardfn.kernels.draw import _triton as draw
 from shardfn.kernels.dequantize_sum import _triton as sums
 from shardfn.kernels.moving_average import _triton as average
+from shardfn.kernels.pointwise import _triton as pointwise
+from shardfn.kernels.penalise import _triton as penalise
 from shardfn.kernels.preconditioned_step import _triton as step
 from shardfn.kernels.quantize import _triton as quantize
 from shardfn.kernels.ragged_attention import _triton as ragged
 from shardfn.kernels.row_linear import _triton as rows
+from shardfn.kernels.row_norm import _triton as norm
 from shardfn.kernels.sign_compress import _triton as compress
 from shardfn.kernels.sign_mean import _triton as mean
 from shardfn.kernels.signs import _triton as signs
@@ -31,6 +35,13 @@ CASES = [
     (step._step, "*fp32 *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 fp32 fp32 i64", dict(DECAYS=True, ADDS=True, WIDTH=1024)),
     (average._average, "*fp32 *fp32 fp32 fp32 i32", dict(WIDTH=1024)),
     (mean._add_mean, "*u8 *fp32 *fp32 *fp64 i32 i32", LANES),
+    (draw._weigh, "*fp32 *fp64 *fp64 *fp64 *fp64 i32 i32 i32", dict(TERMS=13, WIDTH=1024)),
+    (draw._blocks, "*fp64 *fp64 i32", dict(WIDTH=1024)),
+    (draw._running, "*fp64 *fp64 i32", {}),
+    (draw._nucleus, "*fp64 *i64 *fp64 *i64 i32", {}),
+    (draw._in_block, "*fp64 *fp64 *fp64 *i64 *i64 i32", dict(BLOCK=64)),
+    (draw._uniforms, "*i64 *i64 *fp64 i32", dict(WIDTH=1024)),
+    (penalise._penalise, "*fp32 *i32 *i32 *fp64 *fp64 *fp64 *i32 *fp32 i32 i32 i32", dict(WIDTH=1024)),
 ]
 for bits, code in ((8, "*i8"), (4, "*u8")):
     block, tile = dict(BITS=bits, WIDTH=256), dict(BITS=bits, WIDTH=1024)
@@ -41,12 +52,18 @@ for bits, code in ((8, "*i8"), (4, "*u8")):
         (sums._sum_quantize, f"{code} *fp32 {code} *fp32 i32 i32 i32 i32 i32", block),
     ]
 EXACT = len(CASES)
-# The chains of a linear layer are fused on purpose.
+# The chains of a linear layer, exponentials and norms are fused on purpose.
 CASES += [(rows._chain, f"*fp32 *{x} *fp32 i32 i32 i32 i32 i32", dict(ROWS=16, N=64)) for x in ("fp32", "bf16")]
 CASES += [
     (ragged._row, f"*fp32 *{x} *i64 *i32 *fp32 *fp32 *fp32 fp32 fp32 i32 i32 i32", dict(K=64, WIDTH=64, N=32))
     for x in ("fp32", "bf16")
 ]
+CASES += [
+    (pointwise._gated_silu, "*fp32 *fp32 *fp32 i64", dict(WIDTH=1024)),
+    (pointwise._gelu, "*fp32 *fp32 i64", dict(WIDTH=1024)),
+]
+for case in (dict(CENTERED=True, BIASED=True), dict(CENTERED=False, BIASED=False)):
+    CASES += [(norm._norm, "*fp32 *fp32 *fp32 *fp32 i32 fp32", dict(case, LANES=64))]
 for x in ("bf16", "fp32"):
     told = f"*{x} *{x} *{x} *i32 *i32 *i32 *u8 *i64 *i64 *fp32 i64 i64 i64 i64 *fp32 i32 *i64 i32 fp32"
     told += " i32 i32 i32 i32 i32 i32 i32 i32 fp32"
@@ -73,4 +90,4 @@ def test_every_kernel_compiles_for_a_gpu() -> None:
     pytest.importorskip("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
-    assert run.stdout.split() == ["compiled", "25"], run.stderr
+    assert run.stdout.split() == ["compiled", "36"], run.stderr

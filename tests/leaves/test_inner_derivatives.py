@@ -142,7 +142,7 @@ def test_gradients_per_row_of_a_module() -> None:
 
 
 @distributed(world=2)
-def test_what_is_refused_on_one_device_is_refused() -> None:
+def test_derivatives_that_one_device_refuses_are_refused() -> None:
     mesh, zero = sf.make_mesh({"dp": 2}, device="cpu"), Zero(stage=3, persist_elements=0)
 
     def step(loss: Any) -> None:

@@ -104,7 +104,7 @@ def _check(shapes: dict[str, tuple[int, ...]], world: int, **zero: Any) -> None:
 @pytest.mark.parametrize(
     "world", [pytest.param(n, marks=() if n in (1, 3, 5) else pytest.mark.nightly) for n in range(1, 9)]
 )
-def test_what_is_packed_comes_out_as_it_was(world: int) -> None:
+def test_packed_leaves_come_out_unchanged(world: int) -> None:
     draw = random.Random(world)
     for case in [SHARED, *(_shapes(draw) for _ in range(40))]:
         for stage in (1, 3):

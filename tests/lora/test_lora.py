@@ -134,7 +134,7 @@ def test_captured_it_has_the_bits_of_the_eager_step() -> None:
         assert torch.equal(a, b)
 
 
-def test_at_first_the_model_is_as_it_was_and_merging_adds_them() -> None:
+def test_at_first_the_model_is_unchanged_and_merging_adds_them() -> None:
     params = _params()
     lora = LoRA.of(params, ["up", "down"], rank=2)
     fresh = lora.init(sf.key(0), dtype=torch.float64)
@@ -340,7 +340,7 @@ def test_options_that_exclude_each_other() -> None:
         lora.adapt(_flat_loss)(tree, _batches()[0], sf.key(0))
 
 
-def test_what_cannot_be_adapted_is_refused() -> None:
+def test_leaves_that_cannot_be_adapted_are_refused() -> None:
     params = {**_params(), "ids": torch.ones(3, 3, dtype=torch.int64)}
     with pytest.raises(ValueError) as caught:
         LoRA.of(params, ["upp", "blocks.g", "ids", "head"], rank=5)

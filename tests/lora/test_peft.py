@@ -43,7 +43,7 @@ def _adapters(lora: LoRA) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_they_come_back_as_they_were(name: str, stacked: bool, tmp_path: pathlib.Path) -> None:
+def test_they_come_back_unchanged(name: str, stacked: bool, tmp_path: pathlib.Path) -> None:
     module = _llama() if name == "llama" else _gpt2()
     layers, targets = ("model.layers", TARGETS) if name == "llama" else ("transformer.h", [r"c_attn\.weight"])
     params, _ = sf.from_module(module, layers=layers) if stacked else sf.from_module(module)
@@ -136,7 +136,7 @@ def _built(kind: str) -> tuple[nn.Module, Any, Any, LoRA]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_comes_back_as_it_was(kind: str, tmp_path: pathlib.Path) -> None:
+def test_each_kind_comes_back_unchanged(kind: str, tmp_path: pathlib.Path) -> None:
     _, params, _, lora = _built(kind)
     adapters = _moved(lora, params)
     save_peft(tmp_path, lora, adapters)

@@ -71,7 +71,7 @@ def test_it_is_the_sum(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(grads, wanted)
 
 
-def test_what_is_asked_of_it_is_that_of_a_tensor() -> None:
+def test_its_attributes_are_those_of_a_tensor() -> None:
     w = LowRankWeight.of(*_parts(), 1.0)
     assert isinstance(w, Tensor) and tuple(w.shape) == (M, N) and w.numel() == M * N and w.size(-1) == N
     assert w.requires_grad and not w.is_leaf and w.dtype == torch.float64 and w.ndim == 2 and len(w) == M

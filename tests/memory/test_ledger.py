@@ -90,7 +90,7 @@ def test_disk_values_and_staging_are_counted(tmp_path: pathlib.Path) -> None:
         assert book.live("disk") == again.nbytes
 
 
-def test_what_is_counted_by_hand_may_be_on_disk(tmp_path: pathlib.Path) -> None:
+def test_bytes_counted_by_hand_may_be_on_disk(tmp_path: pathlib.Path) -> None:
     with memory.Pool(tmp_path) as pool:
         value = pool.write(torch.zeros(10)).result()
         with memory.ledger() as book:
@@ -98,6 +98,6 @@ def test_what_is_counted_by_hand_may_be_on_disk(tmp_path: pathlib.Path) -> None:
             assert book.live("disk") == 40
 
 
-def test_a_kind_that_is_none_is_named() -> None:
+def test_an_unknown_kind_is_named() -> None:
     with memory.ledger() as book, pytest.raises(ValueError, match="Did you mean 'device'"):
         book.live("devise")

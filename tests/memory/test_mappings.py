@@ -21,7 +21,7 @@ from shardfn.memory._mappings import Mappings
 PAGE = 4096
 
 
-def test_what_was_given_back_is_lent_again() -> None:
+def test_returned_memory_is_lent_again() -> None:
     mappings = Mappings(keep=1 << 20)
     area = mappings.lend(3 * PAGE)
     where = np.frombuffer(area, np.uint8).ctypes.data
@@ -90,7 +90,7 @@ def test_sizes_are_rounded_a_little() -> None:
     assert len({_mappings._rounded(n) for n in range(1 << 20, 2 << 20, 997)}) <= 9
 
 
-def test_when_there_is_no_room_what_waits_is_given_up() -> None:
+def test_when_there_is_no_room_waiting_memory_is_given_up() -> None:
     mappings, full = Mappings(keep=1 << 20), []
     mappings.lend(8 * PAGE)
     made = _mappings._map
@@ -110,7 +110,7 @@ def test_when_there_is_no_room_what_waits_is_given_up() -> None:
     assert mappings.waiting == 16 * PAGE  # a failed loan does not count as in use
 
 
-def test_threads_never_share_what_they_were_lent() -> None:
+def test_threads_never_share_lent_memory() -> None:
     errors: list[str] = []
 
     def work(own: int) -> None:

@@ -42,7 +42,7 @@ def test_files_are_used_again_when_their_values_are_garbage(tmp_path: pathlib.Pa
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_a_commit_is_what_is_opened(tmp_path: pathlib.Path, durable: bool) -> None:
+def test_an_opened_pool_equals_its_commit(tmp_path: pathlib.Path, durable: bool) -> None:
     values = {"w": X, "half": torch.ones(3000).bfloat16(), "count": torch.tensor(7), "none": torch.empty(0, 3)}
     with memory.Pool(tmp_path, checksum=durable) as pool:
         on_disk = {name: pool.write(x).result() for name, x in values.items()}
@@ -174,7 +174,7 @@ def test_a_value_too_large_leaves_the_others(tmp_path: pathlib.Path, file_limit:
 
 
 @pytest.mark.nightly
-def test_a_limit_met_while_writing_frees_what_was_half_written(tmp_path: pathlib.Path) -> None:
+def test_a_limit_met_while_writing_frees_half_written_files(tmp_path: pathlib.Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     x = torch.zeros(1 << 20, dtype=torch.uint8)
     with memory.Pool(tmp_path) as pool:
@@ -289,7 +289,7 @@ def test_a_writer_killed_at_20_points_loses_nothing_that_it_committed(
     _kill_while_writing(tmp_path, 20, caplog)
 
 
-def test_info_says_what_was_chosen_and_why(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_info_has_each_choice_and_its_reason(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     with memory.Pool(tmp_path / "a", direct=False, max_staging=1 << 20, threads=3) as pool:
         info = pool.info()
         assert (info.direct, info.why_not_direct, info.threads) == (False, "not asked for", 3)

@@ -13,7 +13,7 @@ from shardfn import memory
 from shardfn.memory._threads import Threads, in_background
 
 
-def test_what_may_wait_comes_last_and_each_kind_in_its_order() -> None:
+def test_tasks_that_may_wait_come_last_and_each_kind_in_its_order() -> None:
     gate, done, threads = threading.Event(), [], Threads(1, "test")
     held = threads.submit(gate.wait, 10)
     futures = [threads.submit(done.append, n, later=n % 2 == 0) for n in range(6)]

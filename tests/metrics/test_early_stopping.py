@@ -18,7 +18,7 @@ def _stops_at(stopping: EarlyStopping, values: list[float]) -> int | None:
     return None
 
 
-def test_it_stops_after_so_many_evaluations_without_improvement() -> None:
+def test_it_stops_after_patience_evaluations_without_improvement() -> None:
     falling = [3.0, 2.0, 2.0, 1.9, 1.85, 1.8]
     assert _stops_at(EarlyStopping(1), falling) == 2
     assert _stops_at(EarlyStopping(2), falling) is None

@@ -42,7 +42,7 @@ def test_events_hold_the_same(tmp_path: pathlib.Path) -> None:
     assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1
 
 
-def test_without_tensorboard_it_says_what_to_do(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_it_gives_the_remedy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     with pytest.raises(ModuleNotFoundError, match="pip install tensorboard"):
         Logger(tmp_path, tensorboard=True)

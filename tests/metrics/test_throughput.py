@@ -21,7 +21,7 @@ def test_utilisation_is_of_all_devices() -> None:
     assert speed(10) == {"tokens_per_s": 10.0, "mfu": 0.5}
 
 
-def test_half_of_what_it_needs_is_an_error() -> None:
+def test_half_of_its_arguments_are_an_error() -> None:
     with pytest.raises(ValueError, match="needs both"):
         Throughput(6.0)
 

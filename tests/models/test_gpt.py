@@ -303,7 +303,7 @@ def test_config_names_every_bad_field_with_its_value():
         gpt.Config(vocab_size=8, num_layers=0, d_model=8, num_heads=2, max_len=-1)
     misspelt = gpt.Config(vocab_size=8, num_layers=1, d_model=8, num_heads=2)
     object.__setattr__(misspelt, "norm", "rmsnorm")  # past the type checks, as a caller without them would
-    with pytest.raises(ValueError, match=r"norm='rmsnorm' is none of .* Did you mean 'rms'"):
+    with pytest.raises(ValueError, match=r"norm='rmsnorm' is not one of .* Did you mean 'rms'"):
         misspelt.__post_init__()
     with pytest.raises(ValueError, match=r"dropout=1\.0"):
         gpt.Config(vocab_size=8, num_layers=1, d_model=8, num_heads=2, dropout=1.0)

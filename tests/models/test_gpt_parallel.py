@@ -216,7 +216,7 @@ def test_logits_and_samples_are_those_of_one_device() -> None:
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.nightly), 3])
 @distributed(world=2)
-def test_a_sharded_state_samples_what_one_device_samples(stage: int) -> None:
+def test_a_sharded_state_samples_like_one_device(stage: int) -> None:
     config, prompt = CONFIGS["llama_gqa"], torch.tensor([[1, 2], [3, 4]])
     params = params_of(config, torch.float64)
     zero = sf.Zero(stage=stage, persist_elements=0)

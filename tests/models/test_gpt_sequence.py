@@ -203,7 +203,7 @@ def test_a_grid_beside_another_axis(other: str, stage: int, world: int) -> None:
 
 
 @distributed(world=3)
-def test_cut_sequences_are_what_the_spec_cuts() -> None:
+def test_cut_sequences_follow_the_spec() -> None:
     """The tokens of each rank, taken by position, are its block of the rows in `sequence_order`."""
     tokens, mesh = torch.arange(24).view(2, 12), sf.make_mesh({"sp": 3})
     batch = {"tokens": tokens, "segment_ids": (tokens > 5).long() + (tokens > 16).long()}
@@ -215,7 +215,7 @@ def test_cut_sequences_are_what_the_spec_cuts() -> None:
         assert all(torch.equal(got[name], whole[name][:, own]) for name in whole)
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     mesh = sf.make_mesh({"sp": 2}, abstract=True, device="cpu")
     x = torch.ones(1, 3, 2, 2)
     with sf.collectives.bind_mesh(mesh):
@@ -223,7 +223,7 @@ def test_what_is_refused() -> None:
             nn.attention(x, x, x, impl=nn.Ring("sp"))
         with pytest.raises(ValueError, match="this rank has 3 tokens, but of 9 over 2 ranks of 'sp' its part is 5"):
             nn.attention(x, x, x, impl=nn.Ulysses("sp", 9))
-        with pytest.raises(ValueError, match="says two lengths"):
+        with pytest.raises(ValueError, match="has two lengths"):
             nn.attention(x, x, x, impl=nn.Ulysses("sp", 6, nn.Ring("r", 5)))
     config = gpt.Config(**SHAPE, attention=nn.Ring("sp", 8))
     with pytest.raises(ValueError, match="length must be their number"):

@@ -92,7 +92,7 @@ def test_dropout_of_tiles_on_two_ranks() -> None:
 
 @pytest.mark.nightly
 @distributed(world=2)
-def test_ranks_compute_what_one_device_does() -> None:
+def test_ranks_equal_one_device() -> None:
     """Along sp each rank has the layouts of its heads; along tp, too; scanned, recomputed and captured."""
     one = dataclasses.replace(CONFIG, num_layers=1)
     parity(sf.make_mesh({"sp": 2}), dataclasses.replace(one, attention=nn.Ulysses("sp", T, nn.BlockSparse())))
@@ -124,7 +124,7 @@ def test_pipeline_stages() -> None:
     torch.testing.assert_close(last(params, h, batch).mean(), gpt.loss(config, params, batch).mean())
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     ahead = dataclasses.replace(CONFIG, causal=False)
     params = gpt.init(CONFIG, sf.key(0))
     with pytest.raises(ValueError, match=r'each token sees the next.*give the batch "targets"'):

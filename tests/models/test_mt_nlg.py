@@ -18,7 +18,7 @@ def _bench() -> Any:
 
 
 @pytest.mark.nightly
-def test_a_tiny_clone_sends_what_the_formulas_say() -> None:
+def test_a_tiny_clone_sends_the_bytes_of_the_formulas() -> None:
     bench = _bench()
     tiny = {"num_layers": 9, "d_model": 64, "num_heads": 8, "d_ff": 256, "max_len": 32, "vocab_size": 128}
     config, sizes = dataclasses.replace(bench.CONFIG, **tiny), {"pp": 3, "dp": 2, "tp": 4}
@@ -28,7 +28,7 @@ def test_a_tiny_clone_sends_what_the_formulas_say() -> None:
 
 
 @pytest.mark.nightly
-def test_a_stage_of_530_billion_parameters_sends_what_the_formulas_say() -> None:
+def test_a_stage_of_530_billion_parameters_sends_the_bytes_of_the_formulas() -> None:
     """Stage 17 of 35, on one of 2,240 ranks; with 4 microbatches of the run's 240."""
     bench = _bench()
     found, expected = bench.lowered(17, 4), bench.by_hand(bench.CONFIG, bench.SIZES, 4)

@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(REFUSED)]
 )
-def test_what_a_step_cannot_do_is_refused_by_name(name: str) -> None:
+def test_unsupported_modules_are_refused_by_name(name: str) -> None:
     make, match = REFUSED[name]
     with pytest.raises(ValueError, match=match):
         sf.from_module(make())

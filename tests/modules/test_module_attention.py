@@ -22,7 +22,7 @@ def llama(**more: Any) -> Any:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_body_computes_what_the_model_does(packed: bool) -> None:
+def test_a_body_equals_the_attention_of_the_model(packed: bool) -> None:
     model = llama()
     before = model.config._attn_implementation
     params, apply = sf.from_module(model, attention=nn.Blockwise(4))
@@ -112,11 +112,13 @@ def test_a_rank_without_tokens_is_refused() -> None:
     mesh = sf.make_mesh({"sp": 3})
     params, apply = sf.from_module(llama(), attention=nn.Ring("sp", 4))
     step = sf.sharded_step(lambda p, x: apply(p, x).logits.sum(), sf.optim.sgd(0.1), mesh=mesh, batch=sf.P(None, "sp"))
-    with pytest.raises((ValueError, sf.RankError), match=r"of 4 tokens over 3 ranks this rank has none.*multiple of 3"):
+    with pytest.raises(
+        (ValueError, sf.RankError), match=r"of 4 tokens over 3 ranks this rank has no token.*multiple of 3"
+    ):
         step(step.init(params), TOKENS[:, 2 * torch.distributed.get_rank() : 4][:, :2])
 
 
-def test_what_cannot_be_routed_is_refused() -> None:
+def test_calls_that_cannot_be_routed_are_refused() -> None:
     with pytest.raises(ValueError, match="no model of transformers"):
         sf.from_module(torch.nn.Linear(2, 2), attention=nn.Dense())
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=11, hidden_size=16, n_layer=1, n_head=4))

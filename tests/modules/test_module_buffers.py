@@ -135,7 +135,7 @@ def test_the_remedy_of_the_message_works() -> None:
 
 
 @distributed(world=2)
-def test_all_ranks_raise_and_nothing_is_changed(world: int) -> None:
+def test_all_ranks_raise_and_buffers_are_unchanged(world: int) -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     params, apply = sf.from_module(net)
     for stage in (0, 3):

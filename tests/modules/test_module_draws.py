@@ -162,7 +162,7 @@ def test_without_a_key_dropout_is_refused_and_both_remedies_work(jit: bool) -> N
     step(lambda p, x: apply(p, x).mean())
 
 
-def test_what_belongs_to_no_sample_is_refused() -> None:
+def test_draws_that_belong_to_no_sample_are_refused() -> None:
     x, keyed = torch.ones(4, 6), (sf.key(0), torch.arange(2))
     _, apply = sf.from_module(nn.Dropout(0.1))
     with pytest.raises(ValueError, match=r"shape \(4, 6\), whose dim 0 is not the 2 row"):

@@ -110,7 +110,7 @@ def test_buffers_follow_the_nearest_parameters() -> None:
     assert seen == {"bn": torch.bfloat16, "own": torch.bfloat16}
 
 
-def test_which_buffers_keep_their_dtype_can_be_said() -> None:
+def test_buffers_that_keep_their_dtype_can_be_named() -> None:
     module = net()
     params, apply = sf.from_module(module, keep_dtype=())
     loss = sf.mixed_precision(lambda p, tokens: apply(p, tokens), sf.Policy.bf16())
@@ -119,7 +119,7 @@ def test_which_buffers_keep_their_dtype_can_be_said() -> None:
     assert module.rotary.inv_freq.dtype == torch.float32
 
 
-def test_a_module_of_several_dtypes_is_left_as_it_is() -> None:
+def test_a_module_of_several_dtypes_is_left_unchanged() -> None:
     module = nn.Sequential(nn.Linear(3, 3).bfloat16(), nn.Linear(3, 3))
     params, apply = sf.from_module(module)
     with pytest.raises(RuntimeError, match="dtype"):

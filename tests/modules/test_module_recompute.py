@@ -208,7 +208,7 @@ class Cached(nn.Module):
         pytest.param("nested", marks=pytest.mark.nightly),
     ],
 )
-def test_what_runs_again_sees_the_buffers_as_they_were_where_it_began(way: str) -> None:
+def test_a_recomputation_sees_the_buffers_of_its_beginning(way: str) -> None:
     module = Cached().double()
     params, apply = sf.from_module(module)
     x = torch.randn(3, 5, dtype=torch.float64)

@@ -33,5 +33,5 @@ def test_a_call_that_asks_for_one_warns() -> None:
         apply(params, input_ids=ids, labels=ids, output_router_logits=True)
 
 
-def test_a_balance_loss_without_weight_is_none() -> None:
+def test_a_balance_loss_of_weight_zero_is_accepted() -> None:
     sf.from_module(_model(output_router_logits=True, router_aux_loss_coef=0.0))

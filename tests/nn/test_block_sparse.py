@@ -62,7 +62,7 @@ def test_heads_have_their_own_layouts_and_only_their_tiles_are_computed() -> Non
     assert len(_tiles.tiles_of(nn.Causal() & nn.Window(15), (0, 64), (0, 64), 16).columns) == 4 + 3
 
 
-def test_layouts_of_one_length_are_told_apart() -> None:
+def test_layouts_of_one_length_are_distinguished() -> None:
     q = torch.randn(1, 32, 2, 4)
     for make, block in itertools.product((layouts.dense, layouts.local_window), (4, 8)):
         mask = make(32, block=block)
@@ -159,7 +159,7 @@ def test_flops_are_those_of_the_tiles() -> None:
         assert cost_analysis(step).flops == 7 * unit, (heads, block)
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     q = torch.randn(1, 32, 4, 8)
     attend = functools.partial(nn.attention, q, q, q, impl=nn.BlockSparse())
     with pytest.raises(ValueError, match=r"BlockSparse\(block=0\)"):

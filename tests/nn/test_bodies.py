@@ -458,14 +458,16 @@ def test_autocast_rounds_bodies_alike() -> None:
     ],
     ids=str,
 )
-def test_what_a_body_cannot_cut_is_refused(impl: Any) -> None:
+def test_sequences_that_a_body_cannot_cut_are_refused(impl: Any) -> None:
     """Before any transfer: the error has the shapes, and the bodies that can."""
     mesh = sf.make_mesh({"sp": 2}, abstract=True, device="cpu")
     q, k, other = torch.ones(1, 3, 5, 2), torch.ones(1, 3, 2, 2), torch.ones(1, 4, 5, 2)
     with bind_mesh(mesh):
         with pytest.raises(ValueError, match="5 query heads over 2 key heads; the latter must divide the former"):
             nn.attention(q, k, k, impl=impl)
-        with pytest.raises(ValueError, match="3 queries and 4 keys on a rank of a sequence of 6; pass as many of both"):
+        with pytest.raises(
+            ValueError, match="3 queries and 4 keys on a rank of a sequence of 6; pass the same number of both"
+        ):
             nn.attention(q, other, other, mask=nn.Full(), impl=impl)
         with pytest.raises(ValueError, match="this rank has 4 tokens, but of 6 over 2 ranks of 'sp' its part is 3"):
             nn.attention(other, other, other, impl=impl)

@@ -106,7 +106,7 @@ def beside(T: int, chunk: int) -> float:
 
 
 @pytest.mark.nightly
-def test_what_is_on_the_device_is_some_chunks_however_many_there_are() -> None:
+def test_the_device_holds_a_few_chunks_however_many_there_are() -> None:
     found = [beside(T, 128) for T in (1024, 2048, 4096)]
     assert max(found) <= 10, found
     assert max(found) - min(found) <= 1, found
@@ -150,14 +150,14 @@ def test_remat_jit_and_grad() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
-def test_what_is_refused(tmp_path: Any) -> None:
+def test_refusals(tmp_path: Any) -> None:
     q = torch.randn(2, 6, 2, 4)
     wrongs: list[dict[str, Any]] = [{"chunk": 0}, {"chunk": 2, "to": "disk"}]
     for wrong in wrongs:
         with pytest.raises(ValueError, match=r"or on 'disk' with pool=memory.Pool\(path\)"):
             nn.Chunked(**wrong)
     attend = functools.partial(nn.attention, impl=nn.Chunked(2))
-    with pytest.raises(ValueError, match="6 queries over 5 keys: a chunk has as many of both"):
+    with pytest.raises(ValueError, match="6 queries over 5 keys: a chunk has the same number of both"):
         attend(q, q[:, :5], q[:, :5], mask=nn.Full())
     for told, f in (
         ("vmap", lambda: torch.func.vmap(lambda q: attend(q, q, q))(torch.stack([q, q]))),

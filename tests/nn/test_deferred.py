@@ -92,7 +92,7 @@ def test_both_parts_are_the_whole_backward(remat: bool) -> None:
     assert rest.products["multiplications"] >= 0.25 * whole.products["multiplications"]
 
 
-def test_what_depends_on_no_trained_activation_is_reached() -> None:
+def test_weights_that_depend_on_no_trained_activation_are_reached() -> None:
     """Products of constants, whose first part has no gradient."""
     w = torch.ones(2, 3, requires_grad=True)
     deferred = DeferredGradients([w])
@@ -169,7 +169,7 @@ def test_a_function_that_differentiates_itself_is_refused(create_graph: bool) ->
         assert torch.equal(two, torch.full((1, 2), 2.0))
 
 
-def test_torch_func_inside_is_left_as_it_is() -> None:
+def test_torch_func_inside_is_left_unchanged() -> None:
     w = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
     x = torch.randn(2, 3, dtype=torch.float64)
 

@@ -114,7 +114,7 @@ def test_random_blocks_are_all_as_likely() -> None:
     assert back.sum(-1).tolist() == [1, 2, 3] + [4] * (n - 3) and not np.triu(back, 1).any()
 
 
-def test_causal_bigbird_draws_from_what_is_before() -> None:
+def test_causal_bigbird_draws_from_earlier_blocks() -> None:
     blocks = layouts.bigbird(N, block=1, random=(3, sf.key(0)), attention="unidirectional").blocks
     assert not np.triu(blocks, 1).any() and blocks.any(-1).all()
     assert counts(layouts.bigbird(N, block=1, random=(3, sf.key(0)), attention="unidirectional"))[0] > 45
@@ -144,7 +144,7 @@ def refused(words: str, make: Any, length: int = 16, **options: Any) -> None:
         make(length, **{"block": 1, **options})
 
 
-def test_what_layouts_refuse() -> None:
+def test_refusals_of_layouts() -> None:
     for make in (
         getattr(layouts, n) for n in ("dense", "fixed", "variable", "bigbird", "bslongformer", "local_window")
     ):
@@ -156,7 +156,8 @@ def test_what_layouts_refuse() -> None:
         )
         refused("must be 1 or more", make, 16, block=0)
         assert (
-            make is layouts.dense or refused("'both' is none of 'bidirectional', 'unid", make, attention="both") is None
+            make is layouts.dense
+            or refused("'both' is not one of 'bidirectional', 'unid", make, attention="both") is None
         )
     refused("num_global_blocks=3 must divide num_local_blocks=4", layouts.fixed, num_global_blocks=3)
     refused(

@@ -79,7 +79,7 @@ def test_intersections_are_those_of_the_dense_masks() -> None:
         assert torch.equal(both.pairs(*span).expand(want.shape), want)
 
 
-def test_what_positions_tell_is_told_exactly() -> None:
+def test_tiles_are_classified_exactly_by_positions() -> None:
     """The cover of a mask of positions is "some" only for a mixed rectangle."""
     for mask in (nn.Causal(), nn.Window(3, 2), nn.Window(None, 1), nn.Window(4), nn.Prefix(7)):
         whole = mask.pairs((0, 12), (0, 12))
@@ -110,7 +110,7 @@ def test_values() -> None:
     assert torch.equal(nn.segments(torch.tensor([[3, 4, 0, 1, 0]])).ids_BT, torch.tensor([[0, 0, 1, 1, 2]]))
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     q = torch.ones(2, T, 3, 2)
     with pytest.raises(ValueError, match=r"1 rows have no block, the first at \(1,\)"):
         nn.BlockLayout([[1, 0], [0, 0]], 4)
@@ -126,7 +126,7 @@ def test_what_is_refused() -> None:
         nn.attention(q, q, q, mask=nn.Segments(IDS[:, :9]))
     with pytest.raises(ValueError, match="the counts must agree"):
         nn.attention(q, q[:, :9], q[:, :9], mask=nn.Window(3))
-    with pytest.raises(ValueError, match="say causal in the mask"):
+    with pytest.raises(ValueError, match="write both in the mask"):
         nn.attention(q, q, q, mask=nn.Full(), causal=True)
     with pytest.raises(ValueError, match="looks back only"):
         nn.attention(q, q, q, mask=nn.Prefix(3), slopes_H=torch.ones(3))

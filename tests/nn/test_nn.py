@@ -109,7 +109,7 @@ def test_layer_in_float32(name):
     torch.testing.assert_close(layer(*args), reference(*args), rtol=1e-5, atol=1e-5)
 
 
-def test_attention_refuses_what_does_not_fit():
+def test_attention_refuses_arguments_that_do_not_fit():
     q, kv = torch.zeros(1, 3, 4, 2), torch.zeros(1, 3, 3, 2)
     with pytest.raises(ValueError, match="4 query heads over 3 key heads"):
         nn.attention(q, kv, kv)

@@ -226,7 +226,7 @@ def test_vocabulary_parallel_loss_has_the_published_values() -> None:
 
 
 @distributed(world=2)
-def test_vocabulary_parallel_loss_refuses_what_one_device_refuses() -> None:
+def test_vocabulary_parallel_loss_has_the_refusals_of_one_device() -> None:
     mesh = sf.make_mesh({"tp": 2})
 
     def lookup(table: Tensor, tokens: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ def test_fused_layers_equal_the_layers() -> None:
     torch.testing.assert_close(nn.column_linear(x, w_GRKD)[..., 1, 2, :], F.linear(x, w_GRKD[1, 2]))
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_arguments_that_do_not_fit_are_named() -> None:
     mesh = sf.make_mesh({"tp": 2}, device="cpu", abstract=True)
     x, w = torch.ones(B, T, D), torch.ones(3, 6)
     flat = nn.AttentionWeights(w, w, w, w)
@@ -341,7 +341,7 @@ def test_a_whole_leaf_is_not_taken_for_a_block(name: str) -> None:
 @pytest.mark.parametrize(
     "option", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(UNSAID)]
 )
-def test_the_size_of_the_whole_layer_is_said(option: str) -> None:
+def test_the_size_of_the_whole_layer_is_required(option: str) -> None:
     mesh = sf.make_mesh({"tp": 2}, device="cpu", abstract=True)
     with sf.collectives.bind_mesh(mesh), pytest.raises(ValueError, match=f"say {option}=, of the whole layer"):
         UNSAID[option](torch.ones(B, T, D))

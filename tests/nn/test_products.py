@@ -85,13 +85,13 @@ UNKNOWN: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(UNKNOWN)]
 )
-def test_others_are_left_as_they_are(name: str) -> None:
+def test_others_are_left_unchanged(name: str) -> None:
     call, shapes = UNKNOWN[name]
     operands = [x.detach().float() for x in _drawn(shapes)]
     assert _read(call, operands)[0] is None
 
 
-def test_autocast_and_complex_numbers_are_left_as_they_are() -> None:
+def test_autocast_and_complex_numbers_are_left_unchanged() -> None:
     a, b = torch.ones(2, 2), torch.ones(2, 2)
     with torch.autocast("cpu", torch.bfloat16):
         assert _read(torch.matmul, [a, b])[0] is None

@@ -135,7 +135,7 @@ def test_cut_classes_equal_one_device(cases: list[tuple[str, bool, dict[str, Any
         parity(sf.make_mesh({axis: 2}), config, plain, jit=jit, **options)
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     x, w, targets = drawn()
     with pytest.raises(ValueError, match="one target a token"):
         nn.tiled_cross_entropy(x, w, targets[:, 1:])

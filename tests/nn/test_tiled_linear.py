@@ -47,7 +47,7 @@ def test_tiles_fit_the_bytes_they_may_have() -> None:
     assert len(grid) == 128 and len(grid[0]) == 1
 
 
-def test_what_is_no_grid_is_an_error() -> None:
+def test_a_malformed_grid_is_an_error() -> None:
     x, w = torch.ones(2, 4), torch.ones(3, 4)
     for tiles, bias, said in (
         ([[w[:, :2], w[:2, 2:]]], None, r"tile \[0\]\[1\] is \(2, 2\), expected \(3, 2\)"),

@@ -18,7 +18,7 @@ PATIENCE = 240
 
 
 @pytest.mark.nightly
-def test_ranks_on_both_sides_of_a_cut_link_stop_and_say_why(tmp_path: pathlib.Path, nodes: Any) -> None:
+def test_ranks_on_both_sides_of_a_cut_link_stop_with_the_reason(tmp_path: pathlib.Path, nodes: Any) -> None:
     with nodes.torchrun(PROGRAM, str(tmp_path), str(TIMEOUT)) as agents:
         _until(lambda: all(_read(tmp_path / f"at-{rank}") > "1" for rank in range(4)))
         assert [agent.poll() for agent in agents] == [None, None]

@@ -121,7 +121,7 @@ def test_a_rank_that_hangs_is_named_with_its_call_and_the_job_goes_on(tmp_path: 
 
 
 @pytest.mark.nightly
-def test_where_rank_0_has_the_store_and_hangs_the_others_say_so_and_the_job_goes_on(tmp_path: pathlib.Path) -> None:
+def test_where_rank_0_has_the_store_and_hangs_the_others_report_it_and_the_job_goes_on(tmp_path: pathlib.Path) -> None:
     """The ranks' requests to the store then get no answer."""
     place = tmp_path / "job"
     place.mkdir()

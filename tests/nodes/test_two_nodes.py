@@ -24,7 +24,7 @@ def _torchrun(nodes: Any, *args: str) -> list[dict[str, Any]]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("across", "stage"), [("dp", 2), ("dp", 3), ("pp", 0), ("node", 3)])
-def test_two_nodes_equal_one_device_and_send_what_is_planned(nodes: Any, across: str, stage: int) -> None:
+def test_two_nodes_equal_one_device_and_send_the_planned_bytes(nodes: Any, across: str, stage: int) -> None:
     for node in _torchrun(nodes, across, str(stage)):
         # The bytes in frames (TCP's, IP's and Ethernet's headers) per byte of payload are measured on the same link.
         if across == "node":  # in two hops: those of one node share memory, and only those

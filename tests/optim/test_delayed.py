@@ -117,7 +117,7 @@ def test_buffers_are_kept_and_gradients_copied() -> None:
     assert torch.equal(state.pending[0], torch.ones(3))
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     with pytest.raises(ValueError, match="warmup=-1 must be an int >= 0"):
         optim.delayed(optim.sgd(0.1), -1)
     tx = optim.delayed(optim.sgd(0.1))

@@ -68,7 +68,7 @@ def test_in_place_equals_pure_and_equals_float32(name: str) -> None:
     assert torch.equal(fast["a"], fast_state.master["a"].to(BF16))
 
 
-def test_masters_start_from_what_was_never_rounded() -> None:
+def test_masters_start_from_unrounded_values() -> None:
     w = torch.tensor([1.001, 2.003])
     state = optim.master_weights(optim.sgd(0.1), param_dtypes=BF16).init([w])
     assert torch.equal(state.master[0], w) and state.master[0] is not w

@@ -135,7 +135,7 @@ def test_two_measures_side_by_side_take_the_tree() -> None:
     assert beside(NORM, OTHER).needs.granularity == "tree"
 
 
-def test_what_reads_a_state_is_shown_its_own() -> None:
+def test_a_reader_of_a_state_is_shown_its_own() -> None:
     params = {"w": torch.ones(2)}
     for tx in (LATE, optim.chain(LATE, ELEMENT), optim.master_weights(optim.chain(optim.chain(LATE))), around(LATE)):
         measure, state = tx.needs.measure, tx.init(params)
@@ -154,7 +154,7 @@ def test_what_reads_a_state_is_shown_its_own() -> None:
         assert phases.next(tree_map(lambda x: x + 3, tx.init(params))) == Phase("at 3", True)
 
 
-def test_each_part_is_given_what_it_sees() -> None:
+def test_each_part_is_given_its_own_leaves() -> None:
     seen: list[Any] = []
 
     def told(name: str) -> GradientTransformation:

@@ -113,7 +113,7 @@ def test_it_freezes_when_the_variance_is_stable(name: str) -> None:
     assert names[frozen] == ("compressed" if name == "onebit_adam" else "switch")
 
 
-def test_the_norm_of_a_variance_that_learns_ever_rarer_is_corrected_by_what_it_has_learnt() -> None:
+def test_the_norm_of_a_variance_that_learns_ever_rarer_is_corrected_by_its_own_updates() -> None:
     tx: Any = optim.zero_one_adam(0.0, b2=0.9, var_freeze_step="auto", var_update_scaler=2)
     params = [torch.ones(4)]
     state, norms = tx.init(params), set()
@@ -170,7 +170,7 @@ def test_masters_and_chains_pass_phases_on() -> None:
         assert torch.equal(p, m.bfloat16())
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_senseless_arguments_are_refused() -> None:
     for step in (0, -1, True):
         with pytest.raises(ValueError, match=r"onebit_adam: freeze_step=.* must be an int >= 1"):
             optim.onebit_adam(0.1, freeze_step=step)
@@ -221,7 +221,7 @@ def test_updates_have_a_derivative_in_the_learning_rate(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["zero_one_adam", "onebit_lamb"])
-def test_updates_without_a_derivative_say_so(name: str) -> None:
+def test_updates_without_a_derivative_raise(name: str) -> None:
     tx = MAKE[name]()
     params, state, _ = walk(tx, 9)
     grads = tree_map(lambda x: x.requires_grad_(), draw(10))

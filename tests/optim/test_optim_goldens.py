@@ -114,7 +114,7 @@ def test_lion(in_place: bool) -> None:
 
 
 @both
-def test_lion_leaves_what_never_saw_a_gradient(in_place: bool) -> None:
+def test_lion_leaves_elements_that_never_saw_a_gradient(in_place: bool) -> None:
     tx, params = optim.lion(0.1, weight_decay=0.0), [torch.tensor([1.0, 2.0])]
     grads = [torch.tensor([0.0, -0.0])]
     state = tx.init(params)

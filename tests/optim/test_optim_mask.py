@@ -30,7 +30,7 @@ both = pytest.mark.parametrize("in_place", [False, True])
 
 @both
 @pytest.mark.parametrize("mask", [MASK, lambda p: MASK, lambda p: tree_map(lambda x: x.ndim > 1, p)])
-def test_decay_where_the_mask_says(mask: Any, in_place: bool) -> None:
+def test_decay_where_the_mask_is_true(mask: Any, in_place: bool) -> None:
     params = make_params()
     zeros = tree_map(torch.zeros_like, params)
     for tx in (optim.adamw(0.1, weight_decay=0.5, mask=mask), optim.lion(0.1, weight_decay=0.5, mask=mask)):

@@ -65,7 +65,7 @@ def test_accuracy_of_leaves_that_are_not_contiguous() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("num", [3, 70_000])
-def test_a_norm_that_is_not_finite_says_so(bad: float, num: int) -> None:
+def test_a_norm_that_is_not_finite_raises(bad: float, num: int) -> None:
     x = torch.ones(num)
     x[num // 2] = bad
     assert not optim.global_norm([x]).isfinite()

@@ -126,7 +126,7 @@ def test_pairs_at_every_stage(world: int, name: str) -> None:
 
 
 @distributed(world=2)
-def test_what_says_element_is_shown_blocks_and_sends_nothing() -> None:
+def test_an_elementwise_rule_is_shown_blocks_and_sends_nothing() -> None:
     mesh, seen = sf.make_mesh({"dp": 2}), []
     init, update = by_element()
 
@@ -189,7 +189,7 @@ def test_before_a_rule_that_averages_a_pair_is_refused() -> None:
     optim.chain(GradientTransformation(*by_element(), needs=Needs("element")), own)
 
 
-def test_what_counts_as_specs() -> None:
+def test_arguments_that_count_as_specs() -> None:
     named, bare = (lambda u, s, p=None, *, specs=None: (u, s)), (lambda u, s, p=None: (u, s))
     extra = lambda u, s, p=None, **more: (u, s)  # noqa: E731
     init: Any = lambda p: ()  # noqa: E731
@@ -210,7 +210,7 @@ def test_what_counts_as_specs() -> None:
         pytest.param((len, 1), marks=pytest.mark.nightly),
     ],
 )
-def test_what_is_no_optimizer_is_refused(wrong: Any) -> None:
+def test_a_value_that_is_no_optimizer_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"an optimizer is a pair of functions \(init, update\), but this is "):
         optim.as_transformation(wrong)
 
@@ -220,5 +220,5 @@ def test_a_pair_whose_state_is_on_the_host() -> None:
     rule = GradientTransformation(*by_element(), needs=Needs("element"))
     check(lambda: rule, 1, 2, optimizer="host", grads="host", chunk_bytes=64)
     mesh, zero = sf.make_mesh({"dp": 2}), sf.Zero(stage=1, persist_elements=0, optimizer="host")
-    with pytest.raises(ValueError, match="keep its state on the device, or say that it treats every element alike"):
+    with pytest.raises(ValueError, match="keep its state on the device, or declare that it treats every element alike"):
         sf.sharded_step(loss, by_element(), mesh=mesh, zero=zero).init(params())

@@ -46,6 +46,6 @@ def test_a_hundred_layers_on_thirty_five_stages() -> None:
         pytest.param([1.0, -1.0], 1, "not negative", marks=pytest.mark.nightly),
     ],
 )
-def test_what_cannot_be_cut_is_refused(costs: list[float], num: int, said: str) -> None:
+def test_layers_that_cannot_be_cut_are_refused(costs: list[float], num: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         balance(costs, num)

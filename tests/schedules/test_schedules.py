@@ -158,7 +158,7 @@ def test_a_circle_is_printed() -> None:
     ]
 
 
-def test_what_is_missing_is_listed() -> None:
+def test_missing_actions_are_listed() -> None:
     with pytest.raises(ScheduleError) as caught:
         timeline(PipelineSchedule("short", 2, ((0,),), (parse("F0 B0 B0 F1 W1 W1 F2"),)))
     assert str(caught.value).splitlines()[1:] == [

@@ -92,7 +92,7 @@ def test_leaves_are_stepped_as_their_gradients_come() -> None:
     assert all(torch.equal(loaded(c.held), x) for c, x in zip(update.params, _values(0), strict=True) if c is not None)
 
 
-def test_what_was_summed_before_is_added_and_in_its_dtype() -> None:
+def test_an_earlier_sum_is_added_in_its_dtype() -> None:
     ahead, _ = _ahead(optim.sgd(1.0))
     before = torch.full((5,), 0.125)
     ahead.begin()
@@ -107,7 +107,7 @@ def test_what_was_summed_before_is_added_and_in_its_dtype() -> None:
     assert torch.equal(done.params[1], _values(0)[1] - want)  # type: ignore[arg-type]
 
 
-def test_an_update_that_nobody_wants_ends_and_waits_for_nothing() -> None:
+def test_an_abandoned_update_ends_and_waits_for_nothing() -> None:
     ahead, _ = _ahead(optim.adamw(0.1))
     ahead.begin()
     ahead.take(0, Pending.of(_shares()[0]), None, torch.float32)
@@ -119,7 +119,7 @@ def test_an_update_that_nobody_wants_ends_and_waits_for_nothing() -> None:
     late.result()
 
 
-def test_its_error_is_that_of_whoever_waits() -> None:
+def test_its_error_is_raised_to_the_caller_that_waits() -> None:
     def broken() -> Tensor:
         raise OSError("no link")
 

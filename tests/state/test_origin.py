@@ -71,7 +71,7 @@ def _resumed_by_three(place: pathlib.Path) -> tuple[str, Any]:
     return _resume(place, {"dp": 3})
 
 
-def test_exchanged_directories_are_told_apart_and_can_be_put_back(tmp_path: pathlib.Path) -> None:
+def test_exchanged_directories_are_detected_and_can_be_put_back(tmp_path: pathlib.Path) -> None:
     want = _written(tmp_path, {"dp": 2})[0]
     _exchange(tmp_path)
     for told, _ in _resumed(tmp_path, {"dp": 2}):
@@ -96,7 +96,7 @@ def test_another_mesh_or_another_cut_is_named(tmp_path: pathlib.Path) -> None:
     assert [told for told, _ in _resumed(tmp_path, {"dp": 2, "tp": 1})] == ["", ""]
 
 
-def test_directories_of_two_runs_are_told_apart(tmp_path: pathlib.Path) -> None:
+def test_directories_of_two_runs_are_distinguished(tmp_path: pathlib.Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     _written(a, {"dp": 2})
     _written(b, {"dp": 2})
@@ -118,7 +118,7 @@ def _forget_origin(place: pathlib.Path) -> None:
         path.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "body": text}))
 
 
-def test_a_commit_that_does_not_say_is_taken_with_a_warning(
+def test_a_commit_without_a_rank_is_taken_with_a_warning(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     want = _write(tmp_path, {"dp": 1})
@@ -126,10 +126,10 @@ def test_a_commit_that_does_not_say_is_taken_with_a_warning(
     with caplog.at_level(logging.WARNING, logger="shardfn.memory"):
         told, got = _resume(tmp_path, {"dp": 1})
     assert not told and torch.equal(got, want)
-    assert "rank0 does not say which rank wrote it" in caplog.text
+    assert "rank0 has no record of the rank that wrote it" in caplog.text
 
 
-def test_a_commit_that_does_not_say_is_refused_where_more_ranks_wrote_beside_it(tmp_path: pathlib.Path) -> None:
+def test_a_commit_without_a_rank_is_refused_where_more_ranks_wrote_beside_it(tmp_path: pathlib.Path) -> None:
     _written(tmp_path, {"dp": 2})
     _forget_origin(tmp_path)
     assert "was written by 2 ranks, this job has 1" in _resume(tmp_path, {"dp": 1})[0]

@@ -45,7 +45,7 @@ def test_microbatches_are_added_in_the_dtype_of_the_sum(
         assert 0 not in parts and not list(parts)
 
 
-def test_what_is_never_added_to_stays_on_the_device_as_it_came() -> None:
+def test_a_part_that_is_never_added_to_stays_on_the_device_unchanged() -> None:
     parts, (share, *_) = Parts(["device"], [FP32], None), _shares(BF16)
     parts.add(0, share, last=True)
     assert parts[0] is share

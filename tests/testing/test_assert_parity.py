@@ -120,7 +120,7 @@ def test_the_tolerance_is_a_part_of_the_largest_element(dtype: torch.dtype) -> N
         (torch.ones(2, dtype=torch.float64), r": \(2,\) torch.float64 is not \(2,\) torch.float32"),
     ],
 )
-def test_what_is_no_number_or_has_another_shape_or_dtype_differs(got: Tensor, message: str) -> None:
+def test_nans_and_other_shapes_or_dtypes_differ(got: Tensor, message: str) -> None:
     want = torch.tensor([1.0, 2.0])
     for part in ("params", "opt_state", "metrics[0]"):
         runs = [
@@ -134,7 +134,7 @@ def test_what_is_no_number_or_has_another_shape_or_dtype_differs(got: Tensor, me
 
 
 @distributed(world=2)
-def test_a_mean_over_unequal_terms_is_told_its_remedy() -> None:
+def test_a_mean_over_unequal_terms_gets_its_remedy() -> None:
     def masked(params: Params, x: Tensor) -> Tensor:
         counts = (x[:, :1] > 0).to(x)
         return ((x @ params["w"]).square() * counts).sum() / counts.sum()

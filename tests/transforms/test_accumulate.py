@@ -94,7 +94,7 @@ def _image_loss(params: dict[str, Tensor], batch: dict[str, Tensor]) -> sf.Weigh
 
 
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_a_batch_that_says_how_it_is_cut_is_never_cut_inside_an_image(world: int) -> None:
+def test_a_batch_with_its_own_cuts_is_never_cut_inside_an_image(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     sizes = [[3, 1, 4, 2], [5, 2, 1, 1, 6]]
     whole = {k: torch.cat([_images(s, n)[k] for n, s in enumerate(sizes)]) for k in ("patches", "sizes", "y")}
@@ -143,7 +143,7 @@ def test_leaves_with_different_numbers_of_rows_are_refused() -> None:
     torch.testing.assert_close(sf.accumulate(_mean, 2)(PARAMS, empty), _mean(PARAMS, empty))
 
 
-def test_what_a_split_may_not_return() -> None:
+def test_results_that_a_split_may_not_return() -> None:
     batch = _images([3, 5])
     cases = [
         (lambda batch, n: batch, TypeError, r"returned a dict; return a list of 2 batches"),

@@ -18,7 +18,7 @@ def test_there_and_back():
     )
 
 
-def test_what_does_not_fit_is_listed():
+def test_parts_that_do_not_fit_are_listed():
     params = {"a": torch.ones(4, 6), "b": torch.ones(5)}
     parts = {"a": (2, 2), "b": (0, 2), r"\['b": (0, [2, 2]), "z": (0, 1)}
     with pytest.raises(ValueError) as error:
@@ -108,7 +108,7 @@ def with_zero(name):
 
 
 @pytest.mark.parametrize("jitted", [False, True])
-def test_equal_parts_are_cut_each_and_send_what_separate_leaves_send(jitted):
+def test_equal_parts_are_cut_each_and_send_the_bytes_of_separate_leaves(jitted):
     assert two_ranks("equal", jitted)[0] == ["psum", "pvary", "psum"]  # of the batch no gradient is asked
 
 

@@ -86,7 +86,7 @@ def test_aux_model_state_and_key_go_along() -> None:
     assert got == pytest.approx(expected, rel=1e-6)
 
 
-def test_what_has_no_mean_is_an_error() -> None:
+def test_a_metric_without_a_mean_is_an_error() -> None:
     step = sf.sharded_step(_mean, sf.optim.sgd(0.1), donate=True)
     state = step.init(_params())
     with pytest.raises(ValueError, match="no rank has a row"):

@@ -302,7 +302,7 @@ def _kept(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [_kept(name) for name in CASES])
-def test_a_step_does_what_it_did(name: str) -> None:
+def test_a_step_equals_its_frozen_program(name: str) -> None:
     text = described(name)
     if name in IN_FULL:
         assert text == (FROZEN / f"{name}.txt").read_text()

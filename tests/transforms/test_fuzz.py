@@ -287,14 +287,14 @@ def test_random_compositions_equal_one_device(part: int, number: int, tmp_path: 
 
 @pytest.mark.nightly
 @distributed(world=3)
-def test_what_nights_have_found(tmp_path: pathlib.Path) -> None:
+def test_cases_found_at_night(tmp_path: pathlib.Path) -> None:
     """One rank has nothing of a bias, so that its graph gathers it before it reduces anything."""
     assert check([Case.of(519003897)], 3, tmp_path)["equal"] == 1
 
 
 @pytest.mark.nightly
 @distributed(world=2)
-def test_a_scan_that_is_computed_again_saves_what_its_forward_saved(tmp_path: pathlib.Path) -> None:
+def test_a_scan_that_is_computed_again_saves_the_tensors_of_its_forward(tmp_path: pathlib.Path) -> None:
     """Three captured microbatches of a scan under remat and offload: the second knew the layers of the first."""
     assert check([Case.of(1899771216)], 2, tmp_path)["equal"] == 1
 

@@ -98,7 +98,7 @@ def sixteen_ranks():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("run", [eight_ranks, sixteen_ranks])
-def test_28_heads_compute_what_one_rank_computes(run):
+def test_28_heads_equal_one_rank(run):
     sent = run()[0]
     # 28 heads on 8 ranks are seven times 4, and on 16 fourteen times 2; the rest have no head. The projections' blocks
     # of rows end where heads end, or else the values of queries, keys and values travel.

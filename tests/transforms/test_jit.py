@@ -156,7 +156,7 @@ def test_a_new_shape_captures_again_and_is_reported(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.nightly
-def test_what_a_graph_cannot_hold_is_named_by_line() -> None:
+def test_operations_that_a_graph_cannot_hold_are_named_by_line() -> None:
     def branches(w: Tensor, x: Tensor) -> Tensor:
         if (w * x).sum() > 0:  # here
             x = -x
@@ -250,7 +250,7 @@ def test_draws_from_a_generator_inside_remat_are_refused() -> None:
 
 
 @pytest.mark.nightly
-def test_constants_are_told_apart_by_type() -> None:
+def test_constants_are_distinguished_by_type() -> None:
     scaled = graph(lambda x, s: x * s)
     x = torch.ones(2, dtype=torch.int64)
     assert [scaled(x, s).dtype for s in (2, 2.0, True)] == [torch.int64, torch.float32, torch.int64]
@@ -279,7 +279,7 @@ def test_sharded_gradients_and_counts_come_out_of_a_graph() -> None:
 
 
 @distributed(world=2)
-def test_a_lowered_step_keeps_to_itself_and_tells_its_errors() -> None:
+def test_a_lowered_step_keeps_to_itself_and_raises_its_errors() -> None:
     mesh = sf.make_mesh({"dp": 2})
     step = sf.sharded_step(graph(lambda w, x: (w * x).mean()), optim.sgd(0.1), mesh=mesh, donate=False)
     state = step.init(torch.ones(3))

@@ -46,7 +46,7 @@ def test_all_ranks_run_the_choice_of_rank_0() -> None:
 
 @pytest.mark.nightly
 @distributed(world=2)
-def test_what_fails_on_one_rank_is_told_to_all() -> None:
+def test_a_failure_on_one_rank_raises_on_all() -> None:
     mesh = sf.make_mesh({"dp": 2})
 
     def take(**options: Any) -> None:
@@ -69,7 +69,7 @@ def test_what_fails_on_one_rank_is_told_to_all() -> None:
 
 
 @pytest.mark.nightly
-def test_lower_shows_what_was_chosen_from() -> None:
+def test_lower_shows_the_candidates() -> None:
     mesh = sf.make_mesh({"dp": 4}, abstract=True)
     lowered = _lowered(mesh, cluster=_box(LATE))
     choice = lowered.choice
@@ -95,7 +95,7 @@ def test_functions_alone_choose_and_options_without_effect_are_refused() -> None
         ({"memory": 1 << 30}, "without cluster= has no effect"),
         ({"cluster": box, "memory": 0}, "above 0"),
         ({"cluster": box, "graph_schedule": Schedule()}, "leaves nothing to choose"),
-        ({"cluster": box, "prefetch": 0, "bucket": 0, "reductions": 0}, "nothing is left to choose"),
+        ({"cluster": box, "prefetch": 0, "bucket": 0, "reductions": 0}, "no choice is left"),
     )
     for options, said in bad:
         with pytest.raises(ValueError, match=said):

@@ -85,7 +85,7 @@ def test_a_lowered_step_compiles_to_the_step() -> None:
 
 
 @pytest.mark.nightly
-def test_a_cluster_that_nobody_has() -> None:
+def test_a_mesh_larger_than_the_machine() -> None:
     mesh = sf.make_mesh({"dp": 64, "tp": 2}, abstract=True)
     config = gpt.Config(vocab_size=1000, num_layers=2, d_model=256, num_heads=4, max_len=64)
     step = sf.sharded_step(sf.jit(functools.partial(gpt.loss, config)), optim.adamw(1e-3), mesh=mesh, zero=sf.Zero(3))

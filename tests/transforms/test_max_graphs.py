@@ -94,7 +94,7 @@ def test_the_halves_of_a_step_share_its_graphs() -> None:
     assert _counts(step.cache_info()) == (5, 5, 3, 2, 3)
 
 
-def test_a_sharded_function_keeps_as_many_graphs_as_its_jit() -> None:
+def test_a_sharded_function_has_the_limit_of_graphs_of_its_jit() -> None:
     f = sf.sharded(sf.jit(lambda w, x, by: w * x * by, backend="graph", max_graphs=1))
     w = f.init(torch.ones(3))
     for rows, by in ((2, 2), (2, 2), (4, 2), (4, 3)):

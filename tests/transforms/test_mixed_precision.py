@@ -319,7 +319,7 @@ def test_alone_it_casts_in_and_out() -> None:
     assert value.dtype == FP32 and grads["w"].dtype == FP32
 
 
-def test_errors_say_what_to_do() -> None:
+def test_errors_give_the_remedy() -> None:
     with pytest.raises(ValueError, match="Policy's dtypes"):
         sf.Policy(compute=torch.int8)
     with pytest.raises(ValueError, match="no regular expression"):

@@ -152,7 +152,7 @@ class _Late(concurrent.futures.Future[None]):
 
 @pytest.mark.nightly
 @distributed(world=[1, 2])
-def test_analyses_say_what_the_ledger_counts(world: int) -> None:
+def test_analyses_equal_the_ledger(world: int) -> None:
     late = mock.patch.object(_transfer, "_thread", lambda way: types.SimpleNamespace(submit=_Late))
     with late, mock.patch.object(_parts, "LEAVING_BYTES", LEAF):
         _compare_books(sf.make_mesh({"dp": world}))
@@ -186,7 +186,7 @@ def _positions(lowered: Any, op: str) -> list[int]:
 
 
 @pytest.mark.nightly
-def test_what_is_fetched_comes_early_and_gradients_leave_during_the_backward() -> None:
+def test_fetched_leaves_come_early_and_gradients_leave_during_the_backward() -> None:
     mesh, shapes = sf.make_mesh({"dp": 2}, abstract=True), [torch.empty(WIDTH, WIDTH, device="meta")] * LAYERS
     zero = _zero(("disk", "host", "host"), "/nowhere", stage=3, bucket_bytes=0)
     lowered = [

@@ -102,7 +102,7 @@ def _resumed(params: Any, opt_state: Any, world: int) -> Any:
 
 
 @pytest.mark.nightly
-def test_other_ranks_owe_what_the_old_ones_did() -> None:
+def test_a_recut_keeps_the_sum_of_the_errors_of_ranks() -> None:
     [(params, (old,)), _] = _saved()
     for world in (1, 3):
         [((moved,), stepped, (after,)), *_] = _resumed(params, (old,), world=world)

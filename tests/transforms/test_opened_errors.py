@@ -32,7 +32,7 @@ def _one() -> tuple[Any, Any, Any]:
     return step, state, step.gradients(state, torch.ones(2, 4))[0]
 
 
-def test_a_frozen_leaf_is_none() -> None:
+def test_a_frozen_leaf_becomes_a_none() -> None:
     _, _, grads = _one()
     assert grads["frozen"] is None
     assert grads["w"].shape == (4, 2)
@@ -119,7 +119,7 @@ def test_the_loss_that_was_not_finite_is_passed_on() -> None:
     assert int(same.step) == 0
 
 
-def test_a_model_state_where_there_is_none() -> None:
+def test_an_unexpected_model_state() -> None:
     step, state, grads = _one()
     with pytest.raises(ValueError, match="the state has a model state, but the step was built without"):
         step.update(state, grads, model_state=grads["b"])

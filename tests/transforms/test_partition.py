@@ -102,13 +102,13 @@ EVERY = [(name, specs) for name in CONFIGS for specs in (megatron, vocabulary)]
 @pytest.mark.parametrize(
     "name, specs", [x if x in DAILY else pytest.param(*x, marks=pytest.mark.nightly) for x in EVERY]
 )
-def test_two_ranks_compute_what_one_computes(name, specs):
+def test_two_ranks_equal_one(name, specs):
     two_ranks(name, specs, False)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [x if x == "odd_gqa" else pytest.param(x, marks=pytest.mark.nightly) for x in CONFIGS])
-def test_three_ranks_compute_what_one_computes(name):
+def test_three_ranks_equal_one(name):
     three_ranks(name, vocabulary, False)
 
 
@@ -227,7 +227,7 @@ def refusals():
     return told
 
 
-def test_what_a_graph_of_the_forward_does_not_hold_is_refused():
+def test_operations_that_a_graph_of_the_forward_cannot_hold_are_refused():
     told = refusals()[0]
     for name, (_, message) in REFUSED.items():
         assert re.search(message, told.get(name, "nothing")), (name, told.get(name))
@@ -260,7 +260,7 @@ def gradients_that_stop():
 
 
 @pytest.mark.nightly
-def test_what_stops_gradients_stops_them_and_what_has_no_rule_is_whole():
+def test_detach_stops_gradients_and_ops_without_a_rule_are_whole():
     text = gradients_that_stop()[0]
     # Since flip has no rule, w is joined; detach, which comes first, then takes the whole too.
     assert re.search(r"all_gather\w* of \[5, 7\].*aten.detach.default takes it whole", text), text
@@ -304,7 +304,7 @@ def with_other_transforms():
 
 
 @pytest.mark.nightly
-def test_other_transforms_stand_inside_and_outside():
+def test_other_transforms_nest_inside_and_outside():
     with_other_transforms()
 
 

@@ -78,7 +78,7 @@ def beside_zero(layout):
 
 
 @pytest.mark.nightly
-def test_four_ranks_compute_what_one_computes():
+def test_four_ranks_equal_one():
     sent = four_ranks("gpt2", "mixed")[0]
     assert sent["sp"] == ["pvary", "psum"] * 2  # the MLPs of two layers
     assert sent["tp"].count("psum") >= 3  # the embedding, and the attention of two layers
@@ -87,7 +87,7 @@ def test_four_ranks_compute_what_one_computes():
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_every_layout_computes_what_one_rank_computes(name, layout):
+def test_every_layout_equals_one_rank(name, layout):
     four_ranks(name, layout)
 
 

@@ -229,7 +229,7 @@ REFUSED = {
 
 @pytest.mark.nightly
 @distributed(world=2)
-def test_what_it_cannot_hold_is_an_error() -> None:
+def test_losses_that_it_cannot_hold_are_an_error() -> None:
     mesh = sf.make_mesh({"tp": 2})
     for text, case in REFUSED.items():
         step = sf.sharded_step(sf.partition(case.loss), sf.optim.sgd(1.0), mesh=mesh, specs=case.specs, batch=P())

@@ -180,7 +180,7 @@ def small_losses(world):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
-def test_small_losses_compute_what_one_device_computes(world):
+def test_small_losses_equal_one_device(world):
     small_losses(world=world)
 
 
@@ -208,7 +208,7 @@ REFUSED = {
 
 
 @distributed(world=2)
-def test_what_a_scan_may_not_do_is_an_error():
+def test_scans_that_cannot_be_partitioned_are_an_error():
     mesh = sf.make_mesh({"tp": 2})
     for text, loss in REFUSED.items():
         step = sf.sharded_step(sf.partition(loss), optim.sgd(0.1), mesh=mesh, specs=SPECS, batch=P())

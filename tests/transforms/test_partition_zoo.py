@@ -94,7 +94,7 @@ MEGATRON = ["pvary", "psum"] * 4  # two layers of two pairs; the transpose of ea
 
 
 @pytest.mark.parametrize("name", ["Qwen2", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("Llama", "Mistral"))])
-def test_a_decoder_has_megatrons_collectives_and_computes_what_one_device_does(name):
+def test_a_decoder_has_megatrons_collectives_and_equals_one_device(name):
     assert two_ranks(name)[0][0] == MEGATRON
 
 
@@ -120,7 +120,7 @@ def test_a_fused_projection_is_joined_and_its_values_cut_by_heads():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["Llama", "Qwen2"])
-def test_a_decoder_with_its_sequence_cut_between_blocks_computes_what_one_device_does(name):
+def test_a_decoder_with_its_sequence_cut_between_blocks_equals_one_device(name):
     sent, _ = two_ranks(name, jitted=True, sequence=True)[0]
     pairs = [x for x in sent if x in ("psum_scatter", "all_gather")]
     # Three of four pairs: before the first the embedding is whole.
@@ -143,5 +143,5 @@ def on_three_ranks():
 
 
 @pytest.mark.nightly
-def test_a_captured_step_with_a_rank_without_a_head_computes_what_one_device_does():
+def test_a_captured_step_with_a_rank_without_a_head_equals_one_device():
     on_three_ranks()

@@ -268,7 +268,7 @@ def test_evaluation_and_derivatives_run_stage_after_stage() -> None:
 
 
 @distributed(world=3)
-def test_an_empty_stage_passes_on_what_it_gets() -> None:
+def test_an_empty_stage_passes_on_its_input() -> None:
     mesh = sf.make_mesh({"pp": 3}, device="cpu")
     _parity(mesh, 4, loss=_loss(m=2))  # 2, 2 and no layers
 
@@ -342,7 +342,7 @@ def test_three_axes(stage: int) -> None:
 
 @pytest.mark.nightly
 @distributed(world=3)
-def test_as_many_microbatches_are_open_as_on_paper() -> None:
+def test_open_microbatches_are_those_on_paper() -> None:
     mesh, opened = sf.make_mesh({"pp": 3}, device="cpu"), [0]
     forward = Staged.forward
 
@@ -422,7 +422,7 @@ def test_split_backwards_with_zero(stage: int) -> None:
 
 @pytest.mark.nightly
 @distributed(world=3)
-def test_split_backwards_hold_what_they_do_on_paper() -> None:
+def test_split_backwards_hold_the_activations_on_paper() -> None:
     """From a microbatch's forward to its W; weights are not made before their W."""
     mesh, opened, done = sf.make_mesh({"pp": 3}, device="cpu"), [0], [0, 0]
     forward, note, rest = Performer._forward, DeferredGradients.note, DeferredGradients.rest
@@ -467,7 +467,7 @@ def test_a_split_backward_opens_leaves_no_third_time() -> None:
 
 @NIGHTLY
 @distributed(world=2)
-def test_split_backwards_of_what_else_a_loss_may_be() -> None:
+def test_split_backwards_of_other_kinds_of_losses() -> None:
     """Weighted means; rows of all kinds of ranks; leaves that are frozen; optimizers that act on whole leaves."""
     mesh = sf.make_mesh({"pp": 2}, device="cpu")
     _parity(mesh, loss=_loss(_weighted, schedule="zb-h1"), last=_weighted, optimizer=optim.lamb(1e-2))

@@ -108,7 +108,7 @@ def test_evaluation_is_captured_of_chunks_and_with_zero() -> None:
 
 @NIGHTLY
 @distributed(world=4)
-def test_of_several_chunks() -> None:
+def test_several_chunks() -> None:
     mesh, params = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu"), _params(7, torch.float32, 2)
     for schedule in ("interleaved", "zb-v", "dualpipe-v"):
         num = 4 if schedule == "dualpipe-v" else 2
@@ -174,7 +174,7 @@ def test_lowered_messages_are_those_of_the_schedule() -> None:
 
 
 @pytest.mark.nightly
-def test_activations_live_as_long_as_the_schedule_says() -> None:
+def test_activations_live_as_long_as_in_the_schedule() -> None:
     """The first of four stages holds four microbatches under 1F1B, and all eight under GPipe."""
     peaks = {s: _lowered({"pp": 4}, 0, s, m=8).memory_analysis().max_by_kind["activations"] for s in ("1f1b", "gpipe")}
     last = _lowered({"pp": 4}, 3, "1f1b", m=8).memory_analysis().max_by_kind["activations"]

@@ -257,7 +257,7 @@ def _net(order: str, mesh: sf.Mesh) -> Any:
 
 
 @distributed(world=2)
-def test_what_layers_are_given_of_parameters_is_computed_where_it_is_used() -> None:
+def test_arguments_of_layers_that_are_made_of_parameters_are_computed_at_their_use() -> None:
     mesh = sf.make_mesh({"pp": 2}, device="cpu")
     for order in ("plain", "of params", "resumes"):
         apply = _net(order, mesh)
@@ -267,15 +267,15 @@ def test_what_layers_are_given_of_parameters_is_computed_where_it_is_used() -> N
 @pytest.mark.parametrize(
     ("order", "said"),
     [
-        ("skips", "something besides the next layer uses what a layer returns"),
-        pytest.param("sums", "something besides the next layer uses what a layer returns", marks=pytest.mark.nightly),
+        ("skips", "something besides the next layer uses the result of a layer"),
+        pytest.param("sums", "something besides the next layer uses the result of a layer", marks=pytest.mark.nightly),
         pytest.param(
-            "branches", "something besides the next layer uses what a layer returns", marks=pytest.mark.nightly
+            "branches", "something besides the next layer uses the result of a layer", marks=pytest.mark.nightly
         ),
     ],
 )
 @distributed(world=2)
-def test_what_stages_cannot_hand_on_is_refused(order: str, said: str) -> None:
+def test_values_that_stages_cannot_hand_on_are_refused(order: str, said: str) -> None:
     mesh = sf.make_mesh({"pp": 2}, device="cpu")
     with pytest.raises((ValueError, sf.RankError), match=said):
         _net(order, mesh)

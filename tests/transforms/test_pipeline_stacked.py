@@ -105,7 +105,7 @@ def test_each_layer_is_gathered_by_itself(per_stage: tuple[int, ...] | None) -> 
 
 
 @distributed(world=2)
-def test_what_cannot_be_cut_by_layers_is_refused() -> None:
+def test_stacks_that_cannot_be_cut_by_layers_are_refused() -> None:
     mesh = sf.make_mesh({"pp": 2, "dp": 1}, device="cpu")
     params = _params(4)
     specs = {"embed": P(), "scale": P(), "unused": P(), "blocks": Sharding(P("dp"), stacked=True)}

@@ -1,5 +1,6 @@
 """Covers shardfn/engine/step/_profile.py: the times in a profile were measured, and add up."""
 
+import re
 import types
 from typing import Any
 from unittest import mock
@@ -89,7 +90,7 @@ def test_a_profile_trains_as_steps_do_and_loses_nothing_without_donation() -> No
 
 
 @distributed(world=2)
-def test_predictions_stand_beside_what_was_measured() -> None:
+def test_predictions_are_beside_the_measured_times() -> None:
     step, state = _step(3)
     _, found = step.profile(state, torch.ones(2, 8), steps=1, cluster=cluster("h100"))
     says = found.predicted
@@ -100,11 +101,16 @@ def test_predictions_stand_beside_what_was_measured() -> None:
     assert len(rows) == 2 and all(line.split()[-1] == "ms" and line.count(" ms") == 2 for line in rows), rows
     head = next(line for line in str(found).splitlines() if line.startswith("leaf"))
     assert head.split() == ["leaf", "calls", "bytes", "sent", "measured", "predicted"]
+    lines = str(found).splitlines()
+    empty = {line.split()[0]: line[-3:] for line in lines if re.search(r"- \[[a-d]\]$", line)}
+    assert {"waits", "rest"} <= empty.keys() and empty["waits"] != empty["rest"]
+    for mark in empty.values():  # each has its reason below the tables, once
+        assert sum(line.startswith(f"{mark} not predicted: ") for line in lines) == 1, (mark, lines)
     assert found._repr_html_().startswith("<pre>a step, the mean of 1")
 
 
 @distributed(world=2)
-def test_of_a_jitted_step_the_whole_is_measured_and_it_says_so() -> None:
+def test_the_total_of_a_jitted_step_is_measured_and_the_profile_notes_it() -> None:
     step, state = _step(3, sf.jit(_loss, backend="graph"))
     state, found = step.profile(state, torch.ones(2, 8), steps=1)
     with sf.count_traffic() as counted:
@@ -114,7 +120,7 @@ def test_of_a_jitted_step_the_whole_is_measured_and_it_says_so() -> None:
 
 
 @distributed(world=2)
-def test_mistakes_are_told_on_all_ranks() -> None:
+def test_mistakes_raise_on_all_ranks() -> None:
     step, state = _step(3)
     with pytest.raises(ValueError, match=r"profile\(steps=0\): at least one step must be measured; pass steps=1"):
         step.profile(state, torch.ones(2, 8), steps=0)

@@ -89,7 +89,7 @@ def four_ranks(name, layout):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name, layout", [(n, x) for n in CONFIGS for x in (megatron, vocabulary)])
-def test_it_sends_no_more_than_megatrons_and_computes_what_one_device_does(name, layout):
+def test_it_sends_no_more_than_megatrons_and_equals_one_device(name, layout):
     two_ranks(name, layout)
 
 
@@ -118,7 +118,7 @@ MLP = {"up": torch.ones(64, 256), "down": torch.ones(256, 64), "unused": torch.o
 ABSTRACT = sf.make_mesh({"tp": 2}, abstract=True)
 
 
-def test_what_fits_whole_stays_whole_and_what_the_loss_does_not_use_is_cut():
+def test_leaves_that_fit_stay_whole_and_unused_ones_are_cut():
     found = sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), memory=1e9)
     assert found == {"up": P(), "down": P(), "unused": P("tp")}
 
@@ -144,7 +144,7 @@ def test_states_of_the_optimizer_count():
         sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), optimizer=optim.adamw(0.1), memory=whole)
 
 
-def test_what_does_not_fit_names_leaves_and_what_would():
+def test_an_error_for_memory_names_leaves_and_a_limit_that_suffices():
     with pytest.raises(ValueError, match=r"at least 73728.*biggest leaves: params\['up'\], 65536 bytes.*memory=73728"):
         sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), memory=1000)
 
@@ -199,7 +199,7 @@ def test_by_default_a_rank_holds_an_even_share_and_a_quarter_more_of_all_ranks_a
         pytest.param(2.0, marks=pytest.mark.nightly),
     ],
 )
-def test_what_fits_if_the_first_axis_cuts_more_is_not_refused(multiple):
+def test_a_model_that_fits_if_the_first_axis_cuts_more_is_not_refused(multiple):
     params = uneven(13, 31)
     even = sum(4 * x.numel() for x in params.values()) / 4
     found = sf.propose_specs(residual, params, SQUARE, torch.ones(8, 13), axes=("tp", "sp"), memory=multiple * even)
@@ -207,7 +207,7 @@ def test_what_fits_if_the_first_axis_cuts_more_is_not_refused(multiple):
 
 
 @pytest.mark.nightly
-def test_what_does_not_fit_along_two_axes_names_whole_leaves_and_a_limit_that_suffices():
+def test_an_error_for_memory_along_two_axes_names_whole_leaves_and_a_limit_that_suffices():
     params = uneven(5, 7)
     how: Any = {"axes": ("tp", "sp")}
     with pytest.raises(ValueError, match=r"are 300 bytes.*params\['up'\], 140 bytes.*memory=\d+") as refused:
@@ -243,7 +243,7 @@ def even_wire(rate=RATE, itemsize=4):
     return ROWS * WIDTH * itemsize / (2.5 * PRODUCT / rate)
 
 
-def test_without_a_cluster_what_fits_is_whole():
+def test_without_a_cluster_leaves_that_fit_are_whole():
     assert priced(None) == WHOLE
 
 
@@ -254,7 +254,7 @@ def test_work_costs_its_operations_by_the_rate():
 
 
 @pytest.mark.nightly
-def test_of_ranks_on_several_nodes_the_slow_wire_counts():
+def test_the_slow_wire_counts_for_ranks_on_several_nodes():
     fast, slow = 2 * even_wire(), 0.5 * even_wire()
     assert priced(box(fast, slow, per_node=2)) == CUT
     assert priced(box(fast, slow, per_node=1)) == WHOLE
@@ -276,14 +276,14 @@ def test_the_rate_is_that_of_the_dtype():
         priced(box(wire, **rates), torch.float64)
 
 
-def test_a_limit_holds_whatever_work_costs():
+def test_a_limit_holds_at_any_cost_of_work():
     params = {**WIDE, "up": torch.ones(WIDTH, INNER)}
     limit = sum(4 * x.numel() for x in params.values()) / 2
     found = sf.propose_specs(mlp, params, ABSTRACT, torch.ones(ROWS, WIDTH), memory=limit, cluster=box(1.0))
     assert found == CUT
 
 
-def test_a_cluster_that_is_none():
+def test_a_value_that_is_no_cluster():
     with pytest.raises(ValueError, match=r"device 'h10' is not known. *Did you mean 'h100'"):
         priced("h10")
     with (

@@ -161,7 +161,7 @@ def test_layers_are_frozen_as_a_stack(stacked: bool) -> None:
     torch.testing.assert_close(state.params["last.weight"].full_tensor(), want["last.weight"], rtol=1e-5, atol=1e-6)
 
 
-def test_layers_of_which_some_are_frozen_cannot_be_stacked() -> None:
+def test_layers_cannot_be_stacked_if_some_are_frozen() -> None:
     module = Layered()
     module.layers[0].requires_grad_(False)
     with pytest.raises(ValueError, match=r"layers\.1\.weight\.requires_grad is True, layers\.0\.weight"):
@@ -195,7 +195,7 @@ def _assert_gates_train(state: Any, apply: Any, module: nn.Module) -> None:
     _assert_same(state._replace(params=flat), module)
 
 
-def test_of_two_kinds_of_layers_one_is_frozen() -> None:
+def test_one_of_two_kinds_of_layers_is_frozen() -> None:
     module = _two_kinds()
     params, apply = sf.from_module(module, layers="layers")
     frozen, trained = params["layers"]["0"], params["layers"]["1"]

@@ -175,7 +175,7 @@ def test_gradients_go_the_way_back() -> None:
 
 
 @distributed(world=2)
-def test_it_stands_in_a_jitted_function() -> None:
+def test_it_runs_in_a_jitted_function() -> None:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")
 
     def f(tree: dict) -> dict:
@@ -359,7 +359,7 @@ def _on_tape() -> Placement:
         (sf.Sharding(P(), "disk"), r"on which disk\? Pass pool="),
     ],
 )
-def test_what_cannot_be_is_named_with_both_placements(to: Any, words: str) -> None:
+def test_an_impossible_move_is_named_with_both_placements(to: Any, words: str) -> None:
     with sf.make_mesh({"dp": 1}, device="cpu") as mesh:
         good, bad = (sf.shard(torch.ones(4, 6), P("dp"), mesh) for _ in range(2))
         with pytest.raises(ValueError, match=words) as error:
@@ -394,7 +394,7 @@ def test_trees_that_do_not_fit_and_leaves_that_cannot_move() -> None:
 
 @pytest.mark.nightly
 @distributed(world=4, timeout=60)
-def test_a_rank_in_neither_mesh_is_told_so() -> None:
+def test_a_rank_in_neither_mesh_raises() -> None:
     old, new = sf.make_mesh({"dp": 2}, ranks=[0, 1]), sf.make_mesh({"dp": 1}, ranks=[2])
     x = sf.shard(torch.arange(4.0), P("dp"), old)
     if dist.get_rank() == 3:

@@ -266,7 +266,7 @@ def test_neither_graphs_nor_gradients_overwrite() -> None:
 
 
 @distributed(world=3, timeout=60)
-def test_an_error_of_one_rank_is_one_on_all_and_nothing_is_overwritten() -> None:
+def test_an_error_of_one_rank_is_one_on_all_and_the_target_is_intact() -> None:
     train = sf.make_mesh({"dp": 2}, ranks=[0, 1], device="cpu")
     serve = sf.make_mesh({"tp": 2}, ranks=[1, 2], device="cpu")
     tree = sharded({"w": P("dp")}, train)

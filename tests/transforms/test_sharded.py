@@ -197,7 +197,7 @@ def _decodes(world: int) -> None:
 
 
 @distributed(world=2)
-def test_what_is_not_donated_is_not_written() -> None:
+def test_arguments_that_are_not_donated_are_not_written() -> None:
     cache: dict[str, sf.GlobalTensor] = {}
     mesh = sf.make_mesh({"dp": 1, "tp": 2})
     for mode, jit in JITS.items():
@@ -223,7 +223,7 @@ def test_what_is_not_donated_is_not_written() -> None:
 
 
 @distributed(world=2)
-def test_a_forward_is_all_that_is_captured_and_leaves_go_after_use() -> None:
+def test_only_a_forward_is_captured_and_leaves_go_after_use() -> None:
     mesh = sf.make_mesh({"dp": 2})
     params = {f"w{i}": torch.randn(64, 64) for i in range(8)}
 
@@ -352,7 +352,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     x = sf.shard(torch.ones(4), P("dp"), mesh)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"in_specs": (P("pd"),)}, r"axis 'pd' is not in the mesh"),
-        ({"in_specs": ("dp",)}, r"specs\['in_specs'\]\[0\] is 'dp'; say P"),
+        ({"in_specs": ("dp",)}, r"specs\['in_specs'\]\[0\] is 'dp'; write P"),
         ({"donate": 0}, r"donate=0: the first argument is gathered"),
         ({"in_specs": (None,), "donate": 1}, r"donate=1 has no effect: in_specs has no entry for args\[1\]"),
     ]
@@ -379,7 +379,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
 
 
 @distributed(world=2)
-def test_ranks_that_call_different_functions_are_told() -> None:
+def test_ranks_that_call_different_functions_raise() -> None:
     mesh = sf.make_mesh({"dp": 2})
 
     def one(p: Tensor) -> Tensor:

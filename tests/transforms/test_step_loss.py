@@ -334,7 +334,7 @@ def test_leaves_on_disk_are_refused_by_torch_func_and_their_gradients_are_on_the
 
 
 @distributed(world=2)
-def test_a_rank_that_fails_tells_the_others(world: int) -> None:
+def test_the_others_raise_when_a_rank_fails(world: int) -> None:
     mesh = sf.make_mesh({"pp": world}, device="cpu", timeout=600)
     fails: list[None] = []
 

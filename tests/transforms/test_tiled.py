@@ -214,7 +214,7 @@ def test_tiles_and_values_on_the_host() -> None:
     near(got, dense, RTOL[torch.float64])
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     p, x = drawn()
     with pytest.raises(ValueError, match=r"tiled\(dim=-1.*from the front"):
         sf.tiled(feed, -1)

@@ -99,7 +99,7 @@ def same(got: list[Tensor], want: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("train", "serve"), [("eager", "eager"), ("graph", "graph"), ("eager", "bound")])
-def test_a_thread_that_trains_and_one_that_serves_get_what_each_gets_alone(train: str, serve: str) -> None:
+def test_a_thread_that_trains_and_one_that_serves_have_the_results_of_each_alone(train: str, serve: str) -> None:
     alone = training(train)(), serving(serve)()
     trained, served = together(training(train), serving(serve))
     same(trained, alone[0])
@@ -107,7 +107,7 @@ def test_a_thread_that_trains_and_one_that_serves_get_what_each_gets_alone(train
 
 
 @pytest.mark.parametrize(("train", "serve"), [("eager", "eager"), ("graph", "bound")])
-def test_recorders_of_one_thread_do_not_count_what_the_other_moves(train: str, serve: str) -> None:
+def test_recorders_of_one_thread_do_not_count_moves_of_the_other(train: str, serve: str) -> None:
     _counted(train, serve)
 
 

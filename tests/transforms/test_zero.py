@@ -205,7 +205,7 @@ def test_sharded_init_draws_own_blocks_bit_equal_to_the_whole(world: int) -> Non
 
 
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_apply_sees_what_the_loss_sees(world: int) -> None:
+def test_apply_sees_the_leaves_of_the_loss(world: int) -> None:
     params = {"w": torch.arange(12.0).view(4, 3), "b": torch.ones(4)}
     step = sf.sharded_step(
         lambda p, b: p["w"].sum(),
@@ -307,7 +307,7 @@ def test_writing_through_a_view_of_a_parameter_is_refused() -> None:
 
 
 @distributed(world=2)
-def test_ranks_that_draw_or_return_different_things_are_told() -> None:
+def test_ranks_that_draw_or_return_different_things_raise() -> None:
     rank = torch.distributed.get_rank()
     mesh = sf.make_mesh({"dp": 2})
     step = sf.sharded_step(lambda p, b: p["w"].sum(), sf.optim.sgd(0.1), mesh=mesh)
@@ -318,7 +318,7 @@ def test_ranks_that_draw_or_return_different_things_are_told() -> None:
         return p.sum(), ({"a": 1.0} if rank else {"b": 1.0})
 
     step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh, has_aux=True)
-    with pytest.raises(sf.RankError, match=r"(?s)what the loss returns.*rank 0: a mean and aux \['b'\].*\['a'\]"):
+    with pytest.raises(sf.RankError, match=r"(?s)the result of the loss.*rank 0: a mean and aux \['b'\].*\['a'\]"):
         step(step.init(torch.ones(3)), torch.ones(1))
     # the order of names is not a difference
     names = ("a", "b") if rank else ("b", "a")

@@ -30,7 +30,7 @@ REMEDIES = {
     r"apply\.keyed\(key, index_B\)": "key",
     r"name that parameter in the policy": "exceptions",
     r"or leave out jit, as eager steps run any Python": "no jit",
-    r"turn off what draws \(module\.eval\(\)": "eval",
+    r"turn off the random parts \(module\.eval\(\)": "eval",
 }
 graph = functools.partial(sf.jit, backend="graph")
 

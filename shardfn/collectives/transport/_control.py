@@ -259,7 +259,7 @@ class Control:
             title = f"the other ranks have given up waiting for this one, rank {self.rank}."
         else:
             title = f"another rank failed while rank {self.rank} was waiting for it."
-        lines = [f"{title} The state passed in is as it was, unless its update had begun."]
+        lines = [f"{title} The state passed in is unchanged, unless its update had begun."]
         return RankError("\n".join([*lines, *(f"  - {text}" for text, _ in told)]))
 
     def is_theirs(self, error: BaseException) -> bool:
@@ -341,8 +341,8 @@ class Control:
         seconds = "" if self._timeout is None else f" for {self._timeout.total_seconds():g} s"
         return (
             f"{_ranks([self.rank])} waited{seconds} in {self.calls.last}, then {PATIENCE:g} s for the job's store, by"
-            " which ranks tell one another who failed. The link to the node of rank 0, which has the store, is cut, or"
-            " its process is stopped."
+            " which ranks report to one another who failed. The link to the node of rank 0, which has the store, is"
+            " cut, or its process is stopped."
         )
 
     def _new_name(self) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardfn._torch import default_store
 from shardfn.core import is_known
 
 # Seconds that a failing rank gives the others to leave by an error of their own, before it wakes them.
@@ -153,4 +154,4 @@ _GLOO = ("/gloo/transport/", "Application timeout caused pair closure")
 
 
 def _store() -> Any:  # torch declares no append
-    return dist.distributed_c10d._get_default_store()
+    return default_store()

@@ -43,7 +43,9 @@ def wished() -> str:
     """
     way = os.environ.get(VARIABLE) or DEFAULT
     if way not in _WAYS:
-        raise ValueError(f"{VARIABLE}={way!r} is none of {', '.join(map(repr, _WAYS))}; set one of them, or nothing.")
+        raise ValueError(
+            f"{VARIABLE}={way!r} is not one of {', '.join(map(repr, _WAYS))}; set one of them, or nothing."
+        )
     return way
 
 
@@ -94,7 +96,7 @@ def _warn(reason: str) -> None:
     if not _SAID:
         _SAID.add(reason)
         warnings.warn(
-            f"ranks of one machine talk by gloo and not through memory, of which they share none: {reason}."
+            f"ranks of one machine talk by gloo and not through memory, as they share no memory: {reason}."
             f" {VARIABLE}=gloo asks for just that.",
             stacklevel=2,
         )

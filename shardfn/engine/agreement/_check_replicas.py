@@ -102,7 +102,7 @@ def _check_free(plan: Plan, batch: PyTree, seen: Sequence[SeenBatch], free: tupl
     raise_all(
         RankError,
         f"ranks along {free} must pass the same batch, for it is cut along {cut or 'no axis'}. Give the ranks of {free}"
-        f" the same rows; or, if they are no axes of the model and each rank has rows of its own, say"
+        " the same rows; or, if they are no axes of the model and each rank has rows of its own, pass"
         f" batch={P(names[0] if len(names) == 1 else names)!r}:",
         problems,
     )

@@ -9,10 +9,12 @@ from typing import Any
 
 from torch.autograd import profiler
 
+from shardfn._torch import is_profiled
 from shardfn.capture import capturing
 from shardfn.collectives import Traffic
 from shardfn.core import Ambient
 from shardfn.leaves import LeafLayout
+from shardfn.memory import is_recorded, recorded_section
 
 _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
@@ -78,7 +80,9 @@ def measured_into(spans: Spans) -> AbstractContextManager[Spans]:
 def named_range(
     what: str, leaves: Sequence[LeafLayout] = (), members: Sequence[int] = (), asked: int | None = None
 ) -> AbstractContextManager[Any]:
-    """A range of torch's profiler, such as "shardfn.gather params['w']", and a span; captures get neither.
+    """A range of torch's profiler, such as "shardfn.gather params['w']", a span, and a section of a ledger's timeline.
+
+    Captures get none of them.
 
     Args:
         what: the part of the step.
@@ -87,11 +91,13 @@ def named_range(
         asked: the one of them that is needed, which then gives the range its name.
     """
     spans = _SPANS.innermost()
-    watched = profiler._is_profiler_enabled
-    if (spans is None and not watched) or capturing():
+    watched, recorded = is_profiled(), is_recorded()
+    if not (spans is not None or watched or recorded) or capturing():
         return _NOTHING
     paths = tuple(leaves[i].path for i in members)
     stack = contextlib.ExitStack()
+    if recorded:
+        stack.enter_context(recorded_section(what, paths if asked is None else (leaves[asked].path,)))
     if watched:
         names = ", ".join(paths) if asked is None else leaves[asked].path
         stack.enter_context(profiler.record_function(f"shardfn.{what} {names}".rstrip()))

@@ -78,7 +78,7 @@ def _text(plan: Plan, axis: str, paths: list[str]) -> str:
         f" computed {size} times, and more ranks train on no more data. Pass each rank its own rows:"
         " batch[step.rows(len(batch))] of a global batch; or read only those, by sf.data.Cursor(batches, stop, mesh)"
         f" or sf.data.own_rows(loader, rank=mesh.axis_index({axis!r}), world={size}). If every rank shall compute the"
-        " whole batch, say sharded_step(batch=sf.P()). If the rows are equal by chance,"
+        " whole batch, pass sharded_step(batch=sf.P()). If the rows are equal by chance,"
         f" warnings.filterwarnings('ignore', message='all {size} ranks along')."
     )
 

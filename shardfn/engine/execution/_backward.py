@@ -129,11 +129,10 @@ def _late_axes(plan: Plan, parts: StepParts) -> tuple[str, ...]:
 def _gatherer(
     plan: Plan, comms: Comms, blocks: Sequence[Tensor | Stored], order: UseOrder, *, keep: bool = True
 ) -> Gatherer:
-    pieces = [b if leaf.lazy else None for leaf, b in zip(plan.layers, blocks, strict=True)]
     return Gatherer(
         plan.layers,
         plan.gather_units,
-        pieces,
+        blocks,
         comms.channels,
         rounds_of(comms, plan),
         order,

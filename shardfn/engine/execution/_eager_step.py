@@ -76,7 +76,7 @@ class EagerStep:
 
     def update(self, out: Outcome, scale: Tensor | None) -> TrainState:
         with named_range("reduce"):
-            grads = out.gradients()
+            grads = out.reducer.gradients()
         kept, channels = out.model_state, self.comms.channels
         with named_range("update"):
             return update(

@@ -144,7 +144,9 @@ class _Pure:
     def updated(self, gradient: PyTree) -> TrainState:
         """The state after an update by this rank's rows of the averaged gradient."""
         plan, blocks = self._plan, self._blocks
-        rows = [own_rows(leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
+        rows = [
+            own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)
+        ]
         old, rule = tree_unflatten(plan.treedef, rows), rule_of(plan, self._parts.optimizer)
         updates, opt_state = rule.update(gradient, local(self._state.opt_state), old, specs=self._specs)
         fresh = iter(tree_leaves(apply_updates(old, updates)))

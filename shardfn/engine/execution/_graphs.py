@@ -88,7 +88,15 @@ class Graphs:
         return key in self._known
 
     def ready(
-        self, comms: Comms, key: Any, capture: Callable[[], Program], name: str, batch: PyTree, *, everywhere: bool
+        self,
+        comms: Comms,
+        key: Any,
+        capture: Callable[[], Program],
+        name: str,
+        batch: PyTree,
+        *,
+        everywhere: bool,
+        expected: bool = False,
     ) -> Ready:
         """The graph of a signature. If some rank does not have it, all ranks capture it, which is collective.
 
@@ -100,13 +108,14 @@ class Graphs:
             batch: whose shapes the log shows.
             everywhere: whether each rank has the graph of its own signature. Some may have it and others not, as shapes
                 of batches and strides may differ.
+            expected: whether the caller has asked for a graph of this signature, so that no warning is due.
         """
         if everywhere:
             found = self._known.find(key)
             assert found is not None  # no graph is evicted between the ranks' agreement and the call
             return found
         with collected():
-            made = self._make(comms, key, capture, name, batch)
+            made = self._make(comms, key, capture, name, batch, 0 if expected else self._captures[key[0]])
         self._captures[key[0]] += 1
         self._known.keep(key, made, name, argument_shapes(batch, "batch"))
         return made
@@ -137,7 +146,9 @@ class Graphs:
         agreed(comms, lambda: program, lambda made: (made.outcome, collective_events(made.gm)))
         return self._compile(program, comms, backend)
 
-    def _make(self, comms: Comms, key: Any, capture: Callable[[], Program], name: str, batch: PyTree) -> Ready:
+    def _make(
+        self, comms: Comms, key: Any, capture: Callable[[], Program], name: str, batch: PyTree, earlier: int
+    ) -> Ready:
         start = time.perf_counter()
 
         def make() -> tuple[Program, GraphModule]:
@@ -154,7 +165,7 @@ class Graphs:
         program.check(comms.control.exchange)
         # Only once all are known to run the same collectives: else that is the error.
         agreed(comms, lambda: (self._check_types(program), True), lambda _: ("", Events([], [])))
-        report(name, "batch", batch, self._captures[key[0]])
+        report(name, "batch", batch, earlier)
         self._jitted.count_capture(time.perf_counter() - start)
         return self._compile(dataclasses.replace(program, gm=gm), comms, None)
 
@@ -214,6 +225,6 @@ def agreed(comms: Comms, make: Callable[[], _Made], told: Callable[[_Made], tupl
         raise RankError("\n".join(["another rank could not capture or compile the step:", *failed]))
     assert made is not None
     if not same:
-        comms.control.agree("what the loss returns", mine[0])
+        comms.control.agree("the result of the loss", mine[0])
         compare_events([events for _, events in all_told], comms.mesh.shape)
     return made

@@ -85,7 +85,7 @@ class Interface:
         """
         trees = {"in_specs": self.in_specs, "out_specs": self.out_specs}
         problems = [
-            f"{path} is {x!r}; say P(...), or None for what is passed on as it is"
+            f"{path} is {x!r}; write P(...), or None for a value that is passed on unchanged"
             for path, x in named_leaves(trees, "specs", is_leaf=is_entry)
             if not is_entry(x)
         ]
@@ -101,8 +101,8 @@ class Interface:
         for k in self.donate:
             if k == 0:
                 raise ValueError(
-                    "donate=0: the first argument is gathered as it is used, so that nothing can be written to its"
-                    " memory; pass what is to be written as an argument of its own, with an entry in in_specs."
+                    "donate=0: the first argument is gathered during its use, so that nothing can be written to its"
+                    " memory; pass a tree that is to be written as an argument of its own, with an entry in in_specs."
                 )
             if not 0 < k <= len(self.in_specs) or self.in_specs[k - 1] is None:
                 raise ValueError(
@@ -121,7 +121,7 @@ class Interface:
         """
         if len(self.in_specs) > len(args):
             raise ValueError(
-                f"in_specs has {len(self.in_specs)} entries, one an argument beyond the first, of which there"
+                f"in_specs has {len(self.in_specs)} entries, one an argument beyond the first, but there"
                 f" {'is' if len(args) == 1 else 'are'} {len(args)}."
             )
         out: list[Argument] = []
@@ -261,7 +261,7 @@ class Interface:
             ]
             raise_all(
                 ValueError,
-                "results are not cut as out_specs says; the blocks of all ranks, in rank order:",
+                "results are not cut according to out_specs; the blocks of all ranks, in rank order:",
                 [x for x in found if isinstance(x, str)],
             )
             return [x for x in found if isinstance(x, torch.Size)]
@@ -348,14 +348,12 @@ def _check(arguments: Sequence[Argument], mesh: Mesh) -> None:
     stay = {a.path for a in arguments if not a.donated}
     raise_all(
         TypeError,
-        "in_specs says of arguments that they are trees of GlobalTensors; make one with sf.shard(x, spec, mesh), or say"
-        " None:",
+        "in_specs declares arguments as trees of GlobalTensors; make one with sf.shard(x, spec, mesh), or write None:",
         [f"{path} is a {type(x).__name__}" for path, x, _ in sharded if not isinstance(x, GlobalTensor)],
     )
     raise_all(
         DonatedError,
-        "these leaves were consumed by an earlier call; go on from what it returned, or leave their argument out of"
-        " donate=:",
+        "these leaves were consumed by an earlier call; go on from its result, or leave their argument out of donate=:",
         [path for path, x, _ in sharded if x.donated],
     )
     raise_all(
@@ -365,7 +363,7 @@ def _check(arguments: Sequence[Argument], mesh: Mesh) -> None:
     )
     raise_all(
         ValueError,
-        "arguments are not kept as in_specs says:",
+        "arguments are not kept according to in_specs:",
         [_cut_otherwise(x, spec, path, "in_specs") for path, x, spec in sharded if x.spec != spec]
         + [
             f"{path} is kept at {x.memory_kind!r}; only the first argument and those in donate= may be kept elsewhere"

@@ -92,7 +92,7 @@ def gradients_of(run: Executor[Outcome, Any], plan: Plan) -> tuple[Blocks, PyTre
     metrics, scale = run.measure(out)
     del metrics["skipped"]
     with torch.no_grad():
-        return scaled(plan, out.gradients(), scale), out.model_state, metrics
+        return scaled(plan, out.reducer.gradients(), scale), out.model_state, metrics
 
 
 def run_update(

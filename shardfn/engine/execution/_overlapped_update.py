@@ -68,7 +68,8 @@ def _ahead(plan: Plan, optimizer: GradientTransformation, state: TrainState, uni
         shape, dtypes = leaf.pieces.shapes[plan.zero_rank(leaf)], leaf.dtypes
         held = torch.empty(shape, dtype=dtypes.param, device="meta")
         if i in going:
-            held = leaf.rows(block, plan.zero_rank(leaf)) if leaf.refreshed else block
+            cut = plan.own_cuts.get(leaf.path)
+            held = block if cut is None else block.narrow(*cut)
         # Blocks in memory stay unchanged until the step is sure to end: their new rows are kept beside them.
         kept = not leaf.ways.kept.is_stored
         columns.append(Column(held, leaf.home, dtypes.param == dtypes.master, kept) if leaf.trainable else None)
@@ -112,10 +113,9 @@ def _is_able(leaf: LeafLayout, small: int) -> bool:
     """Whether the new values of a leaf can be kept beside the old ones."""
     if not leaf.trainable or leaf.ways.state.memory_kind != "disk" or leaf.ways.summed.memory_kind == "device":
         return False
-    if leaf.ways.kept.is_stored:
-        return not leaf.refreshed
-    room = leaf.ways.summed.memory_kind == "host" or leaf.shape.numel() <= small
-    return room and not (leaf.refreshed and leaf.home == "host")
+    if leaf.refreshed and not leaf.ways.kept.is_plain:
+        return False
+    return leaf.ways.kept.is_stored or leaf.ways.summed.memory_kind == "host" or leaf.shape.numel() <= small
 
 
 def _arrives(plan: Plan, unit: Unit, able: list[bool], where: list[int]) -> bool:

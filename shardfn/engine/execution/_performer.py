@@ -223,7 +223,7 @@ class Performer:
             raise NoGradientError(plan.trained)
         comms.mark("update")
         values = self._course.values([self._seen[k] for k in sorted(self._seen)])
-        out = outcome_of(values, self._num, self._reducer, plan, self._course.kept(self._model_state.now))
+        out = outcome_of(values, self._num, self._reducer, self._course.kept(self._model_state.now))
         if not plan.learnt.reduce_order:
             first: Any = rounds_of(comms, plan).gather(self._reducer.queue.seen)[0]
             plan.learnt.take_reduce_order(first)

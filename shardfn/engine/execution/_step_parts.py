@@ -74,6 +74,6 @@ def check_pure(parts: StepParts) -> None:
         )
     if parts.optimizer.needs.phases is not None:
         raise ValueError(
-            "the optimizer decides by counters of its state what it averages, which a step inside a torch.func"
+            "the optimizer decides by counters of its state which values it averages, which a step inside a torch.func"
             " transform cannot read; use an optimizer without phases."
         )

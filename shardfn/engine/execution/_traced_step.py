@@ -231,7 +231,7 @@ class TracedStep:
     def update(self, out: Outcome, scale: Tensor | None) -> Blocks:
         blocks, opt, kept = self.state
         with torch.no_grad():
-            grads, channels = out.gradients(), self.comms.channels
+            grads, channels = out.reducer.gradients(), self.comms.channels
             new = update_blocks(self.plan, channels, self.parts.optimizer, blocks, opt, grads, scale)
             return *new, put_in(kept, out.model_state)
 

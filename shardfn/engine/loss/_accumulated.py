@@ -196,7 +196,7 @@ def _checked(parts: Any, batch: PyTree, n: int) -> list[PyTree]:
     raise_all(
         ValueError,
         f"{name} returned batches with other leaves than {tree_paths(batch, 'batch')}; return all of them in each, a"
-        " tensor without rows where a microbatch has none:",
+        " tensor without rows where a microbatch lacks them:",
         others,
     )
     return list(parts)
@@ -232,8 +232,8 @@ def _of_parts(loss: Loss, batches: Sequence[PyTree]) -> Loss:
 
 
 def _sizes_told(batches: Sequence[PyTree]) -> str:
-    told = [f"microbatch {i}: {', '.join(_rows_told(b))}" for i, b in enumerate(batches)]
-    return "; ".join(first_of(told, _SHOWN))
+    of_each = [f"microbatch {i}: {', '.join(_rows_told(b))}" for i, b in enumerate(batches)]
+    return "; ".join(first_of(of_each, _SHOWN))
 
 
 _SHOWN = 4
@@ -274,7 +274,7 @@ def _check_aux(out: tuple[Any, ...]) -> None:
         told = [f"{k!r} of shape {tuple(x.shape)}" for k, x in plain.items() if x.ndim]
     raise_all(
         ValueError,
-        "accumulate averages what microbatches return: a loss, or (loss, aux) with a dict of 0-d values; if what comes"
-        " last is a model state, write accumulate(loss, n, has_state=True). Got:",
+        "accumulate averages the results of microbatches: a loss, or (loss, aux) with a dict of 0-d values; if the last"
+        " one is a model state, write accumulate(loss, n, has_state=True). Got:",
         told,
     )

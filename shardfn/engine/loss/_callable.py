@@ -86,7 +86,7 @@ def _remedy(takes: inspect.Signature, num: int, *, key: bool, has_state: bool) -
     if not key and _fits(takes, num + 1):
         last = [p.name for p in takes.parameters.values()][num]
         return (
-            f"Is {last!r} a key? Then say so: sharded_step(..., key=sf.key(0)). If not, bind it before:"
+            f"Is {last!r} a key? Then pass it as one: sharded_step(..., key=sf.key(0)). If not, bind it before:"
             f" functools.partial(loss, {last}=...)."
         )
     if key and _fits(takes, num - 1):
@@ -95,7 +95,7 @@ def _remedy(takes: inspect.Signature, num: int, *, key: bool, has_state: bool) -
         return "A loss that takes a model state, loss(params, model_state, batch), needs has_state=True."
     if has_state and _fits(takes, num - 1):
         return "With has_state=True a loss takes a model state after the parameters; take one, or drop has_state=."
-    return "Bind what else it takes before, functools.partial(loss, name=...); parameters and batch may be any trees."
+    return "Bind its other arguments before, functools.partial(loss, name=...); parameters and batch may be any trees."
 
 
 def _innermost(f: Any) -> Any:

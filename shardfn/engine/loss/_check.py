@@ -63,9 +63,11 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
                 problems.append(f"{path} is {spec!r}, not a P. {_as_spec(spec)}")
                 continue
             if isinstance(spec, Sharding) and name == "batch":
-                problems.append(f"{path} is {spec!r}; a batch is given as it is, so say {spec.spec!r}.")
+                problems.append(f"{path} is {spec!r}; a batch is given whole, so write {spec.spec!r}.")
             if isinstance(spec, Sharding) and spec.memory_kind == "disk" and zero.directory is None:
-                problems.append(f"{path} is to be kept on disk; say where: Zero(disk=Disk('/path/to/a/fast/disk')).")
+                problems.append(
+                    f"{path} is to be kept on disk; name the directory: Zero(disk=Disk('/path/to/a/fast/disk'))."
+                )
             spec = spec.spec if isinstance(spec, Sharding) else spec
             problems += [f"{path} = {spec!r}: {_unknown(a, mesh)}" for a in spec.axes if not _known(a, mesh)]
     axes = (zero.axis,) if isinstance(zero.axis, str) else zero.axis
@@ -102,8 +104,8 @@ def check_cuts(batch: PyTree, zero: Zero) -> None:
     cuts = {spec.dim_axes(0) for _, spec in named} - {()}
     raise_all(
         ValueError,
-        "Zero(reduction='canonical') cuts rows in chunks, so at least one leaf is cut (on one device, too, P('dp') says"
-        " which have rows), and all that are cut are cut along the same axes:",
+        "Zero(reduction='canonical') cuts rows in chunks, so at least one leaf is cut (on one device, too, P('dp')"
+        " marks the leaves with rows), and all of these are cut along the same axes:",
         [f"{path} = {spec!r}" for path, spec in named if len(cuts) != 1],
     )
 
@@ -188,7 +190,7 @@ def check_same_loss(loss: Tensor, plan: Any, control: AnyControl) -> None:
     both = tuple(a for a in plan.mesh.axis_names if a in (*cut, *free))
     blocks = tuple(a for a in free if any(a in leaf.compute.axes for leaf in plan.leaves))
     unsummed = (
-        f" Specs cut leaves along {blocks}, where the loss sees a block on each rank: it must sum what it computes of"
+        f" Specs cut leaves along {blocks}, where the loss sees a block on each rank: it must sum the results of"
         f" blocks, by sf.psum(x, {blocks[0]!r}), or be partitioned, sf.partition(loss, axes={blocks[0]!r})."
         if blocks
         else ""
@@ -197,7 +199,7 @@ def check_same_loss(loss: Tensor, plan: Any, control: AnyControl) -> None:
         RankError,
         f"ranks that should have one loss have different ones: the batch is cut along {cut or 'no axis'}, so along"
         f" {free} all ranks must pass the same rows. If each has rows of its own, pass"
-        f" batch={P(both[0] if len(both) == 1 else both)!r}; if not, check what else differs, such as random numbers"
+        f" batch={P(both[0] if len(both) == 1 else both)!r}; if not, check other differences, such as random numbers"
         f" without a key.{unsummed} The losses are:",
         [f"rank {r}: {x:.6g}" for r, x in enumerate(rows)],
     )
@@ -282,7 +284,7 @@ def describe_batch(batch: PyTree, specs: PyTree, mesh: Mesh) -> tuple[str, tuple
 
 def _for_short(x: Tensor) -> str:
     what = "one value for all rows" if x.ndim == 0 else "one that is not cut"
-    return f"of {what} say sf.P() in sharded_step(batch={{...}}), a tree with a spec for each leaf"
+    return f"of {what} write sf.P() in sharded_step(batch={{...}}), a tree with a spec for each leaf"
 
 
 def corner(x: Draw) -> Tensor:

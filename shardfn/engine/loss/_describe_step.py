@@ -31,8 +31,8 @@ def describe_function(loss: Unwrapped, name: str) -> list[str]:
     if loss.mixed is not None:
         lines += describe((loss.mixed.policy, loss.mixed.loss_scale), "mixed_precision")
     lines += [f"partition along {x.axes}" for x in around if x.transform == "partition"]
-    told = [f"{x.num_microbatches}{'' if x.split is None else ' by split='}" for x in cuts]
-    lines.append(f"accumulate {' x '.join(told)}" if cuts else "no accumulate")
+    counts = [f"{x.num_microbatches}{'' if x.split is None else ' by split='}" for x in cuts]
+    lines.append(f"accumulate {' x '.join(counts)}" if cuts else "no accumulate")
     return [*lines, *describe(inner, name, strangers=False)]
 
 

@@ -233,8 +233,8 @@ def _mesh_of_the_loss(gm: GraphModule, meshes: Sequence[Mesh]) -> Mesh | None:
     several = list(dict.fromkeys(mesh for mesh in meshes if mesh.size > 1))
     if len(several) > 1:
         raise CaptureError(
-            f"a jitted function binds {len(several)} meshes ({', '.join(map(str, several))}), so that its graph cannot"
-            " tell along which of them its exchanges go. Wrap the functions on each mesh in a jit of their own."
+            f"a jitted function binds {len(several)} meshes ({', '.join(map(str, several))}), so that it is unknown"
+            " along which of them the exchanges of its graph go. Wrap the functions on each mesh in a jit of their own."
         )
     return several[0] if several else None
 

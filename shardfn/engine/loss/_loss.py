@@ -82,8 +82,8 @@ def naming_used_up() -> Iterator[None]:
         if "backward through the graph a second time" not in str(error):
             raise
         raise ValueError(
-            "the graph of the loss is used up: the loss called backward() or autograd.grad() itself, or returned what"
-            " an earlier step has made. Return the loss alone; the step differentiates it."
+            "the graph of the loss is used up: the loss called backward() or autograd.grad() itself, or returned a"
+            " tensor that an earlier step has made. Return the loss alone; the step differentiates it."
         ) from error
 
 
@@ -141,8 +141,8 @@ def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> 
     if has_aux:
         if not (isinstance(out, tuple) and len(out) == 2) or isinstance(out, WeightedMean):
             raise TypeError(
-                f"with has_aux=True the loss must return (loss, aux), got {type(out).__name__}. Return a dict of what"
-                " is to join the metrics beside it, or drop has_aux=True."
+                f"with has_aux=True the loss must return (loss, aux), got {type(out).__name__}. Return a dict of the"
+                " values that join the metrics beside it, or drop has_aux=True."
             )
         out, aux = out
     weight = None
@@ -161,8 +161,8 @@ def called(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> 
     out, weight = varying_along("the loss", out), None if weight is None else varying_along("the loss's weight", weight)
     if not out.is_floating_point():
         raise TypeError(
-            f"the loss must be a floating-point tensor, got {out.dtype}. Counts have no gradient: return the mean of"
-            " what was computed from the parameters, and counts as aux."
+            f"the loss must be a floating-point tensor, got {out.dtype}. Counts have no gradient: return a mean"
+            " computed from the parameters, and counts as aux."
         )
     return Value(out, weight, _check_aux(aux, out))
 
@@ -188,8 +188,8 @@ def varying_along(name: str, x: Tensor, axes: tuple[str, ...] = (), otherwise: s
         raise AxisTypeError(
             f"{name} varies along {named}{mode.made_at(x)}, and must be the same on all ranks there, which have the"
             f" same rows. Sum the ranks' parts where they are complete, with sf.psum(x, {named}), before"
-            " anything that is not linear; use sf.all_gather_invariant where all ranks go on alike with what was"
-            f" gathered, and no sf.pvary.{otherwise}"
+            " anything that is not linear; use sf.all_gather_invariant where all ranks go on alike with the gathered"
+            f" values, and no sf.pvary.{otherwise}"
         )
     return mode.cast(x, (*mode.batch, *axes))
 

@@ -228,8 +228,8 @@ def check_same_state(tree: PyTree, mesh: Mesh, control: AnyControl) -> None:
             problems.append(f"{path}, kept as {x.spec!r}, differs along {left}: sums {[row[k][0] for row in rows]}")
     raise_all(
         RankError,
-        "ranks that should have one model state have different ones after the first step; average what the loss has"
-        " measured, with sf.pmean(x, axes), or say in state_specs that these axes cut it:",
+        "ranks that should have one model state have different ones after the first step; average the values that the"
+        " loss has measured, with sf.pmean(x, axes), or declare in state_specs that these axes cut it:",
         problems,
     )
 

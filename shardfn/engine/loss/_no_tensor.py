@@ -57,9 +57,9 @@ def _remedy(path: str, x: Any) -> str:
     if isinstance(x, Mapping):
         return f", a mapping that is no dict; write dict({path})"
     if callable(x):
-        return "; unpack what from_module returns: params, apply = sf.from_module(module)"
+        return "; unpack the result of from_module: params, apply = sf.from_module(module)"
     if hasattr(x, "__iter__"):
         if path == "batch":
-            return ", which is not one batch but an iterable: pass what it yields, for batch in ...: step(state, batch)"
+            return ", which is not one batch but an iterable: pass its items, for batch in ...: step(state, batch)"
         return "; of a module write params, apply = sf.from_module(module)"
     return ""

@@ -175,7 +175,7 @@ def _of_exceptions(policy: Policy, own: Sequence[str]) -> str:
     lines = [
         f"The loss is computed in {policy.compute} but for exceptions of the Policy. Cast where they meet, as in"
         " x @ w.to(x.dtype), or (norm(x) * w).to(x.dtype): sf.nn.rms_norm and layer_norm do so, and sf.from_module does"
-        " it at the borders of submodules of which all parameters are exceptions (so name weight and bias alike)."
+        " it at the borders of submodules whose parameters are all exceptions (so name weight and bias alike)."
         " Exceptions are:",
         *(f"  - {line}" for line in first_of(own, _SHOWN)),
     ]

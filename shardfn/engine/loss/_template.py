@@ -304,8 +304,8 @@ def without_data(
 
 
 _DIFFERS = (
-    "the function of a scan does not do the same for all layers, while a capture writes down what it does for one."
-    " It must be pure, and what differs between layers must be in xs."
+    "the function of a scan does not do the same for all layers, while a capture writes down its operations for one."
+    " It must be pure, and values that differ between layers must be in xs."
 )
 
 

@@ -51,7 +51,8 @@ TABLE = {
     "sharded": TransformRow(
         "a program",
         frozenset({"bucketed"}),
-        "the function is sharded already, by sharded(f, ...); give f itself to what shards it, a step or sharded.",
+        "the function is sharded already, by sharded(f, ...); give f itself to the transform that shards it, a step or"
+        " sharded.",
     ),
     "bucketed": TransformRow(
         "a program",
@@ -78,8 +79,8 @@ WHY = {
         "remat(mixed_precision(f, policy)) would hide the policy from the step; use mixed_precision(remat(f), policy)."
     ),
     ("remat", "offload"): (
-        "remat(offload(f, policy)) would drop and recompute what offload moves; use remat(f, policy=policy), or"
-        " offload(remat(f), policy)."
+        "remat(offload(f, policy)) would drop and recompute the tensors that offload moves; use remat(f,"
+        " policy=policy), or offload(remat(f), policy)."
     ),
     ("offload", "accumulate"): (
         "offload(accumulate(f, n), policy) would hide the microbatches, whose activations would all wait at once; use"
@@ -115,7 +116,8 @@ WHY = {
         "accumulate(sharded(f), n) would gather every leaf once a microbatch; use sharded(accumulate(f, n), ...)."
     ),
     ("mixed_precision", "sharded"): (
-        "mixed_precision(sharded(f), policy) would cast what is sharded; use sharded(mixed_precision(f, policy), ...)."
+        "mixed_precision(sharded(f), policy) would cast a sharded function; use sharded(mixed_precision(f, policy),"
+        " ...)."
     ),
     ("remat", "sharded"): ("remat(sharded(f)) would run a whole program again; use sharded(remat(f), ...)."),
     ("offload", "sharded"): (

@@ -75,5 +75,5 @@ def check_state(outer: str, loss: Callable[..., Any], *, has_state: bool) -> Non
         if hasattr(x, "has_state") and x.has_state != has_state:
             raise ValueError(
                 f"{outer}(..., has_state={has_state}) of {x.transform}(..., has_state={x.has_state}): a loss has a"
-                " model state or none; say the same to both."
+                " model state or not; pass the same to both."
             )

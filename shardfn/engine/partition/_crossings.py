@@ -35,7 +35,7 @@ class EveryRank:
         if chosen is not None and len(chosen) != len(nodes):
             raise ValueError(
                 f"partition along several axes: the program of one rank sends {len(chosen)} times along the first"
-                f" axes, and that of another {len(nodes)} times; cut what the first axes divide."
+                f" axes, and that of another {len(nodes)} times; cut dims that the first axes divide."
             )
         self._nodes, self._chosen = nodes, None if chosen is None else dict(zip(nodes, chosen, strict=True))
 

@@ -71,8 +71,8 @@ class Noting(Recorder):
         top = saved_tensors_hooks()
         if top is not None and top[0] is not _as_it_is:
             raise ValueError(
-                f"{self.line() or 'a line unknown'}: partition(loss) does not hold what is recomputed or moved by"
-                " saved-tensor hooks, such as torch.utils.checkpoint; use sf.remat or sf.offload, or turn it off."
+                f"{self.line() or 'a line unknown'}: partition(loss) does not hold tensors that are recomputed or moved"
+                " by saved-tensor hooks, such as torch.utils.checkpoint; use sf.remat or sf.offload, or turn it off."
             )
 
 
@@ -132,7 +132,7 @@ def refuse_functions(out: Sequence[Any]) -> None:
         ValueError,
         "partition(loss) holds operations of torch, whose backward it knows. Functions with a backward of their own:",
         [
-            "a collective of shardfn; leave it out, or leave out partition: what is cut is said by specs alone"
+            "a collective of shardfn; leave it out, or leave out partition: specs alone decide the cuts"
             if name == "_Collective"
             else f"{name}; write it in operations of torch, or leave out partition"
             for name in sorted(found)

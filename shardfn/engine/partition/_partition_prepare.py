@@ -48,7 +48,7 @@ def _refused(gm: GraphModule) -> Iterator[str]:
         elif op.effects:
             yield f"{where}: {node.target}, which returns nothing; leave it out"
         elif node.target is _ATEN.as_strided.default:
-            yield f"{where}: {node.target} says where elements lie, which is otherwise in a block; use views of dims"
+            yield f"{where}: {node.target} fixes where elements lie, which differs in a block; use views of dims"
 
 
 def _draws_nothing(node: Node) -> bool:

@@ -268,7 +268,7 @@ class Search:
                 made = [whole(use)] if rule is None else list(dict.fromkeys(rule(use)))
             except Exception as error:
                 raise ValueError(
-                    f"{where_of(node) or 'a line unknown'}: partition cannot tell how {node.target} of"
+                    f"{where_of(node) or 'a line unknown'}: partition does not know how {node.target} of"
                     f" {[x.shape for x in use.operands]} is cut."
                 ) from error
             self.offers[key] = made if self._every_rank is None else self._every_rank.offered(node, made)

@@ -60,8 +60,8 @@ class Partitioned(Transform):
         if self.views is None:
             told = " x ".join(f"{axis_size(axis)} ranks along {axis!r}" for axis in axes)
             raise ValueError(
-                f"partition(loss, axes={self.axes!r}) is called on {told}, and nothing says how its leaves are"
-                " cut; give it to sharded_step or sharded, with specs."
+                f"partition(loss, axes={self.axes!r}) is called on {told}, and the cuts of its leaves are unknown; give"
+                " it to sharded_step or sharded, with specs."
             )
         leaves, treedef = tree_flatten(params)
         return self.along(axes, self.views.seen_as(treedef, leaves), params, *args)
@@ -93,8 +93,8 @@ class Partitioned(Transform):
         whole = axes[-1], *(a for a in self.axes if a not in axes)
         call = LossCall.of(around, params, args, views, whole, _VALUE_PRICE if self.sequence else 0.0)
         loss, leaves = call.loss, call.leaves
-        told = tuple((tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad) for x in call.tensors)
-        seen = tuple(x.dtype for x in leaves), tuple((type(x), x) for x in loss.static), told, _autocast(leaves)
+        looks = tuple((tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad) for x in call.tensors)
+        seen = tuple(x.dtype for x in leaves), tuple((type(x), x) for x in loss.static), looks, _autocast(leaves)
         # The blocks that the axes before this one leave are planned with this rank's sizes.
         at = self.views and self.views.planner, axes, tuple(int(axis_index(a)) for a in before)
         key = (self.inner, at, tuple(views), loss.treedef, loss.rest_def, *seen)

@@ -214,7 +214,7 @@ class SpecSearch:
         names, num = " and ".join(map(repr, self.axes)), math.prod(self.mesh.shape[a] for a in self.axes)
         raise ValueError(
             f"propose_specs(memory={int(self.limit or 0)}): parameters and optimizer states are {int(sum(total))}"
-            f" bytes, of which a rank of the {num} along {names} holds at least {most}, with each leaf cut where"
+            f" bytes. A rank of the {num} along {names} holds at least {most}, with each leaf cut where"
             f" that leaves least. The biggest leaves: {biggest}. Pass memory={most} or more, use a longer axis"
             f" {names}, or let ZeRO cut the states along another axis."
         )

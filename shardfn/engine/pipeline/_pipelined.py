@@ -54,7 +54,7 @@ from ._stage_state import (
 
 StageRows = list[list[list[int]]]  # by chunk, kind of layers and rank
 NO_LAYERS = "a pipeline has no stacked layers: `blocks` leads to an empty tree."
-UNLIKE = "the leaves of a pipeline's stack are of different numbers of layers; stack as many of each:"
+UNLIKE = "the leaves of a pipeline's stack are of different numbers of layers; stack the same number of each:"
 
 
 # From a function of a pipeline, and from which leaves it is called with, to another in its place.
@@ -480,7 +480,7 @@ def _tie(stacks: PyTree) -> Tensor | None:
 
 
 # Another remedy for a value that a stage returns.
-LET_FIRST = " Or let `first` return sf.pvary of it along these axes, as stages return what it returns."
+LET_FIRST = " Or let `first` return sf.pvary of it along these axes, as stages return its result."
 
 
 def _passed_on(x: Tensor, given: Tensor, here: bool, axis: str, tie: Tensor | None) -> Tensor:

@@ -104,10 +104,10 @@ class PipelinedFunctions(Enclosed):
         """
         found = current_state().blocks if self.has_state else []
         if self.has_state and (not isinstance(found, list) or len(found) != len(self.functions)):
-            told = f"{len(found)}" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
+            kind = f"{len(found)}" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
             raise ValueError(
                 f"a pipeline of {len(self.functions)} functions wants model_state.blocks as a list with the state of"
-                f" each, got {told}; () is none."
+                f" each, got {kind}; () has no values."
             )
         return list(found)
 

@@ -33,9 +33,9 @@ class ElsewhereTensor(MetadataTensor):
         name = getattr(func, "__name__", "")
         name = func.__self__.__name__ if name == "__get__" else name
         raise ValueError(
-            f"the loss of a pipeline uses the stacked layers outside of them, in {name}: they are on several"
-            " ranks, of which each would use its own alone. Let each layer add its part to what it hands on, or use"
-            " what the optimizer has (weight decay)."
+            f"the loss of a pipeline uses the stacked layers outside of them, in {name}: they are on several ranks, and"
+            " each would use its own alone. Let each layer add its part to the value that it hands on, or use an option"
+            " of the optimizer (weight decay)."
         )
 
 

@@ -91,7 +91,7 @@ def check_stage_state(state: PyTree, specs: PyTree, axis: str | None, rows: Sequ
     """
     if not isinstance(state, PipelineState):
         raise TypeError(
-            f"the model state of a pipelined loss is a {type(state).__name__}; say which function has which part:"
+            f"the model state of a pipelined loss is a {type(state).__name__}; give each function its part:"
             " sf.PipelineState(first=..., blocks=..., last=...)."
         )
     made = broadcast_prefix(specs, state, is_spec, names=("state_specs", "model_state"))
@@ -118,7 +118,7 @@ def _check_cuts(axis: str, stacked: list[tuple[str, P]], others: list[tuple[str,
 
 def _check_rows(stacks: PyTree, paths: list[str], rows: Sequence[int]) -> None:
     if not isinstance(stacks, list | tuple) or len(stacks) != len(rows):
-        raise ValueError(f"a pipeline of {len(rows)} chunks wants model_state.blocks as a list of as many stacks.")
+        raise ValueError(f"a pipeline of {len(rows)} chunks wants model_state.blocks as a list of stacks, one a chunk.")
     pairs = [(x, n) for stack, n in zip(stacks, rows, strict=True) for x in tree_leaves(stack)]
     raise_all(
         ValueError,

@@ -245,7 +245,8 @@ class Staged:
         leaves, treedef = tree_flatten(h)
         if treedef != self._shape.treedef:
             raise TypeError(
-                f"a stage made a tree {treedef} of {self._shape.treedef}; layers must return what they take."
+                f"a stage made a tree {treedef} of {self._shape.treedef}; layers must return a tree like the one that"
+                " they take."
             )
         raise_all(
             TypeError,
@@ -286,7 +287,7 @@ def _found_shape(plan: Plan, of: Pipelined, mixed: Mixed | None, leaves: list[An
             mode = following_now(begin=False)
             found = [mode.axes_of(x) if mode is not None and isinstance(x, Tensor) else () for x in tree_leaves(out)]
     wrong = [p for p, x in named_leaves(out, "h") if not isinstance(x, Tensor)]
-    raise_all(TypeError, "what `first` returns must be a tree of tensors:", wrong)
+    raise_all(TypeError, "the result of `first` must be a tree of tensors:", wrong)
     wrong = [p for p, x in named_leaves(out, "h") if x.is_complex()]
     raise_all(TypeError, "complex activations have no gradients between stages; use torch.view_as_real:", wrong)
     like = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree_leaves(out)]

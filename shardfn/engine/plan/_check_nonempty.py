@@ -35,13 +35,13 @@ def check_trains(plan: Plan, trainable: PyTree) -> None:
         raise ValueError(
             "every parameter of floating point has requires_grad=False, so there is nothing to train. There are"
             f" {shown}. Unfreeze some before from_module, module.requires_grad_(True), or include them in"
-            " sharded_step(trainable=), a tree of bools like params; a step that is to leave all as they are takes"
+            " sharded_step(trainable=), a tree of bools like params; a step that is to train none of them takes"
             " trainable=False."
         )
     raise ValueError(
-        f"trainable is True of no parameter of floating point, so there is nothing to train. There are {shown}. Say"
-        " True of those that are to be trained, as in trainable={name: 'lora' in name for name in params}; a step that"
-        " is to leave all as they are takes trainable=False."
+        f"trainable is True of no parameter of floating point, so there is nothing to train. There are {shown}. Write"
+        " True for those that are to be trained, as in trainable={name: 'lora' in name for name in params}; a step"
+        " that is to train none of them takes trainable=False."
     )
 
 

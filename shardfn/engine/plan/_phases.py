@@ -36,7 +36,7 @@ def in_phase(
         here = local(opt_state)
         if any(isinstance(x, Tensor) and x.ndim == 0 and _has_no_value(x) for x in tree_leaves(here)):
             raise ValueError(
-                "the optimizer has phases, and a state without values does not say in which it is; pass"
+                "the optimizer has phases, and the phase of a state without values is unknown; pass"
                 " phase=optim.Phase(name, local)."
             )
         phase = phases.next(here)
@@ -70,7 +70,7 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
         ValueError,
         whose,
         [
-            f"{leaf.path} is sharded over {leaf.zero_axes}, of which it averages over some; use"
+            f"{leaf.path} is sharded over {leaf.zero_axes}, and it averages over some of these axes; use"
             f" Zero(axis=...) with those axes only, or with others only"
             for leaf in leaves
             if over & set(leaf.zero_axes) and not set(leaf.zero_axes) <= over

@@ -206,6 +206,6 @@ def _problems(t: Transit, *, pure: bool) -> Iterator[str]:
     if t.asked.memory_kind == "disk" and t.pool is None and t.into is None and not t.stays:
         yield "on which disk? Pass pool=sf.memory.Pool('/path/to/a/fast/disk'), with a directory for each rank"
     if pure and "disk" in (t.src.memory_kind, t.asked.memory_kind):
-        yield "what is on disk is no tensor, so neither jit nor a gradient gets there; call this outside, detached"
+        yield "a block on disk is no tensor, so neither jit nor a gradient gets there; call this outside, detached"
     if pure and not t.on_one_mesh:
         yield "between meshes there is no graph and no derivative; call this outside of jit and torch.func, detached"

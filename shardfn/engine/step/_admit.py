@@ -106,7 +106,7 @@ class Admission:
         if self.key is None:
             return (batch,)
         if not isinstance(state.key, Tensor):
-            raise ValueError("the step was built with a key, but the state has none; make it with this step's init.")
+            raise ValueError("the step was built with a key, but the state has no key; make it with this step's init.")
         return batch, fold_in(state.key, state.step)
 
     def passed(self, plan: Plan, state: TrainState, passed: Passed) -> None:

@@ -16,6 +16,7 @@ from shardfn.core import Mesh, P, PyTree, tree_flatten, tree_leaves, tree_paths,
 from shardfn.engine.agreement import comms_of, losing_no_peer
 from shardfn.engine.execution import Argument, Interface, Ready, on_device, taking_the_place_of
 from shardfn.engine.loss import ResultSlot, agree_on_step, ambient, leaf_signature
+from shardfn.graph import MemoryAnalysis, memory_analysis
 from shardfn.state import as_graph_value, taken
 
 from ._blocks import apart, memory_of, refuse_twice
@@ -86,6 +87,11 @@ class BoundCall:
     def graph(self) -> Callable[..., Any]:
         """The compiled graph, of this rank's blocks of `params` and the tensors of the other arguments."""
         return self._ready.run
+
+    def memory_analysis(self) -> MemoryAnalysis:
+        """The bytes that a call needs on this rank, its arguments included."""
+        program: Any = self._ready.program
+        return memory_analysis(program.gm)
 
     def __call__(self, params: PyTree, /, *args: Any) -> Any:
         """The function's value.

@@ -126,6 +126,6 @@ def _check_flags(flags: Mapping[str, Any], trainable: Any) -> None:
             raise TypeError(f"sharded_step({name}={value!r}): True or False, and this is a {type(value).__name__}.")
     if isinstance(trainable, list | tuple | set) and trainable and all(isinstance(name, str) for name in trainable):
         raise TypeError(
-            f"trainable={trainable!r} is a {type(trainable).__name__} of names; say True or False of each leaf:"
+            f"trainable={trainable!r} is a {type(trainable).__name__} of names; write True or False for each leaf:"
             f" trainable={{name: name in {sorted(trainable)} for name in params}}."
         )

@@ -33,9 +33,9 @@ def check_leaves_descend(plan: Plan, optimizer: GradientTransformation) -> None:
     raise_all(
         ValueError,
         "the optimizer would add the gradients of these leaves to them, which raises the loss: masked(inner, mask)"
-        " passes on the gradients of leaves whose mask is False, as in optax. To keep such leaves as they are, say"
+        " passes on the gradients of leaves whose mask is False, as in optax. To keep such leaves unchanged, pass"
         " sharded_step(trainable=mask), or optim.chain(optim.masked(inner, mask), optim.freeze(opposite_mask)). To"
-        " train them by a rule of their own, say optim.multi_transform(rules, labels). To give all leaves one learning"
+        " train them by a rule of their own, use optim.multi_transform(rules, labels). To give all leaves one learning"
         " rate, put optim.scale_by_learning_rate(1e-3) last in an optim.chain. The leaves:",
         [f"{leaf.path}: {tuple(leaf.shape)}" for leaf, x in zip(trained, up, strict=True) if x],
     )

@@ -20,8 +20,8 @@ def described(unwrapped: Unwrapped, loss: Any, planner: Planner, names: Sequence
         inner = getattr(inner, "inner", type(inner).__name__)
     name = ", ".join(names) or (inner if isinstance(inner, str) else function_name(inner))
     mixed, count = unwrapped.mixed, num_microbatches(loss)
-    told = [f"ZeRO stage {planner.zero.stage}"]
-    told += [f"computed in {dtype_name(mixed.policy.compute)}"] if mixed is not None else []
-    told += [f"{count} microbatches"] if count > 1 else []
-    told += ["jit"] if unwrapped.jitted is not None else []
-    return f"ShardedStep({name}: {', '.join(told)}; {planner.mesh!r})"
+    facts = [f"ZeRO stage {planner.zero.stage}"]
+    facts += [f"computed in {dtype_name(mixed.policy.compute)}"] if mixed is not None else []
+    facts += [f"{count} microbatches"] if count > 1 else []
+    facts += ["jit"] if unwrapped.jitted is not None else []
+    return f"ShardedStep({name}: {', '.join(facts)}; {planner.mesh!r})"

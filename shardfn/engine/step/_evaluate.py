@@ -154,7 +154,7 @@ def _nearest(there: list[int], specs: PyTree, mesh: Mesh) -> int:
 def _means(own: dict[str, Tensor], axes: tuple[str, ...], mesh: Mesh, control: AnyControl) -> dict[str, float]:
     names = list(own)
     mine = torch.stack([own[name] for name in names]).tolist() if names else []
-    told: Any = control.gather((names, mine))
+    of_all: Any = control.gather((names, mine))
     # In rank order, of those that differ from this one along `axes` alone: so all have the same sum.
     near = mesh.along(axes)
     if not names:
@@ -162,9 +162,9 @@ def _means(own: dict[str, Tensor], axes: tuple[str, ...], mesh: Mesh, control: A
             "evaluate: no rank has a row; pass batches of at least one row, on one rank or more."
             " An iterator that was read before has nothing left: make it again, or pass a list."
         )
-    if any(told[r][0] != names for r in near):
-        raise ValueError(f"evaluate: ranks measure other metrics: {[told[r][0] for r in near]}.")
-    sums = [[sum(told[r][1][k][i] for r in near) for i in (0, 1)] for k in range(len(names))]
+    if any(of_all[r][0] != names for r in near):
+        raise ValueError(f"evaluate: ranks measure other metrics: {[of_all[r][0] for r in near]}.")
+    sums = [[sum(of_all[r][1][k][i] for r in near) for i in (0, 1)] for k in range(len(names))]
     raise_all(
         ValueError,
         "evaluate: metrics without weight have no mean; give each batch that counts a weight above 0:",

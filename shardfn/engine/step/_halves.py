@@ -111,9 +111,9 @@ class Halves:
             constant = admission.constant(plan, state)
             call = self.calls.update(plan, state, passed)
         # All ranks skip an update, or none does.
-        told = f"finite: {passed.finite}", ()
+        text = f"finite: {passed.finite}", ()
         what = named_call("the update of step", plan, state)
-        agreed = agree_on_step(comms.control, what, told, constant, call.known)
+        agreed = agree_on_step(comms.control, what, text, constant, call.known)
         forget(plan)
         with bind_mesh(plan.mesh), losing_no_peer(comms):
             new, metrics = call.run(comms, agreed)

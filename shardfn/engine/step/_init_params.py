@@ -23,7 +23,7 @@ def made(params: PyTree, args: tuple[Any, ...]) -> PyTree:
     elif args:
         raise TypeError(
             f"init(params, ...) got a tree of parameters and {len(args)} argument{'s' * (len(args) > 1)} more, which"
-            " nothing takes. Write step.init(params); what draws parameters is a function: step.init(f, sf.key(0)),"
+            " nothing takes. Write step.init(params); parameters are drawn by a function: step.init(f, sf.key(0)),"
             " for f(sf.key(0))."
         )
     check_params(params)

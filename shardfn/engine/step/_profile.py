@@ -16,6 +16,15 @@ from ._lower import Lowered
 
 PHASES = ("forward", "backward", "gather", "reduce", "update", "refresh", "waits", "rest")
 _MESSAGES = ("gather", "reduce", "refresh")
+# Why a prediction is missing: of a phase that is never predicted, of another one, and of a message.
+_UNPREDICTED = {
+    "waits": "not predicted: it depends on how unequal the ranks are, and the cost model takes them as equal.",
+    "rest": "not predicted: checks, and the agreement of ranks, are outside of the graph that the cost model reads.",
+}
+_ABSENT = "not predicted: the graph of the step has no operation of this phase."
+_UNSEEN = (
+    "not predicted: the graph does not show the leaves of this message; its wait is predicted in the phase that waits."
+)
 # A row of the table by leaf: the part of the step, and the leaves that travel together.
 Row = tuple[str, tuple[str, ...]]
 
@@ -69,14 +78,16 @@ class StepProfile:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
+        reasons: dict[str, str] = {}
         parts = [f"a step, the mean of {self.steps}: {_ms(self.seconds)}, {self.sent:,.0f} bytes sent by this rank"]
         if self.predicted is not None:
             parts[0] += f"; predicted {_ms(self.predicted.seconds)}"
         if self.phases:
-            parts += ["", columns([self._head("phase"), *map(self._phase, self.phases)])]
+            parts += ["", columns([self._head("phase"), *(self._phase(name, reasons) for name in self.phases)])]
         if self.leaves:
-            parts += ["", columns([self._head("leaf"), *map(self._leaf, self.leaves)])]
-        return "\n".join([*parts, *([""] if self.notes else []), *self.notes])
+            parts += ["", columns([self._head("leaf"), *(self._leaf(row, reasons) for row in self.leaves)])]
+        notes = [*(f"[{mark}] {reason}" for reason, mark in reasons.items()), *self.notes]
+        return "\n".join([*parts, *([""] if notes else []), *notes])
 
     def __repr__(self) -> str:
         return str(self)
@@ -88,23 +99,28 @@ class StepProfile:
         head = (first, "calls", "bytes sent", "measured")
         return head if self.predicted is None else (*head, "predicted")
 
-    def _phase(self, name: str) -> tuple[str, ...]:
+    def _phase(self, name: str, reasons: dict[str, str]) -> tuple[str, ...]:
         says = None if self.predicted is None else self.predicted.phases.get(name)
-        return self._cells(name, self.phases[name], says)
+        return self._cells(name, self.phases[name], says, reasons, _UNPREDICTED.get(name, _ABSENT))
 
-    def _leaf(self, row: Row) -> tuple[str, ...]:
+    def _leaf(self, row: Row, reasons: dict[str, str]) -> tuple[str, ...]:
         what, paths = row
         known = {} if self.predicted is None else self.predicted.leaves
         found = [took for (part, names), took in known.items() if part == what and set(names) & set(paths)]
         says = sum(found) if found else None
         first, *others = paths
         more = f" and {len(others)} more" if others else ""
-        return self._cells(f"{what} {first}{more}", self.leaves[row], says)
+        return self._cells(f"{what} {first}{more}", self.leaves[row], says, reasons, _UNSEEN)
 
-    def _cells(self, name: str, spent: Spent, says: float | None) -> tuple[str, ...]:
+    def _cells(self, name: str, spent: Spent, says: float | None, reasons: dict[str, str], why: str) -> tuple[str, ...]:
+        """A row; a prediction that is missing has a mark, and its reason is noted under that mark."""
         cells = (name, f"{spent.calls / self.steps:g}", f"{spent.sent / self.steps:,.0f}")
         cells += (_ms(spent.seconds / self.steps),)
-        return cells if self.predicted is None else (*cells, "-" if says is None else _ms(says))
+        if self.predicted is None:
+            return cells
+        if says is not None:
+            return (*cells, _ms(says))
+        return (*cells, f"- [{reasons.setdefault(why, chr(ord('a') + len(reasons)))}]")
 
 
 def measured(

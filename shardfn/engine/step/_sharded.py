@@ -88,7 +88,7 @@ from ._lower import Lowered
 MAX_APPLIED = 16
 _WORDS = Words(
     "the first argument is a tree of GlobalTensors; make it with init, or pass a state's params:",
-    "the first argument is kept otherwise than this function says:",
+    "the first argument is not kept in the layout of this function:",
     "the first argument is kept under another policy:",
 )
 
@@ -320,7 +320,7 @@ class Sharded(Transform):
         knows = self._graphs.knows(key)
         agreed = agree_on_step(comms.control, f"bind of {what}", constant=constant, known=(knows, knows))
         with bind_mesh(self.mesh), losing_no_peer(comms):
-            ready = self._ready(comms, key, plan, params, moved, treedef, everywhere=agreed.ready)
+            ready = self._ready(comms, key, plan, params, moved, treedef, everywhere=agreed.ready, expected=True)
             program: FunctionProgram = ready.program
             layouts = layouts_of(program.abstract_result(), arguments, self._interface, comms.control)
         return BoundCall(what, ready, self.mesh, disk_of(plan), params, arguments, treedef, layouts, check_every)
@@ -421,10 +421,11 @@ class Sharded(Transform):
         treedef: Any,
         *,
         everywhere: bool,
+        expected: bool = False,
     ) -> Ready:
         capture = functools.partial(self._capture, plan, params, arguments, treedef)
         shown = {a.path: a.given for a in arguments}
-        return self._graphs.ready(comms, key, capture, self._what, shown, everywhere=everywhere)
+        return self._graphs.ready(comms, key, capture, self._what, shown, everywhere=everywhere, expected=expected)
 
     def _capture(self, plan: Plan, params: PyTree, arguments: list[Argument], treedef: Any) -> FunctionProgram:
         with computing_in(self._compute):

@@ -217,7 +217,7 @@ class ShardedStep(Transform):
     @explains_extra(
         "step(state, batch)",
         "A batch is one tree, such as a dict of tensors. A key is passed once, as sharded_step(..., key=sf.key(0)), and"
-        " each step makes its own of it. Bind what else the loss takes before: functools.partial(loss, config).",
+        " each step makes its own of it. Bind other arguments of the loss before: functools.partial(loss, config).",
     )
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         """One step on this rank's rows of the global batch. Inside a transform of torch.func it is a pure function."""

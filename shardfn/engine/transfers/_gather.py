@@ -43,7 +43,7 @@ class Gatherer:
     Args:
         leaves: the layout.
         units: groups of leaves gathered together.
-        blocks: this rank's piece of each leaf as stored (None for leaves that are not lazy).
+        blocks: this rank's piece of each leaf as stored; those of leaves in no unit are not read.
         channels: the step's communicators.
         rounds: agreement between the ranks that share the leaves.
         order: the agreed order of use; extended in place.
@@ -56,7 +56,7 @@ class Gatherer:
         self,
         leaves: Sequence[LeafLayout],
         units: Sequence[Unit],
-        blocks: Sequence[Tensor | Stored | None],
+        blocks: Sequence[Tensor | Stored],
         channels: AnyChannels,
         rounds: AnyRounds,
         order: UseOrder,
@@ -212,9 +212,7 @@ class Gatherer:
         """This rank's pieces of the leaves of a unit; those in other memories are being fetched."""
         out: list[Piece] = []
         for i in self._units[unit].leaves:
-            block = self._blocks[i]
-            assert block is not None
-            out.append(fetched(block, self._leaves[i].ways.kept, self._device))
+            out.append(fetched(self._blocks[i], self._leaves[i].ways.kept, self._device))
         return out
 
     def _move(self) -> Turn:
@@ -285,5 +283,5 @@ class Gatherer:
 
 def _raise_failed(rounds: AnyRounds, codes: Sequence[int]) -> None:
     texts: list[Any] = rounds.gather((rounds.rank, ""))
-    told = [f"  - rank {rank} raised {text}" for (rank, text), c in zip(texts, codes, strict=True) if c == FAILED]
-    raise RankError("\n".join(["another rank failed in this step; the state passed in is unchanged.", *told]))
+    causes = [f"  - rank {rank} raised {text}" for (rank, text), c in zip(texts, codes, strict=True) if c == FAILED]
+    raise RankError("\n".join(["another rank failed in this step; the state passed in is unchanged.", *causes]))

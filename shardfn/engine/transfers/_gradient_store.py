@@ -21,7 +21,7 @@ from ._pools import pool_of
 class GradientStore:
     """The gradients of a step by unit, and at last by leaf, each in the memory where it waits for the update.
 
-    `keep` adds the part of a unit that has arrived; after the last, `finish` sums along the axes that are left, and
+    `receive` adds the part of a unit that arrives; after the last, `finish` sums along the axes that are left, and
     `pop_all` gives each leaf the part that the optimizer takes. Between the two, `parts` has this rank's shares, 1-D:
     those of all ranks are disjoint.
 
@@ -37,7 +37,7 @@ class GradientStore:
     def __init__(self, plan: Plan, wires: Sequence[SumWire], late_axes: tuple[str, ...]) -> None:
         self._plan, self._wires, self._late_axes = plan, wires, late_axes
         # Leaves are made whole during the backward, but not while parameters use the same channel.
-        self._overlaps = not any(leaf.gathered for leaf in plan.layers)
+        self._overlaps = all(leaf.used.dim is None for leaf in plan.layers)
         self._pool = pool_of(plan)
         # All ranks along these axes have the same ones.
         own = [plan.layers[unit.leaves[0]].own_axes for unit in plan.reduce_units]
@@ -57,7 +57,7 @@ class GradientStore:
 
         The same when it is sent and when it arrives, as the unit is not added to in between.
         """
-        alone = unit not in self.parts and unit not in self._late
+        alone = unit not in self.parts and unit not in self._late and self._plan.chunks is None
         return alone and self._overlaps and self._wires[unit].sums_in_one
 
     @functools.cached_property
@@ -72,15 +72,22 @@ class GradientStore:
             for u, wire in enumerate(self._wires)
         ]
 
-    def keep_whole(self, unit: int, whole: Tensor) -> None:
-        """Keeps the whole sum of a unit that is summed in one."""
+    def receive(self, unit: int, pending: Pending[Tensor], *, last: bool) -> None:
+        """Waits for a unit: its whole sum, or this rank's part, which is added to the earlier ones."""
+        with named_range("reduce", self._plan.layers, self._plan.reduce_units[unit].leaves):
+            x = pending.result()
+        if last and self.is_summed_in_one(unit):
+            self._keep_whole(unit, x)
+        else:
+            self._keep(unit, x, last=last)
+
+    def _keep_whole(self, unit: int, whole: Tensor) -> None:
         self._wholes[unit] = whole
         # A half each, so that a norm counts every element once.
         halves = whole.split_with_sizes(dealt(whole.numel(), 2))
         self.parts.add(unit, halves[self._wires[unit].index], last=True)
 
-    def keep(self, unit: int, part: Tensor, *, last: bool) -> None:
-        """Adds this rank's part of a unit to the earlier ones."""
+    def _keep(self, unit: int, part: Tensor, *, last: bool) -> None:
         self.parts.add(unit, part, last=last)
         wire = self._wires[unit]
         if last and self._overlaps and unit not in self._late and not wire.scatters and wire.size > 1:

@@ -41,9 +41,8 @@ def enter(
             handle = _handle(plan, leaf)
         else:
             assert isinstance(block, Tensor)
-            as_it_is = _as_it_is(leaf, block)
-            handle = aliased(block if as_it_is else block.to(leaf.dtypes.compute))
-            if not as_it_is:
+            handle = aliased(block.to(leaf.dtypes.compute) if leaf.ways.use.hops else block)
+            if leaf.ways.use.hops:
                 book.look_after(leaf.path, handle)
             plain.append((leaf.path, handle))
         if reducer is not None and leaf.trainable:
@@ -74,7 +73,7 @@ def watch_of(plan: Plan, blocks: Sequence[Tensor | Stored], *, first: bool) -> W
     watch = Watch(bits=first and not plan.captured)
     if not plan.captured:
         pairs = zip(plan.leaves, blocks, strict=True)
-        watch.keep([(leaf.path, x) for leaf, x in pairs if isinstance(x, Tensor) and _as_it_is(leaf, x)])
+        watch.keep([(leaf.path, x) for leaf, x in pairs if isinstance(x, Tensor) and not leaf.ways.use.hops])
     return watch
 
 
@@ -92,11 +91,6 @@ def check_capture(
     here = [(leaf.path, x) for leaf, x in zip(plan.layers, blocks, strict=True) if isinstance(x, Tensor)]
     leaves = {storage_of(x): path for path, x in (*here, *others)} | {k: path for k, (path, _) in book.captured.items()}
     check_graph(notes.tracer.graph, leaves, name)
-
-
-def _as_it_is(leaf: LeafLayout, block: Tensor) -> bool:
-    """Whether the loss sees the memory of the state itself."""
-    return block.dtype == leaf.dtypes.compute and not leaf.lazy
 
 
 def _handle(plan: Plan, leaf: LeafLayout) -> Tensor:

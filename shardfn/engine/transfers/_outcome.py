@@ -4,7 +4,7 @@ import dataclasses
 
 from torch import Tensor
 
-from shardfn.core import PyTree, Stored
+from shardfn.core import PyTree
 from shardfn.engine.agreement import Comms
 from shardfn.engine.loss import Value, WeightedMean, totals
 from shardfn.engine.plan import Plan
@@ -24,23 +24,18 @@ class Outcome:
     aux: dict[str, WeightedMean]
     num_microbatches: int
     reducer: Reducer
-    plan: Plan
     model_state: PyTree
     values: list[Value]
 
-    def gradients(self) -> dict[int, Tensor | Stored]:
-        """Per leaf, the part of the summed gradient that the optimizer takes: this rank's rows, or the whole block."""
-        return self.plan.by_leaf(self.reducer.gradients())
 
-
-def outcome_of(values: list[Value], num: int, reducer: Reducer, plan: Plan, model_state: PyTree) -> Outcome:
+def outcome_of(values: list[Value], num: int, reducer: Reducer, model_state: PyTree) -> Outcome:
     """The outcome of the values of `num` microbatches, whose gradients `reducer` has summed."""
     total, weight = totals(values)
     aux: dict[str, WeightedMean] = {}
     for name in sorted(values[0].aux):
         pairs = [v.aux[name] for v in values]
         aux[name] = WeightedMean(sum(p.total for p in pairs), sum(p.weight for p in pairs))  # pyright: ignore[reportArgumentType]
-    return Outcome(total, weight, aux, num, reducer, plan, model_state, values)
+    return Outcome(total, weight, aux, num, reducer, model_state, values)
 
 
 def agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
@@ -48,4 +43,4 @@ def agree_on_outcome(plan: Plan, comms: Comms, out: Outcome) -> None:
     if plan.learnt.outcome is None:
         outcome = f"{'a mean' if out.weight is None else WEIGHTED} and aux {sorted(out.aux)}"
         plan.learnt.take_outcome(outcome)
-        comms.control.agree("what the loss returns", outcome)
+        comms.control.agree("the result of the loss", outcome)

@@ -135,7 +135,9 @@ def reopen(plan: Plan, control: AnyControl) -> tuple[dict[str, Any], dict[str, A
     """
     disk = plan.zero.disk
     if disk is None:
-        raise ValueError("resume() reads what the step left on disk, but nothing is kept there: Zero(disk=Disk(...)).")
+        raise ValueError(
+            "resume() reads the files that the step left on disk, but nothing is kept there: Zero(disk=Disk(...))."
+        )
     place = _place(disk, plan.mesh)
     told = Pool.about(place)
     check_origins(plan.mesh, control, place, told if Pool.steps(place) else None)

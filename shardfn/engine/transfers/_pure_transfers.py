@@ -52,16 +52,19 @@ def enter_purely(plan: Plan, blocks: Sequence[Tensor], mode: Following | None = 
     here = [b if x.home == "device" else put(b, "device", device) for x, b in zip(plan.leaves, blocks, strict=True)]
     blocks = [b.to(leaf.dtypes.compute) for leaf, b in zip(plan.leaves, here, strict=True)]
     wholes = list(blocks)
+    unsummed = [leaf.reduce_axes + leaf.extra_axes for leaf in plan.leaves]
     for unit in plan.gather_units:
-        if not plan.leaves[unit.leaves[0]].gathered:  # brought from another memory, and here by now
+        first = plan.leaves[unit.leaves[0]]
+        if first.used.dim is None:  # brought from another memory, and here by now
             continue
-        invariant = mode is not None or not plan.leaves[unit.leaves[0]].ways.reduce.scatters
+        invariant = mode is not None or not first.ways.reduce.scatters
         for i, whole in _gathered(plan, unit, blocks, invariant=invariant):
             wholes[i] = whole
+            if not invariant:  # the gather's transpose sums over its own axes
+                unsummed[i] = plan.leaves[i].extra_axes
     if mode is not None:
         return [mode.declare(x.view_as(x), leaf.own_axes) for leaf, x in zip(plan.leaves, wholes, strict=True)]
-    # The gather's transpose has summed over its own axes, which are not summed over again.
-    wholes = [_vary(leaf, x) for leaf, x in zip(plan.leaves, wholes, strict=True)]
+    wholes = [pvary(x, axes) if x.is_floating_point() else x for x, axes in zip(wholes, unsummed, strict=True)]
     for leaf, x in zip(plan.leaves, wholes, strict=True):
         if leaf.own_axes:
             plan.following.declare(x, (*plan.batch_axes, *leaf.own_axes))
@@ -85,9 +88,10 @@ def reduce_purely(plan: Plan, grads: dict[int, Tensor]) -> dict[int, Tensor]:
     return out
 
 
-def own_rows(leaf: LeafLayout, block: Tensor) -> Tensor:
-    """The part of a resident leaf that this rank updates."""
-    return take_own_block(block, leaf.zero_axes, dim=leaf.dim) if leaf.refreshed and leaf.dim is not None else block
+def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor) -> Tensor:
+    """The part of a parameter that this rank updates."""
+    cut = plan.own_cuts.get(leaf.path)
+    return block if cut is None else take_own_block(block, leaf.zero_axes, dim=cut[0])
 
 
 def refresh_purely(plan: Plan, blocks: Sequence[Tensor], rows: Sequence[Tensor | None]) -> list[Tensor]:
@@ -97,11 +101,6 @@ def refresh_purely(plan: Plan, blocks: Sequence[Tensor], rows: Sequence[Tensor |
         for i, whole in _gathered(plan, unit, out, invariant=True):
             out[i] = whole
     return out
-
-
-def _vary(leaf: LeafLayout, x: Tensor) -> Tensor:
-    axes = leaf.extra_axes if leaf.gathered and leaf.ways.reduce.scatters else leaf.reduce_axes + leaf.extra_axes
-    return pvary(x, axes) if x.is_floating_point() else x
 
 
 def _gathered(plan: Plan, unit: Unit, pieces: Sequence[Tensor], *, invariant: bool) -> Iterator[tuple[int, Tensor]]:

@@ -25,7 +25,7 @@ from shardfn.engine.plan import Chunks, Plan
 from ._canonical import ChunkSums
 from ._gradient_store import GradientStore
 from ._local_sums import LocalSums
-from ._send_queue import SendQueue
+from ._send_queue import Keep, SendQueue
 
 
 class Stage(enum.Enum):
@@ -108,8 +108,9 @@ class Reducer:
             self.queue.send(self._start)
         if self.stage is not Stage.ADDS:
             # At each chance, so that messages go as they come.
-            self.queue.collect(self._keep, block=False)
-            self.queue.hold_back(self._keep)
+            keep = self._arriving()
+            self.queue.collect(keep, block=False)
+            self.queue.hold_back(keep)
 
     def take_all(self, grads: list[tuple[int, Tensor]]) -> None:
         """Takes the gradients of several leaves, in an eager step; the list is emptied."""
@@ -130,17 +131,21 @@ class Reducer:
                 self._missing[u] = 0
                 self.queue.complete(u)
         self.queue.send(self._start)
-        self.queue.collect(self._keep, block=True)
+        self.queue.collect(self._arriving(), block=True)
         if self.stage is Stage.LAST:
             self.store.finish()
         self.stage = Stage.DONE if self.stage is Stage.LAST else Stage.IDLE
 
     def gradients(self) -> dict[int, Tensor | Stored]:
-        """By layer, the part of the summed gradient that the optimizer takes: this rank's rows, or the whole block."""
+        """By leaf, the part of the summed gradient that the optimizer takes: this rank's rows, or the whole block."""
         assert self.stage is Stage.DONE
         out = self.store.pop_all(self.queue.order, self._local.has_made)
         self._channels.flush()  # the optimizer may write to tensors that were sent
-        return out
+        return self._plan.by_leaf(out)
+
+    def _arriving(self) -> Keep:
+        """The function that takes units as they arrive in this backward."""
+        return functools.partial(self.store.receive, last=self.stage is Stage.LAST)
 
     def _staying(self) -> set[int]:
         """The units that do not leave in this backward."""
@@ -196,15 +201,6 @@ class Reducer:
 
         (part,) = traced_once(("reduce", looks), start, grads)
         return Pending.of(part)
-
-    def _keep(self, unit: int, pending: Pending[Tensor]) -> None:
-        last = self.stage is Stage.LAST
-        with named_range("reduce", self._plan.layers, self._plan.reduce_units[unit].leaves):
-            part = pending.result()
-        if last and self._chunks is None and self.store.is_summed_in_one(unit):
-            self.store.keep_whole(unit, part)
-        else:
-            self.store.keep(unit, part, last=last)
 
     def _absent(self, leaf: int) -> Tensor:
         """The gradient of a leaf that has got none in this backward."""

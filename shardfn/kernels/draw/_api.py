@@ -1,14 +1,14 @@
 """Tokens drawn from logits, each row by itself."""
 
-import math
-
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int, Integer
 from torch import Tensor
 
 from shardfn.kernels._arguments import check_dtype, check_shape
 from shardfn.kernels._dispatch import implementation
 from shardfn.kernels._library import define, refuse_backward
+
+from . import _native
 
 
 def draw(
@@ -19,6 +19,7 @@ def draw(
     top_k: Int[Tensor, " rows"],
     top_p: Float[Tensor, " rows"],
     min_p: Float[Tensor, " rows"],
+    targets: Int[Tensor, " rows"] | None = None,
 ) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"]]:
     """A token of each row, and its log probability.
 
@@ -27,15 +28,17 @@ def draw(
     of their indices, until the sum is above `uniform` times the total. One number serves a draw, so a guessed token is
     accepted exactly if it is the token that would be drawn.
 
-    The filters apply in the order top k, top p, min p. Of equal logits the one of the lower index comes first.
+    The filters apply in the order top k, top p, min p. Of equal logits the one of the lower index comes first. Apply
+    penalties, biases and masks to the logits before.
 
     Args:
         logits: float32; -inf excludes a token.
-        uniform: float64 in [0, 1); not read where the temperature is 0.
-        temperature: float64; 0 takes the largest logit.
+        uniform: float64 in [0, 1); not read where the temperature is 0 or a target is given.
+        temperature: float64; 0 takes the largest logit, as every temperature below 1e-5 does.
         top_k: int64; the number of largest logits that are kept. 0 keeps all.
         top_p: float64; the largest ones are kept until their weights reach this part of all that are left. 1 keeps all.
         min_p: float64; a token is kept if its weight is at least this part of the largest one's. 0 keeps all.
+        targets: int64; a token whose log probability is wanted, instead of a draw. -1 draws.
 
     Returns:
         Tokens int64, and float32 log probabilities under the softmax of the logits as given, before temperature and
@@ -47,63 +50,98 @@ def draw(
         NotImplementedError: in a backward.
 
     Example:
-        >>> logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
+        >>> logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
         >>> def same(x, dtype=torch.float64):
-        ...     return torch.full((2,), x, dtype=dtype)
+        ...     return torch.full((3,), x, dtype=dtype)
         >>> tokens, logprobs = draw(
         ...     logits,
         ...     same(0.95),
-        ...     temperature=torch.tensor([0.0, 1.0], dtype=torch.float64),
+        ...     temperature=torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64),
         ...     top_k=same(0, torch.int64),
         ...     top_p=same(1.0),
         ...     min_p=same(0.0),
+        ...     targets=torch.tensor([-1, -1, 0]),
         ... )
         >>> tokens, logprobs
-        (tensor([1, 2]), tensor([-0.4076, -1.4076]))
+        (tensor([1, 2, 0]), tensor([-0.4076, -1.4076, -2.4076]))
     """
     check_dtype("logits", logits, torch.float32)
     if not logits.shape[1]:
         raise ValueError(f"logits is of shape {tuple(logits.shape)}: there is no token to draw")
     given = {"uniform": uniform, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    if targets is not None:
+        given["targets"] = targets
     for name, x in given.items():
-        check_dtype(name, x, torch.int64 if name == "top_k" else torch.float64)
+        check_dtype(name, x, torch.int64 if name in ("top_k", "targets") else torch.float64)
         check_shape(name, x, (len(logits),), "one for each row")
-    return torch.ops.shardfn_kernels.draw(logits, *given.values())
+    return torch.ops.shardfn_kernels.draw(logits, uniform, temperature, top_k, top_p, min_p, targets)
 
 
-def _check_values(
-    vocab: int, uniform: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> None:
-    for name, x, high in (
-        ("temperature", temperature, math.inf),
-        ("top_p", top_p, 1.0),
-        ("min_p", min_p, 1.0),
-        ("uniform", uniform, 1.0),
-        ("top_k", top_k, vocab),
+def draw_uniforms(keys: Integer[Tensor, " rows"], places: Int[Tensor, " places"]) -> Float64[Tensor, " rows"]:
+    """A number from 0 to 1 for each row, as a function of the row's key and place alone.
+
+    It is made of the words of threefry2x32 for that key and counter: of `jax.random.bits(key, dtype=uint64)` at that
+    place, the upper 53 bits. A request draws its tokens by one key and their positions, whatever is computed beside it.
+
+    Args:
+        keys: int64 or uint64, the 64 bits of a key.
+        places: int64 or int32; a negative one is a place of its own, as 64 bits.
+
+    Returns:
+        float64 in [0, 1), multiples of 2^-53.
+
+    Raises:
+        TypeError: for other dtypes.
+        ValueError: shapes differ.
+
+    Example:
+        >>> draw_uniforms(torch.tensor([42, 42, 43]), torch.tensor([0, 1, 1])).tolist()
+        [0.4267275666499091, 0.015010069515314584, 0.09533355630366869]
+    """
+    for name, x, dtypes in (
+        ("keys", keys, (torch.int64, torch.uint64)),
+        ("places", places, (torch.int64, torch.int32)),
     ):
-        wrong = ~((x >= 0) & (x <= high))
-        if name == "uniform":
-            wrong = (wrong | (x == 1)) & (temperature != 0)
-        if wrong.any():
-            row = int(wrong.nonzero()[0])
-            below = " and below" if name == "uniform" else " to"
-            raise ValueError(f"{name} is {x[row].item()} in row {row}; must be from 0{below} {high}")
+        if x.dtype not in dtypes:
+            raise TypeError(f"{name} is {x.dtype}, must be {dtypes[0]} or {dtypes[1]}")
+    check_shape("places", places, (len(keys),), "one for each key")
+    return torch.ops.shardfn_kernels.draw_uniforms(keys, places)
 
 
 def _draw(
-    logits: Tensor, uniform: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    logits: Tensor,
+    uniform: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    targets: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    # Here, and not in the function above: a captured program has the values only when it runs.
-    _check_values(logits.shape[1], uniform, temperature, top_k, top_p, min_p)
     run = implementation("draw", "draw", logits.device)
-    rest = (x.contiguous() for x in (uniform, temperature, top_k, top_p, min_p))
-    return run(logits.contiguous(), *rest)
+    rest = [x.contiguous() for x in (uniform, temperature, top_k, top_p, min_p)]
+    return run(logits.contiguous(), *rest, None if targets is None else targets.contiguous())
+
+
+def _draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
+    run = implementation("draw", "draw_uniforms", keys.device)
+    return run(keys.view(torch.int64).contiguous(), places.to(torch.int64).contiguous())
+
+
+def _scratch(logits: Tensor, *rest: Tensor | None) -> int:
+    del rest
+    return 8 * _native.room(logits.shape[1]) * min(torch.get_num_threads(), len(logits))
 
 
 define(
-    "draw(Tensor logits, Tensor uniform, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p)"
+    "draw(Tensor logits, Tensor uniform, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor? targets)"
     " -> (Tensor, Tensor)",
     _draw,
     lambda logits, *rest: (logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits))),
+    scratch=_scratch,
 )
 refuse_backward("draw", "draw from logits.detach(), and take the log probabilities of its tokens from log_softmax.")
+define(
+    "draw_uniforms(Tensor keys, Tensor places) -> Tensor",
+    _draw_uniforms,
+    lambda keys, places: keys.new_empty(len(keys), dtype=torch.float64),
+)

@@ -1,20 +1,78 @@
 """Tokens drawn from logits, on a CPU, in C++."""
 
+import ctypes
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from shardfn.kernels._build import call
+from shardfn.kernels._build import library
+
+from . import _reference
+from ._values import check_values
+
+SOURCE = "draw/_native.cpp"
+# The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
+NEWEST = 4
+# Logits below which a second thread costs more than it saves.
+FEW = 1 << 16
 
 
 def draw(
-    logits: Tensor, uniform: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    logits: Tensor,
+    uniform: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    targets: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens and log probabilities of logits [r, v]."""
-    (r, v), room = logits.shape, -logits.shape[1] % 64
+    found = _functions()
+    arguments = uniform, temperature, top_k, top_p, min_p, targets
+    if found is None:
+        return _reference.draw(logits, *arguments)
+    r, v = logits.shape
+    threads = min(torch.get_num_threads(), r) if r * v > FEW else 1
     tokens, logprobs = logits.new_empty(r, dtype=torch.int64), logits.new_empty(r)
-    # Weights, their running sums by block, and indices in order.
-    weights = logits.new_empty(v + room, dtype=torch.float64)
-    sums, order = logits.new_empty(weights.numel() // 64 + 1, dtype=torch.float64), tokens.new_empty(v)
-    arguments = logits, uniform, temperature, top_k, top_p, min_p
-    call("draw_rows", *arguments, r, v, weights, sums, order, tokens, logprobs)
+    memory = logits.new_empty(threads * room(v), dtype=torch.float64)
+    at = (None if x is None else x.data_ptr() for x in (logits, *arguments, tokens, logprobs, memory))
+    if found.draw_rows(*at, room(v), r, v, threads, NEWEST):
+        check_values(v, *arguments)
+        raise AssertionError("C++ refuses arguments that Python takes")
     return tokens, logprobs
+
+
+def draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
+    """Numbers in [0, 1) of keys and places, int64 [r]."""
+    found = _functions()
+    if found is None:
+        return _reference.draw_uniforms(keys, places)
+    out = torch.empty(keys.shape, dtype=torch.float64)
+    found.draw_uniforms(keys.data_ptr(), places.data_ptr(), out.data_ptr(), len(keys))
+    return out
+
+
+def room(vocab: int) -> int:
+    """The float64 numbers of memory that one thread needs.
+
+    Example:
+        >>> room(49152)
+        115458
+    """
+    blocks, ends = -(-vocab // 64), 8192 // 2
+    return blocks * 64 + (blocks + 1) + vocab + ends + vocab // 4 + 1
+
+
+@functools.cache
+def _functions() -> Any:
+    """The library, with the types of its arguments, which keeps calls of few rows cheap; None without a compiler."""
+    found = library(SOURCE)
+    if found is None:
+        return None
+    found.draw_rows.argtypes = [ctypes.c_void_p] * 10 + [ctypes.c_int64] * 5
+    found.draw_rows.restype = ctypes.c_int64
+    found.draw_uniforms.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64]
+    found.draw_uniforms.restype = None
+    return found

@@ -5,21 +5,35 @@ import math
 import torch
 from torch import Tensor
 
+from ._values import COLDEST, check_values
+
 # Weights are added up in blocks, each by 8 lanes over its 8 rows and a tree over the lanes.
 LANES, BLOCK = 8, 64
 MAGIC = 6755399441055744.0  # 1.5 * 2^52: numbers added to it are rounded to whole numbers, ties to even
 LOG2E, HIGH, LOW = 1.4426950408889634, 0.693145751953125, 1.4286068203094173e-06
 TERMS, ODD_TERMS = 13, 14
 LEAST = -708.0
+# Words of threefry2x32.
+MASK, PARITY = 0xFFFFFFFF, 0x1BD11BDA
+ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 
 
 def draw(
-    logits: Tensor, uniform: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    logits: Tensor,
+    uniform: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    targets: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens and log probabilities of logits [r, v]."""
+    arguments = uniform, temperature, top_k, top_p, min_p
+    check_values(logits.shape[1], *arguments, targets)
+    given = torch.full_like(top_k, -1) if targets is None else targets
     tokens, logprobs = [], []
-    for row, u, *how in zip(logits, uniform, temperature, top_k, top_p, min_p, strict=True):
-        token, logprob = _one(row, float(u), *(x.item() for x in how))
+    for row, *how in zip(logits, *arguments, given, strict=True):
+        token, logprob = _one(row, *(x.item() for x in how))
         tokens.append(token)
         logprobs.append(logprob)
     here = logits.device
@@ -28,14 +42,31 @@ def draw(
     )
 
 
-def _one(row: Tensor, u: float, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[int, float]:
+def draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
+    """Numbers in [0, 1) of keys and places, int64 [r]."""
+    k0, k1 = keys >> 32 & MASK, keys & MASK
+    ks = k0, k1, k0 ^ k1 ^ PARITY
+    x0, x1 = (places >> 32 & MASK) + k0 & MASK, (places & MASK) + k1 & MASK
+    for i in range(5):
+        for r in ROTATIONS[i % 2]:
+            x0 = x0 + x1 & MASK
+            x1 = (x1 << r | x1 >> 32 - r) & MASK ^ x0
+        x0, x1 = x0 + ks[(i + 1) % 3] & MASK, x1 + ks[(i + 2) % 3] + i + 1 & MASK
+    return (x0 << 21 | x1 >> 11).double() * 2.0**-53
+
+
+def _one(
+    row: Tensor, u: float, temperature: float, top_k: int, top_p: float, min_p: float, target: int
+) -> tuple[int, float]:
     x = row.double()
     most = float(x.max())
     if not math.isfinite(most):  # also a NaN, which is the maximum
         return -1, math.nan
     shifted = x - most
     sums = _sums(exponential(shifted))
-    if temperature == 0:
+    if target >= 0:
+        token = target
+    elif temperature < COLDEST:
         token = int((row == row.max()).nonzero()[0])
     else:
         token = _drawn(_kept(exponential(shifted / temperature), row, top_k, top_p, min_p), u)
@@ -47,10 +78,10 @@ def _kept(weights: Tensor, row: Tensor, top_k: int, top_p: float, min_p: float) 
     order = row.sort(descending=True, stable=True).indices.tolist()
     order = order[:top_k] if top_k else order
     if top_p < 1:
-        values, total, so_far, num = weights.tolist(), 0.0, 0.0, 0
-        for i in order:
-            total += values[i]
-        while num < len(order) and (num == 0 or so_far < top_p * total):
+        left = torch.zeros_like(weights)
+        left[order] = weights[order]
+        values, wanted, so_far, num = weights.tolist(), top_p * _sums(left)[-1], 0.0, 0
+        while num < len(order) and (num == 0 or so_far < wanted):
             so_far += values[order[num]]
             num += 1
         order = order[:num]

@@ -6,17 +6,13 @@ T tokens, G key heads, R query heads for each of them, K head dim, N positions o
 import torch
 from torch import Tensor
 
-from shardfn.kernels.row_linear._reference import fused
+from shardfn.kernels._exponential import exponential, fused, polynomial
 
 from ._check import check_plan
 
 # Positions of a tile; lanes over K of a dot product, and of the sum of weights.
 TILE, LANES = 32, 16
-LOG2E, HIGH, LOW = 1.4426950408889634, 0.693147182464599609375, -1.904654299957768e-09
-MAGIC = 12582912.0  # 1.5 * 2^23: numbers added to it are rounded to whole numbers, ties to even
-LEAST = -87.0
-# Polynomials of Cephes, the highest power first: e^r for |r| <= log 2 / 2, and (tanh x - x) / x^3 of x^2, |x| < 0.625.
-EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0)
+# The polynomial of Cephes, the highest power first: (tanh x - x) / x^3 of x^2, |x| < 0.625.
 TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 SMALL = 0.625
 
@@ -128,26 +124,8 @@ def halved(x: Tensor) -> Tensor:
     return x[..., 0]
 
 
-def exponential(x: Tensor) -> Tensor:
-    """e^x of x <= 0, by x = n log 2 + r and a polynomial; 0 below -87, so that results are normal numbers."""
-    number = x.new_tensor
-    at = x.clamp(min=LEAST)
-    n = fused(at, number(LOG2E), number(MAGIC)) - number(MAGIC)
-    r = fused(n, number(-LOW), fused(n, number(-HIGH), at))
-    power = ((n.nan_to_num().to(torch.int32) + 127) << 23).view(torch.float32)
-    return torch.where(x < LEAST, 0.0, polynomial(EXP, r) * power)
-
-
 def tanh(x: Tensor) -> Tensor:
     """The hyperbolic tangent: a polynomial near 0, else by e^(-2 |x|)."""
     square, e = x * x, exponential(-2 * x.abs())
     near = fused(polynomial(TANH, square) * square, x, x)
     return torch.where(x.abs() < SMALL, near, torch.copysign((1 - e) / (1 + e), x))
-
-
-def polynomial(terms: tuple[float, ...], x: Tensor) -> Tensor:
-    """The polynomial of these coefficients, the highest power first."""
-    y = x.new_tensor(terms[0])
-    for term in terms[1:]:
-        y = fused(y, x, x.new_tensor(term))
-    return y

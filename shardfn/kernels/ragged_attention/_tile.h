@@ -48,20 +48,6 @@ struct Seen {
     bool operator==(const Seen& other) const { return low == other.low && high == other.high; }
 };
 
-// e^x of x <= 0.
-template <class L>
-INLINE typename L::V exponential(typename L::V x) {
-    typedef typename L::V V;
-    const V magic = ALL(12582912.0f);
-    const V t = L::fused(x, ALL(1.4426950408889634f), magic), n = t - magic;
-    const V r = L::fused(n, ALL(1.904654299957768e-09f), L::fused(n, ALL(-0.693147182464599609375f), x));
-    V y = ALL(1.9875691500e-4f);
-    for (float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
-        y = L::fused(y, r, ALL(term));
-    const V power = (V)(((typename L::Int)t << 23) + 0x3F800000);
-    return x < -87.0f ? V{} : y * power;
-}
-
 template <class L>
 INLINE typename L::V tanh(typename L::V x) {
     typedef typename L::V V;

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardfn.kernels._arguments import check_dtype, check_shape
 from shardfn.kernels._dispatch import implementation
-from shardfn.kernels._library import define, refuse_backward
+from shardfn.kernels._library import define, map_rows, refuse_backward
 
 # Columns of the result that are computed together: those of one packed panel.
 PANEL = 64
@@ -97,6 +97,7 @@ define(
     _row_linear,
     lambda x, packed, num, chunks, bias: x.new_empty(*x.shape[:-1], num),
 )
+map_rows("row_linear", 1)
 refuse_backward(
     "row_linear", "call it on x.detach() or under torch.no_grad(), or train with torch.nn.functional.linear."
 )

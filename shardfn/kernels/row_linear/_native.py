@@ -1,13 +1,9 @@
 """Linear layers whose rows do not depend on one another's number, on a CPU, in C++."""
 
-import ctypes
-import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from shardfn.kernels._build import library
+from shardfn.kernels._build import function
 
 from . import _reference
 
@@ -20,7 +16,7 @@ FEW = 1 << 20
 
 def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
     """From x fp32 [m, k] and packed [panels, k, 64] to fp32 [m, num]."""
-    run = _function()
+    run = function(SOURCE, "row_linear", "p" * 4 + "i" * 7)
     if run is None:
         return _reference.row_linear(x, packed, num, chunks, bias)
     m, k = x.shape
@@ -31,14 +27,3 @@ def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | 
     wide = packed.dtype == torch.float32
     run(x.data_ptr(), packed.data_ptr(), at, y.data_ptr(), m, k, num, chunks, wide, threads, NEWEST)
     return y
-
-
-@functools.cache
-def _function() -> Any:
-    """The function, with the types of its arguments, which keeps calls of few rows cheap; None without a compiler."""
-    found = library(SOURCE)
-    if found is None:
-        return None
-    found.row_linear.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 7
-    found.row_linear.restype = None
-    return found.row_linear

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
+
+from shardfn.kernels._exponential import fused as fused
 
 
 def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
@@ -21,7 +22,18 @@ def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | 
 
 
 def joined(chains: Sequence[Tensor]) -> Tensor:
-    """The chains of chunks, added by a binary tree: neighbours first; the nodes that are left at last, from the end."""
+    """The chains of chunks, added by a binary tree: neighbours first; the nodes that are left at last, from the end.
+
+    Nodes of equal numbers of chunks, a power of two, may take the place of their chunks.
+
+    Args:
+        chains: one tensor a chunk, or a node.
+
+    Example:
+        >>> import torch
+        >>> joined([torch.tensor(float(x)) for x in (1, 2, 3)])  # (1 + 2) + 3
+        tensor(6.)
+    """
     nodes: list[tuple[int, Tensor]] = []
     for total in chains:
         level = 0
@@ -32,18 +44,3 @@ def joined(chains: Sequence[Tensor]) -> Tensor:
     while nodes:
         out = nodes.pop()[1] + out
     return out
-
-
-def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """The sum a b + c of fp32, rounded once.
-
-    The product is exact in float64. The sum there is rounded to odd, so that the second rounding, to float32, is that
-    of the exact sum (Boldo and Melquiond, 2008).
-    """
-    product, c = a.double() * b.double(), c.double()
-    total = product + c
-    part = total - product
-    error = (product - (total - part)) + (c - part)
-    even = total.view(torch.int64) % 2 == 0
-    odd = torch.nextafter(total, torch.where(error > 0, torch.inf, -torch.inf).to(total))
-    return torch.where((error != 0) & even & error.isfinite(), odd, total).float()

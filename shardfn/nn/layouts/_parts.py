@@ -56,7 +56,7 @@ def random_blocks(name: str, num: int, key: Tensor, head: int, among: Blocks) ->
     """`num` blocks of each row, or all if there are fewer to choose from; all choices are equally likely."""
     N = among.shape[0]
     if not 0 <= num <= N:
-        raise ValueError(f"{name}: {num} random blocks of {N}; draw at most as many as there are.")
+        raise ValueError(f"{name}: {num} random blocks of {N}; draw at most the number of blocks.")
     known = _known(name, key)
     with DisableFuncTorch(), disable_current_modes():  # part of a program, and not computed in it
         words = bits(fold_in(known.cpu(), head), 0, N * N).view(N, N).numpy()
@@ -68,7 +68,7 @@ def is_causal(name: str, attention: str, *more: str) -> bool:
     """Whether later blocks are left out."""
     known = ("bidirectional", "unidirectional", *more)
     if attention not in known:
-        raise ValueError(f"{name}: attention={attention!r} is none of {', '.join(map(repr, known))}.")
+        raise ValueError(f"{name}: attention={attention!r} is not one of {', '.join(map(repr, known))}.")
     return attention == "unidirectional"
 
 
@@ -84,6 +84,6 @@ def _known(name: str, key: Any) -> Tensor:
     if type(key) is not Tensor or wrapped or key.device.type == "meta":
         raise ValueError(
             f"{name}: random blocks are part of the program, but their key is computed by it; pass one that is made"
-            " outside of what is captured or differentiated."
+            " outside of the captured or differentiated function."
         )
     return key

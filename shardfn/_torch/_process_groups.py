@@ -1,0 +1,57 @@
+"""torch's registry of process groups: the default group, its store, and groups that are made without a collective."""
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def default_group() -> Any:
+    """The group of all ranks.
+
+    Raises:
+        ValueError: there is no process group.
+    """
+    return _c10d()._get_default_group()
+
+
+def default_store() -> Any:
+    """The store of the default group."""
+    return _c10d()._get_default_store()
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether a group has not been destroyed."""
+    return group in _c10d()._world.pg_map
+
+
+def registered_group(
+    line: Sequence[int], name: str, backend: str | None, timeout: datetime.timedelta | None
+) -> dist.ProcessGroup:
+    """A group of some ranks, made by these alone; this rank is one of them.
+
+    Args:
+        line: the ranks.
+        name: of the group, the same on all of them, and new.
+        backend: its backend; None = that of the default group.
+        timeout: of its collectives; None = the default of the backend.
+    """
+    c10d = _c10d()
+    default_backend, store = c10d._world.pg_map[c10d._get_default_group()]
+    made = dist.Backend(backend or default_backend)
+    limit = timeout or c10d._get_default_timeout(made)
+    at = line.index(dist.get_rank())
+    group, _ = c10d._new_process_group_helper(len(line), at, list(line), made, store, name, timeout=limit)
+    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(line)}
+    return group
+
+
+def default_timeout(device: torch.device) -> datetime.timedelta:
+    """The time limit of the default group's collectives of tensors on a device."""
+    return default_group()._get_backend(torch.device(device.type)).options._timeout
+
+
+def _c10d() -> Any:
+    return dist.distributed_c10d

@@ -1,0 +1,42 @@
+"""Ranks compare their states before each step: the chain of inputs and plans, and where it differs, each field."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardfn.core import Mesh, RankError
+from shardfn.engine import comms_of, losing_no_peer
+
+from ._digest import field_digests, first_difference
+from ._state import State
+
+# A round of the control plane takes 60 bits.
+_BITS = (1 << 60) - 1
+
+
+def compare(state: State, mesh: Mesh) -> None:
+    """Compares the states of all ranks. Collective.
+
+    Raises:
+        RankError: they differ; names the first field that does, and the ranks.
+    """
+    if mesh.size == 1:
+        return
+    comms = comms_of(mesh)
+    with losing_no_peer(comms):
+        comms.control.begin(f"step {state.step} of an engine")
+        chains = comms.control.exchange(int.from_bytes(state.chain, "little") & _BITS)
+        if len(set(chains)) == 1:
+            return
+        everywhere: list[Any] = comms.control.gather(field_digests(state))
+    raise RankError(_difference(everywhere, state.step))
+
+
+def _difference(everywhere: list[Mapping[str, bytes]], step: int) -> str:
+    for rank, theirs in enumerate(everywhere):
+        field = first_difference(everywhere[0], theirs)
+        if field is not None:
+            return (
+                f"step {step} of an engine: ranks 0 and {rank} differ in {field}; all ranks must pass the same requests"
+                " and events, in the same order, to each step."
+            )
+    return f"step {step} of an engine: ranks had different inputs or plans before; their states are equal now."

@@ -1,0 +1,119 @@
+"""The cache of keys and values, and the body of attention that writes and reads it.
+
+T tokens of all sequences, H query heads, G key and value heads, K head dim.
+"""
+
+import dataclasses
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shardfn import kernels, nn
+from shardfn.collectives import GlobalTensor
+from shardfn.core import Axes, Mesh, P
+
+from ._limits import Limits
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheLayout:
+    """The form of a model's cache: for each layer [blocks, block, 2, G, K], of keys and values.
+
+    Args:
+        layers: of attention.
+        heads: G of the whole model.
+        head_dim: K.
+        axis: the mesh axes that cut the heads.
+
+    Example:
+        >>> layout = CacheLayout(layers=2, heads=4, head_dim=8)
+        >>> limits = Limits(vocab=100, context=64, blocks=9, block=16)
+        >>> layout.shape(limits), layout.num_bytes(limits)
+        (torch.Size([9, 16, 2, 4, 8]), 73728)
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    axis: Axes = None
+
+    @property
+    def spec(self) -> P:
+        """The spec of a layer's cache."""
+        return P(None, None, None, self.axis) if self.axis else P()
+
+    def shape(self, limits: Limits) -> torch.Size:
+        """Of a layer's cache, on all ranks together."""
+        return torch.Size((limits.blocks, limits.block, 2, self.heads, self.head_dim))
+
+    def num_bytes(self, limits: Limits) -> int:
+        """Of the whole cache, on all ranks together."""
+        return self.layers * math.prod(self.shape(limits)) * DTYPES[limits.cache_dtype].itemsize
+
+    def init(self, limits: Limits, mesh: Mesh) -> list[GlobalTensor]:
+        """An empty cache."""
+        shape, ranks = self.shape(limits), mesh.axis_size(self.axis)
+        own = torch.Size((*shape[:3], self.heads // ranks, self.head_dim))
+        options = {"dtype": DTYPES[limits.cache_dtype], "device": mesh.device}
+        return [GlobalTensor(torch.zeros(own, **options), shape, self.spec, mesh) for _ in range(self.layers)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Paged(nn.Local):
+    """Attention over keys and values in blocks of a cache, which it extends by those of the tokens at hand.
+
+    Attributes:
+        cache: of one layer.
+        slots: where keys and values of each token are written.
+        positions: of tokens in their sequences.
+        sequences: the sequence of each token.
+        tables: the blocks of each sequence.
+    """
+
+    cache: Float[Tensor, "blocks block 2 g k"]
+    slots: Int[Tensor, " t"]
+    positions: Int[Tensor, " t"]
+    sequences: Int[Tensor, " t"]
+    tables: Int[Tensor, "s width"]
+
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
+        """Attention of the tokens, which are one row, each over its own sequence."""
+        del length
+        mask = how.mask
+        if not isinstance(mask, nn.Window) or mask.right != 0:
+            raise ValueError(f"a cache serves tokens that look back, by Causal() or a Window; not {mask}.")
+        return self.attended(
+            *(q_BTHK, k_BSGK, v_BSGK),
+            scale=how.scale,
+            window=None if mask.left is None else mask.left + 1,
+            slopes_H=how.slopes_H,
+            sinks_H=how.sinks_H,
+        )
+
+    def attended(
+        self,
+        q_BTHK: Tensor,
+        k_BTGK: Tensor,
+        v_BTGK: Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None = None,
+        slopes_H: Tensor | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """The same with the arguments of `kernels.ragged_attention`."""
+        y_THK = kernels.ragged_attention(
+            *(x[0].float() for x in (q_BTHK, k_BTGK, v_BTGK)),
+            *(self.cache, self.slots, self.positions, self.sequences, self.tables),
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            slopes=slopes_H,
+            sinks=sinks_H,
+        )
+        return y_THK[None].to(q_BTHK.dtype)

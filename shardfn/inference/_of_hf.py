@@ -1,0 +1,206 @@
+"""Unmodified models of transformers as decoders of an engine.
+
+An exact decoder computes linear layers by `kernels.row_linear` from weights that are packed once, and the functions
+whose bits depend on the number of rows in another form. Whether this makes the whole model exact is not assumed: a
+probe computes tokens alone and beside others, and compares bits.
+
+T tokens, R rows whose logits are wanted, V vocabulary.
+"""
+
+import functools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn import kernels, nn
+from shardfn.core import P, did_you_mean, first_of, raise_all
+from shardfn.modules import DecodingFunction, ExactRows, PackedWeight, Scores, WeightUses, decoding
+
+from ._cache import CacheLayout, Paged
+from ._decoder import Decoder
+
+_LOG = logging.getLogger("shardfn.inference")
+_PACKED = (torch.float32, torch.bfloat16)
+# Rows of the probe's calls: products of matrices differ at 1, 2 and 16, vectors have 4 to 16 elements.
+_SIZES = (2, 3, 4, 6, 8, 11, 16, 21)
+_BLOCK = 8
+
+# Served weights: "params" in the places of the module's own, and "packed", panels of weights that embeddings read, too.
+Served = Mapping[str, Mapping[str, Tensor]]
+
+
+def hf_decoder(model: Any, *, exact: bool | None = None, tokenizer: Any = None) -> tuple[Decoder, dict[str, Tensor]]:
+    """The decoder of an unmodified causal model of transformers, and its parameters.
+
+    Each layer's attention reads and writes the engine's cache, by the scale, window, bound of scores and sinks that the
+    layer passes. All other code is the model's own. One rank runs it: there is no tensor parallelism.
+
+    Args:
+        model: a `...ForCausalLM` with its weights, in eval mode. It is not changed; an engine holds its parameters in
+            another form, so that afterwards `model` may be deleted, but not moved.
+        exact: True computes each token's logits with the same bits in all company, and is an error where a probe finds
+            that it does not; False leaves the model's own linear layers and activations; None is exact where possible.
+        tokenizer: the tokenizer of the prompts, to check that the model has its tokens.
+
+    Returns:
+        The decoder, and the parameters by name, as an engine takes them.
+
+    Raises:
+        TypeError: it is not a model of transformers.
+        ValueError: it cannot be served, with the reasons; or not exactly; or the tokenizer has more tokens.
+
+    Example:
+        >>> import torch
+        >>> from shardfn.inference import Engine, Sampling
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, **sizes)).eval()
+        >>> made, params = hf_decoder(model)
+        >>> made.exact, made.cache
+        (True, CacheLayout(layers=1, heads=2, head_dim=8, axis=None))
+        >>> [completion] = Engine(made, params).generate([[5, 6, 7]], Sampling(max_tokens=4))
+        >>> len(completion.tokens)
+        4
+    """
+    function = decoding(model)
+    name = type(function.module).__name__
+    shape = _shape(function)
+    if tokenizer is not None and len(tokenizer) > shape.vocab:
+        raise ValueError(
+            f"tokenizer has {len(tokenizer)} tokens, and {name} has {shape.vocab}; pass the tokenizer of this model, or"
+            " resize it first: model.resize_token_embeddings(len(tokenizer))."
+        )
+    plain = _decoder(function, shape, {})
+    reasons = list(_unpacked(function, shape.uses)) if exact is not False else []
+    if exact is not False and not reasons:
+        made = replace(_decoder(function, shape, shape.uses.linear), exact=True)
+        reasons = list(_inexact(made, function.params, shape.uses))
+        if not reasons:
+            return made, function.params
+    if exact:
+        raise_all(ValueError, f"{name} with exact=True:", reasons)
+    if reasons:
+        _LOG.warning("%s is served without exactness: %s", name, "; ".join(reasons))
+    return plain, function.params
+
+
+@dataclass
+class _Shape:
+    """The sizes of a model, and the uses of its parameters, as one call of it shows them."""
+
+    vocab: int = 0
+    kv: list[tuple[int, int, int]] = field(default_factory=list)  # layer, key heads, head dim
+    uses: WeightUses = field(default_factory=lambda: WeightUses({}))
+
+
+def _shape(function: DecodingFunction) -> _Shape:
+    """Runs a model on two tokens.
+
+    Raises:
+        ValueError: its layers have different caches, or no attention was asked for.
+    """
+    shape = _Shape(uses=WeightUses(function.params))
+
+    def attend(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shape.kv.append((scores.layer, k.shape[2], k.shape[3]))
+        return torch.zeros_like(q)
+
+    at_T = torch.arange(2, device=_device(function.params))
+    with torch.no_grad():
+        shape.vocab = function(function.params, at_T, at_T, at_T[1:], attend, shape.uses).shape[-1]
+    name, layers = type(function.module).__name__, [layer for layer, *_ in shape.kv]
+    if not layers or layers != list(range(len(layers))):
+        raise ValueError(f"{name} cannot be served: its layers ask for attention in the order {layers}, not 0, 1, ...")
+    sizes = sorted({(heads, dim) for _, heads, dim in shape.kv})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"{name} cannot be served: layers have caches of different sizes, (key heads, head dim) = {sizes}."
+        )
+    return shape
+
+
+def _decoder(function: DecodingFunction, shape: _Shape, linear: Mapping[str, bool]) -> Decoder:
+    """The decoder whose weights named in `linear` are packed, [inputs, outputs] where the value is True."""
+    like, kept = function.params, shape.uses.others
+    nums = {name: like[name].shape[transposed] for name, transposed in linear.items()}
+
+    def pack(params: Mapping[str, Tensor]) -> Served:
+        _check(params, like)
+        panels = {name: kernels.pack_rows(params[name].T if flip else params[name]) for name, flip in linear.items()}
+        placed = {name: x if name in kept else panels.get(name, x) for name, x in params.items()}
+        return {"params": placed, "packed": {name: x for name, x in panels.items() if name in kept}}
+
+    def logits(
+        weights: Served, tokens_T: Tensor, positions_T: Tensor, rows_R: Tensor, bodies: Sequence[nn.Body]
+    ) -> Tensor:
+        params = weights["params"]
+        panels = {**params, **weights["packed"]}
+        packed = {id(params[name]): PackedWeight(panels[name], num) for name, num in nums.items()}
+        attend = functools.partial(_attend, bodies)
+        return function(params, tokens_T, positions_T, rows_R, attend, ExactRows(packed) if linear else None)
+
+    _, heads, dim = shape.kv[0]
+    cache = CacheLayout(len(shape.kv), heads, dim)
+    return Decoder(shape.vocab, function.context, cache, specs=P(), logits=logits, pack=pack)
+
+
+def _attend(bodies: Sequence[nn.Body], scores: Scores, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
+    body = bodies[scores.layer]
+    if not isinstance(body, Paged):
+        raise TypeError(f"layer {scores.layer} of a model of transformers attends by an engine's cache, not by {body}.")
+    sinks_H = None if scores.sinks_H is None else scores.sinks_H.float()
+    how = {"scale": scores.scale, "window": scores.window, "softcap": scores.softcap, "sinks_H": sinks_H}
+    return body.attended(q_BTHK, k_BTGK, v_BTGK, **how)
+
+
+def _check(params: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
+    problems = [f"{name} is missing" for name in like if name not in params]
+    for name, x in params.items():
+        if name not in like:
+            problems.append(f"{name} is no parameter of the model.{did_you_mean(name, like)}")
+        elif x.shape != like[name].shape:
+            problems.append(f"{name} is {tuple(x.shape)}, and the model's is {tuple(like[name].shape)}")
+    raise_all(ValueError, "these are not the parameters of the model:", first_of(problems, 20))
+
+
+def _unpacked(function: DecodingFunction, uses: WeightUses) -> Iterator[str]:
+    """Reasons for which no exact form of a model is tried."""
+    dtypes = {function.params[name].dtype for name in uses.linear} - set(_PACKED)
+    if dtypes:
+        yield f"weights are of {', '.join(map(str, dtypes))}; packed ones are of {_PACKED[0]} or {_PACKED[1]}"
+
+
+@torch.no_grad()
+def _inexact(decoder: Decoder, params: Mapping[str, Tensor], uses: WeightUses) -> Iterator[str]:
+    """The first row whose bits depend on the rows beside it, if one of the probe's does."""
+    served, device, seen = decoder.pack(params), _device(params), dict[int, Tensor]()
+    most = max(_SIZES)
+    cache = [torch.zeros(most + 1, _BLOCK, 2, decoder.cache.heads, decoder.cache.head_dim, device=device)]
+    cache += [torch.zeros_like(cache[0]) for _ in range(decoder.cache.layers - 1)]
+    tables = torch.arange(1, most + 1, dtype=torch.int32, device=device)[:, None]
+    for order in ([0], [1], *map(_company, _SIZES)):
+        row_T = torch.tensor(order, dtype=torch.int32, device=device)
+        # Each row is a sequence of its own, whose earlier keys and values are 0.
+        position_T = row_T % min(decoder.context, _BLOCK)
+        plan = (row_T + 1) * _BLOCK + position_T, position_T, row_T, tables
+        bodies = [Paged(x, *plan) for x in cache]
+        tokens_T, rows_R = (row_T * 7919 + 1) % decoder.vocab, torch.arange(len(order), device=device)
+        for row, logits_V in zip(order, decoder.logits(served, tokens_T, position_T, rows_R, bodies), strict=True):
+            if not torch.equal(seen.setdefault(row, logits_V), logits_V):
+                others = f"; it multiplies by {', '.join(sorted(uses.products))}" if uses.products else ""
+                yield f"the bits of a token's logits differ beside {len(order) - 1} others{others}"
+                return
+
+
+def _company(num: int) -> list[int]:
+    """Rows 0 and 1 among others, in another order for each number."""
+    at = num // 2
+    return [*range(at, num), *range(at)][:: -1 if num % 2 else 1]
+
+
+def _device(params: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(params.values())).device

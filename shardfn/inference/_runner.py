@@ -1,0 +1,203 @@
+"""The pure step over sharded weights and a donated cache: one captured graph for each bucket of tokens."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from shardfn import kernels
+from shardfn.collectives import GlobalTensor
+from shardfn.core import Mesh, PyTree, make_mesh, raise_all, tree_leaves, tree_paths
+from shardfn.engine import BoundCall, Donated, reshard, sharded
+from shardfn.transforms import jit
+
+from ._cache import DTYPES, Paged
+from ._decoder import Decoder
+from ._limits import Limits
+from ._plan import Plan, padding
+from ._tensors import Step, tensors
+
+Cache = list[GlobalTensor]
+
+
+def limits_of(decoder: Decoder, *, context: int | None = None, cache_bytes: int = 1 << 30, **sizes: Any) -> Limits:
+    """The sizes of an engine for a model.
+
+    Args:
+        decoder: the model.
+        context: the most tokens of a sequence; default the model's.
+        cache_bytes: the most bytes of the cache, on all ranks together; fewer if all sequences that run need less.
+        **sizes: other fields of `Limits`.
+
+    Raises:
+        ValueError: a size is out of range, or the cache has no room for one sequence.
+
+    Example:
+        >>> from shardfn.inference import decoder
+        >>> from shardfn.models import gpt
+        >>> config = gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4, max_len=64)
+        >>> limits_of(decoder(config), running=2).blocks
+        9
+    """
+    context = decoder.context if context is None else context
+    one = Limits(vocab=decoder.vocab, context=context, blocks=2, **sizes)
+    held = cache_bytes // decoder.cache.num_bytes(one) * 2
+    blocks = min(held, one.running * one.width + 1)
+    if blocks < 1 + one.width:
+        raise ValueError(
+            f"cache_bytes={cache_bytes} holds {max(held - 1, 0) * one.block} tokens, fewer than context={context};"
+            " raise it or take a shorter context."
+        )
+    return Limits(vocab=decoder.vocab, context=context, blocks=blocks, **sizes)
+
+
+class MemoryPlan(NamedTuple):
+    """The bytes of an engine on one rank.
+
+    Attributes:
+        weights: in their served form; two versions are held while `update_weights(recompute=False)` waits.
+        cache: keys and values.
+        step: all else that is alive at the peak of the largest step.
+    """
+
+    weights: int
+    cache: int
+    step: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.cache + self.step
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in self._asdict().items())
+        return f"{self.total / 2**20:.1f} MiB a rank: {parts}"
+
+
+class Runner:
+    """The graphs of a decoder, one for each bucket; it holds neither weights nor cache.
+
+    Args:
+        decoder: the model.
+        limits: the sizes.
+        mesh: from `make_mesh`; None is one device.
+
+    Raises:
+        ValueError: the limits do not fit the model, or the mesh does not divide its heads.
+    """
+
+    def __init__(self, decoder: Decoder, limits: Limits, *, mesh: Mesh | None = None) -> None:
+        mesh = make_mesh({}) if mesh is None else mesh
+        _check(decoder, limits, mesh)
+        self._decoder, self._limits, self.mesh = decoder, limits, mesh
+        layout = decoder.cache
+        self._pack = sharded(decoder.pack, mesh=mesh, specs=decoder.specs, out_specs=decoder.packed)
+        self._run = sharded(
+            jit(self._step),
+            mesh=mesh,
+            specs=decoder.packed,
+            in_specs=(layout.spec, None),
+            out_specs=(None, None, Donated(1)),
+            donate=1,
+        )
+        self._bound: dict[tuple[int, bool], BoundCall] = {}  # by bucket, and whether rows have penalties
+
+    def check_limits(self, limits: Limits) -> None:
+        """Refuses limits of other graphs.
+
+        Raises:
+            ValueError: they differ in more than `age`, or in fewer blocks.
+        """
+        if limits.blocks > self._limits.blocks or replace(limits, blocks=2, age=0) != replace(
+            self._limits, blocks=2, age=0
+        ):
+            raise ValueError(f"engine: limits are {limits}, and its runner's are {self._limits}; make another runner.")
+
+    def packed(self, params: PyTree, *, like: PyTree | None = None) -> PyTree:
+        """The served form of parameters.
+
+        Raises:
+            ValueError: they have other leaves than `like`, the served form of earlier ones.
+        """
+        leaves = tree_leaves(params)
+        if all(isinstance(x, GlobalTensor) for x in leaves):
+            held = reshard(params, self._pack.specs(params), mesh=self.mesh)
+        else:
+            held = self._pack.init(params)
+        out = self._pack(held)
+        if like is not None:
+            _check_alike(like, out)
+        return out
+
+    def empty_cache(self) -> Cache:
+        """A cache without content."""
+        return self._decoder.cache.init(self._limits, self.mesh)
+
+    def bind(self, bucket: int, weights: PyTree, cache: Cache, step: Step | None = None) -> BoundCall:
+        """The graph of a bucket, captured when it is first asked for. Collective then."""
+        if step is None:
+            step = tensors(padding(bucket, self._limits), self._limits, self.mesh.device)
+        key = bucket, step.penalties is not None
+        if key not in self._bound:
+            # Engines compare their states before each step, so calls need no check of their own.
+            self._bound[key] = self._run.bind(weights, cache, step, check_every=0)
+        return self._bound[key]
+
+    def memory(self, weights: PyTree, cache: Cache) -> MemoryPlan:
+        """The bytes that this rank needs; captures the graph of the largest bucket."""
+        graph = self.bind(self._limits.budget, weights, cache).memory_analysis()
+        held, cached = (sum(x.local.nbytes for x in tree_leaves(tree)) for tree in (weights, cache))
+        return MemoryPlan(held, cached, max(graph.peak - held - cached, 0))
+
+    def run(self, weights: PyTree, cache: Cache, plan: Plan) -> tuple[list[int], list[float], Cache]:
+        """Tokens and log probabilities of the plan's rows, and the cache that takes the place of the given one."""
+        step = tensors(plan, self._limits, self.mesh.device)
+        tokens, logprobs, cache = self.bind(plan.bucket, weights, cache, step)(weights, cache, step)
+        return tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist(), cache
+
+    def _step(self, weights: PyTree, cache: list[Tensor], step: Step) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The pure step: `(weights, cache, step) -> (tokens, log probabilities, cache)`."""
+        bodies = [Paged(x, step.slots, step.positions, step.sequences, step.tables) for x in cache]
+        logits_RV = self._decoder.logits(weights, step.tokens, step.positions, step.rows, bodies)
+        given = logits_RV.float()
+        changed = given if step.penalties is None else kernels.penalise(given, **step.penalties._asdict())
+        uniforms = kernels.draw_uniforms(step.keys, step.places)
+        how = {name: getattr(step, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        tokens, logprobs = kernels.draw(changed, uniforms, **how, targets=step.targets)
+        if step.penalties is not None:  # log probabilities are those of the logits without penalties
+            _, logprobs = kernels.draw(given, uniforms, **how, targets=tokens)
+        return tokens, logprobs, cache
+
+
+def _check(decoder: Decoder, limits: Limits, mesh: Mesh) -> None:
+    ranks, heads = mesh.axis_size(decoder.cache.axis), decoder.cache.heads
+    problems = []
+    if limits.vocab != decoder.vocab:
+        problems.append(f"limits.vocab is {limits.vocab}, and the model has {decoder.vocab} tokens")
+    if limits.context > decoder.context:
+        problems.append(f"limits.context is {limits.context}, and the model's longest sequence has {decoder.context}")
+    if limits.cache_dtype not in DTYPES:
+        problems.append(f"limits.cache_dtype is {limits.cache_dtype!r}; it must be one of {', '.join(DTYPES)}")
+    if heads % ranks:
+        problems.append(f"{ranks} ranks of {decoder.cache.axis!r} do not divide the {heads} key heads of the model")
+    if ranks != mesh.size and decoder.cache.axis is None:
+        problems.append(
+            f"the mesh {dict(mesh.shape)} has {mesh.size} ranks, and this decoder's specs cut it over no axis; give it"
+            " an axis if it takes one (tp=), or run it on one rank"
+        )
+    elif ranks != mesh.size:
+        problems.append(
+            f"the mesh {dict(mesh.shape)} has axes beside {decoder.cache.axis!r}; an engine's has no others"
+        )
+    raise_all(ValueError, "engine:", problems)
+
+
+def _check_alike(old: PyTree, new: PyTree) -> None:
+    before, after = (dict(zip(tree_paths(x, "params"), tree_leaves(x), strict=True)) for x in (old, new))
+    problems = [f"{path} is missing" for path in before if path not in after]
+    problems += [f"{path} is unknown to the model" for path in after if path not in before]
+    for path, x in before.items():
+        y = after.get(path)
+        if y is not None and (x.shape, x.dtype) != (y.shape, y.dtype):
+            problems.append(f"{path} is {tuple(y.shape)} of {y.dtype}, and was {tuple(x.shape)} of {x.dtype}")
+    raise_all(ValueError, "update_weights: these are the weights of another model:", problems)

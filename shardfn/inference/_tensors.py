@@ -1,0 +1,97 @@
+"""A plan as tensors, of sizes that follow from its bucket alone."""
+
+from array import array
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float64, Int
+from torch import Tensor
+
+from ._limits import Limits
+from ._plan import Plan
+from ._requests import Sampling
+
+_NEUTRAL = Sampling(temperature=0.0)
+
+
+class Penalties(NamedTuple):
+    """The arguments of `kernels.penalise`.
+
+    Attributes:
+        history: int32 [R, context]; tokens before a row's place, then -1.
+        prompts: int32 [R]; how many of them are its prompt's.
+        repetition: float64 [R].
+        presence: float64 [R].
+        frequency: float64 [R].
+    """
+
+    history: Int[Tensor, "r context"]
+    prompts: Int[Tensor, " r"]
+    repetition: Float64[Tensor, " r"]
+    presence: Float64[Tensor, " r"]
+    frequency: Float64[Tensor, " r"]
+
+
+class Step(NamedTuple):
+    """The tensors of a plan: B tokens, S sequences, R wanted rows; `Plan` documents those of the same name.
+
+    Attributes:
+        tokens: int32 [B].
+        positions: int32 [B].
+        sequences: int32 [B].
+        slots: int32 [B].
+        tables: int32 [S, width].
+        rows: int32 [R].
+        keys: int64 [R].
+        places: int64 [R].
+        targets: int64 [R].
+        temperature: float64 [R].
+        top_k: int64 [R].
+        top_p: float64 [R].
+        min_p: float64 [R].
+        penalties: where a row has any, else None.
+    """
+
+    tokens: Int[Tensor, " b"]
+    positions: Int[Tensor, " b"]
+    sequences: Int[Tensor, " b"]
+    slots: Int[Tensor, " b"]
+    tables: Int[Tensor, "s width"]
+    rows: Int[Tensor, " r"]
+    keys: Int[Tensor, " r"]
+    places: Int[Tensor, " r"]
+    targets: Int[Tensor, " r"]
+    temperature: Float64[Tensor, " r"]
+    top_k: Int[Tensor, " r"]
+    top_p: Float64[Tensor, " r"]
+    min_p: Float64[Tensor, " r"]
+    penalties: Penalties | None = None
+
+
+def tensors(plan: Plan, limits: Limits, device: torch.device) -> Step:
+    """The tensors of a plan. Those on a CPU share the memory of the plan's arrays."""
+    num_rows = len(plan.rows)
+    sampling = [*plan.sampling, *[_NEUTRAL] * (num_rows - len(plan.sampling))]
+
+    def floats(name: str) -> Tensor:
+        return _tensor(array("d", [getattr(s, name) for s in sampling]), torch.float64, device)
+
+    top_k = array("q", [s.top_k if s.top_k < limits.vocab else 0 for s in sampling])
+    ints = (plan.tokens, plan.positions, plan.sequences, plan.slots, plan.tables, plan.rows)
+    tokens, positions, sequences, slots, tables, rows = (_tensor(a, torch.int32, device) for a in ints)
+    places, targets = (_tensor(a, torch.int32, device).long() for a in (plan.places, plan.targets))
+    penalties = None
+    if plan.histories is not None and plan.prompts is not None:
+        history, prompts = (_tensor(a, torch.int32, device) for a in (plan.histories, plan.prompts))
+        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        penalties = Penalties(history.view(-1, limits.context), prompts, *map(floats, names))
+    return Step(
+        *(tokens, positions, sequences, slots, tables.view(-1, limits.width), rows),
+        *(_tensor(plan.keys, torch.int64, device), places, targets),
+        *(floats("temperature"), _tensor(top_k, torch.int64, device), floats("top_p"), floats("min_p")),
+        penalties=penalties,
+    )
+
+
+def _tensor(a: array, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.frombuffer(a, dtype=dtype).to(device)

@@ -1,0 +1,43 @@
+"""Multiply-adds that are rounded once, and e^x by them: the definitions. `_vectors.h` has the same in C++."""
+
+import torch
+from torch import Tensor
+
+LOG2E, HIGH, LOW = 1.4426950408889634, 0.693147182464599609375, -1.904654299957768e-09
+MAGIC = 12582912.0  # 1.5 * 2^23: numbers added to it are rounded to whole numbers, ties to even
+LEAST = -87.0
+# The polynomial of Cephes, the highest power first: e^r for |r| <= log 2 / 2.
+EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0)
+
+
+def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """The sum a b + c of fp32, rounded once.
+
+    The product is exact in float64. The sum there is rounded to odd, so that the second rounding, to float32, is that
+    of the exact sum (Boldo and Melquiond, 2008).
+    """
+    product, c = a.double() * b.double(), c.double()
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    even = total.view(torch.int64) % 2 == 0
+    odd = torch.nextafter(total, torch.where(error > 0, torch.inf, -torch.inf).to(total))
+    return torch.where((error != 0) & even & error.isfinite(), odd, total).float()
+
+
+def exponential(x: Tensor) -> Tensor:
+    """e^x of x <= 0, by x = n log 2 + r and a polynomial; 0 below -87, so that nothing is subnormal."""
+    number = x.new_tensor
+    at = x.clamp(min=LEAST)
+    n = fused(at, number(LOG2E), number(MAGIC)) - number(MAGIC)
+    r = fused(n, number(-LOW), fused(n, number(-HIGH), at))
+    power = ((n.nan_to_num().to(torch.int32) + 127) << 23).view(torch.float32)
+    return torch.where(x < LEAST, 0.0, polynomial(EXP, r) * power)
+
+
+def polynomial(terms: tuple[float, ...], x: Tensor) -> Tensor:
+    """The polynomial of these coefficients, the highest power first."""
+    y = x.new_tensor(terms[0])
+    for term in terms[1:]:
+        y = fused(y, x, x.new_tensor(term))
+    return y

@@ -1,0 +1,74 @@
+"""Penalties on the logits of tokens that a sequence has already."""
+
+import torch
+from jaxtyping import Float, Float32, Int
+from torch import Tensor
+
+from shardfn.kernels._arguments import check_dtype, check_shape
+from shardfn.kernels._dispatch import implementation
+from shardfn.kernels._library import define, refuse_backward
+
+
+def penalise(
+    logits: Float[Tensor, "rows vocab"],
+    history: Int[Tensor, "rows width"],
+    prompts: Int[Tensor, " rows"],
+    *,
+    repetition: Float[Tensor, " rows"],
+    presence: Float[Tensor, " rows"],
+    frequency: Float[Tensor, " rows"],
+) -> Float32[Tensor, "rows vocab"]:
+    """Logits, changed for the tokens of each row's history.
+
+    For a token of the history, first positive logits are divided by `repetition`, others multiplied by it. For one of
+    the output, `frequency` times its number there and then `presence` are subtracted. Arithmetic is float64, and the
+    result is rounded to float32 at the end. Apply it before biases, masks and `draw`.
+
+    Args:
+        logits: float32.
+        history: int32; ids of the prompt and then of the output. -1 anywhere is left out.
+        prompts: int32; the first ids of a row that are its prompt.
+        repetition: float64 above 0; over prompt and output. 1 changes nothing.
+        presence: float64; over the output. 0 changes nothing.
+        frequency: float64; over the output. 0 changes nothing.
+
+    Returns:
+        New logits. A row whose three penalties change nothing, and every logit of a token that is not in the history,
+        has its bits unchanged.
+
+    Raises:
+        TypeError: for other dtypes.
+        ValueError: shapes differ, or a value is out of range; names it and the first row.
+        NotImplementedError: in a backward.
+
+    Example:
+        >>> same = torch.ones(1, dtype=torch.float64)
+        >>> history, prompts = torch.tensor([[0, 1, 2, 2, -1]]).int(), torch.tensor([1]).int()
+        >>> logits = torch.tensor([[3.0, -1.0, 4.0, 5.0]])
+        >>> penalise(logits, history, prompts, repetition=same * 2, presence=same, frequency=same * 0.5)
+        tensor([[ 1.5000, -3.5000,  0.0000,  5.0000]])
+    """
+    check_dtype("logits", logits, torch.float32)
+    check_dtype("history", history, torch.int32)
+    check_shape("history", history, (len(logits), history.shape[-1]), "a history for each row")
+    given = {"prompts": prompts, "repetition": repetition, "presence": presence, "frequency": frequency}
+    for name, x in given.items():
+        check_dtype(name, x, torch.int32 if name == "prompts" else torch.float64)
+        check_shape(name, x, (len(logits),), "one for each row")
+    return torch.ops.shardfn_kernels.penalise(logits, history, *given.values())
+
+
+def _penalise(
+    logits: Tensor, history: Tensor, prompts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> Tensor:
+    run = implementation("penalise", "penalise", logits.device)
+    return run(*(x.contiguous() for x in (logits, history, prompts, repetition, presence, frequency)))
+
+
+define(
+    "penalise(Tensor logits, Tensor history, Tensor prompts, Tensor repetition, Tensor presence, Tensor frequency)"
+    " -> Tensor",
+    _penalise,
+    lambda logits, *rest: torch.empty_like(logits, memory_format=torch.contiguous_format),
+)
+refuse_backward("penalise", "call it on logits.detach().")

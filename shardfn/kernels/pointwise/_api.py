@@ -1,0 +1,75 @@
+"""Activations of single elements, with the same bits in any batch and on any processor."""
+
+import torch
+from jaxtyping import Float, Float32
+from torch import Tensor
+
+from shardfn.kernels._arguments import check_dtype, check_shape
+from shardfn.kernels._dispatch import implementation
+from shardfn.kernels._library import define, map_rows, refuse_backward
+
+
+def gated_silu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) -> Float32[Tensor, "*shape"]:
+    """`gate / (1 + e^-gate) * up`, each element by one fixed expression.
+
+    Torch's silu rounds the last elements of a thread's range otherwise than the rest, so that its bits depend on the
+    number of rows. For a derivative take `nn.swiglu` with weights that are `nn.ExactWeight`s.
+
+    Args:
+        gate: the argument of silu, float32.
+        up: the factor, float32, of the same shape.
+
+    Raises:
+        TypeError: for other dtypes.
+        ValueError: shapes differ.
+        NotImplementedError: in a backward.
+
+    Example:
+        >>> gated_silu(torch.tensor([0.0, 100.0]), torch.tensor([2.0, 3.0]))
+        tensor([  0., 300.])
+    """
+    check_dtype("gate", gate, torch.float32)
+    check_dtype("up", up, torch.float32)
+    check_shape("up", up, tuple(gate.shape), "that of gate")
+    return torch.ops.shardfn_kernels.gated_silu(gate, up)
+
+
+def gelu(x: Float[Tensor, "*shape"]) -> Float32[Tensor, "*shape"]:
+    """GELU in GPT-2's form with tanh, as `x / (1 + e^-a)`, a = x (c + 0.044715 c x^2), c = 2 sqrt(2 / pi).
+
+    Each element is one fixed expression, which equals x (1 + tanh(a / 2)) / 2. For a derivative take `nn.mlp` with
+    weights that are `nn.ExactWeight`s.
+
+    Args:
+        x: float32, any shape.
+
+    Raises:
+        TypeError: for other dtypes.
+        NotImplementedError: in a backward.
+
+    Example:
+        >>> gelu(torch.tensor([-100.0, 0.0, 100.0]))
+        tensor([ -0.,   0., 100.])
+    """
+    check_dtype("x", x, torch.float32)
+    return torch.ops.shardfn_kernels.gelu(x)
+
+
+def _gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    return implementation("pointwise", "gated_silu", gate.device)(gate.contiguous(), up.contiguous())
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return implementation("pointwise", "gelu", x.device)(x.contiguous())
+
+
+def _like(x: Tensor, *others: Tensor) -> Tensor:
+    del others
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+define("gated_silu(Tensor gate, Tensor up) -> Tensor", _gated_silu, _like)
+define("gelu(Tensor x) -> Tensor", _gelu, _like)
+for _name, _num, _layer in (("gated_silu", 2, "swiglu"), ("gelu", 1, "mlp")):
+    map_rows(_name, _num)
+    refuse_backward(_name, f"use nn.{_layer} with nn.ExactWeight.of(weight, chunks), or detach its arguments.")

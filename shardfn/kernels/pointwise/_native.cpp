@@ -1,0 +1,102 @@
+// Activations of single elements. Each is one fixed expression: the elements beside it, threads and the width of vectors
+// do not change its bits.
+#include <cstring>
+
+#include "../_threads.h"
+#include "../_vectors.h"
+
+namespace {
+
+constexpr int64_t PART = 1 << 13;  // elements of a thread's turn
+
+struct Call {
+    const float *x, *up;
+    float* y;
+    int64_t n;
+};
+
+// x / (1 + e^-a), by e^-|a| alone
+template <class L>
+INLINE typename L::V by_sigmoid(typename L::V x, typename L::V a) {
+    const auto e = exponential<L>(a < 0.0f ? a : -a);
+    return x * (a < 0.0f ? e : ALL(1.0f)) / (1.0f + e);
+}
+
+// gate / (1 + e^-gate) * up
+struct GatedSilu {
+    static constexpr int operands = 2;
+    template <class L>
+    static INLINE typename L::V of(typename L::V gate, typename L::V up) {
+        return by_sigmoid<L>(gate, gate) * up;
+    }
+};
+
+// x / (1 + e^-a), a = x (c + 0.044715 c x^2), c = 2 sqrt(2 / pi)
+struct Gelu {
+    static constexpr int operands = 1;
+    template <class L>
+    static INLINE typename L::V of(typename L::V x, typename L::V) {
+        const auto factor = L::fused(x * x, ALL(0.0713548162726009f), ALL(1.59576912160573f));
+        return by_sigmoid<L>(x, x * factor);
+    }
+};
+
+template <class L, typename Op>
+INLINE void part_of(const Call& o, int64_t part) {
+    typedef typename L::V V;
+    constexpr int lanes = L::lanes;
+    const int64_t end = (part + 1) * PART < o.n ? (part + 1) * PART : o.n;
+    int64_t i = part * PART;
+    for (; i + lanes <= end; i += lanes) {
+        const V up = Op::operands == 2 ? load<L>(o.up + i) : V{};
+        store<L>(o.y + i, Op::template of<L>(load<L>(o.x + i), up));
+    }
+    if (i == end) return;
+    float x[lanes] = {}, up[lanes] = {};
+    std::memcpy(x, o.x + i, (end - i) * sizeof(float));
+    if (Op::operands == 2) std::memcpy(up, o.up + i, (end - i) * sizeof(float));
+    store<L>(x, Op::template of<L>(load<L>(x), load<L>(up)));
+    std::memcpy(o.y + i, x, (end - i) * sizeof(float));
+}
+
+using Run = void (*)(const Call&, int64_t);
+
+template <typename Op>
+void any(const Call& o, int64_t part) { part_of<Any, Op>(o, part); }
+
+#if GENERATIONS == 3
+template <typename Op>
+V4 void v4(const Call& o, int64_t part) { part_of<Avx512, Op>(o, part); }
+template <typename Op>
+V3 void v3(const Call& o, int64_t part) { part_of<Avx2, Op>(o, part); }
+
+template <typename Op>
+Run here(int64_t newest) {
+    __builtin_cpu_init();
+    if (newest >= 4 && __builtin_cpu_supports("x86-64-v4")) return v4<Op>;
+    return newest >= 3 && __builtin_cpu_supports("x86-64-v3") ? v3<Op> : any<Op>;
+}
+#else
+template <typename Op>
+Run here(int64_t) { return any<Op>; }
+#endif
+
+template <typename Op>
+void run(const Call& o, int64_t threads, int64_t newest) {
+    const Run one = here<Op>(newest);
+    share((o.n + PART - 1) / PART, threads, [&](int64_t part) { one(o, part); });
+}
+
+}  // namespace
+
+extern "C" {
+
+void gated_silu(const float* gate, const float* up, float* y, int64_t n, int64_t threads, int64_t newest) {
+    run<GatedSilu>({gate, up, y, n}, threads, newest);
+}
+
+void gelu(const float* x, float* y, int64_t n, int64_t threads, int64_t newest) {
+    run<Gelu>({x, nullptr, y, n}, threads, newest);
+}
+
+}  // extern "C"

@@ -1,0 +1,38 @@
+"""Activations of single elements, on a CPU, in C++."""
+
+import torch
+from torch import Tensor
+
+from shardfn.kernels._build import function
+
+from . import _reference
+
+SOURCE = "pointwise/_native.cpp"
+# The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
+NEWEST = 4
+# Elements below which a second thread costs more than it saves.
+FEW = 1 << 17
+
+
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """From fp32 of one shape to fp32 of that shape."""
+    run = function(SOURCE, "gated_silu", "pppiii")
+    if run is None:
+        return _reference.gated_silu(gate, up)
+    y = torch.empty_like(gate)
+    run(gate.data_ptr(), up.data_ptr(), y.data_ptr(), y.numel(), _threads(y), NEWEST)
+    return y
+
+
+def gelu(x: Tensor) -> Tensor:
+    """From fp32 to fp32 of that shape."""
+    run = function(SOURCE, "gelu", "ppiii")
+    if run is None:
+        return _reference.gelu(x)
+    y = torch.empty_like(x)
+    run(x.data_ptr(), y.data_ptr(), y.numel(), _threads(y), NEWEST)
+    return y
+
+
+def _threads(y: Tensor) -> int:
+    return torch.get_num_threads() if y.numel() > FEW else 1

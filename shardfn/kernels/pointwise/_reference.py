@@ -1,0 +1,28 @@
+"""Activations of single elements: the definition. Each operation is rounded once."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from shardfn.kernels._exponential import exponential, fused
+
+LINEAR = 2 * math.sqrt(2 / math.pi)
+CUBIC = 0.044715 * LINEAR
+
+
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """From fp32 of one shape to fp32 of that shape."""
+    return _by_sigmoid(gate, gate) * up
+
+
+def gelu(x: Tensor) -> Tensor:
+    """From fp32 to fp32 of that shape."""
+    factor = fused(x * x, x.new_tensor(CUBIC), x.new_tensor(LINEAR))
+    return _by_sigmoid(x, x * factor)
+
+
+def _by_sigmoid(x: Tensor, a: Tensor) -> Tensor:
+    """X / (1 + e^-a), by e^-|a| alone."""
+    e = exponential(-a.abs())
+    return x * torch.where(a < 0, e, 1.0) / (1 + e)

@@ -1,0 +1,41 @@
+"""Norms of rows: the definition. Each operation is rounded once."""
+
+import torch
+from torch import Tensor
+
+from shardfn.kernels._exponential import fused
+from shardfn.kernels._sums import halved
+
+LANES = 64
+
+
+def row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
+    """From fp32 [r, d] to fp32 [r, d]."""
+    d = x.shape[1]
+    c = x
+    if centered:
+        c = x - (halved(_added(x)) / d)[:, None]
+    square = halved(_squares(c)) / d + x.new_tensor(eps)
+    root = square.double().sqrt().float()  # torch's root of fp32 is not always the number next to the true one
+    y = c * (1 / root)[:, None]
+    return y * weight if bias is None else fused(y, weight.expand_as(y), bias.expand_as(y))
+
+
+def _added(x: Tensor) -> Tensor:
+    """The sums of the lanes, [r, 64]."""
+    total = x.new_zeros(x.shape[0], LANES)
+    for part in _parts(x):
+        total = total + part
+    return total
+
+
+def _squares(x: Tensor) -> Tensor:
+    """The sums of the lanes' squares, [r, 64]."""
+    total = x.new_zeros(x.shape[0], LANES)
+    for part in _parts(x):
+        total = fused(part, part, total)
+    return total
+
+
+def _parts(x: Tensor) -> tuple[Tensor, ...]:
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % LANES)).unflatten(1, (-1, LANES)).unbind(1)

@@ -1,0 +1,192 @@
+"""The timeline of a ledger: bytes alive after each allocation and release, by name, with parts of a step; as SVG."""
+
+import contextlib
+import dataclasses
+import html
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+_COLORS = {"device": "#5b93d3", "host": "#e58a3c", "disk": "#9a7bc0"}
+_PHASES = {"forward": "#eaf2fb", "backward": "#fdf1e5", "update": "#eef7ec"}
+_MESSAGES = {"gather": "#e58a3c", "reduce": "#6fb35f", "refresh": "#9a7bc0"}
+_LEFT, _TOP, _HIGH, _LANE, _ROW = 84, 44, 220, 16, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of a step in a timeline: a phase, or the messages of leaves within one.
+
+    Attributes:
+        what: "forward", "backward", "update", "gather", "reduce", "refresh" or "waits".
+        leaves: the paths of the leaves that are sent.
+        first: the event at which it begins.
+        end: the event before which it ends.
+    """
+
+    what: str
+    leaves: tuple[str, ...]
+    first: int
+    end: int
+
+    def __str__(self) -> str:
+        more = f" and {len(self.leaves) - 1} more" if self.leaves[1:] else ""
+        return " ".join([self.what, *self.leaves[:1]]) + more
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryTimeline:
+    """The events of a ledger: an event is an allocation, or a release of memory.
+
+    Attributes:
+        live: kind of memory -> its bytes alive before the first event, and after each.
+        sections: the parts of steps, in the order in which they ended.
+        largest: the pieces that are alive at the peak of the device: (name, bytes), the largest first. The memory of
+            equal names is added up.
+    """
+
+    live: Mapping[str, tuple[int, ...]]
+    sections: tuple[Section, ...]
+    largest: tuple[tuple[str, int], ...]
+
+    @property
+    def peak(self) -> int:
+        """The event after which most bytes of the device are alive."""
+        return max(range(len(self.live["device"])), key=self.live["device"].__getitem__)
+
+
+class TimelineRecorder:
+    """Collects the events of a ledger, in the order in which it sees them."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[str, int, str]] = []
+        self._sections: list[Section] = []
+        self._open: list[Section] = []
+
+    def named(self, name: str) -> str:
+        """A piece's name: its leaf, if a message of leaves is being made; else the phase and the operation."""
+        inner = self._open[-1] if self._open else None
+        if inner is None:
+            return name or "other"
+        return str(inner) if inner.leaves else f"{inner.what}: {name or 'other'}"
+
+    def changed(self, kind: str, nbytes: int, name: str) -> None:
+        """Adds an event; `nbytes` is negative for a release."""
+        self._events.append((kind, nbytes, name))
+
+    @contextlib.contextmanager
+    def section(self, what: str, leaves: Sequence[str]) -> Iterator[None]:
+        """Notes a part of a step while the context is open."""
+        self._open.append(Section(what, tuple(leaves), len(self._events), 0))
+        try:
+            yield
+        finally:
+            self._sections.append(dataclasses.replace(self._open.pop(), end=len(self._events)))
+
+    def timeline(self) -> MemoryTimeline:
+        """The events so far."""
+        live = {
+            kind: tuple(itertools.accumulate((n if k == kind else 0 for k, n, _ in self._events), initial=0))
+            for kind in _COLORS
+        }
+        found = MemoryTimeline(live, tuple(self._sections), ())
+        pieces: dict[str, int] = {}
+        for kind, nbytes, name in self._events[: found.peak]:
+            if kind == "device":
+                pieces[name] = pieces.get(name, 0) + nbytes
+        largest = sorted(((name, n) for name, n in pieces.items() if n), key=lambda piece: -piece[1])
+        return dataclasses.replace(found, largest=tuple(largest))
+
+
+def as_svg(found: MemoryTimeline, width: int = 900, names: int = 12) -> str:
+    """A picture of a timeline: bytes alive over allocations and releases, with phases, messages, and names at the peak.
+
+    A mark below the curve is a message; its leaves are shown where the pointer rests on it.
+
+    Args:
+        found: the timeline.
+        width: of the picture, in pixels.
+        names: how many of the largest pieces at the peak are listed.
+
+    Example:
+        >>> import torch
+        >>> from shardfn.memory import as_svg, ledger
+        >>> with ledger(timeline=True) as book:
+        ...     x = torch.zeros(1024)
+        >>> "aten.zeros" in as_svg(book.timeline())
+        True
+    """
+    listed = found.largest[:names]
+    below = _TOP + _HIGH + _LANE * len(_MESSAGES) + 24
+    height = below + _ROW * (len(listed) + 1) + 12
+    top = max(1, *(max(values) for values in found.live.values()))
+    scale = (width - _LEFT - 12) / max(1, len(found.live["device"]) - 1)
+    most = found.live["device"][found.peak]
+    at = next((str(x) for x in found.sections if x.what in _PHASES and x.first < found.peak <= x.end), "")
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+            ' font-family="sans-serif" font-size="12">',
+            f'<rect width="{width}" height="{height}" fill="white"/>',
+            _text(8, 18, f"peak {_mib(most)} of the device" + (f", in {at}" if at else ""), 14),
+            *_phases(found, scale),
+            *_curves(found, scale, top, width),
+            *_messages(found, scale),
+            _text(8, below + 12, f"alive at the peak, the largest {len(listed)}:"),
+            *(
+                _text(24, below + 12 + _ROW * i, f"{_mib(nbytes)}   {name}")
+                for i, (name, nbytes) in enumerate(listed, 1)
+            ),
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _phases(found: MemoryTimeline, scale: float) -> Iterator[str]:
+    """A band for each phase, with its name above."""
+    for x in found.sections:
+        if x.what in _PHASES:
+            left, wide = _LEFT + x.first * scale, max(1.0, (x.end - x.first) * scale)
+            yield _box(left, _TOP, wide, _HIGH, _PHASES[x.what], x.what)
+            yield _text(left + wide / 2, _TOP - 6, x.what, anchor="middle")
+
+
+def _curves(found: MemoryTimeline, scale: float, top: int, width: int) -> Iterator[str]:
+    """A line for each kind of memory that is used, and the axis of bytes."""
+    for part in range(5):
+        y = _TOP + _HIGH * (1 - part / 4)
+        yield f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{width - 12}" y2="{y:.1f}" stroke="#ddd"/>'
+        yield _text(_LEFT - 6, y + 4, _mib(top * part / 4), anchor="end")
+    used = [kind for kind, values in found.live.items() if any(values)]
+    for row, kind in enumerate(used):
+        points = [(_LEFT + i * scale, _TOP + _HIGH * (1 - n / top)) for i, n in enumerate(found.live[kind])]
+        steps = [points[0], *(p for a, b in itertools.pairwise(points) for p in ((b[0], a[1]), b))]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in steps)
+        yield f'<polyline points="{path}" fill="none" stroke="{_COLORS[kind]}" stroke-width="1.5"/>'
+        yield _box(width - 90, _TOP + 6 + 16 * row, 10, 10, _COLORS[kind], kind)
+        yield _text(width - 74, _TOP + 15 + 16 * row, kind)
+
+
+def _messages(found: MemoryTimeline, scale: float) -> Iterator[str]:
+    """A lane for each kind of message, with a mark for each message."""
+    for row, (what, color) in enumerate(_MESSAGES.items()):
+        y = _TOP + _HIGH + 6 + _LANE * row
+        yield _text(_LEFT - 6, y + 10, what, anchor="end")
+        for x in found.sections:
+            if x.what == what and x.leaves:
+                wide = max(1.5, (x.end - x.first) * scale)
+                yield _box(_LEFT + x.first * scale, y, wide, _LANE - 4, color, f"{what} {', '.join(x.leaves)}")
+
+
+def _box(x: float, y: float, wide: float, high: float, color: str, title: str) -> str:
+    shape = f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high}" fill="{color}">'
+    return f"{shape}<title>{html.escape(title)}</title></rect>"
+
+
+def _text(x: float, y: float, words: str, size: int = 12, anchor: str = "start") -> str:
+    where = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
+    return f"<text {where}>{html.escape(words)}</text>"
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / (1 << 20):,.3g} MiB"

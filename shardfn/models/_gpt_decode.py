@@ -1,0 +1,147 @@
+"""The GPT on tokens of many sequences at once, whose keys and values are kept by the bodies of attention.
+
+T tokens of all sequences, R rows whose logits are wanted, D model, H heads, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shardfn import nn
+from shardfn.collectives import all_gather_invariant
+from shardfn.core import Axes
+from shardfn.kernels import pack_rows
+
+from ._gpt_block import Along, block, norm, position_tables
+from ._gpt_config import Config
+from ._gpt_leaves import Params, block_shapes
+
+
+def decode(
+    config: Config,
+    params: Params,
+    tokens_T: Int[Tensor, " t"],
+    positions_T: Int[Tensor, " t"],
+    rows_R: Int[Tensor, " r"],
+    bodies: Sequence[nn.Body],
+    *,
+    axis: Axes = None,
+) -> Float[Tensor, "r v"]:
+    """Logits of some of the tokens of several sequences.
+
+    Each layer's attention is computed by a body of its own, which keeps the layer's keys and values from one call to
+    the next, and knows which tokens belong together. So a sequence may be passed in any parts, beside any others.
+
+    Args:
+        config: the shape; causal, without `layout`.
+        params: from `pack`.
+        tokens_T: ids.
+        positions_T: of each token in its sequence, below `max_len`.
+        rows_R: the tokens whose logits are wanted.
+        bodies: one for each layer.
+        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
+
+    Returns:
+        The whole vocabulary on all ranks.
+
+    Raises:
+        ValueError: the config's layers cannot be run so, or `bodies` are not one for each layer.
+
+    Example:
+        >>> import shardfn.core as core
+        >>> from shardfn.models.gpt import apply, init
+        >>> config = Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
+        >>> params, tokens_T = init(config, core.key(0)), torch.tensor([5, 6, 7])
+        >>> packed = pack(config, params)
+        >>> logits_RV = decode(config, packed, tokens_T, torch.arange(3), torch.tensor([2]), [nn.Dense()])
+        >>> torch.allclose(logits_RV, apply(config, params, tokens_T[None])[:, 2], atol=1e-6)
+        True
+    """
+    check_decodable(config)
+    if len(bodies) != config.num_layers:
+        raise ValueError(f"decode: {len(bodies)} bodies for num_layers={config.num_layers}; pass one for each layer.")
+    if config.exact:
+        params = _exact_weights(config, params, axis)
+    along = Along(axis)
+    x_TD = nn.embedding(tokens_T, params["embed"], vocab_size=config.vocab_size, axis=axis)
+    if config.position == "learned":
+        x_TD = x_TD + params["position"][positions_T]
+    if config.embedding_norm:
+        x_TD = norm(config, along, x_TD, params["embed_norm_w"], params.get("embed_norm_b"))
+    x_1TD, tables = x_TD[None], position_tables(config, positions_T.long(), x_TD.dtype)
+    mask = nn.Causal() if config.window is None else nn.Window(config.window - 1)
+    for p, body in zip(params["blocks"], bodies, strict=True):
+        x_1TD = block(config, along, None, p, x_1TD, tables | {"how": nn.Attending(mask, body)}, None, None)
+    x_RD = norm(config, along, x_1TD[0][rows_R], params["norm_w"], params.get("norm_b"))
+    own_RV = nn.column_linear(x_RD, params[_head(config)], features=config.vocab_size, axis=axis)
+    return all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size)
+
+
+def pack(config: Config, params: Params) -> Params:
+    """Parameters as `decode` takes them: layers apart, with the weights of exact layers as `row_linear` reads them.
+
+    A function of each rank's blocks; `specs(config, tp=axis)` of unstacked blocks are the specs of the result, too.
+
+    Args:
+        config: the shape.
+        params: as from `init`, or this rank's blocks of them.
+
+    Example:
+        >>> import shardfn.core as core
+        >>> from shardfn.models.gpt import init
+        >>> config = Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, exact=True)
+        >>> pack(config, init(config, core.key(0)))["blocks"][0]["wq"].shape
+        torch.Size([1, 32, 64])
+    """
+    blocks = params["blocks"]
+    if config.stacked:
+        blocks = [{name: x[i] for name, x in blocks.items()} for i in range(config.num_layers)]
+    if not config.exact:
+        return params | {"blocks": blocks}
+    blocks = [{name: _packed(name, x) if name in _LINEAR else x for name, x in p.items()} for p in blocks]
+    head = _head(config)
+    return params | {"blocks": blocks, head: _packed(head, params[head])}
+
+
+_LINEAR = ("wq", "wk", "wv", "wo", "w_up", "w_gate", "w_down")
+
+
+def _packed(name: str, weight: Tensor) -> Tensor:
+    """Panels of a weight, whose dims of heads count as one."""
+    rows = 1 if name == "wo" else weight.ndim - 1
+    return pack_rows(weight.flatten(0, rows - 1).flatten(1))
+
+
+def _head(config: Config) -> str:
+    return "embed" if config.tie_embeddings else "head"
+
+
+def _exact_weights(config: Config, params: Params, axis: Axes) -> Params:
+    """Packed leaves as weights of layers."""
+    shapes: Any = block_shapes(config, axis)
+    head = _head(config)
+
+    def weight(panels: Tensor, block: Any) -> nn.ExactWeight:
+        return nn.ExactWeight(panels, block.shape, config.chunks)
+
+    blocks = [
+        {name: weight(x, own[name]) if name in _LINEAR else x for name, x in p.items()}
+        for p, own in zip(params["blocks"], shapes["blocks"], strict=True)
+    ]
+    return params | {"blocks": blocks, head: weight(params[head], shapes[head])}
+
+
+def check_decodable(config: Config) -> None:
+    """Refuses a config whose tokens do not look back alone, one after another.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    if not config.causal:
+        raise ValueError("decode: causal=False: tokens see later ones, so none can be drawn after another.")
+    if config.layout is not None:
+        raise ValueError("decode: the masks of `layout` are those of whole sequences; leave it out.")
+    if not isinstance(config.attention, nn.Dense):
+        raise ValueError(f"decode: attention={config.attention!r}: bodies are given; take attention=Dense().")

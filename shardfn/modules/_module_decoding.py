@@ -1,0 +1,248 @@
+"""Causal models of transformers as functions of the tokens of many sequences at once.
+
+Tokens lie in one row, [1, T], with their positions; attention, the only part in which tokens meet, is computed from
+outside. transformers looks up its attention function in a table, by a name in the model's config: while such a function
+runs, the configs have the name registered here. So no model is changed.
+
+T tokens, R rows whose logits are wanted, H query heads, G key heads, K head dim, V vocabulary.
+"""
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from shardfn.core import Ambient, a_kind, named_modules, named_parameters, raise_all, uncompiled
+
+from ._from_module import ModuleFunction, from_module
+from ._module_attention import OVER_TOKENS, configs_of, mask_of_none, models_in
+
+NAME = "shardfn_decoding"
+_KINDS = ("full_attention", "sliding_attention")
+_EXPERTS = re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts")
+_ARGUMENTS = ("position_ids", "use_cache", "logits_to_keep")
+# Further arguments of an attention, which add to scores or change them in another way.
+_UNKNOWN = ("position_bias", "head_mask", "sinks")
+
+
+class Scores(NamedTuple):
+    """The scores of one layer's attention, by which a token sees itself and earlier ones.
+
+    Attributes:
+        layer: the number of the layer.
+        scale: of q k; None is 1 / sqrt(K).
+        window: the number of positions that a token sees at most, with its own; None is all.
+        softcap: the bound c of c tanh(score / c); None is no bound.
+        sinks_H: the score of one more key of each head, whose value is 0.
+    """
+
+    layer: int
+    scale: float | None
+    window: int | None
+    softcap: float | None
+    sinks_H: Tensor | None
+
+
+# From scores, q [1, T, H, K], and k and v [1, T, G, K] of all tokens to y [1, T, H, K].
+Attend = Callable[[Scores, Tensor, Tensor, Tensor], Tensor]
+
+
+class DecodingFunction:
+    """The logits of a causal model of transformers as a function of its parameters; made by `decoding`.
+
+    Attributes:
+        params: by name, detached.
+        context: the most tokens of a sequence.
+    """
+
+    def __init__(self, apply: ModuleFunction) -> None:
+        self._apply, self.module = apply, apply.module
+        self.params = {name: p.detach() for name, p in named_parameters(self.module)}
+        self.context = int(self.module.config.max_position_embeddings)  # pyright: ignore
+        found = [c for model in models_in(self.module) for c in configs_of(model.config)]
+        self._configs = list({id(c): c for c in found}.values())
+
+    def __call__(
+        self,
+        params: Mapping[str, Tensor],
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        rows_R: Tensor,
+        attend: Attend,
+        mode: AbstractContextManager[Any] | None = None,
+    ) -> Tensor:
+        """Logits of some of the tokens, [R, V].
+
+        Args:
+            params: by name.
+            tokens_T: ids.
+            positions_T: of each token in its sequence.
+            rows_R: the tokens whose logits are wanted.
+            attend: computes attention; it knows which tokens belong together.
+            mode: a function mode, open while the model runs.
+
+        Raises:
+            ValueError: a layer needs attention that `attend` cannot be given; lists the reasons.
+        """
+
+        def forward() -> Tensor:
+            with mode or contextlib.nullcontext(), self._named(), _CALL.bound(attend):
+                out = self.module(
+                    input_ids=tokens_T.long()[None],
+                    position_ids=positions_T.long()[None],
+                    logits_to_keep=rows_R.long(),
+                    use_cache=False,
+                )
+            return out.logits[0]
+
+        return self._apply.within(forward, params)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        before = [(c, c._attn_implementation_internal) for c in self._configs]
+        try:
+            for c in self._configs:
+                c._attn_implementation_internal = NAME
+            yield
+        finally:
+            for c, name in before:
+                c._attn_implementation_internal = name
+
+
+def decoding(module: nn.Module) -> DecodingFunction:
+    """The function of tokens of many sequences that a causal model of transformers computes.
+
+    Args:
+        module: an unmodified `...ForCausalLM`, in eval mode. It is not changed.
+
+    Raises:
+        TypeError: it is not a model of transformers.
+        ValueError: its tokens meet in other ways than by attention to earlier ones; lists all reasons.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> f = decoding(LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)).eval())
+        >>> tokens_T = torch.tensor([5, 6, 7])
+        >>> f(f.params, tokens_T, torch.arange(3), torch.tensor([2]), lambda scores, q, k, v: q).shape
+        torch.Size([1, 8])
+    """
+    plain = uncompiled(module)
+    if plain not in models_in(plain):
+        raise TypeError(f"a decoder is made of a model of transformers, and this is {a_kind(plain)}.")
+    raise_all(ValueError, f"{type(plain).__name__} cannot be served:", _problems(plain))
+    _register()
+    _, apply = from_module(plain)
+    return DecodingFunction(apply)
+
+
+_CALL = Ambient[Attend]("attention of a decoder's call", by_thread=True)
+
+
+def served_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls, [B, H, T, K] -> [B, T, H, K]: the attention of the running call.
+
+    Raises:
+        ValueError: the layer needs other attention.
+        RuntimeError: no function of `decoding` runs.
+    """
+    attend = _CALL.innermost()
+    if attend is None:
+        raise RuntimeError(f"attention {NAME!r} is for modules that run by decoding(module).")
+    layer = getattr(module, "layer_idx", None)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    problems = [f"{n} is not computed" for n in _UNKNOWN if kwargs.get(n) is not None]
+    problems += [
+        text
+        for wrong, text in (
+            (layer is None, "it has no layer_idx, by which its keys and values are found"),
+            (attention_mask is not None, "it has a mask of its own"),
+            (not causal, "its tokens look ahead"),
+            (bool(dropout), "it drops pairs; call eval() of the model"),
+            (
+                not query.shape[2] == key.shape[2] == value.shape[2],
+                f"{query.shape[2]} queries attend to {key.shape[2]} keys of other tokens",
+            ),
+            (
+                not query.shape[3] == key.shape[3] == value.shape[3],
+                f"heads have {query.shape[3]} elements of q and {value.shape[3]} of v",
+            ),
+        )
+        if wrong
+    ]
+    raise_all(ValueError, f"{type(module).__name__} cannot be served:", problems)
+    scores = Scores(int(layer), scaling, sliding_window, softcap, s_aux)  # pyright: ignore[reportArgumentType]
+    return attend(scores, *(x.transpose(1, 2) for x in (query, key, value))), None
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, served_attention)
+    AttentionMaskInterface.register(NAME, mask_of_none)
+
+
+def _problems(module: Any) -> list[str]:
+    return [*_other_states(module), *_other_attention(module), *_other_layers(module)]
+
+
+def _other_states(module: Any) -> Iterator[str]:
+    """Reasons for which a sequence is more than the keys and values of its tokens."""
+    config = module.config
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        yield "its tokens attend to the states of an encoder; served are decoders alone"
+    if config.get_text_config(decoder=True) is not config:
+        yield "it has more parts than a language model; pass that part as a ...ForCausalLM"
+    if getattr(type(module), "_is_stateful", False):
+        yield "its layers keep a state that is not keys and values of tokens"
+    for path, sub in named_modules(module):
+        if isinstance(sub, OVER_TOKENS):
+            yield f"{path} is a {type(sub).__name__}, which mixes tokens besides attention"
+
+
+def _other_attention(module: Any) -> Iterator[str]:
+    config = module.config
+    for model in models_in(module):
+        if not type(model)._can_set_attn_implementation():
+            yield f"{type(model).__name__} computes its attention without transformers' AttentionInterface"
+            break
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_KINDS))
+    if others:
+        yield f"it has layers of {', '.join(others)}; served are {' and '.join(_KINDS)}"
+    rope = getattr(config, "rope_parameters", None) or {}
+    for one in (rope, *rope.values()):
+        kind = one.get("rope_type", "default") if isinstance(one, dict) else "default"
+        if kind in ("dynamic", "longrope"):
+            yield f"its rotary positions are of type {kind}, which depend on the longest sequence of a call"
+
+
+def _other_layers(module: Any) -> Iterator[str]:
+    config, names = module.config, inspect.signature(module.forward).parameters
+    experts = {n: v for n, v in vars(config).items() if _EXPERTS.fullmatch(n) and isinstance(v, int) and v > 1}
+    for name, value in experts.items():
+        yield f"its layers have experts ({name}={value}), whose rows depend on the other tokens of a call"
+    if missing := [n for n in _ARGUMENTS if n not in names]:
+        yield f"its forward does not take {', '.join(missing)}; load it by AutoModelForCausalLM"
+    if getattr(config, "max_position_embeddings", None) is None:
+        yield "its config has no max_position_embeddings, the most tokens of a sequence"
+    if any(p.device.type == "meta" for p in module.parameters()):
+        yield "its parameters are on meta; load its weights first"
+    if module.training:
+        yield "it is in training mode; call eval()"

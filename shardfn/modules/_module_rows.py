@@ -1,0 +1,163 @@
+"""Function modes that let a module compute each row with the bits that the row has alone.
+
+Torch's matrix products, and the last elements of some of its pointwise functions, depend on the number of rows. While
+`ExactRows` is open, linear layers read packed weights by `kernels.row_linear`, and the functions of a small table are
+computed by fixed expressions. Other functions run unchanged; whether these are exact is for a probe to find.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardfn.kernels import gated_silu, gelu, row_linear, row_norm
+
+from ._module_buffers import tensors_of
+
+_PRODUCTS = ("matmul", "__matmul__", "bmm", "mm", "baddbmm", "einsum", "conv1d")
+
+
+class PackedWeight(NamedTuple):
+    """A weight as `kernels.row_linear` reads it.
+
+    Attributes:
+        panels: from `kernels.pack_rows`.
+        num: outputs.
+    """
+
+    panels: Tensor
+    num: int
+
+
+class ExactRows(TorchFunctionMode):
+    """Computes linear layers and some other functions row by row, in float32 inside.
+
+    Args:
+        packed: by the identity of the tensor that the module has as its weight.
+    """
+
+    def __init__(self, packed: Mapping[int, PackedWeight]) -> None:
+        super().__init__()
+        self._packed = packed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function, or its exact form."""
+        del types
+        kwargs = kwargs or {}
+        if (read := _WEIGHT.get(func)) is not None:
+            x, weight, bias = read(*args, **kwargs)
+            found = self._packed.get(id(weight))
+            if found is not None:
+                y = row_linear(x.float(), found.panels, found.num, bias=None if bias is None else bias.float())
+                return y.to(x.dtype)
+        handler = _HANDLERS.get(func)
+        return func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
+
+
+class WeightUses(TorchFunctionMode):
+    """Records the functions in which a module's parameters take part.
+
+    Args:
+        params: by name, as the module has them.
+
+    Attributes:
+        linear: names of the weights of linear layers, and whether they are [inputs, outputs].
+        others: names of parameters that take part in other functions, too.
+        products: names of functions that multiply matrices and are not linear layers of a parameter.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._names = {id(p): name for name, p in params.items()}
+        self.linear: dict[str, bool] = {}
+        self.others: set[str] = set()
+        self.products: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function."""
+        del types
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        seen = [self._names[id(x)] for x in tensors_of((args, tuple(kwargs.values()))) if id(x) in self._names]
+        weight = None
+        if (read := _WEIGHT.get(func)) is not None:
+            weight = self._names.get(id(read(*args, **kwargs)[1]))
+        if weight is not None:
+            transposed = func is not F.linear
+            if self.linear.setdefault(weight, transposed) != transposed:
+                self.products.add(name)
+            seen.remove(weight)
+        elif read is not None or name in _PRODUCTS:
+            self.products.add(name)
+        if func not in _DESCRIPTIONS:
+            self.others.update(seen)
+        return func(*args, **kwargs)
+
+
+def _of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias
+
+
+def _of_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Of GPT-2's layers, whose weights are [inputs, outputs]; factors leave it another product."""
+    return mat1, None if more else mat2, input
+
+
+def _silu(func: Any, input: Tensor, inplace: bool = False) -> Tensor:
+    del func
+    x = input.float()
+    y = gated_silu(x, torch.ones_like(x)).to(input.dtype)
+    return input.copy_(y) if inplace else y
+
+
+def _gelu(func: Any, input: Tensor, approximate: str = "none") -> Tensor:
+    del func
+    x = input.float()
+    y = gelu(x) if approximate == "tanh" else x * 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+    return y.to(input.dtype)
+
+
+def _layer_norm(
+    func: Any,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    if len(normalized_shape) != 1:
+        return func(input, normalized_shape, weight, bias, eps)
+    return _norm(input, weight, bias, eps, centered=True)
+
+
+def _rms_norm(
+    func: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    if len(normalized_shape) != 1:
+        return func(input, normalized_shape, weight, eps)
+    return _norm(input, weight, None, torch.finfo(input.dtype).eps if eps is None else eps, centered=False)
+
+
+def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centered: bool) -> Tensor:
+    weight = x.new_ones(x.shape[-1]) if weight is None else weight
+    bias = None if bias is None else bias.float()
+    return row_norm(x.float(), weight.float(), bias, eps=eps, centered=centered).to(x.dtype)
+
+
+_WEIGHT: dict[Any, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] = {
+    F.linear: _of_linear,
+    torch.addmm: _of_addmm,
+}
+_HANDLERS: dict[Any, Callable[..., Tensor]] = {
+    F.silu: _silu,
+    F.gelu: _gelu,
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+}
+# A packed weight answers these as the weight would.
+_DESCRIPTIONS = frozenset(
+    {torch.Tensor.dtype.__get__, torch.Tensor.device.__get__}  # pyright: ignore[reportAttributeAccessIssue]
+)

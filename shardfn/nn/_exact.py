@@ -1,0 +1,259 @@
+"""Linear layers whose rows have the same bits beside any other rows: a weight in place of a tensor.
+
+The law of exact layers: a token's row of a result is one fixed expression of its inputs. Its bits depend neither on the
+number of tokens beside it, nor on threads and the processor, nor on the ranks of tensor parallelism.
+
+N outputs, K inputs, P panels.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from shardfn import kernels
+from shardfn.collectives import all_gather_invariant, all_to_all, axis_size, current_mesh
+from shardfn.core import Axes
+
+from ._products import Product, Weight, linear_input, linear_weight
+
+
+class ExactWeight(Weight):
+    """A weight for exact linear layers, in place of a tensor: `linear(x, w)` is `kernels.row_linear`.
+
+    The layers of `nn` take it where they take a weight. Made of a weight, by `ExactWeight.of`, it has derivatives with
+    the bits of torch's products. Made of panels, which are packed once for many calls, it has no derivative.
+
+    Args:
+        panels: from `kernels.pack_rows` of the weight as [N, K].
+        shape: the weight's: [N, K], or with some output dims, [H, K, D], or some input dims, [D, H, K].
+        chunks: of K, whose sums are added by a tree. Part of the result, as a dtype is.
+
+    Attributes:
+        shape: the weight's.
+        chunks: see above.
+
+    Raises:
+        ValueError: panels of another shape.
+
+    Example:
+        >>> x, weight = torch.randn(5, 12), torch.randn(7, 12)
+        >>> w = ExactWeight.of(weight)
+        >>> torch.equal(F.linear(x, w)[:1], F.linear(x[:1], w))
+        True
+        >>> packed = ExactWeight(kernels.pack_rows(weight), weight.shape)
+        >>> torch.equal(F.linear(x, packed), F.linear(x, w))
+        True
+    """
+
+    def __init__(self, panels: Float[Tensor, "p k 64"], shape: Sequence[int], chunks: int = 8) -> None:
+        self._set(torch.Size(shape), chunks, None, panels)
+        num = self.shape.numel() // max(panels.shape[1], 1)
+        splits = [math.prod(self.shape[:i]) for i in range(1, len(self.shape))]
+        if panels.ndim != 3 or num not in splits or panels.shape[0] != -(-num // panels.shape[2]):
+            raise ValueError(
+                f"ExactWeight of shape {tuple(shape)} and panels {tuple(panels.shape)}: pass the panels that"
+                " kernels.pack_rows makes of the weight as [outputs, inputs]."
+            )
+
+    @classmethod
+    def of(cls, weight: Float[Tensor, "..."], chunks: int = 8) -> "ExactWeight":
+        """The exact weight of a tensor, with derivatives.
+
+        Args:
+            weight: of two dims or more.
+            chunks: of K.
+
+        Example:
+            >>> ExactWeight.of(torch.ones(4, 2, 3)).flatten(1).shape
+            torch.Size([4, 6])
+        """
+        made = cls.__new__(cls)
+        made._set(weight.shape, chunks, weight, None)
+        return made
+
+    def _set(self, shape: torch.Size, chunks: int, source: Tensor | None, panels: Tensor | None) -> None:
+        self.shape, self.chunks, self._source, self._panels = shape, chunks, source, panels
+
+    @property
+    def source(self) -> Tensor | None:
+        """The weight that it is made of; None if it is made of panels."""
+        return self._source
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weight; results are float32."""
+        return self._stored.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight is."""
+        return self._stored.device
+
+    @property
+    def product(self) -> Product:
+        """Of an input and the weight [N, K]."""
+        return _product(self.chunks)
+
+    @property
+    def panels(self) -> Float[Tensor, "p k 64"]:
+        """The packed weight; that of a weight of more than two dims must have been flattened."""
+        return kernels.pack_rows(self._stored) if self._panels is None else self._panels
+
+    def with_chunks(self, chunks: int) -> "ExactWeight":
+        """The same weight, with inputs in another number of chunks."""
+        return self._changed(self.shape, self.source, chunks)
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "ExactWeight":
+        """The same weight with some neighbouring dims as one."""
+        start, end = start_dim % self.ndim, end_dim % self.ndim
+        shape = torch.Size((*self.shape[:start], self.shape[start : end + 1].numel(), *self.shape[end + 1 :]))
+        return self._changed(shape, None if self.source is None else self.source.flatten(start, end), self.chunks)
+
+    def linear(self, x: Float[Tensor, "*batch k"], bias: Float[Tensor, " n"] | None = None) -> Float[Tensor, "..."]:
+        """The affine map x w^T + bias, float32.
+
+        Raises:
+            TypeError: x or the bias is not float32.
+            ValueError: the weight has more than two dims.
+        """
+        if self.ndim != 2:
+            raise ValueError(f"linear: an ExactWeight of shape {tuple(self.shape)}; flatten its dims to two.")
+        if x.dtype != torch.float32:
+            raise TypeError(f"linear: x is {x.dtype}, and exact layers compute float32; leave out mixed precision.")
+        if self.source is None:
+            return kernels.row_linear(x, self.panels, self.shape[0], chunks=self.chunks, bias=bias)
+        y = self.product(x, self.source)
+        return y if bias is None else y + bias
+
+    def rows(self, index: Tensor) -> Float[Tensor, "*batch k"]:
+        """Rows of the weight [N, K], as of a table of embeddings; of panels, indices must be from 0 to N - 1."""
+        if self.source is not None:
+            return F.embedding(index, self.source)
+        width = self.panels.shape[2]
+        return self.panels[index // width, :, index % width]
+
+    def __repr__(self) -> str:
+        made = "panels" if self.source is None else "a weight"
+        return f"ExactWeight({tuple(self.shape)} of {made}, chunks={self.chunks})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """`linear` and `embedding`.
+
+        Raises:
+            TypeError: for other functions.
+        """
+        del types
+        call = _FUNCTIONS.get(func)
+        if call is None:
+            name = getattr(func, "__name__", func)
+            raise TypeError(f"torch's {name} does not take an ExactWeight; of its functions linear and embedding do.")
+        return call(*args, **(kwargs or {}))
+
+    @property
+    def _stored(self) -> Tensor:
+        found = self.source if self._panels is None else self._panels
+        assert found is not None
+        return found
+
+    def _changed(self, shape: torch.Size, source: Tensor | None, chunks: int) -> "ExactWeight":
+        made = type(self).__new__(type(self))
+        made._set(shape, chunks, source, self._panels)
+        return made
+
+
+# A weight, as a tensor or exact.
+AnyWeight = Tensor | ExactWeight
+
+
+def linear_of(x: Tensor, w: AnyWeight, b: Tensor | None) -> Tensor:
+    """`linear` of a weight of either kind. Modes of torch's functions see the weight itself."""
+    return w.linear(x, b) if isinstance(w, ExactWeight) else F.linear(x, w, b)
+
+
+def rows_of(index: Tensor, w: AnyWeight) -> Tensor:
+    """`embedding` of a table of either kind."""
+    return w.rows(index) if isinstance(w, ExactWeight) else F.embedding(index, w)
+
+
+def own_node(w: ExactWeight, inputs: int, axis: Axes) -> ExactWeight:
+    """This rank's block of a weight whose inputs are cut, with the chunks of the whole weight that it has.
+
+    Args:
+        w: the block, [N, K_axis].
+        inputs: K.
+        axis: mesh axes.
+
+    Raises:
+        ValueError: the rank's chunks are not a node of the tree.
+    """
+    n, (num, rest) = axis_size(axis), divmod(w.chunks, axis_size(axis))
+    if n == 1:
+        return w
+    if rest or num & (num - 1):
+        raise ValueError(
+            f"row_linear: {w.chunks} chunks over the {n} ranks of {axis!r}: each rank needs the same number of chunks,"
+            f" a power of two; take chunks={n * max(1, 8 // n)} on any number of ranks, one too, or other ranks."
+        )
+    if inputs % n or w.shape[1] != inputs // n:
+        raise ValueError(
+            f"row_linear: {inputs} inputs in {w.chunks} chunks over the {n} ranks of {axis!r}: a rank would have a part"
+            f" of a chunk; take ranks that divide the inputs (and the heads)."
+        )
+    return w.with_chunks(num)
+
+
+def leave_in_order(y_D: Tensor, axis: Axes, sequence: int | None) -> Tensor:
+    """`leave_parallel` whose sum has the order of the tree: the ranks' summands as if they were chunks.
+
+        [A] [B]  =>  [A + B] [A + B]
+
+    Transpose: as that of `leave_parallel`: each summand gets the result's cotangent.
+    """
+    n = axis_size(axis)
+    if sequence is None:
+        return kernels.joined(all_gather_invariant(y_D[None], axis, dim=0, size=n).unbind())
+    return kernels.joined(all_to_all(y_D[None], axis, split_dim=y_D.ndim - 1, concat_dim=0, size=n).unbind())
+
+
+@functools.cache
+def _product(chunks: int) -> Product:
+    def forward(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = kernels.row_linear(x, kernels.pack_rows(w), w.shape[0], chunks=chunks)
+        return y if bias is None else y + bias
+
+    return Product(forward, (linear_input, linear_weight))
+
+
+def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(weight, ExactWeight):
+        raise TypeError(f"linear of {type(input).__name__}: an ExactWeight is the weight, not the input or the bias.")
+    alone = all(size == 1 for size in current_mesh().shape.values())
+    if weight.source is not None and not alone:  # the function mode that follows values has seen no weight
+        raise TypeError(
+            "linear of an ExactWeight with derivatives, on several ranks: call nn.linear in place of torch's."
+        )
+    return weight.linear(input, bias)
+
+
+def _embedding(input: Any, weight: Any, *options: Any, norm_type: float = 2.0, **named: Any) -> Tensor:
+    del norm_type  # of no effect without max_norm
+    if any(x is not None and x is not False for x in (*options, *named.values())) or not isinstance(
+        weight, ExactWeight
+    ):
+        raise TypeError("embedding of an ExactWeight takes the indices and the weight alone.")
+    return weight.rows(input)
+
+
+_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {F.linear: _linear, F.embedding: _embedding}

@@ -1,0 +1,134 @@
+"""Attention whose rows have the same bits beside any other rows, by `kernels.ragged_attention`.
+
+B samples, T tokens, H query heads, G key heads, K head dim.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn import kernels
+from shardfn.core import raise_all
+
+from ._course import RingCourse, course
+from ._inputs import refuse_gradients
+from ._local import Local
+from ._masks import Mask, Window
+from ._online import OnlineScores
+from ._rectangles import QKV, TORCH_TILE, kernel_tile
+from ._ring import OnlineBackward, tangent, values
+
+# Places of a block of the cache that holds the keys and values of a call.
+BLOCK = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact(Local):
+    """Attention in which the bits of a token depend on the tokens that it sees alone, as those of exact layers do.
+
+    The mask is `Causal()` or `Window(left)`. Queries, keys and values are float32. Derivatives are those of
+    `Blockwise()`, whose rows are not exact.
+    """
+
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
+        """Attention of this rank's queries over all keys."""
+        refuse_gradients(how)
+        raise_all(ValueError, "attention by Exact():", exact_problems(how.mask))
+        where = (((0, length),),)
+        plain = how._replace(slopes_H=None, sinks_H=None)
+        along = course(None, where, length, plain, TORCH_TILE, kernel_tile(how, q_BTHK.device, TORCH_TILE))
+        return _Exact.apply(q_BTHK, k_BSGK, v_BSGK, how.sinks_H, how.slopes_H, along)  # pyright: ignore[reportReturnType]
+
+
+def exact_problems(mask: Mask) -> list[str]:
+    """The parts of a mask that `Exact` does not know."""
+    told = "it knows Causal() and Window(left) alone; take another mask, or another body, such as Dense()"
+    return [f"{m}: {told}" for m in mask.parts if not (isinstance(m, Window) and m.looks_back)]
+
+
+class _Exact(torch.autograd.Function):
+    """(q, k, v, sinks, slopes, course) -> y; with the derivatives of attention in tiles, from q, k and v again."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, sinks_H: Any, slopes_H: Any, along: RingCourse) -> Tensor:
+        lefts = [m.left for m in along.how.mask.parts if isinstance(m, Window) and m.left is not None]
+        window = min(lefts) + 1 if lefts else None
+        return _attended((q, k, v), along.how.scale, window, slopes_H, sinks_H)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        *tensors, ctx.along = inputs
+        ctx.there = [x is not None for x in tensors]
+        kept = [x for x in tensors if x is not None]
+        ctx.save_for_backward(*kept)
+        ctx.save_for_forward(*kept)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        saved, _, sinks_H, slopes_H = _again(ctx)
+        grads: Any = OnlineBackward.apply(grad_outputs[0], *saved, sinks_H, slopes_H, ctx.along)
+        return (*grads, *([None] if sinks_H is None else []), None, None)
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
+        saved, how, sinks_H, _ = _again(ctx)
+        return tangent(ctx.along, how, saved, sinks_H, grad_inputs)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        """A mapped dim joins the samples; mapped slopes or sinks get a call each."""
+        if any(dim is not None for dim in in_dims[3:]):
+            pairs = list(zip(args, in_dims, strict=True))
+            each = range(info.batch_size)
+            return torch.stack([_Exact.apply(*(x if d is None else x.select(d, i) for x, d in pairs)) for i in each]), 0
+
+        def folded(x: Tensor, dim: int | None) -> Tensor:
+            return (x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+        qkv = (folded(x, dim) for x, dim in zip(args[:3], in_dims[:3], strict=True))
+        y: Any = _Exact.apply(*qkv, *args[3:])
+        return y.unflatten(0, (info.batch_size, -1)), 0
+
+
+def _again(ctx: Any) -> Any:
+    """Q, k, v, y and lse of tiles; the scores; sinks and slopes. y and lse are no functions of q, k and v here."""
+    found = iter(ctx.saved_tensors)
+    given: list[Any] = [next(found) if there else None for there in ctx.there]
+    q, k, v, sinks_H, slopes_H = given
+    how = ctx.along.how._replace(slopes_H=slopes_H)
+    with torch.no_grad():
+        y, lse = values(ctx.along, how, (q.detach(), k.detach(), v.detach()), sinks_H)
+    return (q, k, v, y, lse), how, sinks_H, slopes_H
+
+
+def _attended(
+    qkv: QKV, scale: float | None, window: int | None, slopes_H: Tensor | None, sinks_H: Tensor | None
+) -> Tensor:
+    """Attention of whole sequences, each of them a sequence of a cache that lasts for this call."""
+    q, k, v = qkv
+    (B, T, H, K), G = q.shape, k.shape[2]
+    if not q.numel():
+        return torch.zeros_like(q)
+    blocks = -(-T // BLOCK)
+    count = {"dtype": torch.int32, "device": q.device}
+    at = torch.arange(B * T, **count)
+    sequences, positions = at // T, at % T
+    cache = q.new_zeros(B * blocks, BLOCK, 2, G, K)
+    y = kernels.ragged_attention(
+        q.flatten(0, 1).contiguous(),
+        k.flatten(0, 1).contiguous(),
+        v.flatten(0, 1).contiguous(),
+        cache,
+        sequences * (blocks * BLOCK) + positions,
+        positions,
+        sequences,
+        torch.arange(B * blocks, **count).view(B, blocks),
+        scale=K**-0.5 if scale is None else scale,
+        window=window,
+        slopes=slopes_H,
+        sinks=sinks_H,
+    )
+    return y.view(B, T, H, K)

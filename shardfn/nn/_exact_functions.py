@@ -1,0 +1,176 @@
+"""Activations and norms whose rows have the same bits beside any other rows, with derivatives.
+
+Their derivatives are closed forms in torch's operations, differentiable again. See `_exact.py` for the law.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from shardfn import kernels
+
+from ._exact import AnyWeight, ExactWeight
+
+
+def gelu(x_F: Tensor, w: AnyWeight) -> Tensor:
+    """GELU in its form with tanh; the exact one after a layer with an exact weight."""
+    if isinstance(w, ExactWeight):
+        return _Pointwise.apply(kernels.gelu, _of_gelu, x_F)  # pyright: ignore[reportReturnType]
+    return F.gelu(x_F, approximate="tanh")
+
+
+def gated_silu(gate_F: Tensor, up_F: Tensor, w: AnyWeight) -> Tensor:
+    """silu(gate) * up; the exact one after a layer with an exact weight."""
+    if isinstance(w, ExactWeight):
+        return _Pointwise.apply(kernels.gated_silu, _of_gated_silu, gate_F, up_F)  # pyright: ignore[reportReturnType]
+    return F.silu(gate_F) * up_F
+
+
+def exact_layer_norm(
+    x_D: Float[Tensor, "*batch d"],
+    w_D: Float[Tensor, " d"],
+    b_D: Float[Tensor, " d"] | None = None,
+    *,
+    eps: float = 1e-5,
+) -> Float[Tensor, "*batch d"]:
+    """`layer_norm` whose rows have the same bits beside any other rows, by `kernels.row_norm`.
+
+    Args:
+        x_D: float32, any leading dims.
+        w_D: scale, float32.
+        b_D: shift, float32, or None.
+        eps: added to the variance.
+
+    Raises:
+        TypeError: for other dtypes.
+
+    Example:
+        >>> exact_layer_norm(torch.tensor([-1.0, 1.0]), torch.ones(2), eps=0.0).tolist()
+        [-1.0, 1.0]
+    """
+    return _norm(x_D, w_D, b_D, eps, True)
+
+
+def exact_rms_norm(
+    x_D: Float[Tensor, "*batch d"], w_D: Float[Tensor, " d"], *, eps: float = 1e-5
+) -> Float[Tensor, "*batch d"]:
+    """`rms_norm` whose rows have the same bits beside any other rows, by `kernels.row_norm`.
+
+    Args:
+        x_D: float32, any leading dims.
+        w_D: scale, float32.
+        eps: added to the mean square.
+
+    Raises:
+        TypeError: for other dtypes.
+
+    Example:
+        >>> exact_rms_norm(torch.tensor([2.0, -2.0]), torch.ones(2), eps=0.0).tolist()
+        [1.0, -1.0]
+    """
+    return _norm(x_D, w_D, None, eps, False)
+
+
+def _norm(x: Tensor, w: Tensor, b: Tensor | None, eps: float, centered: bool) -> Tensor:
+    if has_torch_function((x, w, b)):  # a lazy leaf
+        return handle_torch_function(_norm, (x, w, b), x, w, b, eps, centered)
+    return _Norm.apply(x, w, b, eps, centered)  # pyright: ignore[reportReturnType]
+
+
+class _Pointwise(torch.autograd.Function):
+    """(a function of tensors of one shape, its partial derivatives, the tensors) -> its value, element by element."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(run: Callable[..., Tensor], partials: Callable[..., Any], *xs: Tensor) -> Tensor:
+        del partials
+        return run(*xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        _, ctx.partials, *xs = inputs
+        ctx.save_for_backward(*xs)
+        ctx.save_for_forward(*xs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        return None, None, *(grad_outputs[0] * partial for partial in ctx.partials(*ctx.saved_tensors))
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
+        pairs = zip(grad_inputs[2:], ctx.partials(*ctx.saved_tensors), strict=True)
+        return functools.reduce(torch.add, [t * partial for t, partial in pairs if t is not None])
+
+
+def _of_gated_silu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    s = gate.sigmoid()
+    return up * s * (1 + gate * (1 - s)), gate * s
+
+
+_C = 2 * math.sqrt(2 / math.pi)
+
+
+def _of_gelu(x: Tensor) -> tuple[Tensor]:
+    square = x * x
+    s = (_C * x * (1 + 0.044715 * square)).sigmoid()
+    # 1 - s is 0 before its factor overflows.
+    return (s + x * s * (1 - s) * (_C * (1 + 3 * 0.044715 * square)),)
+
+
+class _Norm(torch.autograd.Function):
+    """(x, w, b, eps, centered) -> y = n w + b, n = (x - m) r, r = 1 / sqrt(mean((x - m)^2) + eps).
+
+    backward  dx = r (g - [mean(g)] - n mean(g n)), g = dy w;  dw = sum of dy n;  db = sum of dy
+    jvp       dy = r (t - [mean(t)] - n mean(t n)) w + n dw + db
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, b: Tensor | None, eps: float, centered: bool) -> Tensor:
+        return kernels.row_norm(x, w, b, eps=eps, centered=centered)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        x, w, b, ctx.eps, ctx.centered = inputs
+        ctx.biased = b is not None
+        ctx.save_for_backward(x, w)
+        ctx.save_for_forward(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (dy,), (x, w) = grad_outputs, ctx.saved_tensors
+        n, r = _normed(ctx, x)
+        dx = _projected(ctx, dy * w, n, r) if ctx.needs_input_grad[0] else None
+        return dx, (dy * n).sum_to_size(w.shape), dy.sum_to_size(w.shape) if ctx.biased else None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
+        (x, w), (tx, tw, tb, *_) = ctx.saved_tensors, grad_inputs
+        n, r = _normed(ctx, x)
+        parts = [] if tx is None else [_projected(ctx, tx, n, r) * w]
+        parts += [] if tw is None else [n * tw]
+        parts += [] if tb is None else [tb.expand_as(x)]
+        return functools.reduce(torch.add, parts)
+
+
+def _normed(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x - x.mean(-1, keepdim=True) if ctx.centered else x
+    r = (x.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+    return x * r, r
+
+
+def _projected(ctx: Any, g: Tensor, n: Tensor, r: Tensor) -> Tensor:
+    """The derivative of n in the direction g, which is symmetric."""
+    inner = g - n * (g * n).mean(-1, keepdim=True)
+    return r * (inner - g.mean(-1, keepdim=True) if ctx.centered else inner)

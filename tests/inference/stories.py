@@ -1,0 +1,180 @@
+"""Stories: requests, cancels and changes of weights over steps of an engine, held against one forward of each sequence.
+
+A story is drawn by hypothesis; each feature of the engine adds an axis to it.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from torch import Tensor
+
+from shardfn import core, kernels
+from shardfn.inference import Decoder, Engine, Limits, Runner, Sampling, Token
+from shardfn.inference._state import draw_key
+from shardfn.models import gpt
+
+VERSIONS = 3
+SMALL = st.integers(0, 2)  # few tokens, so that prompts share prefixes
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, the step before which it is added, and the one before which it is cancelled."""
+
+    step: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    priority: int = 0
+    cancel: int | None = None
+
+
+@dataclass(frozen=True)
+class Story:
+    """Arrivals, changes of weights (step, whether the cache is computed anew), and the blocks of the pool."""
+
+    arrivals: tuple[Arrival, ...]
+    updates: tuple[tuple[int, bool], ...]
+    blocks: int
+
+
+samplings = st.builds(
+    Sampling,
+    max_tokens=st.integers(1, 9),
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    top_k=st.sampled_from([0, 0, 3]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(0, 3),
+    n=st.sampled_from([1, 1, 1, 2]),
+    stop_tokens=st.sampled_from([(), (), (1, 4)]),
+    prompt_logprobs=st.sampled_from([False, False, True]),
+)
+arrivals = st.builds(
+    Arrival,
+    step=st.integers(0, 12),
+    prompt=st.lists(SMALL, min_size=1, max_size=18).map(tuple),
+    sampling=samplings,
+    priority=st.integers(0, 1),
+    cancel=st.one_of(st.none(), st.none(), st.integers(1, 20)),
+)
+
+
+def stories(limits: Limits) -> st.SearchStrategy[Story]:
+    """Stories for an engine of these limits, also in pools so small that sequences lose their blocks."""
+    return st.builds(
+        Story,
+        arrivals=st.lists(arrivals, min_size=1, max_size=7).map(tuple),
+        updates=st.lists(st.tuples(st.integers(1, 10), st.booleans()), max_size=VERSIONS - 1).map(tuple),
+        blocks=st.integers(limits.width + 1, limits.blocks),
+    )
+
+
+@dataclass
+class Told:
+    """The tokens of one choice."""
+
+    tokens: list[Token] = field(default_factory=list)
+
+    @property
+    def finish(self) -> str | None:
+        return self.tokens[-1].finish if self.tokens else None
+
+
+@dataclass
+class Model:
+    """A decoder, the parameters of each version, and the logits of whole sequences, computed once each."""
+
+    config: gpt.Config
+    decoder: Decoder
+    params: Sequence[Any]
+
+    def __post_init__(self) -> None:
+        self.full = functools.lru_cache(maxsize=4096)(self._full)
+
+    def _full(self, version: int, tokens: tuple[int, ...]) -> Tensor:
+        with torch.no_grad():
+            return gpt.apply(self.config, self.params[version], torch.tensor([tokens]))[0]
+
+
+@functools.cache
+def model(tp: str | None = None, **changes: Any) -> Model:
+    """A small exact model with parameters of several versions, whose logits are far apart."""
+    base = {"vocab_size": 13, "num_layers": 2, "d_model": 24, "num_heads": 4, "max_len": 28, "exact": True}
+    config = gpt.Config(**{**base, **changes})
+    params = [core.tree_map(lambda x: x * 8, gpt.init(config, core.key(i))) for i in range(VERSIONS)]
+    from shardfn.inference import decoder
+
+    return Model(config, decoder(config, tp=tp), params)
+
+
+def run(story: Story, model: Model, runner: Runner, limits: Limits) -> tuple[dict[tuple[str, int], Told], Engine]:
+    """The tokens of all choices. At the end no block is held."""
+    engine = Engine(model.decoder, model.params[0], limits=replace(limits, blocks=story.blocks), runner=runner)
+    told: dict[tuple[str, int], Told] = {}
+    updates, version, step = sorted(story.updates), 0, 0
+    last = max([a.step for a in story.arrivals] + [s for s, _ in updates])
+    while step <= last or not engine.idle:
+        for i, a in enumerate(story.arrivals):
+            if a.step == step:
+                engine.add(a.prompt, a.sampling, name=str(i), priority=a.priority)
+                told |= {(str(i), c): Told() for c in range(a.sampling.n)}
+            if a.cancel is not None and a.step + a.cancel == step:
+                engine.cancel(str(i))
+        for at, recompute in updates:
+            if at == step:
+                version += 1
+                engine.update_weights(model.params[version], recompute=recompute)
+        for token in engine.step():
+            told[token.name, token.choice].tokens.append(token)
+        step += 1
+        assert step < 500, "requests do not end"
+    counts = engine.counts()
+    assert counts["held"] == 0 and counts["free"] + counts["cached"] == story.blocks - 1
+    return told, engine
+
+
+def check(story: Story, told: dict[tuple[str, int], Told], model: Model) -> int:
+    """Compares each token and its log probability with those of one forward, bit for bit; returns their number."""
+    checked = 0
+    for (name, choice), got in told.items():
+        a = story.arrivals[int(name)]
+        assert got.finish in ("stop", "length", "cancelled"), got
+        assert a.cancel is not None or got.finish != "cancelled"
+        drawn = [t for t in got.tokens if t.token is not None and t.position >= len(a.prompt)]
+        assert [t.position for t in drawn] == list(range(len(a.prompt), len(a.prompt) + len(drawn)))
+        sequence = [*a.prompt, *(t.token for t in drawn)]
+        if got.finish == "length":
+            assert len(drawn) == a.sampling.max_tokens
+        scored = [t for t in got.tokens if t.token is not None and t.position < len(a.prompt)]
+        if a.sampling.prompt_logprobs and choice == 0 and drawn:
+            assert [t.position for t in scored] == list(range(1, len(a.prompt)))
+        for t in [*scored, *drawn]:
+            logits = model.full(t.version, tuple(sequence[: len(sequence) - 1] or sequence))[t.position - 1]
+            target = t.token if t.position < len(a.prompt) else -1
+            token, logprob = draw_alone(logits, a.sampling, draw_key(a.sampling.seed, choice), t.position, target)
+            assert (token, logprob) == (t.token, t.logprob), (name, choice, t, token, logprob)
+            checked += 1
+    return checked
+
+
+def draw_alone(logits: Tensor, sampling: Sampling, key: int, place: int, target: int) -> tuple[int, float]:
+    """A token of one row of logits, and its log probability."""
+
+    def one(x: float, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.tensor([x], dtype=dtype)
+
+    signed = key - (1 << 64) if key >> 63 else key
+    tokens, logprobs = kernels.draw(
+        logits[None],
+        kernels.draw_uniforms(one(signed, torch.int64), one(place, torch.int64)),
+        temperature=one(sampling.temperature),
+        top_k=one(sampling.top_k, torch.int64),
+        top_p=one(sampling.top_p),
+        min_p=one(sampling.min_p),
+        targets=one(target, torch.int64),
+    )
+    return target if target >= 0 else int(tokens), float(logprobs)

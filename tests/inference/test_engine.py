@@ -1,0 +1,217 @@
+"""The engine's calls: results, refusals, failures of single requests, and memory."""
+
+import gc
+import math
+import resource
+import tracemalloc
+from typing import Any
+
+import pytest
+import torch
+
+import shardfn as sf
+from shardfn import core, kernels
+from shardfn.core import tree_map
+from shardfn.inference import Engine, Limits, Runner, Sampling, Token, decoder, limits_of
+from shardfn.models import gpt
+from tests.inference.stories import model
+from tests.inference.test_stories import LIMITS, runner
+
+GREEDY = Sampling(max_tokens=5, temperature=0.0)
+
+
+def engine(**changes: Any) -> Engine:
+    one = model(tie_embeddings=True)
+    return Engine(one.decoder, one.params[0], runner=runner("gpt2"), limits=LIMITS, **changes)
+
+
+def test_a_stream_yields_the_tokens_of_generate() -> None:
+    [whole] = engine().generate([[1, 2, 0]], GREEDY)
+    told = list(engine().stream([1, 2, 0], GREEDY))
+    assert [t.token for t in told] == whole.tokens and [t.logprob for t in told] == whole.logprobs
+    assert [t.finish for t in told] == [None] * 4 + ["length"]
+
+
+def test_choices_are_a_list_each_with_draws_of_its_own() -> None:
+    [choices] = engine().generate([[1, 2]], Sampling(max_tokens=8, n=3, seed=1))
+    assert len({tuple(c.tokens) for c in choices}) > 1
+    [again] = engine().generate([[1, 2]], Sampling(max_tokens=8, n=3, seed=1))
+    assert again == choices
+
+
+@pytest.mark.parametrize("kind", ["repetition", "presence", "frequency"])
+def test_penalties_change_draws_and_not_log_probabilities(kind: str) -> None:
+    one = model(tie_embeddings=True)
+    strong = {f"{kind}_penalty": 5.0 if kind == "repetition" else 2.0}
+    [penalised, plain] = engine().generate(
+        [[1, 2, 3], [1, 2, 3]],
+        [Sampling(max_tokens=8, temperature=0.0, **strong), Sampling(max_tokens=8, temperature=0.0)],
+    )
+    assert penalised.tokens != plain.tokens
+    logits = one.full(0, (1, 2, 3, *penalised.tokens))
+    logprobs = logits.double().log_softmax(-1)
+    for i, (token, logprob) in enumerate(zip(penalised.tokens, penalised.logprobs, strict=True)):
+        assert abs(float(logprobs[2 + i, token]) - logprob) < 1e-5
+
+
+def test_weights_with_a_nan_end_requests_as_errors() -> None:
+    one = model(tie_embeddings=True)
+    broken = tree_map(torch.clone, one.params[0])
+    broken["position"][7] = math.nan  # only longer sequences read it
+    made = Engine(one.decoder, broken, runner=runner("gpt2"), limits=LIMITS).generate(
+        [[1, 2], [1] * 6], [Sampling(max_tokens=4, temperature=0.0)] * 2
+    )
+    assert [m.finish for m in made] == ["length", "error"]
+    assert len(made[1].tokens) == 2  # those at positions 6 and 7
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([], {}, "prompt has 0 tokens"),
+        ([1] * 28, {}, "prompt has 28 tokens; it must have from 1 to 27"),
+        ([1] * 20, {"max_tokens": 9}, "together 29; they must be at most 28"),
+        ([1, 13], {}, r"prompt\[1\] is 13; it must be an integer from 0 to 12"),
+        ([1], {"temperature": math.nan}, "temperature is nan"),
+        ([1], {"top_p": 0.0}, "top_p is 0.0"),
+        ([1], {"n": 1 << 40}, "n is 1099511627776"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_at_once(
+    prompt: list[int], sampling: dict[str, Any], message: str
+) -> None:
+    one = engine()
+    with pytest.raises(ValueError, match=message):
+        one.generate([[1], prompt], [Sampling(), Sampling(**{"max_tokens": 2, **sampling})])
+    assert one.idle and one.generate([[1]], GREEDY)
+
+
+def test_a_name_in_progress_is_refused() -> None:
+    one = engine()
+    one.add([1], name="a")
+    with pytest.raises(ValueError, match="named 'a' is in progress"):
+        one.add([1], name="a")
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    one = model(tie_embeddings=True)
+    with pytest.raises(
+        ValueError, match=r"(?s)limits.vocab is 14, and the model has 13.*context is 99.*longest sequence has 28"
+    ):
+        Engine(one.decoder, one.params[0], limits=Limits(vocab=14, context=99, blocks=99))
+    with pytest.raises(ValueError, match="holds 0 tokens, fewer than context=28"):
+        limits_of(one.decoder, cache_bytes=1000)
+    with pytest.raises(ValueError, match="cache_dtype is 'float16'"):
+        Runner(one.decoder, Limits(13, 28, 9, cache_dtype="float16"))
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    one, other = engine(), gpt.init(gpt.Config(13, 2, 48, 4, max_len=28, tie_embeddings=True), core.key(0))
+    with pytest.raises(ValueError, match="another model"):
+        one.update_weights(other)
+    lacking = dict(model(tie_embeddings=True).params[0])
+    del lacking["norm_w"]
+    with pytest.raises((ValueError, KeyError), match="norm_w"):
+        one.update_weights(lacking)
+    assert one.generate([[1]], GREEDY)
+
+
+def test_rollouts_have_the_log_probabilities_of_the_training_forward() -> None:
+    """Equal bits: the importance ratio of the first epoch is exactly 1."""
+    one = model(tie_embeddings=True)
+    step = sf.sharded_step(lambda p, batch: gpt.loss(one.config, p, batch), sf.optim.adamw(0.1))
+    state, _ = step(step.init(one.params[0]), {"tokens": torch.randint(0, 13, (2, 9))})
+    serving = engine()
+    serving.update_weights(state.params)
+    [rollout] = serving.generate([[1, 2, 3]], Sampling(max_tokens=8, seed=5))
+    tokens = torch.tensor([[1, 2, 3, *rollout.tokens]])
+    logits = gpt.apply(one.config, sf.unshard(state.params), tokens)[0, 2:-1]
+    told = {"temperature": torch.zeros(8, dtype=torch.float64), "top_k": torch.zeros(8, dtype=torch.int64)}
+    told |= {"top_p": torch.ones(8, dtype=torch.float64), "min_p": torch.zeros(8, dtype=torch.float64)}
+    _, logprobs = kernels.draw(logits.detach(), told["min_p"], **told, targets=tokens[0, 3:])
+    assert logprobs.tolist() == rollout.logprobs and set(rollout.versions) == {1}
+
+
+def test_training_goes_on_as_if_nothing_was_generated() -> None:
+    one = model(tie_embeddings=True)
+    step = sf.sharded_step(lambda p, batch: gpt.loss(one.config, p, batch), sf.optim.adamw(0.1))
+    batch = {"tokens": torch.arange(18).view(2, 9) % 13}
+    plain, between = step.init(one.params[0]), step.init(one.params[0])
+    serving = engine()
+    for _ in range(2):
+        plain, _ = step(plain, batch)
+        between, _ = step(between, batch)
+        serving.update_weights(between.params)
+        serving.generate([[1, 2]], GREEDY)
+    for a, b in zip(core.tree_leaves(plain.params), core.tree_leaves(between.params), strict=True):
+        assert torch.equal(a.local, b.local)
+
+
+def test_planned_memory_has_weights_cache_and_step() -> None:
+    plan = engine().memory()
+    cache = 2 * LIMITS.blocks * LIMITS.block * 2 * 24 * 4
+    assert plan.cache == cache and plan.weights > 0 and 0 < plan.step < 1 << 20
+    assert str(plan).startswith(f"{plan.total / 2**20:.1f} MiB a rank")
+
+
+def test_a_request_leaves_no_memory_behind() -> None:
+    one = engine()
+
+    def ask() -> int:
+        one.generate([[i % 13] for i in range(300)], Sampling(max_tokens=1, temperature=0.0))
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    ask()
+    tracemalloc.start()
+    sizes = [ask() for _ in range(16)]  # the first ones fill the lists in which Python keeps freed numbers
+    tracemalloc.stop()
+    assert sizes[-1] - sizes[7] < 8 * 300 * 6, "memory of finished requests is kept"
+
+
+@pytest.mark.nightly
+def test_many_tiny_requests_do_not_grow_the_process() -> None:
+    one = engine()
+
+    def ask(num: int) -> int:
+        for _ in range(num // 500):
+            one.generate([[i % 13] for i in range(500)], Sampling(max_tokens=1, temperature=0.0))
+        gc.collect()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    warm = ask(10_000)
+    assert ask(100_000) - warm <= 1024  # KiB
+
+
+def test_an_engine_after_a_failed_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine()
+    one.add([1, 2])
+
+    def broken(*args: Any) -> Any:
+        raise OSError("no more memory")
+
+    monkeypatch.setattr(one.runner, "run", broken)
+    with pytest.raises(OSError, match="no more memory"):
+        one.step()
+    with pytest.raises(RuntimeError, match="make another engine"):
+        one.step()
+
+
+def test_a_bucket_is_captured_once_and_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    config = gpt.Config(vocab_size=8, num_layers=1, d_model=8, num_heads=1, max_len=8)
+    one = Engine(
+        decoder(config), gpt.init(config, core.key(0)), limits=Limits(8, 8, 4, block=4, buckets=(1, 2), running=1)
+    )
+    one.warm_up()
+    one.generate([[1, 2], [3]], Sampling(max_tokens=2))
+    assert not [r for r in caplog.records if "captured" in r.message and r.levelname == "WARNING"]
+
+
+def test_tokens_name_their_request() -> None:
+    one = engine()
+    one.add([1], GREEDY, name="a")
+    one.add([2], GREEDY, name="b", priority=1)
+    told: list[Token] = []
+    while not one.idle:
+        told += one.step()
+    assert {t.name for t in told} == {"a", "b"} and sum(t.finish == "length" for t in told) == 2

@@ -1,0 +1,96 @@
+"""Engines on several ranks: equal tokens for each number of ranks, and errors where ranks disagree."""
+
+import os
+import pathlib
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from shardfn import RankError, make_mesh
+from shardfn.inference import Engine, Runner, Sampling
+from shardfn.testing import distributed
+from tests.inference.stories import check, model, run
+from tests.inference.test_stories import KINDS, drawn_stories
+
+
+def tell(world: int, kind: str, number: int, **more: Any) -> None:
+    """Runs stories on all ranks of a world in lockstep; each holds them against its own forward on one device."""
+    changes, limits = KINDS[kind]
+    one = model("tp", **changes, **more)
+    runner = Runner(one.decoder, limits, mesh=make_mesh({"tp": world}))
+    for story in drawn_stories(limits, number):
+        told, _ = run(story, one, runner, limits)
+        check(story, told, one)
+
+
+@distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_stories(world: int) -> None:
+    tell(world, "gpt2", 6)
+
+
+@pytest.mark.nightly
+@distributed(world=2)
+def test_stories_of_grouped_heads() -> None:
+    tell(2, "llama", 30)
+
+
+@pytest.mark.nightly
+@distributed(world=3)
+def test_stories_on_three_ranks() -> None:
+    tell(3, "llama", 20, d_model=48, num_heads=6, num_kv_heads=3, d_ff=96, chunks=24)
+
+
+@distributed(world=2)
+def test_a_different_request_on_a_rank_is_an_error_within_one_step() -> None:
+    torch.manual_seed(0)
+    changes, limits = KINDS["gpt2"]
+    one, mesh = model("tp", **changes), make_mesh({"tp": 2})
+    engine = Engine(one.decoder, one.params[0], mesh=mesh, limits=limits)
+    engine.add([1, 2, 3], Sampling(max_tokens=3))
+    engine.step()
+    engine.add([1, 2, 3 + mesh.rank])
+    with pytest.raises(RankError, match=r"ranks 0 and 1 differ in sequences\[request-1.0"):
+        engine.step()
+    with pytest.raises(RuntimeError, match="make another engine"):
+        engine.step()
+
+
+@distributed(world=2)
+def test_an_altered_state_is_named_within_one_step() -> None:
+    changes, limits = KINDS["gpt2"]
+    one, mesh = model("tp", **changes), make_mesh({"tp": 2})
+    engine = Engine(one.decoder, one.params[0], mesh=mesh, limits=limits)
+    engine.add([1, 2, 3], Sampling(max_tokens=9, seed=4))
+    engine.step()
+    if mesh.rank == 1:
+        engine._state.sequences[0].key ^= 1
+    with pytest.raises(RankError, match=r"differ in sequences\[request-0.0\].key"):
+        engine.step()
+
+
+@distributed(world=2, timeout=60)
+def _die_in_the_middle(out: pathlib.Path) -> None:
+    changes, limits = KINDS["gpt2"]
+    one, mesh = model("tp", **changes), make_mesh({"tp": 2})
+    engine = Engine(one.decoder, one.params[0], mesh=mesh, limits=limits)
+    told = 0
+    try:
+        for token in engine.stream([1, 2, 3], Sampling(max_tokens=20)):
+            told += token.token is not None
+            if mesh.rank == 1 and told == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            start = time.monotonic()
+    except RankError as error:
+        (out / f"rank{mesh.rank}").write_text(f"{time.monotonic() - start:.1f} {error}")
+        raise
+
+
+@pytest.mark.nightly
+def test_a_rank_that_is_killed_is_an_error_of_the_others(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(RankError, match="rank 1"):
+        _die_in_the_middle(tmp_path)
+    seconds, text = (tmp_path / "rank0").read_text().split(" ", 1)
+    assert float(seconds) < 5 and "rank 1" in text

@@ -1,0 +1,68 @@
+"""However requests are batched, cached, preempted or sharded: tokens are those of one forward, bit for bit."""
+
+import functools
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from shardfn.inference import Limits, Runner
+from tests.inference.stories import Story, check, model, run, stories
+
+LIMITS = Limits(vocab=13, context=28, blocks=40, block=4, buckets=(3, 12), running=5)
+LLAMA = {"norm": "rms", "mlp": "swiglu", "position": "rope", "bias": False, "num_kv_heads": 2}
+KINDS: dict[str, tuple[dict[str, Any], Limits]] = {
+    "gpt2": ({"tie_embeddings": True}, LIMITS),
+    "llama": (LLAMA, replace(LIMITS, block=3, buckets=(2, 7), running=4)),
+    "bloom": ({"position": "alibi", "embedding_norm": True}, replace(LIMITS, block=16, blocks=9, buckets=(16,))),
+    "mistral": (LLAMA | {"window": 5}, LIMITS),
+}
+_QUICK = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+# By night all kinds have this number of stories each.
+MANY = int(os.environ.get("SHARDFN_STORIES", "500"))
+
+
+@functools.cache
+def runner(kind: str) -> Runner:
+    """The graphs of a kind, captured once."""
+    changes, limits = KINDS[kind]
+    return Runner(model(**changes).decoder, limits)
+
+
+def tell(kind: str, number: int) -> None:
+    """Runs a number of stories of a kind."""
+    changes, limits = KINDS[kind]
+
+    @settings(_QUICK, max_examples=number)
+    @given(stories(limits))
+    def story(story: Story) -> None:
+        told, _ = run(story, model(**changes), runner(kind), limits)
+        check(story, told, model(**changes))
+
+    story()
+
+
+def drawn_stories(limits: Limits, number: int) -> list[Story]:
+    """The same stories on all ranks, which must not shrink them each by itself."""
+    found: list[Story] = []
+
+    @settings(_QUICK, max_examples=number, phases=[Phase.generate])
+    @given(stories(limits))
+    def draw(story: Story) -> None:
+        found.append(story)
+
+    draw()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_stories(kind: str) -> None:
+    tell(kind, 30)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_many_stories(kind: str) -> None:
+    tell(kind, MANY)

@@ -1,0 +1,120 @@
+"""Covers kernels.gated_silu and kernels.gelu: the bits of their definition on every processor, those of a row alone."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+from shardfn import kernels
+from shardfn.kernels import _build
+from shardfn.kernels._exponential import exponential
+from shardfn.kernels.pointwise import _native
+
+NIGHTLY = pytest.mark.nightly
+WIDTHS = [77, pytest.param(512, marks=NIGHTLY), pytest.param(1409, marks=NIGHTLY)]
+ODD = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e30, -1e30, 88.7, 88.73, 89.5, -87.0, -87.1, 1e-40])
+
+
+def _of(name: str, x: Tensor) -> Tensor:
+    return kernels.gelu(x) if name == "gelu" else kernels.gated_silu(x, x.cos().nan_to_num() + 2)
+
+
+@pytest.fixture(params=[4, 3, 1], ids=lambda n: f"x86-64-v{n}")
+def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A generation of processors; a test that needs a newer one than is here runs as the newest."""
+    if _build.library() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(_native, "NEWEST", request.param)
+    return request.param
+
+
+def _drawn(*shape: int) -> Tensor:
+    return 20 * torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_the_exponential_is_within_a_unit() -> None:
+    x = torch.linspace(-87, 0, 40001)
+    exact = x.double().exp()
+    assert ((exponential(x) - exact).abs() <= 2**-23 * exact).all()
+    assert exponential(torch.tensor([-87.1, -math.inf, -0.0])).tolist() == [0, 0, 1]
+    assert exponential(torch.tensor([math.nan])).isnan().all()
+
+
+@pytest.mark.usefixtures("generation")
+@pytest.mark.parametrize("name", ["gated_silu", "gelu"])
+def test_every_processor_has_the_bits_of_the_definition(name: str) -> None:
+    x = torch.cat([_drawn(9001), ODD])
+    got = _of(name, x)
+    with kernels.implemented_by("reference"):
+        want = _of(name, x)
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.view(torch.int32)[~got.isnan()], want.view(torch.int32)[~got.isnan()])
+    assert got.isnan().sum() == 2  # of NaN, and of minus infinity, as torch's
+
+
+@pytest.mark.usefixtures("generation")
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=NIGHTLY)])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["gated_silu", "gelu"])
+def test_a_row_has_its_bits_alone(name: str, width: int, threads: int) -> None:
+    x = _drawn(2000, width)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        alone = torch.cat([_of(name, row) for row in x[:65].split(1)])
+        for rows in range(1, 66):
+            assert torch.equal(_of(name, x[:rows]), alone[:rows]), rows
+        assert torch.equal(_of(name, x)[:65], alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_values_are_those_of_torch() -> None:
+    x = _drawn(3, 500)
+    torch.testing.assert_close(kernels.gelu(x), gelu(x, approximate="tanh"))
+    torch.testing.assert_close(kernels.gated_silu(x, x.sin()), silu(x) * x.sin())
+    assert kernels.gelu(x[:0]).shape == (0, 500)
+
+
+@pytest.mark.parametrize("name", ["gated_silu", "gelu"])
+def test_triton_has_the_bits_of_a_row_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x = _drawn(19, 70)
+    # The interpreter rounds products, so that its bits are its own; infinities warn there.
+    with kernels.implemented_by("triton"), np.errstate(all="ignore"):
+        got = _of(name, x)
+        assert torch.equal(torch.cat([_of(name, row) for row in x.split(1)]), got)
+    torch.testing.assert_close(got, _of(name, x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mapped_dim_joins_the_rows() -> None:
+    x, up = _drawn(4, 3, 5), _drawn(3, 5)
+    got = torch.func.vmap(kernels.gated_silu, in_dims=(1, None))(x.movedim(0, 1), up)
+    assert torch.equal(got, kernels.gated_silu(x, up.expand_as(x)))
+
+
+@pytest.mark.parametrize(
+    "call, kind, said",
+    [
+        (lambda: kernels.gelu(torch.ones(2).double()), TypeError, "x is torch.float64"),
+        (lambda: kernels.gated_silu(torch.ones(2), torch.ones(2).half()), TypeError, "up is torch.float16"),
+        (
+            lambda: kernels.gated_silu(torch.ones(2), torch.ones(1)),
+            ValueError,
+            r"up is of shape \(1,\), must be \(2,\)",
+        ),
+        (
+            lambda: kernels.gelu(torch.ones(2, requires_grad=True)).sum().backward(),
+            NotImplementedError,
+            r"gelu has no derivative; use nn\.mlp",
+        ),
+    ],
+)
+def test_refusals(call: Callable[[], object], kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        call()
