@@ -12,12 +12,13 @@ By default (without --data) it learns Python from the sources of the standard li
 step with all files of a regular end (torchrun then adds a traceback of its own, about the signal). So does SIGTERM,
 with the exit code 75, "try again". Files in --out: tokens.bin, metrics.jsonl, TensorBoard events, loss.png and
 sample.txt; with --save-every also checkpoints, from which --resume goes on: on the same number of ranks bit for bit as
-without the interruption, else to rounding.
+without the interruption, else to rounding; and model.json, by which `shardfn generate` runs the newest of them.
 """
 
 import argparse
 import dataclasses
 import functools
+import json
 import math
 import os
 import pathlib
@@ -136,6 +137,7 @@ def train(args, mesh, preemption):
     if args.save_every or args.resume:
         keep = {"save_every": args.save_every or 1, "keep_last": args.keep}
         checkpoints = sf.checkpoint.Manager(args.out / "checkpoints", mesh=mesh, **keep)
+        describe(args, config, mesh)
         if args.resume and checkpoints.steps():
             restored = checkpoints.restore(state)
             state, start = restored.tree, restored.user["next_batch"]
@@ -205,6 +207,14 @@ def read_tokens(args, mesh):
         dist.barrier()
     tokenizer = sf.data.BPETokenizer.load(vocabulary) if args.tokenizer == "bpe" else sf.data.ByteTokenizer()
     return tokenizer, sf.data.TokenFile.open(out)
+
+
+def describe(args, config, mesh):
+    """Writes the shape of the model and the name of its tokenizer, from which `shardfn generate` makes them again."""
+    row = {"model": sf.interop.hf_config(config), "per_head": config.per_head}
+    row["tokenizer"] = "bpe.json" if args.tokenizer == "bpe" else "bytes"
+    if mesh.rank == 0:
+        (args.out / "model.json").write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
 
 
 def to_device(batch, mesh):

@@ -1,8 +1,9 @@
 """The program `shardfn`: reads arguments, calls the public functions, prints."""
 
 import argparse
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardfn.core import raise_all
@@ -16,6 +17,8 @@ from ._env import env_text
 from ._exact import exact
 from ._finetune import finetune
 from ._finetune_job import add_finetune_arguments, parse_job
+from ._generate import generate
+from ._generate_job import add_generate_arguments, parse_generate
 from ._longest import longest
 from ._plan import JobPlan, plan
 from ._recipes import recipe, recipe_json, recipe_text
@@ -34,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1 if the run (with `--search`: every run) does not fit, if a checkpoint is damaged, or if
-        two differ; 2 for arguments that make no sense.
+        two differ; 2 for arguments that make no sense, or that a model
+        refuses.
 
     Example:
         >>> main(["plan", "--model", "gpt3", "--json"])
@@ -46,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_plan_arguments(commands.add_parser("plan", help=about, description=about))
     about = "Fine-tunes a causal model of transformers on JSON lines; under torchrun on several ranks."
     add_finetune_arguments(commands.add_parser("finetune", help=about, description=about))
+    about = "Completes prompts by a model of Hugging Face, a GGUF file, or a run of examples/train_gpt.py."
+    add_generate_arguments(commands.add_parser("generate", help=about, description=about))
     about = "Looks at checkpoints: their contents, whether they are intact, how two differ."
     add_checkpoint_arguments(commands.add_parser("checkpoint", help=about, description=about))
     about = "Lists the optional programs that this machine has, and the features that do not work without the others."
@@ -55,13 +61,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(env_text())
         return 0
     try:
-        job = parse_job(args) if args.command == "finetune" else None
+        job = _job(args)
         if job is None:
             return checkpoint_command(args) if args.command == "checkpoint" else _plan_command(args)
     except (ValueError, OSError, ImportError) as e:  # ImportError for a URL whose package is missing
         print(f"shardfn {args.command}: error: {e}", file=sys.stderr)
         return 1 if isinstance(e, DamagedError) else 2
-    return finetune(job)  # whose errors keep their traceback
+    return job()  # whose errors keep their traceback
+
+
+def _job(args: argparse.Namespace) -> Callable[[], int] | None:
+    """A command that loads a model, once its arguments are known to make sense; None for the others."""
+    if args.command == "finetune":
+        return functools.partial(finetune, parse_job(args))
+    if args.command == "generate":
+        return functools.partial(generate, parse_generate(args))
+    return None
 
 
 def _plan_command(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shardfn import nn
@@ -80,6 +81,18 @@ def norm(config: Config, along: Along, x_BTD: Tensor, w_D: Tensor, b_D: Tensor |
     if config.norm == "rms":
         return (nn.exact_rms_norm if config.exact else nn.rms_norm)(x_BTD, w_D, eps=config.norm_eps)
     return (nn.exact_layer_norm if config.exact else nn.layer_norm)(x_BTD, w_D, b_D, eps=config.norm_eps)
+
+
+def position_tables(config: Config, positions_T: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """Attention's arguments for the positions of tokens, of all heads."""
+    if config.position == "rope" and config.exact:
+        return {"table": nn.exact_rope_table(positions_T, config.head_dim, base=config.rope_base)}
+    if config.position == "rope":
+        return {"table": nn.rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=dtype)}
+    if config.position == "alibi":
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return {"slopes_H": torch.tensor(nn.alibi_slopes(config.num_heads), dtype=wide, device=positions_T.device)}
+    return {}
 
 
 def _dropping(config: Config, table: dict[str, Any], key: Tensor | None, index_B: Tensor | None) -> dict[str, Any]:

@@ -6,7 +6,6 @@ T tokens of all sequences, R rows whose logits are wanted, D model, H heads, V v
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from shardfn.collectives import all_gather_invariant
 from shardfn.core import Axes
 from shardfn.kernels import pack_rows
 
-from ._gpt_block import Along, block, norm
+from ._gpt_block import Along, block, norm, position_tables
 from ._gpt_config import Config
 from ._gpt_leaves import Params, block_shapes
 
@@ -71,7 +70,7 @@ def decode(
         x_TD = x_TD + params["position"][positions_T]
     if config.embedding_norm:
         x_TD = norm(config, along, x_TD, params["embed_norm_w"], params.get("embed_norm_b"))
-    x_1TD, tables = x_TD[None], _tables(config, positions_T, x_TD)
+    x_1TD, tables = x_TD[None], position_tables(config, positions_T.long(), x_TD.dtype)
     mask = nn.Causal() if config.window is None else nn.Window(config.window - 1)
     for p, body in zip(params["blocks"], bodies, strict=True):
         x_1TD = block(config, along, None, p, x_1TD, tables | {"how": nn.Attending(mask, body)}, None, None)
@@ -146,13 +145,3 @@ def check_decodable(config: Config) -> None:
         raise ValueError("decode: the masks of `layout` are those of whole sequences; leave it out.")
     if not isinstance(config.attention, nn.Dense):
         raise ValueError(f"decode: attention={config.attention!r}: bodies are given; take attention=Dense().")
-
-
-def _tables(config: Config, positions_T: Tensor, x_TD: Tensor) -> dict[str, Any]:
-    """Attention's arguments for positions."""
-    if config.position == "rope":
-        table = nn.rope_table(positions_T.long(), config.head_dim, base=config.rope_base, dtype=x_TD.dtype)
-        return {"table": table}
-    if config.position == "alibi":
-        return {"slopes_H": torch.tensor(nn.alibi_slopes(config.num_heads), device=x_TD.device)}
-    return {}

@@ -25,6 +25,7 @@ from ._gpt_block import Wrap as Wrap
 from ._gpt_block import block as _block
 from ._gpt_block import dropout as _dropout
 from ._gpt_block import norm as _norm
+from ._gpt_block import position_tables as _position_tables
 from ._gpt_block import weight as _weight
 from ._gpt_config import Config as Config
 from ._gpt_decode import check_decodable as check_decodable
@@ -421,15 +422,7 @@ def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tens
         mask = mask & config.layout(nn.whole_length(config.attention, len(positions_T)))
     mask = mask if ids_BT is None else mask & nn.Segments(nn.whole_sequence(ids_BT, config.attention))
     how: dict[str, Any] = {"how": nn.Attending(mask, nn.Exact() if config.exact else config.attention)}
-    if config.position == "rope" and config.exact:
-        return how | {"table": nn.exact_rope_table(positions_T, config.head_dim, base=config.rope_base)}
-    if config.position == "rope":
-        return how | {"table": nn.rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=dtype)}
-    if config.position == "alibi":
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        slopes_H = torch.tensor(nn.alibi_slopes(config.num_heads), dtype=wide, device=positions_T.device)
-        return how | {"slopes_H": slopes_H}
-    return how
+    return how | _position_tables(config, positions_T, dtype)
 
 
 def _sample(logits_BV: Tensor, key: Tensor, temperature: float) -> Tensor:

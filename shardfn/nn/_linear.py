@@ -4,7 +4,7 @@ B batch, T tokens, D features in, F features out, V vocabulary.
 """
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from shardfn.collectives import axis_size
@@ -36,7 +36,7 @@ def linear(
 
 
 def embedding(
-    tokens: Int64[Tensor, "*batch"],
+    tokens: Int[Tensor, "*batch"],
     w_VD: Float[AnyWeight, "v d"],
     *,
     axis: Axes = None,

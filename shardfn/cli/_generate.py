@@ -1,0 +1,211 @@
+"""`shardfn generate`: completes prompts by `shardfn.inference`, from files of several kinds."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from shardfn.core import Mesh, first_of, make_mesh
+from shardfn.engine import comms_of
+from shardfn.inference import Completion, Decoder, Engine, Limits, Request, Sampling, check_request, limits_of
+from shardfn.memory import DamagedError
+
+from ._generate_job import GenerateJob
+from ._generate_model import AXIS, load
+from ._generate_text import Growing, Text, continuation
+
+_MOST = 256  # tokens of a completion, unless the job has a number
+_STDIN = "-"
+
+
+class Prompt(NamedTuple):
+    """A prompt.
+
+    Attributes:
+        asked: the user's text.
+        ids: of its tokens.
+        sampling: how it is continued.
+    """
+
+    asked: str
+    ids: list[int]
+    sampling: Sampling
+
+
+class Ready(NamedTuple):
+    """An engine, and the prompts that it is known to take."""
+
+    job: GenerateJob
+    engine: Engine
+    text: Text
+    prompts: list[Prompt]
+
+
+def generate(job: GenerateJob) -> int:
+    """Loads the model, prints the plan to stderr, and the completions to stdout.
+
+    Returns:
+        The exit status: 2 if the model or a prompt is refused, 1 if a file is damaged.
+    """
+    try:
+        try:
+            ready = _prepared(job)
+        except (ValueError, OSError, ImportError) as error:
+            if os.environ.get("RANK", "0") == "0":
+                print(f"shardfn generate: error: {one_line(error)}", file=sys.stderr)
+            return 1 if isinstance(error, DamagedError) else 2
+        _run(ready)
+        return 0
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error as one line, with the first items of its list."""
+    title, *lines = str(error).splitlines() or [type(error).__name__]
+    items = [line.strip().removeprefix("- ") for line in lines if line.strip()]
+    return " ".join([title, "; ".join(first_of(items, 3))]).strip()
+
+
+def _prepared(job: GenerateJob) -> Ready:
+    mesh = make_mesh({AXIS: job.ranks} if job.ranks > 1 else {})
+    asked = _asked(job, mesh)
+    with contextlib.ExitStack() as held:
+        served = load(job, mesh, held)
+        made, text = served.decoder, served.text
+        prompts = _prompts(job, made, text, asked)
+        limits = _limits(job, made, prompts)
+        for i, prompt in enumerate(prompts):
+            try:
+                check_request(Request(tuple(prompt.ids), prompt.sampling), limits)
+            except ValueError as error:
+                raise ValueError(f"prompt {i + 1} of {len(prompts)}: {error}") from error
+        engine = Engine(made, served.params, mesh=mesh, limits=limits)
+    plan = engine.memory()
+    if mesh.rank == 0:
+        how = f"not exact: {served.inexact}" if served.inexact else "exact"
+        print(f"{job.model}: {served.size:,} parameters, {job.dtype}, {how}\n{plan}", file=sys.stderr, flush=True)
+    return Ready(job, engine, text, prompts)
+
+
+def _asked(job: GenerateJob, mesh: Mesh) -> list[str]:
+    """The texts; those of stdin are read by the first rank."""
+    if _STDIN not in job.prompts:
+        return list(job.prompts)
+    lines = [line for line in sys.stdin.read().splitlines() if line.strip()] if mesh.rank == 0 else []
+    if mesh.size > 1:
+        lines = list(map(str, _of_first(comms_of(mesh).control.gather(lines))))
+    if not lines:
+        raise ValueError("PROMPT is -, and stdin has 0 lines with a text; write one prompt in each line.")
+    return [text for prompt in job.prompts for text in (lines if prompt == _STDIN else [prompt])]
+
+
+def _of_first(gathered: list[object]) -> list[object]:
+    first = gathered[0]
+    assert isinstance(first, list)
+    return first
+
+
+def _prompts(job: GenerateJob, made: Decoder, text: Text, asked: Sequence[str]) -> list[Prompt]:
+    most = _context(job, made)
+    stops = tuple(sorted({*text.ends, *(_stop(job, text, token) for token in job.stop_tokens)}))
+    out = []
+    for one in asked:
+        ids = _encoded(job, text, one)
+        left = max(1, min(_MOST, most - len(ids)))
+        num = left if job.max_tokens is None else job.max_tokens
+        out.append(Prompt(one, ids, dataclasses.replace(job.sampling, max_tokens=num, stop_tokens=stops)))
+    return out
+
+
+def _encoded(job: GenerateJob, text: Text, asked: str) -> list[int]:
+    if not job.chat:
+        return text.encode(asked)
+    if text.chat is None:
+        raise ValueError(f"--chat: the tokenizer of {job.model} has no chat template; leave --chat out.")
+    system = [] if job.system is None else [{"role": "system", "content": job.system}]
+    return text.chat([*system, {"role": "user", "content": asked}])
+
+
+def _stop(job: GenerateJob, text: Text, token: str) -> int:
+    found = int(token) if token.isdecimal() else text.token(token)
+    if found is None:
+        raise ValueError(
+            f"--stop-token {token!r} is not one of the {text.size} tokens of {job.model}; give one, or its id."
+        )
+    return found
+
+
+def _context(job: GenerateJob, made: Decoder) -> int:
+    if job.context is not None and job.context > made.context:
+        raise ValueError(f"--context {job.context}: the longest sequence of {job.model} has {made.context} tokens.")
+    return made.context if job.context is None else job.context
+
+
+def _limits(job: GenerateJob, made: Decoder, prompts: list[Prompt]) -> Limits:
+    """The sizes for these prompts: no longer sequence, and no larger step, than they need."""
+    longest = max(len(p.ids) + p.sampling.max_tokens for p in prompts)
+    running = min(Limits.running, len(prompts) * job.sampling.n)
+    rows = min(Limits.buckets[-1], max(running + 1, sum(len(p.ids) for p in prompts)))
+    return limits_of(
+        made,
+        context=max(2, min(_context(job, made), longest)),
+        cache_bytes=int(job.cache_gib * 2**30),
+        running=running,
+        buckets=Limits.buckets[: 1 + sum(size < rows for size in Limits.buckets)],
+        cache_dtype=job.dtype,
+    )
+
+
+def _run(ready: Ready) -> None:
+    start = time.monotonic()
+    one = len(ready.prompts) == 1 and ready.job.sampling.n == 1 and not ready.job.json
+    drawn = _stream(ready) if one else _all(ready)
+    seconds = time.monotonic() - start
+    if ready.engine.mesh.rank == 0:
+        rate = f"{drawn} tokens in {seconds:.1f} s, {drawn / seconds:.1f} a second"
+        print(rate, file=sys.stderr, flush=True)
+
+
+def _stream(ready: Ready) -> int:
+    """Prints the one completion while it is drawn, to a terminal at once; returns its number of tokens."""
+    [prompt] = ready.prompts
+    growing, writes, drawn = Growing(ready.text.decode, prompt.ids), ready.engine.mesh.rank == 0, 0
+    for token in ready.engine.stream(prompt.ids, prompt.sampling):
+        if token.token is not None:
+            drawn += 1
+            if token.finish != "stop" and writes:
+                print(growing.add(token.token), end="", flush=sys.stdout.isatty())
+    if writes:
+        print(growing.end(), flush=True)
+    return drawn
+
+
+def _all(ready: Ready) -> int:
+    """Prints all completions in the order of the prompts; returns their number of tokens."""
+    prompts = ready.prompts
+    made = ready.engine.generate([p.ids for p in prompts], [p.sampling for p in prompts])
+    each = [[found] if isinstance(found, Completion) else found for found in made]
+    if ready.engine.mesh.rank == 0:
+        for i, (prompt, choices) in enumerate(zip(prompts, each, strict=True)):
+            for k, choice in enumerate(choices):
+                title = f"--- prompt {i + 1} of {len(prompts)}, choice {k + 1} of {len(choices)} ---\n"
+                print(_line(ready, prompt, k, choice) if ready.job.json else title + _text(ready, prompt, choice))
+    return sum(len(choice.tokens) for choices in each for choice in choices)
+
+
+def _text(ready: Ready, prompt: Prompt, choice: Completion) -> str:
+    tokens = choice.tokens[:-1] if choice.finish == "stop" else choice.tokens
+    return continuation(ready.text.decode, prompt.ids, tokens)
+
+
+def _line(ready: Ready, prompt: Prompt, k: int, choice: Completion) -> str:
+    row = {"prompt": prompt.asked, "choice": k, "text": _text(ready, prompt, choice), "tokens": choice.tokens}
+    return json.dumps(row | {"logprobs": choice.logprobs, "finish": choice.finish})

@@ -1,0 +1,162 @@
+"""The settings of `shardfn generate`: from the command line, checked before anything is loaded."""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from shardfn.core import did_you_mean
+from shardfn.inference import Limits, Request, Sampling, check_request
+
+DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KINDS = {"run": "a run of examples/train_gpt.py", "files": "files of Hugging Face", "gguf": "a GGUF file"}
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateJob:
+    """The settings of a run; `shardfn generate --help` describes them.
+
+    Attributes:
+        model: the path.
+        kind: a key of `KINDS`.
+        prompts: texts; "-" has a line of stdin each.
+        sampling: how tokens are drawn, without the stop tokens and `max_tokens`.
+        stop_tokens: texts or ids.
+        max_tokens: None is 256, or fewer where the context ends.
+        chat: whether each prompt is a user's message.
+        system: the message before it.
+        context: the most tokens of a sequence; None is the model's.
+        cache_gib: the most memory of keys and values, on all ranks together.
+        ranks: of tensor parallelism.
+        dtype: a key of `DTYPES`.
+        json: whether the output is JSON lines.
+    """
+
+    model: str
+    kind: str
+    prompts: tuple[str, ...]
+    sampling: Sampling
+    stop_tokens: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    chat: bool = False
+    system: str | None = None
+    context: int | None = None
+    cache_gib: float = 1.0
+    ranks: int = 1
+    dtype: str = "float32"
+    json: bool = False
+
+
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `shardfn generate`."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a directory of Hugging Face, a GGUF file, or a run of examples/train_gpt.py")
+    add("prompts", metavar="PROMPT", nargs="+", help="a text; - for one prompt in each line of stdin")
+    add("--max-tokens", type=int, metavar="N", help="the most tokens (default 256, or fewer where the context ends)")
+    add("--temperature", type=float, default=0.8, help="0 takes the most probable token (default %(default)s)")
+    add("--top-k", type=int, default=0, help="draw among this number of tokens; 0 is all (default %(default)s)")
+    add("--top-p", type=float, default=1.0, help="draw among the fewest tokens of this probability together")
+    add("--min-p", type=float, default=0.0, help="leave out tokens below this part of the most probable one")
+    add("--seed", type=int, default=0, help="equal seeds draw equal tokens (default %(default)s)")
+    add("--n", type=int, default=1, help="completions of each prompt (default %(default)s)")
+    add("--stop-token", action="append", default=[], metavar="TOKEN", help="another token that ends: its text or id")
+    add("--chat", action="store_true", help="prompts are messages of a user, by the tokenizer's chat template")
+    add("--system", metavar="TEXT", help="the system's message before them")
+    add("--context", type=int, metavar="N", help="the most tokens of prompt and completion (default: the model's)")
+    add(
+        "--cache-gib", type=float, default=1.0, metavar="GIB", help="the most memory of the cache (default %(default)s)"
+    )
+    add("--mesh", default="", metavar="tp=N", help="ranks, under torchrun (default: all that were started)")
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and cache (default %(default)s)")
+    add("--json", action="store_true", help="a line of JSON for each completion")
+
+
+def parse_generate(args: argparse.Namespace) -> GenerateJob:
+    """The settings that the arguments describe; nothing is loaded.
+
+    Raises:
+        ValueError: has everything that is wrong, each with its remedy.
+    """
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "n")
+    sampling = Sampling(**{name: getattr(args, name) for name in names})
+    found = {"ranks": _ranks(args.mesh), "kind": kind_of(pathlib.Path(args.model))}
+    problems = [value for value in found.values() if isinstance(value, _Problem)]
+    problems += _problems(args, sampling)
+    if problems:
+        raise ValueError("; ".join(problems))
+    fields = {field.name for field in dataclasses.fields(GenerateJob)}
+    given = {name: value for name, value in vars(args).items() if name in fields} | found
+    given |= {"prompts": tuple(args.prompts), "stop_tokens": tuple(args.stop_token), "sampling": sampling}
+    return GenerateJob(**given)
+
+
+class _Problem(str):
+    """A message in place of a value."""
+
+
+def _problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
+    high = 1 << 40
+    anything = Limits(vocab=high, context=high, blocks=high)
+    if args.max_tokens is not None:
+        sampling = dataclasses.replace(sampling, max_tokens=args.max_tokens)
+    try:
+        check_request(Request((0,), sampling), anything)
+    except ValueError as error:
+        name, _, rest = str(error).removesuffix(".").partition(" ")
+        yield f"--{name.replace('_', '-')} {rest}"
+    if args.system is not None and not args.chat:
+        yield "--system has no effect without --chat"
+    if args.context is not None and args.context < 2:
+        yield f"--context {args.context}: it must be at least 2, a token of the prompt and one that is drawn"
+    if not args.cache_gib > 0:
+        yield f"--cache-gib {args.cache_gib}: it must be above 0"
+
+
+def kind_of(path: pathlib.Path) -> Any:
+    """The kind of model at a path, as a key of `KINDS`; else a message with the remedy."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            first = file.read(4)
+        return "gguf" if first == b"GGUF" else _Problem(f"MODEL {path} is a file of {first!r}..., and no GGUF file")
+    if not path.is_dir():
+        hint = f"hf download {path} --local-dir {path.name}"
+        return _Problem(f"MODEL {path} does not exist; a model of Hugging Face is fetched first: {hint}")
+    if run_of(path) is not None:
+        return "run"
+    if (path / "config.json").is_file():
+        tokenizers = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+        if any((path / name).is_file() for name in tokenizers):
+            return "files"
+        return _Problem(f"MODEL {path} has no tokenizer; tokenizer.save_pretrained({str(path)!r}) writes one")
+    if (path / "model/config.json").is_file():
+        return _Problem(f"MODEL {path} is a run of shardfn finetune; its model is {path / 'model'}")
+    if (path / "checkpoints").is_dir():
+        return _Problem(f"MODEL {path} has checkpoints, and no model.json, which examples/train_gpt.py writes")
+    has = ", ".join(sorted(p.name for p in path.iterdir())[:4]) or "no files"
+    return _Problem(f"MODEL {path} has neither config.json nor model.json; it has {has}")
+
+
+def run_of(path: pathlib.Path) -> pathlib.Path | None:
+    """The run that has this directory, or whose checkpoints have it."""
+    places = (path, path.absolute().parent, path.absolute().parent.parent)
+    return next((place for place in places if (place / "model.json").is_file()), None)
+
+
+def _ranks(mesh: str) -> Any:
+    """The number of ranks, or a message."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if not mesh:
+        return world
+    found = re.fullmatch(r"(\w+)=(\d+)", mesh)
+    if found is None or found[1] != "tp" or int(found[2]) < 1:
+        axis = mesh.partition("=")[0]
+        return _Problem(f"--mesh {mesh}: write tp=N, with at least one rank.{did_you_mean(axis, ('tp',))}")
+    if (ranks := int(found[2])) != world:
+        start = f"torchrun --nproc-per-node {ranks} -m shardfn generate ..."
+        return _Problem(f"--mesh {mesh} takes {ranks} ranks, and there are {world}; start it by {start}")
+    return ranks

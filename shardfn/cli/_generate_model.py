@@ -1,0 +1,172 @@
+"""The models that `shardfn generate` serves: files of Hugging Face, a GGUF file, or a run of examples/train_gpt.py."""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import json
+import pathlib
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from shardfn.checkpoint import restore
+from shardfn.core import Mesh, PyTree, key, tree_leaves, tree_map
+from shardfn.data import BPETokenizer, ByteTokenizer
+from shardfn.inference import Decoder, decoder, hf_decoder
+from shardfn.interop import ArchiveWriter, gpt_config, gpt_from_hf
+from shardfn.models import gpt
+from shardfn.transforms import eval_shape, sharded
+
+from ._generate_job import DTYPES, GenerateJob, run_of
+from ._generate_text import Text, text_of_data, text_of_transformers
+
+AXIS = "tp"
+
+
+class Served(NamedTuple):
+    """A model with its tokenizer.
+
+    Attributes:
+        decoder: as an engine runs it.
+        params: of it.
+        text: the tokenizer.
+        inexact: the reason why a token's bits depend on its company; empty if they do not.
+    """
+
+    decoder: Decoder
+    params: PyTree
+    text: Text
+    inexact: str = ""
+
+    @property
+    def size(self) -> int:
+        """The number of parameters."""
+        return sum(x.shape.numel() for x in tree_leaves(self.params))
+
+
+def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
+    """Loads a model. Collective.
+
+    Args:
+        job: names it.
+        mesh: of the ranks.
+        held: keeps files until an engine has read the parameters.
+
+    Raises:
+        ValueError: the model cannot be served, or its tokenizer has more tokens.
+        OSError: a file is missing, or damaged.
+        ImportError: a package is missing; the message has its installation.
+    """
+    path = pathlib.Path(job.model)
+    if job.kind == "run":
+        made = _of_run(path, job, mesh)
+    elif job.kind == "gguf":
+        made = _of_gguf(path, job, mesh, held)
+    else:
+        tokenizer = _transformers(path).AutoTokenizer.from_pretrained(path)
+        text = text_of_transformers(tokenizer, _ends(path / "config.json") | _ends(path / "generation_config.json"))
+        made = _of_files(path, job, mesh, text)
+    if made.text.size > made.decoder.vocab:
+        raise ValueError(
+            f"the tokenizer of {path} has {made.text.size} tokens, and the model has {made.decoder.vocab}; take the"
+            " tokenizer that the model was trained with."
+        )
+    return made
+
+
+def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> Served:
+    changes, inexact = _exactness(job)
+    try:
+        gpt_config(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    except ValueError as error:
+        return _of_module(functools.partial(_model, path, job), job, text, error)
+    config, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], **changes)
+    return Served(_decoder(config, mesh), params, text, inexact)
+
+
+def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
+    transformers = _transformers(path)
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"{path}: transformers reads GGUF files by packages that are missing: pip install {' '.join(missing)}"
+        )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    module = _model(path.parent, job, gguf_file=path.name)
+    text = text_of_transformers(tokenizer, _ids(module.generation_config.eos_token_id))
+    folder = pathlib.Path(held.enter_context(tempfile.TemporaryDirectory(prefix="shardfn-generate-")))
+    module.config.to_json_file(folder / "config.json")
+    try:
+        gpt_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except ValueError as error:
+        return _of_module(lambda: module, job, text, error)
+    with ArchiveWriter(folder, {name: (x.dtype, tuple(x.shape)) for name, x in module.named_parameters()}) as writer:
+        for name, x in module.named_parameters():
+            writer.put(name, x.detach())
+    del module
+    return _of_files(folder, job, mesh, text)
+
+
+def _of_module(module: Callable[[], Any], job: GenerateJob, text: Text, problem: ValueError) -> Served:
+    """An unmodified model of transformers, where `models.gpt` does not compute the same."""
+    if job.ranks > 1:
+        raise ValueError(f"{job.model} runs on one rank, and there are {job.ranks}: {problem}") from problem
+    made, params = hf_decoder(module(), exact=None if job.dtype == "float32" else False)
+    return Served(made, params, text, "" if made.exact else "some of the model's own layers are not")
+
+
+def _of_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
+    run = run_of(path)
+    assert run is not None
+    given = json.loads((run / "model.json").read_text(encoding="utf-8"))
+    if missing := [name for name in ("model", "per_head", "tokenizer") if name not in given]:
+        raise ValueError(f"{run / 'model.json'} has no {missing}; it has {sorted(given)}. Train again to write it.")
+    changes, inexact = _exactness(job)
+    config = gpt_config(given["model"], per_head=given["per_head"], **changes)
+    bytewise = given["tokenizer"] == "bytes"
+    tokenizer = ByteTokenizer() if bytewise else BPETokenizer.load(run / given["tokenizer"])
+    place = sharded(lambda params: params, mesh=mesh, specs=gpt.specs(config, tp=_axis(mesh)))
+    shapes = eval_shape(functools.partial(gpt.init, config), key(0))
+    like = place.init(tree_map(lambda x: x.to(DTYPES[job.dtype]), shapes))
+    checkpoints = run / "checkpoints" if path == run else path
+    params = restore(checkpoints, like, at="params", cast=job.dtype != "float32").tree
+    return Served(_decoder(config, mesh), params, text_of_data(tokenizer), inexact)
+
+
+def _exactness(job: GenerateJob) -> tuple[dict[str, Any], str]:
+    """The change of a `gpt.Config`, and the reason why there is no change."""
+    if job.dtype != "float32":
+        return {}, f"exact layers compute float32, and --dtype is {job.dtype}"
+    if gpt.Config.chunks % job.ranks:
+        return {}, f"{job.ranks} ranks do not divide the {gpt.Config.chunks} chunks of a sum"
+    return {"exact": True}, ""
+
+
+def _axis(mesh: Mesh) -> str | None:
+    return AXIS if mesh.size > 1 else None
+
+
+def _decoder(config: gpt.Config, mesh: Mesh) -> Decoder:
+    return decoder(config, tp=_axis(mesh))
+
+
+def _transformers(path: pathlib.Path) -> Any:
+    if importlib.util.find_spec("transformers") is None:
+        raise ImportError(f"{path}: its tokenizer is read by transformers, which is missing: pip install 'shardfn[hf]'")
+    return importlib.import_module("transformers")
+
+
+def _model(directory: pathlib.Path, job: GenerateJob, **more: Any) -> Any:
+    """A model of transformers with its weights."""
+    automatic = _transformers(directory).AutoModelForCausalLM
+    return automatic.from_pretrained(directory, dtype=DTYPES[job.dtype], **more).eval()
+
+
+def _ends(path: pathlib.Path) -> frozenset[int]:
+    """The tokens that end a text by a file of configuration, if there is one."""
+    return _ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")) if path.is_file() else frozenset()
+
+
+def _ids(value: int | list[int] | None) -> frozenset[int]:
+    return frozenset() if value is None else frozenset([value] if isinstance(value, int) else value)

