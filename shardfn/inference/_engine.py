@@ -1,7 +1,7 @@
 """The engine: requests in, tokens out, over one pure step and one schedule.
 
-The law, for an exact decoder: whatever is batched, chunked, cached, shared, preempted or sharded, the logits of each
-token are bit for bit those of one forward of its sequence alone.
+The law, for an exact decoder: however requests are batched, chunked, cached, shared, preempted or sharded, the logits
+of each token are bit for bit those of one forward of its sequence alone.
 """
 
 import itertools

@@ -117,7 +117,7 @@ RANGES = {
 def check_request(request: Request, limits: Limits) -> None:
     """Refuses a request that has a value out of range, or that could never end.
 
-    A request that passes ends in a bounded number of steps, whatever else arrives.
+    A request that passes ends in a bounded number of steps, also if others keep arriving.
 
     Raises:
         ValueError: names the field, its value, and the range.

@@ -61,7 +61,7 @@ def decode(
     """
     check_decodable(config)
     if len(bodies) != config.num_layers:
-        raise ValueError(f"decode: {len(bodies)} bodies of attention for num_layers={config.num_layers}; pass as many.")
+        raise ValueError(f"decode: {len(bodies)} bodies for num_layers={config.num_layers}; pass one for each layer.")
     if config.exact:
         params = _exact_weights(config, params, axis)
     along = Along(axis)

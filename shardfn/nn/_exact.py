@@ -204,7 +204,7 @@ def own_node(w: ExactWeight, inputs: int, axis: Axes) -> ExactWeight:
     if rest or num & (num - 1):
         raise ValueError(
             f"row_linear: {w.chunks} chunks over the {n} ranks of {axis!r}: each rank needs the same number of chunks,"
-            f" a power of two; take chunks={n * max(1, 8 // n)} (on all numbers of ranks, also on one), or other ranks."
+            f" a power of two; take chunks={n * max(1, 8 // n)} on any number of ranks, one too, or other ranks."
         )
     if inputs % n or w.shape[1] != inputs // n:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Whatever is batched, chunked, cached, shared, preempted or sharded: tokens are those of one forward, bit for bit."""
+"""However requests are batched, cached, preempted or sharded: tokens are those of one forward, bit for bit."""
 
 import functools
 import os

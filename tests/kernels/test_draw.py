@@ -91,7 +91,7 @@ def test_ties_and_extremes_have_the_bits_of_the_definition(temperature: float) -
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_is_drawn_as_it_is_alone(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+def test_a_row_is_drawn_like_the_row_alone(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     monkeypatch.setattr(_native, "FEW", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     logits, uniform, how = _case(65, 333)

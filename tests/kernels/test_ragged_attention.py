@@ -1,4 +1,4 @@
-"""Covers kernels.ragged_attention: its plain formula, and the bits of a row whatever else is in a plan."""
+"""Covers kernels.ragged_attention: its plain formula, and the bits of a row, which are the same in any plan."""
 
 import math
 from typing import Any, NamedTuple
