@@ -181,6 +181,19 @@ def test_a_step_of_two_ranks_has_the_forward_of_one(jit: bool) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["graph", "inductor"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_captured_and_compiled_programs_and_remat_have_the_bits_of_eager_code(name: str, backend: str) -> None:
+    config, tokens, mesh = config_of(name), tokens_of(3, 33), sf.make_mesh({"dp": 1})
+    params = params_of(config)
+    want = gpt.apply(config, params, tokens)
+    assert torch.equal(gpt.apply(config, params, tokens, wrap=sf.remat), want)
+    compiled = sf.sharded(sf.jit(functools.partial(gpt.apply, config), backend=backend), mesh=mesh)
+    shards = tree_map(lambda x: sf.collectives.shard(x, sf.P(), mesh), params)
+    assert torch.equal(compiled(shards, tokens), want)
+
+
+@pytest.mark.nightly
 def test_operations_of_a_lowered_step_are_those_of_the_plain_model() -> None:
     config = config_of("llama", vocab_size=64, d_model=64, d_ff=128)
     found = []
