@@ -69,6 +69,6 @@ def decoder(config: gpt.Config, *, tp: str | None = None) -> Decoder:
         specs=gpt.specs(config, tp=tp),
         logits=logits,
         pack=lambda params: gpt.pack(config, params),
-        packed=gpt.specs(flat, tp=tp),
+        packed=gpt.packed_specs(config, tp=tp),
         exact=config.exact,
     )

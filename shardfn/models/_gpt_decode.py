@@ -3,20 +3,22 @@
 T tokens of all sequences, R rows whose logits are wanted, D model, H heads, V vocabulary.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from shardfn import nn
 from shardfn.collectives import all_gather_invariant
-from shardfn.core import Axes
+from shardfn.core import Axes, P, PyTree
 from shardfn.kernels import pack_rows
 
 from ._gpt_block import Along, block, norm, position_tables
 from ._gpt_config import Config
-from ._gpt_leaves import Params, block_shapes
+from ._gpt_leaves import Params, block_shapes, specs
 
 
 def decode(
@@ -70,7 +72,11 @@ def decode(
         x_TD = x_TD + params["position"][positions_T]
     if config.embedding_norm:
         x_TD = norm(config, along, x_TD, params["embed_norm_w"], params.get("embed_norm_b"))
-    x_1TD, tables = x_TD[None], position_tables(config, positions_T.long(), x_TD.dtype)
+    if config.position == "rope":
+        tables: dict[str, Any] = {"table": (params["cos"][positions_T], params["sin"][positions_T])}
+    else:
+        tables = position_tables(config, positions_T, x_TD.dtype)
+    x_1TD = x_TD[None]
     mask = nn.Causal() if config.window is None else nn.Window(config.window - 1)
     for p, body in zip(params["blocks"], bodies, strict=True):
         x_1TD = block(config, along, None, p, x_1TD, tables | {"how": nn.Attending(mask, body)}, None, None)
@@ -98,11 +104,27 @@ def pack(config: Config, params: Params) -> Params:
     blocks = params["blocks"]
     if config.stacked:
         blocks = [{name: x[i] for name, x in blocks.items()} for i in range(config.num_layers)]
+    params = params | {"blocks": blocks, **_tables_of_all(config, params)}
     if not config.exact:
-        return params | {"blocks": blocks}
+        return params
     blocks = [{name: _packed(name, x) if name in _LINEAR else x for name, x in p.items()} for p in blocks]
     head = _head(config)
     return params | {"blocks": blocks, head: _packed(head, params[head])}
+
+
+def packed_specs(config: Config, *, tp: Axes = None) -> PyTree:
+    """The specs of the result of `pack`."""
+    tree: Any = specs(dataclasses.replace(config, stacked=False), tp=tp)
+    return tree | dict.fromkeys(("cos", "sin") if config.position == "rope" else (), P())
+
+
+def _tables_of_all(config: Config, params: Params) -> Params:
+    """The rotations of all positions: computed once, as they are much work for one token."""
+    if config.position != "rope":
+        return {}
+    embed = params["embed"]
+    table = position_tables(config, torch.arange(config.max_len, device=embed.device), embed.dtype)["table"]
+    return dict(zip(("cos", "sin"), table, strict=True))
 
 
 _LINEAR = ("wq", "wk", "wv", "wo", "w_up", "w_gate", "w_down")

@@ -31,6 +31,7 @@ from ._gpt_config import Config as Config
 from ._gpt_decode import check_decodable as check_decodable
 from ._gpt_decode import decode as decode
 from ._gpt_decode import pack as pack
+from ._gpt_decode import packed_specs as packed_specs
 from ._gpt_leaves import Params as Params
 from ._gpt_leaves import check_blocks
 from ._gpt_leaves import init as init

@@ -52,7 +52,7 @@ def test_a_different_request_on_a_rank_is_an_error_within_one_step() -> None:
     engine.add([1, 2, 3], Sampling(max_tokens=3))
     engine.step()
     engine.add([1, 2, 3 + mesh.rank])
-    with pytest.raises(RankError, match=r"ranks 0 and 1 differ in sequences\[r1"):
+    with pytest.raises(RankError, match=r"ranks 0 and 1 differ in sequences\[request-1.0"):
         engine.step()
     with pytest.raises(RuntimeError, match="make another engine"):
         engine.step()
@@ -67,7 +67,7 @@ def test_an_altered_state_is_named_within_one_step() -> None:
     engine.step()
     if mesh.rank == 1:
         engine._state.sequences[0].key ^= 1
-    with pytest.raises(RankError, match=r"differ in sequences\[r0.0\].key"):
+    with pytest.raises(RankError, match=r"differ in sequences\[request-0.0\].key"):
         engine.step()
 
 
