@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/a_step.md from real captured steps: python docs/make_figures.py
+"""Draws the pictures of docs/a_step.md from captured steps, and that of docs/memory.md: python docs/make_figures.py
 
 A GPT of 4 blocks and width 1024 is lowered for 32 ranks that do not exist; its graph gives live memory and transfers,
 and the cost model of an H100 cluster their times.
@@ -181,7 +181,21 @@ def leaf() -> None:
     picture.save("leaf.svg")
 
 
+def ledger() -> None:
+    """The memory of an eager step on one CPU, as a ledger sees it."""
+    config = gpt.Config(vocab_size=512, num_layers=3, d_model=128, num_heads=4, max_len=64)
+    step = sf.sharded_step(functools.partial(gpt.loss, config), sf.optim.adamw(1e-3))
+    state = step.init(gpt.init(config, sf.key(0)))
+    batch = {"tokens": torch.arange(4 * 65).view(4, 65) % 512}
+    with sf.memory.ledger("cpu", timeline=True) as book:
+        book.count(state, "device")
+        state, _ = step(state, batch)
+    OUT.mkdir(exist_ok=True)
+    book.plot(OUT / "ledger.svg")
+
+
 if __name__ == "__main__":
     memory()
+    ledger()
     schedule()
     leaf()

@@ -88,6 +88,7 @@ def _prepared(job: GenerateJob) -> Ready:
             except ValueError as error:
                 raise ValueError(f"prompt {i + 1} of {len(prompts)}: {error}") from error
         engine = Engine(made, served.params, mesh=mesh, limits=limits)
+    engine.warm_up()
     plan = engine.memory()
     if mesh.rank == 0:
         how = f"not exact: {served.inexact}" if served.inexact else "exact"
@@ -150,16 +151,18 @@ def _context(job: GenerateJob, made: Decoder) -> int:
 
 
 def _limits(job: GenerateJob, made: Decoder, prompts: list[Prompt]) -> Limits:
-    """The sizes for these prompts: no longer sequence, and no larger step, than they need."""
+    """The sizes for these prompts: no longer sequence, no larger step, and few graphs, as a capture takes seconds."""
     longest = max(len(p.ids) + p.sampling.max_tokens for p in prompts)
     running = min(Limits.running, len(prompts) * job.sampling.n)
     rows = min(Limits.buckets[-1], max(running + 1, sum(len(p.ids) for p in prompts)))
+    budget = next(size for size in Limits.buckets if size >= rows)
+    decodes = [size for size in (1, 4, 16, 32) if size < min(4 * running, budget)]
     return limits_of(
         made,
         context=max(2, min(_context(job, made), longest)),
         cache_bytes=int(job.cache_gib * 2**30),
         running=running,
-        buckets=Limits.buckets[: 1 + sum(size < rows for size in Limits.buckets)],
+        buckets=tuple(sorted({*decodes, budget})),
         cache_dtype=job.dtype,
     )
 

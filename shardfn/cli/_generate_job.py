@@ -63,7 +63,8 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, help="draw among the fewest tokens of this probability together")
     add("--min-p", type=float, default=0.0, help="leave out tokens below this part of the most probable one")
     add("--seed", type=int, default=0, help="equal seeds draw equal tokens (default %(default)s)")
-    add("--n", type=int, default=1, help="completions of each prompt (default %(default)s)")
+    # torchrun takes --n for an abbreviation of several of its own options, and refuses it.
+    add("--n", "--choices", type=int, default=1, metavar="N", dest="n", help="completions of each prompt (default 1)")
     add("--stop-token", action="append", default=[], metavar="TOKEN", help="another token that ends: its text or id")
     add("--chat", action="store_true", help="prompts are messages of a user, by the tokenizer's chat template")
     add("--system", metavar="TEXT", help="the system's message before them")
@@ -71,7 +72,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--cache-gib", type=float, default=1.0, metavar="GIB", help="the most memory of the cache (default %(default)s)"
     )
-    add("--mesh", default="", metavar="tp=N", help="ranks, under torchrun (default: all that were started)")
+    add("--mesh", default="", metavar="tp=N", help="ranks, under torchrun (default: those of torchrun)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and cache (default %(default)s)")
     add("--json", action="store_true", help="a line of JSON for each completion")
 
@@ -85,8 +86,7 @@ def parse_generate(args: argparse.Namespace) -> GenerateJob:
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "n")
     sampling = Sampling(**{name: getattr(args, name) for name in names})
     found = {"ranks": _ranks(args.mesh), "kind": kind_of(pathlib.Path(args.model))}
-    problems = [value for value in found.values() if isinstance(value, _Problem)]
-    problems += _problems(args, sampling)
+    problems = [*(value for value in found.values() if isinstance(value, _Problem)), *_problems(args, sampling)]
     if problems:
         raise ValueError("; ".join(problems))
     fields = {field.name for field in dataclasses.fields(GenerateJob)}

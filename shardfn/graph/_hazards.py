@@ -232,6 +232,7 @@ def dependences(memory: Memory, *, channels: bool = True) -> dict[Node, list[Nod
         channels: whether gathers, and reductions, keep their order among themselves.
 
     Example:
+        >>> import torch
         >>> from torch.fx.experimental.proxy_tensor import make_fx
         >>> gm = make_fx(lambda x, y: (x * 2, y.copy_(x), x.add_(1)), tracing_mode="fake")(torch.ones(2), torch.ones(2))
         >>> {n.name: [p.name for p in before] for n, before in dependences(Memory(gm)).items()}["add_"]

@@ -67,15 +67,19 @@ class Ledger:
         return self._traffic(src, dst)[0]
 
     def count(self, tree: PyTree, kind: str) -> None:
-        """Counts values older than the ledger: every tensor of `tree`, and every value on disk, as `kind`."""
+        """Counts values older than the ledger as `kind`: tensors, blocks of a state's leaves, values on disk.
+
+        In a timeline they have the paths of their leaves as names.
+        """
         _check_kind(kind)
-        for path, leaf in ((path.removeprefix("."), leaf) for path, leaf in named_leaves(tree)):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                self.hold(storage, storage._cdata, kind, storage.nbytes(), path)
-            elif isinstance(leaf, Stored):
-                leaf_slot = getattr(leaf, "slot", leaf)
-                self.hold(leaf_slot, id(leaf_slot), kind, leaf.nbytes, path)
+        for path, leaf in named_leaves(tree):
+            name, held = path.removeprefix("."), getattr(leaf, "held", leaf)  # the block of a leaf of a state
+            if isinstance(held, Tensor):
+                storage = held.untyped_storage()
+                self.hold(storage, storage._cdata, kind, storage.nbytes(), name)
+            elif isinstance(held, Stored):
+                slot = getattr(held, "slot", held)
+                self.hold(slot, id(slot), kind, held.nbytes, name)
 
     def timeline(self) -> MemoryTimeline:
         """The events so far, by name and with the parts of steps.

@@ -116,10 +116,10 @@ def as_svg(found: MemoryTimeline, width: int = 900, names: int = 12) -> str:
         True
     """
     listed = found.largest[:names]
-    below = _TOP + _HIGH + _LANE * len(_MESSAGES) + 24
+    below = _TOP + _HIGH + _LANE * len(_MESSAGES) + 28
     height = below + _ROW * (len(listed) + 1) + 12
     top = max(1, *(max(values) for values in found.live.values()))
-    scale = (width - _LEFT - 12) / max(1, len(found.live["device"]) - 1)
+    places = _places(found, top, width)
     most = found.live["device"][found.peak]
     at = next((str(x) for x in found.sections if x.what in _PHASES and x.first < found.peak <= x.end), "")
     return "\n".join(
@@ -128,9 +128,9 @@ def as_svg(found: MemoryTimeline, width: int = 900, names: int = 12) -> str:
             ' font-family="sans-serif" font-size="12">',
             f'<rect width="{width}" height="{height}" fill="white"/>',
             _text(8, 18, f"peak {_mib(most)} of the device" + (f", in {at}" if at else ""), 14),
-            *_phases(found, scale),
-            *_curves(found, scale, top, width),
-            *_messages(found, scale),
+            *_phases(found, places),
+            *_curves(found, places, top, width),
+            *_messages(found, places),
             _text(8, below + 12, f"alive at the peak, the largest {len(listed)}:"),
             *(
                 _text(24, below + 12 + _ROW * i, f"{_mib(nbytes)}   {name}")
@@ -142,16 +142,25 @@ def as_svg(found: MemoryTimeline, width: int = 900, names: int = 12) -> str:
     )
 
 
-def _phases(found: MemoryTimeline, scale: float) -> Iterator[str]:
+def _places(found: MemoryTimeline, top: int, width: int) -> list[float]:
+    """Where events are drawn, from left to right; those of less than a thousandth of the peak take little room."""
+    changes = [
+        sum(abs(b - a) for a, b in pairs) for pairs in zip(*map(itertools.pairwise, found.live.values()), strict=True)
+    ]
+    room = [*itertools.accumulate((1.0 if change * 1000 >= top else 0.02 for change in changes), initial=0.0)]
+    return [_LEFT + x / max(1.0, room[-1]) * (width - _LEFT - 12) for x in room]
+
+
+def _phases(found: MemoryTimeline, places: Sequence[float]) -> Iterator[str]:
     """A band for each phase, with its name above."""
     for x in found.sections:
         if x.what in _PHASES:
-            left, wide = _LEFT + x.first * scale, max(1.0, (x.end - x.first) * scale)
+            left, wide = places[x.first], max(1.0, places[x.end] - places[x.first])
             yield _box(left, _TOP, wide, _HIGH, _PHASES[x.what], x.what)
             yield _text(left + wide / 2, _TOP - 6, x.what, anchor="middle")
 
 
-def _curves(found: MemoryTimeline, scale: float, top: int, width: int) -> Iterator[str]:
+def _curves(found: MemoryTimeline, places: Sequence[float], top: int, width: int) -> Iterator[str]:
     """A line for each kind of memory that is used, and the axis of bytes."""
     for part in range(5):
         y = _TOP + _HIGH * (1 - part / 4)
@@ -159,7 +168,7 @@ def _curves(found: MemoryTimeline, scale: float, top: int, width: int) -> Iterat
         yield _text(_LEFT - 6, y + 4, _mib(top * part / 4), anchor="end")
     used = [kind for kind, values in found.live.items() if any(values)]
     for row, kind in enumerate(used):
-        points = [(_LEFT + i * scale, _TOP + _HIGH * (1 - n / top)) for i, n in enumerate(found.live[kind])]
+        points = [(x, _TOP + _HIGH * (1 - n / top)) for x, n in zip(places, found.live[kind], strict=True)]
         steps = [points[0], *(p for a, b in itertools.pairwise(points) for p in ((b[0], a[1]), b))]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in steps)
         yield f'<polyline points="{path}" fill="none" stroke="{_COLORS[kind]}" stroke-width="1.5"/>'
@@ -167,15 +176,15 @@ def _curves(found: MemoryTimeline, scale: float, top: int, width: int) -> Iterat
         yield _text(width - 74, _TOP + 15 + 16 * row, kind)
 
 
-def _messages(found: MemoryTimeline, scale: float) -> Iterator[str]:
+def _messages(found: MemoryTimeline, places: Sequence[float]) -> Iterator[str]:
     """A lane for each kind of message, with a mark for each message."""
     for row, (what, color) in enumerate(_MESSAGES.items()):
-        y = _TOP + _HIGH + 6 + _LANE * row
+        y = _TOP + _HIGH + 12 + _LANE * row
         yield _text(_LEFT - 6, y + 10, what, anchor="end")
         for x in found.sections:
             if x.what == what and x.leaves:
-                wide = max(1.5, (x.end - x.first) * scale)
-                yield _box(_LEFT + x.first * scale, y, wide, _LANE - 4, color, f"{what} {', '.join(x.leaves)}")
+                wide = max(1.5, places[x.end] - places[x.first])
+                yield _box(places[x.first], y, wide, _LANE - 4, color, f"{what} {', '.join(x.leaves)}")
 
 
 def _box(x: float, y: float, wide: float, high: float, color: str, title: str) -> str:

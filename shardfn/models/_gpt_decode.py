@@ -14,7 +14,7 @@ from torch import Tensor
 from shardfn import nn
 from shardfn.collectives import all_gather_invariant
 from shardfn.core import Axes, P, PyTree
-from shardfn.kernels import pack_rows
+from shardfn.kernels import pack_rows, rotate
 
 from ._gpt_block import Along, block, norm, position_tables
 from ._gpt_config import Config
@@ -73,7 +73,8 @@ def decode(
     if config.embedding_norm:
         x_TD = norm(config, along, x_TD, params["embed_norm_w"], params.get("embed_norm_b"))
     if config.position == "rope":
-        tables: dict[str, Any] = {"table": (params["cos"][positions_T], params["sin"][positions_T])}
+        cos_TK, sin_TK = params["cos"][positions_T], params["sin"][positions_T]
+        bodies, tables = [_Rotating(body, cos_TK, sin_TK) for body in bodies], {}
     else:
         tables = position_tables(config, positions_T, x_TD.dtype)
     x_1TD = x_TD[None]
@@ -83,6 +84,24 @@ def decode(
     x_RD = norm(config, along, x_1TD[0][rows_R], params["norm_w"], params.get("norm_b"))
     own_RV = nn.column_linear(x_RD, params[_head(config)], features=config.vocab_size, axis=axis)
     return all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Rotating(nn.Local):
+    """A body that first rotates queries and keys by their positions, with the bits of `nn.rope`."""
+
+    inner: nn.Body
+    cos_TK: Tensor
+    sin_TK: Tensor
+
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
+        q_BTHK, k_BSGK = (self._rotated(x) for x in (q_BTHK, k_BSGK))
+        return self.inner.attend(q_BTHK, k_BSGK, v_BSGK, how, length)
+
+    def _rotated(self, x_1THK: Tensor) -> Tensor:
+        if x_1THK.dtype != torch.float32:
+            return nn.rope(x_1THK, self.cos_TK, self.sin_TK)
+        return rotate(x_1THK[0], self.cos_TK, self.sin_TK)[None]
 
 
 def pack(config: Config, params: Params) -> Params:

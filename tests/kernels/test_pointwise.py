@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from shardfn import kernels
+from shardfn import kernels, nn
 from shardfn.kernels import _build
 from shardfn.kernels._exponential import exponential
 from shardfn.kernels.pointwise import _native
@@ -34,6 +34,20 @@ def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 def _drawn(*shape: int) -> Tensor:
     return 20 * torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("kind", ["native", "reference", "triton"])
+def test_a_rotation_has_the_bits_of_rope(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    if kind == "triton":
+        pytest.importorskip("triton")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x, (cos, sin) = _drawn(9, 3, 14), nn.rope_table(torch.arange(9) * 37, 14)
+    with kernels.implemented_by(kind if kind != "native" or _build.library() else "cpu"):
+        assert torch.equal(kernels.rotate(x, cos, sin), nn.rope(x[None], cos, sin)[0])
+        assert torch.equal(kernels.rotate(x[::2], cos[::2], sin[::2]), nn.rope(x[None], cos, sin)[0, ::2])
+        assert kernels.rotate(x[:0], cos[:0], sin[:0]).shape == (0, 3, 14)
+    with pytest.raises(ValueError, match="K must be even"):
+        kernels.rotate(x[..., :13], cos[:, :13], sin[:, :13])
 
 
 def test_the_exponential_is_within_a_unit() -> None:

@@ -56,6 +56,7 @@ CASES += [(rows._chain, f"*fp32 *{x} *fp32 i32 i32 i32 i32 i32", dict(ROWS=16, N
 CASES += [
     (pointwise._gated_silu, "*fp32 *fp32 *fp32 i64", dict(WIDTH=1024)),
     (pointwise._gelu, "*fp32 *fp32 i64", dict(WIDTH=1024)),
+    (pointwise._rotate, "*fp32 *fp32 *fp32 *fp32 i64 i64 i64", dict(WIDTH=1024)),
 ]
 for case in (dict(CENTERED=True, BIASED=True), dict(CENTERED=False, BIASED=False)):
     CASES += [(norm._norm, "*fp32 *fp32 *fp32 *fp32 i32 fp32", dict(case, LANES=64))]
@@ -85,4 +86,4 @@ def test_every_kernel_compiles_for_a_gpu() -> None:
     pytest.importorskip("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
-    assert run.stdout.split() == ["compiled", "34"], run.stderr
+    assert run.stdout.split() == ["compiled", "35"], run.stderr

@@ -1,3 +1,3 @@
 """Activations of single elements, with the same bits in any batch and on any processor."""
 
-from ._api import gated_silu as gated_silu, gelu as gelu
+from ._api import gated_silu as gated_silu, gelu as gelu, rotate as rotate

@@ -55,12 +55,43 @@ def gelu(x: Float[Tensor, "*shape"]) -> Float32[Tensor, "*shape"]:
     return torch.ops.shardfn_kernels.gelu(x)
 
 
+def rotate(x: Float[Tensor, "t h k"], cos: Float[Tensor, "t k"], sin: Float[Tensor, "t k"]) -> Float32[Tensor, "t h k"]:
+    """`x cos + (-b, a) sin` of rows x = (a, b) of two halves: `nn.rope` in one pass, with the same bits.
+
+    Args:
+        x: queries or keys of tokens, float32; K is even.
+        cos: of each token, float32.
+        sin: of each token, float32.
+
+    Raises:
+        TypeError: for other dtypes.
+        ValueError: shapes differ, or K is odd.
+        NotImplementedError: in a backward.
+
+    Example:
+        >>> rotate(torch.tensor([[[1.0, 2.0]]]), torch.zeros(1, 2), torch.ones(1, 2))
+        tensor([[[-2.,  1.]]])
+    """
+    T, _, K = x.shape
+    check_dtype("x", x, torch.float32)
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_dtype(name, table, torch.float32)
+        check_shape(name, table, (T, K), "a row for each token")
+    if K % 2:
+        raise ValueError(f"x is of shape {tuple(x.shape)}; rotation pairs the two halves of a row: K must be even")
+    return torch.ops.shardfn_kernels.rotate(x, cos, sin)
+
+
 def _gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     return implementation("pointwise", "gated_silu", gate.device)(gate.contiguous(), up.contiguous())
 
 
 def _gelu(x: Tensor) -> Tensor:
     return implementation("pointwise", "gelu", x.device)(x.contiguous())
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return implementation("pointwise", "rotate", x.device)(*(t.contiguous() for t in (x, cos, sin)))
 
 
 def _like(x: Tensor, *others: Tensor) -> Tensor:
@@ -70,6 +101,8 @@ def _like(x: Tensor, *others: Tensor) -> Tensor:
 
 define("gated_silu(Tensor gate, Tensor up) -> Tensor", _gated_silu, _like)
 define("gelu(Tensor x) -> Tensor", _gelu, _like)
+define("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rotate, _like)
+refuse_backward("rotate", "use nn.rope, or detach its arguments.")
 for _name, _num, _layer in (("gated_silu", 2, "swiglu"), ("gelu", 1, "mlp")):
     map_rows(_name, _num)
     refuse_backward(_name, f"use nn.{_layer} with nn.ExactWeight.of(weight, chunks), or detach its arguments.")

@@ -2,3 +2,4 @@
 
 from ._reference import gated_silu as gated_silu
 from ._reference import gelu as gelu
+from ._reference import rotate as rotate

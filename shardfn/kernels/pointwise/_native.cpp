@@ -95,6 +95,18 @@ void gated_silu(const float* gate, const float* up, float* y, int64_t n, int64_t
     run<GatedSilu>({gate, up, y, n}, threads, newest);
 }
 
+// x cos + (-b, a) sin of rows (a, b): each product, and each sum, is rounded once.
+void rotate(const float* x, const float* cos, const float* sin, float* y, int64_t tokens, int64_t heads, int64_t dim) {
+    const int64_t half = dim / 2;
+    for (int64_t t = 0; t < tokens; ++t, cos += dim, sin += dim)
+        for (int64_t h = 0; h < heads; ++h, x += dim, y += dim)
+            for (int64_t k = 0; k < half; ++k) {
+                const float a = x[k], b = x[k + half];
+                y[k] = a * cos[k] + -b * sin[k];
+                y[k + half] = b * cos[k + half] + a * sin[k + half];
+            }
+}
+
 void gelu(const float* x, float* y, int64_t n, int64_t threads, int64_t newest) {
     run<Gelu>({x, nullptr, y, n}, threads, newest);
 }

@@ -34,5 +34,15 @@ def gelu(x: Tensor) -> Tensor:
     return y
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """From fp32 [t, h, k], and [t, k] twice, to fp32 [t, h, k]."""
+    run = function(SOURCE, "rotate", "ppppiii")
+    if run is None:
+        return _reference.rotate(x, cos, sin)
+    y = torch.empty_like(x)
+    run(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), *x.shape)
+    return y
+
+
 def _threads(y: Tensor) -> int:
     return torch.get_num_threads() if y.numel() > FEW else 1

@@ -22,6 +22,12 @@ def gelu(x: Tensor) -> Tensor:
     return _by_sigmoid(x, x * factor)
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """From fp32 [t, h, k], and [t, k] twice, to fp32 [t, h, k]."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-b, a), dim=-1) * sin[:, None]
+
+
 def _by_sigmoid(x: Tensor, a: Tensor) -> Tensor:
     """X / (1 + e^-a), by e^-|a| alone."""
     e = exponential(-a.abs())

@@ -26,6 +26,33 @@ def gelu(x: Tensor) -> Tensor:
     return y
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """From fp32 [t, h, k], and [t, k] twice, to fp32 [t, h, k]."""
+    y = torch.empty_like(x)
+    _, heads, dim = x.shape
+    launch(_rotate, ceil(y.numel(), WIDTH), y.device, x, cos, sin, y, y.numel(), heads, dim, WIDTH=WIDTH)
+    return y
+
+
+@triton.jit
+@no_type_check
+def _rotate(x, cos, sin, y, n, heads, dim, WIDTH: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    k, row = at % dim, at // (heads * dim) * dim
+    first = k < dim // 2
+    value = tl.load(x + at, mask=at < n, other=0.0)
+    other = tl.load(x + tl.where(first, at + dim // 2, at - dim // 2), mask=at < n, other=0.0)
+    c, s = (tl.load(cos + row + k, mask=at < n, other=0.0), tl.load(sin + row + k, mask=at < n, other=0.0))
+    tl.store(y + at, _sum_of_products(value, c, tl.where(first, -other, other), s), mask=at < n)
+
+
+@triton.jit
+@no_type_check
+def _sum_of_products(a, b, c, d):
+    """A b + c d; the compiler must not fuse them: products of 24 bits are exact in float64."""
+    return (a.to(tl.float64) * b).to(tl.float32) + (c.to(tl.float64) * d).to(tl.float32)
+
+
 @triton.jit
 @no_type_check
 def _gated_silu(gate, up, y, n, WIDTH: tl.constexpr):
