@@ -138,26 +138,12 @@ INLINE float largest(typename L::V x) {
 template <class L>
 INLINE typename L::V exponential(typename L::V x) {
     typedef typename L::V V;
-<<<<<<< HEAD
     const V magic = ALL(12582912.0f);
     const V t = L::fused(x, ALL(1.4426950408889634f), magic), n = t - magic;
     const V r = L::fused(n, ALL(1.904654299957768e-09f), L::fused(n, ALL(-0.693147182464599609375f), x));
     V y = ALL(1.9875691500e-4f);
     for (float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
         y = L::fused(y, r, ALL(term));
-=======
-    const V magic = all<L>(12582912.0f);
-    const V t = L::fused(x, all<L>(1.4426950408889634f), magic), n = t - magic;
-    const V r = L::fused(n, all<L>(1.904654299957768e-09f), L::fused(n, all<L>(-0.693147182464599609375f), x));
-    // Number by number: of an array the compiler would fill vectors lane by lane.
-    V y = L::fused(all<L>(1.9875691500e-4f), r, all<L>(1.3981999507e-3f));
-    y = L::fused(y, r, all<L>(8.3334519073e-3f));
-    y = L::fused(y, r, all<L>(4.1665795894e-2f));
-    y = L::fused(y, r, all<L>(1.6666665459e-1f));
-    y = L::fused(y, r, all<L>(5.0000001201e-1f));
-    y = L::fused(y, r, all<L>(1.0f));
-    y = L::fused(y, r, all<L>(1.0f));
->>>>>>> exactnn
     const V power = (V)(((typename L::Int)t << 23) + 0x3F800000);
     return x < -87.0f ? V{} : y * power;
 }

@@ -53,16 +53,9 @@ INLINE typename L::V tanh(typename L::V x) {
     typedef typename L::V V;
     typedef typename L::Int Int;
     const V square = x * x, size = (V)((Int)x & 0x7FFFFFFF);
-<<<<<<< HEAD
     V y = ALL(-5.70498872745e-3f);
     for (float term : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f})
         y = L::fused(y, square, ALL(term));
-=======
-    V y = L::fused(all<L>(-5.70498872745e-3f), square, all<L>(2.06390887954e-2f));
-    y = L::fused(y, square, all<L>(-5.37397155531e-2f));
-    y = L::fused(y, square, all<L>(1.33314422036e-1f));
-    y = L::fused(y, square, all<L>(-3.33332819422e-1f));
->>>>>>> exactnn
     const V near = L::fused(y * square, x, x), e = exponential<L>(size * -2.0f), far = (1.0f - e) / (1.0f + e);
     return size < 0.625f ? near : (V)((Int)far | ((Int)x & (int32_t)0x80000000));
 }
