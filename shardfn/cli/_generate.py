@@ -51,7 +51,7 @@ def generate(job: GenerateJob) -> int:
     """Loads the model, prints the plan to stderr, and the completions to stdout.
 
     Returns:
-        The exit status: 2 if the model or a prompt is refused, 1 if a file is damaged.
+        The exit status: 2 if the model or a prompt is refused, 1 if a file is damaged, 130 after Ctrl-C.
     """
     try:
         try:
@@ -62,6 +62,9 @@ def generate(job: GenerateJob) -> int:
             return 1 if isinstance(error, DamagedError) else 2
         _run(ready)
         return 0
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130  # as a program that the signal ends
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

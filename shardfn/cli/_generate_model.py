@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from shardfn.checkpoint import restore
-from shardfn.core import Mesh, PyTree, key, tree_leaves, tree_map
+from shardfn.core import Mesh, PyTree, first_of, key, tree_leaves, tree_map
 from shardfn.data import BPETokenizer, ByteTokenizer
 from shardfn.inference import Decoder, decoder, hf_decoder
 from shardfn.interop import ArchiveWriter, gpt_config, gpt_from_hf
@@ -130,7 +130,14 @@ def _of_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
     shapes = eval_shape(functools.partial(gpt.init, config), key(0))
     like = place.init(tree_map(lambda x: x.to(DTYPES[job.dtype]), shapes))
     checkpoints = run / "checkpoints" if path == run else path
-    params = restore(checkpoints, like, at="params", cast=job.dtype != "float32").tree
+    try:
+        params = restore(checkpoints, like, at="params", cast=job.dtype != "float32").tree
+    except ValueError as error:
+        if wrong := [line.strip().removeprefix("- ") for line in str(error).splitlines()[1:]]:
+            num, listed = len(tree_leaves(shapes)), "; ".join(first_of(wrong, 3))
+            title = f"{checkpoints} does not fit {run / 'model.json'}, in {len(wrong)} of {num} leaves"
+            raise ValueError(f"{title}: {listed}") from error
+        raise
     return Served(_decoder(config, mesh), params, text_of_data(tokenizer), inexact)
 
 

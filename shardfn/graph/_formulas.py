@@ -64,6 +64,18 @@ def tiles_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: 
     return 5 * _tile_product(q, rest[0], rest[1], rest[-2])
 
 
+def row_linear(x: Tensor, packed: Tensor, num: int, *_: Any, **__: Any) -> int:
+    """Operations of a linear layer of packed weights."""
+    del packed
+    return 2 * x.numel() * num
+
+
+def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, *rest: Any, **_: Any) -> int:
+    """Operations of attention over a cache, as if each token saw all places of its row of the tables."""
+    del k, v
+    return 4 * q.numel() * rest[3].shape[1] * cache.shape[1]
+
+
 def _tile_product(q: Tensor, starts: Tensor, columns: Tensor, block: int) -> int:
     B, _, H, K = q.shape
     return 2 * B * K * block**2 * columns.shape[0] * (H // max(starts.shape[0], 1))

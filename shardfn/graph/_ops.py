@@ -118,6 +118,8 @@ OPS: dict[Any, Op] = {
     _ATEN._scaled_dot_product_fused_attention_overrideable_backward: _ATTENTION_BACKWARD,
     _KERNELS.block_sparse_attention: Op(formulas.tiles, formulas.of_kernel),
     _KERNELS.block_sparse_attention_backward: Op(formulas.tiles_backward, formulas.of_kernel),
+    _KERNELS.row_linear: Op(formulas.row_linear),
+    _KERNELS.ragged_attention: Op(formulas.ragged_attention),
     _ATEN.mkldnn_rnn_layer: Op(calls={"default": _as_in_training(_ATEN.mkldnn_rnn_layer.default)}),
     # lookups
     **_rows("embedding index_select gather index nll_loss2d_forward", _LOOKUP),

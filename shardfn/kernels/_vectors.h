@@ -23,6 +23,7 @@ template <int BYTES>
 struct Vec {
     typedef float V __attribute__((vector_size(BYTES), aligned(4), may_alias));
     typedef int32_t Int __attribute__((vector_size(BYTES), aligned(4), may_alias));
+    typedef uint16_t Half __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
     static constexpr int lanes = BYTES / 4;
 };
 
@@ -49,10 +50,15 @@ template <class L>
 INLINE typename L::V load(const float* p) { return *(const typename L::V*)p; }
 
 template <class L>
-INLINE void store(float* p, typename L::V x) { *(typename L::V*)p = x; }
+INLINE typename L::V load(const uint16_t* p) {  // bfloat16
+    return (typename L::V)(__builtin_convertvector(*(const typename L::Half*)p, typename L::Int) << 16);
+}
 
 template <class L>
-INLINE typename L::V all(float x) { return x - typename L::V{}; }
+INLINE void store(float* p, typename L::V x) { *(typename L::V*)p = x; }
+
+// A vector of equal elements. A function that returned it would make them one by one.
+#define ALL(x) ((x) - typename L::V{})
 
 template <class L, int... AT>
 INLINE typename L::V picked(typename L::V a, typename L::V b, std::integer_sequence<int, AT...>) {
@@ -128,16 +134,16 @@ INLINE float largest(typename L::V x) {
     return x[0];
 }
 
-// e^x of x <= 0, as in _exponential.py; 0 below -87, so that nothing is subnormal.
+// e^x of x <= 0, as in _exponential.py; 0 below -87, so that results are normal numbers.
 template <class L>
 INLINE typename L::V exponential(typename L::V x) {
     typedef typename L::V V;
-    const V magic = all<L>(12582912.0f);
-    const V t = L::fused(x, all<L>(1.4426950408889634f), magic), n = t - magic;
-    const V r = L::fused(n, all<L>(1.904654299957768e-09f), L::fused(n, all<L>(-0.693147182464599609375f), x));
-    V y = all<L>(1.9875691500e-4f);
+    const V magic = ALL(12582912.0f);
+    const V t = L::fused(x, ALL(1.4426950408889634f), magic), n = t - magic;
+    const V r = L::fused(n, ALL(1.904654299957768e-09f), L::fused(n, ALL(-0.693147182464599609375f), x));
+    V y = ALL(1.9875691500e-4f);
     for (float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
-        y = L::fused(y, r, all<L>(term));
+        y = L::fused(y, r, ALL(term));
     const V power = (V)(((typename L::Int)t << 23) + 0x3F800000);
     return x < -87.0f ? V{} : y * power;
 }

@@ -124,6 +124,7 @@ def decoding(module: nn.Module) -> DecodingFunction:
         ValueError: its tokens meet in other ways than by attention to earlier ones; lists all reasons.
 
     Example:
+        >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         >>> f = decoding(LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)).eval())

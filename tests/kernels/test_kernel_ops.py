@@ -21,6 +21,12 @@ TILES += [torch.ones(1, 2, 2, dtype=torch.uint8)]
 QKV = torch.randn(3, 1, 3, 2, 4).unbind()
 SPARSE: dict[str, Any] = {"block": 2, "scale": 0.5}
 RESULTS = kernels.block_sparse_attention(QKV[0], QKV[1], QKV[2], kernels.Tiles(*TILES), **SPARSE)
+PAGES: Any = (
+    *torch.randn(3, 2, 2, 4).unbind(),
+    torch.zeros(2, 2, 2, 2, 4),
+    *torch.tensor([[2, 3], [0, 1], [0, 0]]).int(),
+)
+PAGES += (torch.tensor([[1]], dtype=torch.int32),)
 MANY = CODES.view(3, 2, 3), FACTORS.view(3, 2, 3)
 
 # name, public function, its arguments, the op's arguments
@@ -59,6 +65,7 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
      (X, torch.tensor([[1, 2], [3, -1]]).int(), torch.tensor([1, 0]).int(), *[SCALES.double()] * 3)),
     ("row_linear", lambda x, w: kernels.row_linear(x, w, 5), (X, kernels.pack_rows(torch.randn(5, 16))),
      (X, kernels.pack_rows(torch.randn(5, 16)), 5, 8, torch.ones(5))),
+    ("ragged_attention", kernels.ragged_attention, PAGES, (*PAGES, 0.5, None, None, None, torch.ones(2), None)),
     ("gated_silu", kernels.gated_silu, (X, ERROR), (X, ERROR)),
     ("gelu", kernels.gelu, (X,), (X,)),
     ("row_norm", lambda x, w: kernels.row_norm(x, w, centered=True), (X, ERROR[0]), (X, ERROR[0], X[0], 1e-5, False)),

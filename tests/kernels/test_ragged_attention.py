@@ -1,5 +1,6 @@
-"""Covers kernels.ragged_attention: its plain formula, and the bits of a row, which are the same in any plan."""
+"""Covers kernels.ragged_attention: its plain formula, and the bits of a row beside any others in a plan."""
 
+import inspect
 import math
 from typing import Any, NamedTuple
 
@@ -7,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardfn import kernels
+import shardfn as sf
+from shardfn import P, kernels
+from shardfn.kernels import _build
+from shardfn.kernels.ragged_attention import _native, _reference
+from shardfn.testing import distributed
+
+NIGHTLY = pytest.mark.nightly
 
 
 class Story(NamedTuple):
@@ -95,3 +102,323 @@ def test_the_attention_of_torch() -> None:
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     (got,) = Pages(story, 16).whole()
     torch.testing.assert_close(got, want[0].movedim(0, 1).float(), rtol=2e-5, atol=2e-6)
+
+
+@pytest.fixture(params=[4, 3, 1], ids=lambda n: f"x86-64-v{n}")
+def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A generation of processors; a test that needs a newer one than is here runs as the newest."""
+    if _build.library() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(_native, "NEWEST", request.param)
+    return request.param
+
+
+def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(map(torch.equal, some, others))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "heads, how",
+    [((6, 2, 77), HOW[4]), ((2, 1, 32), HOW[0])]
+    + [
+        pytest.param(heads, how, marks=NIGHTLY)
+        for heads in ((2, 2, 8), (8, 1, 64), (71, 1, 16), (3, 3, 1), (2, 1, 256))
+        for how in HOW
+    ],
+    ids=str,
+)
+def test_every_processor_has_the_bits_of_the_definition(
+    generation: int, heads: tuple[int, int, int], how: dict[str, Any], dtype: torch.dtype
+) -> None:
+    story = _story((45, 1, 6), heads, **dict(how))
+    with kernels.implemented_by("reference"):
+        pages = Pages(story, 4, dtype=dtype)
+        want, written = pages.whole(), pages.cache
+    pages = Pages(story, 4, dtype=dtype)
+    assert _equal(pages.whole(), want), generation
+    assert torch.equal(pages.cache.nan_to_num(), written.nan_to_num())
+
+
+def test_the_functions_of_scores() -> None:
+    x = torch.cat([torch.linspace(-90, 0, 5001), torch.tensor([-math.inf, -87.0, -1e-30])])
+    got = _reference.exponential(x)
+    assert torch.equal(got[x < -87], torch.zeros(int((x < -87).sum()))) and got[5000] == 1
+    near = x >= -87
+    assert float((got[near].double() / x[near].double().exp() - 1).abs().max()) < 2e-7
+    x = torch.cat([x / 10, -x / 10, torch.tensor([math.inf])])
+    torch.testing.assert_close(_reference.tanh(x), x.double().tanh().float(), rtol=3e-7, atol=0)
+    assert _reference.tanh(torch.tensor(math.nan)).isnan() and _reference.exponential(torch.tensor(math.nan)).isnan()
+
+
+@pytest.mark.parametrize("block", [1, 4, 16, 32])
+@pytest.mark.parametrize("how", [HOW[0], HOW[4]], ids=["plain", "all"])
+def test_chunks_blocks_tables_and_neighbours_change_no_bit(block: int, how: dict[str, Any]) -> None:
+    story = _story((97, 40, 65), (4, 2, 24), **dict(how))
+    want = Pages(story, 7).whole()
+    draw = torch.Generator().manual_seed(block)
+    for seed in range(3):
+        pages, done = Pages(story, block, seed=seed), [0, 0, 0]
+        found: list[list[Tensor]] = [[], [], []]
+        while any(n < len(q) for n, q in zip(done, story.q, strict=True)):
+            chunks = []
+            for s in torch.randperm(3, generator=draw).tolist():
+                end = min(len(story.q[s]), done[s] + int(torch.randint(0, 40, (), generator=draw)))
+                if seed == 2:  # decoding
+                    end = min(len(story.q[s]), done[s] + 1)
+                chunks += [(s, range(done[s], end))] if end > done[s] else []
+                done[s] = end
+            for (s, _), y in zip(chunks, pages.run(*chunks) if chunks else [], strict=True):
+                found[s].append(y)
+        assert _equal([torch.cat(ys) for ys in found], want), (block, seed)
+
+
+def test_a_row_has_its_bits_among_any_number_of_rows(generation: int) -> None:
+    story = _story((66,), (2, 1, 20))
+    (want,) = Pages(story, 16).whole()
+    for rows in range(1, 66):
+        q, k, v = ([x[0][:rows]] for x in story[:3])
+        first = Pages(Story(q, k, v, story.how), 16).whole()
+        assert torch.equal(first[0], want[:rows]), (generation, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    story, before = _story((130, 1, 77), (6, 3, 32)), torch.get_num_threads()
+    want = Pages(story, 16, dtype=dtype).whole()
+    monkeypatch.setattr(_native, "FEW", -1)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert _equal(Pages(story, 16, dtype=dtype).whole(), want), threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_cache_in_bfloat16_holds_rounded_keys_and_values() -> None:
+    story = _story((40,), (4, 2, 24))
+    k, v = ([x[0].bfloat16().float()] for x in story[1:3])
+    rounded = Story(story.q, k, v, story.how)
+    assert _equal(Pages(story, 4, dtype=torch.bfloat16).whole(), Pages(rounded, 4).whole())
+
+
+def test_values_that_are_not_finite_reach_only_the_rows_that_see_them(generation: int) -> None:
+    story = _story((40, 50, 9), (4, 2, 24))
+    want = Pages(story, 4).whole()
+    story.k[1][11], story.v[1][33, 0] = math.nan, math.inf
+    for implementation in ("native", "reference"):
+        with kernels.implemented_by(implementation):
+            got = Pages(story, 4).whole()
+        assert torch.equal(got[0], want[0]) and torch.equal(got[2], want[2])
+        assert torch.equal(got[1][:11], want[1][:11]) and got[1][11:].isnan().all()
+    story.k[1][11] = 1.0
+    got = Pages(story, 4).whole()
+    assert got[1][:33].isfinite().all() and not got[1][33:, :2].isfinite().any()
+
+
+def test_scores_and_sinks_at_the_ends(generation: int) -> None:
+    story = _story((3,), (2, 2, 4), sinks=torch.tensor([-math.inf, math.inf]))
+    (got,) = Pages(story, 4).whole()
+    plain = Pages(_story((3,), (2, 2, 4)), 4).whole()[0]
+    assert torch.equal(got[:, 0], plain[:, 0]) and got[:, 1].isnan().all()
+    story.k[0][:] = -math.inf
+    story.q[0][:] = 1.0
+    story = story._replace(how={})
+    assert torch.equal(Pages(story, 4).whole()[0], torch.zeros(3, 2, 4))
+
+
+def test_guesses_that_branch_have_the_bits_of_their_branch(generation: int) -> None:
+    # After 30 or 37 tokens come guesses: token -> its parent among the guesses.
+    parents, heads = [None, 0, 0, 1, 2, 4, 1], (4, 2, 24)
+    for how, prompt in ((HOW[0], 30), (HOW[4], 37)):
+        story = _story((prompt, 20, len(parents)), heads, **dict(how))
+        paths: list[list[int]] = []
+        for i, parent in enumerate(parents):
+            paths.append([*(paths[parent] if parent is not None else []), i])
+        # Each guess's branch as a sequence of its own.
+        q, k, v = ([torch.cat([x[0], x[2][path]]) for path in paths] for x in story[:3])
+        want = [y[-1] for y in Pages(Story(q, k, v, story.how), 8).whole()]
+
+        pages = Pages(story, 8)
+        pages.run((0, range(prompt)), (1, range(12)))
+        num, tokens = len(parents), range(12, 20)  # beside the prompt of another sequence
+        spare = pages.tables[2, :1] * 8 + torch.arange(num)
+        other = pages.tables[1, torch.tensor(tokens) // 8] * 8 + torch.tensor(tokens) % 8
+        slots = torch.cat([other, spare]).int()
+        positions = torch.tensor([*tokens, *(prompt - 1 + len(path) for path in paths)], dtype=torch.int32)
+        sequences = torch.tensor([1] * len(tokens) + [0] * num, dtype=torch.int32)
+        tree = torch.zeros(len(tokens) + num, len(tokens) + num, dtype=torch.bool)
+        for i, path in enumerate(paths):
+            tree[len(tokens) + i, [len(tokens) + j for j in path]] = True
+        q, k, v = (torch.cat([x[1][12:], x[2]]) for x in story[:3])
+        cache = pages.cache.clone()
+        for kind, bits in (("native", tree), ("native", tree.byte()), ("reference", tree)):
+            pages.cache.copy_(cache)
+            with kernels.implemented_by(kind):
+                y = kernels.ragged_attention(
+                    *(q, k, v, pages.cache, slots, positions, sequences, pages.tables), **story.how, tree=bits
+                )
+            assert torch.equal(y[len(tokens) :], torch.stack(want)), (generation, kind)
+            assert torch.equal(y[: len(tokens)], Pages(story, 8).whole()[1][12:]), (generation, kind)
+
+
+def test_padding_that_shares_a_slot_changes_nothing() -> None:
+    story = _story((20,), (2, 1, 8))
+    want = Pages(story, 4).whole()[0]
+    for kind in ("native", "reference"):
+        pages = Pages(story, 4)
+        tables = torch.cat([pages.tables, torch.full_like(pages.tables, 6 * 4 + 2)])
+        free = next(b for b in range(len(pages.cache)) if b not in pages.tables.flatten().tolist())
+        tables[1] = free
+        slots = torch.cat(
+            [pages.tables[0].repeat_interleave(4)[:20] * 4 + torch.arange(20) % 4, torch.tensor([4 * free] * 3)]
+        )
+        positions = torch.tensor([*range(20), 0, 0, 0], dtype=torch.int32)
+        sequences = torch.tensor([0] * 20 + [1] * 3, dtype=torch.int32)
+        q, k, v = (torch.cat([x[0], x[0][:3]]) for x in story[:3])
+        with kernels.implemented_by(kind):
+            y = kernels.ragged_attention(q, k, v, pages.cache, slots.int(), positions, sequences, tables)
+        assert torch.equal(y[:20], want) and torch.equal(pages.cache[free, 0, 1], v[-1])
+        assert torch.equal(y[20:], v[-1:].expand(3, 2, 8))
+
+
+def test_triton_has_the_bits_of_a_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for how, dtype in ((HOW[0], torch.bfloat16), (HOW[4], torch.float32)):
+        story = _story((35, 3), (2, 1, 9), **dict(how))
+        with kernels.implemented_by("triton"):
+            got, pages = Pages(story, 4, dtype=dtype).whole(), Pages(story, 16, seed=1, dtype=dtype)
+            parts = [pages.run((0, range(33))), pages.run((1, range(3)), (0, range(33, 35)))]
+        assert _equal([torch.cat([parts[0][0], parts[1][1]]), parts[1][0]], got)
+        for y, want in zip(got, Pages(story, 4, dtype=dtype).whole(), strict=True):
+            torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-6)
+
+
+def _plan(**changed: Any) -> tuple[Any, ...]:
+    """The arguments of two tokens of one sequence, in a cache of 3 blocks of 2 tokens."""
+    ints = {"slots": [2, 3], "positions": [0, 1], "sequences": [0, 0], "tables": [[1, 2]]}
+    plan = {name: torch.tensor(changed.pop(name, x), dtype=torch.int32) for name, x in ints.items()}
+    rows = {"q": torch.ones(2, 4, 3), "k": torch.ones(2, 2, 3), "v": torch.ones(2, 2, 3)}
+    given = rows | {"cache": torch.zeros(3, 2, 2, 2, 3)} | plan
+    return ({**given, **changed},)
+
+
+REFUSALS: list[tuple[dict[str, Any], Any, str]] = [
+    ({"slots": [2, 6]}, ValueError, r"slots\[1\] is 6, must be from 0 to 5: cache has 3 blocks of 2 tokens"),
+    ({"slots": [-1, 3]}, ValueError, r"slots\[0\] is -1"),
+    ({"positions": [0, 4]}, ValueError, r"positions\[1\] is 4, must be from 0 to 3: tables has 2 blocks of 2 tokens"),
+    ({"sequences": [1, 0]}, ValueError, r"sequences\[0\] is 1, must be from 0 to 0: tables has 1 sequences"),
+    ({"tables": [[3, 0]]}, ValueError, r"tables\[0, 0\] is 3, which token 0 at position 0 reads; must be from 0 to 2"),
+    ({"tables": [[1, -1]], "positions": [0, 2]}, ValueError, r"tables\[0, 1\] is -1, which token 1 at position 2"),
+    ({"tree": torch.tensor([[1, 0], [0, 1]]).byte(), "positions": [1, 0]}, None, ""),
+    (
+        {"tree": torch.ones(2, 2).byte()},
+        ValueError,
+        r"tree\[0\] has tokens \[0, 1\] of sequences \[0, 0\] at pos.* \[0, 1\]",
+    ),
+    (
+        {"tree": torch.tensor([[1, 0], [1, 1]]).byte(), "positions": [0, 2]},
+        ValueError,
+        r"consecutive positions up to 2",
+    ),
+    ({"q": torch.ones(2, 3, 3)}, ValueError, "q has 3 heads and cache 2 key heads"),
+    ({"q": torch.ones(2, 4, 3).double()}, TypeError, "q is torch.float64"),
+    ({"k": torch.ones(2, 1, 3)}, ValueError, r"k is of shape \(2, 1, 3\), must be \(2, 2, 3\)"),
+    ({"cache": torch.zeros(3, 2, 2, 2, 3).half()}, TypeError, "cache is torch.float16"),
+    (
+        {"cache": torch.zeros(3, 2, 1, 2, 3)},
+        ValueError,
+        r"cache is of shape \(3, 2, 1, 2, 3\), must be \(3, 2, 2, 2, 3\)",
+    ),
+    ({"cache": torch.zeros(3, 2, 2, 3, 2).mT}, ValueError, "cache is written in place"),
+    ({"window": 0}, ValueError, "window is 0"),
+    ({"softcap": 0.0}, ValueError, "softcap is 0.0"),
+    ({"sinks": torch.ones(2)}, ValueError, r"sinks is of shape \(2,\), must be \(4,\)"),
+    ({"tree": torch.ones(2, 2)}, TypeError, "tree is torch.float32"),
+]
+
+
+@pytest.mark.parametrize("kind", ["native", "reference"])
+@pytest.mark.parametrize("changed, error, said", REFUSALS)
+def test_refusals_write_nothing(changed: dict[str, Any], error: Any, said: str, kind: str) -> None:
+    (args,) = _plan(**changed)
+    with kernels.implemented_by(kind if _build.library() else "cpu"):
+        run = inspect.unwrap(kernels.ragged_attention)  # without the shape checks of tests
+        if error is None:
+            run(**args)
+            return
+        with pytest.raises(error, match=said):
+            run(**args)
+    assert not args["cache"].any()
+
+
+def test_blocks_before_the_window_are_not_read() -> None:
+    for kind in ("native", "reference"):
+        (args,) = _plan(positions=[2, 3], slots=[4, 5], tables=[[-1, 2]], window=1)
+        with kernels.implemented_by(kind if _build.library() else "cpu"):
+            assert torch.equal(kernels.ragged_attention(**args), torch.ones(2, 4, 3))
+
+
+def test_no_tokens_and_columns_of_a_larger_tensor() -> None:
+    (args,) = _plan()
+    ints = {name: args[name][:0] for name in ("slots", "positions", "sequences")}
+    for kind in ("native", "reference"):
+        with kernels.implemented_by(kind if _build.library() else "cpu"):
+            none = args | ints | {name: args[name][:0] for name in "qkv"}
+            assert kernels.ragged_attention(**none).shape == (0, 4, 3)
+            whole = torch.randn(2, 8 * 3, generator=torch.Generator().manual_seed(0))
+            parts = dict(zip("qkv", whole.view(2, 8, 3).split([4, 2, 2], 1), strict=True))
+            apart = {name: x.clone() for name, x in parts.items()}
+            assert torch.equal(kernels.ragged_attention(**args | parts), kernels.ragged_attention(**args | apart))
+
+
+def test_a_backward_is_refused() -> None:
+    (args,) = _plan()
+    q = args["q"].requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"ragged_attention has no derivative; call it on q\.detach"):
+        kernels.ragged_attention(**args).sum().backward()
+    assert q.grad is None
+
+
+def _layers(params: list[Tensor], caches: list[Tensor], x: Tensor, plan: tuple[Tensor, ...]) -> Any:
+    """Two layers; the second reads the first one's cache, too."""
+    for cache, w in zip([*caches, caches[0]], [*params, params[0]], strict=True):
+        q, k, v = (x @ w).view(len(x), 4, 8).split([2, 1, 1], 1)
+        x = x + kernels.ragged_attention(q, k, v, cache, *plan).flatten(1)
+    return x, caches
+
+
+@distributed(world=1)
+def test_a_bound_call_writes_its_caches_in_place() -> None:
+    mesh, draw = sf.make_mesh({"tp": 1}), torch.Generator().manual_seed(0)
+    weights = [torch.randn(16, 32, generator=draw) for _ in range(2)]
+    f = sf.sharded(
+        sf.jit(_layers, backend="graph"), mesh=mesh, in_specs=(P(),), out_specs=(None, sf.Donated(1)), donate=1
+    )
+    params = f.init(weights)
+    whole, mine = ([torch.zeros(4, 4, 2, 1, 8) for _ in range(2)] for _ in range(2))
+    caches = [sf.GlobalTensor(c, c.shape, P(), mesh) for c in mine]
+    tables = torch.tensor([[2, 0, 3]], dtype=torch.int32)
+
+    def step(first: int, last: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        positions = torch.arange(first, last, dtype=torch.int32)
+        slots = tables[0, positions.long() // 4] * 4 + positions % 4
+        x = torch.randn(last - first, 16, generator=draw)
+        return x, (slots, positions, torch.zeros_like(positions), tables)
+
+    args = step(0, 1)
+    bound = f.bind(params, caches, *args)
+    for at in range(8):
+        args = step(at, at + 1)
+        y, caches = bound(params, caches, *args)
+        with torch.no_grad():
+            want, _ = _layers(weights, whole, *args)
+        torch.testing.assert_close(y, want)
+        assert all(
+            torch.equal(c.local, m) and c.local.data_ptr() == m.data_ptr() for c, m in zip(caches, mine, strict=True)
+        )
+        for c, w in zip(mine, whole, strict=True):
+            torch.testing.assert_close(c, w)
+    text = f.lower(params, caches, *args).as_text()
+    assert text.count("shardfn_kernels.ragged_attention(") == 3 and "copy" not in text and "clone" not in text, text

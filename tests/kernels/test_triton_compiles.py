@@ -19,6 +19,7 @@ from shardfn.kernels.pointwise import _triton as pointwise
 from shardfn.kernels.penalise import _triton as penalise
 from shardfn.kernels.preconditioned_step import _triton as step
 from shardfn.kernels.quantize import _triton as quantize
+from shardfn.kernels.ragged_attention import _triton as ragged
 from shardfn.kernels.row_linear import _triton as rows
 from shardfn.kernels.row_norm import _triton as norm
 from shardfn.kernels.sign_compress import _triton as compress
@@ -54,6 +55,10 @@ EXACT = len(CASES)
 # The chains of a linear layer, exponentials and norms are fused on purpose.
 CASES += [(rows._chain, f"*fp32 *{x} *fp32 i32 i32 i32 i32 i32", dict(ROWS=16, N=64)) for x in ("fp32", "bf16")]
 CASES += [
+    (ragged._row, f"*fp32 *{x} *i64 *i32 *fp32 *fp32 *fp32 fp32 fp32 i32 i32 i32", dict(K=64, WIDTH=64, N=32))
+    for x in ("fp32", "bf16")
+]
+CASES += [
     (pointwise._gated_silu, "*fp32 *fp32 *fp32 i64", dict(WIDTH=1024)),
     (pointwise._gelu, "*fp32 *fp32 i64", dict(WIDTH=1024)),
     (pointwise._rotate, "*fp32 *fp32 *fp32 *fp32 i64 i64 i64", dict(WIDTH=1024)),
@@ -86,4 +91,4 @@ def test_every_kernel_compiles_for_a_gpu() -> None:
     pytest.importorskip("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
-    assert run.stdout.split() == ["compiled", "35"], run.stderr
+    assert run.stdout.split() == ["compiled", "37"], run.stderr

@@ -180,6 +180,32 @@ def test_a_step_of_two_ranks_has_the_forward_of_one(jit: bool) -> None:
     assert torch.isfinite(again["loss"])
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["graph", "inductor"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_captured_and_compiled_programs_and_remat_have_the_bits_of_eager_code(name: str, backend: str) -> None:
+    config, tokens, mesh = config_of(name), tokens_of(3, 33), sf.make_mesh({"dp": 1})
+    params = params_of(config)
+    want = gpt.apply(config, params, tokens)
+    assert torch.equal(gpt.apply(config, params, tokens, wrap=sf.remat), want)
+    compiled = sf.sharded(sf.jit(functools.partial(gpt.apply, config), backend=backend), mesh=mesh)
+    shards = tree_map(lambda x: sf.collectives.shard(x, sf.P(), mesh), params)
+    assert torch.equal(compiled(shards, tokens), want)
+
+
+@pytest.mark.nightly
+def test_operations_of_a_lowered_step_are_those_of_the_plain_model() -> None:
+    config = config_of("llama", vocab_size=64, d_model=64, d_ff=128)
+    found = []
+    for each in (config, dataclasses.replace(config, exact=False)):
+        step = sf.sharded_step(
+            sf.jit(functools.partial(gpt.loss, each)), sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": 1})
+        )
+        lowered = step.lower(gpt.init(config, sf.key(0)), {"tokens": tokens_of(2, 33) % 64})
+        found.append(lowered.cost_analysis().flops)
+    assert found[1] <= found[0] < 1.5 * found[1]  # attention is computed again for its backward, in whole tiles
+
+
 # Refusals.
 
 
@@ -201,7 +227,7 @@ def test_settings_that_are_not_exact_are_refused(changes: dict[str, Any], said: 
 def test_narrow_parameters_and_documents_are_refused() -> None:
     config = config_of("gpt2")
     params = params_of(config)
-    with pytest.raises(TypeError, match=r"bfloat16"):
+    with pytest.raises(TypeError, match=r"bfloat16: exact layers compute float32; leave out mixed precision"):
         gpt.apply(config, tree_map(torch.Tensor.bfloat16, params), tokens_of(1, 3))
     batch = {"tokens": tokens_of(1, 4), "segment_ids": torch.zeros(1, 4, dtype=torch.int64)}
     with pytest.raises(ValueError, match=r"(?s)attention by Exact\(\):.*Segments"):

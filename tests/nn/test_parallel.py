@@ -343,7 +343,7 @@ def test_a_whole_leaf_is_not_taken_for_a_block(name: str) -> None:
 )
 def test_the_size_of_the_whole_layer_is_required(option: str) -> None:
     mesh = sf.make_mesh({"tp": 2}, device="cpu", abstract=True)
-    with sf.collectives.bind_mesh(mesh), pytest.raises(ValueError, match=f"say {option}=, of the whole layer"):
+    with sf.collectives.bind_mesh(mesh), pytest.raises(ValueError, match=f"pass {option}=, of the whole layer"):
         UNSAID[option](torch.ones(B, T, D))
 
 

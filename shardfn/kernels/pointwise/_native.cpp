@@ -19,7 +19,7 @@ struct Call {
 template <class L>
 INLINE typename L::V by_sigmoid(typename L::V x, typename L::V a) {
     const auto e = exponential<L>(a < 0.0f ? a : -a);
-    return x * (a < 0.0f ? e : all<L>(1.0f)) / (1.0f + e);
+    return x * (a < 0.0f ? e : ALL(1.0f)) / (1.0f + e);
 }
 
 // gate / (1 + e^-gate) * up
@@ -36,7 +36,7 @@ struct Gelu {
     static constexpr int operands = 1;
     template <class L>
     static INLINE typename L::V of(typename L::V x, typename L::V) {
-        const auto factor = L::fused(x * x, all<L>(0.0713548162726009f), all<L>(1.59576912160573f));
+        const auto factor = L::fused(x * x, ALL(0.0713548162726009f), ALL(1.59576912160573f));
         return by_sigmoid<L>(x, x * factor);
     }
 };

@@ -45,7 +45,7 @@ def ragged_attention(
     Each element is one fixed expression of its row of q and of the keys and values that it sees, by their positions
     alone. So its bits depend neither on the tables, the size of blocks, the cut of a sequence into calls, and other
     tokens, nor on threads and the processor. The expression: tiles of 32 positions from position 0 on, without those
-    of which nothing is seen; a softmax carried from tile to tile; sums of fused multiply-adds in a fixed order.
+    that are wholly masked; a softmax carried from tile to tile; sums of fused multiply-adds in a fixed order.
     There is no derivative yet.
 
     Args:

@@ -117,7 +117,8 @@ void write_head(const Call& o, int64_t g) {
 
 // Points to the keys and values at positions from `low` to below `high` of a tile: up to `guesses` those of the table,
 // then those of token i's guesses. The others point at the first one, and are not read for a result.
-void find_keys(const Call& o, const Plan& plan, Scratch& s, int64_t g, int64_t i, int64_t guesses, int64_t tile, int low,
+template <class L>
+INLINE void find_keys(const Call& o, const Plan& plan, Scratch& s, int64_t g, int64_t i, int64_t guesses, int64_t tile, int low,
                int high) {
     const bool staged = !o.wide || o.K % LANES;
     const int32_t* table = o.tables + o.sequences[i] * o.width;
@@ -134,7 +135,9 @@ void find_keys(const Call& o, const Plan& plan, Scratch& s, int64_t g, int64_t i
                 std::memcpy(to, (const float*)o.cache + (part ? value : key), o.K * sizeof(float));
             } else {
                 const uint16_t* from = (const uint16_t*)o.cache + (part ? value : key);
-                for (int64_t at = 0; at < o.K; ++at) {
+                int64_t at = 0;
+                for (; at + L::lanes <= o.K; at += L::lanes) store<L>(to + at, load<L>(from + at));
+                for (; at < o.K; ++at) {
                     const uint32_t bits = (uint32_t)from[at] << 16;
                     std::memcpy(to + at, &bits, 4);
                 }
@@ -174,7 +177,7 @@ INLINE void attend(const Call& o, const Plan& plan, const Group& group, int64_t 
                 if (seen[r].low < seen[r].high) low = std::min(low, seen[r].low), high = std::max(high, seen[r].high);
             if (low >= high) continue;
             const int64_t i = group.first + row / R;
-            find_keys(o, plan, s, g, i, shared ? group.shared : plan.guesses[i], tile, low, high);
+            find_keys<L>(o, plan, s, g, i, shared ? group.shared : plan.guesses[i], tile, low, high);
             add_tile<L>(s, o.how, row, row + together, seen.data(), o.K, o.slopes);
         }
     }

@@ -53,9 +53,9 @@ INLINE typename L::V tanh(typename L::V x) {
     typedef typename L::V V;
     typedef typename L::Int Int;
     const V square = x * x, size = (V)((Int)x & 0x7FFFFFFF);
-    V y = all<L>(-5.70498872745e-3f);
+    V y = ALL(-5.70498872745e-3f);
     for (float term : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f})
-        y = L::fused(y, square, all<L>(term));
+        y = L::fused(y, square, ALL(term));
     const V near = L::fused(y * square, x, x), e = exponential<L>(size * -2.0f), far = (1.0f - e) / (1.0f + e);
     return size < 0.625f ? near : (V)((Int)far | ((Int)x & (int32_t)0x80000000));
 }
@@ -120,7 +120,7 @@ INLINE void products_of_rows(const Scratch& s, const float* q, int64_t width, fl
                 for (int v = 0; v < NV; ++v) right[v] = load<L>(s.turned + k * TILE + base + v * N);
                 UNROLL
                 for (int r = 0; r < R; ++r) {
-                    const V left = all<L>(q[r * s.padded + k]);
+                    const V left = ALL(q[r * s.padded + k]);
                     UNROLL
                     for (int v = 0; v < NV; ++v) sum[r][v] = L::fused(left, right[v], sum[r][v]);
                 }
@@ -150,20 +150,20 @@ INLINE void weigh(Scratch& s, const Scoring& how, int64_t row, Seen seen, bool s
     typedef typename L::Int Int;
     constexpr int N = L::lanes, count = TILE / N;
     float *weights = s.weights + row * TILE, *lanes = s.lanes + row * LANES;
-    V x[count], top = all<L>(NONE);
+    V x[count], top = ALL(NONE);
     Int at;
     for (int i = 0; i < N; ++i) at[i] = i;
     UNROLL
     for (int v = 0; v < count; ++v, at += N) {
         x[v] = load<L>(weights + v * N) * how.scale;
         if (how.cap != 0) x[v] = tanh<L>(x[v]) * how.cap;
-        if (slopes) x[v] = L::fused(all<L>(-s.slope[row]), __builtin_convertvector(seen.distance - at, V), x[v]);
-        x[v] = ((at >= seen.low) & (at < seen.high)) ? x[v] : all<L>(NONE);
+        if (slopes) x[v] = L::fused(ALL(-s.slope[row]), __builtin_convertvector(seen.distance - at, V), x[v]);
+        x[v] = ((at >= seen.low) & (at < seen.high)) ? x[v] : ALL(NONE);
         top = x[v] > top ? x[v] : top;
     }
     const float before = s.most[row], tile = largest<L>(top), most = tile > before ? tile : before;
     const float shift = most == NONE ? 0.0f : most;
-    const float factor = before - most == 0 ? 1.0f : exponential<L>(all<L>(before - shift))[0];
+    const float factor = before - most == 0 ? 1.0f : exponential<L>(ALL(before - shift))[0];
     UNROLL
     for (int v = 0; v < count; ++v) {
         x[v] = exponential<L>(x[v] - shift);
@@ -171,7 +171,7 @@ INLINE void weigh(Scratch& s, const Scoring& how, int64_t row, Seen seen, bool s
     }
     UNROLL
     for (int v = 0; v < count / 2; ++v)
-        store<L>(lanes + v * N, L::fused(load<L>(lanes + v * N), all<L>(factor), x[v] + x[v + count / 2]));
+        store<L>(lanes + v * N, L::fused(load<L>(lanes + v * N), ALL(factor), x[v] + x[v + count / 2]));
     s.most[row] = most;
     s.factor[row] = factor;
 }
@@ -189,7 +189,7 @@ INLINE void add_values(Scratch& s, int64_t row, int64_t column, Seen seen) {
         for (int v = 0; v < NV; ++v) right[v] = load<L>(s.value[n] + column + v * N);
         UNROLL
         for (int r = 0; r < R; ++r) {
-            const V left = all<L>(weights[r * TILE + n]);
+            const V left = ALL(weights[r * TILE + n]);
             UNROLL
             for (int v = 0; v < NV; ++v) sum[r][v] = L::fused(left, right[v], sum[r][v]);
         }
@@ -199,7 +199,7 @@ INLINE void add_values(Scratch& s, int64_t row, int64_t column, Seen seen) {
         UNROLL
         for (int v = 0; v < NV; ++v) {
             float* y = s.sums + (row + r) * s.padded + column + v * N;
-            store<L>(y, L::fused(load<L>(y), all<L>(s.factor[row + r]), sum[r][v]));
+            store<L>(y, L::fused(load<L>(y), ALL(s.factor[row + r]), sum[r][v]));
         }
 }
 

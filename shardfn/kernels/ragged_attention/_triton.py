@@ -1,0 +1,74 @@
+"""Attention of ragged tokens over a paged cache, in Triton: a program for each row of a token.
+
+One tile shape serves all plans. Products and sums are Triton's, so that bits are those of a row on its device, not
+those of a CPU.
+"""
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shardfn.kernels._triton import added, greatest, launch
+
+from ._check import check_plan
+from ._reference import TILE, seen_slots, write
+
+
+def ragged_attention(
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
+    scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
+    tree: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Fp32 [T, H, K]. Writes cache [blocks, block, 2, G, K]."""
+    check_plan(cache, slots, positions, sequences, tables, window, tree)
+    write(k, v, cache, slots)
+    (T, H, K), G = q.shape, k.shape[1]
+    places = seen_slots(cache.shape[1], slots, positions, sequences, tables, window, tree)
+    y, width = q.new_empty(T, H, K), max(16, triton.next_power_of_2(K))
+    given = (None if x is None else x.contiguous() for x in (slopes, sinks))
+    scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
+    args = q.contiguous(), cache, places, positions, *given, y, *scores, places.shape[1], H, G
+    launch(_row, T * H, q.device, *args, K=K, WIDTH=width, N=TILE)
+    return y
+
+
+@triton.jit
+@no_type_check
+def _row(
+    q, cache, places, positions, slopes, sinks, y, scale, cap, end, H, G,
+    K: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One head of one token."""
+    program = tl.program_id(0).to(tl.int64)
+    i, h = program // H, program % H
+    n, d, g = tl.arange(0, N), tl.arange(0, WIDTH), h // (H // G)
+    own = tl.load(q + program * K + d, mask=d < K, other=0.0)
+    top, total = tl.full([1], float("-inf"), tl.float32), tl.full([1], 0.0, tl.float32)
+    if sinks is not None:
+        top = tl.load(sinks + h + tl.arange(0, 1))
+        total = tl.where(top > float("-inf"), 1.0, 0.0)
+    sum = tl.full([WIDTH], 0.0, tl.float32)
+    for begin in range(0, end, N):
+        place = tl.load(places + i * end + begin + n)
+        seen = place >= 0
+        at = ((tl.where(seen, place, 0) * 2 * G + g) * K)[:, None] + d[None, :]
+        mask = seen[:, None] & (d < K)[None, :]
+        key = tl.load(cache + at, mask=mask, other=0.0).to(tl.float32)
+        x = tl.reduce(key * own[None, :], 1, added) * scale
+        if cap != 0:
+            e = tl.exp(-2.0 * tl.abs(x))
+            x = tl.where(x < 0, e - 1.0, 1.0 - e) / (1.0 + e) * cap
+        if slopes is not None:
+            x -= tl.load(slopes + h) * (tl.load(positions + i) - begin - n).to(tl.float32)
+        x = tl.where(seen, x, float("-inf"))
+        most = tl.maximum(top, tl.reduce(x, 0, greatest))
+        shift = tl.where(most == float("-inf"), 0.0, most)
+        weights, before = tl.exp(x - shift), tl.exp(top - shift)
+        value = tl.load(cache + G * K + at, mask=mask, other=0.0).to(tl.float32)
+        total = total * before + tl.reduce(weights, 0, added)
+        sum = sum * before + tl.reduce(value * weights[:, None], 0, added)
+        top = most
+    out = tl.where(total == 0.0, 0.0, sum / tl.where(total == 0.0, 1.0, total))
+    tl.store(y + program * K + d, out, mask=d < K)
