@@ -19,7 +19,7 @@ from tests.inference.test_stories import KINDS, drawn_stories
 def tell(world: int, kind: str, number: int, **more: Any) -> None:
     """Runs stories on all ranks of a world in lockstep; each holds them against its own forward on one device."""
     changes, limits = KINDS[kind]
-    one = model("tp", **changes, **more)
+    one = model("tp", **(changes | more))
     runner = Runner(one.decoder, limits, mesh=make_mesh({"tp": world}))
     for story in drawn_stories(limits, number):
         told, _ = run(story, one, runner, limits)
