@@ -138,7 +138,7 @@ def packed_specs(config: Config, *, tp: Axes = None) -> PyTree:
 
 
 def _tables_of_all(config: Config, params: Params) -> Params:
-    """The rotations of all positions: computed once, as they are much work for one token."""
+    """The rotations of all positions: computed once, being much work for one token."""
     if config.position != "rope":
         return {}
     embed = params["embed"]
