@@ -40,8 +40,8 @@ def hf_decoder(model: Any, *, exact: bool | None = None, tokenizer: Any = None) 
     layer passes. All other code is the model's own. One rank runs it: there is no tensor parallelism.
 
     Args:
-        model: a `...ForCausalLM` with its weights, in eval mode. It is not changed. Its code and its buffers run, so
-            leave it unchanged while engines do. Its own weights stay in memory beside the packed ones.
+        model: a `...ForCausalLM` with its weights, in eval mode. It is not changed. Its code and its buffers run, so do
+            not change it while engines do. Its own weights stay in memory beside the packed ones.
         exact: True computes each token's logits with the same bits in all company, and is an error where a probe finds
             that it does not; False leaves the model's own linear layers and activations; None is exact where possible.
         tokenizer: the tokenizer of the prompts, to check that the model has its tokens.
