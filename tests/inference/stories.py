@@ -154,7 +154,7 @@ def check(story: Story, told: dict[tuple[str, int], Told], model: Model) -> int:
             assert [t.position for t in scored] == list(range(1, len(a.prompt)))
         for t in [*scored, *drawn]:
             logits = model.full(t.version, tuple(sequence[: len(sequence) - 1] or sequence))[t.position - 1]
-            target = t.token if t.position < len(a.prompt) else -1
+            target = -1 if t.token is None or t.position >= len(a.prompt) else t.token
             token, logprob = draw_alone(logits, a.sampling, draw_key(a.sampling.seed, choice), t.position, target)
             assert (token, logprob) == (t.token, t.logprob), (name, choice, t, token, logprob)
             checked += 1

@@ -42,7 +42,7 @@ def test_choices_are_a_list_each_with_draws_of_its_own() -> None:
 @pytest.mark.parametrize("kind", ["repetition", "presence", "frequency"])
 def test_penalties_change_draws_and_not_log_probabilities(kind: str) -> None:
     one = model(tie_embeddings=True)
-    strong = {f"{kind}_penalty": 5.0 if kind == "repetition" else 2.0}
+    strong: dict[str, Any] = {f"{kind}_penalty": 5.0 if kind == "repetition" else 2.0}
     [penalised, plain] = engine().generate(
         [[1, 2, 3], [1, 2, 3]],
         [Sampling(max_tokens=8, temperature=0.0, **strong), Sampling(max_tokens=8, temperature=0.0)],

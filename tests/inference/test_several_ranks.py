@@ -76,7 +76,7 @@ def _die_in_the_middle(out: pathlib.Path) -> None:
     changes, limits = KINDS["gpt2"]
     one, mesh = model("tp", **changes), make_mesh({"tp": 2})
     engine = Engine(one.decoder, one.params[0], mesh=mesh, limits=limits)
-    told = 0
+    told, start = 0, time.monotonic()
     try:
         for token in engine.stream([1, 2, 3], Sampling(max_tokens=20)):
             told += token.token is not None
