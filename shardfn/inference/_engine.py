@@ -228,15 +228,20 @@ class Engine:
     def stream(self, prompt: Sequence[int], sampling: Sampling | None = None, **more: Any) -> Iterator[Token]:
         """Adds a request and yields its tokens; the engine steps meanwhile, for all requests.
 
-        Tokens of other requests are dropped: drive `step` by hand to serve several streams.
+        Tokens of other requests are dropped: drive `step` by hand to serve several streams. Closing the iterator
+        cancels the request.
         """
         name = self.add(prompt, sampling, **more)
         left = (sampling or Sampling()).n
-        while left:
-            for token in self.step():
-                if token.name == name:
-                    left -= token.finish is not None
-                    yield token
+        try:
+            while left:
+                for token in self.step():
+                    if token.name == name:
+                        left -= token.finish is not None
+                        yield token
+        finally:
+            if left:
+                self.cancel(name)
 
     def generate(
         self, prompts: Iterable[Sequence[int]], sampling: Sampling | Sequence[Sampling] | None = None

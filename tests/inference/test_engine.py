@@ -32,6 +32,15 @@ def test_a_stream_yields_the_tokens_of_generate() -> None:
     assert [t.finish for t in told] == [None] * 4 + ["length"]
 
 
+def test_a_stream_that_is_closed_cancels_its_request() -> None:
+    one = engine()
+    stream = one.stream([1, 2, 0], GREEDY)
+    next(stream)
+    stream.close()
+    told = one.step()
+    assert told[-1].finish == "cancelled" and one.idle and one.counts()["held"] == 0
+
+
 def test_choices_are_a_list_each_with_draws_of_its_own() -> None:
     [choices] = engine().generate([[1, 2]], Sampling(max_tokens=8, n=3, seed=1))
     assert len({tuple(c.tokens) for c in choices}) > 1
