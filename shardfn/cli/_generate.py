@@ -51,7 +51,7 @@ def generate(job: GenerateJob) -> int:
     """Loads the model, prints the plan to stderr, and the completions to stdout.
 
     Returns:
-        The exit status: 2 if the model or a prompt is refused, 1 if a file is damaged, 130 after Ctrl-C.
+        The exit status: 2 if the model or a prompt is refused, 1 if a file is damaged or logits are not finite, 130 after Ctrl-C.
     """
     try:
         try:
@@ -62,6 +62,10 @@ def generate(job: GenerateJob) -> int:
             return 1 if isinstance(error, DamagedError) else 2
         _run(ready)
         return 0
+    except FloatingPointError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"shardfn generate: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130  # as a program that the signal ends
@@ -185,6 +189,8 @@ def _stream(ready: Ready) -> int:
     [prompt] = ready.prompts
     growing, writes, drawn = Growing(ready.text.decode, prompt.ids), ready.engine.mesh.rank == 0, 0
     for token in ready.engine.stream(prompt.ids, prompt.sampling):
+        if token.finish == "error":
+            raise FloatingPointError(f"prompt 1: logits are not finite after {drawn} tokens")
         if token.token is not None:
             drawn += 1
             if token.finish != "stop" and writes:
@@ -199,11 +205,14 @@ def _all(ready: Ready) -> int:
     prompts = ready.prompts
     made = ready.engine.generate([p.ids for p in prompts], [p.sampling for p in prompts])
     each = [[found] if isinstance(found, Completion) else found for found in made]
+    broken = [i + 1 for i, choices in enumerate(each) if any(choice.finish == "error" for choice in choices)]
     if ready.engine.mesh.rank == 0:
         for i, (prompt, choices) in enumerate(zip(prompts, each, strict=True)):
             for k, choice in enumerate(choices):
                 title = f"--- prompt {i + 1} of {len(prompts)}, choice {k + 1} of {len(choices)} ---\n"
                 print(_line(ready, prompt, k, choice) if ready.job.json else title + _text(ready, prompt, choice))
+    if broken:
+        raise FloatingPointError(f"prompts {broken}: logits are not finite")
     return sum(len(choice.tokens) for choices in each for choice in choices)
 
 

@@ -68,7 +68,7 @@ def decoder(config: gpt.Config, *, tp: str | None = None) -> Decoder:
         cache=CacheLayout(config.num_layers, config.kv_heads, config.head_dim, tp),
         specs=gpt.specs(config, tp=tp),
         logits=logits,
-        pack=lambda params: gpt.pack(config, params),
+        pack=lambda params: gpt.pack(config, params, axis=tp),
         packed=gpt.packed_specs(config, tp=tp),
         exact=config.exact,
     )

@@ -5,59 +5,21 @@ of each token are bit for bit those of one forward of its sequence alone.
 """
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardfn.core import Mesh, PyTree
 
 from ._agree import compare
 from ._decoder import Decoder
-from ._events import Add, Cancel, Clock, Event, Weights
+from ._events import Add, Cancel, Clock, Drain, Event, Weights
 from ._limits import Limits
 from ._requests import Request, Sampling, check_request
+from ._results import Completion, Token, append
 from ._runner import MemoryPlan, Runner, limits_of
 from ._schedule import Output, advance
 from ._state import State, start
-
-
-class Token(NamedTuple):
-    """A token of a request, or its end, or both.
-
-    Attributes:
-        name: of the request.
-        choice: of the request.
-        position: of the token in its sequence; below the prompt's length if it is a scored one.
-        token: its id; None for an end without a token.
-        logprob: under the softmax of the raw logits; None without a token.
-        version: of the weights that computed it.
-        finish: "stop", "length", "cancelled", "deadline", "error" or "refused" with the last token of a choice.
-    """
-
-    name: str
-    choice: int
-    position: int
-    token: int | None
-    logprob: float | None
-    version: int
-    finish: str | None
-
-
-class Completion(NamedTuple):
-    """One choice of a request.
-
-    Attributes:
-        tokens: drawn after the prompt.
-        logprobs: of these tokens, under the softmax of the raw logits.
-        finish: "stop", "length", "cancelled", "deadline", "error" or "refused".
-        versions: of the weights that computed each token.
-        prompt_logprobs: of the prompt's tokens but the first; empty unless the request wants them.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    finish: str | None
-    versions: list[int]
-    prompt_logprobs: list[float]
 
 
 class Engine:
@@ -95,7 +57,7 @@ class Engine:
     ) -> None:
         self.limits = limits_of(decoder) if limits is None else limits
         self.runner = Runner(decoder, self.limits, mesh=mesh) if runner is None else runner
-        self.runner.check_limits(self.limits)
+        self.runner.check(decoder, self.limits, mesh)
         self.mesh = self.runner.mesh
         self._weights: dict[int, PyTree] = {0: self.runner.packed(params)}
         self._cache = self.runner.empty_cache()
@@ -105,13 +67,16 @@ class Engine:
         self._drawn: list[int] = []
         self._logprobs: list[float] = []
         self._names = itertools.count()
+        # Tokens that no call has returned yet: of requests of `stream` and `generate`, and of all others.
+        self._awaited: dict[str, list[Token]] = {}
+        self._others: list[Token] = []
         self._newest = self._rows = self._run_rows = 0
         self._failed: BaseException | None = None
 
     @property
     def idle(self) -> bool:
         """Whether no request is in progress."""
-        return self._state.idle and not self._events
+        return self._state.idle and not self._events and not self._others
 
     @property
     def weights(self) -> PyTree:
@@ -133,13 +98,18 @@ class Engine:
         return self._state.counts()
 
     def memory(self) -> MemoryPlan:
-        """The bytes that this rank needs, as planned from the graph of the largest bucket."""
+        """The bytes that this rank needs, as planned from the graph of the largest bucket, without penalties."""
         return self.runner.memory(self.weights, self._cache)
 
-    def warm_up(self) -> None:
-        """Captures the graphs of all buckets, so that no later step does."""
+    def warm_up(self, *, penalties: bool = False) -> None:
+        """Captures the graphs of all buckets, so that no later step does.
+
+        Args:
+            penalties: also those of steps in which a request has penalties; without them the first such step is slow.
+        """
         for bucket in self.limits.buckets:
-            self.runner.bind(bucket, self.weights, self._cache)
+            for also in (False, True)[: 1 + penalties]:
+                self.runner.bind(bucket, self.weights, self._cache, penalties=also)
 
     def add(
         self, prompt: Sequence[int], sampling: Sampling | None = None, *, name: str | None = None, **more: Any
@@ -150,19 +120,21 @@ class Engine:
             prompt: token ids.
             sampling: how its tokens are drawn; default `Sampling()`.
             name: of the request; default one of the engine's.
-            **more: fields of `Request`, such as `priority`.
+            **more: `priority`, `deadline` or `salt`, as of a `Request`.
 
         Returns:
             The name.
 
         Raises:
+            TypeError: a prompt is no sequence of integers, or another argument is of a wrong type.
             ValueError: a value is out of range, the request can never fit, or another of this name is in progress.
         """
-        request = Request(tuple(prompt), sampling or Sampling(), **more)
-        check_request(request, self.limits)
+        request = self._request(prompt, sampling, **more)
         if name is None:
-            name = f"request-{next(self._names)}"
-        if name in self._state.names or name in self._adding:
+            name = next(name for i in self._names if not self._known(name := f"request-{i}"))
+        elif not isinstance(name, str):
+            raise TypeError(f"name is a {type(name).__name__}; it must be a str.")
+        if self._known(name):
             raise ValueError(f"a request named {name!r} is in progress; give the new one another name.")
         self._events.append(Add(self._next, name, request))
         self._adding[name] = None
@@ -170,11 +142,19 @@ class Engine:
 
     def cancel(self, name: str) -> None:
         """Ends a request as "cancelled"; the name of one that has ended is passed over."""
+        if not isinstance(name, str):
+            raise TypeError(f"name is a {type(name).__name__}; it must be a str.")
         self._events.append(Cancel(self._next, name))
 
     def tick(self, time: int) -> None:
         """Gives the clock's reading, in milliseconds, against which deadlines are held; equal on all ranks."""
+        if type(time) is not int or not 0 <= time < 1 << 63:
+            raise ValueError(f"time is {time!r}; it must be an integer from 0 to {(1 << 63) - 1}, in milliseconds.")
         self._events.append(Clock(self._next, time))
+
+    def drain(self) -> None:
+        """Ends requests that are added from here on as "refused"; those in progress go on."""
+        self._events.append(Drain(self._next))
 
     def update_weights(self, params: PyTree, *, recompute: bool = True) -> int:
         """Changes the weights. No block of the cache that older ones computed is used again.
@@ -191,6 +171,8 @@ class Engine:
             ValueError: the parameters are of another model; lists the leaves.
         """
         packed = self.runner.packed(params, like=self.weights)
+        # Versions that have waited until now never run.
+        self._weights = {v: w for v, w in self._weights.items() if v == self._state.version}
         self._newest += 1
         self._weights[self._newest] = packed
         self._events.append(Weights(self._next, self._newest, recompute))
@@ -199,54 +181,31 @@ class Engine:
     def step(self) -> list[Token]:
         """Takes what has happened since the last step, and runs the next one; returns the tokens of the last one.
 
+        Tokens of requests that `stream` or `generate` has begun are returned there alone, and all others here alone.
+
         Raises:
             RankError: ranks hold different states; names the first field that differs.
             RuntimeError: an earlier step failed. The cache is lost then: make another engine.
         """
-        if self._failed is not None:
-            raise RuntimeError("a step of this engine failed before; make another engine.") from self._failed
-        try:
-            return self._advance()
-        except BaseException as error:
-            self._failed = error
-            raise
-
-    def _advance(self) -> list[Token]:
-        events, self._events, self._adding = self._events, [], {}
-        self._state, plan, outputs = advance(self._state, events, self._drawn)
-        found = [self._token(output) for output in outputs]
-        self._drawn, self._logprobs = [], []
-        for version in [v for v in self._weights if v < self._state.version]:
-            del self._weights[version]
-        compare(self._state, self.mesh)
-        if plan is not None:
-            self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
-            weights = self._weights[plan.version]
-            self._drawn, self._logprobs, self._cache = self.runner.run(weights, self._cache, plan)
+        self._advance()
+        found, self._others = self._others, []
         return found
 
     def stream(self, prompt: Sequence[int], sampling: Sampling | None = None, **more: Any) -> Iterator[Token]:
         """Adds a request and yields its tokens; the engine steps meanwhile, for all requests.
 
-        Tokens of other requests are dropped: drive `step` by hand to serve several streams. Closing the iterator
-        cancels the request.
+        Several streams may be read in turns. Closing the iterator cancels the request: on all ranks, as every call.
+
+        Raises:
+            ValueError: as `add`.
         """
-        name = self.add(prompt, sampling, **more)
-        left = (sampling or Sampling()).n
-        try:
-            while left:
-                for token in self.step():
-                    if token.name == name:
-                        left -= token.finish is not None
-                        yield token
-        finally:
-            if left:
-                self.cancel(name)
+        name = self._await(self.add(prompt, sampling, **more))
+        return self._stream(name, (sampling or Sampling()).n)
 
     def generate(
         self, prompts: Iterable[Sequence[int]], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[Any]:
-        """Completes prompts.
+        """Completes prompts. Requests that are in progress go on beside them.
 
         Args:
             prompts: token ids of each.
@@ -256,32 +215,97 @@ class Engine:
             For each prompt a `Completion`; for requests of n > 1 choices a list of n.
 
         Raises:
+            TypeError: as `add`.
             ValueError: a request is out of range, or can never fit; none was begun then.
         """
-        prompts = [tuple(prompt) for prompt in prompts]
-        each = (
-            [sampling or Sampling()] * len(prompts)
-            if sampling is None or isinstance(sampling, Sampling)
-            else list(sampling)
-        )
+        prompts, one = list(prompts), sampling is None or isinstance(sampling, Sampling)
+        each: list[Any] = [sampling or Sampling()] * len(prompts) if one else list(sampling)  # pyright: ignore
         if len(each) != len(prompts):
             raise ValueError(
                 f"generate: {len(prompts)} prompts and {len(each)} samplings; give one for all, or one each."
             )
-        for prompt, how in zip(prompts, each, strict=True):
-            check_request(Request(prompt, how), self.limits)
-        names = [self.add(prompt, how) for prompt, how in zip(prompts, each, strict=True)]
-        made = {
-            name: [Completion([], [], None, [], []) for _ in range(how.n)]
-            for name, how in zip(names, each, strict=True)
-        }
-        lengths = dict(zip(names, map(len, prompts), strict=True))
-        left = sum(how.n for how in each)
-        while left:
-            for token in self.step():
-                if token.name in made:
-                    left -= _append(made[token.name], token, lengths[token.name])
-        return [made[name][0] if how.n == 1 else made[name] for name, how in zip(names, each, strict=True)]
+        requests = [self._request(prompt, how) for prompt, how in zip(prompts, each, strict=True)]
+        names = [self._await(self.add(request.prompt, request.sampling)) for request in requests]
+        try:
+            made = [self._completions(name, request) for name, request in zip(names, requests, strict=True)]
+        except BaseException:
+            for name in names:
+                self._forget(name)
+            raise
+        return [found[0] if len(found) == 1 else found for found in made]
+
+    # Requests whose tokens a call waits for.
+
+    def _await(self, name: str) -> str:
+        self._awaited[name] = []
+        return name
+
+    def _forget(self, name: str) -> None:
+        """Ends a request that nothing waits for any more."""
+        if self._awaited.pop(name, None) is not None and self._known(name):
+            self.cancel(name)
+
+    def _stream(self, name: str, left: int) -> Iterator[Token]:
+        try:
+            while left:
+                while not self._awaited[name]:
+                    self._advance()
+                due, self._awaited[name] = self._awaited[name], []
+                for token in due:
+                    left -= token.finish is not None
+                    yield token
+        finally:
+            self._forget(name)
+
+    def _completions(self, name: str, request: Request) -> list[Completion]:
+        made = [Completion([], [], None, [], []) for _ in range(request.sampling.n)]
+        for token in self._stream(name, len(made)):
+            append(made, token, len(request.prompt))
+        return made
+
+    # One step.
+
+    def _advance(self) -> None:
+        if self._failed is not None:
+            raise RuntimeError("a step of this engine failed before; make another engine.") from self._failed
+        try:
+            found = self._run()
+        except BaseException as error:
+            self._failed = error
+            raise
+        for token in found:
+            self._awaited.get(token.name, self._others).append(token)
+
+    def _run(self) -> list[Token]:
+        events, self._events, self._adding = self._events, [], {}
+        self._state, plan, outputs = advance(self._state, events, self._drawn)
+        found = [self._token(output) for output in outputs]
+        self._drawn, self._logprobs = [], []
+        self._weights = {v: w for v, w in self._weights.items() if v >= self._state.version}
+        compare(self._state, self.mesh)
+        if plan is not None:
+            self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
+            weights = self._weights[plan.version]
+            self._drawn, self._logprobs, self._cache = self.runner.run(weights, self._cache, plan)
+        return found
+
+    def _request(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> Request:
+        """A request that passes admission."""
+        unknown = set(more) - {"priority", "deadline", "salt"}
+        if unknown:
+            raise TypeError(f"add: {', '.join(sorted(unknown))}: a request has priority, deadline and salt.")
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling is a {type(sampling).__name__}; pass a Sampling.")
+        try:
+            tokens = tuple(map(operator.index, prompt))
+        except TypeError as error:
+            raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a sequence of integers.") from error
+        request = Request(tokens, sampling or Sampling(), **more)
+        check_request(request, self.limits)
+        return request
+
+    def _known(self, name: str) -> bool:
+        return name in self._state.names or name in self._adding or name in self._awaited
 
     @property
     def _next(self) -> int:
@@ -290,18 +314,3 @@ class Engine:
     def _token(self, out: Output) -> Token:
         logprob = None if out.row is None else self._logprobs[out.row]
         return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish)
-
-
-def _append(made: list[Completion], token: Token, prompt: int) -> bool:
-    """Adds a token to its choice; returns whether the choice ends."""
-    one = made[token.choice]
-    if token.token is not None and token.logprob is not None:
-        if token.position < prompt:
-            one.prompt_logprobs.append(token.logprob)
-        else:
-            one.tokens.append(token.token)
-            one.logprobs.append(token.logprob)
-            one.versions.append(token.version)
-    if token.finish is not None:
-        made[token.choice] = one._replace(finish=token.finish)
-    return token.finish is not None

@@ -44,8 +44,13 @@ class Limits:
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}.")
         sizes = self.buckets
-        if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
-            raise ValueError(f"buckets are {sizes}; they must be positive and ascend.")
+        if (
+            not sizes
+            or any(type(size) is not int for size in sizes)
+            or sizes[0] < 1
+            or any(a >= b for a, b in pairwise(sizes))
+        ):
+            raise ValueError(f"buckets are {sizes}; they must be positive integers and ascend.")
         if self.running >= sizes[-1]:
             raise ValueError(
                 f"running is {self.running}, but the largest bucket has {sizes[-1]} rows: one more than `running` at"

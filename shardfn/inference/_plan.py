@@ -140,15 +140,17 @@ def _histories(rows: Seq[tuple[Sequence, int]], num: int, context: int) -> tuple
     return histories, prompts
 
 
-def padding(bucket: int, limits: Limits) -> Plan:
-    """A plan of a bucket that has no tokens: it writes to block 0 alone."""
+def padding(bucket: int, limits: Limits, *, penalties: bool = False) -> Plan:
+    """A plan of a bucket that has no tokens: it writes to block 0 alone. With `penalties` it has histories, too."""
     most = min(bucket, limits.running)
     zeros = [array("i", [0] * n) for n in (bucket, bucket, bucket, (most + 1) * limits.width, most, most)]
     tokens, positions, slots, tables, rows, places = zeros
     lengths, sequences, targets = array("i", [1] * (most + 1)), array("i", [most] * bucket), array("i", [-1] * most)
     keys = array("Q", [0] * most)
+    past = (array("i", [-1]) * (most * limits.context), array("i", [0] * most)) if penalties else (None, None)
     return Plan(
-        *(0, 0, bucket, 0, 0, tokens, positions, sequences, slots, tables, lengths, rows, keys, places, targets, ())
+        *(0, 0, bucket, 0, 0, tokens, positions, sequences, slots, tables, lengths, rows, keys, places, targets, ()),
+        *past,
     )
 
 

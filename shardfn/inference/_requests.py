@@ -20,7 +20,7 @@ class Sampling:
         presence_penalty: subtracted from logits of tokens drawn before.
         frequency_penalty: subtracted from logits once for each time that a token was drawn before.
         repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
-        seed: equal seeds draw equal tokens. An unseeded request receives one before it becomes an event.
+        seed: equal seeds draw equal tokens: give several requests of one prompt different ones, or ask for n choices.
         n: choices, each drawn with a key of its own; they share the blocks of their prompt.
         stop_tokens: drawing one of them ends a choice, for the reason "stop".
         prompt_logprobs: also wants the log probability of each token of the prompt. Its positions are then computed,
@@ -107,7 +107,7 @@ RANGES = {
     "min_p": _Range(0, 1),
     "presence_penalty": _Range(-2, 2),
     "frequency_penalty": _Range(-2, 2),
-    "repetition_penalty": _Range(0, 100, above=True),
+    "repetition_penalty": _Range(0.01, 100),
     "seed": _Range(0, 2**64 - 1, integer=True),
     "n": _Range(1, 128, integer=True),
     "priority": _Range(-100, 100, integer=True),

@@ -40,14 +40,18 @@ def limits_of(decoder: Decoder, *, context: int | None = None, cache_bytes: int 
         9
     """
     context = decoder.context if context is None else context
+    if "blocks" in sizes:
+        raise ValueError("limits_of: blocks follow from cache_bytes; pass that, or make Limits(...) of your own.")
     one = Limits(vocab=decoder.vocab, context=context, blocks=2, **sizes)
-    held = cache_bytes // decoder.cache.num_bytes(one) * 2
-    blocks = min(held, one.running * one.width + 1)
-    if blocks < 1 + one.width:
+    raise_all(ValueError, "limits_of:", _misfits(decoder, one))
+    each = decoder.cache.num_bytes(one) // 2
+    held, least = cache_bytes // each, 1 + one.width
+    if held < least:
         raise ValueError(
             f"cache_bytes={cache_bytes} holds {max(held - 1, 0) * one.block} tokens, fewer than context={context};"
-            " raise it or take a shorter context."
+            f" give {least * each} bytes or more, or take a shorter context."
         )
+    blocks = min(held, one.running * one.width + 1)
     return Limits(vocab=decoder.vocab, context=context, blocks=blocks, **sizes)
 
 
@@ -55,7 +59,8 @@ class MemoryPlan(NamedTuple):
     """The bytes of an engine on one rank.
 
     Attributes:
-        weights: in their served form; two versions are held while `update_weights(recompute=False)` waits.
+        weights: in their served form, one version. From `update_weights` on two are held, until the next step has
+            changed to the new one; with `recompute=False`, until the requests that have begun are done.
         cache: keys and values.
         step: all else that is alive at the peak of the largest step.
     """
@@ -102,12 +107,15 @@ class Runner:
         )
         self._bound: dict[tuple[int, bool], BoundCall] = {}  # by bucket, and whether rows have penalties
 
-    def check_limits(self, limits: Limits) -> None:
-        """Refuses limits of other graphs.
+    def check(self, decoder: Decoder, limits: Limits, mesh: Mesh | None) -> None:
+        """Refuses the model, limits or mesh of other graphs.
 
         Raises:
-            ValueError: they differ in more than `age`, or in fewer blocks.
+            ValueError: the decoder or the mesh is another one, or limits differ in more than `age`, or fewer blocks.
         """
+        if decoder is not self._decoder or (mesh is not None and mesh is not self.mesh):
+            other = "decoder" if decoder is not self._decoder else "mesh"
+            raise ValueError(f"engine: the runner is of another {other}; pass the one that it was made with.")
         if limits.blocks > self._limits.blocks or replace(limits, blocks=2, age=0) != replace(
             self._limits, blocks=2, age=0
         ):
@@ -133,10 +141,12 @@ class Runner:
         """A cache without content."""
         return self._decoder.cache.init(self._limits, self.mesh)
 
-    def bind(self, bucket: int, weights: PyTree, cache: Cache, step: Step | None = None) -> BoundCall:
+    def bind(
+        self, bucket: int, weights: PyTree, cache: Cache, step: Step | None = None, *, penalties: bool = False
+    ) -> BoundCall:
         """The graph of a bucket, captured when it is first asked for. Collective then."""
         if step is None:
-            step = tensors(padding(bucket, self._limits), self._limits, self.mesh.device)
+            step = tensors(padding(bucket, self._limits, penalties=penalties), self._limits, self.mesh.device)
         key = bucket, step.penalties is not None
         if key not in self._bound:
             # Engines compare their states before each step, so calls need no check of their own.
@@ -171,13 +181,7 @@ class Runner:
 
 def _check(decoder: Decoder, limits: Limits, mesh: Mesh) -> None:
     ranks, heads = mesh.axis_size(decoder.cache.axis), decoder.cache.heads
-    problems = []
-    if limits.vocab != decoder.vocab:
-        problems.append(f"limits.vocab is {limits.vocab}, and the model has {decoder.vocab} tokens")
-    if limits.context > decoder.context:
-        problems.append(f"limits.context is {limits.context}, and the model's longest sequence has {decoder.context}")
-    if limits.cache_dtype not in DTYPES:
-        problems.append(f"limits.cache_dtype is {limits.cache_dtype!r}; it must be one of {', '.join(DTYPES)}")
+    problems = _misfits(decoder, limits)
     if heads % ranks:
         problems.append(f"{ranks} ranks of {decoder.cache.axis!r} do not divide the {heads} key heads of the model")
     if ranks != mesh.size and decoder.cache.axis is None:
@@ -190,6 +194,17 @@ def _check(decoder: Decoder, limits: Limits, mesh: Mesh) -> None:
             f"the mesh {dict(mesh.shape)} has axes beside {decoder.cache.axis!r}; an engine's has no others"
         )
     raise_all(ValueError, "engine:", problems)
+
+
+def _misfits(decoder: Decoder, limits: Limits) -> list[str]:
+    problems = []
+    if limits.vocab != decoder.vocab:
+        problems.append(f"limits.vocab is {limits.vocab}, and the model has {decoder.vocab} tokens")
+    if limits.context > decoder.context:
+        problems.append(f"limits.context is {limits.context}, and the model's longest sequence has {decoder.context}")
+    if limits.cache_dtype not in DTYPES:
+        problems.append(f"limits.cache_dtype is {limits.cache_dtype!r}; it must be one of {', '.join(DTYPES)}")
+    return problems
 
 
 def _check_alike(old: PyTree, new: PyTree) -> None:

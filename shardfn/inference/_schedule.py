@@ -85,6 +85,7 @@ def advance(state: State, events: Seq[Event] = (), drawn: Seq[int] = ()) -> tupl
     _settle(state, drawn, {event.name for event in events if isinstance(event, Cancel)}, outputs)
     for event in events:
         _take(state, event, outputs)
+    _finish(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
     if state.pending is not None and not any(s.begun for s in state.sequences.values()):
         _renew(state, state.pending)
     chunks = [(sequence, count, wanted(sequence, count)) for sequence, count in arrange(state)]
@@ -182,7 +183,6 @@ def _take(state: State, event: Event, outputs: list[Output]) -> None:
             _finish(state, [state.sequences[s] for s in state.names.get(name, [])], "cancelled", outputs)
         case Clock(_, time):
             state.time = max(state.time, time)
-            _finish(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
         case Weights(_, version, recompute):
             state.pending = version
             if recompute:

@@ -18,7 +18,7 @@ from shardfn.kernels import pack_rows, rotate
 
 from ._gpt_block import Along, block, norm, position_tables
 from ._gpt_config import Config
-from ._gpt_leaves import Params, block_shapes, specs
+from ._gpt_leaves import Params, block_shapes, check_leaves, specs
 
 
 def decode(
@@ -104,7 +104,7 @@ class _Rotating(nn.Local):
         return rotate(x_1THK[0], self.cos_TK, self.sin_TK)[None]
 
 
-def pack(config: Config, params: Params) -> Params:
+def pack(config: Config, params: Params, *, axis: Axes = None) -> Params:
     """Parameters as `decode` takes them: layers apart, with the weights of exact layers as `row_linear` reads them.
 
     A function of each rank's blocks; `specs(config, tp=axis)` of unstacked blocks are the specs of the result, too.
@@ -112,6 +112,10 @@ def pack(config: Config, params: Params) -> Params:
     Args:
         config: the shape.
         params: as from `init`, or this rank's blocks of them.
+        axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
+
+    Raises:
+        ValueError: leaves are missing, unknown, or of another model; lists all.
 
     Example:
         >>> import shardfn.core as core
@@ -120,6 +124,7 @@ def pack(config: Config, params: Params) -> Params:
         >>> pack(config, init(config, core.key(0)))["blocks"][0]["wq"].shape
         torch.Size([1, 32, 64])
     """
+    check_leaves(config, params, axis)
     blocks = params["blocks"]
     if config.stacked:
         blocks = [{name: x[i] for name, x in blocks.items()} for i in range(config.num_layers)]

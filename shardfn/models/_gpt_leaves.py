@@ -94,9 +94,7 @@ def check_blocks(config: Config, params: Params, axis: Axes) -> None:
     Raises:
         ValueError: lists every leaf that is another block, by path.
     """
-    sizes = block_shapes(config, axis)
-    if config.stacked:
-        sizes = _stack_blocks(sizes, lambda same: BlockShape((config.num_layers, *same[0].shape)))
+    sizes = _own_shapes(config, axis)
     if tree_structure(sizes) != tree_structure(params):
         return  # the layers' errors name missing leaves
     named: list[Any] = list(zip(tree_paths(sizes, "params"), tree_leaves(params), tree_leaves(sizes), strict=True))
@@ -106,6 +104,32 @@ def check_blocks(config: Config, params: Params, axis: Axes) -> None:
         if tuple(x.shape) != block.shape
     ]
     raise_all(ValueError, f"gpt with axis={axis!r} over {axis_size(axis)} ranks:", problems)
+
+
+def check_leaves(config: Config, params: Params, axis: Axes) -> None:
+    """Compares parameters, as this rank's blocks under `specs(config, tp=axis)`, with those of the config.
+
+    Raises:
+        ValueError: lists every leaf that is missing, unknown, or of another shape, by path.
+    """
+    sizes = _own_shapes(config, axis)
+    want: dict[str, Any] = dict(zip(tree_paths(sizes, "params"), tree_leaves(sizes), strict=True))
+    have: dict[str, Any] = dict(zip(tree_paths(params, "params"), tree_leaves(params), strict=True))
+    problems = [f"{path} is missing" for path in want if path not in have]
+    problems += [f"{path} is unknown to the model" for path in have if path not in want]
+    problems += [
+        f"{path} is {tuple(x.shape)}, and the model's is {want[path].shape}"
+        for path, x in have.items()
+        if path in want and tuple(x.shape) != want[path].shape
+    ]
+    raise_all(ValueError, "gpt: these are the parameters of another model:", problems)
+
+
+def _own_shapes(config: Config, axis: Axes) -> PyTree:
+    sizes = block_shapes(config, axis)
+    if not config.stacked:
+        return sizes
+    return _stack_blocks(sizes, lambda same: BlockShape((config.num_layers, *same[0].shape)))
 
 
 def block_shapes(config: Config, axis: Axes) -> PyTree:

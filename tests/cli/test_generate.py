@@ -3,6 +3,7 @@
 import fcntl
 import io
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -20,6 +21,7 @@ from shardfn import core, data, interop
 from shardfn.checkpoint import save
 from shardfn.cli import main
 from shardfn.cli._generate_text import Growing, continuation, text_of_transformers
+from shardfn.inference import Runner
 from shardfn.models import gpt
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -149,6 +151,22 @@ def test_one_completion_is_printed_as_text(run: pathlib.Path, capsys: pytest.Cap
     assert f"{gpt.num_params(CONFIG):,} parameters, float32, exact\n" in out.err
     assert "MiB a rank: weights" in out.err and "13 tokens in" in out.err  # up to the context of 16
     assert out.out.endswith("\n") and len(out.out) > 1
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_logits_that_are_not_finite_are_an_error(
+    run: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    packed = Runner.packed
+
+    def broken(self: Runner, *args: Any, **kwargs: Any) -> Any:
+        weights = packed(self, *args, **kwargs)
+        weights["norm_w"].local.fill_(math.nan)
+        return weights
+
+    monkeypatch.setattr(Runner, "packed", broken)
+    assert main(["generate", str(run), "a", "--max-tokens", "4", *more]) == 1
+    assert "logits are not finite" in capsys.readouterr().err
 
 
 def test_bfloat16_is_not_exact(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ SAMPLING: list[tuple[str, Any, str]] = [
     ("max_tokens", 1.0, "max_tokens is 1.0"),
     ("presence_penalty", 3, "presence_penalty is 3; it must be a number from -2 to 2"),
     ("frequency_penalty", math.nan, "frequency_penalty is nan"),
-    ("repetition_penalty", 0, "repetition_penalty is 0; it must be a number above 0"),
+    ("repetition_penalty", 0, "repetition_penalty is 0; it must be a number from 0.01 to 100"),
     ("seed", -1, "seed is -1; it must be an integer from 0"),
     ("seed", 2**64, "seed is 18446744073709551616"),
     ("stop_tokens", (10,), r"stop_tokens\[0\] is 10; it must be an integer from 0 to 9"),
@@ -92,7 +92,7 @@ def test_any_value_is_refused_or_served(field: str, value: object) -> None:
     [
         ({"blocks": 1}, "blocks is 1; it must be an integer of at least 2"),
         ({"buckets": ()}, "buckets are"),
-        ({"buckets": (4, 4)}, r"buckets are \(4, 4\); they must be positive and ascend"),
+        ({"buckets": (4, 4)}, r"buckets are \(4, 4\); they must be positive integers and ascend"),
         ({"running": 8}, "running is 8, but the largest bucket has 8 rows"),
         ({"context": 1.0}, "context is 1.0"),
     ],
