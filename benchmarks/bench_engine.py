@@ -43,7 +43,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     params = gpt.init(CONFIG, core.key(0))
     parts = {"decode": decode_part, "trace": trace_part, "split": split_part, "start": start_part}
-    body = [f"{args.threads} threads, {args.rounds} rounds, float32, exact mode"]
+    body = [f"{args.threads} threads (transformers {args.peer_threads}), {args.rounds} rounds, float32, exact mode"]
     body += [f"## {name}\n\n{parts[name](params, args)}" for name in args.parts]
     publish("The inference engine", "\n\n".join(body), out=args.out)
 
@@ -106,10 +106,12 @@ def trace_part(params: Any, args: argparse.Namespace) -> str:
     drawn = sum(n for _, n in trace)
     for _ in range(args.rounds_of_trace):
         for name, run in peers.items():
+            torch.set_num_threads(args.threads if name == "shardfn" else args.peer_threads)
             start = time.perf_counter()
             made = run()
             seconds[name].append(time.perf_counter() - start)
             assert made == drawn, (name, made, drawn)
+    torch.set_num_threads(args.threads)
     rate = _rate()
     tokens = drawn + sum(len(prompt) for prompt, _ in trace)
     roof = tokens * FLOPS / rate
@@ -227,7 +229,8 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", type=lambda x: x.split(","), default=["decode", "trace", "split", "start"])
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--peer-threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rounds-of-trace", type=int, default=3)
     parser.add_argument("--requests", type=int, default=200)

@@ -51,8 +51,8 @@ def generate(job: GenerateJob) -> int:
     """Loads the model, prints the plan to stderr, and the completions to stdout.
 
     Returns:
-        The exit status: 2 if the model or a prompt is refused, 1 if a file is damaged or logits are not finite, 130 after
-        Ctrl-C.
+        The exit status: 2 if the model or a prompt is refused, 1 if a file is damaged or logits are not finite, 130
+        after Ctrl-C.
     """
     try:
         try:

@@ -6,7 +6,7 @@ of each token are bit for bit those of one forward of its sequence alone.
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 from shardfn.core import Mesh, PyTree
@@ -191,7 +191,9 @@ class Engine:
         found, self._others = self._others, []
         return found
 
-    def stream(self, prompt: Sequence[int], sampling: Sampling | None = None, **more: Any) -> Iterator[Token]:
+    def stream(
+        self, prompt: Sequence[int], sampling: Sampling | None = None, **more: Any
+    ) -> Generator[Token, None, None]:
         """Adds a request and yields its tokens; the engine steps meanwhile, for all requests.
 
         Several streams may be read in turns. Closing the iterator cancels the request: on all ranks, as every call.
@@ -245,7 +247,7 @@ class Engine:
         if self._awaited.pop(name, None) is not None and self._known(name):
             self.cancel(name)
 
-    def _stream(self, name: str, left: int) -> Iterator[Token]:
+    def _stream(self, name: str, left: int) -> Generator[Token, None, None]:
         try:
             while left:
                 while not self._awaited[name]:

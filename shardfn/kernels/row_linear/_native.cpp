@@ -130,8 +130,11 @@ INLINE void panel_of(const Call& o, int64_t panel) {
     constexpr int most = PANEL / Vec<BYTES>::lanes, two = 2 * NV < most ? 2 * NV : most;
     const W* w = (const W*)o.w + panel * o.K * PANEL;
     int64_t m = 0;
-    for (; m + 6 <= o.M; m += 6) rows<BYTES, FUSES, W, 6, NV>(o, m, w, panel);
+    // Seven rows and eight are two parts of about one size: one or two rows alone would not fill the registers.
+    for (; o.M - m > 8 || o.M - m == 6; m += 6) rows<BYTES, FUSES, W, 6, NV>(o, m, w, panel);
     switch (o.M - m) {
+        case 8: rows<BYTES, FUSES, W, 4, NV>(o, m, w, panel); return rows<BYTES, FUSES, W, 4, NV>(o, m + 4, w, panel);
+        case 7: rows<BYTES, FUSES, W, 4, NV>(o, m, w, panel); return rows<BYTES, FUSES, W, 3, NV>(o, m + 4, w, panel);
         case 5: return rows<BYTES, FUSES, W, 5, NV>(o, m, w, panel);
         case 4: return rows<BYTES, FUSES, W, 4, NV>(o, m, w, panel);
         case 3: return rows<BYTES, FUSES, W, 3, NV>(o, m, w, panel);
