@@ -32,6 +32,7 @@ from shardfn.models import gpt
 CONFIG = gpt.Config.llama_like(
     vocab_size=8192, num_layers=8, d_model=512, num_heads=8, d_ff=1408, max_len=2048, exact=True
 )
+MODEL = decoder(CONFIG)
 # Multiply-adds and additions of one token, without attention.
 FLOPS = 59.8e6
 GREEDY = 0.0
@@ -50,8 +51,8 @@ def main() -> None:
 
 def decode_part(params: Any, args: argparse.Namespace) -> str:
     """Steps of running sequences alone, over a read floor."""
-    limits = limits_of(decoder(CONFIG), context=512, running=32, buckets=(1, 8, 32, 64, 256))
-    engine = Engine(decoder(CONFIG), params, limits=limits)
+    limits = limits_of(MODEL, context=512, running=32, buckets=(1, 8, 32, 64, 256))
+    engine = Engine(MODEL, params, limits=limits)
     weights = core.tree_leaves(engine.weights)
     rows = []
     for num in (1, 8, 32):
@@ -87,13 +88,13 @@ def requests(num: int) -> list[tuple[list[int], int]]:
 def trace_part(params: Any, args: argparse.Namespace) -> str:
     """All requests of the trace, by each peer in turn."""
     trace = requests(args.requests)
-    limits = limits_of(decoder(CONFIG), context=512, running=32, buckets=(1, 4, 8, 16, 32, 64, 128, 256))
-    runner = Runner(decoder(CONFIG), limits)
-    Engine(decoder(CONFIG), params, limits=limits, runner=runner).warm_up()
+    limits = limits_of(MODEL, context=512, running=32, buckets=(1, 4, 8, 16, 32, 64, 128, 256))
+    runner = Runner(MODEL, limits)
+    Engine(MODEL, params, limits=limits, runner=runner).warm_up()
     padding: list[float] = []
 
     def ours() -> int:
-        engine = Engine(decoder(CONFIG), params, limits=limits, runner=runner)
+        engine = Engine(MODEL, params, limits=limits, runner=runner)
         samplings = [Sampling(max_tokens=n, temperature=GREEDY) for _, n in trace]
         made = engine.generate([prompt for prompt, _ in trace], samplings)
         padding.append(engine.padding)
@@ -173,8 +174,8 @@ def split_part(params: Any, args: argparse.Namespace) -> str:
     rows, found = [], {}
     for budget in (64, 2048):
         buckets = (8, 16, 64) if budget == 64 else (8, 16, 2048)
-        limits = limits_of(decoder(CONFIG), context=2048, running=12, buckets=buckets, cache_bytes=1 << 31)
-        engine = Engine(decoder(CONFIG), params, limits=limits)
+        limits = limits_of(MODEL, context=2048, running=12, buckets=buckets, cache_bytes=1 << 31)
+        engine = Engine(MODEL, params, limits=limits)
         engine.warm_up()
         for i in range(8):
             engine.add([9 + i] * 20, Sampling(max_tokens=200, temperature=GREEDY), name=f"short{i}")
@@ -199,7 +200,7 @@ def split_part(params: Any, args: argparse.Namespace) -> str:
 def start_part(params: Any, args: argparse.Namespace) -> str:
     """Capture of all default buckets."""
     del args
-    engine = Engine(decoder(CONFIG), params, limits=limits_of(decoder(CONFIG), context=512))
+    engine = Engine(MODEL, params, limits=limits_of(MODEL, context=512))
     start = time.perf_counter()
     engine.warm_up()
     return f"{len(engine.limits.buckets)} buckets captured in {time.perf_counter() - start:.1f} s; {engine.memory()}"
