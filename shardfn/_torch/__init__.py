@@ -1,7 +1,7 @@
 """torch: the check of its version, and its parts without a public name, which no other room imports from torch."""
 
 # First: an older torch lacks some of the names.
-from ._version import check_torch as check_torch
+from ._version import INDUCTOR_ROUNDS as INDUCTOR_ROUNDS, check_torch as check_torch
 from ._names import (
     all_gather_single as all_gather_single,
     reduce_scatter_single as reduce_scatter_single,

@@ -9,6 +9,20 @@ import torch
 OLDEST, NEWEST = (2, 11), (2, 14)
 
 
+def minor_of(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version.
+
+    Example:
+        >>> minor_of("2.13.1+cpu")
+        (2, 13)
+    """
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+
+
+# Whether inductor's C++ rounds 16-bit intermediates op by op, as eager code does, under `emulate_precision_casts`.
+INDUCTOR_ROUNDS = minor_of(torch.__version__) >= (2, 13)
+
+
 def check_torch(version: str) -> None:
     """Refuses an older torch, and warns of a newer minor than the newest that is known.
 
@@ -18,7 +32,7 @@ def check_torch(version: str) -> None:
     Example:
         >>> check_torch("2.13.1+cpu")
     """
-    found = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    found = minor_of(version)
     oldest, newest = (".".join(map(str, x)) for x in (OLDEST, NEWEST))
     if found < OLDEST:
         raise ImportError(

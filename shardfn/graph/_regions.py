@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from shardfn._torch import INDUCTOR_ROUNDS
+
 from ._moves import memory_of
 from ._ops import op_of
 from ._transfers import is_wait
@@ -28,6 +30,10 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
+
+
+# Not compiled for a CPU where torch's compiler does not round them as eager code does.
+_ROUNDED = (torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +133,8 @@ def _fuses(node: Node) -> bool:
 def _plain(value: Tensor) -> bool:
     sizes = (*value.shape, *value.stride())
     static = all(type(size) is int for size in sizes)
+    if value.dtype in _ROUNDED and value.device.type == "cpu" and not INDUCTOR_ROUNDS:
+        return False
     return static and value.dtype in _DTYPES and value.layout == torch.strided and value.numel() > 0
 
 
