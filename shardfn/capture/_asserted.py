@@ -144,8 +144,10 @@ def _looked_at(code: CodeType, at: int, inside: bool) -> Any:
     before = None
     for step in dis.get_instructions(code):
         if step.offset == at:
-            # A jump tests the value of the instruction before it, so that one has the position.
-            p = step.positions if inside or before is None else before.positions
+            # A jump tests the value of the instruction before it, so that one has the position. From Python 3.13 on a
+            # comparison tests its own value.
+            tested = step if inside or before is None or step.opname == "COMPARE_OP" else before
+            p = tested.positions
             if p is None or None in p:
                 return None
             return (p.lineno, p.col_offset), (p.end_lineno, p.end_col_offset)
