@@ -4,6 +4,7 @@ Every name exists in torch 2.11 to 2.14 unless its line says otherwise. Modules 
 dynamo, are imported when they are used.
 """
 
+import ctypes
 import importlib
 import warnings
 from collections.abc import Callable
@@ -94,6 +95,8 @@ __all__ = [
     "use_lazy_graph_module",
 ]
 
+from ._version import minor_of
+
 _C: Any = torch._C
 
 # The transforms of `torch.func` that run, and the values that they wrap.
@@ -121,8 +124,16 @@ push_saved_hooks: Any = _C._autograd._push_saved_tensors_default_hooks
 pop_saved_hooks: Any = _C._autograd._pop_saved_tensors_default_hooks
 sequence_number: Any = _C._autograd._get_sequence_nr
 current_graph_task: Any = _C._current_graph_task_id
+
+
+def _stash_counted(name: str, value: Any) -> None:
+    """Torch 2.11 takes a reference without counting it, and releases it with the next value of the name."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    _C._stash_obj_in_tls(name, value)
+
+
 # Objects of a thread, by name, which the threads of autograd get from the one that calls a backward.
-stash: Any = _C._stash_obj_in_tls
+stash: Any = _C._stash_obj_in_tls if minor_of(torch.__version__) >= (2, 12) else _stash_counted
 stashed: Any = _C._get_obj_in_tls
 is_stashed: Any = _C._is_key_in_tls
 # A value that a checkpoint drops.
