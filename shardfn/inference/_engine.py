@@ -171,8 +171,8 @@ class Engine:
             ValueError: the parameters are of another model; lists the leaves.
         """
         packed = self.runner.packed(params, like=self.weights)
-        # Versions that have waited until now never run.
-        self._weights = {v: w for v, w in self._weights.items() if v == self._state.version}
+        if recompute:  # the next step changes to this version at once: those that have waited until now never run
+            self._weights = {v: w for v, w in self._weights.items() if v == self._state.version}
         self._newest += 1
         self._weights[self._newest] = packed
         self._events.append(Weights(self._next, self._newest, recompute))
@@ -283,7 +283,8 @@ class Engine:
         self._state, plan, outputs = advance(self._state, events, self._drawn)
         found = [self._token(output) for output in outputs]
         self._drawn, self._logprobs = [], []
-        self._weights = {v: w for v, w in self._weights.items() if v >= self._state.version}
+        reachable = self._state.version, self._state.pending
+        self._weights = {v: w for v, w in self._weights.items() if v in reachable}
         compare(self._state, self.mesh)
         if plan is not None:
             self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket

@@ -131,6 +131,17 @@ def test_versions_that_never_run_are_dropped() -> None:
     assert len(one._weights) == 1 and one.generate([[1]], GREEDY)[0].versions[0] == 5
 
 
+def test_a_version_runs_between_one_that_came_at_once_and_one_that_waits() -> None:
+    one, params = engine(), model(tie_embeddings=True).params
+    stream = one.stream([1, 2], GREEDY)
+    told = [next(stream)]
+    one.update_weights(params[1])
+    one.update_weights(params[2], recompute=False)
+    told += list(stream)
+    assert [t.version for t in told] == [0, 0, 1, 1, 1] and len(one._weights) == 1
+    assert one.generate([[1]], GREEDY)[0].versions[0] == 2
+
+
 def test_choices_are_a_list_each_with_draws_of_its_own() -> None:
     [choices] = engine().generate([[1, 2]], Sampling(max_tokens=8, n=3, seed=1))
     assert len({tuple(c.tokens) for c in choices}) > 1
