@@ -11,7 +11,7 @@ refused.
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,19 @@ _UNKNOWN = ("softcap", "position_bias", "sinks", "head_mask")
 _SEEN = ("pixel_values", "image", "video", "input_features", "input_values", "audio")
 
 
+@contextlib.contextmanager
+def named(configs: Iterable[Any], name: str) -> Iterator[None]:
+    """While it is open, configs of transformers name this attention."""
+    before = [(c, c._attn_implementation_internal) for c in configs]
+    try:
+        for c, _ in before:
+            c._attn_implementation_internal = name
+        yield
+    finally:
+        for c, old in before:
+            c._attn_implementation_internal = old
+
+
 class AttentionRoute:
     """The body that computes the attention of one module.
 
@@ -64,7 +77,7 @@ class AttentionRoute:
         self._models = [m for m in models_in(module) if m not in towers]
         apart = {id(c) for m in towers for c in configs_of(m.config)}
         found = [c for m in self._models for c in configs_of(m.config) if id(c) not in apart]
-        self._configs = {id(c): c for c in found}.values()
+        self.configs = {id(c): c for c in found}.values()
         raise_all(
             ValueError,
             f"from_module(attention={body}) of this {type(module).__name__}:",
@@ -75,18 +88,6 @@ class AttentionRoute:
     def of_call(self, draws: Draws) -> "RoutedCall":
         """The routing of one call, including its parts that run again in the backward."""
         return RoutedCall(self, draws)
-
-    @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
-        """While it is open, the configs of the module name this attention."""
-        before = [(c, c._attn_implementation_internal) for c in self._configs]
-        try:
-            for c in self._configs:
-                c._attn_implementation_internal = NAME
-            yield
-        finally:
-            for c, name in before:
-                c._attn_implementation_internal = name
 
     @contextlib.contextmanager
     def watched(self, hook: Any) -> Iterator[None]:
@@ -114,7 +115,7 @@ class RoutedCall:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """While it is open, attention is computed by the body."""
-        with self._route.named(), self._route.watched(self._called), _CALL.bound(self):
+        with named(self._route.configs, NAME), self._route.watched(self._called), _CALL.bound(self):
             yield
 
     def check(self) -> None:

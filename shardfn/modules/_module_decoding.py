@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardfn.core import Ambient, a_kind, named_modules, named_parameters, raise_all, uncompiled
 
 from ._from_module import ModuleFunction, from_module
-from ._module_attention import OVER_TOKENS, configs_of, mask_of_none, models_in
+from ._module_attention import OVER_TOKENS, configs_of, mask_of_none, models_in, named
 
 NAME = "shardfn_decoding"
 _KINDS = ("full_attention", "sliding_attention")
@@ -90,7 +90,7 @@ class DecodingFunction:
         """
 
         def forward() -> Tensor:
-            with mode or contextlib.nullcontext(), self._named(), _CALL.bound(attend):
+            with mode or contextlib.nullcontext(), named(self._configs, NAME), _CALL.bound(attend):
                 out = self.module(
                     input_ids=tokens_T.long()[None],
                     position_ids=positions_T.long()[None],
@@ -100,17 +100,6 @@ class DecodingFunction:
             return out.logits[0]
 
         return self._apply.within(forward, params)
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        before = [(c, c._attn_implementation_internal) for c in self._configs]
-        try:
-            for c in self._configs:
-                c._attn_implementation_internal = NAME
-            yield
-        finally:
-            for c, name in before:
-                c._attn_implementation_internal = name
 
 
 def decoding(module: nn.Module) -> DecodingFunction:

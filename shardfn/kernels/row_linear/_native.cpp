@@ -1,12 +1,10 @@
 // y = x W^T + bias of a packed W: each element is one fixed expression. Chunk i of K is a chain of fused multiply-adds
 // over ascending k, from 0; the chains are added by a binary tree. Neither the rows computed together, nor threads, nor
 // the width of vectors change the expression. A processor without fused multiply-adds computes them one by one.
-#include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <exception>
-#include <thread>
-#include <vector>
+
+#include "../_threads.h"
 
 #define INLINE inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
@@ -175,17 +173,7 @@ void row_linear(const float* x, const void* w, const float* bias, float* y, int6
     const Call o = {x, w, bias, y, M, K, N, chunks};
     const Run run = wide ? here<float>(newest) : here<uint16_t>(newest);
     const int64_t panels = (N + PANEL - 1) / PANEL;
-    std::atomic<int64_t> next(0);
-    auto work = [&] {
-        for (int64_t panel; (panel = next++) < panels;) run(o, panel);
-    };
-    std::vector<std::thread> others;
-    try {
-        for (int64_t t = 1; t < threads && t < panels; ++t) others.emplace_back(work);
-    } catch (const std::exception&) {  // the system gives no more threads: those that there are take all panels
-    }
-    work();
-    for (auto& other : others) other.join();
+    share(panels, threads, [&](int64_t panel) { run(o, panel); });
 }
 
 }  // extern "C"
