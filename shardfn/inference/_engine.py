@@ -141,7 +141,10 @@ class Engine:
         return name
 
     def cancel(self, name: str) -> None:
-        """Ends a request as "cancelled"; the name of one that has ended is passed over."""
+        """Ends a request as "cancelled"; the name of one that has ended is passed over.
+
+        The next step ends it, after the token that the last step has drawn, with which it may end otherwise.
+        """
         if not isinstance(name, str):
             raise TypeError(f"name is a {type(name).__name__}; it must be a str.")
         self._events.append(Cancel(self._next, name))
@@ -260,7 +263,7 @@ class Engine:
             self._forget(name)
 
     def _completions(self, name: str, request: Request) -> list[Completion]:
-        made = [Completion([], [], None, [], []) for _ in range(request.sampling.n)]
+        made = [Completion([], [], None, [], [], []) for _ in range(request.sampling.n)]
         for token in self._stream(name, len(made)):
             append(made, token, len(request.prompt))
         return made

@@ -82,7 +82,7 @@ def advance(state: State, events: Seq[Event] = (), drawn: Seq[int] = ()) -> tupl
     _check(state, events, drawn)
     state.consumed, state = True, dataclasses.replace(state)
     outputs: list[Output] = []
-    _settle(state, drawn, {event.name for event in events if isinstance(event, Cancel)}, outputs)
+    _settle(state, drawn, outputs)
     for event in events:
         _take(state, event, outputs)
     _finish(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
@@ -121,17 +121,16 @@ def _check(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
             version = event.version
 
 
-def _settle(state: State, drawn: Seq[int], cancelled: set[str], outputs: list[Output]) -> None:
-    """Takes the results of the plan in flight; tokens of requests that are cancelled now are dropped."""
+def _settle(state: State, drawn: Seq[int], outputs: list[Output]) -> None:
+    """Takes the results of the plan in flight, also those of requests that end by an event of this step."""
     at = 0
     for chunk in state.flight:
         sequence = state.sequences[chunk.serial]
         sequence.computed = chunk.start + chunk.count
         _record(state, sequence)
-        if sequence.name not in cancelled:
-            for row, p in enumerate(chunk.positions, at):
-                if _take_token(state, sequence, p + 1, drawn[row], row, outputs):
-                    break
+        for row, p in enumerate(chunk.positions, at):
+            if _take_token(state, sequence, p + 1, drawn[row], row, outputs):
+                break
         at += len(chunk.positions)
     state.flight = []
 
