@@ -1,16 +1,18 @@
 """Covers models of transformers on several ranks: tokens and logits of one device, edges of layers, and refusals."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from shardfn import core
+from shardfn.collectives import all_gather_invariant
 from shardfn.core import Mesh
-from shardfn.inference import Decoder, Engine, Paged, Runner, Sampling, hf_decoder
+from shardfn.inference import Decoder, Engine, Paged, Runner, Sampling, _of_hf, hf_decoder
 from shardfn.inference._hf_edges import edges_of
-from shardfn.modules import Edge, decoding
+from shardfn.modules import Edge, _module_rows, decoding
 from shardfn.testing import distributed
 from shardfn.transforms import sharded
 from tests.inference.hf_models import MODELS, VOCAB
@@ -92,6 +94,19 @@ def test_a_rank_has_its_own_features_where_the_plan_of_the_model_holds() -> None
     assert edges(model, key_heads=1) == {}
     apart = {"q_proj", "k_proj", "v_proj", "o_proj"}  # OLMo's norms are over all heads
     assert edges(MODELS["olmo3"]()) == {n: e for n, e in (ENTER | LEAVE).items() if n not in apart}
+
+
+@distributed(world=2)
+def test_ranks_join_results_four_times_a_layer_of_llama() -> None:
+    mesh, joins = core.make_mesh({"tp": 2}), {"llama": 4, "gpt2": 5}
+    for kind, num in joins.items():
+        cut, params = hf_decoder(MODELS[kind](), tp="tp")
+        with (
+            mock.patch.object(_module_rows, "all_gather_invariant", side_effect=all_gather_invariant) as of_layers,
+            mock.patch.object(_of_hf, "all_gather_invariant", side_effect=all_gather_invariant) as of_heads,
+        ):
+            logits_of(cut, params, mesh, [1, 2, 3])
+        assert of_layers.call_count + of_heads.call_count == 2 * num + 1  # and the vocabulary
 
 
 @pytest.mark.parametrize("wrong", ["gate_proj", "k_proj", "down_proj"])
