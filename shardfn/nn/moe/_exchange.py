@@ -247,4 +247,6 @@ def _check_leaves(name: str, params: PyTree, own: int, E: int, exchange: Exchang
         for path, w in named_leaves(params, "params")
         if w.shape[:1] != (own,)
     ]
-    raise_all(ValueError, f"{name}: with {exchange} leaves have the spec {exchange.spec} and the router's experts:", wrong)
+    raise_all(
+        ValueError, f"{name}: with {exchange} leaves have the spec {exchange.spec} and the router's experts:", wrong
+    )

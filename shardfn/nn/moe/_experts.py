@@ -12,10 +12,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardfn.collectives import axis_size
+from shardfn.collectives import axis_index, axis_size, pvary
 from shardfn.core import Axes, PyTree
 
-from .._parallel import enter_parallel, leave_parallel
 from ._grouped import grouped
 
 Experts = Callable[[PyTree, Tensor, Tensor], Tensor]
@@ -25,17 +24,14 @@ def swiglu_experts(
     params: Mapping[str, Any],
     x_MD: Float[Tensor, "m d"],
     counts_E: Int64[Tensor, " e"],
-    *,
-    axis: Axes = None,
 ) -> Float[Tensor, "m d"]:
     """`(silu(x w_gate^T) * x w_up^T) w_down^T` with the weights of each row's expert, as in Mixtral.
 
     Args:
-        params: `{"w_gate_up": [E, 2, F, D], "w_down": [E, D, F]}`.
-        x_MD: rows, by expert; rows past the last count are zeros, and stay so.
+        params: `{"w_gate_up": [E, 2, F, D], "w_down": [E, D, F]}`. Where an axis cuts F, the result is this rank's part
+            of a sum.
+        x_MD: rows, by expert; those past the last count are zeros, and stay so.
         counts_E: rows of each expert.
-        axis: mesh axes that cut F, of which all ranks have the same rows: `P(None, None, axis)` and
-            `P(None, None, axis)`; None is one device.
 
     Example:
         >>> params = {"w_gate_up": torch.zeros(2, 2, 4, 3), "w_down": torch.ones(2, 3, 4)}
@@ -43,9 +39,8 @@ def swiglu_experts(
         torch.Size([5, 3])
     """
     w_E2FD, w_EDF = params["w_gate_up"], params["w_down"]
-    x_MD = enter_parallel(x_MD, axis)
     gate_MF, up_MF = grouped(x_MD, w_E2FD.flatten(1, 2), counts_E, transposed=True).chunk(2, -1)
-    return leave_parallel(grouped(F.silu(gate_MF) * up_MF, w_EDF, counts_E, transposed=True), axis)
+    return grouped(F.silu(gate_MF) * up_MF, w_EDF, counts_E, transposed=True)
 
 
 def gelu_experts(
@@ -59,18 +54,21 @@ def gelu_experts(
 
     Args:
         params: `{"w_up": [E, F, D], "w_down": [E, D, F]}`, and "b_up" [E, F] and "b_down" [E, D] or neither.
-        x_MD: rows, by expert; rows past the last count are zeros, and stay so.
+        x_MD: rows, by expert; those past the last count are zeros, and stay so.
         counts_E: rows of each expert.
-        axis: mesh axes that cut F, of which all ranks have the same rows; None is one device.
+        axis: mesh axes that cut F, of which all ranks have the same rows: the result is then this rank's part of a sum,
+            with the second bias on the first rank alone. None is one device.
 
     Example:
         >>> params = {"w_up": torch.ones(2, 4, 3), "w_down": torch.zeros(2, 3, 4), "b_down": torch.ones(2, 3)}
         >>> gelu_experts(params, torch.zeros(2, 3), torch.tensor([1, 0])).tolist()
         [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
     """
-    h_MF = _affine(enter_parallel(x_MD, axis), params["w_up"], params.get("b_up"), counts_E)
-    y_MD = leave_parallel(grouped(F.gelu(h_MF, approximate="tanh"), params["w_down"], counts_E, transposed=True), axis)
-    return y_MD if "b_down" not in params else y_MD + _by_row(params["b_down"], y_MD, counts_E)
+    h_MF = F.gelu(_affine(x_MD, params["w_up"], params.get("b_up"), counts_E), approximate="tanh")
+    b_ED = params.get("b_down")
+    if b_ED is not None and axis_size(axis) > 1:
+        b_ED = pvary(b_ED, axis) * (axis_index(axis) == 0)
+    return _affine(h_MF, params["w_down"], b_ED, counts_E)
 
 
 def _affine(x_MD: Tensor, w_EFD: Tensor, b_EF: Tensor | None, counts_E: Tensor) -> Tensor:
