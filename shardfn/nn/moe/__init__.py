@@ -1,8 +1,14 @@
-"""Mixture of experts: routers, balance losses, capacity and metrics, as functions of a router's logits."""
+"""Mixture of experts, as pure pieces: routers, balance, capacity, experts, and exchanges of tokens."""
 
 from ._routing import Routing as Routing
-from ._route import top_k as top_k
+from ._route import gshard_top2 as gshard_top2, sigmoid_groups as sigmoid_groups
+from ._route import switch_top1 as switch_top1, top_k as top_k
+from ._over_tokens import expert_choice as expert_choice, sinkhorn as sinkhorn
+from ._noise import jitter as jitter, token_numbers as token_numbers
+from ._capacity import capacity as capacity, with_capacity as with_capacity
 from . import balance as balance
 from ._experts import Experts as Experts, gelu_experts as gelu_experts, swiglu_experts as swiglu_experts
 from ._exchange import Exchange as Exchange, Local as Local, Sum as Sum, Tokens as Tokens, Weights as Weights
 from ._apply import apply as apply
+from ._bias import bias_update as bias_update
+from ._metrics import load as load

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from ._logits import check_chosen, check_k, wide_logits
+from ._noise import check_index, gumbel
 from ._routing import Routing
 
 
@@ -69,10 +70,181 @@ def top_k(
     probs = wide.softmax(-1)
     experts = choice(wide, k, mask, chosen, name)
     if softmax == "after":
-        weights = _zero_without(experts, _taken(wide, experts, torch.finfo(wide.dtype).min).softmax(-1))
+        weights = _zero_without(experts, taken(wide, experts, torch.finfo(wide.dtype).min).softmax(-1))
     else:
-        weights = _taken(probs, experts)
+        weights = taken(probs, experts)
     return Routing(experts, scaled(weights, renormalise, scale), probs, wide)
+
+
+def switch_top1(
+    logits: Float[Tensor, "s e"],
+    *,
+    key: Int64[Tensor, "2"] | None = None,
+    index: Int64[Tensor, " s"] | None = None,
+    mask: Bool[Tensor, " s"] | None = None,
+    chosen: Int64[Tensor, "s 1"] | None = None,
+    name: str = "moe",
+) -> Routing:
+    """The most probable expert, with its probability as weight, through which the router has its gradient.
+
+    With a key it is drawn with its probability (DeepSpeed's "RSample": the largest logit with Gumbel noise); the weight
+    is that of the logits without noise.
+
+    Args:
+        logits: as in `top_k`.
+        key: a key for this layer and step. None: no noise.
+        index: global number of each token, for the noise, from `token_numbers`.
+        mask: as in `top_k`.
+        chosen: as in `top_k`.
+        name: the layer, in errors.
+
+    Raises:
+        ValueError: as `top_k`; or a key without an index.
+
+    Example:
+        >>> routing = switch_top1(torch.tensor([[2.0, 1, 0], [0, 0, 4]]))
+        >>> routing.experts.tolist(), routing.weights
+        ([[0], [2]], tensor([[0.6652],
+                [0.9647]]))
+
+    References:
+        Fedus et al., Switch Transformers, 2021, https://arxiv.org/abs/2101.03961
+    """
+    check_index(name, key, index, len(logits))
+    wide = wide_logits(logits, mask, name)
+    experts = choice(_noisy(wide, key, index), 1, mask, chosen, name)
+    probs = wide.softmax(-1)
+    return Routing(experts, taken(probs, experts), probs, wide)
+
+
+def gshard_top2(
+    logits: Float[Tensor, "s e"],
+    *,
+    key: Int64[Tensor, "2"] | None = None,
+    index: Int64[Tensor, " s"] | None = None,
+    mask: Bool[Tensor, " s"] | None = None,
+    chosen: Int64[Tensor, "s 2"] | None = None,
+    name: str = "moe",
+) -> Routing:
+    """The most probable expert and a second one; their weights are probabilities, divided by their sum.
+
+    With a key the second is drawn among the others with its probability among them; without, it is the next best.
+
+    Args:
+        logits: as in `top_k`, of at least two experts.
+        key: a key for this layer and step. None: no noise.
+        index: global number of each token, for the noise, from `token_numbers`.
+        mask: as in `top_k`.
+        chosen: as in `top_k`.
+        name: the layer, in errors.
+
+    Raises:
+        ValueError: as `top_k`; or a key without an index.
+
+    Example:
+        >>> from shardfn.core import key
+        >>> logits = torch.tensor([[2.0, 1, 0], [0, 0, 4]])
+        >>> gshard_top2(logits).experts.tolist()
+        [[0, 1], [2, 0]]
+        >>> gshard_top2(logits, key=key(0), index=torch.arange(2)).experts[:, 0].tolist()
+        [0, 2]
+
+    References:
+        Lepikhin et al., GShard, 2020, https://arxiv.org/abs/2006.16668
+    """
+    check_k(2, logits.shape[-1], name)
+    check_index(name, key, index, len(logits))
+    wide = wide_logits(logits, mask, name)
+    first = choice(wide, 1, None, None, name)
+    # The first has the highest score of all, whatever the noise of the others.
+    scores = _noisy(wide, key, index).scatter(-1, first, torch.inf)
+    experts = choice(scores, 2, mask, chosen, name)
+    probs = wide.softmax(-1)
+    return Routing(experts, scaled(taken(probs, experts), True, 1.0), probs, wide)
+
+
+def sigmoid_groups(
+    logits: Float[Tensor, "s e"],
+    k: int,
+    bias: Float[Tensor, " e"] | None = None,
+    groups: int = 1,
+    groups_kept: int = 1,
+    scale: float = 1.0,
+    *,
+    renormalise: bool = True,
+    mask: Bool[Tensor, " s"] | None = None,
+    chosen: Int64[Tensor, "s k"] | None = None,
+    name: str = "moe",
+) -> Routing:
+    """The k experts of highest sigmoid(logit) + bias, among those of the best groups.
+
+    The bias takes part in the choice and never in a weight, and has no gradient: `bias_update` moves it. A group is E /
+    groups neighbouring experts, and its score the sum of the two best in it.
+
+    Args:
+        logits: as in `top_k`.
+        k: experts of a token.
+        bias: added to the scores for the choice. None: 0.
+        groups: number of groups.
+        groups_kept: groups of a token's experts.
+        scale: a factor of the weights; 2.5 in DeepSeek-V3.
+        renormalise: whether a token's weights are divided by their sum.
+        mask: as in `top_k`.
+        chosen: as in `top_k`.
+        name: the layer, in errors.
+
+    Raises:
+        ValueError: as `top_k`; or the groups do not divide the experts, or those kept have fewer than k.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 2, 1, -2], [1, 0.5, 0, 2]])
+        >>> sigmoid_groups(logits, 2, bias=torch.tensor([0, 0.3, 0, -0.1])).experts.tolist()
+        [[1, 2], [1, 3]]
+
+    References:
+        DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, https://arxiv.org/abs/2412.19437
+    """
+    E = logits.shape[-1]
+    _check_groups(k, E, groups, groups_kept, name)
+    if bias is not None and bias.shape != (E,):
+        raise ValueError(f"{name}: bias has shape {tuple(bias.shape)} for {E} experts; give each expert a number.")
+    wide = wide_logits(logits, mask, name)
+    scores = wide.sigmoid()
+    biased = scores.detach() if bias is None else scores.detach() + bias.detach().to(scores.dtype)
+    experts = choice(_in_best_groups(biased, groups, groups_kept), k, mask, chosen, name)
+    return Routing(experts, scaled(taken(scores, experts), renormalise, scale), scores, wide)
+
+
+def _in_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
+    """The scores, and -inf for experts outside of each token's best groups."""
+    if kept == groups:
+        return scores
+    grouped = scores.unflatten(-1, (groups, -1))
+    best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+    chosen = best.sort(stable=True, dim=-1, descending=True).indices[:, :kept]
+    inside = torch.zeros_like(best, dtype=torch.bool).scatter(-1, chosen, True)
+    return torch.where(inside[..., None], grouped, -torch.inf).flatten(1)
+
+
+def _check_groups(k: int, num_experts: int, groups: int, kept: int, name: str) -> None:
+    check_k(k, num_experts, name)
+    if groups < 1 or num_experts % groups or not 1 <= kept <= groups:
+        raise ValueError(
+            f"{name}: groups={groups}, groups_kept={kept} for {num_experts} experts. Groups are of one size:"
+            " choose a divisor of the experts, and keep one group or more."
+        )
+    if kept * num_experts // groups < k:
+        raise ValueError(
+            f"{name}: k={k} choices, but {kept} of {groups} groups have {kept * num_experts // groups} of the"
+            f" {num_experts} experts. Keep more groups, or choose fewer experts."
+        )
+
+
+def _noisy(logits: Tensor, key: Tensor | None, index: Tensor | None) -> Tensor:
+    if key is None:
+        return logits
+    assert index is not None  # checked
+    return logits.detach() + gumbel(key, index, logits.shape[-1])
 
 
 def choice(scores: Tensor, k: int, mask: Tensor | None, chosen: Tensor | None, name: str) -> Tensor:
@@ -94,7 +266,7 @@ def scaled(weights: Tensor, renormalise: bool, scale: float) -> Tensor:
     return weights if scale == 1 else weights * scale
 
 
-def _taken(scores: Tensor, experts: Tensor, otherwise: float = 0.0) -> Tensor:
+def taken(scores: Tensor, experts: Tensor, otherwise: float = 0.0) -> Tensor:
     """[S, K]: the scores of the experts, and a constant where there is none."""
     return _zero_without(experts, scores.gather(-1, experts.clamp(min=0)), otherwise)
 

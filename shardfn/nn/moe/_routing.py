@@ -51,3 +51,8 @@ def counts_of(experts: Tensor, num_experts: int) -> Tensor:
     # Indices of no expert fall in a last place, which is cut off: shapes then do not depend on the data.
     place = torch.where(flat < 0, num_experts, flat)
     return place.new_zeros(num_experts + 1).scatter_add(0, place, torch.ones_like(place))[:num_experts]
+
+
+def as_shares(scores: Tensor) -> Tensor:
+    """[S, E]: scores divided by their sum, which sigmoids do not have at 1."""
+    return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
