@@ -7,8 +7,8 @@ them, so that every rank finds the same places, and the same rows without room, 
 import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
-from torch.fx.node import has_side_effect
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.node import has_side_effect
 
 from shardfn._torch import FakeTensor, functorch
 from shardfn.core import Axes, raise_all

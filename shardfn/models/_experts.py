@@ -25,17 +25,19 @@ class Experts:
         d_ff: F; None is that of the dense layers.
         every: layer i has experts where `i >= first` and `(i - first + 1) % every == 0`: 1 is all, 2 every second.
         first: layers at the beginning that have none.
-        route: `route(logits, k)` to a `moe.Routing`: `moe.top_k`, or others, with their settings by `functools.partial`.
-            It also gets `name=`, and `bias=` where `bias_rate` is above 0.
+        route: `route(logits, k)` to a `moe.Routing`: `moe.top_k`, or others, with settings by `functools.partial`. It
+            also gets `name=`, and `bias=` where `bias_rate` is above 0.
         balance: weight in the loss of the mean of `balance_loss` over layers.
-        balance_loss: of a routing, as `moe.balance.switch`.
+        balance_loss: a function of `moe.balance`.
         z: weight in the loss of the mean of `moe.balance.z`.
         axes: the batch's axes, over which balance and capacity are taken; None is each rank's own tokens.
-        capacity: each expert takes `ceil(capacity * k * tokens / E)` choices, and drops later ones; None drops none.
+        capacity: factor of `moe.capacity`: how many times its mean number of choices an expert takes; later ones are
+            dropped. None drops none.
         shared: the layer's dense MLP is added to the experts', for all tokens, as in DeepSeek.
         bias_rate: a bias of each expert in the choice alone, moved once a step against its load, in place of a balance
             loss; the loss then has a state (`models.moe.loss`).
-        exchange: where tokens meet their experts: `moe.Local()`, `moe.Tokens("ep")`, `moe.Weights("ep")`, `moe.Sum("tp")`.
+        exchange: where tokens meet their experts: `moe.Local()`, `moe.Tokens("ep")`, `moe.Weights("ep")`,
+            `moe.Sum("tp")`.
 
     Raises:
         ValueError: lists every field out of range.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.core import Axes, fold_in, split
+from shardfn.core import fold_in, split
 
 from ._gpt_config import Config
 from ._gpt_experts import Along as Along

@@ -205,8 +205,8 @@ def _problems(c: Config) -> list[str]:
 def _problems_of_experts(c: Config, experts: Experts) -> list[str]:
     if c.stacked and (experts.first or c.num_layers % experts.every):
         return [
-            f"stacked=True takes blocks of {experts.every} layers that are alike, and {experts} in {c.num_layers} layers"
-            " has others; use first=0 and a multiple of `every`, or stacked=False."
+            f"stacked=True takes blocks of {experts.every} layers that are alike, and {experts} in {c.num_layers}"
+            " layers has others; use first=0 and a multiple of `every`, or stacked=False."
         ]
     return [] if c.expert_layers else [f"{experts} has no layer of the {c.num_layers}; lower `every` or `first`."]
 

@@ -4,8 +4,7 @@ B batch, T tokens, S = B T, D model, E experts, k choices.
 """
 
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,12 +31,12 @@ class Seen(NamedTuple):
     Attributes:
         loss: the weighted balance losses.
         counts: choices of each expert, int64 `[E]`; of stacked layers `[L, E]`.
-        metrics: of `moe.load`.
+        metrics: of `moe.load`: sums and weights.
     """
 
     loss: Tensor
     counts: Tensor
-    metrics: dict[str, Tensor]
+    metrics: dict[str, tuple[Tensor, Tensor]]
 
 
 def mixture(
@@ -46,7 +45,7 @@ def mixture(
     """The sum of the experts that each token has chosen, weighted by the router."""
     assert config.experts is not None
     cut = _features_are_cut(config.experts, along)
-    routing, seen = _routed(config.experts, along, p, x_BTD, bias_E, name)
+    routing, seen = _routed(config, config.experts, along, p, x_BTD, bias_E, name)
     if cut:
         # Each rank has its own features of every expert, and so a part of each result.
         x_BTD, routing = enter_parallel(x_BTD, *along), routing._replace(weights=pvary(routing.weights, along.axis))
@@ -80,7 +79,7 @@ def _features_are_cut(experts: Experts, along: Along) -> bool:
 
 
 def _routed(
-    experts: Experts, along: Along, p: Params, x_BTD: Tensor, bias_E: Tensor | None, name: str
+    config: Config, experts: Experts, along: Along, p: Params, x_BTD: Tensor, bias_E: Tensor | None, name: str
 ) -> tuple[moe.Routing, Seen]:
     """The choices of all tokens that the ranks of a block have. The router computes in float32 at least."""
     w_ED = between(p["router"], *along)
@@ -91,19 +90,19 @@ def _routed(
         logits_BTE = all_gather_invariant(logits_BTE, along.axis, dim=1, size=along.sequence)
     logits_SE = logits_BTE.flatten(0, 1)
     routing = experts.route(logits_SE, experts.top_k, **experts.options(name, bias_E))
-    loss = experts.balance * experts.balance_loss(routing, axes=experts.axes)
+    by: dict[str, Any] = {"axes": experts.axes}
+    if experts.balance_loss is moe.balance.sequence:
+        by = {"axes": config.attention.axes or None, "num_sequences": len(logits_BTE)}
+    loss = experts.balance * experts.balance_loss(routing, **by)
     if experts.z:
         loss = loss + experts.z * moe.balance.z(routing, axes=experts.axes)
-    counts = routing.counts()
+    kept = routing
     if experts.capacity is not None:
-        num = math.ceil(experts.capacity * experts.top_k * _num_tokens(logits_SE, experts.axes) / experts.num)
-        routing = moe.with_capacity(routing, num, axes=experts.axes)
-    return routing, Seen(loss, counts, {})
+        tokens = len(logits_SE) * axis_size(experts.axes)
+        num = moe.capacity(tokens, experts.top_k, experts.num, experts.capacity, minimum=1)
+        kept = moe.with_capacity(routing, num, axes=experts.axes)
+    return kept, Seen(loss, routing.counts(), moe.load(routing, kept, axes=experts.axes))
 
 
 def _own_rows(x_SE: Tensor, along: Along, batch: int) -> Tensor:
     return take_own_block(x_SE.unflatten(0, (batch, -1)), along.axis, dim=1).flatten(0, 1)
-
-
-def _num_tokens(logits_SE: Tensor, axes: Axes) -> int:
-    return len(logits_SE) * axis_size(axes)

@@ -166,7 +166,7 @@ class BlockShape:
 
 @dataclasses.dataclass(frozen=True)
 class _DrawnLeaf:
-    """Shape, mean and standard deviation at the start, the dim that tensor parallelism cuts, and the axes of experts."""
+    """Shape, mean and standard deviation at the start, the dim that tensor parallelism cuts, the axes of experts."""
 
     shape: tuple[int, ...]
     mean: float = 0.0

@@ -142,7 +142,14 @@ def loss_and_seen(
     """`loss`, and the facts of all routers; `models.moe.loss` makes metrics of them.
 
     Args:
-        config, params, batch, key, wrap, axis, sequence, tile: as of `loss`.
+        config: as of `loss`.
+        params: as of `loss`.
+        batch: as of `loss`.
+        key: as of `loss`.
+        wrap: as of `loss`.
+        axis: as of `loss`.
+        sequence: as of `loss`.
+        tile: as of `loss`.
         bias: `[layers with experts, E]`, in the choice of experts alone; None is none.
 
     Example:

@@ -7,15 +7,14 @@ L layers with experts, E experts.
 """
 
 import functools
-import math
 from typing import Any
 
 import torch
-from jaxtyping import Int64
 from torch import Tensor
 
 from shardfn.collectives import psum
-from shardfn.core import Axes, P, tree_map
+from shardfn.core import Axes
+from shardfn.engine import WeightedMean
 from shardfn.nn import moe
 
 from . import gpt
@@ -126,7 +125,8 @@ def loss(
     bias = None if state is None else state["bias"]
     value, seen = gpt.loss_and_seen(config, params, *rest, bias=bias, **options)
     assert seen is not None
-    aux = {"balance": seen.loss.detach().mean()} | tree_map(_mean_of_layers, seen.metrics)
+    pairs = {name: WeightedMean(total.sum(), weight.sum()) for name, (total, weight) in seen.metrics.items()}
+    aux = {"balance": seen.loss.detach().mean()} | pairs
     if state is None:
         return value, aux
     return value, aux, {**state, "counts": state["counts"] + psum(seen.counts, axes)}
@@ -179,7 +179,3 @@ def _experts(config: gpt.Config) -> Experts:
 
 def _has_bias(config: gpt.Config) -> bool:
     return _experts(config).bias_rate > 0
-
-
-def _mean_of_layers(x: Tensor) -> Tensor:
-    return x.float().mean()

@@ -1,4 +1,4 @@
-"""Covers transformers with experts: parity over meshes, stages, exchanges, layouts; pipelines; biases without a loss."""
+"""Covers transformers with experts: parity over meshes, stages, exchanges and layouts; pipelines; biases."""
 
 import dataclasses
 import functools

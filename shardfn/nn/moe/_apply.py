@@ -1,6 +1,5 @@
 """`apply`: a mixture of experts, as the sum over each token's choices."""
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 

@@ -6,10 +6,10 @@ S tokens of this rank, k choices of each, E experts, D model, n ranks of the axi
     Local()        whole               this rank's own             nothing
     Weights(axis)  cut: P(axis)        this rank's own             experts: gathered, and their gradients summed
     Sum(axis)      cut: P(axis)        the same on all ranks       the result: summed
-    Tokens(axis)   cut: P(axis)        this rank's own             rows of tokens to the ranks of their experts, and back
+    Tokens(axis)   cut: P(axis)        this rank's own             rows to the ranks of their experts, and back
 
-The exchanges of `Tokens` are each other's transposes: a layer is `D^T W E(D x)` with D the permutation by expert and the
-exchange. Blocks of experts are those of `torch.chunk`, so that E need not be a multiple of n.
+The exchanges of `Tokens` are each other's transposes: a layer is `D^T W E(D x)` with D the permutation by expert and
+the exchange. Blocks of experts are those of `torch.chunk`, so that E need not be a multiple of n.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from shardfn.collectives import all_gather, axis_index, axis_size, check_room, exchange_rows, pvary, values_are_known
 from shardfn.core import Axes, P, PyTree, checkpoint_name, named_leaves, raise_all, tree_leaves, tree_map
+from shardfn.nn._parallel import all_ranges, enter_parallel, leave_parallel, own_range
 
-from .._parallel import all_ranges, enter_parallel, leave_parallel, own_range
 from ._experts import Experts
 from ._permute import combine, dispatch, permutation
 from ._routing import Routing

@@ -7,7 +7,6 @@ M rows, E experts, D model, F ffn.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
