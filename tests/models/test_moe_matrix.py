@@ -7,6 +7,7 @@ microbatches, each over the whole mesh.
 import functools
 import itertools
 import math
+import random
 from typing import Any
 
 import pytest
@@ -39,34 +40,29 @@ Case = dict[str, Any]
 
 
 def allowed(case: Case) -> bool:
-    """Whether a case has at most 8 ranks, more than one of them, and no option without effect."""
-    ranks = math.prod(case.get(a, 1) for a in ("ep", "tp", "sp", "pp", "dp"))
-    stage = case.get("stage", 0) == 0 or "dp" not in case or case["dp"] * case.get("ep", 4) * case.get("sp", 2) > 1
+    """Whether a case has at most 8 ranks, and no option without effect."""
+    ranks = math.prod(case[a] for a in ("ep", "tp", "sp", "pp", "dp"))
+    stage = case["stage"] == 0 or case["dp"] * case["ep"] * case["sp"] > 1
     # A capacity counts tokens in the order of ranks, which is that of one device unless sequences are cut.
-    order = case.get("sp", 1) == 1 or case.get("rows") != "capacity"
-    return ranks <= MOST and stage and order and (not case.get("sequence") or case.get("tp", 2) > 1)
+    order = case["sp"] == 1 or case["rows"] != "capacity"
+    return ranks <= MOST and stage and order and (not case["sequence"] or case["tp"] > 1)
+
+
+def pairs_of(case: Case) -> set[Any]:
+    """All pairs of values of a case."""
+    return {frozenset(p) for p in itertools.combinations(case.items(), 2)}
 
 
 def covering() -> list[Case]:
-    """Cases that hold each allowed pair of values, chosen greedily."""
-    names = list(AXES)
-    pairs = {
-        frozenset({(a, x), (b, y)})
-        for a, b in itertools.combinations(names, 2)
-        for x, y in itertools.product(AXES[a], AXES[b])
-        if allowed({a: x, b: y})
-    }
-    cases = list[Case]()
-    while pairs:
-        case = dict(min(sorted(map(sorted, pairs), key=repr)))
-        for name in names:
-            if name in case:
-                continue
-            fits = [v for v in AXES[name] if allowed({**case, name: v})]
-            new = [sum(frozenset({(name, v), p}) in pairs for p in case.items()) for v in fits]
-            case[name] = fits[new.index(max(new))]
+    """Cases out of some thousands drawn at random, chosen greedily, that hold all pairs which these hold."""
+    draw = random.Random(0)
+    drawn = [{a: draw.choice(values) for a, values in AXES.items()} for _ in range(8000)]
+    found = [(case, pairs_of(case)) for case in drawn if allowed(case)]
+    left, cases = set().union(*(pairs for _, pairs in found)), list[Case]()
+    while left:
+        case, pairs = max(found, key=lambda c: len(c[1] & left))
         cases.append(case)
-        pairs -= {frozenset(p) for p in itertools.combinations(case.items(), 2)}
+        left -= pairs
     return cases
 
 
@@ -141,11 +137,39 @@ def run(case: Case) -> None:
         )
 
 
+@distributed(world=1)
+def on_1(case: Case) -> None:
+    """A case on one rank."""
+    run(case)
+
+
+@distributed(world=2)
+def on_2(case: Case) -> None:
+    """A case on two ranks."""
+    run(case)
+
+
+@distributed(world=4, timeout=300)
+def on_4(case: Case) -> None:
+    """A case on four ranks."""
+    run(case)
+
+
+@distributed(world=8, timeout=600)
+def on_8(case: Case) -> None:
+    """A case on eight ranks."""
+    run(case)
+
+
 def test_the_array_covers_all_pairs() -> None:
-    assert all(allowed(case) for case in CASES) and len(CASES) < 60
+    held = set().union(*(pairs_of(case) for case in CASES))
+    values = [(a, x, b, y) for a, b in itertools.combinations(AXES, 2) for x in AXES[a] for y in AXES[b]]
+    missing = [v for v in values if frozenset({v[:2], v[2:]}) not in held]
+    # Those that no case may have: too many ranks alone, or an option without effect.
+    assert {(a, b) for a, _, b, _ in missing} <= {("tp", "sequence"), ("sp", "rows")} and len(CASES) < 40
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items()))
 def test_experts_under_everything_equal_one_device(case: Case) -> None:
-    distributed(world=math.prod(case[a] for a in ("ep", "tp", "sp", "pp", "dp")), timeout=300)(run)(case)
+    {1: on_1, 2: on_2, 4: on_4, 8: on_8}[math.prod(case[a] for a in ("ep", "tp", "sp", "pp", "dp"))](case)
