@@ -8,7 +8,7 @@ from shardfn.collectives import current_mesh
 
 
 def wide_logits(logits: Tensor, mask: Tensor | None, name: str) -> Tensor:
-    """The logits in float32, or as they are in float64; 0 in rows of padding, whose numbers may be anything.
+    """The logits in float32, or in float64 if they have it; 0 in rows of padding, whose numbers may be anything.
 
     Raises:
         ValueError: a row that counts is not finite, or the mask does not fit.
@@ -91,5 +91,5 @@ def check_chosen(chosen: Tensor, size: int, k: int, num_experts: int, name: str)
     if outside != 0:
         raise ValueError(
             f"{name}: {int(outside)} numbers in chosen are no expert: there are {num_experts}, from 0 on, and -1 is a"
-            " choice without an expert. Replay the choices of a router of as many experts."
+            f" choice without an expert. Replay the choices of a router of {num_experts} experts."
         )

@@ -24,7 +24,7 @@ ORDERS = ("position", "choice", "probs", "random", "probs")
 
 
 def loss(params: Any, batch: Any, key: Tensor) -> Any:
-    """Every router with an order of its capacity, as a function of the global batch whatever the mesh."""
+    """Every router with an order of its capacity, as a function of the global batch alone."""
     x, mask = batch["x"].flatten(0, 1), batch["mask"].flatten()
     index = moe.token_numbers(batch["index"], T)
     found = torch.zeros((), dtype=x.dtype)

@@ -10,7 +10,7 @@ from shardfn.core import key, normal
 from shardfn.nn import moe
 from shardfn.nn.moe import _over_tokens
 
-# Of transformers 5.24's own routers.
+# The values are those of the routers in transformers 5.24.
 FOUR = [[2.0, 1, 0, -1], [3, 0, 0, 0.5], [0, 2, 1, -2], [1, 0.5, 0, 2]]
 MIXTRAL = [[0.731059, 0.268941], [0.924142, 0.075858], [0.731059, 0.268941], [0.731059, 0.268941]]
 
