@@ -18,7 +18,7 @@ from ._noise import check_index, words_of
 from ._routing import Routing, counts_of
 
 By = Literal["position", "choice", "probs", "random"]
-# Priorities are compared by so many bits at a time: a message has E times as many counts as a digit has values.
+# Bits of priorities that are compared at a time: a message has E counts for each value of such a digit.
 _BITS = 8
 
 

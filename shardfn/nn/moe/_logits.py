@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
+from shardfn._torch import FakeTensor, check_tensor_all, functorch, is_functorch_wrapped_tensor
 from shardfn.collectives import current_mesh
 
 
 def wide_logits(logits: Tensor, mask: Tensor | None, name: str) -> Tensor:
-    """The logits in float32, or as they are in float64; 0 in rows of padding, whose numbers may be anything.
+    """The logits in float32, or in float64 if they have it; 0 in rows of padding, whose numbers may be anything.
 
     Raises:
         ValueError: a row that counts is not finite, or the mask does not fit.
@@ -16,25 +17,42 @@ def wide_logits(logits: Tensor, mask: Tensor | None, name: str) -> Tensor:
     if mask is not None:
         _check_mask(mask, logits, name)
         wide = torch.where(mask[:, None], wide, 0.0)
-    rows = (~wide.detach().isfinite()).any(-1).sum()
-    # A branch that only raises: a captured function keeps it as an operation.
-    if rows != 0:
-        raise ValueError(_not_finite(rows, len(wide), name))
+    _check_finite(wide.detach(), name)
     return wide
 
 
-def _not_finite(rows: Tensor, size: int, name: str) -> str:
+def _check_finite(logits: Tensor, name: str) -> None:
+    rows = (~logits.isfinite()).any(-1).sum()
+    if _is_batched(rows):
+        return  # vmap has no branch on a value
+    if isinstance(rows, FakeTensor):
+        # In a graph, where a message is a constant: it has the layer, and no number of rows.
+        check_tensor_all(rows == 0, lambda: _not_finite("some", name))
+        return
+    if rows != 0:
+        raise ValueError(_not_finite(f"{int(rows)} of {len(logits)}", name + _on_rank()))
+
+
+def _is_batched(x: Tensor) -> bool:
+    while is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
+def _not_finite(rows: str, where: str) -> str:
     return (
-        f"{name}: the router's logits are not finite in {int(rows)} of {size} tokens{_of_rank()}, so that their experts"
-        " would be arbitrary. Look for the first activation or parameter that is not finite: a learning rate that is"
-        " too high, or activations beyond the range of float16."
+        f"{where}: the router's logits are not finite in {rows} tokens, so that their experts would be arbitrary. Look"
+        " for the first activation or parameter that is not finite: a learning rate that is too high, or activations"
+        " beyond the range of float16."
     )
 
 
-def _of_rank() -> str:
+def _on_rank() -> str:
     mesh = current_mesh()
     at = ", ".join(f"{axis} {i}" for axis, i in mesh.coords.items()) if mesh.size > 1 else ""
-    return f" on the rank at {at}" if at else ""
+    return f" (on the rank at {at})" if at else ""
 
 
 def _check_mask(mask: Tensor, logits: Tensor, name: str) -> None:
@@ -73,5 +91,5 @@ def check_chosen(chosen: Tensor, size: int, k: int, num_experts: int, name: str)
     if outside != 0:
         raise ValueError(
             f"{name}: {int(outside)} numbers in chosen are no expert: there are {num_experts}, from 0 on, and -1 is a"
-            " choice without an expert. Replay the choices of a router of as many experts."
+            f" choice without an expert. Replay the choices of a router of {num_experts} experts."
         )

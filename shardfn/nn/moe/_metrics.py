@@ -31,7 +31,7 @@ def load(
 
     Args:
         routing: before a capacity.
-        kept: after it. None: nothing is dropped.
+        kept: after it. None: without a capacity.
         axes: axes of the batch, for `max_load` and `dead`, in a message of E counts. None: own rows.
         mask: the tokens that count. None: those that have an expert.
 

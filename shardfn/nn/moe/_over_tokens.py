@@ -12,8 +12,8 @@ from torch import Tensor
 from shardfn.collectives import psum
 from shardfn.core import Axes
 
+from ._choice import choice, taken
 from ._logits import check_k, wide_logits
-from ._route import choice, taken
 from ._routing import Routing
 
 

@@ -1,9 +1,8 @@
 """Routers: functions from logits to the experts of each token, by the published rules.
 
-    top_k            the k most probable experts (Mixtral, Qwen3-MoE, OLMoE)
-    switch_top1      the most probable one, its probability as weight (Switch Transformer)
-    gshard_top2      the most probable one, and a second one by noise (GShard)
-    sigmoid_groups   scores of each expert alone, a bias in the choice, the best groups (DeepSeek-V3)
+    top_k         the k most probable experts (Mixtral, Qwen3-MoE, OLMoE)
+    switch_top1   the most probable one, its probability as weight (Switch Transformer)
+    gshard_top2   the most probable one, and a second one by noise (GShard)
 
 Where scores are equal, the lower index wins. A token's experts depend on its own logits alone.
 
@@ -16,7 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from ._logits import check_chosen, check_k, wide_logits
+from ._choice import choice, scaled, taken, where_chosen
+from ._logits import check_k, wide_logits
 from ._noise import check_index, gumbel
 from ._routing import Routing
 
@@ -70,7 +70,8 @@ def top_k(
     probs = wide.softmax(-1)
     experts = choice(wide, k, mask, chosen, name)
     if softmax == "after":
-        weights = _zero_without(experts, taken(wide, experts, torch.finfo(wide.dtype).min).softmax(-1))
+        weights = where_chosen(experts, taken(wide, experts, torch.finfo(wide.dtype).min).softmax(-1))
+        renormalise = False  # they sum to 1
     else:
         weights = taken(probs, experts)
     return Routing(experts, scaled(weights, renormalise, scale), probs, wide)
@@ -156,88 +157,11 @@ def gshard_top2(
     check_index(name, key, index, len(logits))
     wide = wide_logits(logits, mask, name)
     first = choice(wide, 1, None, None, name)
-    # The first has the highest score of all, whatever the noise of the others.
+    # The first has the highest score of all, so that noise does not change it.
     scores = _noisy(wide, key, index).scatter(-1, first, torch.inf)
     experts = choice(scores, 2, mask, chosen, name)
     probs = wide.softmax(-1)
     return Routing(experts, scaled(taken(probs, experts), True, 1.0), probs, wide)
-
-
-def sigmoid_groups(
-    logits: Float[Tensor, "s e"],
-    k: int,
-    bias: Float[Tensor, " e"] | None = None,
-    groups: int = 1,
-    groups_kept: int = 1,
-    scale: float = 1.0,
-    *,
-    renormalise: bool = True,
-    mask: Bool[Tensor, " s"] | None = None,
-    chosen: Int64[Tensor, "s k"] | None = None,
-    name: str = "moe",
-) -> Routing:
-    """The k experts of highest sigmoid(logit) + bias, among those of the best groups.
-
-    The bias takes part in the choice and never in a weight, and has no gradient: `bias_update` moves it. A group is E /
-    groups neighbouring experts, and its score the sum of the two best in it.
-
-    Args:
-        logits: as in `top_k`.
-        k: experts of a token.
-        bias: added to the scores for the choice. None: 0.
-        groups: number of groups.
-        groups_kept: groups of a token's experts.
-        scale: a factor of the weights; 2.5 in DeepSeek-V3.
-        renormalise: whether a token's weights are divided by their sum.
-        mask: as in `top_k`.
-        chosen: as in `top_k`.
-        name: the layer, in errors.
-
-    Raises:
-        ValueError: as `top_k`; or the groups do not divide the experts, or those kept have fewer than k.
-
-    Example:
-        >>> logits = torch.tensor([[0.0, 2, 1, -2], [1, 0.5, 0, 2]])
-        >>> sigmoid_groups(logits, 2, bias=torch.tensor([0, 0.3, 0, -0.1])).experts.tolist()
-        [[1, 2], [1, 3]]
-
-    References:
-        DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, https://arxiv.org/abs/2412.19437
-    """
-    E = logits.shape[-1]
-    _check_groups(k, E, groups, groups_kept, name)
-    if bias is not None and bias.shape != (E,):
-        raise ValueError(f"{name}: bias has shape {tuple(bias.shape)} for {E} experts; give each expert a number.")
-    wide = wide_logits(logits, mask, name)
-    scores = wide.sigmoid()
-    biased = scores.detach() if bias is None else scores.detach() + bias.detach().to(scores.dtype)
-    experts = choice(_in_best_groups(biased, groups, groups_kept), k, mask, chosen, name)
-    return Routing(experts, scaled(taken(scores, experts), renormalise, scale), scores, wide)
-
-
-def _in_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
-    """The scores, and -inf for experts outside of each token's best groups."""
-    if kept == groups:
-        return scores
-    grouped = scores.unflatten(-1, (groups, -1))
-    best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
-    chosen = best.sort(stable=True, dim=-1, descending=True).indices[:, :kept]
-    inside = torch.zeros_like(best, dtype=torch.bool).scatter(-1, chosen, True)
-    return torch.where(inside[..., None], grouped, -torch.inf).flatten(1)
-
-
-def _check_groups(k: int, num_experts: int, groups: int, kept: int, name: str) -> None:
-    check_k(k, num_experts, name)
-    if groups < 1 or num_experts % groups or not 1 <= kept <= groups:
-        raise ValueError(
-            f"{name}: groups={groups}, groups_kept={kept} for {num_experts} experts. Groups are of one size:"
-            " choose a divisor of the experts, and keep one group or more."
-        )
-    if kept * num_experts // groups < k:
-        raise ValueError(
-            f"{name}: k={k} choices, but {kept} of {groups} groups have {kept * num_experts // groups} of the"
-            f" {num_experts} experts. Keep more groups, or choose fewer experts."
-        )
 
 
 def _noisy(logits: Tensor, key: Tensor | None, index: Tensor | None) -> Tensor:
@@ -245,31 +169,3 @@ def _noisy(logits: Tensor, key: Tensor | None, index: Tensor | None) -> Tensor:
         return logits
     assert index is not None  # checked
     return logits.detach() + gumbel(key, index, logits.shape[-1])
-
-
-def choice(scores: Tensor, k: int, mask: Tensor | None, chosen: Tensor | None, name: str) -> Tensor:
-    """[S, K]: the k experts of highest score, or the given ones; -1 for padding."""
-    if chosen is None:
-        # A stable sort keeps equal scores in the order of their experts; topk promises no order.
-        experts = scores.detach().sort(stable=True, dim=-1, descending=True).indices[:, :k]
-    else:
-        check_chosen(chosen, len(scores), k, scores.shape[-1], name)
-        experts = chosen
-    return experts if mask is None else torch.where(mask[:, None], experts, -1)
-
-
-def scaled(weights: Tensor, renormalise: bool, scale: float) -> Tensor:
-    """Weights that sum to `scale` in each row that has any, or that are multiplied by it."""
-    if renormalise:
-        # A row without an expert has the sum 0, and stays 0.
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
-    return weights if scale == 1 else weights * scale
-
-
-def taken(scores: Tensor, experts: Tensor, otherwise: float = 0.0) -> Tensor:
-    """[S, K]: the scores of the experts, and a constant where there is none."""
-    return _zero_without(experts, scores.gather(-1, experts.clamp(min=0)), otherwise)
-
-
-def _zero_without(experts: Tensor, weights: Tensor, otherwise: float = 0.0) -> Tensor:
-    return torch.where(experts >= 0, weights, otherwise)

@@ -1,7 +1,7 @@
 """Losses that keep the experts of a router equally busy, and its logits small.
 
-Of the whole batch by `axes`, or of a rank's own rows without. They are functions of a routing before a capacity drops
-any of its choices.
+With `axes` they are over the whole batch, without over a rank's own rows. Pass a routing before a capacity drops any of
+its choices.
 
 S tokens of this rank, K choices of a token, E experts.
 """
@@ -67,11 +67,11 @@ def mixtral(
 ) -> Float[Tensor, ""]:
     """The loss of `transformers`: k times that of `switch`, so k where experts are equally busy.
 
-    Of several layers it joins the tokens before the product, which is not the mean of the layers' losses: experts of
+    It joins the tokens of several layers before the product, which is not the mean of the layers' losses: experts of
     the same number in different layers even each other out.
 
     Args:
-        routing: as in `switch`; or those of several layers, of as many experts and choices.
+        routing: as in `switch`; or those of several layers, with equal numbers of tokens, experts and choices.
         axes: as in `switch`.
         mask: as in `switch`, of one layer.
 
@@ -99,7 +99,7 @@ def sequence(
         mask: as in `switch`. A sequence without a token that counts has the loss 0, and counts in the mean.
 
     Raises:
-        ValueError: the tokens are not those of so many sequences of one length.
+        ValueError: the tokens are not those of this number of sequences of one length.
 
     Example:
         >>> from shardfn.nn import moe

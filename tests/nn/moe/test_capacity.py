@@ -98,11 +98,11 @@ def test_the_capacity_of_the_batch_is_that_of_one_device(world: int) -> None:
     own = slice(*cuts[mesh.coords["dp"] :][:2])
 
     for by in get_args(By):
-        drawn: dict[str, Any] = {"key": key(5)} if by == "random" else {}
-        whole = moe.with_capacity(routing, 7, by=by, **drawn, **({"index": index} if drawn else {}))
-        mine = moe.Routing(*(x[own] for x in routing))
+        drawn: dict[str, Any] = {"key": key(5), "index": index} if by == "random" else {"key": None, "index": None}
+        whole = moe.with_capacity(routing, 7, by=by, **drawn)
+        mine, drawn = moe.Routing(*(x[own] for x in routing)), drawn | {"index": index[own] if by == "random" else None}
         with sf.collectives.bind_mesh(mesh):
-            kept = moe.with_capacity(mine, 7, by=by, axes="dp", **drawn, **({"index": index[own]} if drawn else {}))
+            kept = moe.with_capacity(mine, 7, by=by, axes="dp", **drawn)
         assert torch.equal(kept.experts, whole.experts[own])
         assert torch.equal(kept.weights, whole.weights[own])
 

@@ -10,7 +10,7 @@ from shardfn.core import key, normal
 from shardfn.nn import moe
 from shardfn.nn.moe import _over_tokens
 
-# Of transformers 5.24's own routers.
+# The values are those of the routers in transformers 5.24.
 FOUR = [[2.0, 1, 0, -1], [3, 0, 0, 0.5], [0, 2, 1, -2], [1, 0.5, 0, 2]]
 MIXTRAL = [[0.731059, 0.268941], [0.924142, 0.075858], [0.731059, 0.268941], [0.731059, 0.268941]]
 
@@ -225,3 +225,16 @@ def test_a_router_is_differentiable_by_function_transforms() -> None:
     own = x.clone().requires_grad_()
     moe.top_k(own, 2, renormalise=False).weights.square().sum().backward()
     torch.testing.assert_close(found, own.grad)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_in_a_batch_of_models(name: str) -> None:
+    x = normal(key(1), (3, 6, 4), dtype=torch.float64)
+
+    def loss(x: Tensor) -> Tensor:
+        routing = ROUTERS[name](x)
+        kept = moe.with_capacity(routing, 2)
+        return kept.weights.square().sum() + moe.balance.switch(routing)
+
+    found = torch.func.vmap(torch.func.grad(loss))(x)
+    torch.testing.assert_close(found, torch.stack([torch.func.grad(loss)(part) for part in x]))
