@@ -142,3 +142,51 @@ def test_balance_losses_travel_through_a_pipeline(setting: str) -> None:
         wanted = [(x - 0.1 * g).detach() for x, g in zip(leaves, grads, strict=True)]
         for got, want in zip(sf.core.tree_leaves(state.params), wanted, strict=True):
             torch.testing.assert_close(got.full_tensor(), want, rtol=1e-12, atol=1e-13)
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("num", [1, 2])
+def test_biases_move_once_a_step_by_the_counts_of_all_its_tokens(num: int, jit: bool) -> None:
+    exchange = layers.Tokens("ep")
+    sizes = {**TINY, "num_layers": 3, "max_len": 16}
+    experts = moe.Experts(
+        num=4,
+        route=functools.partial(layers.sigmoid_groups, groups=2, groups_kept=2),
+        bias_rate=0.01,
+        first=1,
+        shared=True,
+        balance=0.1,
+        balance_loss=layers.balance.sequence,
+        exchange=exchange,
+    )
+    c = moe.deepseek_v3_like(**sizes, experts=experts)
+    loss: Any = sf.accumulate(functools.partial(moe.loss, c, axes="ep"), num)
+    with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
+        step = sf.sharded_step(
+            sf.jit(loss, backend="graph") if jit else loss,
+            sf.optim.sgd(0.1),
+            mesh=mesh,
+            specs=gpt.specs(c),
+            batch=sf.P("ep"),
+            has_aux=True,
+            has_state=True,
+            finish=functools.partial(moe.finish, c),
+        )
+        state = step.init(params(c), model_state=moe.init_state(c))
+        bias, batch = moe.init_state(c)["bias"], batches(8)[0]
+        for _ in range(2):
+            whole = sf.core.tree_map(lambda x: x.full_tensor(), state.params)
+            value, _, found = moe.loss(c, whole, {"bias": bias, "counts": torch.zeros(2, 4, dtype=torch.int64)}, batch)
+            counts = found["counts"]
+            bias = layers.bias_update(bias, counts, 0.01)
+            state, metrics = step(state, step_rows(step, batch))
+            assert torch.equal(state.model_state["bias"].full_tensor(), bias)
+            assert not state.model_state["counts"].full_tensor().any() and counts.sum() == 2 * 8 * 7 * 2
+            torch.testing.assert_close(metrics["loss"].double(), value, rtol=1e-6, atol=0)
+            assert {"balance", "max_load", "dead", "entropy", "dropped"} <= set(metrics)
+
+
+def step_rows(step: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's rows of a batch."""
+    return {name: x[step.rows(len(x))] for name, x in batch.items()}
