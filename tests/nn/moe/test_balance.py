@@ -128,9 +128,10 @@ def weighted(params: Any, batch: Any) -> sf.WeightedMean:
     return sf.WeightedMean(total + tokens * balance.switch(routing, axes="dp"), tokens)
 
 
+@pytest.mark.parametrize("tokens", [8, 6])  # the last rank has two of them, or none
 @distributed(world=2)
-def test_ranks_with_unequal_numbers_of_tokens_are_one_device(world: int) -> None:
-    batch = {"x": normal(sf.key(2), (12, 5), dtype=torch.float64), "mask": torch.arange(12) < 8}
+def test_ranks_with_unequal_numbers_of_tokens_are_one_device(world: int, tokens: int) -> None:
+    batch = {"x": normal(sf.key(2), (12, 5), dtype=torch.float64), "mask": torch.arange(12) < tokens}
     params = {"router": normal(sf.key(3), (5, 4), dtype=torch.float64)}
     step = sf.sharded_step(weighted, sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": world}))
     grads, metrics = step.gradients(step.init(params), {name: x[step.rows(12)] for name, x in batch.items()})
