@@ -4,7 +4,7 @@ B batch, T tokens, S = B T, D model, E experts, k choices.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor

@@ -150,14 +150,15 @@ def loss_and_seen(
         axis: as of `loss`.
         sequence: as of `loss`.
         tile: as of `loss`.
-        bias: `[layers with experts, E]`, in the choice of experts alone; None is none.
+        bias: `[layers with experts, E]`, in the choice of experts alone; None adds nothing.
 
     Example:
         >>> import shardfn.core as core
         >>> config = Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
         >>> batch = {"tokens": torch.zeros(2, 9, dtype=torch.int64)}
-        >>> loss_and_seen(config, init(config, core.key(0)), batch)[1] is None
-        True
+        >>> _, seen = loss_and_seen(config, init(config, core.key(0)), batch)
+        >>> print(seen)  # no layer has experts
+        None
     """
     _check_batch(batch)
     given, batch = batch, _shifted(config, batch)

@@ -21,6 +21,7 @@ SETTINGS = {
 
 def config(setting: str, exchange: Any = None, *, stacked: bool = False, **changes: Any) -> gpt.Config:
     made = SETTINGS[setting](stacked=stacked)
+    assert made.experts is not None
     experts = dataclasses.replace(made.experts, num=3, exchange=exchange or layers.Local(), balance=0.1, **changes)
     return dataclasses.replace(made, experts=experts)
 
@@ -86,6 +87,7 @@ def test_experts_lie_on_the_axis_that_cuts_features_and_tokens_elsewhere(exchang
 @pytest.mark.parametrize("jit", [False, True])
 def test_tensor_parallel_experts_on_an_axis_of_the_batch_in_microbatches(jit: bool) -> None:
     c = config("gpt", layers.Tokens("ep"))
+    assert c.experts is not None
     c = dataclasses.replace(c, experts=dataclasses.replace(c.experts, balance=0.0))
     with sf.make_mesh({"ep": 2, "tp": 2}, device="cpu") as mesh:
         wrap = (

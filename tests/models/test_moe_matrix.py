@@ -118,7 +118,7 @@ def run(case: Case) -> None:
             {k: x.unflatten(0, (ranks, num, -1))[:, m].flatten(0, 1) for k, x in batch.items()} for m in range(num)
         ]
         values = [gpt.loss(alone, params, part) for part in parts]
-        return sf.WeightedMean(sum(v.total for v in values), sum(v.weight for v in values))
+        return sf.WeightedMean(*(torch.stack(x).sum() for x in zip(*values, strict=True)))
 
     g = torch.Generator().manual_seed(1)
     batches = [gpt.shifted({"tokens": torch.randint(13, (ranks * num * rows, 9), generator=g)}) for _ in range(2)]

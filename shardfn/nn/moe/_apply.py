@@ -21,7 +21,7 @@ def apply(
     exchange: Exchange = _LOCAL,
     name: str = "moe",
 ) -> Float[Tensor, "s d"]:
-    """`y[s] = sum over i of routing.weights[s, i] * expert[routing.experts[s, i]](x[s])`.
+    """The sum over choices i of `routing.weights[s, i]` times expert `routing.experts[s, i]` of token `x_SD[s]`.
 
     Differentiable in `x_SD`, the routing's weights, and `params`. The value does not depend on the exchange beyond
     rounding, and without capacity not on the other tokens.

@@ -33,6 +33,7 @@ def swiglu_experts(
         counts_E: rows of each expert.
 
     Example:
+        >>> import torch
         >>> params = {"w_gate_up": torch.zeros(2, 2, 4, 3), "w_down": torch.ones(2, 3, 4)}
         >>> swiglu_experts(params, torch.ones(5, 3), torch.tensor([2, 3])).shape
         torch.Size([5, 3])
@@ -59,6 +60,7 @@ def gelu_experts(
             with the second bias on the first rank alone. None is one device.
 
     Example:
+        >>> import torch
         >>> params = {"w_up": torch.ones(2, 4, 3), "w_down": torch.zeros(2, 3, 4), "b_down": torch.ones(2, 3)}
         >>> gelu_experts(params, torch.zeros(2, 3), torch.tensor([1, 0])).tolist()
         [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
