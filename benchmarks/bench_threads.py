@@ -24,7 +24,7 @@ from shardfn.kernels.row_linear import _native
 LAYER = [(512, 512)] * 4 + [(512, 1408)] * 2 + [(1408, 512)]
 STEP = LAYER * 8 + [(512, 8192)]
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-# The header as it was before there was a pool.
+# The header before there was a pool.
 NEW_THREADS = """
 #include <atomic>
 #include <cstdint>
