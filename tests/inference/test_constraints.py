@@ -1,6 +1,8 @@
 """Covers an engine's requests with grammars: complete texts, errors of one alone, and equal tokens in company."""
 
 import json
+import pathlib
+import re
 from typing import Any
 
 import pytest
@@ -105,3 +107,16 @@ def test_schemas_of_json() -> None:
         if c.finish == "stop":
             assert json.loads(c.text) in ({"a": "b"}, {"a": 1})
     assert any(c.finish == "stop" for c in made)
+
+
+def test_the_page_runs() -> None:
+    page = (pathlib.Path(__file__).parents[2] / "docs/inference.md").read_text()
+    blocks, last = [], ""
+    for kind, block in re.findall(r"^```(\w+)\n(.*?)^```$", page, re.M | re.S):
+        if kind in ("python", "py"):
+            blocks.append(block)
+        if kind == "py":
+            last = block
+            break
+    assert "json_schema" in last
+    exec("\n".join(blocks), {})
