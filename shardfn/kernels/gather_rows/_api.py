@@ -95,15 +95,26 @@ def _row_dots(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
     return implementation("gather_rows", "row_dots", x.device)(x.contiguous(), y.contiguous(), index.contiguous())
 
 
+def _scratch(*operands: Tensor | None) -> int:
+    """Bytes of copies in float32 of tensors of 16 bits, the result among them."""
+    return sum(4 * x.numel() for x in operands if x is not None and x.element_size() < 4)
+
+
+def _gather_scratch(x: Tensor, index: Tensor, weights: Tensor | None) -> int:
+    return _scratch(x, weights, x.new_empty(index.shape[0], x.shape[1], device="meta"))
+
+
 define(
     "gather_rows(Tensor x, Tensor index, Tensor? weights) -> Tensor",
     _gather_rows,
     lambda x, index, weights: x.new_empty(index.shape[0], x.shape[1]),
+    scratch=_gather_scratch,
 )
 define(
     "row_dots(Tensor x, Tensor y, Tensor index) -> Tensor",
     _row_dots,
     lambda x, y, index: x.new_empty(tuple(index.shape), dtype=wide(x.dtype)),
+    scratch=lambda x, y, index: _scratch(x, y),
 )
 for _name in ("gather_rows", "row_dots"):
     map_rows(_name, 0)
