@@ -386,8 +386,8 @@ class ShardedStep(Transform):
             state: the state.
             grads: a tree as `gradients` returns it: the same leaves, in the same layout, memory and dtype. A leaf on
                 disk may have a block in host memory: `g.with_block(f(g.local))` reads it.
-            model_state: with `has_state`, the new one, which is copied, after `finish=` if the step has one; default: that
-                of the state stays, and is not finished.
+            model_state: with `has_state`, the new one, which is copied, after `finish=` if the step has one; default:
+                that of the state stays, and is not finished.
             finite: `metrics["finite"]` of `gradients`, where a step that is not finite is skipped: a loss may overflow
                 while its gradients do not. The same on all ranks.
 
