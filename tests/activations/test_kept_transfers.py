@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn import optim, policies
+from shardfn import P, optim, policies
 from shardfn.core import tree_leaves
+from shardfn.nn import moe
 from shardfn.testing import distributed
 
 WIDTH = 6
@@ -197,3 +198,46 @@ def test_ranks_may_hold_any_numbers_of_rows() -> None:
         want, sent = _counted(loss, x)
         got, now = _counted(sf.remat(loss, KEPT), x)
         assert torch.equal(got[0], want[0]) and now == sent
+
+
+_EXPERTS = {"w_gate_up": (4, 2, 5, WIDTH), "w_down": (4, WIDTH, 5)}
+
+
+def _experts_loss(policy: Any) -> Callable[..., Tensor]:
+    """A layer with experts, whose exchanges name their results."""
+
+    def layer(p: dict, x: Tensor) -> Tensor:
+        routing = moe.top_k(x @ p["router"].t(), 2)
+        return moe.apply(moe.swiglu_experts, p["experts"], torch.tanh(x), routing, exchange=moe.Tokens("ep")).sin()
+
+    wrapped = layer if policy is None else sf.remat(layer, policy)
+    return lambda p, x: wrapped(p, x).exp().mean()
+
+
+@pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=NIGHT)])
+def test_a_layer_with_experts_exchanges_once(mode: str) -> None:
+    _exchanged_once(mode)
+
+
+@distributed(world=2, timeout=120)
+def _exchanged_once(mode: str) -> None:
+    mesh, found = sf.make_mesh({"ep": 2}), []
+    draw = torch.Generator().manual_seed(0)
+    experts = {k: torch.randn(shape, generator=draw) for k, shape in _EXPERTS.items()}
+    params = {"router": torch.randn(4, WIDTH, generator=draw), "experts": experts}
+    x = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(mesh.rank))
+    for policy in (None, policies.save_only_these_names("moe_rows", "moe_results"), policies.nothing_saveable):
+        step = sf.sharded_step(
+            MODES[mode](_experts_loss(policy)),
+            optim.sgd(0.1),
+            mesh=mesh,
+            specs={"router": P(), "experts": dict.fromkeys(experts, P("ep"))},
+            batch=P("ep"),
+        )
+        state, _ = step(step.init(params), x)
+        with sf.count_traffic() as traffic:
+            state, _ = step(state, x)
+        found.append((sf.unshard(state.params), {k: list(v) for k, v in traffic.by_op.items()}))
+    (want, sent), (kept, once), (again, twice) = found
+    assert _same(want, kept) and _same(want, again)
+    assert once == sent and twice != sent, (once, sent)
