@@ -193,7 +193,8 @@ def _bound(S: int, k: int, E: int, axis: Axes) -> int:
 def _gathered(counts_E: Tensor, room: int, axis: Axes) -> tuple[Tensor, Tensor]:
     """The rows for each expert and the room of all ranks."""
     own = torch.cat([counts_E, counts_E.new_full((1,), room)])
-    table = all_gather(own[None], axis)
+    # With the name of the rows, which a recomputation needs no more where they are kept.
+    table = checkpoint_name(all_gather(own[None], axis), "moe_rows")
     return table[:, :-1], table[:, -1]
 
 
