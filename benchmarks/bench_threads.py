@@ -83,12 +83,12 @@ def main() -> None:
 def _of_new_threads() -> Callable[..., None]:
     room = pathlib.Path(_build.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
-        header, source = pathlib.Path(folder, "_threads.h"), pathlib.Path(folder, _native.SOURCE)
+        source, headers = pathlib.Path(folder, _native.SOURCE), [pathlib.Path(folder, h.name) for h in room.glob("*.h")]
         source.parent.mkdir()
-        header.write_text(NEW_THREADS)
-        source.write_text((room / _native.SOURCE).read_text())
+        for copy, path in zip((source, *headers), (room / _native.SOURCE, *room.glob("*.h")), strict=True):
+            copy.write_text(NEW_THREADS if path.name == "_threads.h" else path.read_text())
         flags = ("-O2", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
-        run = kernels.build("bench-threads", source, header, flags=flags).row_linear
+        run = kernels.build("bench-threads", source, *headers, flags=flags).row_linear
     run.argtypes, run.restype = [_build._KINDS[kind] for kind in KINDS], None
     return run
 

@@ -3,8 +3,8 @@
 #include <atomic>
 #include <cstdint>
 
-using Job = void (*)(void* context, int64_t thread);
-using ShareWork = void (*)(Job job, void* context, int64_t threads);
+using OnThread = void (*)(void* context, int64_t thread);
+using ShareWork = void (*)(OnThread job, void* context, int64_t threads);
 
 namespace {
 
@@ -15,7 +15,7 @@ ShareWork share_work = nullptr;
 // begin late or never, so that each must take its parts from what is left.
 template <typename Work>
 void together(int64_t threads, Work work) {
-    const Job job = [](void* context, int64_t thread) { (*(Work*)context)(thread); };
+    const OnThread job = [](void* context, int64_t thread) { (*(Work*)context)(thread); };
     if (share_work && threads > 1) return share_work(job, &work, threads);
     work(0);
 }
