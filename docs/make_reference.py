@@ -25,6 +25,7 @@ ROOMS = (
     "models.gpt",
     "lora",
     "inference",
+    "rl",
     "data",
     "metrics",
     "checkpoint",
