@@ -21,6 +21,7 @@ def sample(
     key: Int64[Tensor, "2"],
     start: int = 0,
     length: int | None = None,
+    since: int = 0,
 ) -> Rollout:
     """Answers to prompts, `sampling.n` to each, one after another; without rewards.
 
@@ -39,6 +40,7 @@ def sample(
         key: of this iteration.
         start: the number of the first prompt, where ranks or calls have prompts of their own.
         length: L, the same on all ranks; default the engine's context.
+        since: added to the engine's versions, which begin at 0: a run that is resumed goes on counting.
 
     Returns:
         `len(prompts) * sampling.n` rows of L ids and `sampling.max_tokens` columns.
@@ -69,7 +71,7 @@ def sample(
         for prompt, made in zip(prompts, found, strict=True)
         for one in (made if isinstance(made, list) else [made])
     ]
-    return _rollout(rows, length, sampling.max_tokens, engine.mesh.device)
+    return _rollout(rows, length, sampling.max_tokens, since, engine.mesh.device)
 
 
 def _seeds(key: Tensor, start: int, num: int) -> list[int]:
@@ -100,7 +102,7 @@ def _check_length(prompts: Sequence[Sequence[int]], width: int, length: int) -> 
 
 
 def _rollout(
-    rows: Sequence[tuple[Sequence[int], Completion]], length: int, width: int, device: torch.device
+    rows: Sequence[tuple[Sequence[int], Completion]], length: int, width: int, since: int, device: torch.device
 ) -> Rollout:
     out = empty_rollout(len(rows), length, width)
     for i, (prompt, one) in enumerate(rows):
@@ -113,5 +115,5 @@ def _rollout(
         out.prompts[i], out.lengths[i], out.ended[i] = start, num, one.finish == "stop"
         out.ids[i, : start + num] = torch.tensor([*prompt, *one.tokens])
         out.logprobs[i, :num] = torch.tensor(one.logprobs)
-        out.versions[i, :num] = torch.tensor(one.versions)
+        out.versions[i, :num] = torch.tensor(one.versions) + since
     return Rollout(*(x.to(device) for x in out))
