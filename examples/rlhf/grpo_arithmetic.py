@@ -56,7 +56,7 @@ def main():
     say = functools.partial(print, flush=True) if mesh.rank == 0 else lambda *_: None
     say(f"right before: {accuracy(engine):.0%}")
     logger = args.out and sf.metrics.Logger(args.out, mesh, start=done)
-    since = done // args.epochs  # versions of the weights before this process
+    since = -(-done // args.epochs)  # rollouts, and so versions of the weights, before this process
     for n in range(done, args.iterations * args.epochs):
         iteration, epoch = divmod(n, args.epochs)
         if epoch == 0:

@@ -25,7 +25,7 @@ class Rollout(NamedTuple):
         lengths: tokens of each answer.
         logprobs: [B, T], of each token when it was drawn; 0 from the end on.
         versions: [B, T], of the weights that drew it; -1 from the end on.
-        rewards: of each answer; NaN where there is none.
+        rewards: of each answer; NaN where it has not got one.
         ended: whether the answer ended by a stop token, and not by its length.
 
     Example:

@@ -33,7 +33,7 @@ def sample(
     the training forward has the same bits; otherwise both differ by rounding.
 
     Args:
-        engine: of any ranks, all of which pass the same prompts.
+        engine: of one rank, or of several that all pass the same prompts.
         prompts: ids of each.
         sampling: with temperature 1 and without filters and penalties, so that answers are drawn from the distribution
             of their log probabilities. Its seed is not used.

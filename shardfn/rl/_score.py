@@ -36,7 +36,7 @@ class Scores(NamedTuple):
         rollout: its rewards are NaN where the function failed.
         counts: "raised", "late", "invalid" (NaN, infinite, or no number) and "died" (its process ended), of this rank's
             rows.
-        first: the first failure by row, with its error; empty if there is none.
+        first: the first failure by row, with its error; empty if nothing failed.
     """
 
     rollout: Rollout
@@ -110,7 +110,7 @@ def _check(num: int, given: Sequence[Any] | None, seconds: float, workers: int) 
         raise ValueError(f"score: seconds is {seconds} and workers is {workers}; both must be positive.")
     if not hasattr(os, "fork"):
         raise NotImplementedError(
-            "score calls a function in a fork, to be able to end it, and this system has none; compute the rewards"
+            "score calls a function in a fork, to be able to end it, and this system cannot fork; compute the rewards"
             " yourself, and pass rollout._replace(rewards=...)."
         )
 

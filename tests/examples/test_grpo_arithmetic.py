@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/rlhf/grpo_arithmetic.py"
 ALONE = [sys.executable]
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-SHORT = ["--imitate", "4", "--prompts", "4", "--iterations", "3"]
+SHORT = ["--imitate", "30", "--prompts", "4", "--iterations", "3"]
 
 
 def start(command: list[str], *options: str) -> subprocess.Popen[str]:

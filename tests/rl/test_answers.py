@@ -24,7 +24,7 @@ def test_log_probabilities(dtype: torch.dtype) -> None:
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-def test_the_gradient_is_that_of_log_softmax_and_padding_has_none() -> None:
+def test_the_gradient_is_that_of_log_softmax_and_padding_adds_nothing() -> None:
     logits, weights = LOGITS.clone().requires_grad_(), torch.randn(3, 5, generator=DRAW)
     mask = rl.answer_mask(LENGTHS, 5)
 

@@ -114,7 +114,7 @@ def test_mistakes_are_named() -> None:
 
 def test_a_system_without_fork_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "fork")
-    with pytest.raises(NotImplementedError, match=r"this system has none.*rollout._replace\(rewards="):
+    with pytest.raises(NotImplementedError, match=r"this system cannot fork.*rollout._replace\(rewards="):
         rl.score(spoilt, rollout(2))
 
 

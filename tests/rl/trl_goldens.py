@@ -16,7 +16,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissin
 from trl.trainer.rloo_trainer import RLOOTrainer  # pyright: ignore[reportMissingImports]
 
 OUT = pathlib.Path(__file__).with_suffix(".json")
-# Of TRL, by the arguments of `rl.grpo`.
+# Cases of TRL, by the arguments of `rl.grpo`.
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"normalise": "sequence"}, {"loss_type": "grpo"}),
     ({"normalise": "batch"}, {"loss_type": "dapo"}),
