@@ -96,6 +96,28 @@ def answer_logprobs(
     return masked(logprobs(rows_BTV, tokens_BT), mask_BT)
 
 
+def answer_values(
+    values_BL: Float[Tensor, "b l"], prompts_B: Int[Tensor, " b"], lengths_B: Int[Tensor, " b"], width: int
+) -> Float[Tensor, "b t"]:
+    """A critic's values before each token of the answers, for `gae` and `ppo_value`.
+
+    Args:
+        values_BL: of each position of prompts and answers.
+        prompts_B: tokens of each prompt, at least 1.
+        lengths_B: tokens of each answer.
+        width: T.
+
+    Returns:
+        [B, T]; 0 from each answer's end on.
+
+    Example:
+        >>> answer_values(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2]), torch.tensor([1]), 2)
+        tensor([[2., 0.]])
+    """
+    found_BT = values_BL.gather(1, _places(prompts_B, width, values_BL.shape[1]))
+    return masked(found_BT, answer_mask(lengths_B, width))
+
+
 def answer_entropies(
     logits_BLV: Float[Tensor, "b l v"], prompts_B: Int[Tensor, " b"], lengths_B: Int[Tensor, " b"], width: int
 ) -> Float[Tensor, "b t"]:

@@ -51,3 +51,9 @@ def test_entropies() -> None:
     barred[..., 3:] = -torch.inf
     entropies = rl.answer_entropies(barred, PROMPTS, LENGTHS, 5)
     assert entropies.isfinite().all() and entropies.max() <= 1.1
+
+
+def test_values_are_those_before_each_token() -> None:
+    values = torch.arange(24.0).view(3, 8)
+    found = rl.answer_values(values, PROMPTS, LENGTHS, 5)
+    assert found.tolist() == [[0, 1, 2, 3, 0], [12, 13, 14, 0, 0], [0] * 5]
