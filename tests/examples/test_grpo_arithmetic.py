@@ -1,4 +1,4 @@
-"""The arithmetic example: it learns, on one process and two alike, and goes on bit for bit after a kill anywhere."""
+"""The arithmetic examples: GRPO learns, on one process and two alike, and goes on bit for bit after a kill anywhere."""
 
 import json
 import os
@@ -21,14 +21,14 @@ TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-p
 SHORT = ["--imitate", "30", "--prompts", "4", "--iterations", "3"]
 
 
-def start(command: list[str], *options: str) -> subprocess.Popen[str]:
+def start(command: list[str], *options: str, example: pathlib.Path = EXAMPLE) -> subprocess.Popen[str]:
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*command, str(EXAMPLE), *options], env=env, cwd=ROOT, start_new_session=True, **how)
+    return subprocess.Popen([*command, str(example), *options], env=env, cwd=ROOT, start_new_session=True, **how)
 
 
-def run(command: list[str], *options: str) -> str:
-    process = start(command, *options)
+def run(command: list[str], *options: str, example: pathlib.Path = EXAMPLE) -> str:
+    process = start(command, *options, example=example)
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err[-3000:]
     return out
@@ -85,6 +85,13 @@ def test_a_run_that_is_killed_anywhere_goes_on_bit_for_bit(tmp_path: pathlib.Pat
 
 
 @pytest.mark.nightly
+def test_ppo_runs() -> None:
+    out = run(ALONE, *SHORT, "--every", "1", example=EXAMPLE.with_name("ppo_arithmetic.py"))
+    lines = [line for line in out.splitlines() if line.startswith("iteration")]
+    assert len(lines) == 3 and all("actor/exact 1.000" in line for line in lines)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(2))
 def test_rewards_rise(tmp_path: pathlib.Path, seed: int) -> None:
     run(ALONE, "--seed", str(seed), "--out", str(tmp_path))
@@ -92,4 +99,5 @@ def test_rewards_rise(tmp_path: pathlib.Path, seed: int) -> None:
     first, last = ([row["reward"] for row in part[::2]] for part in (found[:20], found[-20:]))
     # Ten rollouts of 32 problems: the problems of a rollout differ, its 8 answers to each are counted as one.
     error = (2 * 0.25 / (10 * 32)) ** 0.5
-    assert sum(last) / 10 - sum(first) / 10 > 5 * error and max(row["kl"] for row in found) < 2
+    assert sum(last) / 10 - sum(first) / 10 > 5 * error
+    assert sum(row["kl"] for row in found[-20::2]) / 10 < 1
