@@ -89,14 +89,14 @@ def test_an_interrupted_call_leaves_no_process(monkeypatch: pytest.MonkeyPatch, 
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shardfn.rl._score.wait", interrupt)
+    monkeypatch.setattr("shardfn.rl._scores.wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         rl.score(lambda prompt, answer: 1.0, rollout(2), workers=2)
     assert len(forks) == 2 and not any(map(alive, forks))
 
 
 def test_torch_is_at_hand_in_a_reward() -> None:
-    torch.ones(300, 300) @ torch.ones(300, 300)  # starts threads
+    _ = torch.ones(300, 300) @ torch.ones(300, 300)  # starts threads
     found = rl.score(lambda prompt, answer: (torch.ones(300, 300) @ torch.ones(300, 300))[0, 0].item(), rollout(2))
     assert found.rollout.rewards.tolist() == [300, 300]
 
