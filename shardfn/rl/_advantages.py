@@ -107,8 +107,8 @@ def gae(
 
     Example:
         >>> advantages, returns = gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]]), torch.tensor([2]))
-        >>> advantages.tolist(), returns.tolist()
-        ([[0.4749999940395355, 0.5]], [[0.9749999642372131, 1.0]])
+        >>> advantages, returns
+        (tensor([[0.4750, 0.5000]]), tensor([[0.9750, 1.0000]]))
 
     References:
         Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation, 2015,

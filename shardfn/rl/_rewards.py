@@ -41,7 +41,7 @@ def kl_rewards(
     Example:
         >>> policy, reference = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.0]])
         >>> kl_rewards(policy, reference, torch.tensor([7.0]), torch.tensor([2]))
-        tensor([[-0.0000, 5.1000]])
+        tensor([[0.0000, 5.1000]])
 
     References:
         Yao et al., DeepSpeed-Chat, 2023, https://arxiv.org/abs/2308.01320
