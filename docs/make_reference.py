@@ -27,6 +27,7 @@ ROOMS = (
     "models.gpt",
     "lora",
     "inference",
+    "rl",
     "data",
     "metrics",
     "checkpoint",
