@@ -11,7 +11,7 @@ from ._errors import ApiError
 from ._fields import CHAT, COMPLETIONS, FLAG, MESSAGE, PART, SAMPLING, check_text, read_fields
 
 _COMPLETION = 16  # OpenAI's default for max_tokens of the older route
-_ROLES = ("system", "user", "assistant", "developer", "tool")
+_ROLES = ("system", "user", "assistant")
 
 
 class Text(Protocol):
@@ -24,11 +24,11 @@ class Text(Protocol):
     """
 
     @property
-    def encode(self) -> Callable[[str], list[int]]: ...  # noqa: D102
+    def encode(self) -> Callable[[str], list[int]]: ...
     @property
-    def decode(self) -> Callable[[Sequence[int]], str]: ...  # noqa: D102
+    def decode(self) -> Callable[[Sequence[int]], str]: ...
     @property
-    def chat(self) -> Callable[[list[dict[str, str]]], list[int]] | None: ...  # noqa: D102
+    def chat(self) -> Callable[[list[dict[str, str]]], list[int]] | None: ...
 
 
 class Model(NamedTuple):
@@ -105,7 +105,7 @@ def _asked(given: Mapping[str, Any], prompts: list[list[int]], model: Model, mos
         **{name: given[name] for name in SAMPLING if name in given and name not in ("max_tokens", "seed")},
         max_tokens=most,
         seed=given.get("seed", secrets.randbits(63)),
-        stop_tokens=tuple(sorted({*ends, *given.get("stop_token_ids", ())})),
+        stop_tokens=tuple(dict.fromkeys([*given.get("stop_token_ids", ()), *sorted(ends)])),
         **({"stop": (stops,) if isinstance(stops, str) else tuple(stops)} if stops else {}),
     )
     salt = given.get("cache_salt", "").encode()
@@ -188,9 +188,8 @@ def _message(message: Any, at: str) -> dict[str, str]:
     for name in MESSAGE:
         if name not in given:
             raise ApiError(400, f"{at}.{name} is missing.", f"{at}.{name}", "missing_parameter")
-    if given["role"] not in _ROLES[:3]:
-        served = given["role"] in _ROLES and "is not served" or "is not known"
-        text = f"{at}.role {given['role'][:60]!r} {served}; it must be one of {', '.join(_ROLES[:3])}."
+    if given["role"] not in _ROLES:
+        text = f"{at}.role is {given['role'][:60]!r}; it must be one of {', '.join(_ROLES)}."
         raise ApiError(400, text, f"{at}.role")
     return {"role": given["role"], "content": _content(given["content"], f"{at}.content")}
 

@@ -85,10 +85,10 @@ PART: Mapping[str, Kind] = {"type": TEXT, "text": TEXT}
 
 # Fields of OpenAI's interface that are not served.
 REFUSED = frozenset(
-    "audio best_of echo function_call functions logit_bias metadata modalities moderation parallel_tool_calls prediction"
-    " prompt_cache_key prompt_cache_retention reasoning_effort response_format safety_identifier service_tier store"
-    " suffix tool_choice tools verbosity web_search_options annotations name refusal tool_call_id tool_calls image_url"
-    " input_audio file".split()
+    "audio best_of echo function_call functions logit_bias metadata modalities moderation parallel_tool_calls"
+    " prediction prompt_cache_key prompt_cache_retention reasoning_effort response_format safety_identifier"
+    " service_tier store suffix tool_choice tools verbosity web_search_options"
+    " annotations name refusal tool_call_id tool_calls image_url input_audio file".split()  # of messages and parts
 )
 
 
