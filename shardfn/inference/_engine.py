@@ -13,6 +13,7 @@ from shardfn.core import Mesh, PyTree
 
 from ._agree import compare
 from ._decoder import Decoder
+from ._detokenize import detokenizer
 from ._events import Add, Cancel, Clock, Drain, Event, Weights
 from ._limits import Limits
 from ._requests import Request, Sampling, check_request
@@ -20,6 +21,7 @@ from ._results import Completion, Token, append
 from ._runner import MemoryPlan, Runner, limits_of
 from ._schedule import Output, advance
 from ._state import State, start
+from ._texts import Texts
 
 
 class Engine:
@@ -31,8 +33,11 @@ class Engine:
         mesh: from `make_mesh`; None is one device.
         limits: the sizes; default `limits_of(decoder)`.
         runner: the graphs of an engine of the same decoder and mesh, to be shared; its limits may have more blocks.
+        tokenizer: as `detokenizer` takes: tokens then have their text, and requests may have stop strings. Equal on all
+            ranks.
 
     Raises:
+        TypeError: `tokenizer` is an object of another kind.
         ValueError: the limits do not fit the model, or the mesh does not divide its heads; or the parameters are not
             those of the model.
 
@@ -54,6 +59,7 @@ class Engine:
         mesh: Mesh | None = None,
         limits: Limits | None = None,
         runner: Runner | None = None,
+        tokenizer: Any = None,
     ) -> None:
         self.limits = limits_of(decoder) if limits is None else limits
         self.runner = Runner(decoder, self.limits, mesh=mesh) if runner is None else runner
@@ -61,7 +67,9 @@ class Engine:
         self.mesh = self.runner.mesh
         self._weights: dict[int, PyTree] = {0: self.runner.packed(params)}
         self._cache = self.runner.empty_cache()
-        self._state: State = start(self.limits)
+        self.detokenizer = None if tokenizer is None else detokenizer(tokenizer)
+        self._texts = Texts(self.detokenizer)
+        self._state: State = start(self.limits, self.detokenizer.digest if self.detokenizer else b"")
         self._events: list[Event] = []
         self._adding: dict[str, None] = {}  # names, in order
         self._drawn: list[int] = []
@@ -279,7 +287,9 @@ class Engine:
             self._awaited.get(token.name, self._others).append(token)
 
     def _run(self) -> list[Token]:
-        events, self._events, self._adding = self._events, [], {}
+        cancelled = {event.name for event in self._events if isinstance(event, Cancel)}
+        stops = self._texts.stops(self._state, self._drawn, cancelled, self._next)
+        events, self._events, self._adding = [*self._events, *stops], [], {}
         self._state, plan, outputs = advance(self._state, events, self._drawn)
         found = [self._token(output) for output in outputs]
         self._drawn, self._logprobs = [], []
@@ -305,6 +315,10 @@ class Engine:
             raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a sequence of integers.") from error
         request = Request(tokens, sampling or Sampling(), **more)
         check_request(request, self.limits)
+        if request.sampling.stop and self.detokenizer is None:
+            raise ValueError(
+                f"stop is {request.sampling.stop!r}, and the engine has no tokenizer: Engine(tokenizer=...)."
+            )
         return request
 
     def _known(self, name: str) -> bool:
@@ -316,4 +330,5 @@ class Engine:
 
     def _token(self, out: Output) -> Token:
         logprob = None if out.row is None else self._logprobs[out.row]
-        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish)
+        text = self._texts.of(out)
+        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish, text)

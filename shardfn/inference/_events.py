@@ -78,4 +78,25 @@ class Drain:
     number: int
 
 
-Event = Add | Cancel | Clock | Weights | Drain
+@dataclass(frozen=True)
+class Stop:
+    """A choice ends with the token that the last plan drew for a position: its text has a stop string there.
+
+    Args:
+        number: of the event.
+        name: of the request.
+        choice: of the request.
+        at: the position of the token in its sequence.
+
+    Example:
+        >>> Stop(5, "a", choice=0, at=7).at
+        7
+    """
+
+    number: int
+    name: str
+    choice: int
+    at: int
+
+
+Event = Stop | Add | Cancel | Clock | Weights | Drain

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from shardfn import core, kernels
-from shardfn.inference import Decoder, Engine, Limits, Runner, Sampling, Token
+from shardfn.inference import Decoder, Engine, Limits, Runner, Sampling, Token, detokenizer
 from shardfn.inference._state import draw_key
 from shardfn.models import gpt
+from tests.inference.test_stops import whole_cut
 
 VERSIONS = 3
+# The bytes of the model's tokens: some are halves of a character, or have no text.
+TOKENS = [b"a", b"b", b"ab", b" ", b"\n", b"\xc3", b"\xa9", None, b"b ", "\N{PILE OF POO}z".encode(), b"\xf0", b"z"]
 SMALL = st.integers(0, 2)  # few tokens, so that prompts share prefixes
 
 
@@ -51,6 +54,8 @@ samplings = st.builds(
     seed=st.integers(0, 3),
     n=st.sampled_from([1, 1, 1, 2]),
     stop_tokens=st.sampled_from([(), (), (1, 4)]),
+    stop=st.sampled_from([(), (), ("ab ", "bb"), ("é", "\n\n", "zz")]),
+    include_stop=st.booleans(),
     prompt_logprobs=st.sampled_from([False, False, True]),
 )
 arrivals = st.builds(
@@ -113,7 +118,8 @@ def model(tp: str | None = None, **changes: Any) -> Model:
 
 def run(story: Story, model: Model, runner: Runner, limits: Limits) -> tuple[dict[tuple[str, int], Told], Engine]:
     """The tokens of all choices. At the end no block is held."""
-    engine = Engine(model.decoder, model.params[0], limits=replace(limits, blocks=story.blocks), runner=runner)
+    sizes = replace(limits, blocks=story.blocks)
+    engine = Engine(model.decoder, model.params[0], limits=sizes, runner=runner, tokenizer=TOKENS)
     told: dict[tuple[str, int], Told] = {}
     updates, version, step = sorted(story.updates), 0, 0
     last = max([a.step for a in story.arrivals] + [s for s, _ in updates])
@@ -149,6 +155,7 @@ def check(story: Story, told: dict[tuple[str, int], Told], model: Model) -> int:
         sequence = [*a.prompt, *(t.token for t in drawn)]
         if got.finish == "length":
             assert len(drawn) == a.sampling.max_tokens
+        _check_text(got, [t.token for t in drawn if t.token is not None], a)
         scored = [t for t in got.tokens if t.token is not None and t.position < len(a.prompt)]
         if a.sampling.prompt_logprobs and choice == 0 and drawn:
             assert [t.position for t in scored] == list(range(1, len(a.prompt)))
@@ -159,6 +166,22 @@ def check(story: Story, told: dict[tuple[str, int], Told], model: Model) -> int:
             assert (token, logprob) == (t.token, t.logprob), (name, choice, t, token, logprob)
             checked += 1
     return checked
+
+
+def _check_text(got: Told, tokens: list[int], a: Arrival) -> None:
+    """The text is that of all tokens, up to the first stop string, and no token comes after it."""
+    how, texts = a.sampling, []
+    hidden = bool(tokens) and tokens[-1] in how.stop_tokens and not how.include_stop
+    for known in (tokens[:-1], tokens[: len(tokens) - hidden]):
+        growing = detokenizer(TOKENS).start(a.prompt)
+        texts.append("".join([*map(growing.add, known), growing.end()]))
+    assert not any(stop in texts[0] for stop in how.stop)
+    want, stopped = whole_cut(texts[1], list(how.stop), how.include_stop)
+    assert "".join(t.text for t in got.tokens) == want
+    if stopped or (tokens and tokens[-1] in how.stop_tokens):
+        assert got.finish in ("stop", "cancelled")
+    else:
+        assert got.finish != "stop"
 
 
 def draw_alone(logits: Tensor, sampling: Sampling, key: int, place: int, target: int) -> tuple[int, float]:
