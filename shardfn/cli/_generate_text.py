@@ -18,6 +18,7 @@ class Text(NamedTuple):
         token: from a token's text to its id; None if there is no such token.
         chat: from messages to the ids of a prompt; None without a chat template.
         ends: tokens that end a completion.
+        tokenizer: as `shardfn.inference.detokenizer` takes.
     """
 
     size: int
@@ -26,6 +27,7 @@ class Text(NamedTuple):
     token: Callable[[str], int | None]
     chat: Callable[[list[dict[str, str]]], list[int]] | None = None
     ends: frozenset[int] = frozenset()
+    tokenizer: Any = None
 
 
 def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> Text:
@@ -57,6 +59,7 @@ def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> 
         token=vocabulary.get,
         chat=chat if tokenizer.chat_template else None,
         ends=ends | {*own},
+        tokenizer=tokenizer,
     )
 
 
@@ -67,7 +70,9 @@ def text_of_data(tokenizer: Tokenizer) -> Text:
         ids = tokenizer.encode(text).tolist()
         return ids[0] if len(ids) == 1 else None
 
-    return Text(tokenizer.vocab_size, lambda text: tokenizer.encode(text).tolist(), tokenizer.decode, token)
+    return Text(
+        tokenizer.vocab_size, lambda text: tokenizer.encode(text).tolist(), tokenizer.decode, token, tokenizer=tokenizer
+    )
 
 
 class Growing:

@@ -62,7 +62,7 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
             buckets=job.buckets,
             cache_dtype=model.dtype,
         )
-        engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits)
+        engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, tokenizer=served.text.tokenizer)
     engine.warm_up(penalties=True)
     how = f"not exact: {served.inexact}" if served.inexact else "exact"
     about = f"{model.model}: {served.size:,} parameters, {model.dtype}, {how}\n{engine.memory()}"

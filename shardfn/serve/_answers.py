@@ -3,12 +3,22 @@
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
+
+from shardfn.inference import Detokenizer
 
 from ._asked import Asked
 from ._calls import Call, Piece
 from ._errors import ApiError
+
+
+class Spelled(NamedTuple):
+    """A token with its log probability."""
+
+    text: str
+    data: bytes | None
+    logprob: float
 
 
 class Form(NamedTuple):
@@ -21,7 +31,7 @@ class Form(NamedTuple):
         opens: whether each choice begins with a piece that has its role.
         text: a choice's fields for its whole text.
         delta: a choice's fields for a further text.
-        logprobs: from (token's text, log probability) of tokens.
+        logprobs: from tokens with their log probabilities.
     """
 
     prefix: str
@@ -30,15 +40,18 @@ class Form(NamedTuple):
     opens: bool
     text: Callable[[str], dict[str, Any]]
     delta: Callable[[str], dict[str, Any]]
-    logprobs: Callable[[list[tuple[str, float]]], dict[str, Any]]
+    logprobs: Callable[[list[Spelled]], dict[str, Any]]
 
 
-def _older(tokens: list[tuple[str, float]]) -> dict[str, Any]:
-    return {"tokens": [t for t, _ in tokens], "token_logprobs": [p for _, p in tokens], "top_logprobs": None}
+def _older(tokens: list[Spelled]) -> dict[str, Any]:
+    return {"tokens": [t.text for t in tokens], "token_logprobs": [t.logprob for t in tokens], "top_logprobs": None}
 
 
-def _newer(tokens: list[tuple[str, float]]) -> dict[str, Any]:
-    rows = [{"token": t, "logprob": p, "bytes": None, "top_logprobs": []} for t, p in tokens]
+def _newer(tokens: list[Spelled]) -> dict[str, Any]:
+    rows = [
+        {"token": t.text, "logprob": t.logprob, "bytes": None if t.data is None else list(t.data), "top_logprobs": []}
+        for t in tokens
+    ]
     return {"content": rows, "refusal": None}
 
 
@@ -67,13 +80,11 @@ class Answer:
         model: the name of the model.
         asked: the body's meaning.
         call: its tokens.
-        decode: from ids to their text.
+        spelling: the texts of single tokens.
     """
 
-    def __init__(
-        self, form: Form, model: str, asked: Asked, call: Call, decode: Callable[[Sequence[int]], str]
-    ) -> None:
-        self._form, self._asked, self._call, self._decode = form, asked, call, decode
+    def __init__(self, form: Form, model: str, asked: Asked, call: Call, spelling: Detokenizer) -> None:
+        self._form, self._asked, self._call, self._spelling = form, asked, call, spelling
         self._head = {"id": form.prefix + secrets.token_hex(12), "created": int(time.time()), "model": model}
 
     async def whole(self) -> dict[str, Any]:
@@ -83,10 +94,10 @@ class Answer:
             ApiError: a choice has failed.
         """
         num = self._call.starts[-1]
-        texts, tokens, ends = [""] * num, [list[tuple[str, float]]() for _ in range(num)], [""] * num
+        texts, tokens, ends = [""] * num, [list[Spelled]() for _ in range(num)], [""] * num
         while pieces := await self._pieces():
             for piece in pieces:
-                texts[piece.choice] += _text(piece)
+                texts[piece.choice] += piece.token.text
                 tokens[piece.choice] += self._logprob(piece)
                 ends[piece.choice] = piece.token.finish or ""
         rows = zip(texts, tokens, ends, strict=True)
@@ -127,32 +138,28 @@ class Answer:
         made = []
         for choice in dict.fromkeys(piece.choice for piece in pieces):
             mine = [piece for piece in pieces if piece.choice == choice]
-            text, finish = "".join(map(_text, mine)), mine[-1].token.finish
+            text, finish = "".join(piece.token.text for piece in mine), mine[-1].token.finish
             tokens = [found for piece in mine for found in self._logprob(piece)]
             if text or tokens or finish:
                 made.append(self._event(choice, self._form.delta(text), tokens, finish))
         return made
 
-    def _event(self, i: int, fields: dict[str, Any], tokens: list[tuple[str, float]], finish: str | None) -> bytes:
+    def _event(self, i: int, fields: dict[str, Any], tokens: list[Spelled], finish: str | None) -> bytes:
         usage = {"usage": None} if self._asked.usage else {}
         choices = [self._choice(i, fields, tokens, finish)]
         return _line({**self._head, "object": self._form.chunk, "choices": choices, **usage})
 
-    def _choice(
-        self, i: int, fields: dict[str, Any], tokens: list[tuple[str, float]], finish: str | None
-    ) -> dict[str, Any]:
+    def _choice(self, i: int, fields: dict[str, Any], tokens: list[Spelled], finish: str | None) -> dict[str, Any]:
         found = self._form.logprobs(tokens) if tokens else None
         return {"index": i, **fields, "logprobs": found, "finish_reason": finish}
 
-    def _logprob(self, piece: Piece) -> list[tuple[str, float]]:
+    def _logprob(self, piece: Piece) -> list[Spelled]:
         token = piece.token
         if not self._asked.logprobs or token.token is None or token.logprob is None:
             return []
-        return [(self._decode([token.token]), token.logprob)]
-
-
-def _text(piece: Piece) -> str:
-    return getattr(piece.token, "text", "x")  # FIXME
+        spelling = self._spelling
+        data = None if spelling.bytes_of is None else spelling.bytes_of(token.token)
+        return [Spelled(spelling.decode([token.token]), data, token.logprob)]
 
 
 def _line(value: dict[str, Any]) -> bytes:

@@ -141,7 +141,7 @@ class App:
             asked = await loop.run_in_executor(self._reading, lambda: read(read_json(data), model))
             self._open_model()
             call = self._calls.open(asked.requests)
-            made = Answer(form, model.name, asked, call, model.text.decode)
+            made = Answer(form, model.name, asked, call, model.spelling)
             if asked.stream:
                 return EventStream(made.events(), self._settings.stall_seconds, functools.partial(self._end, call))
             how = "disconnected"

@@ -1,11 +1,11 @@
 """From the body of a request to requests of the engine."""
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from shardfn.inference import Limits, Request, Sampling, check_request
+from shardfn.inference import Detokenizer, Limits, Request, Sampling, check_request
 
 from ._errors import ApiError
 from ._fields import CHAT, COMPLETIONS, FLAG, MESSAGE, PART, SAMPLING, check_text, read_fields
@@ -19,16 +19,16 @@ class Text(Protocol):
 
     Attributes:
         encode: from a text to the ids of a prompt.
-        decode: from ids to their text, without special tokens.
         chat: from messages to the ids of a prompt; None without a chat template. A `ValueError` refuses messages.
+        tokenizer: as `shardfn.inference.detokenizer` takes.
     """
 
     @property
     def encode(self) -> Callable[[str], list[int]]: ...
     @property
-    def decode(self) -> Callable[[Sequence[int]], str]: ...
-    @property
     def chat(self) -> Callable[[list[dict[str, str]]], list[int]] | None: ...
+    @property
+    def tokenizer(self) -> Any: ...
 
 
 class Model(NamedTuple):
@@ -37,6 +37,7 @@ class Model(NamedTuple):
     Attributes:
         name: as clients name it.
         text: the tokenizer.
+        spelling: the texts of tokens one by one, also of special ones.
         limits: of the engine.
         ends: tokens that end a completion.
         max_choices: of one call.
@@ -44,6 +45,7 @@ class Model(NamedTuple):
 
     name: str
     text: Text
+    spelling: Detokenizer
     limits: Limits
     ends: frozenset[int]
     max_choices: int

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shardfn.inference import Add, Cancel, Drain, Request, Token
 
 from ._errors import ApiError
-from ._link import Message, Report, Stop
+from ._link import End, Message, Report
 from ._metrics import Metrics
 
 
@@ -170,7 +170,7 @@ class Calls:
 
     def stop(self) -> None:
         """Ends the ranks."""
-        self._event(Stop(self._events))
+        self._event(End(self._events))
 
     def _event(self, event: Message) -> None:
         self._events += 1

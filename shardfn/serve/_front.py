@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import uvicorn
 
+from shardfn.inference import detokenizer
+
 from ._app import App
 from ._asked import Model, Text
 from ._calls import Calls
@@ -73,6 +75,7 @@ class Front:
         self.metrics = Metrics(settings.name)
         self.calls = Calls(ranks.send, self.metrics, settings.max_waiting)
         self.app = App(settings, self.calls, self.metrics)
+        self._spelling = detokenizer(text.tokenizer, special=True)
         self.signals = 0
         self._signal = asyncio.Event()
 
@@ -134,7 +137,9 @@ class Front:
 
     def _begin(self, ready: Ready) -> None:
         settings = self.settings
-        self.app.model = Model(settings.name, self._text, ready.limits, ready.ends, settings.max_choices)
+        self.app.model = Model(
+            settings.name, self._text, self._spelling, ready.limits, ready.ends, settings.max_choices
+        )
         self._tell(ready.about)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._tell(f"shardfn serve: ready at http://{host}:{settings.port}/v1, model {settings.name!r}")

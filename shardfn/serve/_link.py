@@ -18,18 +18,18 @@ _READ = 1 << 18
 
 
 @dataclass(frozen=True)
-class Stop:
+class End:
     """The last event: the ranks end.
 
     Example:
-        >>> Stop(7).number
+        >>> End(7).number
         7
     """
 
     number: int
 
 
-Message = Event | Stop
+Message = Event | End
 
 
 class Ready(NamedTuple):

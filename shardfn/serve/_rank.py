@@ -12,11 +12,11 @@ from shardfn.core import Mesh
 from shardfn.engine import comms_of, losing_no_peer
 from shardfn.inference import Add, Cancel, Drain, Engine, Token
 
-from ._link import Inbox, Message, Ready, Report, Stop, packed
+from ._link import End, Inbox, Message, Ready, Report, packed
 
 
 def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
-    """Serves until the front has sent `Stop`. All ranks of the engine's mesh call it.
+    """Serves until the front has sent `End`. All ranks of the engine's mesh call it.
 
     Args:
         engine: idle.
@@ -36,7 +36,7 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
         for _ in range(_of_all(engine.mesh, len(waiting))):
             event = waiting.popleft()
             taken += 1
-            stops = stops or isinstance(event, Stop)
+            stops = stops or isinstance(event, End)
             tokens += _enter(engine, event)
         if stops:
             return

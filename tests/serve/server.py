@@ -33,8 +33,8 @@ class Words(NamedTuple):
     """A tokenizer of bytes, whose template has a line for each message."""
 
     encode: Callable[[str], list[int]] = lambda text: list(text.encode())
-    decode: Callable[[Any], str] = ByteTokenizer().decode
     chat: Callable[[list[dict[str, str]]], list[int]] | None = lambda messages: list(chat_text(messages).encode())
+    tokenizer: Any = ByteTokenizer()
 
 
 def chat_text(messages: list[dict[str, str]]) -> str:
@@ -53,7 +53,7 @@ def parts() -> tuple[Any, Any, Any, Runner]:
 
 def new_engine() -> Engine:
     made, params, limits, runner = parts()
-    return Engine(made, params, limits=limits, runner=runner)
+    return Engine(made, params, limits=limits, runner=runner, tokenizer=ByteTokenizer())
 
 
 class OneThread:
