@@ -26,6 +26,7 @@ from ._settings import Settings
 
 ENDING = "The server ends."
 _LAST_WORDS = 3.0  # seconds in which clients read their error events
+_LAST_STEPS = 10.0  # seconds in which a process ends
 
 
 class Ranks(Protocol):
@@ -92,7 +93,14 @@ class Front:
         config = uvicorn.Config(
             self.app.asgi(),
             http=protocol(self.settings),
-            **{"ws": "none", "lifespan": "off", "log_level": "warning", "access_log": False, "server_header": False},
+            **{
+                "ws": "none",
+                "lifespan": "off",
+                "log_config": None,
+                "log_level": "warning",
+                "access_log": False,
+                "server_header": False,
+            },
             **{"interface": "asgi3", "proxy_headers": False},
             timeout_graceful_shutdown=1,
             backlog=min(self.settings.max_connections, 2048),
@@ -146,8 +154,9 @@ class Front:
 
     async def _lost(self, ended: asyncio.Future[tuple[int, int]]) -> int:
         """Sends an error to each stream, and ends."""
+        patience = _LAST_STEPS if self.app.model is None else 1.0  # its pair of sockets closes before its status is known
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(ended), 1.0)
+            await asyncio.wait_for(asyncio.shield(ended), patience)
         rank, status = ended.result() if ended.done() else (0, 1)
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         begun = self.app.model is not None
@@ -173,7 +182,7 @@ class Front:
         await self._quiet(_LAST_WORDS)
         if self.app.model is not None:
             self.calls.stop()
-            await self._ranks.all_end(_LAST_WORDS)
+            await self._ranks.all_end(_LAST_STEPS)
         return 0
 
     async def _again(self) -> None:

@@ -38,11 +38,11 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
             taken += 1
             stops = stops or isinstance(event, End)
             tokens += _enter(engine, event)
-        if stops:
-            return
         tokens += engine.step()
         if first:
             end.sendall(packed(Report(tokens, engine.counts(), taken)))
+        if stops:
+            return
 
 
 def _of_all(mesh: Mesh, num: int) -> int:

@@ -122,6 +122,7 @@ class Running:
         self.ranks = OneThread(new_engine(), slow)
         self.status: int | None = None
         self.lines = list[str]()
+        self.held = list[Any]()  # is closed with it
         self._thread = threading.Thread(target=self._run, args=(listener, Words() if text is None else text))
         self._made = threading.Event()
         self._thread.start()
@@ -154,6 +155,8 @@ class Running:
         if self._thread.is_alive():
             self.signal()
             self.signal()
+        for one in self.held:
+            one.close()
         self._thread.join(LIMIT)
         assert not self._thread.is_alive() and self.status is not None
         return self.status

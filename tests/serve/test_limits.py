@@ -36,6 +36,14 @@ def request(body: Any, path: str = "/v1/completions", more: str = "") -> bytes:
     return f"{head}{more}\r\n".encode() + data
 
 
+def read_answer(one: socket.socket) -> bytes:
+    """An answer of JSON."""
+    data = b""
+    while not data.endswith(b"}"):
+        data += one.recv(1000)
+    return data
+
+
 def test_keys(start: Start) -> None:
     server = start(keys=("first-key", "second-key"))
     for key in ("first-key", "second-key"):
@@ -114,19 +122,22 @@ def test_a_body_that_does_not_arrive(start: Start) -> None:
         assert one.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
+def is_closed(one: socket.socket) -> bool:
+    try:
+        return one.recv(100) == b""
+    except ConnectionResetError:
+        return True
+
+
 def test_headers_that_do_not_arrive(start: Start) -> None:
     server = start(header_seconds=0.2)
     for data in (b"", b"GET /health HT"):
-        with raw(server, data) as one, pytest.raises(ConnectionResetError):
-            assert one.recv(100) == b"" and ConnectionResetError()
-            raise ConnectionResetError  # some systems show an orderly end
+        with raw(server, data) as one:
+            assert is_closed(one)
     with raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as one:
-        assert one.recv(1000).startswith(b"HTTP/1.1 200 ")
+        assert read_answer(one).startswith(b"HTTP/1.1 200 ")
         one.sendall(b"GET /hea")
-        try:
-            assert one.recv(100) == b""
-        except ConnectionResetError:
-            pass
+        assert is_closed(one)
 
 
 def test_bytes_that_are_not_http(server: Running) -> None:
