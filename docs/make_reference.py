@@ -25,6 +25,7 @@ ROOMS = (
     "models.gpt",
     "lora",
     "inference",
+    "serve",
     "data",
     "metrics",
     "checkpoint",

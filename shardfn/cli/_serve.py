@@ -25,7 +25,7 @@ def serve_command(job: ServeJob) -> int:
         missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
         if missing:
             raise ImportError(f"it needs {', '.join(missing)}, which is missing: pip install 'shardfn[serve]'")
-        from shardfn.serve import Settings, read_keys, serve
+        from shardfn.serve import Settings, Text, read_keys, serve
 
         keys = () if job.api_key_file is None else read_keys(pathlib.Path(job.api_key_file))
         settings = Settings(keys=keys, **job.server)
@@ -34,11 +34,11 @@ def serve_command(job: ServeJob) -> int:
             text = text._replace(chat=template(pathlib.Path(job.chat_template).read_text(encoding="utf-8"), text))
         return serve(
             settings,
-            text,
+            Text(text.encode, text.tokenizer, text.chat),
             lambda end: command_of(job, end, sys.executable),
             ranks=job.model.ranks,
             threads=None if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // job.model.ranks),
-            tell=lambda line: print(line, file=sys.stderr, flush=True),
+            report=lambda line: print(line, file=sys.stderr, flush=True),
         )
     except (ValueError, OSError, ImportError) as error:
         print(f"shardfn serve: error: {one_line(error)}", file=sys.stderr)

@@ -64,7 +64,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_serve(args: argparse.Namespace) -> ServeJob:
-    """The settings that the arguments describe; nothing is loaded.
+    """The settings that the arguments describe. No file is loaded.
 
     Raises:
         ValueError: has everything that is wrong, each with its remedy.
@@ -76,6 +76,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     problems = [*wrong, *_problems(args)]
     if problems:
         raise ValueError("; ".join(problems))
+    assert isinstance(ranks, int)
     names = ("context", "cache_gib", "dtype")
     given = {name: getattr(args, name) for name in names}
     model = GenerateJob(args.model, kind, (), Sampling(), ranks=ranks, **given)

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from shardfn.inference import Detokenizer, Limits, Request, Sampling, check_request
 
@@ -14,21 +14,18 @@ _COMPLETION = 16  # OpenAI's default for max_tokens of the older route
 _ROLES = ("system", "user", "assistant")
 
 
-class Text(Protocol):
+class Text(NamedTuple):
     """A tokenizer as a server uses it.
 
     Attributes:
         encode: from a text to the ids of a prompt.
-        chat: from messages to the ids of a prompt; None without a chat template. A `ValueError` refuses messages.
         tokenizer: as `shardfn.inference.detokenizer` takes.
+        chat: from messages to the ids of a prompt; None without a chat template. A `ValueError` refuses messages.
     """
 
-    @property
-    def encode(self) -> Callable[[str], list[int]]: ...
-    @property
-    def chat(self) -> Callable[[list[dict[str, str]]], list[int]] | None: ...
-    @property
-    def tokenizer(self) -> Any: ...
+    encode: Callable[[str], list[int]]
+    tokenizer: Any
+    chat: Callable[[list[dict[str, str]]], list[int]] | None = None
 
 
 class Model(NamedTuple):
@@ -103,12 +100,12 @@ def asked_chat(body: Mapping[str, Any], model: Model) -> Asked:
 def _asked(given: Mapping[str, Any], prompts: list[list[int]], model: Model, most: int, logprobs: bool) -> Asked:
     ends = frozenset() if given.get("ignore_eos") else model.ends
     stops = given.get("stop", [])
+    numbers: dict[str, Any] = {name: given[name] for name in SAMPLING if name in given}
+    numbers |= {"seed": given.get("seed", secrets.randbits(63)), "max_tokens": most}
     sampling = Sampling(
-        **{name: given[name] for name in SAMPLING if name in given and name not in ("max_tokens", "seed")},
-        max_tokens=most,
-        seed=given.get("seed", secrets.randbits(63)),
+        **numbers,
         stop_tokens=tuple(dict.fromkeys([*given.get("stop_token_ids", ()), *sorted(ends)])),
-        **({"stop": (stops,) if isinstance(stops, str) else tuple(stops)} if stops else {}),
+        stop=(stops,) if isinstance(stops, str) else tuple(stops),
     )
     salt = given.get("cache_salt", "").encode()
     requests = [Request(tuple(prompt), sampling, salt=salt) for prompt in prompts]
@@ -116,7 +113,7 @@ def _asked(given: Mapping[str, Any], prompts: list[list[int]], model: Model, mos
         _check(request, model.limits, f"prompt {i} of {len(requests)}: " if len(requests) > 1 else "", given)
     if (choices := len(requests) * sampling.n) > model.max_choices:
         raise ApiError(400, f"n is {sampling.n}: {choices} choices; they must be at most {model.max_choices}.", "n")
-    if not isinstance(given.get("seed"), int):  # equal prompts of one request are drawn apart
+    if "seed" not in given:  # equal prompts of one request are drawn apart
         requests = [replace(r, sampling=replace(r.sampling, seed=secrets.randbits(63))) for r in requests]
     stream, options = given.get("stream", False), given.get("stream_options")
     if options is not None and not stream:

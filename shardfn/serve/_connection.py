@@ -40,7 +40,7 @@ def protocol(settings: Settings) -> type[asyncio.Protocol]:
             self._await_headers(self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0]))
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """Nothing is due any more."""
+            """No headers are due any more."""
             self._await_headers(False)
             super().connection_lost(exc)
 

@@ -68,11 +68,11 @@ class Front:
         settings: of the server.
         text: the tokenizer.
         ranks: not started yet.
-        tell: takes lines for the user.
+        report: takes lines for the user.
     """
 
-    def __init__(self, settings: Settings, text: Text, ranks: Ranks, tell: Callable[[str], None] = print) -> None:
-        self.settings, self._text, self._ranks, self._tell = settings, text, ranks, tell
+    def __init__(self, settings: Settings, text: Text, ranks: Ranks, report: Callable[[str], None] = print) -> None:
+        self.settings, self._text, self._ranks, self._report = settings, text, ranks, report
         self.metrics = Metrics(settings.name)
         self.calls = Calls(ranks.send, self.metrics, settings.max_waiting)
         self.app = App(settings, self.calls, self.metrics)
@@ -134,7 +134,7 @@ class Front:
                 task.cancel()
 
     async def _read(self) -> None:
-        """Hands on all that the first rank sends, until it ends."""
+        """Hands on the messages of the first rank, until it ends."""
         with contextlib.suppress(EOFError):
             while True:
                 message = await self._ranks.next()
@@ -148,13 +148,15 @@ class Front:
         self.app.model = Model(
             settings.name, self._text, self._spelling, ready.limits, ready.ends, settings.max_choices
         )
-        self._tell(ready.about)
+        self._report(ready.about)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self._tell(f"shardfn serve: ready at http://{host}:{settings.port}/v1, model {settings.name!r}")
+        self._report(f"shardfn serve: ready at http://{host}:{settings.port}/v1, model {settings.name!r}")
 
     async def _lost(self, ended: asyncio.Future[tuple[int, int]]) -> int:
         """Sends an error to each stream, and ends."""
-        patience = _LAST_STEPS if self.app.model is None else 1.0  # its pair of sockets closes before its status is known
+        patience = (
+            _LAST_STEPS if self.app.model is None else 1.0
+        )  # its pair of sockets closes before its status is known
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(ended), patience)
         rank, status = ended.result() if ended.done() else (0, 1)
@@ -162,14 +164,14 @@ class Front:
         begun = self.app.model is not None
         self.app.closed = f"Rank {rank} of the engine has ended, {how}; the server ends."
         self.calls.fail_all(ApiError(503, self.app.closed, code="engine_dead"))
-        self._tell(f"shardfn serve: error: rank {rank} has ended {how}")
+        self._report(f"shardfn serve: error: rank {rank} has ended {how}")
         await self._quiet(_LAST_WORDS)
         return 1 if begun or status <= 0 else status
 
     async def _drained(self, ended: asyncio.Future[tuple[int, int]]) -> int:
         """Lets requests in progress end, for some time."""
         self.app.closed = ENDING
-        self._tell(f"shardfn serve: ends when {len(self.calls)} requests in progress are done")
+        self._report(f"shardfn serve: ends when {len(self.calls)} requests in progress are done")
         self.calls.drain()
         waiting = asyncio.ensure_future(self._quiet(self.settings.drain_seconds))
         again = asyncio.ensure_future(self._again())
@@ -223,7 +225,7 @@ def serve(
     *,
     ranks: int = 1,
     threads: int | None = None,
-    tell: Callable[[str], None] = print,
+    report: Callable[[str], None] = print,
 ) -> int:
     """Starts ranks and serves their model until SIGTERM, SIGINT, or the end of a rank.
 
@@ -232,8 +234,8 @@ def serve(
         text: the tokenizer of the model.
         command: from the number of a rank's end of its pair of sockets to its program, which calls `run_rank`.
         ranks: their number.
-        threads: of each rank's computation; None leaves the environment as it is.
-        tell: takes lines for the user.
+        threads: of each rank's computation; None does not set them.
+        report: takes lines for the user.
 
     Returns:
         The exit status.
@@ -247,7 +249,7 @@ def serve(
     settings = replace(settings, port=listener.getsockname()[1])
 
     async def main() -> int:
-        front = Front(settings, text, Processes(command, ranks, threads), tell)
+        front = Front(settings, text, Processes(command, ranks, threads), report)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, front.take_signal)
         return await front.run(listener)

@@ -21,7 +21,7 @@ class Processes:
     Args:
         command: from the number of its end of the pair to the program of a rank.
         ranks: their number.
-        threads: of each rank's computation; None leaves the environment as it is.
+        threads: of each rank's computation; None does not set them.
     """
 
     def __init__(self, command: Callable[[int], Sequence[str]], ranks: int, threads: int | None = None) -> None:

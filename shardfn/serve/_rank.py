@@ -1,7 +1,7 @@
 """A rank of a server: steps of an engine whose events come from the front.
 
 The front numbers the events and sends each to all ranks. Before a step the ranks exchange how many they have received,
-and take as many as all of them have: so each event enters the same step everywhere. A rank without work sleeps in the
+and take those that all of them have: so each event enters the same step everywhere. A rank without work sleeps in the
 read of its own socket, and the others are never waited for then.
 """
 

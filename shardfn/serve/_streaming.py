@@ -40,7 +40,7 @@ class EventStream(Response):
         except TimeoutError:
             how = "stalled"
             if (transport := scope.get("state", {}).get("transport")) is not None:
-                transport.abort()  # what the client has not read is dropped
+                transport.abort()  # pieces that the client has not read are dropped
         finally:
             self._ended(how)
 

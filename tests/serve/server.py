@@ -10,13 +10,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardfn import core
 from shardfn.data import ByteTokenizer
 from shardfn.inference import Engine, Runner, decoder, limits_of
 from shardfn.models import gpt
-from shardfn.serve import Front, Ready, Settings, run_rank
+from shardfn.serve import Front, Ready, Settings, Text, run_rank
 from shardfn.serve._front import bound
 from shardfn.serve._link import Message, packed, received
 
@@ -29,18 +29,14 @@ NAME = "tiny"
 LIMIT = 30.0
 
 
-class Words(NamedTuple):
-    """A tokenizer of bytes, whose template has a line for each message."""
-
-    encode: Callable[[str], list[int]] = lambda text: list(text.encode())
-    chat: Callable[[list[dict[str, str]]], list[int]] | None = lambda messages: list(chat_text(messages).encode())
-    tokenizer: Any = ByteTokenizer()
-
-
 def chat_text(messages: list[dict[str, str]]) -> str:
     if any(message["content"] == "forbidden" for message in messages):
         raise ValueError("the chat template refuses these messages: forbidden")
     return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: "
+
+
+# Of bytes, with a template that has a line for each message.
+WORDS = Text(lambda text: list(text.encode()), ByteTokenizer(), lambda messages: list(chat_text(messages).encode()))
 
 
 @functools.cache
@@ -115,6 +111,9 @@ class OneThread:
 class Running:
     """A server until `close`, at a port of its own."""
 
+    front: Front
+    loop: asyncio.AbstractEventLoop
+
     def __init__(self, *, slow: float = 0.0, text: Any = None, **settings: Any) -> None:
         listener = bound(Settings(NAME, port=0))
         self.port = listener.getsockname()[1]
@@ -123,7 +122,7 @@ class Running:
         self.status: int | None = None
         self.lines = list[str]()
         self.held = list[Any]()  # is closed with it
-        self._thread = threading.Thread(target=self._run, args=(listener, Words() if text is None else text))
+        self._thread = threading.Thread(target=self._run, args=(listener, WORDS if text is None else text))
         self._made = threading.Event()
         self._thread.start()
         assert self._made.wait(LIMIT)
@@ -174,7 +173,7 @@ class Running:
             time.sleep(0.005)
 
     def wait_idle(self) -> None:
-        """Waits until nothing is in progress; no block is held then."""
+        """Waits until no request is in progress; no block is held then."""
         self.wait_for(lambda: not len(self.front.calls) and self.front.calls.behind == 0 and self.engine.idle)
         counts = self.engine.counts()
         assert (counts["held"], counts["running"], counts["waiting"], self.front.calls.waiting) == (0, 0, 0, 0)

@@ -130,9 +130,9 @@ def test_a_failure_of_the_front_is_an_answer(start: Start, caplog: pytest.LogCap
     def fails(text: str) -> list[int]:
         raise KeyError(text)
 
-    from tests.serve.server import Words
+    from tests.serve.server import WORDS
 
-    server = start(text=Words(encode=fails))
+    server = start(text=WORDS._replace(encode=fails))
     found = server.send("/v1/completions", LONG)
     assert (found.status, found.error["message"]) == (500, "The server has failed: KeyError.")
     assert server.send("/v1/completions", LONG | {"prompt": [1, 2], "max_tokens": 2}).status == 200

@@ -183,9 +183,9 @@ def test_a_form_of_another_site_is_refused(server: Running, kind: str | None) ->
 
 
 def test_a_tokenizer_without_a_template(start: Any) -> None:
-    from tests.serve.server import Words
+    from tests.serve.server import WORDS
 
-    server = start(text=Words(chat=None))
+    server = start(text=WORDS._replace(chat=None))
     found = server.send("/v1/chat/completions", CHAT)
     assert (found.status, found.error["code"]) == (400, "no_chat_template")
     assert server.send("/v1/completions", COMPLETION).status == 200

@@ -155,11 +155,7 @@ def test_too_many_connections(start: Start) -> None:
     assert answer.startswith(b"HTTP/1.1 503 ") and b"3 connections are open" in answer
     for one in held:
         one.close()
-    for _ in range(100):
-        if (found := server.get("/health")).status == 200:
-            break
-        time.sleep(0.02)
-    assert found.status == 200
+    server.wait_for(lambda: server.get("/health").status == 200)
 
 
 def test_the_line_is_bounded(start: Start) -> None:
