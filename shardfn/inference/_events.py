@@ -80,13 +80,15 @@ class Drain:
 
 @dataclass(frozen=True)
 class Stop:
-    """A choice ends with the token that the last plan drew for a position: its text has a stop string there.
+    """A choice ends with the token that the last plan drew for a position, because of its text.
 
     Args:
         number: of the event.
         name: of the request.
         choice: of the request.
         at: the position of the token in its sequence.
+        finish: "stop" where a stop string is complete, or a grammar; "error" where the token, which is dropped, is not
+            in the grammar.
 
     Example:
         >>> Stop(5, "a", choice=0, at=7).at
@@ -97,6 +99,7 @@ class Stop:
     name: str
     choice: int
     at: int
+    finish: str = "stop"
 
 
 Event = Stop | Add | Cancel | Clock | Weights | Drain

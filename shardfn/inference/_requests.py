@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ._grammar import Grammar
 from ._limits import Limits
 
 
@@ -26,6 +27,9 @@ class Sampling:
         stop: strings; the token that completes one ends a choice, for the reason "stop", and the text ends before the
             string. At most 16 of at most 256 characters. The engine needs a tokenizer.
         include_stop: whether the text ends after the stop string, or the stop token's text, instead.
+        grammar: the language of the text; the choice ends as "stop" where nothing can follow, and stop tokens are drawn
+            only where the text may end. A text that `max_tokens` or a stop string ends may be incomplete. The engine
+            needs a tokenizer.
         prompt_logprobs: also wants the log probability of each token of the prompt. Its positions are then computed,
             even where a prefix is cached.
 
@@ -47,6 +51,7 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     include_stop: bool = False
+    grammar: Grammar | None = None
     prompt_logprobs: bool = False
 
     @property
@@ -150,6 +155,10 @@ def check_request(request: Request, limits: Limits) -> None:
         if type(getattr(request.sampling, name)) is not bool:
             raise ValueError(f"{name} is {getattr(request.sampling, name)!r}; it must be True or False.")
     _check_stop(request.sampling.stop)
+    if not isinstance(request.sampling.grammar, Grammar | None):
+        raise ValueError(
+            f"grammar is {request.sampling.grammar!r:.80}; make one by Grammar.json_schema(...) or .regex."
+        )
     _check_size(len(request.prompt), request.sampling.max_tokens, limits)
 
 

@@ -83,7 +83,7 @@ def advance(state: State, events: Seq[Event] = (), drawn: Seq[int] = ()) -> tupl
     state.consumed, state = True, dataclasses.replace(state)
     outputs: list[Output] = []
     cancelled = {event.name for event in events if isinstance(event, Cancel)}
-    stops = {(event.name, event.choice, event.at) for event in events if isinstance(event, Stop)}
+    stops = {(event.name, event.choice, event.at): event.finish for event in events if isinstance(event, Stop)}
     _settle(state, drawn, cancelled, stops, outputs)
     for event in events:
         _take(state, event, outputs)
@@ -121,8 +121,11 @@ def _check(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
             if event.version <= version:
                 raise ValueError(f"version is {event.version}; it must be above {version}, the last one.")
             version = event.version
-        elif isinstance(event, Stop) and not _is_drawn(state, event):
-            raise ValueError(f"{event}: the plan in flight draws no token of that choice at {event.at}.")
+        elif isinstance(event, Stop):
+            if event.finish not in ("stop", "error"):
+                raise ValueError(f"{event}: finish must be 'stop' or 'error'.")
+            if not _is_drawn(state, event):
+                raise ValueError(f"{event}: the plan in flight draws no token of that choice at {event.at}.")
 
 
 def _is_drawn(state: State, stop: Stop) -> bool:
@@ -134,7 +137,7 @@ def _is_drawn(state: State, stop: Stop) -> bool:
     return False
 
 
-_Stops = set[tuple[str, int, int]]  # names, choices and positions
+_Stops = dict[tuple[str, int, int], str]  # by names, choices and positions
 
 
 def _settle(state: State, drawn: Seq[int], cancelled: set[str], stops: _Stops, outputs: list[Output]) -> None:
@@ -157,13 +160,14 @@ def _take_token(
 ) -> bool:
     """Appends or scores one token; returns whether the choice ends with it."""
     sampling, known, finish = sequence.request.sampling, sequence.tokens, None
-    if token < 0:
+    stop = stops.get((sequence.name, sequence.choice, place))
+    if token < 0 or stop == "error":
         finish = "error"
     elif place < len(known):
         token, sequence.scored = known[place], place
     else:
         known.append(token)
-        if token in sampling.stop_tokens or (sequence.name, sequence.choice, place) in stops:
+        if stop or token in sampling.stop_tokens:
             finish = "stop"
         elif len(known) - sequence.prompt == sampling.max_tokens:
             finish = "length"

@@ -4,15 +4,12 @@ A text is a function of its tokens. The schedule knows no text: a stop string th
 step that takes the token, so that token numbers, log probabilities and blocks end there, on all ranks.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ._detokenize import Detokenizer, Growing
-from ._events import Stop
-from ._requests import Sampling
+from ._drawn import Drawn, Ends
 from ._schedule import Output
-from ._state import Sequence as Choice
-from ._state import State
 from ._stops import Cut
 
 
@@ -41,15 +38,11 @@ class Texts:
         self._detokenizer = detokenizer
         self._texts: dict[tuple[str, int], _Text] = {}
 
-    def stops(self, state: State, drawn: Sequence[int], cancelled: Collection[str], number: int) -> list[Stop]:
-        """Takes the tokens that the plan in flight has drawn; the events by which stop strings end their choices."""
+    def take(self, drawn: Sequence[Drawn], ends: Ends) -> Ends:
+        """Takes tokens, of which the grammars' `ends` are known; the ends by stop strings."""
         if self._detokenizer is None:
-            return []
-        found = []
-        for choice, place, token in new_tokens(state, drawn, cancelled):
-            if self._take(choice, place, token):
-                found.append(Stop(number + len(found), choice.name, choice.choice, place))
-        return found
+            return {}
+        return {one.place: "stop" for one in drawn if self._take(one, ends.get(one.place))}
 
     def of(self, output: Output) -> str:
         """The text that comes with an output."""
@@ -63,33 +56,19 @@ class Texts:
         del self._texts[key]
         return text if output.token is not None else one.rest()
 
-    def _take(self, choice: Choice, place: int, token: int) -> bool:
+    def _take(self, drawn: Drawn, end: str | None) -> bool:
         assert self._detokenizer is not None
-        how, key = choice.request.sampling, (choice.name, choice.choice)
-        one = self._texts.get(key)
+        if end == "error":
+            return False  # the token is dropped
+        how, (name, choice, at) = drawn.request.sampling, drawn.place
+        one = self._texts.get((name, choice))
         if one is None:
-            growing = self._detokenizer.start(choice.request.prompt)
-            one = self._texts[key] = _Text(growing, Cut(how.stop, include=how.include_stop))
-        hidden = token in how.stop_tokens and not how.include_stop
-        text, found = one.cut.add("" if hidden else one.growing.add(token))
-        if not found and is_last(choice, place, token, how):
+            growing = self._detokenizer.start(drawn.request.prompt)
+            one = self._texts[name, choice] = _Text(growing, Cut(how.stop, include=how.include_stop))
+        hidden = drawn.token in how.stop_tokens and not how.include_stop
+        text, found = one.cut.add("" if hidden else one.growing.add(drawn.token))
+        if not found and (end or drawn.last):
             more, found = one.cut.add(one.growing.end())
             text += more if found else more + one.cut.end()
-        one.due[place] = text
+        one.due[at] = text
         return found
-
-
-def new_tokens(state: State, drawn: Sequence[int], cancelled: Collection[str]) -> Iterator[tuple[Choice, int, int]]:
-    """The tokens that the plan in flight has drawn: their choices, positions and ids; not those that are dropped."""
-    at = 0
-    for chunk in state.flight:
-        choice = state.sequences[chunk.serial]
-        for row, p in enumerate(chunk.positions, at):
-            if p + 1 >= len(choice.tokens) and drawn[row] >= 0 and choice.name not in cancelled:
-                yield choice, p + 1, drawn[row]
-        at += len(chunk.positions)
-
-
-def is_last(choice: Choice, place: int, token: int, how: Sampling) -> bool:
-    """Whether a token ends its choice, for another reason than its text."""
-    return token in how.stop_tokens or place + 1 - choice.prompt == how.max_tokens
