@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch.distributed as dist
 
@@ -63,10 +64,11 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
             cache_dtype=model.dtype,
         )
         engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, tokenizer=served.text.tokenizer)
-    engine.warm_up(penalties=True)
+    grammars = find_spec("llguidance") is not None and getattr(engine.detokenizer, "bytes_of", None) is not None
+    engine.warm_up(penalties=True, grammars=grammars)
     how = f"not exact: {served.inexact}" if served.inexact else "exact"
     about = f"{model.model}: {served.size:,} parameters, {model.dtype}, {how}\n{engine.memory()}"
-    return engine, Ready(limits, served.text.ends, served.text.size, about)
+    return engine, Ready(limits, served.text.ends, served.text.size, grammars, about)
 
 
 def _context(job: ServeJob, most: int) -> int:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from shardfn.inference import Detokenizer, Limits, Request, Sampling, check_request
+from shardfn.inference import Compiler, Detokenizer, Grammar, Limits, Request, Sampling, check_request
 
 from ._errors import ApiError
-from ._fields import CHAT, COMPLETIONS, FLAG, MESSAGE, PART, SAMPLING, check_text, read_fields
+from ._fields import CHAT, COMPLETIONS, FLAG, FORMAT, MESSAGE, PART, SAMPLING, SCHEMA, check_text, read_fields
 
 _COMPLETION = 16  # OpenAI's default for max_tokens of the older route
 _ROLES = ("system", "user", "assistant")
@@ -38,6 +38,7 @@ class Model(NamedTuple):
         limits: of the engine.
         ends: tokens that end a completion.
         max_choices: of one call.
+        compiler: of grammars; None if they are not served.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Model(NamedTuple):
     limits: Limits
     ends: frozenset[int]
     max_choices: int
+    compiler: Compiler | None
 
 
 class Asked(NamedTuple):
@@ -88,7 +90,6 @@ def asked_chat(body: Mapping[str, Any], model: Model) -> Asked:
     _check_model(given, model)
     if given.get("top_logprobs", 0) != 0:
         raise _top_logprobs("top_logprobs", given["top_logprobs"])
-    _check_format(given)
     if "max_completion_tokens" in given and "max_tokens" in given:
         raise ApiError(400, "max_tokens is given beside max_completion_tokens; give one of them.", "max_tokens")
     prompt = _templated(_messages(given), model)
@@ -105,6 +106,7 @@ def _asked(given: Mapping[str, Any], prompts: list[list[int]], model: Model, mos
     sampling = Sampling(
         **numbers,
         stop_tokens=tuple(dict.fromkeys([*given.get("stop_token_ids", ()), *sorted(ends)])),
+        grammar=_grammar(given, model),
         stop=(stops,) if isinstance(stops, str) else tuple(stops),
     )
     salt = given.get("cache_salt", "").encode()
@@ -149,11 +151,39 @@ def _top_logprobs(field: str, value: int) -> ApiError:
     return ApiError(400, text, field, "unsupported_parameter")
 
 
-def _check_format(given: Mapping[str, Any]) -> None:
-    kind = given.get("response_format", {"type": "text"}).get("type")
-    if kind != "text":
-        text = f"response_format.type is {kind!r}; it must be 'text'."
-        raise ApiError(400, text, "response_format", "unsupported_parameter")
+def _grammar(given: Mapping[str, Any], model: Model) -> Grammar | None:
+    """The language of the text; it is compiled here, so that a wrong one never reaches the engine."""
+    schema = _schema(given["response_format"]) if "response_format" in given else None
+    if schema is None and "regex" not in given:
+        return None
+    if schema is not None and "regex" in given:
+        raise ApiError(400, "regex is given beside response_format; give one of them.", "regex")
+    field = "response_format" if schema is not None else "regex"
+    if model.compiler is None:
+        text = "needs llguidance (pip install 'shardfn[text]'), and a tokenizer whose tokens have bytes of their own."
+        raise ApiError(400, f"{field} is not served: it {text}", field, "unsupported_parameter")
+    try:
+        made = Grammar.regex(given["regex"]) if schema is None else Grammar.json_schema(schema)
+        model.compiler.compile(made, sorted(model.ends))
+    except ValueError as error:
+        raise ApiError(400, f"{field}: {str(error).removeprefix('grammar: ')}", field) from error
+    return made
+
+
+def _schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The schema that a format asks for; None for any text."""
+    found = read_fields(given, FORMAT, "response_format")
+    kind = found.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        text = f"response_format.type is {kind!r:.60}; it must be 'text', 'json_object' or 'json_schema'."
+        raise ApiError(400, text, "response_format.type")
+    if kind != "json_schema":
+        return {"type": "object"} if kind == "json_object" else None
+    inner = read_fields(found.get("json_schema", {}), SCHEMA, "response_format.json_schema")
+    if "schema" not in inner:
+        at = "response_format.json_schema.schema"
+        raise ApiError(400, f"{at} is missing.", at, "missing_parameter")
+    return inner["schema"]
 
 
 def _prompts(given: Mapping[str, Any]) -> list[str | list[int]]:

@@ -69,6 +69,8 @@ COMMON: Mapping[str, Kind] = {
     "stop_token_ids": INTEGERS,
     "ignore_eos": FLAG,
     "cache_salt": TEXT,
+    "regex": TEXT,
+    "response_format": OBJECT,
     "user": TEXT,
 }
 COMPLETIONS: Mapping[str, Kind] = {**COMMON, "prompt": ANY, "logprobs": INTEGER}
@@ -78,15 +80,16 @@ CHAT: Mapping[str, Kind] = {
     "max_completion_tokens": INTEGER,
     "logprobs": FLAG,
     "top_logprobs": INTEGER,
-    "response_format": OBJECT,
 }
+FORMAT: Mapping[str, Kind] = {"type": TEXT, "json_schema": OBJECT}
+SCHEMA: Mapping[str, Kind] = {"name": TEXT, "description": TEXT, "strict": FLAG, "schema": OBJECT}
 MESSAGE: Mapping[str, Kind] = {"role": TEXT, "content": ANY}
 PART: Mapping[str, Kind] = {"type": TEXT, "text": TEXT}
 
 # Fields of OpenAI's interface that are not served.
 REFUSED = frozenset(
     "audio best_of echo function_call functions logit_bias metadata modalities moderation parallel_tool_calls"
-    " prediction prompt_cache_key prompt_cache_retention reasoning_effort response_format safety_identifier"
+    " prediction prompt_cache_key prompt_cache_retention reasoning_effort safety_identifier"
     " service_tier store suffix tool_choice tools verbosity web_search_options"
     " annotations name refusal tool_call_id tool_calls image_url input_audio file".split()  # of messages and parts
 )

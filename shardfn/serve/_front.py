@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import uvicorn
 
-from shardfn.inference import detokenizer
+from shardfn.inference import Compiler, detokenizer
 
 from ._app import App
 from ._asked import Model, Text
@@ -126,6 +126,8 @@ class Front:
         signalled = asyncio.ensure_future(self._signal.wait())
         try:
             await asyncio.wait({reading, ended, signalled, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done() and (error := reading.exception()) is not None:
+                self._report(f"shardfn serve: error: the front has failed: {type(error).__name__}: {error}")
             if not signalled.done() or reading.done() or ended.done():
                 return await self._lost(ended)
             return await self._drained(ended)
@@ -145,9 +147,9 @@ class Front:
 
     def _begin(self, ready: Ready) -> None:
         settings = self.settings
-        self.app.model = Model(
-            settings.name, self._text, self._spelling, ready.limits, ready.ends, settings.max_choices
-        )
+        compiler = Compiler(detokenizer(self._text.tokenizer), ready.limits.vocab) if ready.grammars else None
+        fixed = settings.name, self._text, self._spelling
+        self.app.model = Model(*fixed, ready.limits, ready.ends, settings.max_choices, compiler)
         self._report(ready.about)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._report(f"shardfn serve: ready at http://{host}:{settings.port}/v1, model {settings.name!r}")

@@ -39,12 +39,14 @@ class Ready(NamedTuple):
         limits: its sizes.
         ends: tokens that end a completion.
         size: the number of the tokenizer's tokens.
+        grammars: whether graphs of steps with grammars are captured, too.
         about: the model and its memory, in words.
     """
 
     limits: Limits
     ends: frozenset[int]
     size: int
+    grammars: bool
     about: str
 
 

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import http.client
+import importlib.util
 import json
 import os
 import socket
@@ -61,6 +62,7 @@ class OneThread:
 
     def __init__(self, engine: Engine, slow: float = 0.0) -> None:
         self.engine, self.slow = engine, slow
+        self.grammars = importlib.util.find_spec("llguidance") is not None
         self._mine, self._theirs = socket.socketpair()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._ended = threading.Event()
@@ -74,7 +76,7 @@ class OneThread:
 
         self.engine.step = slowed
         try:
-            run_rank(self.engine, self._theirs, Ready(self.engine.limits, frozenset([END]), 256, "tiny"))
+            run_rank(self.engine, self._theirs, Ready(self.engine.limits, frozenset([END]), 256, self.grammars, "tiny"))
         except (EOFError, BrokenPipeError):
             pass
         finally:
