@@ -11,6 +11,7 @@ from shardfn.memory import DamagedError
 
 from ._advice import advice
 from ._arguments import add_plan_arguments, check_recipe_alone, parse_setup
+from ._bench import add_bench_arguments, bench
 from ._chart import write_chart
 from ._checkpoint import add_checkpoint_arguments, checkpoint_command
 from ._env import env_text
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_generate_arguments(commands.add_parser("generate", help=about, description=about))
     about = "Serves such a model by OpenAI's HTTP interface, on one machine."
     add_serve_arguments(commands.add_parser("serve", help=about, description=about))
+    about = "Measures a running server."
+    add_bench_arguments(commands.add_parser("bench", help=about, description=about))
     about = "Looks at checkpoints: their contents, whether they are intact, how two differ."
     add_checkpoint_arguments(commands.add_parser("checkpoint", help=about, description=about))
     about = "Lists the optional programs that this machine has, and the features that do not work without the others."
@@ -65,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(env_text())
         return 0
     try:
+        if args.command == "bench":
+            return bench(args)
         job = _job(args)
         if job is None:
             return checkpoint_command(args) if args.command == "checkpoint" else _plan_command(args)

@@ -6,4 +6,5 @@ from ._errors import ApiError as ApiError
 from ._asked import Text as Text
 from ._link import Ready as Ready
 from ._rank import run_rank as run_rank
+from ._load import Arrival as Arrival, Delays as Delays, measure as measure, trace as trace
 from ._front import Front as Front, serve as serve
