@@ -110,40 +110,40 @@ def made(size: str, folder: pathlib.Path) -> tuple[gpt.Config, Any]:
 
 def ratio_part(args: argparse.Namespace) -> str:
     """Tokens a second by the server and by its engine."""
-    rows = []
-    for size in args.sizes:
-        with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as held:
-            config, params = made(size, pathlib.Path(place))
-            model = decoder(config)
-            limits = limits_of(model, running=RUNNING, buckets=(1, 2, 4, 8, 12, 16, 24, 32, 48, 64, BUDGET))
-            runner = Runner(model, limits)
-            Engine(model, params, limits=limits, runner=runner).warm_up()
-            server = held.enter_context(running(pathlib.Path(place)))
-            arrivals = trace(args.requests, None, prompt=64, drawn=48)
-            drawn = sum(one.max_tokens for one in arrivals)
-            rates: dict[str, list[float]] = {"engine": [], "server": []}
-            costs = []
-            for _ in range(args.rounds):
-                engine = Engine(model, params, limits=limits, runner=runner, tokenizer=ByteTokenizer())
-                samplings = [Sampling(max_tokens=one.max_tokens) for one in arrivals]
-                rates["engine"].append(
-                    _rate(drawn, lambda e=engine, s=samplings: e.generate([a.prompt for a in arrivals], s))
-                )
-                before, client = server.seconds(), time.process_time()
-                rates["server"].append(_rate(drawn, lambda: _ask(server, arrivals)))
-                client = time.process_time() - client
-                costs.append(
-                    [1e6 * (b - a) / drawn for a, b in zip(before, server.seconds(), strict=True)]
-                    + [1e6 * client / drawn]
-                )
-            ratios = sorted(b / a for a, b in zip(rates["engine"], rates["server"], strict=True))
-            each = [f"{statistics.median(x):.0f}" for x in zip(*costs, strict=True)]
-            low, mid, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-            medians = [f"{statistics.median(rates[name]):.0f}" for name in ("engine", "server")]
-            rows.append([size, *medians, f"{mid:.2f}", f"{low:.2f} .. {high:.2f}", *each])
     head = ["model", "engine, tokens/s", "server, tokens/s", "ratio", "quartiles"]
     head += ["front, us a token", "rank, us a token", "clients, us a token"]
-    return table(head, rows)
+    return table(head, [ratio_row(size, args) for size in args.sizes])
+
+
+def ratio_row(size: str, args: argparse.Namespace) -> list[str]:
+    """One model."""
+    rates: dict[str, list[float]] = {"engine": [], "server": []}
+    costs = list[list[float]]()
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as held:
+        config, params = made(size, pathlib.Path(place))
+        model = decoder(config)
+        limits = limits_of(model, running=RUNNING, buckets=(1, 2, 4, 8, 12, 16, 24, 32, 48, 64, BUDGET))
+        runner = Runner(model, limits)
+        Engine(model, params, limits=limits, runner=runner).warm_up()
+        server = held.enter_context(running(pathlib.Path(place)))
+        arrivals = trace(args.requests, None, prompt=64, drawn=48)
+        drawn = sum(one.max_tokens for one in arrivals)
+        samplings = [Sampling(max_tokens=one.max_tokens) for one in arrivals]
+        for _ in range(args.rounds):
+            engine = Engine(model, params, limits=limits, runner=runner, tokenizer=ByteTokenizer())
+            start = time.perf_counter()
+            engine.generate([one.prompt for one in arrivals], samplings)
+            rates["engine"].append(drawn / (time.perf_counter() - start))
+            before, client, start = server.seconds(), time.process_time(), time.perf_counter()
+            _ask(server, arrivals)
+            rates["server"].append(drawn / (time.perf_counter() - start))
+            used = [b - a for a, b in zip(before, server.seconds(), strict=True)]
+            costs.append([1e6 * x / drawn for x in [*used, time.process_time() - client]])
+    ratios = [b / a for a, b in zip(rates["engine"], rates["server"], strict=True)]
+    low, mid, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    each = [f"{statistics.median(x):.0f}" for x in zip(*costs, strict=True)]
+    medians = [f"{statistics.median(rate):.0f}" for rate in rates.values()]
+    return [size, *medians, f"{mid:.2f}", f"{low:.2f} .. {high:.2f}", *each]
 
 
 def streams_part(args: argparse.Namespace) -> str:
@@ -182,12 +182,6 @@ def idle_part(args: argparse.Namespace) -> str:
         parts = [100 * (b - a) / args.seconds for a, b in zip(before, server.seconds(), strict=True)]
     each = ", ".join(f"{x:.2f}%" for x in parts)
     return f"{sum(parts):.2f}% of a core over {args.seconds:.0f} s (front, rank 0, rank 1: {each})"
-
-
-def _rate(tokens: int, run: Any) -> float:
-    start = time.perf_counter()
-    run()
-    return tokens / (time.perf_counter() - start)
 
 
 def _ask(server: Server, arrivals: list[Arrival]) -> None:

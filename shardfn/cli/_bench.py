@@ -2,14 +2,14 @@
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from shardfn.serve import Delays
+from shardfn.serve import Delays, measure, trace
 
 _PARTS = (50, 90, 99, 100)
 
@@ -48,10 +48,8 @@ def bench(args: argparse.Namespace) -> int:
         raise ValueError(f"--vocab {args.vocab}: it must be at least 2.")
     if args.rate is not None and not args.rate > 0:
         raise ValueError(f"--rate {args.rate}: it must be above 0.")
-    try:
-        from shardfn.serve import measure, trace
-    except ModuleNotFoundError as error:
-        raise ImportError(f"it needs {error.name}, which is missing: pip install 'shardfn[serve]'") from error
+    if importlib.util.find_spec("h11") is None:
+        raise ImportError("it needs h11, which is missing: pip install 'shardfn[serve]'")
     lengths = {name: getattr(args, name) for name in ("prompt", "drawn", "vocab", "seed")}
     arrivals = trace(args.requests, args.rate, **lengths)
     began = time.monotonic()
@@ -65,7 +63,7 @@ def bench(args: argparse.Namespace) -> int:
     return 1 if made["failed"] else 0
 
 
-def summary(found: Sequence["Delays"], seconds: float) -> dict[str, Any]:
+def summary(found: Sequence[Delays], seconds: float) -> dict[str, Any]:
     """The percentiles of delays, and the rate of tokens.
 
     Args:
@@ -113,7 +111,7 @@ def _percentile(values: Sequence[float], part: int) -> float:
     return round(sorted(values)[max(0, -(-len(values) * part // 100) - 1)], 3) if values else 0.0
 
 
-def _draw(found: Sequence["Delays"], path: str) -> None:
+def _draw(found: Sequence[Delays], path: str) -> None:
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,4 +1,4 @@
-"""Chat templates from files, in jinja's sandbox, for tokenizers that have none of their own."""
+"""Chat templates from files, in jinja's sandbox, for tokenizers without one."""
 
 from collections.abc import Callable
 from typing import Any

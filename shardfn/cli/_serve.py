@@ -5,6 +5,8 @@ import os
 import pathlib
 import sys
 
+from shardfn.serve import Settings, Text, read_keys, serve
+
 from ._chat_template import template
 from ._generate import one_line
 from ._generate_model import load_text
@@ -25,8 +27,6 @@ def serve_command(job: ServeJob) -> int:
         missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
         if missing:
             raise ImportError(f"it needs {', '.join(missing)}, which is missing: pip install 'shardfn[serve]'")
-        from shardfn.serve import Settings, Text, read_keys, serve
-
         keys = () if job.api_key_file is None else read_keys(pathlib.Path(job.api_key_file))
         settings = Settings(keys=keys, **job.server)
         text = load_text(job.model)

@@ -7,24 +7,22 @@ import asyncio
 import concurrent.futures
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
-
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing import TYPE_CHECKING, Any
 
 from ._answers import CHAT_FORM, COMPLETION_FORM, Answer, Form
 from ._asked import Asked, Model, asked_chat, asked_completions
 from ._calls import Call, Calls
-from ._errors import ApiError
+from ._errors import ApiError, json_response
 from ._fields import read_json
 from ._keys import Keys
 from ._metrics import Metrics
 from ._settings import Settings
 from ._streaming import Disconnected, EventStream, while_connected
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _Read = Callable[[Mapping[str, Any], Model], Asked]
 
@@ -50,8 +48,12 @@ class App:
         # One thread: tokenizers need not be safe among several.
         self._reading = concurrent.futures.ThreadPoolExecutor(1, "shardfn-serve-text")
 
-    def asgi(self) -> ASGIApp:
+    def asgi(self) -> "ASGIApp":
         """The application."""
+        from starlette.applications import Starlette
+        from starlette.exceptions import HTTPException
+        from starlette.routing import Route
+
         routes = [
             Route("/health", self._health),
             Route("/ready", self._ready),
@@ -66,12 +68,12 @@ class App:
         inner = Starlette(routes=routes, exception_handlers=handlers)
         return functools.partial(self._gate, inner)
 
-    async def _gate(self, inner: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _gate(self, inner: "ASGIApp", scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Counts answers, and refuses clients before anything of a body is read."""
         if scope["type"] != "http":
             return
 
-        async def counted(message: Message) -> None:
+        async def counted(message: "Message") -> None:
             if message["type"] == "http.response.start":
                 self._metrics.add("shardfn:answers", label=str(message["status"]))
             await send(message)
@@ -90,19 +92,21 @@ class App:
 
     # Without the engine.
 
-    async def _health(self, request: Request) -> Response:
+    async def _health(self, request: "Request") -> "Response":
         behind = self._calls.behind
         if self.closed and self.closed != "The server ends.":
             raise ApiError(503, self.closed)
         if behind > self._settings.health_seconds:
             raise ApiError(503, f"the last step of the engine was {behind:.0f} s ago, and there is work.")
-        return JSONResponse({"status": "ok"})
+        return json_response({"status": "ok"})
 
-    async def _ready(self, request: Request) -> Response:
+    async def _ready(self, request: "Request") -> "Response":
         self._open_model()
-        return JSONResponse({"status": "ready"})
+        return json_response({"status": "ready"})
 
-    async def _page_of_metrics(self, request: Request) -> Response:
+    async def _page_of_metrics(self, request: "Request") -> "Response":
+        from starlette.responses import Response
+
         counts = self._calls.counts
         usable = sum(counts.get(name, 0) for name in ("free", "held", "cached"))
         gauges = {
@@ -114,26 +118,26 @@ class App:
             "shardfn:waiting_tokens": self._calls.waiting,
             "shardfn:open_streams": len(self._calls),
         }
-        return PlainTextResponse(self._metrics.text(gauges), media_type="text/plain; version=0.0.4")
+        return Response(self._metrics.text(gauges), media_type="text/plain; version=0.0.4")
 
-    async def _models(self, request: Request) -> Response:
+    async def _models(self, request: "Request") -> "Response":
         model = self._open_model()
         row = {"id": model.name, "object": "model", "created": 0, "owned_by": "shardfn"}
         row |= {"max_model_len": model.limits.context}
         if (name := request.path_params.get("name")) is None:
-            return JSONResponse({"object": "list", "data": [row]})
+            return json_response({"object": "list", "data": [row]})
         if name != model.name:
             text = f"model {name[:60]!r} does not exist; this server has {model.name!r}."
             raise ApiError(404, text, "model", "model_not_found")
-        return JSONResponse(row)
+        return json_response(row)
 
-    async def _embeddings(self, request: Request) -> Response:
+    async def _embeddings(self, request: "Request") -> "Response":
         raise ApiError(501, "Embeddings are not served: the engine does not pool.", code="not_implemented")
 
     # With the engine.
 
-    def _route(self, form: Form, read: _Read) -> Callable[[Request], Any]:
-        async def answer(request: Request) -> Response:
+    def _route(self, form: Form, read: _Read) -> Callable[..., Any]:
+        async def answer(request: "Request") -> Any:
             self._open_model()
             data = await _body(request, self._settings)
             model = self._open_model()  # the server may end meanwhile
@@ -149,13 +153,13 @@ class App:
                 whole = await while_connected(made.whole(), request.receive)
                 how = ""
             except Disconnected:
-                return Response(status_code=499)
+                return ApiError(499, "The client has left.").response()
             except ApiError:
                 how = ""
                 raise
             finally:
                 self._end(call, how)
-            return JSONResponse(whole)
+            return json_response(whole)
 
         return answer
 
@@ -173,8 +177,10 @@ class App:
         return self.model
 
 
-async def _body(request: Request, settings: Settings) -> bytes:
+async def _body(request: "Request", settings: Settings) -> bytes:
     """The bytes of a body within the limits of size and time."""
+    from starlette.requests import ClientDisconnect
+
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # forms of pages of other sites cannot send it
         raise ApiError(415, f"Content-Type is {kind[:60]!r}; it must be 'application/json'.")
@@ -197,17 +203,19 @@ async def _body(request: Request, settings: Settings) -> bytes:
     return bytes(data)
 
 
-async def _answer(request: Request, error: Exception) -> Response:
+async def _answer(request: "Request", error: Exception) -> "Response":
     assert isinstance(error, ApiError)
     return error.response()
 
 
-async def _other(request: Request, error: Exception) -> Response:
+async def _other(request: "Request", error: Exception) -> "Response":
     """A path or a method that is not served."""
+    from starlette.exceptions import HTTPException
+
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path[:60]} is not served."
     return ApiError(error.status_code, text, headers=error.headers).response()
 
 
-async def _failure(request: Request, error: Exception) -> Response:
+async def _failure(request: "Request", error: Exception) -> "Response":
     return ApiError(500, f"The server has failed: {type(error).__name__}.").response()

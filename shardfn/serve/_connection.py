@@ -5,18 +5,16 @@ import json
 import socket
 from typing import Any
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
 from ._errors import ApiError
 from ._settings import Settings
 
 _UNREAD = 1 << 18  # bytes that a connection keeps for a client that does not read, in the kernel
-_MOST_HEADERS = 1 << 16
 
 
 def protocol(settings: Settings) -> type[asyncio.Protocol]:
     """The class of a server's connections."""
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Connection(H11Protocol):
         """One connection."""

@@ -2,12 +2,20 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from starlette.responses import JSONResponse
+if TYPE_CHECKING:
+    from starlette.responses import Response
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 404: "not_found", 413: "body_too_large", 429: "rate_limit_exceeded"}
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> "Response":
+    """An answer of JSON."""
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(value, status, headers=headers)
 
 
 class ApiError(Exception):
@@ -44,9 +52,9 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
+    def response(self) -> "Response":
         """The whole answer."""
-        return JSONResponse(self.body, self.status, headers=self.headers)
+        return json_response(self.body, self.status, self.headers)
 
     def event(self) -> bytes:
         """The event that ends a stream."""

@@ -10,8 +10,6 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import uvicorn
-
 from shardfn.inference import Compiler, detokenizer
 
 from ._app import App
@@ -53,12 +51,23 @@ class Ranks(Protocol):
         """Ends them."""
 
 
-class _Quiet(uvicorn.Server):
-    """A server whose signals the front takes."""
+def _server(app: Any, settings: Settings) -> Any:
+    """A server of uvicorn whose signals the front takes."""
+    import uvicorn
 
-    def capture_signals(self) -> Any:
-        """Takes none."""
-        return contextlib.nullcontext()
+    class Quiet(uvicorn.Server):
+        def capture_signals(self) -> Any:
+            return contextlib.nullcontext()
+
+    config = uvicorn.Config(
+        app,
+        http=protocol(settings),
+        **{"ws": "none", "lifespan": "off", "log_config": None, "log_level": "warning", "access_log": False},
+        **{"interface": "asgi3", "proxy_headers": False, "server_header": False},
+        timeout_graceful_shutdown=1,
+        backlog=min(settings.max_connections, 2048),
+    )
+    return Quiet(config)
 
 
 class Front:
@@ -90,22 +99,7 @@ class Front:
             The exit status: 0 after a signal; 1 if a rank has ended, or its own status if that came before the model
             was ready.
         """
-        config = uvicorn.Config(
-            self.app.asgi(),
-            http=protocol(self.settings),
-            **{
-                "ws": "none",
-                "lifespan": "off",
-                "log_config": None,
-                "log_level": "warning",
-                "access_log": False,
-                "server_header": False,
-            },
-            **{"interface": "asgi3", "proxy_headers": False},
-            timeout_graceful_shutdown=1,
-            backlog=min(self.settings.max_connections, 2048),
-        )
-        server = _Quiet(config)
+        server = _server(self.app.asgi(), self.settings)
         serving = asyncio.ensure_future(server.serve([listener]))
         try:
             await self._ranks.start()

@@ -6,10 +6,8 @@ import json
 import random
 import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple
-
-import h11
 
 _READ = 1 << 16
 
@@ -93,6 +91,8 @@ async def measure(url: str, model: str, arrivals: Sequence[Arrival], key: str = 
 async def _sent(url: str, model: str, arrival: Arrival, key: str) -> Delays:
     body: dict[str, Any] = {"model": model, "prompt": arrival.prompt, "max_tokens": arrival.max_tokens, "seed": 0}
     body |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    import h11
+
     begin, times, tokens, rest = time.monotonic(), list[float](), 0, b""
     try:
         async for data in _answer(url, key, json.dumps(body).encode()):
@@ -114,8 +114,10 @@ async def _sent(url: str, model: str, arrival: Arrival, key: str) -> Delays:
     return Delays(times[0] - begin, gaps, time.monotonic() - begin, tokens)
 
 
-async def _answer(url: str, key: str, body: bytes) -> Any:
+async def _answer(url: str, key: str, body: bytes) -> AsyncGenerator[bytes, None]:
     """The pieces of an answer's body, by a connection of its own."""
+    import h11
+
     parts = urllib.parse.urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
     try:

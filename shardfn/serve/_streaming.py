@@ -3,19 +3,23 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
 
-_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx hands events on at once
+]
 
 
 class Disconnected(Exception):
     """The client has left."""
 
 
-class EventStream(Response):
+class EventStream:
     """Sends events; the client's leaving, or a piece that it does not take in time, ends them.
 
     Args:
@@ -25,11 +29,9 @@ class EventStream(Response):
     """
 
     def __init__(self, events: AsyncIterator[bytes], stall_seconds: float, ended: Callable[[str], None]) -> None:
-        super().__init__(headers=_HEADERS)
-        del self.headers["content-length"]
         self._events, self._stall_seconds, self._ended = events, stall_seconds, ended
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Sends them."""
         how = "disconnected"
         try:
@@ -44,8 +46,8 @@ class EventStream(Response):
         finally:
             self._ended(how)
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def _send(self, send: "Send") -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         async for data in self._events:
             async with asyncio.timeout(self._stall_seconds):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -53,7 +55,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def while_connected(work: Coroutine[Any, Any, Any], receive: Receive) -> Any:
+async def while_connected(work: Coroutine[Any, Any, Any], receive: "Receive") -> Any:
     """The result of some work, if the client is there until it is done; the body must have been read.
 
     Raises:
@@ -72,6 +74,6 @@ async def while_connected(work: Coroutine[Any, Any, Any], receive: Receive) -> A
                 await task
 
 
-async def _left(receive: Receive) -> None:
+async def _left(receive: "Receive") -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
