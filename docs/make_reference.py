@@ -22,6 +22,8 @@ ROOMS = (
     "collectives",
     "optim",
     "nn",
+    "nn.moe",
+    "nn.moe.balance",
     "models.gpt",
     "lora",
     "inference",

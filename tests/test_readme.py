@@ -67,6 +67,7 @@ DOCS = [
     "docs/modules.md",
     "docs/model_state.md",
     "docs/losses.md",
+    "docs/experts.md",
     "docs/two_models.md",
     "docs/opened_step.md",
     "docs/multimodal.md",

@@ -27,6 +27,7 @@ from ._names import (
     TorchDispatchMode as TorchDispatchMode,
     TracingContext as TracingContext,
     caches_parametrizations as caches_parametrizations,
+    check_tensor_all as check_tensor_all,
     clear_interpreter_stack as clear_interpreter_stack,
     compute_elementwise_output_strides as compute_elementwise_output_strides,
     current_graph_task as current_graph_task,

@@ -154,6 +154,9 @@ DYNAMO, CHECKPOINT = "torch._dynamo", "torch.distributed._composable.checkpoint_
 CHECKPOINT_APART: bool = hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator_impl")
 CHECKPOINT_GENERATOR: str = "_checkpoint_without_reentrant_generator" + ("_impl" if CHECKPOINT_APART else "")
 
+# A check of a tensor's values with a message of its own, which captures keep; not in torch's stubs.
+check_tensor_all: Callable[[torch.Tensor, Callable[[], str]], None] = getattr(torch, "_check_tensor_all")  # noqa: B009
+
 
 def forward_level() -> int:
     """The level of forward-mode differentiation that is open; -1 outside of it."""

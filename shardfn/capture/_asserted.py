@@ -8,6 +8,7 @@ that goes on: the graph takes it, and an operation checks at run time that it wa
 import ast
 import dis
 import functools
+import inspect
 import linecache
 import pathlib
 import sys
@@ -20,13 +21,16 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 from torch.overrides import TorchFunctionMode
 
-from shardfn._torch import FakeTensor
+from shardfn._torch import FakeTensor, function_modes
+from shardfn.collectives import Following
+from shardfn.core import Again, bound_again
 
 _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
 _LIBRARY.define("check(Tensor flag, bool expected, str text) -> ()")
 # Recognised by its code object, as only the caller's frame is known.
 _CHECKS: Any = getattr(torch, "_check_tensor_all_with").__code__  # noqa: B009  # not in torch's stubs
 _TENSOR: Any = Tensor
+_FOLLOWED = inspect.unwrap(Following.operation).__code__
 _CHECKERS = ("<@beartype", str(pathlib.Path(jaxtyping.__file__).parent))
 
 
@@ -62,11 +66,17 @@ class Asserting(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+# Torch runs a backward past the modes: a function that it runs again would have no checks.
+@bound_again
+def _asserting_again() -> list[Again]:
+    return [Asserting] if any(isinstance(m, Asserting) for m in function_modes()) else []
+
+
 def _caller(frame: FrameType) -> FrameType:
     """The frame that uses the value, past the frames of signature checkers and of other modes."""
 
     def passes_on(code: CodeType) -> bool:
-        return code.co_filename.startswith(_CHECKERS) or code.co_name == "__torch_function__"
+        return code.co_filename.startswith(_CHECKERS) or code.co_name == "__torch_function__" or code is _FOLLOWED
 
     # Checkers of signatures put frames of their own between the branch and the question.
     while passes_on(frame.f_code) and frame.f_back is not None:

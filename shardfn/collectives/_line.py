@@ -34,6 +34,11 @@ class Line:
     ranks: Sequence[int]
     mesh: Mesh
 
+    @staticmethod
+    def alone() -> "Line":
+        """The line of this rank alone, on which rows are moved all the same."""
+        return Line((), (), 0, range(1), current_mesh())
+
     @property
     def size(self) -> int:
         """The number of ranks."""

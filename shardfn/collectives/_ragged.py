@@ -14,7 +14,6 @@ from shardfn._torch import FakeTensor, functorch
 from shardfn.collectives.transport import Channel, loss_channel
 from shardfn.core import Axes, raise_all
 
-from ._env import current_mesh
 from ._followed import one_operation
 from ._line import Line, line_along
 from ._native import start_op
@@ -76,7 +75,7 @@ def ragged_all_to_all(
         >>> ragged_all_to_all(torch.tensor([5, 6]), torch.zeros(4, dtype=torch.int64), one, one, one + 1, one, "ep")
         tensor([0, 0, 6, 0])
     """
-    line = line_along(axis) or _alone()
+    line = line_along(axis) or Line.alone()
     places = {
         "input_offsets": input_offsets,
         "send_sizes": send_sizes,
@@ -119,7 +118,7 @@ def ragged_exchange(
         >>> rows, sizes
         (tensor([5, 6]), tensor([2]))
     """
-    line = line_along(axis) or _alone()
+    line = line_along(axis) or Line.alone()
     if (
         recording()
         or get_proxy_mode() is not None
@@ -165,11 +164,6 @@ def _arrived(x: Tensor, send_sizes: Tensor, line: Line) -> tuple[Tensor, Tensor]
     come = _by_index(of_all[:, 1, 0, here], line).to(sizes.device)
     exchange = Call("ragged_all_to_all", line, size=int(come.sum()), concat_size=x.shape[0])
     return bind(x, exchange, starts, sizes, come.cumsum(0) - come, come), come
-
-
-def _alone() -> Line:
-    """The line of this rank alone, on which rows are moved all the same."""
-    return Line((), (), 0, range(1), current_mesh())
 
 
 def _channel(line: Line) -> Channel | None:

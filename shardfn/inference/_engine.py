@@ -160,6 +160,16 @@ class Engine:
         self._constraints.begin(name, matchers)
         return name
 
+    def check(self, prompt: Sequence[int], sampling: Sampling | None = None, **more: Any) -> None:
+        """Refuses what `add` would refuse, and adds nothing.
+
+        Raises:
+            TypeError: as `add`.
+            ValueError: as `add`.
+            ImportError: as `add`.
+        """
+        self._request(prompt, sampling, **more)
+
     def cancel(self, name: str) -> None:
         """Ends a request as "cancelled"; the name of one that has ended is passed over."""
         if not isinstance(name, str):

@@ -64,7 +64,7 @@ class Matcher:
         return "stop" if self._accepts and not self.allowed.any() else None
 
     def _next(self) -> Allowed:
-        bits = np.unpackbits(np.frombuffer(self._inner.compute_bitmask(), np.uint8), bitorder="little").astype(bool)
+        bits = np.unpackbits(np.frombuffer(self._inner.compute_bitmask(), np.uint8), bitorder="little").view(bool)
         if self._inner.is_error():
             bits[:] = False
         allowed, self._accepts = bits[: self._vocab], bool(bits[_end(self._vocab)])

@@ -20,3 +20,5 @@ from .row_linear import joined as joined, pack_rows as pack_rows, row_linear as 
 from .pointwise import gated_silu as gated_silu, gelu as gelu, rotate as rotate
 from .row_norm import row_norm as row_norm
 from .ragged_attention import ragged_attention as ragged_attention
+from .gather_rows import gather_rows as gather_rows, row_dots as row_dots
+from .grouped_product import grouped_outer as grouped_outer, grouped_product as grouped_product

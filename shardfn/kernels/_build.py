@@ -34,6 +34,8 @@ _CHAINED = ("-fno-tree-ter", "-pthread", "-Wno-psabi")
 _FLAGS_OF = {
     _SHARED: (),
     **dict.fromkeys((f"{name}/_native.cpp" for name in ("ragged_attention", "pointwise", "row_norm")), _EXACT),
+    # Loops without vectors of their own, which -O3 alone makes.
+    "gather_rows/_native.cpp": ("-pthread",),
     **dict.fromkeys((f"{name}/_native.cpp" for name in ("draw", "penalise")), _CHAINED),
 }
 

@@ -1,3 +1,4 @@
 """Models: one file each, as (Config, init, specs, apply, loss)."""
 
 from . import gpt as gpt
+from . import moe as moe

@@ -5,25 +5,21 @@ B batch, T tokens, D model, H heads.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.core import Axes, fold_in, split
+from shardfn.core import fold_in, split
 
 from ._gpt_config import Config
+from ._gpt_experts import Along as Along
+from ._gpt_experts import Seen as Seen
+from ._gpt_experts import mixture
 from ._gpt_leaves import Params
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-class Along(NamedTuple):
-    """The axes that cut the blocks; with `sequence`, the number of tokens, tokens are cut between blocks."""
-
-    axis: Axes = None
-    sequence: int | None = None
 
 
 def block(
@@ -35,16 +31,27 @@ def block(
     table: Any,
     key: Tensor | None,
     index_B: Tensor | None,
-) -> Tensor:
-    """The stream after one block. `p` has its leaves; `table` has attention's arguments for positions and documents."""
+    bias_E: Tensor | None = None,
+    name: str = "blocks",
+) -> tuple[Tensor, Seen | None]:
+    """The stream after one layer, and the facts of its router if it has experts.
+
+    `p` has its leaves; `table` has attention's arguments for positions and documents; `bias_E` is in the choice alone.
+    """
     k1, k2 = (None, None) if key is None else split(key).unbind()
     table = _dropping(config, table, key, index_B)
     y_BTD = _attention(config, along, p, norm(config, along, x_BTD, p["norm1_w"], p.get("norm1_b")), table)
     x_BTD = x_BTD + dropout(config, along, k1, y_BTD, index_B)
-    feed = functools.partial(_feed, config, along)
-    # Those leaves alone: a tiled function has all of its parameters gathered at once.
-    y_BTD = (feed if tile is None else tile(feed))({name: p[name] for name in _FEED if name in p}, x_BTD)
-    return x_BTD + dropout(config, along, k2, y_BTD, index_B)
+    seen = None
+    if "router" in p:
+        h_BTD = norm(config, along, x_BTD, p["norm2_w"], p.get("norm2_b"))
+        y_BTD, seen = mixture(config, along, p, h_BTD, bias_E, name)
+        y_BTD = y_BTD if "w_down" not in p else y_BTD + _mlp(config, along, p, h_BTD)
+    else:
+        feed = functools.partial(_feed, config, along)
+        # Those leaves alone: a tiled function has all of its parameters gathered at once.
+        y_BTD = (feed if tile is None else tile(feed))({name: p[name] for name in _FEED if name in p}, x_BTD)
+    return x_BTD + dropout(config, along, k2, y_BTD, index_B), seen
 
 
 _FEED = ("norm2_w", "norm2_b", "w_gate", "w_up", "w_down", "b_up", "b_down")

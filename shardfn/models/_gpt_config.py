@@ -7,6 +7,8 @@ from typing import Any, Literal
 from shardfn.core import did_you_mean, raise_all
 from shardfn.nn import Body, Dense, Mask
 
+from ._experts import Experts
+
 DENSE = Dense()
 _SIZES = (
     "vocab_size",
@@ -61,6 +63,7 @@ class Config:
         attention_dropout: rate, on the probabilities of attention (`nn.PairDropout`); active only where a key is given.
         exact: a token's logits have the same bits beside any other tokens, on any number of threads, and on the ranks
             of tensor parallelism that `chunks` allows. Parameters are float32. Gradients are torch's.
+        experts: layers whose feed-forward part is a mixture of experts, with `mlp` as each expert. None: all layers are dense.
         chunks: with `exact`, the chunks of a linear layer's inputs (`nn.ExactWeight`): a power of two for 1, 2, 4, ..
             ranks of tensor parallelism, 24 for 1, 3 or 6. Results depend on it.
 
@@ -98,6 +101,7 @@ class Config:
     attention_dropout: float = 0.0
     exact: bool = False
     chunks: int = 8
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         raise_all(ValueError, "Config:", _problems(self))
@@ -117,6 +121,16 @@ class Config:
         """F."""
         wide = 4 * self.d_model if self.mlp == "gelu" else -(-8 * self.d_model // 192) * 64
         return self.d_ff or wide
+
+    @property
+    def layers_a_block(self) -> int:
+        """Layers of one of the stacked blocks: with experts in every k-th layer k, so that blocks are alike."""
+        return self.experts.every if self.stacked and self.experts else 1
+
+    @property
+    def expert_layers(self) -> list[int]:
+        """The layers that have experts."""
+        return [i for i in range(self.num_layers) if self.experts and self.experts.in_layer(i)]
 
     @classmethod
     def gpt2_like(cls, **changes: Any) -> "Config":
@@ -184,7 +198,17 @@ def _problems(c: Config) -> list[str]:
     for name, asked in (("position='alibi'", c.position == "alibi"), (f"window={c.window}", c.window is not None)):
         if asked and not c.causal:
             out.append(f"{name} looks back only, but causal=False; leave one of them out.")
+    out += _problems_of_experts(c, c.experts) if c.experts else []
     return out + (_problems_of_exact(c) if c.exact else [])
+
+
+def _problems_of_experts(c: Config, experts: Experts) -> list[str]:
+    if c.stacked and (experts.first or c.num_layers % experts.every):
+        return [
+            f"stacked=True takes blocks of {experts.every} layers that are alike, and {experts} in {c.num_layers}"
+            " layers has others; use first=0 and a multiple of `every`, or stacked=False."
+        ]
+    return [] if c.expert_layers else [f"{experts} has no layer of the {c.num_layers}; lower `every` or `first`."]
 
 
 def _problems_of_exact(c: Config) -> list[str]:

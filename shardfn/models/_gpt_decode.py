@@ -80,7 +80,7 @@ def decode(
     x_1TD = x_TD[None]
     mask = nn.Causal() if config.window is None else nn.Window(config.window - 1)
     for p, body in zip(params["blocks"], bodies, strict=True):
-        x_1TD = block(config, along, None, p, x_1TD, tables | {"how": nn.Attending(mask, body)}, None, None)
+        x_1TD, _ = block(config, along, None, p, x_1TD, tables | {"how": nn.Attending(mask, body)}, None, None)
     x_RD = norm(config, along, x_1TD[0][rows_R], params["norm_w"], params.get("norm_b"))
     own_RV = nn.column_linear(x_RD, params[_head(config)], features=config.vocab_size, axis=axis)
     return all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size)

@@ -4,8 +4,9 @@ D model, H heads, G key and value heads, K head dim, F ffn, V vocabulary.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxtyping import Int64
@@ -58,7 +59,7 @@ def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
     leaves, treedef = tree_flatten(_leaves(config))
     keys = split(key, len(leaves))
     params = tree_unflatten(treedef, [leaf.draw(k) for leaf, k in zip(leaves, keys, strict=True)])
-    return _stack_blocks(params, stack_draws) if config.stacked else params
+    return _stack_blocks(config, params, stack_draws) if config.stacked else params
 
 
 def specs(config: Config, *, tp: Axes = None, pp: str | None = None) -> PyTree:
@@ -84,8 +85,10 @@ def specs(config: Config, *, tp: Axes = None, pp: str | None = None) -> PyTree:
     if pp is not None:
         if not config.stacked:
             raise ValueError(f"specs(pp={pp!r}): a pipeline cuts stacked layers; use Config(stacked=True).")
-        return _stack_blocks(tree, lambda same: P(pp, *same[0]))
-    return _stack_blocks(tree, lambda same: Sharding(P(None, *same[0]), stacked=True)) if config.stacked else tree
+        return _stack_blocks(config, tree, lambda same: P(pp, *same[0]))
+    return (
+        _stack_blocks(config, tree, lambda same: Sharding(P(None, *same[0]), stacked=True)) if config.stacked else tree
+    )
 
 
 def check_blocks(config: Config, params: Params, axis: Axes) -> None:
@@ -129,7 +132,7 @@ def _own_shapes(config: Config, axis: Axes) -> PyTree:
     sizes = block_shapes(config, axis)
     if not config.stacked:
         return sizes
-    return _stack_blocks(sizes, lambda same: BlockShape((config.num_layers, *same[0].shape)))
+    return _stack_blocks(config, sizes, lambda same: BlockShape((len(same), *same[0].shape)))
 
 
 def block_shapes(config: Config, axis: Axes) -> PyTree:
@@ -163,15 +166,18 @@ class BlockShape:
 
 @dataclasses.dataclass(frozen=True)
 class _DrawnLeaf:
-    """Shape, mean and standard deviation at the start, and the dim that tensor parallelism cuts."""
+    """Shape, mean and standard deviation at the start, the dim that tensor parallelism cuts, the axes of experts."""
 
     shape: tuple[int, ...]
     mean: float = 0.0
     stddev: float = 0.02
     cut: int | None = None
+    front: Axes = None
 
     def spec(self, axis: Axes) -> P:
-        return P() if self.cut is None or axis is None else P(*[None] * self.cut, axis)
+        if self.cut is None or axis is None or set(P(axis).axes) & set(P(self.front).axes):
+            return P() if self.front is None else P(self.front)
+        return P(*[self.front if i == 0 else None for i in range(self.cut)], axis)
 
     def draw(self, key: Tensor) -> Tensor:
         if self.stddev == 0:
@@ -181,7 +187,8 @@ class _DrawnLeaf:
 
 def _leaves(config: Config) -> PyTree:
     V, D = config.vocab_size, config.d_model
-    tree = {"embed": _DrawnLeaf((V, D), cut=0), "blocks": [_block_leaves(config) for _ in range(config.num_layers)]}
+    blocks = [_block_leaves(config, i) for i in range(config.num_layers)]
+    tree = {"embed": _DrawnLeaf((V, D), cut=0), "blocks": blocks}
     tree |= _norm_leaves(config, "norm") | (_norm_leaves(config, "embed_norm") if config.embedding_norm else {})
     if config.position == "learned":
         tree["position"] = _DrawnLeaf((config.max_len, D))
@@ -190,28 +197,76 @@ def _leaves(config: Config) -> PyTree:
     return tree
 
 
-def _stack_blocks(params: Params, join: Callable[[Any], Any]) -> Params:
-    first, *_ = blocks = params["blocks"]
-    return {**params, "blocks": {name: join([p[name] for p in blocks]) for name in first}}
+def _stack_blocks(config: Config, params: Params, join: Callable[[Any], Any]) -> Params:
+    num = config.layers_a_block
+    groups = [join_layers(params["blocks"][i : i + num]) for i in range(0, config.num_layers, num)]
+    return {**params, "blocks": {name: join([p[name] for p in groups]) for name in groups[0]}}
 
 
-def _block_leaves(config: Config) -> dict[str, _DrawnLeaf]:
-    D, F, K = config.d_model, config.ff_dim, config.head_dim
-    residual = 0.02 / math.sqrt(2 * config.num_layers)
+def join_layers(layers: Sequence[Params]) -> Params:
+    """The leaves of layers as those of one block: the names of several begin with the layer's place in it.
+
+    Example:
+        >>> join_layers([{"w": 1}, {"w": 2}])
+        {'0.w': 1, '1.w': 2}
+    """
+    if len(layers) == 1:
+        return layers[0]
+    return {f"{i}.{name}": x for i, p in enumerate(layers) for name, x in p.items()}
+
+
+def layers_of(config: Config, block: Params) -> list[Params]:
+    """The leaves of each layer of a block; the inverse of `join_layers`."""
+    num = config.layers_a_block
+    if num == 1:
+        return [block]
+    starts = [f"{i}." for i in range(num)]
+    return [{name.removeprefix(s): x for name, x in block.items() if name.startswith(s)} for s in starts]
+
+
+def _block_leaves(config: Config, i: int) -> dict[str, _DrawnLeaf]:
+    has_experts = config.experts is not None and config.experts.in_layer(i)
+    has_mlp = config.experts is None or not has_experts or config.experts.shared
+    tree = _norm_leaves(config, "norm1") | _norm_leaves(config, "norm2") | _attention_leaves(config)
+    return tree | (_mlp_leaves(config) if has_mlp else {}) | (_expert_leaves(config) if has_experts else {})
+
+
+def _residual(config: Config) -> float:
+    return 0.02 / math.sqrt(2 * config.num_layers)
+
+
+def _attention_leaves(config: Config) -> dict[str, _DrawnLeaf]:
+    D, K = config.d_model, config.head_dim
     # The rows of the projections: of queries, and of keys and values.
     rows, kv_rows = (((n, K) if config.per_head else (n * K,)) for n in (config.num_heads, config.kv_heads))
-    tree = _norm_leaves(config, "norm1") | _norm_leaves(config, "norm2")
-    tree |= {name: _DrawnLeaf((*n, D), cut=0) for name, n in (("wq", rows), ("wk", kv_rows), ("wv", kv_rows))}
-    tree |= {"wo": _DrawnLeaf((D, *rows), stddev=residual, cut=1)}
-    tree |= {"w_up": _DrawnLeaf((F, D), cut=0), "w_down": _DrawnLeaf((D, F), stddev=residual, cut=1)}
+    tree = {name: _DrawnLeaf((*n, D), cut=0) for name, n in (("wq", rows), ("wk", kv_rows), ("wv", kv_rows))}
+    tree |= {"wo": _DrawnLeaf((D, *rows), stddev=_residual(config), cut=1)}
+    if config.bias:
+        tree |= {
+            n: _DrawnLeaf(shape, stddev=0.0, cut=0) for n, shape in (("bq", rows), ("bk", kv_rows), ("bv", kv_rows))
+        }
+    return tree | ({"bo": _DrawnLeaf((D,), stddev=0.0)} if config.bias is True else {})
+
+
+def _mlp_leaves(config: Config) -> dict[str, _DrawnLeaf]:
+    D, F = config.d_model, config.ff_dim
+    tree = {"w_up": _DrawnLeaf((F, D), cut=0), "w_down": _DrawnLeaf((D, F), stddev=_residual(config), cut=1)}
     if config.mlp == "swiglu":
-        tree["w_gate"] = _DrawnLeaf((F, D), cut=0)
-    gelu = config.mlp == "gelu" and config.bias is True
-    cut = {"bq": rows, "bk": kv_rows, "bv": kv_rows} | ({"b_up": (F,)} if gelu else {})
-    whole = (*(("bo",) if config.bias is True else ()), *(("b_down",) if gelu else ()))
-    biases = {name: _DrawnLeaf(shape, stddev=0.0, cut=0) for name, shape in cut.items()}
-    biases |= {name: _DrawnLeaf((D,), stddev=0.0) for name in whole}
-    return tree | (biases if config.bias else {})
+        return tree | {"w_gate": _DrawnLeaf((F, D), cut=0)}
+    biases = {"b_up": _DrawnLeaf((F,), stddev=0.0, cut=0), "b_down": _DrawnLeaf((D,), stddev=0.0)}
+    return tree | (biases if config.bias is True else {})
+
+
+def _expert_leaves(config: Config) -> dict[str, _DrawnLeaf]:
+    assert config.experts is not None
+    E, D, F = config.experts.num, config.d_model, config.experts.d_ff or config.ff_dim
+    (front, *_) = (*config.experts.exchange.spec, None)
+    leaf = functools.partial(_DrawnLeaf, front=front)
+    tree = {"router": _DrawnLeaf((E, D)), "e_down": leaf((E, D, F), stddev=_residual(config), cut=2)}
+    if config.mlp == "swiglu":
+        return tree | {"e_gate_up": leaf((E, 2, F, D), cut=2)}
+    biases = {"e_b_up": leaf((E, F), stddev=0.0, cut=1), "e_b_down": leaf((E, D), stddev=0.0)}
+    return tree | {"e_up": leaf((E, F, D), cut=1)} | (biases if config.bias is True else {})
 
 
 def _norm_leaves(config: Config, name: str) -> dict[str, _DrawnLeaf]:

@@ -8,7 +8,7 @@ Touvron et al., LLaMA: Open and Efficient Foundation Language Models, 2023, http
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from shardfn import nn
 from shardfn.collectives import all_gather_invariant, axis_size, bind_mesh
-from shardfn.core import Axes, Mesh, fold_in, split, uniform
+from shardfn.core import Axes, Mesh, fold_in, split, tree_map, uniform
 from shardfn.engine import WeightedMean
 
 from ._gpt_block import Along as _Along
+from ._gpt_block import Seen as Seen
 from ._gpt_block import Wrap as Wrap
 from ._gpt_block import block as _block
 from ._gpt_block import dropout as _dropout
@@ -33,7 +34,7 @@ from ._gpt_decode import decode as decode
 from ._gpt_decode import pack as pack
 from ._gpt_decode import packed_specs as packed_specs
 from ._gpt_leaves import Params as Params
-from ._gpt_leaves import check_blocks
+from ._gpt_leaves import check_blocks, layers_of
 from ._gpt_leaves import init as init
 from ._gpt_leaves import num_params as num_params
 from ._gpt_leaves import specs as specs
@@ -77,7 +78,7 @@ def apply(
         torch.Size([2, 5, 64])
     """
     along = _Along(axis, tokens_BT.shape[1] if sequence else None)
-    x_BTD = _hidden(config, params, {"tokens": tokens_BT, "index": index_B}, key, wrap, along)
+    x_BTD, _ = _hidden(config, params, {"tokens": tokens_BT, "index": index_B}, key, wrap, along)
     return _logits(config, params, x_BTD, along)
 
 
@@ -123,11 +124,48 @@ def loss(
         >>> loss(config, init(config, core.key(0)), batch).shape
         torch.Size([])
     """
+    return loss_and_seen(config, params, batch, key, wrap=wrap, axis=axis, sequence=sequence, tile=tile)[0]
+
+
+def loss_and_seen(
+    config: Config,
+    params: Params,
+    batch: dict[str, Any],
+    key: Int64[Tensor, "2"] | None = None,
+    *,
+    bias: Tensor | None = None,
+    wrap: Wrap = lambda inner: inner,
+    axis: Axes = None,
+    sequence: bool = False,
+    tile: Wrap | None = None,
+) -> tuple[Any, Seen | None]:
+    """`loss`, and the facts of all routers; `models.moe.loss` makes metrics of them.
+
+    Args:
+        config: as of `loss`.
+        params: as of `loss`.
+        batch: as of `loss`.
+        key: as of `loss`.
+        wrap: as of `loss`.
+        axis: as of `loss`.
+        sequence: as of `loss`.
+        tile: as of `loss`.
+        bias: `[layers with experts, E]`, in the choice of experts alone; None adds nothing.
+
+    Example:
+        >>> import shardfn.core as core
+        >>> config = Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
+        >>> batch = {"tokens": torch.zeros(2, 9, dtype=torch.int64)}
+        >>> _, seen = loss_and_seen(config, init(config, core.key(0)), batch)
+        >>> print(seen)  # no layer has experts
+        None
+    """
     _check_batch(batch)
     given, batch = batch, _shifted(config, batch)
     along = _Along(axis, batch["tokens"].shape[1] if sequence else None)
-    x_BTD = _hidden(config, params, batch, key, wrap, along, tile)
-    return _mean(config, params, x_BTD, batch, along, weighted=_weighted(given))
+    x_BTD, seen = _hidden(config, params, batch, key, wrap, along, tile, bias)
+    extra = None if seen is None else seen.loss.mean()
+    return _mean(config, params, x_BTD, batch, along, extra, weighted=_weighted(given)), seen
 
 
 def shifted(batch: dict[str, Any]) -> dict[str, Any]:
@@ -236,17 +274,24 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
         x_BTD = _dropout(config, cut, key, x_BTD, index_B)
         h = {"x": x_BTD, "position": positions_T}
         h |= {"segment_ids": batch["segment_ids"]} if "segment_ids" in batch else {}
+        h |= {"balance": x_BTD.new_zeros(())} if config.experts else {}
         return h | ({} if key is None or index_B is None else {"index": index_B})
 
     def layer(p: Params, h: dict[str, Tensor], key: Tensor | None = None) -> dict[str, Tensor]:
         table = _table(config, h["position"], h["x"].dtype, h.get("segment_ids"))
-        return h | {"x": _block(config, along(len(h["position"])), None, p, h["x"], table, key, h.get("index"))}
+        cut, x_BTD, index_B, seen = along(len(h["position"])), h["x"], h.get("index"), None
+        layers = layers_of(config, p)
+        keys = [key] if len(layers) == 1 or key is None else split(key, len(layers)).unbind()
+        for own, k in zip(layers, keys * len(layers) if key is None else keys, strict=True):
+            x_BTD, seen = _block(config, cut, None, own, x_BTD, table, k, index_B)
+        share = {} if seen is None else {"balance": h["balance"] + seen.loss / len(config.expert_layers)}
+        return h | {"x": x_BTD} | share
 
     def last(params: Params, h: dict[str, Tensor], batch: dict[str, Any], key: Tensor | None = None) -> Any:
         del key
         cut = along(len(h["position"]))
         x_BTD = _norm(config, cut, h["x"], params["norm_w"], params.get("norm_b"))
-        return _mean(config, params, x_BTD, shifted(batch), cut, weighted=_weighted(batch))
+        return _mean(config, params, x_BTD, shifted(batch), cut, h.get("balance"), weighted=_weighted(batch))
 
     return Stages(first, wrap(layer), last)
 
@@ -297,7 +342,7 @@ def generate(
         raise ValueError("generate: a model with causal=False sees later tokens, and cannot go on with a text.")
     tokens_BT, config = prompt_BT, dataclasses.replace(config, attention=nn.Dense())
     for step in range(num_tokens):
-        x_BTD = _hidden(config, params, {"tokens": tokens_BT[:, -config.max_len :]}, along=_Along(axis))
+        x_BTD, _ = _hidden(config, params, {"tokens": tokens_BT[:, -config.max_len :]}, along=_Along(axis))
         own_BV = _logits(config, params, x_BTD[:, -1], _Along(axis))
         logits_BV = all_gather_invariant(own_BV, axis, dim=-1, size=config.vocab_size)
         next_B = _sample(logits_BV.float(), fold_in(key, step), temperature)
@@ -333,7 +378,8 @@ def _hidden(
     wrap: Wrap = lambda inner: inner,
     along: _Along = _WHOLE,
     tile: Wrap | None = None,
-) -> Tensor:
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Seen | None]:
     if tile is not None and along.sequence is not None:
         raise ValueError("loss(tile=, sequence=True): layers along `axis` take a rank's tokens together; drop one.")
     tokens_BT, index_B = batch["tokens"], batch.get("index")
@@ -346,12 +392,38 @@ def _hidden(
     x_BTD = _dropout(config, along, keys[-1], x_BTD, index_B)
     block = wrap(functools.partial(_block, config, along, tile))
     if config.stacked:
-        xs = params["blocks"], None if key is None else split(key, config.num_layers + 1)[:-1]
-        x_BTD, _ = nn.scan(lambda x_BTD, x: (block(x[0], x_BTD, table, x[1], index_B), None), x_BTD, xs)
+        x_BTD, seen = _scanned(config, block, params["blocks"], x_BTD, table, keys[:-1], index_B, bias)
     else:
-        for p, k in zip(params["blocks"], keys[:-1], strict=True):
-            x_BTD = block(p, x_BTD, table, k, index_B)
-    return _norm(config, along, x_BTD, params["norm_w"], params.get("norm_b"))
+        found = list[Seen]()
+        for i, (p, k) in enumerate(zip(params["blocks"], keys[:-1], strict=True)):
+            own = None if bias is None or "router" not in p else bias[len(found)]
+            x_BTD, one = block(p, x_BTD, table, k, index_B, own, f"blocks.{i}")
+            found += [] if one is None else [one]
+        seen = tree_map(lambda *each: torch.stack(each), *found) if found else None
+    return _norm(config, along, x_BTD, params["norm_w"], params.get("norm_b")), seen
+
+
+def _scanned(
+    config: Config,
+    block: Callable[..., Any],
+    blocks: Params,
+    x_BTD: Tensor,
+    table: Any,
+    keys: Sequence[Tensor | None],
+    index_B: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Seen | None]:
+    num = config.layers_a_block
+    keyed = None if keys[0] is None else torch.stack([k for k in keys if k is not None]).unflatten(0, (-1, num))
+
+    def body(x_BTD: Tensor, x: Any) -> tuple[Tensor, Seen | None]:
+        leaves, own_keys, own_bias = x
+        seen = None
+        for i, p in enumerate(layers_of(config, leaves)):
+            x_BTD, seen = block(p, x_BTD, table, None if own_keys is None else own_keys[i], index_B, own_bias)
+        return x_BTD, seen
+
+    return nn.scan(body, x_BTD, (blocks, keyed, bias))
 
 
 def _positions(config: Config, tokens_BT: Tensor) -> Tensor:
@@ -394,7 +466,10 @@ def _weighted(batch: dict[str, Any]) -> bool:
     return "targets" in batch or "segment_ids" in batch
 
 
-def _mean(config: Config, params: Params, x_BTD: Tensor, batch: Any, along: _Along, *, weighted: bool) -> Any:
+def _mean(
+    config: Config, params: Params, x_BTD: Tensor, batch: Any, along: _Along, extra: Tensor | None, *, weighted: bool
+) -> Any:
+    """The mean cross entropy, and `extra` added to it."""
     targets_BT = batch["targets"]
     if config.loss_tile is None:
         logits_BTV = _logits(config, params, x_BTD, along)
@@ -402,7 +477,11 @@ def _mean(config: Config, params: Params, x_BTD: Tensor, batch: Any, along: _Alo
     else:
         options: dict[str, Any] = {"vocab_size": config.vocab_size, **along._asdict()}
         pair = nn.tiled_cross_entropy(x_BTD, _head(config, params), targets_BT, tile=config.loss_tile, **options)
-    return WeightedMean(*pair) if weighted else pair[0] / pair[1].clamp(min=1)
+    if not weighted:
+        mean = pair[0] / pair[1].clamp(min=1)
+        return mean if extra is None else mean + extra
+    # A mean over ranks by their targets, of the balance losses, too.
+    return WeightedMean(pair[0] if extra is None else pair[0] + extra * pair[1], pair[1])
 
 
 def _head(config: Config, params: Params) -> Any:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from shardfn.kernels import grouped_outer, grouped_product
+
 # (dy, the other operand, own shape) -> the gradient of an operand.
 OperandGrad = Callable[[Tensor, Tensor, torch.Size], Tensor]
 
@@ -93,7 +95,8 @@ def product_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
     """The product that a call of torch computes, and its operands; None if it is not a known product.
 
     Known are `linear`, `matmul` and its kinds of tensors of two dims or more, `addmm` without factors, `einsum` of two
-    operands, and the aten ops `mm` and `bmm`; with floating-point operands, outside of autocast.
+    operands, `grouped_mm` of rows in groups, and the aten ops `mm`, `bmm` and `_grouped_mm`; with floating-point
+    operands, outside of autocast.
     """
     if isinstance(func, Product):
         return func, args
@@ -135,6 +138,31 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Any = None, **named: Any) -> Any:
     if named or not isinstance(mat2, Tensor):
         return None
     return _ADDMM, mat1, mat2, input
+
+
+def _grouped_mm(
+    self: Tensor, mat2: Any = None, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None, **named: Any
+) -> Any:
+    """Groups of rows, each times a matrix of its own; `mat_a` and `mat_b` are other names of the operands."""
+    other = named.pop("mat_b", mat2)
+    if named or bias is not None or not isinstance(other, Tensor) or offs is None:
+        return None
+    if self.ndim != 2 or other.ndim != 3 or out_dtype not in (None, self.dtype):
+        return None
+    counts = offs.long() - torch.nn.functional.pad(offs[:-1], (1, 0)).long()
+
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return torch.nn.functional.grouped_mm(a, b, offs=offs)
+
+    def of_a(dy: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
+        del shape
+        return grouped_product(dy, b, counts, transposed=True)
+
+    def of_b(dy: Tensor, a: Tensor, shape: torch.Size) -> Tensor:
+        del shape
+        return grouped_outer(a, dy, counts)
+
+    return Product(forward, (of_a, of_b)), self, other
 
 
 def _einsum(equation: Any, *operands: Any) -> Any:
@@ -202,6 +230,9 @@ _READERS: dict[Any, Callable[..., Any]] = {
     torch.addmm: _addmm,
     torch.Tensor.addmm: _addmm,
     torch.einsum: _einsum,
+    torch.nn.functional.grouped_mm: _grouped_mm,
+    torch._grouped_mm: _grouped_mm,
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
     torch.Tensor.__rmatmul__: _rmatmul,
 } | dict.fromkeys(
     (

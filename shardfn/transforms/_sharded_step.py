@@ -4,7 +4,7 @@ The law: `sharded_step(loss, tx)(state, batch)` has the result of the one-device
 stages, memory and prefetch change where leaves are and when they move, never a value.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,6 +45,7 @@ def sharded_step(
     has_aux: bool = False,
     has_state: bool = False,
     state_specs: PyTree = P(),
+    finish: Callable[[PyTree], PyTree] | None = None,
     donate: bool = True,
     skip_nonfinite: bool = False,
     trainable: PyTree = None,
@@ -74,6 +75,9 @@ def sharded_step(
             `init`. Each microbatch gets that of the one before; a skipped step keeps the old one. It has no gradient.
         state_specs: a prefix tree of `P` for the model state; the loss sees this rank's blocks. Along axes that are not
             in a spec, all ranks must return the same values.
+        finish: `finish(model_state) -> model_state`, a pure function that is called once a step, after the last
+            microbatch; it sees this rank's blocks, may use collectives, and runs inside a captured step. A skipped step
+            skips it, `gradients` leaves it to `update`. Until it has run, ranks may hold parts of a sum that it makes.
         donate: whether a step reuses the buffers of the state that it takes. That state cannot be used afterwards.
         skip_nonfinite: whether a step whose loss or gradient norm is not finite returns the old state.
         trainable: a prefix tree of bools for params; leaves that are False get no gradient and no optimizer state.
@@ -120,4 +124,5 @@ def sharded_step(
         state_specs=state_specs,
         flags=flags,
         trainable=trainable,
+        finish=finish,
     )

@@ -1,11 +1,13 @@
 """Covers checks of values in captured functions: they become operations of the graph; other branches stay errors."""
 
+import functools
 import pathlib
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 
@@ -44,6 +46,19 @@ def test_checks_are_part_of_the_graph() -> None:
             run(checked, labels)
     state, metrics = step(state, torch.tensor([0, 1, 4]))  # a check that failed has left the state
     assert step.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("remat", [sf.remat, lambda f: functools.partial(checkpoint, f, use_reentrant=False)])
+def test_checks_of_a_function_that_runs_again_are_part_of_the_graph(remat: Any) -> None:
+    """Also where values are followed along an axis, by a mode between the check and the capture."""
+
+    def loss(p: dict, labels: Tensor) -> Tensor:
+        return sf.psum(remat(checked)(p, labels), "dp")
+
+    graph = sf.jit(loss, backend="graph")
+    step = sf.sharded_step(graph, sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": 1}))
+    state = step.init({"w": torch.arange(10.0).view(5, 2)})
+    assert torch.equal(step(state, torch.tensor([0, 1, 4]))[1]["loss"], run(loss, [0, 1, 4]))
 
 
 class Checked(torch.nn.Module):

@@ -178,8 +178,9 @@ def check(story: Story, told: dict[tuple[str, int], Told], model: Model) -> int:
         if a.sampling.prompt_logprobs and choice == 0 and drawn:
             assert [t.position for t in scored] == list(range(1, len(a.prompt)))
         for t in [*scored, *drawn]:
+            assert t.token is not None
             logits = model.full(t.version, tuple(sequence[: len(sequence) - 1] or sequence))[t.position - 1]
-            target = -1 if t.token is None or t.position >= len(a.prompt) else t.token
+            target = -1 if t.position >= len(a.prompt) else t.token
             how = (a.sampling, draw_key(a.sampling.seed, choice), t.position)
             _, logprob = draw_alone(logits, *how, t.token)
             if target < 0 and allowed:

@@ -69,6 +69,13 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
     ("gated_silu", kernels.gated_silu, (X, ERROR), (X, ERROR)),
     ("gelu", kernels.gelu, (X,), (X,)),
     ("row_norm", lambda x, w: kernels.row_norm(x, w, centered=True), (X, ERROR[0]), (X, ERROR[0], X[0], 1e-5, False)),
+    ("gather_rows", kernels.gather_rows, (X, torch.tensor([[0, -1], [1, 0]]), X[:, :2].clone()),
+     (X, torch.tensor([[0, -1], [1, 0]]), None)),
+    ("row_dots", kernels.row_dots, (X, ERROR, torch.tensor([[0, -1], [1, 0]])),
+     (X.bfloat16(), ERROR.bfloat16(), torch.tensor([[0, -1], [1, 0]]))),
+    ("grouped_product", kernels.grouped_product, (X, torch.randn(2, 16, 5), torch.tensor([0, 1])),
+     (X.bfloat16(), torch.randn(2, 5, 16).bfloat16(), torch.tensor([2, 0]), True, False)),
+    ("grouped_outer", kernels.grouped_outer, (X, ERROR, torch.tensor([0, 1, 0])), (X, ERROR, torch.tensor([0, 1, 0]))),
     ("preconditioned_step_", lambda *xs: kernels.preconditioned_step_(*xs, eps=1e-8), MOMENTS, (*MOMENTS, 1e-8, 0.1)),
 ]  # fmt: skip
 

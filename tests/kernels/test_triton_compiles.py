@@ -13,6 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from shardfn.kernels.block_sparse_attention import _triton as sparse
 from shardfn.kernels.draw import _triton as draw
+from shardfn.kernels.gather_rows import _triton as gather
+from shardfn.kernels.grouped_product import _triton as grouped
 from shardfn.kernels.dequantize_sum import _triton as sums
 from shardfn.kernels.moving_average import _triton as average
 from shardfn.kernels.pointwise import _triton as pointwise
@@ -51,6 +53,10 @@ for bits, code in ((8, "*i8"), (4, "*u8")):
         (sums._dequantize_sum, f"{code} *fp32 *fp32 i32 i32 i32 i32 i32 i32", tile),
         (sums._sum_quantize, f"{code} *fp32 {code} *fp32 i32 i32 i32 i32 i32", block),
     ]
+for x, double in (("bf16", False), ("fp64", True)):
+    wide = "fp64" if double else "fp32"
+    row = f"*{x} *i64 *{wide} *{x} i32 i32 i32 i32"
+    CASES += [(gather._gather, row, dict(WEIGHTED=True, DOUBLE=double, WIDTH=1024))]
 EXACT = len(CASES)
 # The chains of a linear layer, exponentials and norms are fused on purpose.
 CASES += [(rows._chain, f"*fp32 *{x} *fp32 i32 i32 i32 i32 i32", dict(ROWS=16, N=64)) for x in ("fp32", "bf16")]
@@ -65,6 +71,13 @@ CASES += [
 ]
 for case in (dict(CENTERED=True, BIASED=True), dict(CENTERED=False, BIASED=False)):
     CASES += [(norm._norm, "*fp32 *fp32 *fp32 *fp32 i32 fp32", dict(case, LANES=64))]
+for x, chain in (("bf16", False), ("fp32", False), ("fp32", True), ("fp64", True)):
+    tile = dict(CHAIN=chain, WIDENED=False, N=64, K=32)
+    CASES += [
+        (grouped._product, f"*{x} *{x} *i64 *{x} i32 i32 i32 i32 i32 i32 i32 i32 i32", dict(tile, ROWS=32)),
+        (grouped._outer, f"*{x} *{x} *i64 *{x} i32 i32 i32 i32", dict(tile, M=64)),
+    ]
+CASES += [(gather._dots, "*bf16 *bf16 *i64 *fp32 i32 i32 i32", dict(DOUBLE=False, WIDTH=1024))]
 for x in ("bf16", "fp32"):
     told = f"*{x} *{x} *{x} *i32 *i32 *i32 *u8 *i64 *i64 *fp32 i64 i64 i64 i64 *fp32 i32 *i64 i32 fp32"
     told += " i32 i32 i32 i32 i32 i32 i32 i32 fp32"
@@ -91,4 +104,4 @@ def test_every_kernel_compiles_for_a_gpu() -> None:
     pytest.importorskip("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
-    assert run.stdout.split() == ["compiled", "37"], run.stderr
+    assert run.stdout.split() == ["compiled", "48"], run.stderr

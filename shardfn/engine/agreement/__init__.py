@@ -6,6 +6,7 @@ from ._agreement import (
 from ._check_replicas import (
     check_replicas as check_replicas,
     compare_first_batch as compare_first_batch,
+    compare_first_end as compare_first_end,
     compare_first_step as compare_first_step,
 )
 from ._collector import (

@@ -66,6 +66,17 @@ def compare_first_step(plan: Plan, model_state: PyTree, metrics: dict[str, Tenso
     plan.learnt.take_compared(not tree_leaves(model_state) or not bool(metrics.get("skipped", False)))
 
 
+def compare_first_end(plan: Plan, model_state: PyTree, control: AnyControl) -> None:
+    """Refuses a model state that differs between ranks after the first `update` that has finished it. Collective.
+
+    Raises:
+        RankError: it differs; lists each rank's.
+    """
+    if not plan.learnt.compared_end:
+        check_same_state(model_state, plan.mesh, control)
+        plan.learnt.take_compared_end()
+
+
 def compare_first_batch(plan: Plan, batch: PyTree, control: AnyControl) -> None:
     """Refuses rows that differ along axes that the batch is not cut along. Collective, before the first step.
 

@@ -95,29 +95,42 @@ class CapturedSteps:
     def update(self, plan: Plan, state: TrainState, passed: Passed) -> StepCall[tuple[TrainState, Metrics]]:
         """The update by gradients, by the graph of the state's and the gradients' layouts."""
         grads = [_as_it_lies(x) for x in tree_leaves(passed.grads)]
-        key = ("update", id(plan)), ambient(), _layouts((state.params, state.opt_state, grads))
+        finish = passed.finish(self._parts)
+        last = () if finish is None else passed.model_state
+        key = ("update", id(plan)), ambient(), _layouts((state.params, state.opt_state, grads, last)), finish is None
 
         def run(comms: Comms, agreed: Agreed) -> tuple[TrainState, Metrics]:
             def capture() -> UpdateProgram:
-                return capture_update(self._parts.optimizer, plan, state.params, state.opt_state, grads)
+                optimizer, params, opt_state = self._parts.optimizer, state.params, state.opt_state
+                return capture_update(optimizer, plan, params, opt_state, grads, model_state=last, finish=finish)
 
             # All ranks have it, or all capture it: before the update decides whether it is skipped.
             ready = self._graphs.ready(comms, key, capture, "the update of a step", (), everywhere=agreed.ready)
-            return run_update(self._parts, plan, comms, state, passed, functools.partial(self._apply, ready, plan))
+            return run_update(
+                self._parts, plan, comms, state, passed, functools.partial(self._apply, ready, plan, finish is not None)
+            )
 
         known = self._graphs.knows(key)
         return StepCall(run, (known, known))
 
     def _apply(
-        self, ready: Ready, plan: Plan, comms: Comms, state: TrainState, grads: Blocks, model_state: PyTree
+        self,
+        ready: Ready,
+        plan: Plan,
+        finishes: bool,
+        comms: Comms,
+        state: TrainState,
+        grads: Blocks,
+        model_state: PyTree,
     ) -> TrainState:
         program: UpdateProgram = ready.program
+        last, treedef = tree_flatten(model_state)
         with self._naming(plan), taken(blocks_of(state), donate=self._parts.donate) as (params, opt_state, kept):
-            held = [*tree_leaves(params), *tree_leaves(opt_state), *grads.values()]
+            held = [*tree_leaves(params), *tree_leaves(opt_state), *grads.values(), *(last if finishes else ())]
             grads.clear()
             outs = ready(comms, disk_of(plan), [as_graph_value(x) for x in held])
-            put_in(kept, model_state)
-        new, num = [returned(x, like) for x, like in zip(outs, program.blocks, strict=True)], len(plan.leaves)
+            put_in(kept, tree_unflatten(treedef, outs[len(program.blocks) :] if finishes else last))
+        new, num = [returned(x, like) for x, like in zip(outs, program.blocks, strict=False)], len(plan.leaves)
         opt_state = tree_unflatten(program.opt_treedef, new[num:])
         return next_state(plan, state, new[:num], opt_state, tree_leaves(kept))
 

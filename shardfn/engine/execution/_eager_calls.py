@@ -38,5 +38,5 @@ class EagerSteps:
 
     def update(self, plan: Plan, state: TrainState, passed: Passed) -> StepCall[tuple[TrainState, Metrics]]:
         """The update by gradients."""
-        apply = apply_eagerly(self.parts, plan)
+        apply = apply_eagerly(self.parts, plan, passed.finish(self.parts))
         return StepCall(lambda comms, agreed: run_update(self.parts, plan, comms, state, passed, apply))

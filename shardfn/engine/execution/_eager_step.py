@@ -77,8 +77,16 @@ class EagerStep:
     def update(self, out: Outcome, scale: Tensor | None) -> TrainState:
         with named_range("reduce"):
             grads = out.reducer.gradients()
-        kept, channels = out.model_state, self.comms.channels
+        parts, channels = self.parts, self.comms.channels
         with named_range("update"):
             return update(
-                self.plan, channels, self.parts, self.state, grads, model_state=kept, scale=scale, ahead=self.ahead
+                self.plan,
+                channels,
+                parts,
+                self.state,
+                grads,
+                model_state=out.model_state,
+                finish=parts.finish,
+                scale=scale,
+                ahead=self.ahead,
             )

@@ -9,6 +9,7 @@ torch.func takes no saved-tensor hooks, so gathered parameters stay alive from t
 leaves are gathered whole.
 """
 
+import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from shardfn.engine.loss import (
     ModelState,
     Value,
     called,
+    finished,
     fold,
     num_microbatches,
     refuse_gradient_of,
@@ -83,6 +85,8 @@ def pure_update(
     plan: Plan, state: TrainState, parts: StepParts, passed: Passed
 ) -> tuple[TrainState, dict[str, Tensor]]:
     """The other half of `pure_step`: the next state, and the metrics of the update. The mesh must be bound."""
+    finish = None if passed.model_state is None else parts.finish
+    parts = dataclasses.replace(parts, finish=finish)
     run, gradient = _Pure(parts, plan.with_whole_stacks(), state, ()), local(passed.grads)
     if passed.model_state is not None:
         run.model_state.now = local(passed.model_state)
@@ -151,7 +155,8 @@ class _Pure:
         updates, opt_state = rule.update(gradient, local(self._state.opt_state), old, specs=self._specs)
         fresh = iter(tree_leaves(apply_updates(old, updates)))
         new = refresh_purely(plan, blocks, [None if r is None else next(fresh) for r in rows])
-        return next_state(plan, self._state, new, opt_state, tree_leaves(self.model_state.now))
+        kept = finished(self._parts.finish, self.model_state.now)
+        return next_state(plan, self._state, new, opt_state, tree_leaves(kept))
 
 
 def global_mean(loss: Loss, axes: tuple[str, ...], *, has_aux: bool, has_state: bool) -> Callable[..., Tensor]:

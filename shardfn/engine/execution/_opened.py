@@ -16,7 +16,7 @@ from torch import Tensor
 from shardfn.collectives import Agreed, GlobalTensor, local
 from shardfn.core import PyTree, RankError, raise_all, tree_leaves, tree_map
 from shardfn.engine.agreement import Comms
-from shardfn.engine.loss import wrapped_like
+from shardfn.engine.loss import Finish, wrapped_like
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import (
     Blocks,
@@ -50,6 +50,10 @@ class Passed(NamedTuple):
     model_state: PyTree = None
     finite: Tensor | bool = True
 
+    def finish(self, parts: StepParts) -> Finish | None:
+        """The end of the step for the model state that is passed; that of the state stays."""
+        return None if self.model_state is None else parts.finish
+
 
 class GradientCall(NamedTuple):
     """The gradients of a loss, which ranks agree on and then compute.
@@ -64,7 +68,7 @@ class GradientCall(NamedTuple):
     known: tuple[bool, bool] = (True, True)
 
 
-# The new state, of this rank's gradients by leaf and the blocks of the new model state.
+# The new state, of this rank's gradients by leaf and the blocks of the model state before the end of the step.
 Apply = Callable[[Comms, TrainState, Blocks, PyTree], TrainState]
 
 
@@ -118,11 +122,12 @@ def run_update(
         return apply(comms, state, grads, local(kept)), metrics
 
 
-def apply_eagerly(parts: StepParts, plan: Plan) -> Apply:
-    """An eager update."""
+def apply_eagerly(parts: StepParts, plan: Plan, finish: Finish | None) -> Apply:
+    """An eager update, with the end of the step for the model state."""
 
     def apply(comms: Comms, state: TrainState, grads: Blocks, model_state: PyTree) -> TrainState:
-        return update(plan, comms.channels, parts, state, grads, model_state=model_state, scale=None)
+        channels = comms.channels
+        return update(plan, channels, parts, state, grads, model_state=model_state, finish=finish, scale=None)
 
     return apply
 

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from shardfn.core import Mesh, PyTree
-from shardfn.engine.loss import Unwrapped, check_scaled, describe_step, num_microbatches, with_masters
+from shardfn.core import Mesh, PyTree, describe
+from shardfn.engine.loss import Finish, Unwrapped, check_scaled, describe_step, num_microbatches, with_masters
 from shardfn.engine.pipeline import check_stages, pipelined_in, table_of
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import StepParts, accumulation
@@ -15,7 +15,9 @@ from ._check_canonical import check_canonical
 from ._update import decided_on
 
 
-def step_parts(loss: Unwrapped, optimizer: GradientTransformation, mesh: Mesh, **flags: bool) -> StepParts:
+def step_parts(
+    loss: Unwrapped, optimizer: GradientTransformation, mesh: Mesh, *, finish: Finish | None = None, **flags: bool
+) -> StepParts:
     """The parts of a step that accumulates, microbatch by microbatch, or runs stages of a pipeline side by side.
 
     The optimizer keeps master copies if the loss's policy requires it.
@@ -29,6 +31,7 @@ def step_parts(loss: Unwrapped, optimizer: GradientTransformation, mesh: Mesh, *
         optimizer = with_masters(optimizer, mixed.policy)
     num = num_microbatches(loss.loss)
     how = {"loss_scale": mixed and mixed.loss_scale, "schedule": accumulation(num), "table": table_of(loss, num, mesh)}
+    how |= {"finish": finish}
     return StepParts(loss.loss, optimizer, **flags, **how)  # pyright: ignore[reportArgumentType]
 
 
@@ -38,6 +41,7 @@ def step_lines(
     """The facts that ranks agree on before the first transfer, besides the layout, one a line."""
     flags = f"donate {parts.donate} skip_nonfinite {parts.skip_nonfinite} has_aux {parts.has_aux}"
     kept = [f"state_specs {state_specs}"] if parts.has_state else []
+    kept += [] if parts.finish is None else describe(parts.finish, "finish")
     seed = f"key {None if key is None else key.tolist()}"
     made = describe_step(unwrapped, decided_on(plan, parts.optimizer))
     check_canonical(plan, parts, jitted=unwrapped.jitted is not None)

@@ -24,7 +24,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 from shardfn.engine.agreement import Comms
-from shardfn.engine.loss import NoGradientError, copied_loop, put_in, warn_of_draws_in
+from shardfn.engine.loss import NoGradientError, copied_loop, finished, put_in, warn_of_draws_in
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import Metrics, Outcome, StepParts, one_step
 from shardfn.graph import Leaf
@@ -232,8 +232,9 @@ class TracedStep:
         blocks, opt, kept = self.state
         with torch.no_grad():
             grads, channels = out.reducer.gradients(), self.comms.channels
+            last = finished(self.parts.finish, out.model_state)
             new = update_blocks(self.plan, channels, self.parts.optimizer, blocks, opt, grads, scale)
-            return *new, put_in(kept, out.model_state)
+            return *new, put_in(kept, last)
 
 
 def traced_comms(plan: Plan, recorder: Recorder) -> Comms:

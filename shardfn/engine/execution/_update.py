@@ -16,7 +16,7 @@ from shardfn.core import (
     tree_leaves,
     tree_unflatten,
 )
-from shardfn.engine.loss import plain_arithmetic, put_in, wrapped_like
+from shardfn.engine.loss import Finish, finished, plain_arithmetic, put_in, wrapped_like
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import StepParts, pool_of, refresh
 from shardfn.leaves import LeafLayout
@@ -34,6 +34,7 @@ def update(
     grads: dict[int, Tensor | Stored],
     *,
     model_state: PyTree = (),
+    finish: Finish | None = None,
     scale: Tensor | None,
     ahead: Ahead | None = None,
 ) -> TrainState:
@@ -46,9 +47,12 @@ def update(
         state: the current state.
         grads: by leaf, the part of the gradient that the optimizer takes; consumed.
         model_state: the model state that the loss has returned.
+        finish: the end of the step for it, if there is one.
         scale: the factor of gradients, applied first; None for 1.
         ahead: an update that has stepped some of the leaves already.
     """
+    # Before anything is written, as it may raise.
+    model_state = finished(finish, model_state)
     # First: its thread reads the state, which is written to from here on.
     done = Done() if ahead is None else ahead.finish()
     with taken(blocks_of(state), donate=parts.donate) as (params, opt_state, kept), torch.no_grad():

@@ -38,6 +38,11 @@ from ._describe_step import (
     describe_function as describe_function,
     describe_step as describe_step,
 )
+from ._finish import (
+    Finish as Finish,
+    check_finish as check_finish,
+    finished as finished,
+)
 from ._generator import (
     warn_of_draws_in as warn_of_draws_in,
     warning_of_draws as warning_of_draws,

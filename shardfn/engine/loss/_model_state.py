@@ -68,7 +68,7 @@ class ModelState:
             yield
         if self.now is before:  # as of a loss that takes none
             return
-        _check_alike(before, self.now)
+        check_returned(before, self.now, "the loss")
         if not transforming():  # a constant of the next forward
             # Else the graph of each forward would hang on that of the one before.
             self.now = tree_map(Tensor.detach, self.now)
@@ -183,6 +183,46 @@ def check_kept(tree: PyTree, specs: PyTree, *, has_state: bool) -> None:
     )
 
 
+def check_returned(before: PyTree, after: PyTree, who: str) -> None:
+    """Refuses a model state that a function has returned, if it is not like the one that it was given.
+
+    Args:
+        before: the given one.
+        after: the returned one.
+        who: the function, in words.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+        ValueError: the trees differ, or leaves have other shapes or dtypes; all are listed by path.
+    """
+    old, treedef = tree_flatten(before)
+    new, made = tree_flatten(after)
+    if made != treedef:
+        had, has = tree_paths(before, "model_state"), tree_paths(after, "model_state")
+        problems = [f"{path} is missing" for path in had if path not in has]
+        problems += [f"{path} is new" for path in has if path not in had]
+        raise_all(
+            ValueError,
+            f"{who} returns another model state than it was given; return the same tree:",
+            problems or [f"it is {made}, and was {treedef}"],
+        )
+    named = list(zip(tree_paths(before, "model_state"), old, new, strict=True))
+    raise_all(
+        TypeError,
+        f"{who} returns leaves of the model state that are no tensors:",
+        [f"{path} is a {type(y).__name__}" for path, _, y in named if not isinstance(y, Tensor)],
+    )
+    raise_all(
+        ValueError,
+        f"{who} returns leaves of the model state with other shapes or dtypes than it was given:",
+        [
+            f"{path} is {tuple(y.shape)} {y.dtype}, and was {tuple(x.shape)} {x.dtype}"
+            for path, x, y in named
+            if x.shape != y.shape or x.dtype != y.dtype
+        ],
+    )
+
+
 def put_in(blocks: PyTree, new: PyTree) -> PyTree:
     """The model state after a step, in the memory of `blocks`."""
     leaves, treedef = tree_flatten(blocks)
@@ -246,25 +286,3 @@ def _near(a: tuple[float, float], b: tuple[float, float]) -> bool:
     if not all(map(math.isfinite, (*a, *b))):
         return math.isfinite(a[1]) == math.isfinite(b[1])
     return abs(a[0] - b[0]) <= APART * max(a[1], b[1])
-
-
-def _check_alike(before: PyTree, after: PyTree) -> None:
-    old, treedef = tree_flatten(before)
-    new, made = tree_flatten(after)
-    if made != treedef:
-        raise ValueError(f"the loss returns the model state {made}, and was given {treedef}; return the same tree.")
-    named = list(zip(tree_paths(before, "model_state"), old, new, strict=True))
-    raise_all(
-        TypeError,
-        "the loss returns leaves of the model state that are no tensors:",
-        [f"{path} is a {type(y).__name__}" for path, _, y in named if not isinstance(y, Tensor)],
-    )
-    raise_all(
-        ValueError,
-        "the loss returns leaves of the model state with other shapes or dtypes than it was given:",
-        [
-            f"{path} is {tuple(y.shape)} {y.dtype}, and was {tuple(x.shape)} {x.dtype}"
-            for path, x, y in named
-            if x.shape != y.shape or x.dtype != y.dtype
-        ],
-    )

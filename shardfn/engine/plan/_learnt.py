@@ -34,6 +34,8 @@ class Learnt:
     # Whether losses, model states and rows have been compared between ranks. Written after the first step that was not
     # skipped, which is the same on all ranks of the mesh.
     compared: bool = False
+    # Whether the model states after the end of a step have been compared, where `update` makes them.
+    compared_end: bool = False
     # By optimizer, the same decided on this layout's leaves. A function of the layout alone, so ranks need not agree;
     # shared by all plans of one layout.
     rules: dict[GradientTransformation, GradientTransformation] = dataclasses.field(default_factory=dict)
@@ -68,6 +70,10 @@ class Learnt:
     def take_compared(self, done: bool) -> None:
         """Keeps whether values that must be equal on ranks have been compared."""
         self.compared = done
+
+    def take_compared_end(self) -> None:
+        """Keeps that the model states after the end of a step have been compared."""
+        self.compared_end = True
 
     def rule(
         self, optimizer: GradientTransformation, decide: Callable[[], GradientTransformation]

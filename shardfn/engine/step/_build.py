@@ -8,7 +8,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn.core import Mesh, P, PyTree, Zero, as_mesh, as_zero, check_key
 from shardfn.engine.execution import step_parts
-from shardfn.engine.loss import Loss, Masks, check_cuts, check_loss, check_specs, default_batch, unwrap
+from shardfn.engine.loss import (
+    Finish,
+    Loss,
+    Masks,
+    check_cuts,
+    check_finish,
+    check_loss,
+    check_specs,
+    default_batch,
+    unwrap,
+)
 from shardfn.engine.partition import bind
 from shardfn.engine.pipeline import stage_axes
 from shardfn.engine.plan import Planner
@@ -31,6 +41,7 @@ def build_step(
     state_specs: PyTree,
     flags: Mapping[str, bool],
     trainable: PyTree,
+    finish: Finish | None = None,
 ) -> ShardedStep:
     """The step of `sf.sharded_step`, which documents the arguments.
 
@@ -45,12 +56,14 @@ def build_step(
         state_specs: of the model state.
         flags: `has_aux`, `has_state`, `donate`, `skip_nonfinite`.
         trainable: a prefix tree of bools, or None.
+        finish: the end of a step for the model state, or None.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
     """
     has_state = flags["has_state"]
     _check_flags(flags, trainable)
+    check_finish(finish, has_state=has_state)
     losses = _named_losses(loss)
     unwrapped = {name: unwrap(x.loss, has_state=has_state) for name, x in losses.items()}
     for x in losses.values():
@@ -75,7 +88,7 @@ def build_step(
     for name, x in losses.items():
         planner = planned(name, trainable if x.trainable is None else x.trainable, rows[name])
         bound = bind(unwrapped[name], planner)
-        sources[name] = StepLoss.of(bound, step_parts(bound, update, on, **flags), planner)
+        sources[name] = StepLoss.of(bound, step_parts(bound, update, on, finish=finish, **flags), planner)
     first = next(iter(sources))
     check_alike_losses(sources)
     planner = sources[first].planner if first == "" else planned(first, masks, batch)

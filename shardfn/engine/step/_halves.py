@@ -13,6 +13,7 @@ from shardfn.engine.agreement import (
     Comms,
     comms_of,
     compare_first_batch,
+    compare_first_end,
     compare_first_step,
     losing_no_peer,
     losing_no_peer_purely,
@@ -117,6 +118,7 @@ class Halves:
         forget(plan)
         with bind_mesh(plan.mesh), losing_no_peer(comms):
             new, metrics = call.run(comms, agreed)
+            self._compare_end(comms, plan, new, passed, metrics)
         return self._ended(comms, plan, new, state, metrics), metrics
 
     def both(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
@@ -125,10 +127,12 @@ class Halves:
         plan, found = self._found(comms, state, batch, "step", call="step(state, batch)")
         kept = found.model_state if self.admission.parts.has_state else None
         with bind_mesh(plan.mesh), losing_no_peer(comms):
-            call = self.calls.update(plan, state, Passed(found.grads, kept, found.metrics["finite"]))
+            passed = Passed(found.grads, kept, found.metrics["finite"])
+            call = self.calls.update(plan, state, passed)
             # A graph for gradients that lie otherwise is captured by all ranks.
             ready = all(comms.control.exchange(int(call.known[0])))
             new, updated = call.run(comms, Agreed(known=(ready, ready)))
+            self._compare_end(comms, plan, new, passed, updated)
         return self._ended(comms, plan, new, state, updated), found.metrics | {"skipped": updated["skipped"]}
 
     def pure_step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
@@ -201,12 +205,21 @@ class Halves:
             with _running(comms, one_call.rows.batch, one_call.source.planner.batch, which):
                 compare_first_batch(one_call.plan, one_call.rows.batch, comms.control)
                 one = found[one_call.name] = one_call.call.run(comms, which, state)
-                compare_first_step(one_call.plan, one.model_state, one.metrics, comms.control)
+                # Before the end of the step, ranks may hold parts of a sum that is made there.
+                kept = one.model_state if one_call.source.parts.finish is None else ()
+                compare_first_step(one_call.plan, kept, one.metrics, comms.control)
             state = state._replace(model_state=one.model_state)
         if not self.are_several:
             return found[""]
         with bind_mesh(plan.mesh), losing_no_peer(comms):
             return combined(plan, found, loss_calls, state)
+
+    def _compare_end(
+        self, comms: Comms, plan: Plan, new: TrainState, passed: Passed, metrics: Mapping[str, Tensor]
+    ) -> None:
+        """Compares model states that this update has finished, the first time."""
+        if passed.finish(self.admission.parts) is not None and not bool(metrics["skipped"]):
+            compare_first_end(plan, new.model_state, comms.control)
 
     def _ended(
         self, comms: Comms, plan: Plan, new: TrainState, old: TrainState, metrics: dict[str, Tensor]

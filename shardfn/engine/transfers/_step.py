@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardfn.collectives import Agreed
 from shardfn.engine.agreement import Comms
-from shardfn.engine.loss import Loss
+from shardfn.engine.loss import Finish, Loss
 from shardfn.optim import GradientTransformation, LossScale
 from shardfn.schedules import Actions, PipelineSchedule
 from shardfn.state import TrainState
@@ -41,6 +41,7 @@ class StepParts:
         loss_scale: the rule of the loss scale; None = the loss is not scaled.
         schedule: the forwards and backwards of the microbatches, in the order in which all ranks run them.
         table: in a pipeline, the actions that each rank runs instead; None if all ranks run the same.
+        finish: the end of the step for the model state; None for a step without one.
     """
 
     loss: Loss
@@ -52,6 +53,7 @@ class StepParts:
     loss_scale: LossScale | None
     schedule: Actions
     table: PipelineSchedule | None = None
+    finish: Finish | None = None
 
     @property
     def skips(self) -> bool:

@@ -1,0 +1,127 @@
+"""Exchanges of rows whose numbers all ranks know: `exchange_rows`, and `check_room`, which compares them with the room.
+
+`ragged_all_to_all` compares the numbers of the ranks in a message of its own. Here the caller has gathered a table of
+them, so that every rank finds the same places, and the same rows without room, by itself.
+"""
+
+import torch
+from jaxtyping import Int64, Shaped
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.node import has_side_effect
+
+from shardfn._torch import FakeTensor, functorch
+from shardfn.core import Axes, raise_all
+
+from ._followed import one_operation
+from ._line import Line, line_along
+from ._primitive import Call, bind
+from ._where import recording
+
+
+def exchange_rows(
+    x: Shaped[Tensor, "..."], sizes: Int64[Tensor, "n n"], axis: Axes, *, rows: int | None = None
+) -> Shaped[Tensor, "..."]:
+    """Sends rank 0 the first rows of `x`, rank 1 the next, and so on, by a table that all ranks have: `V -> V`.
+
+        NCCL: all_to_all of unequal parts.
+
+        [a A B] [c C]  =>  [a c .] [A B C]        with sizes [[1, 2], [1, 1]] and rows=3
+
+    Transpose: the exchange back, by the transposed table; rows of `x` that stay have the gradient zero.
+
+    When: ranks have gathered the numbers of rows, as those of tokens for each expert. Numbers that only sender and
+    receiver know go by `ragged_all_to_all`, which compares them.
+
+    Args:
+        x: `[rows here, ...]`.
+        sizes: `sizes[i, j]` rows go from index i along `axis` to index j; the same table on all ranks.
+        axis: mesh axes, major to minor; along None, a missing axis and an axis of size 1 rows stay where they are.
+        rows: of the result, which are zeros beyond those that come. In a captured step it is needed; elsewhere None is
+            exactly the rows that come. `check_room` compares it with the table on all ranks.
+
+    Raises:
+        ValueError: the table has another shape; or `rows` is missing in a capture, or under vmap over the table.
+
+    Example:
+        >>> exchange_rows(torch.tensor([5, 6, 7]), torch.tensor([[2]]), "ep", rows=3)
+        tensor([5, 6, 0])
+    """
+    line = line_along(axis)
+    n = 1 if line is None else line.size
+    if tuple(sizes.shape) != (n, n):
+        raise ValueError(f"exchange_rows: sizes has shape {tuple(sizes.shape)}; along {axis!r} it is ({n}, {n}).")
+    if rows is None and not values_are_known(x, sizes):
+        raise ValueError(
+            "exchange_rows(rows=None) returns all rows that come, whose number a capture or a vmap cannot know; give"
+            " rows=, the most that may come."
+        )
+    return one_operation(_exchanged, x, sizes, line, rows, along=axis)
+
+
+def check_room(sizes: Int64[Tensor, "n n"], room: Int64[Tensor, " n"], axis: Axes, *, name: str) -> None:
+    """Raises where more rows come to a rank than it has room for; in a captured step, too, and on all ranks alike.
+
+    Args:
+        sizes: the table, as of `exchange_rows`.
+        room: the rows of each index's result.
+        axis: as of `exchange_rows`.
+        name: of the exchange, for the message.
+
+    Raises:
+        ValueError: lists the ranks, each with both numbers. In a captured step it comes when the step runs.
+
+    Example:
+        >>> check_room(torch.tensor([[2]]), torch.tensor([3]), "ep", name="blocks.0")
+    """
+    line = line_along(axis)
+    torch.ops.shardfn.check_room(sizes, room, name, "" if line is None else ",".join(line.axes))
+
+
+def values_are_known(*tensors: Tensor) -> bool:
+    """Whether shapes may depend on the values of tensors: not in a capture, and not where vmap has batched them.
+
+    Example:
+        >>> values_are_known(torch.ones(2))
+        True
+    """
+    if recording() or get_proxy_mode() is not None:
+        return False
+    return not any(isinstance(x, FakeTensor) or functorch.is_batchedtensor(x) for x in tensors)
+
+
+def _exchanged(x: Tensor, sizes: Tensor, line: Line | None, rows: int | None) -> Tensor:
+    here = 0 if line is None else line.index
+    sizes = sizes.detach()
+    leaving, coming = sizes[here], sizes[:, here]
+    if rows is None:
+        rows = int(coming.sum())
+    call = Call("ragged_all_to_all", line or Line.alone(), size=rows, concat_size=x.shape[0])
+    return bind(x, call, leaving.cumsum(0) - leaving, leaving, coming.cumsum(0) - coming, coming)
+
+
+_LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
+_LIBRARY.define("check_room(Tensor sizes, Tensor room, str name, str axes) -> ()")
+
+
+def _check_room(sizes: Tensor, room: Tensor, name: str, axes: str) -> None:
+    pairs = zip(sizes.sum(0).tolist(), room.tolist(), strict=True)
+    full = [
+        f"{name}: {come} rows come to rank {rank} of {axes!r}, which has room for {most}; give it more, or a rule to"
+        " drop some"
+        for rank, (come, most) in enumerate(pairs)
+        if come > most
+    ]
+    raise_all(ValueError, "an exchange has more rows than room; nothing was sent:", full)
+
+
+_LIBRARY.impl("check_room", _check_room, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("shardfn::check_room", lib=_LIBRARY)
+def _(sizes: Tensor, room: Tensor, name: str, axes: str) -> None:
+    del sizes, room, name, axes
+
+
+# Its result has no use, so that dead code would be removed.
+has_side_effect(torch.ops.shardfn.check_room.default)

@@ -1,0 +1,69 @@
+"""The end of a step for the model state: a pure function of it, called once, after the last microbatch.
+
+    finish(model_state) -> model_state
+
+It sees this rank's blocks, and may call collectives over the axes of the mesh. Every executor calls it before an update
+writes anything, so that an error in it leaves the state unchanged, and a step that is skipped never calls it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import transforming
+from shardfn.core import PyTree, named_leaves, raise_all, tree_map
+
+from ._callable import check_function
+from ._model_state import check_returned
+
+Finish = Callable[[PyTree], PyTree]
+
+
+def check_finish(finish: Any, *, has_state: bool) -> None:
+    """Refuses a value that cannot be the end of a step.
+
+    Raises:
+        TypeError: it is not a function.
+        ValueError: the step has no model state.
+    """
+    if finish is None:
+        return
+    check_function("sharded_step(finish=...)", finish)
+    if not has_state:
+        raise ValueError(
+            "sharded_step(finish=f) has no effect without a model state, which f(model_state) takes and returns; pass"
+            " has_state=True, or drop finish=."
+        )
+
+
+def finished(finish: Finish | None, model_state: PyTree) -> PyTree:
+    """The model state after the end of a step; the same without a function. The mesh must be bound.
+
+    Args:
+        finish: the function.
+        model_state: a tree of this rank's blocks, after the last microbatch.
+
+    Raises:
+        TypeError: a leaf of the result is not a tensor.
+        ValueError: the function returns another tree, or leaves of other shapes or dtypes, or writes to its argument;
+            every such leaf is listed by path.
+    """
+    if finish is None:
+        return model_state
+    if transforming():  # a derivative may pass through it, and tensors of a transform count no writes
+        new = finish(model_state)
+        check_returned(model_state, new, "finish")
+        return new
+    named = named_leaves(model_state, "model_state")
+    versions = [x._version for _, x in named]
+    with torch.no_grad():
+        new = finish(model_state)
+    raise_all(
+        ValueError,
+        "finish writes to the model state that it is given; return new tensors, x + 1 in place of x.add_(1):",
+        [path for (path, x), was in zip(named, versions, strict=True) if x._version != was],
+    )
+    check_returned(model_state, new, "finish")
+    return tree_map(Tensor.detach, new)

@@ -1,0 +1,3 @@
+"""Products of groups of rows with a matrix each."""
+
+from ._api import grouped_outer as grouped_outer, grouped_product as grouped_product

@@ -1,0 +1,118 @@
+"""Products of groups of rows with a matrix each."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shardfn.kernels._arguments import check_dtype, check_shape
+from shardfn.kernels._dispatch import implementation
+from shardfn.kernels._library import define, map_rows, refuse_backward
+
+
+def grouped_product(
+    x: Float[Tensor, "m k"],
+    w: Float[Tensor, "groups rows columns"],
+    counts: Int[Tensor, " e"],
+    *,
+    transposed: bool = False,
+    exact: bool = False,
+) -> Float[Tensor, "m n"]:
+    """The first `counts[0]` rows of `x` times `w[0]`, the next `counts[1]` rows times `w[1]`, and so on.
+
+        torch.cat([rows @ matrix for rows, matrix in zip(x.split(counts), w)])
+
+    Rows past the sum of the counts are exact zeros; such rows of `x` are not read, so that they may be uninitialised.
+    Tensors of 16 bits are multiplied in float32. With C++, results of float32 and wider have the same bits on any
+    number of threads, and those of a row do not depend on the other rows. `nn.moe.grouped` is it with derivatives.
+
+    Args:
+        x: rows, of any floating-point dtype.
+        w: a matrix [k, n] for each group, in the dtype of `x`.
+        counts: the rows of each group, not negative, on the device of `x`. It is not read on the host of a GPU.
+        transposed: `w` has matrices [n, k], as `torch.nn.functional.linear` takes them.
+        exact: every implementation has the bits of `row_linear` for each row; float32 alone.
+
+    Raises:
+        TypeError: dtypes differ, are not floating point, or `exact` is asked of another one than float32.
+        ValueError: shapes do not fit; on a CPU, a count is negative, or the counts are more than the rows.
+        NotImplementedError: in a backward.
+
+    Example:
+        >>> x, w = torch.ones(4, 2), torch.stack([torch.ones(2, 1), 5 * torch.ones(2, 1)])
+        >>> grouped_product(x, w, torch.tensor([1, 2])).T
+        tensor([[ 2., 10., 10.,  0.]])
+    """
+    _check("w", x, w, counts)
+    if exact and x.dtype != torch.float32:
+        raise TypeError(f"x is {x.dtype}; exact products are float32: leave out exact=True")
+    at = 2 if transposed else 1
+    if w.ndim != 3 or w.shape[at] != x.shape[1]:
+        raise ValueError(
+            f"w is of shape {tuple(w.shape)}, must be (e, {'n, k' if transposed else 'k, n'}) with k = {x.shape[1]}, "
+            f"the last dim of x; transposed={not transposed} takes the other layout"
+        )
+    check_shape("counts", counts, (w.shape[0],), "one for each matrix")
+    return torch.ops.shardfn_kernels.grouped_product(x, w, counts, transposed, exact)
+
+
+def grouped_outer(
+    x: Float[Tensor, "m k"], y: Float[Tensor, "rows n"], counts: Int[Tensor, " e"]
+) -> Float[Tensor, "e k n"]:
+    """For each group of rows the product of the transpose of its rows of `x` and its rows of `y`; zeros for no rows.
+
+        torch.stack([a.T @ b for a, b in zip(x.split(counts), y.split(counts))])
+
+    It is the derivative of `grouped_product` with regard to its matrices. Rows past the sum of the counts are not read.
+    Tensors of 16 bits are multiplied in float32.
+
+    Args:
+        x: rows, of any floating-point dtype.
+        y: a row for each row of `x`, of the same dtype.
+        counts: the rows of each group, not negative, on the device of `x`. It is not read on the host of a GPU.
+
+    Raises:
+        TypeError: dtypes differ, or are not floating point.
+        ValueError: shapes do not fit; on a CPU, a count is negative, or the counts are more than the rows.
+        NotImplementedError: in a backward.
+
+    Example:
+        >>> grouped_outer(torch.ones(3, 2), torch.ones(3, 1), torch.tensor([0, 2])).tolist()
+        [[[0.0], [0.0]], [[2.0], [2.0]]]
+    """
+    _check("y", x, y, counts)
+    check_shape("y", y, (x.shape[0], *y.shape[1:2]), "a row for each row of x")
+    return torch.ops.shardfn_kernels.grouped_outer(x, y, counts)
+
+
+def _check(name: str, x: Tensor, other: Tensor, counts: Tensor) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"x is {x.dtype}; grouped products are of floating-point numbers: convert it")
+    check_dtype(name, other, x.dtype)
+    check_dtype("counts", counts, torch.int64)
+
+
+def _grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exact: bool) -> Tensor:
+    run = implementation("grouped_product", "grouped_product", x.device)
+    if not w.is_contiguous() and w.mT.is_contiguous():
+        w, transposed = w.mT, not transposed
+    return run(x.contiguous(), w.contiguous(), counts.contiguous(), transposed, exact)
+
+
+def _grouped_outer(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
+    run = implementation("grouped_product", "grouped_outer", x.device)
+    return run(x.contiguous(), y.contiguous(), counts.contiguous())
+
+
+define(
+    "grouped_product(Tensor x, Tensor w, Tensor counts, bool transposed, bool exact) -> Tensor",
+    _grouped_product,
+    lambda x, w, counts, transposed, exact: x.new_empty(x.shape[0], w.shape[1 if transposed else 2]),
+)
+define(
+    "grouped_outer(Tensor x, Tensor y, Tensor counts) -> Tensor",
+    _grouped_outer,
+    lambda x, y, counts: x.new_empty(counts.shape[0], x.shape[1], y.shape[1]),
+)
+for _name in ("grouped_product", "grouped_outer"):
+    map_rows(_name, 0)
+    refuse_backward(_name, "use nn.moe.grouped, or detach its arguments.")

@@ -1,0 +1,90 @@
+"""The experts of a transformer's layers, as a setting of its `Config`.
+
+E experts, k choices of a token, F ffn of an expert.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from shardfn.core import Axes, raise_all
+from shardfn.nn import moe
+
+_LOCAL = moe.Local()
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Which layers have experts, how tokens choose them, and where they meet.
+
+    Attributes:
+        num: E.
+        top_k: k.
+        d_ff: F; None is that of the dense layers.
+        every: layer i has experts where `i >= first` and `(i - first + 1) % every == 0`: 1 is all, 2 every second.
+        first: layers at the beginning that have none.
+        route: `route(logits, k)` to a `moe.Routing`: `moe.top_k`, or others, with settings by `functools.partial`. It
+            also gets `name=`, and `bias=` where `bias_rate` is above 0.
+        balance: weight in the loss of the mean of `balance_loss` over layers.
+        balance_loss: a function of `moe.balance`.
+        z: weight in the loss of the mean of `moe.balance.z`.
+        axes: the batch's axes, over which balance and capacity are taken; None is each rank's own tokens.
+        capacity: factor of `moe.capacity`: how many times its mean number of choices an expert takes; later ones are
+            dropped. None drops none.
+        shared: the layer's dense MLP is added to the experts', for all tokens, as in DeepSeek.
+        bias_rate: a bias of each expert in the choice alone, moved once a step against its load, in place of a balance
+            loss; the loss then has a state (`models.moe.loss`).
+        exchange: where tokens meet their experts: `moe.Local()`, `moe.Tokens("ep")`, `moe.Weights("ep")`,
+            `moe.Sum("tp")`.
+
+    Raises:
+        ValueError: lists every field out of range.
+
+    Example:
+        >>> [Experts(num=8, every=2).in_layer(i) for i in range(4)]
+        [False, True, False, True]
+
+    References:
+        Fedus et al., Switch Transformers, 2021, https://arxiv.org/abs/2101.03961
+        DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, https://arxiv.org/abs/2412.19437
+    """
+
+    num: int
+    top_k: int = 2
+    d_ff: int | None = None
+    every: int = 1
+    first: int = 0
+    route: Callable[..., moe.Routing] = moe.top_k
+    balance: float = 0.01
+    balance_loss: Callable[..., Tensor] = moe.balance.switch
+    z: float = 0.0
+    axes: Axes = None
+    capacity: float | None = None
+    shared: bool = False
+    bias_rate: float = 0.0
+    exchange: moe.Exchange = _LOCAL
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{n}={getattr(self, n)} must be at least 1." for n in ("num", "top_k", "every") if getattr(self, n) < 1
+        ]
+        problems += [
+            f"{n}={getattr(self, n)} must be 0 or more." for n in ("first", "bias_rate") if getattr(self, n) < 0
+        ]
+        if self.top_k > self.num:
+            problems.append(f"top_k={self.top_k} choices of num={self.num} experts; choose at most all of them.")
+        if self.capacity is not None and not self.capacity > 0:
+            problems.append(f"capacity={self.capacity} must be above 0; None drops nothing.")
+        if self.d_ff is not None and self.d_ff < 1:
+            problems.append(f"d_ff={self.d_ff} must be at least 1.")
+        raise_all(ValueError, "Experts:", problems)
+
+    def in_layer(self, i: int) -> bool:
+        """Whether layer `i` has experts."""
+        return i >= self.first and (i - self.first + 1) % self.every == 0
+
+    def options(self, name: str, bias: Tensor | None) -> dict[str, Any]:
+        """The options of `route` in one layer."""
+        return {"name": name} | ({} if bias is None else {"bias": bias})

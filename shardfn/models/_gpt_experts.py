@@ -1,0 +1,108 @@
+"""The mixture of experts of one layer, on this rank's part of it, and the facts of its router.
+
+B batch, T tokens, S = B T, D model, E experts, k choices.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import all_gather_invariant, axis_size, pvary, take_own_block
+from shardfn.core import Axes, P
+from shardfn.nn import between, enter_parallel, leave_parallel, linear, moe
+
+from ._experts import Experts
+from ._gpt_config import Config
+from ._gpt_leaves import Params
+
+
+class Along(NamedTuple):
+    """The axes that cut the blocks; with `sequence`, the number of tokens, tokens are cut between blocks."""
+
+    axis: Axes = None
+    sequence: int | None = None
+
+
+class Seen(NamedTuple):
+    """The facts of one router, or their sums over several.
+
+    Attributes:
+        loss: the weighted balance losses.
+        counts: choices of each expert, int64 `[E]`; of stacked layers `[L, E]`.
+        metrics: of `moe.load`: sums and weights.
+    """
+
+    loss: Tensor
+    counts: Tensor
+    metrics: dict[str, tuple[Tensor, Tensor]]
+
+
+def mixture(
+    config: Config, along: Along, p: Params, x_BTD: Tensor, bias_E: Tensor | None, name: str
+) -> tuple[Tensor, Seen]:
+    """The sum of the experts that each token has chosen, weighted by the router."""
+    assert config.experts is not None
+    cut = _features_are_cut(config.experts, along)
+    routing, seen = _routed(config, config.experts, along, p, x_BTD, bias_E, name)
+    if cut:
+        # Each rank has its own features of every expert, and so a part of each result.
+        x_BTD, routing = enter_parallel(x_BTD, *along), routing._replace(weights=pvary(routing.weights, along.axis))
+    elif along.sequence is not None:
+        routing = moe.Routing(*(_own_rows(x, along, len(x_BTD)) for x in routing))
+    run = functools.partial(moe.gelu_experts, axis=along.axis if cut else None)
+    run = moe.swiglu_experts if config.mlp == "swiglu" else run
+    leaves = {n.removeprefix("e_"): x for n, x in p.items() if n.startswith("e_")}
+    leaves = {n if n.startswith("b_") else f"w_{n}": x for n, x in leaves.items()}
+    y_SD = moe.apply(run, leaves, x_BTD.flatten(0, 1), routing, exchange=config.experts.exchange, name=name)
+    y_BTD = y_SD.view_as(x_BTD)
+    return (leave_parallel(y_BTD, *along) if cut else y_BTD), seen
+
+
+def _features_are_cut(experts: Experts, along: Along) -> bool:
+    """Whether each rank along the blocks' axis has its own features of each expert.
+
+    Raises:
+        ValueError: the exchange is along that axis, and takes tokens that lie otherwise.
+    """
+    shared = set(P(along.axis).axes) & set(experts.exchange.spec.axes)
+    if axis_size(along.axis) == 1 or not shared:
+        return axis_size(along.axis) > 1
+    if isinstance(experts.exchange, moe.Sum) == (along.sequence is not None):
+        own = "their own" if along.sequence is not None else "the same"
+        remedy = "Tokens or Weights" if along.sequence is not None else "Sum, or sequence=True"
+        raise ValueError(
+            f"experts: ranks along {along.axis!r} have {own} tokens, but not for {experts.exchange}; use {remedy}."
+        )
+    return False
+
+
+def _routed(
+    config: Config, experts: Experts, along: Along, p: Params, x_BTD: Tensor, bias_E: Tensor | None, name: str
+) -> tuple[moe.Routing, Seen]:
+    """The choices of all tokens that the ranks of a block have. The router computes in float32 at least."""
+    w_ED = between(p["router"], *along)
+    wide = torch.promote_types(x_BTD.dtype, torch.float32)
+    logits_BTE = linear(x_BTD.to(wide), w_ED.to(wide))
+    if along.sequence is not None:
+        # All ranks of the block route all of its tokens, and go on alike.
+        logits_BTE = all_gather_invariant(logits_BTE, along.axis, dim=1, size=along.sequence)
+    logits_SE = logits_BTE.flatten(0, 1)
+    routing = experts.route(logits_SE, experts.top_k, **experts.options(name, bias_E))
+    by: dict[str, Any] = {"axes": experts.axes}
+    if experts.balance_loss is moe.balance.sequence:
+        by = {"axes": config.attention.axes or None, "num_sequences": len(logits_BTE)}
+    loss = experts.balance * experts.balance_loss(routing, **by)
+    if experts.z:
+        loss = loss + experts.z * moe.balance.z(routing, axes=experts.axes)
+    kept = routing
+    if experts.capacity is not None:
+        tokens = len(logits_SE) * axis_size(experts.axes)
+        num = moe.capacity(tokens, experts.top_k, experts.num, experts.capacity, minimum=1)
+        kept = moe.with_capacity(routing, num, axes=experts.axes)
+    return kept, Seen(loss, routing.counts(), moe.load(routing, kept, axes=experts.axes))
+
+
+def _own_rows(x_SE: Tensor, along: Along, batch: int) -> Tensor:
+    return take_own_block(x_SE.unflatten(0, (batch, -1)), along.axis, dim=1).flatten(0, 1)

@@ -1,0 +1,181 @@
+"""Transformers with experts: settings of `gpt.Config`, and their loss with the facts of the routers.
+
+A model with experts is a `gpt.Config(experts=...)`; all functions of `models.gpt` take it. `loss` here also returns the
+metrics of the routers, and moves the biases of experts that are balanced without a loss.
+
+L layers with experts, E experts.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import psum
+from shardfn.core import Axes
+from shardfn.engine import WeightedMean
+from shardfn.nn import moe
+
+from . import gpt
+from ._experts import Experts as Experts
+from ._gpt_leaves import Params
+
+ModelState = dict[str, Tensor]
+
+
+def gpt_moe(**changes: Any) -> gpt.Config:
+    """GPT-2 small with GShard's experts in every second layer, with `changes`.
+
+    Example:
+        >>> gpt_moe(num_layers=4).expert_layers
+        [1, 3]
+
+    References:
+        Lepikhin et al., GShard, 2020, https://arxiv.org/abs/2006.16668
+    """
+    return gpt.Config.gpt2_like(**{"experts": Experts(num=8, every=2), **changes})
+
+
+def mixtral_like(**changes: Any) -> gpt.Config:
+    """Mixtral 8x7B with `changes`: 8 experts, of which a token has two.
+
+    Example:
+        >>> mixtral_like(num_layers=2).experts.num
+        8
+
+    References:
+        Jiang et al., Mixtral of Experts, 2024, https://arxiv.org/abs/2401.04088
+    """
+    style: dict[str, Any] = {"num_kv_heads": 8, "d_ff": 14336, "max_len": 32768, "rope_base": 1e6}
+    return gpt.Config.llama_like(**{**style, "experts": Experts(num=8, balance=0.02), **changes})
+
+
+def qwen3_moe_like(**changes: Any) -> gpt.Config:
+    """Qwen3-30B-A3B's layers with `changes`: 128 small experts, of which a token has eight.
+
+    Queries and keys are not normalised, as they are there.
+
+    Example:
+        >>> qwen3_moe_like(num_layers=2).experts.top_k
+        8
+
+    References:
+        Qwen Team, Qwen3 Technical Report, 2025, https://arxiv.org/abs/2505.09388
+    """
+    shape: dict[str, Any] = {"vocab_size": 151936, "num_layers": 48, "d_model": 2048, "num_heads": 32}
+    style: dict[str, Any] = {"num_kv_heads": 4, "d_ff": 6144, "rope_base": 1e6, "max_len": 32768}
+    experts = Experts(num=128, top_k=8, d_ff=768, balance=0.001)
+    return gpt.Config.llama_like(**{**shape, **style, "experts": experts, **changes})
+
+
+def deepseek_v3_like(**changes: Any) -> gpt.Config:
+    """DeepSeek-V3's feed-forward layers with `changes`: 256 experts and a shared one, balanced by biases.
+
+    Its attention is that of Llama, not DeepSeek's latent one. The loss has a state: `init_state`, `loss`, `finish`.
+
+    Example:
+        >>> deepseek_v3_like(num_layers=5).expert_layers
+        [3, 4]
+
+    References:
+        DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, https://arxiv.org/abs/2412.19437
+    """
+    shape: dict[str, Any] = {"vocab_size": 129280, "num_layers": 61, "d_model": 7168, "num_heads": 128}
+    route = functools.partial(moe.sigmoid_groups, groups=8, groups_kept=4, scale=2.5)
+    balance = {"balance": 1e-4, "balance_loss": moe.balance.sequence, "bias_rate": 1e-3}
+    experts = Experts(num=256, top_k=8, d_ff=2048, first=3, route=route, shared=True, **balance)
+    return gpt.Config.llama_like(**{**shape, "d_ff": 18432, "max_len": 4096, "experts": experts, **changes})
+
+
+def loss(
+    config: gpt.Config,
+    params: Params,
+    *rest: Any,
+    axes: Axes = None,
+    **options: Any,
+) -> Any:
+    """`gpt.loss` and the metrics of the routers; where experts have a bias, with the model state, too.
+
+        loss(config, params, batch[, key]) -> (loss, aux)
+        loss(config, params, model_state, batch[, key]) -> (loss, aux, model_state)        with bias_rate > 0
+
+    Args:
+        config: the shape, with experts.
+        params: as from `gpt.init`.
+        rest: the model state if experts have a bias, the batch, and the key that turns dropout on.
+        axes: the batch's axes, over which the choices of experts are counted for their biases.
+        options: those of `gpt.loss`.
+
+    Raises:
+        ValueError: the config has no experts, or more or fewer arguments.
+
+    Example:
+        >>> import shardfn.core as core
+        >>> config = mixtral_like(vocab_size=64, num_layers=1, d_model=32, num_heads=8, d_ff=16)
+        >>> batch = {"tokens": torch.zeros(2, 9, dtype=torch.int64)}
+        >>> _, aux = loss(config, gpt.init(config, core.key(0)), batch)
+        >>> "balance" in aux
+        True
+    """
+    state, rest = (rest[0], rest[1:]) if _has_bias(config) and len(rest) > 1 else (None, rest)
+    if not 1 <= len(rest) <= 2 or (state is None) == _has_bias(config):
+        need = "params, model_state, batch[, key]" if _has_bias(config) else "params, batch[, key]"
+        raise ValueError(f"moe.loss(config, {need}) for {config.experts}: it got {len(rest)} arguments after params.")
+    bias = None if state is None else state["bias"]
+    value, seen = gpt.loss_and_seen(config, params, *rest, bias=bias, **options)
+    assert seen is not None
+    pairs = {name: WeightedMean(total.sum(), weight.sum()) for name, (total, weight) in seen.metrics.items()}
+    aux = {"balance": seen.loss.detach().mean()} | pairs
+    if state is None:
+        return value, aux
+    return value, aux, {**state, "counts": state["counts"] + psum(seen.counts, axes)}
+
+
+def init_state(config: gpt.Config) -> ModelState:
+    """The biases of all experts and their counts in this step: `{"bias": [L, E], "counts": int64 [L, E]}`, zeros.
+
+    Example:
+        >>> init_state(deepseek_v3_like(num_layers=5))["bias"].shape
+        torch.Size([2, 256])
+    """
+    shape = len(config.expert_layers), _experts(config).num
+    return {"bias": torch.zeros(shape), "counts": torch.zeros(shape, dtype=torch.int64)}
+
+
+def finish(config: gpt.Config, model_state: ModelState) -> ModelState:
+    """The model state after a step: biases moved once by the counts of all microbatches, and the counts cleared.
+
+    It is for `sharded_step(finish=functools.partial(moe.finish, config), has_state=True)`.
+
+    Example:
+        >>> config = deepseek_v3_like(num_layers=4)
+        >>> state = init_state(config)
+        >>> state["counts"][0, 0] = 512
+        >>> finish(config, state)["bias"][0, :3]
+        tensor([-0.0010,  0.0010,  0.0010])
+    """
+    bias = moe.bias_update(model_state["bias"], model_state["counts"], _experts(config).bias_rate)
+    return {**model_state, "bias": bias, "counts": torch.zeros_like(model_state["counts"])}
+
+
+def num_active_params(config: gpt.Config) -> int:
+    """The number of parameters that a token uses.
+
+    Example:
+        >>> round(num_active_params(mixtral_like()) / 1e9, 1), round(gpt.num_params(mixtral_like()) / 1e9, 1)
+        (12.9, 46.7)
+    """
+    experts = _experts(config)
+    one = (3 if config.mlp == "swiglu" else 2) * config.d_model * (experts.d_ff or config.ff_dim)
+    return gpt.num_params(config) - len(config.expert_layers) * (experts.num - experts.top_k) * one
+
+
+def _experts(config: gpt.Config) -> Experts:
+    if config.experts is None:
+        raise ValueError(f"the model has no experts; give it some, as in {mixtral_like.__name__}().")
+    return config.experts
+
+
+def _has_bias(config: gpt.Config) -> bool:
+    return _experts(config).bias_rate > 0

@@ -1,0 +1,16 @@
+"""Mixture of experts, as pure pieces: routers, balance, capacity, experts, and exchanges of tokens."""
+
+from ._routing import Routing as Routing
+from ._route import gshard_top2 as gshard_top2, switch_top1 as switch_top1, top_k as top_k
+from ._groups import sigmoid_groups as sigmoid_groups
+from ._over_tokens import expert_choice as expert_choice, sinkhorn as sinkhorn
+from ._noise import jitter as jitter, token_numbers as token_numbers
+from ._capacity import capacity as capacity, with_capacity as with_capacity
+from . import balance as balance
+from ._bias import bias_update as bias_update
+from ._metrics import load as load
+from ._permute import Permutation as Permutation, combine as combine, dispatch as dispatch, permutation as permutation
+from ._grouped import grouped as grouped
+from ._experts import Experts as Experts, gelu_experts as gelu_experts, swiglu_experts as swiglu_experts
+from ._exchange import Exchange as Exchange, Local as Local, Sum as Sum, Tokens as Tokens, Weights as Weights
+from ._apply import apply as apply

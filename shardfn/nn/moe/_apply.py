@@ -1,0 +1,52 @@
+"""`apply`: a mixture of experts, as the sum over each token's choices."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from shardfn.core import PyTree
+
+from ._exchange import Exchange, Local
+from ._experts import Experts
+from ._routing import Routing
+
+_LOCAL = Local()
+
+
+def apply(
+    experts: Experts,
+    params: PyTree,
+    x_SD: Float[Tensor, "s d"],
+    routing: Routing,
+    *,
+    exchange: Exchange = _LOCAL,
+    name: str = "moe",
+) -> Float[Tensor, "s d"]:
+    """The sum over choices i of `routing.weights[s, i]` times expert `routing.experts[s, i]` of token `x_SD[s]`.
+
+    Differentiable in `x_SD`, the routing's weights, and `params`. The value does not depend on the exchange beyond
+    rounding, and without capacity not on the other tokens.
+
+    Args:
+        experts: the function of a group of rows, as `swiglu_experts`.
+        params: its leaves, with experts along dim 0, as `exchange.spec` cuts them.
+        x_SD: this rank's tokens.
+        routing: of these tokens, from a function of the router's logits.
+        exchange: where tokens meet their experts.
+        name: of the layer, for errors.
+
+    Raises:
+        ValueError: leaves with another number of experts, by path; a routing of other tokens; or more rows than the
+            exchange has room for, on all ranks.
+
+    Example:
+        >>> from shardfn.nn import moe
+        >>> logits, x = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.ones(2, 3)
+        >>> params = {"w_up": torch.ones(2, 4, 3), "w_down": torch.ones(2, 3, 4)}
+        >>> apply(moe.gelu_experts, params, x, moe.top_k(logits, 1)).shape
+        torch.Size([2, 3])
+    """
+    if len(routing.experts) != len(x_SD):
+        raise ValueError(
+            f"{name}: the routing is of {len(routing.experts)} tokens, and x has {len(x_SD)}; route these tokens."
+        )
+    return exchange.run(experts, params, x_SD, routing, name=name)

@@ -1,0 +1,177 @@
+"""Capacities: experts that take a limited number of tokens, and the choices that are dropped.
+
+S tokens of this rank, K choices of a token, E experts, C capacity.
+"""
+
+import fractions
+import math
+from typing import Literal
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from shardfn.collectives import all_gather, axis_index, axis_size, psum
+from shardfn.core import Axes
+
+from ._noise import check_index, words_of
+from ._routing import Routing, counts_of
+
+By = Literal["position", "choice", "probs", "random"]
+# Bits of priorities that are compared at a time: a message has E counts for each value of such a digit.
+_BITS = 8
+
+
+def capacity(num_tokens: int, k: int, num_experts: int, factor: float = 1.0, minimum: int = 4) -> int:
+    """The choices that an expert takes: max(ceil(factor k S / E), minimum), by DeepSpeed's rule.
+
+    Args:
+        num_tokens: S, of a rank where `with_capacity` has no axes, else of the whole batch.
+        k: experts of a token.
+        num_experts: E.
+        factor: how many times the mean number of an expert's choices fits. It is taken as the decimal number that is
+            written: 1.1 is eleven tenths.
+        minimum: the least capacity.
+
+    Raises:
+        ValueError: a number is not positive.
+
+    Example:
+        >>> capacity(100, 2, 8, 1.25)
+        32
+    """
+    if min(num_tokens, minimum) < 0 or min(k, num_experts) < 1 or factor <= 0:
+        raise ValueError(
+            f"capacity(num_tokens={num_tokens}, k={k}, num_experts={num_experts}, factor={factor}, minimum={minimum}):"
+            " a capacity needs choices, experts and a factor above 0."
+        )
+    return max(math.ceil(fractions.Fraction(str(factor)) * num_tokens * k / num_experts), minimum)
+
+
+def with_capacity(
+    routing: Routing,
+    capacity: int,
+    *,
+    by: By = "position",
+    axes: Axes = None,
+    key: Int64[Tensor, "2"] | None = None,
+    index: Int64[Tensor, " s"] | None = None,
+    renormalise: bool = False,
+) -> Routing:
+    """Drops the choices of each expert past its capacity: they become -1, with weight 0.
+
+        "position"   the first tokens stay
+        "choice"     first choices stay before second ones, each in the order of tokens (GShard)
+        "probs"      choices of higher probability stay
+        "random"     each choice draws a number by its token and expert (random token selection)
+
+    Ties go to the earlier token. A dropped token adds nothing to its layer's output.
+
+    With `axes` the capacity is that of the whole batch, whose tokens are in the order of the ranks: the result is that
+    of one device. Without, it is that of each rank's own rows, and another cut of the batch drops other tokens.
+
+    Args:
+        routing: of this rank's tokens. The balance loss is that of this one, before it is cut.
+        capacity: C, from `capacity`.
+        by: which choices stay.
+        axes: axes of the batch. None: own rows. The ranks compare counts, in a message for each 8 bits of the numbers
+            by which choices are ordered, and one for ties.
+        key: a key for this layer and step; for "random".
+        index: global number of each token, from `token_numbers`; for "random".
+        renormalise: whether weights of a token's remaining choices are scaled to the sum of all (GShard, and DeepSpeed
+            for k of 2 and more).
+
+    Raises:
+        ValueError: the capacity is less than 1, `by` is unknown, or it is "random" without key and index.
+
+    Example:
+        >>> from shardfn.nn import moe
+        >>> routing = moe.top_k(torch.tensor([[2.0, 1], [3, 0], [1, 0]]), 1)
+        >>> with_capacity(routing, 2).experts.flatten().tolist()
+        [0, 0, -1]
+        >>> with_capacity(routing, 1, by="probs").experts.flatten().tolist()
+        [-1, 0, -1]
+
+    References:
+        Lepikhin et al., GShard, 2020, https://arxiv.org/abs/2006.16668
+        Kim et al., Scalable and Efficient MoE Training for Multitask Multilingual Models, 2021,
+        https://arxiv.org/abs/2109.10465 (random token selection)
+    """
+    if capacity < 1:
+        raise ValueError(f"with_capacity(capacity={capacity}): an expert takes one choice at least, or none can learn.")
+    priority, bits = _priority(routing, by, key, index)
+    stays = _stay(routing.experts, priority, bits, routing.num_experts, capacity, axes)
+    experts = torch.where(stays, routing.experts, -1)
+    weights = torch.where(stays, routing.weights, 0.0)
+    if renormalise:
+        whole, rest = (w.sum(-1, keepdim=True) for w in (routing.weights, weights))
+        # Where no choice is left, no weight is.
+        weights = weights * (whole / rest.clamp(min=torch.finfo(rest.dtype).eps))
+    return routing._replace(experts=experts, weights=weights)
+
+
+def _priority(routing: Routing, by: By, key: Tensor | None, index: Tensor | None) -> tuple[Tensor, int]:
+    """[S, K] of int64, larger ones first, and their number of bits."""
+    experts = routing.experts
+    if (by == "random") != (key is not None):
+        raise ValueError(
+            f'with_capacity(by="{by}", key={"None" if key is None else "..."}): "random" draws by a key, the others do'
+            " not. Pass key= and index= with it, and no key with another rule."
+        )
+    if by == "position":
+        return torch.zeros_like(experts), 0
+    if by == "choice":
+        K = experts.shape[1]
+        return (K - 1 - torch.arange(K, device=experts.device)).expand_as(experts), (K - 1).bit_length()
+    if by == "probs":
+        probs = routing.probs.detach().gather(-1, experts.clamp(min=0))
+        # Numbers that are not negative have the order of their bits.
+        wide = probs.dtype == torch.float64
+        return probs.view(torch.int64 if wide else torch.int32).long(), 64 if wide else 32
+    if by == "random":
+        check_index("with_capacity", key, index, len(experts))
+        assert key is not None and index is not None  # checked
+        return words_of(key, index, experts), 24
+    raise ValueError(f'with_capacity(by="{by}"): take "position", "choice", "probs" or "random".')
+
+
+def _stay(experts: Tensor, priority: Tensor, bits: int, num_experts: int, capacity: int, axes: Axes) -> Tensor:
+    """[S, K]: the choices that stay: those above their expert's least priority, and the first ones that have it."""
+    chosen, safe = experts >= 0, experts.clamp(min=0)
+    least, left = _least(experts, priority, bits, num_experts, capacity, axes)
+    above, ties = chosen & (priority > least[safe]), chosen & (priority == least[safe])
+    place = _places(torch.where(ties, experts, -1), num_experts, axes)
+    return above | (ties & (place < left[safe]))
+
+
+def _least(
+    experts: Tensor, priority: Tensor, bits: int, num_experts: int, capacity: int, axes: Axes
+) -> tuple[Tensor, Tensor]:
+    """[E] and [E]: the least priority that stays, and how many choices of it do; found digit by digit from the top."""
+    E, size, safe = num_experts, 1 << _BITS, experts.clamp(min=0)
+    least, left = experts.new_zeros(E), experts.new_full((E,), capacity)
+    for shift in range(-(-bits // _BITS) * _BITS - _BITS, -1, -_BITS):
+        digit = (priority >> shift) & (size - 1)
+        alike = (experts >= 0) & ((priority >> shift >> _BITS) == least[safe])
+        counts = psum(counts_of(torch.where(alike, safe * size + digit, -1), E * size), axes).view(E, size)
+        above = counts.flip(1).cumsum(1).flip(1) - counts
+        # Falling along the digits: those that leave no room come first.
+        found = (above >= left[:, None]).sum(1)
+        left = left - above.gather(1, found[:, None])[:, 0]
+        least = (least << _BITS) | found
+    return least, left
+
+
+def _places(experts: Tensor, num_experts: int, axes: Axes) -> Tensor:
+    """[S, K]: how many earlier choices in the batch have the same expert."""
+    flat = experts.flatten()
+    order = flat.sort(stable=True).indices
+    counts = counts_of(flat, num_experts)
+    n = axis_size(axes)
+    of_all = all_gather(counts, axes).view(n, num_experts)
+    ranks = torch.arange(n, device=flat.device)[:, None]
+    before = torch.where(ranks < torch.tensor(axis_index(axes), device=flat.device), of_all, 0).sum(0)
+    # In the order of experts a choice's place is its own place less the first one of its expert; -1 comes before all.
+    first = (counts.cumsum(0) - counts) + (flat < 0).sum()
+    own = torch.empty_like(flat).scatter(0, order, torch.arange(len(flat), device=flat.device))
+    return (own + (before - first)[flat.clamp(min=0)]).view_as(experts)

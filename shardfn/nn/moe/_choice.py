@@ -1,0 +1,38 @@
+"""The choice of experts by their scores, and the weights that follow from it.
+
+S tokens of this rank, K choices of a token, E experts.
+"""
+
+import torch
+from torch import Tensor
+
+from ._logits import check_chosen
+
+
+def choice(scores: Tensor, k: int, mask: Tensor | None, chosen: Tensor | None, name: str) -> Tensor:
+    """[S, K]: the k experts of highest score, or the given ones; -1 for padding."""
+    if chosen is None:
+        # A stable sort keeps equal scores in the order of their experts; topk promises no order.
+        experts = scores.detach().sort(stable=True, dim=-1, descending=True).indices[:, :k]
+    else:
+        check_chosen(chosen, len(scores), k, scores.shape[-1], name)
+        experts = chosen
+    return experts if mask is None else torch.where(mask[:, None], experts, -1)
+
+
+def scaled(weights: Tensor, renormalise: bool, scale: float) -> Tensor:
+    """Weights that sum to `scale` in each row that has any, or that are multiplied by it."""
+    if renormalise:
+        # A row without an expert has the sum 0, and stays 0.
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+    return weights if scale == 1 else weights * scale
+
+
+def taken(scores: Tensor, experts: Tensor, otherwise: float = 0.0) -> Tensor:
+    """[S, K]: the scores of the experts, and a constant where a choice has no expert."""
+    return where_chosen(experts, scores.gather(-1, experts.clamp(min=0)), otherwise)
+
+
+def where_chosen(experts: Tensor, weights: Tensor, otherwise: float = 0.0) -> Tensor:
+    """The weights, and a constant where a choice has no expert."""
+    return torch.where(experts >= 0, weights, otherwise)

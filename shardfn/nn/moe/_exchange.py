@@ -1,0 +1,252 @@
+"""Where tokens meet their experts: `Local`, `Weights`, `Sum`, `Tokens`. Values are the same; bytes and memory are not.
+
+S tokens of this rank, k choices of each, E experts, D model, n ranks of the axis.
+
+    exchange       leaves of experts   tokens                      travels
+    Local()        whole               this rank's own             nothing
+    Weights(axis)  cut: P(axis)        this rank's own             experts: gathered, and their gradients summed
+    Sum(axis)      cut: P(axis)        the same on all ranks       the result: summed
+    Tokens(axis)   cut: P(axis)        this rank's own             rows to the ranks of their experts, and back
+
+The exchanges of `Tokens` are each other's transposes: a layer is `D^T W E(D x)` with D the permutation by expert and
+the exchange. Blocks of experts are those of `torch.chunk`, so that E need not be a multiple of n.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardfn.collectives import all_gather, axis_index, axis_size, check_room, exchange_rows, pvary, values_are_known
+from shardfn.core import Axes, P, PyTree, checkpoint_name, named_leaves, raise_all, tree_leaves, tree_map
+from shardfn.nn._parallel import all_ranges, enter_parallel, leave_parallel, own_range
+
+from ._experts import Experts
+from ._permute import combine, dispatch, permutation
+from ._routing import Routing
+
+
+@runtime_checkable
+class Exchange(Protocol):
+    """A way in which tokens meet their experts."""
+
+    @property
+    def spec(self) -> P:
+        """The compute spec of the leaves of experts."""
+        ...
+
+    def run(self, experts: Experts, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
+        """The sum over each token's choices of weight times expert; `apply` describes the arguments."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """Every rank has all experts, and applies them to its own tokens.
+
+    Under ZeRO's stage 3 the experts are gathered layer by layer, ahead of use, and tokens stay where they are.
+    """
+
+    @property
+    def spec(self) -> P:
+        """Whole."""
+        return P()
+
+    def run(self, experts: Experts, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
+        """As `Exchange.run`."""
+        _check_leaves(name, params, routing.num_experts, routing.num_experts, self)
+        places, counts_E = permutation(routing.experts, routing.num_experts)
+        return combine(experts(params, dispatch(x_SD, places), counts_E), places, routing.weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Experts are cut along an axis; each rank gathers all of them, and applies them to its own tokens.
+
+    Attributes:
+        axis: the mesh axes that cut the experts; None is one device.
+    """
+
+    axis: Axes
+
+    @property
+    def spec(self) -> P:
+        """Cut along the first dim."""
+        return P(self.axis)
+
+    def run(self, experts: Experts, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
+        """As `Exchange.run`."""
+        E = routing.num_experts
+        _check_leaves(name, params, _own_number(E, self.axis), E, self)
+        whole = tree_map(lambda w: all_gather(w, self.axis, size=E), params)
+        return Local().run(experts, whole, x_SD, routing, name=name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """All ranks of an axis have the same tokens; each applies its own experts, and the results are summed.
+
+    Attributes:
+        axis: the mesh axes that cut the experts, and no rows of the batch; None is one device.
+    """
+
+    axis: Axes
+
+    @property
+    def spec(self) -> P:
+        """Cut along the first dim."""
+        return P(self.axis)
+
+    def run(self, experts: Experts, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
+        """As `Exchange.run`."""
+        start, stop = own_range(routing.num_experts, self.axis)
+        _check_leaves(name, params, stop - start, routing.num_experts, self)
+        S, k = routing.experts.shape
+        own_Sk = (routing.experts >= start) & (routing.experts < stop)
+        chosen_Sk = torch.where(own_Sk, routing.experts - start, -1)
+        places, counts_E = permutation(chosen_Sk, stop - start, rows=S * min(k, stop - start))
+        rows = dispatch(enter_parallel(x_SD, self.axis), places)
+        y_SD = combine(experts(params, rows, counts_E), places, pvary(routing.weights, self.axis))
+        return leave_parallel(y_SD, self.axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Experts are cut along an axis whose ranks have tokens of their own: rows go to their experts' ranks, and back.
+
+    In eager code the rows that arrive have exactly their number. A captured step holds one size for all routings: by
+    default the largest that ranks of equally many tokens can send, `n S min(k, E / n)`.
+
+    Attributes:
+        axis: the mesh axes that cut the experts; None is one device.
+        rows: the most rows that a rank takes; None is any number.
+        overflow: "error" ends the step on all ranks, and names the layer, the ranks and both numbers; nothing is sent,
+            and the state stays. "drop" leaves out choices of the experts of that rank past the largest capacity
+            whose rows find room: of each expert the first ones stay, in the order of tokens over all ranks.
+
+    Raises:
+        ValueError: fewer than 0 rows, or another rule.
+
+    References:
+        Lepikhin et al., GShard, 2020, https://arxiv.org/abs/2006.16668
+    """
+
+    axis: Axes
+    rows: int | None = None
+    overflow: Literal["error", "drop"] = "error"
+
+    def __post_init__(self) -> None:
+        if (self.rows is not None and self.rows < 0) or self.overflow not in ("error", "drop"):
+            raise ValueError(
+                f'Tokens(rows={self.rows}, overflow={self.overflow!r}): rows are 0 or more; overflow is "error" or'
+                ' "drop".'
+            )
+
+    @property
+    def spec(self) -> P:
+        """Cut along the first dim."""
+        return P(self.axis)
+
+    def run(self, experts: Experts, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
+        """As `Exchange.run`."""
+        E = routing.num_experts
+        own = _own_number(E, self.axis)
+        _check_leaves(name, params, own, E, self)
+        if axis_size(self.axis) == 1 and self.rows is None:
+            return Local().run(experts, params, x_SD, routing, name=name)
+        S, k = routing.experts.shape
+        ranges = all_ranges(E, self.axis)
+        places, counts_E = permutation(routing.experts, E)
+        known = values_are_known(x_SD, counts_E)
+        rows = self.rows if self.rows is not None or known else _bound(S, k, E, self.axis)
+        table_nE, room_n = _gathered(counts_E, 0 if rows is None else rows, self.axis)
+        if self.overflow == "drop" and rows is not None:
+            table_nE = _fitting(table_nE, room_n, ranges)
+            chosen_Sk = _kept(routing.experts, places.places, counts_E, table_nE[axis_index(self.axis)])
+            places, _ = permutation(chosen_Sk, E)
+        sizes_nn = _by_owner(table_nE, ranges)
+        if rows is not None:
+            check_room(sizes_nn, room_n, self.axis, name=name)
+        come = exchange_rows(dispatch(x_SD, places), sizes_nn, self.axis, rows=rows)
+        come = checkpoint_name(come, "moe_rows")
+        of_row = _expert_of_row(table_nE, *own_range(E, self.axis), len(come))
+        sorted_, own_counts = permutation(of_row[:, None], own)
+        y = experts(params, dispatch(come, sorted_), own_counts)
+        y = combine(y, sorted_, y.new_ones(len(come), 1))
+        back = exchange_rows(y, sizes_nn.t(), self.axis, rows=S * k)
+        return combine(checkpoint_name(back, "moe_results"), places, routing.weights)
+
+
+def _own_number(num: int, axis: Axes) -> int:
+    start, stop = own_range(num, axis)
+    return stop - start
+
+
+def _bound(S: int, k: int, E: int, axis: Axes) -> int:
+    """The most rows that can come where all ranks have S tokens."""
+    return axis_size(axis) * S * min(k, _own_number(E, axis))
+
+
+def _gathered(counts_E: Tensor, room: int, axis: Axes) -> tuple[Tensor, Tensor]:
+    """The rows for each expert and the room of all ranks."""
+    own = torch.cat([counts_E, counts_E.new_full((1,), room)])
+    table = all_gather(own[None], axis)
+    return table[:, :-1], table[:, -1]
+
+
+def _by_owner(table_nE: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """The rows from each rank to each."""
+    ends_nE = F.pad(table_nE.cumsum(1), (1, 0))
+    starts, stops = ([r[i] for r in ranges] for i in (0, 1))
+    return ends_nE[:, stops] - ends_nE[:, starts]
+
+
+def _expert_of_row(table_nE: Tensor, start: int, stop: int, rows: int) -> Tensor:
+    """The own expert of each row that has come, in the order of ranks and then of experts; -1 past the last."""
+    own = stop - start
+    ends = table_nE[:, start:stop].reshape(-1).cumsum(0)
+    at = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
+    return torch.where(at < len(ends), at % max(own, 1), -1)
+
+
+def _fitting(table_nE: Tensor, room_n: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """The rows of each rank and expert that find room, if each expert of a rank has the same, largest capacity."""
+    totals_E = table_nE.sum(0)
+    parts = [_capacity(totals_E[a:b], room_n[j]).expand(b - a) for j, (a, b) in enumerate(ranges)]
+    before_nE = table_nE.cumsum(0) - table_nE
+    return (torch.cat(parts) - before_nE).clamp(min=0).minimum(table_nE)
+
+
+def _capacity(totals_E: Tensor, room: Tensor) -> Tensor:
+    """The largest c for which the sum of `min(total, c)` is at most `room`."""
+    E = len(totals_E)
+    if E == 0:
+        return room
+    totals_E = totals_E.sort().values
+    # The sum is the least of (those under c) + (number of others) * c, over all places to divide the sorted totals.
+    under_E = totals_E.cumsum(0) - totals_E
+    most = ((room - under_E) // torch.arange(E, 0, -1, device=room.device)).amax()
+    return torch.where(totals_E.sum() <= room, totals_E.amax(), most)
+
+
+def _kept(experts_Sk: Tensor, places_Sk: Tensor, counts_E: Tensor, kept_E: Tensor) -> Tensor:
+    """The choices whose row is among the first `kept_E` of its expert; -1 for others."""
+    at_Sk = experts_Sk.clamp(min=0)
+    place_Sk = places_Sk - (counts_E.cumsum(0) - counts_E)[at_Sk]
+    return torch.where((experts_Sk >= 0) & (place_Sk < kept_E[at_Sk]), experts_Sk, -1)
+
+
+def _check_leaves(name: str, params: PyTree, own: int, E: int, exchange: Exchange) -> None:
+    if all(w.shape[:1] == (own,) for w in tree_leaves(params)):
+        return
+    wrong = [
+        f"{path} is {tuple(w.shape)}; its first dim must be {own} of the {E} experts of the router"
+        for path, w in named_leaves(params, "params")
+        if w.shape[:1] != (own,)
+    ]
+    raise_all(
+        ValueError, f"{name}: with {exchange} leaves have the spec {exchange.spec} and the router's experts:", wrong
+    )

@@ -1,0 +1,82 @@
+"""Experts: feed-forward layers of groups of rows, each group with weights of its own.
+
+`f(params, rows, counts) -> rows`: `counts[e]` consecutive rows belong to expert e; leaves have the experts along dim 0.
+M rows, E experts, D model, F ffn.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardfn.collectives import axis_index, axis_size, pvary
+from shardfn.core import Axes, PyTree
+
+from ._grouped import grouped
+
+Experts = Callable[[PyTree, Tensor, Tensor], Tensor]
+
+
+def swiglu_experts(
+    params: Mapping[str, Any],
+    x_MD: Float[Tensor, "m d"],
+    counts_E: Int64[Tensor, " e"],
+) -> Float[Tensor, "m d"]:
+    """`(silu(x w_gate^T) * x w_up^T) w_down^T` with the weights of each row's expert, as in Mixtral.
+
+    Args:
+        params: `{"w_gate_up": [E, 2, F, D], "w_down": [E, D, F]}`. Where an axis cuts F, the result is this rank's part
+            of a sum.
+        x_MD: rows, by expert; those past the last count are zeros, and stay so.
+        counts_E: rows of each expert.
+
+    Example:
+        >>> import torch
+        >>> params = {"w_gate_up": torch.zeros(2, 2, 4, 3), "w_down": torch.ones(2, 3, 4)}
+        >>> swiglu_experts(params, torch.ones(5, 3), torch.tensor([2, 3])).shape
+        torch.Size([5, 3])
+    """
+    w_E2FD, w_EDF = params["w_gate_up"], params["w_down"]
+    gate_MF, up_MF = grouped(x_MD, w_E2FD.flatten(1, 2), counts_E, transposed=True).chunk(2, -1)
+    return grouped(F.silu(gate_MF) * up_MF, w_EDF, counts_E, transposed=True)
+
+
+def gelu_experts(
+    params: Mapping[str, Any],
+    x_MD: Float[Tensor, "m d"],
+    counts_E: Int64[Tensor, " e"],
+    *,
+    axis: Axes = None,
+) -> Float[Tensor, "m d"]:
+    """`gelu(x w_up^T + b_up) w_down^T + b_down` with the weights of each row's expert, as in GPT-MoE.
+
+    Args:
+        params: `{"w_up": [E, F, D], "w_down": [E, D, F]}`, and "b_up" [E, F] and "b_down" [E, D] or neither.
+        x_MD: rows, by expert; those past the last count are zeros, and stay so.
+        counts_E: rows of each expert.
+        axis: mesh axes that cut F, of which all ranks have the same rows: the result is then this rank's part of a sum,
+            with the second bias on the first rank alone. None is one device.
+
+    Example:
+        >>> import torch
+        >>> params = {"w_up": torch.ones(2, 4, 3), "w_down": torch.zeros(2, 3, 4), "b_down": torch.ones(2, 3)}
+        >>> gelu_experts(params, torch.zeros(2, 3), torch.tensor([1, 0])).tolist()
+        [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
+    """
+    h_MF = F.gelu(_affine(x_MD, params["w_up"], params.get("b_up"), counts_E), approximate="tanh")
+    b_ED = params.get("b_down")
+    if b_ED is not None and axis_size(axis) > 1:
+        b_ED = pvary(b_ED, axis) * (axis_index(axis) == 0)
+    return _affine(h_MF, params["w_down"], b_ED, counts_E)
+
+
+def _affine(x_MD: Tensor, w_EFD: Tensor, b_EF: Tensor | None, counts_E: Tensor) -> Tensor:
+    y_MF = grouped(x_MD, w_EFD, counts_E, transposed=True)
+    return y_MF if b_EF is None else y_MF + _by_row(b_EF, y_MF, counts_E)
+
+
+def _by_row(b_EF: Tensor, like_MF: Tensor, counts_E: Tensor) -> Tensor:
+    """The bias of each row's expert: a product with ones, whose transpose sums in a fixed order."""
+    return grouped(like_MF.new_ones(len(like_MF), 1), b_EF[:, None], counts_E)

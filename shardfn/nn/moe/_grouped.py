@@ -1,0 +1,80 @@
+"""Linear layers of experts: each group of rows times a matrix of its own, with derivatives of any order."""
+
+import functools
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from shardfn.kernels import grouped_outer, grouped_product
+from shardfn.nn._products import Product
+
+from ._trilinear import Trilinear, derivative
+
+
+def grouped(
+    x: Float[Tensor, "rows k"],
+    w: Float[Tensor, "e inputs outputs"],
+    counts: Int64[Tensor, " e"],
+    transposed: bool = False,
+    *,
+    exact: bool = False,
+) -> Float[Tensor, "rows n"]:
+    """The rows of each expert times its matrix; exact zeros in rows past the sum of the counts.
+
+    No expert needs a row, and no size has to divide anything. Rows of the tail are not read, forward or backward, so
+    that NaNs in them reach no gradient. Where a pipeline's schedule splits backwards, the gradients of `x` and of `w`
+    come apart, as those of torch's products do.
+
+    Args:
+        x: rows in the order of their experts, as `dispatch` gives them.
+        w: a matrix [k, n] for each expert, in the dtype of `x`.
+        counts: the rows of each expert.
+        transposed: `w` has matrices [n, k], as Hugging Face's experts have them.
+        exact: forward, each row has the bits of `kernels.row_linear` on any device; float32 alone.
+
+    Raises:
+        TypeError: dtypes differ or are not floating point.
+        ValueError: shapes do not fit; on a CPU, the counts are no sizes of groups of the rows.
+
+    Example:
+        >>> import torch
+        >>> x, w = torch.ones(3, 2), torch.ones(2, 2, 1, requires_grad=True)
+        >>> grouped(x, w, torch.tensor([0, 2])).sum().backward()
+        >>> w.grad.flatten()
+        tensor([0., 0., 2., 2.])
+    """
+    form = _FORMS[transposed, exact]
+    if has_torch_function((x, w)):  # a lazy leaf, or a mode that splits backwards
+        product = Product(
+            lambda x, w: derivative(form, 2, x, w, counts),
+            (
+                lambda dy, w, shape: derivative(form, 0, w, dy, counts),
+                lambda dy, x, shape: derivative(form, 1, x, dy, counts),
+            ),
+        )
+        return handle_torch_function(product, (x, w), x, w)
+    return derivative(form, 2, x, w, counts)
+
+
+# t(x, w, y) = sum over rows of (x w[group]) . y, and its three derivatives.
+
+
+def _of_x(w: Tensor, y: Tensor, counts: Tensor, *, transposed: bool) -> Tensor:
+    return grouped_product(y, w, counts, transposed=not transposed)
+
+
+def _of_w(x: Tensor, y: Tensor, counts: Tensor, *, transposed: bool) -> Tensor:
+    return grouped_outer(y, x, counts) if transposed else grouped_outer(x, y, counts)
+
+
+def _of_y(x: Tensor, w: Tensor, counts: Tensor, *, transposed: bool, exact: bool) -> Tensor:
+    return grouped_product(x, w, counts, transposed=transposed, exact=exact)
+
+
+def _form(transposed: bool, exact: bool) -> Trilinear:
+    of_x, of_w = (functools.partial(f, transposed=transposed) for f in (_of_x, _of_w))
+    return of_x, of_w, functools.partial(_of_y, transposed=transposed, exact=exact)
+
+
+_FORMS = {(transposed, exact): _form(transposed, exact) for transposed in (False, True) for exact in (False, True)}

@@ -1,0 +1,95 @@
+"""Logits of a router, checked and in a wide dtype."""
+
+import torch
+from torch import Tensor
+
+from shardfn._torch import FakeTensor, check_tensor_all, functorch, is_functorch_wrapped_tensor
+from shardfn.collectives import current_mesh
+
+
+def wide_logits(logits: Tensor, mask: Tensor | None, name: str) -> Tensor:
+    """The logits in float32, or in float64 if they have it; 0 in rows of padding, whose numbers may be anything.
+
+    Raises:
+        ValueError: a row that counts is not finite, or the mask does not fit.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    if mask is not None:
+        _check_mask(mask, logits, name)
+        wide = torch.where(mask[:, None], wide, 0.0)
+    _check_finite(wide.detach(), name)
+    return wide
+
+
+def _check_finite(logits: Tensor, name: str) -> None:
+    rows = (~logits.isfinite()).any(-1).sum()
+    if _is_batched(rows):
+        return  # vmap has no branch on a value
+    if isinstance(rows, FakeTensor):
+        # In a graph, where a message is a constant: it has the layer, and no number of rows.
+        check_tensor_all(rows == 0, lambda: _not_finite("some", name))
+        return
+    if rows != 0:
+        raise ValueError(_not_finite(f"{int(rows)} of {len(logits)}", name + _on_rank()))
+
+
+def _is_batched(x: Tensor) -> bool:
+    while is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
+def _not_finite(rows: str, where: str) -> str:
+    return (
+        f"{where}: the router's logits are not finite in {rows} tokens, so that their experts would be arbitrary. Look"
+        " for the first activation or parameter that is not finite: a learning rate that is too high, or activations"
+        " beyond the range of float16."
+    )
+
+
+def _on_rank() -> str:
+    mesh = current_mesh()
+    at = ", ".join(f"{axis} {i}" for axis, i in mesh.coords.items()) if mesh.size > 1 else ""
+    return f" (on the rank at {at})" if at else ""
+
+
+def _check_mask(mask: Tensor, logits: Tensor, name: str) -> None:
+    if mask.shape != logits.shape[:1] or mask.dtype != torch.bool:
+        raise ValueError(
+            f"{name}: mask is {mask.dtype} of shape {tuple(mask.shape)} for {len(logits)} tokens. Give each token a"
+            " bool, False for padding: mask.flatten() of [B, T]."
+        )
+
+
+def check_k(k: int, num_experts: int, name: str) -> None:
+    """Refuses a number of choices that the experts do not allow.
+
+    Raises:
+        ValueError: it is less than 1, or more than there are experts.
+    """
+    if not 1 <= k <= num_experts:
+        raise ValueError(
+            f"{name}: k={k} choices of {num_experts} experts. A token takes each expert once at most, and one at least:"
+            f" choose k in 1 .. {num_experts}."
+        )
+
+
+def check_chosen(chosen: Tensor, size: int, k: int, num_experts: int, name: str) -> None:
+    """Refuses a replayed choice that does not fit.
+
+    Raises:
+        ValueError: another shape or dtype, or an expert that does not exist.
+    """
+    if chosen.shape != (size, k) or chosen.dtype != torch.int64:
+        raise ValueError(
+            f"{name}: chosen is {chosen.dtype} of shape {tuple(chosen.shape)}, but {size} tokens with k={k} choices"
+            f" need int64 of shape {(size, k)}: the experts of an earlier routing."
+        )
+    outside = ((chosen < -1) | (chosen >= num_experts)).sum()
+    if outside != 0:
+        raise ValueError(
+            f"{name}: {int(outside)} numbers in chosen are no expert: there are {num_experts}, from 0 on, and -1 is a"
+            f" choice without an expert. Replay the choices of a router of {num_experts} experts."
+        )

@@ -1,0 +1,63 @@
+"""Metrics of a router, as sums and weights that a step's metrics average."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from shardfn.collectives import psum
+from shardfn.core import Axes
+
+from ._routing import Routing, as_shares, counts_of
+
+
+def load(
+    routing: Routing,
+    kept: Routing | None = None,
+    *,
+    axes: Axes = None,
+    mask: Bool[Tensor, " s"] | None = None,
+) -> dict[str, tuple[Float[Tensor, ""], Float[Tensor, ""]]]:
+    """How busy the experts are, as pairs of a sum and its weight.
+
+        max_load   choices of the busiest expert, divided by the mean over experts
+        dead       number of experts without a choice
+        entropy    of the router's scores of a token; log E where it has no preference
+        dropped    share of the choices that a capacity has dropped
+
+    A loss returns them beside its value, as `{name: sf.WeightedMean(*pair) for name, pair in load(...).items()}`. The
+    step adds up sums and weights over microbatches and ranks, in the message of its other metrics. `entropy` and
+    `dropped` are then those of the whole batch. `max_load` and `dead` are no means: they are those of the ranks' own
+    rows, averaged; with `axes`, those of the whole microbatch.
+
+    Args:
+        routing: before a capacity.
+        kept: after it. None: without a capacity.
+        axes: axes of the batch, for `max_load` and `dead`, in a message of E counts. None: own rows.
+        mask: the tokens that count. None: those that have an expert.
+
+    Example:
+        >>> from shardfn.nn import moe
+        >>> found = moe.load(moe.top_k(torch.tensor([[2.0, 1, 0], [0, 0, 4]]), 1))
+        >>> {name: round((total / weight).item(), 3) for name, (total, weight) in found.items()}
+        {'max_load': 1.5, 'dead': 1.0, 'entropy': 0.505, 'dropped': 0.0}
+    """
+    counted = routing.routed() if mask is None else mask
+    experts = torch.where(counted[:, None], routing.experts, -1)
+    counts = counts_of(experts, routing.num_experts)
+    whole, made = psum(counts, axes), counts.sum()
+    dropped = made * 0 if kept is None else made - (torch.where(counted[:, None], kept.experts, -1) >= 0).sum()
+    tokens, one = counted.sum(), torch.ones_like(made)
+    found = {
+        "max_load": (whole.max() * routing.num_experts / whole.sum().clamp(min=1), one),
+        "dead": ((whole == 0).sum(), one),
+        "entropy": (torch.where(counted, _entropy(routing.probs.detach()), 0.0).sum(), tokens),
+        "dropped": (dropped, made),
+    }
+    dtype = routing.probs.dtype
+    return {name: (total.to(dtype), weight.to(dtype)) for name, (total, weight) in found.items()}
+
+
+def _entropy(scores: Tensor) -> Tensor:
+    """[S]: of the scores as probabilities."""
+    probs = as_shares(scores)
+    return -torch.xlogy(probs, probs).sum(-1)

@@ -1,0 +1,151 @@
+"""Rows of tokens in the order of their experts, and back: gathers in a fixed order, each the transpose of the other.
+
+Nothing is added into rows that others add to, so results have the same bits in each run and on any number of threads.
+Shapes depend on sizes alone, never on the choices.
+
+Shapes: s tokens, k choices a token, e experts, d width.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from shardfn.kernels import gather_rows, row_dots
+
+from ._trilinear import Trilinear, derivative
+
+
+class Permutation(NamedTuple):
+    """Where the rows of tokens are.
+
+    Attributes:
+        source: int64 [rows]: the token of each sorted row; -1 in the tail, which no choice has.
+        places: int64 [s, k]: the row of each choice; -1 for a choice without a row.
+    """
+
+    source: Int64[Tensor, " rows"]
+    places: Int64[Tensor, "s k"]
+
+
+def permutation(
+    experts: Int64[Tensor, "s k"], num_experts: int, rows: int | None = None
+) -> tuple[Permutation, Int64[Tensor, " e"]]:
+    """The order of the choices by expert, then token, then choice.
+
+    Args:
+        experts: the experts that each token has chosen; choices that are not from 0 to `num_experts` - 1, such as -1,
+            have no row.
+        num_experts: e.
+        rows: the static number of rows; None for s k. Choices that come after it have no row.
+
+    Returns:
+        The permutation, and the number of rows of each expert. The rows past the sum of these are the tail.
+
+    Example:
+        >>> p, counts = permutation(torch.tensor([[1, 0], [1, -1]]), 2)
+        >>> p.source.tolist(), p.places.tolist(), counts.tolist()
+        ([0, 0, 1, -1], [[1, 0], [2, -1]], [1, 2])
+    """
+    s, k = experts.shape
+    num = s * k if rows is None else rows
+    flat = experts.flatten()
+    keys = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+    order = keys.argsort(stable=True)
+    # Sums of integers, whose order is of no effect; the last is that of choices without an expert.
+    chosen = keys.new_zeros(num_experts + 1).scatter_add(0, keys, torch.ones_like(keys))
+    bounds = torch.cat([chosen.new_zeros(1), chosen[:-1].cumsum(0).clamp(max=num)])
+    counts, used = bounds[1:] - bounds[:-1], bounds[-1]
+    row = torch.arange(s * k, device=flat.device)
+    tokens = torch.where(row < used, order // max(k, 1), -1)
+    source = torch.cat([tokens[:num], tokens.new_full((max(num - s * k, 0),), -1)])
+    # Each place is written once.
+    places = torch.empty_like(order).scatter(0, order, torch.where(row < used, row, -1))
+    return Permutation(source, places.view(s, k)), counts
+
+
+def dispatch(x: Float[Tensor, "s d"], p: Permutation) -> Float[Tensor, "rows d"]:
+    """The rows of the experts: a copy of a token for each of its choices, and zeros in the tail.
+
+    The gradient of a token is the sum of those of its rows, in the order of its choices.
+
+    Args:
+        x: tokens.
+        p: from `permutation`.
+
+    Example:
+        >>> p, _ = permutation(torch.tensor([[1], [0], [-1]]), 2)
+        >>> dispatch(torch.tensor([[1.0], [2.0], [3.0]]), p).T
+        tensor([[2., 1., 0.]])
+    """
+    return _Copies.apply(x, p.source[:, None], p.places)  # pyright: ignore[reportReturnType]
+
+
+def combine(y: Float[Tensor, "rows d"], p: Permutation, weights: Float[Tensor, "s k"]) -> Float[Tensor, "s d"]:
+    """The weighted sum of each token's rows, in the order of its choices; a choice without a row adds nothing.
+
+    Args:
+        y: the experts' results, in the order of `dispatch`. The tail is not read.
+        p: from `permutation`.
+        weights: of the choices; they may have a wider dtype than `y`, in which the sums are computed.
+
+    Example:
+        >>> p, _ = permutation(torch.tensor([[1, 0], [0, -1]]), 2)
+        >>> y = torch.tensor([[1.0], [2.0], [3.0], [float("nan")]])
+        >>> combine(y, p, torch.tensor([[0.5, 0.5], [1.0, 1.0]])).T  # rows 0 and 2 are of the first token
+        tensor([[2., 2.]])
+    """
+    return derivative(_WEIGHTED, 1, y, weights, p.source, p.places)
+
+
+class _Copies(torch.autograd.Function):
+    """Rows by an index; `back` is the index whose sums are the transpose."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor, back: Tensor) -> Tensor:
+        del back
+        return gather_rows(x, index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        _, *indices = inputs
+        ctx.save_for_backward(*indices)
+        ctx.save_for_forward(*indices)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        index, back = ctx.saved_tensors
+        return _Copies.apply(grad_outputs[0], back, index), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Any:
+        return _Copies.apply(grad_inputs[0], *ctx.saved_tensors)
+
+
+# t(y, x, w) = sum over tokens s and choices j of w[s, j] (y[places[s, j]] . x[s]), and its three derivatives.
+
+
+def _to_rows(x: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:
+    token = source.clamp(min=0)
+    if not places.shape[0]:
+        return gather_rows(x, source[:, None])
+    own = places[token] == torch.arange(len(source), device=source.device)[:, None]
+    factors = torch.where(own, weights[token], 0).sum(1, keepdim=True)  # at most one choice of a token has this row
+    return gather_rows(x, source[:, None], factors)
+
+
+def _to_tokens(y: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:
+    del source
+    return gather_rows(y, places, weights)
+
+
+def _to_weights(y: Tensor, x: Tensor, source: Tensor, places: Tensor) -> Tensor:
+    del source
+    return row_dots(y, x, places)
+
+
+_WEIGHTED: Trilinear = (_to_rows, _to_tokens, _to_weights)

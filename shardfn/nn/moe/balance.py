@@ -1,0 +1,170 @@
+"""Losses that keep the experts of a router equally busy, and its logits small.
+
+With `axes` they are over the whole batch, without over a rank's own rows. Pass a routing before a capacity drops any of
+its choices.
+
+S tokens of this rank, K choices of a token, E experts.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from shardfn.core import Axes
+
+from ._ranks import summed_over
+from ._routing import Routing, as_shares, counts_of
+
+
+def switch(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = None) -> Float[Tensor, ""]:
+    """E sum_e f_e p_e: 1 where experts are equally busy.
+
+    f_e is the share of the choices that fall on expert e, a constant; p_e its mean score, which has the gradient. A
+    token's scores are divided by their sum, which is 1 except for those of sigmoids.
+
+    Args:
+        routing: of this rank's tokens, before a capacity.
+        axes: axes of the batch: f and p are those of all ranks' tokens, in one message of 2 E + 1 numbers. None: those
+            of this rank's own tokens, whose loss a step then averages over the ranks.
+        mask: the tokens that count. None: those that have an expert, so all but padding.
+
+    Example:
+        >>> from shardfn.nn import moe
+        >>> logits = torch.tensor([[2.0, 1, 0, -1], [3, 0, 0, 0.5], [0, 2, 1, -2], [1, 0.5, 0, 2]])
+        >>> round(moe.balance.switch(moe.top_k(logits, 2)).item(), 6)
+        1.167847
+
+    References:
+        Fedus et al., Switch Transformers, 2021, https://arxiv.org/abs/2101.03961
+    """
+    return _product(routing, routing.experts, axes, mask)
+
+
+def gshard(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = None) -> Float[Tensor, ""]:
+    """As `switch`, with the shares of each token's first choice alone.
+
+    Args:
+        routing: as in `switch`, with choices in order.
+        axes: as in `switch`.
+        mask: as in `switch`.
+
+    Example:
+        >>> from shardfn.nn import moe
+        >>> logits = torch.tensor([[2.0, 1, 0], [3, 0, 0], [0, 2, 1], [1, 0.5, 0], [0, 0, 4], [2, 2.5, 0]])
+        >>> round(gshard(moe.gshard_top2(logits)).item(), 6)
+        1.080701
+
+    References:
+        Lepikhin et al., GShard, 2020, https://arxiv.org/abs/2006.16668
+    """
+    return _product(routing, routing.experts[:, :1], axes, mask)
+
+
+def mixtral(
+    routing: Routing | Sequence[Routing], *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = None
+) -> Float[Tensor, ""]:
+    """The loss of `transformers`: k times that of `switch`, so k where experts are equally busy.
+
+    It joins the tokens of several layers before the product, which is not the mean of the layers' losses: experts of
+    the same number in different layers even each other out.
+
+    Args:
+        routing: as in `switch`; or those of several layers, with equal numbers of tokens, experts and choices.
+        axes: as in `switch`.
+        mask: as in `switch`, of one layer.
+
+    Example:
+        >>> from shardfn.nn import moe
+        >>> logits = torch.tensor([[2.0, 1, 0, -1], [3, 0, 0, 0.5], [0, 2, 1, -2], [1, 0.5, 0, 2]])
+        >>> layers = [moe.top_k(logits, 2), moe.top_k(logits.flip(1), 2)]
+        >>> round(mixtral(layers[0]).item(), 4), round(mixtral(layers).item(), 4)
+        (2.3357, 2.1213)
+    """
+    layers = [routing] if isinstance(routing, Routing) else list(routing)
+    joined = Routing(*(torch.cat(x) for x in zip(*layers, strict=True)))
+    return joined.experts.shape[1] * switch(joined, axes=axes, mask=None if mask is None else mask.repeat(len(layers)))
+
+
+def sequence(
+    routing: Routing, num_sequences: int, *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = None
+) -> Float[Tensor, ""]:
+    """The mean over sequences of E sum_e f_e p_e, with f and p of the tokens of one sequence.
+
+    Args:
+        routing: as in `switch`; its tokens are those of sequences of one length, one after the other.
+        num_sequences: number of the sequences.
+        axes: axes that cut the sequences, not the batch. None: this rank has whole sequences.
+        mask: as in `switch`. A sequence without a token that counts has the loss 0, and counts in the mean.
+
+    Raises:
+        ValueError: the tokens are not those of this number of sequences of one length.
+
+    Example:
+        >>> from shardfn.nn import moe
+        >>> logits = torch.tensor([[2.0, 1, 0, -1], [3, 0, 0, 0.5], [0, 2, 1, -2], [1, 0.5, 0, 2]])
+        >>> routing = moe.sigmoid_groups(logits, 2, bias=torch.tensor([0, 0.3, 0, -0.1]))
+        >>> round(sequence(routing, 1).item(), 6)
+        1.075297
+
+    References:
+        DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, https://arxiv.org/abs/2412.19437
+    """
+    S = len(routing.experts)
+    if num_sequences < 1 or S % num_sequences:
+        raise ValueError(
+            f"sequence: {S} tokens are not those of num_sequences={num_sequences} sequences of one length. Pass the"
+            " number of rows of the batch that was flattened to tokens."
+        )
+    return _product(routing, routing.experts, axes, mask, num_sequences)
+
+
+def z(routing: Routing, *, axes: Axes = None, mask: Bool[Tensor, " s"] | None = None) -> Float[Tensor, ""]:
+    """The mean over tokens of logsumexp(logits)^2, which keeps logits small.
+
+    Args:
+        routing: as in `switch`.
+        axes: as in `switch`; the mean of own rows is the same where ranks have equal numbers of tokens.
+        mask: as in `switch`.
+
+    Example:
+        >>> from shardfn.nn import moe
+        >>> logits = torch.tensor([[2.0, 1, 0, -1], [3, 0, 0, 0.5], [0, 2, 1, -2], [1, 0.5, 0, 2]])
+        >>> round(z(moe.top_k(logits, 2)).item(), 5)
+        7.08027
+
+    References:
+        Zoph et al., ST-MoE, 2022, https://arxiv.org/abs/2202.08906
+    """
+    counted = _counted(routing, mask)
+    squares = torch.where(counted, routing.logits.logsumexp(-1).square(), 0.0)
+    total, tokens = summed_over(torch.stack([squares.sum(), counted.sum().to(squares.dtype)]), axes).unbind()
+    return total / tokens.clamp(min=1)
+
+
+def _product(routing: Routing, experts: Tensor, axes: Axes, mask: Tensor | None, parts: int = 1) -> Tensor:
+    """The mean over equal parts of the tokens of E sum_e f_e p_e, with the shares f of the given choices."""
+    f, p = _shares(routing, experts, _counted(routing, mask), axes, parts)
+    return routing.num_experts * (f * p).sum(-1).mean()
+
+
+def _shares(routing: Routing, experts: Tensor, counted: Tensor, axes: Axes, parts: int) -> tuple[Tensor, Tensor]:
+    """[parts, E] twice: each expert's share of the choices, and its mean score, over the tokens that count."""
+    E, scores = routing.num_experts, as_shares(routing.probs)
+    part = torch.arange(parts, device=experts.device).repeat_interleave(len(experts) // parts)
+    numbers = torch.where(counted[:, None] & (experts >= 0), part[:, None] * E + experts, -1)
+    counts = counts_of(numbers, parts * E).view(parts, E).to(scores.dtype)
+    sums = torch.where(counted[:, None], scores, 0.0).unflatten(0, (parts, -1)).sum(1)
+    tokens = counted.view(parts, -1).sum(1, keepdim=True).to(scores.dtype)
+    counts, sums, tokens = summed_over(torch.cat([counts, sums, tokens], 1), axes).split([E, E, 1], 1)
+    return counts / counts.sum(1, keepdim=True).clamp(min=1), sums / tokens.clamp(min=1)
+
+
+def _counted(routing: Routing, mask: Tensor | None) -> Tensor:
+    """[S]: the tokens that count."""
+    if mask is not None and mask.shape != routing.experts.shape[:1]:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)} for {len(routing.experts)} tokens; give each token a bool."
+        )
+    return routing.routed() if mask is None else mask

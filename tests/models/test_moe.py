@@ -1,0 +1,194 @@
+"""Covers transformers with experts: parity over meshes, stages, exchanges and layouts; pipelines; biases."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import shardfn as sf
+from shardfn.models import gpt, moe
+from shardfn.nn import moe as layers
+from shardfn.testing import assert_parity, distributed
+
+TINY: dict[str, Any] = {"vocab_size": 31, "num_layers": 2, "d_model": 12, "num_heads": 2, "num_kv_heads": 2, "d_ff": 10}
+SETTINGS = {
+    "mixtral": functools.partial(moe.mixtral_like, **TINY, max_len=16),
+    "gpt": functools.partial(moe.gpt_moe, **TINY, max_len=16),
+}
+
+
+def config(setting: str, exchange: Any = None, *, stacked: bool = False, **changes: Any) -> gpt.Config:
+    made = SETTINGS[setting](stacked=stacked)
+    assert made.experts is not None
+    experts = dataclasses.replace(made.experts, num=3, exchange=exchange or layers.Local(), balance=0.1, **changes)
+    return dataclasses.replace(made, experts=experts)
+
+
+def batches(rows: int = 4) -> list[dict[str, torch.Tensor]]:
+    made = torch.Generator().manual_seed(0)
+    return [{"tokens": torch.randint(0, 31, (rows, 8), generator=made)} for _ in range(2)]
+
+
+def params(c: gpt.Config) -> Any:
+    return sf.core.tree_map(lambda x: x.double() * 3, gpt.init(c, sf.key(0)))
+
+
+def check(c: gpt.Config, mesh: Any, rows: int = 4, wrap: Any = lambda f: f, **options: Any) -> None:
+    loss = wrap(functools.partial(gpt.loss, c, **options.pop("loss", {})))
+    specs, start = gpt.specs(c, tp=options.pop("tp", None)), params(c)
+    # The gradient of a bias of keys is 0, and its rounding is all that there would be to compare.
+    paths, (leaves, tree) = sf.core.tree_paths(start), sf.core.tree_flatten(start)
+    trainable = sf.core.tree_unflatten(tree, ["bk" not in path for path in paths[: len(leaves)]])
+    options |= {"trainable": trainable}
+    assert_parity(loss, sf.optim.adamw(0.01), start, batches(rows), mesh=mesh, specs=specs, **options)
+
+
+EXCHANGES = {"tokens": layers.Tokens("ep"), "weights": layers.Weights("ep")}
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_experts_on_an_axis_of_the_batch_equal_one_device(setting: str, exchange: str, stage: int) -> None:
+    c = config(setting, EXCHANGES[exchange], axes="ep")
+    with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
+        check(c, mesh, batch=sf.P("ep"), zero=sf.Zero(stage=stage, axis="ep", persist_elements=0))
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_tokens_that_all_ranks_have_alike_are_summed(setting: str) -> None:
+    c = config(setting, layers.Sum("tp"))
+    with sf.make_mesh({"tp": 2}, device="cpu") as mesh:
+        check(c, mesh, batch=sf.P(), tp="tp", loss={"axis": "tp"})
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_features_of_experts_are_cut(setting: str, sequence: bool) -> None:
+    c = config(setting)
+    with sf.make_mesh({"tp": 2}, device="cpu") as mesh:
+        check(c, mesh, batch=sf.P(), tp="tp", loss={"axis": "tp", "sequence": sequence})
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("exchange", [layers.Tokens("tp"), layers.Weights("tp")], ids=repr)
+def test_experts_lie_on_the_axis_that_cuts_features_and_tokens_elsewhere(exchange: Any) -> None:
+    c = config("mixtral", exchange)
+    with sf.make_mesh({"tp": 2}, device="cpu") as mesh:
+        check(c, mesh, batch=sf.P(), tp="tp", loss={"axis": "tp", "sequence": True})
+
+
+@distributed(world=4)
+@pytest.mark.parametrize("jit", [False, True])
+def test_tensor_parallel_experts_on_an_axis_of_the_batch_in_microbatches(jit: bool) -> None:
+    c = config("gpt", layers.Tokens("ep"))
+    assert c.experts is not None
+    c = dataclasses.replace(c, experts=dataclasses.replace(c.experts, balance=0.0))
+    with sf.make_mesh({"ep": 2, "tp": 2}, device="cpu") as mesh:
+        wrap = (
+            (lambda f: sf.jit(sf.accumulate(sf.remat(f), 2), backend="graph")) if jit else lambda f: sf.accumulate(f, 2)
+        )
+        zero = sf.Zero(stage=3, axis="ep", persist_elements=0)
+        check(
+            c,
+            mesh,
+            rows=8,
+            wrap=wrap,
+            batch=sf.P("ep"),
+            tp="tp",
+            loss={"axis": "tp"},
+            zero=zero,
+            reference=functools.partial(gpt.loss, c),
+        )
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_stacked_layers_equal_separate_ones(setting: str) -> None:
+    apart, stacked = config(setting), config(setting, stacked=True)
+    batch = batches()[0]
+    assert gpt.num_params(apart) == gpt.num_params(stacked)
+    want = gpt.loss(apart, params(apart), batch)
+    torch.testing.assert_close(gpt.loss(stacked, params(stacked), batch), want, rtol=0, atol=0)
+    c = config(setting, layers.Tokens("ep"), stacked=True, axes="ep")
+    with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
+        check(
+            c,
+            mesh,
+            batch=sf.P("ep"),
+            wrap=sf.jit,
+            zero=sf.Zero(stage=3, axis="ep", persist_elements=0),
+            reference=functools.partial(gpt.loss, c),
+        )
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_balance_losses_travel_through_a_pipeline(setting: str) -> None:
+    made = config(setting, stacked=True)
+    c = dataclasses.replace(made, num_layers=4)
+    with sf.make_mesh({"pp": 2}, device="cpu") as mesh:
+        loss = sf.pipeline(*gpt.stages(c), axis="pp")
+        step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh, specs=gpt.specs(c, pp="pp"), batch=sf.P())
+        state, start = step.init(params(c)), params(c)
+        state, metrics = step(state, batches()[0])
+        leaves, tree = sf.core.tree_flatten(sf.core.tree_map(lambda x: x.requires_grad_(), start))
+        value = gpt.loss(c, sf.core.tree_unflatten(tree, leaves), batches()[0])
+        grads = torch.autograd.grad(value, leaves)
+        torch.testing.assert_close(metrics["loss"].double(), value.detach(), rtol=1e-6, atol=0)
+        wanted = [(x - 0.1 * g).detach() for x, g in zip(leaves, grads, strict=True)]
+        for got, want in zip(sf.core.tree_leaves(state.params), wanted, strict=True):
+            torch.testing.assert_close(got.full_tensor(), want, rtol=1e-12, atol=1e-13)
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("num", [1, 2])
+def test_biases_move_once_a_step_by_the_counts_of_all_its_tokens(num: int, jit: bool) -> None:
+    exchange = layers.Tokens("ep")
+    sizes = {**TINY, "num_layers": 3, "max_len": 16}
+    experts = moe.Experts(
+        num=4,
+        route=functools.partial(layers.sigmoid_groups, groups=2, groups_kept=2),
+        bias_rate=0.01,
+        first=1,
+        shared=True,
+        balance=0.1,
+        balance_loss=layers.balance.sequence,
+        exchange=exchange,
+    )
+    c = moe.deepseek_v3_like(**sizes, experts=experts)
+    loss: Any = sf.accumulate(functools.partial(moe.loss, c, axes="ep"), num)
+    with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
+        step = sf.sharded_step(
+            sf.jit(loss, backend="graph") if jit else loss,
+            sf.optim.sgd(0.1),
+            mesh=mesh,
+            specs=gpt.specs(c),
+            batch=sf.P("ep"),
+            has_aux=True,
+            has_state=True,
+            finish=functools.partial(moe.finish, c),
+        )
+        state = step.init(params(c), model_state=moe.init_state(c))
+        bias, batch = moe.init_state(c)["bias"], batches(8)[0]
+        for _ in range(2):
+            whole = sf.core.tree_map(lambda x: x.full_tensor(), state.params)
+            value, _, found = moe.loss(c, whole, {"bias": bias, "counts": torch.zeros(2, 4, dtype=torch.int64)}, batch)
+            counts = found["counts"]
+            bias = layers.bias_update(bias, counts, 0.01)
+            state, metrics = step(state, step_rows(step, batch))
+            assert torch.equal(state.model_state["bias"].full_tensor(), bias)
+            assert not state.model_state["counts"].full_tensor().any() and counts.sum() == 2 * 8 * 7 * 2
+            torch.testing.assert_close(metrics["loss"].double(), value, rtol=1e-6, atol=0)
+            assert {"balance", "max_load", "dead", "entropy", "dropped"} <= set(metrics)
+
+
+def step_rows(step: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's rows of a batch."""
+    return {name: x[step.rows(len(x))] for name, x in batch.items()}
