@@ -5,8 +5,9 @@
 Parts:
 
     ratio    tokens a second of clients, over those of `Engine.generate` on the same trace, all arriving at once. The
-             server's front and the clients share the cores with the only rank
-    streams  `--streams` at a time for `--seconds`: lost and mixed answers, and the memory of the processes
+             server's front and the clients share the cores with the only rank. On a machine with other load the
+             processor times are the better measure: the rank's over the engine's
+    streams  `--streams` at a time for `--seconds`: lost answers, equal requests with other texts, and memory
     idle     processor time of front and two ranks without requests, in parts of one core
 
 Engine and server take turns within a round; ratios are formed within it.
@@ -111,7 +112,7 @@ def made(size: str, folder: pathlib.Path) -> tuple[gpt.Config, Any]:
 def ratio_part(args: argparse.Namespace) -> str:
     """Tokens a second by the server and by its engine."""
     head = ["model", "engine, tokens/s", "server, tokens/s", "ratio", "quartiles"]
-    head += ["front, us a token", "rank, us a token", "clients, us a token"]
+    head += [f"{x}, us a token" for x in ("engine", "front", "rank", "clients")]
     return table(head, [ratio_row(size, args) for size in args.sizes])
 
 
@@ -131,14 +132,15 @@ def ratio_row(size: str, args: argparse.Namespace) -> list[str]:
         samplings = [Sampling(max_tokens=one.max_tokens) for one in arrivals]
         for _ in range(args.rounds):
             engine = Engine(model, params, limits=limits, runner=runner, tokenizer=ByteTokenizer())
-            start = time.perf_counter()
+            start, alone = time.perf_counter(), time.process_time()
             engine.generate([one.prompt for one in arrivals], samplings)
             rates["engine"].append(drawn / (time.perf_counter() - start))
+            alone = time.process_time() - alone
             before, client, start = server.seconds(), time.process_time(), time.perf_counter()
             _ask(server, arrivals)
             rates["server"].append(drawn / (time.perf_counter() - start))
             used = [b - a for a, b in zip(before, server.seconds(), strict=True)]
-            costs.append([1e6 * x / drawn for x in [*used, time.process_time() - client]])
+            costs.append([1e6 * x / drawn for x in [alone, *used, time.process_time() - client]])
     ratios = [b / a for a, b in zip(rates["engine"], rates["server"], strict=True)]
     low, mid, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     each = [f"{statistics.median(x):.0f}" for x in zip(*costs, strict=True)]
@@ -152,11 +154,14 @@ def streams_part(args: argparse.Namespace) -> str:
         made("tiny", pathlib.Path(place))
         server = held.enter_context(running(pathlib.Path(place)))
         memory = [server.memory()]
-        found: list[Any] = []
+        lost, count, texts = list[str](), list[int](), dict[tuple[int, int], set[str]]()
 
         async def one(i: int, end: float) -> None:
             while time.monotonic() < end:
-                found.extend(await measure(server.url, "it", [Arrival(0, [1 + i % 250, 2], 16 + i % 8)]))
+                made = await measure(server.url, "it", [Arrival(0, [1 + i % 250, 2], 16 + i % 8)])
+                lost.extend(x.error for x in made if x.error)
+                texts.setdefault((i % 250, i % 8), set()).update(x.text for x in made)
+                count.append(len(made))
 
         async def everything(seconds: float) -> None:
             await asyncio.gather(*(one(i, time.monotonic() + seconds) for i in range(args.streams)))
@@ -164,9 +169,9 @@ def streams_part(args: argparse.Namespace) -> str:
         for part in (0.1, 0.45, 0.45):
             asyncio.run(everything(part * args.seconds))
             memory.append(server.memory())
-        lost = sum(bool(x.error) for x in found)
+        mixed = sum(len(found) - 1 for found in texts.values())
     rows = [[name, *(f"{x[i]:.0f}" for x in memory)] for i, name in enumerate(("front", "rank"))]
-    note = f"{args.streams} at a time for {args.seconds:.0f} s: {len(found)} requests, {lost} failed"
+    note = f"{args.streams} at a time for {args.seconds:.0f} s: {sum(count)} requests, {len(lost)} failed, {mixed} texts are not those of equal requests"
     return note + "\n\n" + table(["MiB", "before", "after 10%", "after 55%", "after all"], rows)
 
 

@@ -56,14 +56,19 @@ def _server(app: Any, settings: Settings) -> Any:
     import uvicorn
 
     class Quiet(uvicorn.Server):
+        ended = asyncio.Event()
+
         def capture_signals(self) -> Any:
             return contextlib.nullcontext()
+
+        async def main_loop(self) -> None:
+            await self.ended.wait()  # uvicorn's own wakes ten times a second
 
     config = uvicorn.Config(
         app,
         http=protocol(settings),
         **{"ws": "none", "lifespan": "off", "log_config": None, "log_level": "warning", "access_log": False},
-        **{"interface": "asgi3", "proxy_headers": False, "server_header": False},
+        **{"interface": "asgi3", "proxy_headers": False, "server_header": False, "date_header": False},
         timeout_graceful_shutdown=1,
         backlog=min(settings.max_connections, 2048),
     )
@@ -105,7 +110,7 @@ class Front:
             await self._ranks.start()
             return await self._until_the_end(serving)
         finally:
-            server.should_exit = True
+            server.ended.set()
             await serving
             await self._ranks.end()
 

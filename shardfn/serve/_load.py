@@ -34,6 +34,7 @@ class Delays(NamedTuple):
         gaps: seconds between its pieces.
         whole: seconds until its end.
         tokens: that were drawn.
+        text: of all pieces.
         error: empty if it succeeded.
     """
 
@@ -41,6 +42,7 @@ class Delays(NamedTuple):
     gaps: list[float]
     whole: float
     tokens: int
+    text: str = ""
     error: str = ""
 
 
@@ -93,7 +95,7 @@ async def _sent(url: str, model: str, arrival: Arrival, key: str) -> Delays:
     body |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     import h11
 
-    begin, times, tokens, rest = time.monotonic(), list[float](), 0, b""
+    begin, times, texts, tokens, rest = time.monotonic(), list[float](), list[str](), 0, b""
     try:
         async for data in _answer(url, key, json.dumps(body).encode()):
             *events, rest = (rest + data).split(b"\n\n")
@@ -102,16 +104,17 @@ async def _sent(url: str, model: str, arrival: Arrival, key: str) -> Delays:
                     continue
                 found = json.loads(event.removeprefix(b"data: "))
                 if "error" in found:
-                    return Delays(0, [], 0, 0, found["error"]["message"])
+                    return Delays(0, [], 0, 0, error=found["error"]["message"])
                 if found["choices"]:
                     times.append(time.monotonic())
+                    texts += [choice["text"] for choice in found["choices"]]
                 tokens = found["usage"]["completion_tokens"] if found.get("usage") else tokens
     except (OSError, ValueError, h11.ProtocolError) as error:
-        return Delays(0, [], 0, 0, f"{type(error).__name__}: {error}")
+        return Delays(0, [], 0, 0, error=f"{type(error).__name__}: {error}")
     if not times:
-        return Delays(0, [], 0, 0, f"the server answered: {rest[:200].decode(errors='replace')}")
+        return Delays(0, [], 0, 0, error=f"the server answered: {rest[:200].decode(errors='replace')}")
     gaps = [b - a for a, b in itertools.pairwise(times)]
-    return Delays(times[0] - begin, gaps, time.monotonic() - begin, tokens)
+    return Delays(times[0] - begin, gaps, time.monotonic() - begin, tokens, "".join(texts))
 
 
 async def _answer(url: str, key: str, body: bytes) -> AsyncGenerator[bytes, None]:

@@ -242,3 +242,22 @@ def test_templates_run_in_a_sandbox() -> None:
     made = template("{{ messages.__class__.__mro__[1].__subclasses__() }}", text)
     with pytest.raises(ValueError, match="the chat template refuses these messages: access to attribute"):
         made([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.nightly
+def test_a_model_of_hugging_face(tmp_path: pathlib.Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from tests.cli.test_generate import WORDS, tokenizer_of
+
+    tokenizer_of(WORDS).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 3 + len(WORDS), "num_key_value_heads": 2, "max_position_embeddings": 32}
+    config = transformers.LlamaConfig(bos_token_id=1, eos_token_id=2, initializer_range=0.5, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with running(tmp_path, *SMALL, "--name", "it") as server:
+        chat = {"model": "it", "messages": [{"role": "user", "content": "one two"}], "max_tokens": 4, "logprobs": True}
+        made = json.load(server.open("/v1/chat/completions", chat))
+        assert made["usage"]["prompt_tokens"] == 4  # <s>, the role, two words
+        tokens = [row["token"] for row in made["choices"][0]["logprobs"]["content"]]
+        assert set(tokens) <= {"<unk>", "<s>", "</s>", *WORDS}
+        assert set(made["choices"][0]["message"]["content"].split()) <= set(WORDS)
