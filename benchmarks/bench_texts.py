@@ -57,8 +57,8 @@ def main() -> None:
             took = _step(engine, rows, args.rounds, how)
             lines.append((name, rows, f"{1e3 * took:.2f}", f"{1e6 * (took - bare) / rows:.0f}"))
     body = [
-        f"the least processor time of {args.rounds} steps that draw, one thread; the model has one layer of width 16, so"
-        " that its own time is mostly that of 49,152 logits",
+        f"the least processor time of {args.rounds} steps that draw, one thread; the model has one layer of width 16:"
+        " its own time is mostly that of 49,152 logits",
         table(("requests have", "rows", "ms a step", "us a row more"), lines),
         table(("compiled", "ms"), _compiled(tokens)),
         f"load of the machine at the end: {os.getloadavg()[0]:.1f}",

@@ -79,6 +79,9 @@ def test_refusals_change_nothing() -> None:
         with pytest.raises(ValueError, match=words):
             one.generate([[1], [2]], [Sampling(), Sampling(grammar=grammar)])
     assert one.idle and one.names == []
+    for n, grammar in ((17, WORDS), (5, Grammar.regex("a" * 60000))):
+        with pytest.raises(ValueError, match=f"n is {n}, and the grammar has .* n must be at most 16"):
+            one.check([1], Sampling(n=n, grammar=grammar))
     with pytest.raises(ValueError, match=r"grammar needs the engine's tokenizer: Engine\(tokenizer="):
         engine(tokenizer=None).check([1], Sampling(grammar=WORDS))
 
