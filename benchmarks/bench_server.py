@@ -171,7 +171,9 @@ def streams_part(args: argparse.Namespace) -> str:
             memory.append(server.memory())
         mixed = sum(len(found) - 1 for found in texts.values())
     rows = [[name, *(f"{x[i]:.0f}" for x in memory)] for i, name in enumerate(("front", "rank"))]
-    note = f"{args.streams} at a time for {args.seconds:.0f} s: {sum(count)} requests, {len(lost)} failed, {mixed} texts"
+    note = (
+        f"{args.streams} at a time for {args.seconds:.0f} s: {sum(count)} requests, {len(lost)} failed, {mixed} texts"
+    )
     note += " differ from those of equal requests"
     return note + "\n\n" + table(["MiB", "before", "after 10%", "after 55%", "after all"], rows)
 
