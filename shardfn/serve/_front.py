@@ -8,6 +8,7 @@ import contextlib
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from shardfn.inference import Compiler, detokenizer
@@ -155,9 +156,8 @@ class Front:
 
     async def _lost(self, ended: asyncio.Future[tuple[int, int]]) -> int:
         """Sends an error to each stream, and ends."""
-        patience = (
-            _LAST_STEPS if self.app.model is None else 1.0
-        )  # its pair of sockets closes before its status is known
+        # A process closes its sockets before its status is known; one that has not begun has no clients that wait.
+        patience = 1.0 if self.app.model is not None else _LAST_STEPS
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(ended), patience)
         rank, status = ended.result() if ended.done() else (0, 1)
@@ -244,8 +244,6 @@ def serve(
     Raises:
         OSError: the address cannot be listened at.
     """
-    from dataclasses import replace
-
     listener = bound(settings)
     settings = replace(settings, port=listener.getsockname()[1])
 
