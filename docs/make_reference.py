@@ -28,6 +28,7 @@ ROOMS = (
     "lora",
     "inference",
     "serve",
+    "rl",
     "data",
     "metrics",
     "checkpoint",

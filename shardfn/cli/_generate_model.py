@@ -100,7 +100,7 @@ def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> S
     try:
         gpt_config(json.loads((path / "config.json").read_text(encoding="utf-8")))
     except ValueError as error:
-        return _of_module(functools.partial(_model, path, job), job, text, error)
+        return _of_module(functools.partial(_model, path, job), job, mesh, text, error)
     config, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], **changes)
     return Served(_decoder(config, mesh), params, text, inexact)
 
@@ -120,7 +120,7 @@ def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.
     try:
         gpt_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except ValueError as error:
-        return _of_module(lambda: module, job, text, error)
+        return _of_module(lambda: module, job, mesh, text, error)
     with ArchiveWriter(folder, {name: (x.dtype, tuple(x.shape)) for name, x in module.named_parameters()}) as writer:
         for name, x in module.named_parameters():
             writer.put(name, x.detach())
@@ -128,11 +128,18 @@ def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.
     return _of_files(folder, job, mesh, text)
 
 
-def _of_module(module: Callable[[], Any], job: GenerateJob, text: Text, problem: ValueError) -> Served:
+def _of_module(module: Callable[[], Any], job: GenerateJob, mesh: Mesh, text: Text, problem: ValueError) -> Served:
     """An unmodified model of transformers, where `models.gpt` does not compute the same."""
-    if job.ranks > 1:
-        raise ValueError(f"{job.model} runs on one rank, and there are {job.ranks}: {problem}") from problem
-    made, params = hf_decoder(module(), exact=None if job.dtype == "float32" else False)
+    axis = _axis(mesh)
+    try:
+        made, params = hf_decoder(module(), exact=None if job.dtype == "float32" or axis else False, tp=axis)
+    except ValueError as error:
+        raise error from problem
+    if made.cache.heads % mesh.size:
+        raise ValueError(
+            f"{job.model} has {made.cache.heads} key heads, which {mesh.size} ranks do not divide; take --mesh tp=N"
+            " with an N that does"
+        ) from problem
     return Served(made, params, text, "" if made.exact else "some of the model's own layers are not")
 
 
