@@ -36,7 +36,7 @@ def chat_text(messages: list[dict[str, str]]) -> str:
     return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: "
 
 
-# Of bytes, with a template that has a line for each message.
+# A tokenizer of bytes; its template has a line for each message.
 WORDS = Text(lambda text: list(text.encode()), ByteTokenizer(), lambda messages: list(chat_text(messages).encode()))
 
 
