@@ -17,6 +17,7 @@ from shardfn.testing import assert_same, distributed, on_mesh, own_rows
 
 BATCH = ("dp", "ep")
 NIGHT = pytest.mark.nightly
+ZERO = sf.Zero(stage=3, axis="ep", persist_elements=0)
 
 
 def config(num: int = 4, *, alone: bool = False, **changes: Any) -> gpt.Config:
@@ -116,7 +117,7 @@ def optimizer_of() -> Any:
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=NIGHT), pytest.param(2, marks=NIGHT), 3])
 @distributed(world=4)
 def test_every_leaf_and_state_has_the_bytes_of_its_specs(stage: int) -> None:
-    """The experts' axis is inside the batch's: dense leaves are cut over both, experts over both as well, in two ways."""
+    """The axis of experts is one of the batch: ZeRO cuts dense leaves over both axes, and experts over the other one."""
     with sf.make_mesh({"dp": 2, "ep": 2}, device="cpu") as mesh:
         c = config()
         zero = sf.Zero(stage=stage, axis=BATCH, persist_elements=0)
@@ -197,7 +198,7 @@ def test_one_capture_serves_all_routings(num: int) -> None:
             batches.append({"tokens": kinds[torch.randint(len(kinds), (4, 7), generator=made)]})
         steps, losses, found = {}, {}, []
         for name, f in (("eager", loss), ("captured", sf.jit(loss, backend="graph"))):
-            step = sf.sharded_step(f, sf.optim.sgd(0.01), mesh=mesh, specs=gpt.specs(c), batch=sf.P("ep"), zero=3)
+            step = sf.sharded_step(f, sf.optim.sgd(0.01), mesh=mesh, specs=gpt.specs(c), batch=sf.P("ep"), zero=ZERO)
             state = step.init(params_of(c))
             losses[name] = []
             for batch in batches:
@@ -227,7 +228,7 @@ def test_the_router_computes_in_32_bits_of_a_model_of_16(policy: str) -> None:
         c = config(alone=True, route=route, exchange=layers.Tokens("ep"))
         scale = sf.optim.dynamic_loss_scale() if policy == "fp16" else None
         loss = sf.mixed_precision(functools.partial(gpt.loss, c), getattr(sf.Policy, policy)(), scale)
-        step = sf.sharded_step(loss, optimizer_of(), mesh=mesh, specs=gpt.specs(c), batch=sf.P("ep"), zero=3)
+        step = sf.sharded_step(loss, optimizer_of(), mesh=mesh, specs=gpt.specs(c), batch=sf.P("ep"), zero=ZERO)
         state = step.init(params_of(c, torch.float32))
         batch = {k: x[step.rows(8)] for k, x in batch_of(0, 8).items()}
         losses = []
