@@ -117,7 +117,7 @@ def optimizer_of() -> Any:
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=NIGHT), pytest.param(2, marks=NIGHT), 3])
 @distributed(world=4)
 def test_every_leaf_and_state_has_the_bytes_of_its_specs(stage: int) -> None:
-    """The axis of experts is one of the batch: ZeRO cuts dense leaves over both axes, and experts over the other one."""
+    """The axis of experts is one of the batch: ZeRO cuts dense leaves over both, and experts over the other."""
     with sf.make_mesh({"dp": 2, "ep": 2}, device="cpu") as mesh:
         c = config()
         zero = sf.Zero(stage=stage, axis=BATCH, persist_elements=0)

@@ -25,7 +25,7 @@ from shardfn.core import Axes, P, PyTree, checkpoint_name, named_leaves, raise_a
 from shardfn.nn._parallel import all_ranges, enter_parallel, leave_parallel, own_range
 
 from ._experts import Experts
-from ._permute import combine, dispatch, permutation
+from ._permute import combine, dispatch, permutation, undispatch
 from ._routing import Routing
 
 
@@ -126,7 +126,7 @@ class Tokens:
         overflow: "error" ends the step on all ranks, and names the layer, the ranks and both numbers; nothing is sent,
             and the state stays. "drop" leaves out choices of the experts of that rank past the largest capacity
             whose rows find room: of each expert the first ones stay, in the order of tokens over all ranks.
-        uneven: False refuses a number of experts that the ranks do not divide, so that some would have more than others.
+        uneven: False refuses a number of experts that the ranks do not divide, so that all have equally many.
 
     Raises:
         ValueError: fewer than 0 rows, or another rule.
@@ -178,8 +178,7 @@ class Tokens:
         come = checkpoint_name(come, "moe_rows")
         of_row = _expert_of_row(table_nE, *own_range(E, self.axis), len(come))
         sorted_, own_counts = permutation(of_row[:, None], own)
-        y = experts(params, dispatch(come, sorted_), own_counts)
-        y = combine(y, sorted_, y.new_ones(len(come), 1))
+        y = undispatch(experts(params, dispatch(come, sorted_), own_counts), sorted_)
         back = exchange_rows(y, sizes_nn.t(), self.axis, rows=S * k)
         return combine(checkpoint_name(back, "moe_results"), places, routing.weights)
 
@@ -247,8 +246,8 @@ def _check_even(name: str, E: int, axis: Axes) -> None:
     if E % axis_size(axis):
         held = [stop - start for start, stop in all_ranges(E, axis)]
         raise ValueError(
-            f"{name}: the {E} experts would lie on the ranks of {axis!r} as {held}, and Tokens(uneven=False) takes equal"
-            f" numbers alone; choose a multiple of {len(held)} experts, or leave the option out."
+            f"{name}: the {E} experts would lie on the ranks of {axis!r} as {held}, and Tokens(uneven=False) takes"
+            f" equal numbers alone; choose a multiple of {len(held)} experts, or leave the option out."
         )
 
 
