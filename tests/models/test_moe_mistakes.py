@@ -1,4 +1,4 @@
-"""Covers mistakes in models with experts: each has its error on every rank, and leaves the state as it is."""
+"""Covers mistakes in models with experts: each has its error on every rank, and the state stays."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ def spoilt(c: gpt.Config) -> Any:
 
 
 def step_of(loss: Any, params: Any, rows: Any, **options: Any) -> None:
-    """One step; a refused one leaves the state as it is."""
+    """One step; a refused one changes no leaf of the state."""
     step = made(loss, **options)
     state = step.init(params)
     before = [x.local.clone() for x in sf.core.tree_leaves(state.params)]
@@ -81,7 +81,8 @@ MISTAKES = [
     Mistake("leaves that are cut for a layer that exchanges nothing",
             lambda: trained(config(layers.Local()), specs=gpt.specs(config())),
             ValueError, "blocks.1: with Local()", "its first dim must be 4 of the 4 experts"),
-    Mistake("whole leaves for a layer that exchanges", lambda: trained(config(), specs=gpt.specs(config(layers.Local()))),
+    Mistake("whole leaves for a layer that exchanges",
+            lambda: trained(config(), specs=gpt.specs(config(layers.Local()))),
             ValueError, "blocks.1: with Tokens(axis='ep'", "its first dim must be 2 of the 4 experts"),
     Mistake("an axis of experts that no exchange of the loss is along", without_exchange,
             sf.collectives.AxisTypeError, "the loss varies along 'ep'", "Sum the ranks' parts"),

@@ -54,7 +54,7 @@ def wanted(c: gpt.Config, params: Any, batch: dict[str, Tensor], ranks: int, num
     params = sf.core.tree_unflatten(tree, leaves)
     parts = [{k: x.unflatten(0, (ranks, num, -1))[:, m].flatten(0, 1) for k, x in batch.items()} for m in range(num)]
     pairs = [gpt.loss(c, params, part) for part in parts]
-    loss = sum(p.total for p in pairs) / sum(p.weight for p in pairs)
+    loss = torch.stack([p.total for p in pairs]).sum() / torch.stack([p.weight for p in pairs]).sum()
     return loss.detach(), list(torch.autograd.grad(loss, leaves))
 
 

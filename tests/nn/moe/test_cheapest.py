@@ -16,7 +16,7 @@ MODELS: dict[str, tuple[dict[str, int], int]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_travel_while_they_are_fewer_bytes_than_weights(name: str, ranks: int) -> None:
     sizes, turn = MODELS[name]
-    given: dict[str, Any] = {**sizes, "ranks": ranks}
+    given: Any = {**sizes, "ranks": ranks}
     assert moe.cheapest("ep", tokens=turn, **given) == moe.Tokens("ep")
     assert moe.cheapest("ep", tokens=turn + 1, **given) == moe.Weights("ep")
     assert moe.cheapest("ep", tokens=2 * turn // 3, remat=True, **given) == moe.Tokens("ep")

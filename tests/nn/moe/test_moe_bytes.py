@@ -1,4 +1,4 @@
-"""Covers the bytes of a layer's exchanges: counted, by the formula of the numbers of rows, and under the plan's bound."""
+"""Covers the bytes of a layer's exchanges: as counted, by the formula of the numbers of rows, and within the plan's."""
 
 import functools
 from typing import Any
