@@ -26,7 +26,7 @@ from ._module_attention import named
 NAME = "shardfn"
 _FIELD = "_experts_implementation_internal"
 # Names of classes of experts, and of layers that hold experts.
-_EXPERTS = re.compile(r"Experts|MoE$|MoE(MLP|Layer|Block)$|SparseMLP$")
+_EXPERTS = re.compile(r"^(?!.*Shared)(.*Experts|.*MoE$|.*MoE(MLP|Layer|Block)$|.*SparseMLP$)")
 
 
 class ExpertsRoute:
