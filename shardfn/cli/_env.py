@@ -24,6 +24,7 @@ _PACKAGES = (
     "numpy",
     "safetensors",
     "transformers",
+    "llguidance",
     "peft",
     "deepspeed",
 )
@@ -65,6 +66,7 @@ def _software() -> Iterator[Fact]:
     needs = {
         "triton": "kernels on a GPU; elsewhere C++ and torch do without",
         "transformers": "models of Hugging Face",
+        "llguidance": "grammars of generated text",
         "peft": "nothing but the comparison with it",
         "deepspeed": "nothing but the comparison with it (pytest -m deepspeed)",
     }

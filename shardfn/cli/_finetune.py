@@ -119,9 +119,8 @@ def _run(job: FinetuneJob, mesh: Mesh) -> None:
     by = "validation_loss" if job.validation else None
     checkpoints = Manager(pathlib.Path(job.out, "checkpoints"), mesh=mesh, save_every=job.every, best=by)
     if checkpoints.steps():
-        restored = checkpoints.restore(_kept(state, made.lora))
-        state = restored.tree if made.lora is None else with_base(restored.tree, state.params["base"])
-        cursor = cursor.at(restored.user)
+        state, at = _restored(checkpoints, state, made.lora)
+        cursor = cursor.at(at)
     with checkpoints, Logger(job.out, mesh, start=cursor.next) as logger:
         bar = progress(cursor, total=job.steps, initial=cursor.next, desc="fine-tuning", unit="step", mesh=mesh)
         for n, batch in enumerate(bar, cursor.next):
@@ -138,8 +137,10 @@ def _run(job: FinetuneJob, mesh: Mesh) -> None:
             last = n + 1 == job.steps
             checkpoints.save(_kept(state, made.lora), n + 1, user=cursor.state(), metrics=by_metric, now=last)
         best = checkpoints.best() if by else None
+        if best is not None and best != job.steps:
+            state, _ = _restored(checkpoints, state, made.lora, step=best)
         if best is not None and mesh.rank == 0:
-            print(f"The checkpoint with the lowest validation loss is that of step {best}.", flush=True)
+            print(f"The result is that of step {best}, with the lowest validation loss.", flush=True)
     _write_result(job, made, state, mesh)
 
 
@@ -224,6 +225,15 @@ def encoded(tokenizer: Any, row: Any, length: int) -> dict[str, list[int]]:
 def _kept(state: TrainState, lora: LoRA | None) -> TrainState:
     """The part of a state that is saved: without a frozen model."""
     return state if lora is None else without_base(state)
+
+
+def _restored(
+    checkpoints: Manager, state: TrainState, lora: LoRA | None, step: int | None = None
+) -> tuple[TrainState, Any]:
+    """A checkpoint's state, in the memory of the given one, and its cursor; by default those of the newest."""
+    restored = checkpoints.restore(_kept(state, lora), step=step)
+    tree = restored.tree if lora is None else with_base(restored.tree, state.params["base"])
+    return tree, restored.user
 
 
 def _write_settings(job: FinetuneJob, mesh: Mesh) -> None:

@@ -16,7 +16,7 @@ from shardfn.core import did_you_mean, raise_all
 _AXES = ("dp", "tp")
 _HELP = {
     "out": "directory for metrics, checkpoints and the result; the same command goes on there",
-    "validation": "JSON lines for the validation loss; the checkpoint with the lowest one is kept, too",
+    "validation": "JSON lines for the validation loss; the checkpoint with the lowest one is kept, and is the result",
     "steps": "optimizer steps",
     "every": "steps between checkpoints, and between validations",
     "batch": "examples a step, over all ranks",

@@ -18,7 +18,7 @@ from shardfn.memory import DamagedError
 
 from ._generate_job import GenerateJob
 from ._generate_model import AXIS, load
-from ._generate_text import Growing, Text, continuation
+from ._generate_text import Text
 
 _MOST = 256  # tokens of a completion, unless the job has a number
 _STDIN = "-"
@@ -43,7 +43,6 @@ class Ready(NamedTuple):
 
     job: GenerateJob
     engine: Engine
-    text: Text
     prompts: list[Prompt]
 
 
@@ -95,13 +94,14 @@ def _prepared(job: GenerateJob) -> Ready:
                 check_request(Request(tuple(prompt.ids), prompt.sampling), limits)
             except ValueError as error:
                 raise ValueError(f"prompt {i + 1} of {len(prompts)}: {error}") from error
-        engine = Engine(made, served.params, mesh=mesh, limits=limits)
-    engine.warm_up()
+        engine = Engine(made, served.params, mesh=mesh, limits=limits, tokenizer=text.tokenizer)
+    engine.check(prompts[0].ids, prompts[0].sampling)
+    engine.warm_up(grammars=job.sampling.grammar is not None)
     plan = engine.memory()
     if mesh.rank == 0:
         how = f"not exact: {served.inexact}" if served.inexact else "exact"
         print(f"{job.model}: {served.size:,} parameters, {job.dtype}, {how}\n{plan}", file=sys.stderr, flush=True)
-    return Ready(job, engine, text, prompts)
+    return Ready(job, engine, prompts)
 
 
 def _asked(job: GenerateJob, mesh: Mesh) -> list[str]:
@@ -188,16 +188,15 @@ def _run(ready: Ready) -> None:
 def _stream(ready: Ready) -> int:
     """Prints the one completion while it is drawn, to a terminal at once; returns its number of tokens."""
     [prompt] = ready.prompts
-    growing, writes, drawn = Growing(ready.text.decode, prompt.ids), ready.engine.mesh.rank == 0, 0
+    writes, drawn = ready.engine.mesh.rank == 0, 0
     for token in ready.engine.stream(prompt.ids, prompt.sampling):
         if token.finish == "error":
-            raise FloatingPointError(f"prompt 1: logits are not finite after {drawn} tokens")
-        if token.token is not None:
-            drawn += 1
-            if token.finish != "stop" and writes:
-                print(growing.add(token.token), end="", flush=sys.stdout.isatty())
+            raise FloatingPointError(f"prompt 1: {_reason(ready)} after {drawn} tokens")
+        drawn += token.token is not None
+        if writes:
+            print(token.text, end="", flush=sys.stdout.isatty())
     if writes:
-        print(growing.end(), flush=True)
+        print(flush=True)
     return drawn
 
 
@@ -211,17 +210,18 @@ def _all(ready: Ready) -> int:
         for i, (prompt, choices) in enumerate(zip(prompts, each, strict=True)):
             for k, choice in enumerate(choices):
                 title = f"--- prompt {i + 1} of {len(prompts)}, choice {k + 1} of {len(choices)} ---\n"
-                print(_line(ready, prompt, k, choice) if ready.job.json else title + _text(ready, prompt, choice))
+                print(_line(prompt, k, choice) if ready.job.json else title + choice.text)
     if broken:
-        raise FloatingPointError(f"prompts {broken}: logits are not finite")
+        raise FloatingPointError(f"prompts {broken}: {_reason(ready)}")
     return sum(len(choice.tokens) for choices in each for choice in choices)
 
 
-def _text(ready: Ready, prompt: Prompt, choice: Completion) -> str:
-    tokens = choice.tokens[:-1] if choice.finish == "stop" else choice.tokens
-    return continuation(ready.text.decode, prompt.ids, tokens)
+def _reason(ready: Ready) -> str:
+    """The reason of an "error"."""
+    grammar = ready.job.sampling.grammar
+    return "logits are not finite" + ("" if grammar is None else ", or no token can go on in the grammar")
 
 
-def _line(ready: Ready, prompt: Prompt, k: int, choice: Completion) -> str:
-    row = {"prompt": prompt.asked, "choice": k, "text": _text(ready, prompt, choice), "tokens": choice.tokens}
+def _line(prompt: Prompt, k: int, choice: Completion) -> str:
+    row = {"prompt": prompt.asked, "choice": k, "text": choice.text, "tokens": choice.tokens}
     return json.dumps(row | {"logprobs": choice.logprobs, "finish": choice.finish})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardfn.core import did_you_mean
-from shardfn.inference import Limits, Request, Sampling, check_request
+from shardfn.inference import Grammar, Limits, Request, Sampling, check_request
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KINDS = {"run": "a run of examples/train_gpt.py", "files": "files of Hugging Face", "gguf": "a GGUF file"}
@@ -66,6 +66,9 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     # torchrun takes --n for an abbreviation of several of its own options, and refuses it.
     add("--n", "--choices", type=int, default=1, metavar="N", dest="n", help="completions of each prompt (default 1)")
     add("--stop-token", action="append", default=[], metavar="TOKEN", help="another token that ends: its text or id")
+    add("--stop", action="append", default=[], metavar="TEXT", help="a text that ends, and is cut off")
+    add("--json-schema", metavar="FILE", help="the completion is JSON of this schema")
+    add("--regex", metavar="PATTERN", help="the completion matches this regular expression as a whole")
     add("--chat", action="store_true", help="prompts are messages of a user, by the tokenizer's chat template")
     add("--system", metavar="TEXT", help="the system's message before them")
     add("--context", type=int, metavar="N", help="the most tokens of prompt and completion (default: the model's)")
@@ -84,13 +87,18 @@ def parse_generate(args: argparse.Namespace) -> GenerateJob:
         ValueError: has everything that is wrong, each with its remedy.
     """
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "n")
-    sampling = Sampling(**{name: getattr(args, name) for name in names})
-    found = {"ranks": _ranks(args.mesh), "kind": kind_of(pathlib.Path(args.model))}
+    grammar = _grammar(args)
+    sampling = Sampling(
+        **{name: getattr(args, name) for name in names},
+        stop=tuple(args.stop),
+        grammar=None if isinstance(grammar, _Problem) else grammar,
+    )
+    found = {"ranks": _ranks(args.mesh), "kind": kind_of(pathlib.Path(args.model)), "grammar": grammar}
     problems = [*(value for value in found.values() if isinstance(value, _Problem)), *_problems(args, sampling)]
     if problems:
         raise ValueError("; ".join(problems))
     fields = {field.name for field in dataclasses.fields(GenerateJob)}
-    given = {name: value for name, value in vars(args).items() if name in fields} | found
+    given = {name: value for name, value in (vars(args) | found).items() if name in fields}
     given |= {"prompts": tuple(args.prompts), "stop_tokens": tuple(args.stop_token), "sampling": sampling}
     return GenerateJob(**given)
 
@@ -115,6 +123,18 @@ def _problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
         yield f"--context {args.context}: it must be at least 2, a token of the prompt and one that is drawn"
     if not args.cache_gib > 0:
         yield f"--cache-gib {args.cache_gib}: it must be above 0"
+
+
+def _grammar(args: argparse.Namespace) -> Any:
+    """The grammar of the completions, None, or a message."""
+    if args.json_schema is not None and args.regex is not None:
+        return _Problem("--json-schema and --regex are two grammars of one text; leave one of them out")
+    try:
+        if args.json_schema is not None:
+            return Grammar.json_schema(pathlib.Path(args.json_schema).read_text(encoding="utf-8"))
+        return None if args.regex is None else Grammar.regex(args.regex)
+    except (OSError, ValueError) as error:
+        return _Problem(f"--json-schema {args.json_schema}: {error}" if args.regex is None else f"--regex: {error}")
 
 
 def kind_of(path: pathlib.Path) -> Any:

@@ -1,11 +1,9 @@
-"""Tokenizers as `shardfn generate` uses them, and the text of tokens that come one after another."""
+"""Tokenizers as `shardfn generate` uses them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shardfn.data import Tokenizer
-
-_HALF = "\ufffd"  # decoders write it for bytes that are not a character, such as the first ones of a longer one
 
 
 class Text(NamedTuple):
@@ -14,7 +12,7 @@ class Text(NamedTuple):
     Attributes:
         size: ids are 0 to `size - 1`.
         encode: from a text to the ids of a prompt.
-        decode: from ids to their text, without special tokens.
+        tokenizer: as an engine takes it.
         token: from a token's text to its id; None if there is no such token.
         chat: from messages to the ids of a prompt; None without a chat template.
         ends: tokens that end a completion.
@@ -22,7 +20,7 @@ class Text(NamedTuple):
 
     size: int
     encode: Callable[[str], list[int]]
-    decode: Callable[[Sequence[int]], str]
+    tokenizer: Any
     token: Callable[[str], int | None]
     chat: Callable[[list[dict[str, str]]], list[int]] | None = None
     ends: frozenset[int] = frozenset()
@@ -35,9 +33,6 @@ def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> 
         tokenizer: from `AutoTokenizer`.
         ends: the tokens that end a completion, by the model's files.
     """
-
-    def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def chat(messages: list[dict[str, str]]) -> list[int]:
         import jinja2
@@ -53,7 +48,7 @@ def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> 
     return Text(
         size=1 + max(vocabulary.values(), default=-1),
         encode=lambda text: list(tokenizer(text)["input_ids"]),
-        decode=decode,
+        tokenizer=tokenizer,
         token=vocabulary.get,
         chat=chat if tokenizer.chat_template else None,
         ends=ends | {*own},
@@ -67,42 +62,4 @@ def text_of_data(tokenizer: Tokenizer) -> Text:
         ids = tokenizer.encode(text).tolist()
         return ids[0] if len(ids) == 1 else None
 
-    return Text(tokenizer.vocab_size, lambda text: tokenizer.encode(text).tolist(), tokenizer.decode, token)
-
-
-class Growing:
-    """The text of a completion whose tokens come one after another, in pieces of whole characters.
-
-    All tokens are decoded each time, as a token's text may depend on those before it.
-
-    Args:
-        decode: from ids to their text.
-        prompt: the ids before the completion.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> None:
-        self._decode, self._ids = decode, list(prompt)
-        self._given = decode(self._ids)
-
-    def add(self, *tokens: int) -> str:
-        """The text that these tokens add; an unfinished character is held back."""
-        self._ids += tokens
-        whole = self._decode(self._ids).rstrip(_HALF)
-        if not whole.startswith(self._given):
-            return ""
-        piece, self._given = whole[len(self._given) :], whole
-        return piece
-
-    def end(self) -> str:
-        """The text that was held back."""
-        whole = self._decode(self._ids)
-        pairs = enumerate(zip(whole, self._given, strict=False))
-        shared = next((i for i, (a, b) in pairs if a != b), min(len(whole), len(self._given)))
-        self._given = whole
-        return whole[shared:]
-
-
-def continuation(decode: Callable[[Sequence[int]], str], prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """The text of a completion."""
-    growing = Growing(decode, prompt)
-    return growing.add(*tokens) + growing.end()
+    return Text(tokenizer.vocab_size, lambda text: tokenizer.encode(text).tolist(), tokenizer, token)

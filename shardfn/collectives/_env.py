@@ -76,7 +76,7 @@ def current_mesh() -> Mesh:
 
 
 def axis_size(axis: Axes) -> int:
-    """Ranks along `axis` in the bound mesh; 1 where the axis is None or missing.
+    """Ranks along `axis` in the bound mesh; 1 for None and a missing axis.
 
     Example:
         >>> axis_size("dp")
@@ -86,7 +86,7 @@ def axis_size(axis: Axes) -> int:
 
 
 def axis_index(axis: Axes) -> int:
-    """This rank's index along `axis` in the bound mesh; 0 where the axis is None or missing.
+    """This rank's index along `axis` in the bound mesh; 0 for None and a missing axis.
 
     Where values are followed along axes, in `shard_map` and in losses, it is a number that remembers its axes, and so
     are numbers computed from it: `+ - * / // % ** & | ^ << >>`, comparisons (0 or 1) and `abs`. A tensor made of one

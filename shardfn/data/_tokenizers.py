@@ -100,6 +100,11 @@ class BPETokenizer:
         os.replace(partial, path)
 
     @property
+    def inner(self) -> Any:
+        """The tokenizer of the library."""
+        return self._inner
+
+    @property
     def vocab_size(self) -> int:
         """The number of ids."""
         return self._inner.get_vocab_size()

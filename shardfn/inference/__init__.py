@@ -4,8 +4,10 @@ Requests, events, the pool of blocks, the schedule and its plans have no tensors
 """
 
 from ._limits import Limits as Limits
+from ._grammar import Grammar as Grammar
 from ._requests import Request as Request, Sampling as Sampling, check_request as check_request
-from ._events import Add as Add, Cancel as Cancel, Clock as Clock, Drain as Drain, Event as Event, Weights as Weights
+from ._events import Add as Add, Cancel as Cancel, Clock as Clock, Drain as Drain, Event as Event
+from ._events import Stop as Stop, Weights as Weights
 from ._pool import Pool as Pool
 from ._state import State as State, start as start
 from ._plan import Plan as Plan
@@ -15,6 +17,7 @@ from ._cache import CacheLayout as CacheLayout, Paged as Paged
 from ._decoder import Decoder as Decoder, decoder as decoder
 from ._of_hf import hf_decoder as hf_decoder
 from ._runner import MemoryPlan as MemoryPlan, Runner as Runner, limits_of as limits_of
+from ._detokenize import Detokenizer as Detokenizer, Growing as Growing, detokenizer as detokenizer
 from ._results import Completion as Completion, Token as Token
 from ._engine import Engine as Engine
 from ._score import logprobs as logprobs

@@ -34,7 +34,7 @@ def field_digests(state: State) -> dict[str, bytes]:
     Example:
         >>> from shardfn.inference import Limits, field_digests, start
         >>> list(field_digests(start(Limits(vocab=100, context=64, blocks=9))))[:3]
-        ['limits', 'step', 'number']
+        ['limits', 'tokenizer', 'step']
     """
     return {name: hashlib.blake2b(data, digest_size=8).digest() for name, data in _fields(state)}
 
@@ -51,7 +51,7 @@ def first_difference(mine: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> 
 
 def _fields(state: State) -> Iterator[tuple[str, bytes]]:
     """Names and bytes of all fields: first plain ones, then sequences, then the pool. Integers have eight bytes."""
-    plain = "limits step number version pending time draining arrivals"
+    plain = "limits tokenizer step number version pending time draining arrivals"
     for name in plain.split():
         yield name, repr(getattr(state, name)).encode()
     yield "names", repr(sorted(state.names.items())).encode()

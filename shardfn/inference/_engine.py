@@ -12,14 +12,19 @@ from typing import Any
 from shardfn.core import Mesh, PyTree
 
 from ._agree import compare
+from ._constraints import Constraints
 from ._decoder import Decoder
-from ._events import Add, Cancel, Clock, Drain, Event, Weights
+from ._detokenize import detokenizer
+from ._drawn import new_tokens
+from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
 from ._limits import Limits
+from ._matchers import Matcher
 from ._requests import Request, Sampling, check_request
 from ._results import Completion, Token, append
 from ._runner import MemoryPlan, Runner, limits_of
 from ._schedule import Output, advance
 from ._state import State, start
+from ._texts import Texts
 
 
 class Engine:
@@ -31,8 +36,11 @@ class Engine:
         mesh: from `make_mesh`; None is one device.
         limits: the sizes; default `limits_of(decoder)`.
         runner: the graphs of an engine of the same decoder and mesh, to be shared; its limits may have more blocks.
+        tokenizer: as `detokenizer` takes: tokens then have their text, and requests may have stop strings and grammars.
+            Equal on all ranks.
 
     Raises:
+        TypeError: `tokenizer` is an object of another kind.
         ValueError: the limits do not fit the model, or the mesh does not divide its heads; or the parameters are not
             those of the model.
 
@@ -54,6 +62,7 @@ class Engine:
         mesh: Mesh | None = None,
         limits: Limits | None = None,
         runner: Runner | None = None,
+        tokenizer: Any = None,
     ) -> None:
         self.limits = limits_of(decoder) if limits is None else limits
         self.runner = Runner(decoder, self.limits, mesh=mesh) if runner is None else runner
@@ -61,7 +70,9 @@ class Engine:
         self.mesh = self.runner.mesh
         self._weights: dict[int, PyTree] = {0: self.runner.packed(params)}
         self._cache = self.runner.empty_cache()
-        self._state: State = start(self.limits)
+        self.detokenizer = None if tokenizer is None else detokenizer(tokenizer)
+        self._texts, self._constraints = Texts(self.detokenizer), Constraints(self.detokenizer, self.limits.vocab)
+        self._state: State = start(self.limits, self.detokenizer.digest if self.detokenizer else b"")
         self._events: list[Event] = []
         self._adding: dict[str, None] = {}  # names, in order
         self._drawn: list[int] = []
@@ -101,15 +112,18 @@ class Engine:
         """The bytes that this rank needs, as planned from the graph of the largest bucket, without penalties."""
         return self.runner.memory(self.weights, self._cache)
 
-    def warm_up(self, *, penalties: bool = False) -> None:
+    def warm_up(self, *, penalties: bool = False, grammars: bool = False) -> None:
         """Captures the graphs of all buckets, so that no later step does.
 
         Args:
             penalties: also those of steps in which a request has penalties; without them the first such step is slow.
+            grammars: likewise.
         """
+        if grammars:
+            self._constraints.prepare()
         for bucket in self.limits.buckets:
-            for also in (False, True)[: 1 + penalties]:
-                self.runner.bind(bucket, self.weights, self._cache, penalties=also)
+            for kind in itertools.product((False, True)[: 1 + penalties], (False, True)[: 1 + grammars]):
+                self.runner.bind(bucket, self.weights, self._cache, penalties=kind[0], grammars=kind[1])
 
     def add(
         self, prompt: Sequence[int], sampling: Sampling | None = None, *, name: str | None = None, **more: Any
@@ -127,9 +141,14 @@ class Engine:
 
         Raises:
             TypeError: a prompt is no sequence of integers, or another argument is of a wrong type.
-            ValueError: a value is out of range, the request can never fit, or another of this name is in progress.
+            ValueError: a value is out of range, the request can never fit, or another of this name is in progress; or
+                the grammar is refused.
+            ImportError: the request has a grammar, and llguidance is missing.
         """
-        request = self._request(prompt, sampling, **more)
+        return self._enter(self._request(prompt, sampling, **more), name)
+
+    def _enter(self, made: tuple[Request, list[Matcher]], name: str | None = None) -> str:
+        request, matchers = made
         if name is None:
             name = next(name for i in self._names if not self._known(name := f"request-{i}"))
         elif not isinstance(name, str):
@@ -138,7 +157,18 @@ class Engine:
             raise ValueError(f"a request named {name!r} is in progress; give the new one another name.")
         self._events.append(Add(self._next, name, request))
         self._adding[name] = None
+        self._constraints.begin(name, matchers)
         return name
+
+    def check(self, prompt: Sequence[int], sampling: Sampling | None = None, **more: Any) -> None:
+        """Refuses what `add` would refuse, and adds nothing.
+
+        Raises:
+            TypeError: as `add`.
+            ValueError: as `add`.
+            ImportError: as `add`.
+        """
+        self._request(prompt, sampling, **more)
 
     def cancel(self, name: str) -> None:
         """Ends a request as "cancelled"; the name of one that has ended is passed over."""
@@ -227,9 +257,9 @@ class Engine:
                 f"generate: {len(prompts)} prompts and {len(each)} samplings; give one for all, or one each."
             )
         requests = [self._request(prompt, how) for prompt, how in zip(prompts, each, strict=True)]
-        names = [self._await(self.add(request.prompt, request.sampling)) for request in requests]
+        names = [self._await(self._enter(request)) for request in requests]
         try:
-            made = [self._completions(name, request) for name, request in zip(names, requests, strict=True)]
+            made = [self._completions(name, request) for name, (request, _) in zip(names, requests, strict=True)]
         except BaseException:
             for name in names:
                 self._forget(name)
@@ -279,9 +309,10 @@ class Engine:
             self._awaited.get(token.name, self._others).append(token)
 
     def _run(self) -> list[Token]:
-        events, self._events, self._adding = self._events, [], {}
+        events, self._events, self._adding = [*self._events, *self._stops()], [], {}
         self._state, plan, outputs = advance(self._state, events, self._drawn)
         found = [self._token(output) for output in outputs]
+        self._constraints.drop(outputs)
         self._drawn, self._logprobs = [], []
         reachable = self._state.version, self._state.pending
         self._weights = {v: w for v, w in self._weights.items() if v in reachable}
@@ -289,11 +320,20 @@ class Engine:
         if plan is not None:
             self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
             weights = self._weights[plan.version]
-            self._drawn, self._logprobs, self._cache = self.runner.run(weights, self._cache, plan)
+            allowed = self._constraints.allowed(self._state, len(plan.rows))
+            self._drawn, self._logprobs, self._cache = self.runner.run(weights, self._cache, plan, allowed)
         return found
 
-    def _request(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> Request:
-        """A request that passes admission."""
+    def _stops(self) -> list[Stop]:
+        """The events by which texts end with the tokens of the last plan."""
+        cancelled = {event.name for event in self._events if isinstance(event, Cancel)}
+        drawn = list(new_tokens(self._state, self._drawn, cancelled))
+        ends = self._constraints.take(drawn)
+        ends |= self._texts.take(drawn, ends)
+        return [Stop(self._next + i, *place, finish) for i, (place, finish) in enumerate(ends.items())]
+
+    def _request(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> tuple[Request, list[Matcher]]:
+        """A request that passes admission, with the matchers of its grammar."""
         unknown = set(more) - {"priority", "deadline", "salt"}
         if unknown:
             raise TypeError(f"add: {', '.join(sorted(unknown))}: a request has priority, deadline and salt.")
@@ -305,7 +345,11 @@ class Engine:
             raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a sequence of integers.") from error
         request = Request(tokens, sampling or Sampling(), **more)
         check_request(request, self.limits)
-        return request
+        if request.sampling.stop and self.detokenizer is None:
+            raise ValueError(
+                f"stop is {request.sampling.stop!r}, and the engine has no tokenizer: Engine(tokenizer=...)."
+            )
+        return request, self._constraints.compile(request)
 
     def _known(self, name: str) -> bool:
         return name in self._state.names or name in self._adding or name in self._awaited
@@ -316,4 +360,5 @@ class Engine:
 
     def _token(self, out: Output) -> Token:
         logprob = None if out.row is None else self._logprobs[out.row]
-        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish)
+        text = self._texts.of(out)
+        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish, text)

@@ -78,4 +78,28 @@ class Drain:
     number: int
 
 
-Event = Add | Cancel | Clock | Weights | Drain
+@dataclass(frozen=True)
+class Stop:
+    """A choice ends with the token that the last plan drew for a position, because of its text.
+
+    Args:
+        number: of the event.
+        name: of the request.
+        choice: of the request.
+        at: the position of the token in its sequence.
+        finish: "stop" where a stop string is complete, or a grammar; "error" where the token, which is dropped, is not
+            in the grammar.
+
+    Example:
+        >>> Stop(5, "a", choice=0, at=7).at
+        7
+    """
+
+    number: int
+    name: str
+    choice: int
+    at: int
+    finish: str = "stop"
+
+
+Event = Stop | Add | Cancel | Clock | Weights | Drain

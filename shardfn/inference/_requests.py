@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ._grammar import Grammar
 from ._limits import Limits
 
 
@@ -22,7 +23,13 @@ class Sampling:
         repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
         seed: equal seeds draw equal tokens: give several requests of one prompt different ones, or ask for n choices.
         n: choices, each drawn with a key of its own; they share the blocks of their prompt.
-        stop_tokens: drawing one of them ends a choice, for the reason "stop".
+        stop_tokens: drawing one of them ends a choice, for the reason "stop"; it has no text.
+        stop: strings; the token that completes one ends a choice, for the reason "stop", and the text ends before the
+            string. At most 16 of at most 256 characters. The engine needs a tokenizer.
+        include_stop: whether the text ends after the stop string, or the stop token's text, instead.
+        grammar: the language of the text; the choice ends as "stop" where nothing can follow, and stop tokens are drawn
+            only where the text may end. A text that `max_tokens` or a stop string ends may be incomplete. The engine
+            needs a tokenizer.
         prompt_logprobs: also wants the log probability of each token of the prompt. Its positions are then computed,
             even where a prefix is cached.
 
@@ -42,6 +49,9 @@ class Sampling:
     seed: int = 0
     n: int = 1
     stop_tokens: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    grammar: Grammar | None = None
     prompt_logprobs: bool = False
 
     @property
@@ -99,6 +109,7 @@ class _Range(NamedTuple):
         )
 
 
+MOST_STOPS, LONGEST_STOP = 16, 256
 RANGES = {
     "max_tokens": _Range(1, 2**24, integer=True),
     "temperature": _Range(0, 100),
@@ -140,8 +151,14 @@ def check_request(request: Request, limits: Limits) -> None:
             raise ValueError(f"{name} is {getattr(request, name)!r}; it must be bytes.")
     if request.deadline is not None and type(request.deadline) is not int:
         raise ValueError(f"deadline is {request.deadline!r}; it must be an integer, in milliseconds, or None.")
-    if type(request.sampling.prompt_logprobs) is not bool:
-        raise ValueError(f"prompt_logprobs is {request.sampling.prompt_logprobs!r}; it must be True or False.")
+    for name in ("prompt_logprobs", "include_stop"):
+        if type(getattr(request.sampling, name)) is not bool:
+            raise ValueError(f"{name} is {getattr(request.sampling, name)!r}; it must be True or False.")
+    _check_stop(request.sampling.stop)
+    if not isinstance(request.sampling.grammar, Grammar | None):
+        raise ValueError(
+            f"grammar is {request.sampling.grammar!r:.80}; make one by Grammar.json_schema(...) or .regex."
+        )
     _check_size(len(request.prompt), request.sampling.max_tokens, limits)
 
 
@@ -151,6 +168,16 @@ def _check_tokens(name: str, tokens: tuple[int, ...], limits: Limits) -> None:
     for i, token in enumerate(tokens):
         if type(token) is not int or not 0 <= token < limits.vocab:
             raise ValueError(f"{name}[{i}] is {token!r}; it must be an integer from 0 to {limits.vocab - 1}.")
+
+
+def _check_stop(stop: tuple[str, ...]) -> None:
+    if not isinstance(stop, tuple) or not all(isinstance(text, str) for text in stop):
+        raise ValueError(f"stop is {stop!r}; it must be a tuple of strings, such as ({str(stop)[:20]!r},).")
+    if len(stop) > MOST_STOPS:
+        raise ValueError(f"stop has {len(stop)} strings; it must have at most {MOST_STOPS}.")
+    for i, text in enumerate(stop):
+        if not 1 <= len(text) <= LONGEST_STOP:
+            raise ValueError(f"stop[{i}] has {len(text)} characters; it must have from 1 to {LONGEST_STOP}.")
 
 
 def _check_size(prompt: int, drawn: int, limits: Limits) -> None:

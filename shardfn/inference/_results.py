@@ -14,6 +14,8 @@ class Token(NamedTuple):
         logprob: under the softmax of the raw logits; None without a token.
         version: of the weights that computed it.
         finish: "stop", "length", "cancelled", "deadline", "error" or "refused" with the last token of a choice.
+        text: that is certain with this token, after the text of the tokens before it; empty in an engine without a
+            tokenizer. A part of a character, and text that may begin a stop string, come with a later token.
     """
 
     name: str
@@ -23,6 +25,7 @@ class Token(NamedTuple):
     logprob: float | None
     version: int
     finish: str | None
+    text: str = ""
 
 
 class Completion(NamedTuple):
@@ -34,6 +37,7 @@ class Completion(NamedTuple):
         finish: "stop", "length", "cancelled", "deadline", "error" or "refused".
         versions: of the weights that computed each token.
         prompt_logprobs: of the prompt's tokens but the first; empty unless the request wants them.
+        text: after the prompt's, up to a stop string; empty in an engine without a tokenizer.
     """
 
     tokens: list[int]
@@ -41,11 +45,12 @@ class Completion(NamedTuple):
     finish: str | None
     versions: list[int]
     prompt_logprobs: list[float]
+    text: str = ""
 
 
 def append(made: list[Completion], token: Token, prompt: int) -> bool:
     """Adds a token to its choice; returns whether the choice ends."""
-    one = made[token.choice]
+    one = made[token.choice] = made[token.choice]._replace(text=made[token.choice].text + token.text)
     if token.token is not None and token.logprob is not None:
         if token.position < prompt:
             one.prompt_logprobs.append(token.logprob)

@@ -3,6 +3,9 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from shardfn import kernels
@@ -105,7 +108,8 @@ class Runner:
             out_specs=(None, None, Donated(1)),
             donate=1,
         )
-        self._bound: dict[tuple[int, bool], BoundCall] = {}  # by bucket, and whether rows have penalties
+        # By bucket, and whether rows have penalties and grammars.
+        self._bound: dict[tuple[int, bool, bool], BoundCall] = {}
 
     def check(self, decoder: Decoder, limits: Limits, mesh: Mesh | None) -> None:
         """Refuses the model, limits or mesh of other graphs.
@@ -142,12 +146,21 @@ class Runner:
         return self._decoder.cache.init(self._limits, self.mesh)
 
     def bind(
-        self, bucket: int, weights: PyTree, cache: Cache, step: Step | None = None, *, penalties: bool = False
+        self,
+        bucket: int,
+        weights: PyTree,
+        cache: Cache,
+        step: Step | None = None,
+        *,
+        penalties: bool = False,
+        grammars: bool = False,
     ) -> BoundCall:
         """The graph of a bucket, captured when it is first asked for. Collective then."""
         if step is None:
-            step = tensors(padding(bucket, self._limits, penalties=penalties), self._limits, self.mesh.device)
-        key = bucket, step.penalties is not None
+            plan = padding(bucket, self._limits, penalties=penalties)
+            allowed = np.ones((len(plan.rows), self._limits.vocab), bool) if grammars else None
+            step = tensors(plan, self._limits, self.mesh.device, allowed)
+        key = bucket, step.penalties is not None, step.allowed is not None
         if key not in self._bound:
             # Engines compare their states before each step, so calls need no check of their own.
             self._bound[key] = self._run.bind(weights, cache, step, check_every=0)
@@ -159,9 +172,18 @@ class Runner:
         held, cached = (sum(x.local.nbytes for x in tree_leaves(tree)) for tree in (weights, cache))
         return MemoryPlan(held, cached, max(graph.peak - held - cached, 0))
 
-    def run(self, weights: PyTree, cache: Cache, plan: Plan) -> tuple[list[int], list[float], Cache]:
-        """Tokens and log probabilities of the plan's rows, and the cache that takes the place of the given one."""
-        step = tensors(plan, self._limits, self.mesh.device)
+    def run(
+        self, weights: PyTree, cache: Cache, plan: Plan, allowed: Bool[np.ndarray, "rows vocab"] | None = None
+    ) -> tuple[list[int], list[float], Cache]:
+        """Tokens and log probabilities of the plan's rows, and the cache that takes the place of the given one.
+
+        Args:
+            weights: in their served form.
+            cache: of the engine.
+            plan: of the step.
+            allowed: the tokens that each row may draw; None is all.
+        """
+        step = tensors(plan, self._limits, self.mesh.device, allowed)
         tokens, logprobs, cache = self.bind(plan.bucket, weights, cache, step)(weights, cache, step)
         return tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist(), cache
 
@@ -171,10 +193,12 @@ class Runner:
         logits_RV = self._decoder.logits(weights, step.tokens, step.positions, step.rows, bodies)
         given = logits_RV.float()
         changed = given if step.penalties is None else kernels.penalise(given, **step.penalties._asdict())
+        if step.allowed is not None:
+            changed = torch.where(step.allowed, changed, -torch.inf)
         uniforms = kernels.draw_uniforms(step.keys, step.places)
         how = {name: getattr(step, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         tokens, logprobs = kernels.draw(changed, uniforms, **how, targets=step.targets)
-        if step.penalties is not None:  # log probabilities are those of the logits without penalties
+        if changed is not given:  # log probabilities are those of the raw logits
             _, logprobs = kernels.draw(given, uniforms, **how, targets=tokens)
         return tokens, logprobs, cache
 

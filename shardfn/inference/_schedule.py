@@ -19,7 +19,7 @@ from typing import NamedTuple
 from shardfn.core import DonatedError
 
 from ._arrange import arrange
-from ._events import Add, Cancel, Clock, Drain, Event, Weights
+from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
 from ._plan import Plan, make_plan, wanted
 from ._pool import extend_contents
 from ._requests import check_request
@@ -82,7 +82,9 @@ def advance(state: State, events: Seq[Event] = (), drawn: Seq[int] = ()) -> tupl
     _check(state, events, drawn)
     state.consumed, state = True, dataclasses.replace(state)
     outputs: list[Output] = []
-    _settle(state, drawn, {event.name for event in events if isinstance(event, Cancel)}, outputs)
+    cancelled = {event.name for event in events if isinstance(event, Cancel)}
+    stops = {(event.name, event.choice, event.at): event.finish for event in events if isinstance(event, Stop)}
+    _settle(state, drawn, cancelled, stops, outputs)
     for event in events:
         _take(state, event, outputs)
     _finish(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
@@ -119,9 +121,26 @@ def _check(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
             if event.version <= version:
                 raise ValueError(f"version is {event.version}; it must be above {version}, the last one.")
             version = event.version
+        elif isinstance(event, Stop):
+            if event.finish not in ("stop", "error"):
+                raise ValueError(f"{event}: finish must be 'stop' or 'error'.")
+            if not _is_drawn(state, event):
+                raise ValueError(f"{event}: the plan in flight draws no token of that choice at {event.at}.")
 
 
-def _settle(state: State, drawn: Seq[int], cancelled: set[str], outputs: list[Output]) -> None:
+def _is_drawn(state: State, stop: Stop) -> bool:
+    """Whether the plan in flight draws the token of a stop."""
+    for chunk in state.flight:
+        one = state.sequences[chunk.serial]
+        if (one.name, one.choice) == (stop.name, stop.choice):
+            return stop.at - 1 in chunk.positions and stop.at >= len(one.tokens)
+    return False
+
+
+_Stops = dict[tuple[str, int, int], str]  # by names, choices and positions
+
+
+def _settle(state: State, drawn: Seq[int], cancelled: set[str], stops: _Stops, outputs: list[Output]) -> None:
     """Takes the results of the plan in flight; tokens of requests that are cancelled now are dropped."""
     at = 0
     for chunk in state.flight:
@@ -130,22 +149,25 @@ def _settle(state: State, drawn: Seq[int], cancelled: set[str], outputs: list[Ou
         _record(state, sequence)
         if sequence.name not in cancelled:
             for row, p in enumerate(chunk.positions, at):
-                if _take_token(state, sequence, p + 1, drawn[row], row, outputs):
+                if _take_token(state, sequence, p + 1, drawn[row], row, stops, outputs):
                     break
         at += len(chunk.positions)
     state.flight = []
 
 
-def _take_token(state: State, sequence: Sequence, place: int, token: int, row: int, outputs: list[Output]) -> bool:
+def _take_token(
+    state: State, sequence: Sequence, place: int, token: int, row: int, stops: _Stops, outputs: list[Output]
+) -> bool:
     """Appends or scores one token; returns whether the choice ends with it."""
     sampling, known, finish = sequence.request.sampling, sequence.tokens, None
-    if token < 0:
+    stop = stops.get((sequence.name, sequence.choice, place))
+    if token < 0 or stop == "error":
         finish = "error"
     elif place < len(known):
         token, sequence.scored = known[place], place
     else:
         known.append(token)
-        if token in sampling.stop_tokens:
+        if stop or token in sampling.stop_tokens:
             finish = "stop"
         elif len(known) - sequence.prompt == sampling.max_tokens:
             finish = "length"
@@ -181,6 +203,8 @@ def _take(state: State, event: Event, outputs: list[Output]) -> None:
             state.add(name, request)
         case Cancel(_, name):
             _finish(state, [state.sequences[s] for s in state.names.get(name, [])], "cancelled", outputs)
+        case Stop():
+            pass  # it was taken with its token
         case Clock(_, time):
             state.time = max(state.time, time)
         case Weights(_, version, recompute):

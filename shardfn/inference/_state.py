@@ -60,6 +60,7 @@ class State:
     Attributes:
         limits: the sizes.
         pool: the blocks.
+        tokenizer: a digest of the one by which texts stop, or empty.
         step: plans so far, empty ones counted.
         number: events so far; the number of the next one.
         version: of the parameters.
@@ -78,6 +79,7 @@ class State:
 
     limits: Limits
     pool: Pool
+    tokenizer: bytes = b""
     step: int = 0
     number: int = 0
     version: int = 0
@@ -200,14 +202,19 @@ class State:
         sequence.computed = sequence.recorded = 0
 
 
-def start(limits: Limits) -> State:
+def start(limits: Limits, tokenizer: bytes = b"") -> State:
     """The state before the first event.
+
+    Args:
+        limits: the sizes.
+        tokenizer: a digest of the one by which texts stop, so that ranks find theirs to be equal.
 
     Example:
         >>> start(Limits(vocab=100, context=64, blocks=9)).counts()
         {'running': 0, 'waiting': 0, 'free': 8, 'held': 0, 'cached': 0}
     """
-    return State(limits, Pool(limits.blocks))
+    chain = hashlib.blake2b(tokenizer, digest_size=8).digest() if tokenizer else bytes(8)
+    return State(limits, Pool(limits.blocks), tokenizer, chain=chain)
 
 
 def draw_key(seed: int, choice: int) -> int:

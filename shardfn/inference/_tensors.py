@@ -3,8 +3,9 @@
 from array import array
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from jaxtyping import Float64, Int
+from jaxtyping import Bool, Float64, Int
 from torch import Tensor
 
 from ._limits import Limits
@@ -50,6 +51,7 @@ class Step(NamedTuple):
         top_p: float64 [R].
         min_p: float64 [R].
         penalties: where a row has any, else None.
+        allowed: bool [R, vocab] where a row has a grammar, else None; the tokens that it may draw.
     """
 
     tokens: Int[Tensor, " b"]
@@ -66,9 +68,12 @@ class Step(NamedTuple):
     top_p: Float64[Tensor, " r"]
     min_p: Float64[Tensor, " r"]
     penalties: Penalties | None = None
+    allowed: Bool[Tensor, "r vocab"] | None = None
 
 
-def tensors(plan: Plan, limits: Limits, device: torch.device) -> Step:
+def tensors(
+    plan: Plan, limits: Limits, device: torch.device, allowed: Bool[np.ndarray, "r vocab"] | None = None
+) -> Step:
     """The tensors of a plan. Those on a CPU share the memory of the plan's arrays."""
     num_rows = len(plan.rows)
     sampling = [*plan.sampling, *[_NEUTRAL] * (num_rows - len(plan.sampling))]
@@ -90,6 +95,7 @@ def tensors(plan: Plan, limits: Limits, device: torch.device) -> Step:
         *(_tensor(plan.keys, torch.int64, device), places, targets),
         *(floats("temperature"), _tensor(top_k, torch.int64, device), floats("top_p"), floats("min_p")),
         penalties=penalties,
+        allowed=None if allowed is None else torch.from_numpy(allowed).to(device),
     )
 
 

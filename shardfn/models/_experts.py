@@ -24,7 +24,7 @@ class Experts:
         top_k: k.
         d_ff: F; None is that of the dense layers.
         every: layer i has experts where `i >= first` and `(i - first + 1) % every == 0`: 1 is all, 2 every second.
-        first: layers at the beginning that have none.
+        first: number of dense layers at the beginning.
         route: `route(logits, k)` to a `moe.Routing`: `moe.top_k`, or others, with settings by `functools.partial`. It
             also gets `name=`, and `bias=` where `bias_rate` is above 0.
         balance: weight in the loss of the mean of `balance_loss` over layers.

@@ -11,7 +11,6 @@ from ._chunked import Chunked as Chunked
 from ._local import Local as Local
 from ._online import OnlineScores as OnlineScores
 from . import layouts as layouts
-from . import moe as moe
 from ._bodies import Dense as Dense, Blockwise as Blockwise, Ulysses as Ulysses, Ring as Ring, Body as Body
 from ._bodies import Attending as Attending, whole_sequence as whole_sequence
 from ._course import part_of as part_of

@@ -47,9 +47,11 @@ from ._ring import online
 
 
 def _attended(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options: Any) -> Tensor:
-    """Torch's kernel; in forward mode its plain form, as the fused ones have no forward derivative."""
+    """Torch's kernel, or its plain form: fused ones have no forward derivative, and divide by the number of heads."""
     forward_mode = any(forward_ad.unpack_dual(x).tangent is not None for x in (q_BHTK, k_BGSK, v_BGSK))
-    with sdpa_kernel(SDPBackend.MATH) if forward_mode else contextlib.nullcontext():
+    # A rank has no heads where there are more ranks than heads; torch 2.11 then ends the process.
+    plain = forward_mode or q_BHTK.shape[1] == 0
+    with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, **options)
 
 

@@ -120,7 +120,7 @@ def test_adapters_of_a_file_of_options(given: pathlib.Path, tmp_path: pathlib.Pa
     assert not any("base" in path for path in stored(tmp_path / "out/checkpoints"))
 
 
-def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(
+def test_the_result_is_the_checkpoint_with_the_lowest_validation_loss(
     given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shardfn.checkpoint import best, steps
@@ -137,8 +137,42 @@ def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(
     lowest = min(losses, key=lambda step: losses[step])
     assert lowest < 7 and best(tmp_path / "checkpoints", "validation_loss") == lowest
     assert steps(tmp_path / "checkpoints") == [lowest, 7, 8]
-    assert f"the lowest validation loss is that of step {lowest}." in capsys.readouterr().out
+    assert f"The result is that of step {lowest}, with the lowest validation loss." in capsys.readouterr().out
     assert "fine-tuning" in terminal.getvalue() and "8/8" in terminal.getvalue()
+    assert equals_checkpoint(tmp_path, lowest) and not equals_checkpoint(tmp_path, 8)
+
+
+@pytest.mark.nightly
+def test_adapters_are_of_the_checkpoint_with_the_lowest_validation_loss(
+    given: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    from safetensors.torch import load_file
+
+    from shardfn.checkpoint import best, read_leaves, stored
+
+    more = ["--steps", "4", "--every", "1", "--lr", "1000", "--lora", "2", "--precision", "fp32"]
+    assert main(words(given, tmp_path, *more)) == 0
+    before = (tmp_path / "adapter/adapter_model.safetensors").read_bytes()
+    # Once more, it has nothing left to do, and the same result.
+    assert main(words(given, tmp_path, *more)) == 0
+    assert (tmp_path / "adapter/adapter_model.safetensors").read_bytes() == before
+    lowest = best(tmp_path / "checkpoints", "validation_loss")
+    assert lowest is not None and lowest < 4
+    adapters = load_file(tmp_path / "adapter/adapter_model.safetensors").values()
+    for step in (lowest, 4):
+        paths = [path for path in stored(tmp_path / "checkpoints", step) if path.startswith("params")]
+        kept = [x for _, x in read_leaves(tmp_path / "checkpoints", paths, step)]
+        assert len(kept) == len(adapters)
+        assert all(any(x.shape == y.shape and torch.equal(x, y) for y in adapters) for x in kept) == (step == lowest)
+
+
+def equals_checkpoint(out: pathlib.Path, step: int) -> bool:
+    """Whether the resulting model has the weights of a checkpoint."""
+    from shardfn.checkpoint import read_leaves
+
+    module = transformers.AutoModelForCausalLM.from_pretrained(out / "model")
+    paths = {f"opt_state.master['{name}']": x for name, x in module.named_parameters()}
+    return all(torch.equal(paths[path], x) for path, x in read_leaves(out / "checkpoints", paths, step))
 
 
 @pytest.mark.parametrize("kind", ["pairs", "chats"])

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import torch
 from shardfn import core, data, interop
 from shardfn.checkpoint import save
 from shardfn.cli import main
-from shardfn.cli._generate_text import Growing, continuation, text_of_transformers
+from shardfn.cli._generate_text import text_of_transformers
 from shardfn.inference import Runner
 from shardfn.models import gpt
 
@@ -183,14 +184,28 @@ def test_a_chat_has_one_beginning(given: pathlib.Path, capsys: pytest.CaptureFix
     assert len(row["tokens"]) <= 2
 
 
-def test_a_stream_has_whole_characters() -> None:
-    tokenizer = data.ByteTokenizer()
-    text = "né: 日本 🙂."
-    growing = Growing(tokenizer.decode, list(b"ab"))
-    pieces = [growing.add(byte) for byte in text.encode()]
-    assert "".join(pieces) + growing.end() == text and all("\ufffd" not in piece for piece in pieces)
-    assert [growing.add(0xE6), growing.add(0x97), growing.end(), growing.end()] == ["", "", "\ufffd", ""]
-    assert continuation(tokenizer.decode, [97], [0xFF, 98]) == "\ufffdb"
+def test_stop_strings_end_a_text(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [run, "abc", "--seed", 1, "--max-tokens", 9]
+    [whole] = generated(capsys, *given)
+    stop = whole["text"][3:5]
+    [row] = generated(capsys, *given, "--stop", "nowhere", "--stop", stop)
+    assert row["finish"] == "stop" and row["text"] == whole["text"][: whole["text"].index(stop)]
+    assert row["tokens"] == whole["tokens"][: len(row["tokens"])]
+    assert main(["generate", *map(str, given), "--stop", stop]) == 0
+    assert capsys.readouterr().out == row["text"] + "\n"
+
+
+def test_texts_of_a_schema_and_of_an_expression(
+    run: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llguidance")
+    (tmp_path / "schema.json").write_text('{"enum": ["one", 2, null]}')
+    rows = generated(capsys, run, "a", "b", "c", "--json-schema", tmp_path / "schema.json")
+    assert all(json.loads(row["text"]) in ("one", 2, None) and row["finish"] == "stop" for row in rows)
+    assert main(["generate", str(run), "a", "--regex", "[xy]{3}!"]) == 0
+    assert re.fullmatch("[xy]{3}!\n", capsys.readouterr().out)
+    assert main(["generate", str(run), "a", "--regex", "[0-9"]) == 2
+    assert "grammar: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -207,6 +222,12 @@ def test_a_stream_has_whole_characters() -> None:
         ("one --max-tokens 15", "prompt has 2 tokens and max_tokens is 15, together 17; they must be at most 16"),
         ("one --stop-token zwei", "--stop-token 'zwei' is not one of the 11 tokens"),
         ("one --stop-token 99", r"stop_tokens\[1\] is 99; it must be an integer from 0 to 10"),
+        ("one --stop=", r"--stop\[0\] has 0 characters; it must have from 1 to 256"),
+        (
+            "one --regex x --json-schema y",
+            "--json-schema and --regex are two grammars of one text; leave one of them out",
+        ),
+        ("one --json-schema nowhere", "--json-schema nowhere: .*No such file"),
         ("one --cache-gib 1e-6", "cache_bytes=1073 holds 0 tokens"),
     ],
 )

@@ -79,10 +79,22 @@ def test_a_result_may_be_worked_on_and_channels_made_anew() -> None:
     assert float(pending.result()) == [3.0, 5.0][mesh.rank]
     assert channel.sums_in_one and not Channels(sf.make_mesh({"dp": 1, "tp": 2})).reduce(("dp",)).sums_in_one
     channels.close()
-    fresh = channels.anew()
+    assert channels.num_made == 1 and channels.anew(0).num_made == 0
+    fresh = channels.anew(1)
     again = fresh.reduce(("dp",))
     assert again is not channel
     assert float(again.all_reduce(torch.ones(1)).result()) == 2
+
+
+@distributed(world=2)
+def test_a_channel_of_one_rank_needs_no_others() -> None:
+    """One that came later would find them gone, if they fail meanwhile."""
+    mesh = sf.make_mesh({"dp": 2}, device="cpu")
+    channels = Channels(mesh, lambda: pytest.fail("met"))
+    assert channels.gather(()).size == 1 and channels.num_made == 1
+    with pytest.raises(pytest.fail.Exception, match="met"):
+        channels.gather(("dp",))
+    assert channels.num_made == 1
 
 
 def test_a_single_rank_sends_nothing() -> None:

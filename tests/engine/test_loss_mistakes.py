@@ -146,7 +146,7 @@ def _cut(loss: Any, mesh: Any = None) -> Any:
 
 _ALONG_TP = [
     Mistake("the loss never sums over an axis of its specs", lambda: _cut(_never_sums),
-            AxisTypeError, f"the loss varies along 'tp' ... {__file__}:", "sf.psum(x, 'tp')"),
+            (AxisTypeError, sf.RankError), f"the loss varies along 'tp' ... {__file__}:", "sf.psum(x, 'tp')"),
     Mistake("the captured loss never sums over an axis of its specs",
             lambda: _cut(sf.jit(_never_sums, backend="graph")),
             (AxisTypeError, sf.RankError), "varies along 'tp'", "sf.psum(x, 'tp')"),

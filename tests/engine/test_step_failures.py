@@ -2,12 +2,14 @@
 
 import os
 import pathlib
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import shardfn as sf
+from shardfn.engine.agreement import comms_of, losing_no_peer
 from shardfn.testing import distributed
 
 
@@ -170,6 +172,22 @@ def test_branches_that_only_some_ranks_take_neither_hang_nor_err(world: int) -> 
             want = {k: (v - 0.1 * (v.grad if v.grad is not None else 0)).detach() for k, v in handles.items()}
         for k in want:
             torch.testing.assert_close(state.params[k].full_tensor(), want[k], rtol=1e-5, atol=1e-6)
+
+
+@distributed(world=2, timeout=60)
+def test_ranks_that_fail_with_other_channels_go_on_together() -> None:
+    """As where a rank fails while others, along another axis, still make a channel."""
+    rank = torch.distributed.get_rank()
+    with sf.make_mesh({"dp": 2}, device="cpu", agreement_timeout=600) as mesh:
+        step = sf.sharded_step(_loss, sf.optim.sgd(0.1), mesh=mesh, batch=sf.P("dp"), donate=False)
+        state = step.init(_params())
+        comms = comms_of(mesh)
+        made: Any = getattr(comms.channels, "_made")  # noqa: B009
+        if rank == 1:
+            made["relay", ("dp",)] = next(iter(made.values()))
+        with pytest.raises(_Boom), losing_no_peer(comms):
+            raise _Boom("on all ranks")
+        assert step(state, _batch())[1]["finite"]
 
 
 @pytest.mark.nightly

@@ -14,12 +14,14 @@ from shardfn.inference import (
     Output,
     Request,
     Sampling,
+    Stop,
     Weights,
     advance,
     check_request,
     digest,
     start,
 )
+from shardfn.inference._drawn import new_tokens
 from shardfn.inference._state import draw_key
 from tests.inference.model import Model, draw
 
@@ -60,6 +62,7 @@ class Laws(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 3]),
         seed=st.integers(0, 1),
         stop=st.sampled_from([(), (3,)]),
+        texts=st.booleans(),
         scores=st.booleans(),
         priority=st.sampled_from([0, 0, 0, 5, -5]),
         salt=st.sampled_from([b"", b"", b"x"]),
@@ -72,12 +75,14 @@ class Laws(RuleBasedStateMachine):
         n: int,
         seed: int,
         stop: tuple[int, ...],
+        texts: bool,
         scores: bool,
         priority: int,
         salt: bytes,
         deadline: int | None,
     ) -> None:
-        sampling = Sampling(max_tokens=tokens, n=n, seed=seed, stop_tokens=stop, prompt_logprobs=scores)
+        ends = ("text",) if texts else ()  # a text ends with an even token after another one
+        sampling = Sampling(max_tokens=tokens, n=n, seed=seed, stop_tokens=stop, stop=ends, prompt_logprobs=scores)
         request = Request(tuple(prompt), sampling, priority=priority, salt=salt, deadline=deadline)
         try:
             check_request(request, self.limits)
@@ -111,7 +116,7 @@ class Laws(RuleBasedStateMachine):
             self.advance()
 
     def advance(self) -> None:
-        events, self.events = self.events, []
+        events, self.events = [*self.events, *self.stops()], []
         before = {chunk.serial for chunk in self.state.flight}
         self.state, plan, outputs = advance(self.state, events, self.drawn)
         self.twin, _, twins = advance(self.twin, events, self.drawn)
@@ -122,6 +127,18 @@ class Laws(RuleBasedStateMachine):
         self.drawn = self.model.run(plan) if plan else []
         self.check_progress(before)
         self.check_blocks()
+
+    def stops(self) -> list[Stop]:
+        """The ends by texts among the tokens of the last plan."""
+        cancelled = {event.name for event in self.events if isinstance(event, Cancel)}
+        found = []
+        for one in new_tokens(self.state, self.drawn, cancelled):
+            if one.request.sampling.stop and self.ends(self.known[one.place[:2]], one.token):
+                found.append(Stop(self.number + len(found), *one.place))
+        return found
+
+    def ends(self, known: list[int], token: int) -> bool:
+        return token % 2 == 0 and known[-1] % 2 == 0
 
     def take(self, output: Output) -> None:
         """A token is that of a full forward of this choice alone, and nothing follows its end."""
@@ -134,6 +151,8 @@ class Laws(RuleBasedStateMachine):
             assert output.position == len(known)
             key = draw_key(request.sampling.seed, output.choice)
             assert output.token == draw(tuple(known), key, output.version, self.limits.vocab)
+            ended = bool(request.sampling.stop) and self.ends(known, output.token)
+            assert (output.finish == "stop") == (ended or output.token in request.sampling.stop_tokens)
             known.append(output.token)
             self.versions[of].add(output.version)
         if output.finish:

@@ -4,6 +4,8 @@ A story is drawn by hypothesis; each feature of the engine adds an axis to it.
 """
 
 import functools
+import importlib.util
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,11 +15,27 @@ import torch
 from torch import Tensor
 
 from shardfn import core, kernels
-from shardfn.inference import Decoder, Engine, Limits, Runner, Sampling, Token
+from shardfn.inference import Decoder, Engine, Grammar, Limits, Runner, Sampling, Token, detokenizer
+from shardfn.inference._matchers import Compiler
 from shardfn.inference._state import draw_key
 from shardfn.models import gpt
+from tests.inference.test_stops import whole_cut
 
 VERSIONS = 3
+# The bytes of the model's tokens: some are halves of a character, or have no text.
+TOKENS = [b"a", b"b", b"ab", b" ", b"\n", b"\xc3", b"\xa9", None, b"b ", "\N{PILE OF POO}z".encode(), b"\xf0", b"z"]
+# Finite languages, all of whose texts are listed. Some texts cannot be written where `b` is a stop token.
+LANGUAGES: dict[Grammar | None, list[str]] = {None: []}
+if importlib.util.find_spec("llguidance") is not None:
+    LANGUAGES |= {
+        Grammar.regex("(ab|b|\u00e9){1,4}"): [
+            "".join(w) for n in range(1, 5) for w in itertools.product(("ab", "b", "\u00e9"), repeat=n)
+        ],
+        Grammar.regex("a?b{1,2}( z|\u00e9\n?)?"): [
+            a + b + c for a in ("", "a") for b in ("b", "bb") for c in ("", " z", "\u00e9", "\u00e9\n")
+        ],
+        Grammar.lark('start: "a" start "b" | "z"'): ["a" * n + "z" + "b" * n for n in range(20)],
+    }
 SMALL = st.integers(0, 2)  # few tokens, so that prompts share prefixes
 
 
@@ -51,6 +69,9 @@ samplings = st.builds(
     seed=st.integers(0, 3),
     n=st.sampled_from([1, 1, 1, 2]),
     stop_tokens=st.sampled_from([(), (), (1, 4)]),
+    stop=st.sampled_from([(), (), ("ab ", "bb"), ("é", "\n\n", "zz")]),
+    include_stop=st.booleans(),
+    grammar=st.sampled_from(list(LANGUAGES)),
     prompt_logprobs=st.sampled_from([False, False, True]),
 )
 arrivals = st.builds(
@@ -113,7 +134,8 @@ def model(tp: str | None = None, **changes: Any) -> Model:
 
 def run(story: Story, model: Model, runner: Runner, limits: Limits) -> tuple[dict[tuple[str, int], Told], Engine]:
     """The tokens of all choices. At the end no block is held."""
-    engine = Engine(model.decoder, model.params[0], limits=replace(limits, blocks=story.blocks), runner=runner)
+    sizes = replace(limits, blocks=story.blocks)
+    engine = Engine(model.decoder, model.params[0], limits=sizes, runner=runner, tokenizer=TOKENS)
     told: dict[tuple[str, int], Told] = {}
     updates, version, step = sorted(story.updates), 0, 0
     last = max([a.step for a in story.arrivals] + [s for s, _ in updates])
@@ -142,23 +164,73 @@ def check(story: Story, told: dict[tuple[str, int], Told], model: Model) -> int:
     checked = 0
     for (name, choice), got in told.items():
         a = story.arrivals[int(name)]
-        assert got.finish in ("stop", "length", "cancelled"), got
+        assert got.finish in ("stop", "length", "cancelled") or a.sampling.grammar, got
         assert a.cancel is not None or got.finish != "cancelled"
         drawn = [t for t in got.tokens if t.token is not None and t.position >= len(a.prompt)]
         assert [t.position for t in drawn] == list(range(len(a.prompt), len(a.prompt) + len(drawn)))
         sequence = [*a.prompt, *(t.token for t in drawn)]
         if got.finish == "length":
             assert len(drawn) == a.sampling.max_tokens
+        tokens = [t.token for t in drawn if t.token is not None]
+        allowed, complete = _follow(tokens, got.finish, a.sampling)
+        _check_text(got, tokens, a, complete)
         scored = [t for t in got.tokens if t.token is not None and t.position < len(a.prompt)]
         if a.sampling.prompt_logprobs and choice == 0 and drawn:
             assert [t.position for t in scored] == list(range(1, len(a.prompt)))
         for t in [*scored, *drawn]:
+            assert t.token is not None
             logits = model.full(t.version, tuple(sequence[: len(sequence) - 1] or sequence))[t.position - 1]
-            target = -1 if t.token is None or t.position >= len(a.prompt) else t.token
-            token, logprob = draw_alone(logits, a.sampling, draw_key(a.sampling.seed, choice), t.position, target)
+            target = -1 if t.position >= len(a.prompt) else t.token
+            how = (a.sampling, draw_key(a.sampling.seed, choice), t.position)
+            _, logprob = draw_alone(logits, *how, t.token)
+            if target < 0 and allowed:
+                logits = logits.where(torch.from_numpy(allowed[t.position - len(a.prompt)]), -torch.inf)
+            token, _ = draw_alone(logits, *how, target)
             assert (token, logprob) == (t.token, t.logprob), (name, choice, t, token, logprob)
             checked += 1
     return checked
+
+
+def _follow(tokens: list[int], finish: str | None, how: Sampling) -> tuple[list[Any], bool]:
+    """The tokens that a matcher of its own allows at each place, and whether the text is complete at the end."""
+    if how.grammar is None:
+        return [], False
+    matcher = _compiler().compile(how.grammar, how.stop_tokens)
+    allowed, end, text, words = [], None, b"", [word.encode() for word in LANGUAGES[how.grammar]]
+    for token in tokens:
+        assert end is None
+        allowed.append(matcher.allowed)
+        end = matcher.take(token)
+        assert end != "error"
+        if token in how.stop_tokens:
+            assert text in words
+            return allowed, True
+        text += TOKENS[token] or b"?"
+        assert any(word.startswith(text) for word in words)
+    assert end is None or (text in words and finish in ("stop", "cancelled"))
+    assert finish != "error" or not matcher.allowed.any()
+    return allowed, end is not None
+
+
+@functools.cache
+def _compiler() -> Compiler:
+    return Compiler(detokenizer(TOKENS), 13)
+
+
+def _check_text(got: Told, tokens: list[int], a: Arrival, complete: bool) -> None:
+    """The text is that of all tokens, up to the first stop string, and no token comes after it."""
+    how, texts = a.sampling, []
+    hidden = bool(tokens) and tokens[-1] in how.stop_tokens and not how.include_stop
+    for known in (tokens[:-1], tokens[: len(tokens) - hidden]):
+        growing = detokenizer(TOKENS).start(a.prompt)
+        texts.append("".join([*map(growing.add, known), growing.end()]))
+    assert not any(stop in texts[0] for stop in how.stop)
+    want, stopped = whole_cut(texts[1], list(how.stop), how.include_stop)
+    assert "".join(t.text for t in got.tokens) == want
+    if stopped or complete or (tokens and tokens[-1] in how.stop_tokens):
+        assert got.finish in ("stop", "cancelled")
+    else:
+        assert got.finish != "stop"
 
 
 def draw_alone(logits: Tensor, sampling: Sampling, key: int, place: int, target: int) -> tuple[int, float]:

@@ -132,6 +132,20 @@ def test_rows_without_keys_are_zeros() -> None:
         assert all(x.isfinite().all() for x in (y, dq, dk, dv))
 
 
+@pytest.mark.parametrize("impl", [nn.Dense(), nn.Blockwise(2), nn.BlockSparse(2)], ids=str)
+def test_a_rank_without_heads(impl: Any) -> None:
+    """As where there are more ranks than heads: results and gradients are empty, also in batches of `vmap`."""
+    for groups in (0, 2):
+        for mask in (nn.Causal(), nn.Full(), nn.Window(2)):
+            qkv = [torch.randn(3, 2, 4, n, 5).requires_grad_() for n in (0, groups, groups)]
+            attend = functools.partial(nn.attention, mask=mask, impl=impl)
+            for y in (attend(*(x[0] for x in qkv)), torch.func.vmap(attend)(*qkv)):
+                assert y.shape[-3:] == (4, 0, 5)
+                grads = torch.autograd.grad(y.sum(), qkv)
+                assert [g.shape for g in grads] == [x.shape for x in qkv]
+                assert not any(g.any() for g in grads)
+
+
 def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     """The definition: one more key of this score, whose value is 0. Causal."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))

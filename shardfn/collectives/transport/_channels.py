@@ -70,17 +70,28 @@ class Channels:
             if kind == "loss":
                 channel.end_memory()
 
-    def anew(self, meet: Callable[[], None] = lambda: None) -> "Channels":
-        """The same channels, made again. Collective."""
+    @property
+    def num_made(self) -> int:
+        """How many have been made; where ranks have failed, one of them may have more than another."""
+        return len(self._made)
+
+    def anew(self, num: int, meet: Callable[[], None] = lambda: None) -> "Channels":
+        """The first `num` channels, made again. Collective.
+
+        Args:
+            num: the same on all ranks.
+            meet: as above.
+        """
         fresh = Channels(self._mesh, meet)
-        for kind, axes in self._made:
+        for kind, axes in list(self._made)[:num]:
             fresh._get(kind, axes)
         return fresh
 
     def _get(self, kind: str, axes: tuple[str, ...]) -> Channel:
         key = (kind, axes)
         if key not in self._made:
-            self._meet()
+            if self._mesh.axis_size(axes) > 1:
+                self._meet()
             if kind == "loss":
                 group = None if self._apart else self._mesh.group(axes)
                 self._made[key] = Channel(self._mesh, axes, group=group, of_loss=True)

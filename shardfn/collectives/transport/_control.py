@@ -120,7 +120,8 @@ class Control:
         if self._mesh.axis_size(names) == self.size:
             return self._rounds
         if names not in self._along:
-            self.meet()
+            if self._mesh.axis_size(names) > 1:
+                self.meet()
             group = self._mesh.new_group(names, backend="gloo") if names else None
             self._along[names] = Rounds(group, self.rank, *_errors_of(self))
             if self._shares:

@@ -79,13 +79,18 @@ def comms_of(mesh: Mesh) -> Comms:
     if comms is not None:  # all ranks are here now, so transfers of earlier agreements have ended
         _close(comms)
     meet = functools.partial(_meet, weakref.ref(control))
-    channels = Channels(mesh, meet) if comms is None else _live(comms)[0].anew(meet)
+    channels = Channels(mesh, meet) if comms is None else _anew(_live(comms)[0], control, meet)
     fresh = COMMS.put(mesh, Comms(mesh, channels, control, epoch=epoch))
     this = weakref.ref(fresh)  # in a cycle, closed communicators would live on
     control.wake = lambda: None if (of := this()) is None else _close(of)
     channels.loss_along_each()
     set_loss_channels(mesh, channels)
     return fresh
+
+
+def _anew(before: Channels, control: Control, meet: Callable[[], None]) -> Channels:
+    """The channels that all ranks had made: a failure may have left one rank with more than another."""
+    return before.anew(min(control.exchange(before.num_made)), meet)
 
 
 def _meet(control: "weakref.ref[Control]") -> None:
@@ -205,6 +210,8 @@ def _tell(comms: Comms, error: BaseException) -> None:
         # A `RankError`, too: most are raised by all ranks alike, but a rank at another place waits to be woken.
         if not control.lost:
             control.tell(f"raised {described(error)}")
+            # As the others name it, for whoever reads this rank's error alone.
+            error.add_note(f"on rank {control.rank} of {control.size}")
     finally:
         _close(comms)
 

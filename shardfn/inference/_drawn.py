@@ -1,0 +1,40 @@
+"""The tokens that a plan has drawn, before the schedule takes them: their texts may end their choices."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from ._requests import Request
+from ._state import State
+
+Place = tuple[str, int, int]  # the name of a request, its choice, and the position of a token
+Ends = dict[Place, str]  # how choices finish with the token of a place
+
+
+class Drawn(NamedTuple):
+    """A token that a plan has drawn.
+
+    Attributes:
+        place: of the token.
+        token: its id.
+        request: of the choice.
+        last: whether the choice ends with it by itself: by a stop token, or the number of tokens.
+    """
+
+    place: Place
+    token: int
+    request: Request
+    last: bool
+
+
+def new_tokens(state: State, drawn: Sequence[int], cancelled: Collection[str]) -> Iterator[Drawn]:
+    """The drawn tokens of the plan in flight; not those of `cancelled` requests, nor of logits that are not finite."""
+    at = 0
+    for chunk in state.flight:
+        one = state.sequences[chunk.serial]
+        how = one.request.sampling
+        for row, p in enumerate(chunk.positions, at):
+            token, place = drawn[row], p + 1
+            if place >= len(one.tokens) and token >= 0 and one.name not in cancelled:
+                last = token in how.stop_tokens or place + 1 - one.prompt == how.max_tokens
+                yield Drawn((one.name, one.choice, place), token, one.request, last)
+        at += len(chunk.positions)

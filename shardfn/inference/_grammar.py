@@ -1,0 +1,136 @@
+"""Grammars that a request's text must have: values, which are compiled before a request is admitted."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from math import lcm
+from typing import Any
+
+KINDS = ("json_schema", "regex", "lark")
+MOST_BYTES = 1 << 16
+# A compiled `multipleOf` has a state for each remainder.
+MOST_REMAINDERS = 5000
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A language that a text must be in, from its first character to its last. Made by one of three functions.
+
+    Args:
+        kind: "json_schema", "regex" or "lark".
+        text: the schema, the expression or the grammar.
+
+    Raises:
+        TypeError: the text is not a string.
+        ValueError: the kind is unknown, or the text has more than 65,536 bytes.
+
+    Example:
+        >>> Grammar.regex("[0-9]{3}")
+        Grammar(kind='regex', text='[0-9]{3}')
+    """
+
+    kind: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"grammar.kind is {self.kind!r}; it must be one of {', '.join(KINDS)}.")
+        if not isinstance(self.text, str):
+            raise TypeError(f"grammar.text is a {type(self.text).__name__}; it must be a str.")
+        if (size := len(self.text.encode("utf-8", "replace"))) > MOST_BYTES:
+            raise ValueError(f"grammar.text has {size} bytes; it must have at most {MOST_BYTES}.")
+
+    @classmethod
+    def json_schema(cls, schema: str | Mapping[str, Any]) -> "Grammar":
+        """JSON texts that have a schema, with properties in the order of the schema.
+
+        Raises:
+            ValueError: it is not JSON.
+
+        Example:
+            >>> Grammar.json_schema({"type": "integer"}).text
+            '{"type": "integer"}'
+        """
+        text = schema if isinstance(schema, str) else _dumped(schema)
+        return cls("json_schema", text)
+
+    @classmethod
+    def regex(cls, pattern: str) -> "Grammar":
+        """Texts that match a regular expression as a whole, in the syntax of Rust's `regex`.
+
+        Example:
+            >>> Grammar.regex("yes|no").kind
+            'regex'
+        """
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, text: str) -> "Grammar":
+        """Texts of a context-free grammar in llguidance's variant of Lark's syntax, from the rule `start` on.
+
+        Example:
+            >>> Grammar.lark('start: "a" start "b" | "ab"').kind
+            'lark'
+        """
+        return cls("lark", text)
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Refuses a schema that is not JSON, or whose compilation would take long though it is short.
+
+    Raises:
+        ValueError: it is such a one.
+
+    Example:
+        >>> check_grammar(Grammar.json_schema({"type": "integer", "multipleOf": 99991}))
+        Traceback (most recent call last):
+        ValueError: grammar: multiples of 99991 need 99991 states; at most 5000 are compiled.
+    """
+    multiples = [Decimal(x) for schema in _schemas(grammar) for x in _multiples(schema)]
+    if not multiples:
+        return
+    least = min(_exponent(x) for x in multiples)
+    states = lcm(*(abs(int(x.scaleb(-least))) for x in multiples)) if least > -64 and max(multiples) < 10**9 else 10**9
+    if states > MOST_REMAINDERS:
+        listed = ", ".join(str(x) for x in multiples[:3])
+        raise ValueError(
+            f"grammar: multiples of {listed} need {states} states; at most {MOST_REMAINDERS} are compiled."
+        )
+
+
+def _dumped(schema: Any) -> str:
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"grammar: the schema is not JSON: {error}") from error
+
+
+def _schemas(grammar: Grammar) -> Iterator[Any]:
+    """The schemas of a grammar; those within a Lark grammar follow %json."""
+    text, decoder = grammar.text, json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
+    try:
+        if grammar.kind == "json_schema":
+            yield decoder.decode(text)
+        elif grammar.kind == "lark":
+            for part in text.split("%json")[1:]:
+                yield decoder.raw_decode(part.lstrip())[0]
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"grammar: the schema is not JSON: {error}") from error
+
+
+def _multiples(schema: Any) -> Iterator[Decimal]:
+    left = [schema]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            left += one.values()
+            if isinstance(one.get("multipleOf"), Decimal):
+                yield one["multipleOf"]
+        elif isinstance(one, list):
+            left += one
+
+
+def _exponent(x: Decimal) -> int:
+    found = x.normalize().as_tuple().exponent
+    return min(0, found) if isinstance(found, int) else 0

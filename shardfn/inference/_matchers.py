@@ -1,0 +1,155 @@
+"""Where the texts of requests are in their grammars, by llguidance: which tokens may come next.
+
+A matcher is a function of its grammar and tokens: each choice has one of its own, as copies share a cache whose limits
+one of them could exhaust for the others. All limits count steps, and none reads a clock, so that ranks agree.
+
+References:
+    llguidance, https://github.com/guidance-ai/llguidance
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool
+
+from ._detokenize import Detokenizer
+from ._grammar import Grammar, check_grammar
+
+# About 50 of the first and 14 of the second take a microsecond.
+_LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "verbose_errors": False}
+Allowed = Bool[np.ndarray, " vocab"]
+
+
+class Matcher:
+    """The place of one choice's text in its grammar.
+
+    Attributes:
+        allowed: which tokens may come next: not a single one after an error, so that none is drawn then.
+    """
+
+    allowed: Allowed
+
+    def __init__(self, inner: Any, vocab: int, stop_tokens: Sequence[int]) -> None:
+        self._inner, self._vocab, self._stop_tokens = inner, vocab, list(stop_tokens)
+        self.allowed = self._next()
+
+    @property
+    def problem(self) -> str:
+        """The error that the matcher met, or empty."""
+        return self._inner.get_error().partition("\n<")[0].strip()
+
+    def take(self, token: int, *, last: bool = False) -> str | None:
+        """Goes on by a token.
+
+        Args:
+            token: that was drawn.
+            last: whether no other one is drawn.
+
+        Returns:
+            "stop" where the text is complete, and nothing can follow; "error" where the token is not in the grammar.
+        """
+        if token in self._stop_tokens:
+            return None  # the text ends before it
+        if not self._inner.consume_token(token) or self._inner.is_error():
+            self.allowed = np.zeros_like(self.allowed)
+            return "error"
+        if self._inner.is_stopped():
+            return "stop"
+        if last:
+            return None
+        self.allowed = self._next()
+        return "stop" if self._accepts and not self.allowed.any() else None
+
+    def _next(self) -> Allowed:
+        bits = np.unpackbits(np.frombuffer(self._inner.compute_bitmask(), np.uint8), bitorder="little").view(bool)
+        if self._inner.is_error():
+            bits[:] = False
+        allowed, self._accepts = bits[: self._vocab], bool(bits[_end(self._vocab)])
+        allowed[self._stop_tokens] = self._accepts
+        return allowed
+
+
+class Compiler:
+    """Compiles grammars for a vocabulary.
+
+    Args:
+        detokenizer: of the tokenizer.
+        vocab: the number of logits.
+
+    Raises:
+        ImportError: llguidance is missing.
+        ValueError: tokens of this tokenizer have no bytes of their own.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, vocab: int) -> None:
+        if importlib.util.find_spec("llguidance") is None:
+            raise ImportError("grammars are compiled by llguidance, which is missing: pip install 'shardfn[text]'")
+        if detokenizer.bytes_of is None:
+            raise ValueError(
+                "grammar: the texts of this tokenizer's tokens depend on their neighbours; a grammar needs a vocabulary"
+                " of byte level, byte fallback or metaspace."
+            )
+        self._library: Any = importlib.import_module("llguidance")
+        self._vocab = vocab
+        self._tokenizer = _tokenizer(self._library, detokenizer, vocab)
+
+    def compile(self, grammar: Grammar, stop_tokens: Sequence[int]) -> Matcher:
+        """A matcher before its first token.
+
+        Raises:
+            ValueError: the grammar is wrong, too large, or has no text that the vocabulary can write.
+        """
+        check_grammar(grammar)
+        make = getattr(self._library.LLMatcher, f"grammar_from_{grammar.kind}")
+        try:
+            limits = self._library.LLParserLimits(**_LIMITS)
+            inner = self._library.LLMatcher(self._tokenizer, make(grammar.text), limits=limits, log_level=0)
+        except ValueError as error:
+            raise ValueError(f"grammar: {error}") from error
+        made = Matcher(inner, self._vocab, stop_tokens)
+        if not made.allowed.any():
+            raise ValueError(f"grammar: {_one_line(made.problem) or 'no token of the vocabulary may begin a text'}.")
+        return made
+
+
+def _one_line(problem: str) -> str:
+    return " ".join(problem.split())[:300].rstrip(".")
+
+
+def _end(vocab: int) -> int:
+    """The id of a token that ends texts, which no model draws: its bit is set where the text is complete."""
+    return vocab + 256
+
+
+def _tokenizer(library: Any, detokenizer: Detokenizer, vocab: int) -> Any:
+    """The vocabulary, with a token for each byte, of which no model draws one, so that every text has tokens."""
+    assert detokenizer.bytes_of is not None
+    found = [detokenizer.bytes_of(token) for token in range(vocab)]
+    tokens = [b"\xff<[%d]>" % i if x is None else x for i, x in enumerate(found)]
+    single = {x for x in found if x is not None and len(x) == 1}
+    fakes = [bytes([i]) if bytes([i]) not in single else b"\xff<[%d]>" % (vocab + i) for i in range(256)]
+    end = _end(vocab)
+    special = [i for i, x in enumerate(found) if x is None]
+    special += [vocab + i for i, x in enumerate(fakes) if len(x) > 1]
+    vocabulary = _Vocabulary([*tokens, *fakes, b"\xff<end>"], [*special, end], end)
+    made = library.LLTokenizer(library.TokenizerWrapper(vocabulary), n_vocab=end + 1, eos_token=[end])
+    vocabulary.tokenize = made.greedy_tokenize
+    return made
+
+
+class _Vocabulary:
+    """A vocabulary as llguidance asks for it."""
+
+    def __init__(self, tokens: list[bytes], special: list[int], end: int) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, end
+        self.bos_token_id = None
+        self.tokenize: Any = None
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens of a text that a grammar forces: the longest ones first."""
+        if not isinstance(text, str):
+            raise TypeError("text is not a str")  # llguidance then passes strings
+        return self.tokenize(text) if self.tokenize is not None else []

@@ -1,0 +1,73 @@
+"""Stop strings in a text that comes in pieces: the result does not depend on where the pieces are cut.
+
+The text ends with the first stop string that is complete; of several that are complete at one character, the longest
+one is cut off. Text that may be the beginning of a stop string is held back.
+
+References:
+    Knuth, Morris, Pratt: Fast Pattern Matching in Strings, 1977, https://doi.org/10.1137/0206024
+"""
+
+import functools
+from collections.abc import Sequence
+
+
+class Cut:
+    """A text up to its first stop string.
+
+    Args:
+        stops: strings that are not empty.
+        include: whether the text has the stop string at its end.
+
+    Example:
+        >>> cut = Cut(["END"])
+        >>> cut.add("to the E"), cut.add("NE"), cut.add("ND and on")
+        (('to the ', False), ('EN', False), ('', True))
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._tables = [(stop, _borders(stop)) for stop in stops]
+        self._matched = [0] * len(stops)  # characters of each stop string that the text ends with
+        self._include, self._held = include, ""
+
+    def add(self, text: str) -> tuple[str, bool]:
+        """The text that is certain, and whether it ends here by a stop string."""
+        if not self._tables:
+            return text, False
+        for i, character in enumerate(text, 1):
+            if found := self._match(character):
+                whole, self._held = self._held + text[:i], ""
+                return whole if self._include else whole[:-found], True
+        whole = self._held + text
+        given = len(whole) - max(self._matched)
+        self._held = whole[given:]
+        return whole[:given], False
+
+    def end(self) -> str:
+        """The text that was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _match(self, character: str) -> int:
+        """Moves on by a character; the length of the longest stop string that ends with it, or 0."""
+        longest = 0
+        for i, (stop, borders) in enumerate(self._tables):
+            k = self._matched[i]
+            while k and stop[k] != character:
+                k = borders[k - 1]
+            k += stop[k] == character
+            if k == len(stop):
+                longest, k = max(longest, k), borders[k - 1]
+            self._matched[i] = k
+        return longest
+
+
+@functools.lru_cache(maxsize=1024)
+def _borders(stop: str) -> tuple[int, ...]:
+    """For each beginning of a string the length of the longest shorter one that it ends with."""
+    borders, k = [0], 0
+    for character in stop[1:]:
+        while k and stop[k] != character:
+            k = borders[k - 1]
+        k += stop[k] == character
+        borders.append(k)
+    return tuple(borders)

@@ -1,0 +1,74 @@
+"""The texts of all choices in progress, and the stop strings that end them.
+
+A text is a function of its tokens. The schedule knows no text: a stop string that a token completes is an event of the
+step that takes the token, so that token numbers, log probabilities and blocks end there, on all ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ._detokenize import Detokenizer, Growing
+from ._drawn import Drawn, Ends
+from ._schedule import Output
+from ._stops import Cut
+
+
+@dataclass(slots=True)
+class _Text:
+    """The text of one choice: certain up to a stop string that may have begun."""
+
+    growing: Growing
+    cut: Cut
+    due: dict[int, str] = field(default_factory=dict)  # by the position of the token that it comes with
+
+    def rest(self) -> str:
+        """The text that was held back; at the end of a choice."""
+        text, found = self.cut.add(self.growing.end())
+        return text if found else text + self.cut.end()
+
+
+class Texts:
+    """Follows the tokens of an engine's choices.
+
+    Args:
+        detokenizer: None gives every token an empty text.
+    """
+
+    def __init__(self, detokenizer: Detokenizer | None) -> None:
+        self._detokenizer = detokenizer
+        self._texts: dict[tuple[str, int], _Text] = {}
+
+    def take(self, drawn: Sequence[Drawn], ends: Ends) -> Ends:
+        """Takes tokens, of which the grammars' `ends` are known; the ends by stop strings."""
+        if self._detokenizer is None:
+            return {}
+        return {one.place: "stop" for one in drawn if self._take(one, ends.get(one.place))}
+
+    def of(self, output: Output) -> str:
+        """The text that comes with an output."""
+        key = output.name, output.choice
+        one = self._texts.get(key)
+        if one is None:
+            return ""
+        text = one.due.pop(output.position, "") if output.token is not None else ""
+        if output.finish is None:
+            return text
+        del self._texts[key]
+        return text if output.token is not None else one.rest()
+
+    def _take(self, drawn: Drawn, end: str | None) -> bool:
+        assert self._detokenizer is not None
+        if end == "error":
+            return False  # the token is dropped
+        how, (name, choice, at) = drawn.request.sampling, drawn.place
+        one = self._texts.get((name, choice))
+        if one is None:
+            growing = self._detokenizer.start(drawn.request.prompt)
+            one = self._texts[name, choice] = _Text(growing, Cut(how.stop, include=how.include_stop))
+        hidden = drawn.token in how.stop_tokens and not how.include_stop
+        text, found = one.cut.add("" if hidden else one.growing.add(drawn.token))
+        if not found and (end or drawn.last):
+            more, found = one.cut.add(one.growing.end())
+            text += more if found else more + one.cut.end()
+        one.due[at] = text
+        return found
