@@ -319,8 +319,8 @@ class _Reading:
         others = [a for a in axes if a != expert_axis]
         if len(others) != 1 or expert_axis not in axes:
             self.problems.append(
-                f"expert_parallel.autoep_size = {size}: give experts an axis of their own beside that of the data, as in"
-                f" axis=('dp', {expert_axis!r})"
+                f"expert_parallel.autoep_size = {size}: give experts an axis of their own beside that of the data, as"
+                f" in axis=('dp', {expert_axis!r})"
             )
         if size < 1 or ranks % size:
             self.problems.append(f"expert_parallel.autoep_size = {size} does not divide {ranks} ranks; pass ranks=")

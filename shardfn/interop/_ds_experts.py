@@ -50,7 +50,8 @@ def read_deepspeed_weights(directory: str, tag: str | None = None) -> DeepSpeedS
         >>> for e in range(2):
         ...     path = directory / f"layer_0_expert_{e}_mp_rank_00_model_states.pt"
         ...     torch.save({name.format(e): torch.full((3, 2), float(e))}, path)
-        >>> torch.save({"module": {"head": torch.ones(2)}, "num_experts": [2]}, directory / "mp_rank_00_model_states.pt")
+        >>> model = {"module": {"head": torch.ones(2)}, "num_experts": [2]}
+        >>> torch.save(model, directory / "mp_rank_00_model_states.pt")
         >>> params = read_deepspeed_weights(str(directory.parent), "tag").params
         >>> torch.stack([params[name.format(e)] for e in range(2)]).shape  # a leaf of `nn.moe`, to be cut by P("ep")
         torch.Size([2, 3, 2])

@@ -39,7 +39,7 @@ class Conversion:
 
     Attributes:
         key: the first leaf that it makes.
-        converter: of transformers; None leaves the tensor as it is.
+        converter: of transformers; None leaves the tensor unchanged.
         sources: the names in the files by the converter's pattern, in the order of experts.
         module: the module, whose config some operations read.
     """
@@ -50,7 +50,7 @@ class Conversion:
     module: nn.Module
 
     def run(self, read: Callable[[str, str], Tensor], experts: slice = slice(None)) -> dict[str, Tensor]:
-        """The leaves, of tensors that `read(pattern, name)` gives; of some experts, where `by_expert`."""
+        """The leaves that are made of tensors `read(pattern, name)`; those of some experts, where `by_expert`."""
         if self.converter is None:
             ((pattern, (name,)),) = self.sources.items()
             return {self.key: read(pattern, name)}
@@ -156,7 +156,7 @@ def as_module(archive: Archive, module: nn.Module, known: Iterable[str]) -> Arch
 
 
 def saved_together(module: nn.Module, names: Iterable[str]) -> list[list[str]]:
-    """The groups of leaves of which each is converted at once for the files of transformers.
+    """Groups of leaves that are converted together for the files of transformers.
 
     Args:
         module: any module; one that is not of transformers has each leaf by itself.
