@@ -113,8 +113,8 @@ _EXPERTS: dict[str, Any] = {
     "validate_folding_routing": "all ranks check each exchange",
     **dict.fromkeys(
         (
-            "preset_model moe_layer_pattern expert_pattern router_pattern expert_w1 expert_w2 expert_w3 num_experts_attr"
-            " top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern"
+            "preset_model moe_layer_pattern expert_pattern router_pattern expert_w1 expert_w2 expert_w3"
+            " num_experts_attr top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern"
         ).split(),
         _FOUND,
     ),

@@ -361,7 +361,12 @@ def from_module(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], StatefulFunction]: ...
 @overload
 def from_module(
-    module: nn.Module, *, keep_dtype: Sequence[str] = ..., layers: str, attention: Body | None = ...
+    module: nn.Module,
+    *,
+    keep_dtype: Sequence[str] = ...,
+    layers: str,
+    attention: Body | None = ...,
+    experts: moe.Exchange | None = ...,
 ) -> tuple[dict[str, Any], LayeredFunction]: ...
 def from_module(
     module: nn.Module,
@@ -401,7 +406,8 @@ def from_module(
             tokens of a sequence. Positions are then those of all tokens; where they are given and start again, so does
             a document.
         experts: how tokens meet the experts of the models of transformers in it: an exchange of `nn.moe`, as
-            `nn.moe.Tokens("ep")`. The module's own routers choose. The step needs `specs=apply.specs`.
+            `nn.moe.Tokens("ep")`. The module's own routers choose. The step needs `specs=apply.specs`; with `layers`,
+            specs such as `P("pp", "ep")` for the stacked leaves of experts.
 
     Returns:
         `(params, apply)`: params by name, detached, and `apply(params, *args, **kwargs)` = the module's forward. With
@@ -431,10 +437,8 @@ def from_module(
     if layers is not None:
         if has_state:
             raise ValueError("from_module(layers=..., has_state=True): buffers that change are not cut in stages.")
-        if experts is not None:
-            raise ValueError(f"from_module(layers=..., experts={experts}): stages have whole experts; leave out one.")
         stacked, kinds = layered(module, layers, params)
-        return stacked, LayeredFunction(ModuleFunction(module, keep_dtype, route=route), kinds)
+        return stacked, LayeredFunction(ModuleFunction(module, keep_dtype, route=route, experts=exchanged), kinds)
     if not has_state:
         return params, ModuleFunction(module, keep_dtype, route=route, experts=exchanged)
     kept = set(state_names(module))

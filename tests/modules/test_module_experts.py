@@ -1,5 +1,6 @@
 """Covers experts of models of transformers by an exchange: parity with the models' own, specs, balance, refusals."""
 
+import copy
 import re
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 import shardfn as sf
 from shardfn.nn import moe
-from shardfn.testing import assert_parity, distributed, own_rows
+from shardfn.testing import RTOL, assert_parity, distributed, on_mesh, one_device, own_rows
 
 transformers = pytest.importorskip("transformers")
 
@@ -238,13 +239,48 @@ def test_experts_that_cannot_be_routed_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"(?s)encoder.*SparseMLP, which.*ExpertsInterface.*decoder.*SparseMLP, which"):
         sf.from_module(switch, experts=moe.Local())
-    with pytest.raises(ValueError, match=r"layers=..., experts=Local\(\)"):
-        sf.from_module(model_of("mixtral"), layers="model.layers", experts=moe.Local())  # pyright: ignore
     model = model_of("gpt-oss")
     model.model.layers[0].mlp.experts.down_proj = torch.nn.Parameter(torch.zeros(2, 12, 16))
     with pytest.raises(ValueError, match=r"mlp.experts has down_proj of shape \(2, 12, 16\) for 3 experts"):
         sf.from_module(model, experts=moe.Local())
     model = model_of("mixtral")
+    sf.from_module(model, experts=moe.Local())
     model.config._experts_implementation_internal = "shardfn"
     with pytest.raises(RuntimeError, match="for modules that run by from_module"):
         model(BATCHES[0]["tokens"])
+
+
+@pytest.mark.parametrize("wrap", [plain, captured])
+@distributed(world=2)
+def test_experts_in_bfloat16(wrap: Any) -> None:
+    model = model_of("mixtral").float()
+    policy = sf.Policy.bf16()
+    params, apply = sf.from_module(model, experts=moe.Tokens("ep"))
+    # The model's own experts round the sum over a token's choices otherwise. Gradients of experts are sums over the rows
+    # of both ranks, rounded once.
+    _, own = sf.from_module(model, experts=moe.Local())
+    tx, rtol = sf.optim.sgd(0.1), RTOL[torch.bfloat16]
+    with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
+        options: dict[str, Any] = {"mesh": mesh, "specs": apply.specs, "batch": sf.P("ep"), "zero": zero(3)}
+        got = on_mesh(wrap(sf.mixed_precision(loss_of(apply), policy)), tx, params, BATCHES, **options)
+    want = one_device(sf.mixed_precision(loss_of(own), policy), tx, params, BATCHES, parts=2)
+    assert torch.equal(got.metrics[0]["loss"], want.metrics[0]["loss"])
+    torch.testing.assert_close(got.metrics[1]["grad_norm"], want.metrics[1]["grad_norm"], rtol=rtol, atol=0)
+    for name, x in want.params.items():
+        torch.testing.assert_close(got.params[name].float(), x.float(), rtol=rtol, atol=rtol, msg=name)
+
+
+@pytest.mark.parametrize("wrap", [plain, pytest.param(captured, marks=nightly)])
+@distributed(world=4)
+def test_experts_in_the_layers_of_a_pipeline(wrap: Any) -> None:
+    model, path = model_of("mixtral"), "model.layers"
+    model.model.layers.extend(copy.deepcopy(model.model.layers))
+    model.config.num_hidden_layers = 2
+    params, apply = sf.from_module(model, layers=path, experts=moe.Tokens("ep"))
+    _, own = sf.from_module(model, layers=path)
+    piped = wrap(sf.pipeline_module(loss_of(apply), apply, num_microbatches=2))
+    specs: dict[str, Any] = dict.fromkeys(params, sf.P())
+    specs[path] = {leaf: sf.P("pp", "ep") if "experts" in leaf else sf.P("pp") for leaf in params[path]}
+    with sf.make_mesh({"pp": 2, "ep": 2}, device="cpu") as mesh:
+        options: dict[str, Any] = {"mesh": mesh, "specs": specs, "batch": sf.P("ep"), "zero": zero(1)}
+        assert_parity(piped, sf.optim.sgd(0.1), params, BATCHES, reference=loss_of(own), parts=4, **options)
