@@ -256,8 +256,8 @@ def test_experts_in_bfloat16(wrap: Any) -> None:
     model = model_of("mixtral").float()
     policy = sf.Policy.bf16()
     params, apply = sf.from_module(model, experts=moe.Tokens("ep"))
-    # The model's own experts round the sum over a token's choices otherwise. Gradients of experts are sums over the rows
-    # of both ranks, rounded once.
+    # The model's own experts round the sum over a token's choices otherwise. Gradients of experts are sums over the
+    # rows of both ranks, rounded once.
     _, own = sf.from_module(model, experts=moe.Local())
     tx, rtol = sf.optim.sgd(0.1), RTOL[torch.bfloat16]
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:

@@ -82,3 +82,29 @@ def test_experts_of_the_zoo_on_two_ranks(name: str, jit: bool) -> None:
 def test_experts_that_are_not_looked_up_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"is a {REFUSED[name]}, .* without transformers' ExpertsInterface"):
         sf.from_module(model_of(name), experts=moe.Tokens("ep"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "exchange, axis", [(moe.Tokens("x"), sf.P("x")), (moe.Sum("x"), sf.P())], ids=["tokens", "sum"]
+)
+@distributed(world=2)
+def test_a_norm_that_all_experts_share(exchange: Any, axis: sf.P) -> None:
+    from transformers.models.muse_spark.modeling_muse_spark import MuseSparkTextModel
+
+    torch.manual_seed(0)
+    model: Any = MuseSparkTextModel(tiny(MuseSparkTextModel.config_class, {}))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    params, apply = sf.from_module(model, experts=exchange)
+    _, own = sf.from_module(model)
+    assert any("post_expert_norm" in name for name in params)
+    batches = [(torch.arange(28).view(4, 7) * n) % 13 for n in (3, 5)]
+
+    def loss_of(f: Any) -> Any:
+        return lambda params, tokens: f(params, input_ids=tokens).last_hidden_state.square().mean()
+
+    with sf.make_mesh({"x": 2}, device="cpu") as mesh:
+        options: dict[str, Any] = {"mesh": mesh, "specs": apply.specs, "batch": axis, "parts": 1 + len(axis)}
+        assert_parity(loss_of(apply), sf.optim.sgd(0.001), params, batches, reference=loss_of(own), **options)
