@@ -14,7 +14,7 @@ from architectures import ZOO  # noqa: E402  # beside this file; needs transform
 from tiny_configs import tiny  # noqa: E402
 
 DAILY = {"MixtralForCausalLM", "GraniteMoeForCausalLM", "NemotronHForCausalLM", "LlavaForConditionalGeneration"}
-# Of two tied names, transformers and shardfn write different ones.
+# transformers and shardfn write different ones of two tied names.
 OTHER_TIES = {"JinaEmbeddingsV3ForMaskedLM", "LukeForMaskedLM"}
 NAMES = [pytest.param(name, marks=[] if name in DAILY else pytest.mark.nightly) for name in ZOO]
 
