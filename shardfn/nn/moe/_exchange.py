@@ -25,6 +25,7 @@ from shardfn.core import Axes, P, PyTree, checkpoint_name, named_leaves, raise_a
 from shardfn.nn._parallel import all_ranges, enter_parallel, leave_parallel, own_range
 
 from ._experts import Experts
+from ._logits import refuse
 from ._permute import Permutation, combine, dispatch, permutation
 from ._routing import Routing
 
@@ -107,6 +108,8 @@ class Sum:
         S, k = routing.experts.shape
         own_Sk = (routing.experts >= start) & (routing.experts < stop)
         chosen_Sk = torch.where(own_Sk, routing.experts - start, -1)
+        if k > min(b - a for a, b in all_ranges(routing.num_experts, self.axis)):
+            _check_distinct(name, routing.experts)
         places, counts_E = permutation(chosen_Sk, stop - start, rows=S * min(k, stop - start))
         rows = dispatch(enter_parallel(x_SD, self.axis), places)
         y_SD = combine(experts(params, rows, counts_E), places, pvary(routing.weights, self.axis))
@@ -178,6 +181,17 @@ class Tokens:
         as_come = Permutation(sorted_.places[:, 0], sorted_.source[:, None])
         back = exchange_rows(dispatch(y, as_come), sizes_nn.t(), self.axis, rows=S * k)
         return combine(checkpoint_name(back, "moe_results"), places, routing.weights)
+
+
+def _check_distinct(name: str, experts_Sk: Tensor) -> None:
+    """Refuses an expert that a token has chosen twice: a rank with fewer experts than choices has no room for both."""
+    ordered_Sk = experts_Sk.sort(1).values
+    twice = ((ordered_Sk[:, 1:] == ordered_Sk[:, :-1]) & (ordered_Sk[:, 1:] >= 0)).any(1).sum()
+    refuse(
+        twice,
+        f"{name}: tokens have chosen an expert twice, for which Sum has no room; give each choice of a token another"
+        " expert, or -1.",
+    )
 
 
 def _own_number(num: int, axis: Axes) -> int:
