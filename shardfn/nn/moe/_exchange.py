@@ -103,13 +103,13 @@ class Sum:
 
     def run(self, experts: Experts, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
         """As `Exchange.run`."""
+        if routing.experts.shape[1] > min(b - a for a, b in all_ranges(routing.num_experts, self.axis)):
+            _check_distinct(name, routing.experts)
         start, stop = own_range(routing.num_experts, self.axis)
         _check_leaves(name, params, stop - start, routing.num_experts, self)
         S, k = routing.experts.shape
         own_Sk = (routing.experts >= start) & (routing.experts < stop)
         chosen_Sk = torch.where(own_Sk, routing.experts - start, -1)
-        if k > min(b - a for a, b in all_ranges(routing.num_experts, self.axis)):
-            _check_distinct(name, routing.experts)
         places, counts_E = permutation(chosen_Sk, stop - start, rows=S * min(k, stop - start))
         rows = dispatch(enter_parallel(x_SD, self.axis), places)
         y_SD = combine(experts(params, rows, counts_E), places, pvary(routing.weights, self.axis))
