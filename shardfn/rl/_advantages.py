@@ -42,7 +42,8 @@ def group_advantages(
         baseline: see above.
         deviation: see above.
         eps: added to the deviation.
-        axis: mesh axes that cut the rows, also within groups; all ranks have equal numbers of them.
+        axis: mesh axes that cut the rows, also within groups; all ranks have equal numbers of them. Only a loss, or
+            another function that a mesh runs, knows its axes: elsewhere the rows are this rank's own.
 
     Returns:
         The advantages of this rank's rows; constants.
