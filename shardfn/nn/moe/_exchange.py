@@ -25,6 +25,7 @@ from shardfn.core import Axes, P, PyTree, checkpoint_name, named_leaves, raise_a
 from shardfn.nn._parallel import all_ranges, enter_parallel, leave_parallel, own_range
 
 from ._experts import Experts
+from ._logits import refuse
 from ._permute import Permutation, combine, dispatch, permutation, undispatch
 from ._routing import Routing
 
@@ -105,6 +106,8 @@ class Sum:
 
     def run(self, experts: Experts, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
         """As `Exchange.run`."""
+        if routing.experts.shape[1] > min(b - a for a, b in all_ranges(routing.num_experts, self.axis)):
+            _check_distinct(name, routing.experts)
         start, stop = own_range(routing.num_experts, self.axis)
         _check_leaves(name, params, stop - start, routing.num_experts, self)
         S, k = routing.experts.shape
@@ -198,6 +201,17 @@ def _unsorted(experts_Sk: Tensor) -> Permutation:
     at_Sk = torch.arange(S * k, device=experts_Sk.device).view(S, k)
     places_Sk = torch.where(experts_Sk >= 0, at_Sk, -1)
     return Permutation(torch.where(experts_Sk >= 0, at_Sk // max(k, 1), -1).flatten(), places_Sk)
+
+
+def _check_distinct(name: str, experts_Sk: Tensor) -> None:
+    """Refuses an expert that a token has chosen twice: a rank with fewer experts than choices has no room for both."""
+    ordered_Sk = experts_Sk.sort(1).values
+    twice = ((ordered_Sk[:, 1:] == ordered_Sk[:, :-1]) & (ordered_Sk[:, 1:] >= 0)).any(1).sum()
+    refuse(
+        twice,
+        f"{name}: tokens have chosen an expert twice, for which Sum has no room; give each choice of a token another"
+        " expert, or -1.",
+    )
 
 
 def _own_number(num: int, axis: Axes) -> int:
