@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
-DRAFTS = 7  # of an engine with a drafter
+DRAFTS = 15  # of an engine with a drafter
 _LEAST = {"vocab": 1, "context": 2, "blocks": 2, "block": 1, "running": 1, "age": 0, "drafts": 0}
 
 

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardfn.inference import Context, Drafter, Ngram
+from shardfn.inference import Context, Drafter, Ngram, Suffix
 
 
 @dataclass(frozen=True)
@@ -65,4 +65,4 @@ def context(*tokens: int, prompt: int = 1, serial: int = 0, salt: bytes = b"") -
 
 
 # Of 5 tokens.
-DRAFTERS: list[Drafter] = [Ngram(longest=3, shortest=1), Random(5)]
+DRAFTERS: list[Drafter] = [Ngram(longest=3, shortest=1), Suffix(most_tokens=30), Random(5)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardfn import make_mesh
-from shardfn.inference import Drafter, Engine, Limits, Ngram, Runner, Sampling
+from shardfn.inference import Drafter, Engine, Limits, Ngram, Runner, Sampling, Suffix
 from shardfn.testing import distributed
 from tests.inference.drafters import Adversary, Random
 from tests.inference.stories import Model, Story, Told, check, model, run
@@ -20,6 +20,7 @@ SIZES = replace(KINDS["gpt2"][1], buckets=(1, 3, 12), drafts=8)
 Truth = Mapping[tuple[str, int], Sequence[int]]
 DRAFTERS: dict[str, Callable[[Truth], Drafter]] = {
     "ngram": lambda truth: Ngram(longest=3, shortest=1),
+    "suffix": lambda truth: Suffix(most_tokens=60),
     "random": lambda truth: Random(13),
     "right": lambda truth: Adversary(13, truth, None),
     "wrong at 0": lambda truth: Adversary(13, truth, 0),
@@ -79,7 +80,7 @@ def test_stories_with_drafters_on_ranks(world: int) -> None:
     changes, _ = KINDS["gpt2"]
     one = model("tp", **changes)
     graphs = Runner(one.decoder, SIZES, mesh=make_mesh({"tp": world}))
-    for i, story in enumerate(drawn_stories(SIZES, 5)):
+    for i, story in enumerate(drawn_stories(SIZES, 6)):
         hold(story, one, graphs, SIZES, list(DRAFTERS)[i % len(DRAFTERS)])
 
 
