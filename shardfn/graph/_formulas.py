@@ -52,6 +52,28 @@ def added_matrix_vector(bias: Tensor, a: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.numel()
 
 
+def grouped_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Operations of a product of groups, as if no row was past the last group."""
+    return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (a.shape[0] if a.ndim == b.ndim == 3 else 1)
+
+
+def grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, *_: Any, **__: Any) -> int:
+    """The same of the kernel for it."""
+    del counts
+    return 2 * x.numel() * w.shape[1 if transposed else 2]
+
+
+def product_of_rows(x: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
+    """Operations of products of transposed rows and rows."""
+    return 2 * x.numel() * y.shape[1]
+
+
+def dots(x: Tensor, y: Tensor, index: Tensor, *_: Any, **__: Any) -> int:
+    """Operations of dot products of rows that an index names."""
+    del x
+    return 2 * index.numel() * y.shape[1]
+
+
 def tiles(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, columns: Tensor, *rest: Any, **_: Any) -> int:
     """Operations of block-sparse attention: two products for each tile of each head."""
     del k, v

@@ -108,7 +108,11 @@ OPS: dict[Any, Op] = {
     _ATEN.mv: Op(flops=formulas.matrix_vector),
     _ATEN.dot: Op(flops=formulas.matrix_vector),
     _ATEN.addmv: Op(flops=formulas.added_matrix_vector),
-    _ATEN._grouped_mm: Op(abstract={"default": strides.grouped_mm}),
+    _ATEN._grouped_mm: Op(formulas.grouped_mm, abstract={"default": strides.grouped_mm}),
+    _KERNELS.grouped_product: Op(formulas.grouped_product, formulas.of_kernel),
+    _KERNELS.grouped_outer: Op(formulas.product_of_rows, formulas.of_kernel),
+    _KERNELS.gather_rows: Op(scratch=formulas.of_kernel),
+    _KERNELS.row_dots: Op(formulas.dots, formulas.of_kernel),
     # attention
     _ATEN._scaled_dot_product_flash_attention_for_cpu: Op(formulas.attention, formulas.flash_forward),
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: Op(

@@ -184,6 +184,18 @@ def indexed(use: OpUse) -> Labels:
     return dataclasses.replace(none, ins=tuple(ins), outs=(tuple(result),))
 
 
+def rows_gathered(use: OpUse) -> Labels:
+    """`gather_rows(x, index, weights)`: columns, and rows of the result."""
+    sums = (("m", None),) * (len(use.operands) - 1)
+    return Labels(((None, "d"), *sums), (("m", "d"),), linear=tuple(i for i in (0, 2) if i < len(use.operands)))
+
+
+def rows_dotted(use: OpUse) -> Labels:
+    """`row_dots(x, y, index)`: columns, which are summed over, and rows of the result."""
+    del use
+    return Labels(((None, "d"), ("m", "d"), ("m", None)), (("m", None),), sums=True, linear=(0, 1))
+
+
 def made_of_nothing(use: OpUse) -> list[Strategy]:
     """Constants: whole. Operands may have any form, as only their shapes are used."""
     return [Strategy(tuple(use.forms), (WHOLE,) * len(use.outs))]

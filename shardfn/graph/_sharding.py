@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 
+import shardfn.kernels  # noqa: F401  # it defines ops
 from shardfn.collectives import pmax, psum, pvary
 
 from ._forms import OpUse, Rule
+from ._group_rules import grouped_mm, grouped_outer, grouped_product
 from ._labelled import broadcast, divided, keeps_all_but, labelled, product, scaled, sum_of_operands, unary_linear
 from ._part_rules import joined, taken_apart
 from ._sent_rules import sent, sent_along
@@ -21,6 +23,8 @@ from ._shape_rules import (
     padded,
     put_in,
     repeated,
+    rows_dotted,
+    rows_gathered,
     selected,
     squeezed,
     stacked,
@@ -30,7 +34,7 @@ from ._shape_rules import (
 from ._sum_rules import attention, averaged, nll, normalised, reduced, softmax, summed
 from ._view_rules import viewed
 
-_ATEN = torch.ops.aten
+_ATEN, _KERNELS = torch.ops.aten, torch.ops.shardfn_kernels
 
 
 def _rules(names: str, rule: Rule) -> dict[Any, Rule]:
@@ -48,6 +52,11 @@ RULES: dict[Any, Rule] = {
     _ATEN.bmm: labelled(product("bmk", "bkn", "bmn")),
     _ATEN.mv: labelled(product("mk", "k", "m")),
     _ATEN.dot: labelled(product("k", "k", "")),
+    _ATEN._grouped_mm: grouped_mm,
+    _KERNELS.grouped_product: grouped_product,
+    _KERNELS.grouped_outer: grouped_outer,
+    _KERNELS.gather_rows: labelled(rows_gathered),
+    _KERNELS.row_dots: labelled(rows_dotted),
     **_rules("add sub", labelled(sum_of_operands)),
     **_rules("neg clone alias lift_fresh_copy", labelled(unary_linear)),
     _ATEN.mul: labelled(scaled),

@@ -5,6 +5,7 @@ Requests, events, the pool of blocks, the schedule and its plans have no tensors
 
 from ._limits import Limits as Limits
 from ._grammar import Grammar as Grammar
+from ._matchers import Compiler as Compiler
 from ._requests import Request as Request, Sampling as Sampling, check_request as check_request
 from ._guesses import Guesses as Guesses
 from ._drafters import Context as Context, Drafter as Drafter, Ngram as Ngram

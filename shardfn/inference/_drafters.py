@@ -94,11 +94,11 @@ class Ngram:
         """Has no effect."""
 
     def copy(self) -> "Ngram":
-        """Itself, as it is a value."""
+        """Itself: it is a value."""
         return self
 
     def digest(self) -> bytes:
-        """Of its settings."""
+        """A hash of its settings."""
         return hashlib.blake2b(repr(self).encode(), digest_size=8).digest()
 
 

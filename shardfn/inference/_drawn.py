@@ -1,6 +1,6 @@
 """The tokens that a plan has drawn, before the schedule takes them: their texts may end their choices."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ._requests import Request
@@ -26,10 +26,10 @@ class Drawn(NamedTuple):
     last: bool
 
 
-def new_tokens(state: State, drawn: Sequence[int], cancelled: Collection[str]) -> Iterator[Drawn]:
+def new_tokens(state: State, drawn: Sequence[int]) -> Iterator[Drawn]:
     """The drawn tokens of the plan in flight that the schedule takes, unless a text ends before.
 
-    Those of `cancelled` requests are left out, and so are those of logits that are not finite, and after them.
+    Tokens of logits that were not finite, and those after them, are left out.
     """
     at = 0
     for chunk in state.flight:
@@ -37,7 +37,7 @@ def new_tokens(state: State, drawn: Sequence[int], cancelled: Collection[str]) -
         how = one.request.sampling
         for row, p in enumerate(chunk.valid(drawn[at : at + len(chunk.positions)]), at):
             token, place = drawn[row], p + 1
-            if token < 0 or one.name in cancelled:
+            if token < 0:
                 break
             if place >= len(one.tokens):
                 last = token in how.stop_tokens or place + 1 - one.prompt == how.max_tokens

@@ -40,7 +40,7 @@ class Engine:
         runner: the graphs of an engine of the same decoder and mesh, to be shared; its limits may have more blocks.
         tokenizer: as `detokenizer` takes: tokens then have their text, and requests may have stop strings and grammars.
             Equal on all ranks.
-        drafter: proposes tokens, of which those that are drawn are accepted: several tokens a step, and no other ones.
+        drafter: proposes tokens, and those that are drawn are accepted: several tokens a step, and no other ones.
             Equal on all ranks; the engine takes a copy. Requests with a grammar have no drafts.
 
     Raises:
@@ -187,7 +187,10 @@ class Engine:
         self._request(prompt, sampling, **more)
 
     def cancel(self, name: str) -> None:
-        """Ends a request as "cancelled"; the name of one that has ended is passed over."""
+        """Ends a request as "cancelled"; the name of one that has ended is passed over.
+
+        The next step ends it, after the token that the last step has drawn, with which it may end otherwise.
+        """
         if not isinstance(name, str):
             raise TypeError(f"name is a {type(name).__name__}; it must be a str.")
         self._events.append(Cancel(self._next, name))
@@ -306,7 +309,7 @@ class Engine:
             self._forget(name)
 
     def _completions(self, name: str, request: Request) -> list[Completion]:
-        made = [Completion([], [], None, [], []) for _ in range(request.sampling.n)]
+        made = [Completion([], [], None, [], [], []) for _ in range(request.sampling.n)]
         for token in self._stream(name, len(made)):
             append(made, token, len(request.prompt))
         return made
@@ -342,8 +345,7 @@ class Engine:
 
     def _stops(self) -> list[Stop]:
         """The events by which texts end with the tokens of the last plan."""
-        cancelled = {event.name for event in self._events if isinstance(event, Cancel)}
-        drawn = list(new_tokens(self._state, self._drawn, cancelled))
+        drawn = list(new_tokens(self._state, self._drawn))
         ends = self._constraints.take(drawn)
         ends |= self._texts.take(drawn, ends)
         return [Stop(self._next + i, *place, finish) for i, (place, finish) in enumerate(ends.items())]

@@ -83,9 +83,8 @@ def advance(state: State, events: Seq[Event] = (), drawn: Seq[int] = ()) -> tupl
     _check(state, events, drawn)
     state.consumed, state = True, dataclasses.replace(state)
     outputs: list[Output] = []
-    cancelled = {event.name for event in events if isinstance(event, Cancel)}
     stops = {(event.name, event.choice, event.at): event.finish for event in events if isinstance(event, Stop)}
-    _settle(state, drawn, cancelled, stops, outputs)
+    _settle(state, drawn, stops, outputs)
     for event in events:
         _take(state, event, outputs)
     _finish(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
@@ -143,16 +142,15 @@ def _is_drawn(state: State, stop: Stop, drawn: Seq[int]) -> bool:
 _Stops = dict[tuple[str, int, int], str]  # by names, choices and positions
 
 
-def _settle(state: State, drawn: Seq[int], cancelled: set[str], stops: _Stops, outputs: list[Output]) -> None:
-    """Takes the results of the plan in flight; tokens of requests that are cancelled now are dropped."""
+def _settle(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output]) -> None:
+    """Takes the results of the plan in flight, also those of requests that end by an event of this step."""
     at = 0
     for chunk in state.flight:
         sequence, ends = state.sequences[chunk.serial], False
-        known, valid = len(sequence.tokens), chunk.valid(drawn[at : at + len(chunk.positions)])
-        if sequence.name not in cancelled:
-            for row, p in enumerate(valid, at):
-                if ends := _take_token(state, sequence, p + 1, drawn[row], row, stops, outputs):
-                    break
+        known = len(sequence.tokens)
+        for row, p in enumerate(chunk.valid(drawn[at : at + len(chunk.positions)]), at):
+            if ends := _take_token(state, sequence, p + 1, drawn[row], row, stops, outputs):
+                break
         accepted = max(0, len(sequence.tokens) - known - 1)
         sequence.computed = chunk.start + chunk.count - len(chunk.drafts) + accepted
         _record(state, sequence)

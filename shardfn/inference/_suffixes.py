@@ -65,7 +65,7 @@ class Index:
         self._lengths[serial] = len(tokens)
 
     def drop(self, serial: int, tokens: array) -> None:
-        """Forgets a text. Its places are the first ones of each pair, as it is the oldest."""
+        """Forgets a text. It is the oldest, so that its places are the first ones of each pair."""
         for pair in itertools.pairwise(tokens):
             ends = self._ends.get(pair, [])
             while ends and ends[0][0] == serial:
@@ -171,7 +171,7 @@ class Suffix:
         return new
 
     def digest(self) -> bytes:
-        """Of the settings, and of the texts of ended requests."""
+        """A hash of the settings, and of the texts of ended requests."""
         found = hashlib.blake2b(f"{self} {self._ended}".encode(), digest_size=8)
         for serial, (salt, text) in self._texts.items():
             found.update(array("q", (serial, len(salt), len(text))).tobytes() + salt + text.tobytes())

@@ -21,6 +21,7 @@ from shardfn.graph._text import as_text
 from shardfn.graph._timeline import chrome_trace
 from shardfn.graph._transfers import transfers
 from shardfn.models import gpt
+from shardfn.nn import moe
 from shardfn.testing import distributed
 
 S = torch.ops.shardfn
@@ -266,6 +267,19 @@ def test_flops_of_a_gpt_are_those_of_its_products() -> None:
     forward = B * T * per_token + attention
     backward = 2 * B * T * per_token + 5 * attention // 2
     assert cost_analysis(gm).flops == forward + backward
+
+
+def test_flops_of_experts_are_those_of_their_rows() -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return moe.grouped(x, w, torch.tensor([2, 4]), True)
+
+    def g(x: Tensor, w: Tensor) -> Tensor:
+        return torch.nn.functional.grouped_mm(x, w.mT, offs=torch.tensor([2, 6], dtype=torch.int32))
+
+    x, w = torch.ones(6, 8).bfloat16(), torch.ones(2, 16, 8).bfloat16()
+    for layer in (f, g):
+        graph = make_fx(torch.func.grad(lambda *xs: layer(*xs).square().sum(), (0, 1)), tracing_mode="fake")(x, w)  # noqa: B023
+        assert cost_analysis(graph).flops == 3 * 2 * 6 * 8 * 16
 
 
 def test_bytes_are_those_of_operands_and_results_and_views_cost_nothing() -> None:

@@ -64,5 +64,5 @@ def context(*tokens: int, prompt: int = 1, serial: int = 0, salt: bytes = b"") -
     return Context(serial, "a", 0, array("q", tokens), prompt, salt)
 
 
-# Of 5 tokens.
+# They propose ids below 5.
 DRAFTERS: list[Drafter] = [Ngram(longest=3, shortest=1), Suffix(most_tokens=30), Random(5)]

@@ -136,9 +136,8 @@ class Laws(RuleBasedStateMachine):
 
     def stops(self) -> list[Stop]:
         """The ends by texts among the tokens of the last plan."""
-        cancelled = {event.name for event in self.events if isinstance(event, Cancel)}
         found, ended, last = [], set(), dict[tuple[str, int], int]()
-        for one in new_tokens(self.state, self.drawn, cancelled):
+        for one in new_tokens(self.state, self.drawn):
             of = one.place[:2]
             before, last[of] = last.get(of, self.known[of][-1]), one.token
             if one.request.sampling.stop and self.ends([before], one.token) and of not in ended:

@@ -27,23 +27,25 @@ TOL = 1e-4
 
 @dataclass
 class Model:
-    """A decoder, the parameters of each version, and the logits of whole sequences, computed alone."""
+    """A decoder, the parameters of each version, and the logits of whole sequences, computed alone on one device."""
 
     decoder: Decoder
     params: Sequence[dict[str, Tensor]]
+    alone: Decoder | None = None  # where the other runs on several ranks
 
     def __post_init__(self) -> None:
-        self._served = [self.decoder.pack(p) for p in self.params]
+        self._one = self.alone or self.decoder
+        self._served = [self._one.pack(p) for p in self.params]
         self.full = functools.lru_cache(maxsize=4096)(self._full)
 
     def _full(self, version: int, tokens: tuple[int, ...]) -> Tensor:
         """One call over the whole sequence, with a cache of one block."""
-        T, layout = len(tokens), self.decoder.cache
+        T, layout = len(tokens), self._one.cache
         at_T = torch.arange(T, dtype=torch.int32)
         plan = at_T + T, at_T, torch.zeros_like(at_T), torch.ones(1, 1, dtype=torch.int32)
         bodies = [Paged(torch.zeros(2, T, 2, layout.heads, layout.head_dim), *plan) for _ in range(layout.layers)]
         with torch.no_grad():
-            return self.decoder.logits(
+            return self._one.logits(
                 self._served[version], torch.tensor(tokens, dtype=torch.int32), at_T, at_T, bodies
             ).float()
 

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardfn import P, make_mesh, shard_map
+from shardfn.collectives import take_own_block
 from shardfn.kernels import pack_rows
-from shardfn.modules import ExactRows, PackedWeight, WeightUses
-from shardfn.testing import RTOL
+from shardfn.modules import Edge, ExactRows, PackedWeight, WeightUses
+from shardfn.testing import RTOL, distributed
 
 WIDTH = 37
 WEIGHT, BIAS = torch.linspace(0.5, 1.5, WIDTH), torch.linspace(-1, 1, WIDTH)
@@ -67,3 +69,23 @@ def test_other_products_and_other_uses_of_a_weight_are_seen() -> None:
         F.embedding(torch.tensor([1]), weight)
         _ = torch.randn(2, WIDTH) @ torch.randn(WIDTH, 2)
     assert uses.linear == {"w": False} and uses.others == {"w"} and len(uses.products) == 1
+
+
+@pytest.mark.parametrize("num", [1, 5, 130])
+@distributed(world=[2, 3])
+def test_ranks_that_cut_outputs_have_the_bits_of_one(world: int, num: int) -> None:
+    mesh, draw = make_mesh({"tp": world}), torch.Generator().manual_seed(0)
+    x, bias = torch.randn(7, WIDTH, generator=draw), torch.randn(num, generator=draw)
+    up, down = torch.randn(num, WIDTH, generator=draw), torch.randn(WIDTH, num, generator=draw)
+    whole = PackedWeight(pack_rows(up), num)(x, bias)
+
+    def cut(weight: Tensor, edge: Edge) -> PackedWeight:
+        return PackedWeight(pack_rows(take_own_block(weight, "tp")), weight.shape[0], "tp", edge)
+
+    def layers(x: Tensor) -> tuple[Tensor, Tensor]:
+        inner = cut(up, Edge.ENTER)(x, bias)
+        return cut(up, Edge.WHOLE)(x, bias), cut(down, Edge.LEAVE)(inner, None)
+
+    joined, left = shard_map(layers, mesh=mesh, in_specs=(P(),), out_specs=(P(), P()))(x)
+    assert torch.equal(joined, whole)
+    assert torch.equal(left, PackedWeight(pack_rows(down), WIDTH)(whole, None))

@@ -127,6 +127,29 @@ def test_a_decoder_with_its_sequence_cut_between_blocks_equals_one_device(name):
     assert pairs.count("psum_scatter") == pairs.count("all_gather") == 3, sent
 
 
+@distributed(world=2, timeout=240)
+def experts_on_two_ranks(num):
+    """In float32, as torch multiplies groups in no wider dtype."""
+    torch.manual_seed(0)
+    sizes = SIZES | HEADS | {"num_hidden_layers": 1, "num_local_experts": num, "num_experts_per_tok": 2}
+    module = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    for p in module.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    params, apply = sf.from_module(module)
+    loss = sf.partition(loss_of(apply))
+    cut = {name: P("tp") if "experts" in name else P() for name in params}
+    tokens = [torch.randint(0, 40, (3, 9), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    with sf.make_mesh({"tp": 2}) as mesh:
+        assert_parity(loss, optim.sgd(0.5), params, tokens, mesh=mesh, specs=cut, batch=P(), reference=loss_of(apply))
+    return [x.name for x in loss.programs()[0].sent]
+
+
+@pytest.mark.parametrize("num", [4, pytest.param(3, marks=pytest.mark.nightly)])
+def test_experts_that_are_cut_add_up_over_ranks(num):
+    sent = experts_on_two_ranks(num)[0]
+    assert sent == ["pvary", "psum_scatter", "psum_scatter", "all_gather", "psum"]  # between products, and after them
+
+
 @distributed(world=3, timeout=240)
 def on_three_ranks():
     """GPT-2 with a tied embedding that is cut along its features, and two heads: one rank has no head."""

@@ -95,15 +95,28 @@ def _row_dots(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
     return implementation("gather_rows", "row_dots", x.device)(x.contiguous(), y.contiguous(), index.contiguous())
 
 
+def _gather_scratch(x: Tensor, index: Tensor, weights: Tensor | None) -> int:
+    """Bytes of copies in float32 of tensors of 16 bits, and of the result."""
+    numbers = x.numel() + index.shape[0] * x.shape[1] if x.element_size() < 4 else 0
+    return 4 * (numbers + (index.numel() if weights is not None and weights.element_size() < 4 else 0))
+
+
+def _dots_scratch(x: Tensor, y: Tensor, index: Tensor) -> int:
+    del index
+    return 4 * (x.numel() + y.numel()) if x.element_size() < 4 else 0
+
+
 define(
     "gather_rows(Tensor x, Tensor index, Tensor? weights) -> Tensor",
     _gather_rows,
     lambda x, index, weights: x.new_empty(index.shape[0], x.shape[1]),
+    scratch=_gather_scratch,
 )
 define(
     "row_dots(Tensor x, Tensor y, Tensor index) -> Tensor",
     _row_dots,
     lambda x, y, index: x.new_empty(tuple(index.shape), dtype=wide(x.dtype)),
+    scratch=_dots_scratch,
 )
 for _name in ("gather_rows", "row_dots"):
     map_rows(_name, 0)

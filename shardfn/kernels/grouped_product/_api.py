@@ -8,6 +8,8 @@ from shardfn.kernels._arguments import check_dtype, check_shape
 from shardfn.kernels._dispatch import implementation
 from shardfn.kernels._library import define, map_rows, refuse_backward
 
+from ._values import panel_bytes
+
 
 def grouped_product(
     x: Float[Tensor, "m k"],
@@ -103,15 +105,37 @@ def _grouped_outer(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
     return run(x.contiguous(), y.contiguous(), counts.contiguous())
 
 
+def _cast_bytes(*operands: Tensor) -> int:
+    """Of copies in float32 of tensors of 16 bits."""
+    return sum(4 * x.numel() for x in operands if x.element_size() < 4)
+
+
+def _product_scratch(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exact: bool) -> int:
+    del counts, exact
+    (m, k), n = x.shape, w.shape[1 if transposed else 2]
+    wide = max(x.element_size(), 4)
+    casts = _cast_bytes(x) + (4 * m * n if wide > x.element_size() else 0)
+    return casts + panel_bytes(m * k * n, k, wide) + (_cast_bytes(w) if w.dtype == torch.float16 else 0)
+
+
+def _outer_scratch(x: Tensor, y: Tensor, counts: Tensor) -> int:
+    (m, k), n = x.shape, y.shape[1]
+    wide = max(x.element_size(), 4)
+    casts = _cast_bytes(x, y) + (4 * len(counts) * k * n if wide > x.element_size() else 0)
+    return casts + panel_bytes(m * k * n, m, wide)
+
+
 define(
     "grouped_product(Tensor x, Tensor w, Tensor counts, bool transposed, bool exact) -> Tensor",
     _grouped_product,
     lambda x, w, counts, transposed, exact: x.new_empty(x.shape[0], w.shape[1 if transposed else 2]),
+    scratch=_product_scratch,
 )
 define(
     "grouped_outer(Tensor x, Tensor y, Tensor counts) -> Tensor",
     _grouped_outer,
     lambda x, y, counts: x.new_empty(counts.shape[0], x.shape[1], y.shape[1]),
+    scratch=_outer_scratch,
 )
 for _name in ("grouped_product", "grouped_outer"):
     map_rows(_name, 0)

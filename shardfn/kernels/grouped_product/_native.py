@@ -6,15 +6,11 @@ from torch import Tensor
 from shardfn.kernels._build import function
 
 from . import _reference
-from ._values import check_counts
+from ._values import PANEL, check_counts, threads_for
 
 SOURCE = "grouped_product/_native.cpp"
 # The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
 NEWEST = 4
-# Multiply-adds below which a second thread costs more than it saves.
-FEW = 1 << 20
-# Columns that are computed together.
-PANEL = 64
 _WEIGHTS = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float64: "double"}
 
 
@@ -30,7 +26,7 @@ def grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exac
     (m, k), (e, *sides) = x.shape, w.shape
     n = sides[0] if transposed else sides[1]
     check_counts(counts, m)
-    rows, threads = x.to(kind), _threads(m * k * n)
+    rows, threads = x.to(kind), threads_for(m * k * n)
     y, scratch = rows.new_empty(m, n), rows.new_empty(threads * k * PANEL)
     tensors = (t.data_ptr() for t in (rows, w, counts, y, scratch))
     run(*tensors, m, k, n, e, transposed, threads, NEWEST)
@@ -45,12 +41,8 @@ def grouped_outer(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
         return _reference.grouped_outer(x, y, counts)
     (m, k), n, e = x.shape, y.shape[1], counts.shape[0]
     most = check_counts(counts, m)
-    rows, others, threads = x.to(kind), y.to(kind), _threads(m * k * n)
+    rows, others, threads = x.to(kind), y.to(kind), threads_for(m * k * n)
     out, scratch = rows.new_empty(e, k, n), rows.new_empty(threads * most * PANEL)
     tensors = (t.data_ptr() for t in (rows, others, counts, out, scratch))
     run(*tensors, k, n, e, most, threads, NEWEST)
     return out.to(x.dtype)
-
-
-def _threads(work: int) -> int:
-    return torch.get_num_threads() if work > FEW else 1

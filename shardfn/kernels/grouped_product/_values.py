@@ -1,6 +1,22 @@
-"""The check of the sizes of groups."""
+"""The check of the sizes of groups, and the scratch memory of the C++."""
 
+import torch
 from torch import Tensor
+
+# Columns that are computed together.
+PANEL = 64
+# Multiply-adds below which a second thread costs more than it saves.
+FEW = 1 << 20
+
+
+def threads_for(work: int) -> int:
+    """The threads that share so many multiply-adds."""
+    return torch.get_num_threads() if work > FEW else 1
+
+
+def panel_bytes(work: int, depth: int, itemsize: int) -> int:
+    """Bytes of a packed panel for each thread, where `depth` products are added up."""
+    return threads_for(work) * depth * PANEL * itemsize
 
 
 def check_counts(counts: Tensor, rows: int) -> int:

@@ -25,7 +25,7 @@ from shardfn.core import Axes, P, PyTree, checkpoint_name, named_leaves, raise_a
 from shardfn.nn._parallel import all_ranges, enter_parallel, leave_parallel, own_range
 
 from ._experts import Experts
-from ._permute import combine, dispatch, permutation
+from ._permute import Permutation, combine, dispatch, permutation
 from ._routing import Routing
 
 
@@ -175,8 +175,8 @@ class Tokens:
         of_row = _expert_of_row(table_nE, *own_range(E, self.axis), len(come))
         sorted_, own_counts = permutation(of_row[:, None], own)
         y = experts(params, dispatch(come, sorted_), own_counts)
-        y = combine(y, sorted_, y.new_ones(len(come), 1))
-        back = exchange_rows(y, sizes_nn.t(), self.axis, rows=S * k)
+        as_come = Permutation(sorted_.places[:, 0], sorted_.source[:, None])
+        back = exchange_rows(dispatch(y, as_come), sizes_nn.t(), self.axis, rows=S * k)
         return combine(checkpoint_name(back, "moe_results"), places, routing.weights)
 
 
@@ -193,7 +193,8 @@ def _bound(S: int, k: int, E: int, axis: Axes) -> int:
 def _gathered(counts_E: Tensor, room: int, axis: Axes) -> tuple[Tensor, Tensor]:
     """The rows for each expert and the room of all ranks."""
     own = torch.cat([counts_E, counts_E.new_full((1,), room)])
-    table = all_gather(own[None], axis)
+    # With the name of the rows, which a recomputation needs no more where they are kept.
+    table = checkpoint_name(all_gather(own[None], axis), "moe_rows")
     return table[:, :-1], table[:, -1]
 
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from shardfn import kernels
+import shardfn as sf
+from shardfn import P, Zero, kernels, optim
 from shardfn.nn import DeferredGradients, moe
+from shardfn.testing import assert_parity, distributed
 
 COUNTS = torch.tensor([2, 0, 4, 1])
 
@@ -87,3 +89,26 @@ def test_products_that_are_not_split() -> None:
     of_w, of_x = deferred.first([loss], [torch.tensor(1.0)], [x])
     want = torch.autograd.grad(moe.grouped(x, 2 * w, COUNTS).sum(), (w, x))
     torch.testing.assert_close((of_w, of_x), want)
+
+
+def _loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    top = (x @ params["router"]).softmax(-1).topk(2)
+    p, counts = moe.permutation(top.indices, params["router"].shape[1])
+    hidden = moe.grouped(moe.dispatch(x, p), params["up"], counts).relu()
+    return moe.combine(moe.grouped(hidden, params["down"], counts, True), p, top.values).square().mean()
+
+
+@distributed(world=2)
+def on_two_ranks(stage: int, jitted: bool) -> None:
+    shapes = {"router": (5, 3), "up": (3, 5, 7), "down": (3, 5, 7)}
+    params = {name: _drawn(*shape).detach() for name, shape in shapes.items()}
+    batches = [_drawn(6, 5).detach(), 2 * _drawn(6, 5).detach().flip(0)]
+    loss = sf.jit(_loss, backend="graph") if jitted else _loss
+    with sf.make_mesh({"dp": 2}) as mesh:
+        options = {"specs": P(), "batch": P("dp"), "zero": Zero(stage=stage, axis="dp")}
+        assert_parity(loss, optim.adamw(0.1), params, batches, mesh=mesh, reference=_loss, **options)
+
+
+@pytest.mark.parametrize("stage, jitted", [(3, False), (3, True), pytest.param(1, False, marks=pytest.mark.nightly)])
+def test_experts_under_zero_equal_one_device(stage: int, jitted: bool) -> None:
+    on_two_ranks(stage, jitted)

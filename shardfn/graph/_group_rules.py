@@ -1,0 +1,104 @@
+"""Sharding rules of products of groups of rows with a matrix each, which are linear layers of experts.
+
+Inputs and outputs are cut as those of a product. Where the matrices are cut, each rank multiplies the rows of its own
+groups and has zeros in all other rows, so that the result is a sum over ranks: expert parallelism by specs alone, for
+ranks that hold the same rows.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._forms import PARTIAL, VARYING, Form, Operand, OpUse, Ranks, Run, Strategy, whole
+from ._labelled import Dims, Labels, strategies
+
+# (rows, matrices, ends of the groups, arguments of the op) -> product
+_Multiply = Callable[[Tensor, Tensor, Tensor, Sequence[Any]], Tensor]
+
+
+def grouped_product(use: OpUse) -> list[Strategy]:
+    """`shardfn_kernels::grouped_product(x [m, k], w [e, k, n], counts, transposed, exact)`."""
+    matrix: Dims = (None, "n", "k") if use.args[3] else (None, "k", "n")
+    exact = bool(use.args[4])  # whose chains over inputs are not those of parts of them
+    labels = Labels(((None, None if exact else "k"), matrix, (None,)), ((None, "n"),), sums=not exact, linear=(0,))
+    return [whole(use), *strategies(use, labels), *_own_matrices(use, _multiplied, lambda counts: counts.cumsum(0))]
+
+
+def grouped_outer(use: OpUse) -> list[Strategy]:
+    """`shardfn_kernels::grouped_outer(x [m, k], y [m, n], counts)`."""
+    return [whole(use), *strategies(use, Labels((("m", "k"), ("m", "n"), (None,)), ((None, "k", "n"),), linear=(0, 1)))]
+
+
+def grouped_mm(use: OpUse) -> list[Strategy]:
+    """`aten::_grouped_mm(a, b, offs)`, of a [m, k] and b [e, k, n], or of a [k, m] and b [m, n]."""
+    out = [whole(use)]
+    if len(use.operands) != 3 or use.operands[0].ndim != 2 or use.arg(3, "bias") is not None:
+        return out
+    alone = use.arg(4, "out_dtype") is None
+
+    def run(outs: tuple[Form, ...]) -> Run | None:
+        del outs
+        return lambda ranks, args, kwargs: _torchs(*args, **kwargs)
+
+    if use.operands[1].ndim == 3:
+        labels = Labels(((None, "k"), (None, "k", "n"), (None,)), ((None, "n"),), sums=alone, linear=(0,), run=run)
+        return [*out, *strategies(use, labels), *_own_matrices(use, _torchs_of_ends, lambda offs: offs.long())]
+    labels = Labels((("k", None), (None, "n"), (None,)), ((None, "k", "n"),), linear=(0, 1), run=run)
+    return [*out, *strategies(use, labels)]
+
+
+def _own_matrices(use: OpUse, multiply: _Multiply, ends_of: Callable[[Tensor], Tensor]) -> list[Strategy]:
+    w, form = use.operands[1], use.forms[1]
+    if w.shape[0] < 2:
+        return []
+    own = use.cut(0, w.shape[0], form.multiple if form.kind == "cut" and form.dim == 0 else 1)
+    run = _rows_of_own(w, use.outs[0], own.multiple, multiply, ends_of)
+    return [Strategy((VARYING, own, VARYING), (PARTIAL,), run)]
+
+
+def _rows_of_own(
+    w: Operand, out: Operand, multiple: int, multiply: _Multiply, ends_of: Callable[[Tensor], Tensor]
+) -> Run:
+    """The rows of this rank's groups are moved to the front, multiplied, and moved back."""
+
+    def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        x, own, sizes, *rest = (*args, *kwargs.values())
+        start, stop = ranks.bounds(w.shape[0], multiple)
+        if start == stop:  # zeros that depend on both operands, since all ranks' gradients take part in sums
+            return x[:, :0] @ x.new_zeros(0, out.shape[1]) + own.sum()
+        bounds = torch.nn.functional.pad(ends_of(sizes), (1, 0))
+        first, num = bounds[start], bounds[stop] - bounds[start]
+        row = torch.arange(len(x), device=x.device)
+        front = torch.where((row < num)[:, None], x[(row + first).clamp(max=len(x) - 1)], 0)
+        y = multiply(front, own, bounds[start + 1 : stop + 1] - first, rest)
+        back = row - first
+        here = (back >= 0) & (back < num)
+        return torch.where(here[:, None], y[torch.where(here, back, 0)], 0)
+
+    return run
+
+
+def _multiplied(x: Tensor, w: Tensor, ends: Tensor, rest: Sequence[Any]) -> Tensor:
+    counts = ends - torch.nn.functional.pad(ends[:-1], (1, 0))
+    return torch.ops.shardfn_kernels.grouped_product(x, w, counts, *rest)
+
+
+def _torchs_of_ends(x: Tensor, w: Tensor, ends: Tensor, rest: Sequence[Any]) -> Tensor:
+    del rest
+    return _torchs(x, w, ends.int())
+
+
+def _torchs(a: Tensor, b: Tensor, offs: Tensor, bias: None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """`_grouped_mm` of inputs and outputs of any number, which torch takes in multiples of 16 bytes alone."""
+    step = 16 // a.element_size()
+    k, n = a.shape[b.ndim == 3], b.shape[-1]
+    more_k, more_n = (max(-(-size // step), 1) * step - size for size in (k, n))
+    if b.ndim == 2:  # whose rows are of any number: columns of a must not be neighbours
+        a = torch.nn.functional.pad(a.t(), (0, more_k)).contiguous().t()
+        b = torch.nn.functional.pad(b, (0, more_n))
+    elif more_k or more_n:
+        a, b = torch.nn.functional.pad(a, (0, more_k)), torch.nn.functional.pad(b, (0, more_n, 0, more_k))
+    out = torch.ops.aten._grouped_mm.default(a, b, offs, bias, out_dtype)
+    return out[..., :n] if b.ndim == 3 else out[:, :k, :n]
