@@ -142,7 +142,7 @@ def _check(request: Request, limits: Limits, where: str, given: Mapping[str, Any
             field = "messages"
         if field == "max_tokens" and "max_completion_tokens" in given:
             field = "max_completion_tokens"
-        code = "context_length_exceeded" if "context" in str(error) else None
+        code = "context_length_exceeded" if request.prompt and "context" in str(error) else None
         raise ApiError(400, where + str(error).replace(name, field, 1), field, code) from error
 
 
@@ -178,6 +178,9 @@ def _schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
         text = f"response_format.type is {kind!r:.60}; it must be 'text', 'json_object' or 'json_schema'."
         raise ApiError(400, text, "response_format.type")
     if kind != "json_schema":
+        if "json_schema" in found:
+            at = "response_format.json_schema"
+            raise ApiError(400, f"{at} has no effect with type {kind!r}; take type 'json_schema'.", at)
         return {"type": "object"} if kind == "json_object" else None
     inner = read_fields(found.get("json_schema", {}), SCHEMA, "response_format.json_schema")
     if "schema" not in inner:

@@ -57,6 +57,14 @@ def test_an_expression(server: Running) -> None:
     [
         ("/v1/completions", {"regex": "("}, "regex", "regex: "),
         ("/v1/completions", {"regex": "a" * 70_000}, "regex", "has 70000 bytes; it must have at most 65536"),
+        ("/v1/completions", {"regex": "a", "n": 17}, "n", "n must be at most 16"),
+        ("/v1/completions", {"regex": "a" * 60_000, "n": 5}, "n", "n times the characters at most 262144"),
+        (
+            "/v1/completions",
+            {"response_format": of_schema({})["response_format"] | {"type": "text"}},
+            "response_format.json_schema",
+            "has no effect with type 'text'",
+        ),
         ("/v1/chat/completions", of_schema({"type": "nothing"}), "response_format", "response_format: "),
         ("/v1/chat/completions", of_schema({"enum": ["x" * 1_000_000]}), "response_format", "has 1000014 bytes"),
         ("/v1/chat/completions", of_schema({"$ref": "#/nowhere"}), "response_format", "response_format: "),
