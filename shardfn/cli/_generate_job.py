@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from shardfn.core import did_you_mean
-from shardfn.inference import Grammar, Limits, Request, Sampling, check_request
+from shardfn.inference import Drafter, Grammar, Limits, Ngram, Request, Sampling, Suffix, check_request
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DRAFTERS: Mapping[str, Drafter | None] = {"none": None, "ngram": Ngram(), "suffix": Suffix()}
 KINDS = {"run": "a run of examples/train_gpt.py", "files": "files of Hugging Face", "gguf": "a GGUF file"}
 
 
@@ -35,6 +36,7 @@ class GenerateJob:
         ranks: of tensor parallelism.
         dtype: a key of `DTYPES`.
         json: whether the output is JSON lines.
+        drafter: a key of `DRAFTERS`.
     """
 
     model: str
@@ -50,6 +52,7 @@ class GenerateJob:
     ranks: int = 1
     dtype: str = "float32"
     json: bool = False
+    drafter: str = "none"
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +80,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--mesh", default="", metavar="tp=N", help="ranks, under torchrun (default: those of torchrun)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and cache (default %(default)s)")
+    add("--drafter", choices=tuple(DRAFTERS), default="none", help="guess tokens; changes no exact completion")
     add("--json", action="store_true", help="a line of JSON for each completion")
 
 
