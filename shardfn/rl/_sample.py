@@ -87,8 +87,12 @@ def _check_sampling(sampling: Sampling) -> None:
         if value != usual:
             raise ValueError(
                 f"sample: {name} is {value}; answers would be drawn from another distribution than that of their log"
-                f" probabilities, so their ratios would not begin at 1. Take {name}={usual}; engine.generate draws"
-                " answers for an evaluation."
+                f" probabilities, so their ratios would not begin at 1. Take {name}={usual}; "
+                + (
+                    f"an engine of rl.tempered(decoder, {value}) draws at that temperature."
+                    if name == "temperature" and value
+                    else "engine.generate draws answers for an evaluation."
+                )
             )
 
 
