@@ -151,6 +151,6 @@ def test_memory_is_that_of_the_analysis(world: int) -> None:
     # With several ranks the ledger lacks leaves that arrive in a channel's buffers.
     least = 0.99 if world == 1 else 0.95
     assert least * on_host.by_memory["device"] <= book.peak("device") <= on_host.by_memory["device"]
-    assert book.peak("host") == on_host.by_memory["host"] >= bytes_of_one / world
+    assert book.peak("host") == on_host.by_memory["host"] >= 0.99 * bytes_of_one / world
     saved = on_device.by_memory["device"] - on_host.by_memory["device"]
     assert abs(saved - bytes_of_one / world) <= 0.05 * bytes_of_one / world
