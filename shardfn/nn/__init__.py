@@ -45,4 +45,3 @@ from ._scan import (
     run_layers as run_layers,
     scan as scan,
 )
-from . import moe as moe

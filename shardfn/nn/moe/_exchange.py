@@ -25,7 +25,7 @@ from shardfn.core import Axes, P, PyTree, checkpoint_name, named_leaves, raise_a
 from shardfn.nn._parallel import all_ranges, enter_parallel, leave_parallel, own_range
 
 from ._experts import Experts
-from ._permute import Permutation, combine, dispatch, permutation
+from ._permute import combine, dispatch, permutation, undispatch
 from ._routing import Routing
 
 
@@ -126,6 +126,7 @@ class Tokens:
         overflow: "error" ends the step on all ranks, and names the layer, the ranks and both numbers; nothing is sent,
             and the state stays. "drop" leaves out choices of the experts of that rank past the largest capacity
             whose rows find room: of each expert the first ones stay, in the order of tokens over all ranks.
+        uneven: False refuses a number of experts that the ranks do not divide, so that all have equally many.
 
     Raises:
         ValueError: fewer than 0 rows, or another rule.
@@ -137,6 +138,7 @@ class Tokens:
     axis: Axes
     rows: int | None = None
     overflow: Literal["error", "drop"] = "error"
+    uneven: bool = True
 
     def __post_init__(self) -> None:
         if (self.rows is not None and self.rows < 0) or self.overflow not in ("error", "drop"):
@@ -154,6 +156,8 @@ class Tokens:
         """As `Exchange.run`."""
         E = routing.num_experts
         own = _own_number(E, self.axis)
+        if not self.uneven:
+            _check_even(name, E, self.axis)
         _check_leaves(name, params, own, E, self)
         if axis_size(self.axis) == 1 and self.rows is None:
             return Local().run(experts, params, x_SD, routing, name=name)
@@ -174,9 +178,8 @@ class Tokens:
         come = checkpoint_name(come, "moe_rows")
         of_row = _expert_of_row(table_nE, *own_range(E, self.axis), len(come))
         sorted_, own_counts = permutation(of_row[:, None], own)
-        y = experts(params, dispatch(come, sorted_), own_counts)
-        as_come = Permutation(sorted_.places[:, 0], sorted_.source[:, None])
-        back = exchange_rows(dispatch(y, as_come), sizes_nn.t(), self.axis, rows=S * k)
+        y = undispatch(experts(params, dispatch(come, sorted_), own_counts), sorted_)
+        back = exchange_rows(y, sizes_nn.t(), self.axis, rows=S * k)
         return combine(checkpoint_name(back, "moe_results"), places, routing.weights)
 
 
@@ -238,6 +241,15 @@ def _kept(experts_Sk: Tensor, places_Sk: Tensor, counts_E: Tensor, kept_E: Tenso
     at_Sk = experts_Sk.clamp(min=0)
     place_Sk = places_Sk - (counts_E.cumsum(0) - counts_E)[at_Sk]
     return torch.where((experts_Sk >= 0) & (place_Sk < kept_E[at_Sk]), experts_Sk, -1)
+
+
+def _check_even(name: str, E: int, axis: Axes) -> None:
+    if E % axis_size(axis):
+        held = [stop - start for start, stop in all_ranges(E, axis)]
+        raise ValueError(
+            f"{name}: the {E} experts would lie on the ranks of {axis!r} as {held}, and Tokens(uneven=False) takes"
+            f" equal numbers alone; choose a multiple of {len(held)} experts, or leave the option out."
+        )
 
 
 def _check_leaves(name: str, params: PyTree, own: int, E: int, exchange: Exchange) -> None:
