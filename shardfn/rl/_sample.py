@@ -40,8 +40,8 @@ def sample(
         key: of this iteration.
         start: the number of the first prompt, where ranks or calls have prompts of their own.
         length: L, the same on all ranks; default the engine's context.
-        since: added to the engine's versions, which begin at 0: a run that is resumed goes on counting. `check_versions`
-            then takes `since + engine.update_weights(...)`.
+        since: added to the engine's versions, which begin at 0: a run that is resumed goes on counting.
+            `check_versions` then takes `since + engine.update_weights(...)`.
 
     Returns:
         `len(prompts) * sampling.n` rows of L ids and `sampling.max_tokens` columns.
