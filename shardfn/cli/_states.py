@@ -240,7 +240,7 @@ def _layout(
     exchange = Tokens("ep") if "ep" in mesh.shape else Local()
     first = dataclasses.replace(experts, first=0, every=1, exchange=exchange)
     _, mixture, _ = ([layout(*leaf) for leaf in part] for part in _leaves(dataclasses.replace(one, experts=first), cut))
-    # Of a pipeline the fullest stage has layers with experts alone, as far as there are so many.
+    # The fullest stage of a pipeline has layers with experts alone, until none is left.
     num = min(num_layers, len(config.expert_layers))
     return before, block * (num_layers - num) + mixture * num, after
 

@@ -71,7 +71,7 @@ def test_exchange_and_gathers_change_with_the_ranks_of_experts():
     gathered = [sent[n]["gather of parameters, forward"] for n in (1, 2, 8)]
     assert gathered[0] > gathered[1] > 10 * gathered[2]
     assert "tokens to experts and back" not in sent[1] and plans[1].cost.experts == 0
-    # Six exchanges of 32 layers, of which seven in eight rows leave the rank.
+    # Six exchanges of 32 layers, in which seven in eight rows leave the rank.
     assert sent[8]["tokens to experts and back"] == 6 * 32 * 2 * 2 * 2048 * 4096 * 2 * 7 / 8
     experts = plans[8].experts
     assert experts is not None and experts.balanced < experts.most < experts.weights

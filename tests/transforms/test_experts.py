@@ -41,7 +41,7 @@ def params_of(c: gpt.Config, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def batch_of(n: int, rows: int) -> dict[str, Tensor]:
-    """Rows of which the k-th has k % 4 targets that do not count."""
+    """Rows; the k-th has k % 4 targets that do not count."""
     made = torch.Generator().manual_seed(n)
     batch = gpt.shifted({"tokens": torch.randint(20, (rows, 7), generator=made)})
     skipped = torch.arange(6)[None] < torch.arange(rows)[:, None] % 4

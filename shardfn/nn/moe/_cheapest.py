@@ -90,7 +90,7 @@ def cheapest(
 ) -> Exchange:
     """The exchange that sends the fewest bytes between ranks with tokens of their own: `Tokens` or `Weights`.
 
-    Tokens cost less while S < 3 m E F / (4 k), with remat two thirds of it: whatever n, D and b are.
+    Tokens cost less while S < 3 m E F / (4 k), with remat two thirds of it, for any n, D and b.
 
     Args:
         axis: the mesh axes that would cut the experts; `Local()` is the answer where they are one rank.

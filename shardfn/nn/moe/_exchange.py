@@ -26,7 +26,7 @@ from shardfn.nn._parallel import all_ranges, enter_parallel, leave_parallel, own
 
 from ._experts import Experts
 from ._logits import refuse
-from ._permute import combine, dispatch, permutation, undispatch
+from ._permute import Permutation, combine, dispatch, permutation, undispatch
 from ._routing import Routing
 
 
@@ -92,9 +92,12 @@ class Sum:
 
     Attributes:
         axis: the mesh axes that cut the experts, and no rows of the batch; None is one device.
+        in_order: the results of all choices travel, k times the bytes, and each rank adds them in their order: values
+            are those of one device, exactly, where those of single experts are.
     """
 
     axis: Axes
+    in_order: bool = False
 
     @property
     def spec(self) -> P:
@@ -110,8 +113,14 @@ class Sum:
         S, k = routing.experts.shape
         own_Sk = (routing.experts >= start) & (routing.experts < stop)
         chosen_Sk = torch.where(own_Sk, routing.experts - start, -1)
-        places, counts_E = permutation(chosen_Sk, stop - start, rows=S * min(k, stop - start))
+        num = S * min(k, stop - start)
+        places, counts_E = permutation(chosen_Sk, stop - start, rows=num)
         rows = dispatch(enter_parallel(x_SD, self.axis), places)
+        if self.in_order:
+            by_choice, _ = permutation(chosen_Sk.view(-1, 1), stop - start, rows=num)
+            y = undispatch(experts(params, rows, counts_E), by_choice)
+            # Each choice is computed by one rank, and zeros of the others change no number.
+            return combine(leave_parallel(y, self.axis), _unsorted(routing.experts), routing.weights)
         y_SD = combine(experts(params, rows, counts_E), places, pvary(routing.weights, self.axis))
         return leave_parallel(y_SD, self.axis)
 
@@ -184,6 +193,14 @@ class Tokens:
         y = undispatch(experts(params, dispatch(come, sorted_), own_counts), sorted_)
         back = exchange_rows(y, sizes_nn.t(), self.axis, rows=S * k)
         return combine(checkpoint_name(back, "moe_results"), places, routing.weights)
+
+
+def _unsorted(experts_Sk: Tensor) -> Permutation:
+    """A row for each choice that has an expert, as they come."""
+    S, k = experts_Sk.shape
+    at_Sk = torch.arange(S * k, device=experts_Sk.device).view(S, k)
+    places_Sk = torch.where(experts_Sk >= 0, at_Sk, -1)
+    return Permutation(torch.where(experts_Sk >= 0, at_Sk // max(k, 1), -1).flatten(), places_Sk)
 
 
 def _check_distinct(name: str, experts_Sk: Tensor) -> None:
