@@ -38,6 +38,7 @@ class Plan:
         histories: where a row has penalties, the tokens before its place [R, context], flat, with -1 after them; else
             None.
         prompts: likewise the tokens of its prompt [R].
+        adapters: the digest of each sequence's adapter, without padding; empty if no sequence has one.
     """
 
     step: int
@@ -58,6 +59,7 @@ class Plan:
     sampling: tuple[Sampling, ...]
     histories: array | None = None
     prompts: array | None = None
+    adapters: tuple[bytes, ...] = ()
 
     def arrays(self) -> tuple[array, ...]:
         """All arrays but histories, in the order of the attributes."""
@@ -115,6 +117,7 @@ def make_plan(chunks: Seq[tuple[Sequence, int, range]], limits: Limits, step: in
             sampling.append(sequence.request.sampling)
             known_by_row.append((sequence, p + 1))
     num_tokens, num_rows = len(tokens), len(rows)
+    adapters = tuple(sequence.request.adapter for sequence, *_ in chunks)
     bucket = limits.bucket_of(num_tokens)
     most = min(bucket, limits.running)
     _pad(bucket, 0, tokens, positions, slots)
@@ -126,6 +129,7 @@ def make_plan(chunks: Seq[tuple[Sequence, int, range]], limits: Limits, step: in
     return Plan(
         *(step, version, bucket, num_tokens, num_rows, tokens, positions, sequences, slots, tables, lengths),
         *(rows, keys, places, targets, tuple(sampling), *_histories(known_by_row, most, limits.context)),
+        adapters=adapters if any(adapters) else (),
     )
 
 
