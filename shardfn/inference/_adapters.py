@@ -64,7 +64,7 @@ class Adapters:
         self._keep({n: a for n, a in self._names.items() if n != name})
 
     def digest(self, name: Any) -> bytes:
-        """Of an adapter's content; empty for None.
+        """The digest of an adapter's content; empty for None.
 
         Raises:
             ValueError: the name is unknown.

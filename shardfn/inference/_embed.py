@@ -6,7 +6,6 @@ The sum of a mean goes through positions in order, in float64, and is rounded on
 import math
 from dataclasses import dataclass, field
 
-import torch
 from jaxtyping import Float32, Float64
 from torch import Tensor
 

@@ -305,8 +305,8 @@ class Engine:
     ) -> Float32[Tensor, "n d"]:
         """Embeddings of prompts: the hidden states that the head multiplies, pooled.
 
-        Requests that are in progress go on beside them. Of an exact decoder, an embedding's bits are those of the
-        prompt alone. A mean wants a row for each token, so that a step takes `Limits.running` tokens of it at most.
+        Requests that are in progress go on beside them. The bits of an embedding are those of the prompt alone, if the
+        decoder is exact. A mean wants a row for each token, so that a step takes `Limits.running` tokens of it at most.
 
         Args:
             prompts: token ids of each, fewer than the context.

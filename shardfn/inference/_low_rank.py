@@ -42,7 +42,7 @@ class Linear(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Of one layer: A [R, I], and B [O, R] times the scale; or these of E adapters, stacked."""
+    """A [R, I] and B [O, R] of one layer, B times the scale; or those of E adapters, stacked."""
 
     a: Tensor
     b: Tensor
@@ -97,7 +97,7 @@ class Adapter:
 
     Attributes:
         sites: by layer, its factors, float32.
-        digest: of their content: equal for equal adapters, whatever their names.
+        digest: of their content; equal for equal adapters, whatever their names.
     """
 
     sites: Mapping[str, Factors]
@@ -137,7 +137,7 @@ def adapter_of(lora: LoRA, tree: Mapping[str, Mapping[str, Tensor]], linear: Map
             for name, left, right in _layers(lora, path, tree[path], linear):
                 found = _factors(left, right, lora.scale_of(path), linear[name]) if name in linear else None
                 sites |= {name: found} if isinstance(found, Factors) else {}
-                problems += [found] if isinstance(found, str) else []
+                problems += [f"{name}: {found}"] if isinstance(found, str) else []
                 problems += _unknown(path, linear) if name not in linear else []
     if not problems and not sites:
         problems.append("it has no leaves")
@@ -224,4 +224,5 @@ def low_rank(
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order))
     counts = torch.bincount(own, minlength=num + 1)[:num]
-    return LowRank(*(x.to(device) for x in (order, places, counts, (own < num)[:, None])), sites)
+    order, places, counts, has = (x.to(device) for x in (order, places, counts, (own < num)[:, None]))
+    return LowRank(order, places, counts, has, sites)

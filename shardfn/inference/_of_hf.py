@@ -190,11 +190,9 @@ def _decoder(function: DecodingFunction, shape: _Shape, linear: Mapping[str, boo
     cache = CacheLayout(layers, heads, dim, tp)
     made = Decoder(shape.vocab, function.context, cache, specs=P(), logits=logits, pack=pack)
     if head in linear:
-        sizes = {
-            name: Linear(*(like[name].shape if flip else like[name].shape[::-1]), flip) for name, flip in linear.items()
-        }
-        inner = {name: size for name, size in sizes.items() if name != head and name not in kept}
-        made = replace(made, outputs=with_hidden, linear=inner)
+        inner = [name for name in linear if name != head and name not in kept]
+        sizes = {name: Linear(like[name].numel() // nums[name], nums[name], linear[name]) for name in inner}
+        made = replace(made, outputs=with_hidden, linear=sizes)
     return made if tp is None else replace(made, specs=specs, packed=served)
 
 

@@ -22,7 +22,6 @@ from shardfn.core import Axes
 
 from ._products import Product, Weight, linear_input, linear_weight
 
-
 # From the input of a layer and its result to the result in its place.
 Then = Callable[[Tensor, Tensor], Tensor]
 

@@ -162,10 +162,10 @@ def model(tp: str | None = None, **changes: Any) -> Model:
     params = [core.tree_map(lambda x: x * 8, gpt.init(config, core.key(i))) for i in range(VERSIONS)]
     from shardfn.inference import decoder
 
-    adapters = {
-        "thin": adapter(params[0], [r"\.wq$", r"\.w_down$"], 3, 0),
-        "wide": adapter(params[0], [r"\.wo$", r"\.wv$", r"0\.w_up$", r"\.w_down$"], 9, 1),
-    }
+    adapters = {}
+    if not config.stacked and not config.per_head:
+        adapters["thin"] = adapter(params[0], [r"\.wq$", r"\.w_down$"], 3, 0)
+        adapters["wide"] = adapter(params[0], [r"\.wo$", r"\.wv$", r"0\.w_up$", r"\.w_down$"], 9, 1)
     return Model(config, decoder(config, tp=tp), params, adapters)
 
 
