@@ -27,6 +27,7 @@ ROOMS = (
     "models.gpt",
     "lora",
     "inference",
+    "serve",
     "rl",
     "data",
     "metrics",

@@ -75,6 +75,26 @@ def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
     return made
 
 
+def load_text(job: GenerateJob) -> Text:
+    """Loads a model's tokenizer alone; the ends of GGUF files are those of the tokenizer, not of the model.
+
+    Raises:
+        OSError: a file is missing.
+        ImportError: a package is missing; the message has its installation.
+    """
+    path = pathlib.Path(job.model)
+    if job.kind == "run":
+        run = run_of(path)
+        assert run is not None
+        return text_of_data(_tokenizer_of_run(run, json.loads((run / "model.json").read_text(encoding="utf-8"))))
+    place, more = (path.parent, {"gguf_file": path.name}) if job.kind == "gguf" else (path, {})
+    return text_of_transformers(_transformers(path).AutoTokenizer.from_pretrained(place, **more))
+
+
+def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
+    return ByteTokenizer() if given["tokenizer"] == "bytes" else BPETokenizer.load(run / given["tokenizer"])
+
+
 def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> Served:
     changes, inexact = _exactness(job)
     if job.adapter is not None:  # its files name the module's own weights
@@ -135,8 +155,7 @@ def _of_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
         raise ValueError(f"{run / 'model.json'} has no {missing}; it has {sorted(given)}. Train again to write it.")
     changes, inexact = _exactness(job)
     config = gpt_config(given["model"], per_head=given["per_head"], **changes)
-    bytewise = given["tokenizer"] == "bytes"
-    tokenizer = ByteTokenizer() if bytewise else BPETokenizer.load(run / given["tokenizer"])
+    tokenizer = _tokenizer_of_run(run, given)
     place = sharded(lambda params: params, mesh=mesh, specs=gpt.specs(config, tp=_axis(mesh)))
     shapes = eval_shape(functools.partial(gpt.init, config), key(0))
     like = place.init(tree_map(lambda x: x.to(DTYPES[job.dtype]), shapes))

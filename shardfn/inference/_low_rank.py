@@ -77,12 +77,17 @@ class LowRank(NamedTuple):
             axis: mesh axes that cut the layer.
             joins: whether x has this rank's inputs alone.
             cut: whether y has this rank's outputs alone.
+
+        Raises:
+            ValueError: the layer does not see one row for each token.
         """
         found = self.sites.get(name)
         if found is None:
             return y
         if joins:
             x = all_gather_invariant(x, axis, dim=-1, size=found.a.shape[2])
+        if x.numel() // x.shape[-1] != len(self.order):
+            raise ValueError(f"{name} sees {x.numel() // x.shape[-1]} rows of {len(self.order)}; it cannot be adapted.")
         b = take_own_block(found.b, axis, dim=1) if cut else found.b
         rows = x.reshape(-1, x.shape[-1]).float()[self.order]
         thin = grouped_product(rows, found.a, self.counts, transposed=True, exact=True)

@@ -144,6 +144,8 @@ def _decoder(function: DecodingFunction, shape: _Shape, linear: Mapping[str, boo
     # A weight that other functions read, too, is whole on all ranks, beside the panels of their own outputs.
     cut = {} if tp is None else {name: P(None, tp) if flip else P(tp) for name, flip in linear.items()}
     specs = {name: P() if name in kept else cut.get(name, P()) for name in like}
+    specs |= dict.fromkeys(function.experts, P(tp))
+    exchange = nn.moe.Local() if tp is None else nn.moe.Sum(tp, in_order=True)
 
     def panels(name: str, x: Tensor) -> Tensor:
         weight = x.T if linear[name] else x
@@ -175,7 +177,7 @@ def _decoder(function: DecodingFunction, shape: _Shape, linear: Mapping[str, boo
             else:
                 made[id(params[name])] = layer if low is None else functools.partial(_adapted, name, low, layer)
         attend = functools.partial(_attend, bodies, tp)
-        logits = function(params, tokens_T, positions_T, rows_R, attend, ExactRows(made) if linear else None)
+        logits = function(params, tokens_T, positions_T, rows_R, attend, ExactRows(made) if linear else None, exchange)
         return logits, seen
 
     def logits(weights: Served, *rest: Any) -> Tensor:
@@ -186,6 +188,7 @@ def _decoder(function: DecodingFunction, shape: _Shape, linear: Mapping[str, boo
         return logits, hidden_1RD.reshape(-1, hidden_1RD.shape[-1])
 
     placed = {name: P(tp) if name in cut and name not in kept else P() for name in like}
+    placed |= dict.fromkeys(function.experts, P(tp))
     served = {"params": placed, "packed": {name: P(tp) for name in cut if name in kept}}
     cache = CacheLayout(layers, heads, dim, tp)
     made = Decoder(shape.vocab, function.context, cache, specs=P(), logits=logits, pack=pack)

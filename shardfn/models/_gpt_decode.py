@@ -20,7 +20,7 @@ from shardfn.kernels import pack_rows, rotate
 
 from ._gpt_block import Along, block, norm, position_tables
 from ._gpt_config import Config
-from ._gpt_leaves import Params, block_shapes, check_leaves, specs
+from ._gpt_leaves import Params, block_shapes, check_leaves, layers_of, specs
 
 
 def decode(
@@ -108,6 +108,7 @@ def decode_outputs(
         raise ValueError(f"decode: {len(bodies)} bodies for num_layers={config.num_layers}; pass one for each layer.")
     if config.exact:
         params = _exact_weights(config, params, axis, then)
+    config = _without_losses(config)
     along = Along(axis)
     x_TD = nn.embedding(tokens_T, params["embed"], vocab_size=config.vocab_size, axis=axis)
     if config.position == "learned":
@@ -126,6 +127,13 @@ def decode_outputs(
     x_RD = norm(config, along, x_1TD[0][rows_R], params["norm_w"], params.get("norm_b"))
     own_RV = nn.column_linear(x_RD, params[_head(config)], features=config.vocab_size, axis=axis)
     return all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size), x_RD
+
+
+def _without_losses(config: Config) -> Config:
+    """The config whose routers see this rank's tokens alone: the axes of a training batch are not here."""
+    if config.experts is None:
+        return config
+    return dataclasses.replace(config, experts=dataclasses.replace(config.experts, axes=None, z=0.0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,7 +177,8 @@ def pack(config: Config, params: Params, *, axis: Axes = None) -> Params:
     check_leaves(config, params, axis)
     blocks = params["blocks"]
     if config.stacked:
-        blocks = [{name: x[i] for name, x in blocks.items()} for i in range(config.num_layers)]
+        num = config.num_layers // config.layers_a_block
+        blocks = [p for i in range(num) for p in layers_of(config, {name: x[i] for name, x in blocks.items()})]
     params = params | {"blocks": blocks, **_tables_of_all(config, params)}
     if not config.exact:
         return params
@@ -193,7 +202,7 @@ def _tables_of_all(config: Config, params: Params) -> Params:
     return dict(zip(("cos", "sin"), table, strict=True))
 
 
-_LINEAR = ("wq", "wk", "wv", "wo", "w_up", "w_gate", "w_down")
+_LINEAR = ("wq", "wk", "wv", "wo", "w_up", "w_gate", "w_down", "router")
 
 
 def _packed(name: str, weight: Tensor) -> Tensor:
@@ -222,7 +231,7 @@ def _exact_weights(config: Config, params: Params, axis: Axes, then: Mapping[str
 
 
 def linear_sizes(config: Config) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of the linear layers inside blocks, by the names of their weights.
+    """Inputs and outputs of the linear layers inside blocks, routers left out, by the names of their weights.
 
     Example:
         >>> sizes = linear_sizes(Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4))
@@ -233,7 +242,7 @@ def linear_sizes(config: Config) -> dict[str, tuple[int, int]]:
     sizes = {}
     for i, own in enumerate(shapes["blocks"]):
         for name in _LINEAR:
-            if name in own:
+            if name in own and name != "router":
                 shape = own[name].shape
                 outs = 1 if name == "wo" else len(shape) - 1
                 sizes[f"blocks.{i}.{name}"] = math.prod(shape[outs:]), math.prod(shape[:outs])
@@ -250,5 +259,10 @@ def check_decodable(config: Config) -> None:
         raise ValueError("decode: causal=False: tokens see later ones, so none can be drawn after another.")
     if config.layout is not None:
         raise ValueError("decode: the masks of `layout` are those of whole sequences; leave it out.")
+    if config.experts is not None and config.experts.bias_rate > 0:
+        raise ValueError(
+            f"decode: bias_rate={config.experts.bias_rate}: experts are chosen by biases in the loss's state, which are"
+            " no parameters; such a model is not served."
+        )
     if not isinstance(config.attention, nn.Dense):
         raise ValueError(f"decode: attention={config.attention!r}: bodies are given; take attention=Dense().")

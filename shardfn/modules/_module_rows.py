@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from shardfn.collectives import all_gather_invariant, take_own_block
 from shardfn.core import Axes
-from shardfn.kernels import gated_silu, gelu, row_linear, row_norm
-from shardfn.nn import own_range
+from shardfn.kernels import gated_silu, gelu, grouped_product, row_linear, row_norm
+from shardfn.nn import exact_softmax, own_range
 
 from ._module_buffers import tensors_of
 
@@ -142,6 +142,26 @@ def _of_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> tuple[T
     return mat1, None if more else mat2, input
 
 
+def grouped_rows(x: Tensor, w: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+    """`kernels.grouped_product` without derivatives, as a function that modes see."""
+    if has_torch_function((x, w)):
+        return handle_torch_function(grouped_rows, (x, w), x, w, counts, transposed)
+    return grouped_product(x, w, counts, transposed=transposed)
+
+
+def _grouped_rows(func: Any, x: Tensor, w: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+    del func
+    return grouped_product(x.float(), w.float(), counts, transposed=transposed, exact=True).to(x.dtype)
+
+
+def _softmax(
+    func: Any, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Tensor:
+    if dim not in (-1, input.ndim - 1):
+        return func(input, dim, dtype=dtype)
+    return exact_softmax(input.float()).to(dtype or input.dtype)
+
+
 def _silu(func: Any, input: Tensor, inplace: bool = False) -> Tensor:
     del func
     x = input.float()
@@ -193,6 +213,8 @@ _WEIGHT: dict[Any, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] =
     torch.addmm: _of_addmm,
 }
 _HANDLERS: dict[Any, Callable[..., Tensor]] = {
+    grouped_rows: _grouped_rows,
+    F.softmax: _softmax,
     F.silu: _silu,
     F.sigmoid: _sigmoid,
     torch.sigmoid: _sigmoid,

@@ -13,6 +13,7 @@ from shardfn.collectives import all_gather, axis_index
 from shardfn.core import Axes
 
 from ._answers import answer_mask, masked
+from ._shapes import check_shapes
 
 
 def group_advantages(
@@ -41,13 +42,14 @@ def group_advantages(
         baseline: see above.
         deviation: see above.
         eps: added to the deviation.
-        axis: mesh axes that cut the rows, also within groups; all ranks have equal numbers of them.
+        axis: mesh axes that cut the rows, also within groups; all ranks have equal numbers of them. Only a loss, or
+            another function that a mesh runs, knows its axes: elsewhere the rows are this rank's own.
 
     Returns:
         The advantages of this rank's rows; constants.
 
     Raises:
-        ValueError: `size` does not divide the number of rows.
+        ValueError: rewards are not one dim, or `size` does not divide the number of rows.
 
     Example:
         >>> group_advantages(torch.tensor([1.0, 0.0, 2.0, 2.0]), 2, deviation=False).tolist()
@@ -58,6 +60,7 @@ def group_advantages(
         Liu et al., Understanding R1-Zero-Like Training, 2025, https://arxiv.org/abs/2503.20783
         Ahmadian et al., Back to Basics, 2024, https://arxiv.org/abs/2402.14740
     """
+    check_shapes("group_advantages", rewards_B=rewards_B)
     whole = rewards_B.detach() if axis is None else all_gather(rewards_B.detach(), axis)
     if size < 1 or len(whole) % size:
         raise ValueError(f"group_advantages: {len(whole)} rewards and groups of {size}; pass whole groups.")
@@ -105,6 +108,9 @@ def gae(
     Returns:
         (advantages, returns), constants; 0 from each answer's end on.
 
+    Raises:
+        ValueError: shapes do not fit.
+
     Example:
         >>> advantages, returns = gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]]), torch.tensor([2]))
         >>> advantages, returns
@@ -114,6 +120,7 @@ def gae(
         Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation, 2015,
         https://arxiv.org/abs/1506.02438
     """
+    check_shapes("gae", rewards_BT=rewards_BT, values_BT=values_BT, lengths_B=lengths_B)
     mask_BT = answer_mask(lengths_B, rewards_BT.shape[1])
     r_BT, v_BT = (masked(x.detach(), mask_BT) for x in (rewards_BT, values_BT))
     after_BT = torch.cat((v_BT[:, 1:], torch.zeros_like(v_BT[:, :1])), 1)

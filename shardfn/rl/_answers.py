@@ -13,6 +13,8 @@ from torch import Tensor
 from shardfn.engine import WeightedMean
 from shardfn.inference import logprobs
 
+from ._shapes import check_places, check_shapes
+
 
 def answer_mask(lengths_B: Int[Tensor, " b"], width: int) -> Bool[Tensor, "b t"]:
     """The tokens that count: those before each row's length.
@@ -83,11 +85,17 @@ def answer_logprobs(
     Returns:
         [B, T]; 0 from each answer's end on.
 
+    Raises:
+        ValueError: shapes do not fit, or an answer does not lie in its row.
+
     Example:
         >>> ids, one = torch.tensor([[5, 3, 0]]), torch.tensor([1])
         >>> answer_logprobs(torch.zeros(1, 3, 8), ids, one, one, 2)
         tensor([[-2.0794,  0.0000]])
     """
+    check_shapes("answer_logprobs", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B)
+    check_shapes("answer_logprobs", prompts_B=prompts_B, ids_BL=ids_BL)  # whose L is that of the logits, or one more
+    check_places("answer_logprobs", prompts_B, lengths_B, width, logits_BLV.shape[1], ids_BL.shape[1])
     places_BT = _places(prompts_B, width, logits_BLV.shape[1])
     rows_BTV, mask_BT = _rows(logits_BLV, places_BT), answer_mask(lengths_B, width)
     tokens_BT = masked(ids_BL.gather(1, (places_BT + 1).clamp(max=ids_BL.shape[1] - 1)), mask_BT)
@@ -110,10 +118,15 @@ def answer_values(
     Returns:
         [B, T]; 0 from each answer's end on.
 
+    Raises:
+        ValueError: shapes do not fit, or an answer does not lie in its row.
+
     Example:
         >>> answer_values(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2]), torch.tensor([1]), 2)
         tensor([[2., 0.]])
     """
+    check_shapes("answer_values", values_BL=values_BL, prompts_B=prompts_B, lengths_B=lengths_B)
+    check_places("answer_values", prompts_B, lengths_B, width, values_BL.shape[1])
     found_BT = values_BL.gather(1, _places(prompts_B, width, values_BL.shape[1]))
     return masked(found_BT, answer_mask(lengths_B, width))
 
@@ -132,11 +145,16 @@ def answer_entropies(
     Returns:
         [B, T]; 0 from each answer's end on.
 
+    Raises:
+        ValueError: shapes do not fit, or an answer does not lie in its row.
+
     Example:
         >>> one = torch.tensor([1])
         >>> answer_entropies(torch.zeros(1, 3, 8), one, one, 2)
         tensor([[2.0794, 0.0000]])
     """
+    check_shapes("answer_entropies", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B)
+    check_places("answer_entropies", prompts_B, lengths_B, width, logits_BLV.shape[1])
     logs_BTV = _rows(logits_BLV, _places(prompts_B, width, logits_BLV.shape[1])).log_softmax(-1)
     entropies_BT = -(logs_BTV.exp() * logs_BTV.clamp(min=torch.finfo(logs_BTV.dtype).min)).sum(-1)
     return masked(entropies_BT, answer_mask(lengths_B, width))

@@ -13,6 +13,7 @@ from shardfn.engine import WeightedMean
 
 from ._answers import answer_mask, masked, row_mean, token_mean
 from ._kl import Estimator, kl
+from ._shapes import check_shapes
 
 Clip = float | tuple[float, float]
 
@@ -36,6 +37,9 @@ def ppo_policy(
         clip: how far a ratio may go; (below, above) where these differ.
         most: the largest ratio of tokens whose advantage is negative, which `clip` leaves unbounded; None is any.
 
+    Raises:
+        ValueError: shapes do not fit.
+
     Example:
         >>> one = torch.ones(1, 1)
         >>> ppo_policy(-one, -2 * one, one, torch.tensor([1])).mean()
@@ -45,6 +49,7 @@ def ppo_policy(
         Schulman et al., Proximal Policy Optimization Algorithms, 2017, https://arxiv.org/abs/1707.06347
         Ye et al., Mastering Complex Control in MOBA Games, 2019, https://arxiv.org/abs/1912.09729
     """
+    check_shapes("ppo_policy", logprobs_BT=logprobs_BT, old_BT=old_BT, advantages_BT=advantages_BT, lengths_B=lengths_B)
     log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
     return token_mean(_surrogate(log_BT.exp(), advantages_BT, clip, most), lengths_B)
 
@@ -66,11 +71,15 @@ def ppo_value(
         lengths_B: tokens of each answer.
         clip: how far a value may go.
 
+    Raises:
+        ValueError: shapes do not fit.
+
     Example:
         >>> one = torch.ones(1, 1)
         >>> ppo_value(one, 0 * one, one, torch.tensor([1])).mean()
         tensor(0.3200)
     """
+    check_shapes("ppo_value", values_BT=values_BT, old_BT=old_BT, returns_BT=returns_BT, lengths_B=lengths_B)
     mask_BT = answer_mask(lengths_B, values_BT.shape[1])
     v_BT, old_BT, r_BT = (masked(x, mask_BT) for x in (values_BT, old_BT, returns_BT))
     near_BT = torch.minimum(torch.maximum(v_BT, old_BT - clip), old_BT + clip)
@@ -123,8 +132,8 @@ def grpo(
         estimator: of the divergence.
 
     Raises:
-        ValueError: a choice is unknown; `constant` is missing, or without effect; `beta` without a reference, or a
-            reference without `beta`.
+        ValueError: shapes do not fit; a choice is unknown; `constant` is missing, or without effect; `beta` without a
+            reference, or a reference without `beta`.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -139,6 +148,8 @@ def grpo(
         MiniMax, MiniMax-M1, 2025, https://arxiv.org/abs/2506.13585
     """
     _check_choices(normalise, constant, ratio, objective, reference_BT, beta)
+    tensors = {"old_BT": old_BT, "advantages_B": advantages_B, "lengths_B": lengths_B, "reference_BT": reference_BT}
+    check_shapes("grpo", logprobs_BT=logprobs_BT, **tensors)
     mask_BT = answer_mask(lengths_B, logprobs_BT.shape[1])
     log_BT = masked(logprobs_BT - old_BT, mask_BT)
     if ratio == "sequence":
@@ -176,6 +187,9 @@ def rloo(
         lengths_B: tokens of each answer.
         clip: how far a ratio may go; (below, above) where these differ.
 
+    Raises:
+        ValueError: shapes do not fit.
+
     Example:
         >>> logprobs = torch.tensor([[-1.0, -2.0]])
         >>> rloo(logprobs, logprobs, torch.tensor([0.5]), torch.tensor([2])).mean()
@@ -184,6 +198,7 @@ def rloo(
     References:
         Ahmadian et al., Back to Basics, 2024, https://arxiv.org/abs/2402.14740
     """
+    check_shapes("rloo", logprobs_BT=logprobs_BT, old_BT=old_BT, advantages_B=advantages_B, lengths_B=lengths_B)
     log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
     return row_mean(_surrogate(log_BT.sum(1).exp(), advantages_B, clip, None))
 

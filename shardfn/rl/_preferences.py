@@ -11,6 +11,7 @@ from torch import Tensor
 from shardfn.engine import WeightedMean
 
 from ._answers import row_mean
+from ._shapes import check_shapes
 
 
 def dpo(
@@ -32,6 +33,9 @@ def dpo(
         beta: how strongly the policy is held to the reference.
         smoothing: s, the part of pairs that is expected to be the wrong way round.
 
+    Raises:
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first.
+
     Example:
         >>> x = torch.tensor
         >>> dpo(x([-5.0]), x([-7.0]), x([-5.5]), x([-6.8])).mean()
@@ -40,7 +44,7 @@ def dpo(
     References:
         Rafailov et al., Direct Preference Optimization, 2023, https://arxiv.org/abs/2305.18290
     """
-    h_B = beta * _margins(chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    h_B = beta * _margins("dpo", chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
     return row_mean(-(1 - smoothing) * F.logsigmoid(h_B) - smoothing * F.logsigmoid(-h_B))
 
 
@@ -61,6 +65,9 @@ def ipo(
         rejected_reference_B: as of `dpo`.
         beta: how strongly the policy is held to the reference.
 
+    Raises:
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first.
+
     Example:
         >>> x = torch.tensor
         >>> ipo(x([-5.0]), x([-7.0]), x([-5.5]), x([-6.8])).mean()
@@ -70,7 +77,7 @@ def ipo(
         Azar et al., A General Theoretical Paradigm to Understand Learning from Human Preferences, 2023,
         https://arxiv.org/abs/2310.12036
     """
-    h_B = _margins(chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    h_B = _margins("ipo", chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
     return row_mean((h_B - 1 / (2 * beta)) ** 2)
 
 
@@ -91,6 +98,9 @@ def hinge(
         rejected_reference_B: as of `dpo`.
         beta: the margin is 1 / beta.
 
+    Raises:
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first.
+
     Example:
         >>> x = torch.tensor
         >>> hinge(x([-5.0]), x([-7.0]), x([-5.5]), x([-6.8])).mean()
@@ -99,7 +109,8 @@ def hinge(
     References:
         Zhao et al., SLiC-HF, 2023, https://arxiv.org/abs/2305.10425
     """
-    return row_mean((1 - beta * _margins(chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)).relu())
+    h_B = _margins("hinge", chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    return row_mean((1 - beta * h_B).relu())
 
 
 def kto(
@@ -124,6 +135,9 @@ def kto(
         beta: how strongly the policy is held to the reference.
         weights: w of wanted answers, and of the others.
 
+    Raises:
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first.
+
     Example:
         >>> x = torch.tensor
         >>> kto(x([-5.0]), x([-5.0]), x([True]), x(0.0)).mean()
@@ -132,6 +146,7 @@ def kto(
     References:
         Ethayarajh et al., KTO: Model Alignment as Prospect Theoretic Optimization, 2024, https://arxiv.org/abs/2402.01306
     """
+    check_shapes("kto", logprobs_B=logprobs_B, reference_B=reference_B, wanted_B=wanted_B)
     ahead_B = beta * (logprobs_B - reference_B - divergence.detach().clamp(min=0))
     sign_B = torch.where(wanted_B, 1.0, -1.0).to(ahead_B.dtype)
     weight_B = torch.where(wanted_B, *weights).to(ahead_B.dtype)
@@ -148,6 +163,9 @@ def orpo(chosen_B: Float[Tensor, " b"], rejected_B: Float[Tensor, " b"], *, beta
         rejected_B: those of the others.
         beta: weight of the term.
 
+    Raises:
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first.
+
     Example:
         >>> orpo(torch.tensor([-1.0]), torch.tensor([-1.0])).mean()
         tensor(0.0693)
@@ -155,9 +173,14 @@ def orpo(chosen_B: Float[Tensor, " b"], rejected_B: Float[Tensor, " b"], *, beta
     References:
         Hong et al., ORPO: Monolithic Preference Optimization without Reference Model, 2024, https://arxiv.org/abs/2403.07691
     """
+    check_shapes("orpo", chosen_B=chosen_B, rejected_B=rejected_B)
     odds_B = [x_B - torch.log(-torch.expm1(x_B)) for x_B in (chosen_B, rejected_B)]
     return row_mean(-beta * F.logsigmoid(odds_B[0] - odds_B[1]))
 
 
-def _margins(chosen: Tensor, rejected: Tensor, chosen_reference: Tensor, rejected_reference: Tensor) -> Tensor:
+def _margins(
+    who: str, chosen: Tensor, rejected: Tensor, chosen_reference: Tensor, rejected_reference: Tensor
+) -> Tensor:
+    references = {"chosen_reference_B": chosen_reference, "rejected_reference_B": rejected_reference}
+    check_shapes(who, chosen_B=chosen, rejected_B=rejected, **references)
     return (chosen - chosen_reference) - (rejected - rejected_reference)

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardfn.engine import WeightedMean
 
 from ._answers import answer_mask, masked, row_mean
+from ._shapes import check_shapes
 
 
 def kl_rewards(
@@ -38,6 +39,9 @@ def kl_rewards(
         after_end: the score goes to the place after the last token where the row has one, as in DeepSpeed-Chat. Pass
             `gae` lengths of one more token, too, and the losses the lengths themselves.
 
+    Raises:
+        ValueError: shapes do not fit.
+
     Example:
         >>> policy, reference = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.0]])
         >>> kl_rewards(policy, reference, torch.tensor([7.0]), torch.tensor([2]))
@@ -46,6 +50,9 @@ def kl_rewards(
     References:
         Yao et al., DeepSpeed-Chat, 2023, https://arxiv.org/abs/2308.01320
     """
+    check_shapes(
+        "kl_rewards", logprobs_BT=logprobs_BT, reference_BT=reference_BT, scores_B=scores_B, lengths_B=lengths_B
+    )
     width = logprobs_BT.shape[1]
     drift_BT = masked((logprobs_BT - reference_BT).detach(), answer_mask(lengths_B, width))
     scores_B = scores_B.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
@@ -90,6 +97,9 @@ def pairwise(
         chosen_lengths_B: tokens of each row.
         rejected_lengths_B: tokens of each row.
 
+    Raises:
+        ValueError: shapes do not fit.
+
     Example:
         >>> c, r = torch.tensor([[0.2, 0.5, 1.0]]), torch.tensor([[0.1, 0.7, -0.2]])
         >>> ids, others, three = torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5, 6]]), torch.tensor([3])
@@ -99,6 +109,10 @@ def pairwise(
     References:
         Yao et al., DeepSpeed-Chat, 2023, https://arxiv.org/abs/2308.01320
     """
+    tensors = {"chosen_BT": chosen_BT, "rejected_BT": rejected_BT}
+    tensors |= {"chosen_ids_BT": chosen_ids_BT, "rejected_ids_BT": rejected_ids_BT}
+    tensors |= {"chosen_lengths_B": chosen_lengths_B, "rejected_lengths_B": rejected_lengths_B}
+    check_shapes("pairwise", **tensors)
     place_T = torch.arange(chosen_BT.shape[1], device=chosen_BT.device)
     ends_B = torch.maximum(chosen_lengths_B, rejected_lengths_B)
     shorter_B = torch.minimum(chosen_lengths_B, rejected_lengths_B)

@@ -100,7 +100,7 @@ def check_versions(rollout: Rollout, newest: int, *, behind: int = 0) -> None:
 
     Args:
         rollout: to be learnt from.
-        newest: the engine's version, as `update_weights` returns it.
+        newest: the engine's version, as `update_weights` returns it, and `since` of `sample` added.
         behind: versions that an answer may be older.
 
     Raises:

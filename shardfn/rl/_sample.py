@@ -35,12 +35,13 @@ def sample(
     Args:
         engine: of one rank, or of several that all pass the same prompts.
         prompts: ids of each.
-        sampling: with temperature 1 and without filters and penalties, so that answers are drawn from the distribution
-            of their log probabilities. Its seed is not used.
+        sampling: with temperature 1 and without filters, penalties and a grammar, so that answers are drawn from the
+            distribution of their log probabilities. Its seed is not used.
         key: of this iteration.
         start: the number of the first prompt, where ranks or calls have prompts of their own.
         length: L, the same on all ranks; default the engine's context.
-        since: added to the engine's versions, which begin at 0: a run that is resumed goes on counting.
+        since: added to the engine's versions, which begin at 0: a run that is resumed goes on counting. `check_versions`
+            then takes `since + engine.update_weights(...)`.
 
     Returns:
         `len(prompts) * sampling.n` rows of L ids and `sampling.max_tokens` columns.
@@ -81,6 +82,12 @@ def _seeds(key: Tensor, start: int, num: int) -> list[int]:
 
 def _check_sampling(sampling: Sampling) -> None:
     plain = Sampling()
+    if sampling.grammar is not None:
+        raise ValueError(
+            "sample: the sampling has a grammar; answers would be drawn from another distribution than that of their"
+            " log probabilities, so their ratios would not begin at 1. Take grammar=None, and give answers of another"
+            " form a low reward; engine.generate draws answers for an evaluation."
+        )
     names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
     for name in names:
         value, usual = getattr(sampling, name), getattr(plain, name)

@@ -106,8 +106,8 @@ _TEXTS = {
 def _check(num: int, given: Sequence[Any] | None, seconds: float, workers: int) -> None:
     if given is not None and len(given) != num:
         raise ValueError(f"score: {len(given)} values are given for {num} rows; pass one for each.")
-    if not seconds > 0 or workers < 1:
-        raise ValueError(f"score: seconds is {seconds} and workers is {workers}; both must be positive.")
+    if not 0 < seconds < math.inf or workers < 1:
+        raise ValueError(f"score: seconds is {seconds} and workers is {workers}; both must be positive and finite.")
     if not hasattr(os, "fork"):
         raise NotImplementedError(
             "score calls a function in a fork, to be able to end it, and this system cannot fork; compute the rewards"

@@ -21,6 +21,9 @@ _LLAMA = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+_EXPERTS = {"moe_intermediate_size": 19, "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [0]}
+# The products of torch that transformers takes by default have no rows of 37.
+_EAGER = {"experts_implementation": "eager"}
 _KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -68,5 +71,8 @@ MODELS: dict[str, Callable[..., Any]] = {
     "gemma2": _llama_like("Gemma2", head_dim=8, sliding_window=5, attn_logit_softcapping=1.5, **_KINDS),
     "gemma3": _llama_like("Gemma3", head_dim=8, sliding_window=5, **_KINDS),
     "smollm3": _llama_like("SmolLM3", no_rope_layers=[1, 0]),
+    "mixtral": _llama_like("Mixtral", **_EAGER, num_local_experts=5, num_experts_per_tok=2, sliding_window=5),
+    "qwen3_moe": _llama_like("Qwen3Moe", **_EAGER, **_EXPERTS, head_dim=8, num_experts=6, decoder_sparse_step=1),
+    "olmoe": _llama_like("Olmoe", **_EAGER, num_experts=4, num_experts_per_tok=3),
     "olmo3": _llama_like("Olmo3", sliding_window=5, **_KINDS),
 }

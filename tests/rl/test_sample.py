@@ -11,7 +11,7 @@ import torch
 import shardfn as sf
 from shardfn import P, rl
 from shardfn.core import Mesh
-from shardfn.inference import Engine, Sampling, decoder, limits_of
+from shardfn.inference import Engine, Grammar, Sampling, decoder, limits_of
 from shardfn.models import gpt
 from shardfn.testing import distributed
 
@@ -117,6 +117,8 @@ def test_mistakes_are_named() -> None:
     for name, value in {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "presence_penalty": 1.0}.items():
         with pytest.raises(ValueError, match=f"{name} is {value}; answers would be drawn from another distribution"):
             rl.sample(engine, [[1]], Sampling(**{name: value}), key=sf.key(0))
+    with pytest.raises(ValueError, match=r"sample: the sampling has a grammar.*Take grammar=None"):
+        rl.sample(engine, [[1]], Sampling(max_tokens=2, grammar=Grammar.regex("a*")), key=sf.key(0))
     with pytest.raises(ValueError, match=r"prompts\[1\] has 20 tokens and answers have up to 7, together 27; the rows"):
         rl.sample(engine, [[1], [2] * 20], SAMPLING, key=sf.key(0))
     with pytest.raises(TypeError, match=r"sample: key is 3.*sf.key\(3\)"):

@@ -110,6 +110,8 @@ def test_mistakes_are_named() -> None:
         rl.score(spoilt, rollout(2), [1, 2, 3])
     with pytest.raises(ValueError, match=r"seconds is 0 and workers is 1; both must be positive"):
         rl.score(spoilt, rollout(2), seconds=0)
+    with pytest.raises(ValueError, match=r"seconds is inf and workers is 1; both must be positive and finite"):
+        rl.score(spoilt, rollout(2), seconds=math.inf)
 
 
 def test_a_system_without_fork_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
