@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardfn.core import Mesh, first_of, make_mesh
 from shardfn.engine import comms_of
 from shardfn.inference import Completion, Decoder, Engine, Limits, Request, Sampling, check_request, limits_of
+from shardfn.lora import load_peft
 from shardfn.memory import DamagedError
 
 from ._generate_job import DRAFTERS, GenerateJob
@@ -23,6 +24,7 @@ from ._generate_text import Text
 _MOST = 256  # tokens of a completion, unless the job has a number
 _STDIN = "-"
 _DRAFTS = 15  # beside one row
+_ADAPTER = "adapter"  # its name in the engine
 
 
 class Prompt(NamedTuple):
@@ -97,7 +99,9 @@ def _prepared(job: GenerateJob) -> Ready:
                 raise ValueError(f"prompt {i + 1} of {len(prompts)}: {error}") from error
         drafter = DRAFTERS[job.drafter]
         engine = Engine(made, served.params, mesh=mesh, limits=limits, tokenizer=text.tokenizer, drafter=drafter)
-    engine.check(prompts[0].ids, prompts[0].sampling)
+        if job.adapter is not None:
+            engine.add_adapter(_ADAPTER, load_peft(job.adapter, served.params))
+    engine.check(prompts[0].ids, prompts[0].sampling, adapter=_name(job))
     engine.warm_up(grammars=job.sampling.grammar is not None)
     plan = engine.memory()
     if mesh.rank == 0:
@@ -191,11 +195,15 @@ def _run(ready: Ready) -> None:
         print(rate, file=sys.stderr, flush=True)
 
 
+def _name(job: GenerateJob) -> str | None:
+    return None if job.adapter is None else _ADAPTER
+
+
 def _stream(ready: Ready) -> int:
     """Prints the one completion while it is drawn, to a terminal at once; returns its number of tokens."""
     [prompt] = ready.prompts
     writes, drawn = ready.engine.mesh.rank == 0, 0
-    for token in ready.engine.stream(prompt.ids, prompt.sampling):
+    for token in ready.engine.stream(prompt.ids, prompt.sampling, adapter=_name(ready.job)):
         if token.finish == "error":
             raise FloatingPointError(f"prompt 1: {_reason(ready)} after {drawn} tokens")
         drawn += token.token is not None
@@ -209,7 +217,8 @@ def _stream(ready: Ready) -> int:
 def _all(ready: Ready) -> int:
     """Prints all completions in the order of the prompts; returns their number of tokens."""
     prompts = ready.prompts
-    made = ready.engine.generate([p.ids for p in prompts], [p.sampling for p in prompts])
+    how = [p.sampling for p in prompts]
+    made = ready.engine.generate([p.ids for p in prompts], how, adapter=_name(ready.job))
     each = [[found] if isinstance(found, Completion) else found for found in made]
     broken = [i + 1 for i, choices in enumerate(each) if any(choice.finish == "error" for choice in choices)]
     if ready.engine.mesh.rank == 0:

@@ -37,6 +37,7 @@ class GenerateJob:
         dtype: a key of `DTYPES`.
         json: whether the output is JSON lines.
         drafter: a key of `DRAFTERS`.
+        adapter: a directory of `peft`, or None.
     """
 
     model: str
@@ -53,6 +54,7 @@ class GenerateJob:
     dtype: str = "float32"
     json: bool = False
     drafter: str = "none"
+    adapter: str | None = None
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +83,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mesh", default="", metavar="tp=N", help="ranks, under torchrun (default: those of torchrun)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and cache (default %(default)s)")
     add("--drafter", choices=tuple(DRAFTERS), default="none", help="guess tokens; changes no exact completion")
+    add("--adapter", metavar="DIR", help="adapters of peft, such as shardfn finetune --lora writes; float32 alone")
     add("--json", action="store_true", help="a line of JSON for each completion")
 
 
@@ -121,6 +124,8 @@ def _problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
     except ValueError as error:
         name, _, rest = str(error).removesuffix(".").partition(" ")
         yield f"--{name.replace('_', '-')} {rest}"
+    if args.adapter is not None:
+        yield from _adapter_problems(pathlib.Path(args.adapter), args)
     if args.system is not None and not args.chat:
         yield "--system has no effect without --chat"
     if args.context is not None and args.context < 2:
@@ -163,6 +168,16 @@ def kind_of(path: pathlib.Path) -> Any:
         return _Problem(f"MODEL {path} has checkpoints, and no model.json, which examples/train_gpt.py writes")
     has = ", ".join(sorted(p.name for p in path.iterdir())[:4]) or "no files"
     return _Problem(f"MODEL {path} has neither config.json nor model.json; it has {has}")
+
+
+def _adapter_problems(path: pathlib.Path, args: argparse.Namespace) -> Iterator[str]:
+    missing = [n for n in ("adapter_config.json", "adapter_model.safetensors") if not (path / n).is_file()]
+    if missing:
+        yield f"--adapter {path} has no {' and no '.join(missing)}; give a directory of peft"
+    if kind_of(pathlib.Path(args.model)) != "files":
+        yield f"--adapter is for a directory of Hugging Face, and MODEL is {args.model}"
+    if args.dtype != "float32":
+        yield f"--adapter needs exact layers, which compute float32, and --dtype is {args.dtype}"
 
 
 def run_of(path: pathlib.Path) -> pathlib.Path | None:

@@ -97,6 +97,8 @@ def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer
 
 def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> Served:
     changes, inexact = _exactness(job)
+    if job.adapter is not None:  # its files name the module's own weights
+        return _of_module(functools.partial(_model, path, job), job, mesh, text)
     try:
         gpt_config(json.loads((path / "config.json").read_text(encoding="utf-8")))
     except ValueError as error:
@@ -128,8 +130,10 @@ def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.
     return _of_files(folder, job, mesh, text)
 
 
-def _of_module(module: Callable[[], Any], job: GenerateJob, mesh: Mesh, text: Text, problem: ValueError) -> Served:
-    """An unmodified model of transformers, where `models.gpt` does not compute the same."""
+def _of_module(
+    module: Callable[[], Any], job: GenerateJob, mesh: Mesh, text: Text, problem: ValueError | None = None
+) -> Served:
+    """An unmodified model of transformers, where `models.gpt` does not compute the same, or with an adapter."""
     axis = _axis(mesh)
     try:
         made, params = hf_decoder(module(), exact=None if job.dtype == "float32" or axis else False, tp=axis)

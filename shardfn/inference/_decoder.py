@@ -1,7 +1,9 @@
 """A model as an engine runs it."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -10,9 +12,12 @@ from shardfn.core import P, PyTree
 from shardfn.models import gpt
 
 from ._cache import CacheLayout
+from ._low_rank import Linear, LowRank
 
 # From served weights, tokens [T], positions [T], rows [R] and a body of attention for each layer to logits [R, V].
 Logits = Callable[[PyTree, Tensor, Tensor, Tensor, Sequence[nn.Body]], Tensor]
+# The same with adapters, or None; to logits and the hidden states [R, D] that the head multiplies.
+Outputs = Callable[[PyTree, Tensor, Tensor, Tensor, Sequence[nn.Body], LowRank | None], tuple[Tensor, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +33,9 @@ class Decoder:
         pack: from this rank's blocks of the parameters to those of the weights that `logits` takes.
         packed: the specs of the result of `pack`, a prefix tree.
         exact: whether a token's logits have the same bits in all company.
+        outputs: `outputs(weights, tokens, positions, rows, bodies, adapters)`: the logits, and the hidden states that
+            the head multiplies. None: the engine neither embeds nor takes adapters.
+        linear: by name, the layers that may have adapters.
     """
 
     vocab: int
@@ -38,6 +46,8 @@ class Decoder:
     pack: Callable[[PyTree], PyTree] = lambda params: params
     packed: PyTree = P()
     exact: bool = False
+    outputs: Outputs | None = None
+    linear: Mapping[str, Linear] = dataclasses.field(default_factory=dict)
 
 
 def decoder(config: gpt.Config, *, tp: str | None = None) -> Decoder:
@@ -56,11 +66,25 @@ def decoder(config: gpt.Config, *, tp: str | None = None) -> Decoder:
     """
     gpt.check_decodable(config)
     flat = dataclasses.replace(config, stacked=False)
+    linear = {name: Linear(*sizes) for name, sizes in gpt.linear_sizes(flat).items()} if config.exact else {}
 
-    def logits(
-        weights: PyTree, tokens_T: Tensor, positions_T: Tensor, rows_R: Tensor, bodies: Sequence[nn.Body]
-    ) -> Tensor:
-        return gpt.decode(flat, weights, tokens_T, positions_T, rows_R, bodies, axis=tp)
+    def then(low: LowRank, name: str) -> nn.Then:
+        rows = name.endswith((".wo", ".w_down"))  # its inputs are cut, and others' outputs
+        return functools.partial(low.added, name, axis=tp, joins=rows, cut=not rows)
+
+    def outputs(
+        weights: PyTree,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        rows_R: Tensor,
+        bodies: Sequence[nn.Body],
+        low: LowRank | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        added = {} if low is None else {name: then(low, name) for name in low.sites}
+        return gpt.decode_outputs(flat, weights, tokens_T, positions_T, rows_R, bodies, axis=tp, then=added)
+
+    def logits(weights: PyTree, *rest: Any) -> Tensor:
+        return outputs(weights, *rest)[0]
 
     return Decoder(
         vocab=config.vocab_size,
@@ -71,4 +95,6 @@ def decoder(config: gpt.Config, *, tp: str | None = None) -> Decoder:
         pack=lambda params: gpt.pack(config, params, axis=tp),
         packed=gpt.packed_specs(config, tp=tp),
         exact=config.exact,
+        outputs=outputs,
+        linear=linear,
     )

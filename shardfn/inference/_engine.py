@@ -6,17 +6,24 @@ of each token are bit for bit those of one forward of its sequence alone.
 
 import itertools
 import operator
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
 
 from shardfn.core import Mesh, PyTree
 
+from ._adapters import Adapters, Given
 from ._agree import compare
 from ._constraints import Constraints
 from ._decoder import Decoder
 from ._detokenize import detokenizer
 from ._drafters import Drafter
 from ._drawn import new_tokens
+from ._embed import Pooled, check_pooling
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
 from ._guesses import Guesses
 from ._limits import DRAFTS, Limits
@@ -42,11 +49,12 @@ class Engine:
             Equal on all ranks.
         drafter: proposes tokens, and those that are drawn are accepted: several tokens a step, and no other ones.
             Equal on all ranks; the engine takes a copy. Requests with a grammar have no drafts.
+        adapters: by name, `(lora, values)` as of `add_adapter`.
 
     Raises:
         TypeError: `tokenizer` is an object of another kind.
-        ValueError: the limits do not fit the model, or the mesh does not divide its heads; or the parameters are not
-            those of the model; or there is a drafter, and `limits.drafts` is 0.
+        ValueError: the limits do not fit the model, or the mesh does not divide its heads; or the parameters, or an
+            adapter's, are not those of the model; or there is a drafter, and `limits.drafts` is 0.
 
     Example:
         >>> from shardfn import core
@@ -68,6 +76,7 @@ class Engine:
         runner: Runner | None = None,
         tokenizer: Any = None,
         drafter: Drafter | None = None,
+        adapters: Mapping[str, Given] = MappingProxyType({}),
     ) -> None:
         if limits is None:
             limits = limits_of(decoder) if drafter is None else limits_of(decoder, drafts=DRAFTS)
@@ -94,6 +103,12 @@ class Engine:
         self._others: list[Token] = []
         self._newest = self._rows = self._run_rows = 0
         self._failed: BaseException | None = None
+        self._can_embed = decoder.outputs is not None
+        self._pooled: dict[str, Pooled] = {}  # by name of a request
+        self._hidden: Tensor | None = None  # of the rows of the plan in flight
+        self._adapters = Adapters(decoder, self.mesh.device)
+        for name, given in adapters.items():
+            self.add_adapter(name, given)
 
     @property
     def idle(self) -> bool:
@@ -114,6 +129,11 @@ class Engine:
     def padding(self) -> float:
         """The part of all rows so far that was padding."""
         return 1 - self._rows / self._run_rows if self._run_rows else 0.0
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of adapters that requests may have."""
+        return self._adapters.names
 
     def counts(self) -> dict[str, int]:
         """Numbers of running and waiting requests, and of free, held and cached blocks."""
@@ -150,7 +170,7 @@ class Engine:
             prompt: token ids.
             sampling: how its tokens are drawn; default `Sampling()`.
             name: of the request; default one of the engine's.
-            **more: `priority`, `deadline` or `salt`, as of a `Request`.
+            **more: `priority`, `deadline` or `salt`, as of a `Request`; or `adapter`, the name of one.
 
         Returns:
             The name.
@@ -254,13 +274,18 @@ class Engine:
         return self._stream(name, (sampling or Sampling()).n)
 
     def generate(
-        self, prompts: Iterable[Sequence[int]], sampling: Sampling | Sequence[Sampling] | None = None
+        self,
+        prompts: Iterable[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Any]:
         """Completes prompts. Requests that are in progress go on beside them.
 
         Args:
             prompts: token ids of each.
             sampling: one for all, or one for each.
+            adapter: the name of one for all, or one for each, where None is the model without one.
 
         Returns:
             For each prompt a `Completion`; for requests of n > 1 choices a list of n.
@@ -275,7 +300,8 @@ class Engine:
             raise ValueError(
                 f"generate: {len(prompts)} prompts and {len(each)} samplings; give one for all, or one each."
             )
-        requests = [self._request(prompt, how) for prompt, how in zip(prompts, each, strict=True)]
+        each = list(zip(prompts, each, self._adapter_of_each(adapter, len(prompts)), strict=True))
+        requests = [self._request(prompt, how, adapter=name) for prompt, how, name in each]
         names = [self._await(self._enter(request)) for request in requests]
         try:
             made = [self._completions(name, request) for name, (request, _) in zip(names, requests, strict=True)]
@@ -284,6 +310,86 @@ class Engine:
                 self._forget(name)
             raise
         return [found[0] if len(found) == 1 else found for found in made]
+
+    def embed(
+        self,
+        prompts: Iterable[Sequence[int]],
+        pooling: str = "last",
+        *,
+        normalize: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
+    ) -> Float32[Tensor, "n d"]:
+        """Embeddings of prompts: the hidden states that the head multiplies, pooled.
+
+        Requests that are in progress go on beside them. The bits of an embedding are those of the prompt alone, if the
+        decoder is exact. A mean wants a row for each token, so that a step takes `Limits.running` tokens of it at most.
+
+        Args:
+            prompts: token ids of each, fewer than the context.
+            pooling: "last", the state of the last token, or "mean", of all tokens: a sum in the order of positions.
+            normalize: whether embeddings have the length 1; zeros stay zeros.
+            adapter: as for `generate`.
+
+        Returns:
+            On the CPU.
+
+        Raises:
+            TypeError: as `add`.
+            ValueError: as `add`; or pooling is unknown, or the decoder has no hidden states.
+            FloatingPointError: hidden states are not finite.
+
+        Example:
+            >>> from shardfn import core
+            >>> from shardfn.models import gpt
+            >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=32)
+            >>> engine = Engine(decoder(config), gpt.init(config, core.key(0)))
+            >>> engine.embed([[5, 6, 7], [8]], "mean", normalize=True).shape
+            torch.Size([2, 32])
+        """
+        check_pooling(pooling, normalize)
+        if not self._can_embed:
+            raise ValueError("embed: this decoder does not give its hidden states; take an exact one.")
+        prompts = list(prompts)
+        if not prompts:
+            raise ValueError("embed: 0 prompts; pass one at least.")
+        how = Pooled(pooling).sampling
+        each = zip(prompts, self._adapter_of_each(adapter, len(prompts)), strict=True)
+        requests = [self._request(prompt, how, adapter=name) for prompt, name in each]
+        names = [self._await(self._enter(request)) for request in requests]
+        self._pooled |= {name: Pooled(pooling) for name in names}
+        try:
+            return torch.stack([self._embedding(i, name, normalize) for i, name in enumerate(names)])
+        finally:
+            for name in names:
+                self._pooled.pop(name, None)
+                self._forget(name)
+
+    def add_adapter(self, name: str, given: Given) -> None:
+        """Lets requests have an adapter. The next step with one captures graphs anew.
+
+        Args:
+            name: for requests.
+            given: `(lora, values)`: a `LoRA` and its values, whole, as `lora.load_peft(directory, params)` returns.
+
+        Raises:
+            TypeError: an argument is of another kind.
+            ValueError: the name is taken, the decoder is not exact, or the adapter does not fit the model.
+        """
+        self._adapters.add(name, given)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forgets an adapter.
+
+        Raises:
+            ValueError: the name is unknown, or a request in progress has the adapter.
+        """
+        digest = self._adapters.digest(name)
+        running = [(one.name, one.request) for one in self._state.sequences.values()]
+        coming = [(event.name, event.request) for event in self._events if isinstance(event, Add)]
+        users = sorted({user for user, request in running + coming if request.adapter == digest})
+        if users:
+            raise ValueError(f"adapter {name!r} is of requests in progress, {users}; cancel them, or wait.")
+        self._adapters.remove(name)
 
     # Requests whose tokens a call waits for.
 
@@ -308,6 +414,21 @@ class Engine:
         finally:
             self._forget(name)
 
+    def _embedding(self, number: int, name: str, normalize: bool) -> Tensor:
+        last = list(self._stream(name, 1))[-1]
+        if last.finish != "length":
+            if last.finish == "error":
+                raise FloatingPointError(f"embed: hidden states of prompt {number} are not finite.")
+            raise ValueError(f"embed: the request of prompt {number} has ended as {last.finish!r}.")
+        return self._pooled.pop(name).result(normalize)
+
+    def _adapter_of_each(self, adapter: Any, num: int) -> list[Any]:
+        if adapter is None or isinstance(adapter, str):
+            return [adapter] * num
+        if len(each := list(adapter)) != num:
+            raise ValueError(f"{num} prompts and {len(each)} adapters; give one for all, or one each.")
+        return each
+
     def _completions(self, name: str, request: Request) -> list[Completion]:
         made = [Completion([], [], None, [], [], []) for _ in range(request.sampling.n)]
         for token in self._stream(name, len(made)):
@@ -331,6 +452,7 @@ class Engine:
         events, self._events, self._adding = [*self._events, *self._stops()], [], {}
         self._state, plan, outputs = advance(self._state, events, self._drawn)
         found = [self._token(output) for output in outputs]
+        self._pool(outputs)
         self._constraints.drop(outputs)
         self._drawn, self._logprobs = [], []
         reachable = self._state.version, self._state.pending
@@ -340,8 +462,23 @@ class Engine:
             self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
             weights = self._weights[plan.version]
             allowed = self._constraints.allowed(self._state, len(plan.rows))
-            self._drawn, self._logprobs, self._cache = self.runner.run(weights, self._cache, plan, allowed)
+            self._drawn, self._logprobs, self._cache, self._hidden = self.runner.run(
+                weights, self._cache, plan, allowed, low=self._adapters.of(plan), hidden=self._wants_hidden()
+            )
         return found
+
+    def _wants_hidden(self) -> bool:
+        """Whether rows of the plan in flight are embedded."""
+        sequences = self._state.sequences
+        return bool(self._pooled) and any(sequences[c.serial].name in self._pooled for c in self._state.flight)
+
+    def _pool(self, outputs: Sequence[Output]) -> None:
+        states = None if self._hidden is None else self._hidden.cpu()
+        for output in outputs:
+            if output.name in self._pooled and output.row is not None:
+                assert states is not None
+                self._pooled[output.name].take(states[output.row])
+        self._hidden = None
 
     def _stops(self) -> list[Stop]:
         """The events by which texts end with the tokens of the last plan."""
@@ -352,9 +489,10 @@ class Engine:
 
     def _request(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> tuple[Request, list[Matcher]]:
         """A request that passes admission, with the matchers of its grammar."""
-        unknown = set(more) - {"priority", "deadline", "salt"}
+        unknown = set(more) - {"priority", "deadline", "salt", "adapter"}
         if unknown:
-            raise TypeError(f"add: {', '.join(sorted(unknown))}: a request has priority, deadline and salt.")
+            raise TypeError(f"add: {', '.join(sorted(unknown))}: a request has priority, deadline, salt and adapter.")
+        more["adapter"] = self._adapters.digest(more.get("adapter"))
         if sampling is not None and not isinstance(sampling, Sampling):
             raise TypeError(f"sampling is a {type(sampling).__name__}; pass a Sampling.")
         try:

@@ -9,7 +9,7 @@ T tokens, R rows whose logits are wanted, V vocabulary.
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from shardfn.modules import DecodingFunction, Edge, ExactRows, PackedWeight, Sco
 from ._cache import CacheLayout, Paged
 from ._decoder import Decoder
 from ._hf_edges import edges_of
+from ._low_rank import Linear, LowRank
 
 _LOG = logging.getLogger("shardfn.inference")
 _PACKED = (torch.float32, torch.bfloat16)
@@ -156,23 +157,45 @@ def _decoder(function: DecodingFunction, shape: _Shape, linear: Mapping[str, boo
         placed = {name: x if name in kept else packed.get(name, x) for name, x in params.items()}
         return {"params": placed, "packed": {name: x for name, x in packed.items() if name in kept}}
 
-    def logits(
-        weights: Served, tokens_T: Tensor, positions_T: Tensor, rows_R: Tensor, bodies: Sequence[nn.Body]
-    ) -> Tensor:
+    head = _head_of(function)
+
+    def outputs(
+        weights: Served,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        rows_R: Tensor,
+        bodies: Sequence[nn.Body],
+        low: LowRank | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
         params = weights["params"]
         packed = {**params, **weights["packed"]}
-        made = {
-            id(params[name]): PackedWeight(packed[name], num, tp, edges.get(name, Edge.WHOLE))
-            for name, num in nums.items()
-        }
+        seen, made = list[Tensor](), dict[int, Callable[[Tensor, Tensor | None], Tensor]]()
+        for name, num in nums.items():
+            layer = PackedWeight(packed[name], num, tp, edges.get(name, Edge.WHOLE))
+            if name == head:
+                made[id(params[name])] = functools.partial(_seeing, seen, layer)
+            else:
+                made[id(params[name])] = layer if low is None else functools.partial(_adapted, name, low, layer)
         attend = functools.partial(_attend, bodies, tp)
-        return function(params, tokens_T, positions_T, rows_R, attend, ExactRows(made) if linear else None, exchange)
+        logits = function(params, tokens_T, positions_T, rows_R, attend, ExactRows(made) if linear else None, exchange)
+        return logits, seen
+
+    def logits(weights: Served, *rest: Any) -> Tensor:
+        return outputs(weights, *rest)[0]
+
+    def with_hidden(weights: Served, *rest: Any) -> tuple[Tensor, Tensor]:
+        logits, [hidden_1RD] = outputs(weights, *rest)
+        return logits, hidden_1RD.reshape(-1, hidden_1RD.shape[-1])
 
     placed = {name: P(tp) if name in cut and name not in kept else P() for name in like}
     placed |= dict.fromkeys(function.experts, P(tp))
     served = {"params": placed, "packed": {name: P(tp) for name in cut if name in kept}}
     cache = CacheLayout(layers, heads, dim, tp)
     made = Decoder(shape.vocab, function.context, cache, specs=P(), logits=logits, pack=pack)
+    if head in linear:
+        inner = [name for name in linear if name != head and name not in kept]
+        sizes = {name: Linear(like[name].numel() // nums[name], nums[name], linear[name]) for name in inner}
+        made = replace(made, outputs=with_hidden, linear=sizes)
     return made if tp is None else replace(made, specs=specs, packed=served)
 
 
@@ -189,6 +212,25 @@ def _attend(
         return body.attended(q_BTHK, k_BTGK, v_BTGK, **how)
     own = (take_own_block(x, axis, dim=2) for x in (q_BTHK, k_BTGK, v_BTGK))
     return all_gather_invariant(body.attended(*own, **how), axis, dim=2, size=q_BTHK.shape[2])
+
+
+def _head_of(function: DecodingFunction) -> str | None:
+    """The name of the weight of the layer that makes logits."""
+    head = getattr(function.module, "get_output_embeddings", lambda: None)()
+    weight = getattr(head, "weight", None)
+    return next((name for name, p in function.module.named_parameters() if p is weight), None)
+
+
+def _seeing(seen: list[Tensor], layer: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
+    """A layer that keeps its input for the caller."""
+    seen.append(x)
+    return layer(x, bias)
+
+
+def _adapted(name: str, low: LowRank, layer: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
+    """A layer with the adapters' products added."""
+    y, edge = layer(x, bias), layer.edge
+    return low.added(name, x, y, axis=layer.axis, joins=edge is Edge.LEAVE, cut=edge is Edge.ENTER)
 
 
 def _check(params: Mapping[str, Tensor], like: Mapping[str, Tensor], specs: Mapping[str, P]) -> None:

@@ -60,6 +60,7 @@ class Plan:
         histories: where a row has penalties, the tokens before its place [R, context], flat, with -1 after them; else
             None.
         prompts: likewise the tokens of its prompt [R].
+        adapters: the digest of each sequence's adapter, without padding; empty if no sequence has one.
     """
 
     step: int
@@ -80,6 +81,7 @@ class Plan:
     sampling: tuple[Sampling, ...]
     histories: array | None = None
     prompts: array | None = None
+    adapters: tuple[bytes, ...] = ()
 
     def arrays(self) -> tuple[array, ...]:
         """All arrays but histories, in the order of the attributes."""
@@ -139,6 +141,7 @@ def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int) -> Pla
             sampling.append(sequence.request.sampling)
             rows_by_row.append((chunk, p + 1))
     num_tokens, num_rows = len(tokens), len(rows)
+    adapters = tuple(sequence.request.adapter for sequence, *_ in chunks)
     bucket = limits.bucket_of(num_tokens)
     most, most_rows = min(bucket, limits.running), limits.wanted(bucket)
     _pad(bucket, 0, tokens, positions, slots)
@@ -150,6 +153,7 @@ def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int) -> Pla
     return Plan(
         *(step, version, bucket, num_tokens, num_rows, tokens, positions, sequences, slots, tables, lengths),
         *(rows, keys, places, targets, tuple(sampling), *_histories(rows_by_row, most_rows, limits.context)),
+        adapters=adapters if any(adapters) else (),
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from shardfn import kernels
@@ -17,6 +17,7 @@ from shardfn.transforms import jit
 from ._cache import DTYPES, Paged
 from ._decoder import Decoder
 from ._limits import Limits
+from ._low_rank import LowRank
 from ._plan import Plan, padding
 from ._tensors import Step, tensors
 
@@ -108,8 +109,16 @@ class Runner:
             out_specs=(None, None, Donated(1)),
             donate=1,
         )
-        # By bucket, and whether rows have penalties and grammars.
-        self._bound: dict[tuple[int, bool, bool], BoundCall] = {}
+        self._run_hidden = sharded(
+            jit(self._step_hidden),
+            mesh=mesh,
+            specs=decoder.packed,
+            in_specs=(layout.spec, None),
+            out_specs=(None, None, Donated(1), None),
+            donate=1,
+        )
+        # By bucket, whether rows have penalties and grammars, their adapters, and whether hidden states are wanted.
+        self._bound: dict[tuple[int, bool, bool, Any, bool], BoundCall] = {}
 
     def check(self, decoder: Decoder, limits: Limits, mesh: Mesh | None) -> None:
         """Refuses the model, limits or mesh of other graphs.
@@ -154,16 +163,19 @@ class Runner:
         *,
         penalties: bool = False,
         grammars: bool = False,
+        hidden: bool = False,
     ) -> BoundCall:
         """The graph of a bucket, captured when it is first asked for. Collective then."""
         if step is None:
             plan = padding(bucket, self._limits, penalties=penalties)
             allowed = np.ones((len(plan.rows), self._limits.vocab), bool) if grammars else None
             step = tensors(plan, self._limits, self.mesh.device, allowed)
-        key = bucket, step.penalties is not None, step.allowed is not None
+        sites = None if step.low is None else tuple((name, f.a.shape) for name, f in step.low.sites.items())
+        key = bucket, step.penalties is not None, step.allowed is not None, sites, hidden
         if key not in self._bound:
             # Engines compare their states before each step, so calls need no check of their own.
-            self._bound[key] = self._run.bind(weights, cache, step, check_every=0)
+            run = self._run_hidden if hidden else self._run
+            self._bound[key] = run.bind(weights, cache, step, check_every=0)
         return self._bound[key]
 
     def memory(self, weights: PyTree, cache: Cache) -> MemoryPlan:
@@ -173,34 +185,66 @@ class Runner:
         return MemoryPlan(held, cached, max(graph.peak - held - cached, 0))
 
     def run(
-        self, weights: PyTree, cache: Cache, plan: Plan, allowed: Bool[np.ndarray, "rows vocab"] | None = None
-    ) -> tuple[list[int], list[float], Cache]:
-        """Tokens and log probabilities of the plan's rows, and the cache that takes the place of the given one.
+        self,
+        weights: PyTree,
+        cache: Cache,
+        plan: Plan,
+        allowed: Bool[np.ndarray, "rows vocab"] | None = None,
+        *,
+        low: LowRank | None = None,
+        hidden: bool = False,
+    ) -> tuple[list[int], list[float], Cache, Float[Tensor, "rows d"] | None]:
+        """Tokens and log probabilities of the plan's rows, the cache in place of the given one, and hidden states.
 
         Args:
             weights: in their served form.
             cache: of the engine.
             plan: of the step.
             allowed: the tokens that each row may draw; None is all.
+            low: the adapters of the plan's tokens.
+            hidden: whether the hidden states of the rows are wanted, float32; else None takes their place.
         """
-        step = tensors(plan, self._limits, self.mesh.device, allowed)
-        tokens, logprobs, cache = self.bind(plan.bucket, weights, cache, step)(weights, cache, step)
-        return tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist(), cache
+        step = tensors(plan, self._limits, self.mesh.device, allowed, low)
+        tokens, logprobs, cache, *more = self.bind(plan.bucket, weights, cache, step, hidden=hidden)(
+            weights, cache, step
+        )
+        states = more[0][: plan.num_rows].float() if hidden else None
+        return tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist(), cache, states
 
     def _step(self, weights: PyTree, cache: list[Tensor], step: Step) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The pure step: `(weights, cache, step) -> (tokens, log probabilities, cache)`."""
-        bodies = [Paged(x, step.slots, step.positions, step.sequences, step.tables) for x in cache]
-        logits_RV = self._decoder.logits(weights, step.tokens, step.positions, step.rows, bodies)
-        given = logits_RV.float()
-        changed = given if step.penalties is None else kernels.penalise(given, **step.penalties._asdict())
-        if step.allowed is not None:
-            changed = torch.where(step.allowed, changed, -torch.inf)
-        uniforms = kernels.draw_uniforms(step.keys, step.places)
-        how = {name: getattr(step, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        tokens, logprobs = kernels.draw(changed, uniforms, **how, targets=step.targets)
-        if changed is not given:  # log probabilities are those of the raw logits
-            _, logprobs = kernels.draw(given, uniforms, **how, targets=tokens)
-        return tokens, logprobs, cache
+        args = weights, step.tokens, step.positions, step.rows, _bodies(cache, step)
+        if step.low is None:
+            return *_drawn(self._decoder.logits(*args), step), cache
+        assert self._decoder.outputs is not None
+        return *_drawn(self._decoder.outputs(*args, step.low)[0], step), cache
+
+    def _step_hidden(
+        self, weights: PyTree, cache: list[Tensor], step: Step
+    ) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+        """The same with the hidden states of the rows."""
+        assert self._decoder.outputs is not None
+        args = weights, step.tokens, step.positions, step.rows, _bodies(cache, step)
+        logits_RV, hidden_RD = self._decoder.outputs(*args, step.low)
+        return *_drawn(logits_RV, step), cache, hidden_RD
+
+
+def _bodies(cache: list[Tensor], step: Step) -> list[Paged]:
+    return [Paged(x, step.slots, step.positions, step.sequences, step.tables) for x in cache]
+
+
+def _drawn(logits_RV: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    """Tokens of the rows, and their log probabilities."""
+    given = logits_RV.float()
+    changed = given if step.penalties is None else kernels.penalise(given, **step.penalties._asdict())
+    if step.allowed is not None:
+        changed = torch.where(step.allowed, changed, -torch.inf)
+    uniforms = kernels.draw_uniforms(step.keys, step.places)
+    how = {name: getattr(step, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    tokens, logprobs = kernels.draw(changed, uniforms, **how, targets=step.targets)
+    if changed is not given:  # log probabilities are those of the raw logits
+        _, logprobs = kernels.draw(given, uniforms, **how, targets=tokens)
+    return tokens, logprobs
 
 
 def _check(decoder: Decoder, limits: Limits, mesh: Mesh) -> None:

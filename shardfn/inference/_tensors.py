@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float64, Int
 from torch import Tensor
 
 from ._limits import Limits
+from ._low_rank import LowRank
 from ._plan import Plan
 from ._requests import Sampling
 
@@ -52,6 +53,7 @@ class Step(NamedTuple):
         min_p: float64 [R].
         penalties: where a row has any, else None.
         allowed: bool [R, vocab] where a row has a grammar, else None; the tokens that it may draw.
+        low: where a row has an adapter, else None.
     """
 
     tokens: Int[Tensor, " b"]
@@ -69,10 +71,15 @@ class Step(NamedTuple):
     min_p: Float64[Tensor, " r"]
     penalties: Penalties | None = None
     allowed: Bool[Tensor, "r vocab"] | None = None
+    low: LowRank | None = None
 
 
 def tensors(
-    plan: Plan, limits: Limits, device: torch.device, allowed: Bool[np.ndarray, "r vocab"] | None = None
+    plan: Plan,
+    limits: Limits,
+    device: torch.device,
+    allowed: Bool[np.ndarray, "r vocab"] | None = None,
+    low: LowRank | None = None,
 ) -> Step:
     """The tensors of a plan. Those on a CPU share the memory of the plan's arrays."""
     num_rows = len(plan.rows)
@@ -96,6 +103,7 @@ def tensors(
         *(floats("temperature"), _tensor(top_k, torch.int64, device), floats("top_p"), floats("min_p")),
         penalties=penalties,
         allowed=None if allowed is None else torch.from_numpy(allowed).to(device),
+        low=low,
     )
 
 

@@ -4,7 +4,9 @@ T tokens of all sequences, R rows whose logits are wanted, D model, H heads, V v
 """
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -61,11 +63,51 @@ def decode(
         >>> torch.allclose(logits_RV, apply(config, params, tokens_T[None])[:, 2], atol=1e-6)
         True
     """
+    return decode_outputs(config, params, tokens_T, positions_T, rows_R, bodies, axis=axis)[0]
+
+
+def decode_outputs(
+    config: Config,
+    params: Params,
+    tokens_T: Int[Tensor, " t"],
+    positions_T: Int[Tensor, " t"],
+    rows_R: Int[Tensor, " r"],
+    bodies: Sequence[nn.Body],
+    *,
+    axis: Axes = None,
+    then: Mapping[str, nn.Then] = MappingProxyType({}),
+) -> tuple[Float[Tensor, "r v"], Float[Tensor, "r d"]]:
+    """The logits of `decode`, and the hidden states that the head multiplies.
+
+    Args:
+        config: as for `decode`.
+        params: as for `decode`.
+        tokens_T: as for `decode`.
+        positions_T: as for `decode`.
+        rows_R: as for `decode`.
+        bodies: as for `decode`.
+        axis: as for `decode`.
+        then: for weights of an exact config, by names such as "blocks.0.wq", the function that `ExactWeight.then` is.
+
+    Raises:
+        ValueError: as `decode`.
+
+    Example:
+        >>> import shardfn.core as core
+        >>> from shardfn.models.gpt import init
+        >>> config = Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
+        >>> tokens_T, packed = torch.tensor([5, 6, 7]), pack(config, init(config, core.key(0)))
+        >>> logits_RV, hidden_RD = decode_outputs(
+        ...     config, packed, tokens_T, torch.arange(3), torch.tensor([2]), [nn.Dense()]
+        ... )
+        >>> tuple(logits_RV.shape), tuple(hidden_RD.shape)
+        ((1, 64), (1, 32))
+    """
     check_decodable(config)
     if len(bodies) != config.num_layers:
         raise ValueError(f"decode: {len(bodies)} bodies for num_layers={config.num_layers}; pass one for each layer.")
     if config.exact:
-        params = _exact_weights(config, params, axis)
+        params = _exact_weights(config, params, axis, then)
     config = _without_losses(config)
     along = Along(axis)
     x_TD = nn.embedding(tokens_T, params["embed"], vocab_size=config.vocab_size, axis=axis)
@@ -84,7 +126,7 @@ def decode(
         x_1TD, _ = block(config, along, None, p, x_1TD, tables | {"how": nn.Attending(mask, body)}, None, None)
     x_RD = norm(config, along, x_1TD[0][rows_R], params["norm_w"], params.get("norm_b"))
     own_RV = nn.column_linear(x_RD, params[_head(config)], features=config.vocab_size, axis=axis)
-    return all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size)
+    return all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size), x_RD
 
 
 def _without_losses(config: Config) -> Config:
@@ -173,19 +215,38 @@ def _head(config: Config) -> str:
     return "embed" if config.tie_embeddings else "head"
 
 
-def _exact_weights(config: Config, params: Params, axis: Axes) -> Params:
+def _exact_weights(config: Config, params: Params, axis: Axes, then: Mapping[str, nn.Then]) -> Params:
     """Packed leaves as weights of layers."""
     shapes: Any = block_shapes(config, axis)
     head = _head(config)
 
-    def weight(panels: Tensor, block: Any) -> nn.ExactWeight:
-        return nn.ExactWeight(panels, block.shape, config.chunks)
+    def weight(panels: Tensor, block: Any, name: str) -> nn.ExactWeight:
+        return nn.ExactWeight(panels, block.shape, config.chunks, then=then.get(name))
 
     blocks = [
-        {name: weight(x, own[name]) if name in _LINEAR else x for name, x in p.items()}
-        for p, own in zip(params["blocks"], shapes["blocks"], strict=True)
+        {name: weight(x, own[name], f"blocks.{i}.{name}") if name in _LINEAR else x for name, x in p.items()}
+        for i, (p, own) in enumerate(zip(params["blocks"], shapes["blocks"], strict=True))
     ]
-    return params | {"blocks": blocks, head: weight(params[head], shapes[head])}
+    return params | {"blocks": blocks, head: weight(params[head], shapes[head], head)}
+
+
+def linear_sizes(config: Config) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of the linear layers inside blocks, routers left out, by the names of their weights.
+
+    Example:
+        >>> sizes = linear_sizes(Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4))
+        >>> sizes["blocks.0.w_up"], sizes["blocks.0.wo"]
+        ((32, 128), (32, 32))
+    """
+    shapes: Any = block_shapes(config, None)
+    sizes = {}
+    for i, own in enumerate(shapes["blocks"]):
+        for name in _LINEAR:
+            if name in own and name != "router":
+                shape = own[name].shape
+                outs = 1 if name == "wo" else len(shape) - 1
+                sizes[f"blocks.{i}.{name}"] = math.prod(shape[outs:]), math.prod(shape[:outs])
+    return sizes
 
 
 def check_decodable(config: Config) -> None:

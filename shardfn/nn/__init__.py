@@ -21,7 +21,7 @@ from ._cross_entropy import next_tokens as next_tokens
 from ._tiled_cross_entropy import tiled_cross_entropy as tiled_cross_entropy
 from ._deferred import DeferredGradients as DeferredGradients, splitting as splitting
 from ._dropout import dropout as dropout, dropout_of_rows as dropout_of_rows
-from ._exact import ExactWeight as ExactWeight
+from ._exact import ExactWeight as ExactWeight, Then as Then
 from ._exact_attention import Exact as Exact
 from ._exact_functions import exact_layer_norm as exact_layer_norm, exact_rms_norm as exact_rms_norm
 from ._exact_scores import exact_sigmoid as exact_sigmoid, exact_softmax as exact_softmax
@@ -46,3 +46,4 @@ from ._scan import (
     run_layers as run_layers,
     scan as scan,
 )
+from . import moe as moe

@@ -22,6 +22,9 @@ from shardfn.core import Axes
 
 from ._products import Product, Weight, linear_input, linear_weight
 
+# From the input of a layer and its result to the result in its place.
+Then = Callable[[Tensor, Tensor], Tensor]
+
 
 class ExactWeight(Weight):
     """A weight for exact linear layers, in place of a tensor: `linear(x, w)` is `kernels.row_linear`.
@@ -33,10 +36,13 @@ class ExactWeight(Weight):
         panels: from `kernels.pack_rows` of the weight as [N, K].
         shape: the weight's: [N, K], or with some output dims, [H, K, D], or some input dims, [D, H, K].
         chunks: of K, whose sums are added by a tree. Part of the result, as a dtype is.
+        then: from the layer's input and its result, with the bias, to the result in its place. On several ranks the
+            input and the result are a rank's own features where the layer cuts them.
 
     Attributes:
         shape: the weight's.
         chunks: see above.
+        then: see above.
 
     Raises:
         ValueError: panels of another shape.
@@ -51,8 +57,10 @@ class ExactWeight(Weight):
         True
     """
 
-    def __init__(self, panels: Float[Tensor, "p k 64"], shape: Sequence[int], chunks: int = 8) -> None:
-        self._set(torch.Size(shape), chunks, None, panels)
+    def __init__(
+        self, panels: Float[Tensor, "p k 64"], shape: Sequence[int], chunks: int = 8, *, then: Then | None = None
+    ) -> None:
+        self._set(torch.Size(shape), chunks, None, panels, then)
         num = self.shape.numel() // max(panels.shape[1], 1)
         splits = [math.prod(self.shape[:i]) for i in range(1, len(self.shape))]
         if panels.ndim != 3 or num not in splits or panels.shape[0] != -(-num // panels.shape[2]):
@@ -77,8 +85,10 @@ class ExactWeight(Weight):
         made._set(weight.shape, chunks, weight, None)
         return made
 
-    def _set(self, shape: torch.Size, chunks: int, source: Tensor | None, panels: Tensor | None) -> None:
-        self.shape, self.chunks, self._source, self._panels = shape, chunks, source, panels
+    def _set(
+        self, shape: torch.Size, chunks: int, source: Tensor | None, panels: Tensor | None, then: Then | None = None
+    ) -> None:
+        self.shape, self.chunks, self._source, self._panels, self.then = shape, chunks, source, panels, then
 
     @property
     def source(self) -> Tensor | None:
@@ -111,8 +121,10 @@ class ExactWeight(Weight):
         return kernels.pack_rows(self._stored) if self._panels is None else self._panels
 
     def with_chunks(self, chunks: int) -> "ExactWeight":
-        """The same weight, with inputs in another number of chunks."""
-        return self._changed(self.shape, self.source, chunks)
+        """The same weight, with inputs in another number of chunks, and without `then`: a part of a sum."""
+        made = self._changed(self.shape, self.source, chunks)
+        made.then = None
+        return made
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "ExactWeight":
         """The same weight with some neighbouring dims as one."""
@@ -132,7 +144,8 @@ class ExactWeight(Weight):
         if x.dtype != torch.float32:
             raise TypeError(f"linear: x is {x.dtype}, and exact layers compute float32; leave out mixed precision.")
         if self.source is None:
-            return kernels.row_linear(x, self.panels, self.shape[0], chunks=self.chunks, bias=bias)
+            y = kernels.row_linear(x, self.panels, self.shape[0], chunks=self.chunks, bias=bias)
+            return y if self.then is None else self.then(x, y)
         y = self.product(x, self.source)
         return y if bias is None else y + bias
 
@@ -169,7 +182,7 @@ class ExactWeight(Weight):
 
     def _changed(self, shape: torch.Size, source: Tensor | None, chunks: int) -> "ExactWeight":
         made = type(self).__new__(type(self))
-        made._set(shape, chunks, source, self._panels)
+        made._set(shape, chunks, source, self._panels, self.then)
         return made
 
 

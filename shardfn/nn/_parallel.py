@@ -198,12 +198,14 @@ def row_linear(
     w_DF = w_DF.flatten(1) if w_DF.ndim > 2 else w_DF
     if axis_size(axis) == 1:
         return linear_of(x_F, w_DF, b_D)
+    then = None
     if isinstance(w_DF, ExactWeight):
-        w_DF = own_node(w_DF, _product_of_sizes(features), axis)
+        then, w_DF = w_DF.then, own_node(w_DF, _product_of_sizes(features), axis)
         y_D = leave_in_order(w_DF.linear(x_F), axis, sequence)
     else:
         y_D = leave_parallel(linear_of(x_F, w_DF, None), axis, sequence)
-    return y_D if b_D is None else y_D + between(b_D, axis, sequence)
+    y_D = y_D if b_D is None else y_D + between(b_D, axis, sequence)
+    return y_D if then is None else then(x_F, y_D)
 
 
 def affine(x_D: Tensor, w_FD: AnyWeight, b_F: Tensor | None) -> Tensor:

@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 import torch
 
+import shardfn as sf
 from shardfn import core, data, interop
 from shardfn.checkpoint import save
 from shardfn.cli import main
 from shardfn.cli._generate_text import text_of_transformers
 from shardfn.inference import Runner, Suffix
+from shardfn.lora import LoRA, save_peft
 from shardfn.models import gpt
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -133,6 +135,30 @@ def test_other_models_run_by_their_own_code(tmp_path: pathlib.Path, capsys: pyte
     )
     [row] = generated(capsys, tmp_path, "one two", "--temperature", 0, "--max-tokens", 5)
     assert row["tokens"] == out[0, 3:].tolist()
+
+
+def test_an_adapter_of_peft(given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = transformers.AutoModelForCausalLM.from_pretrained(given).eval()
+    params, _ = sf.from_module(module)
+    lora = LoRA.of(params, [r"q_proj\.weight", r"up_proj\.weight"], rank=2)
+    drawn = torch.Generator().manual_seed(0)
+    values = {p: {k: torch.randn(x, generator=drawn) for k, x in own.items()} for p, own in lora.shapes.items()}
+    save_peft(tmp_path, lora, values)
+    adapter = ["--adapter", tmp_path]
+    [got] = generated(capsys, given, "one two", "--temperature", 0, "--max-tokens", 4, *adapter)
+    [plain] = generated(capsys, given, "one two", "--temperature", 0, "--max-tokens", 4)
+    with torch.no_grad():
+        for path, x in lora.merge(params, values).items():
+            module.get_parameter(path).copy_(x)
+        sequence = torch.tensor([[1, 3, 4, *got["tokens"]]])
+        logprobs = module(sequence).logits[0].log_softmax(-1)[2:-1]
+    assert got["logprobs"] == pytest.approx(logprobs.gather(1, sequence[0, 3:, None])[:, 0].tolist(), abs=1e-3)
+    assert got["logprobs"] != plain["logprobs"]
+    (tmp_path / "adapter_config.json").unlink()
+    assert "has no adapter_config.json; give a directory of peft" in refused(capsys, given, "one", *adapter)
+    assert "which compute float32, and --dtype is bfloat16" in refused(
+        capsys, given, "one", *adapter, "--dtype", "bfloat16"
+    )
 
 
 def test_a_run_completes_lines_of_stdin(

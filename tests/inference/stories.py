@@ -14,10 +14,11 @@ import hypothesis.strategies as st
 import torch
 from torch import Tensor
 
-from shardfn import core, kernels
-from shardfn.inference import Decoder, Drafter, Engine, Grammar, Limits, Runner, Sampling, Token, detokenizer
+from shardfn import core, kernels, nn
+from shardfn.inference import Decoder, Drafter, Engine, Grammar, Limits, Paged, Runner, Sampling, Token, detokenizer
 from shardfn.inference._matchers import Compiler
 from shardfn.inference._state import draw_key
+from shardfn.lora import LoRA
 from shardfn.models import gpt
 from tests.inference.test_stops import whole_cut
 
@@ -48,6 +49,7 @@ class Arrival:
     sampling: Sampling
     priority: int = 0
     cancel: int | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ arrivals = st.builds(
     sampling=samplings,
     priority=st.integers(0, 1),
     cancel=st.one_of(st.none(), st.none(), st.integers(1, 20)),
+    adapter=st.sampled_from([None, None, "thin", "wide"]),
 )
 
 
@@ -112,13 +115,43 @@ class Model:
     config: gpt.Config
     decoder: Decoder
     params: Sequence[Any]
+    adapters: dict[str, tuple[LoRA, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.full = functools.lru_cache(maxsize=4096)(self._full)
 
-    def _full(self, version: int, tokens: tuple[int, ...]) -> Tensor:
+    def _full(self, version: int, tokens: tuple[int, ...], adapter: str | None = None) -> Tensor:
+        params, tokens_T = self.params[version], torch.tensor(tokens)
         with torch.no_grad():
-            return gpt.apply(self.config, self.params[version], torch.tensor([tokens]))[0]
+            if adapter is None:
+                return gpt.apply(self.config, params, tokens_T[None])[0]
+            T, then = len(tokens), products(*self.adapters[adapter])
+            at_T = torch.arange(T, dtype=torch.int32)
+            plan = at_T + T, at_T, torch.zeros_like(at_T), torch.ones(1, 1, dtype=torch.int32)
+            heads = self.config.kv_heads, self.config.head_dim
+            bodies = [Paged(torch.zeros(2, T, 2, *heads), *plan) for _ in range(self.config.num_layers)]
+            packed = gpt.pack(self.config, params)
+            return gpt.decode_outputs(self.config, packed, tokens_T, at_T, at_T, bodies, then=then)[0]
+
+
+def products(lora: LoRA, tree: Any) -> dict[str, nn.Then]:
+    """The definition of an adapter's products, of each row alone."""
+
+    def then(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        thin = kernels.row_linear(x, kernels.pack_rows(a), len(a))
+        return y + kernels.row_linear(thin, kernels.pack_rows(b), len(b))
+
+    return {path: functools.partial(then, own["a"], own["b"] * lora.scale_of(path)) for path, own in tree.items()}
+
+
+def adapter(params: Any, targets: list[str], rank: int, seed: int) -> tuple[LoRA, Any]:
+    """An adapter that changes tokens."""
+    lora = LoRA.of(params, targets, rank=rank, alpha=3)
+    drawn = torch.Generator().manual_seed(seed)
+    shapes = lora.shapes
+    return lora, {
+        path: {name: torch.randn(shape, generator=drawn) for name, shape in own.items()} for path, own in shapes.items()
+    }
 
 
 @functools.cache
@@ -129,7 +162,11 @@ def model(tp: str | None = None, **changes: Any) -> Model:
     params = [core.tree_map(lambda x: x * 8, gpt.init(config, core.key(i))) for i in range(VERSIONS)]
     from shardfn.inference import decoder
 
-    return Model(config, decoder(config, tp=tp), params)
+    adapters = {}
+    if not config.stacked and not config.per_head:
+        adapters["thin"] = adapter(params[0], [r"\.wq$", r"\.w_down$"], 3, 0)
+        adapters["wide"] = adapter(params[0], [r"\.wo$", r"\.wv$", r"0\.w_up$", r"\.w_down$"], 9, 1)
+    return Model(config, decoder(config, tp=tp), params, adapters)
 
 
 def run(
@@ -137,14 +174,23 @@ def run(
 ) -> tuple[dict[tuple[str, int], Told], Engine]:
     """The tokens of all choices. At the end no block is held."""
     sizes = replace(limits, blocks=story.blocks)
-    engine = Engine(model.decoder, model.params[0], limits=sizes, runner=runner, tokenizer=TOKENS, drafter=drafter)
+    engine = Engine(
+        model.decoder,
+        model.params[0],
+        limits=sizes,
+        runner=runner,
+        tokenizer=TOKENS,
+        drafter=drafter,
+        adapters=model.adapters,
+    )
     told: dict[tuple[str, int], Told] = {}
     updates, version, step = sorted(story.updates), 0, 0
     last = max([a.step for a in story.arrivals] + [s for s, _ in updates])
     while step <= last or not engine.idle:
         for i, a in enumerate(story.arrivals):
             if a.step == step:
-                engine.add(a.prompt, a.sampling, name=str(i), priority=a.priority)
+                own = a.adapter if a.adapter in model.adapters else None
+                engine.add(a.prompt, a.sampling, name=str(i), priority=a.priority, adapter=own)
                 told |= {(str(i), c): Told() for c in range(a.sampling.n)}
             if a.cancel is not None and a.step + a.cancel == step:
                 engine.cancel(str(i))
@@ -181,7 +227,9 @@ def check(story: Story, told: dict[tuple[str, int], Told], model: Model) -> int:
             assert [t.position for t in scored] == list(range(1, len(a.prompt)))
         for t in [*scored, *drawn]:
             assert t.token is not None
-            logits = model.full(t.version, tuple(sequence[: len(sequence) - 1] or sequence))[t.position - 1]
+            whole = tuple(sequence[: len(sequence) - 1] or sequence)
+            own = (a.adapter,) if a.adapter in model.adapters else ()
+            logits = model.full(t.version, whole, *own)[t.position - 1]
             target = -1 if t.position >= len(a.prompt) else t.token
             how = (a.sampling, draw_key(a.sampling.seed, choice), t.position)
             _, logprob = draw_alone(logits, *how, t.token)

@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -32,6 +32,7 @@ class Model:
     decoder: Decoder
     params: Sequence[dict[str, Tensor]]
     alone: Decoder | None = None  # where the other runs on several ranks
+    adapters: Any = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._one = self.alone or self.decoder

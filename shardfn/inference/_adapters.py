@@ -1,0 +1,86 @@
+"""The adapters of an engine, by name and by content."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import did_you_mean
+from shardfn.lora import LoRA
+
+from ._decoder import Decoder
+from ._low_rank import Adapter, Factors, LowRank, adapter_of, low_rank, stacked
+from ._plan import Plan
+
+# A description and its values, as `shardfn.lora.load_peft` returns them.
+Given = tuple[LoRA, Mapping[str, Mapping[str, Tensor]]]
+
+
+class Adapters:
+    """Adapters by name; those of equal content are kept once.
+
+    Args:
+        decoder: the model.
+        device: where its weights are.
+    """
+
+    def __init__(self, decoder: Decoder, device: torch.device) -> None:
+        self._decoder, self._device = decoder, device
+        self._names: dict[str, Adapter] = {}
+        self._slots: dict[bytes, int] = {}
+        self._sites: dict[str, Factors] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """In the order in which they were added."""
+        return list(self._names)
+
+    def add(self, name: Any, given: Any) -> None:
+        """Keeps an adapter.
+
+        Raises:
+            TypeError: the name is no str, or `given` no pair of a `LoRA` and its values.
+            ValueError: there is one of this name, or it does not fit the model.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"an adapter's name is a {type(name).__name__}; it must be a str.")
+        if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], LoRA)):
+            raise TypeError(
+                f"adapter {name!r} is a {type(given).__name__}; pass (lora, values), as lora.load_peft returns them."
+            )
+        if name in self._names:
+            raise ValueError(f"an adapter named {name!r} is there; remove it first, or give the new one another name.")
+        if not self._decoder.linear:
+            raise ValueError(f"adapter {name!r}: adapters are served by exact decoders alone, and this one is not.")
+        try:
+            made = adapter_of(*given, self._decoder.linear)
+        except ValueError as error:
+            raise ValueError(f"adapter {name!r}: {error}") from error
+        self._keep(self._names | {name: made})
+
+    def remove(self, name: str) -> None:
+        """Forgets an adapter."""
+        self._keep({n: a for n, a in self._names.items() if n != name})
+
+    def digest(self, name: Any) -> bytes:
+        """The digest of an adapter's content; empty for None.
+
+        Raises:
+            ValueError: the name is unknown.
+        """
+        if name is None:
+            return b""
+        if not isinstance(name, str) or name not in self._names:
+            hint = did_you_mean(name, self._names) if isinstance(name, str) else ""
+            raise ValueError(f"adapter is {name!r}; the engine has {self.names}.{hint}")
+        return self._names[name].digest
+
+    def of(self, plan: Plan) -> LowRank | None:
+        """The adapters of a plan's tokens; None if it has none."""
+        return low_rank(plan.sequences, plan.adapters, self._slots, self._sites) if plan.adapters else None
+
+    def _keep(self, names: dict[str, Adapter]) -> None:
+        kept = {adapter.digest: adapter for adapter in names.values()}
+        self._names, self._slots = names, {digest: i for i, digest in enumerate(kept)}
+        self._sites = stacked(list(kept.values()), self._decoder.linear, self._device) if kept else {}

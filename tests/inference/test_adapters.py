@@ -1,0 +1,197 @@
+"""Adapters per request: bits of the request alone and of the base model, shared blocks, files of peft, refusals."""
+
+import dataclasses
+import functools
+import pathlib
+from array import array
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn import make_mesh
+from shardfn.inference import Completion, Engine, Paged, Sampling, hf_decoder
+from shardfn.inference._low_rank import adapter_of, low_rank, stacked
+from shardfn.lora import LoRA, load_peft, save_peft
+from shardfn.testing import distributed
+from tests.inference.hf_models import MODELS
+from tests.inference.stories import adapter, draw_alone, model
+from tests.inference.test_hf import LIMITS as HF_LIMITS
+from tests.inference.test_hf import PROMPTS
+from tests.inference.test_stories import KINDS
+
+GREEDY = Sampling(max_tokens=6, temperature=0.0, prompt_logprobs=True)
+TARGETS = {"llama": [r"[qv]_proj\.weight", r"down_proj\.weight"], "gpt2": [r"c_attn\.weight", r"mlp\.c_proj\.weight"]}
+
+
+@functools.cache
+def served(kind: str, tp: str | None = None) -> tuple[Any, Any, Any]:
+    """A model of transformers, and two adapters of other layers and ranks."""
+    made, params = hf_decoder(MODELS[kind](), exact=True, tp=tp)
+    adapters = {}
+    for i, (name, targets) in enumerate({"a": TARGETS[kind], "b": TARGETS[kind][1:]}.items()):
+        one, tree = adapter(params, targets, 2 + 7 * i, i)
+        if kind == "gpt2":  # weights are [inputs, outputs]
+            one = LoRA.of(params, targets, rank=2 + 7 * i, alpha=3, fan_in_fan_out=True)
+            tree = {path: {"a": own["b"].mT, "b": own["a"].mT} for path, own in tree.items()}
+        adapters[name] = one, {path: {k: x / 4 for k, x in own.items()} for path, own in tree.items()}
+    return made, params, adapters
+
+
+def engine(kind: str = "llama", **more: Any) -> Engine:
+    made, params, adapters = served(kind)
+    return Engine(made, params, limits=HF_LIMITS, **({"adapters": adapters} | more))
+
+
+def check_merged(kind: str, name: str, prompt: list[int], got: Completion) -> None:
+    """Log probabilities are those of the merged model, up to rounding."""
+    _, params, adapters = served(kind)
+    merged = MODELS[kind]()
+    with torch.no_grad():
+        for path, x in adapters[name][0].merge(params, adapters[name][1]).items():
+            merged.get_parameter(path).copy_(x)
+        sequence = torch.tensor([[*prompt, *got.tokens]])
+        logprobs = merged(sequence).logits[0].log_softmax(-1)[:-1].gather(1, sequence[0, 1:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor([*got.prompt_logprobs, *got.logprobs]), logprobs, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_models_of_transformers(kind: str) -> None:
+    one, names = engine(kind), ["a", None, "b", "a", None]
+    together = one.generate(PROMPTS, GREEDY, adapter=names)
+    for prompt, name, got in zip(PROMPTS, names, together, strict=True):
+        assert one.generate([prompt], GREEDY, adapter=name) == [got]
+        if name is not None:
+            check_merged(kind, name, prompt, got)
+            other = engine(kind, adapters={"x": served(kind)[2][name]})  # without the other adapter's rank and layers
+            assert other.generate([prompt], GREEDY, adapter="x") == [got]
+    plain = engine(kind, adapters={}).generate(PROMPTS, GREEDY)
+    assert [got for got, name in zip(together, names, strict=True) if name is None] == [plain[1], plain[4]]
+    assert together[0] != plain[0] and together[2] != plain[2]
+
+
+@distributed(world=2)
+def test_ranks_have_the_bits_of_one_device(world: int) -> None:
+    made, params, adapters = served("llama", "tp")
+    names = ["a", None, "b", "a", None]
+    cut = Engine(made, params, limits=HF_LIMITS, mesh=make_mesh({"tp": world}), adapters=adapters)
+    for prompt, name, got in zip(PROMPTS, names, cut.generate(PROMPTS, GREEDY, adapter=names), strict=True):
+        sequence = [*prompt, *got.tokens]
+        logits = logits_alone("llama", name, sequence[:-1])
+        for place, logprob in enumerate([*got.prompt_logprobs, *got.logprobs]):
+            assert draw_alone(logits[place], GREEDY, 0, place, sequence[place + 1]) == (sequence[place + 1], logprob)
+
+
+def logits_alone(kind: str, name: str | None, tokens: list[int]) -> Tensor:
+    """The logits of one forward of a sequence on one device."""
+    made, params, adapters = served(kind)
+    T, layout, low = len(tokens), made.cache, None
+    at_T = torch.arange(T, dtype=torch.int32)
+    plan = at_T + T, at_T, torch.zeros_like(at_T), torch.ones(1, 1, dtype=torch.int32)
+    bodies = [Paged(torch.zeros(2, T, 2, layout.heads, layout.head_dim), *plan) for _ in range(layout.layers)]
+    if name is not None:
+        description, values = adapters[name]
+        own = adapter_of(description, values, made.linear)
+        sites = stacked([own], made.linear, torch.device("cpu"))
+        low = low_rank(array("i", [0] * T), [own.digest], {own.digest: 0}, sites)
+    with torch.no_grad():
+        return made.outputs(made.pack(params), torch.tensor(tokens, dtype=torch.int32), at_T, at_T, bodies, low)[0]
+
+
+def test_blocks_are_not_shared_between_adapters() -> None:
+    one, prompt, how = engine(), PROMPTS[2], dataclasses.replace(GREEDY, prompt_logprobs=False)
+    for i, name in enumerate((None, "a"), 1):
+        [first] = one.generate([prompt], how, adapter=name)
+        assert one.counts()["cached"] == 5 * i
+        assert one.generate([prompt], how, adapter=name) == [first]
+        assert one.counts()["cached"] == 5 * i  # its own blocks are found
+        assert engine().generate([prompt], how, adapter=name) == [first]
+
+
+def test_another_adapter_under_the_same_name() -> None:
+    made = served("llama")[2]
+    one, prompt = engine(adapters={"x": made["a"]}), PROMPTS[2]
+    old = one.generate([prompt], GREEDY, adapter="x")
+    with pytest.raises(ValueError, match="an adapter named 'x' is there; remove it first"):
+        one.add_adapter("x", made["b"])
+    stream = one.stream(prompt, GREEDY, adapter="x")
+    with pytest.raises(ValueError, match=r"adapter 'x' is of requests in progress, \['request-1'\]; cancel them"):
+        one.remove_adapter("x")
+    assert [t.token for t in stream][-len(old[0].tokens) :] == old[0].tokens
+    one.remove_adapter("x")
+    one.add_adapter("x", made["b"])
+    assert one.adapters == ["x"]
+    assert one.generate([prompt], GREEDY, adapter="x") == engine().generate([prompt], GREEDY, adapter="b")
+
+
+def test_embeddings_with_an_adapter() -> None:
+    one = engine()
+    made = one.embed(PROMPTS, "mean", adapter=["a", None, "b", "a", None])
+    assert torch.equal(made[0], one.embed(PROMPTS[:1], "mean", adapter="a")[0])
+    assert torch.equal(made[1], engine(adapters={}).embed(PROMPTS[1:2], "mean")[0])
+    assert not torch.equal(made[0], one.embed(PROMPTS[:1], "mean")[0])
+
+
+def test_files_of_peft(tmp_path: pathlib.Path) -> None:
+    made, params, adapters = served("llama")
+    save_peft(tmp_path, *adapters["a"])
+    one = Engine(made, params, limits=HF_LIMITS, adapters={"file": load_peft(tmp_path, params)})
+    assert one.generate(PROMPTS, GREEDY, adapter="file") == engine().generate(PROMPTS, GREEDY, adapter="a")
+
+
+def test_the_training_forward_is_near() -> None:
+    _, params, adapters = served("llama")
+    _, apply = sf.from_module(MODELS["llama"]())
+    description, values = adapters["a"]
+    [got] = engine().generate([PROMPTS[0]], GREEDY, adapter="a")
+    sequence = torch.tensor([[*PROMPTS[0], *got.tokens]])
+    with torch.no_grad():
+        logits = description.adapt(lambda p, ids: apply(p, input_ids=ids).logits)(
+            {"base": params, "lora": values}, sequence
+        )
+    logprobs = logits[0].log_softmax(-1)[:-1].gather(1, sequence[0, 1:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor([*got.prompt_logprobs, *got.logprobs]), logprobs, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("changes", [{"per_head": True}, {"stacked": True}, {"per_head": True, "stacked": True}])
+def test_leaves_of_gpt_by_head_and_stacked(changes: dict[str, bool]) -> None:
+    one = model(**changes)
+    params = one.params[0]
+    own = adapter(params, [r"wq$", r"w_down$"], 2, 0)
+    prompt = [1, 2, 0, 5]
+    limits = KINDS["gpt2"][1]
+    [got] = Engine(one.decoder, params, limits=limits, adapters={"x": own}).generate([prompt], GREEDY, adapter="x")
+    [want] = Engine(one.decoder, own[0].merge(params, own[1]), limits=limits).generate([prompt], GREEDY)
+    assert got.tokens == want.tokens
+    told, merged = (torch.tensor([*c.prompt_logprobs, *c.logprobs]) for c in (got, want))
+    torch.testing.assert_close(told, merged, rtol=0, atol=1e-3)
+
+
+def test_refusals() -> None:
+    _, params, adapters = served("llama")
+    one, (description, values) = engine(), adapters["a"]
+    path = "model.layers.0.self_attn.q_proj.weight"
+    for name in ("c", 3):
+        with pytest.raises(ValueError, match=rf"adapter is {name!r}; the engine has \['a', 'b'\]"):
+            one.add([1, 2], adapter=name)
+    with pytest.raises(ValueError, match="5 prompts and 2 adapters; give one for all, or one each"):
+        one.generate(PROMPTS, GREEDY, adapter=["a", "b"])
+    with pytest.raises(TypeError, match=r"adapter 'c' is a dict; pass \(lora, values\)"):
+        one.add_adapter("c", values)
+    other = {**values, path: {"a": values[path]["a"], "b": torch.ones(24, 3)}}
+    with pytest.raises(ValueError, match=rf"(?s)adapter 'c': .*{path}: b @ a is \(24, 3\) @ \(2, 24\)"):
+        one.add_adapter("c", (description, other))
+    with pytest.raises(ValueError, match=r"k_proj\.weight is in the values alone"):
+        one.add_adapter("c", (description, {**values, "k_proj.weight": {}}))
+    head = LoRA.of(params, [r"lm_head"], rank=2)
+    with pytest.raises(ValueError, match=r"lm_head.weight is no linear layer that may have an adapter"):
+        one.add_adapter("c", (head, {"lm_head.weight": {"a": torch.ones(2, 24), "b": torch.ones(13, 2)}}))
+    dora = LoRA.of(params, [r"0.self_attn.q_proj"], rank=2, dora=True)
+    with pytest.raises(ValueError, match="a request's adapter has a and b alone: merge this one"):
+        one.add_adapter("c", (dora, dora.init(torch.tensor([0, 1]), params=params)))
+    inexact, _ = hf_decoder(MODELS["llama"](), exact=False)
+    with pytest.raises(ValueError, match="adapters are served by exact decoders alone"):
+        Engine(inexact, params, limits=HF_LIMITS, adapters=adapters)
+    assert one.adapters == ["a", "b"] and one.idle

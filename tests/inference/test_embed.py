@@ -1,0 +1,109 @@
+"""Embeddings: the plain forward's hidden states, pooled, whatever runs beside them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardfn import make_mesh
+from shardfn.inference import Engine, Runner, Sampling, hf_decoder
+from shardfn.models import gpt
+from shardfn.testing import distributed
+from tests.inference.hf_models import MODELS
+from tests.inference.stories import model
+from tests.inference.test_hf import LIMITS as HF_LIMITS
+from tests.inference.test_hf import PROMPTS as HF_PROMPTS
+from tests.inference.test_stories import KINDS, runner
+
+PROMPTS = [[1, 2, 0], [5], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [1, 2, 0, 7, 7, 7, 7, 7, 7]]
+
+
+def pooled(states_TD: Tensor, pooling: str, normalize: bool = False) -> Tensor:
+    """The definition, from the states of one sequence."""
+    wide = states_TD.double()
+    made = wide[-1]
+    if pooling == "mean":
+        made = wide[0]
+        for state in wide[1:]:
+            made = made + state
+        made = made / len(wide)
+    return (made / made.square().sum().sqrt() if normalize else made).float()
+
+
+def plain(kind: str, prompt: Sequence[int]) -> Tensor:
+    """The states of one forward."""
+    one = model(**KINDS[kind][0])
+    with torch.no_grad():
+        return gpt._hidden(one.config, one.params[0], {"tokens": torch.tensor([prompt])})[0][0]  # pyright: ignore
+
+
+def engine(kind: str, blocks: int | None = None, **more: Any) -> Engine:
+    changes, limits = KINDS[kind]
+    limits = limits if blocks is None else dataclasses.replace(limits, blocks=blocks)
+    one = model(**changes)
+    return Engine(one.decoder, one.params[0], runner=runner(kind), limits=limits, **more)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_they_are_pooled_states_of_the_plain_forward(kind: str, pooling: str) -> None:
+    one = engine(kind, KINDS[kind][1].width + 1)  # so few blocks that sequences lose theirs
+    stream = one.stream([4, 4, 2], Sampling(max_tokens=9, temperature=0.0))
+    next(stream)
+    made = one.embed(PROMPTS, pooling)
+    assert torch.equal(made, torch.stack([pooled(plain(kind, prompt), pooling) for prompt in PROMPTS]))
+    for prompt, row in zip(PROMPTS, made, strict=True):
+        assert torch.equal(one.embed([prompt], pooling)[0], row)
+    [alone] = engine(kind).generate([[4, 4, 2]], Sampling(max_tokens=9, temperature=0.0))
+    assert [t.token for t in stream] == alone.tokens[1:] and one.idle and one.counts()["held"] == 0
+
+
+def test_a_length_of_one() -> None:
+    made = engine("gpt2").embed(PROMPTS, "mean", normalize=True)
+    want = torch.stack([pooled(plain("gpt2", prompt), "mean", True) for prompt in PROMPTS])
+    torch.testing.assert_close(made, want, rtol=1e-6, atol=0)
+    assert torch.allclose(made.norm(dim=1), torch.ones(4))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", pytest.param("gemma2", marks=pytest.mark.nightly)])
+def test_models_of_transformers(kind: str) -> None:
+    module = MODELS[kind]()
+    made, params = hf_decoder(module, exact=True)
+    one = Engine(made, params, limits=HF_LIMITS)
+    for pooling in ("last", "mean"):
+        rows = one.embed(HF_PROMPTS, pooling)
+        for prompt, row in zip(HF_PROMPTS, rows, strict=True):
+            assert torch.equal(one.embed([prompt], pooling)[0], row)
+            with torch.no_grad():
+                states = module.base_model(torch.tensor([prompt])).last_hidden_state[0]
+            torch.testing.assert_close(row, pooled(states, pooling), rtol=1e-4, atol=1e-4)
+
+
+@distributed(world=2)
+def test_ranks_have_the_bits_of_one_device(world: int) -> None:
+    changes, limits = KINDS["gpt2"]
+    one = model("tp", **changes)
+    runner = Runner(one.decoder, limits, mesh=make_mesh({"tp": world}))
+    made = Engine(one.decoder, one.params[0], runner=runner, limits=limits).embed(PROMPTS, "mean")
+    assert torch.equal(made, torch.stack([pooled(plain("gpt2", prompt), "mean") for prompt in PROMPTS]))
+
+
+def test_refusals() -> None:
+    one = engine("gpt2")
+    for arguments, told in [
+        (([[1]], "max"), "pooling is 'max'; it must be one of 'last', 'mean'"),
+        (([],), "0 prompts"),
+        (([[1], []],), "prompt has 0 tokens"),
+        (([[1] * 28],), "prompt has 28 tokens; it must have from 1 to 27"),
+    ]:
+        with pytest.raises(ValueError, match=told):
+            one.embed(*arguments)
+    with pytest.raises(ValueError, match="normalize is 1; it must be True or False"):
+        one.embed([[1]], normalize=1)  # pyright: ignore
+    assert one.idle
+    inexact, params = hf_decoder(MODELS["llama"](), exact=False)
+    with pytest.raises(ValueError, match="does not give its hidden states; take an exact one"):
+        Engine(inexact, params, limits=HF_LIMITS).embed([[1]])
