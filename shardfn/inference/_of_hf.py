@@ -33,7 +33,9 @@ _BLOCK = 8
 Served = Mapping[str, Mapping[str, Tensor]]
 
 
-def hf_decoder(model: Any, *, exact: bool | None = None, tokenizer: Any = None) -> tuple[Decoder, dict[str, Tensor]]:
+def hf_decoder(
+    model: Any, *, exact: bool | None = None, tokenizer: Any = None, codes: kernels.Codes | None = None
+) -> tuple[Decoder, dict[str, Tensor]]:
     """The decoder of an unmodified causal model of transformers, and its parameters.
 
     Each layer's attention reads and writes the engine's cache, by the scale, window, bound of scores and sinks that the
@@ -45,13 +47,16 @@ def hf_decoder(model: Any, *, exact: bool | None = None, tokenizer: Any = None) 
         exact: True computes each token's logits with the same bits in all company, and is an error where a probe finds
             that it does not; False leaves the model's own linear layers and activations; None is exact where possible.
         tokenizer: the tokenizer of the prompts, to check that the model has its tokens.
+        codes: "int8" or "int4" keeps the weights of linear layers in these codes, which needs an exact model. Logits
+            are those of the rounded weights, bit for bit; a table of embeddings that is also the head is rounded, too.
 
     Returns:
         The decoder, and the parameters by name, as an engine takes them.
 
     Raises:
         TypeError: it is not a model of transformers.
-        ValueError: it cannot be served, with the reasons; or not exactly; or the tokenizer has more tokens.
+        ValueError: it cannot be served, with the reasons; or not exactly, where that or codes were asked for; or the
+            tokenizer has more tokens.
 
     Example:
         >>> import torch
@@ -74,10 +79,14 @@ def hf_decoder(model: Any, *, exact: bool | None = None, tokenizer: Any = None) 
             f"tokenizer has {len(tokenizer)} tokens, and {name} has {shape.vocab}; pass the tokenizer of this model, or"
             " resize it first: model.resize_token_embeddings(len(tokenizer))."
         )
+    if codes is not None:
+        if exact is False:
+            raise ValueError(f"{name} with codes={codes!r}: codes are read by exact layers; leave out exact=False.")
+        exact = True
     plain = _decoder(function, shape, {})
     reasons = list(_unpacked(function, shape.uses)) if exact is not False else []
     if exact is not False and not reasons:
-        made = replace(_decoder(function, shape, shape.uses.linear), exact=True)
+        made = replace(_decoder(function, shape, shape.uses.linear, codes), exact=True)
         reasons = list(_inexact(made, function.params, shape.uses))
         if not reasons:
             return made, function.params
@@ -123,15 +132,21 @@ def _shape(function: DecodingFunction) -> _Shape:
     return shape
 
 
-def _decoder(function: DecodingFunction, shape: _Shape, linear: Mapping[str, bool]) -> Decoder:
+def _decoder(
+    function: DecodingFunction, shape: _Shape, linear: Mapping[str, bool], codes: kernels.Codes | None = None
+) -> Decoder:
     """The decoder whose weights named in `linear` are packed, [inputs, outputs] where the value is True."""
     like, kept = function.params, shape.uses.others
     nums = {name: like[name].shape[transposed] for name, transposed in linear.items()}
 
     def pack(params: Mapping[str, Tensor]) -> Served:
         _check(params, like)
-        panels = {name: kernels.pack_rows(params[name].T if flip else params[name]) for name, flip in linear.items()}
+        panels = {
+            name: kernels.pack_rows(params[name].T if flip else params[name], codes) for name, flip in linear.items()
+        }
         placed = {name: x if name in kept else panels.get(name, x) for name, x in params.items()}
+        if codes is not None:  # a weight that is read elsewhere, too, has the same values there
+            placed |= {name: _decoded(panels[name], params[name], linear[name]) for name in kept if name in panels}
         return {"params": placed, "packed": {name: x for name, x in panels.items() if name in kept}}
 
     def logits(
@@ -146,6 +161,12 @@ def _decoder(function: DecodingFunction, shape: _Shape, linear: Mapping[str, boo
     _, heads, dim = shape.kv[0]
     cache = CacheLayout(len(shape.kv), heads, dim)
     return Decoder(shape.vocab, function.context, cache, specs=P(), logits=logits, pack=pack)
+
+
+def _decoded(panels: Tensor, like: Tensor, flip: bool) -> Tensor:
+    num, k = like.shape[::-1] if flip else like.shape
+    weight = kernels.unpack_rows(panels, num, k).to(like.dtype)
+    return weight.T.contiguous() if flip else weight
 
 
 def _attend(bodies: Sequence[nn.Body], scores: Scores, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from shardfn.kernels._arguments import check_dtype, check_shape
 from shardfn.kernels._dispatch import implementation
 from shardfn.kernels._library import define, map_rows, refuse_backward
 
-from ._codes import GROUP, PANEL, Codes, code_blocks, kind_of, pack_blocks
+from ._codes import GROUP, PANEL, Codes, code_blocks, pack_blocks, packed_shape
 
 # Of chunks, which are added up by a tree of at most that many levels.
 LEVELS = 16
@@ -81,11 +81,10 @@ def row_linear(
                 [10., 35., 60.]])
     """
     check_dtype("x", x, torch.float32)
-    coded = kind_of(packed) is not None
-    if not coded and packed.dtype not in _WEIGHTS:
+    if packed.dtype not in (*_WEIGHTS, torch.uint8):
         raise TypeError(f"packed is {packed.dtype}, must be from pack_rows")
-    inner = (-(-x.shape[-1] // GROUP), packed.shape[-1]) if coded else (x.shape[-1], PANEL)
-    check_shape("packed", packed, (-(-num // PANEL), *inner), f"panels of {num} outputs, of x's last dim")
+    want = packed_shape(packed, num, x.shape[-1])
+    check_shape("packed", packed, want, f"panels of {num} outputs, of x's last dim")
     if not 1 <= chunks < 1 << LEVELS:
         raise ValueError(f"chunks is {chunks}; must be from 1 to {(1 << LEVELS) - 1}")
     if bias is not None:

@@ -126,6 +126,18 @@ def kind_of(packed: Tensor) -> Codes | None:
     return kinds[0]
 
 
+def packed_shape(packed: Tensor, num: int, k: int) -> tuple[int, int, int]:
+    """The shape that a packed weight [num, k] has, in floats or in the codes of `packed`.
+
+    Example:
+        >>> packed_shape(torch.empty(1, 5, 64), 70, 5)
+        (2, 5, 64)
+    """
+    if kind_of(packed) is None:
+        return -(-num // PANEL), k, PANEL
+    return -(-num // PANEL), -(-k // GROUP), packed.shape[-1]
+
+
 def check_codes(codes: str) -> None:
     """Refuses unknown codes.
 
