@@ -85,7 +85,7 @@ def test_many_stories(kind: str, codes: kernels.Codes) -> None:
 
 
 def test_memory_counts_the_bytes_of_codes() -> None:
-    config, held = gpt.Config(**SIZES | {"vocab_size": 64}), dict[str | None, int]()
+    config, held = gpt.Config(**{**SIZES, "vocab_size": 64}), dict[str | None, int]()
     params = gpt.init(config, sf.key(0))
     for codes in (None, *CODES):
         held[codes] = Engine(decoder(config, codes=codes), params).memory().weights
@@ -107,7 +107,7 @@ def test_new_weights_are_rounded_too() -> None:
 @pytest.mark.parametrize("codes", CODES)
 @distributed(world=2)
 def test_two_ranks_have_the_bits_of_one(codes: kernels.Codes) -> None:
-    config = gpt.Config(**SIZES | LLAMA)
+    config = gpt.Config(**{**SIZES, **LLAMA})
     params, mesh = tree_map(lambda x: x * 8, gpt.init(config, sf.key(0))), sf.make_mesh({"tp": 2})
     greedy = Sampling(max_tokens=6, temperature=0.0)
     rounded = decoded(config, params, codes)
@@ -117,7 +117,7 @@ def test_two_ranks_have_the_bits_of_one(codes: kernels.Codes) -> None:
     for given in (params, as_blocks(config, params, codes)):
         [got] = Engine(decoder(config, tp="tp", codes=codes), given, mesh=mesh).generate([[1, 2, 3]], greedy)
         assert (got.tokens, got.logprobs) == (want.tokens, want.logprobs)
-    narrow = gpt.Config(**SIZES | {"d_model": 96, "num_heads": 4})
+    narrow = gpt.Config(**{**SIZES, "d_model": 96, "num_heads": 4})
     with pytest.raises(ValueError, match=r"codes='int.' of blocks.0.wo: each of 2 ranks has 48 of its inputs"):
         Engine(decoder(narrow, tp="tp", codes=codes), gpt.init(narrow, sf.key(0)), mesh=mesh)
 
@@ -153,7 +153,7 @@ def test_unmodified_models(kind: str, codes: kernels.Codes) -> None:
 def test_refusals() -> None:
     config = gpt.Config(**SIZES)
     params: Any = gpt.init(config, sf.key(0))
-    plain = gpt.Config(**SIZES | {"exact": False})
+    plain = gpt.Config(**{**SIZES, "exact": False})
     with pytest.raises(ValueError, match=r"codes='int8' of layers that are not exact; take Config\(exact=True\)"):
         decoder(plain, codes="int8")
     with pytest.raises(ValueError, match=r"blocks.0.wq is in codes, which only linear layers of Config\(exact=True\)"):
