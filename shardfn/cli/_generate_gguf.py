@@ -1,4 +1,4 @@
-"""The weights of a GGUF file that are in codes which linear layers read: Q8_0 and Q4_1, as they are.
+"""The weights of a GGUF file that are in codes which linear layers read: Q8_0 and Q4_1, without change.
 
 Transformers decodes a file and puts rows in its own order. So each weight is compared with what transformers has of
 it: blocks are taken where they decode to the same values, in the file's order or with the rows of each head's halves

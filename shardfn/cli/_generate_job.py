@@ -80,9 +80,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--mesh", default="", metavar="tp=N", help="ranks, under torchrun (default: those of torchrun)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and cache (default %(default)s)")
-    add(
-        "--weights", choices=("int8", "int4"), help="codes of the weights of linear layers; GGUF's own stay as they are"
-    )
+    add("--weights", choices=("int8", "int4"), help="codes of the weights of linear layers; GGUF's own are not rounded")
     add("--json", action="store_true", help="a line of JSON for each completion")
 
 

@@ -110,7 +110,7 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: Codes | No
 
     A function of each rank's blocks; `specs(config, tp=axis)` of unstacked blocks are the specs of the result, too.
     A weight of a linear layer may also be the blocks of codes of its rows, uint8, as from `kernels.code_blocks` or a
-    GGUF file; these are read as they are. A table of embeddings is in codes where it is tied to the head.
+    GGUF file; these are not rounded again. A table of embeddings is in codes where it is tied to the head.
 
     Args:
         config: the shape.

@@ -87,7 +87,7 @@ def test_errors_are_within_their_bounds(codes: kernels.Codes, size: float) -> No
 
 
 @pytest.mark.parametrize("codes", CODES)
-def test_blocks_of_gguf_are_read_as_they_are(codes: kernels.Codes) -> None:
+def test_blocks_of_gguf_are_read_without_change(codes: kernels.Codes) -> None:
     size = 34 if codes == "int8" else 20
     blocks = torch.randint(0, 256, (70, 3 * size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     # Scales and least values: the smallest and the largest numbers, subnormal ones, both signs.

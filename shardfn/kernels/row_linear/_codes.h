@@ -4,6 +4,7 @@
 #include "../_panels.h"
 
 constexpr int GROUP = 32;
+constexpr int AHEAD = 8192;  // bytes that are fetched before they are read: processors' own prefetching ends with a page
 
 // The records of _codes.py: of a group of inputs and all outputs of a panel.
 struct Int8 {
@@ -83,6 +84,7 @@ struct Chain<float, Int8, BYTES, FUSES, R, NV> {
             for (int v = 0; v < NV; ++v) scale[v] = of_half<BYTES>(group.scale + at + v * L::lanes);
             const int8_t* q = group.q[k % GROUP] + at;
             for (; k < end; ++k, left += o.along, q += PANEL) {
+                if (at == 0) __builtin_prefetch(q + AHEAD);
                 V row[NV];
                 UNROLL
                 for (int v = 0; v < NV; ++v)
@@ -145,6 +147,7 @@ struct Chain<float, Int4, BYTES, FUSES, R, NV> {
                                const V (&scale)[NV], const V (&least)[NV], V (&sum)[R][NV]) {
         Int q[NV];
         V row[NV];
+        if (at == 0) __builtin_prefetch(group.q[k % GROUP / 2] + AHEAD);
         load(q, group, k, at);
         decode(row, q, scale, least);
         add_row<float, BYTES, FUSES, R, NV>(sum, left, o.down, row);

@@ -72,7 +72,7 @@ def _spoiled(scale: Tensor) -> Tensor:
 
 
 def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "panels groups record"]:
-    """Blocks of codes in the order in which `row_linear` reads them; values stay as they are.
+    """Blocks of codes in the order in which `row_linear` reads them; values do not change.
 
     Args:
         blocks: of GGUF's Q8_0 or Q4_1, the rows of a weight [n, k], as from `code_blocks`.
