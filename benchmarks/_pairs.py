@@ -1,9 +1,11 @@
 """One group of processes a peer; between its turns a group is blocked on a pipe and takes no processor time."""
 
+import contextlib
 import multiprocessing as mp
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,8 +48,18 @@ class Group:
                 self._pipes.append(here)
                 there.close()
 
-    def ready(self) -> "Group":
-        """Waits until every rank has finished its setup."""
+    def ready(self, patience: float | None = None) -> "Group":
+        """Waits until every rank has finished its setup.
+
+        Raises:
+            TimeoutError: a rank took more than `patience` seconds.
+        """
+        until = None if patience is None else time.monotonic() + patience
+        for pipe in self._pipes:
+            if until is not None and not pipe.poll(max(0.0, until - time.monotonic())):
+                for proc in self._procs:
+                    proc.kill()
+                raise TimeoutError(f"a rank has not begun after {patience:.0f} seconds")
         self._collect()
         return self
 
@@ -60,7 +72,8 @@ class Group:
     def close(self) -> None:
         """Ends the processes."""
         for pipe in self._pipes:
-            pipe.send(None)
+            with contextlib.suppress(BrokenPipeError):  # of a rank that has failed
+                pipe.send(None)
         for proc in self._procs:
             proc.join(20)
             if proc.is_alive():

@@ -27,6 +27,8 @@ ROOMS = (
     "models.gpt",
     "lora",
     "inference",
+    "serve",
+    "rl",
     "data",
     "metrics",
     "checkpoint",

@@ -96,6 +96,7 @@ DOCS = [
     "docs/loggers.md",
     "docs/lora.md",
     "docs/frozen.md",
+    "docs/rlhf.md",
     *DESIGN,
 ]
 COMMANDS = [code.strip() for language, code in BLOCKS if language == "bash"]

@@ -5,20 +5,24 @@ the same operations; where a result was put aside, it is taken in place of runni
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardfn._torch import TorchDispatchMode
-from shardfn.capture import capturing, in_plumbing
+from shardfn.capture import capturing, in_plumbing, plumbing
+from shardfn.collectives import Keeper, keeper_around, keeping
 from shardfn.core import hearing_names, tree_leaves
 
 from ._away import Away, PoolOf, can_leave, flat_of
-from .policies import Action, SavePolicy, check_action, describe, limit_of
+from .policies import Action, SavePolicy, check_action, describe, limit_of, names_of
 
-# Collectives are always recomputed: a policy may see other sizes on other ranks, and all must take part.
+T = TypeVar("T")
+
+# Transfers that are operations of a function itself always run again: a policy may see other sizes on other ranks, and
+# all must take part. Those of this package's collectives are numbered as a whole (`Results.saw_transfer`).
 _SHARED = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "shardfn")
 
 
@@ -46,10 +50,15 @@ class _Result:
 
 
 class _RecordedOp:
-    """One operation of the forward, with all of its results if they were put aside, else with none."""
+    """One operation of the forward, with all of its results if they were put aside, else with none.
 
-    def __init__(self, func: Any) -> None:
-        self.name = str(func)
+    Attributes:
+        transfers: whether ranks must all keep the results, or all run it again.
+        parts: the transfers of a collective of several, which has no results of its own; they share its action.
+    """
+
+    def __init__(self, func: Any, *, transfers: bool = False, parts: "Sequence[_RecordedOp]" = ()) -> None:
+        self.name, self.transfers, self.parts = str(func), transfers, parts
         self.results: list[_Result] = []
         self.makes: Callable[[list[Tensor]], Any] = list
         self.action: Action = "recompute"
@@ -75,6 +84,8 @@ class Results:
         self._of: dict[int, tuple[StorageWeakRef, _RecordedOp]] = {}
         self._last: _RecordedOp | None = None
         self._waiting: list[_RecordedOp] = []
+        # The transfers of the collective that runs, if it is one of several.
+        self._joining: list[_RecordedOp] | None = None
         self._leaving: list[Away] = []
 
     # The forward.
@@ -103,6 +114,40 @@ class Results:
             self._of[_key(x)] = StorageWeakRef(x.untyped_storage()), op
         self._last = op
 
+    def saw_transfer(self, name: str, out: Tensor) -> Tensor:
+        """Notes a transfer. Its result is kept only by name, and by a policy that goes by names: alike on all ranks."""
+        joined = self._joining
+        if joined is None:
+            self.conclude()
+        op = _RecordedOp(name, transfers=True)
+        self.ops.append(op)
+        op.makes, op.results = _only, [_Result(out)]
+        if joined is None:
+            self._belongs(out, op)
+        else:
+            joined.append(op)
+        return out
+
+    def join(self, run: Callable[[], T]) -> T:
+        """Runs a collective of several transfers, which belong to its result."""
+        if self._joining is not None:
+            return run()
+        self.conclude()
+        self._joining = parts = []
+        try:
+            out = run()
+        finally:
+            self._joining = None
+        self.conclude()
+        first = out[0] if isinstance(out, tuple) else out
+        if parts and isinstance(first, Tensor):
+            self._belongs(first, _RecordedOp("a collective", transfers=True, parts=parts))
+        return out
+
+    def _belongs(self, x: Tensor, op: _RecordedOp) -> None:
+        self._of[_key(x)] = StorageWeakRef(x.untyped_storage()), op
+        self._last = op
+
     def _ask(self, name: str | None, op: _RecordedOp, x: Tensor) -> Action:
         saved = describe(name, x, op.name)
         return check_action(self._policy(saved), saved)
@@ -110,7 +155,7 @@ class Results:
     def name(self, x: Tensor, name: str) -> None:
         """Applies the policy to `x` under its name."""
         op = self._of.get(_key(x), (None, None))[1]
-        if op is None:
+        if op is None or (op.transfers and not names_of(self._policy)):
             return
         action = self._ask(name, op, x)
         if op is not self._last and action != op.action:
@@ -123,7 +168,18 @@ class Results:
     def conclude(self) -> None:
         """Ends the naming of the last operation's results, and parts with the oldest results beyond the budget."""
         op, self._last = self._last, None
-        if op is None or not op.results or op.action == "keep":
+        if op is None:
+            return
+        for part in op.parts:
+            part.action = op.action
+            self._end_naming(part)
+        self._end_naming(op)
+
+    def _end_naming(self, op: _RecordedOp) -> None:
+        if not op.results or op.action == "keep":
+            return
+        if op.transfers:  # never by size
+            self._part_with(op)
             return
         limit = limit_of(self._policy)
         self._waiting.append(op)
@@ -156,9 +212,14 @@ class Results:
 
     def _forget(self, x: Tensor) -> None:
         op = self._of.get(_key(x), (None, None))[1]
-        if op is not None:
-            # The operation's result has been overwritten.
-            op.results = []
+        if op is None:
+            return
+        if op.transfers and op.action != "recompute":
+            raise ValueError(
+                f"remat: the result of {op.name} is kept by its name, and is written to in place; write to a clone()."
+            )
+        # The operation's result has been overwritten.
+        op.results = []
 
     # The recomputation.
 
@@ -180,6 +241,11 @@ class Results:
         self._settle()
         self.fetch_ahead(number + 1)
         values = [r.take() for r in op.results]
+        if op.transfers and any(v is None for v in values):
+            raise RuntimeError(
+                f"remat: the result of {op.name} was kept by its name, and was written to in place afterwards; write to"
+                " a clone()."
+            )
         # Each is taken once, so that memory is freed as the recomputation proceeds.
         op.results = []
         return None if any(v is None for v in values) else op.makes([v for v in values if v is not None])
@@ -201,17 +267,31 @@ class Forward(TorchDispatchMode):
     def __init__(self, results: Results) -> None:
         super().__init__()
         self._results = results
-        self._hearing = hearing_names(results.name)
+        self._hearing, self._keeping = hearing_names(results.name), keeping(self)
+        self._around: Keeper | None = None
 
     def __enter__(self) -> Any:
+        self._around = keeper_around()
         self._hearing.__enter__()
+        self._keeping.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._keeping.__exit__(*error)
         self._hearing.__exit__(*error)
         if error[0] is None:
             self._results.end()
+
+    def transfer(self, name: str, run: Callable[[], Tensor]) -> Tensor:
+        """Shows a transfer to `Results`."""
+        seen, out = not in_plumbing(), _sent(self._around, name, run)
+        return self._results.saw_transfer(name, out) if seen else out
+
+    def joined(self, run: Callable[[], T]) -> T:
+        """Shows a collective of several to `Results`."""
+        around = self._around
+        return self._results.join(run if around is None else lambda: around.joined(run))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -228,20 +308,46 @@ class Rerun(TorchDispatchMode):
     def __init__(self, results: Results) -> None:
         super().__init__()
         self._results, self._number = results, 0
+        self._keeping = keeping(self)
+        self._around: Keeper | None = None
 
     def __enter__(self) -> Any:
         # A backward may run more than once over one graph: each recomputation counts from the start.
         self._number = 0
         self._results.fetch_ahead(0)
+        self._around = keeper_around()
+        self._keeping.__enter__()
         return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._keeping.__exit__(*error)
+
+    def transfer(self, name: str, run: Callable[[], Tensor]) -> Tensor:
+        """The result that was kept of a transfer, or else of another one."""
+        found = None if in_plumbing() else self._taken(name)
+        return _sent(self._around, name, run) if found is None else found
+
+    def joined(self, run: Callable[[], T]) -> T:
+        """Runs a collective, some of whose transfers may have been kept."""
+        return run() if self._around is None else self._around.joined(run)
+
+    def _taken(self, func: Any) -> Any:
+        self._number += 1
+        return self._results.take(self._number - 1, func)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        found = None
-        if is_numbered(func) and not in_plumbing():
-            found = self._results.take(self._number, func)
-            self._number += 1
+        found = self._taken(func) if is_numbered(func) and not in_plumbing() else None
         return func(*args, **(kwargs or {})) if found is None else found
+
+
+def _sent(around: Keeper | None, name: str, run: Callable[[], Tensor]) -> Tensor:
+    """The result of a transfer, whose operations are not numbered."""
+    if around is not None:
+        return around.transfer(name, run)
+    with plumbing():
+        return run()
 
 
 def is_numbered(func: Any) -> bool:
@@ -263,7 +369,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
     schema = getattr(func, "_schema", None)
     if schema is None:
         return []
-    if func.namespace in _SHARED:  # their schemas do not declare all writes
+    if func.namespace in _SHARED and func.namespace != "shardfn":  # their schemas do not declare all writes
         return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
     wrote = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]

@@ -5,11 +5,14 @@ A block keeps, for each token, the inputs of its products, norms and attention. 
 The scores are not kept (attention is fused). For 16-bit elements, G K = D and F = 4 D that is 32 D bytes: the 34 D of
 Korthikanti et al. 2022, arXiv 2205.05198, less their dropout masks, which add 2 D bytes where dropout is on.
 Tensor parallelism over t ranks divides all but the 4 D and the masks. A rank of a pipeline stores those of its blocks,
-for each microbatch that its schedule has open; the last rank has the logits as well.
+for each microbatch that its schedule has open; the last rank has the logits as well. With experts F is the sum over a
+token's choices, in the mean of the layers, and each choice has three rows of D: as it came, sorted, and its result.
 """
 
 import dataclasses
+import math
 
+from ._experts import mean_width, row_copies, widths
 from ._pipeline import pipeline, stage_layers
 from ._states import Setup
 
@@ -47,7 +50,7 @@ def activation_bytes(setup: Setup) -> Activations:
     block = tokens * _block_bytes(setup)
     ends = 2 * tokens * size * c.d_model  # the last norm's input and the output layer's
     logits = tokens * -(-c.vocab_size // setup.axis("tp")) * _LOGIT_BYTES
-    widest = tokens * size * ((2 if c.mlp == "gelu" else 3) * -(-c.ff_dim // setup.axis("tp")) + 2 * c.d_model)
+    widest = tokens * size * ((2 if c.mlp == "gelu" else 3) * -(-max(widths(c)) // setup.axis("tp")) + 2 * c.d_model)
     line, layers = pipeline(setup), stage_layers(setup)
     kept, busy = (tokens * size * c.d_model, block + widest) if setup.remat else (block, widest)
     per_chunk = layers // line.num_chunks * kept
@@ -61,6 +64,8 @@ def activation_bytes(setup: Setup) -> Activations:
 def _block_bytes(setup: Setup) -> int:
     """Bytes that one block keeps for each token."""
     c, size = setup.config, setup.bytes_of.params
-    wide = 2 * c.d_model + 2 * c.kv_heads * c.head_dim + (2 if c.mlp == "gelu" else 4) * c.ff_dim
+    features = math.ceil((2 if c.mlp == "gelu" else 4) * mean_width(c))
+    wide = 2 * c.d_model + 2 * c.kv_heads * c.head_dim + features
     masks = 2 * c.d_model if c.dropout else 0
-    return size * (4 * c.d_model + -(-wide // setup.axis("tp"))) + masks
+    rows = math.ceil(row_copies(c) * c.d_model)  # whole: tensor parallelism cuts the experts' features
+    return size * (4 * c.d_model + rows + -(-wide // setup.axis("tp"))) + masks

@@ -36,6 +36,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--remat", action="store_true", help="compute each block again in the backward")
     run.add_argument("--schedule", default="1f1b", help=f"of a mesh with pp: {', '.join(SCHEDULES)} (default 1f1b)")
+    run.add_argument("--ep", type=int, default=1, help="of the ranks along dp, those on which experts lie (default 1)")
     run.add_argument("--efficiency", type=float, default=0.6, help="fraction of the peak rate in use (default 0.6)")
     run.add_argument("--bucket-bytes", type=int, default=Travel().bucket_bytes, help="Travel(bucket_bytes=)")
     run.add_argument("--prefetch-bytes", type=int, default=Pace().prefetch_bytes, help="Pace(prefetch_bytes=)")
@@ -92,6 +93,7 @@ def parse_setup(args: argparse.Namespace) -> Setup:
         remat=args.remat,
         efficiency=args.efficiency,
         schedule=args.schedule,
+        ep=args.ep,
     )
 
 

@@ -25,6 +25,8 @@ _PACKAGES = (
     "safetensors",
     "transformers",
     "llguidance",
+    "starlette",
+    "uvicorn",
     "peft",
     "deepspeed",
 )
@@ -66,6 +68,8 @@ def _software() -> Iterator[Fact]:
     needs = {
         "triton": "kernels on a GPU; elsewhere C++ and torch do without",
         "transformers": "models of Hugging Face",
+        "starlette": "shardfn serve",
+        "uvicorn": "shardfn serve",
         "llguidance": "grammars of generated text",
         "peft": "nothing but the comparison with it",
         "deepspeed": "nothing but the comparison with it (pytest -m deepspeed)",

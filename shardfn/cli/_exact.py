@@ -44,7 +44,7 @@ def exact(setup: Setup) -> Exact:
     """Captures the step of a run and analyses its graph: seconds for a small model, a minute for the largest.
 
     Raises:
-        ValueError: the mesh has an axis "tp" or "pp", which the capture here does not support.
+        ValueError: the mesh has an axis "tp" or "pp", or experts lie on ranks, which the capture here does not support.
 
     Example:
         >>> from shardfn.cli import parse_model
@@ -60,6 +60,8 @@ def exact(setup: Setup) -> Exact:
             raise ValueError(
                 f"--exact captures the step along dp alone: use {axis}=1, not {setup.axis(axis)}; the formulas know it."
             )
+    if setup.ep > 1:
+        raise ValueError(f"--exact captures the step with all experts on every rank: use --ep 1, not {setup.ep}.")
     lowered = _step(setup).lower(*_inputs(setup))
     memory, cost, time = lowered.memory_analysis(), lowered.cost_analysis(), lowered.estimate(setup.cluster)
     kinds = {_KINDS.get(kind, kind): nbytes for kind, nbytes in memory.by_kind.items() if nbytes}

@@ -75,12 +75,32 @@ def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
     return made
 
 
+def load_text(job: GenerateJob) -> Text:
+    """Loads a model's tokenizer alone; the ends of GGUF files are those of the tokenizer, not of the model.
+
+    Raises:
+        OSError: a file is missing.
+        ImportError: a package is missing; the message has its installation.
+    """
+    path = pathlib.Path(job.model)
+    if job.kind == "run":
+        run = run_of(path)
+        assert run is not None
+        return text_of_data(_tokenizer_of_run(run, json.loads((run / "model.json").read_text(encoding="utf-8"))))
+    place, more = (path.parent, {"gguf_file": path.name}) if job.kind == "gguf" else (path, {})
+    return text_of_transformers(_transformers(path).AutoTokenizer.from_pretrained(place, **more))
+
+
+def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
+    return ByteTokenizer() if given["tokenizer"] == "bytes" else BPETokenizer.load(run / given["tokenizer"])
+
+
 def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> Served:
     changes, inexact = _exactness(job)
     try:
         gpt_config(json.loads((path / "config.json").read_text(encoding="utf-8")))
     except ValueError as error:
-        return _of_module(functools.partial(_model, path, job), job, text, error)
+        return _of_module(functools.partial(_model, path, job), job, mesh, text, error)
     config, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], **changes)
     size, coded = _size(params), ""
     if job.kind == "gguf" and job.weights is not None:
@@ -104,7 +124,7 @@ def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.
     try:
         gpt_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except ValueError as error:
-        return _of_module(lambda: module, job, text, error)
+        return _of_module(lambda: module, job, mesh, text, error)
     with ArchiveWriter(folder, {name: (x.dtype, tuple(x.shape)) for name, x in module.named_parameters()}) as writer:
         for name, x in module.named_parameters():
             writer.put(name, x.detach())
@@ -112,12 +132,19 @@ def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.
     return _of_files(folder, job, mesh, text)
 
 
-def _of_module(module: Callable[[], Any], job: GenerateJob, text: Text, problem: ValueError) -> Served:
+def _of_module(module: Callable[[], Any], job: GenerateJob, mesh: Mesh, text: Text, problem: ValueError) -> Served:
     """An unmodified model of transformers, where `models.gpt` does not compute the same."""
-    if job.ranks > 1:
-        raise ValueError(f"{job.model} runs on one rank, and there are {job.ranks}: {problem}") from problem
-    exact = None if job.dtype == "float32" else False
-    made, params = hf_decoder(module(), exact=exact, codes=job.weights)
+    axis = _axis(mesh)
+    exact = None if job.dtype == "float32" or axis else False
+    try:
+        made, params = hf_decoder(module(), exact=exact, tp=axis, codes=job.weights)
+    except ValueError as error:
+        raise error from problem
+    if made.cache.heads % mesh.size:
+        raise ValueError(
+            f"{job.model} has {made.cache.heads} key heads, which {mesh.size} ranks do not divide; take --mesh tp=N"
+            " with an N that does"
+        ) from problem
     return Served(made, params, text, "" if made.exact else "some of the model's own layers are not", _size(params))
 
 
@@ -129,8 +156,7 @@ def _of_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
         raise ValueError(f"{run / 'model.json'} has no {missing}; it has {sorted(given)}. Train again to write it.")
     changes, inexact = _exactness(job)
     config = gpt_config(given["model"], per_head=given["per_head"], **changes)
-    bytewise = given["tokenizer"] == "bytes"
-    tokenizer = ByteTokenizer() if bytewise else BPETokenizer.load(run / given["tokenizer"])
+    tokenizer = _tokenizer_of_run(run, given)
     place = sharded(lambda params: params, mesh=mesh, specs=gpt.specs(config, tp=_axis(mesh)))
     shapes = eval_shape(functools.partial(gpt.init, config), key(0))
     like = place.init(tree_map(lambda x: x.to(DTYPES[job.dtype]), shapes))

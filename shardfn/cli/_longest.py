@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from shardfn.core import raise_all
 from shardfn.models import gpt
 
+from ._experts import widths
 from ._plan import HEADROOM, problems
 from ._states import Setup, model_states
 
@@ -119,7 +120,7 @@ def peak_bytes(setup: Setup, settings: LongSettings, tokens: int) -> int:
     kept = 0 if settings.offload else c.num_layers * t * c.d_model * size
     n = settings.loss_tile
     loss = 12 * t * c.vocab_size if n is None else 4 * max(2 * n * c.vocab_size + layer, n * c.vocab_size + 2 * layer)
-    narrow, wide = 11 * c.d_model + 2 * c.head_dim, 4 * c.d_model + 8 * c.ff_dim
+    narrow, wide = 11 * c.d_model + 2 * c.head_dim, 4 * c.d_model + 8 * max(widths(c))
     tile = 6 * c.d_model * t + wide * min(t, MLP_WIDTH)
     block = size * max(narrow * t, tile if settings.tiled_mlp else (wide + 5 * c.head_dim // 2) * t)
     last = kept + 4 * layer + _block_grads(c) * setup.bytes_of.grads

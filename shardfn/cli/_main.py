@@ -11,6 +11,7 @@ from shardfn.memory import DamagedError
 
 from ._advice import advice
 from ._arguments import add_plan_arguments, check_recipe_alone, parse_setup
+from ._bench import add_bench_arguments, bench
 from ._chart import write_chart
 from ._checkpoint import add_checkpoint_arguments, checkpoint_command
 from ._env import env_text
@@ -24,6 +25,8 @@ from ._plan import JobPlan, plan
 from ._recipes import recipe, recipe_json, recipe_text
 from ._report import advice_text, dump, found_json, found_text, longest_json, longest_text, plan_json, plan_text
 from ._search import search
+from ._serve import serve_command
+from ._serve_job import add_serve_arguments, parse_serve
 from ._tables import preset_tables
 
 _BEST = 10
@@ -52,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_finetune_arguments(commands.add_parser("finetune", help=about, description=about))
     about = "Completes prompts by a model of Hugging Face, a GGUF file, or a run of examples/train_gpt.py."
     add_generate_arguments(commands.add_parser("generate", help=about, description=about))
+    about = "Serves such a model by OpenAI's HTTP interface, on one machine."
+    add_serve_arguments(commands.add_parser("serve", help=about, description=about))
+    about = "Measures a running server."
+    add_bench_arguments(commands.add_parser("bench", help=about, description=about))
     about = "Looks at checkpoints: their contents, whether they are intact, how two differ."
     add_checkpoint_arguments(commands.add_parser("checkpoint", help=about, description=about))
     about = "Lists the optional programs that this machine has, and the features that do not work without the others."
@@ -61,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(env_text())
         return 0
     try:
+        if args.command == "bench":
+            return bench(args)
         job = _job(args)
         if job is None:
             return checkpoint_command(args) if args.command == "checkpoint" else _plan_command(args)
@@ -76,6 +85,8 @@ def _job(args: argparse.Namespace) -> Callable[[], int] | None:
         return functools.partial(finetune, parse_job(args))
     if args.command == "generate":
         return functools.partial(generate, parse_generate(args))
+    if args.command == "serve":
+        return functools.partial(serve_command, parse_serve(args))
     return None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardfn.core import did_you_mean, raise_all
 from shardfn.interop import gpt_config
-from shardfn.models import gpt
+from shardfn.models import gpt, moe
 
 _SWITCHES = ("tie_embeddings", "bias", "stacked", "embedding_norm")
 _WORDS = ("norm", "mlp", "position")
@@ -137,6 +137,14 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "llama3-8b": Preset(
         _llama(32, 4096, 32, 14336, num_kv_heads=8, vocab_size=128256, max_len=8192), "arXiv 2407.21783, table 3"
+    ),
+    "mixtral-8x7b": Preset(moe.mixtral_like(), "Jiang et al. 2024, arXiv 2401.04088, table 1"),
+    "qwen3-30b-a3b": Preset(
+        moe.qwen3_moe_like(), "Qwen Team 2025, arXiv 2505.09388, table 2; heads of 64, not of 128 as there"
+    ),
+    "deepseek-v3-like": Preset(
+        moe.deepseek_v3_like(),
+        "DeepSeek-AI 2024, arXiv 2412.19437: its feed-forward layers; attention is Llama's, not the latent one",
     ),
     "zero-7.5b": Preset(
         _gpt(36, 4096, 32, vocab=59136, length=2048),

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardfn.core import did_you_mean, raise_all
 from shardfn.models import gpt
 
 from ._activations import activation_bytes
+from ._experts import ExpertsPlan, expert_problems, experts_plan
 from ._pipeline import pipeline_problems, stage_layers
 from ._states import PRECISIONS, Setup, States, model_states
 from ._time import Cost, step_cost
@@ -29,6 +30,7 @@ class JobPlan:
         limit: bytes that the program may use on a device.
         cost: the step's time.
         notes: assumptions that the reader must know.
+        experts: of a model with experts.
     """
 
     setup: Setup
@@ -38,6 +40,7 @@ class JobPlan:
     limit: int
     cost: Cost
     notes: tuple[str, ...]
+    experts: ExpertsPlan | None = None
 
     @property
     def peak(self) -> int:
@@ -89,7 +92,23 @@ def plan(setup: Setup) -> JobPlan:
         "temporaries": acts.temporaries + states.reducing,
     }
     limit = int(setup.cluster.device.memory * (1 - HEADROOM))
-    return JobPlan(setup, _num_params(setup.config), states, memory, limit, step_cost(setup), _notes(setup))
+    cost, experts = step_cost(setup), experts_plan(setup)
+    return JobPlan(setup, _num_params(setup.config), states, memory, limit, cost, _notes(setup), experts)
+
+
+def by_ep(p: JobPlan) -> list[JobPlan]:
+    """The plans of a run with its experts on 1, .. of the ranks along dp: all divisors up to their number."""
+    s, experts = p.setup, p.setup.config.experts
+    if experts is None:
+        return []
+    sizes = [n for n in range(1, min(s.axis("dp"), experts.num) + 1) if s.axis("dp") % n == 0]
+    return [plan(dataclasses.replace(s, ep=n)) for n in sizes]
+
+
+def best_ep(plans: Sequence[JobPlan]) -> JobPlan:
+    """The fastest of some plans that fit; the smallest if none fits."""
+    fitting = [p for p in plans if p.fits]
+    return min(fitting, key=lambda p: p.cost.seconds) if fitting else min(plans, key=lambda p: p.peak)
 
 
 _num_params = functools.lru_cache(maxsize=64)(gpt.num_params)
@@ -115,7 +134,7 @@ def problems(s: Setup) -> list[str]:
         out.append(f"{s.cluster.device.name} does not compute in {s.bytes_of.dtype}; use {' or '.join(known)}.")
     if s.zero.travel.gather or s.zero.near or s.zero.travel.reduce:
         out.append("Travel(gather=, secondary_axis=, reduce=) are not planned; lower the step on an abstract mesh.")
-    out += pipeline_problems(s)
+    out += pipeline_problems(s) + expert_problems(s)
     tp, heads = s.axis("tp"), s.config.num_heads
     if tp > heads:
         out.append(f"tp={tp} is more than the model's {heads} heads; some ranks would have no head.")
@@ -138,6 +157,11 @@ def _notes(s: Setup) -> tuple[str, ...]:
         notes.append(
             "Every rank of a pipeline has the leaves outside the stack of blocks (embedding, last norm, output layer),"
             " and sums their gradients over pp. Where stages have unequal numbers of layers, the first have more."
+        )
+    if s.config.experts is not None:
+        notes.append(
+            "Time, activations and traffic are those of equally busy experts; with others the fullest rank has more"
+            " rows, and the step waits for it. A captured step has room for the bound. The exchange is not hidden."
         )
     if s.bytes_of.optimizer == 12:
         notes.append("The optimizer state holds a float32 master copy of the parameters beside mu and nu.")

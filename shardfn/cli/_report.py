@@ -7,7 +7,7 @@ from typing import Any
 
 from ._exact import Exact
 from ._longest import LongestSequence
-from ._plan import JobPlan
+from ._plan import JobPlan, best_ep, by_ep
 from ._search import SearchResult
 from ._states import Setup
 from ._time import PlannedTransfer
@@ -34,13 +34,44 @@ def plan_text(p: JobPlan, exact: Exact | None = None) -> str:
         f"**{p.verdict}.** Step {seconds(p.cost.seconds)}, {p.cost.tokens_per_second:,.0f} tokens/s,"
         f" MFU {p.cost.mfu:.1%}; {p.cost.dominates} dominates.",
         "",
-        f"{count(p.num_params)} parameters; mesh {mesh}; ZeRO stage {s.zero.stage}; {s.precision};"
+        f"{count(p.num_params)} parameters{_active(p)}; mesh {mesh}; ZeRO stage {s.zero.stage}; {s.precision};"
         f" {s.batch} x {s.seq} tokens a rank and step in {s.accumulate} microbatch{'es' * (s.accumulate > 1)};"
         f" remat {'on' if s.remat else 'off'}; global batch {s.tokens:,} tokens.",
     ]
     parts = ["\n".join(head), memory_table(p, exact), _traffic(p.cost.transfers, exact), _time(p, exact)]
+    parts += [experts_text(p)] if p.experts else []
     parts += ["## Notes\n\n" + "\n".join(f"- {n}" for n in (*p.notes, *(exact.notes if exact else ())))]
     return "\n\n".join(parts) + "\n"
+
+
+def experts_text(p: JobPlan) -> str:
+    """The experts of a run on 1, 2, .. of the ranks along dp, the fastest that fits in bold, as Markdown."""
+    plans = by_ep(p)
+    best = best_ep(plans)
+    rows = []
+    for each in plans:
+        e, name = each.experts, str(each.setup.ep)
+        assert e is not None
+        link = "" if each.setup.ep == 1 else f"{_bandwidth(each):.4g}"
+        sizes = [gb(x) if each.setup.ep > 1 else "" for x in (e.balanced, e.most, e.weights)]
+        fits = "yes" if each.fits else "no"
+        rows.append(
+            (f"**{name}**" if each is best else name, *sizes, link, gib(each.peak), fits, seconds(each.cost.seconds))
+        )
+    head = ("ep", "tokens, GB", "bound, GB", "or weights, GB", "GB/s", "peak GiB", "fits", "step")
+    text = (
+        "Bytes of the exchange that each rank sends in a step: of equally busy experts, at most, and if the experts"
+        " were gathered along ep instead."
+    )
+    return f"## Experts on some of the ranks along dp\n\n{text}\n\n{table(head, rows)}"
+
+
+def _bandwidth(p: JobPlan) -> float:
+    return next(t.bandwidth for t in p.cost.transfers if t.axis == "ep") / 1e9
+
+
+def _active(p: JobPlan) -> str:
+    return f", {count(p.experts.active)} of them for a token; experts on {p.setup.ep} ranks" if p.experts else ""
 
 
 def longest_text(setup: Setup, found: Sequence[LongestSequence]) -> str:
@@ -115,7 +146,7 @@ def found_text(found: SearchResult, number: int = 10) -> str:
 def plan_json(p: JobPlan, exact: Exact | None = None) -> dict[str, Any]:
     """A plan as JSON's types; bytes and seconds."""
     s, c = p.setup, p.cost
-    out = {
+    out: dict[str, Any] = {
         "model": s.model,
         "num_params": p.num_params,
         "config": dataclasses.asdict(s.config),
@@ -135,6 +166,7 @@ def plan_json(p: JobPlan, exact: Exact | None = None) -> dict[str, Any]:
             "compute": c.compute,
             "exposed": c.exposed,
             "tensor": c.tensor,
+            "experts": c.experts,
             "pipeline": c.pipeline,
             "update": c.update,
             "step": c.seconds,
@@ -144,6 +176,8 @@ def plan_json(p: JobPlan, exact: Exact | None = None) -> dict[str, Any]:
         "tokens_per_second": c.tokens_per_second,
         "notes": list(p.notes),
     }
+    if p.experts:
+        out |= {"ep": s.ep, "experts": dataclasses.asdict(p.experts), "best_ep": best_ep(by_ep(p)).setup.ep}
     return out | ({"captured": dataclasses.asdict(exact)} if exact else {})
 
 
@@ -160,7 +194,12 @@ def found_json(found: SearchResult, number: int = 10) -> dict[str, Any]:
 
 def dump(value: dict[str, Any]) -> str:
     """The value as JSON text."""
-    return json.dumps(value, indent=2) + "\n"
+    return json.dumps(value, indent=2, default=_as_name) + "\n"
+
+
+def _as_name(value: Any) -> str:
+    """A function of a config by its name; of a partial one, that of its function."""
+    return getattr(getattr(value, "func", value), "__name__", repr(value))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -197,6 +236,7 @@ def _time(p: JobPlan, exact: Exact | None) -> str:
         ("computation", c.compute, f"forward and backward at {p.setup.efficiency:.0%} of the device's peak"),
         ("waiting", c.exposed, "data-parallel transfers that the computation does not hide"),
         ("tensor-parallel sums", c.tensor, "in the computation's way"),
+        *((("exchange of tokens", c.experts, "in the computation's way"),) if p.experts else ()),
         *(
             (("pipeline", c.pipeline, f"{p.setup.schedule}: filling and draining, uneven stages"),)
             if c.pipeline

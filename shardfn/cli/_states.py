@@ -8,6 +8,7 @@ p N + g N + o N at stage 0, (p + g) N + o N / n at 1, p N + (g + o) N / n at 2, 
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from shardfn.collectives import Cuts
 from shardfn.core import Mesh, P, Zero, deferred, key, tree_leaves, tree_paths
 from shardfn.graph import Cluster
 from shardfn.models import gpt
+from shardfn.nn.moe import Local, Tokens
 from shardfn.transforms import LeafLayout, gather_units, leaf_layout, reduce_units, refresh_units
 
 _Leaf = tuple[torch.Size, P]
@@ -63,6 +65,7 @@ class Setup:
         remat: whether blocks are computed again in the backward.
         efficiency: the fraction of the device's peak that its matrix products reach.
         schedule: the pipeline's, if the mesh has an axis "pp"; it has `accumulate` microbatches.
+        ep: of the ranks along dp, those on which the experts lie; it divides dp.
     """
 
     model: str
@@ -77,6 +80,7 @@ class Setup:
     remat: bool = False
     efficiency: float = 0.6
     schedule: str = "1f1b"
+    ep: int = 1
 
     @property
     def bytes_of(self) -> Precision:
@@ -154,17 +158,27 @@ def model_states(setup: Setup, num_layers: int | None = None) -> States:
         15.8
     """
     layers = -(-setup.config.num_layers // setup.axis("pp")) if num_layers is None else num_layers
-    return _states(setup.config, tuple(setup.mesh.items()), setup.zero, setup.precision, layers)
+    return _states(setup.config, tuple(setup.mesh.items()), setup.zero, setup.precision, layers, setup.ep)
 
 
 @functools.lru_cache(maxsize=256)
 def _states(
-    config: gpt.Config, shape: tuple[tuple[str, int], ...], zero: Zero, precision: str, num_layers: int
+    config: gpt.Config, shape: tuple[tuple[str, int], ...], zero: Zero, precision: str, num_layers: int, ep: int
 ) -> States:
-    size = PRECISIONS[precision]
+    size, dp = PRECISIONS[precision], dict(shape).get("dp", 1)
+    if ep > 1:
+        # Minor to the rest of dp: ranks of experts are near each other.
+        shape = tuple(item for x in shape for item in ([("dp", dp // ep), ("ep", ep)] if x[0] == "dp" else [x]))
+        zero = dataclasses.replace(zero, axis=("dp", "ep"))
     mesh = Mesh(dict(shape), torch.device("cpu"))
     before, blocks, after = _layout(config, mesh, zero, getattr(torch, size.dtype), num_layers)
     leaves = before + blocks + after
+
+    def sent(unit: Any) -> float:
+        """Bytes whose ring over all ranks of dp sends as much as the unit's own ring."""
+        own = dp // ep if "ep" in leaves[unit.leaves[0]].compute.axes else dp
+        return unit.nbytes * ((own - 1) / own) / ((dp - 1) / dp) if own != dp else unit.nbytes
+
     gathers, reduces, refreshes = (
         gather_units(leaves, zero.travel.bucket_bytes),
         reduce_units(leaves, zero, mesh),
@@ -182,10 +196,10 @@ def _states(
         optimizer=size.optimizer * sum(_largest(x.pieces) for x in leaves),
         window=max(biggest, min(zero.pace.prefetch_bytes, gathered)),
         reducing=int(ratio * max((u.nbytes for u in cut), default=0)) if zero.stage >= 2 else 0,
-        gathered=gathered,
-        refreshed=sum(u.nbytes for u in refreshes),
-        scattered=int(ratio * sum(u.nbytes for u in cut)),
-        summed=int(ratio * sum(u.nbytes for u in whole)),
+        gathered=int(sum(map(sent, gathers))),
+        refreshed=int(sum(map(sent, refreshes))),
+        scattered=int(ratio * sum(map(sent, cut))),
+        summed=int(ratio * sum(map(sent, whole))),
         shared=size.grads * sum(_largest(x.pieces) if zero.stage >= 2 else x.block.numel() for x in before + after),
         messages={
             "gathered": len(gathers),
@@ -211,26 +225,33 @@ def _layout(
 
     Leaves of equal shape and spec share a layout, which takes time to compute.
     """
-    axes = mesh.axes("dp")
+    axes = mesh.axes(("dp", "ep") if "ep" in mesh.shape else "dp")
 
     @functools.cache
     def layout(size: torch.Size, compute: P) -> LeafLayout:
         return leaf_layout("", size, dtype, compute, zero=zero, mesh=mesh, batch_axes=axes, trainable=True)
 
     # Layers of a stack are cut, gathered and reduced one by one, as those of a list are.
-    parts = _leaves(dataclasses.replace(config, num_layers=1, stacked=False))
-    cut = mesh.axis_size("tp") > 1
-    before, block, after = ([layout(size, spec if cut else P()) for size, spec in part] for part in parts)
-    return before, block * num_layers, after
+    experts, cut = config.experts, mesh.axis_size("tp") > 1
+    one = dataclasses.replace(config, num_layers=1, stacked=False, experts=None)
+    before, block, after = ([layout(*leaf) for leaf in part] for part in _leaves(one, cut))
+    if experts is None:
+        return before, block * num_layers, after
+    exchange = Tokens("ep") if "ep" in mesh.shape else Local()
+    first = dataclasses.replace(experts, first=0, every=1, exchange=exchange)
+    _, mixture, _ = ([layout(*leaf) for leaf in part] for part in _leaves(dataclasses.replace(one, experts=first), cut))
+    # The fullest stage of a pipeline has layers with experts alone, until none is left.
+    num = min(num_layers, len(config.expert_layers))
+    return before, block * (num_layers - num) + mixture * num, after
 
 
 @functools.lru_cache(maxsize=64)
-def _leaves(config: gpt.Config) -> tuple[list[_Leaf], list[_Leaf], list[_Leaf]]:
+def _leaves(config: gpt.Config, cut: bool) -> tuple[list[_Leaf], list[_Leaf], list[_Leaf]]:
     """The shape and compute spec of the leaves of a model with one block: those before it, in it, and after it."""
     with deferred():
         params = gpt.init(config, key(0))
     paths = tree_paths(params, "params")
-    specs = tree_leaves(gpt.specs(config, tp="tp"))
+    specs = tree_leaves(gpt.specs(config, tp="tp" if cut else None))
     leaves = [(x.shape, spec) for x, spec in zip(tree_leaves(params), specs, strict=True)]
     inside = [i for i, p in enumerate(paths) if "['blocks']" in p]
     first, last = inside[0], inside[-1] + 1

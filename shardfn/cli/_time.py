@@ -12,6 +12,7 @@ import math
 
 from shardfn.models import gpt
 
+from ._experts import experts_plan, matrices, mean_width, router_weights
 from ._pipeline import pipeline, stage_layers
 from ._states import Setup, States, model_states
 
@@ -46,6 +47,7 @@ class Cost:
         compute: forward and backward alone, at the assumed efficiency.
         exposed: waiting for data-parallel transfers that the computation does not hide.
         tensor: sums of tensor parallelism.
+        experts: exchanges of tokens between experts' ranks, of equally busy experts.
         pipeline: waiting while a pipeline fills and drains, for slower stages, and for messages between stages.
         update: the optimizer, limited by the memory's bandwidth.
         model_flops: operations of the model per step, over all ranks, without those that remat repeats.
@@ -57,6 +59,7 @@ class Cost:
     compute: float
     exposed: float
     tensor: float
+    experts: float
     pipeline: float
     update: float
     model_flops: float
@@ -66,7 +69,7 @@ class Cost:
     @property
     def seconds(self) -> float:
         """The time of the step."""
-        return self.compute + self.exposed + self.tensor + self.pipeline + self.update
+        return self.compute + self.exposed + self.tensor + self.experts + self.pipeline + self.update
 
     @property
     def dominates(self) -> str:
@@ -75,6 +78,7 @@ class Cost:
             "computation": self.compute,
             "waiting for data-parallel transfers": self.exposed,
             "tensor-parallel sums": self.tensor,
+            "the exchange of tokens": self.experts,
             "the pipeline": self.pipeline,
             "the optimizer's memory traffic": self.update,
         }
@@ -103,14 +107,16 @@ def step_cost(setup: Setup) -> Cost:
     data, tensor, line = data_transfers(setup, states), tensor_transfers(setup), pipeline_transfers(setup, states)
     exposed = _exposed(setup, compute, data)
     update = 2 * (states.optimizer + states.params) / device.bandwidth  # each is read and written
-    summed = sum(t.seconds for t in tensor)
-    waiting = _waiting(setup, compute + summed, line)
-    seconds = compute + exposed + summed + waiting + update
+    tokens = expert_transfers(setup)
+    summed, exchanged = (sum(t.seconds for t in kind) for kind in (tensor, tokens))
+    waiting = _waiting(setup, compute + summed + exchanged, line)
+    seconds = compute + exposed + summed + exchanged + waiting + update
     return Cost(
-        (*data, *tensor, *line),
+        (*data, *tensor, *tokens, *line),
         compute,
         exposed,
         summed,
+        exchanged,
         waiting,
         update,
         model_flops,
@@ -142,6 +148,19 @@ def tensor_transfers(setup: Setup) -> tuple[PlannedTransfer, ...]:
     size = setup.micro * setup.seq * c.d_model * setup.bytes_of.params
     made = _transfer(setup, "tp", "sums of activations", 2.0 * sums * size, sums)
     return (made,) if made.nbytes > 0 else ()
+
+
+def expert_transfers(setup: Setup) -> tuple[PlannedTransfer, ...]:
+    """The exchange of tokens along ep; nothing hides it."""
+    found = experts_plan(setup)
+    if found is None or setup.ep == 1:
+        return ()
+    mesh = {k: n // setup.ep if k == "dp" else n for k, n in setup.mesh.items()}
+    link = setup.cluster.link(mesh | {"ep": setup.ep}, "ep")
+    times = (6 if setup.remat else 4) * found.layers * setup.accumulate
+    # Each message goes to its rank at once, without a ring.
+    seconds = link.seconds(found.balanced, times)
+    return (PlannedTransfer("ep", "tokens to experts and back", found.balanced, times, link.bandwidth, seconds),)
 
 
 def pipeline_transfers(setup: Setup, states: States) -> tuple[PlannedTransfer, ...]:
@@ -207,7 +226,7 @@ def _imbalance(setup: Setup) -> float:
 def _block_flops_per_token(c: gpt.Config, seq: int) -> float:
     """Operations per token of all blocks, forward and backward: 6 per weight, and 12 D T per block for attention."""
     kv = c.kv_heads * c.head_dim
-    weights = 2 * c.d_model * (c.d_model + kv) + (2 if c.mlp == "gelu" else 3) * c.d_model * c.ff_dim
+    weights = 2 * c.d_model * (c.d_model + kv) + matrices(c) * c.d_model * mean_width(c) + router_weights(c)
     return c.num_layers * (6.0 * weights + 12.0 * c.d_model * seq)
 
 

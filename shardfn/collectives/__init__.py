@@ -14,6 +14,7 @@ from ._all_gather import quantized_all_gather as quantized_all_gather
 from ._psum_scatter import psum_scatter as psum_scatter, take_own_block as take_own_block
 from ._all_to_all import all_to_all as all_to_all
 from ._ragged_ops import HEAD as HEAD
+from ._keeping import Keeper as Keeper, keeper_around as keeper_around, keeping as keeping
 from ._ragged import ragged_all_to_all as ragged_all_to_all, ragged_exchange as ragged_exchange
 from ._exchange_rows import check_room as check_room, exchange_rows as exchange_rows
 from ._exchange_rows import values_are_known as values_are_known

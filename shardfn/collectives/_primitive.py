@@ -33,11 +33,14 @@ from shardfn.core import adopted, this_program
 
 from . import _native as native
 from ._function_modes import began
+from ._keeping import transferred
 from ._line import Line
 from ._message import gather_rows
 from ._where import Applied, applying, at_line, current_line, recording
 
 _NUMBERS = itertools.count(1)
+# The primitives that send nothing.
+_SILENT = ("pvary", "take_own_block")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,7 +114,8 @@ def bind(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
     if has_torch_function_unary(x) or began():
         return handle_torch_function(bind, (x, *operands), x, call, *operands)
     if call.name == "psum" and not x.requires_grad and not recording() and not _transforming():
-        return PRIMITIVES["psum"].impl(x, call)  # as a step's own sums: a Function costs more than they do
+        # As a step's own sums: a Function costs more than they do.
+        return transferred("psum", lambda: PRIMITIVES["psum"].impl(x, call))
     return _Collective.apply(x, call, *operands)
 
 
@@ -142,11 +146,9 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
-        impl = PRIMITIVES[call.name].impl
-        if not recording():
-            return impl(x, call, *operands)
-        with applying(Applied(call.name, call.line.axes, call.number, call.transposes)):
-            return impl(x, call, *operands)
+        if call.name in _SILENT:
+            return _applied(x, call, *operands)
+        return transferred(call.name, lambda: _applied(x, call, *operands))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -181,6 +183,14 @@ class _Collective(torch.autograd.Function):
         first = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
         rest = [o.unsqueeze(0) if dim is None else o.movedim(dim, 0) for o, dim in zip(operands, dims, strict=True)]
         return bind(first, batched, *rest), 0
+
+
+def _applied(x: Tensor, call: Call, *operands: Tensor) -> Tensor:
+    impl = PRIMITIVES[call.name].impl
+    if not recording():
+        return impl(x, call, *operands)
+    with applying(Applied(call.name, call.line.axes, call.number, call.transposes)):
+        return impl(x, call, *operands)
 
 
 # psum: V -> I

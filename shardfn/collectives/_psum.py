@@ -6,6 +6,7 @@ from torch import Tensor
 from shardfn.core import Axes, PyTree
 
 from ._arguments import map_tensors
+from ._keeping import as_one
 from ._line import line_along
 from ._primitive import Call, bind
 
@@ -79,7 +80,8 @@ def pmean(x: PyTree, axis: Axes) -> PyTree:
     def leaf(t: Tensor) -> Tensor:
         if line is None:
             return t if t.is_floating_point() or t.is_complex() else t / 1
-        return psum(t, axis) / line.size
+        size = line.size
+        return as_one(lambda: psum(t, axis) / size)
 
     return map_tensors("pmean", leaf, x)
 
@@ -118,8 +120,11 @@ def pmax(x: PyTree, axis: Axes) -> PyTree:
     def leaf(t: Tensor) -> Tensor:
         if line is None:
             return t
+        if t.dtype != torch.bool:
+            return bind(t, Call("pmax", line))
         # Backends have no maximum of booleans; "any" is that of bytes.
-        return bind(t.byte(), Call("pmax", line)).bool() if t.dtype == torch.bool else bind(t, Call("pmax", line))
+        call = Call("pmax", line)
+        return as_one(lambda: bind(t.byte(), call).bool())
 
     return map_tensors("pmax", leaf, x)
 

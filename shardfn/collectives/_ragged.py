@@ -15,6 +15,7 @@ from shardfn.collectives.transport import Channel, loss_channel
 from shardfn.core import Axes, raise_all
 
 from ._followed import one_operation
+from ._keeping import joined, transferred
 from ._line import Line, line_along
 from ._native import start_op
 from ._primitive import PRIMITIVES, Call, Operands, Primitive, bind, no_transpose, swap_dims
@@ -135,6 +136,7 @@ def ragged_exchange(
     return one_operation(_arrived, x, send_sizes, line, along=axis)
 
 
+@joined
 def _exchanged(
     x: Tensor,
     out: Tensor,
@@ -153,13 +155,15 @@ def _exchanged(
     return torch.where(replaced, come, out)
 
 
+@joined
 def _arrived(x: Tensor, send_sizes: Tensor, line: Line) -> tuple[Tensor, Tensor]:
     sizes = send_sizes.detach().long()
     starts = sizes.cumsum(0) - sizes
     given = torch.stack([starts, sizes, torch.full_like(sizes, -1), torch.full_like(sizes, -1)]).unsqueeze(1)
     told = Header(_looks(x), False, x.shape[0], -1)
     axes = ",".join(line.axes)
-    of_all = compared_places(_channel(line), axes, told, _by_rank(given, line).cpu()).result()
+    places = _by_rank(given, line).cpu()
+    of_all = transferred("ragged_places", lambda: compared_places(_channel(line), axes, told, places).result())
     here = line.ranks[line.index]
     come = _by_index(of_all[:, 1, 0, here], line).to(sizes.device)
     exchange = Call("ragged_all_to_all", line, size=int(come.sum()), concat_size=x.shape[0])

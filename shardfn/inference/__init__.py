@@ -5,6 +5,7 @@ Requests, events, the pool of blocks, the schedule and its plans have no tensors
 
 from ._limits import Limits as Limits
 from ._grammar import Grammar as Grammar
+from ._matchers import Compiler as Compiler
 from ._requests import Request as Request, Sampling as Sampling, check_request as check_request
 from ._events import Add as Add, Cancel as Cancel, Clock as Clock, Drain as Drain, Event as Event
 from ._events import Stop as Stop, Weights as Weights

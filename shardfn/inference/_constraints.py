@@ -12,8 +12,6 @@ from ._requests import Request
 from ._schedule import Output
 from ._state import State
 
-MOST_CHOICES, MOST_TEXT = 16, 4 << 16
-
 
 class Constraints:
     """Follows the tokens of choices that have a grammar.
@@ -50,11 +48,6 @@ class Constraints:
         how = request.sampling
         if how.grammar is None:
             return []
-        if how.n > MOST_CHOICES or how.n * len(how.grammar.text) > MOST_TEXT:
-            raise ValueError(
-                f"n is {how.n}, and the grammar has {len(how.grammar.text)} characters: each choice compiles it; n must"
-                f" be at most {MOST_CHOICES}, and n times the characters at most {MOST_TEXT}. Send several requests."
-            )
         self.prepare()
         assert self._compiler is not None
         return [self._compiler.compile(how.grammar, how.stop_tokens) for _ in range(how.n)]

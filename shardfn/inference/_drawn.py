@@ -1,6 +1,6 @@
 """The tokens that a plan has drawn, before the schedule takes them: their texts may end their choices."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ._requests import Request
@@ -26,15 +26,15 @@ class Drawn(NamedTuple):
     last: bool
 
 
-def new_tokens(state: State, drawn: Sequence[int], cancelled: Collection[str]) -> Iterator[Drawn]:
-    """The drawn tokens of the plan in flight; not those of `cancelled` requests, nor of logits that are not finite."""
+def new_tokens(state: State, drawn: Sequence[int]) -> Iterator[Drawn]:
+    """The drawn tokens of the plan in flight; none where logits were not finite."""
     at = 0
     for chunk in state.flight:
         one = state.sequences[chunk.serial]
         how = one.request.sampling
         for row, p in enumerate(chunk.positions, at):
             token, place = drawn[row], p + 1
-            if place >= len(one.tokens) and token >= 0 and one.name not in cancelled:
+            if place >= len(one.tokens) and token >= 0:
                 last = token in how.stop_tokens or place + 1 - one.prompt == how.max_tokens
                 yield Drawn((one.name, one.choice, place), token, one.request, last)
         at += len(chunk.positions)

@@ -171,7 +171,10 @@ class Engine:
         self._request(prompt, sampling, **more)
 
     def cancel(self, name: str) -> None:
-        """Ends a request as "cancelled"; the name of one that has ended is passed over."""
+        """Ends a request as "cancelled"; the name of one that has ended is passed over.
+
+        The next step ends it, after the token that the last step has drawn, with which it may end otherwise.
+        """
         if not isinstance(name, str):
             raise TypeError(f"name is a {type(name).__name__}; it must be a str.")
         self._events.append(Cancel(self._next, name))
@@ -290,7 +293,7 @@ class Engine:
             self._forget(name)
 
     def _completions(self, name: str, request: Request) -> list[Completion]:
-        made = [Completion([], [], None, [], []) for _ in range(request.sampling.n)]
+        made = [Completion([], [], None, [], [], []) for _ in range(request.sampling.n)]
         for token in self._stream(name, len(made)):
             append(made, token, len(request.prompt))
         return made
@@ -326,8 +329,7 @@ class Engine:
 
     def _stops(self) -> list[Stop]:
         """The events by which texts end with the tokens of the last plan."""
-        cancelled = {event.name for event in self._events if isinstance(event, Cancel)}
-        drawn = list(new_tokens(self._state, self._drawn, cancelled))
+        drawn = list(new_tokens(self._state, self._drawn))
         ends = self._constraints.take(drawn)
         ends |= self._texts.take(drawn, ends)
         return [Stop(self._next + i, *place, finish) for i, (place, finish) in enumerate(ends.items())]

@@ -23,6 +23,8 @@ class Add:
 class Cancel:
     """A request ends as "cancelled", in whatever phase; an unknown name, such as of one that has ended, is passed over.
 
+    Tokens that the last plan has drawn come before the end: one of them may be the last, so that the request has ended.
+
     Example:
         >>> Cancel(1, "a").name
         'a'

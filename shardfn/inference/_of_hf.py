@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from shardfn import kernels, nn
-from shardfn.core import P, did_you_mean, first_of, raise_all
-from shardfn.modules import DecodingFunction, ExactRows, PackedWeight, Scores, WeightUses, decoding
+from shardfn.collectives import all_gather_invariant, current_mesh, take_own_block
+from shardfn.core import Axes, P, block_slices, did_you_mean, first_of, raise_all
+from shardfn.modules import DecodingFunction, Edge, ExactRows, PackedWeight, Scores, WeightUses, decoding
 
 from ._cache import CacheLayout, Paged
 from ._decoder import Decoder
+from ._hf_edges import edges_of
 
 _LOG = logging.getLogger("shardfn.inference")
 _PACKED = (torch.float32, torch.bfloat16)
@@ -34,18 +36,27 @@ Served = Mapping[str, Mapping[str, Tensor]]
 
 
 def hf_decoder(
-    model: Any, *, exact: bool | None = None, tokenizer: Any = None, codes: kernels.Codes | None = None
+    model: Any,
+    *,
+    exact: bool | None = None,
+    tp: str | None = None,
+    tokenizer: Any = None,
+    codes: kernels.Codes | None = None,
 ) -> tuple[Decoder, dict[str, Tensor]]:
     """The decoder of an unmodified causal model of transformers, and its parameters.
 
     Each layer's attention reads and writes the engine's cache, by the scale, window, bound of scores and sinks that the
-    layer passes. All other code is the model's own. One rank runs it: there is no tensor parallelism.
+    layer passes. All other code is the model's own.
+
+    On several ranks each weight of a linear layer is cut by its outputs, and ranks copy results from one another. So
+    logits have the bits of one device on any number of ranks that divides the key heads.
 
     Args:
         model: a `...ForCausalLM` with its weights, in eval mode. It is not changed. Its code and its buffers run, so do
             not change it while engines do. Its own weights stay in memory beside the packed ones.
         exact: True computes each token's logits with the same bits in all company, and is an error where a probe finds
             that it does not; False leaves the model's own linear layers and activations; None is exact where possible.
+        tp: the mesh axis that cuts the heads, and the outputs of linear layers. The decoder must be exact.
         tokenizer: the tokenizer of the prompts, to check that the model has its tokens.
         codes: "int8" or "int4" keeps the weights of linear layers in these codes, which needs an exact model. Logits
             are those of the rounded weights, bit for bit; a table of embeddings that is also the head is rounded, too.
@@ -55,7 +66,7 @@ def hf_decoder(
 
     Raises:
         TypeError: it is not a model of transformers.
-        ValueError: it cannot be served, with the reasons; or not exactly, where that or codes were asked for; or the
+        ValueError: it cannot be served, with the reasons; or not exactly, as `exact=True`, `tp` and codes need it; or the
             tokenizer has more tokens.
 
     Example:
@@ -83,18 +94,20 @@ def hf_decoder(
         if exact is False:
             raise ValueError(f"{name} with codes={codes!r}: codes are read by exact layers; leave out exact=False.")
         exact = True
-    plain = _decoder(function, shape, {})
-    reasons = list(_unpacked(function, shape.uses)) if exact is not False else []
-    if exact is not False and not reasons:
-        made = replace(_decoder(function, shape, shape.uses.linear, codes), exact=True)
+    reasons = list(_unpacked(function, shape.uses)) if exact is not False else ["exact=False leaves them uncut"]
+    if not reasons:
+        made = replace(_decoder(function, shape, shape.uses.linear, tp, codes), exact=True)
         reasons = list(_inexact(made, function.params, shape.uses))
         if not reasons:
             return made, function.params
+    if tp is not None:
+        title = f"{name} with tp={tp!r}: ranks cut linear layers that are exact alone; run it on one rank, without tp:"
+        raise_all(ValueError, title, reasons)
     if exact:
         raise_all(ValueError, f"{name} with exact=True:", reasons)
-    if reasons:
+    if exact is None:
         _LOG.warning("%s is served without exactness: %s", name, "; ".join(reasons))
-    return plain, function.params
+    return _decoder(function, shape, {}), function.params
 
 
 @dataclass
@@ -133,58 +146,88 @@ def _shape(function: DecodingFunction) -> _Shape:
 
 
 def _decoder(
-    function: DecodingFunction, shape: _Shape, linear: Mapping[str, bool], codes: kernels.Codes | None = None
+    function: DecodingFunction,
+    shape: _Shape,
+    linear: Mapping[str, bool],
+    tp: Axes = None,
+    codes: kernels.Codes | None = None,
 ) -> Decoder:
     """The decoder whose weights named in `linear` are packed, [inputs, outputs] where the value is True."""
     like, kept = function.params, shape.uses.others
+    layers, (_, heads, dim) = len(shape.kv), shape.kv[0]
     nums = {name: like[name].shape[transposed] for name, transposed in linear.items()}
+    edges = {} if tp is None else edges_of(function, linear, heads)
+    # A weight that other functions read, too, is whole on all ranks, beside the panels of their own outputs.
+    cut = {} if tp is None else {name: P(None, tp) if flip else P(tp) for name, flip in linear.items()}
+    specs = {name: P() if name in kept else cut.get(name, P()) for name in like}
+    specs |= dict.fromkeys(function.experts, P(tp))
+    exchange = nn.moe.Local() if tp is None else nn.moe.Sum(tp, in_order=True)
+
+    def panels(name: str, x: Tensor) -> Tensor:
+        weight = x.T if linear[name] else x
+        return kernels.pack_rows(take_own_block(weight, tp, dim=0) if name in kept else weight, codes)
 
     def pack(params: Mapping[str, Tensor]) -> Served:
-        _check(params, like)
-        panels = {
-            name: kernels.pack_rows(params[name].T if flip else params[name], codes) for name, flip in linear.items()
-        }
-        placed = {name: x if name in kept else panels.get(name, x) for name, x in params.items()}
+        _check(params, like, specs)
+        packed = {name: panels(name, params[name]) for name in linear}
+        placed = {name: x if name in kept else packed.get(name, x) for name, x in params.items()}
         if codes is not None:  # a weight that is read elsewhere, too, has the same values there
-            placed |= {name: _decoded(panels[name], params[name], linear[name]) for name in kept if name in panels}
-        return {"params": placed, "packed": {name: x for name, x in panels.items() if name in kept}}
+            placed |= {name: _rounded(params[name], linear[name], codes) for name in linear if name in kept}
+        return {"params": placed, "packed": {name: x for name, x in packed.items() if name in kept}}
 
     def logits(
         weights: Served, tokens_T: Tensor, positions_T: Tensor, rows_R: Tensor, bodies: Sequence[nn.Body]
     ) -> Tensor:
         params = weights["params"]
-        panels = {**params, **weights["packed"]}
-        packed = {id(params[name]): PackedWeight(panels[name], num) for name, num in nums.items()}
-        attend = functools.partial(_attend, bodies)
-        return function(params, tokens_T, positions_T, rows_R, attend, ExactRows(packed) if linear else None)
+        packed = {**params, **weights["packed"]}
+        made = {
+            id(params[name]): PackedWeight(packed[name], num, tp, edges.get(name, Edge.WHOLE))
+            for name, num in nums.items()
+        }
+        attend = functools.partial(_attend, bodies, tp)
+        return function(params, tokens_T, positions_T, rows_R, attend, ExactRows(made) if linear else None, exchange)
 
-    _, heads, dim = shape.kv[0]
-    cache = CacheLayout(len(shape.kv), heads, dim)
-    return Decoder(shape.vocab, function.context, cache, specs=P(), logits=logits, pack=pack)
+    placed = {name: P(tp) if name in cut and name not in kept else P() for name in like}
+    placed |= dict.fromkeys(function.experts, P(tp))
+    served = {"params": placed, "packed": {name: P(tp) for name in cut if name in kept}}
+    cache = CacheLayout(layers, heads, dim, tp)
+    made = Decoder(shape.vocab, function.context, cache, specs=P(), logits=logits, pack=pack)
+    return made if tp is None else replace(made, specs=specs, packed=served)
 
 
-def _decoded(panels: Tensor, like: Tensor, flip: bool) -> Tensor:
-    num, k = like.shape[::-1] if flip else like.shape
-    weight = kernels.unpack_rows(panels, num, k).to(like.dtype)
+def _rounded(x: Tensor, flip: bool, codes: kernels.Codes) -> Tensor:
+    """A weight with the values of its codes."""
+    weight = x.T if flip else x
+    weight = kernels.unpack_rows(kernels.pack_rows(weight, codes), *weight.shape).to(x.dtype)
     return weight.T.contiguous() if flip else weight
 
 
-def _attend(bodies: Sequence[nn.Body], scores: Scores, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
+def _attend(
+    bodies: Sequence[nn.Body], axis: Axes, scores: Scores, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor
+) -> Tensor:
+    """Attention of this rank's heads; of all, if the layer has not left the others to other ranks."""
     body = bodies[scores.layer]
     if not isinstance(body, Paged):
         raise TypeError(f"layer {scores.layer} of a model of transformers attends by an engine's cache, not by {body}.")
-    sinks_H = None if scores.sinks_H is None else scores.sinks_H.float()
+    sinks_H = None if scores.sinks_H is None else take_own_block(scores.sinks_H.float(), axis)
     how = {"scale": scores.scale, "window": scores.window, "softcap": scores.softcap, "sinks_H": sinks_H}
-    return body.attended(q_BTHK, k_BTGK, v_BTGK, **how)
+    if k_BTGK.shape[2] == body.cache.shape[3]:
+        return body.attended(q_BTHK, k_BTGK, v_BTGK, **how)
+    own = (take_own_block(x, axis, dim=2) for x in (q_BTHK, k_BTGK, v_BTGK))
+    return all_gather_invariant(body.attended(*own, **how), axis, dim=2, size=q_BTHK.shape[2])
 
 
-def _check(params: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
+def _check(params: Mapping[str, Tensor], like: Mapping[str, Tensor], specs: Mapping[str, P]) -> None:
     problems = [f"{name} is missing" for name in like if name not in params]
+    mesh = current_mesh()
     for name, x in params.items():
         if name not in like:
             problems.append(f"{name} is no parameter of the model.{did_you_mean(name, like)}")
-        elif x.shape != like[name].shape:
-            problems.append(f"{name} is {tuple(x.shape)}, and the model's is {tuple(like[name].shape)}")
+            continue
+        own = block_slices(like[name].shape, specs[name], mesh.shape, mesh.coords)
+        block = tuple(s.stop - s.start for s in own)
+        if x.shape != block:
+            problems.append(f"{name} is {tuple(x.shape)}, and the model's is {block}")
     raise_all(ValueError, "these are not the parameters of the model:", first_of(problems, 20))
 
 

@@ -110,6 +110,7 @@ class _Range(NamedTuple):
 
 
 MOST_STOPS, LONGEST_STOP = 16, 256
+MOST_MATCHERS, MOST_TEXT = 16, 4 << 16
 RANGES = {
     "max_tokens": _Range(1, 2**24, integer=True),
     "temperature": _Range(0, 100),
@@ -155,10 +156,7 @@ def check_request(request: Request, limits: Limits) -> None:
         if type(getattr(request.sampling, name)) is not bool:
             raise ValueError(f"{name} is {getattr(request.sampling, name)!r}; it must be True or False.")
     _check_stop(request.sampling.stop)
-    if not isinstance(request.sampling.grammar, Grammar | None):
-        raise ValueError(
-            f"grammar is {request.sampling.grammar!r:.80}; make one by Grammar.json_schema(...) or .regex."
-        )
+    _check_grammar(request.sampling.grammar, request.sampling.n)
     _check_size(len(request.prompt), request.sampling.max_tokens, limits)
 
 
@@ -178,6 +176,16 @@ def _check_stop(stop: tuple[str, ...]) -> None:
     for i, text in enumerate(stop):
         if not 1 <= len(text) <= LONGEST_STOP:
             raise ValueError(f"stop[{i}] has {len(text)} characters; it must have from 1 to {LONGEST_STOP}.")
+
+
+def _check_grammar(grammar: Grammar | None, n: int) -> None:
+    if not isinstance(grammar, Grammar | None):
+        raise ValueError(f"grammar is {grammar!r:.80}; make one by Grammar.json_schema(...) or .regex.")
+    if grammar is not None and (n > MOST_MATCHERS or n * len(grammar.text) > MOST_TEXT):
+        raise ValueError(
+            f"n is {n}, and the grammar has {len(grammar.text)} characters: each choice compiles it; n must be at most"
+            f" {MOST_MATCHERS}, and n times the characters at most {MOST_TEXT}. Send several requests."
+        )
 
 
 def _check_size(prompt: int, drawn: int, limits: Limits) -> None:

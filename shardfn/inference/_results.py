@@ -37,6 +37,7 @@ class Completion(NamedTuple):
         finish: "stop", "length", "cancelled", "deadline", "error" or "refused".
         versions: of the weights that computed each token.
         prompt_logprobs: of the prompt's tokens but the first; empty unless the request wants them.
+        prompt_versions: of the weights that computed each of `prompt_logprobs`.
         text: after the prompt's, up to a stop string; empty in an engine without a tokenizer.
     """
 
@@ -45,6 +46,7 @@ class Completion(NamedTuple):
     finish: str | None
     versions: list[int]
     prompt_logprobs: list[float]
+    prompt_versions: list[int]
     text: str = ""
 
 
@@ -54,6 +56,7 @@ def append(made: list[Completion], token: Token, prompt: int) -> bool:
     if token.token is not None and token.logprob is not None:
         if token.position < prompt:
             one.prompt_logprobs.append(token.logprob)
+            one.prompt_versions.append(token.version)
         else:
             one.tokens.append(token.token)
             one.logprobs.append(token.logprob)

@@ -95,7 +95,7 @@ class Runner:
     """
 
     def __init__(self, decoder: Decoder, limits: Limits, *, mesh: Mesh | None = None) -> None:
-        mesh = make_mesh({}) if mesh is None else mesh
+        mesh = make_mesh({}, alone=True) if mesh is None else mesh
         _check(decoder, limits, mesh)
         self._decoder, self._limits, self.mesh = decoder, limits, mesh
         layout = decoder.cache

@@ -82,9 +82,8 @@ def advance(state: State, events: Seq[Event] = (), drawn: Seq[int] = ()) -> tupl
     _check(state, events, drawn)
     state.consumed, state = True, dataclasses.replace(state)
     outputs: list[Output] = []
-    cancelled = {event.name for event in events if isinstance(event, Cancel)}
     stops = {(event.name, event.choice, event.at): event.finish for event in events if isinstance(event, Stop)}
-    _settle(state, drawn, cancelled, stops, outputs)
+    _settle(state, drawn, stops, outputs)
     for event in events:
         _take(state, event, outputs)
     _finish(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
@@ -140,17 +139,16 @@ def _is_drawn(state: State, stop: Stop) -> bool:
 _Stops = dict[tuple[str, int, int], str]  # by names, choices and positions
 
 
-def _settle(state: State, drawn: Seq[int], cancelled: set[str], stops: _Stops, outputs: list[Output]) -> None:
-    """Takes the results of the plan in flight; tokens of requests that are cancelled now are dropped."""
+def _settle(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output]) -> None:
+    """Takes the results of the plan in flight, also those of requests that end by an event of this step."""
     at = 0
     for chunk in state.flight:
         sequence = state.sequences[chunk.serial]
         sequence.computed = chunk.start + chunk.count
         _record(state, sequence)
-        if sequence.name not in cancelled:
-            for row, p in enumerate(chunk.positions, at):
-                if _take_token(state, sequence, p + 1, drawn[row], row, stops, outputs):
-                    break
+        for row, p in enumerate(chunk.positions, at):
+            if _take_token(state, sequence, p + 1, drawn[row], row, stops, outputs):
+                break
         at += len(chunk.positions)
     state.flight = []
 

@@ -80,11 +80,12 @@ def read_deepspeed(directory: str, tag: str | None = None) -> DeepSpeedState:
         ValueError: a file has objects other than tensors and plain containers, or does not fit the others; or the
             checkpoint is of several model-parallel ranks, of stage 0, or has experts.
     """
-    place = _place(pathlib.Path(directory), tag)
+    place = place_of(pathlib.Path(directory), tag)
     return _universal(place) if (place / "zero").is_dir() else _partitioned(place)
 
 
-def _place(directory: pathlib.Path, tag: str | None) -> pathlib.Path:
+def place_of(directory: pathlib.Path, tag: str | None) -> pathlib.Path:
+    """The directory of a checkpoint."""
     if tag is None:
         tags = [directory / name for name in ("latest", "latest_universal") if (directory / name).is_file()]
         if not tags:
@@ -99,7 +100,8 @@ def _place(directory: pathlib.Path, tag: str | None) -> pathlib.Path:
     return place
 
 
-def _loaded(path: pathlib.Path) -> Any:
+def loaded(path: pathlib.Path) -> Any:
+    """The contents of a file, which may have tensors and plain containers alone."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as problem:
@@ -118,7 +120,10 @@ def _partitioned(place: pathlib.Path) -> DeepSpeedState:
     files: dict[int, pathlib.Path] = {}
     for path in place.iterdir():
         if "_expert_" in path.name or path.name.startswith("expp_rank_"):
-            raise ValueError(f"{place} has experts, in files of their own such as {path.name}, which are not read.")
+            raise ValueError(
+                f"{place} has experts, in files of their own such as {path.name}. Read the weights by"
+                " read_deepspeed_weights; the states of their optimizer are not read."
+            )
         found = _OPTIM.fullmatch(path.name)
         if found and int(found[2]):
             raise ValueError(f"{place} is of several model-parallel ranks. Make a universal checkpoint of it first.")
@@ -129,12 +134,12 @@ def _partitioned(place: pathlib.Path) -> DeepSpeedState:
     missing = sorted(set(range(len(files))) - set(files))
     if missing:
         raise FileNotFoundError(f"{place} has no optimizer states of ranks {missing}.")
-    optims = [_loaded(files[rank])["optimizer_state_dict"] for rank in range(len(files))]
+    optims = [loaded(files[rank])["optimizer_state_dict"] for rank in range(len(files))]
     count = optims[0]["partition_count"]
     if (count[0] if isinstance(count, list) else count) != len(files):
         raise FileNotFoundError(f"{place} has optimizer states of {len(files)} ranks; {count} have written.")
     third = "fp32_flat_groups" in optims[0]
-    models = _models(place)
+    models = models_of(place)
     if not models:
         raise FileNotFoundError(f"{place} has no mp_rank_00_model_states.pt.")
     if third and len(models) != len(files):
@@ -164,9 +169,9 @@ def _with_module(place: pathlib.Path, models: Sequence[Mapping[str, Any]], own: 
     _check_twice(place, own.params, models[0])
     return own._replace(
         params=own.params | _frozen(place, models, own.params),
-        step=own.step or _updates(models[0]),
-        shared=_shared(models[0]),
-        buffers=_buffers(models[0]),
+        step=own.step or updates_of(models[0]),
+        shared=shared_of(models[0]),
+        buffers=buffers_of(models[0]),
     )
 
 
@@ -202,22 +207,24 @@ def _union(groups: Sequence[Mapping[str, torch.Size]]) -> dict[str, torch.Size]:
     return {name: shape for group in groups for name, shape in group.items()}
 
 
-def _models(place: pathlib.Path) -> list[dict[str, Any]]:
-    """The ranks' files of the module, by rank; below stage 3 one file for all."""
-    paths = place.glob("*mp_rank_00_model_states.pt")
-    return [_loaded(path) for path in sorted(paths, key=lambda p: int((_RANK.search(p.name) or ["", "0"])[1]))]
+def models_of(place: pathlib.Path) -> list[dict[str, Any]]:
+    """The ranks' files of the module, without those of experts, by rank; below stage 3 one file for all."""
+    paths = [path for path in place.glob("*mp_rank_00_model_states.pt") if "expert_" not in path.name]
+    return [loaded(path) for path in sorted(paths, key=lambda p: int((_RANK.search(p.name) or ["", "0"])[1]))]
 
 
-def _shared(model: Mapping[str, Any]) -> dict[str, str]:
+def shared_of(model: Mapping[str, Any]) -> dict[str, str]:
+    """Names of tied parameters, and of the ones that they are."""
     return dict(model.get("shared_params") or {})
 
 
-def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
+def buffers_of(model: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The module's buffers."""
     names = model.get("buffer_names") or ()
     return {name: model["module"][name].clone() for name in names if name in model["module"]}
 
 
-def _updates(model: Mapping[str, Any]) -> int:
+def updates_of(model: Mapping[str, Any]) -> int:
     """The number of updates; the optimizer itself may not count them, as torch's SGD."""
     return int(model.get("global_steps") or 0) - int(model.get("skipped_steps") or 0)
 
@@ -234,7 +241,7 @@ def _frozen(
             raise ValueError(f"{place}, frozen parameters: {have} {name} {tuple(shape)}.")
         out[name] = parts[: shape.numel()].view(shape).float()
     # Stage 1 writes no fragments. Stage 3 has empty parts in the module, and none of them is left over.
-    known = {*others, *out, *_shared(first), *(first.get("buffer_names") or ())}
+    known = {*others, *out, *shared_of(first), *(first.get("buffer_names") or ())}
     rest = {name: x for name, x in (first.get("module") or {}).items() if name not in known and isinstance(x, Tensor)}
     return out | {name: x.float().clone() for name, x in rest.items()}
 
@@ -286,10 +293,10 @@ def _cut(
 
 
 def _universal(place: pathlib.Path) -> DeepSpeedState:
-    models = _models(place)
+    models = models_of(place)
     model = models[0] if models else {}
     shapes = _union(model.get("param_shapes") or ())
-    shared, buffers = _shared(model), _buffers(model)
+    shared, buffers = shared_of(model), buffers_of(model)
     params: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     step = 0
@@ -301,16 +308,16 @@ def _universal(place: pathlib.Path) -> DeepSpeedState:
         for state in sorted(p for p in path.glob("*.pt") if p.stem not in _APART):
             moments.setdefault(state.stem, {})[name] = _state_of(state, shapes.get(name))
         if (path / "step.pt").is_file():
-            step = max(step, *_steps(_loaded(path / "step.pt")))
+            step = max(step, *_steps(loaded(path / "step.pt")))
     own = place / "zero" / "optimizer_state.pt"
     if not step and own.is_file():  # where stage 3 has the step
-        step = max([0, *_steps(_loaded(own))])
+        step = max([0, *_steps(loaded(own))])
     return _with_module(place, models, DeepSpeedState(params, moments, step, {}, {}))
 
 
 def _state_of(path: pathlib.Path, shape: torch.Size | None) -> Tensor:
     """A state, in its parameter's shape: stage 3 writes it flat, as a bare tensor."""
-    found = _loaded(path)
+    found = loaded(path)
     tensor = found["param"] if isinstance(found, dict) and "param" in found else found
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{path} has a {type(tensor).__name__}, and is to have a tensor.")

@@ -11,6 +11,7 @@ import torch
 
 from shardfn import optim
 from shardfn.core import Disk, Pace, Policy, Travel, Zero, raise_all
+from shardfn.nn import moe
 from shardfn.transforms import accumulate, mixed_precision
 
 from ._ds_keys import BATCH, ReadKey, sorted_out
@@ -23,6 +24,7 @@ _DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
 }
 _HOMES = {"none": "device", "cpu": "host", "nvme": "disk"}
+_EXPERT = "enabled", "autoep_size"
 _FP16 = {
     "loss_scale": 0,
     "initial_scale_power": 16,
@@ -45,6 +47,8 @@ class DeepSpeedRecipe:
         num_microbatches: of a step.
         rows_per_step: rows of the global batch; None if the file does not have it.
         learning_rate: of the optimizer: a number, or a schedule.
+        exchange: of tokens and experts, for `from_module(experts=)`; None without expert parallelism.
+        mesh: with it, the axes of the mesh in their order, for `make_mesh`; empty without.
         rows: the outcome of each key.
     """
 
@@ -55,6 +59,8 @@ class DeepSpeedRecipe:
     num_microbatches: int
     rows_per_step: int | None
     learning_rate: Any
+    exchange: moe.Exchange | None
+    mesh: dict[str, int]
     rows: tuple[ReadKey, ...]
 
     def of(self, loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,6 +83,7 @@ def from_deepspeed_config(
     ranks: int = 1,
     axis: str | tuple[str, ...] = "dp",
     secondary_axis: str | None = None,
+    expert_axis: str = "ep",
     gradient_clipping: float = 1.0,
 ) -> DeepSpeedRecipe:
     """Reads a DeepSpeed configuration. Every key is accounted for: see `str` of the result.
@@ -86,6 +93,7 @@ def from_deepspeed_config(
         ranks: over which the batch is cut, so that batch sizes can be checked.
         axis: the mesh axes over which ZeRO cuts.
         secondary_axis: the one of these inside a node, for `zero_hpz_partition_size`.
+        expert_axis: the one of these that cuts the experts, for `expert_parallel`.
         gradient_clipping: the norm if the file has no value. DeepSpeed 0.19.8 then clips to 1.0; older versions did not
             clip at all, which is 0.
 
@@ -113,8 +121,9 @@ def from_deepspeed_config(
     policy, scale = reading.precision()
     zero = reading.zero(axis, secondary_axis, torch.float32 if policy is None else policy.compute)
     rule, rate = reading.optimizer(axis, gradient_clipping)
+    exchange, mesh = reading.experts(ranks, axis, expert_axis)
     raise_all(ValueError, "this DeepSpeed configuration cannot be taken unchanged:", reading.problems)
-    return DeepSpeedRecipe(rule, zero, policy, scale, *steps, rate, tuple(reading.rows))
+    return DeepSpeedRecipe(rule, zero, policy, scale, *steps, rate, exchange, mesh, tuple(reading.rows))
 
 
 class _Reading:
@@ -290,6 +299,38 @@ class _Reading:
             out["optimizer_fraction"] = ratio
             self._took(f"{at}offload_optimizer.ratio", ratio, f"`Zero(optimizer_fraction={ratio})`")
         return out | ({"travel": Travel(**travel)} if travel else {})
+
+    def experts(
+        self, ranks: int, axis: str | tuple[str, ...], expert_axis: str
+    ) -> tuple[moe.Exchange | None, dict[str, int]]:
+        """The exchange of tokens and experts, and the axes of the mesh."""
+        had, first = self._section("expert_parallel"), "use_data_before_expert_parallelism"
+        size = self._number(had, "autoep_size", "expert_parallel.", 1)
+        data_outside = not self._config.get(first)
+        if first in self._config:
+            order = "next to each other" if data_outside else "apart by the number of copies"
+            self._took(
+                first, self._config[first], f"ranks that share experts are {order}: the order of the mesh's axes"
+            )
+        if not had.get("enabled"):
+            self.rows += [ReadKey(f"expert_parallel.{k}", x, "taken", "off") for k, x in had.items() if k in _EXPERT]
+            return None, {}
+        axes = (axis,) if isinstance(axis, str) else axis
+        others = [a for a in axes if a != expert_axis]
+        if len(others) != 1 or expert_axis not in axes:
+            self.problems.append(
+                f"expert_parallel.autoep_size = {size}: give experts an axis of their own beside that of the data, as"
+                f" in axis=('dp', {expert_axis!r})"
+            )
+        if size < 1 or ranks % size:
+            self.problems.append(f"expert_parallel.autoep_size = {size} does not divide {ranks} ranks; pass ranks=")
+        if self.problems:
+            return None, {}
+        sizes = {others[0]: ranks // size, expert_axis: size}
+        mesh = sizes if data_outside else dict(reversed(sizes.items()))
+        note = f"`nn.moe.Tokens({expert_axis!r})` on `make_mesh({mesh})`"
+        self.rows += [ReadKey(f"expert_parallel.{k}", had[k], "taken", note) for k in _EXPERT if k in had]
+        return moe.Tokens(expert_axis), mesh
 
     def optimizer(
         self, axis: str | tuple[str, ...], default_clip: float

@@ -92,6 +92,33 @@ _ZERO |= dict.fromkeys(
     _MOVES,
 )
 
+_FOUND = "experts are found by transformers' own table: `sf.from_module(experts=)`"
+_ROUTER = Refused("the module's own router chooses; set it in the module's config", (None, "auto"))
+_EXPERTS: dict[str, Any] = {
+    "enabled": TAKEN,
+    "autoep_size": TAKEN,
+    "expert_tensor_parallel_size": Refused("cut the features of experts by their specs", (None, 0, 1)),
+    "load_balance_coeff": Refused("add a balance loss: `sf.nn.moe.balance`", (None, 0)),
+    "route_norm": _ROUTER,
+    "route_scale": Refused(_ROUTER.why, (None, 1.0)),
+    "routed_scaling_factor": _ROUTER,
+    "score_apply": _ROUTER,
+    "score_func": _ROUTER,
+    "top_k": _ROUTER,
+    "num_expert_groups": _ROUTER,
+    "num_limited_groups": _ROUTER,
+    "combine_impl": "sums are in the order of a token's choices",
+    "use_grouped_mm": "the kernel is chosen by the device",
+    "disable_triton_grouped_mm": "the kernel is chosen by the device",
+    "validate_folding_routing": "all ranks check each exchange",
+    **dict.fromkeys(
+        (
+            "preset_model moe_layer_pattern expert_pattern router_pattern expert_w1 expert_w2 expert_w3"
+            " num_experts_attr top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern"
+        ).split(),
+        _FOUND,
+    ),
+}
 KEYS: dict[str, Any] = {
     "train_batch_size": TAKEN,
     "train_micro_batch_size_per_gpu": TAKEN,
@@ -139,8 +166,8 @@ KEYS: dict[str, Any] = {
     "amp": Refused("use bf16 or fp16", (None, False, {"enabled": False})),
     "activation_checkpointing": "wrap the loss: `sf.remat(loss)`, `sf.offload(loss)`",
     "tensor_parallel": "`specs=` and an axis of the mesh; `sf.partition(loss, axes='tp')` for an unchanged loss",
-    "expert_parallel": "there are no experts yet",
-    "use_data_before_expert_parallelism": "there are no experts yet",
+    "expert_parallel": _EXPERTS,
+    "use_data_before_expert_parallelism": TAKEN,
     "pipeline": "`sf.pipeline`, `sf.pipeline_module`",
     "compile": "`sf.jit(loss)`",
     "checkpoint": _FILES,
@@ -202,7 +229,7 @@ def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple
             problems.append(f"{path} is no key of DeepSpeed.{did_you_mean(key, known)}")
         elif value == "auto" and key in BATCH:
             continue  # derived from the others
-        elif value == "auto" and (isinstance(kind, dict | Refused) or kind == TAKEN):
+        elif value == "auto" and _matters(kind):
             problems.append(f'{path} is "auto", which transformers\' Trainer fills in; give a value')
         elif isinstance(kind, dict):
             if not isinstance(value, dict):
@@ -219,3 +246,8 @@ def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple
         elif kind != TAKEN:
             rows.append(ReadKey(path, value, "no counterpart", kind))
     return rows, problems
+
+
+def _matters(kind: Any) -> bool:
+    """Whether a value that DeepSpeed does not choose by itself would be needed."""
+    return kind == TAKEN or isinstance(kind, dict) or (isinstance(kind, Refused) and "auto" not in kind.off)

@@ -5,7 +5,7 @@ ever; all ranks raise the error at the end.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -84,6 +84,16 @@ class WrittenByFirst:
         """Writes a leaf, on the first rank, unless an error came before."""
         if self._writer is not None:
             self._do(self._writer.put, name, x)
+
+    def put_all(self, made: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Writes the tensors that are made of a leaf; they are made on the first rank alone."""
+
+        def put(writer: Writer) -> None:
+            for name, x in made().items():
+                writer.put(name, x)
+
+        if self._writer is not None:
+            self._do(put, self._writer)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,6 +1,7 @@
 """The weights of any module of transformers, by the module's own names, for `from_module`; and back."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -23,6 +24,7 @@ from shardfn.core import (
 
 from ._archive import Archive, ArchiveWriter
 from ._gathered_leaf import WrittenByFirst, whole
+from ._hf_conversions import ConvertedArchive, as_module, as_saved, saved_together
 from ._hf_files import check_tokenizer, write_beside
 
 
@@ -58,6 +60,9 @@ def module_from_hf(
 ) -> dict[str, Tensor]:
     """The parameters of a module from `model.safetensors`, one file or several, as `from_module` names them.
 
+    Where the files of a model of transformers have other names, or experts one by one, they are converted by its own
+    tables; of fused experts a rank reads its own alone.
+
     They are deferred: `step.init(params)` reads this rank's parts, leaf by leaf. The module's own parameters are not
     touched, so they may be on `meta` (`without_weights`). Buffers that the files have are read into it. Those with
     `requires_grad=False` are frozen, as from `from_module`.
@@ -73,7 +78,8 @@ def module_from_hf(
 
     Raises:
         FileNotFoundError: there are no such files.
-        ValueError: tensors are missing, left over, or of another shape; or a buffer is on `meta`; lists all.
+        ValueError: tensors are missing, left over, or of another shape, such as another number of experts; or a buffer
+            is on `meta`; lists all.
 
     Example:
         >>> import tempfile
@@ -86,7 +92,9 @@ def module_from_hf(
         True
     """
     module = uncompiled(module)
-    archive, names = Archive(directory), parameter_names(module)
+    names = parameter_names(module)
+    every_name = {name for every in names.values() for name in every} | {name for name, _ in named_buffers(module)}
+    archive = as_module(Archive(directory), module, every_name)
     buffers = {name: x for name, x in named_buffers(module) if name in archive}
     found = {first: next((name for name in every if name in archive), None) for first, every in names.items()}
     shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
@@ -95,7 +103,11 @@ def module_from_hf(
     problems += [f"{n} is left over.{did_you_mean(n, known)}" for n in archive if n not in known]
     pairs = [(n, archive[at].shape, shapes[n]) for n, at in found.items() if at is not None]
     pairs += [(n, archive[n].shape, tuple(x.shape)) for n, x in buffers.items()]
-    problems += [f"{n} is {there} in the file, but {here} in the module" for n, there, here in pairs if there != here]
+    problems += [
+        f"{n} is {there} in the file, but {here} in the module{_experts(archive, n, here)}"
+        for n, there, here in pairs
+        if there != here
+    ]
     problems += [
         f"buffer {n} is on meta; make the module under `without_weights()`, which leaves buffers unchanged"
         for n, x in named_buffers(module)
@@ -119,7 +131,9 @@ def module_to_hf(
     buffers: Mapping[str, Any] = MappingProxyType({}),
     tokenizer: Any = None,
 ) -> None:
-    """Writes parameters under the module's names, its buffers and configurations: the files of `save_pretrained`.
+    """Writes parameters, buffers and configurations of a module: the files of `save_pretrained`.
+
+    Names are the module's; of a model of transformers those of its files, with experts one by one.
 
     These are `config.json` and `generation_config.json`, where the module has them. Leaves are gathered one after
     another; the first rank writes. Collective over the mesh of the leaves.
@@ -158,10 +172,13 @@ def module_to_hf(
         f"{n} is a buffer on meta; pass its value in buffers=" for n, x in written.items() if x.device.type == "meta"
     ]
     raise_all(ValueError, f"module_to_hf: these are not the parameters of the {type(module).__name__}:", problems)
-    entries = {name: (dtype or x.dtype, tuple(x.shape)) for name, x in params.items()}
-    entries |= {name: (x.dtype, tuple(x.shape)) for name, x in written.items()}
-
-    wide = next((kind for kind, _ in entries.values() if kind.is_floating_point), None)
+    leaves = {name: (x, dtype or x.dtype) for name, x in params.items()}
+    leaves |= {name: (x, x.dtype) for name, x in written.items()}
+    groups, entries = saved_together(module, leaves), {}
+    for group in groups:
+        like = {name: torch.empty(leaves[name][0].shape, dtype=leaves[name][1], device="meta") for name in group}
+        entries |= {name: (x.dtype, tuple(x.shape)) for name, x in as_saved(module, like).items()}
+    wide = next((kind for _, kind in leaves.values() if kind.is_floating_point), None)
 
     def described() -> None:
         write_beside(module, directory, wide, tokenizer)
@@ -172,10 +189,10 @@ def module_to_hf(
         lambda: ArchiveWriter(directory, entries, file_bytes=file_bytes),
         described,
     ) as out:
-        for name, x in params.items():
-            out.put(name, whole(x).to(entries[name][0]))
-        for name, x in written.items():
-            out.put(name, whole(x))
+        for group in groups:
+            gathered = {name: whole(leaves[name][0]) for name in group}
+            converted = {name: x.to(leaves[name][1]) for name, x in gathered.items()}
+            out.put_all(functools.partial(as_saved, module, converted))
 
 
 def parameter_names(module: nn.Module) -> dict[str, list[str]]:
@@ -187,7 +204,12 @@ def parameter_names(module: nn.Module) -> dict[str, list[str]]:
     return out
 
 
-def _deferred(archive: Archive, name: str, dtype: torch.dtype | None) -> Draw:
+def _experts(archive: Archive | ConvertedArchive, name: str, shape: tuple[int, ...]) -> str:
+    num = archive.num_experts(name) if isinstance(archive, ConvertedArchive) else None
+    return "" if num is None or num == shape[0] else f": the files have {num} experts, and the module {shape[0]}"
+
+
+def _deferred(archive: Archive | ConvertedArchive, name: str, dtype: torch.dtype | None) -> Draw:
     kept = archive[name]
     to = dtype or (torch.float32 if kept.dtype in (torch.bfloat16, torch.float16) else kept.dtype)
 

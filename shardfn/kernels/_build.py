@@ -23,6 +23,7 @@ from torch import Tensor
 
 _ROOM = pathlib.Path(__file__).parent
 _SHARED = "_native.cpp"
+_POOL = "_pool.cpp"
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 # Sources that need not match the reference's bits use threads, and fused multiply-adds. They mark the loops to unroll,
 # so -O2 suffices, and builds in a third of the time of -O3.
@@ -33,6 +34,7 @@ _EXACT = ("-O2", "-pthread", "-Wno-psabi")
 _CHAINED = ("-fno-tree-ter", "-pthread", "-Wno-psabi")
 _FLAGS_OF = {
     _SHARED: (),
+    _POOL: ("-pthread",),
     **dict.fromkeys((f"{name}/_native.cpp" for name in ("ragged_attention", "pointwise", "row_norm")), _EXACT),
     # Loops without vectors of their own, which -O3 alone makes.
     "gather_rows/_native.cpp": ("-pthread",),
@@ -49,7 +51,7 @@ def library(source: str = _SHARED) -> ctypes.CDLL | None:
     """The functions of a C++ file; None without a compiler, and, with a warning, if the compiler fails."""
     try:
         headers = () if source == _SHARED else sorted({*_ROOM.glob("*.h"), *(_ROOM / source).parent.glob("*.h")})
-        return build("kernels", _ROOM / source, *headers, flags=_FLAGS_OF.get(source, _FAST))
+        return _sharing(build("kernels", _ROOM / source, *headers, flags=_FLAGS_OF.get(source, _FAST)))
     except NoCompilerError:
         return None
     except (OSError, subprocess.SubprocessError) as error:
@@ -78,6 +80,13 @@ def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple
     if compiler is None or os.name != "posix" or sys.byteorder != "little":
         raise NoCompilerError("there is no C++ compiler (c++, g++ or clang++)")
     return ctypes.CDLL(str(_built(name, compiler, (source, *included), (*_FLAGS, *flags))))
+
+
+def _sharing(found: ctypes.CDLL) -> ctypes.CDLL:
+    """A library that works with the pool of this process, if it shares work."""
+    if hasattr(found, "use_pool") and (pool := library(_POOL)) is not None:
+        found.use_pool(ctypes.cast(pool.share_work, ctypes.c_void_p))
+    return found
 
 
 def cxx_compiler() -> str | None:

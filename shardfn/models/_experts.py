@@ -4,6 +4,7 @@ E experts, k choices of a token, F ffn of an expert.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ class Experts:
         every: layer i has experts where `i >= first` and `(i - first + 1) % every == 0`: 1 is all, 2 every second.
         first: number of dense layers at the beginning.
         route: `route(logits, k)` to a `moe.Routing`: `moe.top_k`, or others, with settings by `functools.partial`. It
-            also gets `name=`, and `bias=` where `bias_rate` is above 0.
+            also gets `name=`, `bias=` where `bias_rate` is above 0, and `exact=True` in an exact model.
         balance: weight in the loss of the mean of `balance_loss` over layers.
         balance_loss: a function of `moe.balance`.
         z: weight in the loss of the mean of `moe.balance.z`.
@@ -85,6 +86,21 @@ class Experts:
         """Whether layer `i` has experts."""
         return i >= self.first and (i - self.first + 1) % self.every == 0
 
-    def options(self, name: str, bias: Tensor | None) -> dict[str, Any]:
+    def options(self, name: str, bias: Tensor | None, exact: bool) -> dict[str, Any]:
         """The options of `route` in one layer."""
-        return {"name": name} | ({} if bias is None else {"bias": bias})
+        return {"name": name} | ({} if bias is None else {"bias": bias}) | ({"exact": True} if exact else {})
+
+    def inexact(self) -> list[str]:
+        """Reasons for which a token's results depend on the other tokens, or on the ranks."""
+        out, taken = [], inspect.signature(self.route).parameters
+        if self.capacity is not None:
+            out.append(f"capacity={self.capacity} drops a token's choices for those of other tokens; leave it out.")
+        if "exact" not in taken and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            name = getattr(self.route, "__name__", self.route)
+            out.append(f"route={name} takes no exact=True; use moe.top_k or another router of single tokens.")
+        if isinstance(self.exchange, moe.Sum) and not self.exchange.in_order:
+            fixed = dataclasses.replace(self.exchange, in_order=True)
+            out.append(f"{self.exchange} adds results in the order of ranks; use {fixed}.")
+        if isinstance(self.exchange, moe.Tokens) and self.exchange.overflow == "drop":
+            out.append(f'{self.exchange} drops choices; use overflow="error".')
+        return out

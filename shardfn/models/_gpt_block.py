@@ -18,6 +18,7 @@ from ._gpt_experts import Along as Along
 from ._gpt_experts import Seen as Seen
 from ._gpt_experts import mixture
 from ._gpt_leaves import Params
+from ._gpt_leaves import weight as weight
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -59,11 +60,6 @@ _FEED = ("norm2_w", "norm2_b", "w_gate", "w_up", "w_down", "b_up", "b_down")
 
 def _feed(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor:
     return _mlp(config, along, p, norm(config, along, x_BTD, p["norm2_w"], p.get("norm2_b")))
-
-
-def weight(config: Config, w: Any) -> Any:
-    """A weight of a linear layer as the config computes it; one that is exact already is unchanged."""
-    return nn.ExactWeight.of(w, config.chunks) if config.exact and not isinstance(w, nn.ExactWeight) else w
 
 
 def _attention(config: Config, along: Along, p: Params, x_BTD: Tensor, table: dict[str, Any]) -> Tensor:

@@ -219,4 +219,5 @@ def _problems_of_exact(c: Config) -> list[str]:
         f"attention_dropout={c.attention_dropout}": c.attention_dropout > 0,
         f"loss_tile={c.loss_tile}": c.loss_tile is not None,
     }
-    return [f"exact=True does not know {name}; leave one of them out." for name, found in asked.items() if found]
+    out = [f"exact=True does not know {name}; leave one of them out." for name, found in asked.items() if found]
+    return out + [f"exact=True with experts: {reason}" for reason in (c.experts.inexact() if c.experts else ())]

@@ -19,7 +19,7 @@ from shardfn.kernels import GROUP, Codes, pack_blocks, pack_rows, rotate
 
 from ._gpt_block import Along, block, norm, position_tables
 from ._gpt_config import Config
-from ._gpt_leaves import Params, block_shapes, check_leaves, specs
+from ._gpt_leaves import Params, block_shapes, check_leaves, layers_of, specs
 
 
 def decode(
@@ -67,6 +67,7 @@ def decode(
         raise ValueError(f"decode: {len(bodies)} bodies for num_layers={config.num_layers}; pass one for each layer.")
     if config.exact:
         params = _exact_weights(config, params, axis)
+    config = _without_losses(config)
     along = Along(axis)
     x_TD = nn.embedding(tokens_T, params["embed"], vocab_size=config.vocab_size, axis=axis)
     if config.position == "learned":
@@ -85,6 +86,13 @@ def decode(
     x_RD = norm(config, along, x_1TD[0][rows_R], params["norm_w"], params.get("norm_b"))
     own_RV = nn.column_linear(x_RD, params[_head(config)], features=config.vocab_size, axis=axis)
     return all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size)
+
+
+def _without_losses(config: Config) -> Config:
+    """The config whose routers see this rank's tokens alone: the axes of a training batch are not here."""
+    if config.experts is None:
+        return config
+    return dataclasses.replace(config, experts=dataclasses.replace(config.experts, axes=None, z=0.0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,7 +140,8 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: Codes | No
     check_leaves(config, params, axis)
     blocks = params["blocks"]
     if config.stacked:
-        blocks = [{name: x[i] for name, x in blocks.items()} for i in range(config.num_layers)]
+        num = config.num_layers // config.layers_a_block
+        blocks = [p for i in range(num) for p in layers_of(config, {name: x[i] for name, x in blocks.items()})]
     params = params | {"blocks": blocks, **_tables_of_all(config, params)}
     head = _head(config)
     _check_codes(config, {f"blocks.{i}.{name}": x for i, p in enumerate(blocks) for name, x in p.items()}, axis, codes)
@@ -181,7 +190,7 @@ def _tables_of_all(config: Config, params: Params) -> Params:
     return dict(zip(("cos", "sin"), table, strict=True))
 
 
-_LINEAR = ("wq", "wk", "wv", "wo", "w_up", "w_gate", "w_down")
+_LINEAR = ("wq", "wk", "wv", "wo", "w_up", "w_gate", "w_down", "router")
 # Whose inputs tensor parallelism cuts.
 _BY_INPUTS = ("wo", "w_down")
 
@@ -190,7 +199,9 @@ def _packed(name: str, weight: Tensor, shape: tuple[int, ...], codes: Codes | No
     """Panels of a weight, whose dims of heads count as one."""
     rows = 1 if name == "wo" else weight.ndim - 1
     matrix = weight.flatten(0, rows - 1).flatten(1)
-    return pack_blocks(matrix, math.prod(shape[rows:])) if matrix.dtype == torch.uint8 else pack_rows(matrix, codes)
+    if matrix.dtype == torch.uint8:
+        return pack_blocks(matrix, math.prod(shape[rows:]))
+    return pack_rows(matrix, None if name == "router" else codes)
 
 
 def _head(config: Config) -> str:
@@ -222,5 +233,10 @@ def check_decodable(config: Config) -> None:
         raise ValueError("decode: causal=False: tokens see later ones, so none can be drawn after another.")
     if config.layout is not None:
         raise ValueError("decode: the masks of `layout` are those of whole sequences; leave it out.")
+    if config.experts is not None and config.experts.bias_rate > 0:
+        raise ValueError(
+            f"decode: bias_rate={config.experts.bias_rate}: experts are chosen by biases in the loss's state, which are"
+            " no parameters; such a model is not served."
+        )
     if not isinstance(config.attention, nn.Dense):
         raise ValueError(f"decode: attention={config.attention!r}: bodies are given; take attention=Dense().")

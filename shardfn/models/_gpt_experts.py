@@ -11,11 +11,11 @@ from torch import Tensor
 
 from shardfn.collectives import all_gather_invariant, axis_size, pvary, take_own_block
 from shardfn.core import Axes, P
-from shardfn.nn import between, enter_parallel, leave_parallel, linear, moe
+from shardfn.nn import ExactWeight, between, enter_parallel, leave_parallel, linear, moe
 
 from ._experts import Experts
 from ._gpt_config import Config
-from ._gpt_leaves import Params
+from ._gpt_leaves import Params, weight
 
 
 class Along(NamedTuple):
@@ -45,14 +45,19 @@ def mixture(
     """The sum of the experts that each token has chosen, weighted by the router."""
     assert config.experts is not None
     cut = _features_are_cut(config.experts, along)
+    if cut and config.exact:
+        raise ValueError(
+            f"{name}: exact=True with {config.experts.exchange}: ranks along {along.axis!r} would have features of all"
+            f" experts, whose sums have other bits; use exchange=moe.Sum({along.axis!r}, in_order=True)."
+        )
     routing, seen = _routed(config, config.experts, along, p, x_BTD, bias_E, name)
     if cut:
         # Each rank has its own features of every expert, and so a part of each result.
         x_BTD, routing = enter_parallel(x_BTD, *along), routing._replace(weights=pvary(routing.weights, along.axis))
     elif along.sequence is not None:
         routing = moe.Routing(*(_own_rows(x, along, len(x_BTD)) for x in routing))
-    run = functools.partial(moe.gelu_experts, axis=along.axis if cut else None)
-    run = moe.swiglu_experts if config.mlp == "swiglu" else run
+    run = functools.partial(moe.gelu_experts, axis=along.axis if cut else None, exact=config.exact)
+    run = functools.partial(moe.swiglu_experts, exact=config.exact) if config.mlp == "swiglu" else run
     leaves = {n.removeprefix("e_"): x for n, x in p.items() if n.startswith("e_")}
     leaves = {n if n.startswith("b_") else f"w_{n}": x for n, x in leaves.items()}
     y_SD = moe.apply(run, leaves, x_BTD.flatten(0, 1), routing, exchange=config.experts.exchange, name=name)
@@ -82,14 +87,12 @@ def _routed(
     config: Config, experts: Experts, along: Along, p: Params, x_BTD: Tensor, bias_E: Tensor | None, name: str
 ) -> tuple[moe.Routing, Seen]:
     """The choices of all tokens that the ranks of a block have. The router computes in float32 at least."""
-    w_ED = between(p["router"], *along)
-    wide = torch.promote_types(x_BTD.dtype, torch.float32)
-    logits_BTE = linear(x_BTD.to(wide), w_ED.to(wide))
+    logits_BTE = _logits(config, p["router"], x_BTD, along)
     if along.sequence is not None:
         # All ranks of the block route all of its tokens, and go on alike.
         logits_BTE = all_gather_invariant(logits_BTE, along.axis, dim=1, size=along.sequence)
     logits_SE = logits_BTE.flatten(0, 1)
-    routing = experts.route(logits_SE, experts.top_k, **experts.options(name, bias_E))
+    routing = experts.route(logits_SE, experts.top_k, **experts.options(name, bias_E, config.exact))
     by: dict[str, Any] = {"axes": experts.axes}
     if experts.balance_loss is moe.balance.sequence:
         by = {"axes": config.attention.axes or None, "num_sequences": len(logits_BTE)}
@@ -102,6 +105,13 @@ def _routed(
         num = moe.capacity(tokens, experts.top_k, experts.num, experts.capacity, minimum=1)
         kept = moe.with_capacity(routing, num, axes=experts.axes)
     return kept, Seen(loss, routing.counts(), moe.load(routing, kept, axes=experts.axes))
+
+
+def _logits(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:
+    if config.exact:
+        return linear(x_BTD, weight(config, w_ED if isinstance(w_ED, ExactWeight) else between(w_ED, *along)))
+    wide = torch.promote_types(x_BTD.dtype, torch.float32)
+    return linear(x_BTD.to(wide), between(w_ED, *along).to(wide))
 
 
 def _own_rows(x_SE: Tensor, along: Along, batch: int) -> Tensor:

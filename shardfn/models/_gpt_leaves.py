@@ -33,6 +33,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 from shardfn.kernels import BLOCK_BYTES, GROUP
+from shardfn.nn import ExactWeight
 
 from ._gpt_config import Config
 
@@ -91,6 +92,11 @@ def specs(config: Config, *, tp: Axes = None, pp: str | None = None) -> PyTree:
     return (
         _stack_blocks(config, tree, lambda same: Sharding(P(None, *same[0]), stacked=True)) if config.stacked else tree
     )
+
+
+def weight(config: Config, w: Any) -> Any:
+    """A weight of a linear layer as the config computes it; one that is exact already is unchanged."""
+    return ExactWeight.of(w, config.chunks) if config.exact and not isinstance(w, ExactWeight) else w
 
 
 def check_blocks(config: Config, params: Params, axis: Axes) -> None:

@@ -5,4 +5,5 @@ from ._module_dtypes import computing_in as computing_in
 from ._layers_run import LayerSpan as LayerSpan
 from ._module_layers import LayeredFunction as LayeredFunction
 from ._module_decoding import DecodingFunction as DecodingFunction, Scores as Scores, decoding as decoding
-from ._module_rows import ExactRows as ExactRows, PackedWeight as PackedWeight, WeightUses as WeightUses
+from ._module_rows import Edge as Edge, ExactRows as ExactRows, Linear as Linear
+from ._module_rows import PackedWeight as PackedWeight, WeightUses as WeightUses

@@ -10,15 +10,16 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 
 from shardfn._torch import BatchNorm
-from shardfn.core import Again, Axes, frozen, named_buffers, named_parameters, state_names
+from shardfn.core import Again, Axes, P, frozen, named_buffers, named_parameters, state_names
 from shardfn.leaves import LazyLeaf
-from shardfn.nn import Body
+from shardfn.nn import Body, moe
 
 from ._module_attention import AttentionRoute, RoutedCall
 from ._module_checks import check_cache, check_keyed, check_module
 from ._module_compiled import original, running_as_written
 from ._module_draws import Draws
 from ._module_dtypes import Casts, casts, compute_dtype, forwards
+from ._module_experts import ExpertsRoute
 from ._module_layers import LayeredFunction, layered
 from ._module_mode import ModuleMode
 from ._module_parts import GivenTensors, ModuleParts, Overrides, Placed, first_names, one_thread, resolve, shadowed
@@ -32,12 +33,22 @@ class ModuleFunction:
     Attributes:
         trainable: by name, whether a parameter had `requires_grad`: for `sharded_step(trainable=)`, which needs it only
             where the state begins with other tensors than those from `from_module` or `module_from_hf`.
+        specs: by name, the compute specs of the parameters: with `from_module(experts=)` those of experts are cut as
+            the exchange needs them, and all others are whole.
     """
 
     def __init__(
-        self, module: nn.Module, keep_dtype: Sequence[str], axis: Axes = None, route: AttentionRoute | None = None
+        self,
+        module: nn.Module,
+        keep_dtype: Sequence[str],
+        axis: Axes = None,
+        route: AttentionRoute | None = None,
+        experts: ExpertsRoute | None = None,
     ) -> None:
-        self.module, self._keep_dtype, self._axis, self._route = module, tuple(keep_dtype), axis, route
+        self.module, self._keep_dtype, self._axis = module, tuple(keep_dtype), axis
+        self._route, self._experts = route, experts
+        whole = {name: P() for name, _ in named_parameters(module)}
+        self.specs = whole if experts is None else experts.specs
         self._firsts = first_names(module)
         self.trainable = {name: p.requires_grad for name, p in named_parameters(module)}
         # By the dtypes that were given: a module's structure does not change.
@@ -137,7 +148,7 @@ class ModuleFunction:
         found = self._found(parts, given)
         given.buffers.update(_cast(parts, given, found, state or {}))
         routed = None if self._route is None else self._route.of_call(draws)
-        call = _ModuleCall(parts, given, found, draws, state, self._axis, routed)
+        call = _ModuleCall(parts, given, found, draws, state, self._axis, routed, self._experts)
         return call.call(forward or self.module, args, kwargs)
 
     def _found(self, parts: ModuleParts, given: GivenTensors) -> Casts:
@@ -156,11 +167,12 @@ class StatefulFunction:
 
     Attributes:
         trainable: as of a `ModuleFunction`.
+        specs: as of a `ModuleFunction`.
     """
 
     def __init__(self, function: ModuleFunction, like: Mapping[str, Tensor]) -> None:
         self._function, self._names = function, set(like)
-        self.trainable = function.trainable
+        self.trainable, self.specs = function.trainable, function.specs
 
     def __call__(
         self, params: Mapping[str, Tensor], model_state: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
@@ -219,9 +231,10 @@ class _ModuleCall:
         state: Mapping[str, Tensor] | None,
         axis: Axes,
         routed: RoutedCall | None,
+        experts: ExpertsRoute | None,
     ) -> None:
         self._parts, self._given, self._found, self._draws = parts, given, found, draws
-        self._state, self._axis, self._routed = state, axis, routed
+        self._state, self._axis, self._routed, self._experts = state, axis, routed, experts
         self._placed: Placed | None = None  # while it runs
         # Parts may run again on autograd's thread, on behalf of this one: `one_thread` needs its id.
         self._caller = threading.get_ident()
@@ -299,11 +312,13 @@ class _ModuleCall:
             for name, x in own.items():
                 self._parts.buffers[name].owner._buffers[self._parts.buffers[name].name] = x
             routed = contextlib.nullcontext() if self._routed is None else self._routed.running()
+            experts = contextlib.nullcontext() if self._experts is None else self._experts.running()
             with (
                 running_module(self),
                 shadowed(forwards(self._parts, self._found)),
                 shadowed(self._draws.forwards()),
                 routed,
+                experts,
                 mode,
             ):
                 yield
@@ -332,6 +347,7 @@ def from_module(
     has_state: Literal[False] = ...,
     axis: Axes = ...,
     attention: Body | None = ...,
+    experts: moe.Exchange | None = ...,
 ) -> tuple[dict[str, Tensor], ModuleFunction]: ...
 @overload
 def from_module(
@@ -341,10 +357,16 @@ def from_module(
     has_state: Literal[True],
     axis: Axes = ...,
     attention: Body | None = ...,
+    experts: moe.Exchange | None = ...,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], StatefulFunction]: ...
 @overload
 def from_module(
-    module: nn.Module, *, keep_dtype: Sequence[str] = ..., layers: str, attention: Body | None = ...
+    module: nn.Module,
+    *,
+    keep_dtype: Sequence[str] = ...,
+    layers: str,
+    attention: Body | None = ...,
+    experts: moe.Exchange | None = ...,
 ) -> tuple[dict[str, Any], LayeredFunction]: ...
 def from_module(
     module: nn.Module,
@@ -354,6 +376,7 @@ def from_module(
     axis: Axes = "dp",
     layers: str | None = None,
     attention: Body | None = None,
+    experts: moe.Exchange | None = None,
 ) -> Any:
     """Splits a module into its parameters and a pure function of them.
 
@@ -382,6 +405,9 @@ def from_module(
             `nn.Blockwise()`, or `nn.Ulysses(axis, length)` and `nn.Ring(axis, length)` on ranks that each have some
             tokens of a sequence. Positions are then those of all tokens; where they are given and start again, so does
             a document.
+        experts: how tokens meet the experts of the models of transformers in it: an exchange of `nn.moe`, as
+            `nn.moe.Tokens("ep")`. The module's own routers choose. The step needs `specs=apply.specs`; with `layers`,
+            specs such as `P("pp", "ep")` for the stacked leaves of experts.
 
     Returns:
         `(params, apply)`: params by name, detached, and `apply(params, *args, **kwargs)` = the module's forward. With
@@ -406,21 +432,22 @@ def from_module(
     module = original(module)
     warn_of_own_balance(module)
     route = None if attention is None else AttentionRoute(module, attention)
+    exchanged = None if experts is None else ExpertsRoute(module, experts)
     params = {name: p.detach() if p.requires_grad else frozen(p.detach()) for name, p in named_parameters(module)}
     if layers is not None:
         if has_state:
             raise ValueError("from_module(layers=..., has_state=True): buffers that change are not cut in stages.")
         stacked, kinds = layered(module, layers, params)
-        return stacked, LayeredFunction(ModuleFunction(module, keep_dtype, route=route), kinds)
+        return stacked, LayeredFunction(ModuleFunction(module, keep_dtype, route=route, experts=exchanged), kinds)
     if not has_state:
-        return params, ModuleFunction(module, keep_dtype, route=route)
+        return params, ModuleFunction(module, keep_dtype, route=route, experts=exchanged)
     kept = set(state_names(module))
     state = {name: x.detach().clone() for name, x in named_buffers(module) if name in kept}
     if not state and not any(isinstance(sub, BatchNorm) for sub in module.modules()):
         raise ValueError(
             f"from_module(has_state=True) has no effect: this {type(module).__name__} has no buffers in its state_dict."
         )
-    return params, state, StatefulFunction(ModuleFunction(module, keep_dtype, axis, route), state)
+    return params, state, StatefulFunction(ModuleFunction(module, keep_dtype, axis, route, exchanged), state)
 
 
 def _own(parts: ModuleParts, name: str) -> Tensor:

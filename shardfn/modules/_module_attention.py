@@ -49,16 +49,16 @@ _SEEN = ("pixel_values", "image", "video", "input_features", "input_values", "au
 
 
 @contextlib.contextmanager
-def named(configs: Iterable[Any], name: str) -> Iterator[None]:
-    """While it is open, configs of transformers name this attention."""
-    before = [(c, c._attn_implementation_internal) for c in configs]
+def named(configs: Iterable[Any], name: str, field: str = "_attn_implementation_internal") -> Iterator[None]:
+    """While it is open, configs of transformers name this attention, or another function by its field."""
+    before = [(c, getattr(c, field)) for c in configs]
     try:
         for c, _ in before:
-            c._attn_implementation_internal = name
+            setattr(c, field, name)
         yield
     finally:
         for c, old in before:
-            c._attn_implementation_internal = old
+            setattr(c, field, old)
 
 
 class AttentionRoute:

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shardfn.core import Ambient, a_kind, named_modules, named_parameters, raise_all, uncompiled
+from shardfn.nn import moe
 
 from ._from_module import ModuleFunction, from_module
 from ._module_attention import OVER_TOKENS, configs_of, mask_of_none, models_in, named
+from ._module_served_experts import CALL, FIELD, experts_in, leaves_of, served_experts
 
 NAME = "shardfn_decoding"
 _KINDS = ("full_attention", "sliding_attention")
@@ -51,12 +53,16 @@ class Scores(NamedTuple):
 Attend = Callable[[Scores, Tensor, Tensor, Tensor], Tensor]
 
 
+_LOCAL = moe.Local()
+
+
 class DecodingFunction:
     """The logits of a causal model of transformers as a function of its parameters; made by `decoding`.
 
     Attributes:
         params: by name, detached.
         context: the most tokens of a sequence.
+        experts: names of the parameters that have experts along dim 0.
     """
 
     def __init__(self, apply: ModuleFunction) -> None:
@@ -65,6 +71,9 @@ class DecodingFunction:
         self.context = int(self.module.config.max_position_embeddings)  # pyright: ignore
         found = [c for model in models_in(self.module) for c in configs_of(model.config)]
         self._configs = list({id(c): c for c in found}.values())
+        experts = experts_in(self.module)
+        self.experts = [f"{path}.{leaf}" for path, m in experts.items() for leaf in leaves_of(m)]
+        self._of_experts = list({id(m.config): m.config for m in experts.values()}.values())
 
     def __call__(
         self,
@@ -74,6 +83,7 @@ class DecodingFunction:
         rows_R: Tensor,
         attend: Attend,
         mode: AbstractContextManager[Any] | None = None,
+        exchange: moe.Exchange = _LOCAL,
     ) -> Tensor:
         """Logits of some of the tokens, [R, V].
 
@@ -84,13 +94,20 @@ class DecodingFunction:
             rows_R: the tokens whose logits are wanted.
             attend: computes attention; it knows which tokens belong together.
             mode: a function mode, open while the model runs.
+            exchange: where tokens meet their experts.
 
         Raises:
             ValueError: a layer needs attention that `attend` cannot be given; lists the reasons.
         """
 
         def forward() -> Tensor:
-            with mode or contextlib.nullcontext(), named(self._configs, NAME), _CALL.bound(attend):
+            with (
+                mode or contextlib.nullcontext(),
+                named(self._configs, NAME),
+                named(self._of_experts, NAME, FIELD),
+                _CALL.bound(attend),
+                CALL.bound(exchange),
+            ):
                 out = self.module(
                     input_ids=tokens_T.long()[None],
                     position_ids=positions_T.long()[None],
@@ -184,7 +201,9 @@ def served_attention(
 
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    ALL_EXPERTS_FUNCTIONS.register(NAME, served_experts)
     AttentionInterface.register(NAME, served_attention)
     AttentionMaskInterface.register(NAME, mask_of_none)
 
@@ -226,8 +245,11 @@ def _other_attention(module: Any) -> Iterator[str]:
 def _other_layers(module: Any) -> Iterator[str]:
     config, names = module.config, inspect.signature(module.forward).parameters
     experts = {n: v for n, v in vars(config).items() if _EXPERTS.fullmatch(n) and isinstance(v, int) and v > 1}
-    for name, value in experts.items():
-        yield f"its layers have experts ({name}={value}), whose rows depend on the other tokens of a call"
+    for name, value in experts.items() if not experts_in(module) else ():
+        yield f"its layers have experts ({name}={value}) that are not in transformers' ExpertsInterface"
+    for path, m in experts_in(module).items():
+        if m._is_expert_parallel:
+            yield f"{path} is cut by transformers itself; load the model without its expert parallelism"
     if missing := [n for n in _ARGUMENTS if n not in names]:
         yield f"its forward does not take {', '.join(missing)}; load it by AutoModelForCausalLM"
     if getattr(config, "max_position_embeddings", None) is None:

@@ -3,8 +3,12 @@
 Torch's matrix products, and the last elements of some of its pointwise functions, depend on the number of rows. While
 `ExactRows` is open, linear layers read packed weights by `kernels.row_linear`, and the functions of a small table are
 computed by fixed expressions. Other functions run unchanged; whether these are exact is for a probe to find.
+
+Several ranks cut a weight by its outputs alone. So each element is computed by one rank, from a whole row of inputs,
+and ranks exchange elements without adding them: results have the same bits on any number of ranks.
 """
 
+import enum
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,37 +16,71 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from shardfn.kernels import gated_silu, gelu, row_linear, row_norm
+from shardfn.collectives import all_gather_invariant, take_own_block
+from shardfn.core import Axes
+from shardfn.kernels import gated_silu, gelu, grouped_product, row_linear, row_norm
+from shardfn.nn import exact_softmax, own_range
 
 from ._module_buffers import tensors_of
 
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "mm", "baddbmm", "einsum", "conv1d")
 
 
+# A linear layer, from its input and its bias.
+Linear = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class Edge(enum.Enum):
+    """The values that ranks hold before and behind a layer whose outputs are cut."""
+
+    WHOLE = "whole"  # all features on both sides
+    ENTER = "enter"  # all features before it, a rank's own behind it
+    LEAVE = "leave"  # a rank's own features before it, all behind it
+
+
 class PackedWeight(NamedTuple):
-    """A weight as `kernels.row_linear` reads it.
+    """A linear layer whose weight is as `kernels.row_linear` reads it.
 
     Attributes:
-        panels: from `kernels.pack_rows`.
-        num: outputs.
+        panels: from `kernels.pack_rows`, of this rank's outputs.
+        num: outputs of all ranks.
+        axis: the mesh axes that cut the outputs; None is one device.
+        edge: the values on both sides.
+
+    Example:
+        >>> import torch
+        >>> from shardfn.kernels import pack_rows
+        >>> PackedWeight(pack_rows(torch.ones(3, 5)), 3)(torch.ones(2, 5), None).shape
+        torch.Size([2, 3])
     """
 
     panels: Tensor
     num: int
+    axis: Axes = None
+    edge: Edge = Edge.WHOLE
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The affine map, computed in float32; `bias` is that of all outputs."""
+        if self.edge is Edge.LEAVE:
+            x = all_gather_invariant(x, self.axis, dim=-1, size=self.panels.shape[1])
+        start, stop = own_range(self.num, self.axis)
+        own = None if bias is None else take_own_block(bias, self.axis, dim=0).float()
+        y = row_linear(x.float(), self.panels, stop - start, bias=own).to(x.dtype)
+        return y if self.edge is Edge.ENTER else all_gather_invariant(y, self.axis, dim=-1, size=self.num)
 
 
 class ExactRows(TorchFunctionMode):
     """Computes linear layers and some other functions row by row, in float32 inside.
 
     Args:
-        packed: by the identity of the tensor that the module has as its weight.
+        linear: layers, by the identity of the tensor that the module has as their weight.
     """
 
-    def __init__(self, packed: Mapping[int, PackedWeight]) -> None:
+    def __init__(self, linear: Mapping[int, Linear]) -> None:
         super().__init__()
-        self._packed = packed
+        self._linear = linear
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function, or its exact form."""
@@ -50,10 +88,8 @@ class ExactRows(TorchFunctionMode):
         kwargs = kwargs or {}
         if (read := _WEIGHT.get(func)) is not None:
             x, weight, bias = read(*args, **kwargs)
-            found = self._packed.get(id(weight))
-            if found is not None:
-                y = row_linear(x.float(), found.panels, found.num, bias=None if bias is None else bias.float())
-                return y.to(x.dtype)
+            if (found := self._linear.get(id(weight))) is not None:
+                return found(x, bias)
         handler = _HANDLERS.get(func)
         return func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
 
@@ -104,6 +140,26 @@ def _of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tup
 def _of_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     """Of GPT-2's layers, whose weights are [inputs, outputs]; factors leave it another product."""
     return mat1, None if more else mat2, input
+
+
+def grouped_rows(x: Tensor, w: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+    """`kernels.grouped_product` without derivatives, as a function that modes see."""
+    if has_torch_function((x, w)):
+        return handle_torch_function(grouped_rows, (x, w), x, w, counts, transposed)
+    return grouped_product(x, w, counts, transposed=transposed)
+
+
+def _grouped_rows(func: Any, x: Tensor, w: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+    del func
+    return grouped_product(x.float(), w.float(), counts, transposed=transposed, exact=True).to(x.dtype)
+
+
+def _softmax(
+    func: Any, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Tensor:
+    if dim not in (-1, input.ndim - 1):
+        return func(input, dim, dtype=dtype)
+    return exact_softmax(input.float()).to(dtype or input.dtype)
 
 
 def _silu(func: Any, input: Tensor, inplace: bool = False) -> Tensor:
@@ -157,6 +213,8 @@ _WEIGHT: dict[Any, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] =
     torch.addmm: _of_addmm,
 }
 _HANDLERS: dict[Any, Callable[..., Tensor]] = {
+    grouped_rows: _grouped_rows,
+    F.softmax: _softmax,
     F.silu: _silu,
     F.sigmoid: _sigmoid,
     torch.sigmoid: _sigmoid,

@@ -24,6 +24,7 @@ from ._dropout import dropout as dropout, dropout_of_rows as dropout_of_rows
 from ._exact import ExactWeight as ExactWeight
 from ._exact_attention import Exact as Exact
 from ._exact_functions import exact_layer_norm as exact_layer_norm, exact_rms_norm as exact_rms_norm
+from ._exact_scores import exact_sigmoid as exact_sigmoid, exact_softmax as exact_softmax
 from ._exact_rope import exact_rope_table as exact_rope_table
 from ._linear import embedding as embedding, linear as linear
 from ._tiled_linear import init_tiles as init_tiles, tile_shapes as tile_shapes
@@ -45,4 +46,3 @@ from ._scan import (
     run_layers as run_layers,
     scan as scan,
 )
-from . import moe as moe

@@ -22,15 +22,30 @@ from ._exact import AnyWeight, ExactWeight
 def gelu(x_F: Tensor, w: AnyWeight) -> Tensor:
     """GELU in its form with tanh; the exact one after a layer with an exact weight."""
     if isinstance(w, ExactWeight):
-        return _Pointwise.apply(kernels.gelu, _of_gelu, x_F)  # pyright: ignore[reportReturnType]
+        return exact_gelu(x_F)
     return F.gelu(x_F, approximate="tanh")
 
 
 def gated_silu(gate_F: Tensor, up_F: Tensor, w: AnyWeight) -> Tensor:
     """silu(gate) * up; the exact one after a layer with an exact weight."""
     if isinstance(w, ExactWeight):
-        return _Pointwise.apply(kernels.gated_silu, _of_gated_silu, gate_F, up_F)  # pyright: ignore[reportReturnType]
+        return exact_gated_silu(gate_F, up_F)
     return F.silu(gate_F) * up_F
+
+
+def exact_gelu(x_F: Tensor) -> Tensor:
+    """GELU in its form with tanh, by `kernels.gelu`."""
+    return pointwise(kernels.gelu, _of_gelu, x_F)
+
+
+def exact_gated_silu(gate_F: Tensor, up_F: Tensor) -> Tensor:
+    """silu(gate) * up, by `kernels.gated_silu`."""
+    return pointwise(kernels.gated_silu, _of_gated_silu, gate_F, up_F)
+
+
+def pointwise(run: Callable[..., Tensor], partials: Callable[..., Any], *xs: Tensor) -> Tensor:
+    """A function of tensors of one shape, element by element, with the derivatives that its partial ones give."""
+    return _Pointwise.apply(run, partials, *xs)  # pyright: ignore[reportReturnType]
 
 
 def exact_layer_norm(

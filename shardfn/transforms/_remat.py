@@ -34,7 +34,8 @@ def remat(
 
     With a policy the results of some operations are stored on the device, the host or disk, and the recomputation uses
     them instead of running these operations again. For an operation with several results the largest decides. Random
-    draws, in-place operations and collectives always run again.
+    draws and in-place operations always run again; so do collectives, unless a policy that goes by names keeps the name
+    of the result: ranks may hold tensors of other sizes, but the same names.
 
     Args:
         f: a pure function; wrap a block of a model, or a whole loss.

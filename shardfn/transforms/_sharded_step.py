@@ -71,8 +71,9 @@ def sharded_step(
             ranks.
         has_aux: whether the loss returns `(loss, aux)`; aux is a dict of scalars, averaged into the metrics.
         has_state: whether the loss is `loss(params, model_state, batch[, key]) -> (loss[, aux], model_state)`. The
-            model state is a tree of tensors that are not parameters, such as running statistics. Pass the first one to
-            `init`. Each microbatch gets that of the one before; a skipped step keeps the old one. It has no gradient.
+            model state is a tree of tensors that are not parameters, such as running statistics. `init(params,
+            model_state=...)` takes the first one. Each microbatch gets that of the one before; a skipped step keeps the
+            old one. It has no gradient.
         state_specs: a prefix tree of `P` for the model state; the loss sees this rank's blocks. Along axes that are not
             in a spec, all ranks must return the same values.
         finish: `finish(model_state) -> model_state`, a pure function that is called once a step, after the last

@@ -387,6 +387,24 @@ def test_two_ranks_draw_the_tokens_of_one(given: pathlib.Path) -> None:
 
 
 @pytest.mark.nightly
+def test_other_models_draw_the_same_tokens_on_several_ranks(tmp_path: pathlib.Path) -> None:
+    tokenizer_of(WORDS).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 6}
+    sizes |= {"vocab_size": 3 + len(WORDS), "max_position_embeddings": 16}
+    transformers.set_seed(0)
+    config = transformers.GPTNeoXConfig(bos_token_id=1, eos_token_id=2, initializer_range=0.5, **sizes)
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
+    args = ["-m", "shardfn", "generate", tmp_path, "one two", "--json", "--seed", 5, "--max-tokens", 8]
+    alone = output(sys.executable, *args)
+    for ranks in (2, 3):
+        several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        assert output(sys.executable, *several, *args, "--mesh", f"tp={ranks}") == alone
+    four = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4]
+    with pytest.raises(AssertionError, match="has 6 key heads, which 4 ranks do not divide; take --mesh tp=N with"):
+        output(sys.executable, *four, *args)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_a_run_of_train_gpt(tokenizer: str, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")

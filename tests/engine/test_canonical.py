@@ -311,6 +311,33 @@ def test_leaves_that_the_specs_cut_along_the_batch_are_refused() -> None:
         step(step.init(_params()), {k: x[:CHUNKS] for k, x in _batch(0).items()})
 
 
+def _exchanging(p: dict, x: Tensor) -> Tensor:
+    rows = sf.all_to_all(x @ p["dense"], "ep", split_dim=0, concat_dim=1, size=None)
+    return sf.psum((rows * p["experts"].sum()).square().mean(), ()) + 0 * x.sum()
+
+
+@distributed(world=2)
+def test_experts_along_an_axis_of_the_batch_are_refused_with_the_reason() -> None:
+    mesh = sf.make_mesh({"dp": 1, "ep": 2})
+    for stage in (0, 3):
+        zero = sf.Zero(stage, axis=("dp", "ep"), persist_elements=0, reduction="canonical")
+        step = sf.sharded_step(
+            _exchanging,
+            optim.sgd(0.1),
+            mesh=mesh,
+            zero=zero,
+            specs={"dense": sf.P(), "experts": sf.P("ep")},
+            batch=sf.P(("dp", "ep")),
+        )
+        said = (
+            r"(?s)canonical.*params\['experts'\]: the specs cut them along axes that cut the batch, \('ep',\), so that"
+            r" their gradients come added up over the rows of all ranks there.*than \('ep',\).*by_rank"
+        )
+        with pytest.raises(ValueError, match=said) as found:
+            step(step.init({"dense": torch.ones(3, 3), "experts": torch.ones(4, 2)}), torch.ones(4, 3))
+        assert "dense" not in str(found.value) and "Zero(axis=" not in str(found.value)
+
+
 @distributed(world=2)
 def test_ranks_with_other_rows_a_chunk_raise() -> None:
     zero = sf.Zero(reduction="canonical", reduction_chunks=4)

@@ -241,7 +241,7 @@ def test_a_wrong_result_is_refused_by_path_and_the_state_stays(mistake: str) -> 
 def test_it_needs_a_model_state_and_is_a_function() -> None:
     with pytest.raises(ValueError, match=r"finish=f\) has no effect without a model state.*has_state=True"):
         sf.sharded_step(lambda p, x: (p * x).mean(), optim.sgd(0.1), finish=_finish)
-    with pytest.raises(TypeError, match=r"finish=\.\.\.\) takes a function"):
+    with pytest.raises(TypeError, match=r"finish=\.\.\.\) takes a function, finish\(model_state\) -> model_state"):
         check_finish(FIRST, has_state=True)
 
 

@@ -21,6 +21,9 @@ _LLAMA = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+_EXPERTS = {"moe_intermediate_size": 19, "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [0]}
+# The products of torch that transformers takes by default have no rows of 37.
+_EAGER = {"experts_implementation": "eager"}
 _KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -40,22 +43,22 @@ def config_of(kind: str, **config: Any) -> Any:
     return getattr(transformers, name)(**config)
 
 
-def _gpt2() -> Any:
-    sizes = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_inner": 37}
+def _gpt2(n_head: int = 4) -> Any:
+    sizes = {"n_embd": 24, "n_layer": 2, "n_head": n_head, "n_inner": 37}
     return made("GPT2", vocab_size=VOCAB, n_positions=CONTEXT, bos_token_id=None, eos_token_id=None, **sizes)
 
 
-def _opt() -> Any:
+def _opt(num_attention_heads: int = 4) -> Any:
     sizes = {"hidden_size": 24, "word_embed_proj_dim": 16, "ffn_dim": 37, "num_hidden_layers": 2}
     none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    return made("OPT", **_SIZES, num_attention_heads=4, **sizes, **none)
+    return made("OPT", **_SIZES, num_attention_heads=num_attention_heads, **sizes, **none)
 
 
-def _llama_like(kind: str, **more: Any) -> Callable[[], Any]:
-    return lambda: made(kind, **(_LLAMA | more))
+def _llama_like(kind: str, **more: Any) -> Callable[..., Any]:
+    return lambda **changes: made(kind, **(_LLAMA | more | changes))
 
 
-MODELS: dict[str, Callable[[], Any]] = {
+MODELS: dict[str, Callable[..., Any]] = {
     "gpt2": _gpt2,
     "llama": _llama_like("Llama"),
     "qwen2": _llama_like("Qwen2"),
@@ -64,8 +67,12 @@ MODELS: dict[str, Callable[[], Any]] = {
     "phi": _llama_like("Phi", hidden_size=32),
     "gpt_neox": _llama_like("GPTNeoX"),
     "opt": _opt,
+    "gemma": _llama_like("Gemma", head_dim=8),
     "gemma2": _llama_like("Gemma2", head_dim=8, sliding_window=5, attn_logit_softcapping=1.5, **_KINDS),
     "gemma3": _llama_like("Gemma3", head_dim=8, sliding_window=5, **_KINDS),
     "smollm3": _llama_like("SmolLM3", no_rope_layers=[1, 0]),
+    "mixtral": _llama_like("Mixtral", **_EAGER, num_local_experts=5, num_experts_per_tok=2, sliding_window=5),
+    "qwen3_moe": _llama_like("Qwen3Moe", **_EAGER, **_EXPERTS, head_dim=8, num_experts=6, decoder_sparse_step=1),
+    "olmoe": _llama_like("Olmoe", **_EAGER, num_experts=4, num_experts_per_tok=3),
     "olmo3": _llama_like("Olmo3", sliding_window=5, **_KINDS),
 }

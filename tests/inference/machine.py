@@ -130,9 +130,8 @@ class Laws(RuleBasedStateMachine):
 
     def stops(self) -> list[Stop]:
         """The ends by texts among the tokens of the last plan."""
-        cancelled = {event.name for event in self.events if isinstance(event, Cancel)}
         found = []
-        for one in new_tokens(self.state, self.drawn, cancelled):
+        for one in new_tokens(self.state, self.drawn):
             if one.request.sampling.stop and self.ends(self.known[one.place[:2]], one.token):
                 found.append(Stop(self.number + len(found), *one.place))
         return found

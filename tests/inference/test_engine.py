@@ -12,7 +12,8 @@ import torch
 import shardfn as sf
 from shardfn import core
 from shardfn.core import tree_map
-from shardfn.inference import Engine, Limits, Runner, Sampling, Token, decoder, limits_of, logprobs
+from shardfn.inference import Completion, Engine, Limits, Runner, Sampling, Token, decoder, limits_of, logprobs
+from shardfn.inference._results import append
 from shardfn.models import gpt
 from tests.inference.stories import model
 from tests.inference.test_stories import KINDS, LIMITS, runner
@@ -39,6 +40,33 @@ def test_a_stream_that_is_closed_cancels_its_request() -> None:
     stream.close()
     told = one.step()
     assert told[-1].finish == "cancelled" and one.idle and one.counts()["held"] == 0
+
+
+def test_a_cancel_loses_no_token() -> None:
+    [whole] = engine().generate([[1, 2, 0]], GREEDY)
+    one = engine()
+    stream = one.stream([1, 2, 0], GREEDY)
+    [name] = one.names
+    told = [next(stream), next(stream)]  # the next token has been drawn by now
+    one.cancel(name)
+    told += stream
+    assert [t.token for t in told] == [*whole.tokens[:3], None]
+    assert [t.finish for t in told] == [None] * 3 + ["cancelled"] and one.idle
+
+
+def test_prompt_logprobs_name_their_versions() -> None:
+    one, scored = engine(), dataclasses.replace(GREEDY, prompt_logprobs=True)
+    stream = one.stream([1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1], scored)  # longer than a step's rows
+    made = [Completion([], [], None, [], [], [])]
+    first = next(stream)
+    append(made, first, 16)
+    one.update_weights(model(**KINDS["gpt2"][0]).params[1])
+    for token in stream:
+        append(made, token, 16)
+    [completion] = made
+    assert len(completion.prompt_versions) == len(completion.prompt_logprobs) == 15
+    assert completion.prompt_versions == sorted(completion.prompt_versions)
+    assert set(completion.prompt_versions) == {0, 1} and set(completion.versions) == {1}
 
 
 def test_streams_are_read_in_turns_beside_other_calls() -> None:

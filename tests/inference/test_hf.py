@@ -17,7 +17,7 @@ from tests.inference.hf_models import CONTEXT, MODELS, VOCAB, config_of, transfo
 from tests.inference.stories import check, draw_alone, run
 from tests.inference.test_stories import drawn_stories
 
-DAY = ["gpt2", "llama", "gemma3"]
+DAY = ["gpt2", "llama", "gemma3", "mixtral"]
 KINDS = [k if k in DAY else pytest.param(k, marks=pytest.mark.nightly) for k in MODELS]
 LIMITS = Limits(vocab=VOCAB, context=CONTEXT, blocks=13, block=4, buckets=(3, 12), running=4)
 PROMPTS = [[1, 2, 3, 4, 5], [7], [3, 3, 8, 1, 2, 9, 4, 4, 4, 1, 2, 3, 5, 11, 0, 6, 7], [2, 6], [12, 5, 5]]
@@ -27,23 +27,25 @@ TOL = 1e-4
 
 @dataclass
 class Model:
-    """A decoder, the parameters of each version, and the logits of whole sequences, computed alone."""
+    """A decoder, the parameters of each version, and the logits of whole sequences, computed alone on one device."""
 
     decoder: Decoder
     params: Sequence[dict[str, Tensor]]
+    alone: Decoder | None = None  # where the other runs on several ranks
 
     def __post_init__(self) -> None:
-        self._served = [self.decoder.pack(p) for p in self.params]
+        self._one = self.alone or self.decoder
+        self._served = [self._one.pack(p) for p in self.params]
         self.full = functools.lru_cache(maxsize=4096)(self._full)
 
     def _full(self, version: int, tokens: tuple[int, ...]) -> Tensor:
         """One call over the whole sequence, with a cache of one block."""
-        T, layout = len(tokens), self.decoder.cache
+        T, layout = len(tokens), self._one.cache
         at_T = torch.arange(T, dtype=torch.int32)
         plan = at_T + T, at_T, torch.zeros_like(at_T), torch.ones(1, 1, dtype=torch.int32)
         bodies = [Paged(torch.zeros(2, T, 2, layout.heads, layout.head_dim), *plan) for _ in range(layout.layers)]
         with torch.no_grad():
-            return self.decoder.logits(
+            return self._one.logits(
                 self._served[version], torch.tensor(tokens, dtype=torch.int32), at_T, at_T, bodies
             ).float()
 
@@ -93,8 +95,9 @@ def test_tokens_are_those_of_generate(kind: str) -> None:
     check_alone(Model(made, [params]), completions)
 
 
-def test_16_bit_weights_are_exact() -> None:
-    made, params = hf_decoder(MODELS["llama"]().bfloat16(), exact=True)
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_16_bit_weights_are_exact(kind: str) -> None:
+    made, params = hf_decoder(MODELS[kind]().bfloat16(), exact=True)
     assert made.pack(params)["params"]["lm_head.weight"].dtype == torch.bfloat16
     check_alone(Model(made, [params]), complete(made, params))
 
@@ -110,8 +113,9 @@ def tell(kind: str, number: int) -> None:
         check(story, told, model)
 
 
-def test_stories() -> None:
-    tell("llama", 8)
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_stories(kind: str) -> None:
+    tell(kind, 8)
 
 
 @pytest.mark.nightly
@@ -151,8 +155,9 @@ def test_the_probe_finds_rows_that_depend_on_others() -> None:
     assert not made.exact
 
 
-def test_without_exactness_the_modules_own_functions_run() -> None:
-    model = MODELS["llama"]()
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_without_exactness_the_modules_own_functions_run(kind: str) -> None:
+    model = MODELS[kind]()
     made, params = hf_decoder(model, exact=False)
     assert not made.exact and made.pack(params) == {"params": params, "packed": {}}
     tokens = tuple(PROMPTS[2])
@@ -165,7 +170,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Mamba": (_SMALL, r"keep a state that is not keys and values.*is a Conv1d"),
     "Bloom": (_SMALL | {"n_head": 4}, r"without transformers' AttentionInterface.*does not take position_ids"),
     "Falcon": (_SMALL | {"num_attention_heads": 4, "alibi": True}, r"without transformers' AttentionInterface"),
-    "Mixtral": (_SMALL | {"num_attention_heads": 4, "num_key_value_heads": 4}, r"experts \(num_local_experts=8\)"),
+    "JetMoe": (
+        _SMALL | {"num_key_value_heads": 2, "kv_channels": 4},
+        r"experts \(num_local_experts=8\) that are not in",
+    ),
     "Llama": (
         _SMALL
         | {"num_attention_heads": 4, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

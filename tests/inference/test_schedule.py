@@ -212,7 +212,14 @@ def test_cancel_frees_in_every_phase(steps: int) -> None:
     state, _, drawn = started(Request((1,) * 12, Sampling(max_tokens=8)), steps)
     state, plan, outputs = advance(state, [Cancel(1, "a")], drawn)
     assert plan is None and state.idle and state.pool.counts()["held"] == 0
-    assert [o.finish for o in outputs] == ["cancelled"] and outputs[0].token is None
+    assert [o.token for o in outputs] == [*drawn, None]
+    assert [o.finish for o in outputs] == [*[None] * len(drawn), "cancelled"]
+
+
+def test_a_request_ends_by_its_last_token_before_a_cancel() -> None:
+    state, _, drawn = started(Request((1,), Sampling(max_tokens=2)), 1)
+    state, plan, [output] = advance(state, [Cancel(1, "a")], drawn)
+    assert (output.token, output.finish, plan, state.idle) == (drawn[0], "length", None, True)
 
 
 def test_reasons_of_ends() -> None:

@@ -4,6 +4,7 @@ import os
 import pathlib
 import signal
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from shardfn import RankError, make_mesh
 from shardfn.inference import Engine, Runner, Sampling
+from shardfn.nn import moe
 from shardfn.testing import distributed
 from tests.inference.stories import check, model, run
 from tests.inference.test_stories import KINDS, drawn_stories
@@ -29,6 +31,18 @@ def tell(world: int, kind: str, number: int, **more: Any) -> None:
 @distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_stories(world: int) -> None:
     tell(world, "gpt2", 6)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.nightly)])
+@distributed(world=2)
+def test_stories_of_experts(kind: str) -> None:
+    changes, limits = KINDS[kind]
+    experts = replace(changes["experts"], exchange=moe.Sum("tp", in_order=True))
+    one, cut = model(**changes), model("tp", **changes | {"experts": experts})
+    runner = Runner(cut.decoder, limits, mesh=make_mesh({"tp": 2}))
+    for story in drawn_stories(limits, 6 if kind == "mixtral" else 30):
+        told, _ = run(story, cut, runner, limits)
+        check(story, told, one)
 
 
 @pytest.mark.nightly

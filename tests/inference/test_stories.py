@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from shardfn.inference import Limits, Runner
+from shardfn.models.moe import Experts
 from tests.inference.stories import Story, check, model, run, stories
 
 LIMITS = Limits(vocab=13, context=28, blocks=40, block=4, buckets=(3, 12), running=5)
@@ -18,6 +19,11 @@ KINDS: dict[str, tuple[dict[str, Any], Limits]] = {
     "llama": (LLAMA, replace(LIMITS, block=3, buckets=(2, 7), running=4)),
     "bloom": ({"position": "alibi", "embedding_norm": True}, replace(LIMITS, block=16, blocks=9, buckets=(16,))),
     "mistral": (LLAMA | {"window": 5}, LIMITS),
+    "mixtral": (LLAMA | {"experts": Experts(num=5, d_ff=20)}, LIMITS),
+    "qwen3_moe": (
+        LLAMA | {"experts": Experts(num=16, top_k=8, d_ff=9)},
+        replace(LIMITS, block=3, buckets=(2, 7), running=4),
+    ),
 }
 _SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 _QUICK = settings(derandomize=True, deadline=None, database=None, suppress_health_check=[*_SLOW])
@@ -58,7 +64,7 @@ def drawn_stories(limits: Limits, number: int) -> list[Story]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral"])
 def test_stories(kind: str) -> None:
     tell(kind, 30)
 

@@ -184,7 +184,7 @@ def test_experts_and_missing_ranks_of_stage_3_are_refused(tmp_path: pathlib.Path
     with pytest.raises(FileNotFoundError, match="model states of 2 ranks; 3 have written"):
         interop.read_deepspeed(str(tmp_path))
     (tmp_path / "kept").rename(tmp_path / "tag" / "layer_0_expert_1_mp_rank_00_model_states.pt")
-    with pytest.raises(ValueError, match="has experts, in files of their own such as layer_0_expert_1"):
+    with pytest.raises(ValueError, match=r"such as layer_0_expert_1.*read_deepspeed_weights"):
         interop.read_deepspeed(str(tmp_path))
 
 

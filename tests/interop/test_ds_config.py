@@ -4,6 +4,7 @@ import json
 import math
 import pathlib
 import random
+import re
 from typing import Any
 
 import pytest
@@ -276,3 +277,44 @@ def test_a_step_of_every_optimizer(kind: str) -> None:
         state, metrics = step(state, torch.linspace(-1, 1, 32).view(4, 8))
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0]
+
+
+EXPERTS: dict[str, Any] = {
+    "expert_parallel": {"enabled": True, "autoep_size": 4, "preset_model": "mixtral", "top_k": "auto"},
+    "zero_optimization": {"stage": 1},
+}
+
+
+@pytest.mark.parametrize("data_first, want", [(None, ["dp", "ep"]), (False, ["dp", "ep"]), (True, ["ep", "dp"])])
+def test_experts_are_an_exchange_and_axes_of_the_mesh(data_first: Any, want: list[str]) -> None:
+    config = EXPERTS | ({} if data_first is None else {"use_data_before_expert_parallelism": data_first})
+    recipe = interop.from_deepspeed_config(config, ranks=8, axis=("dp", "ep"))
+    assert recipe.exchange == sf.nn.moe.Tokens("ep")
+    assert list(recipe.mesh) == want and recipe.mesh == {"dp": 2, "ep": 4}
+    taken = {r.key for r in recipe.rows if r.outcome == "taken"}
+    assert {"expert_parallel.enabled", "expert_parallel.autoep_size"} <= taken
+    without = interop.from_deepspeed_config({"expert_parallel": {"enabled": False, "autoep_size": 4}})
+    assert without.exchange is None and without.mesh == {} and "autoep_size" in str(without)
+
+
+def test_experts_that_have_no_counterpart_are_named() -> None:
+    config: dict[str, Any] = {**EXPERTS}
+    config["expert_parallel"] = {
+        **EXPERTS["expert_parallel"],
+        "autoep_size": 3,
+        "score_func": "sigmoid",
+        "expert_tensor_parallel_size": 2,
+        "load_balance_coeff": 0.1,
+        "autoep_sise": 2,
+    }
+    with pytest.raises(ValueError) as error:
+        interop.from_deepspeed_config(config, ranks=8)
+    for said in (
+        r"score_func = 'sigmoid' has no counterpart: the module's own router",
+        "expert_tensor_parallel_size = 2",
+        "load_balance_coeff = 0.1",
+        "autoep_sise is no key",
+        r"autoep_size = 3: give experts an axis of their own .* axis=\('dp', 'ep'\)",
+        "autoep_size = 3 does not divide 8 ranks",
+    ):
+        assert re.search(said, str(error.value)), said

@@ -25,7 +25,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import P, checkpoint, nn, optim
 from shardfn.core import MemoryKind, tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
-from shardfn.models import gpt
+from shardfn.models import gpt, moe
 from shardfn.testing import RTOL, distributed, one_device
 from shardfn.testing._parity import own_rows
 
@@ -45,6 +45,11 @@ BODIES: dict[str, Callable[[int], Any]] = {
     "ring": lambda T: nn.Ring("sp", T, block=2),
     "zigzag": lambda T: nn.Ring("sp", T, zigzag=True, block=4),
     "chunked": lambda T: nn.Chunked(4, "sp", T),
+}
+EXCHANGES: dict[str, Callable[[Any], Any]] = {
+    "local": lambda axes: nn.moe.Local(),
+    "tokens": nn.moe.Tokens,
+    "weights": nn.moe.Weights,
 }
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "momentum": lambda: optim.sgd(0.1, momentum=0.9),
@@ -66,6 +71,7 @@ class Layout:
     optimizer: MemoryKind
     remat: str  # "", "layer", "loss"
     jit: bool
+    exchange: str  # of experts, over the batch's axes
 
     @staticmethod
     def of(draw: random.Random, world: int) -> "Layout":
@@ -86,6 +92,7 @@ class Layout:
             optimizer=draw.choice(kinds) if mesh["dp"] * mesh["sp"] > 1 else "device",
             remat=draw.choice(("", "layer", "loss")),
             jit=draw.random() < 0.25,
+            exchange=draw.choice(sorted(EXCHANGES)),
         )
 
 
@@ -103,6 +110,7 @@ class Case:
     microbatches: int
     pipeline: str  # "", "stacked" layers, or a list of "functions"
     optimizer: str
+    experts: int  # 0: all layers are dense
     layouts: tuple[Layout, Layout]
 
     @staticmethod
@@ -110,6 +118,10 @@ class Case:
         """The case of a seed."""
         draw = random.Random(seed)
         world = draw.choice(WORLDS)
+        experts = draw.choice((0, 0, 3, 4))
+        layouts = Layout.of(draw, world), Layout.of(draw, world)
+        if experts:  # `partition` refuses functions with a backward of their own
+            layouts = tuple(dataclasses.replace(x, tensor="hand") for x in layouts)
         return Case(
             seed=seed,
             world=world,
@@ -121,7 +133,8 @@ class Case:
             microbatches=draw.choice((1, 2, 3)),
             pipeline=draw.choice(("", "stacked", "functions")),
             optimizer=draw.choice(sorted(OPTIMIZERS)),
-            layouts=(Layout.of(draw, world), Layout.of(draw, world)),
+            experts=experts,
+            layouts=layouts,
         )
 
     @property
@@ -133,9 +146,23 @@ class Case:
             num_heads=self.heads,
             per_head=True,
             stacked=self.pipeline == "stacked",
+            experts=self._experts(),
             **sizes,
             **STYLES[self.style],
         )
+
+    def _experts(self) -> moe.Experts | None:
+        every = 2 if self.layers == 4 and self.pipeline != "functions" else 1
+        # A balance loss is over the rows of a microbatch, of which one device has others.
+        return moe.Experts(num=self.experts, every=every, balance=0.0) if self.experts else None
+
+    def on_mesh(self, layout: Layout) -> gpt.Config:
+        """The config under a layout, but for its attention."""
+        if self.config.experts is None:
+            return self.config
+        axes = tuple(axis for axis in ("dp", "sp") if layout.mesh[axis] > 1)
+        experts = dataclasses.replace(self.config.experts, exchange=EXCHANGES[layout.exchange](axes or None))
+        return dataclasses.replace(self.config, experts=experts)
 
     def params(self) -> Any:
         """Far enough from their start that no bias is 0 and no scale is 1."""
@@ -176,10 +203,10 @@ class Program:
         axes = tuple(axis for axis in ("dp", "sp") if layout.mesh[axis] > 1)
         plain = (layout.stage, layout.params, layout.optimizer) == (0, "device", "device")
         self.step = sf.sharded_step(
-            self._loss(layout, dataclasses.replace(case.config, attention=body)),
+            self._loss(layout, dataclasses.replace(case.on_mesh(layout), attention=body)),
             OPTIMIZERS[case.optimizer](),
             mesh=self.mesh,
-            specs=gpt.specs(case.config, tp="tp", pp=pp),
+            specs=gpt.specs(case.on_mesh(layout), tp="tp", pp=pp),
             batch=self.batch,
             trainable=case.trainable(),
             zero=None

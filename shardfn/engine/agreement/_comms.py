@@ -210,6 +210,8 @@ def _tell(comms: Comms, error: BaseException) -> None:
         # A `RankError`, too: most are raised by all ranks alike, but a rank at another place waits to be woken.
         if not control.lost:
             control.tell(f"raised {described(error)}")
+            # As the others name it, for whoever reads this rank's error alone.
+            error.add_note(f"on rank {control.rank} of {control.size}")
     finally:
         _close(comms)
 

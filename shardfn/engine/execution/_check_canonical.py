@@ -16,8 +16,10 @@ def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> No
     """
     if plan.chunks is None:
         return
-    elsewhere = [leaf.path for leaf in plan.layers if leaf.trainable and leaf.extra_axes]
-    cut = [x.path for x in plan.layers if x.trainable and set(x.own_axes) & set(plan.batch_axes)]
+    # Blocks over an axis of the batch, such as experts, have gradients that the loss has added up over ranks already.
+    cut = {x.path: x.own_axes for x in plan.layers if x.trainable and set(x.own_axes) & set(plan.batch_axes)}
+    elsewhere = [leaf.path for leaf in plan.layers if leaf.trainable and leaf.extra_axes and leaf.path not in cut]
+    over = tuple(a for a in plan.batch_axes if any(a in axes for axes in cut.values()))
     staged = pipelined_in(parts.loss) is not None  # also on one rank, where its microbatches are accumulated
     problems = {
         f"{plan.chunks.ranks} ranks share {plan.chunks.total} chunks; raise reduction_chunks": plan.chunks.num == 0
@@ -31,7 +33,9 @@ def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> No
         f"{', '.join(elsewhere)}: sharded along some axes of the batch only; Zero(axis={plan.batch_axes})": bool(
             elsewhere
         ),
-        f"{', '.join(cut)}: the specs cut them along axes that cut the batch, {plan.batch_axes}": bool(cut),
+        f"{', '.join(cut)}: the specs cut them along axes that cut the batch, {over}, so that their gradients come"
+        " added up over the rows of all ranks there, in an order that depends on the number of ranks; cut them along"
+        f" another axis than {plan.batch_axes}, or use reduction='by_rank'": bool(cut),
     }
     raise_all(
         ValueError,

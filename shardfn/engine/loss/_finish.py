@@ -15,7 +15,6 @@ from torch import Tensor
 from shardfn.collectives import transforming
 from shardfn.core import PyTree, named_leaves, raise_all, tree_map
 
-from ._callable import check_function
 from ._model_state import check_returned
 
 Finish = Callable[[PyTree], PyTree]
@@ -30,7 +29,11 @@ def check_finish(finish: Any, *, has_state: bool) -> None:
     """
     if finish is None:
         return
-    check_function("sharded_step(finish=...)", finish)
+    if not callable(finish):
+        raise TypeError(
+            "sharded_step(finish=...) takes a function, finish(model_state) -> model_state, and this is of type"
+            f" {type(finish).__name__}."
+        )
     if not has_state:
         raise ValueError(
             "sharded_step(finish=f) has no effect without a model state, which f(model_state) takes and returns; pass"

@@ -23,8 +23,8 @@ def made(params: PyTree, args: tuple[Any, ...]) -> PyTree:
     elif args:
         raise TypeError(
             f"init(params, ...) got a tree of parameters and {len(args)} argument{'s' * (len(args) > 1)} more, which"
-            " nothing takes. Write step.init(params); parameters are drawn by a function: step.init(f, sf.key(0)),"
-            " for f(sf.key(0))."
+            " nothing takes. Write step.init(params), and step.init(params, model_state=...) for a step with has_state;"
+            " parameters are drawn by a function: step.init(f, sf.key(0)), for f(sf.key(0))."
         )
     check_params(params)
     _refuse_mixture(params)

@@ -336,7 +336,7 @@ class ShardedStep(Transform):
 
         Returns:
             `(grads, metrics)`; with `has_state`, `((grads, model_state), metrics)`, with the model state that the loss
-            has returned.
+            has returned, which `update` finishes where the step has `finish=`.
 
             grads is a tree like `state.params` with a `GlobalTensor` for each leaf that the step trains, and None for
             each that it does not. A leaf has the parameter's shape, the spec of its optimizer state (each rank stores
@@ -386,7 +386,8 @@ class ShardedStep(Transform):
             state: the state.
             grads: a tree as `gradients` returns it: the same leaves, in the same layout, memory and dtype. A leaf on
                 disk may have a block in host memory: `g.with_block(f(g.local))` reads it.
-            model_state: with `has_state`, the new one, which is copied; default: that of the state stays.
+            model_state: with `has_state`, the new one, which is copied, after `finish=` if the step has one; default:
+                that of the state stays, and is not finished.
             finite: `metrics["finite"]` of `gradients`, where a step that is not finite is skipped: a loss may overflow
                 while its gradients do not. The same on all ranks.
 

@@ -6,8 +6,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <thread>
-#include <vector>
+#include <initializer_list>
+
+#include "../_threads.h"
 
 #define INLINE inline __attribute__((always_inline))
 #define APART __attribute__((noinline))
@@ -499,15 +500,11 @@ T* aligned(int64_t num) { return (T*)std::aligned_alloc(64, ceil(num * sizeof(T)
 template <typename T>
 void spread(const Call<T>& o, Run<T> run, int64_t units, int64_t scratch, int64_t threads) {
     std::atomic<int64_t> next(0);
-    auto work = [&] {
+    together(less(threads, units), [&](int64_t) {
         T* own = aligned<T>(scratch);
         for (int64_t unit; (unit = next++) < units;) run(o, unit, own);
         std::free(own);
-    };
-    std::vector<std::thread> others;
-    for (int64_t t = 1; t < less(threads, units); ++t) others.emplace_back(work);
-    work();
-    for (auto& other : others) other.join();
+    });
 }
 
 // numbers: B T S H G K block layouts, four strides of `added`, heads of the table, four of dropout, threads, generation

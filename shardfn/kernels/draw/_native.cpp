@@ -4,9 +4,8 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <exception>
-#include <thread>
-#include <vector>
+
+#include "../_threads.h"
 
 #define INLINE inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
@@ -359,17 +358,10 @@ int64_t draw_rows(const float* logits, const double* uniform, const double* temp
         if (!in_range(o, i)) return 1;
     const Run run = here(newest);
     std::atomic<int64_t> next(0);
-    auto work = [&](int64_t thread) {
+    together(threads < r ? threads : r, [&](int64_t thread) {
         const Room own = room_at(memory + thread * room, v);
         for (int64_t i; (i = next++) < r;) run(o, i, own);
-    };
-    std::vector<std::thread> others;
-    try {
-        for (int64_t t = 1; t < threads && t < r; ++t) others.emplace_back(work, t);
-    } catch (const std::exception&) {  // the system gives no more threads: those that there are take all rows
-    }
-    work(0);
-    for (auto& other : others) other.join();
+    });
     return 0;
 }
 

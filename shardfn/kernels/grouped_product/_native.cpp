@@ -96,7 +96,7 @@ struct Part {
 template <typename T, typename Run>
 void by_parts(const std::vector<Part>& parts, T* scratch, int64_t size, int64_t threads, Run run) {
     std::atomic<int64_t> next(0);
-    share(threads, threads, [&](int64_t thread) {
+    together(threads, [&](int64_t thread) {
         for (size_t part; (part = next++) < parts.size();) run(parts[part], scratch + thread * size);
     });
 }

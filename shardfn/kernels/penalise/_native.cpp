@@ -4,9 +4,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <exception>
-#include <thread>
-#include <vector>
+
+#include "../_threads.h"
 
 namespace {
 
@@ -62,16 +61,9 @@ int64_t penalise(const float* logits, const int32_t* history, const int32_t* pro
     for (int64_t i = 0; i < r; ++i)
         if (!in_range(o, i)) return 1;
     std::atomic<int64_t> next(0);
-    auto work = [&](int64_t thread) {
+    together(threads < r ? threads : r, [&](int64_t thread) {
         for (int64_t i; (i = next++) < r;) one(o, i, counts + thread * v);
-    };
-    std::vector<std::thread> others;
-    try {
-        for (int64_t t = 1; t < threads && t < r; ++t) others.emplace_back(work, t);
-    } catch (const std::exception&) {  // the system gives no more threads: those that there are take all rows
-    }
-    work(0);
-    for (auto& other : others) other.join();
+    });
     return 0;
 }
 

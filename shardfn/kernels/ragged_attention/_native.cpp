@@ -1,10 +1,10 @@
 // Attention of ragged tokens over a paged cache, which first receives their keys and values. Threads take groups: tokens
 // of one sequence that follow each other in the plan, with the query heads of one key head.
+#include "../_threads.h"
 #include "_tile.h"
 
 #include <algorithm>
 #include <atomic>
-#include <exception>
 #include <thread>
 
 namespace {
@@ -223,19 +223,13 @@ int64_t ragged_attention(const float* q, const float* k, const float* v, void* c
     int64_t work = 0;
     for (const Group& group : groups) work += group.count * (group.end - group.begin) * H * K;
     std::atomic<int64_t> write(0), written(0), next(0);
-    auto job = [&] {
+    if (work <= few) threads = 1;
+    together(threads < items ? threads : items, [&](int64_t) {
         static thread_local Scratch scratch;
         for (int64_t g; (g = write++) < G; ++written) write_head(o, g);
         while (written < G) std::this_thread::yield();  // a token may read the key of any other
         for (int64_t item; (item = next++) < items;) run(o, plan, groups[item / G], item % G, scratch);
-    };
-    std::vector<std::thread> others;
-    try {
-        for (int64_t t = 1; t < threads && t < items && work > few; ++t) others.emplace_back(job);
-    } catch (const std::exception&) {  // the system gives no more threads: those that there are take all items
-    }
-    job();
-    for (auto& other : others) other.join();
+    });
     return 0;
 }
 

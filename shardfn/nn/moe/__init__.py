@@ -14,3 +14,4 @@ from ._grouped import grouped as grouped
 from ._experts import Experts as Experts, gelu_experts as gelu_experts, swiglu_experts as swiglu_experts
 from ._exchange import Exchange as Exchange, Local as Local, Sum as Sum, Tokens as Tokens, Weights as Weights
 from ._apply import apply as apply
+from ._cheapest import ExchangeBytes as ExchangeBytes, cheapest as cheapest, exchange_bytes as exchange_bytes

@@ -6,6 +6,8 @@ S tokens of this rank, K choices of a token, E experts.
 import torch
 from torch import Tensor
 
+from shardfn.nn._exact_scores import exact_softmax, exact_sum
+
 from ._logits import check_chosen
 
 
@@ -20,11 +22,17 @@ def choice(scores: Tensor, k: int, mask: Tensor | None, chosen: Tensor | None, n
     return experts if mask is None else torch.where(mask[:, None], experts, -1)
 
 
-def scaled(weights: Tensor, renormalise: bool, scale: float) -> Tensor:
+def softmax_of(logits: Tensor, exact: bool) -> Tensor:
+    """Softmax over the last dim; `exact` gives a row the same bits beside any other rows."""
+    return exact_softmax(logits) if exact else logits.softmax(-1)
+
+
+def scaled(weights: Tensor, renormalise: bool, scale: float, exact: bool = False) -> Tensor:
     """Weights that sum to `scale` in each row that has any, or that are multiplied by it."""
     if renormalise:
         # A row without an expert has the sum 0, and stays 0.
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+        total = exact_sum(weights) if exact else weights.sum(-1, keepdim=True)
+        weights = weights / total.clamp(min=torch.finfo(weights.dtype).tiny)
     return weights if scale == 1 else weights * scale
 
 

@@ -25,7 +25,8 @@ from shardfn.core import Axes, P, PyTree, checkpoint_name, named_leaves, raise_a
 from shardfn.nn._parallel import all_ranges, enter_parallel, leave_parallel, own_range
 
 from ._experts import Experts
-from ._permute import combine, dispatch, permutation
+from ._logits import refuse
+from ._permute import Permutation, combine, dispatch, permutation, undispatch
 from ._routing import Routing
 
 
@@ -91,9 +92,12 @@ class Sum:
 
     Attributes:
         axis: the mesh axes that cut the experts, and no rows of the batch; None is one device.
+        in_order: the results of all choices travel, k times the bytes, and each rank adds them in their order: values
+            are those of one device, exactly, where those of single experts are.
     """
 
     axis: Axes
+    in_order: bool = False
 
     @property
     def spec(self) -> P:
@@ -102,13 +106,21 @@ class Sum:
 
     def run(self, experts: Experts, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
         """As `Exchange.run`."""
+        if routing.experts.shape[1] > min(b - a for a, b in all_ranges(routing.num_experts, self.axis)):
+            _check_distinct(name, routing.experts)
         start, stop = own_range(routing.num_experts, self.axis)
         _check_leaves(name, params, stop - start, routing.num_experts, self)
         S, k = routing.experts.shape
         own_Sk = (routing.experts >= start) & (routing.experts < stop)
         chosen_Sk = torch.where(own_Sk, routing.experts - start, -1)
-        places, counts_E = permutation(chosen_Sk, stop - start, rows=S * min(k, stop - start))
+        num = S * min(k, stop - start)
+        places, counts_E = permutation(chosen_Sk, stop - start, rows=num)
         rows = dispatch(enter_parallel(x_SD, self.axis), places)
+        if self.in_order:
+            by_choice, _ = permutation(chosen_Sk.view(-1, 1), stop - start, rows=num)
+            y = undispatch(experts(params, rows, counts_E), by_choice)
+            # Each choice is computed by one rank, and zeros of the others change no number.
+            return combine(leave_parallel(y, self.axis), _unsorted(routing.experts), routing.weights)
         y_SD = combine(experts(params, rows, counts_E), places, pvary(routing.weights, self.axis))
         return leave_parallel(y_SD, self.axis)
 
@@ -126,6 +138,7 @@ class Tokens:
         overflow: "error" ends the step on all ranks, and names the layer, the ranks and both numbers; nothing is sent,
             and the state stays. "drop" leaves out choices of the experts of that rank past the largest capacity
             whose rows find room: of each expert the first ones stay, in the order of tokens over all ranks.
+        uneven: False refuses a number of experts that the ranks do not divide, so that all have equally many.
 
     Raises:
         ValueError: fewer than 0 rows, or another rule.
@@ -137,6 +150,7 @@ class Tokens:
     axis: Axes
     rows: int | None = None
     overflow: Literal["error", "drop"] = "error"
+    uneven: bool = True
 
     def __post_init__(self) -> None:
         if (self.rows is not None and self.rows < 0) or self.overflow not in ("error", "drop"):
@@ -154,6 +168,8 @@ class Tokens:
         """As `Exchange.run`."""
         E = routing.num_experts
         own = _own_number(E, self.axis)
+        if not self.uneven:
+            _check_even(name, E, self.axis)
         _check_leaves(name, params, own, E, self)
         if axis_size(self.axis) == 1 and self.rows is None:
             return Local().run(experts, params, x_SD, routing, name=name)
@@ -174,10 +190,28 @@ class Tokens:
         come = checkpoint_name(come, "moe_rows")
         of_row = _expert_of_row(table_nE, *own_range(E, self.axis), len(come))
         sorted_, own_counts = permutation(of_row[:, None], own)
-        y = experts(params, dispatch(come, sorted_), own_counts)
-        y = combine(y, sorted_, y.new_ones(len(come), 1))
+        y = undispatch(experts(params, dispatch(come, sorted_), own_counts), sorted_)
         back = exchange_rows(y, sizes_nn.t(), self.axis, rows=S * k)
         return combine(checkpoint_name(back, "moe_results"), places, routing.weights)
+
+
+def _unsorted(experts_Sk: Tensor) -> Permutation:
+    """A row for each choice that has an expert, as they come."""
+    S, k = experts_Sk.shape
+    at_Sk = torch.arange(S * k, device=experts_Sk.device).view(S, k)
+    places_Sk = torch.where(experts_Sk >= 0, at_Sk, -1)
+    return Permutation(torch.where(experts_Sk >= 0, at_Sk // max(k, 1), -1).flatten(), places_Sk)
+
+
+def _check_distinct(name: str, experts_Sk: Tensor) -> None:
+    """Refuses an expert that a token has chosen twice: a rank with fewer experts than choices has no room for both."""
+    ordered_Sk = experts_Sk.sort(1).values
+    twice = ((ordered_Sk[:, 1:] == ordered_Sk[:, :-1]) & (ordered_Sk[:, 1:] >= 0)).any(1).sum()
+    refuse(
+        twice,
+        f"{name}: tokens have chosen an expert twice, for which Sum has no room; give each choice of a token another"
+        " expert, or -1.",
+    )
 
 
 def _own_number(num: int, axis: Axes) -> int:
@@ -193,7 +227,8 @@ def _bound(S: int, k: int, E: int, axis: Axes) -> int:
 def _gathered(counts_E: Tensor, room: int, axis: Axes) -> tuple[Tensor, Tensor]:
     """The rows for each expert and the room of all ranks."""
     own = torch.cat([counts_E, counts_E.new_full((1,), room)])
-    table = all_gather(own[None], axis)
+    # With the name of the rows, which a recomputation needs no more where they are kept.
+    table = checkpoint_name(all_gather(own[None], axis), "moe_rows")
     return table[:, :-1], table[:, -1]
 
 
@@ -237,6 +272,15 @@ def _kept(experts_Sk: Tensor, places_Sk: Tensor, counts_E: Tensor, kept_E: Tenso
     at_Sk = experts_Sk.clamp(min=0)
     place_Sk = places_Sk - (counts_E.cumsum(0) - counts_E)[at_Sk]
     return torch.where((experts_Sk >= 0) & (place_Sk < kept_E[at_Sk]), experts_Sk, -1)
+
+
+def _check_even(name: str, E: int, axis: Axes) -> None:
+    if E % axis_size(axis):
+        held = [stop - start for start, stop in all_ranges(E, axis)]
+        raise ValueError(
+            f"{name}: the {E} experts would lie on the ranks of {axis!r} as {held}, and Tokens(uneven=False) takes"
+            f" equal numbers alone; choose a multiple of {len(held)} experts, or leave the option out."
+        )
 
 
 def _check_leaves(name: str, params: PyTree, own: int, E: int, exchange: Exchange) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from shardfn.collectives import axis_index, axis_size, pvary
 from shardfn.core import Axes, PyTree
+from shardfn.nn._exact_functions import exact_gated_silu, exact_gelu
 
 from ._grouped import grouped
 
@@ -23,6 +24,8 @@ def swiglu_experts(
     params: Mapping[str, Any],
     x_MD: Float[Tensor, "m d"],
     counts_E: Int64[Tensor, " e"],
+    *,
+    exact: bool = False,
 ) -> Float[Tensor, "m d"]:
     """`(silu(x w_gate^T) * x w_up^T) w_down^T` with the weights of each row's expert, as in Mixtral.
 
@@ -31,6 +34,7 @@ def swiglu_experts(
             of a sum.
         x_MD: rows, by expert; those past the last count are zeros, and stay so.
         counts_E: rows of each expert.
+        exact: a row has the same bits beside any other rows; float32 alone.
 
     Example:
         >>> import torch
@@ -39,8 +43,9 @@ def swiglu_experts(
         torch.Size([5, 3])
     """
     w_E2FD, w_EDF = params["w_gate_up"], params["w_down"]
-    gate_MF, up_MF = grouped(x_MD, w_E2FD.flatten(1, 2), counts_E, transposed=True).chunk(2, -1)
-    return grouped(F.silu(gate_MF) * up_MF, w_EDF, counts_E, transposed=True)
+    gate_MF, up_MF = grouped(x_MD, w_E2FD.flatten(1, 2), counts_E, transposed=True, exact=exact).chunk(2, -1)
+    h_MF = exact_gated_silu(gate_MF, up_MF) if exact else F.silu(gate_MF) * up_MF
+    return grouped(h_MF, w_EDF, counts_E, transposed=True, exact=exact)
 
 
 def gelu_experts(
@@ -49,6 +54,7 @@ def gelu_experts(
     counts_E: Int64[Tensor, " e"],
     *,
     axis: Axes = None,
+    exact: bool = False,
 ) -> Float[Tensor, "m d"]:
     """`gelu(x w_up^T + b_up) w_down^T + b_down` with the weights of each row's expert, as in GPT-MoE.
 
@@ -58,6 +64,7 @@ def gelu_experts(
         counts_E: rows of each expert.
         axis: mesh axes that cut F, of which all ranks have the same rows: the result is then this rank's part of a sum,
             with the second bias on the first rank alone. None is one device.
+        exact: a row has the same bits beside any other rows; float32 alone.
 
     Example:
         >>> import torch
@@ -65,18 +72,19 @@ def gelu_experts(
         >>> gelu_experts(params, torch.zeros(2, 3), torch.tensor([1, 0])).tolist()
         [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
     """
-    h_MF = F.gelu(_affine(x_MD, params["w_up"], params.get("b_up"), counts_E), approximate="tanh")
+    up_MF = _affine(x_MD, params["w_up"], params.get("b_up"), counts_E, exact)
+    h_MF = exact_gelu(up_MF) if exact else F.gelu(up_MF, approximate="tanh")
     b_ED = params.get("b_down")
     if b_ED is not None and axis_size(axis) > 1:
         b_ED = pvary(b_ED, axis) * (axis_index(axis) == 0)
-    return _affine(h_MF, params["w_down"], b_ED, counts_E)
+    return _affine(h_MF, params["w_down"], b_ED, counts_E, exact)
 
 
-def _affine(x_MD: Tensor, w_EFD: Tensor, b_EF: Tensor | None, counts_E: Tensor) -> Tensor:
-    y_MF = grouped(x_MD, w_EFD, counts_E, transposed=True)
-    return y_MF if b_EF is None else y_MF + _by_row(b_EF, y_MF, counts_E)
+def _affine(x_MD: Tensor, w_EFD: Tensor, b_EF: Tensor | None, counts_E: Tensor, exact: bool) -> Tensor:
+    y_MF = grouped(x_MD, w_EFD, counts_E, transposed=True, exact=exact)
+    return y_MF if b_EF is None else y_MF + _by_row(b_EF, y_MF, counts_E, exact)
 
 
-def _by_row(b_EF: Tensor, like_MF: Tensor, counts_E: Tensor) -> Tensor:
+def _by_row(b_EF: Tensor, like_MF: Tensor, counts_E: Tensor, exact: bool) -> Tensor:
     """The bias of each row's expert: a product with ones, whose transpose sums in a fixed order."""
-    return grouped(like_MF.new_ones(len(like_MF), 1), b_EF[:, None], counts_E)
+    return grouped(like_MF.new_ones(len(like_MF), 1), b_EF[:, None], counts_E, exact=exact)

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from shardfn.nn._exact_scores import exact_sigmoid
+
 from ._choice import choice, scaled, taken
 from ._logits import check_k, wide_logits
 from ._routing import Routing
@@ -23,6 +25,7 @@ def sigmoid_groups(
     renormalise: bool = True,
     mask: Bool[Tensor, " s"] | None = None,
     chosen: Int64[Tensor, "s k"] | None = None,
+    exact: bool = False,
     name: str = "moe",
 ) -> Routing:
     """The k experts of highest sigmoid(logit) + bias, among those of the best groups.
@@ -40,6 +43,7 @@ def sigmoid_groups(
         renormalise: whether a token's weights are divided by their sum.
         mask: as in `top_k`.
         chosen: as in `top_k`.
+        exact: as in `top_k`.
         name: the layer, in errors.
 
     Raises:
@@ -58,10 +62,10 @@ def sigmoid_groups(
     if bias is not None and bias.shape != (E,):
         raise ValueError(f"{name}: bias has shape {tuple(bias.shape)} for {E} experts; give each expert a number.")
     wide = wide_logits(logits, mask, name)
-    scores = wide.sigmoid()
+    scores = exact_sigmoid(wide) if exact else wide.sigmoid()
     biased = scores.detach() if bias is None else scores.detach() + bias.detach().to(scores.dtype)
     experts = choice(_in_best_groups(biased, groups, groups_kept), k, mask, chosen, name)
-    return Routing(experts, scaled(taken(scores, experts), renormalise, scale), scores, wide)
+    return Routing(experts, scaled(taken(scores, experts), renormalise, scale, exact), scores, wide)
 
 
 def _in_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:

@@ -11,8 +11,13 @@ def wide_logits(logits: Tensor, mask: Tensor | None, name: str) -> Tensor:
     """The logits in float32, or in float64 if they have it; 0 in rows of padding, whose numbers may be anything.
 
     Raises:
-        ValueError: a row that counts is not finite, or the mask does not fit.
+        ValueError: they are not those of a row of tokens, a row that counts is not finite, or the mask does not fit.
     """
+    if logits.ndim != 2:
+        raise ValueError(
+            f"{name}: logits have shape {tuple(logits.shape)}; a router takes [S, E], a row for each token: pass"
+            " logits.flatten(0, -2), and route the tokens x.flatten(0, -2)."
+        )
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if mask is not None:
         _check_mask(mask, logits, name)
@@ -31,6 +36,18 @@ def _check_finite(logits: Tensor, name: str) -> None:
         return
     if rows != 0:
         raise ValueError(_not_finite(f"{int(rows)} of {len(logits)}", name + _on_rank()))
+
+
+def refuse(wrong: Tensor, text: str) -> None:
+    """Raises where a number is not 0, also in a captured step; not under vmap, which has no branch on a value.
+
+    Raises:
+        ValueError: with the text.
+    """
+    if isinstance(wrong, FakeTensor):
+        check_tensor_all(wrong == 0, lambda: text)
+    elif not _is_batched(wrong) and wrong != 0:
+        raise ValueError(text)
 
 
 def _is_batched(x: Tensor) -> bool:

@@ -99,6 +99,23 @@ def combine(y: Float[Tensor, "rows d"], p: Permutation, weights: Float[Tensor, "
     return derivative(_WEIGHTED, 1, y, weights, p.source, p.places)
 
 
+def undispatch(y: Float[Tensor, "rows d"], p: Permutation) -> Float[Tensor, "s d"]:
+    """The sum of each token's rows: the transpose of `dispatch`, and its inverse where each token has one choice.
+
+    It is `combine` with weights of one, and keeps nothing for a gradient of weights.
+
+    Args:
+        y: rows, in the order of `dispatch`. The tail is not read.
+        p: from `permutation`.
+
+    Example:
+        >>> p, _ = permutation(torch.tensor([[1], [0], [-1]]), 2)
+        >>> undispatch(dispatch(torch.tensor([[1.0], [2.0], [3.0]]), p), p).T
+        tensor([[1., 2., 0.]])
+    """
+    return _Copies.apply(y, p.places, p.source[:, None])  # pyright: ignore[reportReturnType]
+
+
 class _Copies(torch.autograd.Function):
     """Rows by an index; `back` is the index whose sums are the transpose."""
 

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from ._choice import choice, scaled, taken, where_chosen
+from ._choice import choice, scaled, softmax_of, taken, where_chosen
 from ._logits import check_k, wide_logits
 from ._noise import check_index, gumbel
 from ._routing import Routing
@@ -30,6 +30,7 @@ def top_k(
     scale: float = 1.0,
     mask: Bool[Tensor, " s"] | None = None,
     chosen: Int64[Tensor, "s k"] | None = None,
+    exact: bool = False,
     name: str = "moe",
 ) -> Routing:
     """The k experts of highest probability, in order.
@@ -47,6 +48,7 @@ def top_k(
         mask: False for padding, which gets no expert.
         chosen: experts to use in place of the best, such as those of an earlier routing; gradients reach the router
             through the weights as before. -1 is a choice without an expert.
+        exact: a token's weights have the same bits beside any other tokens, on every processor; float32 alone.
         name: the layer, in errors.
 
     Raises:
@@ -67,14 +69,14 @@ def top_k(
     if softmax not in ("before", "after"):
         raise ValueError(f'{name}: softmax={softmax!r}. Take "before" the choice (Mixtral), or "after" it.')
     wide = wide_logits(logits, mask, name)
-    probs = wide.softmax(-1)
+    probs = softmax_of(wide, exact)
     experts = choice(wide, k, mask, chosen, name)
     if softmax == "after":
-        weights = where_chosen(experts, taken(wide, experts, torch.finfo(wide.dtype).min).softmax(-1))
+        weights = where_chosen(experts, softmax_of(taken(wide, experts, torch.finfo(wide.dtype).min), exact))
         renormalise = False  # they sum to 1
     else:
         weights = taken(probs, experts)
-    return Routing(experts, scaled(weights, renormalise, scale), probs, wide)
+    return Routing(experts, scaled(weights, renormalise, scale, exact), probs, wide)
 
 
 def switch_top1(
@@ -84,6 +86,7 @@ def switch_top1(
     index: Int64[Tensor, " s"] | None = None,
     mask: Bool[Tensor, " s"] | None = None,
     chosen: Int64[Tensor, "s 1"] | None = None,
+    exact: bool = False,
     name: str = "moe",
 ) -> Routing:
     """The most probable expert, with its probability as weight, through which the router has its gradient.
@@ -97,6 +100,7 @@ def switch_top1(
         index: global number of each token, for the noise, from `token_numbers`.
         mask: as in `top_k`.
         chosen: as in `top_k`.
+        exact: as in `top_k`.
         name: the layer, in errors.
 
     Raises:
@@ -114,7 +118,7 @@ def switch_top1(
     check_index(name, key, index, len(logits))
     wide = wide_logits(logits, mask, name)
     experts = choice(_noisy(wide, key, index), 1, mask, chosen, name)
-    probs = wide.softmax(-1)
+    probs = softmax_of(wide, exact)
     return Routing(experts, taken(probs, experts), probs, wide)
 
 
@@ -125,6 +129,7 @@ def gshard_top2(
     index: Int64[Tensor, " s"] | None = None,
     mask: Bool[Tensor, " s"] | None = None,
     chosen: Int64[Tensor, "s 2"] | None = None,
+    exact: bool = False,
     name: str = "moe",
 ) -> Routing:
     """The most probable expert and a second one; their weights are probabilities, divided by their sum.
@@ -137,6 +142,7 @@ def gshard_top2(
         index: global number of each token, for the noise, from `token_numbers`.
         mask: as in `top_k`.
         chosen: as in `top_k`.
+        exact: as in `top_k`.
         name: the layer, in errors.
 
     Raises:
@@ -160,8 +166,8 @@ def gshard_top2(
     # The first has the highest score of all, so that noise does not change it.
     scores = _noisy(wide, key, index).scatter(-1, first, torch.inf)
     experts = choice(scores, 2, mask, chosen, name)
-    probs = wide.softmax(-1)
-    return Routing(experts, scaled(taken(probs, experts), True, 1.0), probs, wide)
+    probs = softmax_of(wide, exact)
+    return Routing(experts, scaled(taken(probs, experts), True, 1.0, exact), probs, wide)
 
 
 def _noisy(logits: Tensor, key: Tensor | None, index: Tensor | None) -> Tensor:

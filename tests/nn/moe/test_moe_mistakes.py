@@ -21,6 +21,8 @@ MISTAKES = [
             ValueError, "layers.1: k=0 choices of 4 experts", "choose k in 1 .. 4"),
     Mistake("an unknown softmax", lambda: moe.top_k(X, 2, softmax=LIE),
             ValueError, "softmax='probabilities'", '"before"'),
+    Mistake("logits of sequences", lambda: moe.top_k(X.view(2, 3, 4), 2, name="layers.1"),
+            ValueError, "layers.1: logits have shape (2, 3, 4)", "logits.flatten(0, -2)"),
     Mistake("a mask of another batch", lambda: moe.top_k(X, 2, mask=torch.ones(2, 3, dtype=torch.bool)),
             ValueError, "moe: mask is torch.bool of shape (2, 3) for 6 tokens", "mask.flatten()"),
     Mistake("a choice of other experts", lambda: moe.top_k(X, 1, chosen=torch.tensor([[0], [1], [2], [3], [4], [5]])),
@@ -66,3 +68,21 @@ def test_a_mistake_is_refused_with_its_remedy(mistake: Mistake) -> None:
 @distributed(world=2)
 def test_all_ranks_refuse_a_mistake() -> None:
     check_on_all_ranks(MISTAKES)
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_sum_refuses_an_expert_that_a_token_has_chosen_twice(jit: bool) -> None:
+    # Each rank has one expert, and so one row for each token.
+    chosen = torch.tensor([[0, 1], [1, 1], [0, -1]])
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        routing = moe.top_k(x, 2, chosen=chosen)
+        return moe.apply(moe.gelu_experts, params, x, routing, exchange=moe.Sum("tp"), name="layers.3").sum()
+
+    params = {"w_up": torch.ones(2, 3, 2), "w_down": torch.ones(2, 2, 3)}
+    with sf.make_mesh({"tp": 2}, device="cpu") as mesh:
+        wrapped = sf.jit(loss) if jit else loss
+        step = sf.sharded_step(wrapped, sf.optim.sgd(0.1), mesh=mesh, specs=sf.P("tp"), batch=sf.P())
+        with pytest.raises(ValueError, match=r"layers\.3: tokens have chosen an expert twice"):
+            step(step.init(params), torch.eye(3, 2))

@@ -1,0 +1,202 @@
+"""The server beside its own engine on one trace, many streams at once, and its cost without requests.
+
+    python benchmarks/bench_server.py --out benchmarks/results/server.md
+
+Parts:
+
+    ratio    tokens a second of clients, over those of `Engine.generate` on the same trace, all arriving at once. The
+             server's front and the clients share the cores with the only rank. On a machine with other load the
+             processor times are the better measure: the rank's over the engine's
+    streams  `--streams` at a time for `--seconds`: lost answers, equal requests with other texts, and memory
+    idle     processor time of front and two ranks without requests, in parts of one core
+
+Engine and server take turns within a round; ratios are formed within it.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from _report import publish, table
+
+from shardfn import core, interop
+from shardfn.checkpoint import save
+from shardfn.data import ByteTokenizer
+from shardfn.inference import Engine, Runner, Sampling, decoder, limits_of
+from shardfn.models import gpt
+from shardfn.serve import Arrival, measure, trace
+
+SIZES = {
+    "33.7M": {"vocab_size": 8192, "num_layers": 8, "d_model": 512, "num_heads": 8, "d_ff": 1408, "max_len": 512},
+    "tiny": {"vocab_size": 256, "num_layers": 2, "d_model": 32, "num_heads": 2, "d_ff": None, "max_len": 512},
+}
+BUDGET, RUNNING = 128, 32
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+class Server:
+    """A server as a process."""
+
+    def __init__(self, process: Any, url: str, pids: list[int]) -> None:
+        self.process, self.url, self.pids = process, url, pids
+
+    def seconds(self) -> list[float]:
+        """The processor time of the front and each rank."""
+        lines = [pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in self.pids]
+        return [(int(line[11]) + int(line[12])) / TICK for line in lines]
+
+    def memory(self) -> list[float]:
+        """The memory of each, in MiB."""
+        texts = [pathlib.Path(f"/proc/{pid}/status").read_text() for pid in self.pids]
+        return [int(re.findall(r"VmRSS:\s+(\d+)", text)[0]) / 1024 for text in texts]
+
+
+def main() -> None:
+    """Measures and reports."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=["ratio", "streams", "idle"])
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES))
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--streams", type=int, default=500)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--out", default="")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    parts = {"ratio": ratio_part, "streams": streams_part, "idle": idle_part}
+    load = f"load of the machine before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    publish("The server", "\n\n".join([load, *(f"## {x}\n\n{parts[x](args)}" for x in args.parts)]), out=args.out)
+
+
+@contextlib.contextmanager
+def running(folder: pathlib.Path, ranks: int = 1) -> Iterator[Server]:
+    """A server of a run of train_gpt."""
+    sizes = ["--running", RUNNING, "--budget", BUDGET, "--cache-gib", 0.5, "--max-waiting-tokens", 10**9]
+    command = [sys.executable, "-m", "shardfn", "serve", folder, "--port", 0, "--name", "it", "--mesh", f"tp={ranks}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    flat = [str(x) for x in [*command, *sizes]]
+    process = subprocess.Popen(flat, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    found = next((x for line in process.stderr if (x := re.search(r"ready at (\S+),", line))), None)
+    assert found is not None, "the server has ended"
+    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    try:
+        yield Server(process, found[1], [process.pid, *map(int, children)])
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def made(size: str, folder: pathlib.Path) -> tuple[gpt.Config, Any]:
+    """A model without training, written as train_gpt does."""
+    config = gpt.Config.llama_like(**SIZES[size])  # pyright: ignore[reportArgumentType]
+    params = gpt.init(config, core.key(0))
+    row = {"model": interop.hf_config(config), "per_head": False, "tokenizer": "bytes"}
+    (folder / "model.json").write_text(json.dumps(row))
+    save(folder / "checkpoints", params, 1, at="params")
+    return gpt.Config.llama_like(**SIZES[size], exact=True), params  # pyright: ignore[reportArgumentType]
+
+
+def ratio_part(args: argparse.Namespace) -> str:
+    """Tokens a second by the server and by its engine."""
+    head = ["model", "engine, tokens/s", "server, tokens/s", "ratio", "quartiles"]
+    head += [f"{x}, us a token" for x in ("engine", "front", "rank", "clients")]
+    return table(head, [ratio_row(size, args) for size in args.sizes])
+
+
+def ratio_row(size: str, args: argparse.Namespace) -> list[str]:
+    """One model."""
+    rates: dict[str, list[float]] = {"engine": [], "server": []}
+    costs = list[list[float]]()
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as held:
+        config, params = made(size, pathlib.Path(place))
+        model = decoder(config)
+        limits = limits_of(model, running=RUNNING, buckets=(1, 2, 4, 8, 12, 16, 24, 32, 48, 64, BUDGET))
+        runner = Runner(model, limits)
+        Engine(model, params, limits=limits, runner=runner).warm_up()
+        server = held.enter_context(running(pathlib.Path(place)))
+        arrivals = trace(args.requests, None, prompt=64, drawn=48)
+        drawn = sum(one.max_tokens for one in arrivals)
+        samplings = [Sampling(max_tokens=one.max_tokens) for one in arrivals]
+        for _ in range(args.rounds):
+            engine = Engine(model, params, limits=limits, runner=runner, tokenizer=ByteTokenizer())
+            start, alone = time.perf_counter(), time.process_time()
+            engine.generate([one.prompt for one in arrivals], samplings)
+            rates["engine"].append(drawn / (time.perf_counter() - start))
+            alone = time.process_time() - alone
+            before, client, start = server.seconds(), time.process_time(), time.perf_counter()
+            _ask(server, arrivals)
+            rates["server"].append(drawn / (time.perf_counter() - start))
+            used = [b - a for a, b in zip(before, server.seconds(), strict=True)]
+            costs.append([1e6 * x / drawn for x in [alone, *used, time.process_time() - client]])
+    ratios = [b / a for a, b in zip(rates["engine"], rates["server"], strict=True)]
+    low, mid, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    each = [f"{statistics.median(x):.0f}" for x in zip(*costs, strict=True)]
+    medians = [f"{statistics.median(rate):.0f}" for rate in rates.values()]
+    return [size, *medians, f"{mid:.2f}", f"{low:.2f} .. {high:.2f}", *each]
+
+
+def streams_part(args: argparse.Namespace) -> str:
+    """Streams that are open at one time, each followed by the next one; equal prompts must have equal texts."""
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as held:
+        made("tiny", pathlib.Path(place))
+        server = held.enter_context(running(pathlib.Path(place)))
+        memory = [server.memory()]
+        lost, count, texts = list[str](), list[int](), dict[tuple[int, int], set[str]]()
+
+        async def one(i: int, end: float) -> None:
+            while time.monotonic() < end:
+                made = await measure(server.url, "it", [Arrival(0, [1 + i % 250, 2], 16 + i % 8)])
+                lost.extend(x.error for x in made if x.error)
+                texts.setdefault((i % 250, i % 8), set()).update(x.text for x in made)
+                count.append(len(made))
+
+        async def everything(seconds: float) -> None:
+            await asyncio.gather(*(one(i, time.monotonic() + seconds) for i in range(args.streams)))
+
+        for part in (0.1, 0.45, 0.45):
+            asyncio.run(everything(part * args.seconds))
+            memory.append(server.memory())
+        mixed = sum(len(found) - 1 for found in texts.values())
+    rows = [[name, *(f"{x[i]:.0f}" for x in memory)] for i, name in enumerate(("front", "rank"))]
+    note = (
+        f"{args.streams} at a time for {args.seconds:.0f} s: {sum(count)} requests, {len(lost)} failed, {mixed} texts"
+    )
+    note += " differ from those of equal requests"
+    return note + "\n\n" + table(["MiB", "before", "after 10%", "after 55%", "after all"], rows)
+
+
+def idle_part(args: argparse.Namespace) -> str:
+    """Processor time without requests."""
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as held:
+        made("tiny", pathlib.Path(place))
+        server = held.enter_context(running(pathlib.Path(place), ranks=2))
+        asyncio.run(measure(server.url, "it", [Arrival(0, [1, 2], 4)]))
+        time.sleep(2)
+        before = server.seconds()
+        time.sleep(args.seconds)
+        parts = [100 * (b - a) / args.seconds for a, b in zip(before, server.seconds(), strict=True)]
+    each = ", ".join(f"{x:.2f}%" for x in parts)
+    return f"{sum(parts):.2f}% of a core over {args.seconds:.0f} s (front, rank 0, rank 1: {each})"
+
+
+def _ask(server: Server, arrivals: list[Arrival]) -> None:
+    found = asyncio.run(measure(server.url, "it", arrivals))
+    assert not any(one.error for one in found), found
+    assert [one.tokens for one in found] == [one.max_tokens for one in arrivals]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""`shardfn serve`: a server of OpenAI's interface, from files of several kinds."""
+
+import importlib.util
+import os
+import pathlib
+import sys
+
+from shardfn.serve import Settings, Text, read_keys, serve
+
+from ._chat_template import template
+from ._generate import one_line
+from ._generate_model import load_text
+from ._serve_job import ServeJob, command_of
+
+_PACKAGES = ("starlette", "uvicorn", "jinja2")
+
+
+def serve_command(job: ServeJob) -> int:
+    """Serves until SIGTERM, SIGINT or the end of a rank; reports to stderr.
+
+    Returns:
+        The exit status: 0 after a signal; 1 if a rank has ended; 2 if the model or a setting is refused.
+    """
+    try:
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ValueError("it starts its ranks itself; start it without torchrun, with --mesh tp=N")
+        missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ImportError(f"it needs {', '.join(missing)}, which is missing: pip install 'shardfn[serve]'")
+        keys = () if job.api_key_file is None else read_keys(pathlib.Path(job.api_key_file))
+        settings = Settings(keys=keys, **job.server)
+        text = load_text(job.model)
+        if job.chat_template is not None:
+            text = text._replace(chat=template(pathlib.Path(job.chat_template).read_text(encoding="utf-8"), text))
+        return serve(
+            settings,
+            Text(text.encode, text.tokenizer, text.chat),
+            lambda end: command_of(job, end, sys.executable),
+            ranks=job.model.ranks,
+            threads=None if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // job.model.ranks),
+            report=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    except (ValueError, OSError, ImportError) as error:
+        print(f"shardfn serve: error: {one_line(error)}", file=sys.stderr)
+        return 2

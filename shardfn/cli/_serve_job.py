@@ -1,0 +1,130 @@
+"""The settings of `shardfn serve`: from the command line, checked before anything is loaded."""
+
+import argparse
+import dataclasses
+import pathlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shardfn.inference import Limits, Sampling
+
+from ._generate_job import DTYPES, KINDS, GenerateJob, kind_of
+
+_GIB, _MIB = 1 << 30, 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeJob:
+    """The settings of a server; `shardfn serve --help` describes them.
+
+    Attributes:
+        model: the path, its kind, and how it is loaded.
+        running: the most sequences at a time.
+        budget: the most rows of a step.
+        chat_template: a file, or None for the tokenizer's own.
+        api_key_file: a file, or None.
+        server: fields of `shardfn.serve.Settings` but the keys.
+    """
+
+    model: GenerateJob
+    running: int
+    budget: int
+    chat_template: str | None
+    api_key_file: str | None
+    server: dict[str, Any]
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The numbers of rows of a step."""
+        return (*(size for size in Limits.buckets if size < self.budget), self.budget)
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `shardfn serve`."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a directory of Hugging Face, a GGUF file, or a run of examples/train_gpt.py")
+    add("--host", default="127.0.0.1", help="the address to listen on (default %(default)s, for this machine alone)")
+    add("--port", type=int, default=8000, help="0 takes a free one (default %(default)s)")
+    add("--name", help="of the model, for clients (default: the last part of MODEL)")
+    add("--api-key-file", metavar="FILE", help="the keys of clients, one in each line")
+    add("--allowed-host", action="append", default=[], metavar="NAME", help="of a proxy before a server at loopback")
+    add("--chat-template", metavar="FILE", help="a template of jinja, in place of the tokenizer's")
+    add("--mesh", default="", metavar="tp=N", help="ranks, which the command starts (default tp=1)")
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and cache (default %(default)s)")
+    add("--context", type=int, metavar="N", help="the most tokens of prompt and completion (default: the model's)")
+    add("--cache-gib", type=float, default=1.0, metavar="GIB", help="the most memory of the cache (default 1)")
+    add("--running", type=int, default=Limits.running, metavar="N", help="sequences at a time (default %(default)s)")
+    add("--budget", type=int, default=Limits.buckets[-1], metavar="N", help="rows of a step (default %(default)s)")
+    add("--max-waiting-tokens", type=int, default=1 << 16, metavar="N", help="then 429 (default %(default)s)")
+    add("--max-body-mib", type=float, default=4.0, metavar="MIB", help="of a request (default %(default)s)")
+    add("--max-connections", type=int, default=1024, metavar="N", help="at a time (default %(default)s)")
+    add("--stall-seconds", type=float, default=30.0, metavar="S", help="for a slow reader (default %(default)s)")
+    add("--drain-seconds", type=float, default=30.0, metavar="S", help="after SIGTERM (default %(default)s)")
+
+
+def parse_serve(args: argparse.Namespace) -> ServeJob:
+    """The settings that the arguments describe. No file is loaded.
+
+    Raises:
+        ValueError: has everything that is wrong, each with its remedy.
+    """
+    path = pathlib.Path(args.model)
+    kind, ranks = kind_of(path), _ranks(args.mesh)
+    wrong = [] if kind in KINDS else [str(kind)]
+    wrong += [] if isinstance(ranks, int) else [ranks]
+    problems = [*wrong, *_problems(args)]
+    if problems:
+        raise ValueError("; ".join(problems))
+    assert isinstance(ranks, int)
+    names = ("context", "cache_gib", "dtype")
+    given = {name: getattr(args, name) for name in names}
+    model = GenerateJob(args.model, kind, (), Sampling(), ranks=ranks, **given)
+    server = {
+        "name": args.name or path.absolute().name,
+        "host": args.host,
+        "port": args.port,
+        "hosts": tuple(args.allowed_host),
+        "max_body": int(args.max_body_mib * _MIB),
+        "max_connections": args.max_connections,
+        "max_waiting": args.max_waiting_tokens,
+        "stall_seconds": args.stall_seconds,
+        "drain_seconds": args.drain_seconds,
+    }
+    return ServeJob(model, args.running, args.budget, args.chat_template, args.api_key_file, server)
+
+
+def _ranks(mesh: str) -> int | str:
+    """The number of ranks, or a message."""
+    found = re.fullmatch(r"tp=(\d+)", mesh or "tp=1")
+    if found is None or int(found[1]) < 1:
+        return f"--mesh {mesh}: write tp=N, with at least one rank"
+    return int(found[1])
+
+
+def _problems(args: argparse.Namespace) -> Iterator[str]:
+    if args.context is not None and args.context < 2:
+        yield f"--context {args.context}: it must be at least 2, a token of the prompt and one that is drawn"
+    if not args.cache_gib > 0:
+        yield f"--cache-gib {args.cache_gib}: it must be above 0"
+    if not 1 <= args.running < args.budget:
+        yield f"--running {args.running}: it must be from 1 to {args.budget - 1}, fewer than --budget"
+    for name in ("api_key_file", "chat_template"):
+        given = getattr(args, name)
+        if given is not None and not pathlib.Path(given).is_file():
+            yield f"--{name.replace('_', '-')} {given}: there is no such file"
+
+
+def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
+    """The program of a rank, as another process starts it."""
+    model = job.model
+    options = {
+        "--mesh": f"tp={model.ranks}",
+        "--dtype": model.dtype,
+        "--cache-gib": model.cache_gib,
+        "--running": job.running,
+        "--budget": job.budget,
+        **({} if model.context is None else {"--context": model.context}),
+    }
+    flat = [str(x) for pair in options.items() for x in pair]
+    return [python, "-m", "shardfn.cli._serve_rank", str(end), model.model, *flat]

@@ -1,0 +1,82 @@
+"""A rank of `shardfn serve`, as its front starts it: `python -m shardfn.cli._serve_rank SOCKET MODEL OPTIONS`."""
+
+import argparse
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch.distributed as dist
+
+from shardfn.core import RankError, make_mesh
+from shardfn.inference import Engine, limits_of
+from shardfn.memory import DamagedError
+from shardfn.serve import Ready, run_rank
+
+from ._generate import one_line
+from ._generate_model import AXIS, load
+from ._serve_job import ServeJob, add_serve_arguments, parse_serve
+
+
+def main(argv: Sequence[str]) -> int:
+    """Loads the model, and computes until the front ends it.
+
+    Returns:
+        The exit status: 2 if the model is refused, 1 if a file is damaged, or if the front or another rank has ended.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("socket", type=int)
+    add_serve_arguments(parser)
+    args = parser.parse_args(argv)
+    end = socket.socket(fileno=args.socket)
+    try:
+        job = parse_serve(args)
+        engine, ready = _warm(job)
+        run_rank(engine, end, ready)
+        return 0
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"shardfn serve: error: {one_line(error)}", file=sys.stderr, flush=True)
+        return 1 if isinstance(error, DamagedError) else 2
+    except (EOFError, RankError) as error:
+        if isinstance(error, RankError):
+            print(f"shardfn serve: error: {one_line(error)}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _warm(job: ServeJob) -> tuple[Engine, Ready]:
+    """An engine whose graphs are captured."""
+    ranks, model = job.model.ranks, job.model
+    mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
+    with contextlib.ExitStack() as held:
+        served = load(model, mesh, held)
+        limits = limits_of(
+            served.decoder,
+            context=_context(job, served.decoder.context),
+            cache_bytes=int(model.cache_gib * 2**30),
+            running=job.running,
+            buckets=job.buckets,
+            cache_dtype=model.dtype,
+        )
+        engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, tokenizer=served.text.tokenizer)
+    grammars = find_spec("llguidance") is not None and getattr(engine.detokenizer, "bytes_of", None) is not None
+    engine.warm_up(penalties=True, grammars=grammars)
+    how = f"not exact: {served.inexact}" if served.inexact else "exact"
+    about = f"{model.model}: {served.size:,} parameters, {model.dtype}, {how}\n{engine.memory()}"
+    return engine, Ready(limits, served.text.ends, served.text.size, grammars, about)
+
+
+def _context(job: ServeJob, most: int) -> int:
+    given = job.model.context
+    if given is not None and given > most:
+        raise ValueError(f"--context {given}: the longest sequence of {job.model.model} has {most} tokens.")
+    return most if given is None else given
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

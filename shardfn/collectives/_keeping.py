@@ -1,0 +1,64 @@
+"""Results of transfers that a caller around may keep, in place of a second transfer when its function runs again.
+
+A keeper sees the result of each primitive that sends something, whole: the operations that pack and unpack messages are
+no part of the function that it runs. `as_one` joins the transfers of one collective, whose value a name then means.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+from shardfn.core import Ambient
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Keeper(Protocol):
+    """Decides about results of transfers: `remat` with a policy."""
+
+    def transfer(self, name: str, run: Callable[[], Tensor]) -> Tensor:
+        """The result of a transfer: `run()`, or the one that was kept of it."""
+        ...
+
+    def joined(self, run: Callable[[], T]) -> T:
+        """`run()`, whose transfers belong to the tensor that it returns, or to the first of several."""
+        ...
+
+
+_KEEPER = Ambient[Keeper]("a keeper of results of transfers", by_thread=True)
+
+
+def keeping(keeper: Keeper) -> AbstractContextManager[Keeper]:
+    """Shows the transfers of this thread to a keeper, which shows them to the one around it, `keeper_around`."""
+    return _KEEPER.bound(keeper)
+
+
+def keeper_around() -> Keeper | None:
+    """The keeper that sees the transfers now."""
+    return _KEEPER.innermost()
+
+
+def transferred(name: str, run: Callable[[], Tensor]) -> Tensor:
+    """The result of a transfer."""
+    keeper = _KEEPER.innermost()
+    return run() if keeper is None else keeper.transfer(name, run)
+
+
+def as_one(run: Callable[[], T]) -> T:
+    """The value of a collective that is made of transfers and other operations."""
+    keeper = _KEEPER.innermost()
+    return run() if keeper is None else keeper.joined(run)
+
+
+def joined(f: Callable[..., T]) -> Callable[..., T]:
+    """A function that is such a collective."""
+
+    @functools.wraps(f)
+    def one(*args: Any) -> T:
+        return as_one(functools.partial(f, *args))
+
+    return one

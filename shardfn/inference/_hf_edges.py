@@ -1,0 +1,125 @@
+"""The layers of a model of transformers between which a rank's own features need not be joined.
+
+Each weight is cut by its outputs, so ranks may join the results of each layer: that is right for any code. Models of
+transformers declare between which layers their code also runs on a part of the heads or features, in `_tp_plan`. A
+declaration is used if a probe finds that it holds: a forward in which one rank of several has its part alone.
+
+T tokens, H query heads, G key heads, K head dim.
+"""
+
+import functools
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardfn.modules import DecodingFunction, Edge, ExactRows, Scores
+
+_LOG = logging.getLogger("shardfn.inference")
+_KINDS = {"colwise": Edge.ENTER, "rowwise": Edge.LEAVE}
+
+
+def edges_of(function: DecodingFunction, linear: Mapping[str, bool], key_heads: int) -> dict[str, Edge]:
+    """Linear layers that need not join their features, by the names of their weights.
+
+    Args:
+        function: the model.
+        linear: the weights of its linear layers, [inputs, outputs] where the value is True.
+        key_heads: of each layer of attention. Ranks divide them.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from shardfn.modules import decoding
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> function = decoding(LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).eval())
+        >>> edges_of(function, {"model.layers.0.mlp.down_proj.weight": False}, key_heads=2)
+        {'model.layers.0.mlp.down_proj.weight': <Edge.LEAVE: 'leave'>}
+    """
+    plan = getattr(function.module, "_tp_plan", None) or {}
+    kinds = {name: plan.get(re.sub(r"\.\d+(?=\.)", ".*", name.rpartition(".")[0])) for name in linear}
+    edges = {name: _KINDS[kind] for name, kind in kinds.items() if kind in _KINDS}
+    ranks = next((n for n in range(2, key_heads + 1) if key_heads % n == 0), 1)
+    if not edges or ranks == 1:
+        return {}
+    problem = next(_problems(function, linear, edges, ranks), None)
+    if problem is None:
+        return edges
+    name = type(function.module).__name__
+    _LOG.info("%s: ranks join the results of each layer, as its tp_plan does not hold: %s", name, problem)
+    return {}
+
+
+@dataclass
+class _Part:
+    """One of several ranks: its part of each value, and the values of a forward on one device, in order."""
+
+    rank: int
+    ranks: int
+    wholes: Iterator[Tensor]
+
+    def of(self, x: Tensor) -> Tensor:
+        """The block of the last dim."""
+        size = -(-x.shape[-1] // self.ranks)
+        return x[..., self.rank * size : (self.rank + 1) * size]
+
+
+@dataclass
+class _Forward:
+    """A forward of a whole model, or of one rank's part, in which layers have the bits of the whole model."""
+
+    function: DecodingFunction
+    linear: Mapping[str, bool]
+    edges: Mapping[str, Edge]
+    part: _Part | None = None
+    left: list[Tensor] = field(default_factory=list)  # inputs of layers that lead out
+
+    def __call__(self) -> Tensor:
+        params = self.function.params
+        layers = {id(params[name]): functools.partial(self._layer, name, params[name]) for name in self.linear}
+        at_T = torch.arange(3, device=next(iter(params.values())).device)
+        with torch.no_grad():
+            return self.function(params, at_T % 2, at_T, at_T, _attend, ExactRows(layers))
+
+    def _layer(self, name: str, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        edge = self.edges.get(name, Edge.WHOLE)
+        if edge is Edge.LEAVE:
+            x = self._joined(name, x)
+        y = F.linear(x, weight.T if self.linear[name] else weight, bias)
+        return y if self.part is None or edge is not Edge.ENTER else self.part.of(y)
+
+    def _joined(self, name: str, x: Tensor) -> Tensor:
+        if self.part is None:
+            self.left.append(x)
+            return x
+        whole = next(self.part.wholes)
+        if not torch.equal(x, self.part.of(whole)):
+            raise ValueError(f"before {name} a rank's part has other bits than the whole")
+        return whole
+
+
+def _problems(
+    function: DecodingFunction, linear: Mapping[str, bool], edges: Mapping[str, Edge], ranks: int
+) -> Iterator[str]:
+    """Reasons for which a rank cannot run its part alone: errors of the model's code, or other bits."""
+    whole = _Forward(function, linear, edges)
+    logits = whole()
+    for rank in range(ranks):
+        part = _Part(rank, ranks, iter(whole.left))
+        try:
+            same = torch.equal(_Forward(function, linear, edges, part)(), logits)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            yield str(error)
+            return
+        if not same:
+            yield "a rank has other logits"
+
+
+def _attend(scores: Scores, q_1THK: Tensor, k_1TGK: Tensor, v_1TGK: Tensor) -> Any:
+    """In place of attention a function of the same heads."""
+    del scores
+    return q_1THK + (k_1TGK - v_1TGK).repeat_interleave(q_1THK.shape[2] // k_1TGK.shape[2], dim=2)

@@ -1,0 +1,256 @@
+"""Tensors of files of transformers as parameters of its modules, and back: experts one by one against fused leaves.
+
+A file has `experts.3.w1.weight`, and the module of transformers 5 has `experts.gate_up_proj` [E, 2F, D]. The tables of
+transformers name the parts of a leaf, and its operations join them: here they are applied to headers, for shapes, and
+to the parts of a block, so that a rank reads its own experts alone.
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardfn.core import raise_all
+
+from ._archive import Archive
+
+Box = Sequence[tuple[int, int]]
+
+
+class Kept(NamedTuple):
+    """The dtype and shape of a leaf as the files have it.
+
+    Attributes:
+        dtype: of the files.
+        shape: after its conversion.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """Tensors of files that one conversion of transformers joins, or divides.
+
+    Attributes:
+        key: the first leaf that it makes.
+        converter: of transformers; None leaves the tensor unchanged.
+        sources: the names in the files by the converter's pattern, in the order of experts.
+        module: the module, whose config some operations read.
+    """
+
+    key: str
+    converter: Any
+    sources: Mapping[str, Sequence[str]]
+    module: nn.Module
+
+    def run(self, read: Callable[[str, str], Tensor], experts: slice = slice(None)) -> dict[str, Tensor]:
+        """The leaves that are made of tensors `read(pattern, name)`; those of some experts, where `by_expert`."""
+        if self.converter is None:
+            ((pattern, (name,)),) = self.sources.items()
+            return {self.key: read(pattern, name)}
+        converter = copy.deepcopy(self.converter)
+        for pattern, names in self.sources.items():
+            for name in names[experts]:
+                converter.add_tensor(self.key, name, pattern, read(pattern, name))
+        return converter.convert(self.key, model=self.module, config=self.module.config)
+
+    @functools.cached_property
+    def by_expert(self) -> bool:
+        """Whether dim 0 of the leaf counts the tensors of each pattern: experts, which no operation mixes."""
+        kinds = [type(op).__name__ for op in self._operations]
+        dims = [d for op in self._operations[1:] for d in _dims(op)]
+        return kinds[:1] == ["MergeModulelist"] and self._operations[0].dim == 0 and all(d > 0 for d in dims)
+
+    @functools.cached_property
+    def joined(self) -> int | None:
+        """The dim of the leaf along which the patterns lie one after another; None where it is not so simple."""
+        kinds = [type(op).__name__ for op in self._operations]
+        if not self.by_expert or kinds[1:] not in ([], ["Concatenate"]):
+            return None
+        return self._operations[1].dim if kinds[1:] else 1
+
+    @property
+    def _operations(self) -> list[Any]:
+        return [] if self.converter is None else self.converter.operations
+
+
+class ConvertedArchive(Mapping[str, Kept]):
+    """The tensors of an archive under a module's names, converted as they are read.
+
+    Args:
+        archive: the files.
+        conversions: of all of its tensors.
+
+    Raises:
+        ValueError: parts of a leaf do not fit together; lists all.
+    """
+
+    def __init__(self, archive: Archive, conversions: Iterable[Conversion]) -> None:
+        self.directory, self._archive = archive.directory, archive
+        self._kept: dict[str, Kept] = {}
+        self._made_by: dict[str, Conversion] = {}
+        problems = []
+        for made in conversions:
+            try:
+                leaves = made.run(lambda _, name: _header(archive, name))
+            except (RuntimeError, ValueError, IndexError) as error:
+                parts = ", ".join(f"{len(names)} of {pattern}" for pattern, names in made.sources.items())
+                problems.append(f"{made.key} cannot be made of {parts}: {error}")
+                continue
+            self._kept |= {name: Kept(x.dtype, tuple(x.shape)) for name, x in leaves.items()}
+            self._made_by |= dict.fromkeys(leaves, made)
+        raise_all(ValueError, f"tensors of {archive.directory} do not fit together:", problems)
+
+    def __getitem__(self, name: str) -> Kept:
+        return self._kept[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def num_experts(self, name: str) -> int | None:
+        """The number of experts that the files have of a leaf; None for leaves of no experts."""
+        made = self._made_by[name]
+        return self._kept[name].shape[0] if made.by_expert else None
+
+    def box(self, name: str, box: Box) -> Tensor:
+        """A box of a leaf, in the file's dtype; of experts, only those of the box are read."""
+        made, kept = self._made_by[name], self._kept[name]
+        if made.converter is None:
+            return self._archive.box(made.sources[made.key][0], box)
+        if any(lo >= hi for lo, hi in box):
+            return torch.empty([hi - lo for lo, hi in box], dtype=kept.dtype)
+        experts = slice(*box[0]) if made.by_expert else slice(None)
+        if made.joined is not None:
+            parts = _parts(made, {p: self._archive[names[0]].shape for p, names in made.sources.items()}, box)
+            return made.run(lambda pattern, name: self._archive.box(name, parts[pattern]), experts)[name]
+        whole = made.run(lambda _, name: self._whole(name), experts)[name]
+        for dim, (lo, hi) in enumerate(box):
+            whole = whole.narrow(dim, 0 if dim == 0 and made.by_expert else lo, hi - lo)
+        return whole
+
+    def _whole(self, name: str) -> Tensor:
+        return self._archive.box(name, [(0, n) for n in self._archive[name].shape])
+
+
+def as_module(archive: Archive, module: nn.Module, known: Iterable[str]) -> Archive | ConvertedArchive:
+    """The archive under the names of the module: itself where they are those of the files.
+
+    Args:
+        archive: the files.
+        module: of transformers, or any other, whose names must be those of the files.
+        known: the names of its parameters and buffers, those of tied parameters among them.
+    """
+    names = dict.fromkeys(known, True)
+    if all(name in names for name in archive) or (tables := _tables(module)) is None:
+        return archive
+    return ConvertedArchive(archive, _conversions(archive, module, names, tables.get_model_conversion_mapping(module)))
+
+
+def saved_together(module: nn.Module, names: Iterable[str]) -> list[list[str]]:
+    """Groups of leaves that are converted together for the files of transformers.
+
+    Args:
+        module: any module; one that is not of transformers has each leaf by itself.
+        names: of the leaves.
+    """
+    if _tables(module) is None:
+        return [[name] for name in names]
+    from transformers.core_model_loading import WeightConverter, apply_converters
+
+    table: list[Any] = [t.reverse_transform() for t in reversed(_table_of_saving(module))]
+    converters = [t for t in table if isinstance(t, WeightConverter)]
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        key, pattern = apply_converters(name, converters)
+        groups.setdefault(name if pattern is None else key, []).append(name)
+    return list(groups.values())
+
+
+def as_saved(module: nn.Module, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A group of leaves as `save_pretrained` writes them: under the names of the files, experts one by one."""
+    if _tables(module) is None:
+        return dict(leaves)
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model: Any = module
+    return revert_weight_conversion(model, dict(leaves))
+
+
+def _tables(module: nn.Module) -> Any:
+    """The conversions of transformers; None where the module is not one of its own, or where it has none."""
+    try:
+        from transformers import PreTrainedModel, conversion_mapping
+    except ImportError:
+        return None
+    return conversion_mapping if isinstance(module, PreTrainedModel) else None
+
+
+def _table_of_saving(module: Any) -> list[Any]:
+    """The table by which the model was loaded, or its default one without prefixes, as `save_pretrained` has it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    loaded = getattr(module, "_weight_conversions", None)
+    if loaded is not None:
+        return loaded
+    return [t for t in get_model_conversion_mapping(module, add_legacy=False) if not isinstance(t, PrefixChange)]
+
+
+def _conversions(
+    archive: Archive, module: Any, known: Mapping[str, bool], table: Sequence[Any]
+) -> Iterator[Conversion]:
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    renamings = [t for t in table if isinstance(t, WeightRenaming)]
+    converters = [t for t in table if isinstance(t, WeightConverter)]
+    of_pattern = {pattern: t for t in converters for pattern in t.source_patterns}
+    rename: Any = functools.partial(
+        rename_source_key, base_model_prefix=module.base_model_prefix, meta_state_dict=dict(known)
+    )
+    joined: dict[str, dict[str, list[str]]] = {}
+    for name in sorted(archive, key=dot_natural_key):
+        key, pattern = rename(name, renamings, converters)
+        if key not in known and name in known:
+            key, pattern = rename(name, [], [])
+        if key not in known:  # left over: under the name that the file has
+            key, pattern = name, None
+        if pattern is None:
+            yield Conversion(key, None, {key: [name]}, module)
+        else:
+            joined.setdefault(key, {}).setdefault(pattern, []).append(name)
+    for key, sources in joined.items():
+        yield Conversion(key, of_pattern[next(iter(sources))], sources, module)
+
+
+def _header(archive: Archive, name: str) -> Tensor:
+    kept = archive[name]
+    return torch.empty(kept.shape, dtype=kept.dtype, device="meta")
+
+
+def _parts(made: Conversion, shapes: Mapping[str, Sequence[int]], box: Box) -> dict[str, Box]:
+    """The box of each pattern's tensors, of leaves [E, ...] that lie one after another along dim `made.joined`."""
+    assert made.joined is not None
+    out: dict[str, Box] = {}
+    start, (lo, hi) = 0, box[made.joined]
+    for pattern in (p for p in made.converter.source_patterns if p in shapes):
+        n = shapes[pattern][made.joined - 1]
+        own = min(max(lo - start, 0), n), min(max(hi - start, 0), n)
+        out[pattern] = [own if dim == made.joined else b for dim, b in enumerate(box)][1:]
+        start += n
+    return out
+
+
+def _dims(op: Any) -> list[int]:
+    """The dims that an operation on [E, ...] changes; 0 where it is not known."""
+    if type(op).__name__ in ("Concatenate", "Interleave"):
+        return [op.dim]
+    return [op.dim0, op.dim1] if type(op).__name__ == "Transpose" and not op.check_dims else [0]

@@ -1,0 +1,121 @@
+"""Scores of routers whose rows have the same bits beside any other rows, with derivatives. See `_exact.py` for the law.
+
+Torch's sums, exponentials and sigmoids depend on the width of a processor's vectors, some on the number of rows. Here
+e^x and the sigmoid are made of `kernels.gated_silu`, whose expression is fixed, and sums are added by halving.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardfn import kernels
+
+from ._exact_functions import pointwise
+
+_LEAST = -87.0  # below it e^x is 0, so that nothing is subnormal
+_NEAR = 2.0**-60  # nearer to 0 the sigmoid is 1/2, and x no divisor
+
+
+def exact_softmax(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch e"]:
+    """Softmax over the last dim, whose rows have the same bits beside any other rows.
+
+    Args:
+        x_E: float32, finite; e is 1 or more.
+
+    Raises:
+        TypeError: for other dtypes.
+
+    Example:
+        >>> exact_softmax(torch.tensor([1.0, 1.0])).tolist()
+        [0.5, 0.5]
+    """
+    _check(x_E)
+    return _Softmax.apply(x_E)  # pyright: ignore[reportReturnType]
+
+
+def exact_sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """The sigmoid of each element, by one expression wherever it lies.
+
+    Args:
+        x: float32, finite.
+
+    Raises:
+        TypeError: for other dtypes.
+
+    Example:
+        >>> exact_sigmoid(torch.tensor([0.0, -200.0])).tolist()
+        [0.5, 0.0]
+    """
+    _check(x)
+    return pointwise(_sigmoid, _of_sigmoid, x)
+
+
+def exact_sum(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch 1"]:
+    """Sums over the last dim by halving: the first half of the elements plus the second, until one is left.
+
+    Example:
+        >>> exact_sum(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([6.])
+    """
+    width = 1 << (x_E.shape[-1] - 1).bit_length()
+    x_E = F.pad(x_E, (0, width - x_E.shape[-1]))
+    while width > 1:
+        width //= 2
+        x_E = x_E[..., :width] + x_E[..., width:]
+    return x_E
+
+
+def _check(x: Tensor) -> None:
+    if x.dtype != torch.float32:
+        raise TypeError(f"exact scores of {x.dtype}: exact layers compute float32; leave out mixed precision.")
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    near = x.abs() < _NEAR
+    divisor = torch.where(near, 1.0, x)
+    return torch.where(near, 0.5, kernels.gated_silu(divisor, torch.ones_like(divisor)) / divisor)
+
+
+def _of_sigmoid(x: Tensor) -> tuple[Tensor]:
+    s = x.sigmoid()
+    return (s * (1 - s),)
+
+
+def _exponential(x: Tensor) -> Tensor:
+    """e^x of x <= 0: with s the sigmoid of x, at most 1/2, it is s / (1 - s)."""
+    s = _sigmoid(x.clamp(min=_LEAST))
+    return torch.where(x < _LEAST, 0.0, s / (1 - s))
+
+
+class _Softmax(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        weights = _exponential(x - x.amax(-1, keepdim=True))
+        return weights / exact_sum(weights)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return _projected(x, grad_outputs[0])
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return _projected(x, grad_inputs[0])
+
+
+def _projected(x: Tensor, g: Tensor) -> Tensor:
+    """The derivative in the direction g, which is symmetric."""
+    p = x.softmax(-1)
+    return p * (g - (g * p).sum(-1, keepdim=True))

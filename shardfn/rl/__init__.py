@@ -1,0 +1,19 @@
+"""Learning from rewards: losses of policies, critics and models of rewards, and rollouts by the engine of inference.
+
+Losses are pure functions of log probabilities and lengths. Each is a `WeightedMean`, so any number of ranks and
+microbatches has the gradient of the whole batch.
+"""
+
+from ._answers import answer_mask as answer_mask, token_mean as token_mean, row_mean as row_mean
+from ._answers import answer_logprobs as answer_logprobs, answer_entropies as answer_entropies
+from ._answers import answer_values as answer_values
+from ._kl import kl as kl
+from ._rewards import kl_rewards as kl_rewards, last_values as last_values, pairwise as pairwise
+from ._advantages import gae as gae, group_advantages as group_advantages
+from ._policy import ppo_policy as ppo_policy, ppo_value as ppo_value, grpo as grpo, rloo as rloo
+from ._policy import policy_metrics as policy_metrics
+from ._preferences import dpo as dpo, hinge as hinge, ipo as ipo, kto as kto, orpo as orpo
+from ._rollout import Rollout as Rollout, as_global as as_global, check_versions as check_versions
+from ._rollout import empty_rollout as empty_rollout, rollout_metrics as rollout_metrics
+from ._scores import Scores as Scores, score as score
+from ._sample import sample as sample

@@ -1,0 +1,171 @@
+"""Answers as rows of one width: masks from lengths, and sums over tokens.
+
+Column j of a row is the answer's token j. A token counts if j is below the row's length; its id is never looked at, so
+an end token that is also the padding counts.
+
+B rows, T tokens of an answer, L tokens of prompt and answer, V vocabulary.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from shardfn.engine import WeightedMean
+from shardfn.inference import logprobs
+
+from ._shapes import check_places, check_shapes
+
+
+def answer_mask(lengths_B: Int[Tensor, " b"], width: int) -> Bool[Tensor, "b t"]:
+    """The tokens that count: those before each row's length.
+
+    Args:
+        lengths_B: tokens of each answer; 0 is an empty one.
+        width: T.
+
+    Example:
+        >>> answer_mask(torch.tensor([2, 0]), 3).tolist()
+        [[True, True, False], [False, False, False]]
+    """
+    return torch.arange(width, device=lengths_B.device) < lengths_B[:, None]
+
+
+def masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """The values that count, and zeros, so that neither a value nor a gradient of padding is ever used."""
+    return torch.where(mask_BT, x_BT, torch.zeros((), dtype=x_BT.dtype, device=x_BT.device))
+
+
+def token_mean(x_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]) -> WeightedMean:
+    """The mean over all tokens that count, of all ranks and microbatches.
+
+    Args:
+        x_BT: a value for each token.
+        lengths_B: tokens of each answer.
+
+    Example:
+        >>> token_mean(torch.tensor([[1.0, 2.0], [6.0, 9.0]]), torch.tensor([2, 1])).mean()
+        tensor(3.)
+    """
+    mask_BT = answer_mask(lengths_B, x_BT.shape[1])
+    return WeightedMean(masked(x_BT, mask_BT).sum(), mask_BT.sum().to(x_BT.dtype))
+
+
+def row_mean(x_B: Float[Tensor, " b"]) -> WeightedMean:
+    """The mean over all rows, of all ranks and microbatches.
+
+    Args:
+        x_B: a value for each row.
+
+    Example:
+        >>> row_mean(torch.tensor([1.0, 3.0])).mean()
+        tensor(2.)
+    """
+    return WeightedMean(x_B.sum(), x_B.new_tensor(len(x_B)))
+
+
+def answer_logprobs(
+    logits_BLV: Float[Tensor, "b l v"],
+    ids_BL: Int[Tensor, "b l"],
+    prompts_B: Int[Tensor, " b"],
+    lengths_B: Int[Tensor, " b"],
+    width: int,
+) -> Float[Tensor, "b t"]:
+    """The log probabilities of answers, by a forward of prompts and answers, with a derivative.
+
+    Float32 logits of an exact model give the bits of `Rollout.logprobs` for the weights that drew the answers, so the
+    first ratio is exactly 1. Logits of 16 bits are widened; float64 ones take `log_softmax`, which no engine draws by.
+
+    Args:
+        logits_BLV: of the next token at each position, as from `gpt.apply`; the last position may be left out.
+        ids_BL: prompts, each followed by its answer, and padding of any ids.
+        prompts_B: tokens of each prompt, at least 1.
+        lengths_B: tokens of each answer.
+        width: T.
+
+    Returns:
+        [B, T]; 0 from each answer's end on.
+
+    Raises:
+        ValueError: shapes do not fit, or an answer does not lie in its row.
+
+    Example:
+        >>> ids, one = torch.tensor([[5, 3, 0]]), torch.tensor([1])
+        >>> answer_logprobs(torch.zeros(1, 3, 8), ids, one, one, 2)
+        tensor([[-2.0794,  0.0000]])
+    """
+    check_shapes("answer_logprobs", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B)
+    check_shapes("answer_logprobs", prompts_B=prompts_B, ids_BL=ids_BL)  # whose L is that of the logits, or one more
+    check_places("answer_logprobs", prompts_B, lengths_B, width, logits_BLV.shape[1], ids_BL.shape[1])
+    places_BT = _places(prompts_B, width, logits_BLV.shape[1])
+    rows_BTV, mask_BT = _rows(logits_BLV, places_BT), answer_mask(lengths_B, width)
+    tokens_BT = masked(ids_BL.gather(1, (places_BT + 1).clamp(max=ids_BL.shape[1] - 1)), mask_BT)
+    if rows_BTV.dtype == torch.float64:
+        return masked(rows_BTV.log_softmax(-1).gather(-1, tokens_BT[..., None])[..., 0], mask_BT)
+    return masked(logprobs(rows_BTV, tokens_BT), mask_BT)
+
+
+def answer_values(
+    values_BL: Float[Tensor, "b l"], prompts_B: Int[Tensor, " b"], lengths_B: Int[Tensor, " b"], width: int
+) -> Float[Tensor, "b t"]:
+    """A critic's values before each token of the answers, for `gae` and `ppo_value`.
+
+    Args:
+        values_BL: of each position of prompts and answers.
+        prompts_B: tokens of each prompt, at least 1.
+        lengths_B: tokens of each answer.
+        width: T.
+
+    Returns:
+        [B, T]; 0 from each answer's end on.
+
+    Raises:
+        ValueError: shapes do not fit, or an answer does not lie in its row.
+
+    Example:
+        >>> answer_values(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2]), torch.tensor([1]), 2)
+        tensor([[2., 0.]])
+    """
+    check_shapes("answer_values", values_BL=values_BL, prompts_B=prompts_B, lengths_B=lengths_B)
+    check_places("answer_values", prompts_B, lengths_B, width, values_BL.shape[1])
+    found_BT = values_BL.gather(1, _places(prompts_B, width, values_BL.shape[1]))
+    return masked(found_BT, answer_mask(lengths_B, width))
+
+
+def answer_entropies(
+    logits_BLV: Float[Tensor, "b l v"], prompts_B: Int[Tensor, " b"], lengths_B: Int[Tensor, " b"], width: int
+) -> Float[Tensor, "b t"]:
+    """The entropies of the distributions that answers are drawn from.
+
+    Args:
+        logits_BLV: as of `answer_logprobs`.
+        prompts_B: tokens of each prompt, at least 1.
+        lengths_B: tokens of each answer.
+        width: T.
+
+    Returns:
+        [B, T]; 0 from each answer's end on.
+
+    Raises:
+        ValueError: shapes do not fit, or an answer does not lie in its row.
+
+    Example:
+        >>> one = torch.tensor([1])
+        >>> answer_entropies(torch.zeros(1, 3, 8), one, one, 2)
+        tensor([[2.0794, 0.0000]])
+    """
+    check_shapes("answer_entropies", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B)
+    check_places("answer_entropies", prompts_B, lengths_B, width, logits_BLV.shape[1])
+    logs_BTV = _rows(logits_BLV, _places(prompts_B, width, logits_BLV.shape[1])).log_softmax(-1)
+    entropies_BT = -(logs_BTV.exp() * logs_BTV.clamp(min=torch.finfo(logs_BTV.dtype).min)).sum(-1)
+    return masked(entropies_BT, answer_mask(lengths_B, width))
+
+
+def _places(prompts_B: Tensor, width: int, length: int) -> Tensor:
+    """The position before each token of the answers; that of padding is any."""
+    places_BT = prompts_B[:, None] - 1 + torch.arange(width, device=prompts_B.device)
+    return places_BT.clamp(0, length - 1)
+
+
+def _rows(logits_BLV: Tensor, places_BT: Tensor) -> Tensor:
+    wide = logits_BLV.float() if logits_BLV.dtype in (torch.float16, torch.bfloat16) else logits_BLV
+    return wide.gather(1, places_BT[..., None].expand(-1, -1, wide.shape[-1]))

@@ -1,0 +1,276 @@
+"""Losses of a policy by the ratio to the policy that drew the answers, and of its critic.
+
+rho = exp(log pi - log pi_old). B rows, T tokens of an answer.
+"""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shardfn.engine import WeightedMean
+
+from ._answers import answer_mask, masked, row_mean, token_mean
+from ._kl import Estimator, kl
+from ._shapes import check_shapes
+
+Clip = float | tuple[float, float]
+
+
+def ppo_policy(
+    logprobs_BT: Float[Tensor, "b t"],
+    old_BT: Float[Tensor, "b t"],
+    advantages_BT: Float[Tensor, "b t"],
+    lengths_B: Int[Tensor, " b"],
+    *,
+    clip: Clip = 0.2,
+    most: float | None = None,
+) -> WeightedMean:
+    """PPO's loss: -min(rho A, clip(rho, 1 - clip, 1 + clip) A), a mean over all tokens.
+
+    Args:
+        logprobs_BT: of the policy that learns.
+        old_BT: of the policy that drew the answers.
+        advantages_BT: of each token, as from `gae`.
+        lengths_B: tokens of each answer.
+        clip: how far a ratio may go; (below, above) where these differ.
+        most: the largest ratio of tokens whose advantage is negative, which `clip` leaves unbounded; None is any.
+
+    Raises:
+        ValueError: shapes do not fit.
+
+    Example:
+        >>> one = torch.ones(1, 1)
+        >>> ppo_policy(-one, -2 * one, one, torch.tensor([1])).mean()
+        tensor(-1.2000)
+
+    References:
+        Schulman et al., Proximal Policy Optimization Algorithms, 2017, https://arxiv.org/abs/1707.06347
+        Ye et al., Mastering Complex Control in MOBA Games, 2019, https://arxiv.org/abs/1912.09729
+    """
+    check_shapes("ppo_policy", logprobs_BT=logprobs_BT, old_BT=old_BT, advantages_BT=advantages_BT, lengths_B=lengths_B)
+    log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
+    return token_mean(_surrogate(log_BT.exp(), advantages_BT, clip, most), lengths_B)
+
+
+def ppo_value(
+    values_BT: Float[Tensor, "b t"],
+    old_BT: Float[Tensor, "b t"],
+    returns_BT: Float[Tensor, "b t"],
+    lengths_B: Int[Tensor, " b"],
+    *,
+    clip: float = 0.2,
+) -> WeightedMean:
+    """A critic's loss: max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, a mean over all tokens.
+
+    Args:
+        values_BT: of the critic that learns.
+        old_BT: its values when the answers were drawn.
+        returns_BT: as from `gae`.
+        lengths_B: tokens of each answer.
+        clip: how far a value may go.
+
+    Raises:
+        ValueError: shapes do not fit.
+
+    Example:
+        >>> one = torch.ones(1, 1)
+        >>> ppo_value(one, 0 * one, one, torch.tensor([1])).mean()
+        tensor(0.3200)
+    """
+    check_shapes("ppo_value", values_BT=values_BT, old_BT=old_BT, returns_BT=returns_BT, lengths_B=lengths_B)
+    mask_BT = answer_mask(lengths_B, values_BT.shape[1])
+    v_BT, old_BT, r_BT = (masked(x, mask_BT) for x in (values_BT, old_BT, returns_BT))
+    near_BT = torch.minimum(torch.maximum(v_BT, old_BT - clip), old_BT + clip)
+    return token_mean(torch.maximum((v_BT - r_BT) ** 2, (near_BT - r_BT) ** 2) / 2, lengths_B)
+
+
+def grpo(
+    logprobs_BT: Float[Tensor, "b t"],
+    old_BT: Float[Tensor, "b t"],
+    advantages_B: Float[Tensor, " b"],
+    lengths_B: Int[Tensor, " b"],
+    *,
+    clip: Clip = 0.2,
+    most: float | None = None,
+    normalise: Literal["sequence", "batch", "constant"] = "batch",
+    constant: int | None = None,
+    ratio: Literal["token", "sequence"] = "token",
+    objective: Literal["clip", "weight"] = "clip",
+    reference_BT: Float[Tensor, "b t"] | None = None,
+    beta: float = 0.0,
+    estimator: Estimator = "k3",
+) -> WeightedMean:
+    """The loss of answers whose tokens share an advantage.
+
+    | | normalise | ratio | objective | clip |
+    |---|---|---|---|---|
+    | GRPO | "sequence" | "token" | "clip" | 0.2 |
+    | DAPO | "batch" | "token" | "clip" | (0.2, 0.28) |
+    | Dr. GRPO | "constant" | "token" | "clip" | 0.2 |
+    | GSPO | "sequence" | "sequence" | "clip" | (0.0003, 0.0004) |
+    | CISPO | "batch" | "token" | "weight" | (1.0, 4.0) |
+
+    Means are over the rows and tokens of all ranks and microbatches; an empty answer counts as a row of loss 0.
+
+    Args:
+        logprobs_BT: of the policy that learns.
+        old_BT: of the policy that drew the answers.
+        advantages_B: as from `group_advantages`.
+        lengths_B: tokens of each answer.
+        clip: how far a ratio may go; (below, above) where these differ.
+        most: the largest ratio of answers whose advantage is negative, which `clip` leaves unbounded; None is any.
+        normalise: "sequence" is the mean over an answer's tokens, and over answers; "batch" that over all tokens;
+            "constant" the sum over an answer's tokens by `constant`, and the mean over answers.
+        constant: the longest answer's tokens, as a rule.
+        ratio: "token", or "sequence": exp of the mean of an answer's log ratios.
+        objective: "clip" is -min(rho A, clip(rho) A); "weight" is -clip(rho) A log pi, with clip(rho) a constant
+            weight.
+        reference_BT: log probabilities of the reference.
+        beta: weight of `kl(logprobs, reference)`.
+        estimator: of the divergence.
+
+    Raises:
+        ValueError: shapes do not fit; a choice is unknown; `constant` is missing, or without effect; `beta` without a
+            reference, or a reference without `beta`.
+
+    Example:
+        >>> one = torch.ones(1, 1)
+        >>> grpo(-one, -2 * one, torch.tensor([1.0]), torch.tensor([1])).mean()
+        tensor(-1.2000)
+
+    References:
+        Shao et al., DeepSeekMath, 2024, https://arxiv.org/abs/2402.03300
+        Yu et al., DAPO, 2025, https://arxiv.org/abs/2503.14476
+        Liu et al., Understanding R1-Zero-Like Training, 2025, https://arxiv.org/abs/2503.20783
+        Zheng et al., Group Sequence Policy Optimization, 2025, https://arxiv.org/abs/2507.18071
+        MiniMax, MiniMax-M1, 2025, https://arxiv.org/abs/2506.13585
+    """
+    _check_choices(normalise, constant, ratio, objective, reference_BT, beta)
+    tensors = {"old_BT": old_BT, "advantages_B": advantages_B, "lengths_B": lengths_B, "reference_BT": reference_BT}
+    check_shapes("grpo", logprobs_BT=logprobs_BT, **tensors)
+    mask_BT = answer_mask(lengths_B, logprobs_BT.shape[1])
+    log_BT = masked(logprobs_BT - old_BT, mask_BT)
+    if ratio == "sequence":
+        log_BT = (log_BT.sum(1) / lengths_B.clamp(min=1))[:, None].expand_as(log_BT)
+    rho_BT, a_BT = log_BT.exp(), advantages_B[:, None].expand_as(log_BT)
+    if objective == "clip":
+        loss_BT = _surrogate(rho_BT, a_BT, clip, most)
+    else:
+        loss_BT = (
+            -_clipped(rho_BT if most is None else rho_BT.clamp(max=most), clip).detach()
+            * a_BT
+            * masked(logprobs_BT, mask_BT)
+        )
+    if reference_BT is not None:
+        loss_BT = loss_BT + beta * kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT), estimator=estimator)
+    return _normalised(loss_BT, lengths_B, normalise, constant)
+
+
+def rloo(
+    logprobs_BT: Float[Tensor, "b t"],
+    old_BT: Float[Tensor, "b t"],
+    advantages_B: Float[Tensor, " b"],
+    lengths_B: Int[Tensor, " b"],
+    *,
+    clip: Clip = 0.2,
+) -> WeightedMean:
+    """The loss of whole answers as single actions: the ratio is that of their probabilities; a mean over answers.
+
+    On the first epoch its gradient is REINFORCE's, of -A log pi(answer).
+
+    Args:
+        logprobs_BT: of the policy that learns.
+        old_BT: of the policy that drew the answers.
+        advantages_B: as from `group_advantages(baseline="others", deviation=False)`.
+        lengths_B: tokens of each answer.
+        clip: how far a ratio may go; (below, above) where these differ.
+
+    Raises:
+        ValueError: shapes do not fit.
+
+    Example:
+        >>> logprobs = torch.tensor([[-1.0, -2.0]])
+        >>> rloo(logprobs, logprobs, torch.tensor([0.5]), torch.tensor([2])).mean()
+        tensor(-0.5000)
+
+    References:
+        Ahmadian et al., Back to Basics, 2024, https://arxiv.org/abs/2402.14740
+    """
+    check_shapes("rloo", logprobs_BT=logprobs_BT, old_BT=old_BT, advantages_B=advantages_B, lengths_B=lengths_B)
+    log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
+    return row_mean(_surrogate(log_BT.sum(1).exp(), advantages_B, clip, None))
+
+
+def policy_metrics(
+    logprobs_BT: Float[Tensor, "b t"],
+    old_BT: Float[Tensor, "b t"],
+    lengths_B: Int[Tensor, " b"],
+    *,
+    clip: Clip = 0.2,
+    reference_BT: Float[Tensor, "b t"] | None = None,
+) -> dict[str, WeightedMean]:
+    """Metrics for a loss's aux: means over all tokens, without gradients.
+
+    Args:
+        logprobs_BT: of the policy that learns.
+        old_BT: of the policy that drew the answers.
+        lengths_B: tokens of each answer.
+        clip: of the loss.
+        reference_BT: log probabilities of the reference.
+
+    Returns:
+        "ratio"; "exact", the part of ratios that are 1 to the last bit; "clipped", the part outside of the clip;
+        "length", the mean over answers; and with a reference "kl", by k3.
+
+    Example:
+        >>> one = torch.ones(1, 1)
+        >>> {name: x.mean().item() for name, x in policy_metrics(-one, -one, torch.tensor([1])).items()}
+        {'ratio': 1.0, 'exact': 1.0, 'clipped': 0.0, 'length': 1.0}
+    """
+    mask_BT, logprobs_BT = answer_mask(lengths_B, logprobs_BT.shape[1]), logprobs_BT.detach()
+    rho_BT = masked(logprobs_BT - old_BT, mask_BT).exp()
+    rows = {"ratio": rho_BT, "exact": rho_BT == 1, "clipped": rho_BT != _clipped(rho_BT, clip)}
+    if reference_BT is not None:
+        rows["kl"] = kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT))
+    found = {name: token_mean(x.to(rho_BT.dtype), lengths_B) for name, x in rows.items()}
+    return found | {"length": row_mean(lengths_B.to(rho_BT.dtype))}
+
+
+def _clipped(rho: Tensor, clip: Clip) -> Tensor:
+    below, above = clip if isinstance(clip, tuple) else (clip, clip)
+    return rho.clamp(1 - below, 1 + above)
+
+
+def _surrogate(rho: Tensor, a: Tensor, clip: Clip, most: float | None) -> Tensor:
+    free = rho if most is None else rho.clamp(max=most)
+    return -torch.minimum(free * a, _clipped(rho, clip) * a)
+
+
+def _normalised(loss_BT: Tensor, lengths_B: Tensor, normalise: str, constant: int | None) -> WeightedMean:
+    if normalise == "batch":
+        return token_mean(loss_BT, lengths_B)
+    sums_B = masked(loss_BT, answer_mask(lengths_B, loss_BT.shape[1])).sum(1)
+    return row_mean(sums_B / (lengths_B.clamp(min=1) if constant is None else constant))
+
+
+def _check_choices(
+    normalise: str, constant: int | None, ratio: str, objective: str, reference: Tensor | None, beta: float
+) -> None:
+    for name, value, known in (
+        ("normalise", normalise, ("sequence", "batch", "constant")),
+        ("ratio", ratio, ("token", "sequence")),
+        ("objective", objective, ("clip", "weight")),
+    ):
+        if value not in known:
+            raise ValueError(f"grpo: {name} is {value!r}; it must be one of {', '.join(map(repr, known))}.")
+    if (constant is None) == (normalise == "constant") or (constant is not None and constant < 1):
+        raise ValueError(
+            f'grpo: constant is {constant!r} and normalise is {normalise!r}; "constant" takes the tokens of the longest'
+            " answer, as in constant=256, and the others take None."
+        )
+    if (reference is None) != (beta == 0):
+        raise ValueError(
+            f"grpo: beta is {beta} {'without a' if reference is None else 'with a'} reference; pass both or neither."
+        )

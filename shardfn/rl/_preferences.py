@@ -1,0 +1,186 @@
+"""Losses of a policy by pairs of answers, or by answers that are wanted or not.
+
+h = (log pi - log ref)(chosen) - (log pi - log ref)(rejected), of sums over an answer's tokens. B pairs.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from shardfn.engine import WeightedMean
+
+from ._answers import row_mean
+from ._shapes import check_shapes
+
+
+def dpo(
+    chosen_B: Float[Tensor, " b"],
+    rejected_B: Float[Tensor, " b"],
+    chosen_reference_B: Float[Tensor, " b"],
+    rejected_reference_B: Float[Tensor, " b"],
+    *,
+    beta: float = 0.1,
+    smoothing: float = 0.0,
+) -> WeightedMean:
+    """Direct preference optimisation: -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h).
+
+    Args:
+        chosen_B: log probabilities of the better answers: sums over their tokens.
+        rejected_B: those of the others.
+        chosen_reference_B: those of the reference.
+        rejected_reference_B: those of the reference.
+        beta: how strongly the policy is held to the reference.
+        smoothing: s, the part of pairs that is expected to be the wrong way round.
+
+    Raises:
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first.
+
+    Example:
+        >>> x = torch.tensor
+        >>> dpo(x([-5.0]), x([-7.0]), x([-5.5]), x([-6.8])).mean()
+        tensor(0.6588)
+
+    References:
+        Rafailov et al., Direct Preference Optimization, 2023, https://arxiv.org/abs/2305.18290
+    """
+    h_B = beta * _margins("dpo", chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    return row_mean(-(1 - smoothing) * F.logsigmoid(h_B) - smoothing * F.logsigmoid(-h_B))
+
+
+def ipo(
+    chosen_B: Float[Tensor, " b"],
+    rejected_B: Float[Tensor, " b"],
+    chosen_reference_B: Float[Tensor, " b"],
+    rejected_reference_B: Float[Tensor, " b"],
+    *,
+    beta: float = 0.1,
+) -> WeightedMean:
+    """Identity preference optimisation: (h - 1 / (2 beta))^2, whose optimum is finite for pairs without noise.
+
+    Args:
+        chosen_B: as of `dpo`; means over an answer's tokens are usual, too.
+        rejected_B: as of `dpo`.
+        chosen_reference_B: as of `dpo`.
+        rejected_reference_B: as of `dpo`.
+        beta: how strongly the policy is held to the reference.
+
+    Raises:
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first.
+
+    Example:
+        >>> x = torch.tensor
+        >>> ipo(x([-5.0]), x([-7.0]), x([-5.5]), x([-6.8])).mean()
+        tensor(18.4900)
+
+    References:
+        Azar et al., A General Theoretical Paradigm to Understand Learning from Human Preferences, 2023,
+        https://arxiv.org/abs/2310.12036
+    """
+    h_B = _margins("ipo", chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    return row_mean((h_B - 1 / (2 * beta)) ** 2)
+
+
+def hinge(
+    chosen_B: Float[Tensor, " b"],
+    rejected_B: Float[Tensor, " b"],
+    chosen_reference_B: Float[Tensor, " b"],
+    rejected_reference_B: Float[Tensor, " b"],
+    *,
+    beta: float = 0.1,
+) -> WeightedMean:
+    """The hinge loss of a pair: max(0, 1 - beta h).
+
+    Args:
+        chosen_B: as of `dpo`.
+        rejected_B: as of `dpo`.
+        chosen_reference_B: as of `dpo`.
+        rejected_reference_B: as of `dpo`.
+        beta: the margin is 1 / beta.
+
+    Raises:
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first.
+
+    Example:
+        >>> x = torch.tensor
+        >>> hinge(x([-5.0]), x([-7.0]), x([-5.5]), x([-6.8])).mean()
+        tensor(0.9300)
+
+    References:
+        Zhao et al., SLiC-HF, 2023, https://arxiv.org/abs/2305.10425
+    """
+    h_B = _margins("hinge", chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    return row_mean((1 - beta * h_B).relu())
+
+
+def kto(
+    logprobs_B: Float[Tensor, " b"],
+    reference_B: Float[Tensor, " b"],
+    wanted_B: Bool[Tensor, " b"],
+    divergence: Float[Tensor, ""],
+    *,
+    beta: float = 0.1,
+    weights: tuple[float, float] = (1.0, 1.0),
+) -> WeightedMean:
+    """Kahneman-Tversky optimisation, of single answers: w sigmoid(s beta (log pi - log ref - z)).
+
+    s is -1 for an answer that is wanted, and 1 for one that is not.
+
+    Args:
+        logprobs_B: of the answers: sums over their tokens.
+        reference_B: those of the reference.
+        wanted_B: which answers are wanted.
+        divergence: the mean of log pi - log ref over answers that belong to other prompts, of all ranks (`pmean`). z is
+            this number, or 0 if it is negative, as a constant.
+        beta: how strongly the policy is held to the reference.
+        weights: w of wanted answers, and of the others.
+
+    Raises:
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first.
+
+    Example:
+        >>> x = torch.tensor
+        >>> kto(x([-5.0]), x([-5.0]), x([True]), x(0.0)).mean()
+        tensor(0.5000)
+
+    References:
+        Ethayarajh et al., KTO: Model Alignment as Prospect Theoretic Optimization, 2024, https://arxiv.org/abs/2402.01306
+    """
+    check_shapes("kto", logprobs_B=logprobs_B, reference_B=reference_B, wanted_B=wanted_B)
+    ahead_B = beta * (logprobs_B - reference_B - divergence.detach().clamp(min=0))
+    sign_B = torch.where(wanted_B, 1.0, -1.0).to(ahead_B.dtype)
+    weight_B = torch.where(wanted_B, *weights).to(ahead_B.dtype)
+    return row_mean(weight_B * torch.sigmoid(-sign_B * ahead_B))
+
+
+def orpo(chosen_B: Float[Tensor, " b"], rejected_B: Float[Tensor, " b"], *, beta: float = 0.1) -> WeightedMean:
+    """The term of odds ratio preference optimisation: -beta log sigmoid(log odds(chosen) - log odds(rejected)).
+
+    The whole loss is this one and the cross entropy of the chosen answers: two losses of a step, or a sum.
+
+    Args:
+        chosen_B: log probabilities of the better answers: means over their tokens, below 0.
+        rejected_B: those of the others.
+        beta: weight of the term.
+
+    Raises:
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first.
+
+    Example:
+        >>> orpo(torch.tensor([-1.0]), torch.tensor([-1.0])).mean()
+        tensor(0.0693)
+
+    References:
+        Hong et al., ORPO: Monolithic Preference Optimization without Reference Model, 2024, https://arxiv.org/abs/2403.07691
+    """
+    check_shapes("orpo", chosen_B=chosen_B, rejected_B=rejected_B)
+    odds_B = [x_B - torch.log(-torch.expm1(x_B)) for x_B in (chosen_B, rejected_B)]
+    return row_mean(-beta * F.logsigmoid(odds_B[0] - odds_B[1]))
+
+
+def _margins(
+    who: str, chosen: Tensor, rejected: Tensor, chosen_reference: Tensor, rejected_reference: Tensor
+) -> Tensor:
+    references = {"chosen_reference_B": chosen_reference, "rejected_reference_B": rejected_reference}
+    check_shapes(who, chosen_B=chosen, rejected_B=rejected, **references)
+    return (chosen - chosen_reference) - (rejected - rejected_reference)

@@ -1,0 +1,124 @@
+"""Rewards of tokens, and the loss of a model of rewards.
+
+B rows, T tokens.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shardfn.engine import WeightedMean
+
+from ._answers import answer_mask, masked, row_mean
+from ._shapes import check_shapes
+
+
+def kl_rewards(
+    logprobs_BT: Float[Tensor, "b t"],
+    reference_BT: Float[Tensor, "b t"],
+    scores_B: Float[Tensor, " b"],
+    lengths_B: Int[Tensor, " b"],
+    *,
+    beta: float = 0.1,
+    clip: float | None = 5.0,
+    after_end: bool = False,
+) -> Float[Tensor, "b t"]:
+    """The reward of each token: -beta times k1, and at the last token the answer's clipped score.
+
+    A score that is NaN, of a reward function that failed, counts as 0; an empty answer has no token that its score
+    could go to.
+
+    Args:
+        logprobs_BT: of the policy that drew the answers.
+        reference_BT: of the reference.
+        scores_B: of the answers.
+        lengths_B: tokens of each answer.
+        beta: weight of the divergence.
+        clip: scores are clipped to [-clip, clip]; None leaves them.
+        after_end: the score goes to the place after the last token where the row has one, as in DeepSpeed-Chat. Pass
+            `gae` lengths of one more token, too, and the losses the lengths themselves.
+
+    Raises:
+        ValueError: shapes do not fit.
+
+    Example:
+        >>> policy, reference = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.0]])
+        >>> kl_rewards(policy, reference, torch.tensor([7.0]), torch.tensor([2]))
+        tensor([[0.0000, 5.1000]])
+
+    References:
+        Yao et al., DeepSpeed-Chat, 2023, https://arxiv.org/abs/2308.01320
+    """
+    check_shapes(
+        "kl_rewards", logprobs_BT=logprobs_BT, reference_BT=reference_BT, scores_B=scores_B, lengths_B=lengths_B
+    )
+    width = logprobs_BT.shape[1]
+    drift_BT = masked((logprobs_BT - reference_BT).detach(), answer_mask(lengths_B, width))
+    scores_B = scores_B.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    scores_B = scores_B if clip is None else scores_B.clamp(-clip, clip)
+    at_B = lengths_B.clamp(max=width - 1) if after_end else lengths_B - 1
+    last_BT = torch.arange(width, device=lengths_B.device) == at_B[:, None]
+    return -beta * drift_BT + torch.where(last_BT, scores_B[:, None].to(drift_BT.dtype), 0.0)
+
+
+def last_values(values_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """A reward model's score of each row: its value at the last token; 0 for an empty row.
+
+    Args:
+        values_BT: of each token.
+        lengths_B: tokens of each row.
+
+    Example:
+        >>> last_values(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2]))
+        tensor([2.])
+    """
+    return torch.where(lengths_B > 0, values_BT.gather(1, (lengths_B - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+
+
+def pairwise(
+    chosen_BT: Float[Tensor, "b t"],
+    rejected_BT: Float[Tensor, "b t"],
+    chosen_ids_BT: Int[Tensor, "b t"],
+    rejected_ids_BT: Int[Tensor, "b t"],
+    chosen_lengths_B: Int[Tensor, " b"],
+    rejected_lengths_B: Int[Tensor, " b"],
+) -> WeightedMean:
+    """The loss of a reward model: -log sigmoid(chosen - rejected), a mean over tokens, and over pairs.
+
+    The tokens are those from the first difference of a pair to the longer one's end. Beyond the shorter one's end its
+    values are those of its padding, so pad with one id. A pair without a difference counts its last token.
+
+    Args:
+        chosen_BT: values of the better rows, prompt and answer.
+        rejected_BT: values of the others.
+        chosen_ids_BT: their tokens.
+        rejected_ids_BT: their tokens.
+        chosen_lengths_B: tokens of each row.
+        rejected_lengths_B: tokens of each row.
+
+    Raises:
+        ValueError: shapes do not fit.
+
+    Example:
+        >>> c, r = torch.tensor([[0.2, 0.5, 1.0]]), torch.tensor([[0.1, 0.7, -0.2]])
+        >>> ids, others, three = torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5, 6]]), torch.tensor([3])
+        >>> pairwise(c, r, ids, others, three, three).mean()
+        tensor(0.5686)
+
+    References:
+        Yao et al., DeepSpeed-Chat, 2023, https://arxiv.org/abs/2308.01320
+    """
+    tensors = {"chosen_BT": chosen_BT, "rejected_BT": rejected_BT}
+    tensors |= {"chosen_ids_BT": chosen_ids_BT, "rejected_ids_BT": rejected_ids_BT}
+    tensors |= {"chosen_lengths_B": chosen_lengths_B, "rejected_lengths_B": rejected_lengths_B}
+    check_shapes("pairwise", **tensors)
+    place_T = torch.arange(chosen_BT.shape[1], device=chosen_BT.device)
+    ends_B = torch.maximum(chosen_lengths_B, rejected_lengths_B)
+    shorter_B = torch.minimum(chosen_lengths_B, rejected_lengths_B)
+    differ_BT = (chosen_ids_BT != rejected_ids_BT) | (place_T >= shorter_B[:, None])
+    first_B = torch.where(differ_BT, place_T, len(place_T)).amin(1)
+    first_B = torch.minimum(first_B, ends_B - 1)
+    mask_BT = (place_T >= first_B[:, None]) & (place_T < ends_B[:, None])
+    loss_BT = masked(-F.logsigmoid(masked(chosen_BT - rejected_BT, mask_BT)), mask_BT)
+    return row_mean(loss_BT.sum(1) / mask_BT.sum(1).clamp(min=1))

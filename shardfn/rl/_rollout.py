@@ -1,0 +1,140 @@
+"""Rollouts: prompts with the answers that a version of the weights drew, as a tree of rows.
+
+B rows, L tokens of prompt and answer, T tokens of an answer.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from shardfn.collectives import GlobalTensor
+from shardfn.core import Axes, Mesh, P, PyTree, tree_map
+from shardfn.engine import WeightedMean
+
+from ._answers import answer_mask, row_mean
+
+
+class Rollout(NamedTuple):
+    """Answers of one width. It is cut along its rows as any batch, and saved as any tree.
+
+    Attributes:
+        ids: [B, L], each prompt and right behind it its answer; then zeros, which no loss looks at.
+        prompts: tokens of each prompt.
+        lengths: tokens of each answer.
+        logprobs: [B, T], of each token when it was drawn; 0 from the end on.
+        versions: [B, T], of the weights that drew it; -1 from the end on.
+        rewards: of each answer; NaN where it has not got one.
+        ended: whether the answer ended by a stop token, and not by its length.
+
+    Example:
+        >>> empty_rollout(2, 8, 4).logprobs.shape
+        torch.Size([2, 4])
+    """
+
+    ids: Int[Tensor, "b l"]
+    prompts: Int[Tensor, " b"]
+    lengths: Int[Tensor, " b"]
+    logprobs: Float[Tensor, "b t"]
+    versions: Int[Tensor, "b t"]
+    rewards: Float[Tensor, " b"]
+    ended: Bool[Tensor, " b"]
+
+    @property
+    def width(self) -> int:
+        """T."""
+        return self.logprobs.shape[1]
+
+    def tokens(self, row: int) -> tuple[list[int], list[int]]:
+        """The ids of a row's prompt and answer."""
+        start, num = int(self.prompts[row]), int(self.lengths[row])
+        ids: list[int] = self.ids[row, : start + num].tolist()
+        return ids[:start], ids[start:]
+
+
+def empty_rollout(rows: int, length: int, width: int, *, device: torch.device | str | None = None) -> Rollout:
+    """A rollout of empty answers to empty prompts, without rewards: the form to restore one into.
+
+    Args:
+        rows: B.
+        length: L.
+        width: T.
+        device: of its tensors.
+
+    Example:
+        >>> empty_rollout(1, 8, 4).rewards
+        tensor([nan])
+    """
+    num = torch.zeros(rows, dtype=torch.int64, device=device)
+    return Rollout(
+        ids=torch.zeros(rows, length, dtype=torch.int64, device=device),
+        prompts=num,
+        lengths=num.clone(),
+        logprobs=torch.zeros(rows, width, device=device),
+        versions=torch.full((rows, width), -1, dtype=torch.int64, device=device),
+        rewards=torch.full((rows,), torch.nan, device=device),
+        ended=torch.zeros(rows, dtype=torch.bool, device=device),
+    )
+
+
+def as_global(rows: PyTree, mesh: Mesh, axis: Axes) -> PyTree:
+    """Each rank's rows as leaves of all ranks' rows, to be saved; `collectives.local` is the way back.
+
+    Args:
+        rows: a tree of tensors, such as a `Rollout`, with equally many rows on each rank.
+        mesh: of the step.
+        axis: the axes that cut the rows; None where all ranks hold the same ones.
+
+    Example:
+        >>> from shardfn import core
+        >>> as_global(empty_rollout(2, 8, 4), core.make_mesh({"dp": 1}), "dp").ids.shape
+        torch.Size([2, 8])
+    """
+    num = mesh.axis_size(axis)
+    return tree_map(lambda x: GlobalTensor(x, torch.Size((len(x) * num, *x.shape[1:])), P(axis), mesh), rows)
+
+
+def check_versions(rollout: Rollout, newest: int, *, behind: int = 0) -> None:
+    """Refuses answers that weights older than expected have drawn, also in part.
+
+    Args:
+        rollout: to be learnt from.
+        newest: the engine's version, as `update_weights` returns it, and `since` of `sample` added.
+        behind: versions that an answer may be older.
+
+    Raises:
+        ValueError: names the first row, its versions, and those that are expected.
+
+    Example:
+        >>> check_versions(empty_rollout(2, 8, 4), 3)
+    """
+    mask = answer_mask(rollout.lengths, rollout.width)
+    wrong = mask & ((rollout.versions > newest) | (rollout.versions < newest - behind))
+    if bool(wrong.any()):
+        row = int(wrong.any(1).nonzero()[0])
+        found = sorted(set(rollout.versions[row][mask[row]].tolist()))
+        raise ValueError(
+            f"check_versions: the answer of row {row} was drawn by version {', '.join(map(str, found))}, and from"
+            f" {newest - behind} to {newest} are expected; draw it again after update_weights, or pass a larger behind."
+        )
+
+
+def rollout_metrics(rollout: Rollout) -> dict[str, WeightedMean]:
+    """Metrics for a loss's aux: means over the answers of all ranks.
+
+    Args:
+        rollout: with rewards.
+
+    Returns:
+        "reward", over the answers that have one; "missing", the part without; "ended", the part that ended by a stop
+        token; "length".
+
+    Example:
+        >>> rollout_metrics(empty_rollout(2, 8, 4))["missing"].mean()
+        tensor(1.)
+    """
+    known, dtype = ~rollout.rewards.isnan(), rollout.rewards.dtype
+    reward = WeightedMean(torch.where(known, rollout.rewards, 0.0).sum(), known.sum().to(dtype))
+    rows = {"missing": ~known, "ended": rollout.ended, "length": rollout.lengths}
+    return {"reward": reward} | {name: row_mean(x.to(dtype)) for name, x in rows.items()}

@@ -1,0 +1,126 @@
+"""Rollouts by the engine of inference."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from shardfn.core import check_key, fold_in
+from shardfn.inference import Completion, Engine, Sampling
+
+from ._rollout import Rollout, empty_rollout
+
+
+def sample(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    key: Int64[Tensor, "2"],
+    start: int = 0,
+    length: int | None = None,
+    since: int = 0,
+) -> Rollout:
+    """Answers to prompts, `sampling.n` to each, one after another; without rewards.
+
+    An answer is a function of the weights, the key, the number of its prompt and its own number. So it is the same
+    beside any other prompts, and whichever rank draws it. Call `engine.update_weights` before, with the parameters of
+    the training state.
+
+    The log probabilities are the engine's. With an exact model, such as `gpt.Config(exact=True)`, `answer_logprobs` of
+    the training forward has the same bits; otherwise both differ by rounding.
+
+    Args:
+        engine: of one rank, or of several that all pass the same prompts.
+        prompts: ids of each.
+        sampling: with temperature 1 and without filters, penalties and a grammar, so that answers are drawn from the
+            distribution of their log probabilities. Its seed is not used.
+        key: of this iteration.
+        start: the number of the first prompt, where ranks or calls have prompts of their own.
+        length: L, the same on all ranks; default the engine's context.
+        since: added to the engine's versions, which begin at 0: a run that is resumed goes on counting. `check_versions`
+            then takes `since + engine.update_weights(...)`.
+
+    Returns:
+        `len(prompts) * sampling.n` rows of L ids and `sampling.max_tokens` columns.
+
+    Raises:
+        ValueError: answers would be drawn from another distribution; a prompt is too long, with its tokens and the
+            limit.
+        RuntimeError: an answer did not come to its end, such as for logits that are not finite.
+
+    Example:
+        >>> from shardfn import core, inference
+        >>> from shardfn.models import gpt
+        >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=16, exact=True)
+        >>> engine = Engine(inference.decoder(config), gpt.init(config, core.key(0)))
+        >>> rollout = sample(engine, [[5, 6], [7]], Sampling(max_tokens=4, n=3), key=core.key(1))
+        >>> rollout.ids.shape, rollout.prompts.tolist()
+        (torch.Size([6, 16]), [2, 2, 2, 1, 1, 1])
+    """
+    check_key("sample", key)
+    _check_sampling(sampling)
+    length = engine.limits.context if length is None else length
+    _check_length(prompts, sampling.max_tokens, length)
+    seeds = _seeds(key, start, len(prompts))
+    each = [dataclasses.replace(sampling, seed=seed) for seed in seeds]
+    found = engine.generate(prompts, each)
+    rows = [
+        (prompt, one)
+        for prompt, made in zip(prompts, found, strict=True)
+        for one in (made if isinstance(made, list) else [made])
+    ]
+    return _rollout(rows, length, sampling.max_tokens, since, engine.mesh.device)
+
+
+def _seeds(key: Tensor, start: int, num: int) -> list[int]:
+    words = fold_in(key, torch.arange(start, start + num, device=key.device)).tolist()
+    return [high << 32 | low for high, low in words]
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    plain = Sampling()
+    if sampling.grammar is not None:
+        raise ValueError(
+            "sample: the sampling has a grammar; answers would be drawn from another distribution than that of their"
+            " log probabilities, so their ratios would not begin at 1. Take grammar=None, and give answers of another"
+            " form a low reward; engine.generate draws answers for an evaluation."
+        )
+    names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    for name in names:
+        value, usual = getattr(sampling, name), getattr(plain, name)
+        if value != usual:
+            raise ValueError(
+                f"sample: {name} is {value}; answers would be drawn from another distribution than that of their log"
+                f" probabilities, so their ratios would not begin at 1. Take {name}={usual}; engine.generate draws"
+                " answers for an evaluation."
+            )
+
+
+def _check_length(prompts: Sequence[Sequence[int]], width: int, length: int) -> None:
+    for i, prompt in enumerate(prompts):
+        if len(prompt) + width > length:
+            raise ValueError(
+                f"sample: prompts[{i}] has {len(prompt)} tokens and answers have up to {width}, together"
+                f" {len(prompt) + width}; the rows have {length}. Pass a longer length, or leave the prompt out."
+            )
+
+
+def _rollout(
+    rows: Sequence[tuple[Sequence[int], Completion]], length: int, width: int, since: int, device: torch.device
+) -> Rollout:
+    out = empty_rollout(len(rows), length, width)
+    for i, (prompt, one) in enumerate(rows):
+        if one.finish not in ("stop", "length"):
+            raise RuntimeError(
+                f"sample: the answer of row {i} ended as {one.finish!r} after {len(one.tokens)} tokens; "
+                + ("its logits are not finite: look at the parameters." if one.finish == "error" else "draw it again.")
+            )
+        start, num = len(prompt), len(one.tokens)
+        out.prompts[i], out.lengths[i], out.ended[i] = start, num, one.finish == "stop"
+        out.ids[i, : start + num] = torch.tensor([*prompt, *one.tokens])
+        out.logprobs[i, :num] = torch.tensor(one.logprobs)
+        out.versions[i, :num] = torch.tensor(one.versions) + since
+    return Rollout(*(x.to(device) for x in out))

@@ -1,0 +1,66 @@
+"""Checks of the tensors of a loss: broadcasting would take other shapes, too, and give another number."""
+
+from torch import Tensor
+
+from shardfn._torch import FakeTensor, check_tensor_all, functorch, is_functorch_wrapped_tensor
+from shardfn.core import raise_all
+
+
+def check_shapes(who: str, **named: Tensor | None) -> None:
+    """Refuses tensors whose shapes are not those of their names: `x_BT` is [B, T], of the same B and T everywhere.
+
+    Raises:
+        ValueError: lists each such tensor with its shape and that of its name.
+
+    Example:
+        >>> import torch
+        >>> check_shapes("dpo", chosen_B=torch.ones(2), rejected_B=torch.ones(2))
+    """
+    sizes, wrong = dict[str, int](), list[str]()
+    for name, x in named.items():
+        if x is None:
+            continue
+        dims = name.rpartition("_")[2]
+        wanted = tuple(sizes.get(dim, size) for dim, size in zip(dims, x.shape, strict=False))
+        if x.ndim != len(dims) or tuple(x.shape) != wanted:
+            needs = ", ".join(f"{dim} = {sizes[dim]}" if dim in sizes else dim for dim in dims)
+            wrong.append(f"{name} has shape {tuple(x.shape)}; it must be [{needs}]")
+        else:
+            sizes |= zip(dims, x.shape, strict=True)
+    raise_all(ValueError, f"{who}: shapes do not fit:", wrong)
+
+
+def check_places(
+    who: str, prompts_B: Tensor, lengths_B: Tensor, width: int, positions: int, ids: int | None = None
+) -> None:
+    """Refuses answers that do not lie in their rows, whose tokens would be taken from other places.
+
+    Args:
+        who: the function, for the error.
+        prompts_B: tokens of each prompt.
+        lengths_B: tokens of each answer.
+        width: T.
+        positions: L of the logits or values, which may leave the last one out.
+        ids: L of the tokens; None without any.
+
+    Raises:
+        ValueError: names the limits.
+    """
+    most = positions + 1 if ids is None else min(positions + 1, ids)
+    outside_B = (lengths_B > width) | ((lengths_B > 0) & ((prompts_B < 1) | (prompts_B + lengths_B > most)))
+    text = (
+        f"{who}: an answer does not lie in its row: lengths must be at most width = {width}, prompts at least 1, and"
+        f" both together at most {most}, by the shapes of the rows. Pass longer rows, or cut the answer."
+    )
+    if isinstance(outside_B, FakeTensor):
+        check_tensor_all(~outside_B, lambda: text)
+    elif not _is_batched(outside_B) and outside_B.any():  # vmap has no branch on a value
+        raise ValueError(text)
+
+
+def _is_batched(x: Tensor) -> bool:
+    while is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False

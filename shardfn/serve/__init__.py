@@ -1,0 +1,10 @@
+"""A server of OpenAI's interface over an engine: a front for clients, and ranks that compute."""
+
+from ._settings import Settings as Settings
+from ._keys import Keys as Keys, read_keys as read_keys
+from ._errors import ApiError as ApiError
+from ._asked import Text as Text
+from ._link import Ready as Ready
+from ._rank import run_rank as run_rank
+from ._load import Arrival as Arrival, Delays as Delays, measure as measure, trace as trace
+from ._front import Front as Front, serve as serve

@@ -1,0 +1,166 @@
+"""From the tokens of a call to OpenAI's answers: whole, or as events that a client reads while they come."""
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple
+
+from shardfn.inference import Detokenizer
+
+from ._asked import Asked
+from ._calls import Call, Piece
+from ._errors import ApiError
+
+
+class Spelled(NamedTuple):
+    """A token with its log probability."""
+
+    text: str
+    data: bytes | None
+    logprob: float
+
+
+class Form(NamedTuple):
+    """The words in which two routes answer differently.
+
+    Attributes:
+        prefix: of the answer's id.
+        whole: the name of an answer's object.
+        chunk: the name of a piece's object.
+        opens: whether each choice begins with a piece that has its role.
+        text: a choice's fields for its whole text.
+        delta: a choice's fields for a further text.
+        logprobs: from tokens with their log probabilities.
+    """
+
+    prefix: str
+    whole: str
+    chunk: str
+    opens: bool
+    text: Callable[[str], dict[str, Any]]
+    delta: Callable[[str], dict[str, Any]]
+    logprobs: Callable[[list[Spelled]], dict[str, Any]]
+
+
+def _older(tokens: list[Spelled]) -> dict[str, Any]:
+    return {"tokens": [t.text for t in tokens], "token_logprobs": [t.logprob for t in tokens], "top_logprobs": None}
+
+
+def _newer(tokens: list[Spelled]) -> dict[str, Any]:
+    rows = [
+        {"token": t.text, "logprob": t.logprob, "bytes": None if t.data is None else list(t.data), "top_logprobs": []}
+        for t in tokens
+    ]
+    return {"content": rows, "refusal": None}
+
+
+COMPLETION_FORM = Form(
+    *("cmpl-", "text_completion", "text_completion", False),
+    *(lambda text: {"text": text}, lambda text: {"text": text}, _older),
+)
+CHAT_FORM = Form(
+    *("chatcmpl-", "chat.completion", "chat.completion.chunk", True),
+    lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+    lambda text: {"delta": {"content": text} if text else {}},
+    _newer,
+)
+_FAILURES = {
+    "error": (500, "The logits of the model are not finite; this request has ended."),
+    "cancelled": (503, "The server ends; this request was cancelled."),
+    "refused": (503, "The server ends; this request was not begun."),
+}
+
+
+class Answer:
+    """The answer to one call.
+
+    Args:
+        form: of its route.
+        model: the name of the model.
+        asked: the body's meaning.
+        call: its tokens.
+        spelling: the texts of single tokens.
+    """
+
+    def __init__(self, form: Form, model: str, asked: Asked, call: Call, spelling: Detokenizer) -> None:
+        self._form, self._asked, self._call, self._spelling = form, asked, call, spelling
+        self._head = {"id": form.prefix + secrets.token_hex(12), "created": int(time.time()), "model": model}
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer, once all tokens are there.
+
+        Raises:
+            ApiError: a choice has failed.
+        """
+        num = self._call.starts[-1]
+        texts, tokens, ends = [""] * num, [list[Spelled]() for _ in range(num)], [""] * num
+        while pieces := await self._pieces():
+            for piece in pieces:
+                texts[piece.choice] += piece.token.text
+                tokens[piece.choice] += self._logprob(piece)
+                ends[piece.choice] = piece.token.finish or ""
+        rows = zip(texts, tokens, ends, strict=True)
+        choices = [self._choice(i, self._form.text(text), found, end) for i, (text, found, end) in enumerate(rows)]
+        return {**self._head, "object": self._form.whole, "choices": choices, "usage": self.usage}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The events of a stream; those that are due at one time come as one."""
+        if self._form.opens:
+            first = {"delta": {"role": "assistant", "content": ""}}
+            yield b"".join(self._event(i, first, [], None) for i in range(self._call.starts[-1]))
+        try:
+            while pieces := await self._pieces():
+                if due := b"".join(self._due(pieces)):
+                    yield due
+        except ApiError as error:
+            yield error.event()
+            return
+        if self._asked.usage:
+            yield _line({**self._head, "object": self._form.chunk, "choices": [], "usage": self.usage})
+        yield b"data: [DONE]\n\n"
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """The numbers of tokens; tokens that end a completion are among those drawn."""
+        prompt, drawn = self._call.prompt_tokens, self._call.drawn
+        return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+
+    async def _pieces(self) -> list[Piece]:
+        pieces = await self._call.take()
+        for piece in pieces:
+            if (reason := piece.token.finish) in _FAILURES:
+                raise ApiError(*_FAILURES[reason])
+        return pieces
+
+    def _due(self, pieces: list[Piece]) -> list[bytes]:
+        """One event for each choice that has something new."""
+        made = []
+        for choice in dict.fromkeys(piece.choice for piece in pieces):
+            mine = [piece for piece in pieces if piece.choice == choice]
+            text, finish = "".join(piece.token.text for piece in mine), mine[-1].token.finish
+            tokens = [found for piece in mine for found in self._logprob(piece)]
+            if text or tokens or finish:
+                made.append(self._event(choice, self._form.delta(text), tokens, finish))
+        return made
+
+    def _event(self, i: int, fields: dict[str, Any], tokens: list[Spelled], finish: str | None) -> bytes:
+        usage = {"usage": None} if self._asked.usage else {}
+        choices = [self._choice(i, fields, tokens, finish)]
+        return _line({**self._head, "object": self._form.chunk, "choices": choices, **usage})
+
+    def _choice(self, i: int, fields: dict[str, Any], tokens: list[Spelled], finish: str | None) -> dict[str, Any]:
+        found = self._form.logprobs(tokens) if tokens else None
+        return {"index": i, **fields, "logprobs": found, "finish_reason": finish}
+
+    def _logprob(self, piece: Piece) -> list[Spelled]:
+        token = piece.token
+        if not self._asked.logprobs or token.token is None or token.logprob is None:
+            return []
+        spelling = self._spelling
+        data = None if spelling.bytes_of is None else spelling.bytes_of(token.token)
+        return [Spelled(spelling.decode([token.token]), data, token.logprob)]
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

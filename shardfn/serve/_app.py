@@ -1,0 +1,221 @@
+"""The routes of a server.
+
+The order of checks: host, key, size of the body, JSON, fields, template and tokens, context and pool, the line.
+"""
+
+import asyncio
+import concurrent.futures
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ._answers import CHAT_FORM, COMPLETION_FORM, Answer, Form
+from ._asked import Asked, Model, asked_chat, asked_completions
+from ._calls import Call, Calls
+from ._errors import ApiError, json_response
+from ._fields import read_json
+from ._keys import Keys
+from ._metrics import Metrics
+from ._settings import Settings
+from ._streaming import Disconnected, EventStream, while_connected
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_Read = Callable[[Mapping[str, Any], Model], Asked]
+
+
+class App:
+    """The answers of a server to HTTP.
+
+    Args:
+        settings: of the server.
+        calls: in progress.
+        metrics: of the server.
+
+    Attributes:
+        model: None until the ranks are ready.
+        closed: the reason why no request is taken any more; "" while they are.
+    """
+
+    def __init__(self, settings: Settings, calls: Calls, metrics: Metrics) -> None:
+        self._settings, self._calls, self._metrics = settings, calls, metrics
+        self._keys = Keys(settings.keys)
+        self.model: Model | None = None
+        self.closed = ""
+        # One thread: tokenizers need not be safe among several.
+        self._reading = concurrent.futures.ThreadPoolExecutor(1, "shardfn-serve-text")
+
+    def asgi(self) -> "ASGIApp":
+        """The application."""
+        from starlette.applications import Starlette
+        from starlette.exceptions import HTTPException
+        from starlette.routing import Route
+
+        routes = [
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/metrics", self._page_of_metrics),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._models),
+            Route("/v1/completions", self._route(COMPLETION_FORM, asked_completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._route(CHAT_FORM, asked_chat), methods=["POST"]),
+            Route("/v1/embeddings", self._embeddings, methods=["POST"]),
+        ]
+        handlers: Mapping[Any, Any] = {ApiError: _answer, HTTPException: _other, Exception: _failure}
+        inner = Starlette(routes=routes, exception_handlers=handlers)
+        return functools.partial(self._gate, inner)
+
+    async def _gate(self, inner: "ASGIApp", scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Counts answers, and refuses clients before anything of a body is read."""
+        if scope["type"] != "http":
+            return
+
+        async def counted(message: "Message") -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.add("shardfn:answers", label=str(message["status"]))
+            await send(message)
+
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        try:
+            if not self._settings.allows(headers.get(b"host", "localhost")):
+                raise ApiError(421, f"the header Host is {headers[b'host'][:60]!r}, and this server is at loopback.")
+            if scope["path"].startswith("/v1/") and not self._keys.admit(headers.get(b"authorization")):
+                text = "The key is missing or wrong; send the header Authorization: Bearer KEY."
+                raise ApiError(401, text, headers={"WWW-Authenticate": "Bearer"})
+        except ApiError as error:
+            await error.response()(scope, receive, counted)
+            return
+        await inner(scope, receive, counted)
+
+    # Without the engine.
+
+    async def _health(self, request: "Request") -> "Response":
+        behind = self._calls.behind
+        if self.closed and self.closed != "The server ends.":
+            raise ApiError(503, self.closed)
+        if behind > self._settings.health_seconds:
+            raise ApiError(503, f"the last step of the engine was {behind:.0f} s ago, and there is work.")
+        return json_response({"status": "ok"})
+
+    async def _ready(self, request: "Request") -> "Response":
+        self._open_model()
+        return json_response({"status": "ready"})
+
+    async def _page_of_metrics(self, request: "Request") -> "Response":
+        from starlette.responses import Response
+
+        counts = self._calls.counts
+        usable = sum(counts.get(name, 0) for name in ("free", "held", "cached"))
+        gauges = {
+            "vllm:num_requests_running": counts.get("running", 0),
+            "vllm:num_requests_waiting": counts.get("waiting", 0),
+            "vllm:kv_cache_usage_perc": counts.get("held", 0) / usable if usable else 0,
+            "shardfn:cached_blocks": counts.get("cached", 0),
+            "shardfn:free_blocks": counts.get("free", 0),
+            "shardfn:waiting_tokens": self._calls.waiting,
+            "shardfn:open_streams": len(self._calls),
+        }
+        return Response(self._metrics.text(gauges), media_type="text/plain; version=0.0.4")
+
+    async def _models(self, request: "Request") -> "Response":
+        model = self._open_model()
+        row = {"id": model.name, "object": "model", "created": 0, "owned_by": "shardfn"}
+        row |= {"max_model_len": model.limits.context}
+        if (name := request.path_params.get("name")) is None:
+            return json_response({"object": "list", "data": [row]})
+        if name != model.name:
+            text = f"model {name[:60]!r} does not exist; this server has {model.name!r}."
+            raise ApiError(404, text, "model", "model_not_found")
+        return json_response(row)
+
+    async def _embeddings(self, request: "Request") -> "Response":
+        raise ApiError(501, "Embeddings are not served: the engine does not pool.", code="not_implemented")
+
+    # With the engine.
+
+    def _route(self, form: Form, read: _Read) -> Callable[..., Any]:
+        async def answer(request: "Request") -> Any:
+            self._open_model()
+            data = await _body(request, self._settings)
+            model = self._open_model()  # the server may end meanwhile
+            loop = asyncio.get_running_loop()
+            asked = await loop.run_in_executor(self._reading, lambda: read(read_json(data), model))
+            self._open_model()
+            call = self._calls.open(asked.requests)
+            made = Answer(form, model.name, asked, call, model.spelling)
+            if asked.stream:
+                return EventStream(made.events(), self._settings.stall_seconds, functools.partial(self._end, call))
+            how = "disconnected"
+            try:
+                whole = await while_connected(made.whole(), request.receive)
+                how = ""
+            except Disconnected:
+                return ApiError(499, "The client has left.").response()
+            except ApiError:
+                how = ""
+                raise
+            finally:
+                self._end(call, how)
+            return json_response(whole)
+
+        return answer
+
+    def _end(self, call: Call, how: str) -> None:
+        if how:
+            self._metrics.add(f"shardfn:{how}")
+        self._calls.close(call)
+
+    def _open_model(self) -> Model:
+        """The model, if requests are taken."""
+        if self.closed:
+            raise ApiError(503, self.closed, headers={"Retry-After": "5"})
+        if self.model is None:
+            raise ApiError(503, "The model is being loaded.", headers={"Retry-After": "5"})
+        return self.model
+
+
+async def _body(request: "Request", settings: Settings) -> bytes:
+    """The bytes of a body within the limits of size and time."""
+    from starlette.requests import ClientDisconnect
+
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # forms of pages of other sites cannot send it
+        raise ApiError(415, f"Content-Type is {kind[:60]!r}; it must be 'application/json'.")
+    large = ApiError(413, f"The body has more than {settings.max_body} bytes, the most that this server takes.")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > settings.max_body:
+        raise large
+    data = bytearray()
+    try:
+        async with asyncio.timeout(settings.body_seconds):
+            async for part in request.stream():
+                data += part
+                if len(data) > settings.max_body:
+                    raise large
+    except TimeoutError as error:
+        text = f"The body did not arrive within {settings.body_seconds:g} s."
+        raise ApiError(408, text, headers={"Connection": "close"}) from error
+    except ClientDisconnect as error:
+        raise ApiError(400, "The client left before the body was whole.") from error
+    return bytes(data)
+
+
+async def _answer(request: "Request", error: Exception) -> "Response":
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _other(request: "Request", error: Exception) -> "Response":
+    """A path or a method that is not served."""
+    from starlette.exceptions import HTTPException
+
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path[:60]} is not served."
+    return ApiError(error.status_code, text, headers=error.headers).response()
+
+
+async def _failure(request: "Request", error: Exception) -> "Response":
+    return ApiError(500, f"The server has failed: {type(error).__name__}.").response()

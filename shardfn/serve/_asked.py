@@ -1,0 +1,253 @@
+"""From the body of a request to requests of the engine."""
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from shardfn.inference import Compiler, Detokenizer, Grammar, Limits, Request, Sampling, check_request
+
+from ._errors import ApiError
+from ._fields import CHAT, COMPLETIONS, FLAG, FORMAT, MESSAGE, PART, SAMPLING, SCHEMA, check_text, read_fields
+
+_COMPLETION = 16  # OpenAI's default for max_tokens of the older route
+_ROLES = ("system", "user", "assistant")
+
+
+class Text(NamedTuple):
+    """A tokenizer as a server uses it.
+
+    Attributes:
+        encode: from a text to the ids of a prompt.
+        tokenizer: as `shardfn.inference.detokenizer` takes.
+        chat: from messages to the ids of a prompt; None without a chat template. A `ValueError` refuses messages.
+    """
+
+    encode: Callable[[str], list[int]]
+    tokenizer: Any
+    chat: Callable[[list[dict[str, str]]], list[int]] | None = None
+
+
+class Model(NamedTuple):
+    """The model that bodies are read for.
+
+    Attributes:
+        name: as clients name it.
+        text: the tokenizer.
+        spelling: the texts of tokens one by one, also of special ones.
+        limits: of the engine.
+        ends: tokens that end a completion.
+        max_choices: of one call.
+        compiler: of grammars; None if they are not served.
+    """
+
+    name: str
+    text: Text
+    spelling: Detokenizer
+    limits: Limits
+    ends: frozenset[int]
+    max_choices: int
+    compiler: Compiler | None
+
+
+class Asked(NamedTuple):
+    """A body, checked.
+
+    Attributes:
+        requests: one for each prompt; all have the same sampling but for the seed.
+        stream: whether the answer comes in pieces.
+        usage: whether the last piece has the usage.
+        logprobs: whether the answer has the log probability of each token.
+    """
+
+    requests: list[Request]
+    stream: bool
+    usage: bool
+    logprobs: bool
+
+
+def asked_completions(body: Mapping[str, Any], model: Model) -> Asked:
+    """The meaning of a body of `/v1/completions`.
+
+    Raises:
+        ApiError: names the field that is wrong.
+    """
+    given = read_fields(body, COMPLETIONS)
+    _check_model(given, model)
+    if given.get("logprobs", 0) != 0:
+        raise _top_logprobs("logprobs", given["logprobs"])
+    prompts = [model.text.encode(x) if isinstance(x, str) else x for x in _prompts(given)]
+    return _asked(given, prompts, model, given.get("max_tokens", _COMPLETION), "logprobs" in given)
+
+
+def asked_chat(body: Mapping[str, Any], model: Model) -> Asked:
+    """The meaning of a body of `/v1/chat/completions`.
+
+    Raises:
+        ApiError: names the field that is wrong, or the tokenizer has no chat template.
+    """
+    given = read_fields(body, CHAT)
+    _check_model(given, model)
+    if given.get("top_logprobs", 0) != 0:
+        raise _top_logprobs("top_logprobs", given["top_logprobs"])
+    if "max_completion_tokens" in given and "max_tokens" in given:
+        raise ApiError(400, "max_tokens is given beside max_completion_tokens; give one of them.", "max_tokens")
+    prompt = _templated(_messages(given), model)
+    rest = max(1, model.limits.context - len(prompt))
+    most = given.get("max_completion_tokens", given.get("max_tokens", rest))
+    return _asked(given, [prompt], model, most, given.get("logprobs", False))
+
+
+def _asked(given: Mapping[str, Any], prompts: list[list[int]], model: Model, most: int, logprobs: bool) -> Asked:
+    ends = frozenset() if given.get("ignore_eos") else model.ends
+    stops = given.get("stop", [])
+    numbers: dict[str, Any] = {name: given[name] for name in SAMPLING if name in given}
+    numbers |= {"seed": given.get("seed", secrets.randbits(63)), "max_tokens": most}
+    sampling = Sampling(
+        **numbers,
+        stop_tokens=tuple(dict.fromkeys([*given.get("stop_token_ids", ()), *sorted(ends)])),
+        grammar=_grammar(given, model),
+        stop=(stops,) if isinstance(stops, str) else tuple(stops),
+    )
+    salt = given.get("cache_salt", "").encode()
+    requests = [Request(tuple(prompt), sampling, salt=salt) for prompt in prompts]
+    for i, request in enumerate(requests):
+        _check(request, model.limits, f"prompt {i} of {len(requests)}: " if len(requests) > 1 else "", given)
+    if (choices := len(requests) * sampling.n) > model.max_choices:
+        raise ApiError(400, f"n is {sampling.n}: {choices} choices; they must be at most {model.max_choices}.", "n")
+    if "seed" not in given:  # equal prompts of one request are drawn apart
+        requests = [replace(r, sampling=replace(r.sampling, seed=secrets.randbits(63))) for r in requests]
+    stream, options = given.get("stream", False), given.get("stream_options")
+    if options is not None and not stream:
+        raise ApiError(400, "stream_options has no effect without stream: true; leave it out.", "stream_options")
+    usage = read_fields(options or {}, {"include_usage": FLAG}, "stream_options").get("include_usage", False)
+    return Asked(requests, stream, usage, logprobs)
+
+
+def _check_model(given: Mapping[str, Any], model: Model) -> None:
+    if "model" not in given:
+        raise ApiError(400, f"model is missing; this server has {model.name!r}.", "model", "missing_parameter")
+    if given["model"] != model.name:
+        text = f"model {given['model'][:60]!r} does not exist; this server has {model.name!r}."
+        raise ApiError(404, text, "model", "model_not_found")
+
+
+def _check(request: Request, limits: Limits, where: str, given: Mapping[str, Any]) -> None:
+    try:
+        check_request(request, limits)
+    except ValueError as error:
+        name = str(error).split()[0].partition("[")[0]
+        field = {"stop_tokens": "stop_token_ids"}.get(name, name)
+        if field == "prompt" and "messages" in given:
+            field = "messages"
+        if field == "max_tokens" and "max_completion_tokens" in given:
+            field = "max_completion_tokens"
+        code = "context_length_exceeded" if request.prompt and "context" in str(error) else None
+        raise ApiError(400, where + str(error).replace(name, field, 1), field, code) from error
+
+
+def _top_logprobs(field: str, value: int) -> ApiError:
+    text = f"{field} is {value}; it must be 0: log probabilities are those of the drawn tokens alone."
+    return ApiError(400, text, field, "unsupported_parameter")
+
+
+def _grammar(given: Mapping[str, Any], model: Model) -> Grammar | None:
+    """The language of the text; it is compiled here, so that a wrong one never reaches the engine."""
+    schema = _schema(given["response_format"]) if "response_format" in given else None
+    if schema is None and "regex" not in given:
+        return None
+    if schema is not None and "regex" in given:
+        raise ApiError(400, "regex is given beside response_format; give one of them.", "regex")
+    field = "response_format" if schema is not None else "regex"
+    if model.compiler is None:
+        text = "needs llguidance (pip install 'shardfn[text]'), and a tokenizer whose tokens have bytes of their own."
+        raise ApiError(400, f"{field} is not served: it {text}", field, "unsupported_parameter")
+    try:
+        made = Grammar.regex(given["regex"]) if schema is None else Grammar.json_schema(schema)
+        model.compiler.compile(made, sorted(model.ends))
+    except ValueError as error:
+        raise ApiError(400, f"{field}: {str(error).removeprefix('grammar: ')}", field) from error
+    return made
+
+
+def _schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The schema that a format asks for; None for any text."""
+    found = read_fields(given, FORMAT, "response_format")
+    kind = found.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        text = f"response_format.type is {kind!r:.60}; it must be 'text', 'json_object' or 'json_schema'."
+        raise ApiError(400, text, "response_format.type")
+    if kind != "json_schema":
+        if "json_schema" in found:
+            at = "response_format.json_schema"
+            raise ApiError(400, f"{at} has no effect with type {kind!r}; take type 'json_schema'.", at)
+        return {"type": "object"} if kind == "json_object" else None
+    inner = read_fields(found.get("json_schema", {}), SCHEMA, "response_format.json_schema")
+    if "schema" not in inner:
+        at = "response_format.json_schema.schema"
+        raise ApiError(400, f"{at} is missing.", at, "missing_parameter")
+    return inner["schema"]
+
+
+def _prompts(given: Mapping[str, Any]) -> list[str | list[int]]:
+    """The prompts: texts, or lists of ids."""
+    if "prompt" not in given:
+        raise ApiError(400, "prompt is missing.", "prompt", "missing_parameter")
+    prompt = given["prompt"]
+    check_text(prompt, "prompt")
+    if isinstance(prompt, str) or _ids(prompt):
+        return [prompt]
+    if isinstance(prompt, list) and prompt and all(isinstance(x, str) or _ids(x) for x in prompt):
+        return prompt
+    raise ApiError(400, "prompt must be a string, a list of token ids, or a list of these that is not empty.", "prompt")
+
+
+def _ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(x) is int for x in value)
+
+
+def _messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
+    if not given.get("messages"):
+        how = "is empty" if "messages" in given else "is missing"
+        raise ApiError(400, f"messages {how}; give one message at least.", "messages", "missing_parameter")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(given["messages"])]
+
+
+def _message(message: Any, at: str) -> dict[str, str]:
+    if not isinstance(message, dict):
+        raise ApiError(400, f"{at} must be an object with role and content.", at)
+    given = read_fields(message, MESSAGE, at)
+    for name in MESSAGE:
+        if name not in given:
+            raise ApiError(400, f"{at}.{name} is missing.", f"{at}.{name}", "missing_parameter")
+    if given["role"] not in _ROLES:
+        text = f"{at}.role is {given['role'][:60]!r}; it must be one of {', '.join(_ROLES)}."
+        raise ApiError(400, text, f"{at}.role")
+    return {"role": given["role"], "content": _content(given["content"], f"{at}.content")}
+
+
+def _content(content: Any, at: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"{at} must be a string, or a list of parts.", at)
+    texts = []
+    for i, part in enumerate(content):
+        if not isinstance(part, dict):
+            raise ApiError(400, f"{at}[{i}] must be an object with type and text.", f"{at}[{i}]")
+        kind = part.get("type")
+        if kind != "text":
+            text = f"{at}[{i}].type is {kind!r:.60}; only parts of type 'text' are served."
+            raise ApiError(400, text, f"{at}[{i}].type", "unsupported_parameter")
+        texts.append(read_fields(part, PART, f"{at}[{i}]").get("text", ""))
+    return "".join(texts)
+
+
+def _templated(messages: list[dict[str, str]], model: Model) -> list[int]:
+    if model.text.chat is None:
+        text = f"the tokenizer of {model.name!r} has no chat template; use /v1/completions."
+        raise ApiError(400, text, "messages", "no_chat_template")
+    try:
+        return model.text.chat(messages)
+    except ValueError as error:
+        raise ApiError(400, str(error).removeprefix("--chat: "), "messages") from error

@@ -1,0 +1,204 @@
+"""Calls: requests of clients in progress, each with one or more requests of the engine, and their tokens."""
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from shardfn.inference import Add, Cancel, Drain, Request, Token
+
+from ._errors import ApiError
+from ._link import End, Message, Report
+from ._metrics import Metrics
+
+
+class Piece(NamedTuple):
+    """A token of a call.
+
+    Attributes:
+        choice: its number among all choices of the call.
+        token: of the engine.
+    """
+
+    choice: int
+    token: Token
+
+
+class Call:
+    """A client's request in progress; `Calls.open` makes it.
+
+    Attributes:
+        prompt_tokens: of all prompts.
+        drawn: tokens so far.
+    """
+
+    def __init__(self, requests: Sequence[Request], number: int) -> None:
+        self.names = {f"{number}.{i}": i for i in range(len(requests))}
+        self.choices = [request.sampling.n for request in requests]
+        self.prompt_tokens, self.drawn = sum(len(request.prompt) for request in requests), 0
+        self.starts = [0, *itertools.accumulate(self.choices)]  # the first choice of each request
+        self.left = self.starts[-1]  # choices without an end
+        self.waiting = dict(zip(self.names, (len(request.prompt) for request in requests), strict=True))
+        self.began, self.last = time.monotonic(), dict[int, float]()
+        self._due, self._news = list[Piece](), asyncio.Event()
+        self._error: ApiError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether all its choices have ended, or it has failed."""
+        return not self.left or self._error is not None
+
+    async def take(self) -> list[Piece]:
+        """The pieces that no call has returned, as soon as there is one; none after the last.
+
+        Raises:
+            ApiError: the call has failed. Pieces before that are returned first.
+        """
+        if not self._due and not self.done:
+            await self._news.wait()
+        self._news.clear()
+        due, self._due = self._due, []
+        if not due and self._error is not None:
+            raise self._error
+        return due
+
+    def put(self, piece: Piece) -> None:
+        """Adds a piece."""
+        self._due.append(piece)
+        self.left -= piece.token.finish is not None
+        self._news.set()
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the call by an error, unless it has ended."""
+        if not self.done:
+            self._error = error
+            self._news.set()
+
+
+class Calls:
+    """All calls in progress, and the numbered events that they cause.
+
+    Args:
+        send: takes each event.
+        metrics: are kept up to date.
+        max_waiting: tokens of prompts that wait for their first token.
+    """
+
+    def __init__(self, send: Callable[[Message], None], metrics: Metrics, max_waiting: int) -> None:
+        self._send, self._metrics, self._max_waiting = send, metrics, max_waiting
+        self._numbers, self._events = itertools.count(), 0
+        self._of: dict[str, Call] = {}  # by names of the engine's requests
+        self._open: dict[int, Call] = {}
+        self.waiting = 0  # tokens
+        self.taken, self.progress = 0, time.monotonic()
+        self._rate = 0.0  # prompt tokens a second that have left the line, lately
+        self.counts: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def behind(self) -> float:
+        """Seconds since the last step, while there is work."""
+        return time.monotonic() - self.progress if self._of or self.taken < self._events else 0.0
+
+    def open(self, requests: Sequence[Request]) -> Call:
+        """Begins a call.
+
+        Raises:
+            ApiError: too many tokens wait already; 429, with the seconds after which to try again.
+        """
+        call = Call(requests, next(self._numbers))
+        if self.waiting and self.waiting + call.prompt_tokens > self._max_waiting:
+            raise ApiError(
+                429,
+                f"{self.waiting} tokens of prompts wait, and the request has {call.prompt_tokens} more; together they"
+                f" must be at most {self._max_waiting}. Try again later.",
+                headers={"Retry-After": str(self.retry_after)},
+            )
+        self.progress = self.progress if self._of else time.monotonic()
+        self.waiting += call.prompt_tokens
+        self._open[id(call)] = call
+        for name, request in zip(call.names, requests, strict=True):
+            self._of[name] = call
+            self._event(Add(self._events, name, request))
+        return call
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds in which the line will be shorter by half, as of its rate so far."""
+        return min(60, max(1, math.ceil(self.waiting / 2 / self._rate))) if self._rate else 1
+
+    def close(self, call: Call) -> None:
+        """Ends a call; its requests that are in progress are cancelled, which frees their blocks."""
+        if self._open.pop(id(call), None) is None:
+            return
+        for name in call.names:
+            self._started(call, name)
+            if self._of.pop(name, None) is not None:
+                self._event(Cancel(self._events, name))
+
+    def report(self, report: Report) -> None:
+        """Hands the tokens of a step to their calls."""
+        now = time.monotonic()
+        self.counts, self.taken, self.progress = dict(report.counts), report.taken, now
+        ends = dict[str, int]()
+        for token in report.tokens:
+            call = self._of.get(token.name)
+            if call is None:  # it was closed meanwhile
+                continue
+            self._record(call, token, now)
+            if token.finish is not None:
+                ends[token.name] = ends.get(token.name, 0) + 1
+        for name, num in ends.items():
+            call = self._of[name]
+            at = call.names[name]
+            call.choices[at] -= num
+            if not call.choices[at]:
+                del self._of[name]
+
+    def fail_all(self, error: ApiError) -> None:
+        """Ends all calls by an error."""
+        for call in self._open.values():
+            call.fail(error)
+
+    def drain(self) -> None:
+        """Lets the engine refuse further requests."""
+        self._event(Drain(self._events))
+
+    def stop(self) -> None:
+        """Ends the ranks."""
+        self._event(End(self._events))
+
+    def _event(self, event: Message) -> None:
+        self._events += 1
+        self._send(event)
+
+    def _record(self, call: Call, token: Token, now: float) -> None:
+        choice = call.starts[call.names[token.name]] + token.choice
+        if token.token is not None:
+            if token.name in call.waiting:
+                waited = now - call.began
+                if not call.drawn:
+                    self._metrics.observe("vllm:time_to_first_token_seconds", waited)
+                num = self._started(call, token.name)
+                self._metrics.add("vllm:prompt_tokens", num)
+                self._rate = 0.9 * self._rate + 0.1 * num / max(waited, 1e-3)
+            call.drawn += 1
+            self._metrics.add("vllm:generation_tokens")
+            if (last := call.last.get(choice)) is not None:
+                self._metrics.observe("vllm:inter_token_latency_seconds", now - last)
+            call.last[choice] = now
+        if token.finish in ("stop", "length"):
+            self._metrics.add("vllm:request_success", label=token.finish)
+        call.put(Piece(choice, token))
+        if not call.left:
+            self._metrics.observe("vllm:e2e_request_latency_seconds", now - call.began)
+
+    def _started(self, call: Call, name: str) -> int:
+        """Takes a prompt out of those that wait; returns the number of its tokens."""
+        num = call.waiting.pop(name, 0)
+        self.waiting -= num
+        return num

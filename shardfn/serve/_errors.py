@@ -1,0 +1,61 @@
+"""Errors as OpenAI's interface has them: a status, and an object with message, type, parameter and code."""
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_CODES = {401: "invalid_api_key", 404: "not_found", 413: "body_too_large", 429: "rate_limit_exceeded"}
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> "Response":
+    """An answer of JSON."""
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(value, status, headers=headers)
+
+
+class ApiError(Exception):
+    """An answer other than success.
+
+    Args:
+        status: of HTTP.
+        message: for the client's user.
+        param: the field of the body that is wrong.
+        code: a word for programs; by default that of the status, if it has one.
+        headers: of the answer, such as `Retry-After`.
+
+    Example:
+        >>> ApiError(400, "n is 0; it must be at least 1.", "n").body["error"]["param"]
+        'n'
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+        self.code = _CODES.get(status) if code is None else code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The object that a client receives."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> "Response":
+        """The whole answer."""
+        return json_response(self.body, self.status, self.headers)
+
+    def event(self) -> bytes:
+        """The event that ends a stream."""
+        return f"data: {json.dumps(self.body)}\n\n".encode()

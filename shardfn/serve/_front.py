@@ -1,0 +1,256 @@
+"""The front: the process that clients reach. It has no tensors, and goes on when a rank ends, to report that.
+
+clients -- HTTP -- front -- pairs of sockets -- ranks
+"""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from shardfn.inference import Compiler, detokenizer
+
+from ._app import App
+from ._asked import Model, Text
+from ._calls import Calls
+from ._connection import protocol
+from ._errors import ApiError
+from ._link import Message, Ready, Report
+from ._metrics import Metrics
+from ._processes import Processes
+from ._settings import Settings
+
+ENDING = "The server ends."
+_LAST_WORDS = 3.0  # seconds in which clients read their error events
+_LAST_STEPS = 10.0  # seconds in which a process ends
+
+
+class Ranks(Protocol):
+    """The ranks as a front sees them: `Processes`, or others in tests."""
+
+    async def start(self) -> None:
+        """Starts them."""
+
+    def send(self, message: Message) -> None:
+        """Sends a message to all."""
+
+    async def next(self) -> Any:
+        """The next message of the first."""
+
+    async def first_end(self) -> tuple[int, int]:
+        """The first that ends, and its status."""
+        ...
+
+    async def all_end(self, seconds: float) -> bool:
+        """Whether all end within some seconds."""
+        ...
+
+    async def end(self) -> None:
+        """Ends them."""
+
+
+def _server(app: Any, settings: Settings) -> Any:
+    """A server of uvicorn whose signals the front takes."""
+    import uvicorn
+
+    class Quiet(uvicorn.Server):
+        ended = asyncio.Event()
+
+        def capture_signals(self) -> Any:
+            return contextlib.nullcontext()
+
+        async def main_loop(self) -> None:
+            await self.ended.wait()  # uvicorn's own wakes ten times a second
+
+    config = uvicorn.Config(
+        app,
+        http=protocol(settings),
+        **{"ws": "none", "lifespan": "off", "log_config": None, "log_level": "warning", "access_log": False},
+        **{"interface": "asgi3", "proxy_headers": False, "server_header": False, "date_header": False},
+        timeout_graceful_shutdown=1,
+        backlog=min(settings.max_connections, 2048),
+    )
+    return Quiet(config)
+
+
+class Front:
+    """A server without its ranks.
+
+    Args:
+        settings: of the server.
+        text: the tokenizer.
+        ranks: not started yet.
+        report: takes lines for the user.
+    """
+
+    def __init__(self, settings: Settings, text: Text, ranks: Ranks, report: Callable[[str], None] = print) -> None:
+        self.settings, self._text, self._ranks, self._report = settings, text, ranks, report
+        self.metrics = Metrics(settings.name)
+        self.calls = Calls(ranks.send, self.metrics, settings.max_waiting)
+        self.app = App(settings, self.calls, self.metrics)
+        self._spelling = detokenizer(text.tokenizer, special=True)
+        self.signals = 0
+        self._signal = asyncio.Event()
+
+    async def run(self, listener: socket.socket) -> int:
+        """Serves until a signal, or until a rank ends.
+
+        Args:
+            listener: bound; clients are answered from the start, before the model is loaded.
+
+        Returns:
+            The exit status: 0 after a signal; 1 if a rank has ended, or its own status if that came before the model
+            was ready.
+        """
+        server = _server(self.app.asgi(), self.settings)
+        serving = asyncio.ensure_future(server.serve([listener]))
+        try:
+            await self._ranks.start()
+            return await self._until_the_end(serving)
+        finally:
+            server.ended.set()
+            await serving
+            await self._ranks.end()
+
+    def take_signal(self) -> None:
+        """The first signal ends the server once its requests are done; the second one at once."""
+        self.signals += 1
+        self._signal.set()
+
+    async def _until_the_end(self, serving: asyncio.Future[None]) -> int:
+        reading = asyncio.ensure_future(self._read())
+        ended = asyncio.ensure_future(self._ranks.first_end())
+        signalled = asyncio.ensure_future(self._signal.wait())
+        try:
+            await asyncio.wait({reading, ended, signalled, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done() and (error := reading.exception()) is not None:
+                self._report(f"shardfn serve: error: the front has failed: {type(error).__name__}: {error}")
+            if not signalled.done() or reading.done() or ended.done():
+                return await self._lost(ended)
+            return await self._drained(ended)
+        finally:
+            for task in (reading, ended, signalled):
+                task.cancel()
+
+    async def _read(self) -> None:
+        """Hands on the messages of the first rank, until it ends."""
+        with contextlib.suppress(EOFError):
+            while True:
+                message = await self._ranks.next()
+                if isinstance(message, Report):
+                    self.calls.report(message)
+                elif isinstance(message, Ready):
+                    self._begin(message)
+
+    def _begin(self, ready: Ready) -> None:
+        settings = self.settings
+        compiler = Compiler(detokenizer(self._text.tokenizer), ready.limits.vocab) if ready.grammars else None
+        fixed = settings.name, self._text, self._spelling
+        self.app.model = Model(*fixed, ready.limits, ready.ends, settings.max_choices, compiler)
+        self._report(ready.about)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self._report(f"shardfn serve: ready at http://{host}:{settings.port}/v1, model {settings.name!r}")
+
+    async def _lost(self, ended: asyncio.Future[tuple[int, int]]) -> int:
+        """Sends an error to each stream, and ends."""
+        # A process closes its sockets before its status is known; one that has not begun has no clients that wait.
+        patience = 1.0 if self.app.model is not None else _LAST_STEPS
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(ended), patience)
+        rank, status = ended.result() if ended.done() else (0, 1)
+        how = f"by signal {-status}" if status < 0 else f"with status {status}"
+        begun = self.app.model is not None
+        self.app.closed = f"Rank {rank} of the engine has ended, {how}; the server ends."
+        self.calls.fail_all(ApiError(503, self.app.closed, code="engine_dead"))
+        self._report(f"shardfn serve: error: rank {rank} has ended {how}")
+        await self._quiet(_LAST_WORDS)
+        return 1 if begun or status <= 0 else status
+
+    async def _drained(self, ended: asyncio.Future[tuple[int, int]]) -> int:
+        """Lets requests in progress end, for some time."""
+        self.app.closed = ENDING
+        self._report(f"shardfn serve: ends when {len(self.calls)} requests in progress are done")
+        self.calls.drain()
+        waiting = asyncio.ensure_future(self._quiet(self.settings.drain_seconds))
+        again = asyncio.ensure_future(self._again())
+        await asyncio.wait({waiting, again, ended}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        again.cancel()
+        if ended.done():
+            return await self._lost(ended)
+        self.calls.fail_all(ApiError(503, "The server ends; this request was cancelled.", code="server_ends"))
+        await self._quiet(_LAST_WORDS)
+        if self.app.model is not None:
+            self.calls.stop()
+            await self._ranks.all_end(_LAST_STEPS)
+        return 0
+
+    async def _again(self) -> None:
+        while self.signals < 2:
+            self._signal.clear()
+            await self._signal.wait()
+
+    async def _quiet(self, seconds: float) -> None:
+        """Waits until no call is in progress, no longer than some seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while len(self.calls):
+                    await asyncio.sleep(0.02)
+
+
+def bound(settings: Settings) -> socket.socket:
+    """A socket that listens at a server's address; port 0 becomes a free one.
+
+    Raises:
+        OSError: the address is in use, or is not of this machine.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+        listener.listen(min(settings.max_connections, 2048))
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def serve(
+    settings: Settings,
+    text: Text,
+    command: Callable[[int], Sequence[str]],
+    *,
+    ranks: int = 1,
+    threads: int | None = None,
+    report: Callable[[str], None] = print,
+) -> int:
+    """Starts ranks and serves their model until SIGTERM, SIGINT, or the end of a rank.
+
+    Args:
+        settings: of the server.
+        text: the tokenizer of the model.
+        command: from the number of a rank's end of its pair of sockets to its program, which calls `run_rank`.
+        ranks: their number.
+        threads: of each rank's computation; None does not set them.
+        report: takes lines for the user.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        OSError: the address cannot be listened at.
+    """
+    listener = bound(settings)
+    settings = replace(settings, port=listener.getsockname()[1])
+
+    async def main() -> int:
+        front = Front(settings, text, Processes(command, ranks, threads), report)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, front.take_signal)
+        return await front.run(listener)
+
+    return asyncio.run(main())

@@ -1,0 +1,138 @@
+"""Messages between the front and its ranks: over a pair of sockets, each with its length before it.
+
+Down go numbered events, the same ones to all ranks; up come, from the first rank alone, one `Ready` and then a `Report`
+for each step. Both ends are processes of one program on one machine, so messages are pickles.
+"""
+
+import asyncio
+import pickle
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from shardfn.inference import Event, Limits, Token
+
+_LENGTH = 8
+_READ = 1 << 18
+
+
+@dataclass(frozen=True)
+class End:
+    """The last event: the ranks end.
+
+    Example:
+        >>> End(7).number
+        7
+    """
+
+    number: int
+
+
+Message = Event | End
+
+
+class Ready(NamedTuple):
+    """The engine of the ranks is warm.
+
+    Attributes:
+        limits: its sizes.
+        ends: tokens that end a completion.
+        size: the number of the tokenizer's tokens.
+        grammars: whether graphs of steps with grammars are captured, too.
+        about: the model and its memory, in words.
+    """
+
+    limits: Limits
+    ends: frozenset[int]
+    size: int
+    grammars: bool
+    about: str
+
+
+class Report(NamedTuple):
+    """The result of a step.
+
+    Attributes:
+        tokens: that it has returned, and ends of requests.
+        counts: of sequences and blocks, as `Engine.counts`.
+        taken: the number of events that the engine has taken so far.
+    """
+
+    tokens: list[Token]
+    counts: Mapping[str, int]
+    taken: int
+
+
+def packed(value: object) -> bytes:
+    """A message."""
+    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    return len(data).to_bytes(_LENGTH, "little") + data
+
+
+async def received(reader: asyncio.StreamReader) -> Any:
+    """The next message.
+
+    Raises:
+        EOFError: the other end has closed.
+    """
+    try:
+        length = int.from_bytes(await reader.readexactly(_LENGTH), "little")
+        return pickle.loads(await reader.readexactly(length))
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        raise EOFError from error
+
+
+class Inbox:
+    """The messages that have arrived at a rank.
+
+    Args:
+        end: of the pair of sockets.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end, self._data = end, bytearray()
+
+    def take(self, *, wait: bool) -> list[Message]:
+        """The messages that are there.
+
+        Args:
+            wait: whether to sleep until there is one.
+
+        Raises:
+            EOFError: the front has ended.
+        """
+        self._fill(wait=False)
+        found = self._whole()
+        while wait and not found:
+            self._fill(wait=True)
+            found = self._whole()
+        return found
+
+    def _fill(self, *, wait: bool) -> None:
+        """Reads all bytes that are there."""
+        some = False
+        while True:
+            try:
+                data = self._end.recv(_READ, 0 if wait and not some else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except ConnectionError as error:
+                raise EOFError from error
+            if not data and some:
+                return  # the next call finds the end again
+            if not data:
+                raise EOFError
+            self._data += data
+            some = True
+
+    def _whole(self) -> list[Message]:
+        found, at = list[Message](), 0
+        while len(self._data) - at >= _LENGTH:
+            end = at + _LENGTH + int.from_bytes(self._data[at : at + _LENGTH], "little")
+            if len(self._data) < end:
+                break
+            found.append(pickle.loads(self._data[at + _LENGTH : end]))
+            at = end
+        del self._data[:at]
+        return found

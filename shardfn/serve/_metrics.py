@@ -1,0 +1,94 @@
+"""Metrics as Prometheus reads them: under vLLM's names where the meaning is equal, else under `shardfn:`.
+
+All times are differences of one clock, the front's.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_TIMES = {
+    "vllm:time_to_first_token_seconds": "from a request's arrival to its first token",
+    "vllm:inter_token_latency_seconds": "between tokens of a choice",
+    "vllm:e2e_request_latency_seconds": "from a request's arrival to its end",
+}
+_COUNTS = {
+    "vllm:prompt_tokens": "tokens of prompts",
+    "vllm:generation_tokens": "tokens that were drawn",
+    "vllm:request_success": "choices that ended, by reason",
+    "shardfn:answers": "answers, by status",
+    "shardfn:stalled": "streams that were cancelled because their reader stalled",
+    "shardfn:disconnected": "requests that were cancelled because their client left",
+}
+_GAUGES = {
+    "vllm:num_requests_running": "sequences that hold blocks of the cache",
+    "vllm:num_requests_waiting": "sequences that wait for blocks",
+    "vllm:kv_cache_usage_perc": "the part of the cache's blocks that sequences hold, from 0 to 1",
+    "shardfn:cached_blocks": "blocks without a sequence whose content can be used again",
+    "shardfn:free_blocks": "blocks without content",
+    "shardfn:waiting_tokens": "tokens of prompts that wait for their first token",
+    "shardfn:open_streams": "requests in progress",
+}
+_LABELS = {"vllm:request_success": "finished_reason", "shardfn:answers": "status"}
+
+
+class Metrics:
+    """The numbers of a server.
+
+    Args:
+        model: the label `model_name` of each.
+
+    Example:
+        >>> metrics = Metrics("gpt")
+        >>> metrics.add("vllm:prompt_tokens", 3)
+        >>> 'vllm:prompt_tokens_total{model_name="gpt"} 3' in metrics.text({}).splitlines()
+        True
+    """
+
+    def __init__(self, model: str) -> None:
+        escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        self._model = f'model_name="{escaped}"'
+        self._counts: dict[str, dict[str, float]] = {name: {} if name in _LABELS else {"": 0} for name in _COUNTS}
+        self._places = {name: [0] * (len(_SECONDS) + 1) for name in _TIMES}
+        self._sums = dict.fromkeys(_TIMES, 0.0)
+
+    def add(self, name: str, num: float = 1, label: str = "") -> None:
+        """Raises a counter."""
+        row = self._counts[name]
+        row[label] = row.get(label, 0) + num
+
+    def observe(self, name: str, seconds: float) -> None:
+        """Counts a time."""
+        self._places[name][bisect_left(_SECONDS, seconds)] += 1
+        self._sums[name] += seconds
+
+    def text(self, gauges: Mapping[str, float]) -> str:
+        """The page, with the present values of the gauges."""
+        return "\n".join([*self._gauges(gauges), *self._counters(), *self._histograms(), ""])
+
+    def _gauges(self, values: Mapping[str, float]) -> Iterator[str]:
+        for name, about in _GAUGES.items():
+            yield from _head(name, about, "gauge")
+            yield f"{name}{{{self._model}}} {values.get(name, 0):g}"
+
+    def _counters(self) -> Iterator[str]:
+        for name, about in _COUNTS.items():
+            yield from _head(f"{name}_total", about, "counter")
+            for label, value in self._counts[name].items():
+                more = f',{_LABELS[name]}="{label}"' if name in _LABELS else ""
+                yield f"{name}_total{{{self._model}{more}}} {value:.12g}"
+
+    def _histograms(self) -> Iterator[str]:
+        for name, about in _TIMES.items():
+            yield from _head(name, f"seconds {about}", "histogram")
+            total = 0
+            for most, num in zip((*_SECONDS, "+Inf"), self._places[name], strict=True):
+                total += num
+                yield f'{name}_bucket{{{self._model},le="{most}"}} {total}'
+            yield f"{name}_sum{{{self._model}}} {self._sums[name]:.9g}"
+            yield f"{name}_count{{{self._model}}} {total}"
+
+
+def _head(name: str, about: str, kind: str) -> Iterator[str]:
+    yield f"# HELP {name} {about}"
+    yield f"# TYPE {name} {kind}"

@@ -1,0 +1,112 @@
+"""The processes of the ranks: started by the front, watched by it, and ended with it."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ._link import Message, packed, received
+
+_PATIENCE = 5.0  # seconds in which a process ends by itself, before it is killed
+
+
+class Processes:
+    """Ranks of one machine, each a process with a pair of sockets to this one.
+
+    Args:
+        command: from the number of its end of the pair to the program of a rank.
+        ranks: their number.
+        threads: of each rank's computation; None does not set them.
+    """
+
+    def __init__(self, command: Callable[[int], Sequence[str]], ranks: int, threads: int | None = None) -> None:
+        self._command, self._ranks, self._threads = command, ranks, threads
+        self._running: list[asyncio.subprocess.Process] = []
+        self._writers: list[asyncio.StreamWriter] = []
+        self._store: Any = None
+
+    async def start(self) -> None:
+        """Starts them."""
+        environment = dict(os.environ)
+        if self._threads is not None:
+            environment["OMP_NUM_THREADS"] = str(self._threads)
+        if self._ranks > 1:
+            # Kept here, so that no rank's end takes the store away from the others.
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = str(self._store.port)
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            environment |= {"WORLD_SIZE": str(self._ranks), "LOCAL_WORLD_SIZE": str(self._ranks)}
+        for rank in range(self._ranks):
+            mine, theirs = socket.socketpair()
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self._ranks > 1 else {}
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command(theirs.fileno()),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=environment | own,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C at a terminal reaches the front alone
+                )
+            self._running.append(process)
+            reader, writer = await asyncio.open_connection(sock=mine)
+            self._writers.append(writer)
+            if rank == 0:
+                self._reader = reader
+
+    @property
+    def pids(self) -> list[int]:
+        """The numbers of the processes."""
+        return [process.pid for process in self._running]
+
+    def send(self, message: Message) -> None:
+        """Sends a message to all ranks."""
+        data = packed(message)
+        for writer in self._writers:
+            if not writer.is_closing():
+                writer.write(data)
+
+    async def next(self) -> Any:
+        """The next message of the first rank.
+
+        Raises:
+            EOFError: it has ended.
+        """
+        return await received(self._reader)
+
+    async def first_end(self) -> tuple[int, int]:
+        """The first rank that ends, and its status."""
+        waits = {asyncio.ensure_future(p.wait()): rank for rank, p in enumerate(self._running)}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            task = min(done, key=lambda task: (task.result() >= 0, waits[task]))  # a signal is a cause, not an effect
+            return waits[task], task.result()
+        finally:
+            for task in waits:
+                task.cancel()
+
+    async def end(self) -> None:
+        """Ends those that are left."""
+        for writer in self._writers:
+            with contextlib.suppress(Exception):
+                writer.close()
+        for process in self._running:
+            try:
+                await asyncio.wait_for(process.wait(), _PATIENCE)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+
+    async def all_end(self, seconds: float) -> bool:
+        """Whether all of them end within some seconds."""
+        waits = [asyncio.ensure_future(process.wait()) for process in self._running]
+        _, left = await asyncio.wait(waits, timeout=seconds)
+        for task in left:
+            task.cancel()
+        return not left

@@ -1,0 +1,72 @@
+"""The settings of a server: where it listens, who may call it, and the most that it takes."""
+
+from dataclasses import dataclass
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All of them are fixed at the start.
+
+    Args:
+        name: of the model, as clients name it.
+        host: the address to listen on.
+        port: 0 takes a free one.
+        keys: the keys of clients; without any, each client is served.
+        hosts: further names in the `Host` header, beside those of loopback, while `host` is a loopback address.
+        max_body: bytes of a request's body.
+        max_connections: at a time.
+        max_waiting: tokens of prompts that wait for their first token.
+        max_choices: completions of one request, over all of its prompts.
+        header_seconds: in which a request's headers arrive.
+        body_seconds: in which its body arrives.
+        stall_seconds: that a reader may leave a piece of its stream in the server.
+        drain_seconds: for requests in progress after SIGTERM.
+        health_seconds: that a step may take before the server counts as ill.
+
+    Raises:
+        ValueError: a value is out of range, or the address is not a loopback one and there are no keys.
+
+    Example:
+        >>> Settings("gpt").loopback
+        True
+    """
+
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    max_body: int = 4 << 20
+    max_connections: int = 1024
+    max_waiting: int = 1 << 16
+    max_choices: int = 128
+    header_seconds: float = 10.0
+    body_seconds: float = 30.0
+    stall_seconds: float = 30.0
+    drain_seconds: float = 30.0
+    health_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"port is {self.port}; it must be from 0 to 65535.")
+        for name, value in vars(self).items():
+            if name.startswith("max_") or name.endswith("_seconds"):
+                if not value > 0:
+                    raise ValueError(f"{name} is {value}; it must be above 0.")
+        if not self.loopback and not self.keys:
+            raise ValueError(
+                f"host is {self.host}, which other machines reach, and there are no keys: each of them could use the"
+                " model. Give a file of keys, or listen on 127.0.0.1."
+            )
+
+    @property
+    def loopback(self) -> bool:
+        """Whether programs of this machine alone reach it."""
+        return self.host in _LOOPBACK
+
+    def allows(self, host: str) -> bool:
+        """Whether a `Host` header names this server; a page of another site that resolves to it does not."""
+        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+        return not self.loopback or name.strip("[]") in (*_LOOPBACK, *self.hosts)

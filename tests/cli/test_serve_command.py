@@ -1,0 +1,263 @@
+"""Covers `shardfn serve` as processes: a client, signals, ranks that are killed, and settings that are refused."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shardfn import core, interop
+from shardfn.checkpoint import save
+from shardfn.cli import main
+from shardfn.models import gpt
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = gpt.Config.llama_like(vocab_size=256, num_layers=1, d_model=32, num_heads=2, d_ff=None, max_len=512)
+SMALL = "--port 0 --budget 4 --running 3 --cache-gib 0.01".split()
+LIMIT = 100.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A directory as train_gpt leaves it."""
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    folder.mkdir()
+    row = {"model": interop.hf_config(CONFIG), "per_head": False, "tokenizer": "bytes"}
+    (folder / "model.json").write_text(json.dumps(row))
+    save(folder / "checkpoints", gpt.init(CONFIG, core.key(0)), 3, at="params")
+    (folder / "chat.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if messages[0].content == 'no' %}{{ raise_exception('refused') }}{% endif %}"
+    )
+    return folder
+
+
+class Program:
+    """A server as a process, with its ranks."""
+
+    def __init__(self, *args: object) -> None:
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        }
+        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", "shardfn", "serve", *map(str, args)]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.lines, self.url = list[str](), ""
+        found = threading.Event()
+        threading.Thread(target=self._read, args=(found,), daemon=True).start()
+        assert found.wait(LIMIT) and self.url, self.lines
+
+    def _read(self, found: threading.Event) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if match := re.search(r"ready at (http://\S+)/v1", line):
+                self.url = match[1]
+                found.set()
+        self.process.stderr.close()
+        found.set()
+
+    @property
+    def ranks(self) -> list[int]:
+        path = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
+        return [int(x) for x in pathlib.Path(path).read_text().split()]
+
+    def open(self, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        return urllib.request.urlopen(request, timeout=30)
+
+    def end(self) -> int:
+        """The exit status; and no rank is left."""
+        ranks = self.ranks if self.process.poll() is None else []
+        status = self.process.wait(LIMIT)
+        assert not any(pathlib.Path(f"/proc/{pid}").exists() for pid in ranks)
+        return status
+
+
+@contextlib.contextmanager
+def running(*args: object) -> Iterator[Program]:
+    one = Program(*args)
+    try:
+        yield one
+    finally:
+        if one.process.poll() is None:
+            one.process.terminate()
+            one.process.terminate()
+        one.process.wait(LIMIT)
+
+
+def events(response: Any) -> Iterator[str]:
+    for line in response:
+        if line.strip():
+            yield line.decode().removeprefix("data: ").strip()
+
+
+LONG = {"model": "tiny", "prompt": "ab", "max_tokens": 500, "ignore_eos": True, "stream": True}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_server_of_processes(model: pathlib.Path, ranks: int) -> None:
+    with running(model, *SMALL, "--mesh", f"tp={ranks}", "--chat-template", model / "chat.jinja") as server:
+        assert len(server.ranks) == ranks
+        given = {"model": "tiny", "prompt": "ab", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        texts = {json.load(server.open("/v1/completions", given))["choices"][0]["text"] for _ in range(2)}
+        params = gpt.init(CONFIG, core.key(0))
+        import torch
+
+        tokens = gpt.generate(CONFIG, params, torch.tensor([list(b"ab")]), 8, core.key(0), temperature=0.0)
+        assert texts == {bytes(tokens[0, 2:].tolist()).decode(errors="replace")}
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        assert json.load(server.open("/v1/chat/completions", chat))["usage"]["prompt_tokens"] == len("user: hi\n")
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            server.open("/v1/chat/completions", chat | {"messages": [{"role": "user", "content": "no"}]})
+        stream = events(server.open("/v1/completions", LONG | {"max_tokens": 100}))
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        *_, done = stream
+        assert done == "[DONE]" and server.end() == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_rank_that_is_killed(model: pathlib.Path, dies: int) -> None:
+    with running(model, *SMALL, "--mesh", "tp=2") as server:
+        streams = [events(server.open("/v1/completions", LONG)) for _ in range(4)]
+        next(streams[0])
+        began = time.monotonic()
+        os.kill(server.ranks[dies], signal.SIGKILL)
+        for stream in streams:
+            *_, last = stream
+            error = json.loads(last)["error"]
+            assert error["code"] == "engine_dead" and error["message"].startswith(
+                f"Rank {dies} of the engine has ended"
+            )
+        assert time.monotonic() - began < 5
+        assert server.end() == 1
+
+
+@pytest.mark.nightly
+def test_an_idle_rank_that_is_killed(model: pathlib.Path) -> None:
+    with running(model, *SMALL, "--mesh", "tp=2") as server:
+        os.kill(server.ranks[1], signal.SIGKILL)
+        assert server.end() == 1
+        assert any("rank 1 has ended by signal 9" in line for line in server.lines)
+
+
+@pytest.mark.nightly
+def test_ranks_end_with_their_front(model: pathlib.Path) -> None:
+    with running(model, *SMALL) as server:
+        [rank] = server.ranks
+        server.process.kill()
+        server.process.wait(LIMIT)
+        end = time.monotonic() + 20
+        while pathlib.Path(f"/proc/{rank}").exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+@pytest.mark.nightly
+def test_a_model_that_a_rank_refuses(model: pathlib.Path) -> None:
+    command = [sys.executable, "-m", "shardfn", "serve", str(model), *SMALL, "--context", "1000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 2
+    assert "error: --context 1000: the longest sequence of" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ("--mesh dp=2", "--mesh dp=2: write tp=N"),
+        ("--context 1", "--context 1: it must be at least 2"),
+        ("--running 4 --budget 4", "--running 4: it must be from 1 to 3"),
+        ("--cache-gib 0", "--cache-gib 0.0: it must be above 0"),
+        ("--api-key-file nowhere", "--api-key-file nowhere: there is no such file"),
+        ("--host 0.0.0.0", "host is 0.0.0.0, which other machines reach, and there are no keys"),
+        ("--port 99999", "port is 99999"),
+        ("--chat-template {model}/model.json --max-body-mib 0", "max_body is 0; it must be above 0"),
+    ],
+)
+def test_refused_settings(model: pathlib.Path, args: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(model), *args.format(model=model).split()]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.startswith("shardfn serve: error: ") and err.count("\n") == 1
+
+
+def test_a_port_in_use(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        one.listen()
+        assert main(["serve", str(model), "--port", str(one.getsockname()[1])]) == 2
+    assert "Address already in use" in capsys.readouterr().err
+
+
+def test_under_torchrun(
+    model: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["serve", str(model)]) == 2
+    assert "it starts its ranks itself; start it without torchrun, with --mesh tp=N" in capsys.readouterr().err
+
+
+def test_without_its_packages(
+    model: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = __import__("importlib.util").util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "uvicorn" else there(name))
+    assert main(["serve", str(model)]) == 2
+    assert "it needs uvicorn, which is missing: pip install 'shardfn[serve]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{ x"])
+def test_a_file_that_is_no_template(
+    model: pathlib.Path, tmp_path: pathlib.Path, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.jinja").write_text(source)
+    assert main(["serve", str(model), "--chat-template", str(tmp_path / "bad.jinja")]) == 2
+    assert "error: --chat-template: " in capsys.readouterr().err
+
+
+def test_templates_run_in_a_sandbox() -> None:
+    from shardfn.cli._chat_template import template
+    from shardfn.cli._generate_text import text_of_data
+    from shardfn.data import ByteTokenizer
+
+    text = text_of_data(ByteTokenizer())
+    made = template("{{ messages.__class__.__mro__[1].__subclasses__() }}", text)
+    with pytest.raises(ValueError, match="the chat template refuses these messages: access to attribute"):
+        made([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.nightly
+def test_a_model_of_hugging_face(tmp_path: pathlib.Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from tests.cli.test_generate import WORDS, tokenizer_of
+
+    tokenizer_of(WORDS).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 3 + len(WORDS), "num_key_value_heads": 2, "max_position_embeddings": 32}
+    config = transformers.LlamaConfig(bos_token_id=1, eos_token_id=2, initializer_range=0.5, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with running(tmp_path, *SMALL, "--name", "it") as server:
+        chat = {"model": "it", "messages": [{"role": "user", "content": "one two"}], "max_tokens": 4, "logprobs": True}
+        made = json.load(server.open("/v1/chat/completions", chat))
+        assert made["usage"]["prompt_tokens"] == 4  # <s>, the role, two words
+        tokens = [row["token"] for row in made["choices"][0]["logprobs"]["content"]]
+        assert set(tokens) <= {"<unk>", "<s>", "</s>", *WORDS}
+        assert set(made["choices"][0]["message"]["content"].split()) <= set(WORDS)

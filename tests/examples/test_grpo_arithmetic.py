@@ -1,0 +1,103 @@
+"""The arithmetic examples: GRPO learns, on one process and two alike, and goes on bit for bit after a kill anywhere."""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from shardfn.checkpoint import diff, steps
+
+ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/rlhf/grpo_arithmetic.py"
+ALONE = [sys.executable]
+TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+SHORT = ["--imitate", "30", "--prompts", "4", "--iterations", "3"]
+
+
+def start(command: list[str], *options: str, example: pathlib.Path = EXAMPLE) -> subprocess.Popen[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, str(example), *options], env=env, cwd=ROOT, start_new_session=True, **how)
+
+
+def run(command: list[str], *options: str, example: pathlib.Path = EXAMPLE) -> str:
+    process = start(command, *options, example=example)
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err[-3000:]
+    return out
+
+
+def rows(folder: pathlib.Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.nightly
+def test_a_run_has_metrics_and_checkpoints(tmp_path: pathlib.Path) -> None:
+    out = run(ALONE, *SHORT, "--every", "1", "--out", str(tmp_path))
+    assert "iteration 2: reward" in out and "right after" in out
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == list(range(1, 7)) and steps(tmp_path / "checkpoints") == [5, 6]
+    assert all(row["exact"] == 1 for row in found[::2])  # the first epoch of each rollout
+    assert {"reward", "kl", "entropy", "length", "clipped", "missing"} <= set(found[0])
+
+
+@pytest.mark.nightly
+def test_two_ranks_draw_the_same_answers(tmp_path: pathlib.Path) -> None:
+    for command, name, stage in ((ALONE, "one", "0"), (TWO, "two", "3")):
+        run(command, *SHORT, "--iterations", "1", "--zero", stage, "--out", str(tmp_path / name))
+    one, two = (rows(tmp_path / name) for name in ("one", "two"))
+    for a, b in zip(one, two, strict=True):
+        assert all(abs(a[k] - b[k]) <= 1e-5 * max(abs(a[k]), 1) for k in ("loss", "reward", "kl", "entropy"))
+        assert a["exact"] == b["exact"] or a["step"] % 2 == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(4))
+def test_a_run_that_is_killed_anywhere_goes_on_bit_for_bit(tmp_path: pathlib.Path, part: int) -> None:
+    options = [*SHORT, "--iterations", "12"]
+    run(ALONE, *options, "--out", str(tmp_path / "whole"))
+    draw = random.Random(part)
+    killed = 0
+    for _ in range(5):
+        process = start(ALONE, *options, "--out", str(tmp_path / "killed"))
+        begin = time.monotonic()
+        folder = tmp_path / "killed/checkpoints"
+        so_far = steps(folder)[-1:] if folder.exists() else []
+        while process.poll() is None and time.monotonic() < begin + 120:
+            if folder.exists() and steps(folder)[-1:] != so_far:
+                break
+            time.sleep(0.01)
+        time.sleep(draw.random() * 0.4)
+        killed += process.poll() is None
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    run(ALONE, *options, "--out", str(tmp_path / "killed"))
+    assert killed and rows(tmp_path / "killed") == rows(tmp_path / "whole")
+    assert diff(tmp_path / "killed/checkpoints", tmp_path / "whole/checkpoints") == []
+
+
+@pytest.mark.nightly
+def test_ppo_runs() -> None:
+    out = run(ALONE, *SHORT, "--every", "1", example=EXAMPLE.with_name("ppo_arithmetic.py"))
+    lines = [line for line in out.splitlines() if line.startswith("iteration")]
+    assert len(lines) == 3 and all("actor/exact 1.000" in line for line in lines)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(2))
+def test_rewards_rise(tmp_path: pathlib.Path, seed: int) -> None:
+    run(ALONE, "--seed", str(seed), "--out", str(tmp_path))
+    found = rows(tmp_path)
+    first, last = ([row["reward"] for row in part[::2]] for part in (found[:20], found[-20:]))
+    # Ten rollouts of 32 problems: the problems of a rollout differ, its 8 answers to each are counted as one.
+    error = (2 * 0.25 / (10 * 32)) ** 0.5
+    assert sum(last) / 10 - sum(first) / 10 > 5 * error
+    assert sum(row["kl"] for row in found[-20::2]) / 10 < 1

@@ -1,0 +1,77 @@
+"""Advantages: of groups, also where they are cut by ranks, and by a critic."""
+
+import math
+
+import pytest
+import torch
+
+import shardfn as sf
+from shardfn import P, rl
+from shardfn.testing import distributed
+
+REWARDS = torch.tensor([1, 0, 0, 1, 2, 2, 2, 2, 3, 1, 0, 0], dtype=torch.float64)
+WANTED = {
+    (): [0.865875, -0.865875, -0.865875, 0.865875, 0, 0, 0, 0, 1.414114, 0, -0.707057, -0.707057],
+    ("others",): [0.666667, -0.666667, -0.666667, 0.666667, 0, 0, 0, 0, 2.666667, 0, -1.333333, -1.333333],
+    ("mean",): [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0, 2, 0, -1, -1],
+}
+
+
+@pytest.mark.parametrize("how", WANTED)
+def test_groups(how: tuple[str, ...]) -> None:
+    more = {"baseline": how[0], "deviation": False} if how else {}
+    found = rl.group_advantages(REWARDS, 4, **more)  # pyright: ignore[reportArgumentType]
+    assert [round(x, 6) for x in found.tolist()] == WANTED[how]
+
+
+@pytest.mark.parametrize("baseline", ["mean", "others"])
+def test_equal_rewards_have_no_advantage(baseline: str) -> None:
+    for value in (0.1, -3.3, 1e6, 1 / 3):
+        for size in (1, 3, 7):
+            rewards = torch.full((size,), value)
+            found = rl.group_advantages(rewards, size, baseline=baseline)  # pyright: ignore[reportArgumentType]
+            assert found.tolist() == [0] * size
+
+
+def test_a_missing_reward_is_left_out() -> None:
+    nan = math.nan
+    rewards = torch.tensor([1, nan, 3, nan, nan, nan, 2, nan, nan, -0.3, -0.3, nan])
+    found = rl.group_advantages(rewards, 3, deviation=False)
+    assert found.tolist() == [-1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    scaled = rl.group_advantages(rewards, 3)
+    assert not scaled.isnan().any() and torch.equal(scaled[:3], rl.group_advantages(rewards[[0, 1, 2]], 3))
+
+
+def test_groups_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match="12 rewards and groups of 5; pass whole groups"):
+        rl.group_advantages(REWARDS, 5)
+    with pytest.raises(ValueError, match="baseline is 'median'"):
+        rl.group_advantages(REWARDS, 4, baseline="median")  # pyright: ignore[reportArgumentType]
+
+
+@distributed(world=[1, 2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_groups_that_ranks_cut(world: int) -> None:
+    mesh = sf.make_mesh({"dp": world})
+
+    def own(rewards: torch.Tensor) -> torch.Tensor:
+        return rl.group_advantages(rewards, 6, axis="dp")
+
+    found = sf.shard_map(own, mesh=mesh, in_specs=(P("dp"),), out_specs=P("dp"))(REWARDS)
+    assert torch.equal(found, rl.group_advantages(REWARDS, 6))
+
+
+def test_gae_of_answers_of_any_length() -> None:
+    draw = torch.Generator().manual_seed(0)
+    rewards, values = (torch.randn(4, 6, dtype=torch.float64, generator=draw) for _ in range(2))
+    lengths = torch.tensor([6, 1, 0, 3])
+    advantages, returns = rl.gae(rewards, values, lengths, discount=0.9, decay=0.8)
+    for i, n in enumerate(lengths.tolist()):
+        wanted = torch.zeros(6, dtype=torch.float64)
+        for t in range(n):
+            for k in range(t, n):
+                after = values[i, k + 1] if k + 1 < n else 0
+                wanted[t] += (0.9 * 0.8) ** (k - t) * (rewards[i, k] + 0.9 * after - values[i, k])
+        torch.testing.assert_close(advantages[i], wanted)
+        assert advantages[i, n:].eq(0).all() and returns[i, n:].eq(0).all()
+        torch.testing.assert_close(returns[i, :n], (wanted + values[i])[:n])
+    assert rl.gae(rewards[:, :0], values[:, :0], torch.zeros(4, dtype=torch.int64))[0].shape == (4, 0)

@@ -1,0 +1,59 @@
+"""Log probabilities and entropies of answers: rows of one width, by a forward of prompts and answers."""
+
+import pytest
+import torch
+
+from shardfn import rl
+
+DRAW = torch.Generator().manual_seed(0)
+IDS = torch.randint(0, 9, (3, 8), generator=DRAW)
+LOGITS = torch.randn(3, 8, 9, generator=DRAW)
+PROMPTS, LENGTHS = torch.tensor([1, 5, 3]), torch.tensor([4, 3, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_log_probabilities(dtype: torch.dtype) -> None:
+    logits = LOGITS.to(dtype)
+    found = rl.answer_logprobs(logits, IDS, PROMPTS, LENGTHS, 5)
+    logs = logits.to(found.dtype).log_softmax(-1)
+    for i in range(3):
+        for j in range(5):
+            at = int(PROMPTS[i]) + j
+            wanted = logs[i, at - 1, IDS[i, at]].item() if j < LENGTHS[i] else 0.0
+            assert abs(found[i, j].item() - wanted) < 1e-6
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_the_gradient_is_that_of_log_softmax_and_padding_adds_nothing() -> None:
+    logits, weights = LOGITS.clone().requires_grad_(), torch.randn(3, 5, generator=DRAW)
+    mask = rl.answer_mask(LENGTHS, 5)
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return rl.answer_logprobs(x.double(), IDS, PROMPTS, LENGTHS, 5).float()
+
+    found, wanted = (
+        torch.autograd.grad((f(logits) * weights).sum(), logits)[0]
+        for f in (lambda x: rl.answer_logprobs(x, IDS, PROMPTS, LENGTHS, 5), plain)
+    )
+    torch.testing.assert_close(found, wanted)
+    assert int(found.ne(0).any(-1).sum()) == int(mask.sum())
+    spoilt = IDS.masked_fill(torch.arange(8) >= (PROMPTS + LENGTHS)[:, None], -7)
+    again = rl.answer_logprobs(LOGITS[:, :-1], spoilt, PROMPTS, LENGTHS, 5)
+    assert torch.equal(again, rl.answer_logprobs(LOGITS, IDS, PROMPTS, LENGTHS, 5))
+
+
+def test_entropies() -> None:
+    found = rl.answer_entropies(LOGITS, PROMPTS, LENGTHS, 5)
+    wanted = torch.distributions.Categorical(logits=LOGITS[1, 4:7]).entropy()
+    torch.testing.assert_close(found[1, :3], wanted)
+    assert found[1, 3:].eq(0).all() and found[2].eq(0).all()
+    barred = LOGITS.clone()
+    barred[..., 3:] = -torch.inf
+    entropies = rl.answer_entropies(barred, PROMPTS, LENGTHS, 5)
+    assert entropies.isfinite().all() and entropies.max() <= 1.1
+
+
+def test_values_are_those_before_each_token() -> None:
+    values = torch.arange(24.0).view(3, 8)
+    found = rl.answer_values(values, PROMPTS, LENGTHS, 5)
+    assert found.tolist() == [[0, 1, 2, 3, 0], [12, 13, 14, 0, 0], [0] * 5]

@@ -1,0 +1,129 @@
+"""The losses of policies and critics: values of TRL and by hand, gradients, padding, and mistakes."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardfn import rl
+
+GOLDENS = json.loads(pathlib.Path(__file__).with_name("trl_goldens.json").read_text())
+
+
+def batch(name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    x = {key: torch.tensor(value, dtype=dtype) for key, value in GOLDENS["batches"][name].items()}
+    return x | {"lengths": x["lengths"].long()}
+
+
+def call(loss: Any, x: dict[str, Tensor], arguments: dict[str, Any]) -> Tensor:
+    clip = {"clip": tuple(arguments["clip"])} if isinstance(arguments.get("clip"), list) else {}
+    more = {"reference_BT": x["reference"]} if "beta" in arguments else {}
+    return loss(x["logprobs"], x["old"], x["advantages"], x["lengths"], **arguments | clip, **more).mean()
+
+
+@pytest.mark.parametrize("case", [*GOLDENS["grpo"], *GOLDENS["rloo"]], ids=lambda c: f"{c['batch']}-{c['arguments']}")
+def test_the_losses_of_trl(case: dict[str, Any]) -> None:
+    x = batch(case["batch"])
+    x["logprobs"].requires_grad_()
+    loss = call(rl.grpo if case["arguments"] else rl.rloo, x, case["arguments"])
+    (grad,) = torch.autograd.grad(loss, x["logprobs"])
+    for found, wanted in ((loss, case["loss"]), (grad, case["gradient"])):
+        torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def test_ppo_of_deepspeed_chat() -> None:
+    # Rewards and advantages of tests/rl/test_rewards.py.
+    old = torch.tensor([[-0.5, -0.3, -0.9], [-0.5, -0.3, -0.9]], dtype=torch.float64)
+    values = torch.tensor([[0.3, 0.4, 0.5], [0.3, 0.4, 0.5]], dtype=torch.float64)
+    advantages = torch.tensor([[4.281375, 4.4225, 4.55], [-1.06, -1.2, 0]], dtype=torch.float64)
+    returns = torch.tensor([[4.581375, 4.8225, 5.05], [-0.76, -0.8, 0]], dtype=torch.float64)
+    lengths = torch.tensor([3, 1])
+    news = torch.tensor([[0.3, -0.4, 0.05], [0.5, -0.3, 0.1]], dtype=torch.float64)
+    policy = rl.ppo_policy(old + news[0], old, advantages, lengths)
+    value = rl.ppo_value(values + news[1], values, returns, lengths)
+    assert round(policy.mean().item(), 9) == -2.863643389 and round(value.mean().item(), 9) == 7.649466018
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"normalise": "sequence", "ratio": "sequence"},
+        {"normalise": "constant", "constant": 9, "beta": 0.3},
+        {"beta": 0.3, "estimator": "k2", "clip": (0.1, 0.4)},
+        {"most": 1.1},
+    ],
+    ids=str,
+)
+def test_gradients_are_finite_differences(arguments: dict[str, Any]) -> None:
+    x = batch("large")
+
+    def of_policy(logprobs: Tensor) -> Tensor:
+        return call(rl.grpo, x | {"logprobs": logprobs}, arguments)
+
+    def of_values(values: Tensor) -> Tensor:
+        return rl.ppo_value(values, x["old"], x["reference"] + 1, x["lengths"]).mean()
+
+    def of_answers(logprobs: Tensor) -> Tensor:
+        return rl.rloo(logprobs, x["old"], x["advantages"], x["lengths"]).mean()
+
+    for f in (of_policy, of_values, of_answers):
+        assert torch.autograd.gradcheck(f, (x["logprobs"].clone().requires_grad_(),))
+
+
+def test_padding_is_never_used() -> None:
+    x = batch("large")
+    mask = rl.answer_mask(x["lengths"], 7)
+    spoilt = {k: torch.where(mask, x[k], torch.nan) for k in ("logprobs", "old", "reference")}
+    results = []
+    for one in (x, x | spoilt):
+        logprobs = one["logprobs"].clone().requires_grad_()
+        one = one | {"logprobs": logprobs}
+        losses = [
+            call(rl.grpo, one, {"beta": 0.1}),
+            call(rl.grpo, one, {"objective": "weight"}),
+            call(rl.rloo, one, {}),
+            rl.ppo_value(logprobs, one["old"], one["reference"], x["lengths"]).mean(),
+        ]
+        results.append([*losses, *(torch.autograd.grad(loss, logprobs)[0] for loss in losses)])
+    assert all(torch.equal(a, b) and not a.isnan().any() for a, b in zip(*results, strict=True))
+
+
+def test_an_empty_answer_is_a_row_of_loss_zero() -> None:
+    zero, one = torch.zeros(2, 3, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    assert rl.grpo(zero, zero, one, torch.tensor([2, 0]), normalise="sequence").mean() == -0.5
+    assert rl.grpo(zero, zero, one, torch.tensor([2, 0])).mean() == -1
+    assert rl.grpo(zero, zero, one, torch.tensor([0, 0])) == (0, 0)
+
+
+def test_metrics() -> None:
+    x = batch("small")
+    found = rl.policy_metrics(x["logprobs"], x["old"], x["lengths"], reference_BT=x["reference"])
+    means = {name: value.mean().item() for name, value in found.items()}
+    assert means["exact"] == 0.4 and means["clipped"] == 0.6 and means["length"] == 2.5
+    assert abs(means["kl"] - 0.066980809) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"normalise": "tokens"}, r"normalise is 'tokens'; it must be one of 'sequence', 'batch', 'constant'"),
+        ({"ratio": "geometric"}, "ratio is 'geometric'"),
+        ({"objective": "reinforce"}, "objective is 'reinforce'"),
+        ({"normalise": "constant"}, r"constant is None and normalise is 'constant'.*constant=256"),
+        ({"constant": 5}, r"constant is 5 and normalise is 'batch'"),
+        ({"normalise": "constant", "constant": 0}, "constant is 0"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
+    x = batch("small")
+    with pytest.raises(ValueError, match=message):
+        call(rl.grpo, x, arguments)
+    with pytest.raises(ValueError, match=r"beta is 0.1 without a reference"):
+        rl.grpo(x["logprobs"], x["old"], x["advantages"], x["lengths"], beta=0.1)
+    with pytest.raises(ValueError, match=r"beta is 0.0 with a reference"):
+        rl.grpo(x["logprobs"], x["old"], x["advantages"], x["lengths"], reference_BT=x["old"])

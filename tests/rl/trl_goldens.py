@@ -1,0 +1,109 @@
+"""Writes trl_goldens.json: losses and gradients of TRL 1.16 in float64, of its trainers' own functions on a stub.
+
+PYTHON_WITH_TRL tests/rl/trl_goldens.py
+"""
+
+import collections
+import json
+import math
+import pathlib
+import types
+from typing import Any
+
+import torch
+import trl  # pyright: ignore[reportMissingImports]  # of another environment
+from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
+from trl.trainer.rloo_trainer import RLOOTrainer  # pyright: ignore[reportMissingImports]
+
+OUT = pathlib.Path(__file__).with_suffix(".json")
+# Cases of TRL, by the arguments of `rl.grpo`.
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"normalise": "sequence"}, {"loss_type": "grpo"}),
+    ({"normalise": "batch"}, {"loss_type": "dapo"}),
+    ({"normalise": "constant", "constant": 4}, {"loss_type": "dr_grpo"}),
+    ({"normalise": "sequence", "beta": 0.1}, {"loss_type": "grpo", "beta": 0.1}),
+    ({"normalise": "batch", "clip": [0.2, 0.28], "beta": 0.04}, {"loss_type": "bnpo", "high": 0.28, "beta": 0.04}),
+    ({"normalise": "sequence", "ratio": "sequence"}, {"loss_type": "grpo", "level": "sequence"}),
+    ({"normalise": "batch", "most": 1.25}, {"loss_type": "dapo", "delta": 1.25}),
+    ({"normalise": "batch", "objective": "weight", "clip": [1.0, 0.3]}, {"loss_type": "cispo", "high": 1.3}),
+]
+
+
+def batches() -> dict[str, dict[str, Any]]:
+    small = {
+        "logprobs": [[-1, -2, -0.5], [-0.3, -0.9, -1]],
+        "old": [[-1.3, -1.6, -0.5], [-0.3, -1.2, -1]],
+        "reference": [[-1.2, -1.5, -0.7], [-0.3, -0.4, -1]],
+        "advantages": [1, -0.5],
+        "lengths": [3, 2],
+    }
+
+    def wave(a: float, b: float) -> list[list[float]]:
+        return [[-1.5 + math.sin(a * i + b * j) * 1.2 for j in range(7)] for i in range(5)]
+
+    large = {"logprobs": wave(1.7, 0.9), "old": wave(1.72, 0.93), "reference": wave(1.6, 0.8)}
+    return {"small": small, "large": large | {"advantages": [1.3, -0.4, 0, -2, 0.7], "lengths": [7, 1, 4, 5, 2]}}
+
+
+def stub(loss_type: str, beta: float = 0.0, high: float = 0.2, level: str = "token", delta: float | None = None) -> Any:
+    accelerator = types.SimpleNamespace(
+        num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+    )
+    how = {"delta": delta, "use_bias_correction_kl": False, "steps_per_generation": 1}
+    return types.SimpleNamespace(
+        loss_type=loss_type,
+        beta=beta,
+        epsilon_low=0.2,
+        epsilon_high=high,
+        importance_sampling_level=level,
+        args=types.SimpleNamespace(**how),
+        accelerator=accelerator,
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
+        _entropy_bonus_enabled=False,
+        use_adaptive_entropy=False,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=4,
+        model=types.SimpleNamespace(training=True),
+        _metrics={"train": collections.defaultdict(list)},
+    )
+
+
+def run(trainer: Any, one: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    x = {name: torch.tensor(value, dtype=torch.float64) for name, value in batch.items()}
+    logprobs, lengths = x["logprobs"].requires_grad_(), x["lengths"].long()
+    mask = (torch.arange(logprobs.shape[1]) < lengths[:, None]).long()
+    one._get_per_token_logps_and_entropies = lambda *args, **rest: (logprobs, torch.zeros_like(logprobs), None)
+    inputs = {
+        "prompt_ids": torch.zeros(len(lengths), 2, dtype=torch.long),
+        "prompt_mask": torch.ones(len(lengths), 2, dtype=torch.long),
+        "completion_ids": torch.zeros_like(mask),
+        "completion_mask": mask,
+        "advantages": x["advantages"],
+        "old_per_token_logps": x["old"],
+        "old_logps": (x["old"] * mask).sum(1),
+        "ref_per_token_logps": x["reference"],
+        "num_items_in_batch": mask.sum(),
+    }
+    loss = trainer._compute_loss(one, one.model, inputs)
+    (grad,) = torch.autograd.grad(loss, logprobs)
+    return {"loss": loss.item(), "gradient": grad.tolist()}
+
+
+def main() -> None:
+    out: dict[str, Any] = {"versions": {"trl": trl.__version__, "torch": torch.__version__}, "batches": batches()}
+    out["grpo"] = [
+        {"batch": name, "arguments": ours, **run(GRPOTrainer, stub(**theirs), batch)}
+        for ours, theirs in CASES
+        for name, batch in batches().items()
+    ]
+    out["rloo"] = [
+        {"batch": name, "arguments": {}, **run(RLOOTrainer, stub("none"), batch)} for name, batch in batches().items()
+    ]
+    OUT.write_text(json.dumps(out, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

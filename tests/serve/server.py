@@ -1,0 +1,228 @@
+"""A server in this process, for tests: a front in one thread, and the only rank of a tiny GPT in another."""
+
+import asyncio
+import dataclasses
+import functools
+import http.client
+import importlib.util
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shardfn import core
+from shardfn.data import ByteTokenizer
+from shardfn.inference import Engine, Runner, decoder, limits_of
+from shardfn.models import gpt
+from shardfn.serve import Front, Ready, Settings, Text, run_rank
+from shardfn.serve._front import bound
+from shardfn.serve._link import Message, packed, received
+
+CONTEXT = 512
+CONFIG = gpt.Config.llama_like(
+    vocab_size=256, num_layers=1, d_model=32, num_heads=2, d_ff=None, max_len=CONTEXT, exact=True
+)
+END = 0  # a token that ends completions
+NAME = "tiny"
+LIMIT = 30.0
+
+
+def chat_text(messages: list[dict[str, str]]) -> str:
+    if any(message["content"] == "forbidden" for message in messages):
+        raise ValueError("the chat template refuses these messages: forbidden")
+    return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: "
+
+
+# A tokenizer of bytes; its template has a line for each message.
+WORDS = Text(lambda text: list(text.encode()), ByteTokenizer(), lambda messages: list(chat_text(messages).encode()))
+
+
+@functools.cache
+def parts() -> tuple[Any, Any, Any, Runner]:
+    """The model, and its graphs, which all servers of this process share."""
+    made = decoder(CONFIG)
+    limits = limits_of(made, running=3, buckets=(1, 4), cache_bytes=1 << 20)
+    return made, gpt.init(CONFIG, core.key(0)), limits, Runner(made, limits)
+
+
+def new_engine() -> Engine:
+    made, params, limits, runner = parts()
+    return Engine(made, params, limits=limits, runner=runner, tokenizer=ByteTokenizer())
+
+
+class OneThread:
+    """The ranks of a `Front`: one, in a thread of this process.
+
+    Args:
+        slow: seconds that each step takes beside its own time.
+    """
+
+    def __init__(self, engine: Engine, slow: float = 0.0) -> None:
+        self.engine, self.slow = engine, slow
+        self.grammars = importlib.util.find_spec("llguidance") is not None
+        self._mine, self._theirs = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._ended = threading.Event()
+
+    def _run(self) -> None:
+        step = self.engine.step
+
+        def slowed() -> Any:
+            time.sleep(self.slow)
+            return step()
+
+        self.engine.step = slowed
+        try:
+            run_rank(self.engine, self._theirs, Ready(self.engine.limits, frozenset([END]), 256, self.grammars, "tiny"))
+        except (EOFError, BrokenPipeError):
+            pass
+        finally:
+            self._theirs.close()
+            self._ended.set()
+
+    async def start(self) -> None:
+        self._reader, self._writer = await asyncio.open_connection(sock=self._mine)
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        self._writer.write(packed(message))
+
+    async def next(self) -> Any:
+        return await received(self._reader)
+
+    async def first_end(self) -> tuple[int, int]:
+        while not self._ended.is_set():
+            await asyncio.sleep(0.01)
+        return 0, 1
+
+    async def all_end(self, seconds: float) -> bool:
+        return await asyncio.to_thread(self._ended.wait, seconds)
+
+    async def end(self) -> None:
+        self._writer.close()
+
+    def die(self) -> None:
+        """As a process that is killed: its end of the pair closes."""
+        self.slow = 0.0
+        self._theirs.shutdown(socket.SHUT_RDWR)
+
+
+class Running:
+    """A server until `close`, at a port of its own."""
+
+    front: Front
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(self, *, slow: float = 0.0, text: Any = None, **settings: Any) -> None:
+        listener = bound(Settings(NAME, port=0))
+        self.port = listener.getsockname()[1]
+        self.settings = Settings(NAME, port=self.port, **settings)
+        self.ranks = OneThread(new_engine(), slow)
+        self.status: int | None = None
+        self.lines = list[str]()
+        self.held = list[Any]()  # is closed with it
+        self._thread = threading.Thread(target=self._run, args=(listener, WORDS if text is None else text))
+        self._made = threading.Event()
+        self._thread.start()
+        assert self._made.wait(LIMIT)
+        self.wait_for(lambda: self.front.app.model is not None)
+
+    def _run(self, listener: socket.socket, text: Any) -> None:
+        async def main() -> int:
+            self.loop = asyncio.get_running_loop()
+            self.front = Front(self.settings, text, self.ranks, self.lines.append)
+            self._made.set()
+            return await self.front.run(listener)
+
+        self.status = asyncio.run(main())
+
+    @property
+    def engine(self) -> Engine:
+        return self.ranks.engine
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def signal(self) -> None:
+        """As SIGTERM."""
+        self.loop.call_soon_threadsafe(self.front.take_signal)
+
+    def close(self) -> int:
+        """Ends it; returns the exit status."""
+        if self._thread.is_alive():
+            self.signal()
+            self.signal()
+        for one in self.held:
+            one.close()
+        self._thread.join(LIMIT)
+        assert not self._thread.is_alive() and self.status is not None
+        return self.status
+
+    def join(self, seconds: float = LIMIT) -> int:
+        """Waits for its end; returns the exit status."""
+        self._thread.join(seconds)
+        assert self.status is not None
+        return self.status
+
+    def wait_for(self, holds: Callable[[], bool]) -> None:
+        end = time.monotonic() + LIMIT
+        while not holds():
+            assert time.monotonic() < end and self.status is None
+            time.sleep(0.005)
+
+    def wait_idle(self) -> None:
+        """Waits until no request is in progress; no block is held then."""
+        self.wait_for(lambda: not len(self.front.calls) and self.front.calls.behind == 0 and self.engine.idle)
+        counts = self.engine.counts()
+        assert (counts["held"], counts["running"], counts["waiting"], self.front.calls.waiting) == (0, 0, 0, 0)
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT)
+
+    def send(self, path: str, body: Any = None, headers: Any = None, method: str = "POST") -> "Received":
+        """One request by a connection of its own."""
+        connection = self.connect()
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        try:
+            given = {"Content-Type": "application/json", **(headers or {})}
+            connection.request(method, path, data, {k: v for k, v in given.items() if v is not None})
+            response = connection.getresponse()
+            return Received(response.status, response.read(), {k.lower(): v for k, v in response.getheaders()})
+        finally:
+            connection.close()
+
+    def get(self, path: str, headers: Any = None) -> "Received":
+        return self.send(path, None, headers, "GET")
+
+
+@dataclasses.dataclass
+class Received:
+    """An answer."""
+
+    status: int
+    data: bytes
+    headers: dict[str, str]
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+    @property
+    def error(self) -> Any:
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+
+def metric(server: Running, name: str) -> float:
+    """The value of the first line of a metric."""
+    lines = server.get("/metrics").data.decode().splitlines()
+    return float(next(line for line in lines if line.startswith(name + "{")).rsplit(" ", 1)[1])
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,199 @@
+"""Covers every field of every route: out of range, of another type, missing, doubled, not served, unknown."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.serve.server import CONTEXT, NAME, Running
+
+COMPLETION = {"model": NAME, "prompt": "ab", "max_tokens": 2}
+USER = {"role": "user", "content": "ab"}
+CHAT = {"model": NAME, "messages": [USER], "max_tokens": 2}
+ROUTES = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
+
+BOTH: list[tuple[dict[str, Any], str, str]] = [
+    ({"temperature": -1}, "temperature", "temperature is -1; it must be a number from 0 to 100"),
+    ({"temperature": "hot"}, "temperature", 'temperature is "hot"; it must be a number'),
+    ({"temperature": True}, "temperature", "temperature is true; it must be a number"),
+    ({"temperature": [1]}, "temperature", "temperature is a list; it must be a number"),
+    ({"top_p": 0}, "top_p", "top_p is 0; it must be a number above 0 and at most 1"),
+    ({"top_p": 1.5}, "top_p", "top_p is 1.5"),
+    ({"top_k": -1}, "top_k", "top_k is -1; it must be an integer from 0"),
+    ({"top_k": 1.5}, "top_k", "top_k is 1.5; it must be an integer"),
+    ({"min_p": 2}, "min_p", "min_p is 2"),
+    ({"presence_penalty": 3}, "presence_penalty", "from -2 to 2"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "from -2 to 2"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "from 0.01 to 100"),
+    ({"seed": -1}, "seed", "seed is -1"),
+    ({"seed": 2**64}, "seed", "seed is 18446744073709551616"),
+    ({"seed": "1"}, "seed", "must be an integer"),
+    ({"n": 0}, "n", "n is 0; it must be an integer from 1 to 128"),
+    ({"n": 129}, "n", "n is 129"),
+    ({"n": 1.0}, "n", "n is 1.0; it must be an integer"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
+    ({"max_tokens": CONTEXT}, "prompt", f"at most {CONTEXT}, the context"),
+    ({"stop": 1}, "stop", "must be a string or a list of strings"),
+    ({"stop": ["a", 1]}, "stop", "must be a string or a list of strings"),
+    ({"stop_token_ids": [256]}, "stop_token_ids", "stop_token_ids[0] is 256; it must be an integer from 0 to 255"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids", "must be a list of integers"),
+    ({"ignore_eos": 1}, "ignore_eos", "must be true or false"),
+    ({"stream": "yes"}, "stream", "must be true or false"),
+    ({"stream_options": {}}, "stream_options", "has no effect without stream"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "true or false"),
+    ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more", "is not known"),
+    ({"cache_salt": 1}, "cache_salt", "must be a string"),
+    ({"user": 1}, "user", "must be a string"),
+    ({"regex": 1}, "regex", "must be a string"),
+    ({"user": "\ud800"}, "user", "user has half of a surrogate pair"),
+    ({"model": None}, "model", f"model is missing; this server has '{NAME}'"),
+    ({"model": 1}, "model", "must be a string"),
+    ({"temprature": 1}, "temprature", "is not known. Did you mean 'temperature'?"),
+    ({"logit_bias": {"1": 1}}, "logit_bias", "logit_bias is not served; leave it out"),
+    ({"tools": []}, "tools", "is not served"),
+    ({"tool_choice": "auto"}, "tool_choice", "is not served"),
+    ({"functions": []}, "functions", "is not served"),
+    ({"service_tier": "auto"}, "service_tier", "is not served"),
+    ({"metadata": {}}, "metadata", "is not served"),
+    ({"store": False}, "store", "is not served"),
+]
+OLDER: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": None}, "prompt", "prompt is missing"),
+    ({"prompt": ""}, "prompt", f"prompt has 0 tokens; it must have from 1 to {CONTEXT - 1}"),
+    ({"prompt": []}, "prompt", "must be a string, a list of token ids"),
+    ({"prompt": ["a", [1], 2]}, "prompt", "must be a string, a list of token ids"),
+    ({"prompt": {"a": 1}}, "prompt", "must be a string, a list of token ids"),
+    ({"prompt": [True]}, "prompt", "must be a string, a list of token ids"),
+    ({"prompt": ["a", "\ud800"]}, "prompt", "half of a surrogate pair"),
+    ({"prompt": [256]}, "prompt", "prompt[0] is 256; it must be an integer from 0 to 255"),
+    ({"prompt": ["a", [-1]]}, "prompt", "prompt 1 of 2: prompt[0] is -1"),
+    ({"prompt": "a" * CONTEXT}, "prompt", f"prompt has {CONTEXT} tokens"),
+    ({"prompt": ["a"] * 100, "n": 2}, "n", "200 choices; they must be at most 128"),
+    ({"logprobs": 1}, "logprobs", "logprobs is 1; it must be 0"),
+    ({"logprobs": True}, "logprobs", "must be an integer"),
+    ({"best_of": 2}, "best_of", "is not served"),
+    ({"echo": True}, "echo", "is not served"),
+    ({"suffix": "b"}, "suffix", "is not served"),
+]
+NEWER: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": None}, "messages", "messages is missing"),
+    ({"messages": []}, "messages", "messages is empty"),
+    ({"messages": "ab"}, "messages", "must be a list"),
+    ({"messages": ["ab"]}, "messages[0]", "must be an object with role and content"),
+    ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "is missing"),
+    ({"messages": [{"content": "a"}]}, "messages[0].role", "is missing"),
+    ({"messages": [USER | {"role": "tool"}]}, "messages[0].role", "must be one of system, user, assistant"),
+    ({"messages": [USER | {"role": 1}]}, "messages[0].role", "must be a string"),
+    ({"messages": [USER | {"name": "x"}]}, "messages[0].name", "is not served"),
+    ({"messages": [USER | {"tool_calls": []}]}, "messages[0].tool_calls", "is not served"),
+    ({"messages": [USER | {"content": 1}]}, "messages[0].content", "must be a string, or a list of parts"),
+    ({"messages": [USER | {"content": ["a"]}]}, "messages[0].content[0]", "must be an object with type and text"),
+    (
+        {"messages": [USER | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        *("messages[0].content[0].type", "only parts of type 'text' are served"),
+    ),
+    ({"messages": [USER | {"content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text", "a string"),
+    ({"messages": [USER | {"content": "forbidden"}]}, "messages", "the chat template refuses these messages"),
+    ({"messages": [USER | {"content": "a" * CONTEXT}]}, "messages", "tokens"),
+    ({"max_completion_tokens": 1}, "max_tokens", "give one of them"),
+    ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0"),
+    ({"logprobs": 1}, "logprobs", "true or false"),
+    ({"logprobs": True, "top_logprobs": 2}, "top_logprobs", "top_logprobs is 2; it must be 0"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "response_format.type is 'xml'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "is missing"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}},
+        "response_format.json_schema.schema",
+        "an object",
+    ),
+    ({"response_format": {"type": "text", "more": 1}}, "response_format.more", "is not known"),
+    ({"audio": {}}, "audio", "is not served"),
+    ({"reasoning_effort": "low"}, "reasoning_effort", "is not served"),
+    ({"web_search_options": {}}, "web_search_options", "is not served"),
+]
+CASES = [
+    *(("/v1/completions", *case) for case in BOTH + OLDER),
+    *(("/v1/chat/completions", *case) for case in BOTH + NEWER),
+]
+
+
+@pytest.mark.parametrize(("path", "change", "param", "words"), CASES, ids=lambda x: str(x)[:40])
+def test_a_wrong_field_is_named(server: Running, path: str, change: dict[str, Any], param: str, words: str) -> None:
+    before = server.engine._state.chain
+    found = server.send(path, ROUTES[path] | change)
+    if param == "prompt" and "chat" in path:
+        param = "messages"
+    assert found.status == 400, found.data
+    assert found.error["param"] == param and words in found.error["message"], found.error
+    assert server.engine._state.chain == before
+
+
+def test_null_is_as_if_left_out(server: Running) -> None:
+    nulls = dict.fromkeys(("temperature", "stop", "tools", "logit_bias", "stream_options", "suffix", "n"))
+    assert server.send("/v1/completions", COMPLETION | nulls).status == 200
+    message = USER | {"name": None, "tool_calls": None, "refusal": None}
+    assert server.send("/v1/chat/completions", CHAT | {"messages": [message]}).status == 200
+
+
+@pytest.mark.parametrize("field", COMPLETION)
+def test_a_doubled_field_is_named(server: Running, field: str) -> None:
+    text = json.dumps(COMPLETION)[:-1] + f", {json.dumps(field)}: {json.dumps(COMPLETION[field])}}}"
+    found = server.send("/v1/completions", text.encode())
+    assert found.status == 400 and found.error["message"] == f"{field} is given twice."
+    assert found.error["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "The body is not JSON"),
+        (b"{", "The body is not JSON"),
+        (b"{} {}", "The body is not JSON"),
+        (b"[]", "The body is a list; it must be an object"),
+        (b"1", "The body is 1; it must be an object"),
+        (b"null", "The body is null; it must be an object"),
+        (b'"\xff"', "The body is not JSON"),
+        (b'{"temperature": NaN}', "NaN is not a number of JSON"),
+        (b'{"n": ' + b"1" * 5000 + b"}", "The body is not JSON"),
+        (b'{"temperature": 1e999}', "model is missing"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 50_000, "nested too deeply"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_other_bodies(server: Running, body: bytes, words: str) -> None:
+    found = server.send("/v1/completions", body)
+    assert found.status == 400 and words in found.error["message"]
+
+
+def test_an_infinite_number(server: Running) -> None:
+    body = json.dumps(COMPLETION)[:-1] + ', "temperature": 1e999}'
+    found = server.send("/v1/completions", body.encode())
+    assert found.status == 400 and found.error["param"] == "temperature"
+
+
+def test_another_model(server: Running) -> None:
+    found = server.send("/v1/completions", COMPLETION | {"model": "other"})
+    assert (found.status, found.error["code"]) == (404, "model_not_found")
+
+
+def test_routes_that_do_not_exist(server: Running) -> None:
+    assert server.get("/v1/nothing").error["message"] == "GET /v1/nothing is not served."
+    found = server.get("/v1/completions")
+    assert (found.status, found.headers["allow"]) == (405, "POST")
+    assert server.send("/health").status == 405
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_a_form_of_another_site_is_refused(server: Running, kind: str | None) -> None:
+    found = server.send("/v1/completions", COMPLETION, {"Content-Type": kind})
+    assert found.status == 415 and "must be 'application/json'" in found.error["message"]
+
+
+def test_a_tokenizer_without_a_template(start: Any) -> None:
+    from tests.serve.server import WORDS
+
+    server = start(text=WORDS._replace(chat=None))
+    found = server.send("/v1/chat/completions", CHAT)
+    assert (found.status, found.error["code"]) == (400, "no_chat_template")
+    assert server.send("/v1/completions", COMPLETION).status == 200

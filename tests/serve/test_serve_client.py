@@ -1,0 +1,153 @@
+"""Covers the routes by OpenAI's own client: completions, chat, streams, usage, choices, seeds, log probabilities."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shardfn.inference import Sampling
+from tests.serve.server import CONTEXT, NAME, Running, chat_text, metric, new_engine
+
+openai = pytest.importorskip("openai")
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[Any]:
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=30) as made:
+        yield made
+
+
+def alone(prompt: str, **sampling: Any) -> Any:
+    """The completion by an engine without a server."""
+    return new_engine().generate([list(prompt.encode())], Sampling(stop_tokens=(0,), **sampling))[0]
+
+
+def test_a_completion_is_that_of_the_engine(client: Any) -> None:
+    made = client.completions.create(model=NAME, prompt="abc", max_tokens=12, temperature=0, logprobs=0)
+    want = alone("abc", max_tokens=12, temperature=0.0)
+    assert made.choices[0].text == want.text and made.choices[0].finish_reason == want.finish
+    assert made.choices[0].logprobs.token_logprobs == want.logprobs
+    assert made.usage.to_dict() == {"prompt_tokens": 3, "completion_tokens": len(want.tokens), "total_tokens": 15}
+    assert (made.object, made.model) == ("text_completion", NAME) and made.id.startswith("cmpl-")
+
+
+def test_seeds_and_choices(client: Any) -> None:
+    made = client.completions.create(model=NAME, prompt=["ab", "cd"], n=2, seed=5, max_tokens=6)
+    want = [
+        new_engine().generate([list(p)], Sampling(n=2, seed=5, max_tokens=6, stop_tokens=(0,)))[0]
+        for p in (b"ab", b"cd")
+    ]
+    assert [c.index for c in made.choices] == [0, 1, 2, 3]
+    assert [c.text for c in made.choices] == [c.text for pair in want for c in pair]
+    assert made.usage.completion_tokens == sum(len(c.tokens) for pair in want for c in pair)
+
+
+def test_prompts_of_ids(client: Any) -> None:
+    texts = [
+        client.completions.create(model=NAME, prompt=prompt, max_tokens=5, temperature=0).choices[0].text
+        for prompt in ("abc", [97, 98, 99], [[97, 98, 99]], ["abc"])
+    ]
+    assert len(set(texts)) == 1
+
+
+def test_requests_without_a_seed_differ(client: Any) -> None:
+    made = client.completions.create(model=NAME, prompt=["ab"] * 3, max_tokens=16)
+    assert len({choice.text for choice in made.choices}) > 1
+
+
+def test_a_chat_is_a_completion_of_its_template(client: Any) -> None:
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    made = client.chat.completions.create(model=NAME, messages=messages, max_tokens=8, temperature=0, logprobs=True)
+    prompt = chat_text([{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}])
+    want = alone(prompt, max_tokens=8, temperature=0.0)
+    assert made.choices[0].message.content == want.text and made.choices[0].message.role == "assistant"
+    assert [row.logprob for row in made.choices[0].logprobs.content] == want.logprobs
+    assert made.usage.prompt_tokens == len(prompt) and made.object == "chat.completion"
+
+
+def test_a_chat_goes_on_to_the_end_of_the_context(client: Any) -> None:
+    messages = [{"role": "user", "content": "x" * 450}]
+    made = client.chat.completions.create(model=NAME, messages=messages, extra_body={"ignore_eos": True})
+    assert made.usage.total_tokens == CONTEXT and made.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_is_the_whole_in_pieces(client: Any, n: int) -> None:
+    given = {"model": NAME, "prompt": "stream", "max_tokens": 20, "seed": 3, "n": n}
+    whole = client.completions.create(**given)
+    texts, ends, usage = [""] * n, [None] * n, []
+    for chunk in client.completions.create(**given, stream=True, stream_options={"include_usage": True}):
+        usage.append(chunk.usage)
+        for choice in chunk.choices:
+            assert ends[choice.index] is None
+            texts[choice.index] += choice.text
+            ends[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices]
+    assert ends == [choice.finish_reason for choice in whole.choices]
+    assert usage[-1] == whole.usage and not any(usage[:-1]) and len(usage) > n
+
+
+def test_a_streamed_chat(client: Any) -> None:
+    given = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 9, "seed": 1}
+    whole = client.chat.completions.create(**given)
+    chunks = list(client.chat.completions.create(**given, stream=True, logprobs=True))
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].object == "chat.completion.chunk"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks][-1] == whole.choices[0].finish_reason
+    found = [chunk.choices[0].logprobs for chunk in chunks]
+    rows = [row for one in found if one is not None for row in one.content]
+    assert bytes(byte for row in rows for byte in row.bytes).decode(errors="replace").startswith(text)
+    assert len(rows) == whole.usage.completion_tokens
+    assert all(chunk.usage is None for chunk in chunks) and len({chunk.id for chunk in chunks}) == 1
+
+
+def test_tokens_that_end(client: Any) -> None:
+    given = {"model": NAME, "prompt": "abc", "max_tokens": 30, "seed": 7}
+    free = client.completions.create(**given, extra_body={"ignore_eos": True})
+    assert free.usage.completion_tokens == 30
+    tokens = alone("abc", max_tokens=30, seed=7).tokens
+    made = client.completions.create(**given, extra_body={"stop_token_ids": [tokens[4]]})
+    first = tokens.index(tokens[4])
+    assert made.choices[0].finish_reason == "stop" and made.usage.completion_tokens == first + 1
+
+
+def test_the_model_is_listed(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).max_model_len == CONTEXT
+    with pytest.raises(openai.NotFoundError, match="model 'other' does not exist"):
+        client.models.retrieve("other")
+
+
+def test_embeddings_are_not_served(client: Any) -> None:
+    with pytest.raises(openai.APIStatusError, match="Embeddings are not served") as caught:
+        client.embeddings.create(model=NAME, input="a")
+    assert caught.value.status_code == 501
+
+
+def test_many_at_once_are_not_mixed(server: Running) -> None:
+    import asyncio
+
+    async def all_of_them() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as one:
+
+            async def ask(i: int) -> str:
+                given: Any = {"model": NAME, "prompt": f"number {i}", "max_tokens": 12, "temperature": 0}
+                if i % 2:
+                    return (await one.completions.create(**given)).choices[0].text
+                return "".join([c.choices[0].text async for c in await one.completions.create(**given, stream=True)])
+
+            return await asyncio.gather(*(ask(i) for i in range(24)))
+
+    want = new_engine().generate(
+        [list(f"number {i}".encode()) for i in range(24)], Sampling(max_tokens=12, temperature=0.0, stop_tokens=(0,))
+    )
+    assert asyncio.run(all_of_them()) == [one.text for one in want]
+
+
+def test_metrics_count(server: Running, client: Any) -> None:
+    names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:e2e_request_latency_seconds_count")
+    before = [metric(server, name) for name in names]
+    made = client.completions.create(model=NAME, prompt="abcd", max_tokens=7, temperature=0)
+    after = [metric(server, name) for name in names]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [4, made.usage.completion_tokens, 1]
