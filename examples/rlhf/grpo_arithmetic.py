@@ -29,7 +29,7 @@ SAMPLING = Sampling(max_tokens=WIDTH, n=8, stop_tokens=(TEXT.index("."),))
 
 
 def main():
-    args = arguments()
+    args = options(__doc__).parse_args()
     mesh = sf.make_mesh({"dp": -1})
     zero = {"mesh": mesh, "zero": sf.Zero(stage=args.zero, persist_elements=0)}
     step = sf.sharded_step(
@@ -143,8 +143,9 @@ def decode(ids):
     return "".join(TEXT[i] for i in ids)
 
 
-def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(text):
+    """The arguments of all examples here."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--iterations", type=int, default=100, help="%(default)s")
     add("--epochs", type=int, default=2, help="updates by each rollout (%(default)s)")
@@ -156,7 +157,7 @@ def arguments():
     add("--seed", type=int, default=0, help="%(default)s")
     add("--every", type=int, default=10, help="iterations between lines (%(default)s)")
     add("--out", default="", help="a directory for metrics and checkpoints")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":

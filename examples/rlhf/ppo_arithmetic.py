@@ -12,7 +12,7 @@ import functools
 
 import torch
 import torch.distributed as dist
-from grpo_arithmetic import CONFIG, LENGTH, SAMPLING, accuracy, arguments, encode, imitate, order, reward
+from grpo_arithmetic import CONFIG, LENGTH, SAMPLING, accuracy, encode, imitate, options, order, reward
 
 import shardfn as sf
 from shardfn import rl
@@ -23,7 +23,7 @@ CRITIC = dataclasses.replace(CONFIG, tie_embeddings=False)  # its first logit is
 
 
 def main():
-    args = arguments()
+    args = options(__doc__).parse_args()
     mesh = sf.make_mesh({"dp": -1})
     how = {"mesh": mesh, "zero": sf.Zero(stage=args.zero, persist_elements=0)}
 

@@ -16,12 +16,13 @@ from shardfn.engine import comms_of
 from shardfn.inference import Completion, Decoder, Engine, Limits, Request, Sampling, check_request, limits_of
 from shardfn.memory import DamagedError
 
-from ._generate_job import GenerateJob
+from ._generate_job import DRAFTERS, GenerateJob
 from ._generate_model import AXIS, load
 from ._generate_text import Text
 
 _MOST = 256  # tokens of a completion, unless the job has a number
 _STDIN = "-"
+_DRAFTS = 15  # beside one row
 
 
 class Prompt(NamedTuple):
@@ -94,7 +95,8 @@ def _prepared(job: GenerateJob) -> Ready:
                 check_request(Request(tuple(prompt.ids), prompt.sampling), limits)
             except ValueError as error:
                 raise ValueError(f"prompt {i + 1} of {len(prompts)}: {error}") from error
-        engine = Engine(made, served.params, mesh=mesh, limits=limits, tokenizer=text.tokenizer)
+        drafter = DRAFTERS[job.drafter]
+        engine = Engine(made, served.params, mesh=mesh, limits=limits, tokenizer=text.tokenizer, drafter=drafter)
     engine.check(prompts[0].ids, prompts[0].sampling)
     engine.warm_up(grammars=job.sampling.grammar is not None)
     plan = engine.memory()
@@ -163,9 +165,10 @@ def _limits(job: GenerateJob, made: Decoder, prompts: list[Prompt]) -> Limits:
     """The sizes for these prompts: no longer sequence, no larger step, and few graphs, as a capture takes seconds."""
     longest = max(len(p.ids) + p.sampling.max_tokens for p in prompts)
     running = min(Limits.running, len(prompts) * job.sampling.n)
-    rows = min(Limits.buckets[-1], max(running + 1, sum(len(p.ids) for p in prompts)))
+    drafts = 0 if DRAFTERS[job.drafter] is None else _DRAFTS
+    rows = min(Limits.buckets[-1], max(running + 1, drafts + 1, sum(len(p.ids) for p in prompts)))
     budget = next(size for size in Limits.buckets if size >= rows)
-    decodes = [size for size in (1, 4, 16, 32) if size < min(4 * running, budget)]
+    decodes = [size for size in (1, 4, 16, 32) if size < min(max(4 * running, 2 * drafts), budget)]
     return limits_of(
         made,
         context=max(2, min(_context(job, made), longest)),
@@ -173,6 +176,7 @@ def _limits(job: GenerateJob, made: Decoder, prompts: list[Prompt]) -> Limits:
         running=running,
         buckets=tuple(sorted({*decodes, budget})),
         cache_dtype=job.dtype,
+        drafts=drafts,
     )
 
 
@@ -183,6 +187,8 @@ def _run(ready: Ready) -> None:
     seconds = time.monotonic() - start
     if ready.engine.mesh.rank == 0:
         rate = f"{drawn} tokens in {seconds:.1f} s, {drawn / seconds:.1f} a second"
+        if guesses := ready.engine.guesses.drafted:
+            rate += f"; {ready.engine.guesses.accepted} of {guesses} drafts accepted"
         print(rate, file=sys.stderr, flush=True)
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from shardfn.core import did_you_mean
-from shardfn.inference import Grammar, Limits, Request, Sampling, check_request
+from shardfn.inference import Drafter, Grammar, Limits, Ngram, Request, Sampling, Suffix, check_request
 from shardfn.kernels import Codes
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DRAFTERS: Mapping[str, Drafter | None] = {"none": None, "ngram": Ngram(), "suffix": Suffix()}
 KINDS = {"run": "a run of examples/train_gpt.py", "files": "files of Hugging Face", "gguf": "a GGUF file"}
 
 
@@ -37,6 +38,7 @@ class GenerateJob:
         dtype: a key of `DTYPES`.
         weights: the codes of weights of linear layers, "int8" or "int4"; None is `dtype`.
         json: whether the output is JSON lines.
+        drafter: a key of `DRAFTERS`.
     """
 
     model: str
@@ -53,6 +55,7 @@ class GenerateJob:
     dtype: str = "float32"
     weights: Codes | None = None
     json: bool = False
+    drafter: str = "none"
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +84,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mesh", default="", metavar="tp=N", help="ranks, under torchrun (default: those of torchrun)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and cache (default %(default)s)")
     add("--weights", choices=("int8", "int4"), help="codes of the weights of linear layers; GGUF's own are not rounded")
+    add("--drafter", choices=tuple(DRAFTERS), default="none", help="guess tokens; changes no exact completion")
     add("--json", action="store_true", help="a line of JSON for each completion")
 
 

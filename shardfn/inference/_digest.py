@@ -54,11 +54,18 @@ def _fields(state: State) -> Iterator[tuple[str, bytes]]:
     plain = "limits tokenizer step number version pending time draining arrivals"
     for name in plain.split():
         yield name, repr(getattr(state, name)).encode()
+    yield "drafter", b"" if state.drafter is None else state.drafter.digest()
+    yield "guesses", _ints(state.guesses)
     yield "names", repr(sorted(state.names.items())).encode()
     yield "running", _ints(s.serial for s in state.running)
     for priority in sorted(state.waiting):
         yield f"waiting[{priority}]", _ints(state.waiting[priority])
-    yield "flight", _ints(n for c in state.flight for n in (c.serial, c.start, c.count, len(c.positions)))
+    yield (
+        "flight",
+        _ints(
+            n for c in state.flight for n in (c.serial, c.start, c.count, len(c.positions), len(c.drafts), *c.drafts)
+        ),
+    )
     for serial in sorted(state.sequences):
         yield from _of_sequence(state.sequences[serial])
     pool = state.pool
@@ -75,7 +82,7 @@ def _of_sequence(sequence: Sequence) -> Iterator[tuple[str, bytes]]:
     of = f"sequences[{sequence.name}.{sequence.choice}]"
     r = sequence.request
     yield f"{of}.request", _ints(r.prompt) + repr((r.sampling, r.priority, r.deadline, r.adapter, r.salt)).encode()
-    for name in ("arrived", "key", "scored", "computed", "recorded", "begun", "preempted"):
+    for name in ("arrived", "key", "scored", "computed", "recorded", "begun", "preempted", "trust"):
         yield f"{of}.{name}", repr(getattr(sequence, name)).encode()
     yield f"{of}.tokens", sequence.tokens.tobytes()
     yield f"{of}.blocks", _ints(sequence.blocks)

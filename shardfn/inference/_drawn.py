@@ -27,14 +27,21 @@ class Drawn(NamedTuple):
 
 
 def new_tokens(state: State, drawn: Sequence[int]) -> Iterator[Drawn]:
-    """The drawn tokens of the plan in flight; none where logits were not finite."""
+    """The drawn tokens of the plan in flight that the schedule takes, unless a text ends before.
+
+    Tokens of logits that were not finite, and those after them, are left out.
+    """
     at = 0
     for chunk in state.flight:
         one = state.sequences[chunk.serial]
         how = one.request.sampling
-        for row, p in enumerate(chunk.positions, at):
+        for row, p in enumerate(chunk.valid(drawn[at : at + len(chunk.positions)]), at):
             token, place = drawn[row], p + 1
-            if place >= len(one.tokens) and token >= 0:
+            if token < 0:
+                break
+            if place >= len(one.tokens):
                 last = token in how.stop_tokens or place + 1 - one.prompt == how.max_tokens
                 yield Drawn((one.name, one.choice, place), token, one.request, last)
+                if last:
+                    break
         at += len(chunk.positions)

@@ -15,9 +15,11 @@ from ._agree import compare
 from ._constraints import Constraints
 from ._decoder import Decoder
 from ._detokenize import detokenizer
+from ._drafters import Drafter
 from ._drawn import new_tokens
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
-from ._limits import Limits
+from ._guesses import Guesses
+from ._limits import DRAFTS, Limits
 from ._matchers import Matcher
 from ._requests import Request, Sampling, check_request
 from ._results import Completion, Token, append
@@ -38,11 +40,13 @@ class Engine:
         runner: the graphs of an engine of the same decoder and mesh, to be shared; its limits may have more blocks.
         tokenizer: as `detokenizer` takes: tokens then have their text, and requests may have stop strings and grammars.
             Equal on all ranks.
+        drafter: proposes tokens, and those that are drawn are accepted: several tokens a step, and no other ones.
+            Equal on all ranks; the engine takes a copy. Requests with a grammar have no drafts.
 
     Raises:
         TypeError: `tokenizer` is an object of another kind.
         ValueError: the limits do not fit the model, or the mesh does not divide its heads; or the parameters are not
-            those of the model.
+            those of the model; or there is a drafter, and `limits.drafts` is 0.
 
     Example:
         >>> from shardfn import core
@@ -63,8 +67,15 @@ class Engine:
         limits: Limits | None = None,
         runner: Runner | None = None,
         tokenizer: Any = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        self.limits = limits_of(decoder) if limits is None else limits
+        if limits is None:
+            limits = limits_of(decoder) if drafter is None else limits_of(decoder, drafts=DRAFTS)
+        if drafter is not None and not limits.drafts:
+            raise ValueError(
+                f"limits.drafts is 0, and the drafter is {drafter!r:.80}; try limits_of(..., drafts={DRAFTS})."
+            )
+        self.limits = limits
         self.runner = Runner(decoder, self.limits, mesh=mesh) if runner is None else runner
         self.runner.check(decoder, self.limits, mesh)
         self.mesh = self.runner.mesh
@@ -72,7 +83,7 @@ class Engine:
         self._cache = self.runner.empty_cache()
         self.detokenizer = None if tokenizer is None else detokenizer(tokenizer)
         self._texts, self._constraints = Texts(self.detokenizer), Constraints(self.detokenizer, self.limits.vocab)
-        self._state: State = start(self.limits, self.detokenizer.digest if self.detokenizer else b"")
+        self._state: State = start(self.limits, self.detokenizer.digest if self.detokenizer else b"", drafter)
         self._events: list[Event] = []
         self._adding: dict[str, None] = {}  # names, in order
         self._drawn: list[int] = []
@@ -107,6 +118,11 @@ class Engine:
     def counts(self) -> dict[str, int]:
         """Numbers of running and waiting requests, and of free, held and cached blocks."""
         return self._state.counts()
+
+    @property
+    def guesses(self) -> Guesses:
+        """Counts of steps of a sequence with drafts, of drafts, and of those that were accepted."""
+        return self._state.guesses
 
     def memory(self) -> MemoryPlan:
         """The bytes that this rank needs, as planned from the graph of the largest bucket, without penalties."""

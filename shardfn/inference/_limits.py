@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
+DRAFTS = 15  # of an engine with a drafter
+_LEAST = {"vocab": 1, "context": 2, "blocks": 2, "block": 1, "running": 1, "age": 0, "drafts": 0}
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -19,6 +22,8 @@ class Limits:
         age: after this number of steps since its arrival, a sequence comes before all that arrived later, whatever
             their priorities.
         cache_dtype: the name of the cache's dtype, part of the key of a block's content.
+        drafts: the most drafts of a step with one row; each further row takes the place of one. Where none is left,
+            drafts only fill rows that would be padding. 0 is no guessing.
 
     Raises:
         ValueError: a size is not positive, buckets do not ascend, or the budget is not larger than `running`.
@@ -37,9 +42,10 @@ class Limits:
     running: int = 32
     age: int = 512
     cache_dtype: str = "float32"
+    drafts: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("vocab", 1), ("context", 2), ("blocks", 2), ("block", 1), ("running", 1), ("age", 0)):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}.")
@@ -71,6 +77,10 @@ class Limits:
     def usable(self) -> int:
         """Blocks that sequences can hold."""
         return self.blocks - 1
+
+    def wanted(self, bucket: int) -> int:
+        """The most rows of a step of this bucket whose logits are wanted."""
+        return min(bucket, max(self.running, self.drafts + 1 if self.drafts else 0))
 
     def blocks_of(self, tokens: int) -> int:
         """Blocks for this number of tokens."""

@@ -3,10 +3,32 @@
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ._limits import Limits
 from ._requests import Sampling
 from ._state import Sequence
+
+
+class Rows(NamedTuple):
+    """The rows of a sequence in a plan.
+
+    Attributes:
+        sequence: whose next tokens they have.
+        num: of rows.
+        positions: those whose logits are wanted.
+        drafts: tokens of the last rows, guessed to follow the known ones.
+    """
+
+    sequence: Sequence
+    num: int
+    positions: range
+    drafts: tuple[int, ...] = ()
+
+    def before(self, place: int) -> array:
+        """The tokens before a place, guessed ones included."""
+        known = self.sequence.tokens
+        return known[:place] + array("q", self.drafts[: max(0, place - len(known))])
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,7 +36,7 @@ class Plan:
     """One step's input. Rows from `num_tokens` on are padding: token 0 of the last sequence, written to block 0.
 
     Arrays have sizes of the bucket B: S = min(B, running) + 1 sequences, of which the last is padding, and
-    R = min(B, running) wanted rows. A token at position p of sequence s writes slot `slots[i]` and then reads slots
+    R = `limits.wanted(B)` wanted rows. A token at position p of sequence s writes slot `slots[i]` and then reads slots
     `tables[s, q // block] * block + q % block` of all q <= p. `array` has the buffer interface: `torch.frombuffer`
     and `numpy.frombuffer` make tensors of them without a copy.
 
@@ -67,8 +89,8 @@ class Plan:
         )
 
 
-def make_plan(chunks: Seq[tuple[Sequence, int, range]], limits: Limits, step: int, version: int) -> Plan:
-    """A plan of chunks: sequences, the number of their next tokens, and the positions whose logits are wanted.
+def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int) -> Plan:
+    """A plan of the rows of sequences.
 
     Example:
         >>> from ._state import start
@@ -78,7 +100,7 @@ def make_plan(chunks: Seq[tuple[Sequence, int, range]], limits: Limits, step: in
         >>> state.add("a", Request((7, 8, 9)))
         >>> sequence = state.sequences[0]
         >>> sequence.blocks = [3]
-        >>> plan = make_plan([(sequence, 3, range(2, 3))], limits, step=0, version=0)
+        >>> plan = make_plan([Rows(sequence, 3, range(2, 3))], limits, step=0, version=0)
         >>> list(plan.tokens), list(plan.positions), list(plan.sequences), list(plan.slots)
         ([7, 8, 9, 0], [0, 1, 2, 0], [0, 0, 0, 2], [12, 13, 14, 0])
         >>> list(plan.tables), list(plan.lengths), list(plan.rows), list(plan.places)
@@ -88,9 +110,10 @@ def make_plan(chunks: Seq[tuple[Sequence, int, range]], limits: Limits, step: in
     tokens, positions, sequences, slots = (array("i") for _ in range(4))
     tables, lengths, rows, places, targets, keys = *(array("i") for _ in range(5)), array("Q")
     sampling: list[Sampling] = []
-    known_by_row: list[tuple[Sequence, int]] = []
+    rows_by_row: list[tuple[Rows, int]] = []
     empty = array("i", bytes(4 * width))
-    for s, (sequence, count, positions_wanted) in enumerate(chunks):
+    for s, chunk in enumerate(chunks):
+        sequence, count, positions_wanted, drafts = chunk
         begin, end, known = sequence.computed, sequence.computed + count, sequence.tokens
         first_row = len(tokens) - begin
         blocks = sequence.blocks
@@ -101,6 +124,7 @@ def make_plan(chunks: Seq[tuple[Sequence, int, range]], limits: Limits, step: in
             slots.append(blocks[begin // block] * block + begin % block)
         else:
             tokens.extend(array("i", known[begin:end]))
+            tokens.extend(array("i", drafts))
             positions.extend(range(begin, end))
             sequences.extend([s] * count)
             slots.extend([blocks[p // block] * block + p % block for p in range(begin, end)])
@@ -113,41 +137,41 @@ def make_plan(chunks: Seq[tuple[Sequence, int, range]], limits: Limits, step: in
             places.append(p + 1)
             targets.append(known[p + 1] if p + 1 < len(known) else -1)
             sampling.append(sequence.request.sampling)
-            known_by_row.append((sequence, p + 1))
+            rows_by_row.append((chunk, p + 1))
     num_tokens, num_rows = len(tokens), len(rows)
     bucket = limits.bucket_of(num_tokens)
-    most = min(bucket, limits.running)
+    most, most_rows = min(bucket, limits.running), limits.wanted(bucket)
     _pad(bucket, 0, tokens, positions, slots)
     _pad(bucket, most, sequences)
     _pad((most + 1) * width, 0, tables)
     _pad(most + 1, 1, lengths)
-    _pad(most, 0, rows, keys, places)
-    _pad(most, -1, targets)
+    _pad(most_rows, 0, rows, keys, places)
+    _pad(most_rows, -1, targets)
     return Plan(
         *(step, version, bucket, num_tokens, num_rows, tokens, positions, sequences, slots, tables, lengths),
-        *(rows, keys, places, targets, tuple(sampling), *_histories(known_by_row, most, limits.context)),
+        *(rows, keys, places, targets, tuple(sampling), *_histories(rows_by_row, most_rows, limits.context)),
     )
 
 
-def _histories(rows: Seq[tuple[Sequence, int]], num: int, context: int) -> tuple[array | None, array | None]:
+def _histories(rows: Seq[tuple[Rows, int]], num: int, context: int) -> tuple[array | None, array | None]:
     """The tokens before each row's place, and how many of them are its prompt's, if a row has penalties."""
-    if not any(sequence.request.sampling.penalised for sequence, _ in rows):
+    if not any(chunk.sequence.request.sampling.penalised for chunk, _ in rows):
         return None, None
     histories, prompts = array("i", [-1]) * (num * context), array("i", [0] * num)
-    for i, (sequence, place) in enumerate(rows):
-        histories[i * context : i * context + place] = array("i", sequence.tokens[:place])
-        prompts[i] = min(sequence.prompt, place)
+    for i, (chunk, place) in enumerate(rows):
+        histories[i * context : i * context + place] = array("i", chunk.before(place))
+        prompts[i] = min(chunk.sequence.prompt, place)
     return histories, prompts
 
 
 def padding(bucket: int, limits: Limits, *, penalties: bool = False) -> Plan:
     """A plan of a bucket that has no tokens: it writes to block 0 alone. With `penalties` it has histories, too."""
-    most = min(bucket, limits.running)
-    zeros = [array("i", [0] * n) for n in (bucket, bucket, bucket, (most + 1) * limits.width, most, most)]
+    most, num = min(bucket, limits.running), limits.wanted(bucket)
+    zeros = [array("i", [0] * n) for n in (bucket, bucket, bucket, (most + 1) * limits.width, num, num)]
     tokens, positions, slots, tables, rows, places = zeros
-    lengths, sequences, targets = array("i", [1] * (most + 1)), array("i", [most] * bucket), array("i", [-1] * most)
-    keys = array("Q", [0] * most)
-    past = (array("i", [-1]) * (most * limits.context), array("i", [0] * most)) if penalties else (None, None)
+    lengths, sequences, targets = array("i", [1] * (most + 1)), array("i", [most] * bucket), array("i", [-1] * num)
+    keys = array("Q", [0] * num)
+    past = (array("i", [-1]) * (num * limits.context), array("i", [0] * num)) if penalties else (None, None)
     return Plan(
         *(0, 0, bucket, 0, 0, tokens, positions, sequences, slots, tables, lengths, rows, keys, places, targets, ()),
         *past,

@@ -19,8 +19,9 @@ from typing import NamedTuple
 from shardfn.core import DonatedError
 
 from ._arrange import arrange
+from ._drafting import add_drafts, take_drafts
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
-from ._plan import Plan, make_plan, wanted
+from ._plan import Plan, Rows, make_plan, wanted
 from ._pool import extend_contents
 from ._requests import check_request
 from ._state import Chunk, Sequence, State
@@ -89,9 +90,9 @@ def advance(state: State, events: Seq[Event] = (), drawn: Seq[int] = ()) -> tupl
     _finish(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
     if state.pending is not None and not any(s.begun for s in state.sequences.values()):
         _renew(state, state.pending)
-    chunks = [(sequence, count, wanted(sequence, count)) for sequence, count in arrange(state)]
+    chunks = add_drafts(state, [Rows(s, count, wanted(s, count)) for s, count in arrange(state)])
     plan = make_plan(chunks, state.limits, state.step, state.version) if chunks else None
-    state.flight = [Chunk(s.serial, s.computed, count, positions) for s, count, positions in chunks]
+    state.flight = [Chunk(s.serial, s.computed, num, positions, drafts) for s, num, positions, drafts in chunks]
     state.chain = _link(state, events, drawn, plan)
     state.step += 1
     return state, plan, outputs
@@ -123,16 +124,18 @@ def _check(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
         elif isinstance(event, Stop):
             if event.finish not in ("stop", "error"):
                 raise ValueError(f"{event}: finish must be 'stop' or 'error'.")
-            if not _is_drawn(state, event):
+            if not _is_drawn(state, event, drawn):
                 raise ValueError(f"{event}: the plan in flight draws no token of that choice at {event.at}.")
 
 
-def _is_drawn(state: State, stop: Stop) -> bool:
+def _is_drawn(state: State, stop: Stop, drawn: Seq[int]) -> bool:
     """Whether the plan in flight draws the token of a stop."""
+    at = 0
     for chunk in state.flight:
         one = state.sequences[chunk.serial]
         if (one.name, one.choice) == (stop.name, stop.choice):
-            return stop.at - 1 in chunk.positions and stop.at >= len(one.tokens)
+            return stop.at - 1 in chunk.valid(drawn[at : at + len(chunk.positions)]) and stop.at >= len(one.tokens)
+        at += len(chunk.positions)
     return False
 
 
@@ -143,12 +146,18 @@ def _settle(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output])
     """Takes the results of the plan in flight, also those of requests that end by an event of this step."""
     at = 0
     for chunk in state.flight:
-        sequence = state.sequences[chunk.serial]
-        sequence.computed = chunk.start + chunk.count
-        _record(state, sequence)
-        for row, p in enumerate(chunk.positions, at):
-            if _take_token(state, sequence, p + 1, drawn[row], row, stops, outputs):
+        sequence, ends = state.sequences[chunk.serial], False
+        known = len(sequence.tokens)
+        for row, p in enumerate(chunk.valid(drawn[at : at + len(chunk.positions)]), at):
+            if ends := _take_token(state, sequence, p + 1, drawn[row], row, stops, outputs):
                 break
+        accepted = max(0, len(sequence.tokens) - known - 1)
+        sequence.computed = chunk.start + chunk.count - len(chunk.drafts) + accepted
+        _record(state, sequence)
+        if chunk.drafts:
+            take_drafts(state, sequence, len(chunk.drafts), accepted)
+        if ends:
+            state.remove(sequence)
         at += len(chunk.positions)
     state.flight = []
 
@@ -176,8 +185,6 @@ def _take_token(
             *(state.version, finish),
         )
     )
-    if finish:
-        state.remove(sequence)
     return finish is not None
 
 

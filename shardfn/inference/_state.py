@@ -5,9 +5,12 @@ import hashlib
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
 
+from ._drafters import Context, Drafter
+from ._guesses import Guesses, Trust
 from ._limits import Limits
 from ._pool import Content, Pool, Scope
 from ._requests import Request
@@ -15,12 +18,27 @@ from ._requests import Request
 
 @dataclass(slots=True)
 class Chunk:
-    """A chunk of a sequence in the plan in flight: tokens from `start` on, and the positions whose logits it wants."""
+    """A chunk of a sequence in the plan in flight: tokens from `start` on, and the positions whose logits it wants.
+
+    Its last tokens are the drafts.
+    """
 
     serial: int
     start: int
     count: int
     positions: range
+    drafts: tuple[int, ...] = ()
+
+    def valid(self, drawn: Seq[int]) -> range:
+        """The positions whose results are those of known tokens alone: up to the first draft that is not drawn.
+
+        Args:
+            drawn: for each of `positions`.
+        """
+        same = 0
+        while same < len(self.drafts) and self.drafts[same] == drawn[same]:
+            same += 1
+        return self.positions[: len(self.positions) - len(self.drafts) + same]
 
 
 @dataclass(slots=True, eq=False)
@@ -42,11 +60,19 @@ class Sequence:
     recorded: int = 0  # blocks whose content the pool was given
     begun: bool = False
     preempted: int = -1  # the last step in which it lost its blocks
+    trust: Trust = field(default_factory=Trust)  # in its drafts
 
     @property
     def reusable(self) -> int:
         """Tokens that may come from cached blocks: not the last, whose logits are needed, nor those to score."""
         return len(self.tokens) - 1 if self.scored >= self.prompt - 1 else self.scored
+
+    @property
+    def context(self) -> Context:
+        """The sequence as a drafter sees it."""
+        request = self.request
+        salt = request.salt + request.adapter and repr((request.salt, request.adapter)).encode()
+        return Context(self.serial, self.name, self.choice, self.tokens, self.prompt, salt)
 
     def copy(self) -> "Sequence":
         """A sequence of its own, equal to this one."""
@@ -61,6 +87,7 @@ class State:
         limits: the sizes.
         pool: the blocks.
         tokenizer: a digest of the one by which texts stop, or empty.
+        drafter: proposes tokens, or None.
         step: plans so far, empty ones counted.
         number: events so far; the number of the next one.
         version: of the parameters.
@@ -73,6 +100,7 @@ class State:
         running: sequences that hold blocks, first in order first.
         waiting: serial numbers of the others, ascending, by priority.
         flight: the chunks of the plan in flight.
+        guesses: counts of drafts so far.
         chain: eight bytes of all inputs and plans so far: equal on two ranks if these were equal.
         consumed: whether `advance` has taken this state.
     """
@@ -80,6 +108,7 @@ class State:
     limits: Limits
     pool: Pool
     tokenizer: bytes = b""
+    drafter: Drafter | None = None
     step: int = 0
     number: int = 0
     version: int = 0
@@ -92,6 +121,7 @@ class State:
     running: list[Sequence] = field(default_factory=list)
     waiting: dict[int, list[int]] = field(default_factory=dict)
     flight: list[Chunk] = field(default_factory=list)
+    guesses: Guesses = field(default_factory=Guesses)
     chain: bytes = bytes(8)
     consumed: bool = False
 
@@ -111,6 +141,7 @@ class State:
         return dataclasses.replace(
             self,
             pool=self.pool.copy(),
+            drafter=None if self.drafter is None else self.drafter.copy(),
             sequences=sequences,
             names={name: serials[:] for name, serials in self.names.items()},
             running=[sequences[s.serial] for s in self.running],
@@ -190,6 +221,8 @@ class State:
             self._take_blocks(sequence)
         else:
             self.leave_line(sequence)
+        if self.drafter is not None:
+            self.drafter.end(sequence.context)
         del self.sequences[sequence.serial]
         serials = self.names[sequence.name]
         serials.remove(sequence.serial)
@@ -202,19 +235,22 @@ class State:
         sequence.computed = sequence.recorded = 0
 
 
-def start(limits: Limits, tokenizer: bytes = b"") -> State:
+def start(limits: Limits, tokenizer: bytes = b"", drafter: Drafter | None = None) -> State:
     """The state before the first event.
 
     Args:
         limits: the sizes.
         tokenizer: a digest of the one by which texts stop, so that ranks find theirs to be equal.
+        drafter: proposes tokens; the state takes a copy of it.
 
     Example:
         >>> start(Limits(vocab=100, context=64, blocks=9)).counts()
         {'running': 0, 'waiting': 0, 'free': 8, 'held': 0, 'cached': 0}
     """
-    chain = hashlib.blake2b(tokenizer, digest_size=8).digest() if tokenizer else bytes(8)
-    return State(limits, Pool(limits.blocks), tokenizer, chain=chain)
+    drafter = None if drafter is None else drafter.copy()
+    data = tokenizer + (b"" if drafter is None else drafter.digest())
+    chain = hashlib.blake2b(data, digest_size=8).digest() if data else bytes(8)
+    return State(limits, Pool(limits.blocks), tokenizer, drafter, chain=chain)
 
 
 def draw_key(seed: int, choice: int) -> int:

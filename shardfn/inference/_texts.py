@@ -42,7 +42,17 @@ class Texts:
         """Takes tokens, of which the grammars' `ends` are known; the ends by stop strings."""
         if self._detokenizer is None:
             return {}
-        return {one.place: "stop" for one in drawn if self._take(one, ends.get(one.place))}
+        found: Ends = {}
+        ended = set[tuple[str, int]]()  # choices, by these tokens
+        for one in drawn:
+            choice, end = one.place[:2], ends.get(one.place)
+            if choice in ended:
+                continue
+            if stopped := self._take(one, end):
+                found[one.place] = "stop"
+            if stopped or end:
+                ended.add(choice)
+        return found
 
     def of(self, output: Output) -> str:
         """The text that comes with an output."""

@@ -40,15 +40,15 @@ def sample(
         key: of this iteration.
         start: the number of the first prompt, where ranks or calls have prompts of their own.
         length: L, the same on all ranks; default the engine's context.
-        since: added to the engine's versions, which begin at 0: a run that is resumed goes on counting. `check_versions`
-            then takes `since + engine.update_weights(...)`.
+        since: added to the engine's versions, which begin at 0: a run that is resumed goes on counting.
+            `check_versions` then takes `since + engine.update_weights(...)`.
 
     Returns:
         `len(prompts) * sampling.n` rows of L ids and `sampling.max_tokens` columns.
 
     Raises:
-        ValueError: answers would be drawn from another distribution; a prompt is too long, with its tokens and the
-            limit.
+        ValueError: answers would be drawn from another distribution; a prompt is empty, or too long, with its tokens
+            and the limit.
         RuntimeError: an answer did not come to its end, such as for logits that are not finite.
 
     Example:
@@ -94,13 +94,22 @@ def _check_sampling(sampling: Sampling) -> None:
         if value != usual:
             raise ValueError(
                 f"sample: {name} is {value}; answers would be drawn from another distribution than that of their log"
-                f" probabilities, so their ratios would not begin at 1. Take {name}={usual}; engine.generate draws"
-                " answers for an evaluation."
+                f" probabilities, so their ratios would not begin at 1. Take {name}={usual}; "
+                + (
+                    f"an engine of rl.tempered(decoder, {value}) draws at that temperature."
+                    if name == "temperature" and value
+                    else "engine.generate draws answers for an evaluation."
+                )
             )
 
 
 def _check_length(prompts: Sequence[Sequence[int]], width: int, length: int) -> None:
     for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(
+                f"sample: prompts[{i}] has no tokens, and the first token of an answer needs one before it; begin it"
+                " with a token, such as that of the beginning of a text."
+            )
         if len(prompt) + width > length:
             raise ValueError(
                 f"sample: prompts[{i}] has {len(prompt)} tokens and answers have up to {width}, together"

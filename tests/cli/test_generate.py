@@ -25,7 +25,7 @@ from shardfn.checkpoint import save
 from shardfn.cli import main
 from shardfn.cli._generate_gguf import with_blocks
 from shardfn.cli._generate_text import text_of_transformers
-from shardfn.inference import Runner
+from shardfn.inference import Runner, Suffix
 from shardfn.models import gpt
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -204,6 +204,18 @@ def test_one_completion_is_printed_as_text(run: pathlib.Path, capsys: pytest.Cap
     assert f"{gpt.num_params(CONFIG):,} parameters, float32, exact\n" in out.err
     assert "MiB a rank: weights" in out.err and "13 tokens in" in out.err  # up to the context of 16
     assert out.out.endswith("\n") and len(out.out) > 1
+
+
+def test_drafts_change_no_completion(
+    run: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Suffix, "propose", lambda self, context, most: [0] * most)
+    asked = ["generate", str(run), "aba", "bab", "--json", "--temperature", "0"]
+    assert main(asked) == 0
+    plain = capsys.readouterr().out
+    assert main([*asked, "--drafter", "suffix"]) == 0
+    out, err = capsys.readouterr()
+    assert out == plain and "drafts accepted" in err
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])

@@ -26,7 +26,7 @@ class Model:
         for a in (plan.tokens, plan.positions, plan.sequences, plan.slots):
             assert len(a) == plan.bucket
         for a in (plan.rows, plan.keys, plan.places, plan.targets):
-            assert len(a) == most
+            assert len(a) == limits.wanted(plan.bucket)
         assert len(plan.lengths) == most + 1 and len(plan.tables) == (most + 1) * limits.width
         real = range(plan.num_tokens)
         written = {plan.slots[i] for i in real}

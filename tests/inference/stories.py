@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardfn import core, kernels
-from shardfn.inference import Decoder, Engine, Grammar, Limits, Runner, Sampling, Token, detokenizer
+from shardfn.inference import Decoder, Drafter, Engine, Grammar, Limits, Runner, Sampling, Token, detokenizer
 from shardfn.inference._matchers import Compiler
 from shardfn.inference._state import draw_key
 from shardfn.models import gpt
@@ -132,10 +132,12 @@ def model(tp: str | None = None, **changes: Any) -> Model:
     return Model(config, decoder(config, tp=tp), params)
 
 
-def run(story: Story, model: Model, runner: Runner, limits: Limits) -> tuple[dict[tuple[str, int], Told], Engine]:
+def run(
+    story: Story, model: Model, runner: Runner, limits: Limits, drafter: Drafter | None = None
+) -> tuple[dict[tuple[str, int], Told], Engine]:
     """The tokens of all choices. At the end no block is held."""
     sizes = replace(limits, blocks=story.blocks)
-    engine = Engine(model.decoder, model.params[0], limits=sizes, runner=runner, tokenizer=TOKENS)
+    engine = Engine(model.decoder, model.params[0], limits=sizes, runner=runner, tokenizer=TOKENS, drafter=drafter)
     told: dict[tuple[str, int], Told] = {}
     updates, version, step = sorted(story.updates), 0, 0
     last = max([a.step for a in story.arrivals] + [s for s, _ in updates])

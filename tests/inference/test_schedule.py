@@ -83,7 +83,7 @@ def laws(examples: int, steps: int) -> int:
 
 
 def test_the_laws_hold_under_any_events() -> None:
-    assert laws(40, 20) > 500
+    assert laws(60, 20) > 500
 
 
 @pytest.mark.nightly

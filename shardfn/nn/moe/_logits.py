@@ -105,7 +105,7 @@ def check_chosen(chosen: Tensor, size: int, k: int, num_experts: int, name: str)
             f" need int64 of shape {(size, k)}: the experts of an earlier routing."
         )
     outside = ((chosen < -1) | (chosen >= num_experts)).sum()
-    if outside != 0:
+    if not _is_batched(outside) and outside != 0:
         raise ValueError(
             f"{name}: {int(outside)} numbers in chosen are no expert: there are {num_experts}, from 0 on, and -1 is a"
             f" choice without an expert. Replay the choices of a router of {num_experts} experts."

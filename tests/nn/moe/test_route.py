@@ -238,3 +238,11 @@ def test_routers_in_a_batch_of_models(name: str) -> None:
 
     found = torch.func.vmap(torch.func.grad(loss))(x)
     torch.testing.assert_close(found, torch.stack([torch.func.grad(loss)(part) for part in x]))
+
+
+def test_vmap_replays_a_choice_for_each_batch() -> None:
+    logits, chosen = torch.randn(3, 4, 5), torch.arange(24).view(3, 4, 2) % 5
+    found = torch.func.vmap(lambda x, c: moe.top_k(x, 2, chosen=c).weights)(logits, chosen)
+    assert torch.equal(
+        found, torch.stack([moe.top_k(x, 2, chosen=c).weights for x, c in zip(logits, chosen, strict=True)])
+    )

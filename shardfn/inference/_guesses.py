@@ -1,0 +1,55 @@
+"""Counts of drafts, and how many a sequence may have next: both follow from the drafts that were accepted."""
+
+from typing import NamedTuple
+
+_FIRST, _LONGEST_PAUSE = 4, 5
+
+
+class Guesses(NamedTuple):
+    """Counts of an engine's drafts so far.
+
+    Attributes:
+        steps: of sequences that had drafts.
+        drafted: tokens.
+        accepted: drafted tokens that became tokens of a sequence.
+
+    Example:
+        >>> Guesses().add(4, 3).add(2, 0)
+        Guesses(steps=2, drafted=6, accepted=3)
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, drafted: int, accepted: int) -> "Guesses":
+        """The counts after another step of a sequence."""
+        return Guesses(self.steps + 1, self.drafted + drafted, self.accepted + accepted)
+
+
+class Trust(NamedTuple):
+    """How far a sequence's drafts are trusted.
+
+    Attributes:
+        width: the most drafts of its next step. It doubles when all are accepted, and else becomes one more than were.
+        strikes: its last steps whose drafts were all rejected.
+        resume: the number of tokens from which it has drafts again: each strike doubles the pause.
+
+    Example:
+        >>> Trust().after(4, 4, num_tokens=20)
+        Trust(width=8, strikes=0, resume=0)
+        >>> Trust().after(4, 0, num_tokens=20).after(1, 0, num_tokens=22)
+        Trust(width=1, strikes=2, resume=26)
+    """
+
+    width: int = _FIRST
+    strikes: int = 0
+    resume: int = 0
+
+    def after(self, drafted: int, accepted: int, *, num_tokens: int) -> "Trust":
+        """The trust after a step; the sequence has `num_tokens` then."""
+        if accepted:
+            width = max(self.width, 2 * drafted) if accepted == drafted else accepted + 1
+            return Trust(width, 0, 0)
+        strikes = min(self.strikes + 1, _LONGEST_PAUSE)
+        return Trust(1, strikes, num_tokens + (1 << strikes))

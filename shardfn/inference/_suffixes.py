@@ -1,0 +1,224 @@
+"""Drafts from texts that went on in the same way before: suffix decoding.
+
+The longest suffixes of a sequence are looked up in the sequence itself, and in the texts that other requests have
+drawn. After a suffix, the token that followed most often is proposed, and so on, while the product p of these parts is
+not too small. The proposal with the most tokens expected to be accepted, the sum of all p, is taken. Counts are those
+of the reference's trees, over the places where a suffix occurred last instead of all.
+
+References:
+    Oliaro et al.: SuffixDecoding, 2024, https://arxiv.org/abs/2411.04975
+"""
+
+import hashlib
+import itertools
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ._drafters import Context
+
+_KEY = 2  # tokens by which places are found: the shortest suffix
+_LENGTHS = 4  # suffixes that are tried, the longest first
+
+
+class Place(NamedTuple):
+    """A place in a text after which it goes on.
+
+    Attributes:
+        text: its tokens.
+        end: the number of tokens before the place.
+    """
+
+    text: array
+    end: int
+
+
+class Index:
+    """The last places of each pair of tokens in growing texts; the oldest text can be dropped.
+
+    Args:
+        places: the most of each pair.
+
+    Example:
+        >>> index = Index(places=2)
+        >>> index.extend(0, array("q", [5, 6, 7, 5, 6]))
+        >>> index.find(array("q", [1, 5, 6]))
+        [(0, 5), (0, 2)]
+    """
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._ends: dict[tuple[int, int], list[tuple[int, int]]] = {}  # oldest first
+        self._lengths: dict[int, int] = {}
+
+    def extend(self, serial: int, tokens: array) -> None:
+        """Takes the tokens of a text beyond those that it had."""
+        begin = self._lengths.get(serial, 0)
+        for end in range(max(begin + 1, _KEY), len(tokens) + 1):
+            ends = self._ends.setdefault((tokens[end - 2], tokens[end - 1]), [])
+            ends.append((serial, end))
+            if len(ends) > self._places:
+                del ends[0]
+        self._lengths[serial] = len(tokens)
+
+    def drop(self, serial: int, tokens: array) -> None:
+        """Forgets a text. It is the oldest, so that its places are the first ones of each pair."""
+        for pair in itertools.pairwise(tokens):
+            ends = self._ends.get(pair, [])
+            while ends and ends[0][0] == serial:
+                del ends[0]
+            if not ends:
+                self._ends.pop(pair, None)
+        del self._lengths[serial]
+
+    def find(self, tokens: array) -> list[tuple[int, int]]:
+        """Texts and places after the last pair of these tokens, the newest first."""
+        return self._ends.get((tokens[-2], tokens[-1]), [])[::-1] if len(tokens) >= _KEY else []
+
+    def __len__(self) -> int:
+        """The number of texts."""
+        return len(self._lengths)
+
+    def copy(self) -> "Index":
+        """An index of its own, equal to this one."""
+        new = Index(self._places)
+        new._ends, new._lengths = {pair: ends[:] for pair, ends in self._ends.items()}, dict(self._lengths)
+        return new
+
+
+class Guess(NamedTuple):
+    """A proposal, and the number of its tokens that are expected to be accepted."""
+
+    score: float
+    tokens: list[int]
+
+
+@dataclass(eq=False)
+class Suffix:
+    """Proposes the tokens that followed the longest suffixes of a sequence, in its own text and in those drawn before.
+
+    Args:
+        depth: the most tokens of a suffix.
+        factor: a proposal has at most this number of tokens for each token of its suffix.
+        least: a proposal ends where its probability, by counts, is below this.
+        places: the most places of a suffix that are counted, the newest ones.
+        most_tokens: the most tokens of texts of ended requests; the oldest text is forgotten first. 0 keeps none.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Example:
+        >>> drafter = Suffix()
+        >>> drafter.end(Context(0, "a", 0, array("q", [1, 5, 6, 7, 8, 9]), prompt=1))
+        >>> drafter.propose(Context(1, "b", 0, array("q", [2, 5, 6, 7]), prompt=1), 8)
+        [8, 9]
+    """
+
+    depth: int = 64
+    factor: float = 2.0
+    least: float = 0.1
+    places: int = 16
+    most_tokens: int = 1 << 15
+
+    def __post_init__(self) -> None:
+        for name, low in (("depth", _KEY), ("places", 1), ("most_tokens", 0)):
+            if type(value := getattr(self, name)) is not int or value < low:
+                raise ValueError(f"{name} is {value!r}; it must be an integer of at least {low}.")
+        if not self.factor > 0 or not 0 <= self.least <= 1:
+            raise ValueError(f"factor is {self.factor} and least is {self.least}; they must be above 0, and 0 to 1.")
+        self._own: dict[int, Index] = {}  # by sequence; follows from its tokens
+        self._texts: OrderedDict[int, tuple[bytes, array]] = OrderedDict()  # of ended requests, with their salts
+        self._index: dict[bytes, Index] = {}  # by salt; follows from the texts
+        self._size = self._ended = 0
+
+    def propose(self, context: Context, most: int) -> list[int]:
+        """The tokens after the best suffix; one in the own text is taken if another is not better."""
+        tokens = context.tokens
+        own = self._own.setdefault(context.serial, Index(self.places))
+        own.extend(context.serial, tokens)
+        mine = [Place(tokens, end) for _, end in own.find(tokens) if end < len(tokens)]
+        others = self._index.get(context.salt)
+        theirs = [Place(self._texts[i][1], end) for i, end in others.find(tokens)] if others is not None else []
+        best = Guess(0.0, [])
+        for places in (mine, theirs):
+            for guess in self._guesses(tokens, places, most):
+                best = guess if guess.score > best.score else best
+        return best.tokens
+
+    def end(self, context: Context) -> None:
+        """Keeps the tokens that the sequence has drawn."""
+        self._own.pop(context.serial, None)
+        text = context.tokens[context.prompt :]
+        if not _KEY < len(text) <= self.most_tokens:
+            return
+        serial, self._ended = self._ended, self._ended + 1
+        self._texts[serial] = context.salt, text
+        self._index.setdefault(context.salt, Index(self.places)).extend(serial, text)
+        self._size += len(text)
+        while self._size > self.most_tokens:
+            self._forget()
+
+    def copy(self) -> "Suffix":
+        """A drafter of its own, equal to this one."""
+        new = Suffix(self.depth, self.factor, self.least, self.places, self.most_tokens)
+        new._own = {serial: index.copy() for serial, index in self._own.items()}
+        new._texts = self._texts.copy()
+        new._index = {salt: index.copy() for salt, index in self._index.items()}
+        new._size, new._ended = self._size, self._ended
+        return new
+
+    def digest(self) -> bytes:
+        """A hash of the settings, and of the texts of ended requests."""
+        found = hashlib.blake2b(f"{self} {self._ended}".encode(), digest_size=8)
+        for serial, (salt, text) in self._texts.items():
+            found.update(array("q", (serial, len(salt), len(text))).tobytes() + salt + text.tobytes())
+        return found.digest()
+
+    def _forget(self) -> None:
+        serial, (salt, text) = self._texts.popitem(last=False)
+        self._size -= len(text)
+        index = self._index[salt]
+        index.drop(serial, text)
+        if not len(index):
+            del self._index[salt]
+
+    def _guesses(self, tokens: array, places: Seq[Place], most: int) -> Iterator[Guess]:
+        """A proposal for each of the longest suffixes."""
+        lengths = [_common(tokens, place, self.depth) for place in places]
+        for length in sorted(set(lengths), reverse=True)[:_LENGTHS]:
+            same = [place for place, n in zip(places, lengths, strict=True) if n >= length]
+            yield self._walk(same, tokens, min(most, int(length * self.factor)))
+
+    def _walk(self, places: list[Place], tokens: array, most: int) -> Guess:
+        """The most frequent tokens after these places. The sequence's own text goes on as it did since the place."""
+        score, p, found = 0.0, 1.0, list[int]()
+        while len(found) < most:
+            followed: dict[int, list[Place]] = {}
+            for place in places:
+                at = place.end + len(found)
+                if place.text is tokens and at >= len(tokens):
+                    at = place.end + (at - place.end) % (len(tokens) - place.end)
+                if at < len(place.text):
+                    followed.setdefault(place.text[at], []).append(place)
+            if not followed:
+                break
+            token = max(followed, key=lambda one: len(followed[one]))  # the newest of several
+            p *= len(followed[token]) / len(places)
+            if p < self.least:
+                break
+            places, score = followed[token], score + p
+            found.append(token)
+        return Guess(score, found)
+
+
+def _common(tokens: array, place: Place, most: int) -> int:
+    """The number of equal tokens before the end of a sequence and before a place."""
+    text, end, num = place.text, place.end, len(tokens)
+    most = min(most, end, num)
+    n = _KEY
+    while n < most and text[end - 1 - n] == tokens[num - 1 - n]:
+        n += 1
+    return n

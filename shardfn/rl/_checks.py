@@ -1,0 +1,72 @@
+"""Checks of a loop of rollouts and updates: that the trainer's distribution is that of the draws, and tokens agree."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ._answers import answer_mask
+from ._rollout import Rollout
+
+
+def check_first_ratios(logprobs_BT: Float[Tensor, "b t"], rollout: Rollout, *, tolerance: float = 0.0) -> None:
+    """Refuses a rollout whose log probabilities are not those of the trainer's weights before their first update.
+
+    For an exact model they are equal to the last bit. They differ if dropout is active in the actor, if other weights
+    drew the answers, or if the loss uses another temperature. Call it where the loop can wait for the values.
+
+    Args:
+        logprobs_BT: of the actor, as by `step.apply`.
+        rollout: of the same weights.
+        tolerance: the largest difference; for a model that is not exact about 1e-4 in float32.
+
+    Raises:
+        ValueError: names the first row and token that differ, with both values.
+
+    Example:
+        >>> from shardfn.rl import empty_rollout
+        >>> rollout = empty_rollout(1, 8, 2)
+        >>> check_first_ratios(rollout.logprobs, rollout)
+    """
+    mask_BT = answer_mask(rollout.lengths, rollout.width)
+    # A NaN is not within any tolerance.
+    wrong_BT = mask_BT & ~((logprobs_BT - rollout.logprobs).abs() <= tolerance)
+    if bool(wrong_BT.any()):
+        row, token = wrong_BT.nonzero()[0].tolist()
+        found, drawn = float(logprobs_BT[row, token]), float(rollout.logprobs[row, token])
+        raise ValueError(
+            f"check_first_ratios: row {row} has at token {token} log probability {found!r} in training, and"
+            f" {drawn!r} when it was drawn, by version {int(rollout.versions[row, token])};"
+            f" {int(wrong_BT.sum())} of {int(mask_BT.sum())} tokens differ by more than {tolerance}. Turn dropout off"
+            " in the actor (from_module(train=False), or no key), call update_weights before sample, and pass the"
+            " temperature of the draws. A model that is not exact needs a tolerance."
+        )
+
+
+def check_tokenizers(actor: Any, other: Any) -> None:
+    """Refuses two models whose ids mean different tokens, such as an actor and a model of rewards from elsewhere.
+
+    Args:
+        actor: a tokenizer with `get_vocab`, as those of transformers, or its mapping from tokens to ids.
+        other: of the model that reads the actor's ids.
+
+    Raises:
+        ValueError: names the smallest id that differs, with both tokens.
+
+    Example:
+        >>> check_tokenizers({"a": 0, "b": 1}, {"a": 0, "b": 1})
+    """
+    ours, theirs = ({i: token for token, i in _vocabulary(x).items()} for x in (actor, other))
+    wrong = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    if wrong:
+        i = wrong[0]
+        raise ValueError(
+            f"check_tokenizers: id {i} is {ours.get(i)!r} for the actor, which has {len(ours)} tokens, and"
+            f" {theirs.get(i)!r} for the other model, which has {len(theirs)}; {len(wrong)} ids differ. Decode answers"
+            " with the actor's tokenizer, and encode the text with the other one."
+        )
+
+
+def _vocabulary(tokenizer: Any) -> Mapping[str, int]:
+    return tokenizer if isinstance(tokenizer, Mapping) else tokenizer.get_vocab()

@@ -1,0 +1,68 @@
+"""Drafters for tests: right ones, wrong ones, and ones that are right except at one place."""
+
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardfn.inference import Context, Drafter, Ngram, Suffix
+
+
+@dataclass(frozen=True)
+class Random:
+    """Proposes tokens that follow from a hash of the text."""
+
+    vocab: int
+
+    def propose(self, context: Context, most: int) -> list[int]:
+        data = hashlib.blake2b(context.tokens.tobytes(), digest_size=64).digest()
+        return [data[i % 64] % self.vocab for i in range(most)]
+
+    def end(self, context: Context) -> None:
+        pass
+
+    def copy(self) -> "Random":
+        return self
+
+    def digest(self) -> bytes:
+        return repr(self).encode()
+
+
+@dataclass(frozen=True)
+class Adversary:
+    """Proposes the true tokens of each choice, but for a wrong one at a place; None is none.
+
+    Attributes:
+        vocab: of tokens.
+        truth: prompt and drawn tokens of each choice, by name and choice.
+        wrong: the place among the proposals.
+    """
+
+    vocab: int
+    truth: Mapping[tuple[str, int], Sequence[int]] = field(hash=False)
+    wrong: int | None
+
+    def propose(self, context: Context, most: int) -> list[int]:
+        known = len(context.tokens)
+        whole = self.truth.get((context.name, context.choice), ())
+        drafts = list(whole[known : known + most])
+        if self.wrong is not None and self.wrong < len(drafts):
+            drafts[self.wrong] = (drafts[self.wrong] + 1) % self.vocab
+        return drafts
+
+    def end(self, context: Context) -> None:
+        pass
+
+    def copy(self) -> "Adversary":
+        return self
+
+    def digest(self) -> bytes:
+        return f"{self.vocab} {self.wrong} {sorted(self.truth.items())}".encode()
+
+
+def context(*tokens: int, prompt: int = 1, serial: int = 0, salt: bytes = b"") -> Context:
+    return Context(serial, "a", 0, array("q", tokens), prompt, salt)
+
+
+# They propose ids below 5.
+DRAFTERS: list[Drafter] = [Ngram(longest=3, shortest=1), Suffix(most_tokens=30), Random(5)]

@@ -1,0 +1,148 @@
+"""Covers guessing in `inference`: tokens, log probabilities and texts are those without a drafter, for any drafter."""
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardfn import make_mesh
+from shardfn.inference import Drafter, Engine, Limits, Ngram, Runner, Sampling, Suffix
+from shardfn.testing import distributed
+from tests.inference.drafters import Adversary, Random
+from tests.inference.stories import Model, Story, Told, check, model, run
+from tests.inference.test_stories import KINDS, drawn_stories
+
+MANY = int(os.environ.get("SHARDFN_STORIES", "500"))
+SIZES = replace(KINDS["gpt2"][1], buckets=(1, 3, 12), drafts=8)
+Truth = Mapping[tuple[str, int], Sequence[int]]
+DRAFTERS: dict[str, Callable[[Truth], Drafter]] = {
+    "ngram": lambda truth: Ngram(longest=3, shortest=1),
+    "suffix": lambda truth: Suffix(most_tokens=60),
+    "random": lambda truth: Random(13),
+    "right": lambda truth: Adversary(13, truth, None),
+    "wrong at 0": lambda truth: Adversary(13, truth, 0),
+    "wrong at 2": lambda truth: Adversary(13, truth, 2),
+}
+
+
+def truth_of(story: Story, told: dict[tuple[str, int], Told]) -> Truth:
+    """Prompt and tokens of each choice."""
+    drawn = {of: [t.token for t in one.tokens if t.token is not None] for of, one in told.items()}
+    skipped = {of: sum(t.position < len(story.arrivals[int(of[0])].prompt) for t in told[of].tokens) for of in told}
+    return {of: [*story.arrivals[int(of[0])].prompt, *drawn[of][skipped[of] :]] for of in told}
+
+
+def hold(story: Story, one: Model, runner: Runner, limits: Limits, name: str) -> tuple[int, int]:
+    """Runs a story without and with a drafter; returns the numbers of drafts and of accepted ones."""
+    plain, _ = run(story, one, runner, limits)
+    told, engine = run(story, one, runner, limits, DRAFTERS[name](truth_of(story, plain)))
+    check(story, told, one)
+    for of, got in told.items():
+        arrival = story.arrivals[int(of[0])]
+        if arrival.cancel is None and not story.updates:
+            tokens, texts = ([t._replace(text="") for t in x.tokens] for x in (got, plain[of])), (got, plain[of])
+            mine, theirs = tokens
+            assert mine == theirs
+            assert len({"".join(t.text for t in x.tokens) for x in texts}) == 1
+    return engine.guesses.drafted, engine.guesses.accepted
+
+
+@functools.cache
+def runner() -> Runner:
+    return Runner(model(**KINDS["gpt2"][0]).decoder, SIZES)
+
+
+def tell(name: str, number: int) -> None:
+    one = model(**KINDS["gpt2"][0])
+    counts = [hold(story, one, runner(), SIZES, name) for story in drawn_stories(SIZES, number)]
+    drafted, accepted = map(sum, zip(*counts, strict=True))
+    assert drafted > 0
+    if name != "random":
+        assert (accepted > 0) == (name != "wrong at 0")
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_stories_with_a_drafter(name: str) -> None:
+    tell(name, 8)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_many_stories_with_a_drafter(name: str) -> None:
+    tell(name, MANY)
+
+
+@distributed(world=2)
+def test_stories_with_drafters_on_ranks(world: int) -> None:
+    changes, _ = KINDS["gpt2"]
+    one = model("tp", **changes)
+    graphs = Runner(one.decoder, SIZES, mesh=make_mesh({"tp": world}))
+    for i, story in enumerate(drawn_stories(SIZES, 6)):
+        hold(story, one, graphs, SIZES, list(DRAFTERS)[i % len(DRAFTERS)])
+
+
+def test_rejected_drafts_leave_nothing_that_is_read() -> None:
+    """Keys and values of places beyond the accepted tokens may be anything, even NaN."""
+    one = model(**KINDS["gpt2"][0])
+    how = Sampling(max_tokens=18, temperature=0.0)
+    plain = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner()).generate([[1, 2, 1, 2]], how)
+    engine = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner(), drafter=Random(13))
+    engine.add([1, 2, 1, 2], how)
+    tokens = []
+    while not engine.idle:
+        tokens += engine.step()
+        for sequence in engine._state.running:
+            [chunk] = engine._state.flight
+            known = chunk.start + chunk.count - len(chunk.positions) + len(chunk.valid(engine._drawn))
+            for layer in engine._cache:
+                local = layer.local
+                for p in range(known, len(sequence.blocks) * SIZES.block):
+                    local[sequence.blocks[p // SIZES.block], p % SIZES.block] = torch.nan
+    assert engine.guesses.drafted > engine.guesses.accepted
+    assert [t.token for t in tokens] == plain[0].tokens and [t.logprob for t in tokens] == plain[0].logprobs
+
+
+def test_penalties_see_the_drafts_before_a_row() -> None:
+    one = model(**KINDS["gpt2"][0])
+    how = Sampling(max_tokens=18, seed=3, presence_penalty=1.0, repetition_penalty=1.3, frequency_penalty=0.5)
+    plain = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner()).generate([[1, 2, 1]], how)
+    truth = {("request-0", 0): [1, 2, 1, *plain[0].tokens]}
+    for wrong in (None, 1, 3):
+        drafter = Adversary(13, truth, wrong)
+        engine = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner(), drafter=drafter)
+        assert engine.generate([[1, 2, 1]], how) == plain
+        assert engine.guesses.accepted > 5
+
+
+def test_right_drafts_save_steps_and_max_tokens_holds() -> None:
+    one = model(**KINDS["gpt2"][0])
+    for most in (1, 2, 5, 24):
+        how = Sampling(max_tokens=most, temperature=0.0)
+        plain = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner()).generate([[1, 2]], how)
+        drafter = Adversary(13, {("request-0", 0): [1, 2, *plain[0].tokens]}, None)
+        engine = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner(), drafter=drafter)
+        assert engine.generate([[1, 2]], how) == plain
+        assert engine._state.step <= 2 + most / 2
+        assert engine.guesses.drafted <= max(0, most - 2)
+
+
+def test_a_drafter_needs_rows() -> None:
+    one = model(**KINDS["gpt2"][0])
+    with pytest.raises(ValueError, match=r"limits.drafts is 0, and the drafter is Ngram\(.*limits_of\(..., drafts="):
+        Engine(one.decoder, one.params[0], limits=KINDS["gpt2"][1], drafter=Ngram())
+    assert Engine(one.decoder, one.params[0], drafter=Ngram()).limits.drafts > 0
+
+
+class _Broken(Random):
+    def propose(self, context: object, most: int) -> list[int]:
+        return [99] * most
+
+
+def test_a_draft_outside_the_vocabulary_is_refused() -> None:
+    one = model(**KINDS["gpt2"][0])
+    engine = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner(), drafter=_Broken(13))
+    with pytest.raises(ValueError, match=r"the drafter proposed \(99, .*each from 0 to 12"):
+        engine.generate([[1, 2]], Sampling(max_tokens=9))

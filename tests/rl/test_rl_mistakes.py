@@ -1,0 +1,153 @@
+"""Covers mistakes in learning from rewards, and bad values that are counted and never make a loss NaN."""
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import shardfn as sf
+from shardfn import rl
+from shardfn.inference import Engine, Sampling, decoder, limits_of
+from shardfn.models import gpt
+from shardfn.testing import distributed
+from tests.mistakes import Mistake, cases, check, check_on_all_ranks
+
+CONFIG = gpt.Config(vocab_size=16, num_layers=1, d_model=32, num_heads=4, max_len=12, exact=True, dropout=0.2)
+SAMPLING = Sampling(max_tokens=4, n=2)
+ONE, TWO = torch.ones(1, 2), torch.tensor([2])
+
+
+@functools.cache
+def engine() -> Engine:
+    model = decoder(CONFIG)
+    return Engine(
+        model,
+        gpt.init(CONFIG, sf.key(0)),
+        mesh=sf.make_mesh(alone=True),
+        limits=limits_of(model, running=4, buckets=(16,)),
+    )
+
+
+def sample(prompt: Any = (3, 4), sampling: Sampling = SAMPLING, **how: Any) -> rl.Rollout:
+    return rl.sample(engine(), [[5], list(prompt)], sampling, **{"key": sf.key(1), **how})
+
+
+def logprobs(rollout: rl.Rollout, *, params: Any = None, key: Any = None) -> torch.Tensor:
+    params = gpt.init(CONFIG, sf.key(0)) if params is None else params
+    logits = gpt.apply(CONFIG, params, rollout.ids, key=key, index_B=torch.arange(len(rollout.ids)))
+    return rl.answer_logprobs(logits, rollout.ids, rollout.prompts, rollout.lengths, rollout.width)
+
+
+def with_dropout() -> None:
+    rollout = sample()
+    rl.check_first_ratios(logprobs(rollout), rollout)
+    rl.check_first_ratios(logprobs(rollout, key=sf.key(2)), rollout)
+
+
+def of_other_weights() -> None:
+    rollout = sample()
+    rl.check_first_ratios(logprobs(rollout, params=gpt.init(CONFIG, sf.key(3))), rollout)
+
+
+def score(**how: Any) -> Any:
+    return rl.score(lambda prompt, answer: 1.0, rl.empty_rollout(2, 8, 4), **how)
+
+
+def spoilt() -> Any:
+    model, params = decoder(CONFIG), gpt.init(CONFIG, sf.key(0))
+    nan = sf.tree_map(lambda x: x * math.nan, params)
+    own = Engine(model, nan, mesh=sf.make_mesh(alone=True), limits=limits_of(model, running=4, buckets=(16,)))
+    return rl.sample(own, [[3]], SAMPLING, key=sf.key(0))
+
+
+MISTAKES = [
+    Mistake("dropout is active in the actor", with_dropout,
+            ValueError, "check_first_ratios: row 0 has at token 0 log probability ... by version 0; ... tokens differ",
+            "Turn dropout off in the actor (from_module(train=False), or no key)"),
+    Mistake("the prompt fills the context", lambda: sample(range(12)),
+            ValueError, "prompts[1] has 12 tokens and answers have up to 4, together 16; the rows have 12",
+            "leave the prompt out"),
+    Mistake("the tokenizers of actor and reward model differ",
+            lambda: rl.check_tokenizers({"a": 0, "b": 1, "c": 2}, {"a": 0, "c": 1}),
+            ValueError, "id 1 is 'b' for the actor, which has 3 tokens, and 'c' for the other model, which has 2; 2",
+            "Decode answers with the actor's tokenizer"),
+    Mistake("old log probabilities are those of other weights", of_other_weights,
+            ValueError, "row 0 has at token 0 log probability", "call update_weights before sample"),
+    Mistake("answers are of an earlier version", lambda: rl.check_versions(sample(), 3),
+            ValueError, "the answer of row 0 was drawn by version 0, and from 3 to 3 are expected",
+            "draw it again after update_weights"),
+    Mistake("a prompt is empty", lambda: sample(()),
+            ValueError, "prompts[1] has no tokens", "begin it with a token"),
+    Mistake("the weights are not finite", spoilt,
+            RuntimeError, "row 0 ended as 'error' after 0 tokens", "look at the parameters"),
+    Mistake("answers are drawn among the most probable tokens",
+            lambda: sample(sampling=Sampling(max_tokens=4, top_k=5)),
+            ValueError, "top_k is 5; answers would be drawn from another distribution", "Take top_k=0"),
+    Mistake("the key is a number", lambda: sample(key=3),
+            TypeError, "sample: key is 3", "sf.key(3)"),
+    Mistake("there is no time for a reward", lambda: score(seconds=0),
+            ValueError, "seconds is 0 and workers is 1", "both must be positive"),
+    Mistake("values are given for other rows", lambda: score(given=[1, 2, 3]),
+            ValueError, "3 values are given for 2 rows", "pass one for each"),
+    Mistake("a group is cut", lambda: rl.group_advantages(torch.zeros(5), 2),
+            ValueError, "5 rewards and groups of 2", "pass whole groups"),
+    Mistake("the constant of a mean is left out",
+            lambda: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, normalise="constant"),
+            ValueError, "constant is None and normalise is 'constant'", "as in constant=256"),
+    Mistake("there is no reference for a divergence", lambda: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, beta=0.1),
+            ValueError, "beta is 0.1 without a reference", "pass both or neither"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", cases(MISTAKES))
+def test_a_mistake_is_refused_with_its_remedy(mistake: Mistake) -> None:
+    check(mistake)
+
+
+@pytest.mark.nightly
+@distributed(world=2)
+def test_all_ranks_refuse_a_mistake() -> None:
+    check_on_all_ranks(MISTAKES)
+
+
+def rewards(prompt: list[int], answer: list[int]) -> float:
+    """The first group raises, hangs and is NaN; the second is equal; the third has one empty answer."""
+    row = prompt[0]
+    if row == 0:
+        raise KeyError("no solution")
+    while row == 1:
+        pass
+    return math.nan if row == 2 else float(len(answer)) if row >= 8 else 5.0
+
+
+def test_bad_rewards_are_counted_and_make_no_nan() -> None:
+    rollout = rl.empty_rollout(12, 8, 4)
+    ids, one = rollout.ids.clone(), torch.ones(12, dtype=torch.int64)
+    ids[:, 0] = torch.arange(12)
+    lengths = torch.tensor([4, 1, 2, 3, 4, 1, 2, 3, 0, 1, 2, 4])
+    rollout = rollout._replace(ids=ids, prompts=one, lengths=lengths, logprobs=torch.full((12, 4), -1.0))
+    found, counts, first = rl.score(rewards, rollout, seconds=0.3)
+    assert counts == {"raised": 1, "late": 1, "invalid": 1, "died": 0} and first.startswith("row 0 raised KeyError")
+    for baseline in ("mean", "others"):
+        advantages = rl.group_advantages(found.rewards, 4, baseline=baseline)
+        assert advantages[:8].tolist() == [0.0] * 8 and advantages[8:].isfinite().all() and advantages[11] > 0
+    advantages = rl.group_advantages(found.rewards, 4)
+    for normalise in ("batch", "sequence"):
+        policy = found.logprobs.clone().requires_grad_()
+        loss = rl.grpo(policy, found.logprobs, advantages, found.lengths, normalise=normalise)
+        loss.mean().backward()
+        grad = policy.grad
+        assert loss.mean().isfinite() and grad is not None and grad.isfinite().all()
+        assert not grad[:9].any() and bool(grad[11].all())  # no reward, equal rewards, no token
+    metrics = {name: float(x.mean()) for name, x in rl.rollout_metrics(found).items()}
+    assert metrics["missing"] == 3 / 12 and all(map(math.isfinite, metrics.values()))
+
+
+def test_bad_rewards_of_a_critic_make_no_nan() -> None:
+    scores, lengths = torch.tensor([math.nan, 1.0, 2.0]), torch.tensor([2, 0, 4])
+    rewards = rl.kl_rewards(torch.full((3, 4), -1.0), torch.full((3, 4), -1.0), scores, lengths)
+    assert rewards.tolist() == [[0.0] * 4, [0.0] * 4, [0.0, 0.0, 0.0, 2.0]]
+    advantages, returns = rl.gae(rewards, torch.zeros(3, 4), lengths)
+    assert advantages.isfinite().all() and not advantages[:2].any() and not returns[:2].any()
