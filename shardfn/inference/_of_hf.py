@@ -66,8 +66,8 @@ def hf_decoder(
 
     Raises:
         TypeError: it is not a model of transformers.
-        ValueError: it cannot be served, with the reasons; or not exactly, as `exact=True`, `tp` and codes need it; or the
-            tokenizer has more tokens.
+        ValueError: it cannot be served, with the reasons; or not exactly, as `exact=True`, `tp` and codes need it; or
+            the tokenizer has more tokens.
 
     Example:
         >>> import torch
