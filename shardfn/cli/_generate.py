@@ -106,7 +106,8 @@ def _prepared(job: GenerateJob) -> Ready:
     plan = engine.memory()
     if mesh.rank == 0:
         how = f"not exact: {served.inexact}" if served.inexact else "exact"
-        print(f"{job.model}: {served.size:,} parameters, {job.dtype}, {how}\n{plan}", file=sys.stderr, flush=True)
+        kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype)))
+        print(f"{job.model}: {served.size:,} parameters, {kinds}, {how}\n{plan}", file=sys.stderr, flush=True)
     return Ready(job, engine, prompts)
 
 

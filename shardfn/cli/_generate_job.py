@@ -12,6 +12,7 @@ import torch
 
 from shardfn.core import did_you_mean
 from shardfn.inference import Drafter, Grammar, Limits, Ngram, Request, Sampling, Suffix, check_request
+from shardfn.kernels import Codes
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DRAFTERS: Mapping[str, Drafter | None] = {"none": None, "ngram": Ngram(), "suffix": Suffix()}
@@ -35,6 +36,7 @@ class GenerateJob:
         cache_gib: the most memory of keys and values, on all ranks together.
         ranks: of tensor parallelism.
         dtype: a key of `DTYPES`.
+        weights: the codes of weights of linear layers, "int8" or "int4"; None is `dtype`.
         json: whether the output is JSON lines.
         drafter: a key of `DRAFTERS`.
         adapter: a directory of `peft`, or None.
@@ -52,6 +54,7 @@ class GenerateJob:
     cache_gib: float = 1.0
     ranks: int = 1
     dtype: str = "float32"
+    weights: Codes | None = None
     json: bool = False
     drafter: str = "none"
     adapter: str | None = None
@@ -82,6 +85,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--mesh", default="", metavar="tp=N", help="ranks, under torchrun (default: those of torchrun)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and cache (default %(default)s)")
+    add("--weights", choices=("int8", "int4"), help="codes of the weights of linear layers; GGUF's own are not rounded")
     add("--drafter", choices=tuple(DRAFTERS), default="none", help="guess tokens; changes no exact completion")
     add("--adapter", metavar="DIR", help="adapters of peft, such as shardfn finetune --lora writes; float32 alone")
     add("--json", action="store_true", help="a line of JSON for each completion")
@@ -130,6 +134,8 @@ def _problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
         yield "--system has no effect without --chat"
     if args.context is not None and args.context < 2:
         yield f"--context {args.context}: it must be at least 2, a token of the prompt and one that is drawn"
+    if args.weights is not None and args.dtype != "float32":
+        yield f"--weights {args.weights} needs --dtype float32, in which exact layers compute; leave out --dtype"
     if not args.cache_gib > 0:
         yield f"--cache-gib {args.cache_gib}: it must be above 0"
 

@@ -18,6 +18,7 @@ from shardfn.interop import ArchiveWriter, gpt_config, gpt_from_hf
 from shardfn.models import gpt
 from shardfn.transforms import eval_shape, sharded
 
+from ._generate_gguf import with_blocks
 from ._generate_job import DTYPES, GenerateJob, run_of
 from ._generate_text import Text, text_of_data, text_of_transformers
 
@@ -32,17 +33,16 @@ class Served(NamedTuple):
         params: of it.
         text: the tokenizer.
         inexact: the reason why a token's bits depend on its company; empty if they do not.
+        size: the number of parameters.
+        coded: a remark on weights in codes.
     """
 
     decoder: Decoder
     params: PyTree
     text: Text
-    inexact: str = ""
-
-    @property
-    def size(self) -> int:
-        """The number of parameters."""
-        return sum(x.shape.numel() for x in tree_leaves(self.params))
+    inexact: str
+    size: int
+    coded: str = ""
 
 
 def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
@@ -104,7 +104,11 @@ def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> S
     except ValueError as error:
         return _of_module(functools.partial(_model, path, job), job, mesh, text, error)
     config, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], **changes)
-    return Served(_decoder(config, mesh), params, text, inexact)
+    size, coded = _size(params), ""
+    if job.kind == "gguf" and job.weights is not None:
+        params, num = with_blocks(pathlib.Path(job.model), config, params)
+        coded = f"{num} weights in the file's own codes"
+    return Served(_decoder(config, mesh, job), params, text, inexact, size, coded)
 
 
 def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
@@ -135,8 +139,9 @@ def _of_module(
 ) -> Served:
     """An unmodified model of transformers, where `models.gpt` does not compute the same, or with an adapter."""
     axis = _axis(mesh)
+    exact = None if job.dtype == "float32" or axis else False
     try:
-        made, params = hf_decoder(module(), exact=None if job.dtype == "float32" or axis else False, tp=axis)
+        made, params = hf_decoder(module(), exact=exact, tp=axis, codes=job.weights)
     except ValueError as error:
         raise error from problem
     if made.cache.heads % mesh.size:
@@ -144,7 +149,7 @@ def _of_module(
             f"{job.model} has {made.cache.heads} key heads, which {mesh.size} ranks do not divide; take --mesh tp=N"
             " with an N that does"
         ) from problem
-    return Served(made, params, text, "" if made.exact else "some of the model's own layers are not")
+    return Served(made, params, text, "" if made.exact else "some of the model's own layers are not", _size(params))
 
 
 def _of_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
@@ -168,7 +173,7 @@ def _of_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
             title = f"{checkpoints} does not fit {run / 'model.json'}, in {len(wrong)} of {num} leaves"
             raise ValueError(f"{title}: {listed}") from error
         raise
-    return Served(_decoder(config, mesh), params, text_of_data(tokenizer), inexact)
+    return Served(_decoder(config, mesh, job), params, text_of_data(tokenizer), inexact, _size(params))
 
 
 def _exactness(job: GenerateJob) -> tuple[dict[str, Any], str]:
@@ -184,8 +189,14 @@ def _axis(mesh: Mesh) -> str | None:
     return AXIS if mesh.size > 1 else None
 
 
-def _decoder(config: gpt.Config, mesh: Mesh) -> Decoder:
-    return decoder(config, tp=_axis(mesh))
+def _decoder(config: gpt.Config, mesh: Mesh, job: GenerateJob) -> Decoder:
+    if job.weights is not None and not config.exact:
+        raise ValueError(f"--weights {job.weights}: {_exactness(job)[1]}; take other ranks, or leave out --weights")
+    return decoder(config, tp=_axis(mesh), codes=job.weights)
+
+
+def _size(params: PyTree) -> int:
+    return sum(x.shape.numel() for x in tree_leaves(params))
 
 
 def _transformers(path: pathlib.Path) -> Any:

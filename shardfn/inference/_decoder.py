@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardfn import nn
 from shardfn.core import P, PyTree
+from shardfn.kernels import Codes
 from shardfn.models import gpt
 
 from ._cache import CacheLayout
@@ -50,21 +51,26 @@ class Decoder:
     linear: Mapping[str, Linear] = dataclasses.field(default_factory=dict)
 
 
-def decoder(config: gpt.Config, *, tp: str | None = None) -> Decoder:
+def decoder(config: gpt.Config, *, tp: str | None = None, codes: Codes | None = None) -> Decoder:
     """The decoder of a `models.gpt`.
 
     Args:
         config: the shape. With `exact=True`, logits are those of `gpt.apply`, bit for bit.
         tp: the mesh axis that cuts heads, features and vocabulary; it divides the number of key heads.
+        codes: "int8" or "int4" keeps the weights of linear layers in these codes; logits are those of the rounded
+            weights, bit for bit. Leaves that are blocks of codes already, as of a GGUF file, are not rounded again.
 
     Raises:
-        ValueError: tokens of the model look ahead, or its masks are those of whole sequences.
+        ValueError: tokens of the model look ahead, or its masks are those of whole sequences; or codes of layers that
+            are not exact.
 
     Example:
         >>> decoder(gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4)).cache
         CacheLayout(layers=2, heads=4, head_dim=8, axis=None)
     """
     gpt.check_decodable(config)
+    if codes is not None and not config.exact:
+        raise ValueError(f"decoder: codes={codes!r} of layers that are not exact; take Config(exact=True).")
     flat = dataclasses.replace(config, stacked=False)
     linear = {name: Linear(*sizes) for name, sizes in gpt.linear_sizes(flat).items()} if config.exact else {}
 
@@ -92,7 +98,7 @@ def decoder(config: gpt.Config, *, tp: str | None = None) -> Decoder:
         cache=CacheLayout(config.num_layers, config.kv_heads, config.head_dim, tp),
         specs=gpt.specs(config, tp=tp),
         logits=logits,
-        pack=lambda params: gpt.pack(config, params, axis=tp),
+        pack=lambda params: gpt.pack(config, params, axis=tp, codes=codes),
         packed=gpt.packed_specs(config, tp=tp),
         exact=config.exact,
         outputs=outputs,

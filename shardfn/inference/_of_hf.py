@@ -37,7 +37,12 @@ Served = Mapping[str, Mapping[str, Tensor]]
 
 
 def hf_decoder(
-    model: Any, *, exact: bool | None = None, tp: str | None = None, tokenizer: Any = None
+    model: Any,
+    *,
+    exact: bool | None = None,
+    tp: str | None = None,
+    tokenizer: Any = None,
+    codes: kernels.Codes | None = None,
 ) -> tuple[Decoder, dict[str, Tensor]]:
     """The decoder of an unmodified causal model of transformers, and its parameters.
 
@@ -54,14 +59,16 @@ def hf_decoder(
             that it does not; False leaves the model's own linear layers and activations; None is exact where possible.
         tp: the mesh axis that cuts the heads, and the outputs of linear layers. The decoder must be exact.
         tokenizer: the tokenizer of the prompts, to check that the model has its tokens.
+        codes: "int8" or "int4" keeps the weights of linear layers in these codes, which needs an exact model. Logits
+            are those of the rounded weights, bit for bit; a table of embeddings that is also the head is rounded, too.
 
     Returns:
         The decoder, and the parameters by name, as an engine takes them.
 
     Raises:
         TypeError: it is not a model of transformers.
-        ValueError: it cannot be served, with the reasons; or not exactly, as `exact=True` and `tp` need it; or the
-            tokenizer has more tokens.
+        ValueError: it cannot be served, with the reasons; or not exactly, as `exact=True`, `tp` and codes need it; or
+            the tokenizer has more tokens.
 
     Example:
         >>> import torch
@@ -84,9 +91,13 @@ def hf_decoder(
             f"tokenizer has {len(tokenizer)} tokens, and {name} has {shape.vocab}; pass the tokenizer of this model, or"
             " resize it first: model.resize_token_embeddings(len(tokenizer))."
         )
+    if codes is not None:
+        if exact is False:
+            raise ValueError(f"{name} with codes={codes!r}: codes are read by exact layers; leave out exact=False.")
+        exact = True
     reasons = list(_unpacked(function, shape.uses)) if exact is not False else ["exact=False leaves them uncut"]
     if not reasons:
-        made = replace(_decoder(function, shape, shape.uses.linear, tp), exact=True)
+        made = replace(_decoder(function, shape, shape.uses.linear, tp, codes), exact=True)
         reasons = list(_inexact(made, function.params, shape.uses))
         if not reasons:
             return made, function.params
@@ -135,7 +146,13 @@ def _shape(function: DecodingFunction) -> _Shape:
     return shape
 
 
-def _decoder(function: DecodingFunction, shape: _Shape, linear: Mapping[str, bool], tp: Axes = None) -> Decoder:
+def _decoder(
+    function: DecodingFunction,
+    shape: _Shape,
+    linear: Mapping[str, bool],
+    tp: Axes = None,
+    codes: kernels.Codes | None = None,
+) -> Decoder:
     """The decoder whose weights named in `linear` are packed, [inputs, outputs] where the value is True."""
     like, kept = function.params, shape.uses.others
     layers, (_, heads, dim) = len(shape.kv), shape.kv[0]
@@ -149,12 +166,14 @@ def _decoder(function: DecodingFunction, shape: _Shape, linear: Mapping[str, boo
 
     def panels(name: str, x: Tensor) -> Tensor:
         weight = x.T if linear[name] else x
-        return kernels.pack_rows(take_own_block(weight, tp, dim=0) if name in kept else weight)
+        return kernels.pack_rows(take_own_block(weight, tp, dim=0) if name in kept else weight, codes)
 
     def pack(params: Mapping[str, Tensor]) -> Served:
         _check(params, like, specs)
         packed = {name: panels(name, params[name]) for name in linear}
         placed = {name: x if name in kept else packed.get(name, x) for name, x in params.items()}
+        if codes is not None:  # a weight that is read elsewhere, too, has the same values there
+            placed |= {name: _rounded(params[name], linear[name], codes) for name in linear if name in kept}
         return {"params": placed, "packed": {name: x for name, x in packed.items() if name in kept}}
 
     head = _head_of(function)
@@ -197,6 +216,13 @@ def _decoder(function: DecodingFunction, shape: _Shape, linear: Mapping[str, boo
         sizes = {name: Linear(like[name].numel() // nums[name], nums[name], linear[name]) for name in inner}
         made = replace(made, outputs=with_hidden, linear=sizes)
     return made if tp is None else replace(made, specs=specs, packed=served)
+
+
+def _rounded(x: Tensor, flip: bool, codes: kernels.Codes) -> Tensor:
+    """A weight with the values of its codes."""
+    weight = x.T if flip else x
+    weight = kernels.unpack_rows(kernels.pack_rows(weight, codes), *weight.shape).to(x.dtype)
+    return weight.T.contiguous() if flip else weight
 
 
 def _attend(

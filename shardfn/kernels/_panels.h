@@ -47,6 +47,31 @@ INLINE void add_product(typename Wide<T, BYTES>::V& sum, T left, typename Wide<T
         for (int i = 0; i < Wide<T, BYTES>::lanes; ++i) sum[i] = std::fma(left, right[i], sum[i]);
 }
 
+// One k of R chains: an element of each row, from `left` on, times a row of the panel.
+template <typename T, int BYTES, bool FUSES, int R, int NV>
+INLINE void add_row(typename Wide<T, BYTES>::V (&sum)[R][NV], const T* left, int64_t down,
+                    const typename Wide<T, BYTES>::V (&row)[NV]) {
+    UNROLL
+    for (int r = 0; r < R; ++r)
+        UNROLL
+        for (int v = 0; v < NV; ++v) add_product<T, BYTES, FUSES>(sum[r][v], left[r * down], row[v]);
+}
+
+// The chains of a chunk, from k to `last`, of NV vectors from column `at` on: by the kind of the panel's elements.
+template <typename T, typename W, int BYTES, bool FUSES, int R, int NV>
+struct Chain {
+    typedef typename Wide<T, BYTES>::V V;
+    static INLINE void run(const Job<T, W>& o, const T* left, int64_t k, int64_t last, int at, V (&sum)[R][NV]) {
+        const W* right = o.b + k * o.across + at;
+        for (; k < last; ++k, left += o.along, right += o.across) {
+            V row[NV];
+            UNROLL
+            for (int v = 0; v < NV; ++v) row[v] = wide<T, BYTES>(right + v * Wide<T, BYTES>::lanes);
+            add_row<T, BYTES, FUSES, R, NV>(sum, left, o.down, row);
+        }
+    }
+};
+
 // R rows by NV vectors of one panel, from column `at` of it.
 template <typename T, typename W, int BYTES, bool FUSES, int R, int NV>
 INLINE void tile(const Job<T, W>& o, const T* a, T* y, int at) {
@@ -58,19 +83,8 @@ INLINE void tile(const Job<T, W>& o, const T* a, T* y, int at) {
         for (int r = 0; r < R; ++r)
             UNROLL
             for (int v = 0; v < NV; ++v) sum[r][v] = V{};
-        const int64_t last = (c + 1) * o.K / o.chunks;
-        int64_t k = c * o.K / o.chunks;
-        const T* left = a + k * o.along;
-        const W* right = o.b + k * o.across + at;
-        for (; k < last; ++k, left += o.along, right += o.across) {
-            V row[NV];
-            UNROLL
-            for (int v = 0; v < NV; ++v) row[v] = wide<T, BYTES>(right + v * lanes);
-            UNROLL
-            for (int r = 0; r < R; ++r)
-                UNROLL
-                for (int v = 0; v < NV; ++v) add_product<T, BYTES, FUSES>(sum[r][v], left[r * o.down], row[v]);
-        }
+        const int64_t k = c * o.K / o.chunks, last = (c + 1) * o.K / o.chunks;
+        Chain<T, W, BYTES, FUSES, R, NV>::run(o, a + k * o.along, k, last, at, sum);
         int level = 0;
         for (int64_t n = c; n & 1; n >>= 1, ++level)
             UNROLL

@@ -14,9 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.collectives import all_gather_invariant
+from shardfn.collectives import all_gather_invariant, axis_size
 from shardfn.core import Axes, P, PyTree
-from shardfn.kernels import pack_rows, rotate
+from shardfn.kernels import GROUP, Codes, pack_blocks, pack_rows, rotate
 
 from ._gpt_block import Along, block, norm, position_tables
 from ._gpt_config import Config
@@ -154,18 +154,22 @@ class _Rotating(nn.Local):
         return rotate(x_1THK[0], self.cos_TK, self.sin_TK)[None]
 
 
-def pack(config: Config, params: Params, *, axis: Axes = None) -> Params:
+def pack(config: Config, params: Params, *, axis: Axes = None, codes: Codes | None = None) -> Params:
     """Parameters as `decode` takes them: layers apart, with the weights of exact layers as `row_linear` reads them.
 
     A function of each rank's blocks; `specs(config, tp=axis)` of unstacked blocks are the specs of the result, too.
+    A weight of a linear layer may also be the blocks of codes of its rows, uint8, as from `kernels.code_blocks` or a
+    GGUF file; these are not rounded again. A table of embeddings is in codes where it is tied to the head.
 
     Args:
         config: the shape.
         params: as from `init`, or this rank's blocks of them.
         axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
+        codes: rounds the weights of linear layers, and so logits are those of the rounded weights, bit for bit.
 
     Raises:
-        ValueError: leaves are missing, unknown, or of another model; lists all.
+        ValueError: leaves are missing, unknown, or of another model; lists all. Or codes of layers that are not exact,
+            or whose groups of inputs lie on several ranks.
 
     Example:
         >>> import shardfn.core as core
@@ -180,11 +184,36 @@ def pack(config: Config, params: Params, *, axis: Axes = None) -> Params:
         num = config.num_layers // config.layers_a_block
         blocks = [p for i in range(num) for p in layers_of(config, {name: x[i] for name, x in blocks.items()})]
     params = params | {"blocks": blocks, **_tables_of_all(config, params)}
+    head = _head(config)
+    _check_codes(config, {f"blocks.{i}.{name}": x for i, p in enumerate(blocks) for name, x in p.items()}, axis, codes)
+    _check_codes(config, {name: x for name, x in params.items() if name != "blocks"}, axis, codes)
     if not config.exact:
         return params
-    blocks = [{name: _packed(name, x) if name in _LINEAR else x for name, x in p.items()} for p in blocks]
-    head = _head(config)
-    return params | {"blocks": blocks, head: _packed(head, params[head])}
+    shapes: Any = block_shapes(config, axis)
+    blocks = [
+        {name: _packed(name, x, own[name].shape, codes) if name in _LINEAR else x for name, x in p.items()}
+        for p, own in zip(blocks, shapes["blocks"], strict=True)
+    ]
+    return params | {"blocks": blocks, head: _packed(head, params[head], shapes[head].shape, codes)}
+
+
+def _check_codes(config: Config, leaves: Params, axis: Axes, codes: Codes | None) -> None:
+    """Refuses codes where layers do not read them, and where ranks would have other groups than one rank."""
+    for name, x in leaves.items():
+        kind = name.rpartition(".")[2]
+        if x.dtype == torch.uint8 and not (config.exact and kind in (*_LINEAR, _head(config))):
+            raise ValueError(
+                f"pack: {name} is in codes, which only linear layers of Config(exact=True) read; decode it."
+            )
+        if kind in _BY_INPUTS and codes is not None and axis_size(axis) > 1 and x.dtype != torch.uint8:
+            inputs = x.shape[1:].numel()
+            if inputs % GROUP:
+                raise ValueError(
+                    f"pack: codes={codes!r} of {name}: each of {axis_size(axis)} ranks has {inputs} of its inputs, and"
+                    f" {GROUP} share a scale; take fewer ranks, or no codes."
+                )
+    if codes is not None and not config.exact:
+        raise ValueError(f"pack: codes={codes!r} of layers that are not exact; take Config(exact=True).")
 
 
 def packed_specs(config: Config, *, tp: Axes = None) -> PyTree:
@@ -203,12 +232,17 @@ def _tables_of_all(config: Config, params: Params) -> Params:
 
 
 _LINEAR = ("wq", "wk", "wv", "wo", "w_up", "w_gate", "w_down", "router")
+# Whose inputs tensor parallelism cuts.
+_BY_INPUTS = ("wo", "w_down")
 
 
-def _packed(name: str, weight: Tensor) -> Tensor:
+def _packed(name: str, weight: Tensor, shape: tuple[int, ...], codes: Codes | None) -> Tensor:
     """Panels of a weight, whose dims of heads count as one."""
     rows = 1 if name == "wo" else weight.ndim - 1
-    return pack_rows(weight.flatten(0, rows - 1).flatten(1))
+    matrix = weight.flatten(0, rows - 1).flatten(1)
+    if matrix.dtype == torch.uint8:
+        return pack_blocks(matrix, math.prod(shape[rows:]))
+    return pack_rows(matrix, None if name == "router" else codes)
 
 
 def _head(config: Config) -> str:

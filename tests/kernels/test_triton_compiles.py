@@ -60,6 +60,9 @@ for x, double in (("bf16", False), ("fp64", True)):
 EXACT = len(CASES)
 # The chains of a linear layer, exponentials and norms are fused on purpose.
 CASES += [(rows._chain, f"*fp32 *{x} *fp32 i32 i32 i32 i32 i32", dict(ROWS=16, N=64)) for x in ("fp32", "bf16")]
+for record, bits in ((2176, 8), (1280, 4)):
+    code = dict(ROWS=16, N=64, BITS=bits, GROUP=32, RECORD=record)
+    CASES += [(rows._coded_chain, "*fp32 *u8 *fp16 *fp32 i32 i32 i32 i32 i32", code)]
 CASES += [
     (ragged._row, f"*fp32 *{x} *i64 *i32 *fp32 *fp32 *fp32 fp32 fp32 i32 i32 i32", dict(K=64, WIDTH=64, N=32))
     for x in ("fp32", "bf16")

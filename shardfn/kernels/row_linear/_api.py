@@ -1,46 +1,53 @@
 """Linear layers whose rows do not depend on one another's number."""
 
 import torch
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Shaped
 from torch import Tensor
 
 from shardfn.kernels._arguments import check_dtype, check_shape
 from shardfn.kernels._dispatch import implementation
 from shardfn.kernels._library import define, map_rows, refuse_backward
 
-# Columns of the result that are computed together: those of one packed panel.
-PANEL = 64
+from ._codes import GROUP, PANEL, Codes, code_blocks, pack_blocks, packed_shape
+
 # Of chunks, which are added up by a tree of at most that many levels.
 LEVELS = 16
 _WEIGHTS = (torch.float32, torch.bfloat16)
 
 
-def pack_rows(weight: Float[Tensor, "n k"]) -> Float[Tensor, "panels k 64"]:
+def pack_rows(weight: Float[Tensor, "n k"], codes: Codes | None = None) -> Shaped[Tensor, "panels inputs columns"]:
     """A weight, as `torch.nn.functional.linear` takes it, in the order in which `row_linear` reads it.
 
     Args:
         weight: float32 or bfloat16.
+        codes: "int8" or "int4" rounds to these, by `code_blocks`; None keeps the weight's dtype.
 
     Returns:
-        Panels of 64 outputs, padded with zeros; in the weight's dtype.
+        Panels of 64 outputs, padded with zeros; in the weight's dtype, or those of `pack_blocks`.
 
     Raises:
         TypeError: for other dtypes.
+        ValueError: for other codes.
 
     Example:
         >>> pack_rows(torch.ones(3, 5)).shape
         torch.Size([1, 5, 64])
+        >>> pack_rows(torch.ones(3, 5), "int4").nbytes  # 20 for 32 inputs of each of 64 outputs
+        1280
     """
     if weight.dtype not in _WEIGHTS:
         raise TypeError(f"weight is {weight.dtype}; packed weights are {_WEIGHTS[0]} or {_WEIGHTS[1]}: convert it")
     n, k = weight.shape
+    if codes is not None:
+        padded = torch.nn.functional.pad(weight, (0, -k % GROUP))
+        return pack_blocks(code_blocks(padded, codes), padded.shape[1])
     rows = torch.nn.functional.pad(weight, (0, 0, 0, -n % PANEL))
     return rows.view(-(-n // PANEL), PANEL, k).transpose(1, 2).contiguous()
 
 
 def row_linear(
     x: Float[Tensor, "*rows k"],
-    packed: Float[Tensor, "panels inputs 64"],
+    packed: Shaped[Tensor, "panels inputs columns"],
     num: int,
     *,
     chunks: int = 8,
@@ -56,7 +63,8 @@ def row_linear(
 
     Args:
         x: float32.
-        packed: the weight [num, k] from `pack_rows`; bfloat16 is widened, which is exact.
+        packed: the weight [num, k] from `pack_rows` or `pack_blocks`; bfloat16 is widened, which is exact, and codes
+            are decoded in registers, so that bits are those of the float32 weight of `unpack_rows`.
         num: outputs.
         chunks: of k; chunk i has the elements from i k / chunks to (i + 1) k / chunks.
         bias: added last.
@@ -73,9 +81,10 @@ def row_linear(
                 [10., 35., 60.]])
     """
     check_dtype("x", x, torch.float32)
-    if packed.dtype not in _WEIGHTS:
+    if packed.dtype not in (*_WEIGHTS, torch.uint8):
         raise TypeError(f"packed is {packed.dtype}, must be from pack_rows")
-    check_shape("packed", packed, (-(-num // PANEL), x.shape[-1], PANEL), f"panels of {num} outputs, of x's last dim")
+    want = packed_shape(packed, num, x.shape[-1])
+    check_shape("packed", packed, want, f"panels of {num} outputs, of x's last dim")
     if not 1 <= chunks < 1 << LEVELS:
         raise ValueError(f"chunks is {chunks}; must be from 1 to {(1 << LEVELS) - 1}")
     if bias is not None:

@@ -1,17 +1,18 @@
 // y = x W^T + bias of a packed W: each element is the fixed expression of _panels.h.
 #include "../_panels.h"
 #include "../_threads.h"
+#include "_codes.h"
 
 namespace {
 
+// `across` elements of W for each k, `size` for a panel.
 template <typename W>
-void by_panels(const float* x, const W* w, const float* bias, float* y, int64_t M, int64_t K, int64_t N, int64_t chunks,
-               int64_t threads, int64_t newest) {
-    const auto multiply = multiplies<float, W>(newest);
+void by_panels(void (*multiply)(const Job<float, W>&), const float* x, const void* w, const float* bias, float* y,
+               int64_t M, int64_t K, int64_t N, int64_t chunks, int64_t across, int64_t size, int64_t threads) {
     share((N + PANEL - 1) / PANEL, threads, [&](int64_t panel) {
         const int64_t column = panel * PANEL;
         const float* shift = bias ? bias + column : nullptr;
-        multiply({x, w + column * K, shift, y + column, K, 1, PANEL, N, M, K, chunks, N - column});
+        multiply({x, (const W*)w + panel * size, shift, y + column, K, 1, across, N, M, K, chunks, N - column});
     });
 }
 
@@ -19,13 +20,17 @@ void by_panels(const float* x, const W* w, const float* bias, float* y, int64_t 
 
 extern "C" {
 
-// x [M, K], w [panels, K, PANEL] float or bfloat16, bias [N] or null -> y [M, N]
+// x [M, K], w of `kind`: [panels, K, PANEL] float (0) or bfloat16 (1), or [panels, groups] records of int8 (2) or int4
+// (3), bias [N] or null -> y [M, N]
 void row_linear(const float* x, const void* w, const float* bias, float* y, int64_t M, int64_t K, int64_t N,
-                int64_t chunks, int64_t wide, int64_t threads, int64_t newest) {
-    if (wide)
-        by_panels(x, (const float*)w, bias, y, M, K, N, chunks, threads, newest);
-    else
-        by_panels(x, (const uint16_t*)w, bias, y, M, K, N, chunks, threads, newest);
+                int64_t chunks, int64_t kind, int64_t threads, int64_t newest) {
+    const int64_t size = K * PANEL, groups = (K + GROUP - 1) / GROUP;
+    switch (kind) {
+        case 0: return by_panels(multiplies<float, float>(newest), x, w, bias, y, M, K, N, chunks, PANEL, size, threads);
+        case 1: return by_panels(multiplies<float, uint16_t>(newest), x, w, bias, y, M, K, N, chunks, PANEL, size, threads);
+        case 2: return by_panels(decodes<Int8>(newest), x, w, bias, y, M, K, N, chunks, 0, groups, threads);
+        case 3: return by_panels(decodes<Int4>(newest), x, w, bias, y, M, K, N, chunks, 0, groups, threads);
+    }
 }
 
 }  // extern "C"

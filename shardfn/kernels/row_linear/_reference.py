@@ -6,11 +6,13 @@ from torch import Tensor
 
 from shardfn.kernels._exponential import fused as fused
 
+from ._codes import unpack_rows
+
 
 def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
-    """From x fp32 [m, k] and packed [panels, k, 64] to fp32 [m, num]."""
+    """From x fp32 [m, k] and packed [panels, k, 64], or codes, to fp32 [m, num]."""
     k = x.shape[1]
-    weight = packed.transpose(1, 2).flatten(0, 1)[:num].float()
+    weight = unpack_rows(packed, num, k)
     chains = []
     for i in range(chunks):
         total = x.new_zeros(x.shape[0], num)

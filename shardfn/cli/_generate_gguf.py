@@ -1,0 +1,88 @@
+"""The weights of a GGUF file that are in codes which linear layers read: Q8_0 and Q4_1, without change.
+
+Transformers decodes a file and puts rows in its own order. So each weight is compared with what transformers has of
+it: blocks are taken where they decode to the same values, in the file's order or with the rows of each head's halves
+apart, as Llama's queries and keys; any other weight is rounded.
+"""
+
+import importlib
+import pathlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import Draw, PyTree
+from shardfn.kernels import BLOCK_BYTES, GROUP, pack_blocks, unpack_rows
+from shardfn.models import gpt
+
+_KINDS = ("Q8_0", "Q4_1")
+_BLOCK_NAMES = {
+    "wq": "attn_q",
+    "wk": "attn_k",
+    "wv": "attn_v",
+    "wo": "attn_output",
+    "w_up": "ffn_up",
+    "w_gate": "ffn_gate",
+    "w_down": "ffn_down",
+}
+
+
+def with_blocks(path: pathlib.Path, config: gpt.Config, params: PyTree) -> tuple[PyTree, int]:
+    """The parameters of a model, with the blocks of a GGUF file in place of the values that they decode to.
+
+    Args:
+        path: of the file.
+        config: the shape, with blocks of layers that are not stacked.
+        params: of the file as transformers decodes them, as from `interop.gpt_from_hf`.
+
+    Returns:
+        The parameters, and how many of them are blocks.
+    """
+    tensors = {x.name: x for x in importlib.import_module("gguf").GGUFReader(path).tensors}
+    tree: Any = params
+    heads = {"wq": config.num_heads, "wk": config.kv_heads}
+    head = "embed" if config.tie_embeddings else "head"
+    found = 0
+
+    def of(leaf: Any, names: tuple[str, ...], halves: int) -> Any:
+        nonlocal found
+        for name in names:
+            stored = tensors.get(name)
+            if stored is not None and stored.tensor_type.name in _KINDS:
+                blocks = _same(torch.from_numpy(stored.data.copy()), _value(leaf), halves)
+                if blocks is not None:
+                    found += 1
+                    return blocks
+        return leaf
+
+    blocks = [
+        {
+            name: of(x, (f"blk.{i}.{_BLOCK_NAMES[name]}.weight",), heads.get(name, 0)) if name in _BLOCK_NAMES else x
+            for name, x in p.items()
+        }
+        for i, p in enumerate(tree["blocks"])
+    ]
+    return tree | {"blocks": blocks, head: of(tree[head], ("output.weight", "token_embd.weight"), 0)}, found
+
+
+def _value(leaf: Any) -> Tensor:
+    return leaf.full() if isinstance(leaf, Draw) else leaf
+
+
+def _same(blocks: Tensor, weight: Tensor, heads: int) -> Tensor | None:
+    """Blocks in the order of a weight's rows, in its shape but for the last dim; None where values differ."""
+    width = weight.shape[-1]
+    rows = blocks.reshape(blocks.shape[0], -1)
+    if width % GROUP or rows.shape[1] * GROUP not in [weight.numel() // len(rows) * n for n in BLOCK_BYTES.values()]:
+        return None
+    k = weight.numel() // len(rows)
+    for order in (rows, *([_joined_halves(rows, heads)] if heads else [])):
+        if torch.equal(unpack_rows(pack_blocks(order, k), len(order), k), weight.reshape(len(order), k).float()):
+            return order.reshape(*weight.shape[:-1], -1)
+    return None
+
+
+def _joined_halves(rows: Tensor, heads: int) -> Tensor:
+    """Rows of heads whose two halves alternate, one half after the other."""
+    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

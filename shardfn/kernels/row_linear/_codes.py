@@ -1,0 +1,219 @@
+"""Weights in codes: groups of 32 inputs of an output share a scale, and in int4 also the smallest value.
+
+    int8    w = scale q,            q from -127 to 127    GGUF's Q8_0: 34 bytes a group
+    int4    w = scale q + least,    q from 0 to 15        GGUF's Q4_1: 20 bytes a group
+
+Scales and least values are float16. So scale * q is exact in float32, and a weight is rounded at most once.
+
+A panel of 64 outputs keeps a record for each group, with the bytes of 64 blocks of GGUF: the scales of all outputs, in
+int4 their least values, then rows of 64 codes. A row has one input, in int4 an even input in its low nibbles and the
+next one in its high nibbles.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Float32, Int, UInt8
+from torch import Tensor
+
+PANEL, GROUP = 64, 32
+Codes = Literal["int8", "int4"]
+# The bytes of a block.
+BLOCK_BYTES: dict[Codes, int] = {"int8": 34, "int4": 20}
+_LARGEST = torch.finfo(torch.float16).max
+
+
+def code_blocks(weight: Float[Tensor, "n k"], codes: Codes) -> UInt8[Tensor, "n bytes"]:
+    """Rounds a weight to codes, as the blocks of GGUF's Q8_0 or Q4_1.
+
+    Of the group's elements, |w - decoded| is at most half of the scale, which is max|w| / 127, or (max w - min w) / 15,
+    and the rounding of float16 besides: 2^-11 max|w|, and 2^-18 in int8 or 2^-21 in int4, which count where a scale is
+    below 2^-14. A group with a value that is not finite, or whose scale is not, is decoded as NaN.
+
+    Args:
+        weight: floats; k is a multiple of 32.
+        codes: "int8" or "int4".
+
+    Returns:
+        The blocks of each row, one after another: 34 or 20 bytes for 32 elements.
+
+    Raises:
+        ValueError: for other codes, or another k.
+
+    Example:
+        >>> code_blocks(torch.ones(2, 64), "int4").shape
+        torch.Size([2, 40])
+    """
+    check_codes(codes)
+    n, k = weight.shape
+    if k % GROUP:
+        raise ValueError(f"weight has rows of {k}, and a block of codes has {GROUP} elements; pad it with zeros.")
+    x = weight.float().reshape(n, k // GROUP, GROUP)
+    if not x.numel():
+        return weight.new_empty(n, 0, dtype=torch.uint8)
+    if codes == "int8":
+        scale = (x.abs().amax(-1, keepdim=True) / 127).half()
+        q = _rounded(x, scale, -127, 127).to(torch.int8).view(torch.uint8)
+        return torch.cat([_spoiled(scale).view(torch.uint8), q], -1).view(n, -1)
+    least = x.amin(-1, keepdim=True).half()
+    scale = ((x.amax(-1, keepdim=True) - least.float()) / 15).clamp_min(0).half()
+    q = _rounded(x - least.float(), scale, 0, 15).to(torch.uint8)
+    nibbles = q[..., : GROUP // 2] | q[..., GROUP // 2 :] << 4
+    return torch.cat([_spoiled(scale).view(torch.uint8), least.view(torch.uint8), nibbles], -1).view(n, -1)
+
+
+def _rounded(x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
+    step = torch.where(scale > 0, scale.float(), torch.inf)
+    return (x / step).round().clamp(low, high).nan_to_num(0)
+
+
+def _spoiled(scale: Tensor) -> Tensor:
+    return torch.where(scale.abs() <= _LARGEST, scale, torch.nan)
+
+
+def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "panels groups record"]:
+    """Blocks of codes in the order in which `row_linear` reads them; values do not change.
+
+    Args:
+        blocks: of GGUF's Q8_0 or Q4_1, the rows of a weight [n, k], as from `code_blocks`.
+        k: elements of a row, a multiple of 32.
+
+    Returns:
+        Panels of 64 outputs, padded with zeros, with as many bytes as the blocks.
+
+    Raises:
+        TypeError: blocks are not uint8.
+        ValueError: rows are not of blocks of one kind.
+
+    Example:
+        >>> pack_blocks(code_blocks(torch.ones(3, 64), "int8"), 64).shape
+        torch.Size([1, 2, 2176])
+    """
+    if blocks.dtype != torch.uint8:
+        raise TypeError(f"blocks are {blocks.dtype}, must be torch.uint8: the bytes of GGUF's blocks")
+    (n, size), groups = blocks.shape, k // GROUP
+    kinds: list[Codes] = [c for c in BLOCK_BYTES if k % GROUP == 0 and size == groups * BLOCK_BYTES[c]]
+    if not kinds:
+        raise ValueError(
+            f"blocks have rows of {size} bytes, and rows of {k} elements have {groups * 34} (Q8_0) or {groups * 20}"
+            f" (Q4_1), with k a multiple of {GROUP}; pass another k, or blocks of one of these kinds."
+        )
+    rows = torch.nn.functional.pad(blocks, (0, 0, 0, -n % PANEL)).view(
+        -(-n // PANEL), PANEL, groups, BLOCK_BYTES[kinds[0]]
+    )
+    by_group = rows.permute(0, 2, 3, 1)  # [panel, group, byte of a block, output]
+    head = 2 if kinds[0] == "int8" else 4
+    # Numbers of two bytes: their bytes side by side, output by output.
+    numbers = by_group[:, :, :head].unflatten(2, (-1, 2)).transpose(3, 4).flatten(2)
+    q = by_group[:, :, head:]
+    if kinds[0] == "int4":
+        by_input = torch.cat([q & 15, q >> 4], 2)
+        q = by_input[:, :, 0::2] | by_input[:, :, 1::2] << 4
+    return torch.cat([numbers, q.flatten(2)], 2)
+
+
+def kind_of(packed: Tensor) -> Codes | None:
+    """The codes of a packed weight; None = floats.
+
+    Raises:
+        ValueError: it is of bytes, but not from `pack_blocks`.
+    """
+    if packed.dtype != torch.uint8:
+        return None
+    kinds: list[Codes] = [c for c in BLOCK_BYTES if packed.shape[-1] == PANEL * BLOCK_BYTES[c]]
+    if not kinds or packed.ndim != 3:
+        raise ValueError(f"packed is of bytes, of shape {tuple(packed.shape)}; must be from pack_rows or pack_blocks")
+    return kinds[0]
+
+
+def packed_shape(packed: Tensor, num: int, k: int) -> tuple[int, int, int]:
+    """The shape that a packed weight [num, k] has, in floats or in the codes of `packed`.
+
+    Example:
+        >>> packed_shape(torch.empty(1, 5, 64), 70, 5)
+        (2, 5, 64)
+    """
+    if kind_of(packed) is None:
+        return -(-num // PANEL), k, PANEL
+    return -(-num // PANEL), -(-k // GROUP), packed.shape[-1]
+
+
+def check_codes(codes: str) -> None:
+    """Refuses unknown codes.
+
+    Raises:
+        ValueError: names those that there are.
+    """
+    if codes not in BLOCK_BYTES:
+        raise ValueError(f"codes is {codes!r}; must be 'int8' or 'int4'")
+
+
+class _Parts(NamedTuple):
+    """Views of a packed weight: scales and least values [p, g, 64], codes of rows [p, g, rows, 64]."""
+
+    scale: Tensor
+    least: Tensor | None
+    rows: Tensor
+
+
+def _parts(packed: Tensor) -> _Parts:
+    if kind_of(packed) == "int8":
+        numbers, rows = packed[..., : 2 * PANEL], packed[..., 2 * PANEL :]
+        return _Parts(numbers.view(torch.float16), None, rows.view(torch.int8).unflatten(-1, (GROUP, PANEL)))
+    numbers, rows = packed[..., : 4 * PANEL].view(torch.float16), packed[..., 4 * PANEL :]
+    return _Parts(numbers[..., :PANEL], numbers[..., PANEL:], rows.unflatten(-1, (GROUP // 2, PANEL)))
+
+
+def unpack_rows(packed: Tensor, num: int, k: int) -> Float32[Tensor, "num k"]:
+    """The weight of a packed one, in float32: of codes, the values that `row_linear` multiplies by.
+
+    Args:
+        packed: from `pack_rows` or `pack_blocks`.
+        num: outputs.
+        k: inputs.
+
+    Example:
+        >>> weight = torch.randn(3, 40)
+        >>> decoded = unpack_rows(pack_blocks(code_blocks(torch.nn.functional.pad(weight, (0, 24)), "int8"), 64), 3, 40)
+        >>> bool(((decoded - weight).abs() <= weight.abs().max() / 200).all())
+        True
+    """
+    if kind_of(packed) is None:
+        return packed.transpose(1, 2).flatten(0, 1)[:num, :k].float()
+    scale, least, rows = _parts(packed)
+    value = _decoded(rows, scale[..., None, :], None if least is None else least[..., None, :], 2)
+    return value.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)[:num, :k]
+
+
+def packed_rows(packed: Tensor, index: Int[Tensor, "*batch"], k: int) -> Float[Tensor, "*batch k"]:
+    """Some rows of a packed weight, as of a table of embeddings; indices are from 0 to num - 1.
+
+    Args:
+        packed: from `pack_rows` or `pack_blocks`.
+        index: of the rows.
+        k: inputs.
+
+    Returns:
+        In the dtype of a weight of floats; float32 of codes.
+
+    Example:
+        >>> packed = pack_blocks(code_blocks(torch.arange(64.0).view(2, 32), "int8"), 32)
+        >>> packed_rows(packed, torch.tensor([1, 1]), 32).shape
+        torch.Size([2, 32])
+    """
+    panel, lane = index // PANEL, index % PANEL
+    if kind_of(packed) is None:
+        return packed[panel, :, lane]
+    scale, least, rows = _parts(packed)
+    own = [None if x is None else x[panel, :, lane][..., None] for x in (scale, least)]
+    assert own[0] is not None
+    return _decoded(rows[panel, :, :, lane], own[0], own[1], -1).flatten(-2)[..., :k]
+
+
+def _decoded(rows: Tensor, scale: Tensor, least: Tensor | None, dim: int) -> Tensor:
+    """Values of codes, whose inputs are along `dim`."""
+    if least is None:
+        return scale.float() * rows.float()
+    dim %= rows.ndim
+    q = torch.stack([rows & 15, rows >> 4], dim + 1).flatten(dim, dim + 1)
+    return scale.float() * q.float() + least.float()
