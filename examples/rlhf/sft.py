@@ -9,6 +9,7 @@ import torch.distributed as dist
 from grpo_arithmetic import CONFIG, imitate, options
 
 import shardfn as sf
+from shardfn import rl
 from shardfn.models import gpt
 
 
@@ -16,10 +17,10 @@ def train(args, mesh):
     """The weights, of this run or of an earlier one."""
     params, where = gpt.init(CONFIG, sf.key(args.seed)), f"{args.out}/sft"
     if args.out and sf.checkpoint.steps(where):
-        return sf.checkpoint.restore(where, params).tree
+        return sf.collectives.local(sf.checkpoint.restore(where, rl.as_global(params, mesh, None)).tree)
     params = imitate(params, args, mesh=mesh, zero=sf.Zero(stage=args.zero, persist_elements=0))
     if args.out:
-        sf.checkpoint.save(where, params, args.imitate)
+        sf.checkpoint.save(where, rl.as_global(params, mesh, None), args.imitate)
     return params
 
 

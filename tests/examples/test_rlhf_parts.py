@@ -5,6 +5,7 @@ import importlib
 import os
 import pathlib
 import random
+import shutil
 import signal
 import sys
 import time
@@ -73,6 +74,9 @@ def test_a_rule_makes_wrong_answers(parts: Any, draw: float) -> None:
 @pytest.mark.nightly
 def test_two_ranks_have_the_same_rewards(tmp_path: pathlib.Path) -> None:
     for command, name, stage in ((ALONE, "one", "0"), (TWO, "two", "3")):
+        if name == "two":  # the same weights: Adam's first steps enlarge the rounding of gradients that cancel
+            for part in ("sft", "reward"):
+                shutil.copytree(tmp_path / "one" / part, tmp_path / "two" / part)
         run(command, *SHORT, "--zero", stage, "--iterations", "1", "--out", str(tmp_path / name), example=PPO)
     one, two = (rows(tmp_path / name) for name in ("one", "two"))
     for a, b in zip(one, two, strict=True):
