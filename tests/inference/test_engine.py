@@ -114,8 +114,8 @@ def test_arguments_of_wrong_types_are_refused_before_the_step() -> None:
         one.generate([[1]], {"max_tokens": 3})  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="prompt is a list; it must be a sequence of integers"):
         one.add([1.5])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="adapter: a request has priority"):
-        one.add([1], adapter=b"x")
+    with pytest.raises(TypeError, match="colour: a request has priority"):
+        one.add([1], colour=b"x")
     assert one.generate([torch.tensor([1, 2])], GREEDY) == one.generate([[1, 2]], GREEDY)  # pyright: ignore
 
 
@@ -324,7 +324,7 @@ def test_an_engine_after_a_failed_step_is_refused(monkeypatch: pytest.MonkeyPatc
     one = engine()
     one.add([1, 2])
 
-    def broken(*args: Any) -> Any:
+    def broken(*args: Any, **named: Any) -> Any:
         raise OSError("no more memory")
 
     monkeypatch.setattr(one.runner, "run", broken)
