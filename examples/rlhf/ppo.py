@@ -95,7 +95,7 @@ def before(params, rollout):
 
 
 def learnt_from(rollout, values=None, reference=None, beta=0.0):
-    """A rollout with all that its losses need; without values, the form to restore one into."""
+    """A rollout with the values of its losses; without values, the form to restore one into."""
     values, reference = (torch.zeros_like(rollout.logprobs) if x is None else x for x in (values, reference))
     rewards = rl.kl_rewards(rollout.logprobs, reference, rollout.rewards, rollout.lengths, beta=beta)
     advantages, returns = rl.gae(rewards, values, rollout.lengths)

@@ -21,7 +21,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Cancel:
-    """A request ends as "cancelled", in whatever phase; an unknown name, such as of one that has ended, is passed over.
+    """A request ends as "cancelled", in any phase; an unknown name, such as of one that has ended, is passed over.
 
     Tokens that the last plan has drawn come before the end: one of them may be the last, so that the request has ended.
 

@@ -102,7 +102,7 @@ class Adapter:
 
     Attributes:
         sites: by layer, its factors, float32.
-        digest: of their content; equal for equal adapters, whatever their names.
+        digest: of their content; equal for equal adapters of any names.
     """
 
     sites: Mapping[str, Factors]

@@ -215,7 +215,7 @@ class State:
         self.wait(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Ends a sequence in whatever phase it is."""
+        """Ends a sequence in any phase."""
         if sequence.blocks:
             self.running.remove(sequence)
             self._take_blocks(sequence)

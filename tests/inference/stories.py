@@ -164,8 +164,9 @@ def model(tp: str | None = None, **changes: Any) -> Model:
 
     adapters = {}
     if not config.stacked and not config.per_head:
-        adapters["thin"] = adapter(params[0], [r"\.wq$", r"\.w_down$"], 3, 0)
-        adapters["wide"] = adapter(params[0], [r"\.wo$", r"\.wv$", r"0\.w_up$", r"\.w_down$"], 9, 1)
+        mlp = [] if config.experts else [r"\.w_down$"]
+        adapters["thin"] = adapter(params[0], [r"\.wq$", *mlp], 3, 0)
+        adapters["wide"] = adapter(params[0], [r"\.wo$", r"\.wv$", *mlp, *([r"0\.w_up$"] if mlp else [])], 9, 1)
     return Model(config, decoder(config, tp=tp), params, adapters)
 
 

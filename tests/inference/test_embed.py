@@ -1,4 +1,4 @@
-"""Embeddings: the plain forward's hidden states, pooled, whatever runs beside them."""
+"""Embeddings: the plain forward's hidden states, pooled, beside any other requests."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -119,9 +119,9 @@ class Case:
         draw = random.Random(seed)
         world = draw.choice(WORLDS)
         experts = draw.choice((0, 0, 3, 4))
-        layouts = Layout.of(draw, world), Layout.of(draw, world)
+        first, second = Layout.of(draw, world), Layout.of(draw, world)
         if experts:  # `partition` refuses functions with a backward of their own
-            layouts = tuple(dataclasses.replace(x, tensor="hand") for x in layouts)
+            first, second = (dataclasses.replace(x, tensor="hand") for x in (first, second))
         return Case(
             seed=seed,
             world=world,
@@ -134,7 +134,7 @@ class Case:
             pipeline=draw.choice(("", "stacked", "functions")),
             optimizer=draw.choice(sorted(OPTIMIZERS)),
             experts=experts,
-            layouts=layouts,
+            layouts=(first, second),
         )
 
     @property

@@ -10,7 +10,7 @@ FEW = 1 << 20
 
 
 def threads_for(work: int) -> int:
-    """The threads that share so many multiply-adds."""
+    """The threads that share a number of multiply-adds."""
     return torch.get_num_threads() if work > FEW else 1
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from shardfn.nn import moe
 
-MODELS: dict[str, tuple[dict[str, int], int]] = {
+MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "mixtral-8x7b": ({"top_k": 2, "num_experts": 8, "d_model": 4096, "d_ff": 14336}, 129_024),
     "qwen3-30b-a3b": ({"top_k": 8, "num_experts": 128, "d_model": 2048, "d_ff": 768}, 27_648),
 }
