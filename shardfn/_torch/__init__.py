@@ -28,6 +28,7 @@ from ._names import (
     TracingContext as TracingContext,
     caches_parametrizations as caches_parametrizations,
     check_tensor_all as check_tensor_all,
+    grouped_mm as grouped_mm,
     clear_interpreter_stack as clear_interpreter_stack,
     compute_elementwise_output_strides as compute_elementwise_output_strides,
     current_graph_task as current_graph_task,

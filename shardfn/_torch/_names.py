@@ -155,6 +155,7 @@ CHECKPOINT_APART: bool = hasattr(torch_checkpoint, "_checkpoint_without_reentran
 CHECKPOINT_GENERATOR: str = "_checkpoint_without_reentrant_generator" + ("_impl" if CHECKPOINT_APART else "")
 
 # A check of a tensor's values with a message of its own, which captures keep; not in torch's stubs.
+grouped_mm: Any = getattr(torch, "_grouped_mm")  # noqa: B009
 check_tensor_all: Callable[[torch.Tensor, Callable[[], str]], None] = getattr(torch, "_check_tensor_all")  # noqa: B009
 
 

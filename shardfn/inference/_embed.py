@@ -43,6 +43,7 @@ class Pooled:
         """The embedding.
 
         Example:
+            >>> import torch
             >>> pooled = Pooled("mean")
             >>> pooled.take(torch.tensor([2.0, 4.0]))
             >>> pooled.take(torch.tensor([4.0, 4.0]))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from shardfn._torch import grouped_mm
 from shardfn.kernels import grouped_outer, grouped_product
 
 # (dy, the other operand, own shape) -> the gradient of an operand.
@@ -231,7 +232,7 @@ _READERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.addmm: _addmm,
     torch.einsum: _einsum,
     torch.nn.functional.grouped_mm: _grouped_mm,
-    torch._grouped_mm: _grouped_mm,
+    grouped_mm: _grouped_mm,
     torch.ops.aten._grouped_mm.default: _grouped_mm,
     torch.Tensor.__rmatmul__: _rmatmul,
 } | dict.fromkeys(

@@ -84,7 +84,7 @@ def _whole(state: sf.TrainState) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_all_ranks_raise_and_the_state_goes_on(mode: str, stage: int) -> None:
     _raised(mode, stage)
 

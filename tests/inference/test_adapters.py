@@ -57,7 +57,7 @@ def check_merged(kind: str, name: str, prompt: list[int], got: Completion) -> No
     torch.testing.assert_close(torch.tensor([*got.prompt_logprobs, *got.logprobs]), logprobs, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.nightly)])
 def test_models_of_transformers(kind: str) -> None:
     one, names = engine(kind), ["a", None, "b", "a", None]
     together = one.generate(PROMPTS, GREEDY, adapter=names)

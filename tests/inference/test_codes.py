@@ -123,7 +123,7 @@ def test_two_ranks_have_the_bits_of_one(codes: kernels.Codes) -> None:
 
 
 @pytest.mark.parametrize("codes", CODES)
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.nightly)])
 def test_unmodified_models(kind: str, codes: kernels.Codes) -> None:
     pytest.importorskip("transformers")
     from tests.inference.hf_models import MODELS

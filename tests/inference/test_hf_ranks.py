@@ -55,7 +55,7 @@ def logits_of(decoder: Decoder, params: Any, mesh: Mesh, tokens: list[int]) -> T
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@distributed(world=[2, 3])
+@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_tokens_and_logits_are_those_of_one_device(world: int, kind: str) -> None:
     model, mesh = model_of(kind, world), core.make_mesh({"tp": world})
     one, params = hf_decoder(model, exact=True)

@@ -84,7 +84,7 @@ def test_experts_lie_on_the_axis_that_cuts_features_and_tokens_elsewhere(exchang
 
 
 @distributed(world=4)
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_tensor_parallel_experts_on_an_axis_of_the_batch_in_microbatches(jit: bool) -> None:
     c = config("gpt", layers.Tokens("ep"))
     assert c.experts is not None

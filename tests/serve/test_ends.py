@@ -110,8 +110,8 @@ def test_logits_that_are_not_finite_end_their_request(start: Start) -> None:
     server = start()
     run = server.engine.runner.run
 
-    def broken(*args: Any) -> Any:
-        drawn, *rest = run(*args)
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        drawn, *rest = run(*args, **kwargs)
         return [-1] * len(drawn), *rest
 
     server.engine.runner.run = broken  # pyright: ignore[reportAttributeAccessIssue]

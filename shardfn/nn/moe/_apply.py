@@ -39,6 +39,7 @@ def apply(
             exchange has room for, on all ranks.
 
     Example:
+        >>> import torch
         >>> from shardfn.nn import moe
         >>> logits, x = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.ones(2, 3)
         >>> params = {"w_up": torch.ones(2, 4, 3), "w_down": torch.ones(2, 3, 4)}
