@@ -141,7 +141,7 @@ def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int) -> Pla
             sampling.append(sequence.request.sampling)
             rows_by_row.append((chunk, p + 1))
     num_tokens, num_rows = len(tokens), len(rows)
-    adapters = tuple(sequence.request.adapter for sequence, *_ in chunks)
+    adapters = tuple([chunk.sequence.request.adapter for chunk in chunks])
     bucket = limits.bucket_of(num_tokens)
     most, most_rows = min(bucket, limits.running), limits.wanted(bucket)
     _pad(bucket, 0, tokens, positions, slots)
