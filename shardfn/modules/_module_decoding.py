@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from shardfn.core import Ambient, a_kind, named_modules, named_parameters, raise_all, uncompiled
 from shardfn.nn import moe
 
+from ._expert_table import FIELD, experts_in, leaves_of
 from ._from_module import ModuleFunction, from_module
 from ._module_attention import OVER_TOKENS, configs_of, mask_of_none, models_in, named
-from ._module_served_experts import CALL, FIELD, experts_in, leaves_of, served_experts
+from ._module_served_experts import CALL, served_experts
 
 NAME = "shardfn_decoding"
 _KINDS = ("full_attention", "sliding_attention")

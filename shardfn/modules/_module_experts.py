@@ -4,10 +4,7 @@ transformers looks up the function of a layer's experts in a table, by a name in
 for `from_module`, its configs have the name registered here, and afterwards the one they had before. So no model is
 changed; a model whose experts do not use that table is refused by `from_module`.
 
-The module's own router chooses: its experts and weights of each token are the routing. The function of the experts is
-the module's own, too, with its gate, its activation and the layout of its weights.
-
-S tokens of this rank, k choices of each, M rows, E experts, D model, F ffn.
+S tokens of this rank, k choices of each, D model.
 """
 
 import contextlib
@@ -15,16 +12,15 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardfn.core import Ambient, P, named_modules, named_parameters, raise_all
 from shardfn.nn import moe
 
+from ._expert_table import FIELD, apply_experts, experts_in, leaves_of
 from ._module_attention import named
 
 NAME = "shardfn"
-_FIELD = "_experts_implementation_internal"
 # Names of classes of experts, and of layers that hold experts.
 _EXPERTS = re.compile(r"^(?!.*Shared)(.*Experts|.*MoE$|.*MoE(MLP|Layer|Block)$|.*SparseMLP$)")
 
@@ -45,7 +41,7 @@ class ExpertsRoute:
 
     def __init__(self, module: nn.Module, exchange: moe.Exchange) -> None:
         self.exchange = exchange
-        found = {path: m for path, m in named_modules(module) if _asks(m)}
+        found = experts_in(module)
         raise_all(
             ValueError,
             f"from_module(experts={exchange}) of this {type(module).__name__}:",
@@ -53,7 +49,7 @@ class ExpertsRoute:
         )
         self._paths = {id(m): path for path, m in found.items()}
         self._configs = {id(m.config): m.config for m in found.values()}.values()
-        of_experts = {f"{path}.{leaf}" if path else leaf for path, m in found.items() for leaf in _leaves(m)}
+        of_experts = {f"{path}.{leaf}" if path else leaf for path, m in found.items() for leaf in leaves_of(m)}
         self.specs = {name: exchange.spec if name in of_experts else P() for name, _ in named_parameters(module)}
         _register()
 
@@ -64,7 +60,7 @@ class ExpertsRoute:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """While it is open, experts are computed by the exchange."""
-        with named(self._configs, NAME, _FIELD), _ROUTE.bound(self):
+        with named(self._configs, NAME, FIELD), _ROUTE.bound(self):
             yield
 
 
@@ -80,58 +76,9 @@ def routed_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     route = _ROUTE.innermost()
     if route is None:
         raise RuntimeError(f"experts {NAME!r} are for modules that run by from_module(experts=).")
-    S, E = len(hidden_states), module.num_experts
-    # transformers marks a choice without an expert by the number E.
-    chosen = top_k_index.long()
-    chosen = torch.where((chosen >= 0) & (chosen < E), chosen, -1)
-    # An exchange needs the number of experts, and no scores.
-    none_SE = top_k_weights.detach().new_zeros(()).expand(S, E)
-    routing = moe.Routing(chosen, torch.where(chosen >= 0, top_k_weights, 0), none_SE, none_SE)
-    params = {name: getattr(module, name) for name in _leaves(module)}
-    y_SD = moe.apply(
-        _experts_of(module), params, hidden_states, routing, exchange=route.exchange, name=route.path_of(module)
-    )
-    return y_SD.to(hidden_states.dtype)
-
-
-def _experts_of(module: Any) -> moe.Experts:
-    """The module's own experts, of rows in groups."""
-    up, down = _projections(module)
-
-    def experts(params: Mapping[str, Tensor], x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        h_MF = _affine(module, params, up, x_MD, counts_E)
-        h_MF = module._apply_gate(h_MF) if module.has_gate else module.act_fn(h_MF)
-        y_MD = _affine(module, params, down, h_MF, counts_E)
-        return module.post_expert_norm(y_MD) if _has_norm(module) else y_MD
-
-    return experts
-
-
-def _affine(module: Any, params: Mapping[str, Tensor], name: str, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-    y_MF = moe.grouped(x_MD, params[name], counts_E, transposed=not module.is_transposed)
-    bias_EF = params.get(f"{name}_bias")
-    if bias_EF is None:
-        return y_MF
-    # The bias of each row's expert: a product with ones, whose transpose sums in a fixed order.
-    return y_MF + moe.grouped(x_MD.new_ones(len(x_MD), 1), bias_EF[:, None], counts_E)
-
-
-def _asks(module: Any) -> bool:
-    """Whether the experts are looked up in transformers' table."""
-    return hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
-
-
-def _has_norm(module: Any) -> bool:
-    return getattr(module, "has_post_expert_norm", False)
-
-
-def _projections(module: Any) -> tuple[str, str]:
-    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
-
-
-def _leaves(module: Any) -> list[str]:
-    names = _projections(module)
-    return [*names, *(f"{n}_bias" for n in names)] if module.has_bias else [*names]
+    choices = top_k_index, top_k_weights
+    how: dict[str, Any] = {"exchange": route.exchange, "product": moe.grouped, "name": route.path_of(module)}
+    return apply_experts(module, hidden_states, *choices, **how)
 
 
 def _register() -> None:
@@ -160,15 +107,15 @@ def _problems(module: nn.Module, found: Mapping[str, Any]) -> list[str]:
 
 def _problems_of(module: Any) -> list[str]:
     own = dict(module.named_parameters(recurse=False))
-    out = [f"has no parameter {name}; its experts cannot be routed" for name in _leaves(module) if name not in own]
+    out = [f"has no parameter {name}; its experts cannot be routed" for name in leaves_of(module) if name not in own]
     out += [
         f"has {name} of shape {tuple(own[name].shape)} for {module.num_experts} experts; dim 0 must be the experts"
-        for name in _leaves(module)
+        for name in leaves_of(module)
         if name in own and own[name].shape[:1] != (module.num_experts,)
     ]
     out += [
         f"has {name} of {own[name].dtype}; convert the experts to a floating-point dtype of 16 bits or more"
-        for name in _leaves(module)
+        for name in leaves_of(module)
         if name in own and (own[name].itemsize < 2 or not own[name].is_floating_point())
     ]
     if module._is_expert_parallel:
