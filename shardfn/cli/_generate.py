@@ -18,7 +18,7 @@ from shardfn.lora import load_peft
 from shardfn.memory import DamagedError
 
 from ._generate_job import DRAFTERS, GenerateJob
-from ._generate_model import AXIS, load
+from ._generate_model import AXIS, disk_of, load
 from ._generate_text import Text
 
 _MOST = 256  # tokens of a completion, unless the job has a number
@@ -98,7 +98,8 @@ def _prepared(job: GenerateJob) -> Ready:
             except ValueError as error:
                 raise ValueError(f"prompt {i + 1} of {len(prompts)}: {error}") from error
         drafter = DRAFTERS[job.drafter]
-        engine = Engine(made, served.params, mesh=mesh, limits=limits, tokenizer=text.tokenizer, drafter=drafter)
+        more = {"tokenizer": text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": disk_of(job)}
+        engine = Engine(made, served.params, mesh=mesh, limits=limits, **more)
         if job.adapter is not None:
             engine.add_adapter(_ADAPTER, load_peft(job.adapter, served.params))
     engine.check(prompts[0].ids, prompts[0].sampling, adapter=_name(job))
@@ -106,7 +107,8 @@ def _prepared(job: GenerateJob) -> Ready:
     plan = engine.memory()
     if mesh.rank == 0:
         how = f"not exact: {served.inexact}" if served.inexact else "exact"
-        kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype)))
+        place = "" if job.memory == "device" else f"on {job.memory}"
+        kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place)))
         print(f"{job.model}: {served.size:,} parameters, {kinds}, {how}\n{plan}", file=sys.stderr, flush=True)
     return Ready(job, engine, prompts)
 
@@ -179,7 +181,7 @@ def _limits(job: GenerateJob, made: Decoder, prompts: list[Prompt]) -> Limits:
         cache_bytes=int(job.cache_gib * 2**30),
         running=running,
         buckets=tuple(sorted({*decodes, budget})),
-        cache_dtype=job.dtype,
+        cache_dtype=job.cache or job.dtype,
         drafts=drafts,
     )
 

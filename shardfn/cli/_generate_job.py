@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from shardfn.core import did_you_mean
+from shardfn.core import MemoryKind, did_you_mean
 from shardfn.inference import Drafter, Grammar, Limits, Ngram, Request, Sampling, Suffix, check_request
 from shardfn.kernels import Codes
 
+CACHE_DTYPES = ("float32", "bfloat16", "int8", "fp8")
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DRAFTERS: Mapping[str, Drafter | None] = {"none": None, "ngram": Ngram(), "suffix": Suffix()}
 KINDS = {"run": "a run of examples/train_gpt.py", "files": "files of Hugging Face", "gguf": "a GGUF file"}
@@ -37,6 +38,9 @@ class GenerateJob:
         ranks: of tensor parallelism.
         dtype: a key of `DTYPES`.
         weights: the codes of weights of linear layers, "int8" or "int4"; None is `dtype`.
+        memory: of weights between their uses.
+        disk: the directory for "disk"; None is a temporary one.
+        cache: the dtype of keys and values; None is `dtype`.
         json: whether the output is JSON lines.
         drafter: a key of `DRAFTERS`.
         adapter: a directory of `peft`, or None.
@@ -55,6 +59,9 @@ class GenerateJob:
     ranks: int = 1
     dtype: str = "float32"
     weights: Codes | None = None
+    memory: MemoryKind = "device"
+    disk: str | None = None
+    cache: str | None = None
     json: bool = False
     drafter: str = "none"
     adapter: str | None = None
@@ -85,10 +92,39 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--mesh", default="", metavar="tp=N", help="ranks, under torchrun (default: those of torchrun)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and cache (default %(default)s)")
-    add("--weights", choices=("int8", "int4"), help="codes of the weights of linear layers; GGUF's own are not rounded")
+    add_weights_arguments(parser)
     add("--drafter", choices=tuple(DRAFTERS), default="none", help="guess tokens; changes no exact completion")
     add("--adapter", metavar="DIR", help="adapters of peft, such as shardfn finetune --lora writes; float32 alone")
     add("--json", action="store_true", help="a line of JSON for each completion")
+
+
+def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of weights and cache."""
+    add = parser.add_argument
+    add(
+        "--weights",
+        metavar="KINDS",
+        help="int8 or int4: codes of linear layers' weights, GGUF's own as they are; disk or host: the memory from"
+        " which a step reads them layer by layer; or both, such as int4,disk",
+    )
+    add("--disk", metavar="DIR", help="an empty directory for --weights disk (default: a temporary one)")
+    add("--cache", choices=CACHE_DTYPES, help="the dtype of keys and values; int8 and fp8 are rounded (default: DTYPE)")
+
+
+def weights_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a job that `add_weights_arguments` describes, or a message in place of each wrong value."""
+    words = [] if args.weights is None else args.weights.split(",")
+    codes, memories = ([w for w in words if w in of] for of in (("int8", "int4"), ("host", "disk")))
+    found: dict[str, Any] = {"weights": codes[0] if codes else None, "memory": memories[0] if memories else "device"}
+    found |= {"disk": args.disk, "cache": args.cache}
+    if len(codes) > 1 or len(memories) > 1 or len(codes) + len(memories) < len(words):
+        found["weights"] = Problem(f"--weights {args.weights}: write int8 or int4, and disk or host, or one: int4,disk")
+    elif codes and args.dtype != "float32":
+        hint = "needs --dtype float32, in which exact layers compute; leave out --dtype"
+        found["weights"] = Problem(f"--weights {codes[0]} {hint}")
+    if args.disk is not None and found["memory"] != "disk":
+        found["disk"] = Problem(f"--disk {args.disk} has no effect without --weights disk")
+    return found
 
 
 def parse_generate(args: argparse.Namespace) -> GenerateJob:
@@ -102,10 +138,11 @@ def parse_generate(args: argparse.Namespace) -> GenerateJob:
     sampling = Sampling(
         **{name: getattr(args, name) for name in names},
         stop=tuple(args.stop),
-        grammar=None if isinstance(grammar, _Problem) else grammar,
+        grammar=None if isinstance(grammar, Problem) else grammar,
     )
     found = {"ranks": _ranks(args.mesh), "kind": kind_of(pathlib.Path(args.model)), "grammar": grammar}
-    problems = [*(value for value in found.values() if isinstance(value, _Problem)), *_problems(args, sampling)]
+    found |= weights_of(args)
+    problems = [*(value for value in found.values() if isinstance(value, Problem)), *_problems(args, sampling)]
     if problems:
         raise ValueError("; ".join(problems))
     fields = {field.name for field in dataclasses.fields(GenerateJob)}
@@ -114,7 +151,7 @@ def parse_generate(args: argparse.Namespace) -> GenerateJob:
     return GenerateJob(**given)
 
 
-class _Problem(str):
+class Problem(str):
     """A message in place of a value."""
 
 
@@ -134,8 +171,6 @@ def _problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
         yield "--system has no effect without --chat"
     if args.context is not None and args.context < 2:
         yield f"--context {args.context}: it must be at least 2, a token of the prompt and one that is drawn"
-    if args.weights is not None and args.dtype != "float32":
-        yield f"--weights {args.weights} needs --dtype float32, in which exact layers compute; leave out --dtype"
     if not args.cache_gib > 0:
         yield f"--cache-gib {args.cache_gib}: it must be above 0"
 
@@ -143,13 +178,13 @@ def _problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
 def _grammar(args: argparse.Namespace) -> Any:
     """The grammar of the completions, None, or a message."""
     if args.json_schema is not None and args.regex is not None:
-        return _Problem("--json-schema and --regex are two grammars of one text; leave one of them out")
+        return Problem("--json-schema and --regex are two grammars of one text; leave one of them out")
     try:
         if args.json_schema is not None:
             return Grammar.json_schema(pathlib.Path(args.json_schema).read_text(encoding="utf-8"))
         return None if args.regex is None else Grammar.regex(args.regex)
     except (OSError, ValueError) as error:
-        return _Problem(f"--json-schema {args.json_schema}: {error}" if args.regex is None else f"--regex: {error}")
+        return Problem(f"--json-schema {args.json_schema}: {error}" if args.regex is None else f"--regex: {error}")
 
 
 def kind_of(path: pathlib.Path) -> Any:
@@ -157,23 +192,23 @@ def kind_of(path: pathlib.Path) -> Any:
     if path.is_file():
         with open(path, "rb") as file:
             first = file.read(4)
-        return "gguf" if first == b"GGUF" else _Problem(f"MODEL {path} is a file of {first!r}..., and no GGUF file")
+        return "gguf" if first == b"GGUF" else Problem(f"MODEL {path} is a file of {first!r}..., and no GGUF file")
     if not path.is_dir():
         hint = f"hf download {path} --local-dir {path.name}"
-        return _Problem(f"MODEL {path} does not exist; a model of Hugging Face is fetched first: {hint}")
+        return Problem(f"MODEL {path} does not exist; a model of Hugging Face is fetched first: {hint}")
     if run_of(path) is not None:
         return "run"
     if (path / "config.json").is_file():
         tokenizers = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
         if any((path / name).is_file() for name in tokenizers):
             return "files"
-        return _Problem(f"MODEL {path} has no tokenizer; tokenizer.save_pretrained({str(path)!r}) writes one")
+        return Problem(f"MODEL {path} has no tokenizer; tokenizer.save_pretrained({str(path)!r}) writes one")
     if (path / "model/config.json").is_file():
-        return _Problem(f"MODEL {path} is a run of shardfn finetune; its model is {path / 'model'}")
+        return Problem(f"MODEL {path} is a run of shardfn finetune; its model is {path / 'model'}")
     if (path / "checkpoints").is_dir():
-        return _Problem(f"MODEL {path} has checkpoints, and no model.json, which examples/train_gpt.py writes")
+        return Problem(f"MODEL {path} has checkpoints, and no model.json, which examples/train_gpt.py writes")
     has = ", ".join(sorted(p.name for p in path.iterdir())[:4]) or "no files"
-    return _Problem(f"MODEL {path} has neither config.json nor model.json; it has {has}")
+    return Problem(f"MODEL {path} has neither config.json nor model.json; it has {has}")
 
 
 def _adapter_problems(path: pathlib.Path, args: argparse.Namespace) -> Iterator[str]:
@@ -200,8 +235,8 @@ def _ranks(mesh: str) -> Any:
     found = re.fullmatch(r"(\w+)=(\d+)", mesh)
     if found is None or found[1] != "tp" or int(found[2]) < 1:
         axis = mesh.partition("=")[0]
-        return _Problem(f"--mesh {mesh}: write tp=N, with at least one rank.{did_you_mean(axis, ('tp',))}")
+        return Problem(f"--mesh {mesh}: write tp=N, with at least one rank.{did_you_mean(axis, ('tp',))}")
     if (ranks := int(found[2])) != world:
         start = f"torchrun --nproc-per-node {ranks} -m shardfn generate ..."
-        return _Problem(f"--mesh {mesh} takes {ranks} ranks, and there are {world}; start it by {start}")
+        return Problem(f"--mesh {mesh} takes {ranks} ranks, and there are {world}; start it by {start}")
     return ranks

@@ -1,17 +1,19 @@
 """The models that `shardfn generate` serves: files of Hugging Face, a GGUF file, or a run of examples/train_gpt.py."""
 
+import atexit
 import contextlib
 import functools
 import importlib
 import importlib.util
 import json
 import pathlib
+import shutil
 import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from shardfn.checkpoint import restore
-from shardfn.core import Mesh, PyTree, first_of, key, tree_leaves, tree_map
+from shardfn.core import Disk, Mesh, PyTree, first_of, key, tree_leaves, tree_map
 from shardfn.data import BPETokenizer, ByteTokenizer
 from shardfn.inference import Decoder, decoder, hf_decoder
 from shardfn.interop import ArchiveWriter, gpt_config, gpt_from_hf
@@ -73,6 +75,16 @@ def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
             " tokenizer that the model was trained with."
         )
     return made
+
+
+def disk_of(job: GenerateJob) -> Disk | None:
+    """The directory for weights on disk; a temporary one lasts as long as the process."""
+    if job.memory != "disk":
+        return None
+    directory = job.disk or tempfile.mkdtemp(prefix="shardfn-weights-")
+    if job.disk is None:
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Disk(directory)
 
 
 def load_text(job: GenerateJob) -> Text:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardfn.inference import Limits, Sampling
 
-from ._generate_job import DTYPES, KINDS, GenerateJob, kind_of
+from ._generate_job import DTYPES, KINDS, GenerateJob, Problem, add_weights_arguments, kind_of, weights_of
 
 _GIB, _MIB = 1 << 30, 1 << 20
 
@@ -52,6 +52,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chat-template", metavar="FILE", help="a template of jinja, in place of the tokenizer's")
     add("--mesh", default="", metavar="tp=N", help="ranks, which the command starts (default tp=1)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and cache (default %(default)s)")
+    add_weights_arguments(parser)
     add("--context", type=int, metavar="N", help="the most tokens of prompt and completion (default: the model's)")
     add("--cache-gib", type=float, default=1.0, metavar="GIB", help="the most memory of the cache (default 1)")
     add("--running", type=int, default=Limits.running, metavar="N", help="sequences at a time (default %(default)s)")
@@ -73,13 +74,15 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     kind, ranks = kind_of(path), _ranks(args.mesh)
     wrong = [] if kind in KINDS else [str(kind)]
     wrong += [] if isinstance(ranks, int) else [ranks]
+    weights = weights_of(args)
+    wrong += [value for value in weights.values() if isinstance(value, Problem)]
     problems = [*wrong, *_problems(args)]
     if problems:
         raise ValueError("; ".join(problems))
     assert isinstance(ranks, int)
     names = ("context", "cache_gib", "dtype")
     given = {name: getattr(args, name) for name in names}
-    model = GenerateJob(args.model, kind, (), Sampling(), ranks=ranks, **given)
+    model = GenerateJob(args.model, kind, (), Sampling(), ranks=ranks, **given, **weights)
     server = {
         "name": args.name or path.absolute().name,
         "host": args.host,
@@ -125,6 +128,10 @@ def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
         "--running": job.running,
         "--budget": job.budget,
         **({} if model.context is None else {"--context": model.context}),
+        **({} if model.cache is None else {"--cache": model.cache}),
+        **({} if model.disk is None else {"--disk": model.disk}),
     }
+    kinds = [kind for kind in (model.weights, model.memory) if kind not in (None, "device")]
+    options |= {"--weights": ",".join(map(str, kinds))} if kinds else {}
     flat = [str(x) for pair in options.items() for x in pair]
     return [python, "-m", "shardfn.cli._serve_rank", str(end), model.model, *flat]

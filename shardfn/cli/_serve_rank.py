@@ -16,7 +16,7 @@ from shardfn.memory import DamagedError
 from shardfn.serve import Ready, run_rank
 
 from ._generate import one_line
-from ._generate_model import AXIS, load
+from ._generate_model import AXIS, disk_of, load
 from ._serve_job import ServeJob, add_serve_arguments, parse_serve
 
 
@@ -61,9 +61,10 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
             cache_bytes=int(model.cache_gib * 2**30),
             running=job.running,
             buckets=job.buckets,
-            cache_dtype=model.dtype,
+            cache_dtype=model.cache or model.dtype,
         )
-        engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, tokenizer=served.text.tokenizer)
+        more = {"tokenizer": served.text.tokenizer, "weights": model.memory, "disk": disk_of(model)}
+        engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, **more)
     grammars = find_spec("llguidance") is not None and getattr(engine.detokenizer, "bytes_of", None) is not None
     engine.warm_up(penalties=True, grammars=grammars)
     how = f"not exact: {served.inexact}" if served.inexact else "exact"

@@ -7,7 +7,7 @@ import dataclasses
 import math
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from shardfn import kernels, nn
@@ -16,12 +16,19 @@ from shardfn.core import Axes, Mesh, P
 
 from ._limits import Limits
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,  # codes, with a scale for each token, key head, and key or value
+    "fp8": torch.float8_e4m3fn,  # likewise
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
     """The form of a model's cache: for each layer [blocks, block, 2, G, K], of keys and values.
+
+    In codes, a row has `kernels.cache_row` bytes in place of K numbers.
 
     Args:
         layers: of attention.
@@ -48,7 +55,8 @@ class CacheLayout:
 
     def shape(self, limits: Limits) -> torch.Size:
         """Of a layer's cache, on all ranks together."""
-        return torch.Size((limits.blocks, limits.block, 2, self.heads, self.head_dim))
+        row = kernels.cache_row(self.head_dim, DTYPES[limits.cache_dtype])
+        return torch.Size((limits.blocks, limits.block, 2, self.heads, row))
 
     def num_bytes(self, limits: Limits) -> int:
         """Of the whole cache, on all ranks together."""
@@ -57,7 +65,7 @@ class CacheLayout:
     def init(self, limits: Limits, mesh: Mesh) -> list[GlobalTensor]:
         """An empty cache."""
         shape, ranks = self.shape(limits), mesh.axis_size(self.axis)
-        own = torch.Size((*shape[:3], self.heads // ranks, self.head_dim))
+        own = torch.Size((*shape[:3], self.heads // ranks, shape[4]))
         options = {"dtype": DTYPES[limits.cache_dtype], "device": mesh.device}
         return [GlobalTensor(torch.zeros(own, **options), shape, self.spec, mesh) for _ in range(self.layers)]
 
@@ -74,7 +82,7 @@ class Paged(nn.Local):
         tables: the blocks of each sequence.
     """
 
-    cache: Float[Tensor, "blocks block 2 g k"]
+    cache: Shaped[Tensor, "blocks block 2 g row"]
     slots: Int[Tensor, " t"]
     positions: Int[Tensor, " t"]
     sequences: Int[Tensor, " t"]

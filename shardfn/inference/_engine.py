@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from shardfn.core import Mesh, PyTree
+from shardfn.core import Disk, MemoryKind, Mesh, PyTree
 
 from ._adapters import Adapters, Given
 from ._agree import compare
@@ -50,6 +50,9 @@ class Engine:
         drafter: proposes tokens, and those that are drawn are accepted: several tokens a step, and no other ones.
             Equal on all ranks; the engine takes a copy. Requests with a grammar have no drafts.
         adapters: by name, `(lora, values)` as of `add_adapter`.
+        weights: the memory of weights between their uses, "device", "host" or "disk": a step reads those of a layer
+            while the layer before computes, so that a model may be larger than the memory. Bits are the same.
+        disk: the directory for "disk", which no other engine uses; each rank makes one of its own in it.
 
     Raises:
         TypeError: `tokenizer` is an object of another kind.
@@ -77,6 +80,8 @@ class Engine:
         tokenizer: Any = None,
         drafter: Drafter | None = None,
         adapters: Mapping[str, Given] = MappingProxyType({}),
+        weights: MemoryKind = "device",
+        disk: Disk | None = None,
     ) -> None:
         if limits is None:
             limits = limits_of(decoder) if drafter is None else limits_of(decoder, drafts=DRAFTS)
@@ -85,7 +90,11 @@ class Engine:
                 f"limits.drafts is 0, and the drafter is {drafter!r:.80}; try limits_of(..., drafts={DRAFTS})."
             )
         self.limits = limits
-        self.runner = Runner(decoder, self.limits, mesh=mesh) if runner is None else runner
+        if runner is None:
+            runner = Runner(decoder, self.limits, mesh=mesh, weights=weights, disk=disk)
+        elif weights != "device" or disk is not None:
+            raise ValueError(f"engine: weights={weights!r} is the runner's to choose: Runner(..., weights=, disk=).")
+        self.runner = runner
         self.runner.check(decoder, self.limits, mesh)
         self.mesh = self.runner.mesh
         self._weights: dict[int, PyTree] = {0: self.runner.packed(params)}

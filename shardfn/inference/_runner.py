@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardfn import kernels
 from shardfn.collectives import GlobalTensor
-from shardfn.core import Mesh, PyTree, make_mesh, raise_all, tree_leaves, tree_paths
-from shardfn.engine import BoundCall, Donated, reshard, sharded
+from shardfn.core import Disk, MemoryKind, Mesh, PyTree, make_mesh, raise_all, tree_leaves, tree_paths
+from shardfn.engine import BoundCall, Donated, Sharded, reshard, sharded
 from shardfn.transforms import jit
 
 from ._cache import DTYPES, Paged
@@ -20,6 +20,7 @@ from ._limits import Limits
 from ._low_rank import LowRank
 from ._plan import Plan, padding
 from ._tensors import Step, tensors
+from ._weights import Source, bytes_in, packed_apart, packed_shapes, zero_of
 
 Cache = list[GlobalTensor]
 
@@ -63,10 +64,10 @@ class MemoryPlan(NamedTuple):
     """The bytes of an engine on one rank.
 
     Attributes:
-        weights: in their served form, one version. From `update_weights` on two are held, until the next step has
-            changed to the new one; with `recompute=False`, until the requests that have begun are done.
+        weights: in their served form, one version, without those on disk. From `update_weights` on two are held, until
+            the next step has changed to the new one; with `recompute=False`, until the requests that have begun are done.
         cache: keys and values.
-        step: all else that is alive at the peak of the largest step.
+        step: all else that is alive at the peak of the largest step, with the weights that are read ahead.
     """
 
     weights: int
@@ -83,6 +84,13 @@ class MemoryPlan(NamedTuple):
         return f"{self.total / 2**20:.1f} MiB a rank: {parts}"
 
 
+class _Runs(NamedTuple):
+    """The pure step over sharded weights, and the one that also has hidden states."""
+
+    run: Sharded
+    run_hidden: Sharded
+
+
 class Runner:
     """The graphs of a decoder, one for each bucket; it holds neither weights nor cache.
 
@@ -90,35 +98,41 @@ class Runner:
         decoder: the model.
         limits: the sizes.
         mesh: from `make_mesh`; None is one device.
+        weights: the memory of weights between their uses, "device", "host" or "disk". A step reads those of a layer
+            while the layer before computes; bits are the same.
+        disk: the directory for "disk".
 
     Raises:
-        ValueError: the limits do not fit the model, or the mesh does not divide its heads.
+        ValueError: the limits do not fit the model, or the mesh does not divide its heads; or there is no such memory,
+            or no directory.
     """
 
-    def __init__(self, decoder: Decoder, limits: Limits, *, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        limits: Limits,
+        *,
+        mesh: Mesh | None = None,
+        weights: MemoryKind = "device",
+        disk: Disk | None = None,
+    ) -> None:
         mesh = make_mesh({}, alone=True) if mesh is None else mesh
         _check(decoder, limits, mesh)
         self._decoder, self._limits, self.mesh = decoder, limits, mesh
-        layout = decoder.cache
+        self._zero = zero_of(weights, disk)
         self._pack = sharded(decoder.pack, mesh=mesh, specs=decoder.specs, out_specs=decoder.packed)
-        self._run = sharded(
-            jit(self._step),
-            mesh=mesh,
-            specs=decoder.packed,
-            in_specs=(layout.spec, None),
-            out_specs=(None, None, Donated(1)),
-            donate=1,
-        )
-        self._run_hidden = sharded(
-            jit(self._step_hidden),
-            mesh=mesh,
-            specs=decoder.packed,
-            in_specs=(layout.spec, None),
-            out_specs=(None, None, Donated(1), None),
-            donate=1,
-        )
+        self._runs = self._made()
         # By bucket, whether rows have penalties and grammars, their adapters, and whether hidden states are wanted.
         self._bound: dict[tuple[int, bool, bool, Any, bool], BoundCall] = {}
+
+    def _made(self, **schedule: int) -> "_Runs":
+        layout = self._decoder.cache
+        how: dict[str, Any] = {"mesh": self.mesh, "specs": self._decoder.packed, "zero": self._zero, "donate": 1}
+        how["in_specs"] = layout.spec, None
+        return _Runs(
+            sharded(jit(self._step, **schedule), **how, out_specs=(None, None, Donated(1))),
+            sharded(jit(self._step_hidden, **schedule), **how, out_specs=(None, None, Donated(1), None)),
+        )
 
     def check(self, decoder: Decoder, limits: Limits, mesh: Mesh | None) -> None:
         """Refuses the model, limits or mesh of other graphs.
@@ -141,6 +155,8 @@ class Runner:
             ValueError: they have other leaves than `like`, the served form of earlier ones.
         """
         leaves = tree_leaves(params)
+        if self._zero.params != "device":
+            return self._packed_away(params, like)
         if all(isinstance(x, GlobalTensor) for x in leaves):
             held = reshard(params, self._pack.specs(params), mesh=self.mesh)
         else:
@@ -149,6 +165,15 @@ class Runner:
         if like is not None:
             _check_alike(like, out)
         return out
+
+    def _packed_away(self, params: PyTree, like: PyTree | None) -> PyTree:
+        source = Source(self._decoder, params, self._pack.specs(params), self.mesh)
+        shapes = packed_shapes(source)
+        if like is not None:
+            _check_alike(like, shapes.tree)
+        elif not self._bound:
+            self._runs = self._made(prefetch=shapes.ahead(self._decoder.cache.layers))
+        return packed_apart(source, shapes, self._runs.run.specs(shapes.tree), self._runs.run.pool)
 
     def empty_cache(self) -> Cache:
         """A cache without content."""
@@ -174,15 +199,16 @@ class Runner:
         key = bucket, step.penalties is not None, step.allowed is not None, sites, hidden
         if key not in self._bound:
             # Engines compare their states before each step, so calls need no check of their own.
-            run = self._run_hidden if hidden else self._run
+            run = self._runs.run_hidden if hidden else self._runs.run
             self._bound[key] = run.bind(weights, cache, step, check_every=0)
         return self._bound[key]
 
     def memory(self, weights: PyTree, cache: Cache) -> MemoryPlan:
         """The bytes that this rank needs; captures the graph of the largest bucket."""
         graph = self.bind(self._limits.budget, weights, cache).memory_analysis()
-        held, cached = (sum(x.local.nbytes for x in tree_leaves(tree)) for tree in (weights, cache))
-        return MemoryPlan(held, cached, max(graph.peak - held - cached, 0))
+        held, cached = bytes_in(weights, "device", "host"), bytes_in(cache, "device")
+        peaks = (graph.by_memory.get(kind, 0) for kind in ("device", "host"))
+        return MemoryPlan(held, cached, max(sum(peaks) - held - cached, 0))
 
     def run(
         self,

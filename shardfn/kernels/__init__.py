@@ -22,6 +22,7 @@ from .row_linear import code_blocks as code_blocks, pack_blocks as pack_blocks
 from .row_linear import packed_rows as packed_rows, packed_shape as packed_shape, unpack_rows as unpack_rows
 from .pointwise import gated_silu as gated_silu, gelu as gelu, rotate as rotate
 from .row_norm import row_norm as row_norm
+from .ragged_attention import cache_row as cache_row, coded_rows as coded_rows, decoded_rows as decoded_rows
 from .ragged_attention import ragged_attention as ragged_attention
 from .gather_rows import gather_rows as gather_rows, row_dots as row_dots
 from .grouped_product import grouped_outer as grouped_outer, grouped_product as grouped_product

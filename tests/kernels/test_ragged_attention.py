@@ -1,5 +1,6 @@
 """Covers kernels.ragged_attention: its plain formula, and the bits of a row beside any others in a plan."""
 
+import contextlib
 import inspect
 import math
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from shardfn.kernels.ragged_attention import _native, _reference
 from shardfn.testing import distributed
 
 NIGHTLY = pytest.mark.nightly
+CODES = (torch.int8, torch.float8_e4m3fn)
 
 
 class Story(NamedTuple):
@@ -44,7 +46,10 @@ class Pages:
         width = max(-(-len(q) // block) for q in story.q) + 1
         shuffled = torch.randperm(num * width + 1, generator=torch.Generator().manual_seed(seed))[: num * width]
         self.tables = shuffled.view(num, width).int()
-        self.cache = torch.full((num * width + 1, block, 2, G, K), math.nan, dtype=dtype)
+        shape = (num * width + 1, block, 2, G, kernels.cache_row(K, dtype))
+        # A scale of these bytes is NaN.
+        coded = torch.full(shape, 255, dtype=torch.uint8).view(dtype) if dtype in CODES else None
+        self.cache = torch.full(shape, math.nan, dtype=dtype) if coded is None else coded
 
     def run(self, *chunks: tuple[int, range]) -> list[Tensor]:
         """One call for the tokens at some positions of some sequences; the rows of each chunk."""
@@ -117,7 +122,7 @@ def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
     return all(map(torch.equal, some, others))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *CODES], ids=str)
 @pytest.mark.parametrize(
     "heads, how",
     [((6, 2, 77), HOW[4]), ((2, 1, 32), HOW[0])]
@@ -137,7 +142,7 @@ def test_every_processor_has_the_bits_of_the_definition(
         want, written = pages.whole(), pages.cache
     pages = Pages(story, 4, dtype=dtype)
     assert _equal(pages.whole(), want), generation
-    assert torch.equal(pages.cache.nan_to_num(), written.nan_to_num())
+    assert torch.equal(pages.cache.view(torch.uint8), written.view(torch.uint8))
 
 
 def test_the_functions_of_scores() -> None:
@@ -182,7 +187,7 @@ def test_a_row_has_its_bits_among_any_number_of_rows(generation: int) -> None:
         assert torch.equal(first[0], want[:rows]), (generation, rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     story, before = _story((130, 1, 77), (6, 3, 32)), torch.get_num_threads()
     want = Pages(story, 16, dtype=dtype).whole()
@@ -193,6 +198,38 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dty
             assert _equal(Pages(story, 16, dtype=dtype).whole(), want), threads
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", CODES, ids=str)
+def test_a_cache_in_codes_holds_rounded_keys_and_values(dtype: torch.dtype) -> None:
+    story = _story((40,), (4, 2, 26))
+    k, v = ([kernels.decoded_rows(kernels.coded_rows(x[0], dtype), 26, dtype)] for x in story[1:3])
+    (want,) = Pages(Story(story.q, k, v, story.how), 16).whole()
+    pages = Pages(story, 16, dtype=dtype)
+    chunks = [pages.run((0, range(lo, hi)))[0] for lo, hi in ((0, 13), (13, 14), (14, 40))]
+    assert torch.equal(torch.cat(chunks), want)
+    (whole,) = Pages(story, 7, dtype=dtype).whole()
+    assert torch.equal(whole, want)
+
+
+@pytest.mark.parametrize("implementation", ["reference", None])
+@pytest.mark.parametrize("dtype", CODES, ids=str)
+def test_rows_of_codes(dtype: torch.dtype, implementation: Any) -> None:
+    x = torch.randn(300, 22, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 300)[:, None]
+    x[5, 3], x[6, 1], x[7], x[8, 2:] = math.nan, -math.inf, 0, 0
+    x[9], x[10] = torch.arange(22.0) / 7, torch.tensor([2.0**-i for i in range(22)])
+    place, cache = torch.arange(300, dtype=torch.int32), torch.zeros(75, 4, 2, 1, kernels.cache_row(22, dtype))
+    cache, first = cache.to(torch.uint8).view(dtype), torch.zeros_like(place)
+    with kernels.implemented_by(implementation) if implementation else contextlib.nullcontext():
+        kernels.ragged_attention(x[:, None], x[:, None], -x[:, None], cache, place, first, first, first[:1, None])
+    rows = cache.view(torch.uint8).flatten(0, 1)[:, :, 0]
+    assert torch.equal(rows, torch.stack([kernels.coded_rows(y, dtype) for y in (x, -x)], 1))
+    back = kernels.decoded_rows(rows[:, 0], 22, dtype)
+    assert back[5:7].isnan().all() and (back[7] == 0).all()
+    scale = x.abs().amax(1, keepdim=True) / (127 if dtype == torch.int8 else 448)
+    bound = scale / 2 if dtype == torch.int8 else torch.maximum(x.abs() / 16, scale / 1024)
+    fine = [i for i in range(300) if i not in (5, 6)]
+    assert ((back - x).abs() <= bound * (1 + 1e-5) + x.abs() * 1e-6)[fine].all()
 
 
 def test_a_cache_in_bfloat16_holds_rounded_keys_and_values() -> None:
@@ -227,7 +264,8 @@ def test_scores_and_sinks_at_the_ends(generation: int) -> None:
     assert torch.equal(Pages(story, 4).whole()[0], torch.zeros(3, 2, 4))
 
 
-def test_guesses_that_branch_have_the_bits_of_their_branch(generation: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, pytest.param(CODES[1], marks=NIGHTLY)], ids=str)
+def test_guesses_that_branch_have_the_bits_of_their_branch(generation: int, dtype: torch.dtype) -> None:
     # After 30 or 37 tokens come guesses: token -> its parent among the guesses.
     parents, heads = [None, 0, 0, 1, 2, 4, 1], (4, 2, 24)
     for how, prompt in ((HOW[0], 30), (HOW[4], 37)):
@@ -237,9 +275,9 @@ def test_guesses_that_branch_have_the_bits_of_their_branch(generation: int) -> N
             paths.append([*(paths[parent] if parent is not None else []), i])
         # Each guess's branch as a sequence of its own.
         q, k, v = ([torch.cat([x[0], x[2][path]]) for path in paths] for x in story[:3])
-        want = [y[-1] for y in Pages(Story(q, k, v, story.how), 8).whole()]
+        want = [y[-1] for y in Pages(Story(q, k, v, story.how), 8, dtype=dtype).whole()]
 
-        pages = Pages(story, 8)
+        pages = Pages(story, 8, dtype=dtype)
         pages.run((0, range(prompt)), (1, range(12)))
         num, tokens = len(parents), range(12, 20)  # beside the prompt of another sequence
         spare = pages.tables[2, :1] * 8 + torch.arange(num)
@@ -259,7 +297,7 @@ def test_guesses_that_branch_have_the_bits_of_their_branch(generation: int) -> N
                     *(q, k, v, pages.cache, slots, positions, sequences, pages.tables), **story.how, tree=bits
                 )
             assert torch.equal(y[len(tokens) :], torch.stack(want)), (generation, kind)
-            assert torch.equal(y[: len(tokens)], Pages(story, 8).whole()[1][12:]), (generation, kind)
+            assert torch.equal(y[: len(tokens)], Pages(story, 8, dtype=dtype).whole()[1][12:]), (generation, kind)
 
 
 def test_padding_that_shares_a_slot_changes_nothing() -> None:
@@ -285,7 +323,8 @@ def test_padding_that_shares_a_slot_changes_nothing() -> None:
 def test_triton_has_the_bits_of_a_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for how, dtype in ((HOW[0], torch.bfloat16), (HOW[4], torch.float32)):
+    kinds = ((HOW[0], torch.bfloat16), (HOW[4], torch.float32), (HOW[0], torch.int8), (HOW[3], torch.float8_e4m3fn))
+    for how, dtype in kinds:
         story = _story((35, 3), (2, 1, 9), **dict(how))
         with kernels.implemented_by("triton"):
             got, pages = Pages(story, 4, dtype=dtype).whole(), Pages(story, 16, seed=1, dtype=dtype)

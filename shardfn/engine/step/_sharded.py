@@ -71,6 +71,7 @@ from shardfn.engine.partition import bind
 from shardfn.engine.pipeline import check_layout, stage_axes
 from shardfn.engine.plan import Plan, Planner, Words
 from shardfn.engine.transfers import close_pool, disk_of
+from shardfn.memory import Pool
 from shardfn.modules import computing_in
 from shardfn.state import as_graph_value, check_alive, taken
 
@@ -242,6 +243,11 @@ class Sharded(Transform):
     def specs(self, params: PyTree) -> PyTree:
         """The storage `Sharding` of each leaf of a parameter tree; its leaves need a shape and a dtype only."""
         return kept_as(self._planner, params)
+
+    @property
+    def pool(self) -> Pool | None:
+        """The files of the function's directory on disk, as `reshard(pool=)` takes them; None without a directory."""
+        return disk_of(self._planner)
 
     def close(self) -> None:
         """Releases the function's directory on disk; states that are there cannot be used any more."""

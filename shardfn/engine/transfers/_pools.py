@@ -33,7 +33,7 @@ def pool_of(plan: Plan) -> AnyPool | None:
     return TracedPool() if plan.captured else disk_of(plan)
 
 
-def disk_of(plan: Plan) -> Pool | None:
+def disk_of(plan: Plan | Planner) -> Pool | None:
     """The pool of a plan, opened on first use; None if it keeps nothing on disk."""
     disk, pools = plan.zero.disk, _pools(plan.mesh)
     if disk is None:

@@ -4,23 +4,25 @@ T tokens, H heads, G key heads, K head dim, S sequences.
 """
 
 import torch
-from jaxtyping import Bool, Float, Float32, Int32, UInt8
+from jaxtyping import Bool, Float, Float32, Int32, Shaped, UInt8
 from torch import Tensor
 
 from shardfn.kernels._arguments import check_dtype, check_shape, check_written
 from shardfn.kernels._dispatch import implementation
 from shardfn.kernels._library import define, refuse_backward
 
+from ._codes import LARGEST, cache_row
+
 # The widest head.
 WIDEST = 256
-_CACHES = (torch.float32, torch.bfloat16)
+_CACHES = (torch.float32, torch.bfloat16, *LARGEST)
 
 
 def ragged_attention(
     q: Float[Tensor, "t h k"],
     k: Float[Tensor, "t g k"],
     v: Float[Tensor, "t g k"],
-    cache: Float[Tensor, "blocks block 2 g k"],
+    cache: Shaped[Tensor, "blocks block 2 g row"],
     slots: Int32[Tensor, " t"],
     positions: Int32[Tensor, " t"],
     sequences: Int32[Tensor, " t"],
@@ -52,8 +54,9 @@ def ragged_attention(
         q: queries, float32; G divides H.
         k: keys, float32.
         v: values, float32.
-        cache: float32 or bfloat16, contiguous, written in place. Keys and values are rounded to its dtype before they
-            are read, also a token's own. Of tokens with the same slot the last one's are kept.
+        cache: float32, bfloat16, int8 or float8_e4m3fn, contiguous, written in place. Keys and values are rounded to
+            its dtype before they are read, also a token's own. Of tokens with the same slot the last one's are kept.
+            A row has K elements; int8 and float8 are codes with one scale a row, of `cache_row(K, dtype)` elements.
         slots: where each token is written, int32.
         positions: of each token in its sequence, int32.
         sequences: the row of `tables` for each token, int32.
@@ -119,12 +122,13 @@ def _check_arguments(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: dict[
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_dtype(name, x, torch.float32)
     if cache.dtype not in _CACHES:
-        raise TypeError(f"cache is {cache.dtype}; must be {_CACHES[0]} or {_CACHES[1]}")
+        raise TypeError(f"cache is {cache.dtype}; must be one of {', '.join(map(str, _CACHES))}")
     T, H, K = q.shape
     if not 1 <= K <= WIDEST:
         raise ValueError(f"q is of shape {tuple(q.shape)}; heads have from 1 to {WIDEST} elements")
     G = cache.shape[3] if cache.ndim == 5 else 0
-    check_shape("cache", cache, (*cache.shape[:2], 2, G, K), "blocks, places of a block, key and value, key heads, K")
+    like = "blocks, places of a block, key and value, key heads, cache_row(K, dtype)"
+    check_shape("cache", cache, (*cache.shape[:2], 2, G, cache_row(K, cache.dtype)), like)
     check_written("cache", cache)
     if not G or H % G:
         raise ValueError(f"q has {H} heads and cache {G} key heads; their number must divide that of heads")

@@ -1,6 +1,7 @@
 // Attention of ragged tokens over a paged cache, which first receives their keys and values. Threads take groups: tokens
 // of one sequence that follow each other in the plan, with the query heads of one key head.
 #include "../_threads.h"
+#include "_rows.h"
 #include "_tile.h"
 
 #include <algorithm>
@@ -19,7 +20,7 @@ struct Call {
     const float *slopes, *sinks;
     const uint8_t* tree;
     float* y;
-    int64_t T, H, G, K, q_stride, k_stride, v_stride, blocks, block, S, width, window, wide;
+    int64_t T, H, G, K, q_stride, k_stride, v_stride, blocks, block, S, width, window, kind;
     Scoring how;
 };
 
@@ -97,21 +98,11 @@ std::vector<Group> groups_of(const Call& o, const Plan& plan) {
     return out;
 }
 
-uint16_t rounded(float x) {  // to bfloat16
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return x != x ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-}
-
 void write_head(const Call& o, int64_t g) {
     for (int64_t i = 0; i < o.T; ++i)
         for (int part = 0; part < 2; ++part) {
             const float* from = part ? o.v + i * o.v_stride + g * o.K : o.k + i * o.k_stride + g * o.K;
-            const int64_t to = ((o.slots[i] * (int64_t)2 + part) * o.G + g) * o.K;
-            if (o.wide)
-                std::memcpy((float*)o.cache + to, from, o.K * sizeof(float));
-            else
-                for (int64_t at = 0; at < o.K; ++at) ((uint16_t*)o.cache)[to + at] = rounded(from[at]);
+            write_row(o.cache, (o.slots[i] * (int64_t)2 + part) * o.G + g, o.kind, from, o.K);
         }
 }
 
@@ -120,30 +111,17 @@ void write_head(const Call& o, int64_t g) {
 template <class L>
 INLINE void find_keys(const Call& o, const Plan& plan, Scratch& s, int64_t g, int64_t i, int64_t guesses, int64_t tile, int low,
                int high) {
-    const bool staged = !o.wide || o.K % LANES;
+    const bool staged = o.kind != FLOAT32 || o.K % LANES;
     const int32_t* table = o.tables + o.sequences[i] * o.width;
     for (int n = low; n < high; ++n) {
         const int64_t p = tile + n, guess = p - guesses;
         const int64_t slot = guess < 0 ? table[p / o.block] * o.block + p % o.block : plan.slots[plan.at[i] + guess];
-        const int64_t key = (slot * 2 * o.G + g) * o.K, value = key + o.G * o.K;
-        s.key[n] = staged ? s.keys + n * s.padded : (const float*)o.cache + key;
-        s.value[n] = staged ? s.values + n * s.padded : (const float*)o.cache + value;
+        const int64_t key = slot * 2 * o.G + g, value = key + o.G;
+        s.key[n] = staged ? s.keys + n * s.padded : (const float*)o.cache + key * o.K;
+        s.value[n] = staged ? s.values + n * s.padded : (const float*)o.cache + value * o.K;
         if (!staged) continue;
-        for (int part = 0; part < 2; ++part) {
-            float* to = (part ? s.values : s.keys) + n * s.padded;
-            if (o.wide) {
-                std::memcpy(to, (const float*)o.cache + (part ? value : key), o.K * sizeof(float));
-            } else {
-                const uint16_t* from = (const uint16_t*)o.cache + (part ? value : key);
-                int64_t at = 0;
-                for (; at + L::lanes <= o.K; at += L::lanes) store<L>(to + at, load<L>(from + at));
-                for (; at < o.K; ++at) {
-                    const uint32_t bits = (uint32_t)from[at] << 16;
-                    std::memcpy(to + at, &bits, 4);
-                }
-            }
-            for (int64_t at = o.K; at < s.padded; ++at) to[at] = 0;
-        }
+        read_row<L>(o.cache, key, o.kind, o.K, s.padded, s.keys + n * s.padded);
+        read_row<L>(o.cache, value, o.kind, o.K, s.padded, s.values + n * s.padded);
     }
     for (int n = 0; n < TILE; ++n)
         if (n < low || n >= high) s.key[n] = s.key[low];
@@ -211,10 +189,10 @@ int64_t ragged_attention(const float* q, const float* k, const float* v, void* c
                          const int32_t* positions, const int32_t* sequences, const int32_t* tables, const float* slopes,
                          const float* sinks, const uint8_t* tree, float* y, int64_t T, int64_t H, int64_t G, int64_t K,
                          int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t blocks, int64_t block, int64_t S,
-                         int64_t width, int64_t window, int64_t wide, float scale, float cap, int64_t threads,
+                         int64_t width, int64_t window, int64_t kind, float scale, float cap, int64_t threads,
                          int64_t few, int64_t newest) {
     const Call o = {q, k, v, cache, slots, positions, sequences, tables, slopes, sinks, tree, y, T, H, G, K,
-                    q_stride, k_stride, v_stride, blocks, block, S, width, window, wide, {scale, cap}};
+                    q_stride, k_stride, v_stride, blocks, block, S, width, window, kind, {scale, cap}};
     Plan plan;
     if (!read_plan(o, plan)) return 1;
     const std::vector<Group> groups = groups_of(o, plan);

@@ -15,6 +15,8 @@ from ._check import check_plan
 SOURCE = "ragged_attention/_native.cpp"
 # The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
 NEWEST = 4
+# The kinds of a cache, as in _rows.h.
+KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 # Multiply-adds of scores below which a second thread costs more than it saves.
 FEW = 1 << 19
 
@@ -24,7 +26,7 @@ def ragged_attention(
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Fp32 [T, H, K]. Writes cache [blocks, block, 2, G, K]."""
+    """Fp32 [T, H, K]. Writes cache [blocks, block, 2, G, row]."""
     run = _function()
     if run is None:
         args = q, k, v, cache, slots, positions, sequences, tables, scale, window, softcap, slopes, sinks, tree
@@ -38,7 +40,7 @@ def ragged_attention(
     sizes = *(T, H, G, K), *(x.stride(0) for x in (q, k, v)), *cache.shape[:2], *tables.shape
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
     threads = torch.get_num_threads()
-    if run(*at, *sizes, window or 0, cache.dtype == torch.float32, *scores, threads, FEW, NEWEST):
+    if run(*at, *sizes, window or 0, KINDS[cache.dtype], *scores, threads, FEW, NEWEST):
         check_plan(cache, slots, positions, sequences, tables, window, tree)
         raise AssertionError("C++ refused a plan that is in range")
     return y

@@ -9,6 +9,7 @@ from torch import Tensor
 from shardfn.kernels._exponential import exponential, fused, polynomial
 
 from ._check import check_plan
+from ._codes import LARGEST, as_rows, coded_rows, decoded_rows
 
 # Positions of a tile; lanes over K of a dot product, and of the sum of weights.
 TILE, LANES = 32, 16
@@ -22,17 +23,18 @@ def ragged_attention(
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Fp32 [T, H, K]. Writes cache [blocks, block, 2, G, K]."""
+    """Fp32 [T, H, K]. Writes cache [blocks, block, 2, G, row]."""
     check_plan(cache, slots, positions, sequences, tables, window, tree)
     write(k, v, cache, slots)
     (T, H, K), G = q.shape, k.shape[1]
     slope, sink = (None if x is None else x.view(G, H // G) for x in (slopes, sinks))
     places = seen_slots(cache.shape[1], slots, positions, sequences, tables, window, tree)
-    flat, q = cache.flatten(0, 1), q.view(T, G, H // G, K)
+    flat, q = as_rows(cache).flatten(0, 1), q.view(T, G, H // G, K)
     state = _start(q, sink)
     for begin in range(0, places.shape[1], TILE):
         at = places[:, begin : begin + TILE]
-        kv_TN2GK = flat[at.clamp(min=0)].float()
+        rows = flat[at.clamp(min=0)]
+        kv_TN2GK = decoded_rows(rows, K, cache.dtype) if cache.dtype in LARGEST else rows.float()
         x = _scores(q, kv_TN2GK[:, :, 0], scale, softcap)
         if slope is not None:
             p = torch.arange(begin, begin + TILE, device=q.device)
@@ -48,7 +50,9 @@ def write(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
     index, order = slots.long(), torch.arange(len(slots), device=slots.device)
     last = order.new_full((cache.shape[:2].numel(),), -1).scatter_reduce(0, index, order, "amax")
     kept = last[index] == order
-    cache.flatten(0, 1)[index[kept]] = torch.stack([k, v], 1)[kept].to(cache.dtype)
+    rows = torch.stack([k, v], 1)[kept]
+    rows = coded_rows(rows, cache.dtype) if cache.dtype in LARGEST else rows.to(cache.dtype)
+    as_rows(cache).flatten(0, 1)[index[kept]] = rows
 
 
 def seen_slots(

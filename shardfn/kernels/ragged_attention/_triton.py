@@ -6,6 +6,7 @@ those of a CPU.
 
 from typing import no_type_check
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from shardfn.kernels._triton import added, greatest, launch
 
 from ._check import check_plan
+from ._codes import LARGEST, as_rows
 from ._reference import TILE, seen_slots, write
 
 
@@ -21,7 +23,7 @@ def ragged_attention(
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Fp32 [T, H, K]. Writes cache [blocks, block, 2, G, K]."""
+    """Fp32 [T, H, K]. Writes cache [blocks, block, 2, G, row]."""
     check_plan(cache, slots, positions, sequences, tables, window, tree)
     write(k, v, cache, slots)
     (T, H, K), G = q.shape, k.shape[1]
@@ -29,16 +31,35 @@ def ragged_attention(
     y, width = q.new_empty(T, H, K), max(16, triton.next_power_of_2(K))
     given = (None if x is None else x.contiguous() for x in (slopes, sinks))
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
-    args = q.contiguous(), cache, places, positions, *given, y, *scores, places.shape[1], H, G
-    launch(_row, T * H, q.device, *args, K=K, WIDTH=width, N=TILE)
+    # Codes are bytes, and scales the last of each row's float32 numbers.
+    scales = as_rows(cache).view(torch.float32) if cache.dtype in LARGEST else None
+    args = q.contiguous(), as_rows(cache), scales, places, positions, *given, y, *scores, places.shape[1], H, G
+    codes = {torch.int8: 1, torch.float8_e4m3fn: 2}.get(cache.dtype, 0)
+    launch(_row, T * H, q.device, *args, K=K, ROW=cache.shape[-1], WIDTH=width, N=TILE, CODES=codes)
     return y
 
 
 @triton.jit
 @no_type_check
+def _values(x, CODES: tl.constexpr):
+    """Floats, or the numbers of codes: bytes of int8, and then of float8_e4m3fn."""
+    if CODES == 1:
+        return x.to(tl.int8, bitcast=True).to(tl.float32)
+    elif CODES == 2:
+        code = x.to(tl.int32)
+        size = code & 127
+        large = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, large)
+        return tl.where(code >= 128, -value, value)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+@no_type_check
 def _row(
-    q, cache, places, positions, slopes, sinks, y, scale, cap, end, H, G,
-    K: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
+    q, cache, scales, places, positions, slopes, sinks, y, scale, cap, end, H, G,
+    K: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """One head of one token."""
     program = tl.program_id(0).to(tl.int64)
@@ -53,9 +74,12 @@ def _row(
     for begin in range(0, end, N):
         place = tl.load(places + i * end + begin + n)
         seen = place >= 0
-        at = ((tl.where(seen, place, 0) * 2 * G + g) * K)[:, None] + d[None, :]
+        row = tl.where(seen, place, 0) * 2 * G + g
+        at = (row * ROW)[:, None] + d[None, :]
         mask = seen[:, None] & (d < K)[None, :]
-        key = tl.load(cache + at, mask=mask, other=0.0).to(tl.float32)
+        key = _values(tl.load(cache + at, mask=mask, other=0), CODES)
+        if CODES != 0:
+            key = key * tl.load(scales + (row + 1) * (ROW // 4) - 1)[:, None]
         x = tl.reduce(key * own[None, :], 1, added) * scale
         if cap != 0:
             e = tl.exp(-2.0 * tl.abs(x))
@@ -66,7 +90,9 @@ def _row(
         most = tl.maximum(top, tl.reduce(x, 0, greatest))
         shift = tl.where(most == float("-inf"), 0.0, most)
         weights, before = tl.exp(x - shift), tl.exp(top - shift)
-        value = tl.load(cache + G * K + at, mask=mask, other=0.0).to(tl.float32)
+        value = _values(tl.load(cache + G * ROW + at, mask=mask, other=0), CODES)
+        if CODES != 0:
+            value = value * tl.load(scales + (row + G + 1) * (ROW // 4) - 1)[:, None]
         total = total * before + tl.reduce(weights, 0, added)
         sum = sum * before + tl.reduce(value * weights[:, None], 0, added)
         top = most

@@ -48,9 +48,9 @@ def code_blocks(weight: Float[Tensor, "n k"], codes: Codes) -> UInt8[Tensor, "n 
     n, k = weight.shape
     if k % GROUP:
         raise ValueError(f"weight has rows of {k}, and a block of codes has {GROUP} elements; pad it with zeros.")
+    if weight.is_meta or not weight.numel():
+        return weight.new_empty(n, k // GROUP * BLOCK_BYTES[codes], dtype=torch.uint8)
     x = weight.float().reshape(n, k // GROUP, GROUP)
-    if not x.numel():
-        return weight.new_empty(n, 0, dtype=torch.uint8)
     if codes == "int8":
         scale = (x.abs().amax(-1, keepdim=True) / 127).half()
         q = _rounded(x, scale, -127, 127).to(torch.int8).view(torch.uint8)
@@ -98,6 +98,8 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
             f"blocks have rows of {size} bytes, and rows of {k} elements have {groups * 34} (Q8_0) or {groups * 20}"
             f" (Q4_1), with k a multiple of {GROUP}; pass another k, or blocks of one of these kinds."
         )
+    if blocks.is_meta:
+        return blocks.new_empty(-(-n // PANEL), groups, PANEL * BLOCK_BYTES[kinds[0]])
     rows = torch.nn.functional.pad(blocks, (0, 0, 0, -n % PANEL)).view(
         -(-n // PANEL), PANEL, groups, BLOCK_BYTES[kinds[0]]
     )

@@ -1,0 +1,175 @@
+"""Weights in their served form that are kept away from the device: they are made leaf by leaf, and streamed in a step.
+
+weights[k] == decoder.pack(params)[k], bit for bit, with the memory of a few leaves
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import GlobalTensor, bind_mesh
+from shardfn.core import (
+    Disk,
+    MemoryKind,
+    Mesh,
+    P,
+    PyTree,
+    Sharding,
+    Zero,
+    block_slices,
+    broadcast_prefix,
+    draw_block,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+)
+from shardfn.engine import comms_of, reshard
+from shardfn.memory import Pool
+
+from ._decoder import Decoder
+
+# Bytes of parameters that are packed at a time, if a leaf is not larger.
+TOGETHER = 16 << 20
+
+
+def zero_of(weights: MemoryKind, disk: Disk | None) -> Zero:
+    """The rule of weights in a memory.
+
+    Raises:
+        ValueError: there is no such memory, or the directory is missing or has no effect.
+    """
+    if weights not in ("device", "host", "disk"):
+        raise ValueError(f"engine: weights={weights!r}; they are kept on 'device', 'host' or 'disk'.")
+    if weights == "disk" and disk is None:
+        raise ValueError("engine: weights='disk' has no directory; give one: disk=sf.Disk('/path/to/a/fast/disk').")
+    if weights != "disk" and disk is not None:
+        raise ValueError(
+            f"engine: disk={disk} has no effect with weights={weights!r}; leave it out, or weights='disk'."
+        )
+    return Zero(params=weights, disk=disk)
+
+
+class Shapes(NamedTuple):
+    """Weights in their served form, as shapes.
+
+    Attributes:
+        tree: of global shapes, on "meta".
+        specs: of the leaves.
+    """
+
+    tree: PyTree
+    specs: list[P]
+
+    def ahead(self, layers: int) -> int:
+        """Bytes that are moved to the device ahead of their use. The disk is read three times as far: by a layer."""
+        return -(-sum(x.nbytes for x in tree_leaves(self.tree)) // (3 * layers))
+
+
+def packed_shapes(source: "Source") -> Shapes:
+    """The shapes of the served form. Collective."""
+    decoder, mesh, tree = source.decoder, source.mesh, source.packed(())
+    specs = broadcast_prefix(decoder.packed, tree, _is_spec, names=("packed", "weights"))
+    blocks = tree_leaves(tree)
+    ranks: Sequence[Any] = [[x.shape for x in blocks]]
+    if mesh.size > 1:
+        ranks = comms_of(mesh).control.gather(ranks[0])
+
+    def whole(k: int) -> Tensor:
+        sizes = zip(*(shapes[k] for shapes in ranks), strict=True)
+        cut = itertools.chain(specs[k], itertools.repeat(None))
+        shape = [sum(size) if axis else size[0] for size, axis in zip(sizes, cut, strict=False)]
+        return torch.empty(shape, dtype=blocks[k].dtype, device="meta")
+
+    return Shapes(tree_unflatten(tree_flatten(tree)[1], [whole(k) for k in range(len(blocks))]), specs)
+
+
+def packed_apart(source: "Source", shapes: Shapes, kept: PyTree, pool: Pool | None) -> PyTree:
+    """The served form, each leaf in its own memory before the next ones are made. Collective.
+
+    Args:
+        source: the parameters. Each leaf of their served form is made of one of them, and of shapes.
+        shapes: of the result.
+        kept: the `Sharding` of each leaf of the result.
+        pool: where leaves on disk are written.
+
+    Raises:
+        ValueError: a leaf is made of several parameters; lists them.
+    """
+    mesh, wanted = source.mesh, tree_leaves(kept, is_leaf=_is_sharding)
+    wholes, treedef = tree_flatten(shapes.tree)
+    out: list[GlobalTensor | None] = [None] * len(wholes)
+    for group in source.groups():
+        blocks = tree_leaves(source.packed(group))
+        for k, block in enumerate(blocks):
+            if out[k] is None and block.device.type != "meta":
+                x = GlobalTensor(block.contiguous(), wholes[k].shape, shapes.specs[k], mesh)
+                out[k] = x if wanted[k].memory_kind == "device" else reshard(x, wanted[k], pool=pool)
+            blocks[k] = wholes[k]  # drops the block
+    missing = [path for path, x in zip(tree_paths(shapes.tree, "weights"), out, strict=True) if x is None]
+    raise_all(ValueError, "engine: these weights are made of several parameters; keep them on the device:", missing)
+    return tree_unflatten(treedef, out)
+
+
+class Source:
+    """Parameters of a model, of which some have values and the others are shapes.
+
+    Args:
+        decoder: the model.
+        params: whole tensors, drawn ones that are deferred, or `GlobalTensor`s.
+        layout: the `Sharding` of each.
+        mesh: the mesh.
+    """
+
+    def __init__(self, decoder: Decoder, params: PyTree, layout: PyTree, mesh: Mesh) -> None:
+        self.decoder, self.mesh = decoder, mesh
+        self._leaves, self._treedef = tree_flatten(params)
+        self._layout: list[Sharding] = tree_leaves(layout, is_leaf=_is_sharding)
+
+    def groups(self) -> Iterator[tuple[int, ...]]:
+        """Neighbouring leaves, of `TOGETHER` bytes or one."""
+        group, size = list[int](), 0
+        for i, x in enumerate(self._leaves):
+            nbytes = x.shape.numel() * x.dtype.itemsize
+            if group and size + nbytes > TOGETHER:
+                yield tuple(group)
+                group, size = [], 0
+            group.append(i)
+            size += nbytes
+        yield tuple(group)
+
+    def packed(self, group: tuple[int, ...]) -> PyTree:
+        """The served form, with values where it is made of the leaves of a group alone."""
+        blocks = [self._block(i) if i in group else self._shape(i) for i in range(len(self._leaves))]
+        with bind_mesh(self.mesh), torch.no_grad():
+            return self.decoder.pack(tree_unflatten(self._treedef, blocks))
+
+    def _slices(self, i: int) -> tuple[slice, ...]:
+        return block_slices(tuple(self._leaves[i].shape), self._layout[i].spec, self.mesh.shape, self.mesh.coords)
+
+    def _shape(self, i: int) -> Tensor:
+        sizes = [s.stop - s.start for s in self._slices(i)]
+        return torch.empty(sizes, dtype=self._leaves[i].dtype, device="meta")
+
+    def _block(self, i: int) -> Tensor:
+        x = self._leaves[i]
+        if isinstance(x, GlobalTensor):
+            return reshard(x, self._layout[i], mesh=self.mesh).local
+        return draw_block(x, self._slices(i)).to(self.mesh.device)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def _is_sharding(x: Any) -> bool:
+    return isinstance(x, Sharding)
+
+
+def bytes_in(weights: PyTree, *kinds: MemoryKind) -> int:
+    """The bytes of weights on this rank in some memories."""
+    return sum(x.held.nbytes for x in tree_leaves(weights) if x.memory_kind in kinds)

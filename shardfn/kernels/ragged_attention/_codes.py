@@ -1,0 +1,66 @@
+"""Rows of a cache in codes: the key or value of a head has codes of one byte, and one scale.
+
+    int8    x = scale q,    q from -127 to 127            scale = max|x| / 127
+    fp8     x = scale q,    q of float8_e4m3fn            scale = max|x| / 448
+
+A row is the codes, padded with zeros to a multiple of four bytes, then the scale in float32. So a token's codes depend
+on its own key and value alone, whatever is cached beside them.
+"""
+
+import torch
+from jaxtyping import Float32, Shaped, UInt8
+from torch import Tensor
+
+# The largest code of each dtype.
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def cache_row(head_dim: int, dtype: torch.dtype) -> int:
+    """Elements of a row of a cache: the head dim; in codes, with those of the scale.
+
+    Example:
+        >>> cache_row(77, torch.float32), cache_row(77, torch.int8)
+        (77, 84)
+    """
+    return -(-head_dim // 4) * 4 + 4 if dtype in LARGEST else head_dim
+
+
+def coded_rows(x: Float32[Tensor, "*batch k"], dtype: torch.dtype) -> UInt8[Tensor, "*batch row"]:
+    """Rounds rows to codes. |x - decoded| is at most half of the scale in int8, and max(|x| / 16, scale / 1024) in fp8.
+
+    A row with a value that is not finite is decoded as NaN.
+
+    Args:
+        x: the rows.
+        dtype: `torch.int8` or `torch.float8_e4m3fn`.
+
+    Returns:
+        The bytes of the rows.
+
+    Example:
+        >>> decoded_rows(coded_rows(torch.tensor([[1.0, -4.0, 0.5]]), torch.float8_e4m3fn), 3, torch.float8_e4m3fn)
+        tensor([[ 1.0000, -4.0000,  0.5000]])
+    """
+    top, k = LARGEST[dtype], x.shape[-1]
+    scale = x.abs().amax(-1, keepdim=True) / top
+    q = torch.where(scale > 0, x / scale, 0.0).clamp(-top, top).nan_to_num(0.0)
+    codes = (q.round() if dtype == torch.int8 else q).to(dtype).view(torch.uint8)
+    codes = torch.nn.functional.pad(codes, (0, cache_row(k, dtype) - 4 - k))
+    return torch.cat([codes, scale.view(torch.uint8)], -1)
+
+
+def decoded_rows(rows: UInt8[Tensor, "*batch row"], k: int, dtype: torch.dtype) -> Float32[Tensor, "*batch k"]:
+    """The values of the bytes of rows.
+
+    Args:
+        rows: from `coded_rows`.
+        k: the head dim.
+        dtype: as for `coded_rows`.
+    """
+    scale = rows[..., -4:].contiguous().view(torch.float32)
+    return rows[..., :k].contiguous().view(dtype).float() * scale
+
+
+def as_rows(cache: Shaped[Tensor, "*batch row"]) -> Shaped[Tensor, "*batch row"]:
+    """A cache whose codes are bytes, as a view."""
+    return cache.view(torch.uint8) if cache.dtype in LARGEST else cache

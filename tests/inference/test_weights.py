@@ -1,0 +1,139 @@
+"""Covers weights on the host and on disk: tokens and logits are those of resident weights, bit for bit."""
+
+import functools
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+import shardfn as sf
+from shardfn.core import tree_leaves, tree_map
+from shardfn.inference import Engine, Runner, Sampling, _weights, decoder, hf_decoder, limits_of
+from shardfn.models import gpt
+from shardfn.testing import distributed
+from tests.inference.stories import check, model, run
+from tests.inference.test_stories import KINDS, LLAMA, drawn_stories
+
+SIZES: dict[str, Any] = {"vocab_size": 77, "num_layers": 3, "d_model": 96, "num_heads": 4, "max_len": 32, "exact": True}
+PROMPTS = [[5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+
+
+def on_disk(path: pathlib.Path) -> dict[str, Any]:
+    return {"weights": "disk", "disk": sf.Disk(str(path))}
+
+
+def engine_of(made: Any, params: Any, **how: Any) -> Engine:
+    return Engine(made, params, limits=limits_of(made, running=2, buckets=(2, 12)), **how)
+
+
+def completed(engine: Engine) -> list[tuple[list[int], list[float]]]:
+    made = engine.generate(PROMPTS, [Sampling(max_tokens=6, seed=3), Sampling(max_tokens=9, temperature=0.0)])
+    return [(c.tokens, c.logprobs) for c in made]
+
+
+@functools.cache
+def reference(codes: Any = None, **changes: Any) -> Any:
+    config = gpt.Config(**{**SIZES, **changes})
+    params, made = gpt.init(config, sf.key(0)), decoder(config, codes=codes)
+    return made, params, completed(engine_of(made, params))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        LLAMA,
+        pytest.param({"tie_embeddings": True, "stacked": True}, marks=pytest.mark.nightly),
+        LLAMA | {"codes": "int4"},
+        pytest.param({"exact": False}, marks=pytest.mark.nightly),
+    ],
+    ids=["llama", "stacked", "int4", "not-exact"],
+)
+@pytest.mark.parametrize("kind", ["disk", pytest.param("host", marks=pytest.mark.nightly)])
+def test_bits_are_those_of_resident_weights(
+    changes: dict[str, Any], kind: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_weights, "TOGETHER", 1 << 16)  # some leaves are larger, and some are packed together
+    made, params, want = reference(**changes)
+    engine = engine_of(made, params, **(on_disk(tmp_path) if kind == "disk" else {"weights": kind}))
+    assert {x.memory_kind for x in tree_leaves(engine.weights)} == {"device", kind}  # small ones stay
+    assert completed(engine) == want
+    engine.update_weights(tree_map(lambda x: x * 2, params))
+    heavy = engine_of(made, tree_map(lambda x: x * 2, params))
+    assert completed(engine) == completed(heavy) != want
+    plan, resident = engine.memory(), heavy.memory()
+    assert kind == "host" or plan.weights < resident.weights / (1 if "codes" in changes else 8)
+    assert kind == "host" or plan.total < resident.total
+
+
+@pytest.mark.nightly
+def test_stories_of_weights_on_disk(tmp_path: pathlib.Path) -> None:
+    _, limits = KINDS["gpt2"]
+    one = model(**KINDS["gpt2"][0])
+    runner = Runner(one.decoder, limits, **on_disk(tmp_path))
+    runner._zero = sf.Zero(params="disk", disk=sf.Disk(str(tmp_path)), persist_elements=0)  # pyright: ignore
+    for story in drawn_stories(limits, 8):
+        told, engine = run(story, one, runner, limits)
+        assert {x.memory_kind for x in tree_leaves(engine.weights)} == {"disk"}
+        check(story, told, one)
+
+
+def test_deferred_parameters_are_drawn_a_few_at_a_time(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_weights, "TOGETHER", 1)
+    drawn: list[tuple[int, ...]] = []
+
+    def deferred(x: torch.Tensor) -> torch.Tensor:
+        def draw(at: Any) -> torch.Tensor:
+            drawn.append(tuple(x.shape))
+            return x[at]
+
+        return sf.core.Draw(draw, x.shape, x.dtype, x.device)
+
+    made, params, want = reference(**LLAMA)
+    engine = engine_of(made, tree_map(deferred, params), **on_disk(tmp_path))
+    assert drawn == [tuple(x.shape) for x in tree_leaves(params)]
+    assert completed(engine) == want
+
+
+def test_parameters_that_are_on_disk_themselves(tmp_path: pathlib.Path) -> None:
+    made, params, want = reference(**LLAMA)
+    zero = sf.Zero(params="disk", disk=sf.Disk(str(tmp_path / "params")), persist_elements=0)
+    kept = sf.sharded(lambda p: p, zero=zero).init(params)
+    assert completed(engine_of(made, kept, **on_disk(tmp_path / "weights"))) == want
+
+
+@pytest.mark.nightly
+def test_a_model_of_transformers(tmp_path: pathlib.Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 96, "intermediate_size": 100, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=77, max_position_embeddings=32, tie_word_embeddings=True, **sizes)
+    made, params = hf_decoder(transformers.LlamaForCausalLM(config).eval())
+    assert completed(engine_of(made, params, **on_disk(tmp_path))) == completed(engine_of(made, params))
+
+
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_ranks_read_their_own_weights(world: int, tmp_path: pathlib.Path) -> None:
+    config = gpt.Config(**{**SIZES, **LLAMA, "num_heads": 6, "num_kv_heads": 6, "chunks": 6 if world == 3 else 8})
+    made, params = decoder(config, tp="tp"), gpt.init(config, sf.key(0))
+    mesh = sf.make_mesh({"tp": world})
+    engine = engine_of(made, params, mesh=mesh, **on_disk(tmp_path))
+    want = engine_of(made, params, mesh=mesh)
+    assert completed(engine) == completed(want)
+    for a, b in zip(tree_leaves(engine.weights), tree_leaves(want.weights), strict=True):
+        assert (a.shape, a.spec) == (b.shape, b.spec) and torch.equal(a.local, b.local)
+
+
+def test_mistakes(tmp_path: pathlib.Path) -> None:
+    config = gpt.Config(**SIZES)
+    made, params = decoder(config), gpt.init(config, sf.key(0))
+    for wrong, words in (
+        ({"weights": "tape"}, "weights='tape'; they are kept on 'device', 'host' or 'disk'"),
+        ({"weights": "disk"}, r"weights='disk' has no directory; give one: disk=sf.Disk"),
+        ({"disk": sf.Disk(str(tmp_path))}, "has no effect with weights='device'"),
+        (
+            {"runner": Runner(made, limits_of(made, running=2, buckets=(2, 12))), "weights": "host"},
+            "weights='host' is the runner's to choose",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            engine_of(made, params, **wrong)
