@@ -65,7 +65,7 @@ class MemoryPlan(NamedTuple):
 
     Attributes:
         weights: in their served form, one version, without those on disk. From `update_weights` on two are held, until
-            the next step has changed to the new one; with `recompute=False`, until the requests that have begun are done.
+            the next step has changed to the new one; with `recompute=False`, until requests that have begun are done.
         cache: keys and values.
         step: all else that is alive at the peak of the largest step, with the weights that are read ahead.
     """
@@ -125,8 +125,10 @@ class Runner:
         # By bucket, whether rows have penalties and grammars, their adapters, and whether hidden states are wanted.
         self._bound: dict[tuple[int, bool, bool, Any, bool], BoundCall] = {}
 
-    def _made(self, **schedule: int) -> "_Runs":
-        layout = self._decoder.cache
+    def _made(self, prefetch: int | None = None) -> "_Runs":
+        layout, schedule = self._decoder.cache, dict[str, Any]()
+        if prefetch is not None:
+            schedule["prefetch"] = prefetch
         how: dict[str, Any] = {"mesh": self.mesh, "specs": self._decoder.packed, "zero": self._zero, "donate": 1}
         how["in_specs"] = layout.spec, None
         return _Runs(

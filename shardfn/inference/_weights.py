@@ -80,7 +80,7 @@ def packed_shapes(source: "Source") -> Shapes:
         ranks = comms_of(mesh).control.gather(ranks[0])
 
     def whole(k: int) -> Tensor:
-        sizes = zip(*(shapes[k] for shapes in ranks), strict=True)
+        sizes: Iterator[tuple[int, ...]] = zip(*(shapes[k] for shapes in ranks), strict=True)
         cut = itertools.chain(specs[k], itertools.repeat(None))
         shape = [sum(size) if axis else size[0] for size, axis in zip(sizes, cut, strict=False)]
         return torch.empty(shape, dtype=blocks[k].dtype, device="meta")

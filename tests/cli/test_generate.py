@@ -177,6 +177,39 @@ def test_weights_in_codes(given: pathlib.Path, codes: Any, capsys: pytest.Captur
     )
 
 
+def test_weights_on_disk_and_a_cache_in_codes(
+    given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = "one two", "--temperature", 0, "--max-tokens", 6, "--json"
+    assert main(["generate", *map(str, (given, *how, "--weights", "int4"))]) == 0
+    want = capsys.readouterr()
+    assert main(["generate", *map(str, (given, *how, "--weights", "int4,disk", "--disk", tmp_path))]) == 0
+    got = capsys.readouterr()
+    assert got.out == want.out and ", int4, float32, on disk, exact" in got.err
+    assert list(tmp_path.iterdir())
+    [row] = generated(capsys, given, *how[:-1], "--cache", "int8")
+    config, deferred = interop.gpt_from_hf(given, exact=True)
+    made = inference.decoder(config)
+    limits = inference.limits_of(made, running=1, buckets=(2,), cache_dtype="int8")
+    engine = inference.Engine(made, core.tree_map(lambda x: x.full(), deferred), limits=limits)
+    [alone] = engine.generate([[1, 3, 4]], inference.Sampling(max_tokens=6, temperature=0.0))
+    assert row["logprobs"][: len(alone.logprobs)] == alone.logprobs
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--weights", "tape"], "--weights tape: write int8 or int4, and disk or host, or one: int4,disk"),
+        (["--weights", "int4,int8"], "--weights int4,int8: write int8 or int4"),
+        (["--disk", "here"], "--disk here has no effect without --weights disk"),
+    ],
+)
+def test_refused_kinds_of_weights(
+    given: pathlib.Path, args: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refused(capsys, given, "one", *args)
+
+
 def test_a_gguf_file_lends_the_blocks_that_decode_to_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     config = gpt.Config.llama_like(vocab_size=64, num_layers=1, d_model=64, num_heads=2, d_ff=96, max_len=16)
     config = dataclasses.replace(config, exact=True, tie_embeddings=False)

@@ -1,5 +1,6 @@
 """Covers `shardfn serve` as processes: a client, signals, ranks that are killed, and settings that are refused."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -21,6 +22,7 @@ import pytest
 from shardfn import core, interop
 from shardfn.checkpoint import save
 from shardfn.cli import main
+from shardfn.cli._serve_job import ServeJob, add_serve_arguments, command_of, parse_serve
 from shardfn.models import gpt
 
 pytest.importorskip("starlette")
@@ -187,6 +189,8 @@ def test_a_model_that_a_rank_refuses(model: pathlib.Path) -> None:
         ("--context 1", "--context 1: it must be at least 2"),
         ("--running 4 --budget 4", "--running 4: it must be from 1 to 3"),
         ("--cache-gib 0", "--cache-gib 0.0: it must be above 0"),
+        ("--weights int4,tape", "--weights int4,tape: write int8 or int4, and disk or host"),
+        ("--weights int8 --dtype bfloat16", "--weights int8 needs --dtype float32"),
         ("--api-key-file nowhere", "--api-key-file nowhere: there is no such file"),
         ("--host 0.0.0.0", "host is 0.0.0.0, which other machines reach, and there are no keys"),
         ("--port 99999", "port is 99999"),
@@ -197,6 +201,20 @@ def test_refused_settings(model: pathlib.Path, args: str, words: str, capsys: py
     assert main(["serve", str(model), *args.format(model=model).split()]) == 2
     err = capsys.readouterr().err
     assert words in err and err.startswith("shardfn serve: error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("args", ["", "--weights int4,disk --disk {model} --cache int8", "--weights host --cache fp8"])
+def test_ranks_load_the_model_as_their_front_was_asked_to(model: pathlib.Path, args: str) -> None:
+    def job(words: list[str]) -> ServeJob:
+        parser = argparse.ArgumentParser()
+        add_serve_arguments(parser)
+        return parse_serve(parser.parse_args(words))
+
+    asked = job([str(model), *args.format(model=model).split()])
+    command = command_of(asked, 7, "python")
+    assert command[:4] == ["python", "-m", "shardfn.cli._serve_rank", "7"]
+    assert job([*command[4:]]).model == asked.model
+    assert bool(args) == ((asked.model.memory, asked.model.cache) != ("device", None))
 
 
 def test_a_port_in_use(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

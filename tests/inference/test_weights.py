@@ -1,7 +1,10 @@
 """Covers weights on the host and on disk: tokens and logits are those of resident weights, bit for bit."""
 
 import functools
+import os
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -137,3 +140,23 @@ def test_mistakes(tmp_path: pathlib.Path) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             engine_of(made, params, **wrong)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_a_model_of_three_times_the_memory_generates(tmp_path: pathlib.Path) -> None:
+    def ran(kind: str, limit: int) -> subprocess.CompletedProcess[str]:
+        program = pathlib.Path(__file__).with_name("limited.py")
+        command = [sys.executable, str(program), str(tmp_path / f"{kind}{limit}"), kind, str(limit)]
+        # The stacks of threads, and the memory that malloc keeps, are private memory, too.
+        env = os.environ | {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            ["sh", "-c", 'ulimit -s 1024; exec "$@"', "-", *command], env=env, capture_output=True, text=True
+        )
+
+    limit = 118 << 20
+    streamed, refused, free = ran("disk", limit), ran("device", limit), ran("device", 0)
+    assert free.returncode == 0, free.stderr
+    assert streamed.returncode == 0, streamed.stderr
+    assert streamed.stdout == free.stdout
+    assert refused.returncode != 0 and "allocate" in refused.stderr, refused.stderr

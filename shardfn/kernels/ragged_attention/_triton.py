@@ -79,7 +79,7 @@ def _row(
         mask = seen[:, None] & (d < K)[None, :]
         key = _values(tl.load(cache + at, mask=mask, other=0), CODES)
         if CODES != 0:
-            key = key * tl.load(scales + (row + 1) * (ROW // 4) - 1)[:, None]
+            key = key * tl.load(scales + (row + 1) * (ROW // 4) - 1, mask=seen, other=0.0)[:, None]
         x = tl.reduce(key * own[None, :], 1, added) * scale
         if cap != 0:
             e = tl.exp(-2.0 * tl.abs(x))
@@ -92,7 +92,7 @@ def _row(
         weights, before = tl.exp(x - shift), tl.exp(top - shift)
         value = _values(tl.load(cache + G * ROW + at, mask=mask, other=0), CODES)
         if CODES != 0:
-            value = value * tl.load(scales + (row + G + 1) * (ROW // 4) - 1)[:, None]
+            value = value * tl.load(scales + (row + G + 1) * (ROW // 4) - 1, mask=seen, other=0.0)[:, None]
         total = total * before + tl.reduce(weights, 0, added)
         sum = sum * before + tl.reduce(value * weights[:, None], 0, added)
         top = most
