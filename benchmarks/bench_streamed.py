@@ -17,7 +17,7 @@ import torch
 from _report import publish, table
 
 import shardfn as sf
-from shardfn.core import tree_leaves
+from shardfn.core import tree_leaves, tree_map
 from shardfn.inference import Engine, Sampling, decoder, limits_of
 from shardfn.models import gpt
 
@@ -30,7 +30,7 @@ def main() -> None:
     args = _arguments()
     engine = _engine(args.directory, args.rows)
     away = [x.held for x in tree_leaves(engine.weights) if x.memory_kind == "disk"]
-    nbytes = sum(x.nbytes for x in away)
+    nbytes, info = sum(x.nbytes for x in away), away[0].pool.info()
     times: dict[str, list[float]] = {"reading": [], "1 row": [], f"{args.rows} rows": []}
     for turn in range(args.rounds + 1):
         found = {"reading": _timed(lambda: [pending.result() for pending in [x.read() for x in away]])}
@@ -41,7 +41,7 @@ def main() -> None:
                 times[name].append(seconds)
     lines = [_line(name, times, nbytes) for name in times]
     body = [
-        f"{args.rounds} rounds; {nbytes / 1e6:.0f} MB of float32 weights a step; direct I/O: {away[0].pool.info().direct}",
+        f"{args.rounds} rounds; {nbytes / 1e6:.0f} MB of float32 weights a step; direct I/O: {info.direct}",
         table(("what", "s", "GB/s", "reading / it", "quartiles"), lines),
         f"load of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
     ]
@@ -52,8 +52,8 @@ def _engine(directory: str | None, rows: int) -> Engine:
     place = tempfile.mkdtemp(dir=directory)
     config = gpt.Config(**LLAMA, **SIZES)
     made = decoder(config)
-    with sf.core.deferred():
-        params = gpt.init(config, sf.key(0))
+    shapes = sf.eval_shape(lambda: gpt.init(config, sf.key(0)))
+    params = tree_map(lambda x: torch.randn(x.shape) * 0.02, shapes)
     limits = limits_of(made, running=1, buckets=(1, 2, rows), block=rows)
     return Engine(made, params, limits=limits, weights="disk", disk=sf.Disk(place))
 
