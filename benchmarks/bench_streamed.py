@@ -42,7 +42,7 @@ def main() -> None:
     lines = [_line(name, times, nbytes) for name in times]
     body = [
         f"{args.rounds} rounds; {nbytes / 1e6:.0f} MB of float32 weights a step; direct I/O: {info.direct}",
-        table(("what", "s", "GB/s", "reading / it", "quartiles"), lines),
+        table(("read by", "s", "GB/s", "reading / it", "quartiles"), lines),
         f"load of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
     ]
     publish("Weights on disk", "\n\n".join(body), out=args.out)
@@ -59,7 +59,7 @@ def _engine(directory: str | None, rows: int) -> Engine:
 
 
 def _step(engine: Engine, rows: int, turn: int) -> float:
-    """The seconds of a step of a prompt with this number of rows, none of which is in the cache."""
+    """The seconds of a step of a prompt with this number of rows, whose tokens are not in the cache."""
     prompt = [(turn * 31 + i) % 4000 for i in range(rows)]
     engine.add(prompt, Sampling(max_tokens=1))
     seconds = _timed(engine.step)

@@ -116,7 +116,7 @@ def packed_apart(source: "Source", shapes: Shapes, kept: PyTree, pool: Pool | No
 
 
 class Source:
-    """Parameters of a model, of which some have values and the others are shapes.
+    """Parameters of a model; some have values, and the others are shapes.
 
     Args:
         decoder: the model.

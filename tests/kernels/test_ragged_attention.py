@@ -320,10 +320,17 @@ def test_padding_that_shares_a_slot_changes_nothing() -> None:
         assert torch.equal(y[20:], v[-1:].expand(3, 2, 8))
 
 
-def test_triton_has_the_bits_of_a_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ((HOW[0], torch.bfloat16), (HOW[4], torch.float32)),
+        pytest.param(((HOW[0], torch.int8), (HOW[3], torch.float8_e4m3fn)), marks=NIGHTLY),
+    ],
+    ids=["floats", "codes"],
+)
+def test_triton_has_the_bits_of_a_row_alone(kinds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    kinds = ((HOW[0], torch.bfloat16), (HOW[4], torch.float32), (HOW[0], torch.int8), (HOW[3], torch.float8_e4m3fn))
     for how, dtype in kinds:
         story = _story((35, 3), (2, 1, 9), **dict(how))
         with kernels.implemented_by("triton"):

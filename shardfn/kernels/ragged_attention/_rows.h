@@ -9,7 +9,7 @@ namespace {
 
 enum Kind : int64_t { BFLOAT16 = 0, FLOAT32 = 1, INT8 = 2, FP8 = 3 };
 
-// Elements of a row: in codes, bytes, the last four of which are the scale.
+// Elements of a row: in codes, bytes, and the last four are the scale.
 int64_t row_of(int64_t kind, int64_t width) { return kind < INT8 ? width : (width + 3) / 4 * 4 + 4; }
 
 uint16_t rounded(float x) {  // to bfloat16
