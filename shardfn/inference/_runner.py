@@ -20,7 +20,7 @@ from ._limits import Limits
 from ._low_rank import LowRank
 from ._plan import Plan, padding
 from ._tensors import Step, tensors
-from ._weights import Source, bytes_in, packed_apart, packed_shapes, zero_of
+from ._weights import Source, bytes_in, packed_apart, packed_shapes, without_copies, zero_of
 
 Cache = list[GlobalTensor]
 
@@ -128,7 +128,7 @@ class Runner:
     def _made(self, prefetch: int | None = None) -> "_Runs":
         layout, schedule = self._decoder.cache, dict[str, Any]()
         if prefetch is not None:
-            schedule["prefetch"] = prefetch
+            schedule = {"prefetch": prefetch, "passes": (without_copies,)}
         how: dict[str, Any] = {"mesh": self.mesh, "specs": self._decoder.packed, "zero": self._zero, "donate": 1}
         how["in_specs"] = layout.spec, None
         return _Runs(

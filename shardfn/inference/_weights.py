@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
 
 from shardfn.collectives import GlobalTensor, bind_mesh
 from shardfn.core import (
@@ -168,6 +169,23 @@ def _is_spec(x: Any) -> bool:
 
 def _is_sharding(x: Any) -> bool:
     return isinstance(x, Sharding)
+
+
+def without_copies(gm: GraphModule) -> GraphModule:
+    """A captured program that uses values from the disk in the memory of the host, where that is the device's."""
+    ops, graph = torch.ops.shardfn_memory, Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in list(graph.nodes):
+        start = node.args[0] if node.target is ops.wait.default else None
+        if not isinstance(start, Node) or start.target is not ops.to_device_start.default:
+            continue
+        read, device = start.args
+        fresh = isinstance(read, Node) and read.target is ops.wait.default and len(read.users) == 1
+        if fresh and device == torch.device("cpu") and read.args[0].target is ops.read_start.default:
+            node.replace_all_uses_with(read)
+            graph.erase_node(node)
+            graph.erase_node(start)
+    return GraphModule(gm, graph)
 
 
 def bytes_in(weights: PyTree, *kinds: MemoryKind) -> int:
