@@ -36,6 +36,8 @@ from ._decoder import Decoder
 
 # Bytes of parameters that are packed at a time, if a leaf is not larger.
 TOGETHER = 16 << 20
+# Leaves of at most this number of elements, such as those of norms, stay on the device.
+SMALL = 1024
 
 
 def zero_of(weights: MemoryKind, disk: Disk | None) -> Zero:
@@ -52,7 +54,7 @@ def zero_of(weights: MemoryKind, disk: Disk | None) -> Zero:
         raise ValueError(
             f"engine: disk={disk} has no effect with weights={weights!r}; leave it out, or weights='disk'."
         )
-    return Zero(params=weights, disk=disk)
+    return Zero() if weights == "device" else Zero(params=weights, disk=disk, persist_elements=SMALL)
 
 
 class Shapes(NamedTuple):

@@ -98,6 +98,20 @@ def test_deferred_parameters_are_drawn_a_few_at_a_time(tmp_path: pathlib.Path, m
     assert completed(engine) == want
 
 
+def test_a_step_reads_each_weight_once_and_at_most_a_layer_ahead(tmp_path: pathlib.Path) -> None:
+    made, params, _ = reference(**LLAMA)
+    engine = engine_of(made, params, **on_disk(tmp_path))
+    engine.warm_up()
+    engine.add(PROMPTS[0], Sampling(max_tokens=1))
+    with sf.memory.ledger() as book:
+        engine.step()
+    away = [x.held for x in tree_leaves(engine.weights) if x.memory_kind == "disk"]
+    assert book.moved("disk", "host") == sum(x.nbytes for x in away) and book.transfers("disk", "host") == len(away)
+    assert book.moved("host", "device") == 0  # a CPU computes where the disk was read to
+    layer = sum(x.nbytes for x in away) / made.cache.layers
+    assert engine.memory().step < 2 * layer
+
+
 def test_parameters_that_are_on_disk_themselves(tmp_path: pathlib.Path) -> None:
     made, params, want = reference(**LLAMA)
     zero = sf.Zero(params="disk", disk=sf.Disk(str(tmp_path / "params")), persist_elements=0)
