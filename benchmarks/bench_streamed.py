@@ -22,7 +22,14 @@ from shardfn.inference import Engine, Sampling, decoder, limits_of
 from shardfn.models import gpt
 
 LLAMA: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "position": "rope", "bias": False, "exact": True}
-SIZES = {"vocab_size": 4096, "num_layers": 8, "d_model": 768, "num_heads": 12, "d_ff": 2048, "max_len": 512}
+SIZES: dict[str, Any] = {
+    "vocab_size": 4096,
+    "num_layers": 8,
+    "d_model": 768,
+    "num_heads": 12,
+    "d_ff": 2048,
+    "max_len": 512,
+}
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 weights[k] == decoder.pack(params)[k], bit for bit, with the memory of a few leaves
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -83,9 +82,10 @@ def packed_shapes(source: "Source") -> Shapes:
         ranks = comms_of(mesh).control.gather(ranks[0])
 
     def whole(k: int) -> Tensor:
-        sizes: Iterator[tuple[int, ...]] = zip(*(shapes[k] for shapes in ranks), strict=True)
-        cut = itertools.chain(specs[k], itertools.repeat(None))
-        shape = [sum(size) if axis else size[0] for size, axis in zip(sizes, cut, strict=False)]
+        shape = list(blocks[k].shape)
+        for d, axis in enumerate(specs[k]):
+            if axis is not None:
+                shape[d] = sum(shapes[k][d] for shapes in ranks)
         return torch.empty(shape, dtype=blocks[k].dtype, device="meta")
 
     return Shapes(tree_unflatten(tree_flatten(tree)[1], [whole(k) for k in range(len(blocks))]), specs)
@@ -178,16 +178,21 @@ def without_copies(gm: GraphModule) -> GraphModule:
     ops, graph = torch.ops.shardfn_memory, Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in list(graph.nodes):
-        start = node.args[0] if node.target is ops.wait.default else None
-        if not isinstance(start, Node) or start.target is not ops.to_device_start.default:
+        move = _started(node, ops.to_device_start.default)
+        if move is None or move.args[1] != torch.device("cpu"):
             continue
-        read, device = start.args
-        fresh = isinstance(read, Node) and read.target is ops.wait.default and len(read.users) == 1
-        if fresh and device == torch.device("cpu") and read.args[0].target is ops.read_start.default:
+        read = move.args[0]
+        if isinstance(read, Node) and _started(read, ops.read_start.default) and len(read.users) == 1:
             node.replace_all_uses_with(read)
             graph.erase_node(node)
-            graph.erase_node(start)
+            graph.erase_node(move)
     return GraphModule(gm, graph)
+
+
+def _started(node: Node, op: Any) -> Node | None:
+    """The node of this op that a node waits for; None if it does not."""
+    start = node.args[0] if node.target is torch.ops.shardfn_memory.wait.default else None
+    return start if isinstance(start, Node) and start.target is op else None
 
 
 def bytes_in(weights: PyTree, *kinds: MemoryKind) -> int:

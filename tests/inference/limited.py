@@ -17,11 +17,18 @@ from shardfn.inference import Engine, Sampling, decoder, limits_of
 from shardfn.models import gpt
 
 LLAMA: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "position": "rope", "bias": False, "exact": True}
-LARGE = {"num_layers": 13, "d_model": 804, "num_heads": 6, "num_kv_heads": 3, "d_ff": 2133, "vocab_size": 1003}
-SMALL = LARGE | {"num_layers": 2, "d_model": 120, "d_ff": 133}
+LARGE: dict[str, Any] = {
+    "num_layers": 13,
+    "d_model": 804,
+    "num_heads": 6,
+    "num_kv_heads": 3,
+    "d_ff": 2133,
+    "vocab_size": 1003,
+}
+SMALL: dict[str, Any] = LARGE | {"num_layers": 2, "d_model": 120, "d_ff": 133}
 
 
-def generate(directory: pathlib.Path, kind: str, sizes: dict[str, int]) -> tuple[Engine, list[Any]]:
+def generate(directory: pathlib.Path, kind: str, sizes: dict[str, Any]) -> tuple[Engine, list[Any]]:
     """Generates with parameters that are drawn when they are used."""
     config = gpt.Config(**LLAMA, **sizes, max_len=48)
     shapes = tree_leaves(sf.eval_shape(lambda: gpt.init(config, sf.key(0))))
