@@ -3,7 +3,7 @@
 weights[k] == decoder.pack(params)[k], bit for bit, with the memory of a few leaves
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -77,9 +77,8 @@ def packed_shapes(source: "Source") -> Shapes:
     decoder, mesh, tree = source.decoder, source.mesh, source.packed(())
     specs = broadcast_prefix(decoder.packed, tree, _is_spec, names=("packed", "weights"))
     blocks = tree_leaves(tree)
-    ranks: Sequence[Any] = [[x.shape for x in blocks]]
-    if mesh.size > 1:
-        ranks = comms_of(mesh).control.gather(ranks[0])
+    own = [x.shape for x in blocks]
+    ranks: list[Any] = comms_of(mesh).control.gather(own) if mesh.size > 1 else [own]
 
     def whole(k: int) -> Tensor:
         shape = list(blocks[k].shape)
