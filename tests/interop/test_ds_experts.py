@@ -170,7 +170,7 @@ def names_of(rank: int, kind: str) -> list[tuple[str, torch.Tensor]]:
 
 
 def write_states(place: pathlib.Path, *, data_first: bool, wrong: bool = False) -> None:
-    """The files of four ranks at stage 1, of which pairs have the same experts."""
+    """The files of four ranks at stage 1; two by two they have the same experts."""
     kinds = ("fp32", "exp_avg", "exp_avg_sq")
     dense = {kind: value("head.weight", kind) for kind in kinds}
     for e in range(EP * LOCAL):
