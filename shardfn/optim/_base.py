@@ -25,10 +25,11 @@ class WholeLeaf(GlobalTensor):
             mean there.
 
     Example:
-        >>> from shardfn.core import P, as_mesh
-        >>> leaf = WholeLeaf(torch.empty(4, device="meta"), torch.Size([8]), P(("ep", "dp")), as_mesh(None), ("ep",))
-        >>> rows_over(leaf, ("dp", "ep"))
-        ('dp',)
+        >>> from shardfn.core import Mesh, P
+        >>> mesh = Mesh({"dp": 2, "ep": 2}, torch.device("cpu"), abstract=True)
+        >>> leaf = WholeLeaf(torch.empty(4, device="meta"), torch.Size([8]), P(("ep", "dp")), mesh, ("ep",))
+        >>> leaf.own
+        ('ep',)
     """
 
     __slots__ = ("own",)
