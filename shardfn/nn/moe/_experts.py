@@ -17,7 +17,7 @@ from shardfn.nn._exact_functions import exact_gated_silu, exact_gelu
 
 from ._grouped import grouped
 
-Experts = Callable[[PyTree, Tensor, Tensor], Tensor]
+ExpertFunction = Callable[[PyTree, Tensor, Tensor], Tensor]
 
 
 def swiglu_experts(
