@@ -25,8 +25,8 @@ def best(scores: Tensor, k: int) -> Tensor:
     """[S, K]: the k highest scores of each row, in falling order, and equal ones in the order of their numbers.
 
     At least k scores of a row are above -inf. torch's `topk` promises no order of equal scores; `argmax` takes the
-    first of them, so a round of it finds each choice. A stable sort gives the same; on one core it costs about 4 log2(E)
-    ns a score, and a round 2.
+    first of them, so a round of it finds each choice. A stable sort gives the same; on one core it costs about
+    4 log2(E) ns a score, and a round 2.
     """
     if k > scores.shape[-1].bit_length() + 1:
         return scores.sort(stable=True, dim=-1, descending=True).indices[..., :k]
