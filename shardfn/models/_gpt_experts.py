@@ -104,7 +104,7 @@ def _routed(
 ) -> tuple[moe.Routing, Seen]:
     """The choices of all tokens that the ranks of a block have; the counts of a load are sent where it is asked for."""
     mask: dict[str, Any] = {} if mask_S is None else {"mask": mask_S}
-    by = {"axes": experts.axes} | mask
+    by: dict[str, Any] = {"axes": experts.axes} | mask
     routing = experts.route(
         logits_BTE.flatten(0, 1), experts.top_k, **experts.options(name, bias_E, config.exact), **mask
     )
