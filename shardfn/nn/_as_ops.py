@@ -16,7 +16,16 @@ _WITH_GRAD = Ambient[bool]("an op of torch that is differentiated")
 
 
 def as_ops() -> AbstractContextManager[Any]:
-    """While a forward is captured that is differentiated when its graph runs."""
+    """While a forward is captured that is differentiated when its graph runs: functions of `nn.moe` are ops then.
+
+    Example:
+        >>> from shardfn.nn import moe
+        >>> places, _ = moe.permutation(torch.tensor([[1], [0]]), 2)
+        >>> with as_ops():
+        ...     rows = moe.dispatch(torch.ones(2, 3, requires_grad=True), places)
+        >>> type(rows.grad_fn).__name__
+        'GeneratedBackwardFor_shardfn_kernels_copied_rows_defaultBackward'
+    """
     return _AS_OPS.bound(True)
 
 
@@ -34,5 +43,10 @@ def run_op(op: Any, *args: Any) -> Tensor:
 
 
 def is_differentiated() -> bool:
-    """Whether gradients are enabled where this op was called; inside of an op with a derivative torch disables them."""
+    """Whether gradients are enabled where this op was called; inside of an op with a derivative torch disables them.
+
+    Example:
+        >>> is_differentiated()
+        True
+    """
     return torch.is_grad_enabled() or _WITH_GRAD.innermost() is not None
