@@ -119,8 +119,8 @@ def loss(
     Raises:
         TypeError: the batch is not a dict with "tokens" of integers, [B, T + 1].
         ValueError: as `apply`; a model that looks ahead and a batch without "targets", whose tokens it would see, or
-            with a "mask" without "segment_ids", by which tokens leave out padding; or `tile` and `sequence`, whose
-            layers take all of a rank's tokens together.
+            with a "mask" without "segment_ids", by which tokens leave out padding; a "mask" that does not fit the
+            tokens; or `tile` and `sequence`, whose layers take all of a rank's tokens together.
 
     Example:
         >>> import shardfn.core as core
@@ -372,6 +372,7 @@ def _check_batch(batch: Any) -> None:
 
     Raises:
         TypeError: describes a batch, and the argument.
+        ValueError: a mask does not fit the tokens.
     """
     tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
@@ -379,6 +380,12 @@ def _check_batch(batch: Any) -> None:
         if isinstance(tokens, Tensor):
             what = f"a dict whose tokens are {tokens.dtype} of shape {tuple(tokens.shape)}"
         raise TypeError(f"a batch of gpt is {{'tokens': int64 [B, T + 1]}}, and this is {what}.")
+    mask = batch.get("mask")  # pyright: ignore[reportOptionalMemberAccess]
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape):
+        raise ValueError(
+            f'the "mask" of a batch is {mask.dtype} of shape {tuple(mask.shape)}, and its tokens have shape'
+            f" {tuple(tokens.shape)}; give each token a bool, False for padding."
+        )
 
 
 _WHOLE = _Along()

@@ -129,3 +129,10 @@ def test_an_encoder_needs_documents_beside_a_mask() -> None:
     ids = batch | {"segment_ids": batch["mask"].long()}
     other = ids | {"tokens": torch.where(batch["mask"], batch["tokens"], 7)}
     assert torch.equal(gpt.loss(c, params(c), ids).total, gpt.loss(c, params(c), other).total)
+
+
+def test_a_mask_that_does_not_fit_is_refused() -> None:
+    c, batch = config(), padded([6, 9])
+    for mask in (batch["mask"][:, :-1], batch["mask"].long()):
+        with pytest.raises(ValueError, match=r"tokens have shape \(2, 9\); give each token a bool"):
+            gpt.loss(c, params(c), batch | {"mask": mask})
