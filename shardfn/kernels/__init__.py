@@ -26,3 +26,4 @@ from .ragged_attention import cache_row as cache_row, coded_rows as coded_rows, 
 from .ragged_attention import ragged_attention as ragged_attention
 from .gather_rows import gather_rows as gather_rows, row_dots as row_dots
 from .grouped_product import grouped_outer as grouped_outer, grouped_product as grouped_product
+from ._row_ops import combined_to_rows as combined_to_rows
