@@ -1,5 +1,6 @@
 """The adapters of an engine, by name and by content."""
 
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,6 +80,10 @@ class Adapters:
     def of(self, plan: Plan) -> LowRank | None:
         """The adapters of a plan's tokens; None if it has none."""
         return low_rank(plan.sequences, plan.adapters, self._slots, self._sites) if plan.adapters else None
+
+    def of_padding(self, bucket: int) -> LowRank | None:
+        """The adapters of a plan of padding: as `of` for a plan in which one is used; None if there are none."""
+        return low_rank(array("i", [0]) * bucket, [], self._slots, self._sites) if self._slots else None
 
     def _keep(self, names: dict[str, Adapter]) -> None:
         kept = {adapter.digest: adapter for adapter in names.values()}

@@ -30,7 +30,7 @@ from ._limits import DRAFTS, Limits
 from ._matchers import Matcher
 from ._requests import Request, Sampling, check_request
 from ._results import Completion, Token, append
-from ._runner import MemoryPlan, Runner, limits_of
+from ._runner import MemoryPlan, Runner, Top, limits_of
 from ._schedule import Output, advance
 from ._state import State, start
 from ._texts import Texts
@@ -97,6 +97,7 @@ class Engine:
         self._adding: dict[str, None] = {}  # names, in order
         self._drawn: list[int] = []
         self._logprobs: list[float] = []
+        self._tops: list[Top] = []
         self._names = itertools.count()
         # Tokens that no call has returned yet: of requests of `stream` and `generate`, and of all others.
         self._awaited: dict[str, list[Token]] = {}
@@ -148,18 +149,29 @@ class Engine:
         """The bytes that this rank needs, as planned from the graph of the largest bucket, without penalties."""
         return self.runner.memory(self.weights, self._cache)
 
-    def warm_up(self, *, penalties: bool = False, grammars: bool = False) -> None:
+    def warm_up(
+        self, *, penalties: bool = False, grammars: bool = False, embeddings: bool = False, adapters: bool = False
+    ) -> None:
         """Captures the graphs of all buckets, so that no later step does.
 
         Args:
-            penalties: also those of steps in which a request has penalties; without them the first such step is slow.
+            penalties: also those of steps in which a request has penalties, biases, or wants the most probable tokens;
+                without them the first such step is slow.
             grammars: likewise.
+            embeddings: also those of steps that embed, beside requests without penalties and grammars.
+            adapters: also all of these with the present adapters.
         """
         if grammars:
             self._constraints.prepare()
+        kinds = [
+            {"extended": extended, "grammars": allowed}
+            for extended, allowed in itertools.product((False, True)[: 1 + penalties], (False, True)[: 1 + grammars])
+        ]
+        kinds += [{"hidden": True}] if embeddings and self._can_embed else []
         for bucket in self.limits.buckets:
-            for kind in itertools.product((False, True)[: 1 + penalties], (False, True)[: 1 + grammars]):
-                self.runner.bind(bucket, self.weights, self._cache, penalties=kind[0], grammars=kind[1])
+            low = self._adapters.of_padding(bucket) if adapters else None
+            for kind, added in itertools.product(kinds, [None] if low is None else [None, low]):
+                self.runner.bind(bucket, self.weights, self._cache, low=added, **kind)
 
     def add(
         self, prompt: Sequence[int], sampling: Sampling | None = None, *, name: str | None = None, **more: Any
@@ -347,14 +359,11 @@ class Engine:
             torch.Size([2, 32])
         """
         check_pooling(pooling, normalize)
-        if not self._can_embed:
-            raise ValueError("embed: this decoder does not give its hidden states; take an exact one.")
         prompts = list(prompts)
         if not prompts:
             raise ValueError("embed: 0 prompts; pass one at least.")
-        how = Pooled(pooling).sampling
         each = zip(prompts, self._adapter_of_each(adapter, len(prompts)), strict=True)
-        requests = [self._request(prompt, how, adapter=name) for prompt, name in each]
+        requests = [self._embedding_request(prompt, pooling, adapter=name) for prompt, name in each]
         names = [self._await(self._enter(request)) for request in requests]
         self._pooled |= {name: Pooled(pooling) for name in names}
         try:
@@ -363,6 +372,41 @@ class Engine:
             for name in names:
                 self._pooled.pop(name, None)
                 self._forget(name)
+
+    def add_embedding(
+        self, prompt: Sequence[int], pooling: str = "last", *, name: str | None = None, **more: Any
+    ) -> str:
+        """Puts a prompt in line whose embedding is wanted; `embedding` has it once `step` has returned its end.
+
+        Args:
+            prompt: token ids, fewer than the context.
+            pooling: as for `embed`.
+            name: as for `add`.
+            **more: as for `add`.
+
+        Returns:
+            The name.
+
+        Raises:
+            TypeError: as `add`.
+            ValueError: as `embed`.
+        """
+        check_pooling(pooling, False)
+        name = self._enter(self._embedding_request(prompt, pooling, **more), name)
+        self._pooled[name] = Pooled(pooling)
+        return name
+
+    def embedding(self, name: str, *, normalize: bool = False) -> Float32[Tensor, " d"]:
+        """The embedding of a request of `add_embedding` that has ended as "length"; a second call has none.
+
+        Raises:
+            ValueError: there is no such request, it is in progress, or it has ended otherwise.
+        """
+        check_pooling("last", normalize)
+        if name not in self._pooled or self._known(name):
+            how = "is in progress" if name in self._pooled else "has no embedding"
+            raise ValueError(f"the request {name!r:.80} {how}; call add_embedding, and step until it ends.")
+        return self._pooled.pop(name).result(normalize)
 
     def add_adapter(self, name: str, given: Given) -> None:
         """Lets requests have an adapter. The next step with one captures graphs anew.
@@ -422,6 +466,11 @@ class Engine:
             raise ValueError(f"embed: the request of prompt {number} has ended as {last.finish!r}.")
         return self._pooled.pop(name).result(normalize)
 
+    def _embedding_request(self, prompt: Sequence[int], pooling: str, **more: Any) -> tuple[Request, list[Matcher]]:
+        if not self._can_embed:
+            raise ValueError("embed: this decoder does not give its hidden states; take an exact one.")
+        return self._request(prompt, Pooled(pooling).sampling, **more)
+
     def _adapter_of_each(self, adapter: Any, num: int) -> list[Any]:
         if adapter is None or isinstance(adapter, str):
             return [adapter] * num
@@ -454,7 +503,7 @@ class Engine:
         found = [self._token(output) for output in outputs]
         self._pool(outputs)
         self._constraints.drop(outputs)
-        self._drawn, self._logprobs = [], []
+        self._drawn, self._logprobs, self._tops = [], [], []
         reachable = self._state.version, self._state.pending
         self._weights = {v: w for v, w in self._weights.items() if v in reachable}
         compare(self._state, self.mesh)
@@ -462,7 +511,7 @@ class Engine:
             self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
             weights = self._weights[plan.version]
             allowed = self._constraints.allowed(self._state, len(plan.rows))
-            self._drawn, self._logprobs, self._cache, self._hidden = self.runner.run(
+            self._drawn, self._logprobs, self._cache, self._hidden, self._tops = self.runner.run(
                 weights, self._cache, plan, allowed, low=self._adapters.of(plan), hidden=self._wants_hidden()
             )
         return found
@@ -478,6 +527,8 @@ class Engine:
             if output.name in self._pooled and output.row is not None:
                 assert states is not None
                 self._pooled[output.name].take(states[output.row])
+            if output.finish not in (None, "length"):
+                self._pooled.pop(output.name, None)
         self._hidden = None
 
     def _stops(self) -> list[Stop]:
@@ -516,5 +567,6 @@ class Engine:
 
     def _token(self, out: Output) -> Token:
         logprob = None if out.row is None else self._logprobs[out.row]
+        top = () if out.row is None or not self._tops else self._tops[out.row]
         text = self._texts.of(out)
-        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish, text)
+        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish, text, top)

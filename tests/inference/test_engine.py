@@ -192,6 +192,25 @@ def test_penalties_change_draws_and_not_log_probabilities(kind: str) -> None:
         assert abs(float(logprobs[2 + i, token]) - logprob) < 1e-5
 
 
+def test_biases_of_tokens() -> None:
+    how = Sampling(max_tokens=6, temperature=0.0, top_logprobs=2)
+    one = engine()
+    [free] = one.generate([[1, 2, 3]], how)
+    assert [len(top) for top in free.top_logprobs] == [2] * 6
+    for token, logprob, top in zip(free.tokens, free.logprobs, free.top_logprobs, strict=True):
+        assert top[0] == (token, logprob)  # the most probable one is drawn, with one value
+    [never, always] = one.generate(
+        [[1, 2, 3]] * 2,
+        [
+            dataclasses.replace(how, logit_bias=((free.tokens[0], -100.0),)),
+            dataclasses.replace(how, logit_bias=((4, 100.0),)),
+        ],
+    )
+    assert never.tokens[0] == free.top_logprobs[0][1][0]
+    assert always.tokens == [4] * 6 and always.top_logprobs[0] == free.top_logprobs[0]
+    assert one.generate([[1, 2, 3]], Sampling(max_tokens=6, temperature=0.0))[0].top_logprobs == ()
+
+
 def test_weights_with_a_nan_end_requests_as_errors() -> None:
     one = model(tie_embeddings=True)
     broken = tree_map(torch.clone, one.params[0])
@@ -213,6 +232,13 @@ def test_weights_with_a_nan_end_requests_as_errors() -> None:
         ([1], {"temperature": math.nan}, "temperature is nan"),
         ([1], {"top_p": 0.0}, "top_p is 0.0"),
         ([1], {"n": 1 << 40}, "n is 1099511627776"),
+        ([1], {"top_logprobs": 21}, "top_logprobs is 21; it must be an integer from 0 to 20"),
+        ([1], {"logit_bias": {1: 2.0}}, r"logit_bias is {1: 2.0}; it must be a tuple of pairs"),
+        ([1], {"logit_bias": ((13, 2.0),)}, "logit_bias has token 13; it must be an integer from 0 to 12"),
+        ([1], {"logit_bias": ((1, 101),)}, "logit_bias of token 1 is 101; it must be a number from -100 to 100"),
+        ([1], {"logit_bias": ((1, math.nan),)}, "logit_bias of token 1 is nan"),
+        ([1], {"logit_bias": ((1, 2.0), (1, 2.0))}, "logit_bias has token 1 twice"),
+        ([1], {"logit_bias": ((1, 2.0),) * 1025}, "logit_bias has 1025 tokens; it must have at most 1024"),
     ],
 )
 def test_a_request_that_cannot_run_is_refused_at_once(
