@@ -23,7 +23,7 @@ from ._decoder import Decoder
 from ._detokenize import detokenizer
 from ._drafters import Drafter
 from ._drawn import new_tokens
-from ._embed import Pooled, check_pooling
+from ._embed import Embeddings, check_pooling
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
 from ._guesses import Guesses
 from ._limits import DRAFTS, Limits
@@ -104,8 +104,7 @@ class Engine:
         self._others: list[Token] = []
         self._newest = self._rows = self._run_rows = 0
         self._failed: BaseException | None = None
-        self._can_embed = decoder.outputs is not None
-        self._pooled: dict[str, Pooled] = {}  # by name of a request
+        self._embeddings = Embeddings(decoder.outputs is not None)
         self._hidden: Tensor | None = None  # of the rows of the plan in flight
         self._adapters = Adapters(decoder, self.mesh.device)
         for name, given in adapters.items():
@@ -167,7 +166,7 @@ class Engine:
             {"extended": extended, "grammars": allowed}
             for extended, allowed in itertools.product((False, True)[: 1 + penalties], (False, True)[: 1 + grammars])
         ]
-        kinds += [{"hidden": True}] if embeddings and self._can_embed else []
+        kinds += [{"hidden": True}] if embeddings and self._embeddings.possible else []
         for bucket in self.limits.buckets:
             low = self._adapters.of_padding(bucket) if adapters else None
             for kind, added in itertools.product(kinds, [None] if low is None else [None, low]):
@@ -362,15 +361,16 @@ class Engine:
         prompts = list(prompts)
         if not prompts:
             raise ValueError("embed: 0 prompts; pass one at least.")
-        each = zip(prompts, self._adapter_of_each(adapter, len(prompts)), strict=True)
-        requests = [self._embedding_request(prompt, pooling, adapter=name) for prompt, name in each]
+        each, how = self._adapter_of_each(adapter, len(prompts)), self._embeddings.sampling(pooling)
+        requests = [self._request(prompt, how, adapter=name) for prompt, name in zip(prompts, each, strict=True)]
         names = [self._await(self._enter(request)) for request in requests]
-        self._pooled |= {name: Pooled(pooling) for name in names}
+        for name in names:
+            self._embeddings.begin(name, pooling)
         try:
             return torch.stack([self._embedding(i, name, normalize) for i, name in enumerate(names)])
         finally:
             for name in names:
-                self._pooled.pop(name, None)
+                self._embeddings.forget(name)
                 self._forget(name)
 
     def add_embedding(
@@ -391,22 +391,21 @@ class Engine:
             TypeError: as `add`.
             ValueError: as `embed`.
         """
-        check_pooling(pooling, False)
-        name = self._enter(self._embedding_request(prompt, pooling, **more), name)
-        self._pooled[name] = Pooled(pooling)
+        name = self._enter(self._request(prompt, self._embeddings.sampling(pooling), **more), name)
+        self._embeddings.begin(name, pooling)
         return name
 
     def embedding(self, name: str, *, normalize: bool = False) -> Float32[Tensor, " d"]:
-        """The embedding of a request of `add_embedding` that has ended as "length"; a second call has none.
+        """The embedding of a request of `add_embedding` that has ended as "length". It is returned once.
 
         Raises:
             ValueError: there is no such request, it is in progress, or it has ended otherwise.
         """
         check_pooling("last", normalize)
-        if name not in self._pooled or self._known(name):
-            how = "is in progress" if name in self._pooled else "has no embedding"
+        if name not in self._embeddings or self._known(name):
+            how = "is in progress" if name in self._embeddings else "has no embedding"
             raise ValueError(f"the request {name!r:.80} {how}; call add_embedding, and step until it ends.")
-        return self._pooled.pop(name).result(normalize)
+        return self._embeddings.result(name, normalize)
 
     def add_adapter(self, name: str, given: Given) -> None:
         """Lets requests have an adapter. The next step with one captures graphs anew.
@@ -464,12 +463,7 @@ class Engine:
             if last.finish == "error":
                 raise FloatingPointError(f"embed: hidden states of prompt {number} are not finite.")
             raise ValueError(f"embed: the request of prompt {number} has ended as {last.finish!r}.")
-        return self._pooled.pop(name).result(normalize)
-
-    def _embedding_request(self, prompt: Sequence[int], pooling: str, **more: Any) -> tuple[Request, list[Matcher]]:
-        if not self._can_embed:
-            raise ValueError("embed: this decoder does not give its hidden states; take an exact one.")
-        return self._request(prompt, Pooled(pooling).sampling, **more)
+        return self._embeddings.result(name, normalize)
 
     def _adapter_of_each(self, adapter: Any, num: int) -> list[Any]:
         if adapter is None or isinstance(adapter, str):
@@ -501,9 +495,9 @@ class Engine:
         events, self._events, self._adding = [*self._events, *self._stops()], [], {}
         self._state, plan, outputs = advance(self._state, events, self._drawn)
         found = [self._token(output) for output in outputs]
-        self._pool(outputs)
+        self._embeddings.take(outputs, self._hidden)
         self._constraints.drop(outputs)
-        self._drawn, self._logprobs, self._tops = [], [], []
+        self._drawn, self._logprobs, self._tops, self._hidden = [], [], [], None
         reachable = self._state.version, self._state.pending
         self._weights = {v: w for v, w in self._weights.items() if v in reachable}
         compare(self._state, self.mesh)
@@ -512,24 +506,14 @@ class Engine:
             weights = self._weights[plan.version]
             allowed = self._constraints.allowed(self._state, len(plan.rows))
             self._drawn, self._logprobs, self._cache, self._hidden, self._tops = self.runner.run(
-                weights, self._cache, plan, allowed, low=self._adapters.of(plan), hidden=self._wants_hidden()
+                weights,
+                self._cache,
+                plan,
+                allowed,
+                low=self._adapters.of(plan),
+                hidden=self._embeddings.wanted(self._state),
             )
         return found
-
-    def _wants_hidden(self) -> bool:
-        """Whether rows of the plan in flight are embedded."""
-        sequences = self._state.sequences
-        return bool(self._pooled) and any(sequences[c.serial].name in self._pooled for c in self._state.flight)
-
-    def _pool(self, outputs: Sequence[Output]) -> None:
-        states = None if self._hidden is None else self._hidden.cpu()
-        for output in outputs:
-            if output.name in self._pooled and output.row is not None:
-                assert states is not None
-                self._pooled[output.name].take(states[output.row])
-            if output.finish not in (None, "length"):
-                self._pooled.pop(output.name, None)
-        self._hidden = None
 
     def _stops(self) -> list[Stop]:
         """The events by which texts end with the tokens of the last plan."""

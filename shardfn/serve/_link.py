@@ -58,7 +58,7 @@ class Ready(NamedTuple):
         size: the number of the tokenizer's tokens.
         grammars: whether graphs of steps with grammars are captured, too.
         about: the model and its memory, in words.
-        width: of embeddings; 0 if the model has none.
+        width: of embeddings; 0 for a model without them.
     """
 
     limits: Limits

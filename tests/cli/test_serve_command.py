@@ -1,10 +1,12 @@
 """Covers `shardfn serve` as processes: a client, signals, ranks that are killed, and settings that are refused."""
 
 import contextlib
+import ctypes
 import json
 import os
 import pathlib
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -160,6 +162,48 @@ def test_an_idle_rank_that_is_killed(model: pathlib.Path) -> None:
         assert any("rank 1 has ended by signal 9" in line for line in server.lines)
 
 
+@contextlib.contextmanager
+def opened(path: pathlib.Path) -> Iterator[int]:
+    """A descriptor that can be read once a process has opened a file."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    watch = libc.inotify_init()
+    assert watch >= 0 and libc.inotify_add_watch(watch, os.fsencode(path), 0x20) >= 0  # IN_OPEN
+    try:
+        yield watch
+    finally:
+        os.close(watch)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("moment", ["start", "weights"])
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_rank_that_is_killed_while_it_loads(model: pathlib.Path, dies: int, moment: str) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    command = [sys.executable, "-m", "shardfn", "serve", str(model), *SMALL, "--mesh", "tp=2"]
+    [weights] = model.glob("checkpoints/*/*.safetensors")
+    with (
+        opened(weights) as watch,
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process,
+    ):
+        try:
+            end, ranks = time.monotonic() + LIMIT, list[int]()
+            while len(ranks) < 2:
+                assert time.monotonic() < end and process.poll() is None
+                path = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+                ranks = [int(x) for x in path.read_text().split()]
+            if moment == "weights":
+                assert select.select([watch], [], [], LIMIT)[0]
+            began = time.monotonic()
+            os.kill(ranks[dies], signal.SIGKILL)
+            _, err = process.communicate(timeout=LIMIT)
+            assert time.monotonic() - began < 5
+        finally:
+            process.kill()
+        assert process.returncode == 1 and "ready at" not in err
+        assert f"shardfn serve: error: rank {dies} has ended by signal 9" in err
+        assert not any(pathlib.Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
 @pytest.mark.nightly
 def test_ranks_end_with_their_front(model: pathlib.Path) -> None:
     with running(model, *SMALL) as server:
@@ -186,6 +230,12 @@ def test_a_model_that_a_rank_refuses(model: pathlib.Path) -> None:
         ("--mesh dp=2", "--mesh dp=2: write tp=N"),
         ("--context 1", "--context 1: it must be at least 2"),
         ("--running 4 --budget 4", "--running 4: it must be from 1 to 3"),
+        ("--adapter a", "--adapter a: write NAME=DIR"),
+        ("--adapter =a", "--adapter =a: write NAME=DIR"),
+        ("--adapter a=nowhere", "--adapter nowhere has no adapter_config.json"),
+        ("--adapter a=x --adapter a=y", "--adapter a=x: the name 'a' is given twice"),
+        ("--adapter a={model}", "--adapter is for a directory of Hugging Face, and MODEL is"),
+        ("--name a --adapter a=nowhere", "--adapter nowhere has no"),
         ("--cache-gib 0", "--cache-gib 0.0: it must be above 0"),
         ("--api-key-file nowhere", "--api-key-file nowhere: there is no such file"),
         ("--host 0.0.0.0", "host is 0.0.0.0, which other machines reach, and there are no keys"),

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from shardfn.inference import Sampling
-from tests.serve.server import ADAPTERS, CONTEXT, NAME, Running, chat_text, metric, new_engine
+from tests.serve.server import ADAPTERS, CONTEXT, LIMIT, NAME, Running, chat_text, metric, new_engine
 
 openai = pytest.importorskip("openai")
 
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[Any]:
-    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=30) as made:
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=LIMIT) as made:
         yield made
 
 
@@ -217,12 +217,12 @@ def test_embeddings_beside_completions_and_adapters(server: Running, client: Any
     want = new_engine().embed([list(b"abc"), list(b"x" * 40)], normalize=True, adapter="tuned")
     assert torch.equal(torch.tensor([row.embedding for row in made.data]), want) and made.model == "tuned"
     server.wait_idle()
-    assert not server.engine._pooled
+    assert not server.engine._embeddings._pooled
 
 
 def test_the_mean_of_states(start: Any) -> None:
     server = start(pooling="mean")
-    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=30) as one:
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=LIMIT) as one:
         made = one.embeddings.create(model=NAME, input="abcdef")
     want = new_engine().embed([list(b"abcdef")], "mean", normalize=True)[0]
     assert torch.equal(torch.tensor(made.data[0].embedding), want)
@@ -233,7 +233,7 @@ def test_many_at_once_are_not_mixed(server: Running) -> None:
     import asyncio
 
     async def all_of_them() -> list[Any]:
-        async with openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as one:
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=LIMIT) as one:
 
             async def ask(i: int) -> str:
                 given: Any = {"model": NAME, "prompt": f"number {i}", "max_tokens": 12, "temperature": 0}
