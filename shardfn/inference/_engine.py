@@ -390,6 +390,17 @@ class Engine:
         Raises:
             TypeError: as `add`.
             ValueError: as `embed`.
+
+        Example:
+            >>> from shardfn import core
+            >>> from shardfn.models import gpt
+            >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=32)
+            >>> engine = Engine(decoder(config), gpt.init(config, core.key(0)))
+            >>> name = engine.add_embedding([5, 6, 7])
+            >>> while not engine.idle:
+            ...     ended = engine.step()
+            >>> engine.embedding(name).shape
+            torch.Size([32])
         """
         name = self._enter(self._request(prompt, self._embeddings.sampling(pooling), **more), name)
         self._embeddings.begin(name, pooling)

@@ -34,14 +34,13 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
         end.sendall(packed(ready))
     while True:
         waiting.extend(inbox.take(wait=engine.idle and not waiting))
-        tokens, refused, stops = list[Token](), dict[str, str](), False
+        refused, stops = dict[str, str](), False
         for _ in range(_of_all(engine.mesh, len(waiting))):
             event = waiting.popleft()
             taken += 1
             stops = stops or isinstance(event, End)
-            if problem := _enter(engine, event, embeds):
-                refused |= problem
-        tokens += engine.step()
+            refused |= _enter(engine, event, embeds)
+        tokens = engine.step()
         vectors = _vectors(engine, tokens, embeds)
         if first:
             tokens = [token for token in tokens if token.name not in embeds or token.finish is not None]

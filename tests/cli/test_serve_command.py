@@ -294,16 +294,65 @@ def test_templates_run_in_a_sandbox() -> None:
         made([{"role": "user", "content": "a"}])
 
 
-@pytest.mark.nightly
-def test_a_model_of_hugging_face(tmp_path: pathlib.Path) -> None:
+def hugging_face(folder: pathlib.Path) -> Any:
+    """Writes a small model with its tokenizer."""
     transformers = pytest.importorskip("transformers")
     from tests.cli.test_generate import WORDS, tokenizer_of
 
-    tokenizer_of(WORDS).save_pretrained(tmp_path)
+    tokenizer_of(WORDS).save_pretrained(folder)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     sizes |= {"vocab_size": 3 + len(WORDS), "num_key_value_heads": 2, "max_position_embeddings": 32}
     config = transformers.LlamaConfig(bos_token_id=1, eos_token_id=2, initializer_range=0.5, **sizes)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    module = transformers.LlamaForCausalLM(config).eval()
+    module.save_pretrained(folder)
+    return module
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_of_peft(tmp_path: pathlib.Path, ranks: int) -> None:
+    import torch
+
+    import shardfn as sf
+    from shardfn.lora import LoRA, save_peft
+
+    module = hugging_face(tmp_path / "model")
+    params, _ = sf.from_module(module)
+    lora = LoRA.of(params, [r"q_proj\.weight", r"up_proj\.weight"], rank=2)
+    drawn = torch.Generator().manual_seed(0)
+    values = {p: {k: torch.randn(x, generator=drawn) for k, x in own.items()} for p, own in lora.shapes.items()}
+    save_peft(tmp_path / "adapter", lora, values)
+    given = {"prompt": [1, 3, 4], "max_tokens": 4, "temperature": 0, "logprobs": 2, "ignore_eos": True}
+    adapter = f"tuned={tmp_path / 'adapter'}"
+    with running(tmp_path / "model", *SMALL, "--mesh", f"tp={ranks}", "--adapter", adapter) as server:
+        models = json.load(server.open("/v1/models"))["data"]
+        assert [(row["id"], row.get("parent")) for row in models] == [("model", None), ("tuned", "model")]
+        plain, tuned = (
+            json.load(server.open("/v1/completions", given | {"model": name}))["choices"][0]["logprobs"]
+            for name in ("model", "tuned")
+        )
+        vectors = [
+            json.load(server.open("/v1/embeddings", {"model": name, "input": [1, 3, 4]}))["data"][0]["embedding"]
+            for name in ("model", "tuned")
+        ]
+        assert len(vectors[0]) == 16 and vectors[0] != vectors[1]
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            server.open("/v1/completions", given | {"model": "other"})
+    assert plain != tuned
+    with torch.no_grad():
+        for found, merged in ((plain, params), (tuned, lora.merge(params, values))):
+            for path, x in merged.items():
+                module.get_parameter(path).copy_(x)
+            logprobs = module(torch.tensor([[1, 3, 4]])).logits[0, -1].log_softmax(-1)
+            want = logprobs.sort(descending=True).values[:2].tolist()
+            assert list(found["top_logprobs"][0].values()) == pytest.approx(want, abs=1e-3)
+
+
+@pytest.mark.nightly
+def test_a_model_of_hugging_face(tmp_path: pathlib.Path) -> None:
+    from tests.cli.test_generate import WORDS
+
+    hugging_face(tmp_path)
     with running(tmp_path, *SMALL, "--name", "it") as server:
         chat = {"model": "it", "messages": [{"role": "user", "content": "one two"}], "max_tokens": 4, "logprobs": True}
         made = json.load(server.open("/v1/chat/completions", chat))
