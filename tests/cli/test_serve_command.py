@@ -31,7 +31,7 @@ pytest.importorskip("uvicorn")
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = gpt.Config.llama_like(vocab_size=256, num_layers=1, d_model=32, num_heads=2, d_ff=None, max_len=512)
 SMALL = "--port 0 --budget 4 --running 3 --cache-gib 0.01".split()
-LIMIT = 100.0
+LIMIT = float(os.environ.get("SHARDFN_LIMIT", "100"))  # seconds; a machine with other work needs more
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,11 @@ class Browser:
             if found.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown"):
                 self.complaints.append(json.dumps(found["params"]))
 
+    def open(self, url: str) -> None:
+        """Goes to a page, and waits until its script has run."""
+        self.ask("Page.navigate", url=url)
+        self.wait_for(f"location.href === {url!r} && document.readyState === 'complete'")
+
     def run(self, script: str) -> Any:
         """The value of a script."""
         made = self.ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)

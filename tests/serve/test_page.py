@@ -60,8 +60,9 @@ def test_a_browser(start: Callable[..., Running], browser: Browser) -> None:
     server = start(slow=0.02)
     given = {"prompt": "ab", "max_tokens": 30, "temperature": 0}
     texts = [server.send("/v1/completions", given | {"model": name}).json for name in (NAME, "tuned")]
-    browser.ask("Page.navigate", url=f"http://127.0.0.1:{server.port}/")
-    names = browser.wait_for("[...document.getElementById('model').options].map(x => x.value)")
+    browser.open(f"http://127.0.0.1:{server.port}/")
+    browser.wait_for("document.getElementById('model').options.length")
+    names = browser.run("[...document.getElementById('model').options].map(x => x.value)")
     assert names == [NAME, *ADAPTERS]
 
     # A prompt, by each of two models.
@@ -109,7 +110,7 @@ def test_a_browser(start: Callable[..., Running], browser: Browser) -> None:
 @pytest.mark.nightly
 def test_a_browser_with_a_key(start: Callable[..., Running], browser: Browser) -> None:
     server = start(keys=("secret",))
-    browser.ask("Page.navigate", url=f"http://127.0.0.1:{server.port}/")
+    browser.open(f"http://127.0.0.1:{server.port}/")
     assert "The key is missing or wrong" in browser.wait_for("document.getElementById('rate').textContent")
     choose(browser, key="secret")
     browser.run("document.getElementById('key').dispatchEvent(new Event('change'))")
