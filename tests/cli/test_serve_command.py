@@ -196,7 +196,7 @@ def test_a_rank_that_is_killed_while_it_loads(model: pathlib.Path, dies: int, mo
             began = time.monotonic()
             os.kill(ranks[dies], signal.SIGKILL)
             _, err = process.communicate(timeout=LIMIT)
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < LIMIT / 20  # 5 s, or more on a machine with other work
         finally:
             process.kill()
         assert process.returncode == 1 and "ready at" not in err
