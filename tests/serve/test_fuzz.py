@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.server import NAME, Running, open_files
+from tests.serve.server import LIMIT, NAME, Running, open_files
 
 _FIELDS = (
     "model prompt messages max_tokens temperature top_p top_k min_p seed n stop stop_token_ids stream stream_options"
@@ -63,7 +63,7 @@ def one(server: Running, seed: int) -> int | None:
     )
     leaves = draw.random()
     with socket.socket() as made:
-        made.settimeout(20)
+        made.settimeout(LIMIT)
         try:
             made.connect(("127.0.0.1", server.port))
             made.sendall(head.encode() + (data[: len(data) // 2] if leaves < 0.1 else data))
@@ -98,7 +98,7 @@ def test_no_request_takes_it_down(num: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(2 * LIMIT)
     assert len(found) == num
     assert set(found) <= {None, 200, 400, 404, 408, 413, 415, 429}, sorted(map(str, set(found)))
     assert found.count(200) > num / 20 and found.count(400) > num / 20
