@@ -89,3 +89,16 @@ class Adapters:
         kept = {adapter.digest: adapter for adapter in names.values()}
         self._names, self._slots = names, {digest: i for i, digest in enumerate(kept)}
         self._sites = stacked(list(kept.values()), self._decoder.linear, self._device) if kept else {}
+
+
+def adapter_of_each(adapter: Any, num: int) -> list[Any]:
+    """The adapter of each of some prompts.
+
+    Raises:
+        ValueError: their numbers differ.
+    """
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * num
+    if len(each := list(adapter)) != num:
+        raise ValueError(f"{num} prompts and {len(each)} adapters; give one for all, or one each.")
+    return each

@@ -86,9 +86,9 @@ class Embeddings:
             raise ValueError("embed: this decoder does not give its hidden states; take an exact one.")
         return Pooled(pooling).sampling
 
-    def begin(self, name: str, pooling: str) -> None:
-        """Waits for the states of a request."""
-        self._pooled[name] = Pooled(pooling)
+    def begin(self, names: Sequence[str], pooling: str) -> None:
+        """Waits for the states of requests."""
+        self._pooled |= {name: Pooled(pooling) for name in names}
 
     def wanted(self, state: State) -> bool:
         """Whether rows of the plan in flight are embedded."""
@@ -123,3 +123,16 @@ def check_pooling(pooling: str, normalize: bool) -> None:
         raise ValueError(f"pooling is {pooling!r}; it must be one of {', '.join(map(repr, POOLINGS))}.")
     if type(normalize) is not bool:
         raise ValueError(f"normalize is {normalize!r}; it must be True or False.")
+
+
+def check_end(number: int, finish: str | None) -> None:
+    """Refuses a prompt whose request has ended before its last state.
+
+    Raises:
+        FloatingPointError: its states are not finite.
+        ValueError: it has ended otherwise.
+    """
+    if finish == "error":
+        raise FloatingPointError(f"embed: hidden states of prompt {number} are not finite.")
+    if finish != "length":
+        raise ValueError(f"embed: the request of prompt {number} has ended as {finish!r}.")

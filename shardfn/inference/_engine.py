@@ -5,7 +5,6 @@ of each token are bit for bit those of one forward of its sequence alone.
 """
 
 import itertools
-import operator
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,19 +15,19 @@ from torch import Tensor
 
 from shardfn.core import Mesh, PyTree
 
-from ._adapters import Adapters, Given
+from ._adapters import Adapters, Given, adapter_of_each
 from ._agree import compare
 from ._constraints import Constraints
 from ._decoder import Decoder
 from ._detokenize import detokenizer
 from ._drafters import Drafter
 from ._drawn import new_tokens
-from ._embed import Embeddings, check_pooling
+from ._embed import Embeddings, check_end, check_pooling
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
 from ._guesses import Guesses
 from ._limits import DRAFTS, Limits
 from ._matchers import Matcher
-from ._requests import Request, Sampling, check_request
+from ._requests import Request, Sampling, check_request, ids_of
 from ._results import Completion, Token, append
 from ._runner import MemoryPlan, Runner, Top, limits_of
 from ._schedule import Output, advance
@@ -162,15 +161,10 @@ class Engine:
         """
         if grammars:
             self._constraints.prepare()
-        kinds = [
-            {"extended": extended, "grammars": allowed}
-            for extended, allowed in itertools.product((False, True)[: 1 + penalties], (False, True)[: 1 + grammars])
-        ]
-        kinds += [{"hidden": True}] if embeddings and self._embeddings.possible else []
+        kinds = {"extended": penalties, "grammars": grammars, "hidden": embeddings and self._embeddings.possible}
         for bucket in self.limits.buckets:
             low = self._adapters.of_padding(bucket) if adapters else None
-            for kind, added in itertools.product(kinds, [None] if low is None else [None, low]):
-                self.runner.bind(bucket, self.weights, self._cache, low=added, **kind)
+            self.runner.bind_kinds(bucket, self.weights, self._cache, low=low, **kinds)
 
     def add(
         self, prompt: Sequence[int], sampling: Sampling | None = None, *, name: str | None = None, **more: Any
@@ -311,7 +305,7 @@ class Engine:
             raise ValueError(
                 f"generate: {len(prompts)} prompts and {len(each)} samplings; give one for all, or one each."
             )
-        each = list(zip(prompts, each, self._adapter_of_each(adapter, len(prompts)), strict=True))
+        each = list(zip(prompts, each, adapter_of_each(adapter, len(prompts)), strict=True))
         requests = [self._request(prompt, how, adapter=name) for prompt, how, name in each]
         names = [self._await(self._enter(request)) for request in requests]
         try:
@@ -361,11 +355,10 @@ class Engine:
         prompts = list(prompts)
         if not prompts:
             raise ValueError("embed: 0 prompts; pass one at least.")
-        each, how = self._adapter_of_each(adapter, len(prompts)), self._embeddings.sampling(pooling)
+        each, how = adapter_of_each(adapter, len(prompts)), self._embeddings.sampling(pooling)
         requests = [self._request(prompt, how, adapter=name) for prompt, name in zip(prompts, each, strict=True)]
         names = [self._await(self._enter(request)) for request in requests]
-        for name in names:
-            self._embeddings.begin(name, pooling)
+        self._embeddings.begin(names, pooling)
         try:
             return torch.stack([self._embedding(i, name, normalize) for i, name in enumerate(names)])
         finally:
@@ -403,7 +396,7 @@ class Engine:
             torch.Size([32])
         """
         name = self._enter(self._request(prompt, self._embeddings.sampling(pooling), **more), name)
-        self._embeddings.begin(name, pooling)
+        self._embeddings.begin([name], pooling)
         return name
 
     def embedding(self, name: str, *, normalize: bool = False) -> Float32[Tensor, " d"]:
@@ -470,18 +463,8 @@ class Engine:
 
     def _embedding(self, number: int, name: str, normalize: bool) -> Tensor:
         last = list(self._stream(name, 1))[-1]
-        if last.finish != "length":
-            if last.finish == "error":
-                raise FloatingPointError(f"embed: hidden states of prompt {number} are not finite.")
-            raise ValueError(f"embed: the request of prompt {number} has ended as {last.finish!r}.")
+        check_end(number, last.finish)
         return self._embeddings.result(name, normalize)
-
-    def _adapter_of_each(self, adapter: Any, num: int) -> list[Any]:
-        if adapter is None or isinstance(adapter, str):
-            return [adapter] * num
-        if len(each := list(adapter)) != num:
-            raise ValueError(f"{num} prompts and {len(each)} adapters; give one for all, or one each.")
-        return each
 
     def _completions(self, name: str, request: Request) -> list[Completion]:
         made = [Completion([], [], None, [], [], []) for _ in range(request.sampling.n)]
@@ -541,11 +524,7 @@ class Engine:
         more["adapter"] = self._adapters.digest(more.get("adapter"))
         if sampling is not None and not isinstance(sampling, Sampling):
             raise TypeError(f"sampling is a {type(sampling).__name__}; pass a Sampling.")
-        try:
-            tokens = tuple(map(operator.index, prompt))
-        except TypeError as error:
-            raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a sequence of integers.") from error
-        request = Request(tokens, sampling or Sampling(), **more)
+        request = Request(ids_of(prompt), sampling or Sampling(), **more)
         check_request(request, self.limits)
         if request.sampling.stop and self.detokenizer is None:
             raise ValueError(

@@ -1,6 +1,8 @@
 """Requests, and the one table of ranges that admission checks."""
 
 import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -137,6 +139,22 @@ RANGES = {
     "top_logprobs": _Range(0, MOST_TOP, integer=True),
     "priority": _Range(-100, 100, integer=True),
 }
+
+
+def ids_of(prompt: Sequence[int]) -> tuple[int, ...]:
+    """The ids of a prompt.
+
+    Raises:
+        TypeError: it is no sequence of integers.
+
+    Example:
+        >>> ids_of([5, 6])
+        (5, 6)
+    """
+    try:
+        return tuple(map(operator.index, prompt))
+    except TypeError as error:
+        raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a sequence of integers.") from error
 
 
 def check_request(request: Request, limits: Limits) -> None:

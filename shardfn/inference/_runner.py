@@ -177,6 +177,17 @@ class Runner:
             self._bound[key] = self._run[hidden].bind(weights, cache, step, check_every=0)
         return self._bound[key]
 
+    def bind_kinds(
+        self, bucket: int, weights: PyTree, cache: Cache, *, extended: bool, grammars: bool, hidden: bool, low: Any
+    ) -> None:
+        """Captures the graphs of a bucket: the plain one, and those of these kinds, without and with adapters."""
+        for added in (None,) if low is None else (None, low):
+            for longer in (False, True)[: 1 + extended]:
+                for allowed in (False, True)[: 1 + grammars]:
+                    self.bind(bucket, weights, cache, extended=longer, grammars=allowed, low=added)
+            if hidden:
+                self.bind(bucket, weights, cache, hidden=True, low=added)
+
     def memory(self, weights: PyTree, cache: Cache) -> MemoryPlan:
         """The bytes that this rank needs; captures the graph of the largest bucket."""
         graph = self.bind(self._limits.budget, weights, cache).memory_analysis()

@@ -192,25 +192,6 @@ def test_penalties_change_draws_and_not_log_probabilities(kind: str) -> None:
         assert abs(float(logprobs[2 + i, token]) - logprob) < 1e-5
 
 
-def test_biases_of_tokens() -> None:
-    how = Sampling(max_tokens=6, temperature=0.0, top_logprobs=2)
-    one = engine()
-    [free] = one.generate([[1, 2, 3]], how)
-    assert [len(top) for top in free.top_logprobs] == [2] * 6
-    for token, logprob, top in zip(free.tokens, free.logprobs, free.top_logprobs, strict=True):
-        assert top[0] == (token, logprob)  # the most probable one is drawn, with one value
-    [never, always] = one.generate(
-        [[1, 2, 3]] * 2,
-        [
-            dataclasses.replace(how, logit_bias=((free.tokens[0], -100.0),)),
-            dataclasses.replace(how, logit_bias=((4, 100.0),)),
-        ],
-    )
-    assert never.tokens[0] == free.top_logprobs[0][1][0]
-    assert always.tokens == [4] * 6 and always.top_logprobs[0] == free.top_logprobs[0]
-    assert one.generate([[1, 2, 3]], Sampling(max_tokens=6, temperature=0.0))[0].top_logprobs == ()
-
-
 def test_weights_with_a_nan_end_requests_as_errors() -> None:
     one = model(tie_embeddings=True)
     broken = tree_map(torch.clone, one.params[0])
