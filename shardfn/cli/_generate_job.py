@@ -166,7 +166,7 @@ def _problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
         name, _, rest = str(error).removesuffix(".").partition(" ")
         yield f"--{name.replace('_', '-')} {rest}"
     if args.adapter is not None:
-        yield from _adapter_problems(pathlib.Path(args.adapter), args)
+        yield from adapter_problems(pathlib.Path(args.adapter), args)
     if args.system is not None and not args.chat:
         yield "--system has no effect without --chat"
     if args.context is not None and args.context < 2:
@@ -211,7 +211,8 @@ def kind_of(path: pathlib.Path) -> Any:
     return Problem(f"MODEL {path} has neither config.json nor model.json; it has {has}")
 
 
-def _adapter_problems(path: pathlib.Path, args: argparse.Namespace) -> Iterator[str]:
+def adapter_problems(path: pathlib.Path, args: argparse.Namespace) -> Iterator[str]:
+    """The reasons why a directory has no adapter for the model of the arguments."""
     missing = [n for n in ("adapter_config.json", "adapter_model.safetensors") if not (path / n).is_file()]
     if missing:
         yield f"--adapter {path} has no {' and no '.join(missing)}; give a directory of peft"

@@ -8,8 +8,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardfn.inference import Limits, Sampling
+from shardfn.serve import POOLINGS
 
-from ._generate_job import DTYPES, KINDS, GenerateJob, Problem, add_weights_arguments, kind_of, weights_of
+from ._generate_job import (
+    DTYPES,
+    KINDS,
+    GenerateJob,
+    Problem,
+    adapter_problems,
+    add_weights_arguments,
+    kind_of,
+    weights_of,
+)
 
 _GIB, _MIB = 1 << 30, 1 << 20
 
@@ -24,6 +34,7 @@ class ServeJob:
         budget: the most rows of a step.
         chat_template: a file, or None for the tokenizer's own.
         api_key_file: a file, or None.
+        adapters: their directories, by name.
         server: fields of `shardfn.serve.Settings` but the keys.
     """
 
@@ -32,6 +43,7 @@ class ServeJob:
     budget: int
     chat_template: str | None
     api_key_file: str | None
+    adapters: dict[str, str]
     server: dict[str, Any]
 
     @property
@@ -50,6 +62,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key-file", metavar="FILE", help="the keys of clients, one in each line")
     add("--allowed-host", action="append", default=[], metavar="NAME", help="of a proxy before a server at loopback")
     add("--chat-template", metavar="FILE", help="a template of jinja, in place of the tokenizer's")
+    text = "adapters of peft for requests whose model is NAME; may be repeated; float32 alone"
+    add("--adapter", action="append", default=[], metavar="NAME=DIR", help=text)
+    add("--pooling", choices=POOLINGS, default="last", help="of embeddings: the last token's state, or the mean")
     add("--mesh", default="", metavar="tp=N", help="ranks, which the command starts (default tp=1)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and cache (default %(default)s)")
     add_weights_arguments(parser)
@@ -82,11 +97,15 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     assert isinstance(ranks, int)
     names = ("context", "cache_gib", "dtype")
     given = {name: getattr(args, name) for name in names}
+    adapters = dict(pair.split("=", 1) for pair in args.adapter)
+    given["adapter"] = next(iter(adapters.values()), None)
     model = GenerateJob(args.model, kind, (), Sampling(), ranks=ranks, **given, **weights)
     server = {
         "name": args.name or path.absolute().name,
         "host": args.host,
         "port": args.port,
+        "adapters": tuple(adapters),
+        "pooling": args.pooling,
         "hosts": tuple(args.allowed_host),
         "max_body": int(args.max_body_mib * _MIB),
         "max_connections": args.max_connections,
@@ -94,7 +113,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
         "stall_seconds": args.stall_seconds,
         "drain_seconds": args.drain_seconds,
     }
-    return ServeJob(model, args.running, args.budget, args.chat_template, args.api_key_file, server)
+    return ServeJob(model, args.running, args.budget, args.chat_template, args.api_key_file, adapters, server)
 
 
 def _ranks(mesh: str) -> int | str:
@@ -112,6 +131,14 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"--cache-gib {args.cache_gib}: it must be above 0"
     if not 1 <= args.running < args.budget:
         yield f"--running {args.running}: it must be from 1 to {args.budget - 1}, fewer than --budget"
+    names = [pair.partition("=")[0] for pair in args.adapter]
+    for name, pair in zip(names, args.adapter, strict=True):
+        if not name or not pair.partition("=")[2]:
+            yield f"--adapter {pair}: write NAME=DIR, a name for clients and a directory of peft"
+        elif names.count(name) > 1:
+            yield f"--adapter {pair}: the name {name!r} is given twice; give each adapter a name of its own"
+        else:
+            yield from adapter_problems(pathlib.Path(pair.partition("=")[2]), args)
     for name in ("api_key_file", "chat_template"):
         given = getattr(args, name)
         if given is not None and not pathlib.Path(given).is_file():
@@ -134,4 +161,5 @@ def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
     kinds = [kind for kind in (model.weights, model.memory) if kind not in (None, "device")]
     options |= {"--weights": ",".join(map(str, kinds))} if kinds else {}
     flat = [str(x) for pair in options.items() for x in pair]
+    flat += [f"--adapter={name}={place}" for name, place in job.adapters.items()]
     return [python, "-m", "shardfn.cli._serve_rank", str(end), model.model, *flat]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardfn.core import RankError, make_mesh
 from shardfn.inference import Engine, limits_of
+from shardfn.lora import load_peft
 from shardfn.memory import DamagedError
 from shardfn.serve import Ready, run_rank
 
@@ -65,11 +66,15 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
         )
         more = {"tokenizer": served.text.tokenizer, "weights": model.memory, "disk": disk_of(model)}
         engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, **more)
+        for name, place in job.adapters.items():
+            engine.add_adapter(name, load_peft(place, served.params))
     grammars = find_spec("llguidance") is not None and getattr(engine.detokenizer, "bytes_of", None) is not None
-    engine.warm_up(penalties=True, grammars=grammars)
+    embeds = served.decoder.outputs is not None
+    engine.warm_up(penalties=True, grammars=grammars, embeddings=embeds, adapters=bool(job.adapters))
+    width = engine.embed([[0]]).shape[1] if embeds else 0
     how = f"not exact: {served.inexact}" if served.inexact else "exact"
     about = f"{model.model}: {served.size:,} parameters, {model.dtype}, {how}\n{engine.memory()}"
-    return engine, Ready(limits, served.text.ends, served.text.size, grammars, about)
+    return engine, Ready(limits, served.text.ends, served.text.size, grammars, about, width)
 
 
 def _context(job: ServeJob, most: int) -> int:

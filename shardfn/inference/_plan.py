@@ -57,8 +57,8 @@ class Plan:
         places: the position of the token that a row draws or scores [R].
         targets: the token whose log probability is wanted, or -1 where one is drawn [R].
         sampling: how each wanted row draws, without padding.
-        histories: where a row has penalties, the tokens before its place [R, context], flat, with -1 after them; else
-            None.
+        histories: where a row has an extended sampling, the tokens before the place of each row with penalties
+            [R, context], flat, with -1 after them; else None.
         prompts: likewise the tokens of its prompt [R].
         adapters: the digest of each sequence's adapter, without padding; empty if no sequence has one.
     """
@@ -158,24 +158,26 @@ def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int) -> Pla
 
 
 def _histories(rows: Seq[tuple[Rows, int]], num: int, context: int) -> tuple[array | None, array | None]:
-    """The tokens before each row's place, and how many of them are its prompt's, if a row has penalties."""
-    if not any(chunk.sequence.request.sampling.penalised for chunk, _ in rows):
+    """The tokens before the places of rows with penalties, and how many of them are the prompt's; see `Plan`."""
+    if not any(chunk.sequence.request.sampling.extended for chunk, _ in rows):
         return None, None
     histories, prompts = array("i", [-1]) * (num * context), array("i", [0] * num)
     for i, (chunk, place) in enumerate(rows):
+        if not chunk.sequence.request.sampling.penalised:
+            continue
         histories[i * context : i * context + place] = array("i", chunk.before(place))
         prompts[i] = min(chunk.sequence.prompt, place)
     return histories, prompts
 
 
-def padding(bucket: int, limits: Limits, *, penalties: bool = False) -> Plan:
-    """A plan of a bucket that has no tokens: it writes to block 0 alone. With `penalties` it has histories, too."""
+def padding(bucket: int, limits: Limits, *, extended: bool = False) -> Plan:
+    """A plan of a bucket that has no tokens: it writes to block 0 alone. If `extended`, it has histories, too."""
     most, num = min(bucket, limits.running), limits.wanted(bucket)
     zeros = [array("i", [0] * n) for n in (bucket, bucket, bucket, (most + 1) * limits.width, num, num)]
     tokens, positions, slots, tables, rows, places = zeros
     lengths, sequences, targets = array("i", [1] * (most + 1)), array("i", [most] * bucket), array("i", [-1] * num)
     keys = array("Q", [0] * num)
-    past = (array("i", [-1]) * (num * limits.context), array("i", [0] * num)) if penalties else (None, None)
+    past = (array("i", [-1]) * (num * limits.context), array("i", [0] * num)) if extended else (None, None)
     return Plan(
         *(0, 0, bucket, 0, 0, tokens, positions, sequences, slots, tables, lengths, rows, keys, places, targets, ()),
         *past,

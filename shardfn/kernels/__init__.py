@@ -14,7 +14,7 @@ from .block_sparse_attention import block_sparse_attention as block_sparse_atten
 from .block_sparse_attention import block_sparse_attention_backward as block_sparse_attention_backward
 from .preconditioned_step import preconditioned_step as preconditioned_step
 from .preconditioned_step import preconditioned_step_ as preconditioned_step_
-from .draw import draw as draw, draw_uniforms as draw_uniforms
+from .draw import draw as draw, draw_uniforms as draw_uniforms, top_logprobs as top_logprobs
 from .penalise import penalise as penalise
 from .row_linear import joined as joined, pack_rows as pack_rows, row_linear as row_linear
 from .row_linear import BLOCK_BYTES as BLOCK_BYTES, GROUP as GROUP, Codes as Codes
