@@ -31,7 +31,8 @@ class Trust(NamedTuple):
     """How far a sequence's drafts are trusted.
 
     Attributes:
-        width: the most drafts of its next step. It doubles when all are accepted, and else becomes one more than were.
+        width: the most drafts of its next step. It doubles when all that could be are accepted; else it becomes one
+            more than were, and in proportion for drafts that branch.
         strikes: its last steps whose drafts were all rejected.
         resume: the number of tokens from which it has drafts again: each strike doubles the pause.
 
@@ -46,10 +47,18 @@ class Trust(NamedTuple):
     strikes: int = 0
     resume: int = 0
 
-    def after(self, drafted: int, accepted: int, *, num_tokens: int) -> "Trust":
-        """The trust after a step; the sequence has `num_tokens` then."""
+    def after(self, drafted: int, accepted: int, *, num_tokens: int, height: int = 0) -> "Trust":
+        """The trust after a step.
+
+        Args:
+            drafted: the number of drafts.
+            accepted: the number of accepted ones.
+            num_tokens: that the sequence has then.
+            height: of a tree of drafts, the most that could be accepted; 0 is all.
+        """
         if accepted:
-            width = max(self.width, 2 * drafted) if accepted == drafted else accepted + 1
-            return Trust(width, 0, 0)
+            height = height or drafted
+            part = -(-drafted * (accepted + 1) // height)
+            return Trust(max(self.width, 2 * drafted) if accepted == height else part, 0, 0)
         strikes = min(self.strikes + 1, _LONGEST_PAUSE)
         return Trust(1, strikes, num_tokens + (1 << strikes))

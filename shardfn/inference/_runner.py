@@ -204,6 +204,7 @@ class Runner:
             low: the adapters of the plan's tokens.
             hidden: whether the hidden states of the rows are wanted, float32; else None takes their place.
         """
+        self._decoder.cache.move(cache, plan.moves)
         step = tensors(plan, self._limits, self.mesh.device, allowed, low)
         tokens, logprobs, cache, *more = self.bind(plan.bucket, weights, cache, step, hidden=hidden)(
             weights, cache, step
@@ -230,7 +231,7 @@ class Runner:
 
 
 def _bodies(cache: list[Tensor], step: Step) -> list[Paged]:
-    return [Paged(x, step.slots, step.positions, step.sequences, step.tables) for x in cache]
+    return [Paged(x, step.slots, step.positions, step.sequences, step.tables, step.tree) for x in cache]
 
 
 def _drawn(logits_RV: Tensor, step: Step) -> tuple[Tensor, Tensor]:

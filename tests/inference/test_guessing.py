@@ -11,7 +11,7 @@ import torch
 from shardfn import make_mesh
 from shardfn.inference import Drafter, Engine, Limits, Ngram, Runner, Sampling, Suffix
 from shardfn.testing import distributed
-from tests.inference.drafters import Adversary, Random
+from tests.inference.drafters import Adversary, Bush, Random
 from tests.inference.stories import Model, Story, Told, check, model, run
 from tests.inference.test_stories import KINDS, drawn_stories
 
@@ -23,6 +23,7 @@ DRAFTERS: dict[str, Callable[[Truth], Drafter]] = {
     "suffix": lambda truth: Suffix(most_tokens=60),
     "random": lambda truth: Random(13),
     "right": lambda truth: Adversary(13, truth, None),
+    "bush": lambda truth: Bush(13, truth),
     "wrong at 0": lambda truth: Adversary(13, truth, 0),
     "wrong at 2": lambda truth: Adversary(13, truth, 2),
 }
@@ -65,7 +66,8 @@ def tell(name: str, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [x if x in ("suffix", "wrong at 2") else pytest.param(x, marks=pytest.mark.nightly) for x in DRAFTERS]
+    "name",
+    [x if x in ("suffix", "bush", "wrong at 2") else pytest.param(x, marks=pytest.mark.nightly) for x in DRAFTERS],
 )
 def test_stories_with_a_drafter(name: str) -> None:
     tell(name, 8)
@@ -86,24 +88,29 @@ def test_stories_with_drafters_on_ranks(world: int) -> None:
         hold(story, one, graphs, SIZES, list(DRAFTERS)[i % len(DRAFTERS)])
 
 
-def test_rejected_drafts_leave_nothing_that_is_read() -> None:
-    """Keys and values of places beyond the accepted tokens may be anything, even NaN."""
+@pytest.mark.parametrize("name", ["random", "bush"])
+def test_rejected_drafts_leave_nothing_that_is_read(name: str) -> None:
+    """Keys and values of rejected drafts, and of places beyond, may be anything, even NaN."""
     one = model(**KINDS["gpt2"][0])
     how = Sampling(max_tokens=18, temperature=0.0)
     plain = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner()).generate([[1, 2, 1, 2]], how)
-    engine = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner(), drafter=Random(13))
+    drafter = DRAFTERS[name]({("request-0", 0): [1, 2, 1, 2, *plain[0].tokens]})
+    engine = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner(), drafter=drafter)
     engine.add([1, 2, 1, 2], how)
-    tokens = []
+    tokens, moves = [], 0
     while not engine.idle:
         tokens += engine.step()
         for sequence in engine._state.running:
             [chunk] = engine._state.flight
-            known = chunk.start + chunk.count - len(chunk.positions) + len(chunk.valid(engine._drawn))
-            for layer in engine._cache:
-                local = layer.local
-                for p in range(known, len(sequence.blocks) * SIZES.block):
-                    local[sequence.blocks[p // SIZES.block], p % SIZES.block] = torch.nan
+            first = chunk.count - len(chunk.positions)  # row of a wanted position
+            valid = [*range(first), *(first + row for row, _ in chunk.valid(engine._drawn))]
+            places = set(range(chunk.start, len(sequence.blocks) * SIZES.block))
+            for p in places - {chunk.start + row for row in valid}:
+                for layer in engine._cache:
+                    layer.local[sequence.blocks[p // SIZES.block], p % SIZES.block] = torch.nan
+            moves += len(chunk.moves(len(valid), engine._drawn, lambda at: at))
     assert engine.guesses.drafted > engine.guesses.accepted
+    assert (moves > 0) == (name == "bush")
     assert [t.token for t in tokens] == plain[0].tokens and [t.logprob for t in tokens] == plain[0].logprobs
 
 
@@ -112,8 +119,7 @@ def test_penalties_see_the_drafts_before_a_row() -> None:
     how = Sampling(max_tokens=18, seed=3, presence_penalty=1.0, repetition_penalty=1.3, frequency_penalty=0.5)
     plain = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner()).generate([[1, 2, 1]], how)
     truth = {("request-0", 0): [1, 2, 1, *plain[0].tokens]}
-    for wrong in (None, 1, 3):
-        drafter = Adversary(13, truth, wrong)
+    for drafter in (Adversary(13, truth, None), Adversary(13, truth, 1), Adversary(13, truth, 3), Bush(13, truth)):
         engine = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner(), drafter=drafter)
         assert engine.generate([[1, 2, 1]], how) == plain
         assert engine.guesses.accepted > 5
