@@ -22,6 +22,7 @@ from ._cache import CacheLayout as CacheLayout, Paged as Paged
 from ._decoder import Decoder as Decoder, decoder as decoder
 from ._of_hf import hf_decoder as hf_decoder
 from ._runner import MemoryPlan as MemoryPlan, Runner as Runner, limits_of as limits_of
+from ._draft_model import DraftModel as DraftModel
 from ._detokenize import Detokenizer as Detokenizer, Growing as Growing, detokenizer as detokenizer
 from ._results import Completion as Completion, Token as Token
 from ._engine import Engine as Engine

@@ -21,7 +21,7 @@ from ._agree import compare
 from ._constraints import Constraints
 from ._decoder import Decoder
 from ._detokenize import detokenizer
-from ._drafters import Drafter
+from ._drafters import Computes, Drafter
 from ._drawn import new_tokens
 from ._embed import Pooled, check_pooling
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
@@ -54,7 +54,8 @@ class Engine:
     Raises:
         TypeError: `tokenizer` is an object of another kind.
         ValueError: the limits do not fit the model, or the mesh does not divide its heads; or the parameters, or an
-            adapter's, are not those of the model; or there is a drafter, and `limits.drafts` is 0.
+            adapter's, are not those of the model; or there is a drafter, and `limits.drafts` is 0,
+            or it is a model of another vocabulary.
 
     Example:
         >>> from shardfn import core
@@ -84,6 +85,8 @@ class Engine:
             raise ValueError(
                 f"limits.drafts is 0, and the drafter is {drafter!r:.80}; try limits_of(..., drafts={DRAFTS})."
             )
+        if isinstance(drafter, Computes):
+            drafter.check(limits)
         self.limits = limits
         self.runner = Runner(decoder, self.limits, mesh=mesh) if runner is None else runner
         self.runner.check(decoder, self.limits, mesh)
@@ -157,6 +160,8 @@ class Engine:
         """
         if grammars:
             self._constraints.prepare()
+        if isinstance(self._state.drafter, Computes):
+            self._state.drafter.warm_up(penalties=penalties)
         for bucket in self.limits.buckets:
             for kind in itertools.product((False, True)[: 1 + penalties], (False, True)[: 1 + grammars]):
                 self.runner.bind(bucket, self.weights, self._cache, penalties=kind[0], grammars=kind[1])

@@ -32,7 +32,7 @@ class Bush(Random):
     """Proposes trees of tokens that follow from a hash of the text: most siblings differ, and some are equal.
 
     Attributes:
-        truth: prompt and drawn tokens of choices, by name and choice; the true tokens are on one branch of the tree.
+        truth: prompt and drawn tokens of choices, by name and choice; the true tokens are on one branch, of the last siblings.
     """
 
     truth: Mapping[tuple[str, int], Sequence[int]] = field(default_factory=dict, hash=False)
@@ -46,7 +46,7 @@ class Bush(Random):
             children = [i for i, parent in enumerate(parents) if parent == at]
             if not children:
                 break
-            at = children[data[at] % len(children)]
+            at = children[-1]
             tokens[at] = token
         return Tree(tuple(tokens), tuple(parents))
 

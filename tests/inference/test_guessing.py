@@ -4,12 +4,13 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from shardfn import make_mesh
-from shardfn.inference import Drafter, Engine, Limits, Ngram, Runner, Sampling, Suffix
+from shardfn.inference import Drafter, DraftModel, Engine, Limits, Ngram, Runner, Sampling, Suffix
 from shardfn.testing import distributed
 from tests.inference.drafters import Adversary, Bush, Random
 from tests.inference.stories import Model, Story, Told, check, model, run
@@ -18,12 +19,24 @@ from tests.inference.test_stories import KINDS, drawn_stories
 MANY = int(os.environ.get("SHARDFN_STORIES", "500"))
 SIZES = replace(KINDS["gpt2"][1], buckets=(1, 3, 12), drafts=8)
 Truth = Mapping[tuple[str, int], Sequence[int]]
+
+
+@functools.cache
+def draft_model(version: int, **changes: Any) -> DraftModel:
+    """A model with few blocks, so that sequences lose theirs."""
+    small = Limits(vocab=13, context=28, blocks=12, block=4, buckets=(2, 9), running=3)
+    one = model(**KINDS["gpt2"][0], **changes)
+    return DraftModel(one.decoder, one.params[version], limits=small)
+
+
 DRAFTERS: dict[str, Callable[[Truth], Drafter]] = {
     "ngram": lambda truth: Ngram(longest=3, shortest=1),
     "suffix": lambda truth: Suffix(most_tokens=60),
     "random": lambda truth: Random(13),
     "right": lambda truth: Adversary(13, truth, None),
     "bush": lambda truth: Bush(13, truth),
+    "small model": lambda truth: draft_model(1, num_layers=1, max_len=28),
+    "same model": lambda truth: draft_model(0),
     "wrong at 0": lambda truth: Adversary(13, truth, 0),
     "wrong at 2": lambda truth: Adversary(13, truth, 2),
 }
@@ -67,7 +80,7 @@ def tell(name: str, number: int) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [x if x in ("suffix", "bush", "wrong at 2") else pytest.param(x, marks=pytest.mark.nightly) for x in DRAFTERS],
+    [x if x in ("suffix", "bush", "same model") else pytest.param(x, marks=pytest.mark.nightly) for x in DRAFTERS],
 )
 def test_stories_with_a_drafter(name: str) -> None:
     tell(name, 8)
