@@ -32,7 +32,7 @@ class Bush(Random):
     """Proposes trees of tokens that follow from a hash of the text: most siblings differ, and some are equal.
 
     Attributes:
-        truth: prompt and drawn tokens of choices, by name and choice; the true tokens are on one branch, of the last siblings.
+        truth: prompt and drawn tokens of choices, by name and choice; true ones are the last siblings.
     """
 
     truth: Mapping[tuple[str, int], Sequence[int]] = field(default_factory=dict, hash=False)

@@ -92,13 +92,39 @@ def test_many_stories_with_a_drafter(name: str) -> None:
     tell(name, MANY)
 
 
+ENGINES = {
+    "gpt2": SIZES,
+    "llama": replace(KINDS["llama"][1], buckets=(2, 7, 11), drafts=6),
+    "mistral": replace(KINDS["mistral"][1], buckets=(1, 5, 16), drafts=15),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("part", range(2))
+def test_many_stories_of_engines_with_drafters_in_turn(kind: str, part: int) -> None:
+    one, limits, names = model(**KINDS[kind][0]), ENGINES[kind], list(DRAFTERS)
+    graphs = Runner(one.decoder, limits)
+    for i, story in list(enumerate(drawn_stories(limits, -(-MANY // len(ENGINES)))))[part::2]:
+        hold(story, one, graphs, limits, names[i % len(names)])
+
+
+def tell_on_ranks(world: int, number: int) -> None:
+    one = model("tp", **KINDS["gpt2"][0])
+    graphs = Runner(one.decoder, SIZES, mesh=make_mesh({"tp": world}))
+    for i, story in enumerate(drawn_stories(SIZES, number)):
+        hold(story, one, graphs, SIZES, list(DRAFTERS)[i % len(DRAFTERS)])
+
+
 @distributed(world=2)
 def test_stories_with_drafters_on_ranks(world: int) -> None:
-    changes, _ = KINDS["gpt2"]
-    one = model("tp", **changes)
-    graphs = Runner(one.decoder, SIZES, mesh=make_mesh({"tp": world}))
-    for i, story in enumerate(drawn_stories(SIZES, 6)):
-        hold(story, one, graphs, SIZES, list(DRAFTERS)[i % len(DRAFTERS)])
+    tell_on_ranks(world, 6)
+
+
+@pytest.mark.nightly
+@distributed(world=2, timeout=600)
+def test_many_stories_with_drafters_on_ranks(world: int) -> None:
+    tell_on_ranks(world, MANY // 10)
 
 
 @pytest.mark.parametrize("name", ["random", "bush"])
