@@ -11,12 +11,12 @@ from importlib.util import find_spec
 import torch.distributed as dist
 
 from shardfn.core import RankError, make_mesh
-from shardfn.inference import Engine, limits_of
+from shardfn.inference import DraftModel, Engine, limits_of
 from shardfn.memory import DamagedError
 from shardfn.serve import Ready, run_rank
 
 from ._generate import one_line
-from ._generate_model import AXIS, load
+from ._generate_model import AXIS, load, load_drafter
 from ._serve_job import ServeJob, add_serve_arguments, parse_serve
 
 
@@ -62,12 +62,17 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
             running=job.running,
             buckets=job.buckets,
             cache_dtype=model.dtype,
+            drafts=model.drafts,
         )
-        engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, tokenizer=served.text.tokenizer)
+        drafter = load_drafter(model, limits, held)
+        fixed = served.decoder, served.params
+        engine = Engine(*fixed, mesh=mesh, limits=limits, tokenizer=served.text.tokenizer, drafter=drafter)
     grammars = find_spec("llguidance") is not None and getattr(engine.detokenizer, "bytes_of", None) is not None
     engine.warm_up(penalties=True, grammars=grammars)
     how = f"not exact: {served.inexact}" if served.inexact else "exact"
     about = f"{model.model}: {served.size:,} parameters, {model.dtype}, {how}\n{engine.memory()}"
+    if isinstance(drafter, DraftModel):
+        about += f"\n{model.draft_model}, which guesses: {drafter.memory()}"
     return engine, Ready(limits, served.text.ends, served.text.size, grammars, about)
 
 

@@ -64,9 +64,11 @@ class CacheLayout:
 
     def move(self, cache: Seq[GlobalTensor], moves: Seq[tuple[int, int]]) -> None:
         """Moves the content of slots to others, all at once, in place."""
-        for x in cache if moves else ():
-            old, new = torch.tensor(moves, device=x.local.device).unbind(1)
-            flat = x.local.flatten(0, 1)
+        if not moves:
+            return
+        old, new = torch.tensor(moves, device=cache[0].local.device).unbind(1)
+        for x in cache:
+            flat = x.local.flatten(0, 1).view(torch.uint8)  # dtypes of codes need not be indexable
             flat[new] = flat[old]
 
 

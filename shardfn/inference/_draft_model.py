@@ -200,7 +200,7 @@ class DraftModel:
     def _draw(self, chunks: list[Rows], ends: dict[int, int]) -> None:
         """Runs a step, and appends its drafts."""
         plan = make_plan(chunks, self.limits, step=0, version=0)
-        drawn, _, self._cache, _ = self._runner.run(self._weights, self._held(), plan)
+        drawn, _, self._cache, *_ = self._runner.run(self._weights, self._held(), plan)
         tokens = iter(drawn)
         for own, count, positions, _ in chunks:
             own.computed += count

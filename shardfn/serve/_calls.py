@@ -7,11 +7,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shardfn.inference import Add, Cancel, Drain, Request, Token
+from shardfn.inference import Add, Cancel, Drain, Guesses, Request, Token
 
 from ._errors import ApiError
 from ._link import End, Message, Report
 from ._metrics import Metrics
+
+# The counters of the fields of `Guesses`.
+_OF_GUESSES = (
+    "vllm:spec_decode_num_drafts",
+    "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
+)
 
 
 class Piece(NamedTuple):
@@ -95,6 +102,7 @@ class Calls:
         self.taken, self.progress = 0, time.monotonic()
         self._rate = 0.0  # prompt tokens a second that have left the line, lately
         self.counts: dict[str, int] = {}
+        self._guesses = Guesses()  # so far
 
     def __len__(self) -> int:
         return len(self._open)
@@ -144,6 +152,9 @@ class Calls:
         """Hands the tokens of a step to their calls."""
         now = time.monotonic()
         self.counts, self.taken, self.progress = dict(report.counts), report.taken, now
+        for name, before, after in zip(_OF_GUESSES, self._guesses, report.guesses, strict=True):
+            self._metrics.add(name, after - before)
+        self._guesses = report.guesses
         ends = dict[str, int]()
         for token in report.tokens:
             call = self._of.get(token.name)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardfn.inference import Event, Limits, Token
+from shardfn.inference import Event, Guesses, Limits, Token
 
 _LENGTH = 8
 _READ = 1 << 18
@@ -57,11 +57,13 @@ class Report(NamedTuple):
         tokens: that it has returned, and ends of requests.
         counts: of sequences and blocks, as `Engine.counts`.
         taken: the number of events that the engine has taken so far.
+        guesses: counts of drafts so far, as `Engine.guesses`.
     """
 
     tokens: list[Token]
     counts: Mapping[str, int]
     taken: int
+    guesses: Guesses = Guesses()
 
 
 def packed(value: object) -> bytes:

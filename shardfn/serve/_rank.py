@@ -40,7 +40,7 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
             tokens += _enter(engine, event)
         tokens += engine.step()
         if first:
-            end.sendall(packed(Report(tokens, engine.counts(), taken)))
+            end.sendall(packed(Report(tokens, engine.counts(), taken, engine.guesses)))
         if stops:
             return
 

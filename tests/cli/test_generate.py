@@ -244,6 +244,18 @@ def test_drafts_change_no_completion(
     assert out == plain and "drafts accepted" in err
 
 
+def test_a_draft_model_changes_no_completion(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same model as its own draft model is always right, also where tokens are sampled."""
+    asked = ["generate", str(run), "aba", "bab", "--json", "--seed", "2"]
+    assert main(asked) == 0
+    plain = capsys.readouterr().out
+    assert main([*asked, "--draft-model", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert out == plain and f"{run}, which guesses: " in err
+    found = re.search(r"(\d+) of (\d+) drafts accepted", err)
+    assert found is not None and found[1] == found[2] != "0"
+
+
 @pytest.mark.parametrize("more", [[], ["--json"]])
 def test_logits_that_are_not_finite_are_an_error(
     run: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
