@@ -75,7 +75,7 @@ class Computes(Drafter, Protocol):
         ...
 
     def warm_up(self, *, penalties: bool = False) -> None:
-        """Does once and for all what the first proposals need, also for requests with penalties if asked."""
+        """Prepares the first proposals, so that they take no longer than others; of requests with penalties, too."""
         ...
 
 

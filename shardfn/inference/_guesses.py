@@ -41,6 +41,8 @@ class Trust(NamedTuple):
         Trust(width=8, strikes=0, resume=0)
         >>> Trust().after(4, 0, num_tokens=20).after(1, 0, num_tokens=22)
         Trust(width=1, strikes=2, resume=26)
+        >>> Trust().after(12, 2, num_tokens=20, height=4)
+        Trust(width=9, strikes=0, resume=0)
     """
 
     width: int = _FIRST

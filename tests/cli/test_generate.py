@@ -329,6 +329,11 @@ def test_texts_of_a_schema_and_of_an_expression(
             "one --regex x --json-schema y",
             "--json-schema and --regex are two grammars of one text; leave one of them out",
         ),
+        ("one --draft-model nowhere", "--draft-model nowhere does not exist"),
+        (
+            "one --draft-model nowhere --drafter suffix",
+            "--draft-model and --drafter suffix are two drafters; leave one",
+        ),
         ("one --json-schema nowhere", "--json-schema nowhere: .*No such file"),
         ("one --cache-gib 1e-6", "cache_bytes=1073 holds 0 tokens"),
     ],

@@ -1,4 +1,4 @@
-"""Covers `inference/_draft_model.py`: what it proposes, its blocks, and the steps in which it proposes nothing."""
+"""Covers `inference/_draft_model.py`: its proposals, its blocks, and the steps in which it proposes nothing."""
 
 from dataclasses import replace
 from typing import Any
