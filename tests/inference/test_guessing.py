@@ -2,6 +2,7 @@
 
 import functools
 import os
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from shardfn import make_mesh
 from shardfn.inference import Drafter, DraftModel, Engine, Limits, Ngram, Runner, Sampling, Suffix
 from shardfn.testing import distributed
 from tests.inference.drafters import Adversary, Bush, Random
-from tests.inference.stories import Model, Story, Told, check, model, run
+from tests.inference.stories import LANGUAGES, Arrival, Model, Story, Told, check, model, run
 from tests.inference.test_stories import KINDS, drawn_stories
 
 MANY = int(os.environ.get("SHARDFN_STORIES", "500"))
@@ -99,13 +100,42 @@ ENGINES = {
 }
 
 
+def long_stories(limits: Limits, number: int) -> list[Story]:
+    """Stories with more drafts than those that hypothesis draws: requests of more tokens, several at a time."""
+    rng = random.Random(number)
+    found = []
+    for _ in range(number):
+        arrivals = tuple(_long_arrival(rng) for _ in range(rng.randint(2, 6)))
+        updates = ((rng.randint(2, 12), rng.random() < 0.5),) if rng.random() < 0.25 else ()
+        found.append(Story(arrivals, updates, rng.randint(limits.width + 1, limits.blocks)))
+    return found
+
+
+def _long_arrival(rng: random.Random) -> Arrival:
+    how = Sampling(
+        max_tokens=rng.randint(6, 16),
+        temperature=rng.choice([0.0, 0.7, 1.5]),
+        top_k=rng.choice([0, 0, 3]),
+        top_p=rng.choice([1.0, 0.8]),
+        seed=rng.randrange(4),
+        n=rng.choice([1, 1, 1, 2]),
+        stop_tokens=rng.choice([(), (), (1, 4)]),
+        stop=rng.choice([(), (), ("ab ", "bb")]),
+        grammar=rng.choice([None] * 4 + list(LANGUAGES)),
+        prompt_logprobs=rng.random() < 0.2,
+    )
+    prompt = tuple(rng.randrange(3) for _ in range(rng.randint(1, 12)))
+    cancel = rng.randint(1, 12) if rng.random() < 0.2 else None
+    return Arrival(rng.randint(0, 6), prompt, how, rng.randrange(2), cancel, rng.choice([None, None, None, "thin"]))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("part", range(2))
-def test_many_stories_of_engines_with_drafters_in_turn(kind: str, part: int) -> None:
+def test_long_stories_of_engines_with_drafters_in_turn(kind: str, part: int) -> None:
     one, limits, names = model(**KINDS[kind][0]), ENGINES[kind], list(DRAFTERS)
     graphs = Runner(one.decoder, limits)
-    for i, story in list(enumerate(drawn_stories(limits, -(-MANY // len(ENGINES)))))[part::2]:
+    for i, story in list(enumerate(long_stories(limits, -(-MANY // len(ENGINES)))))[part::2]:
         hold(story, one, graphs, limits, names[i % len(names)])
 
 
