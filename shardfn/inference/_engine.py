@@ -20,7 +20,7 @@ from ._agree import compare
 from ._constraints import Constraints
 from ._decoder import Decoder
 from ._detokenize import detokenizer
-from ._drafters import Drafter
+from ._drafters import Computes, Drafter
 from ._drawn import new_tokens
 from ._embed import Embeddings, check_end, check_pooling
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
@@ -53,7 +53,8 @@ class Engine:
     Raises:
         TypeError: `tokenizer` is an object of another kind.
         ValueError: the limits do not fit the model, or the mesh does not divide its heads; or the parameters, or an
-            adapter's, are not those of the model; or there is a drafter, and `limits.drafts` is 0.
+            adapter's, are not those of the model; or there is a drafter, and `limits.drafts` is 0,
+            or it is a model of another vocabulary.
 
     Example:
         >>> from shardfn import core
@@ -83,6 +84,8 @@ class Engine:
             raise ValueError(
                 f"limits.drafts is 0, and the drafter is {drafter!r:.80}; try limits_of(..., drafts={DRAFTS})."
             )
+        if isinstance(drafter, Computes):
+            drafter.check(limits)
         self.limits = limits
         self.runner = Runner(decoder, self.limits, mesh=mesh) if runner is None else runner
         self.runner.check(decoder, self.limits, mesh)
@@ -161,6 +164,8 @@ class Engine:
         """
         if grammars:
             self._constraints.prepare()
+        if isinstance(self._state.drafter, Computes):
+            self._state.drafter.warm_up(extended=penalties)
         kinds = {"extended": penalties, "grammars": grammars, "hidden": embeddings and self._embeddings.possible}
         for bucket in self.limits.buckets:
             low = self._adapters.of_padding(bucket) if adapters else None

@@ -218,6 +218,7 @@ class Runner:
             Tokens, their log probabilities, the cache in place of the given one, hidden states, and for each row the
             most probable tokens that it wants; none where no row wants any.
         """
+        self._decoder.cache.move(cache, plan.moves)
         step = tensors(plan, self._limits, self.mesh.device, allowed, low)
         tokens, logprobs, cache, top, *more = self.bind(plan.bucket, weights, cache, step, hidden=hidden)(
             weights, cache, step
@@ -250,7 +251,7 @@ class Runner:
 
 
 def _bodies(cache: list[Tensor], step: Step) -> list[Paged]:
-    return [Paged(x, step.slots, step.positions, step.sequences, step.tables) for x in cache]
+    return [Paged(x, step.slots, step.positions, step.sequences, step.tables, step.tree) for x in cache]
 
 
 def _drawn(logits_RV: Tensor, step: Step) -> tuple[Tensor, Tensor]:

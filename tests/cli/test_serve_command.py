@@ -1,5 +1,6 @@
 """Covers `shardfn serve` as processes: a client, signals, ranks that are killed, and settings that are refused."""
 
+import argparse
 import contextlib
 import ctypes
 import json
@@ -23,6 +24,9 @@ import pytest
 from shardfn import core, interop
 from shardfn.checkpoint import save
 from shardfn.cli import main
+from shardfn.cli._serve_job import ServeJob, add_serve_arguments, command_of, parse_serve
+from shardfn.cli._serve_rank import _warm
+from shardfn.inference import Sampling
 from shardfn.models import gpt
 
 pytest.importorskip("starlette")
@@ -136,6 +140,27 @@ def test_a_server_of_processes(model: pathlib.Path, ranks: int) -> None:
         assert done == "[DONE]" and server.end() == 0
 
 
+def job_of(*args: object) -> ServeJob:
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    return parse_serve(parser.parse_args([*map(str, args)]))
+
+
+@pytest.mark.parametrize("more", [["--drafter", "suffix"], ["--draft-model", "{model}"]])
+def test_ranks_have_the_drafter_of_the_command(model: pathlib.Path, more: list[str]) -> None:
+    job = job_of(model, *SMALL, *(one.format(model=model) for one in more))
+    command = command_of(job, 5, "python")
+    assert job_of(*command[4:], "--port", 0).model == job.model and job.model.drafts == 15
+
+
+@pytest.mark.nightly
+def test_a_rank_loads_the_draft_model(model: pathlib.Path) -> None:
+    engine, ready = _warm(job_of(model, *SMALL, "--draft-model", model))
+    assert f"{model}, which guesses: " in ready.about
+    engine.generate([list(b"ab")], Sampling(max_tokens=9))
+    assert engine.guesses.accepted == engine.guesses.drafted > 0
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_rank_that_is_killed(model: pathlib.Path, dies: int) -> None:
@@ -237,6 +262,7 @@ def test_a_model_that_a_rank_refuses(model: pathlib.Path) -> None:
         ("--adapter a={model}", "--adapter is for a directory of Hugging Face, and MODEL is"),
         ("--name a --adapter a=nowhere", "--adapter nowhere has no"),
         ("--cache-gib 0", "--cache-gib 0.0: it must be above 0"),
+        ("--draft-model {model} --drafter ngram", "--draft-model and --drafter ngram are two drafters; leave one of"),
         ("--api-key-file nowhere", "--api-key-file nowhere: there is no such file"),
         ("--host 0.0.0.0", "host is 0.0.0.0, which other machines reach, and there are no keys"),
         ("--port 99999", "port is 99999"),
