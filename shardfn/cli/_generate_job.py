@@ -17,6 +17,7 @@ from shardfn.kernels import Codes
 CACHE_DTYPES = ("float32", "bfloat16", "int8", "fp8")
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DRAFTERS: Mapping[str, Drafter | None] = {"none": None, "ngram": Ngram(), "suffix": Suffix()}
+_DRAFTS = 15
 KINDS = {"run": "a run of examples/train_gpt.py", "files": "files of Hugging Face", "gguf": "a GGUF file"}
 
 
@@ -43,6 +44,7 @@ class GenerateJob:
         cache: the dtype of keys and values; None is `dtype`.
         json: whether the output is JSON lines.
         drafter: a key of `DRAFTERS`.
+        draft_model: the path of a smaller model that guesses, or None.
         adapter: a directory of `peft`, or None.
     """
 
@@ -65,6 +67,12 @@ class GenerateJob:
     json: bool = False
     drafter: str = "none"
     adapter: str | None = None
+    draft_model: str | None = None
+
+    @property
+    def drafts(self) -> int:
+        """Guessed rows beside one row."""
+        return 0 if self.drafter == "none" and self.draft_model is None else _DRAFTS
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +101,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mesh", default="", metavar="tp=N", help="ranks, under torchrun (default: those of torchrun)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and cache (default %(default)s)")
     add_weights_arguments(parser)
-    add("--drafter", choices=tuple(DRAFTERS), default="none", help="guess tokens; changes no exact completion")
+    add_drafter_arguments(parser)
     add("--adapter", metavar="DIR", help="adapters of peft, such as shardfn finetune --lora writes; float32 alone")
     add("--json", action="store_true", help="a line of JSON for each completion")
 
@@ -125,6 +133,28 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
     if args.disk is not None and found["memory"] != "disk":
         found["disk"] = Problem(f"--disk {args.disk} has no effect without --weights disk")
     return found
+
+
+def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of guessing."""
+    add = parser.add_argument
+    add("--drafter", choices=tuple(DRAFTERS), default="none", help="guess tokens; changes no exact completion")
+    add(
+        "--draft-model",
+        metavar="DIR",
+        help="a smaller model of the same tokenizer that guesses tokens, kept by each rank",
+    )
+
+
+def drafter_problems(args: argparse.Namespace) -> Iterator[str]:
+    """The problems of the options of guessing."""
+    if args.draft_model is None:
+        return
+    if args.drafter != "none":
+        yield f"--draft-model and --drafter {args.drafter} are two drafters; leave one of them out"
+    kind = kind_of(pathlib.Path(args.draft_model))
+    if isinstance(kind, Problem):
+        yield str(kind).replace("MODEL", "--draft-model", 1)
 
 
 def parse_generate(args: argparse.Namespace) -> GenerateJob:
@@ -165,6 +195,7 @@ def _problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
     except ValueError as error:
         name, _, rest = str(error).removesuffix(".").partition(" ")
         yield f"--{name.replace('_', '-')} {rest}"
+    yield from drafter_problems(args)
     if args.adapter is not None:
         yield from adapter_problems(pathlib.Path(args.adapter), args)
     if args.system is not None and not args.chat:

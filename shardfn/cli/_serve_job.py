@@ -16,7 +16,9 @@ from ._generate_job import (
     GenerateJob,
     Problem,
     adapter_problems,
+    add_drafter_arguments,
     add_weights_arguments,
+    drafter_problems,
     kind_of,
     weights_of,
 )
@@ -72,6 +74,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cache-gib", type=float, default=1.0, metavar="GIB", help="the most memory of the cache (default 1)")
     add("--running", type=int, default=Limits.running, metavar="N", help="sequences at a time (default %(default)s)")
     add("--budget", type=int, default=Limits.buckets[-1], metavar="N", help="rows of a step (default %(default)s)")
+    add_drafter_arguments(parser)
     add("--max-waiting-tokens", type=int, default=1 << 16, metavar="N", help="then 429 (default %(default)s)")
     add("--max-body-mib", type=float, default=4.0, metavar="MIB", help="of a request (default %(default)s)")
     add("--max-connections", type=int, default=1024, metavar="N", help="at a time (default %(default)s)")
@@ -95,7 +98,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     if problems:
         raise ValueError("; ".join(problems))
     assert isinstance(ranks, int)
-    names = ("context", "cache_gib", "dtype")
+    names = ("context", "cache_gib", "dtype", "drafter", "draft_model")
     given = {name: getattr(args, name) for name in names}
     adapters = dict(pair.split("=", 1) for pair in args.adapter)
     given["adapter"] = next(iter(adapters.values()), None)
@@ -139,6 +142,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
             yield f"--adapter {pair}: the name {name!r} is given twice; give each adapter a name of its own"
         else:
             yield from adapter_problems(pathlib.Path(pair.partition("=")[2]), args)
+    yield from drafter_problems(args)
     for name in ("api_key_file", "chat_template"):
         given = getattr(args, name)
         if given is not None and not pathlib.Path(given).is_file():
@@ -154,9 +158,11 @@ def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
         "--cache-gib": model.cache_gib,
         "--running": job.running,
         "--budget": job.budget,
+        "--drafter": model.drafter,
         **({} if model.context is None else {"--context": model.context}),
         **({} if model.cache is None else {"--cache": model.cache}),
         **({} if model.disk is None else {"--disk": model.disk}),
+        **({} if model.draft_model is None else {"--draft-model": model.draft_model}),
     }
     kinds = [kind for kind in (model.weights, model.memory) if kind not in (None, "device")]
     options |= {"--weights": ",".join(map(str, kinds))} if kinds else {}

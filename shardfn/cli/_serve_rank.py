@@ -11,13 +11,13 @@ from importlib.util import find_spec
 import torch.distributed as dist
 
 from shardfn.core import RankError, make_mesh
-from shardfn.inference import Engine, limits_of
+from shardfn.inference import DraftModel, Engine, limits_of
 from shardfn.lora import load_peft
 from shardfn.memory import DamagedError
 from shardfn.serve import Ready, run_rank
 
 from ._generate import one_line
-from ._generate_model import AXIS, disk_of, load
+from ._generate_model import AXIS, disk_of, load, load_drafter
 from ._serve_job import ServeJob, add_serve_arguments, parse_serve
 
 
@@ -63,8 +63,10 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
             running=job.running,
             buckets=job.buckets,
             cache_dtype=model.cache or model.dtype,
+            drafts=model.drafts,
         )
-        more = {"tokenizer": served.text.tokenizer, "weights": model.memory, "disk": disk_of(model)}
+        drafter = load_drafter(model, limits, held)
+        more = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": model.memory, "disk": disk_of(model)}
         engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, **more)
         for name, place in job.adapters.items():
             engine.add_adapter(name, load_peft(place, served.params))
@@ -74,6 +76,8 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
     width = engine.embed([[0]]).shape[1] if embeds else 0
     how = f"not exact: {served.inexact}" if served.inexact else "exact"
     about = f"{model.model}: {served.size:,} parameters, {model.dtype}, {how}\n{engine.memory()}"
+    if isinstance(drafter, DraftModel):
+        about += f"\n{model.draft_model}, which guesses: {drafter.memory()}"
     return engine, Ready(limits, served.text.ends, served.text.size, grammars, about, width)
 
 

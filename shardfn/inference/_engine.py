@@ -20,7 +20,7 @@ from ._agree import compare
 from ._constraints import Constraints
 from ._decoder import Decoder
 from ._detokenize import detokenizer
-from ._drafters import Drafter
+from ._drafters import Computes, Drafter
 from ._drawn import new_tokens
 from ._embed import Embeddings, check_end, check_pooling
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
@@ -29,7 +29,7 @@ from ._limits import DRAFTS, Limits
 from ._matchers import Matcher
 from ._requests import Request, Sampling, check_request, ids_of
 from ._results import Completion, Token, append
-from ._runner import MemoryPlan, Runner, Top, limits_of
+from ._runner import MemoryPlan, Runner, Top, limits_of, runner_of
 from ._schedule import Output, advance
 from ._state import State, start
 from ._texts import Texts
@@ -56,7 +56,8 @@ class Engine:
     Raises:
         TypeError: `tokenizer` is an object of another kind.
         ValueError: the limits do not fit the model, or the mesh does not divide its heads; or the parameters, or an
-            adapter's, are not those of the model; or there is a drafter, and `limits.drafts` is 0.
+            adapter's, are not those of the model; or there is a drafter, and `limits.drafts` is 0,
+            or it is a model of another vocabulary.
 
     Example:
         >>> from shardfn import core
@@ -88,13 +89,10 @@ class Engine:
             raise ValueError(
                 f"limits.drafts is 0, and the drafter is {drafter!r:.80}; try limits_of(..., drafts={DRAFTS})."
             )
+        if isinstance(drafter, Computes):
+            drafter.check(limits)
         self.limits = limits
-        if runner is None:
-            runner = Runner(decoder, self.limits, mesh=mesh, weights=weights, disk=disk)
-        elif weights != "device" or disk is not None:
-            raise ValueError(f"engine: weights={weights!r} is the runner's to choose: Runner(..., weights=, disk=).")
-        self.runner = runner
-        self.runner.check(decoder, self.limits, mesh)
+        self.runner = runner_of(runner, decoder, self.limits, mesh, weights, disk)
         self.mesh = self.runner.mesh
         self._weights: dict[int, PyTree] = {0: self.runner.packed(params)}
         self._cache = self.runner.empty_cache()
@@ -170,6 +168,8 @@ class Engine:
         """
         if grammars:
             self._constraints.prepare()
+        if isinstance(self._state.drafter, Computes):
+            self._state.drafter.warm_up(extended=penalties)
         kinds = {"extended": penalties, "grammars": grammars, "hidden": embeddings and self._embeddings.possible}
         for bucket in self.limits.buckets:
             low = self._adapters.of_padding(bucket) if adapters else None

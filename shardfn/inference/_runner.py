@@ -248,6 +248,7 @@ class Runner:
             Tokens, their log probabilities, the cache in place of the given one, hidden states, and for each row the
             most probable tokens that it wants; none where no row wants any.
         """
+        self._decoder.cache.move(cache, plan.moves)
         step = tensors(plan, self._limits, self.mesh.device, allowed, low)
         tokens, logprobs, cache, top, *more = self.bind(plan.bucket, weights, cache, step, hidden=hidden)(
             weights, cache, step
@@ -279,8 +280,24 @@ class Runner:
         return *_drawn(logits_RV, step), cache, _top(logits_RV, step), hidden_RD
 
 
+def runner_of(
+    runner: Runner | None, decoder: Decoder, limits: Limits, mesh: Mesh | None, weights: MemoryKind, disk: Disk | None
+) -> Runner:
+    """The runner of an engine: the given one if it fits, or a new one.
+
+    Raises:
+        ValueError: it is of another model, limits or mesh; or the memory of weights is given beside it.
+    """
+    if runner is None:
+        return Runner(decoder, limits, mesh=mesh, weights=weights, disk=disk)
+    if weights != "device" or disk is not None:
+        raise ValueError(f"engine: weights={weights!r} is the runner's to choose: Runner(..., weights=, disk=).")
+    runner.check(decoder, limits, mesh)
+    return runner
+
+
 def _bodies(cache: list[Tensor], step: Step) -> list[Paged]:
-    return [Paged(x, step.slots, step.positions, step.sequences, step.tables) for x in cache]
+    return [Paged(x, step.slots, step.positions, step.sequences, step.tables, step.tree) for x in cache]
 
 
 def _drawn(logits_RV: Tensor, step: Step) -> tuple[Tensor, Tensor]:

@@ -68,6 +68,7 @@ class Step(NamedTuple):
         biases: likewise.
         allowed: bool [R, vocab] where a row has a grammar, else None; the tokens that it may draw.
         low: where a row has an adapter, else None.
+        tree: bool [B, B] in an engine that has drafts, else None; see `kernels.ragged_attention`.
     """
 
     tokens: Int[Tensor, " b"]
@@ -87,6 +88,7 @@ class Step(NamedTuple):
     biases: Biases | None = None
     allowed: Bool[Tensor, "r vocab"] | None = None
     low: LowRank | None = None
+    tree: Bool[Tensor, "b b"] | None = None
 
 
 def tensors(
@@ -121,6 +123,7 @@ def tensors(
         biases=biases,
         allowed=None if allowed is None else torch.from_numpy(allowed).to(device),
         low=low,
+        tree=_tree(plan).to(device) if limits.drafts else None,
     )
 
 
@@ -131,6 +134,17 @@ def _biases(sampling: Sequence[Sampling], device: torch.device) -> Biases:
         if num := len(one.logit_bias):
             tokens[row, :num], values[row, :num] = zip(*one.logit_bias, strict=True)
     return Biases(*(torch.from_numpy(x).to(device) for x in (tokens, values)))
+
+
+def _tree(plan: Plan) -> Tensor:
+    """A draft that may be beside others has bits of its ancestors and itself."""
+    tree = torch.zeros(plan.bucket, plan.bucket, dtype=torch.bool)
+    for first, parents in plan.branches:
+        for i, parent in enumerate(parents, first):
+            if parent >= 0:
+                tree[i] = tree[first + parent]
+            tree[i, i] = True
+    return tree
 
 
 def _tensor(a: array, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -8,11 +8,18 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shardfn.inference import Add, Cancel, Drain, Request, Token
+from shardfn.inference import Add, Cancel, Drain, Guesses, Request, Token
 
 from ._errors import ApiError, refusal
 from ._link import Embed, End, Message, Report
 from ._metrics import Metrics
+
+# The counters of the fields of `Guesses`.
+_OF_GUESSES = (
+    "vllm:spec_decode_num_drafts",
+    "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
+)
 
 
 class Piece(NamedTuple):
@@ -104,6 +111,7 @@ class Calls:
         self.taken, self.progress = 0, time.monotonic()
         self._rate = 0.0  # prompt tokens a second that have left the line, lately
         self.counts: dict[str, int] = {}
+        self._guesses = Guesses()  # so far
 
     def __len__(self) -> int:
         return len(self._open)
@@ -158,6 +166,9 @@ class Calls:
         """Hands the tokens of a step to their calls."""
         now = time.monotonic()
         self.counts, self.taken, self.progress = dict(report.counts), report.taken, now
+        for name, before, after in zip(_OF_GUESSES, self._guesses, report.guesses, strict=True):
+            self._metrics.add(name, after - before)
+        self._guesses = report.guesses
         for name, reason in report.refused.items():
             if (call := self._of.pop(name, None)) is not None:
                 call.fail(refusal(reason))

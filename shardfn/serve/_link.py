@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardfn.inference import Event, Limits, Request, Token
+from shardfn.inference import Event, Guesses, Limits, Request, Token
 
 _LENGTH = 8
 _READ = 1 << 18
@@ -78,6 +78,7 @@ class Report(NamedTuple):
         taken: the number of events that the engine has taken so far.
         refused: by name of a request that the engine has refused, its reason.
         vectors: by name of a request whose prompt is embedded, float32 numbers.
+        guesses: counts of drafts so far, as `Engine.guesses`.
     """
 
     tokens: list[Token]
@@ -85,6 +86,7 @@ class Report(NamedTuple):
     taken: int
     refused: Mapping[str, str]
     vectors: Mapping[str, bytes]
+    guesses: Guesses = Guesses()
 
 
 def packed(value: object) -> bytes:

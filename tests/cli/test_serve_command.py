@@ -25,6 +25,8 @@ from shardfn import core, interop
 from shardfn.checkpoint import save
 from shardfn.cli import main
 from shardfn.cli._serve_job import ServeJob, add_serve_arguments, command_of, parse_serve
+from shardfn.cli._serve_rank import _warm
+from shardfn.inference import Sampling
 from shardfn.models import gpt
 
 pytest.importorskip("starlette")
@@ -138,6 +140,27 @@ def test_a_server_of_processes(model: pathlib.Path, ranks: int) -> None:
         assert done == "[DONE]" and server.end() == 0
 
 
+def job_of(*args: object) -> ServeJob:
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    return parse_serve(parser.parse_args([*map(str, args)]))
+
+
+@pytest.mark.parametrize("more", [["--drafter", "suffix"], ["--draft-model", "{model}"]])
+def test_ranks_have_the_drafter_of_the_command(model: pathlib.Path, more: list[str]) -> None:
+    job = job_of(model, *SMALL, *(one.format(model=model) for one in more))
+    command = command_of(job, 5, "python")
+    assert job_of(*command[4:], "--port", 0).model == job.model and job.model.drafts == 15
+
+
+@pytest.mark.nightly
+def test_a_rank_loads_the_draft_model(model: pathlib.Path) -> None:
+    engine, ready = _warm(job_of(model, *SMALL, "--draft-model", model))
+    assert f"{model}, which guesses: " in ready.about
+    engine.generate([list(b"ab")], Sampling(max_tokens=9))
+    assert engine.guesses.accepted == engine.guesses.drafted > 0
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_rank_that_is_killed(model: pathlib.Path, dies: int) -> None:
@@ -241,6 +264,7 @@ def test_a_model_that_a_rank_refuses(model: pathlib.Path) -> None:
         ("--cache-gib 0", "--cache-gib 0.0: it must be above 0"),
         ("--weights int4,tape", "--weights int4,tape: write int8 or int4, and disk or host"),
         ("--weights int8 --dtype bfloat16", "--weights int8 needs --dtype float32"),
+        ("--draft-model {model} --drafter ngram", "--draft-model and --drafter ngram are two drafters; leave one of"),
         ("--api-key-file nowhere", "--api-key-file nowhere: there is no such file"),
         ("--host 0.0.0.0", "host is 0.0.0.0, which other machines reach, and there are no keys"),
         ("--port 99999", "port is 99999"),
