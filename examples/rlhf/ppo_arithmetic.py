@@ -5,8 +5,8 @@
 
 Each token has a reward: minus its divergence from the reference, times beta, and at the answer's end its score. The
 critic learns their sums. Actor and critic are losses of one step, each with an optimizer and a norm to clip of its own;
-the reference is stored in host memory. Beta follows the divergence, which is held near --target: `rl.follow_divergence`. With
---out the run resumes anywhere, bit for bit.
+the reference is stored in host memory. Beta follows the divergence, so that it stays near --target. With --out the run
+resumes anywhere, bit for bit.
 """
 
 import dataclasses
