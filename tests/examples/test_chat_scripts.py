@@ -138,3 +138,17 @@ def test_a_run_learns_and_saves_a_model(
     first = parts["chat"].load(str(files), sf.make_mesh(alone=True))
     assert not torch.equal(again.params["blocks"][0]["wq"], first.params["blocks"][0]["wq"])
     assert steps(tmp_path / "checkpoints")[-1] == 6
+
+
+def test_grpo_rewards_the_form_of_answers(parts: Any, files: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    script = importlib.import_module("chat_grpo")
+    model = parts["chat"].load(str(files), sf.make_mesh(alone=True), exact=True)
+    for text, wanted in (("Yes.\0", 1), ("Yes.", 0), ("yes.\0", 0), ("Yes. No.\0", 0), ("Yes\0", 0), ("", 0)):
+        assert script.reward(model, CHAT, tokens(text)) == wanted, text
+    args = argparse.Namespace(
+        lora=0, iterations=1, epochs=2, prompts=2, answers=2, tokens=4, beta=0.1, lr=1e-3, zero=0, seed=0
+    )
+    args.out = str(tmp_path)
+    script.train(args, sf.make_mesh(alone=True), model, parts["chat_dpo"].WithReference(model, 0, 0))
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == [1, 2] and found[0]["exact"] == 1 and found[0]["kl"] == 0

@@ -129,3 +129,13 @@ def test_rewards_by_a_model_rise(tmp_path: pathlib.Path) -> None:
     # Rewards are clipped at 5. Ten rollouts of 32 problems, whose 8 answers each are counted as one.
     assert sum(last) / 10 - sum(first) / 10 > 5 * (2 * 4**2 / (10 * 32)) ** 0.5
     assert sum(row["actor/kl"] for row in found[-20::2]) / 10 < 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(5))
+def test_rewards_by_a_rule_rise_within_a_bound(tmp_path: pathlib.Path, seed: int) -> None:
+    run(ALONE, "--seed", str(seed), "--out", str(tmp_path), example=PPO.with_name("ppo_arithmetic.py"))
+    found = rows(tmp_path)[::2]
+    first, last = ([row["actor/reward"] for row in part] for part in (found[:10], found[-10:]))
+    assert sum(last) / 10 - sum(first) / 10 > 5 * (2 * 0.25 / (10 * 32)) ** 0.5
+    assert max(row["actor/divergence"] for row in found) < 0.4
