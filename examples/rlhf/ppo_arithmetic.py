@@ -93,7 +93,9 @@ def train(args, mesh, models, scored, say=None):
 
 def step_of(args, mesh, models):
     def rule(rate):
-        return sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(rate))
+        # Adam's first updates have the full rate for every weight, whatever the gradient; the critic knows nothing yet.
+        schedule = sf.optim.warmup_constant_schedule(0.0, rate, args.warmup)
+        return sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(schedule))
 
     only = {name: {other: other == name for other in models} for name in LEARNING}
     plain = {name: gpt.specs(CONFIG if name in ("actor", "reference") else VALUES) for name in models}
@@ -155,8 +157,9 @@ def values_of(params, rollout):
 
 def arguments(text):
     parser = options(text)
-    parser.set_defaults(beta=0.05)
-    parser.add_argument("--target", type=float, default=0.15, help="of the divergence of a token (%(default)s)")
+    parser.set_defaults(beta=0.2)
+    parser.add_argument("--warmup", type=int, default=20, help="updates until the full rate (%(default)s)")
+    parser.add_argument("--target", type=float, default=0.2, help="of the divergence of a token (%(default)s)")
     return parser
 
 

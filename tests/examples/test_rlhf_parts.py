@@ -35,7 +35,9 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def arguments(**changed: Any) -> argparse.Namespace:
     given = {"imitate": 2, "pairs": 2, "prompts": 1, "iterations": 1, "epochs": 2, "beta": 0.1, "lr": 3e-4}
-    return argparse.Namespace(**{**given, "target": 0.15, "zero": 0, "seed": 0, "every": 1, "out": "", **changed})
+    return argparse.Namespace(
+        **{**given, "target": 0.2, "warmup": 2, "zero": 0, "seed": 0, "every": 1, "out": "", **changed}
+    )
 
 
 def test_the_parts_run_in_one_process(parts: Any, tmp_path: pathlib.Path) -> None:
