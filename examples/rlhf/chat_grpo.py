@@ -1,4 +1,4 @@
-"""GRPO with a rule on the form of answers: one sentence, with a capital letter and a full stop, and no more.
+"""GRPO with a rule on the form of answers: a capital letter, one full stop at the end, and then nothing more.
 
     python examples/rlhf/chat.py models/smollm2
     python examples/rlhf/chat_grpo.py models/smollm2 --lora 8 --out run
@@ -27,7 +27,6 @@ QUESTIONS = [
     *(f"What is {a} plus {b}?" for a, b in ((3, 4), (2, 5), (6, 1), (7, 2))),
     *(f"Name a {kind}." for kind in ("colour", "river", "fruit", "planet", "metal", "bird")),
 ]
-FORM = re.compile(r"[A-Z][^.!?\n]*\.")
 
 
 def main():
@@ -69,8 +68,11 @@ def train(args, mesh, model, trained):
 
 
 def reward(model, prompt, answer):
+    """A third for each: a capital letter first, an end within the limit, and one sentence in one line before it."""
     ended = answer[-1:] == [model.end]
-    return float(ended and FORM.fullmatch(model.decode(answer[:-1])) is not None)
+    text = model.decode(answer[:-1] if ended else answer)
+    parts = text[:1].isupper(), ended, ended and re.fullmatch(r"[^.!?\n]+\.", text) is not None
+    return sum(parts) / len(parts)
 
 
 def loss(config, trained, beta, params, batch):

@@ -143,8 +143,8 @@ def test_a_run_learns_and_saves_a_model(
 def test_grpo_rewards_the_form_of_answers(parts: Any, files: pathlib.Path, tmp_path: pathlib.Path) -> None:
     script = importlib.import_module("chat_grpo")
     model = parts["chat"].load(str(files), sf.make_mesh(alone=True), exact=True)
-    for text, wanted in (("Yes.\0", 1), ("Yes.", 0), ("yes.\0", 0), ("Yes. No.\0", 0), ("Yes\0", 0), ("", 0)):
-        assert script.reward(model, CHAT, tokens(text)) == wanted, text
+    for text, parts_of_three in (("Yes.\0", 3), ("Yes.", 1), ("yes.\0", 2), ("Yes. No.\0", 2), ("Yes\0", 2), ("", 0)):
+        assert script.reward(model, CHAT, tokens(text)) == parts_of_three / 3, text
     args = argparse.Namespace(
         lora=0, iterations=1, epochs=2, prompts=2, answers=2, tokens=4, beta=0.1, lr=1e-3, zero=0, seed=0
     )
