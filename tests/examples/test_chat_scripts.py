@@ -13,7 +13,8 @@ import torch
 import shardfn as sf
 from shardfn.checkpoint import steps
 from shardfn.models import gpt
-from tests.examples.test_grpo_arithmetic import EXAMPLE, rows
+from tests.cli.test_generate import smol_python as smol_python  # a fixture
+from tests.examples.test_grpo_arithmetic import EXAMPLE, rows, run
 
 SFT, DPO = (EXAMPLE.with_name(f"chat_{name}.py") for name in ("sft", "dpo"))
 CONFIG = gpt.Config.llama_like(vocab_size=256, num_layers=1, d_model=32, num_heads=2, d_ff=64, max_len=64)
@@ -152,3 +153,14 @@ def test_grpo_rewards_the_form_of_answers(parts: Any, files: pathlib.Path, tmp_p
     script.train(args, sf.make_mesh(alone=True), model, parts["chat_dpo"].WithReference(model, 0, 0))
     found = rows(tmp_path)
     assert [row["step"] for row in found] == [1, 2] and found[0]["exact"] == 1 and found[0]["kl"] == 0
+
+
+@pytest.mark.nightly
+def test_the_form_of_answers_of_smollm2_improves(smol_python: str, tmp_path: pathlib.Path) -> None:
+    run([smol_python], str(tmp_path / "model"), example=SFT.with_name("chat.py"))
+    options = "--lora", "8", "--iterations", "8", "--prompts", "4", "--out", str(tmp_path / "run")
+    run([smol_python], str(tmp_path / "model"), *options, example=SFT.with_name("chat_grpo.py"))
+    found = rows(tmp_path / "run")  # four iterations have all questions once
+    first, last = (sum(row["reward"] for row in part) / 4 for part in (found[:4], found[4:]))
+    assert last > first + 0.1
+    assert max(row["kl"] for row in found) < 1
