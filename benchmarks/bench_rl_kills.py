@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/bench_rl_kills.py --out benchmarks/results/rl_kills_CPU_YYYYMM.md
 
-The run is examples/rlhf/ppo_arithmetic.py, which makes its first weights by imitation, and saves the state, the rollout
-and beta after each update. Runs are forks of this process, so that packages are imported once. An instant is drawn
-uniformly from the duration of a whole run; the fork gets SIGKILL, and another one goes on in its directory. Equal are
-all rows of metrics.jsonl, and all leaves of the last checkpoint. A run that had ended is not counted.
+The run is examples/rlhf/ppo_arithmetic.py, from weights that imitation has made before. It saves the state, the rollout
+and beta after each update. Runs are forks of this process, so that packages are imported once. For each kill a number
+of updates and a part of the time of the next one are drawn; then the fork gets SIGKILL, and another one goes on in its
+directory. Equal are all rows of metrics.jsonl, and all leaves of the last checkpoint. A run that had ended before its
+kill does not count.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -41,20 +43,24 @@ def main() -> None:
     __import__("ppo_arithmetic")
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(args.folder or temporary)
-        seconds = _until_its_end(args.options, folder / "whole")
-        rows: list[list[Any]] = []
+        whole, rows = folder / "whole", list[list[Any]]()
+        first, last, updates = _times(args.options, whole)
         draw, started = random.Random(args.seed), 0
         while len(rows) < args.kills:
             started += 1
-            place, instant = folder / f"run{started}", draw.random() * seconds
-            row = _killed(args.options, place, instant)
-            if row is not None:
-                _until_its_end(args.options, place)
-                rows.append([len(rows) + 1, f"{instant:.2f}", *row, *_equal(place, folder / "whole")])
-                print(rows[-1], flush=True)
-    whole = sum(row[-1] == row[-2] == "equal" for row in rows)
-    head = ["kill", "after, s", "part", "updates saved", "metrics", "checkpoint"]
-    text = f"`{args.options}`; a whole run takes {seconds:.1f} s. {whole} of {len(rows)} continuations are equal."
+            place = folder / f"run{started}"
+            shutil.copytree(whole / "sft", place / "sft")
+            after, part = draw.randrange(updates), draw.random()
+            delay = part * ((last - first) / max(updates - 1, 1) if after else first)
+            saved = _killed(args.options, place, after, delay)
+            if saved is None:
+                continue
+            _until_its_end(args.options, place)
+            rows.append([len(rows) + 1, after, f"{delay:.2f}", saved, *_equal(place, whole)])
+            print(rows[-1], flush=True)
+    equal = sum(row[-1] == row[-2] == "equal" for row in rows)
+    head = ["kill", "after update", "and seconds", "newest save", "metrics", "checkpoint"]
+    text = f"`{args.options}`, {updates} updates in {last:.1f} s. {equal} of {len(rows)} continuations are equal."
     publish("PPO, killed at random instants", f"{text}\n\n{table(head, rows)}", out=args.out)
 
 
@@ -86,17 +92,34 @@ def _until_its_end(options: str, folder: pathlib.Path) -> float:
     return time.monotonic() - begin
 
 
-def _killed(options: str, folder: pathlib.Path, instant: float) -> list[Any] | None:
-    """The part of the run, and the updates saved, at the kill; None if the run had ended."""
-    pid = _start(options, folder)
-    time.sleep(instant)
-    ended, _ = os.waitpid(pid, os.WNOHANG)
-    if ended:
-        return None
-    os.killpg(pid, signal.SIGKILL)
+def _times(options: str, folder: pathlib.Path) -> tuple[float, float, int]:
+    """The seconds of the first save and of the end of a run from weights of imitation, and its number of updates."""
+    _until_its_end(options, folder)
+    shutil.rmtree(folder / "ppo")
+    begin, pid = time.monotonic(), _start(options, folder)
+    _saved(folder, 1)
+    first = time.monotonic() - begin
     os.waitpid(pid, 0)
-    saved = steps(folder / "ppo")[-1:] if (folder / "ppo").exists() else []
-    return ["PPO" if saved else "before the first save", saved[0] if saved else 0]
+    return first, time.monotonic() - begin, steps(folder / "ppo")[-1]
+
+
+def _saved(folder: pathlib.Path, least: int) -> int:
+    """The number of the newest checkpoint, when that is at least `least`."""
+    while True:
+        newest = steps(folder / "ppo")[-1:] if (folder / "ppo").exists() else []
+        if (newest or [0])[0] >= least:
+            return (newest or [0])[0]
+        time.sleep(0.005)
+
+
+def _killed(options: str, folder: pathlib.Path, after: int, delay: float) -> int | None:
+    """The newest checkpoint of a run that is killed some time after one of its updates; None if it had ended."""
+    pid = _start(options, folder)
+    _saved(folder, after)
+    time.sleep(delay)
+    os.killpg(pid, signal.SIGKILL)  # it has not been waited for, so the id is its own
+    _, status = os.waitpid(pid, 0)
+    return _saved(folder, 0) if os.WIFSIGNALED(status) else None
 
 
 def _equal(one: pathlib.Path, other: pathlib.Path) -> tuple[str, str]:
