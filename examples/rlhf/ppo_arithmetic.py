@@ -1,102 +1,166 @@
-"""The task of grpo_arithmetic.py by PPO: an actor, a critic and a reference, branches of one state.
+"""The task of grpo_arithmetic.py by PPO, with rewards by a rule: an actor, a critic and a reference in one state.
 
-    python examples/rlhf/ppo_arithmetic.py
-    torchrun --nproc-per-node 2 examples/rlhf/ppo_arithmetic.py --zero 3
+    python examples/rlhf/ppo_arithmetic.py --out run
+    torchrun --nproc-per-node 2 examples/rlhf/ppo_arithmetic.py --out run --zero 3
 
-Each token has a reward: a divergence from the reference, and at the answer's end its score. The critic learns their
-sums. Actor and critic are losses of one step, each with an optimizer and a norm to clip of its own.
+Each token has a reward: minus its divergence from the reference, times beta, and at the answer's end its score. The
+critic learns their sums. Actor and critic are losses of one step, each with an optimizer and a norm to clip of its own;
+the reference is stored in host memory. Beta follows the divergence, so that it stays near --target. With --out the run
+resumes anywhere, bit for bit.
 """
 
 import dataclasses
 import functools
 
+import sft
 import torch
 import torch.distributed as dist
-from grpo_arithmetic import CONFIG, LENGTH, SAMPLING, accuracy, encode, imitate, options, order, reward
+from grpo_arithmetic import CONFIG, LENGTH, SAMPLING, WIDTH, accuracy, encode, options, order, reward
 
 import shardfn as sf
 from shardfn import rl
 from shardfn.inference import Engine, decoder, limits_of
 from shardfn.models import gpt
 
-CRITIC = dataclasses.replace(CONFIG, tie_embeddings=False)  # its first logit is the value
+VALUES = dataclasses.replace(CONFIG, tie_embeddings=False)  # its first logit is the value
+LEARNING = "actor", "critic"
+SHOWN = "actor/reward", "actor/divergence", "actor/exact", "actor/length", "actor/entropy", "critic/loss"
 
 
 def main():
-    args = options(__doc__).parse_args()
-    mesh = sf.make_mesh({"dp": -1})
-    how = {"mesh": mesh, "zero": sf.Zero(stage=args.zero, persist_elements=0)}
-
-    def rule(rate):
-        return sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(rate))
-
-    only = {name: {other: other == name for other in ("actor", "critic", "reference")} for name in ("actor", "critic")}
-    step = sf.sharded_step(
-        {"actor": sf.Objective(of_actor, only["actor"]), "critic": sf.Objective(of_critic, only["critic"])},
-        sf.optim.multi_transform(
-            {"actor": rule(args.lr), "critic": rule(2 * args.lr)},
-            {"actor": "actor", "critic": "critic", "reference": "actor"},
-        ),
-        trainable={"actor": True, "critic": True, "reference": False},
-        has_aux=True,
-        **how,
-    )
-    actor = imitate(gpt.init(CONFIG, sf.key(args.seed)), args, **how)
-    critic = gpt.init(CRITIC, sf.key(args.seed + 3))
-    state = step.init({"actor": actor, "critic": critic, "reference": sf.tree_map(torch.clone, actor)})
-
-    model, problems = decoder(CONFIG), step.rows(args.prompts)
-    limits = limits_of(model, running=64, buckets=(64, 256))
-    engine = Engine(model, sf.unshard(state.params["actor"]), mesh=sf.make_mesh(alone=True), limits=limits)
-    say = functools.partial(print, flush=True) if mesh.rank == 0 else lambda *_: None
-    say(f"right before: {accuracy(engine):.0%}")
-    for n in range(args.iterations):
-        engine.update_weights(sf.unshard(state.params["actor"]))
-        asked = [encode(f"{a}+{b}=") for a, b in order(args.seed, n, args.prompts)[problems]]
-        key = sf.fold_in(sf.key(args.seed + 1), n)
-        rollout = rl.sample(engine, asked, SAMPLING, key=key, start=problems.start, length=LENGTH)
-        rollout = rl.score(reward, rollout, seconds=5.0).rollout
-        values, reference = step.apply(before, state, rollout)
-        rewards = rl.kl_rewards(rollout.logprobs, reference, rollout.rewards, rollout.lengths, beta=args.beta)
-        advantages, returns = rl.gae(rewards, values, rollout.lengths)
-        parts = {"advantages": advantages, "values": values, "returns": returns}
-        batch = {"rollout": rollout, "reference": reference} | parts
-        for epoch in range(args.epochs):
-            state, metrics = step(state, {"actor": batch, "critic": batch})
-            if epoch == 0 and n % args.every == 0:
-                shown = ("actor/reward", "actor/kl", "actor/exact", "critic/loss")
-                say(f"iteration {n}: " + ", ".join(f"{name} {float(metrics[name]):.3f}" for name in shown))
-    engine.update_weights(sf.unshard(state.params["actor"]))
-    say(f"right after: {accuracy(engine):.0%}")
+    args = arguments(__doc__).parse_args()
+    with sf.make_mesh({"dp": -1}) as mesh:
+        models = {"actor": sft.train(args, mesh), "critic": gpt.init(VALUES, sf.key(args.seed + 3))}
+        train(args, mesh, models, by_rule)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def logprobs_of(params, rollout):
-    where = rollout.prompts, rollout.lengths, rollout.width
-    return rl.answer_logprobs(gpt.apply(CONFIG, params, rollout.ids), rollout.ids, *where)
+def by_rule(step, state, rollout):
+    return rl.score(reward, rollout, seconds=5.0).rollout
 
 
-def values_of(params, rollout):
-    ids = rollout.ids
-    return rl.answer_values(gpt.apply(CRITIC, params, ids)[..., 0], rollout.prompts, rollout.lengths, rollout.width)
+def train(args, mesh, models, scored, say=None):
+    """PPO from an actor, a critic and other models that do not learn.
+
+    `scored(step, state, rollout)` is the rollout with its rewards.
+    """
+    say = say or (functools.partial(print, flush=True) if mesh.rank == 0 else lambda *_: None)
+    models = models | {"reference": sf.tree_map(torch.clone, models["actor"])}
+    step = step_of(args, mesh, models)
+    state, beta, done = step.init(models), args.beta, 0
+    rows, problems = step.rows(args.prompts * SAMPLING.n), step.rows(args.prompts)
+    buffer = learnt_from(rl.empty_rollout(rows.stop - rows.start, LENGTH, WIDTH))
+    checkpoints = args.out and sf.checkpoint.Manager(f"{args.out}/ppo", mesh=mesh)
+    if checkpoints and checkpoints.steps():
+        restored = checkpoints.restore({"state": state, "batch": rl.as_global(buffer, mesh, "dp")})
+        state, buffer = restored.tree["state"], sf.collectives.local(restored.tree["batch"])
+        done, beta = restored.user["done"], restored.user["beta"]
+
+    model = decoder(CONFIG)
+    limits = limits_of(model, running=64, buckets=(64, 256))
+    engine = Engine(model, sf.unshard(state.params["actor"]), mesh=sf.make_mesh(alone=True), limits=limits)
+    say(f"right before: {accuracy(engine):.0%}")
+    logger = args.out and sf.metrics.Logger(args.out, mesh, start=done)
+    since = -(-done // args.epochs)  # rollouts, and so versions of the weights, before this process
+    for n in range(done, args.iterations * args.epochs):
+        iteration, epoch = divmod(n, args.epochs)
+        if epoch == 0:
+            version = since + engine.update_weights(sf.unshard(state.params["actor"]))
+            asked = [encode(f"{a}+{b}=") for a, b in order(args.seed, iteration, args.prompts)[problems]]
+            key = sf.fold_in(sf.key(args.seed + 1), iteration)
+            drawn = {"key": key, "start": problems.start, "length": LENGTH, "since": since}
+            rollout = rl.sample(engine, asked, SAMPLING, **drawn)
+            rl.check_versions(rollout, version)
+            rollout = scored(step, state, rollout)
+            buffer = learnt_from(rollout, *step.apply(before, state, rollout), beta=beta)
+        state, metrics = step(state, {"actor": buffer, "critic": buffer})
+        if epoch == 0:  # the weights that have drawn: later epochs have others
+            if iteration % args.every == 0:
+                say(f"iteration {iteration}: " + ", ".join(f"{name} {float(metrics[name]):.3f}" for name in SHOWN))
+            # Not below --beta: one that has shrunk for long is late when the divergence grows.
+            beta = max(rl.follow_divergence(beta, float(metrics["actor/divergence"]), args.target, rate=0.5), args.beta)
+        if logger:
+            logger.write(n + 1, metrics, {"beta": beta})
+            tree = {"state": state, "batch": rl.as_global(buffer, mesh, "dp")}
+            checkpoints.save(tree, n + 1, user={"done": n + 1, "beta": beta})
+    engine.update_weights(sf.unshard(state.params["actor"]))
+    say(f"right after: {accuracy(engine):.0%}")
+    for one in (logger, checkpoints):
+        if one:
+            one.close()
+
+
+def step_of(args, mesh, models):
+    def rule(rate):
+        # Adam's first updates have the full rate for every weight, whatever the gradient; the critic knows nothing yet.
+        schedule = sf.optim.warmup_constant_schedule(0.0, rate, args.warmup)
+        return sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(schedule))
+
+    only = {name: {other: other == name for other in models} for name in LEARNING}
+    plain = {name: gpt.specs(CONFIG if name in ("actor", "reference") else VALUES) for name in models}
+    on_host = sf.tree_map(lambda spec: sf.Sharding(spec, memory_kind="host"), plain["reference"])
+    return sf.sharded_step(
+        {"actor": sf.Objective(of_actor, only["actor"]), "critic": sf.Objective(of_critic, only["critic"])},
+        sf.optim.multi_transform(
+            {"actor": rule(args.lr), "critic": rule(2 * args.lr)},
+            {name: "critic" if name == "critic" else "actor" for name in models},
+        ),
+        trainable={name: name in LEARNING for name in models},
+        specs=plain | {"reference": on_host},
+        mesh=mesh,
+        zero=sf.Zero(stage=args.zero, persist_elements=0),
+        has_aux=True,
+    )
 
 
 def before(params, rollout):
-    return values_of(params["critic"], rollout), logprobs_of(params["reference"], rollout)
+    """For each token the critic's value, the reference's log probability, and the divergence from the reference."""
+    logits, reference = (gpt.apply(CONFIG, params[name], rollout.ids) for name in ("actor", "reference"))
+    where = rollout.prompts, rollout.lengths, rollout.width
+    divergences = rl.answer_divergences(logits, reference, *where)
+    return values_of(params["critic"], rollout), rl.answer_logprobs(reference, rollout.ids, *where), divergences
+
+
+def learnt_from(rollout, values=None, reference=None, divergences=None, beta=0.0):
+    """A rollout with the values of its losses; without values, the form to restore one into."""
+    found = values, reference, divergences
+    values, reference, divergences = (torch.zeros_like(rollout.logprobs) if x is None else x for x in found)
+    rewards = rl.kl_rewards(rollout.logprobs, reference, rollout.rewards, rollout.lengths, beta=beta)
+    advantages, returns = rl.gae(rewards, values, rollout.lengths)
+    of_tokens = {"reference": reference, "values": values, "divergences": divergences}
+    return {"rollout": rollout, "advantages": advantages, "returns": returns, **of_tokens}
 
 
 def of_actor(params, batch):
     rollout = batch["rollout"]
-    logprobs = logprobs_of(params["actor"], rollout)
+    where = rollout.prompts, rollout.lengths, rollout.width
+    logits = gpt.apply(CONFIG, params["actor"], rollout.ids)
+    logprobs = rl.answer_logprobs(logits, rollout.ids, *where)
     drawn = rollout.logprobs, rollout.lengths
     metrics = rl.policy_metrics(logprobs, *drawn, reference_BT=batch["reference"]) | rl.rollout_metrics(rollout)
+    metrics["divergence"] = rl.token_mean(batch["divergences"], rollout.lengths)
+    with torch.no_grad():
+        metrics["entropy"] = rl.token_mean(rl.answer_entropies(logits, *where), rollout.lengths)
     return rl.ppo_policy(logprobs, rollout.logprobs, batch["advantages"], rollout.lengths), metrics
 
 
 def of_critic(params, batch):
     values = values_of(params["critic"], batch["rollout"])
     return rl.ppo_value(values, batch["values"], batch["returns"], batch["rollout"].lengths), {}
+
+
+def values_of(params, rollout):
+    values = gpt.apply(VALUES, params, rollout.ids)[..., 0]
+    return rl.answer_values(values, rollout.prompts, rollout.lengths, rollout.width)
+
+
+def arguments(text):
+    parser = options(text)
+    parser.set_defaults(beta=0.2)
+    parser.add_argument("--warmup", type=int, default=20, help="updates until the full rate (%(default)s)")
+    parser.add_argument("--target", type=float, default=0.2, help="of the divergence of a token (%(default)s)")
+    return parser
 
 
 if __name__ == "__main__":

@@ -6,18 +6,16 @@ It begins with the weights of sft.py. Its value at an answer's last token is the
 wrong answer is another sum, or the right one without its end. The weights are saved in run/reward.
 """
 
-import dataclasses
-
 import sft
 import torch
 import torch.distributed as dist
-from grpo_arithmetic import CONFIG, LENGTH, encode, options, order
+from grpo_arithmetic import LENGTH, encode, order
+from ppo_arithmetic import VALUES
+from ppo_arithmetic import arguments as arguments_of_ppo
 
 import shardfn as sf
 from shardfn import rl
 from shardfn.models import gpt
-
-VALUES = dataclasses.replace(CONFIG, tie_embeddings=False)  # its first logit is the value
 
 
 def train(args, mesh, params):
@@ -71,7 +69,7 @@ def as_rows(lines):
 
 
 def arguments(text):
-    parser = options(text)
+    parser = arguments_of_ppo(text)
     parser.add_argument("--pairs", type=int, default=400, help="steps of the model of rewards (%(default)s)")
     return parser.parse_args()
 

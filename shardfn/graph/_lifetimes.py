@@ -4,7 +4,7 @@ A value dies after its last use, and memory after the last value that shows it. 
 constants to the graph: they live throughout; outputs live to the end. A transfer holds its operands until its wait, and
 memory of its own:
 
-    all_gather    the result, from start to its last use; the own block until the channel's next gather
+    all_gather    the result, from start to its last use
     psum_scatter  the blocks that arrive, (ranks - 1) of them on the first and the last rank; for two ranks they become
                   the result, else the result is added at the wait
     psum          a packed copy of its parts, which becomes the result
@@ -12,7 +12,6 @@ memory of its own:
 A token counts as the bytes on disk that it names.
 """
 
-import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
@@ -63,7 +62,6 @@ def blocks_of(gm: GraphModule, sent: Sequence[Transfer]) -> list[Block]:
         if move.wait is not None:
             if move.node.target is torch.ops.shardfn.psum_scatter_start.default:
                 hidden += _arriving(move, at, blocks)
-    _hold_sent(sent, at, blocks, len(nodes) - 1)
     out = [*blocks.values(), *hidden]
     return sorted((b for b in out if b.nbytes), key=lambda b: b.born)
 
@@ -94,24 +92,6 @@ def _hold_operands(move: Transfer | MemoryMove, at: Mapping[Node, int], blocks: 
         for tensor in tensors_of(node):
             block = blocks[storage_of(tensor)]
             block.dies = max(block.dies, at[move.wait])
-
-
-def _hold_sent(moves: Sequence[Transfer], at: Mapping[Node, int], blocks: Mapping[int, Block], end: int) -> None:
-    """The own block of a gather, which is freed when the channel next gathers after its wait, or when the step ends."""
-    waiting: dict[str, collections.deque[tuple[int, Block]]] = collections.defaultdict(collections.deque)
-    for move in moves:
-        if not move.channel.startswith("gather") or move.num_ranks == 1 or move.wait is None:
-            continue
-        line = waiting[move.channel]
-        while line and line[0][0] < at[move.node]:
-            block = line.popleft()[1]
-            block.dies = max(block.dies, at[move.node] - 1)
-        into = move.node.target is torch.ops.shardfn.all_gather_into_start.default
-        own = tensors_of(move.node.all_input_nodes[1 if into else 0])[0]
-        line.append((at[move.wait], blocks[storage_of(own)]))
-    for line in waiting.values():
-        for _, block in line:
-            block.dies = end
 
 
 def _arriving(move: Transfer, at: Mapping[Node, int], blocks: Mapping[int, Block]) -> list[Block]:

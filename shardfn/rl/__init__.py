@@ -6,8 +6,8 @@ microbatches has the gradient of the whole batch.
 
 from ._answers import answer_mask as answer_mask, token_mean as token_mean, row_mean as row_mean
 from ._answers import answer_logprobs as answer_logprobs, answer_entropies as answer_entropies
-from ._answers import answer_values as answer_values
-from ._kl import kl as kl
+from ._answers import answer_values as answer_values, answer_divergences as answer_divergences
+from ._kl import kl as kl, follow_divergence as follow_divergence
 from ._rewards import kl_rewards as kl_rewards, last_values as last_values, pairwise as pairwise
 from ._advantages import gae as gae, group_advantages as group_advantages
 from ._policy import ppo_policy as ppo_policy, ppo_value as ppo_value, grpo as grpo, rloo as rloo

@@ -160,6 +160,49 @@ def answer_entropies(
     return masked(entropies_BT, answer_mask(lengths_B, width))
 
 
+def answer_divergences(
+    logits_BLV: Float[Tensor, "b l v"],
+    reference_BLV: Float[Tensor, "b l v"],
+    prompts_B: Int[Tensor, " b"],
+    lengths_B: Int[Tensor, " b"],
+    width: int,
+) -> Float[Tensor, "b t"]:
+    """KL(pi, ref) at each token of the answers: the sum over the vocabulary, which `kl` estimates by the token drawn.
+
+    A single improbable token makes k3 as large as ref / pi, and its mean over a rollout with it. This sum has the same
+    mean over draws and no such tail, so take it to watch or to bound a divergence.
+
+    Args:
+        logits_BLV: of the policy, as of `answer_logprobs`.
+        reference_BLV: of the reference.
+        prompts_B: tokens of each prompt, at least 1.
+        lengths_B: tokens of each answer.
+        width: T.
+
+    Returns:
+        [B, T]; 0 from each answer's end on.
+
+    Raises:
+        ValueError: shapes do not fit, or an answer does not lie in its row.
+
+    Example:
+        >>> one, even = torch.tensor([1]), torch.zeros(1, 3, 2)
+        >>> answer_divergences(even + torch.tensor([0.0, 1.0]), even, one, one, 2)
+        tensor([[0.1109, 0.0000]])
+
+    References:
+        Amini et al., Better Estimation of the KL Divergence Between Language Models, 2025,
+        https://arxiv.org/abs/2504.10637
+    """
+    check_shapes("answer_divergences", logits_BLV=logits_BLV, reference_BLV=reference_BLV)
+    check_shapes("answer_divergences", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B)
+    check_places("answer_divergences", prompts_B, lengths_B, width, logits_BLV.shape[1])
+    places_BT = _places(prompts_B, width, logits_BLV.shape[1])
+    p_BTV, q_BTV = (_rows(x_BLV, places_BT).log_softmax(-1) for x_BLV in (logits_BLV, reference_BLV))
+    logs_BTV = torch.where(p_BTV.isneginf(), 0.0, p_BTV - q_BTV)  # a token that is excluded counts 0
+    return masked((p_BTV.exp() * logs_BTV).sum(-1), answer_mask(lengths_B, width))
+
+
 def _places(prompts_B: Tensor, width: int, length: int) -> Tensor:
     """The position before each token of the answers; that of padding is any."""
     places_BT = prompts_B[:, None] - 1 + torch.arange(width, device=prompts_B.device)

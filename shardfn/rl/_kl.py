@@ -5,6 +5,7 @@ x = log ref - log pi, of tokens that pi has drawn.
 Schulman, Approximating KL Divergence, 2020, http://joschu.net/blog/kl-approx.html
 """
 
+import math
 from typing import Literal
 
 from jaxtyping import Float
@@ -24,8 +25,9 @@ def kl(
     | k2 | x^2 / 2 | neither divergence | that of KL(pi, ref) |
     | k3 | e^x - 1 - x | KL(pi, ref) | that of KL(ref, pi) |
 
-    The means are over tokens that pi draws itself. Tokens of an older policy need the ratio of both as a weight. In a
-    reward, where only the value counts, take k1 or k3; in a loss k2 or k3.
+    The means are over tokens that pi draws itself. Tokens of an older policy need the ratio of both as a weight: with
+    its gradient, too, k1 and k3 have the mean gradient of KL(pi, ref) (`grpo(corrected=True)`). In a reward, where only
+    the value counts, take k1 or k3; in a loss without ratios k2 or k3.
 
     Args:
         logprobs: of the policy.
@@ -49,3 +51,38 @@ def kl(
         case "k3":
             return x.expm1() - x
     raise ValueError(f'estimator is {estimator!r}; it must be "k1", "k2" or "k3".')
+
+
+def follow_divergence(beta: float, divergence: float, target: float, *, rate: float = 0.1, most: float = 0.2) -> float:
+    """The weight of the divergence in the next iteration: beta (1 + rate clip(divergence / target - 1, -most, most)).
+
+    A fixed beta bounds no divergence: it is too weak for one seed and too strong for the next. With this rule beta
+    grows while the divergence is above its target, by up to `rate * most` an iteration, and shrinks below it. It is a
+    part of the state of a run: save it with the checkpoint.
+
+    Args:
+        beta: of this iteration, above 0.
+        divergence: of this iteration, the same on all ranks, such as the mean of `answer_divergences`.
+        target: of the divergence, above 0.
+        rate: the paper's suits thousands of iterations; runs of a hundred take more.
+        most: of the relative error.
+
+    Raises:
+        ValueError: a number is not above 0 and finite.
+
+    Example:
+        >>> follow_divergence(0.5, 0.3, 0.1), follow_divergence(0.5, 0.1, 0.1), follow_divergence(0.5, 0.0, 0.1)
+        (0.51, 0.5, 0.49)
+
+    References:
+        Ziegler et al., Fine-Tuning Language Models from Human Preferences, 2019, https://arxiv.org/abs/1909.08593
+    """
+    for name, value in (("beta", beta), ("target", target), ("rate", rate), ("most", most)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"follow_divergence: {name} is {value}; it must be above 0 and finite, such as 0.1.")
+    if not math.isfinite(divergence):
+        raise ValueError(
+            f"follow_divergence: divergence is {divergence}, of a target of {target}; it must be finite: look at the"
+            " parameters of the iteration before."
+        )
+    return beta * (1 + rate * min(max(divergence / target - 1, -most), most))

@@ -101,6 +101,7 @@ def grpo(
     reference_BT: Float[Tensor, "b t"] | None = None,
     beta: float = 0.0,
     estimator: Estimator = "k3",
+    corrected: bool = False,
 ) -> WeightedMean:
     """The loss of answers whose tokens share an advantage.
 
@@ -130,10 +131,13 @@ def grpo(
         reference_BT: log probabilities of the reference.
         beta: weight of `kl(logprobs, reference)`.
         estimator: of the divergence.
+        corrected: whether the divergence of a token has its ratio as a weight, with the ratio's gradient. Then k1 and
+            k3 have the mean gradient of KL(pi, ref) in every epoch; without it a token that has become improbable since
+            its draw has a k3 of ref / pi.
 
     Raises:
         ValueError: shapes do not fit; a choice is unknown; `constant` is missing, or without effect; `beta` without a
-            reference, or a reference without `beta`.
+            reference, or a reference without `beta`; `corrected` without one.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -146,8 +150,13 @@ def grpo(
         Liu et al., Understanding R1-Zero-Like Training, 2025, https://arxiv.org/abs/2503.20783
         Zheng et al., Group Sequence Policy Optimization, 2025, https://arxiv.org/abs/2507.18071
         MiniMax, MiniMax-M1, 2025, https://arxiv.org/abs/2506.13585
+        DeepSeek-AI, DeepSeek-V3.2, 2025, section 3.1 (`corrected`), https://arxiv.org/abs/2512.02556
     """
     _check_choices(normalise, constant, ratio, objective, reference_BT, beta)
+    if corrected and reference_BT is None:
+        raise ValueError(
+            "grpo: corrected is True without a reference, so it has no effect; pass reference_BT and beta."
+        )
     tensors = {"old_BT": old_BT, "advantages_B": advantages_B, "lengths_B": lengths_B, "reference_BT": reference_BT}
     check_shapes("grpo", logprobs_BT=logprobs_BT, **tensors)
     mask_BT = answer_mask(lengths_B, logprobs_BT.shape[1])
@@ -164,7 +173,9 @@ def grpo(
             * masked(logprobs_BT, mask_BT)
         )
     if reference_BT is not None:
-        loss_BT = loss_BT + beta * kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT), estimator=estimator)
+        kl_BT = kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT), estimator=estimator)
+        weight_BT = masked(logprobs_BT - old_BT, mask_BT).exp() if corrected else 1.0
+        loss_BT = loss_BT + beta * weight_BT * kl_BT
     return _normalised(loss_BT, lengths_B, normalise, constant)
 
 
@@ -222,7 +233,8 @@ def policy_metrics(
 
     Returns:
         "ratio"; "exact", the part of ratios that are 1 to the last bit; "clipped", the part outside of the clip;
-        "length", the mean over answers; and with a reference "kl", by k3.
+        "length", the mean over answers; and with a reference "kl", by k3 with ratios as weights: the divergence of the
+        policy that learns, though an older one has drawn the tokens.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -233,7 +245,7 @@ def policy_metrics(
     rho_BT = masked(logprobs_BT - old_BT, mask_BT).exp()
     rows = {"ratio": rho_BT, "exact": rho_BT == 1, "clipped": rho_BT != _clipped(rho_BT, clip)}
     if reference_BT is not None:
-        rows["kl"] = kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT))
+        rows["kl"] = rho_BT * kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT))
     found = {name: token_mean(x.to(rho_BT.dtype), lengths_B) for name, x in rows.items()}
     return found | {"length": row_mean(lengths_B.to(rho_BT.dtype))}
 

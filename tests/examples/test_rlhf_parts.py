@@ -27,15 +27,17 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modules of the examples, in this process."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(PPO.parent))
-    yield {name: importlib.import_module(name) for name in ("sft", "reward_model", "ppo")}
+    yield {name: importlib.import_module(name) for name in ("sft", "reward_model", "ppo_arithmetic", "ppo")}
     for name in ("sft", "reward_model", "ppo", "ppo_arithmetic", "grpo_arithmetic"):
         if name not in before:
             del sys.modules[name]
 
 
 def arguments(**changed: Any) -> argparse.Namespace:
-    given = {"imitate": 2, "pairs": 2, "prompts": 1, "iterations": 1, "epochs": 2, "beta": 0.01, "lr": 3e-4}
-    return argparse.Namespace(**{**given, "zero": 0, "seed": 0, "every": 1, "out": "", **changed})
+    given = {"imitate": 2, "pairs": 2, "prompts": 1, "iterations": 1, "epochs": 2, "beta": 0.1, "lr": 3e-4}
+    return argparse.Namespace(
+        **{**given, "target": 0.2, "warmup": 2, "zero": 0, "seed": 0, "every": 1, "out": "", **changed}
+    )
 
 
 def test_the_parts_run_in_one_process(parts: Any, tmp_path: pathlib.Path) -> None:
@@ -46,16 +48,26 @@ def test_the_parts_run_in_one_process(parts: Any, tmp_path: pathlib.Path) -> Non
     again = parts["sft"].train(args, mesh), parts["reward_model"].train(args, mesh, actor)[0]
     for x, y in zip(sf.tree_leaves((actor, reward)), sf.tree_leaves(again), strict=True):
         assert torch.equal(x, y)  # read, not learnt again
-    parts["ppo"].train(args, mesh, actor, reward, lines.append)
-    assert rows(tmp_path)[0]["actor/exact"] == 1 and steps(tmp_path / "ppo") == [1, 2]
+    models = {"actor": actor, "critic": sf.tree_map(torch.clone, reward), "reward": reward}
+    parts["ppo"].train(args, mesh, models, parts["ppo"].by_model, lines.append)
+    assert (
+        rows(tmp_path)[0]["actor/exact"] == 1 and rows(tmp_path)[1]["beta"] >= 0.1 and steps(tmp_path / "ppo") == [1, 2]
+    )
     assert lines[1].startswith("iteration 0: actor/reward")
 
 
+def test_rewards_by_a_rule(parts: Any, tmp_path: pathlib.Path) -> None:
+    loop, mesh, lines = parts["ppo_arithmetic"], sf.make_mesh(alone=True), []
+    models = {"actor": parts["sft"].train(arguments(), mesh), "critic": sf.models.gpt.init(loop.VALUES, sf.key(3))}
+    loop.train(arguments(out=str(tmp_path)), mesh, models, loop.by_rule, lines.append)
+    assert rows(tmp_path)[0]["actor/exact"] == 1 and 0 <= rows(tmp_path)[0]["actor/reward"] <= 1
+
+
 def test_the_reference_is_on_the_host_and_frozen(parts: Any) -> None:
-    ppo, mesh = parts["ppo"], sf.make_mesh(alone=True)
-    step = ppo.step_of(arguments(zero=3), mesh)
-    actor, values = (sf.models.gpt.init(c, sf.key(0)) for c in (ppo.CONFIG, parts["reward_model"].VALUES))
+    loop, mesh = parts["ppo_arithmetic"], sf.make_mesh(alone=True)
+    actor, values = (sf.models.gpt.init(c, sf.key(0)) for c in (loop.CONFIG, loop.VALUES))
     branches = {"actor": actor, "critic": values, "reference": actor, "reward": values}
+    step = loop.step_of(arguments(zero=3), mesh, branches)
     state = step.init({name: sf.tree_map(torch.clone, x) for name, x in branches.items()})
     kinds = {name: {x.memory_kind for x in sf.tree_leaves(x)} for name, x in state.params.items()}
     assert kinds == {name: {"host" if name == "reference" else "device"} for name in branches}
@@ -119,3 +131,13 @@ def test_rewards_by_a_model_rise(tmp_path: pathlib.Path) -> None:
     # Rewards are clipped at 5. Ten rollouts of 32 problems, whose 8 answers each are counted as one.
     assert sum(last) / 10 - sum(first) / 10 > 5 * (2 * 4**2 / (10 * 32)) ** 0.5
     assert sum(row["actor/kl"] for row in found[-20::2]) / 10 < 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(5))
+def test_rewards_by_a_rule_rise_within_a_bound(tmp_path: pathlib.Path, seed: int) -> None:
+    run(ALONE, "--seed", str(seed), "--out", str(tmp_path), example=PPO.with_name("ppo_arithmetic.py"))
+    found = rows(tmp_path)[::2]
+    first, last = ([row["actor/reward"] for row in part] for part in (found[:10], found[-10:]))
+    assert sum(last) / 10 - sum(first) / 10 > 5 * (2 * 0.25 / (10 * 32)) ** 0.5
+    assert max(row["actor/divergence"] for row in found) < 0.4

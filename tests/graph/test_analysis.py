@@ -198,7 +198,7 @@ def _moved_wait(op: str) -> tuple[int, ...]:
     ("op", "timeline"),
     [
         # x, neg, start, exp, wait, neg, output
-        ("all_gather_start", (400, 800, 2000, 2000, 2000, 2000, 2000)),
+        ("all_gather_start", (400, 800, 2000, 2000, 1600, 1600, 1600)),
         pytest.param("psum_scatter_start", (400, 800, 1160, 1160, 520, 520, 520), marks=pytest.mark.nightly),
         pytest.param("psum_start", (400, 800, 800, 800, 800, 800, 800), marks=pytest.mark.nightly),
     ],

@@ -53,6 +53,20 @@ def test_entropies() -> None:
     assert entropies.isfinite().all() and entropies.max() <= 1.1
 
 
+def test_divergences() -> None:
+    reference = torch.randn(3, 8, 9, generator=DRAW)
+    found = rl.answer_divergences(LOGITS, reference, PROMPTS, LENGTHS, 5)
+    p, q = (torch.distributions.Categorical(logits=x[1, 4:7]) for x in (LOGITS, reference))
+    torch.testing.assert_close(found[1, :3], torch.distributions.kl_divergence(p, q))
+    assert found[1, 3:].eq(0).all() and found[2].eq(0).all()
+    barred = [x.clone() for x in (LOGITS, reference)]
+    for x in barred:
+        x[..., 3:] = -torch.inf
+    assert rl.answer_divergences(*barred, PROMPTS, LENGTHS, 5).isfinite().all()  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ValueError, match=r"reference_BLV has shape \(3, 8, 8\); it must be \[B = 3, L = 8, V = 9\]"):
+        rl.answer_divergences(LOGITS, reference[..., 1:], PROMPTS, LENGTHS, 5)
+
+
 def test_values_are_those_before_each_token() -> None:
     values = torch.arange(24.0).view(3, 8)
     found = rl.answer_values(values, PROMPTS, LENGTHS, 5)

@@ -131,9 +131,9 @@ def peaks(config: gpt.Config, mesh: Mesh, *, host: bool) -> tuple[Any, Any]:
     """The analysis of a captured step of both losses, and the ledger of its second run."""
     loop = Loop(config, mesh, zero=sf.Zero(stage=3, persist_elements=0), host=host, one=True)
     state = loop.step.init(params_of(config, torch.float32))
-    x = rollout_of(0, torch.float32, rows=8 * mesh.size, length=config.max_len)
-    rows = loop.step.rows(8 * mesh.size)
-    batch = loop.batch(state, sf.tree_map(lambda x: x[rows], x))["actor"]
+    x = rollout_of(0, torch.float32, rows=4 * mesh.size, length=config.max_len)
+    rows = loop.step.rows(4 * mesh.size)
+    batch = loop.batch(state, sf.tree_map(lambda x: x[rows].clone(), x))["actor"]  # a view would keep all rows alive
     memory = loop.step.lower(state, batch).memory_analysis()
     state, _ = loop.step(state, batch)
     with sf.memory.ledger() as book:
@@ -148,9 +148,7 @@ def test_memory_is_that_of_the_analysis(world: int) -> None:
     config, mesh = dataclasses.replace(CONFIG, d_model=128, d_ff=512, max_len=64), sf.make_mesh({"dp": world})
     bytes_of_one = 4 * gpt.num_params(config)
     (on_host, book), (on_device, _) = (peaks(config, mesh, host=host) for host in (True, False))
-    # With several ranks the ledger lacks leaves that arrive in a channel's buffers.
-    least = 0.99 if world == 1 else 0.95
-    assert least * on_host.by_memory["device"] <= book.peak("device") <= on_host.by_memory["device"]
+    assert 0.99 * on_host.by_memory["device"] <= book.peak("device") <= on_host.by_memory["device"]
     assert book.peak("host") == on_host.by_memory["host"] >= 0.99 * bytes_of_one / world
     saved = on_device.by_memory["device"] - on_host.by_memory["device"]
     assert abs(saved - bytes_of_one / world) <= 0.05 * bytes_of_one / world

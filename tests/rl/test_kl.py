@@ -43,6 +43,27 @@ def test_means_of_gradients() -> None:
     torch.testing.assert_close(means("k3")[1], exact(reverse=True)[1])
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_a_corrected_divergence_of_an_older_policy_has_the_gradient_of_the_new_one(estimator: str) -> None:
+    old, reference = torch.randn(5, dtype=torch.float64, generator=DRAW).log_softmax(0), REFERENCE.log_softmax(0)
+    x = LOGITS.clone().requires_grad_()
+    total, one, zero = torch.zeros((), dtype=torch.float64), torch.tensor([1]), torch.zeros(1, dtype=torch.float64)
+    for token in range(5):
+        p, q, r = (logs[token].view(1, 1) for logs in (x.log_softmax(0), old, reference))
+        how = {"beta": 1.0, "reference_BT": r, "estimator": estimator, "corrected": True}
+        total = total + q.exp().squeeze() * rl.grpo(p, q, zero, one, **how).mean()  # pyright: ignore[reportArgumentType]
+    (grad,) = torch.autograd.grad(total, x)
+    value, wanted = exact(reverse=False)
+    torch.testing.assert_close(total.detach(), value)
+    torch.testing.assert_close(grad, wanted)
+
+
+def test_one_improbable_token_is_a_spike_without_the_correction() -> None:
+    new, old = torch.tensor([[-11.0]]), torch.tensor([[-1.0]])
+    spike = rl.kl(new, old).item()
+    assert spike > 2e4 and (new - old).exp().item() * spike < 1.01
+
+
 def test_values() -> None:
     x = batch("small")
     for estimator, wanted in (("k1", -0.12), ("k2", 0.058), ("k3", 0.066980809)):
@@ -53,3 +74,19 @@ def test_values() -> None:
 def test_an_unknown_estimator_is_named() -> None:
     with pytest.raises(ValueError, match='estimator is \'k4\'; it must be "k1", "k2" or "k3"'):
         rl.kl(LOGITS, REFERENCE, estimator="k4")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("divergence", "wanted"), [(0.2, 0.2), (0.21, 0.201), (0.3, 0.204), (9.0, 0.204), (0.17, 0.197), (0.0, 0.196)]
+)
+def test_beta_follows_the_divergence(divergence: float, wanted: float) -> None:
+    assert abs(rl.follow_divergence(0.2, divergence, 0.2) - wanted) < 1e-12
+
+
+def test_beta_follows_only_numbers() -> None:
+    with pytest.raises(ValueError, match="beta is 0; it must be above 0 and finite"):
+        rl.follow_divergence(0, 0.1, 0.1)
+    with pytest.raises(ValueError, match=r"target is -0.1; it must be above 0 and finite"):
+        rl.follow_divergence(0.1, 0.1, -0.1)
+    with pytest.raises(ValueError, match=r"divergence is nan, of a target of 0.1; .* look at the parameters"):
+        rl.follow_divergence(0.1, torch.nan, 0.1)

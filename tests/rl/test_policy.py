@@ -54,6 +54,7 @@ def test_ppo_of_deepspeed_chat() -> None:
         {"normalise": "sequence", "ratio": "sequence"},
         {"normalise": "constant", "constant": 9, "beta": 0.3},
         {"beta": 0.3, "estimator": "k2", "clip": (0.1, 0.4)},
+        {"beta": 0.3, "corrected": True},
         {"most": 1.1},
     ],
     ids=str,
@@ -104,7 +105,10 @@ def test_metrics() -> None:
     found = rl.policy_metrics(x["logprobs"], x["old"], x["lengths"], reference_BT=x["reference"])
     means = {name: value.mean().item() for name, value in found.items()}
     assert means["exact"] == 0.4 and means["clipped"] == 0.6 and means["length"] == 2.5
-    assert abs(means["kl"] - 0.066980809) < 1e-9
+    rows = (x["logprobs"] - x["old"]).exp() * rl.kl(x["logprobs"], x["reference"])
+    assert means["kl"] == rl.token_mean(rows, x["lengths"]).mean().item()
+    own = rl.policy_metrics(x["logprobs"], x["logprobs"], x["lengths"], reference_BT=x["reference"])
+    assert abs(own["kl"].mean().item() - 0.066980809) < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -127,3 +131,5 @@ def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
         rl.grpo(x["logprobs"], x["old"], x["advantages"], x["lengths"], beta=0.1)
     with pytest.raises(ValueError, match=r"beta is 0.0 with a reference"):
         rl.grpo(x["logprobs"], x["old"], x["advantages"], x["lengths"], reference_BT=x["old"])
+    with pytest.raises(ValueError, match=r"corrected is True without a reference.*pass reference_BT and beta"):
+        rl.grpo(x["logprobs"], x["old"], x["advantages"], x["lengths"], corrected=True)

