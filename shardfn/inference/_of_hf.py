@@ -157,6 +157,7 @@ def _decoder(
     like, kept = function.params, shape.uses.others
     layers, (_, heads, dim) = len(shape.kv), shape.kv[0]
     nums = {name: like[name].shape[transposed] for name, transposed in linear.items()}
+    inputs = {name: like[name].numel() // num for name, num in nums.items()}
     edges = {} if tp is None else edges_of(function, linear, heads)
     # A weight that other functions read, too, is whole on all ranks, beside the panels of their own outputs.
     cut = {} if tp is None else {name: P(None, tp) if flip else P(tp) for name, flip in linear.items()}
@@ -190,7 +191,7 @@ def _decoder(
         packed = {**params, **weights["packed"]}
         seen, made = list[Tensor](), dict[int, Callable[[Tensor, Tensor | None], Tensor]]()
         for name, num in nums.items():
-            layer = PackedWeight(packed[name], num, tp, edges.get(name, Edge.WHOLE))
+            layer = PackedWeight(packed[name], num, tp, edges.get(name, Edge.WHOLE), inputs[name])
             if name == head:
                 made[id(params[name])] = functools.partial(_seeing, seen, layer)
             else:
@@ -213,7 +214,7 @@ def _decoder(
     made = Decoder(shape.vocab, function.context, cache, specs=P(), logits=logits, pack=pack)
     if head in linear:
         inner = [name for name in linear if name != head and name not in kept]
-        sizes = {name: Linear(like[name].numel() // nums[name], nums[name], linear[name]) for name in inner}
+        sizes = {name: Linear(inputs[name], nums[name], linear[name]) for name in inner}
         made = replace(made, outputs=with_hidden, linear=sizes)
     return made if tp is None else replace(made, specs=specs, packed=served)
 
