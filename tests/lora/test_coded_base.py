@@ -1,0 +1,163 @@
+"""Covers frozen weights in codes: adapters beside them train as beside the decoded weights, and codes never change."""
+
+import functools
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn import P, Zero, optim
+from shardfn.core import tree_leaves, tree_map
+from shardfn.kernels import block_bytes
+from shardfn.lora import LoRA
+from shardfn.memory import Coded
+from shardfn.testing import assert_parity, distributed
+
+D, F_, L, B = 64, 40, 3, 12  # rows of 64 and of 40 elements, which groups of 32 do not divide
+NIGHTLY = pytest.mark.nightly
+CODES = ["int4", pytest.param("int8", marks=NIGHTLY)]
+TARGETS = ["up$", "down"]
+
+
+def rounded(w: Tensor, codes: Any) -> Tensor:
+    """The values of a weight's codes."""
+    return Coded.of(w, codes).load()
+
+
+def params_of(codes: Any = None) -> Any:
+    """A stack of layers and a head; their values are those of codes, if these are given."""
+    g = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        w = torch.randn(shape, generator=g) / 4
+        return w if codes is None else rounded(w, codes)
+
+    return {"blocks": {"up": draw(L, F_, D), "down": draw(L, D, F_)}, "head": torch.randn(4, D, generator=g)}
+
+
+def loss_of(p: Any, batch: Any, axis: str | None = None) -> Tensor:
+    """A residual network, whose inner features an axis may cut."""
+
+    def block(h: Tensor, w: Any) -> tuple[Tensor, None]:
+        y = torch.tanh((sf.pvary(h, axis) if axis else h) @ w["up"].mT) @ w["down"].mT
+        return h + (sf.psum(y, axis) if axis else y), None
+
+    return (sf.scan(block, batch["x"], p["blocks"])[0] @ p["head"].mT - batch["y"]).square().mean()
+
+
+def batches() -> list[Any]:
+    """Three global batches."""
+    g = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(B, D, generator=g), "y": torch.randn(B, 4, generator=g)} for _ in range(3)]
+
+
+def with_adapters(params: Any, codes: Any, specs: Any = P(), **options: Any) -> tuple[LoRA, Any]:
+    """Adapters as after some steps."""
+    lora = LoRA.of(params, TARGETS, rank=2, specs=specs, codes=codes, **options)
+    adapters = lora.init(sf.key(3), params=params)
+    for i, ab in enumerate(adapters.values()):
+        ab["b"] = torch.randn(ab["b"].shape, generator=torch.Generator().manual_seed(i)) / 4
+    return lora, {"base": params, "lora": adapters}
+
+
+STACKED = {"blocks": sf.Sharding(P(), stacked=True), "head": P()}
+
+
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("how", ["plain", "remat", "graph", pytest.param("inductor", marks=NIGHTLY)])
+def test_it_has_the_bits_of_the_decoded_base(how: str, codes: Any) -> None:
+    wrap: Any = {"plain": lambda f: f, "remat": sf.remat}.get(how) or functools.partial(sf.jit, backend=how)
+    (lora, tree), (plain, decoded) = with_adapters(params_of(), codes, STACKED), with_adapters(params_of(codes), None)
+    for a, b in zip(tree_leaves(tree["base"]["blocks"]), tree_leaves(decoded["base"]["blocks"]), strict=True):
+        assert torch.equal(rounded(a, codes), b) and not torch.equal(a, b)
+    out = []
+    for one, given in ((lora, tree), (plain, decoded)):
+        step = sf.sharded_step(
+            wrap(one.adapt(loss_of)), optim.adamw(1e-2), specs=one.specs, trainable=one.trainable
+        )
+        state = step.init(given)
+        grads, metrics = step.gradients(state, batches()[0])
+        out.append([metrics["loss"], *(x.local for x in tree_leaves(grads))])
+        for batch in batches():
+            state, metrics = step(state, batch)
+            out[-1].append(metrics["loss"])
+        out[-1] += tree_leaves(sf.unshard(state.params))
+    for a, b in zip(*out, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("stage", [1, 3, *(pytest.param(n, marks=NIGHTLY) for n in (0, 2))])
+@pytest.mark.parametrize("capture", [False, pytest.param(True, marks=NIGHTLY)])
+@distributed(world=[2, pytest.param(3, marks=NIGHTLY)])
+def test_sharded_it_equals_one_device(world: int, capture: bool, stage: int, codes: Any) -> None:
+    mesh, params = sf.make_mesh({"dp": world}, device="cpu"), params_of(codes)
+    for specs in (P(), STACKED):
+        lora, tree = with_adapters(params, codes, specs)
+        loss = lora.adapt(sf.remat(loss_of) if specs == P() else loss_of)
+        assert_parity(
+            sf.jit(loss, backend="graph") if capture else loss, optim.adamw(1e-2), tree, batches(), mesh=mesh,
+            reference=with_adapters(params, None)[0].adapt(loss_of), specs=lora.specs, trainable=lora.trainable,
+            zero=Zero(stage=stage, persist_elements=0),
+        )  # fmt: skip
+
+
+@pytest.mark.nightly
+@distributed(world=4)
+def test_beside_leaves_that_are_cut() -> None:
+    mesh = sf.make_mesh({"dp": 2, "tp": 2}, device="cpu")
+    specs = {"blocks": {"up": P(None, "tp"), "down": P()}, "head": P()}
+    params = params_of("int8")
+    g = torch.Generator().manual_seed(5)
+    params["blocks"] = {"up": rounded(torch.randn(L, 64, D, generator=g) / 4, "int8"),
+                        "down": rounded(torch.randn(L, D, 64, generator=g) / 4, "int8")}  # fmt: skip
+    specs["blocks"]["down"] = P(None, None, "tp")
+    lora, tree = with_adapters(params, "int8", specs)
+    assert_parity(
+        lora.adapt(functools.partial(loss_of, axis="tp")), optim.adamw(1e-2), tree, batches(), mesh=mesh,
+        reference=with_adapters(params, None)[0].adapt(loss_of), specs=lora.specs, trainable=lora.trainable,
+        batch=P("dp"), zero=Zero(stage=3, persist_elements=0),
+    )  # fmt: skip
+
+
+@distributed(world=2)
+def test_ranks_keep_and_gather_codes() -> None:
+    mesh, params = sf.make_mesh({"dp": 2}, device="cpu"), params_of()
+    lora, tree = with_adapters(params, "int4")
+    step = sf.sharded_step(
+        lora.adapt(loss_of), optim.adamw(1e-2), mesh=mesh, specs=lora.specs, trainable=lora.trainable,
+        zero=Zero(stage=3, persist_elements=0),
+    )  # fmt: skip
+    state = step.init(tree)
+    up = state.params["base"]["blocks"]["up"]
+    assert up.spec != P() and up.sharding.codes == "int4"
+    whole = L * F_ * block_bytes(D, "int4")
+    assert 0 < up.held.nbytes <= whole * 2 // 3
+    want = up.full_tensor()
+    assert torch.equal(want, rounded(params["blocks"]["up"], "int4"))
+
+
+@pytest.mark.parametrize("kind", ["device", "host"])
+@distributed(world=[1, 2])
+def test_checkpoints_keep_the_codes(world: int, kind: Any, tmp_path: pathlib.Path) -> None:
+    mesh, params = sf.make_mesh({"dp": world}, device="cpu"), params_of()
+    lora, tree = with_adapters(params, "int4")
+    made = functools.partial(sf.sharded_step, lora.adapt(loss_of), optim.adamw(1e-2), mesh=mesh)
+    made = functools.partial(made, specs=lora.specs, trainable=lora.trainable)
+    step, other = (made(zero=Zero(stage=n, persist_elements=0, params=kind)) for n in (3, 1))
+    mine = tree_map(lambda x: x.chunk(world)[mesh.coords["dp"]], batches())
+    state, _ = step(step.init(tree), mine[0])
+    sf.checkpoint.save(tmp_path, state, step=1)
+    again = sf.checkpoint.restore(tmp_path, other.init(tree_map(torch.zeros_like, tree))).tree
+    for a, b in zip(tree_leaves(sf.unshard(again)), tree_leaves(sf.unshard(state)), strict=True):
+        assert torch.equal(a, b)
+    up = again.params["base"]["blocks"]["up"]
+    assert up.sharding.codes == "int4" and up.memory_kind == kind
+    assert torch.equal(up.held.blocks, Coded.of(params["blocks"]["up"], "int4").blocks)
+    assert torch.equal(*(one(x, mine[1])[1]["loss"] for one, x in ((step, state), (other, again))))
+    [path] = [path for path in sf.checkpoint.stored(tmp_path) if path.endswith("['up']")]
+    kept = sf.checkpoint.stored(tmp_path)[path]
+    assert (kept.dtype, tuple(kept.shape)) == (torch.uint8, (L, F_, block_bytes(D, "int4")))
