@@ -17,6 +17,7 @@ from ._mesh import HOUSE_AXES as HOUSE_AXES, Axes as Axes, Mesh as Mesh
 from ._mesh import MOST_DRAWN as MOST_DRAWN, all_coords as all_coords
 from ._groups import is_known as is_known
 from ._make_mesh import as_mesh as as_mesh, make_mesh as make_mesh
+from ._codes_of import CodePolicy as CodePolicy, check_policy as check_policy, codes_of as codes_of
 from ._placement import GROUP_BYTES as GROUP_BYTES, GROUP as GROUP
 from ._placement import Code as Code, Placement as Placement, dtype_name as dtype_name
 from ._saved_hooks import saved_tensors_hooks as saved_tensors_hooks

@@ -17,6 +17,7 @@ from shardfn.memory import Coded
 from shardfn.testing import assert_parity, distributed
 
 D, F_, L, B = 64, 40, 3, 12  # rows of 64 and of 40 elements, which groups of 32 do not divide
+DTYPE = torch.float64  # of the sums; codes have values of float32
 NIGHTLY = pytest.mark.nightly
 CODES = ["int4", pytest.param("int8", marks=NIGHTLY)]
 TARGETS = ["up$", "down"]
@@ -32,10 +33,10 @@ def params_of(codes: Any = None) -> Any:
     g = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        w = torch.randn(shape, generator=g) / 4
+        w = torch.randn(shape, generator=g, dtype=DTYPE) / 4
         return w if codes is None else rounded(w, codes)
 
-    return {"blocks": {"up": draw(L, F_, D), "down": draw(L, D, F_)}, "head": torch.randn(4, D, generator=g)}
+    return {"blocks": {"up": draw(L, F_, D), "down": draw(L, D, F_)}, "head": torch.randn(4, D, generator=g, dtype=DTYPE)}
 
 
 def loss_of(p: Any, batch: Any, axis: str | None = None) -> Tensor:
@@ -51,15 +52,18 @@ def loss_of(p: Any, batch: Any, axis: str | None = None) -> Tensor:
 def batches() -> list[Any]:
     """Three global batches."""
     g = torch.Generator().manual_seed(1)
-    return [{"x": torch.randn(B, D, generator=g), "y": torch.randn(B, 4, generator=g)} for _ in range(3)]
+    return [
+        {"x": torch.randn(B, D, generator=g, dtype=DTYPE), "y": torch.randn(B, 4, generator=g, dtype=DTYPE)}
+        for _ in range(3)
+    ]
 
 
 def with_adapters(params: Any, codes: Any, specs: Any = P(), **options: Any) -> tuple[LoRA, Any]:
     """Adapters as after some steps."""
     lora = LoRA.of(params, TARGETS, rank=2, specs=specs, codes=codes, **options)
-    adapters = lora.init(sf.key(3), params=params)
+    adapters = lora.init(sf.key(3), params=params, dtype=DTYPE)
     for i, ab in enumerate(adapters.values()):
-        ab["b"] = torch.randn(ab["b"].shape, generator=torch.Generator().manual_seed(i)) / 4
+        ab["b"] = torch.randn(ab["b"].shape, generator=torch.Generator().manual_seed(i), dtype=DTYPE) / 4
     return lora, {"base": params, "lora": adapters}
 
 
@@ -70,7 +74,7 @@ STACKED = {"blocks": sf.Sharding(P(), stacked=True), "head": P()}
 @pytest.mark.parametrize("how", ["plain", "remat", "graph", pytest.param("inductor", marks=NIGHTLY)])
 def test_it_has_the_bits_of_the_decoded_base(how: str, codes: Any) -> None:
     wrap: Any = {"plain": lambda f: f, "remat": sf.remat}.get(how) or functools.partial(sf.jit, backend=how)
-    (lora, tree), (plain, decoded) = with_adapters(params_of(), codes, STACKED), with_adapters(params_of(codes), None)
+    (lora, tree), (plain, decoded) = with_adapters(params_of(), codes, STACKED), with_adapters(params_of(codes), None, STACKED)
     for a, b in zip(tree_leaves(tree["base"]["blocks"]), tree_leaves(decoded["base"]["blocks"]), strict=True):
         assert torch.equal(rounded(a, codes), b) and not torch.equal(a, b)
     out = []
@@ -112,8 +116,8 @@ def test_beside_leaves_that_are_cut() -> None:
     specs = {"blocks": {"up": P(None, "tp"), "down": P()}, "head": P()}
     params = params_of("int8")
     g = torch.Generator().manual_seed(5)
-    params["blocks"] = {"up": rounded(torch.randn(L, 64, D, generator=g) / 4, "int8"),
-                        "down": rounded(torch.randn(L, D, 64, generator=g) / 4, "int8")}  # fmt: skip
+    params["blocks"] = {"up": rounded(torch.randn(L, 64, D, generator=g, dtype=DTYPE) / 4, "int8"),
+                        "down": rounded(torch.randn(L, D, 64, generator=g, dtype=DTYPE) / 4, "int8")}  # fmt: skip
     specs["blocks"]["down"] = P(None, None, "tp")
     lora, tree = with_adapters(params, "int8", specs)
     assert_parity(
