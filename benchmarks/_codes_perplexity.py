@@ -1,9 +1,9 @@
 """Perplexity of a model of transformers in codes: a coder and a policy, on one text that no coder has seen.
 
 The model of a GGUF file of 4 bits has weights that lie on grids of 4 bits. So it is first made into one that computes
-the same function from other numbers: gains of norms go into the weights behind them, and rows of `up_proj` and `v_proj`
-are multiplied by random numbers from exp(-1/2) to exp(1/2), which the columns behind them divide by. The head is untied
-from the embeddings. These weights lie on no grid.
+the same function from other numbers: each feature behind a norm, and each row of `up_proj` and `v_proj`, is multiplied
+by a random number from exp(-1/4) to exp(1/4), by which the columns behind it are divided. The head is untied from the
+embeddings. These weights lie on no grid, and a group has about the spread that it had.
 
     rounded      kernels.code_blocks
     fitted       kernels.fit_blocks(w)
@@ -15,7 +15,7 @@ import math
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +61,9 @@ def perplexities(path: str, learnt: Sequence[str], texts: Sequence[str], tokens:
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
     rows, calibration = (
-        torch.tensor(tokenizer("\n".join(pathlib.Path(x).read_text() for x in given))["input_ids"][:tokens]).view(-1, length)
+        torch.tensor(tokenizer("\n".join(pathlib.Path(x).read_text() for x in given))["input_ids"][:tokens]).view(
+            -1, length
+        )
         for given in (texts, learnt)
     )
     before = _perplexity(model, rows)
@@ -80,11 +82,13 @@ def perplexities(path: str, learnt: Sequence[str], texts: Sequence[str], tokens:
             numel += weights[name].numel()
         spent = time.process_time() - begin
         found = _perplexity(model, rows)
-        lines.append((case.words, case.coder, f"{bits / numel:.2f}", f"{found:.4f}", f"{(found / plain - 1) * 100:+.2f}%"))
+        lines.append(
+            (case.words, case.coder, f"{bits / numel:.2f}", f"{found:.4f}", f"{(found / plain - 1) * 100:+.2f}%")
+        )
         print(lines[-1], f"coded in {spent:.0f} s", flush=True)
     head = ("weights", "coder", "bits", "perplexity", "change")
-    said = f"{file.name} off its grids, {rows.numel()} tokens of {', '.join(texts)}, in rows of {length}; moments from as many"
-    return [f"{said} tokens of {', '.join(learnt)}", table(head, lines)]
+    said = f"{file.name} off its grids, {rows.numel()} tokens of {', '.join(texts)}, in rows of {length}"
+    return [f"{said}; moments are those of as many tokens of {', '.join(learnt)}", table(head, lines)]
 
 
 def off_grid(model: Any, seed: int = 0) -> None:
@@ -93,29 +97,21 @@ def off_grid(model: Any, seed: int = 0) -> None:
     each = config.num_attention_heads // config.num_key_value_heads
     for layer in core.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        _fold(layer.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj)
-        _fold(layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj)
-        _scale(mlp.up_proj, mlp.down_proj, lambda s: s, generator)
-        _scale(
-            attention.v_proj,
-            attention.o_proj,
-            lambda s: s.view(config.num_key_value_heads, 1, -1).expand(-1, each, -1).flatten(),
-            generator,
-        )
+        _scale(layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj), generator)
+        _scale(layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj), generator)
+        _scale(mlp.up_proj, (mlp.down_proj,), generator)
+        _scale(attention.v_proj, (attention.o_proj,), generator, heads=config.num_key_value_heads, each=each)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
-    _fold(core.norm, model.lm_head)
+    _scale(core.norm, (model.lm_head,), generator)
 
 
-def _fold(norm: Any, *layers: Any) -> None:
-    for layer in layers:
-        layer.weight.mul_(norm.weight)
-    norm.weight.fill_(1.0)
-
-
-def _scale(first: Any, second: Any, spread: Callable[[Tensor], Tensor], generator: torch.Generator) -> None:
-    s = (torch.rand(first.weight.shape[0], generator=generator) - 0.5).exp()
-    first.weight.mul_(s[:, None])
-    second.weight.div_(spread(s))
+def _scale(first: Any, behind: Sequence[Any], generator: torch.Generator, heads: int = 1, each: int = 1) -> None:
+    """Multiplies the outputs of a norm or of a layer, and divides the columns behind it; `each` of these read a head."""
+    num = first.weight.shape[0]
+    s = ((torch.rand(num, generator=generator) - 0.5) / 2).exp()
+    first.weight.mul_(s.view(-1, *[1] * (first.weight.ndim - 1)))
+    for layer in behind:
+        layer.weight.div_(s.view(heads, 1, -1).expand(-1, each, -1).flatten())
 
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from ._errors import did_you_mean
 from ._placement import GROUP_BYTES
 from ._spec import Codes
 
-# The codes of all weights of linear layers, or by regular expressions those of each; None keeps all as they are.
+# The codes of all weights of linear layers, or by regular expressions those of each; None keeps floats.
 CodePolicy = Codes | Mapping[str, Codes | None] | None
 
 
@@ -39,7 +39,8 @@ def check_policy(policy: str | Mapping[str, Any] | None, names: list[str], who: 
         return
     rules = {"": policy} if isinstance(policy, str) else policy
     problems = [
-        f"codes={codes!r}{f' of {pattern!r}' if pattern else ''}: 'int8' or 'int4'.{did_you_mean(str(codes), GROUP_BYTES)}"
+        f"codes={codes!r}{f' of {pattern!r}' if pattern else ''}: 'int8' or 'int4'."
+        f"{did_you_mean(str(codes), GROUP_BYTES)}"
         for pattern, codes in rules.items()
         if codes is not None and codes not in GROUP_BYTES
     ]

@@ -24,7 +24,7 @@ from ._spec import Codes, MemoryKind, P, block_slices
 
 # A code that leaves travel in, (bits, elements that share a scale), or one that frozen leaves are kept in.
 Code = tuple[int, int] | Codes
-# Of the codes of frozen leaves: the elements of a group, which are neighbours along the last dim, and its bytes.
+# A group of the codes of frozen leaves: its elements, which are neighbours along the last dim, and its bytes.
 GROUP = 32
 GROUP_BYTES: Mapping[Codes, int] = MappingProxyType({"int8": 34, "int4": 20})
 
@@ -38,8 +38,8 @@ class Placement:
         unreduced: the axes along which each rank holds a summand: the leaf is the sum.
         memory_kind: "device", "host" or "disk".
         dtype: of its elements; with a code, of the decoded elements.
-        code: (bits, elements that share a scale) where it is rounded to codes to travel; "int8" or "int4" where a frozen
-            leaf is kept so (`Sharding.codes`); None = not rounded.
+        code: (bits, elements that share a scale) where it is rounded to codes to travel; "int8" or "int4" where a
+            frozen leaf is kept so (`Sharding.codes`); None = not rounded.
         stacked: whether the leading dim stacks layers that are used, and cut, one by one. Where `spec` cuts it, each
             rank has some of the layers.
         brought: axes of `spec` along which every block is here, one after another: the result of the first hop of a

@@ -159,7 +159,9 @@ class LoRA:
             problems.append(f"dropout={dropout} is not in [0, 1)")
         if codes is not None:
             coded = [
-                dataclasses.replace(cut if isinstance(cut, Sharding) else Sharding(cut), codes=codes) if p in thin else cut
+                dataclasses.replace(cut if isinstance(cut, Sharding) else Sharding(cut), codes=codes)
+                if p in thin
+                else cut
                 for p, cut in zip(paths, cuts, strict=True)
             ]
             specs = tree_unflatten(tree_flatten(params)[1], coded)

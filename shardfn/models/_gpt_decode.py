@@ -166,8 +166,8 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy
         params: as from `init`, or this rank's blocks of them.
         axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
         codes: rounds the weights of linear layers, and so logits are those of the rounded weights, bit for bit. "int8",
-            "int4", or codes by regular expressions found in names such as "blocks.0.wq" and "embed", the first that fits:
-            `{"embed|head": "int8", "": "int4"}`.
+            "int4", or codes by regular expressions found in names such as "blocks.0.wq" and "embed", the first that
+            fits: `{"embed|head": "int8", "": "int4"}`.
 
     Raises:
         ValueError: leaves are missing, unknown, or of another model; lists all. Or codes of layers that are not exact,

@@ -101,7 +101,9 @@ def graph_inputs(leaves: Sequence[GlobalTensor], device: torch.device) -> list[T
             out.append(torch.empty(1, dtype=torch.int64))
         else:
             held = x.held
-            out += fakes([held.blocks if isinstance(held, Coded) else held], "cpu" if x.memory_kind == "host" else device)
+            out += fakes(
+                [held.blocks if isinstance(held, Coded) else held], "cpu" if x.memory_kind == "host" else device
+            )
     return out
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+import weakref
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import shardfn as sf
 from shardfn import P, Zero, optim
 from shardfn.core import tree_leaves, tree_map
 from shardfn.kernels import block_bytes
+from shardfn.leaves import LeafLayout
 from shardfn.lora import LoRA
 from shardfn.memory import Coded
+from shardfn.models import gpt
 from shardfn.testing import assert_parity, distributed
 
 D, F_, L, B = 64, 40, 3, 12  # rows of 64 and of 40 elements, which groups of 32 do not divide
@@ -36,7 +39,10 @@ def params_of(codes: Any = None) -> Any:
         w = torch.randn(shape, generator=g, dtype=DTYPE) / 4
         return w if codes is None else rounded(w, codes)
 
-    return {"blocks": {"up": draw(L, F_, D), "down": draw(L, D, F_)}, "head": torch.randn(4, D, generator=g, dtype=DTYPE)}
+    return {
+        "blocks": {"up": draw(L, F_, D), "down": draw(L, D, F_)},
+        "head": torch.randn(4, D, generator=g, dtype=DTYPE),
+    }
 
 
 def loss_of(p: Any, batch: Any, axis: str | None = None) -> Tensor:
@@ -74,14 +80,15 @@ STACKED = {"blocks": sf.Sharding(P(), stacked=True), "head": P()}
 @pytest.mark.parametrize("how", ["plain", "remat", "graph", pytest.param("inductor", marks=NIGHTLY)])
 def test_it_has_the_bits_of_the_decoded_base(how: str, codes: Any) -> None:
     wrap: Any = {"plain": lambda f: f, "remat": sf.remat}.get(how) or functools.partial(sf.jit, backend=how)
-    (lora, tree), (plain, decoded) = with_adapters(params_of(), codes, STACKED), with_adapters(params_of(codes), None, STACKED)
+    (lora, tree), (plain, decoded) = (
+        with_adapters(params_of(), codes, STACKED),
+        with_adapters(params_of(codes), None, STACKED),
+    )
     for a, b in zip(tree_leaves(tree["base"]["blocks"]), tree_leaves(decoded["base"]["blocks"]), strict=True):
         assert torch.equal(rounded(a, codes), b) and not torch.equal(a, b)
     out = []
     for one, given in ((lora, tree), (plain, decoded)):
-        step = sf.sharded_step(
-            wrap(one.adapt(loss_of)), optim.adamw(1e-2), specs=one.specs, trainable=one.trainable
-        )
+        step = sf.sharded_step(wrap(one.adapt(loss_of)), optim.adamw(1e-2), specs=one.specs, trainable=one.trainable)
         state = step.init(given)
         grads, metrics = step.gradients(state, batches()[0])
         out.append([metrics["loss"], *(x.local for x in tree_leaves(grads))])
@@ -165,3 +172,86 @@ def test_checkpoints_keep_the_codes(world: int, kind: Any, tmp_path: pathlib.Pat
     [path] = [path for path in sf.checkpoint.stored(tmp_path) if path.endswith("['up']")]
     kept = sf.checkpoint.stored(tmp_path)[path]
     assert (kept.dtype, tuple(kept.shape)) == (torch.uint8, (L, F_, block_bytes(D, "int4")))
+
+
+def test_layers_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for the forward and once for the backward: whole weights do not wait in between."""
+    alive, most = weakref.WeakSet[Tensor](), list[int]()
+
+    def seen(self: LeafLayout, x: Tensor) -> Tensor:
+        out = opened(self, x)
+        if out is not x:
+            alive.add(out)
+            most.append(len(alive))
+        return out
+
+    opened = LeafLayout.opened
+    monkeypatch.setattr(LeafLayout, "opened", seen)
+    lora, tree = with_adapters(params_of(), "int4", STACKED)
+    zero = Zero(pace=sf.Pace(prefetch_bytes=0))
+    step = sf.sharded_step(
+        lora.adapt(loss_of), optim.adamw(1e-2), specs=lora.specs, trainable=lora.trainable, zero=zero
+    )
+    step(step.init(tree), batches()[0])
+    assert len(most) in (4 * L - 2, 4 * L - 1, 4 * L) and max(most) <= 2
+
+
+def test_the_engine_serves_the_trained_codes() -> None:
+    """Rows of a trained base are the blocks that the decoder takes, and adding them changes no value."""
+    config = gpt.Config(vocab_size=13, num_layers=1, d_model=64, num_heads=2, max_len=16, exact=True)
+    params: Any = gpt.init(config, sf.key(0))
+    lora = LoRA.of(params, [r"\.w[qv]$"], rank=2, codes="int4")
+    step = sf.sharded_step(
+        lora.adapt(functools.partial(gpt.loss, config)), optim.adamw(1e-2), specs=lora.specs, trainable=lora.trainable
+    )
+    state = step.init({"base": params, "lora": lora.init(sf.key(1))})
+    state, _ = step(state, {"tokens": torch.arange(12).view(2, 6)})
+    base = tree_map(lambda x: x.held.blocks if isinstance(x.held, Coded) else x.local, state.params["base"])
+    greedy = sf.inference.Sampling(max_tokens=4, temperature=0.0)
+    [got] = sf.inference.Engine(sf.inference.decoder(config), base).generate([[1, 2, 3]], greedy)
+    [want] = sf.inference.Engine(sf.inference.decoder(config), sf.unshard(state.params["base"])).generate(
+        [[1, 2, 3]], greedy
+    )
+    assert base["blocks"][0]["wq"].dtype == torch.uint8 and (got.tokens, got.logprobs) == (want.tokens, want.logprobs)
+
+
+@distributed(world=[1, 2])
+def test_refusals(world: int) -> None:
+    mesh, params = sf.make_mesh({"dp": world}, device="cpu"), params_of()
+    lora, tree = with_adapters(params, "int4")
+    made = functools.partial(sf.sharded_step, lora.adapt(loss_of), optim.adamw(1e-2), mesh=mesh)
+    up = r"params\['base'\]\['blocks'\]\['up'\] of shape \(3, 40, 64\)"
+    with pytest.raises(ValueError, match=rf"{up} is trained, and codes='int4' would round each update away; freeze it"):
+        made(specs=lora.specs).init(tree)
+    disk = Zero(stage=3, params="disk", disk=sf.Disk("/nowhere"), persist_elements=0)
+    with pytest.raises(ValueError, match=rf"{up} would be on disk; codes='int4' are kept on the device or on the host"):
+        made(specs=lora.specs, trainable=lora.trainable, zero=disk).init(tree)
+    wrong = sf.Sharding(codes="int8")
+    object.__setattr__(wrong, "codes", "int3")
+    odd = {"base": wrong, "lora": P()}
+    with pytest.raises(ValueError, match=rf"{up} has codes='int3'; the codes are \('int8', 'int4'\)"):
+        made(specs=odd, trainable=lora.trainable).init(tree)
+    with pytest.raises(
+        ValueError, match=r"\['w'\] of shape \(4,\) is torch.int64, which is not rounded; leave out codes"
+    ):
+        sf.sharded_step(
+            lambda p, x: x.sum(), optim.sgd(1.0), mesh=mesh, specs={"w": sf.Sharding(codes="int8"), "v": P()}
+        ).init({"w": torch.arange(4), "v": torch.ones(2)})
+    plain = made(specs=with_adapters(params, None)[0].specs, trainable=lora.trainable)
+    state = plain.init(tree)
+    with pytest.raises(ValueError, match=r"is kept as P\(\) at 'device'; here it is P\(\) at 'device' in codes int4"):
+        made(specs=lora.specs, trainable=lora.trainable)(state, batches()[0])
+
+
+@distributed(world=2)
+def test_a_cut_between_elements_that_share_a_scale_is_refused() -> None:
+    mesh, params = sf.make_mesh({"tp": 2}, device="cpu"), params_of()
+    lora = LoRA.of(
+        params, ["down"], rank=2, codes="int4", specs={"blocks": {"up": P(), "down": P(None, None, "tp")}, "head": P()}
+    )
+    step = sf.sharded_step(
+        lora.adapt(loss_of), optim.adamw(1e-2), mesh=mesh, specs=lora.specs, trainable=lora.trainable
+    )
+    words = r"has spec P\(None, None, 'tp'\), whose 2 ranks do not cut its last dim of 40 between groups of 32"
+    with pytest.raises(ValueError, match=words):
+        step.init({"base": params, "lora": lora.init(sf.key(0))})

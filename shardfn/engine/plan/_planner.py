@@ -212,7 +212,12 @@ class Planner:
         raise_all(
             ValueError,
             "leaves in codes:",
-            [why for (p, s, d, c, t, h), q, k in coded if q is not None for why in self._not_coded(p, s, d, c, t, h, q, k)],
+            [
+                why
+                for (p, s, d, c, t, h), q, k in coded
+                if q is not None
+                for why in self._not_coded(p, s, d, c, t, h, q, k)
+            ],
         )
         leaves = [
             (stacked_layout if k else leaf_layout)(
@@ -269,10 +274,10 @@ class Planner:
             yield f"{named} has codes={codes!r}; the codes are {(*GROUP_BYTES,)}"
         if not dtype.is_floating_point:
             yield f"{named} is {dtype}, which is not rounded; leave out codes={codes!r}"
-        if trained:
+        elif trained:
             yield (
-                f"{named} is trained, and codes={codes!r} would round each update away; freeze it (trainable=) and train"
-                " an adapter beside it (sf.lora), or leave out codes"
+                f"{named} is trained, and codes={codes!r} would round each update away; freeze it (trainable=) and"
+                " train an adapter beside it (sf.lora), or leave out codes"
             )
         if len(shape) < 1 + stacked or not shape.numel():
             yield f"{named} has no rows of elements that share scales; leave out codes={codes!r}"
@@ -280,8 +285,8 @@ class Planner:
         num = self.mesh.axis_size(compute.dim_axes(len(shape) - 1))
         if num > 1 and shape[-1] % (num * GROUP):
             yield (
-                f"{named} has spec {compute!r}, whose {num} ranks do not cut its last dim of {shape[-1]} between groups of"
-                f" {GROUP} that share a scale; cut another dim, or leave out codes={codes!r}"
+                f"{named} has spec {compute!r}, whose {num} ranks do not cut its last dim of {shape[-1]} between groups"
+                f" of {GROUP} that share a scale; cut another dim, or leave out codes={codes!r}"
             )
         if "disk" in (home, self.zero.params):
             yield f"{named} would be on disk; codes={codes!r} are kept on the device or on the host"

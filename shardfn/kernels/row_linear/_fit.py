@@ -20,7 +20,7 @@ from torch import Tensor
 from ._codes import GROUP, Codes, check_codes, code_blocks
 
 _SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
-# Of the mean moment: added to each, so that inputs that hardly occur do not take up all errors.
+# Times the mean moment, added to each, so that inputs that hardly occur do not take up all errors.
 _DAMPING = 0.01
 
 
@@ -52,7 +52,9 @@ def fit_blocks(
     if k % GROUP:
         raise ValueError(f"weight has rows of {k}, and a block of codes has {GROUP} elements; pad it with zeros.")
     if moments is not None and tuple(moments.shape) not in ((k,), (k, k)):
-        raise ValueError(f"moments are {tuple(moments.shape)}, and a weight {(n, k)} has inputs of ({k},) or ({k}, {k})")
+        raise ValueError(
+            f"moments are {tuple(moments.shape)}, and a weight {(n, k)} has inputs of ({k},) or ({k}, {k})"
+        )
     if not n or not k or not bool(weight.isfinite().all()):
         return code_blocks(weight, codes)
     w = weight.float()
@@ -95,7 +97,9 @@ def _searched(x: Tensor, h: Tensor, codes: Codes) -> _Grid:
                 best, least_error = grid, error
                 continue
             better = error < least_error
-            best = _Grid(torch.where(better, grid.scale, best.scale), torch.where(better, grid.least, best.least), codes)
+            best = _Grid(
+                torch.where(better, grid.scale, best.scale), torch.where(better, grid.least, best.least), codes
+            )
             least_error = torch.where(better, error, least_error)
     assert best is not None
     return best
@@ -130,7 +134,7 @@ def _grid(scale: Tensor, least: Tensor, codes: Codes) -> _Grid:
 def _compensated(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
     """Columns in order; the error of each is taken up by the columns behind it (GPTQ, algorithm 1).
 
-    A group's grid is searched when its first column is reached, for the weights as they are by then.
+    A group's grid is searched when its first column is reached, for the weights that it has by then.
     """
     w, k = w.clone(), w.shape[1]
     h_K = moments_KK.diagonal()
