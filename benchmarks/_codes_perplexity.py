@@ -106,7 +106,7 @@ def off_grid(model: Any, seed: int = 0) -> None:
 
 
 def _scale(first: Any, behind: Sequence[Any], generator: torch.Generator, heads: int = 1, each: int = 1) -> None:
-    """Multiplies the outputs of a norm or of a layer, and divides the columns behind it; `each` of these read a head."""
+    """Multiplies the outputs of a norm or of a layer, and divides the columns behind it; `each` read a head."""
     num = first.weight.shape[0]
     s = ((torch.rand(num, generator=generator) - 0.5) / 2).exp()
     first.weight.mul_(s.view(-1, *[1] * (first.weight.ndim - 1)))

@@ -59,8 +59,8 @@ def hf_decoder(
             that it does not; False leaves the model's own linear layers and activations; None is exact where possible.
         tp: the mesh axis that cuts the heads, and the outputs of linear layers. The decoder must be exact.
         tokenizer: the tokenizer of the prompts, to check that the model has its tokens.
-        codes: "int8" or "int4" keeps the weights of linear layers in these codes, which needs an exact model; or codes by
-            regular expressions found in names of parameters, the first that fits:
+        codes: "int8" or "int4" keeps the weights of linear layers in these codes, which needs an exact model; or codes
+            by regular expressions found in names of parameters, the first that fits:
             `{"embed|head": "int8", "": "int4"}`. Logits are those of the rounded weights, bit for bit; a table of
             embeddings that is also the head is rounded, too.
 

@@ -34,7 +34,8 @@ class Coded:
         code: Codes,
         kind: MemoryKind = "device",
     ) -> None:
-        self.blocks, self.shape, self.dtype, self.code = blocks, torch.Size(shape), dtype, code
+        self.blocks, self.shape, self.dtype = blocks, torch.Size(shape), dtype
+        self.code: Codes = code
         self.kind: MemoryKind = kind
 
     @staticmethod

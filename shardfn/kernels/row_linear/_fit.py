@@ -154,7 +154,7 @@ def _compensated(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
         w[:, stop:] -= errors @ upper[start:stop, stop:]
         grids.append(grid)
         found.append(q)
-    scale, least = (torch.stack([grid[j] for grid in grids], 1) for j in (0, 1))
+    scale, least = torch.stack([x.scale for x in grids], 1), torch.stack([x.least for x in grids], 1)
     return _blocks(_Grid(scale, least, codes), torch.stack(found, 1))
 
 
