@@ -11,6 +11,7 @@ embeddings. These weights lie on no grid, and a group has about the spread that 
     compensated  kernels.fit_blocks(w, moments [k, k])
 """
 
+import functools
 import math
 import pathlib
 import statistics
@@ -77,6 +78,7 @@ def perplexities(path: str, learnt: Sequence[str], texts: Sequence[str], tokens:
         begin, bits, numel = time.process_time(), 0.0, 0
         for name, layer in _layers(model):
             codes = codes_of(case.policy, f"{name}.weight")
+            assert codes is not None
             layer.weight.copy_(_coded(case.coder, weights[name], codes, moments.get(name)))
             bits += weights[name].numel() * 8 * BLOCK_BYTES[codes] / GROUP
             numel += weights[name].numel()
@@ -129,7 +131,7 @@ def _moments(model: Any, rows: Tensor) -> dict[str, Tensor]:
         sums[name] = sums.get(name, 0) + x.T @ x / rows.numel()
 
     hooks = [
-        m.register_forward_pre_hook(lambda _, args, name=name: note(name, args))
+        m.register_forward_pre_hook(functools.partial(lambda name, _, args: note(name, args), name))
         for name, m in _layers(model)
         if isinstance(m, torch.nn.Linear) and name != "lm_head"
     ]

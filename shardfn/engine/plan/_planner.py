@@ -11,6 +11,7 @@ from shardfn.collectives import GlobalTensor
 from shardfn.core import (
     GROUP,
     GROUP_BYTES,
+    Codes,
     Dtypes,
     MemoryKind,
     Mesh,
@@ -188,7 +189,7 @@ class Planner:
         computes = [s.spec if isinstance(s, Sharding) else s for s in specs]
         # "device" is a Sharding's default, so it leaves the choice to the rule.
         homes = [s.memory_kind if isinstance(s, Sharding) and s.memory_kind != "device" else None for s in specs]
-        codes = [s.codes if isinstance(s, Sharding) else None for s in specs]
+        codes: list[Codes | None] = [s.codes if isinstance(s, Sharding) else None for s in specs]
         stacked = [isinstance(s, Sharding) and s.stacked for s in specs]
         rows = list(zip(paths, shapes, dtypes, computes, train, homes, strict=True))
         raise_all(
