@@ -1,9 +1,10 @@
-"""Perplexity of a model of transformers in codes: a coder and a policy, on one text that no coder has seen.
+"""Perplexity of a model in codes: a coder and a policy, on one text that neither the model nor a coder has seen.
 
-The model of a GGUF file of 4 bits has weights that lie on grids of 4 bits. So it is first made into one that computes
-the same function from other numbers: each feature behind a norm, and each row of `up_proj` and `v_proj`, is multiplied
-by a random number from exp(-1/4) to exp(1/4), by which the columns behind it are divided. The head is untied from the
-embeddings. These weights lie on no grid, and a group has about the spread that it had.
+A run of `scripts/train` has float weights, and rows that it held out. The model of a GGUF file of 4 bits has weights
+that lie on grids of 4 bits. So it is first made into one that computes the same function from other numbers: each
+feature behind a norm, and each row of `up_proj` and `v_proj`, is multiplied by a random number from exp(-1/4) to
+exp(1/4), by which the columns behind it are divided. The head is untied from the embeddings. These weights lie on no
+grid, and a group has about the spread that it had.
 
     rounded      kernels.code_blocks
     fitted       kernels.fit_blocks(w)
@@ -12,10 +13,11 @@ embeddings. These weights lie on no grid, and a group has about the spread that 
 """
 
 import functools
+import json
 import math
 import pathlib
 import statistics
-import time
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,11 +25,13 @@ import torch
 from _report import table
 from torch import Tensor
 
+import shardfn as sf
 from shardfn.core import codes_of
 from shardfn.kernels import BLOCK_BYTES, GROUP, Codes, code_blocks, decode_blocks, fit_blocks
+from shardfn.models import gpt
 
 HEAD = {"lm_head|embed": "int8"}
-ENDS = {"layers.0.|layers.29.": "int8"}
+ENDS = {r"layers\.0\.|layers\.LAST\.": "int8"}
 Policy = Mapping[str, Codes]
 
 
@@ -52,8 +56,8 @@ CASES = (
 
 
 @torch.no_grad()
-def perplexities(path: str, learnt: Sequence[str], texts: Sequence[str], tokens: int, length: int) -> list[str]:
-    """The table: the model of a GGUF file, on the last tokens of some texts; moments are those of others."""
+def of_gguf(path: str, learnt: Sequence[str], texts: Sequence[str], tokens: int, length: int) -> list[str]:
+    """The table of a GGUF file's model off its grids, on the first tokens of some texts; moments are of others."""
     import transformers
 
     file = pathlib.Path(path)
@@ -61,36 +65,59 @@ def perplexities(path: str, learnt: Sequence[str], texts: Sequence[str], tokens:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
-    rows, calibration = (
-        torch.tensor(tokenizer("\n".join(pathlib.Path(x).read_text() for x in given))["input_ids"][:tokens]).view(
-            -1, length
-        )
-        for given in (texts, learnt)
-    )
-    before = _perplexity(model, rows)
+
+    def rows(given: Sequence[str]) -> Tensor:
+        text = "\n".join(pathlib.Path(x).read_text() for x in given)
+        return torch.tensor(tokenizer(text)["input_ids"][:tokens]).view(-1, length)
+
     off_grid(model)
+    said = (
+        f"{file.name} off its grids, {tokens} tokens of {', '.join(texts)}, in rows of {length}; moments are those of"
+    )
+    return [f"{said} as many tokens of {', '.join(learnt)}", _rows_of_cases(model, rows(texts), rows(learnt))]
+
+
+@torch.no_grad()
+def of_run(directory: str, rows: int) -> list[str]:
+    """The table of a run of examples/train_gpt.py, on rows that it held out; moments are those of rows it has seen."""
+    import transformers
+
+    run, out = pathlib.Path(directory), tempfile.mkdtemp()
+    config = sf.interop.gpt_config(json.loads((run / "model.json").read_text())["model"])
+    like = sf.core.tree_map(
+        lambda x: torch.empty(x.shape), sf.eval_shape(functools.partial(gpt.init, config), sf.key(0))
+    )
+    restored = sf.checkpoint.restore(run / "checkpoints", like, at="params", partial=True)
+    sf.interop.gpt_to_hf(out, config, restored.tree)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    data = restored.user["data"]
+    source = sf.data.TokenFile.open(run / "tokens.bin")
+    training, held_out = sf.data.Batches(source, rows, data["length"], data["seed"]).split(0.02)
+    seen, unseen = (x(0)["tokens"][:, :-1] for x in (training, held_out))
+    said = f"{gpt.num_params(config):,} parameters after {restored.step} steps, {unseen.numel():,} tokens in rows"
+    return [f"{said} of {unseen.shape[1]} that it held out; moments are those of as many that it has seen",
+            _rows_of_cases(model, unseen, seen)]  # fmt: skip
+
+
+def _rows_of_cases(model: Any, rows: Tensor, calibration: Tensor) -> str:
     weights = {name: m.weight.clone() for name, m in _layers(model)}
-    plain = _perplexity(model, rows)
-    print(f"as in the file {before:.4f}, off its grids {plain:.4f}", flush=True)
+    plain, last = _perplexity(model, rows), model.config.num_hidden_layers - 1
     moments = _moments(model, calibration)
-    lines = [("float32", "", "32.0", f"{plain:.4f}", "")]
+    lines = [("float32", "", "32.00", f"{plain:.4f}", "")]
     for case in CASES:
-        begin, bits, numel = time.process_time(), 0.0, 0
+        bits, numel = 0.0, 0
+        policy = {pattern.replace("LAST", str(last)): codes for pattern, codes in case.policy.items()}
         for name, layer in _layers(model):
-            codes = codes_of(case.policy, f"{name}.weight")
+            codes = codes_of(policy, f"{name}.weight")
             assert codes is not None
             layer.weight.copy_(_coded(case.coder, weights[name], codes, moments.get(name)))
             bits += weights[name].numel() * 8 * BLOCK_BYTES[codes] / GROUP
             numel += weights[name].numel()
-        spent = time.process_time() - begin
         found = _perplexity(model, rows)
-        lines.append(
-            (case.words, case.coder, f"{bits / numel:.2f}", f"{found:.4f}", f"{(found / plain - 1) * 100:+.2f}%")
-        )
-        print(lines[-1], f"coded in {spent:.0f} s", flush=True)
-    head = ("weights", "coder", "bits", "perplexity", "change")
-    said = f"{file.name} off its grids, {rows.numel()} tokens of {', '.join(texts)}, in rows of {length}"
-    return [f"{said}; moments are those of as many tokens of {', '.join(learnt)}", table(head, lines)]
+        change = f"{(found / plain - 1) * 100:+.2f}%"
+        lines.append((case.words, case.coder, f"{bits / numel:.2f}", f"{found:.4f}", change))
+        print(lines[-1], flush=True)
+    return table(("weights", "coder", "bits", "perplexity", "change"), lines)
 
 
 def off_grid(model: Any, seed: int = 0) -> None:
@@ -117,7 +144,12 @@ def _scale(first: Any, behind: Sequence[Any], generator: torch.Generator, heads:
 
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Linear layers and tables of embeddings; a head that is tied to its table is the table."""
+    seen = set[int]()
     for name, module in model.named_modules():
+        if id(weight := getattr(module, "weight", None)) in seen:
+            continue
+        seen.add(id(weight))
         if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
             yield name, module
 
@@ -135,19 +167,20 @@ def _moments(model: Any, rows: Tensor) -> dict[str, Tensor]:
         for name, m in _layers(model)
         if isinstance(m, torch.nn.Linear) and name != "lm_head"
     ]
-    for row in rows:
-        model.model(row[None])
+    for x in rows.split(max(1, 512 // rows.shape[1])):
+        model.model(x)
     for hook in hooks:
         hook.remove()
     return sums
 
 
 def _coded(coder: str, w: Tensor, codes: Codes, moments: Tensor | None) -> Tensor:
-    if coder == "rounded" or w.shape[0] > 1 << 15:  # a vocabulary
+    if coder == "rounded" or (coder != "fitted" and moments is None):
         return decode_blocks(code_blocks(w, codes), w.shape[1])
-    given = {"fitted": None, "weighed": None if moments is None else moments.diagonal(), "compensated": moments}[coder]
+    given = moments.diagonal() if coder == "weighed" and moments is not None else moments
+    given = None if coder == "fitted" else given
     return decode_blocks(fit_blocks(w, codes, given), w.shape[1])
 
 
 def _perplexity(model: Any, rows: Tensor) -> float:
-    return math.exp(statistics.fmean(model(row[None], labels=row[None]).loss.item() for row in rows))
+    return math.exp(statistics.fmean(model(x, labels=x).loss.item() for x in rows.split(max(1, 512 // rows.shape[1]))))
