@@ -121,7 +121,7 @@ def test_adapters_of_a_file_of_options(given: pathlib.Path, tmp_path: pathlib.Pa
 
 
 def test_adapters_beside_weights_in_codes(given: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    more = ["--lora", "2", "--codes", "int4", "--merge", "--steps", "2", "--lr", "1e-9"]
+    more = ["--lora", "2", "--codes", "int4", "--merge", "--steps", "2", "--lr", "1e-9", "--precision", "fp32"]
     assert main(words(given, tmp_path, *more)) == 0
     start = transformers.AutoModelForCausalLM.from_pretrained(given / "model")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
