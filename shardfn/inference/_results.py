@@ -1,5 +1,6 @@
 """The results of an engine: tokens one by one, and whole completions."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -16,6 +17,7 @@ class Token(NamedTuple):
         finish: "stop", "length", "cancelled", "deadline", "error" or "refused" with the last token of a choice.
         text: that is certain with this token, after the text of the tokens before it; empty in an engine without a
             tokenizer. A part of a character, and text that may begin a stop string, come with a later token.
+        top: the most probable tokens at this position, and their log probabilities, as many as the request wants.
     """
 
     name: str
@@ -26,6 +28,7 @@ class Token(NamedTuple):
     version: int
     finish: str | None
     text: str = ""
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class Completion(NamedTuple):
@@ -39,6 +42,8 @@ class Completion(NamedTuple):
         prompt_logprobs: of the prompt's tokens but the first; empty unless the request wants them.
         prompt_versions: of the weights that computed each of `prompt_logprobs`.
         text: after the prompt's, up to a stop string; empty in an engine without a tokenizer.
+        top_logprobs: for each of `tokens` the most probable tokens there, and their log probabilities; empty unless the
+            request wants them.
     """
 
     tokens: list[int]
@@ -48,6 +53,7 @@ class Completion(NamedTuple):
     prompt_logprobs: list[float]
     prompt_versions: list[int]
     text: str = ""
+    top_logprobs: Sequence[tuple[tuple[int, float], ...]] = ()
 
 
 def append(made: list[Completion], token: Token, prompt: int) -> bool:
@@ -61,6 +67,10 @@ def append(made: list[Completion], token: Token, prompt: int) -> bool:
             one.tokens.append(token.token)
             one.logprobs.append(token.logprob)
             one.versions.append(token.version)
+            if token.top:
+                one = made[token.choice] = one._replace(top_logprobs=one.top_logprobs or [])
+                assert isinstance(one.top_logprobs, list)
+                one.top_logprobs.append(token.top)
     if token.finish is not None:
         made[token.choice] = one._replace(finish=token.finish)
     return token.finish is not None
