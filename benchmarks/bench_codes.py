@@ -1,23 +1,23 @@
-"""Weights in codes beside float32: processor time of one thread, and perplexity of a GGUF model.
+"""Weights in codes beside float32: processor time of one thread, and perplexity.
 
 A pass runs `kernels.row_linear` over all weights of linear layers of a GPT once, as a step of decoding does: 8 layers,
 width 512, inner 1408, vocabulary 8192, 29.9M weights, 119 MB in float32, more than the caches hold. The order of the
 cases rotates; ratios are formed within a round. A ratio above 1 means that codes are faster.
 
-With `--gguf FILE --text FILE...` the perplexity of a model as transformers decodes it, and of its weights rounded. By
-the law of the engine these are the logits that it computes from the codes.
+With `--run DIRECTORY` and with `--gguf FILE --text FILE... --learnt FILE...` the perplexity of a model in codes by
+several coders and policies (`_codes_perplexity.py`). By the law of the engine these are the logits that it computes
+from the codes.
 """
 
 import argparse
-import math
 import os
-import pathlib
 import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from _codes_perplexity import of_gguf, of_run
 from _report import publish, table
 
 from shardfn import kernels
@@ -33,8 +33,10 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     body = [] if args.rounds == 0 else _speed(args.rounds, args.rows)
+    if args.run:
+        body += of_run(args.run, args.held_out)
     if args.gguf:
-        body += _perplexity(args.gguf, args.text, args.tokens, args.length)
+        body += of_gguf(args.gguf, args.learnt, args.text, args.tokens, args.length)
     body.append(f"load of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     publish("Weights in codes", "\n\n".join(body), out=args.out)
 
@@ -66,36 +68,15 @@ def _line(packed: Any, m: int, rounds: int) -> tuple[str, ...]:
     return tuple(out)
 
 
-@torch.no_grad()
-def _perplexity(path: str, texts: Sequence[str], tokens: int, length: int) -> list[str]:
-    import transformers
-
-    file = pathlib.Path(path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
-    text = "\n".join(pathlib.Path(x).read_text() for x in texts)
-    ids = torch.tensor(tokenizer(text)["input_ids"][:tokens]).view(-1, length)
-    layers = [x for x in model.modules() if isinstance(x, torch.nn.Linear)]
-    given = [layer.weight.clone() for layer in layers]
-    found = {}
-    for codes in CODES:
-        for layer, w in zip(layers, given, strict=True):
-            layer.weight.copy_(w if codes is None else kernels.unpack_rows(kernels.pack_rows(w, codes), *w.shape))
-        losses = [model(row[None], labels=row[None]).loss.item() for row in ids]
-        found[codes] = math.exp(statistics.fmean(losses))
-    lines = [(name or "float32", f"{x:.4f}", f"{(x / found[None] - 1) * 100:+.3f}%") for name, x in found.items()]
-    said = f"{file.name}, {ids.numel()} tokens of {', '.join(texts)}, in rows of {length}"
-    return [said, table(("weights", "perplexity", "change"), lines)]
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64])
+    parser.add_argument("--run", default="", help="directory of a run of examples/train_gpt.py with checkpoints")
+    parser.add_argument("--held-out", type=int, default=128, help="rows of the run's held-out text")
     parser.add_argument("--gguf", default="")
     parser.add_argument("--text", nargs="*", default=[])
+    parser.add_argument("--learnt", nargs="*", default=[], help="texts from which coders learn the inputs of layers")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--out", default="")

@@ -15,6 +15,7 @@ from shardfn.core import Mesh, P, PyTree, Stored, as_mesh, dtype_name, named_lea
 from shardfn.memory import Bytes, as_bytes
 from shardfn.optim import check_in_round
 
+from ._codes import as_codes
 from ._manifest import DTYPES, File, Manifest, StoredChunk, StoredLeaf
 from ._owners import Owned
 from ._safetensors import safetensors_header
@@ -86,7 +87,7 @@ def contents(tree: PyTree, at: str, mesh: Mesh) -> list[Content]:
         TypeError: a leaf is no tensor, or of a dtype that cannot be read back.
         ValueError: a leaf cannot be saved; lists them.
     """
-    named = [(path.removeprefix("."), x) for path, x in named_leaves(tree, at)]
+    named = [(path.removeprefix("."), as_codes(x)) for path, x in named_leaves(tree, at)]
     odd = [f"{p or 'the tree'} is a {type(x).__name__}" for p, x in named if not isinstance(x, GlobalTensor | Tensor)]
     raise_all(TypeError, "a checkpoint has tensors; pass values that JSON can hold as user=:", odd)
     check_in_round(tree)

@@ -17,6 +17,7 @@ from shardfn.core import (
     raise_all,
     tree_flatten,
     tree_leaves,
+    tree_map,
     tree_path_parts,
     tree_unflatten,
 )
@@ -25,6 +26,7 @@ from shardfn.memory import DiskTensor, Pool, host_empty
 from shardfn.optim import rebalanced
 from shardfn.state import check_alive
 
+from ._codes import as_codes, from_codes
 from ._contents import mesh_of
 from ._located import check_directory, located
 from ._match import Rename, Source, Target, keeping, matched, remedy
@@ -132,7 +134,9 @@ def restore(
     with told_before(comms.control):
         place = located(directory, step)
         manifest = read_manifest(place)
-        leaves, treedef = tree_flatten(like)
+        wanted, treedef = tree_flatten(like)
+        like = tree_map(as_codes, like)
+        leaves = tree_leaves(like)
         targets = targets_of(like, at)
         kept = [keep] if isinstance(keep, str) else keep
         recuts = recut(like, targets, manifest, keeping(rename, kept))
@@ -147,8 +151,9 @@ def restore(
             [LeafTask(*x, mesh, pool, donate) for x in zip(leaves, sources, strict=True)], recuts.at, reader, check
         )
         out = recuts.apply(out, reader, rebalance)
+        out = [from_codes(x, y) for x, y in zip(out, wanted, strict=True)]
         if donate:
-            donate_all(leaves, out)
+            donate_all(wanted, out)
         comms.control.exchange(0)  # all ranks have it, or none has
         return Restored(tree_unflatten(treedef, out), manifest.step, manifest.user, reader.read_bytes)
 

@@ -172,8 +172,14 @@ def _trained(job: FinetuneJob, mesh: Mesh) -> Trained:
     lora = None
     if job.lora:
         targets, transposed = _targets(module)
-        lora = LoRA.of(params, targets, rank=job.lora, alpha=job.lora_alpha or None, fan_in_fan_out=transposed)
-        specs = {"base": specs, "lora": P()}  # `partition` finds out how adapters beside cut leaves are used
+        codes: Any = job.codes or None
+        lora = LoRA.of(
+            params, targets, rank=job.lora, alpha=job.lora_alpha or None, fan_in_fan_out=transposed, codes=codes
+        )
+        specs = {
+            "base": lora.base_specs if codes else specs,
+            "lora": P(),
+        }  # `partition` finds out how adapters beside cut leaves are used
     whole = loss if lora is None else lora.adapt(loss)
     whole = partition(whole) if cut else whole
     whole = mixed_precision(whole, Policy.bf16()) if job.precision == "bf16" else whole

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardfn.checkpoint import steps
-from shardfn.core import did_you_mean, raise_all
+from shardfn.core import GROUP_BYTES, did_you_mean, raise_all
 
 _AXES = ("dp", "tp")
 _HELP = {
@@ -27,6 +27,7 @@ _HELP = {
     "seed": "of the order of examples and of the adapters",
     "lora": "rank of adapters; 0 trains all weights",
     "lora_alpha": "their scale is alpha / rank; 0 takes the rank",
+    "codes": "int8 or int4 keeps the weights that have an adapter in these codes (QLoRA)",
     "merge": "also write the model with the adapters added",
     "mesh": "dp=4, or dp=2,tp=2: axis sizes; -1 for the ranks that are left",
     "zero": "stage 0, 1, 2 or 3",
@@ -54,6 +55,7 @@ class FinetuneJob:
     seed: int = 0
     lora: int = 0
     lora_alpha: float = 0.0
+    codes: str = ""
     merge: bool = False
     mesh: str = "dp=-1"
     zero: int = 3
@@ -142,9 +144,13 @@ def _problems(job: FinetuneJob) -> Iterator[str]:
         yield f"--lr {job.lr}: it must be above 0"
     if job.lora < 0:
         yield f"--lora {job.lora}: the rank is 1 or more, or 0 for no adapters"
-    for name in ("lora_alpha", "merge"):
+    for name in ("lora_alpha", "codes", "merge"):
         if not job.lora and getattr(job, name):
             yield f"--{name.replace('_', '-')} has no effect without --lora RANK"
+    if job.codes and job.codes not in GROUP_BYTES:
+        yield f"--codes {job.codes}: it is int8 or int4.{did_you_mean(job.codes, GROUP_BYTES)}"
+    if job.codes and dict(_sizes(job.mesh)).get("tp", 1) != 1:
+        yield f"--codes {job.codes} with --mesh {job.mesh}: tp may cut between elements of one scale; use dp alone"
     if job.zero not in (0, 1, 2, 3):
         yield f"--zero {job.zero}: a stage is 0, 1, 2 or 3"
     if job.precision not in ("bf16", "fp32"):

@@ -17,6 +17,7 @@ from shardfn.collectives.transport import naming_the_wait
 from shardfn.core import (
     MOST_DRAWN,
     Absent,
+    Code,
     DonatedError,
     MemoryKind,
     Mesh,
@@ -137,8 +138,8 @@ class GlobalTensor:
         return held.device if isinstance(held, Tensor) else torch.device("cpu")
 
     @property
-    def code(self) -> tuple[int, int] | None:
-        """The code (bits, block) to which the stored block is rounded; None = it is not rounded."""
+    def code(self) -> Code | None:
+        """The code to which the stored block is rounded; None = it is not rounded."""
         held = self.held
         return None if isinstance(held, Tensor) else held.code
 
@@ -158,8 +159,9 @@ class GlobalTensor:
 
     @property
     def sharding(self) -> Sharding:
-        """Layout and memory kind."""
-        return Sharding(self.spec, self.memory_kind)
+        """Layout, memory kind and codes."""
+        code = self.code
+        return Sharding(self.spec, self.memory_kind, codes=code if isinstance(code, str) else None)
 
     def numel(self) -> int:
         """Number of elements of the whole tensor."""

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shardfn.core import MemoryKind, Mesh, P, Placement
+from shardfn.core import Code, MemoryKind, Mesh, P, Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Encode:
-    """Elements become codes: (bits, elements that share a scale)."""
+    """Elements become codes: those of a message, (bits, elements that share a scale), or those of a frozen leaf."""
 
-    code: tuple[int, int]
+    code: Code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,8 @@ class Route:
         """(bits, elements that share a scale) of the code in which the leaf travels; None = its elements, uncoded."""
         coded = [hop.code for hop in self.hops if isinstance(hop, Encode)]
         # A code in which it ends is made on arrival.
-        return next(iter(coded[: len(coded) - (self.dst.code is not None)]), None)
+        made = next(iter(coded[: len(coded) - (self.dst.code is not None)]), None)
+        return None if isinstance(made, str) else made
 
     @property
     def src(self) -> Placement:

@@ -197,5 +197,7 @@ def _reduce_channel(channels: AnyChannels, way: Route) -> ReduceChannel:
 
 def _travels_as(way: Route) -> torch.dtype:
     """The dtype of a leaf as its first gather begins; without a gather, as it arrives."""
+    if isinstance(way.src.code, str):  # the bytes of its codes
+        return torch.uint8
     pairs = zip(way.hops, way.stops, strict=False)
     return next((before.dtype for hop, before in pairs if isinstance(hop, AllGather)), way.dst.dtype)

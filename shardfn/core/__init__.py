@@ -17,10 +17,12 @@ from ._mesh import HOUSE_AXES as HOUSE_AXES, Axes as Axes, Mesh as Mesh
 from ._mesh import MOST_DRAWN as MOST_DRAWN, all_coords as all_coords
 from ._groups import is_known as is_known
 from ._make_mesh import as_mesh as as_mesh, make_mesh as make_mesh
-from ._placement import Placement as Placement, dtype_name as dtype_name
+from ._codes_of import CodePolicy as CodePolicy, check_policy as check_policy, codes_of as codes_of
+from ._placement import GROUP_BYTES as GROUP_BYTES, GROUP as GROUP
+from ._placement import Code as Code, Placement as Placement, dtype_name as dtype_name
 from ._saved_hooks import saved_tensors_hooks as saved_tensors_hooks
 from ._policy import Dtypes as Dtypes, Policy as Policy
-from ._spec import MemoryKind as MemoryKind, P as P, Sharding as Sharding
+from ._spec import Codes as Codes, MemoryKind as MemoryKind, P as P, Sharding as Sharding
 from ._spec import block_slices as block_slices, chunk_bounds as chunk_bounds
 from ._tree import PyTree as PyTree, broadcast_prefix as broadcast_prefix
 from ._tree import tree_entries as tree_entries, tree_flatten as tree_flatten, tree_leaves as tree_leaves

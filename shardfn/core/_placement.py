@@ -14,12 +14,19 @@ and a route leads from one placement to another (`shardfn.collectives.route`).
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import get_args
 
 import torch
 
 from ._mesh import Mesh, all_coords
-from ._spec import MemoryKind, P, block_slices
+from ._spec import Codes, MemoryKind, P, block_slices
+
+# A code that leaves travel in, (bits, elements that share a scale), or one that frozen leaves are kept in.
+Code = tuple[int, int] | Codes
+# A group of the codes of frozen leaves: its elements, which are neighbours along the last dim, and its bytes.
+GROUP = 32
+GROUP_BYTES: Mapping[Codes, int] = MappingProxyType({"int8": 34, "int4": 20})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +38,8 @@ class Placement:
         unreduced: the axes along which each rank holds a summand: the leaf is the sum.
         memory_kind: "device", "host" or "disk".
         dtype: of its elements; with a code, of the decoded elements.
-        code: (bits, elements that share a scale) where it is rounded to codes; None = not rounded.
+        code: (bits, elements that share a scale) where it is rounded to codes to travel; "int8" or "int4" where a
+            frozen leaf is kept so (`Sharding.codes`); None = not rounded.
         stacked: whether the leading dim stacks layers that are used, and cut, one by one. Where `spec` cuts it, each
             rank has some of the layers.
         brought: axes of `spec` along which every block is here, one after another: the result of the first hop of a
@@ -51,7 +59,7 @@ class Placement:
     unreduced: tuple[str, ...] = ()
     memory_kind: MemoryKind = "device"
     dtype: torch.dtype = torch.float32
-    code: tuple[int, int] | None = None
+    code: Code | None = None
     stacked: bool = False
     brought: tuple[str, ...] = ()
 
@@ -92,10 +100,13 @@ class Placement:
         return torch.Size(lengths)
 
     def nbytes(self, shape: tuple[int, ...], sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
-        """The bytes of that block: of its elements, or of its codes and scales (4 bytes each)."""
-        count = self.block_shape(shape, sizes, coords).numel()
+        """The bytes of that block: of its elements, or of its codes and scales (4 bytes each where it travels)."""
+        block = self.block_shape(shape, sizes, coords)
+        count = block.numel()
         if self.code is None:
             return count * self.dtype.itemsize
+        if isinstance(self.code, str):
+            return block[:-1].numel() * -(-block[-1] // GROUP) * GROUP_BYTES[self.code]
         bits, per_scale = self.code
         return 4 * -(-count // per_scale) + -(-count * bits // 8)
 
@@ -112,7 +123,12 @@ class Placement:
         if self.memory_kind not in get_args(MemoryKind):
             yield f"memory_kind={self.memory_kind!r}; the memories are {get_args(MemoryKind)}"
         if self.code is not None and not _is_code(self.code):
-            yield f"code={self.code!r}; a code is (8 or 4 bits, an even number of elements that share a scale)"
+            yield (
+                f"code={self.code!r}; a code is (8 or 4 bits, an even number of elements that share a scale), or one of"
+                f" {(*GROUP_BYTES,)}"
+            )
+        if isinstance(self.code, str) and not shape:
+            yield f"code={self.code!r} of a leaf of no dims; groups of {GROUP} lie along the last dim: leave it out"
         if self.code is not None and not self.dtype.is_floating_point:
             yield f"{self.dtype} has no code; only floating-point elements are rounded"
         cut = [self.spec.dim_axes(d) for d in range(len(self.spec))]
@@ -126,7 +142,7 @@ class Placement:
         parts += [f"unreduced={self.unreduced}"] if self.unreduced else []
         parts += [self.memory_kind] if self.memory_kind != "device" else []
         parts += [dtype_name(self.dtype)]
-        parts += [f"code={self.code}"] if self.code is not None else []
+        parts += [f"code={self.code!r}"] if self.code is not None else []
         parts += ["stacked"] if self.stacked else []
         parts += [f"brought={self.brought}"] if self.brought else []
         return f"Placement({', '.join(parts)})"
@@ -150,5 +166,7 @@ def _known(mesh: Mesh, axis: str) -> bool:
     return True
 
 
-def _is_code(code: tuple[int, int]) -> bool:
+def _is_code(code: Code) -> bool:
+    if isinstance(code, str):
+        return code in GROUP_BYTES
     return len(code) == 2 and code[0] in (4, 8) and code[1] >= 2 and code[1] % 2 == 0

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 Entry = None | str | tuple[str, ...]
 MemoryKind = Literal["device", "host", "disk"]
+# Codes of groups of 32 elements of the last dim, in which frozen weights are kept: 34 and 20 bytes a group.
+Codes = Literal["int8", "int4"]
 
 
 class P:
@@ -88,17 +90,22 @@ class Sharding:
         stacked: whether the leading dim stacks equal layers, [L, *shape of a layer], that are used one at a time. ZeRO
             then cuts each layer, and gathers each when it is used. See `shardfn.scan`. An axis that cuts the leading
             dim itself gives each rank some of the layers, as the stages of a pipeline have them.
+        codes: "int8" or "int4" keeps a leaf that is not trained in these codes, see `kernels.code_blocks`; each use
+            decodes it. None keeps its elements.
 
     Example:
         >>> Sharding(P("dp")).memory_kind
         'device'
         >>> Sharding(P(None, "tp"), stacked=True).stacked, Sharding(P("pp", "tp"), stacked=True).spec
         (True, P('pp', 'tp'))
+        >>> Sharding(codes="int4").codes
+        'int4'
     """
 
     spec: P = P()  # noqa: RUF009  # P is immutable
     memory_kind: MemoryKind = "device"
     stacked: bool = False
+    codes: Codes | None = None
 
 
 def chunk_bounds(size: int, n: int, index: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._pending import Pending
+from ._placement import Code
 from ._spec import MemoryKind
 
 
@@ -44,7 +45,7 @@ class Stored(Protocol):
         ...
 
     @property
-    def code(self) -> tuple[int, int] | None:
+    def code(self) -> Code | None:
         """The code to which its elements are rounded; None = not rounded."""
         ...
 
@@ -77,7 +78,7 @@ class Absent:
     """
 
     nbytes = 0
-    code: tuple[int, int] | None = None
+    code: Code | None = None
 
     def __init__(self, ndim: int, dtype: torch.dtype, kind: MemoryKind, why: str) -> None:
         self.shape, self.dtype, self._why = torch.Size([0] * ndim), dtype, why

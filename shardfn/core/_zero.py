@@ -204,11 +204,13 @@ def _tuple(axes: str | tuple[str, ...]) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def zero_spec(shape: tuple[int, ...], compute: P, axis: str | tuple[str, ...], mesh: Mesh) -> P:
+def zero_spec(
+    shape: tuple[int, ...], compute: P, axis: str | tuple[str, ...], mesh: Mesh, *, dims: int | None = None
+) -> P:
     """The compute spec, with the ZeRO axes added to the dim that they cut best.
 
     Dim 0 is taken when it wastes at most an eighth in padding, since blocks along it are contiguous; else the dim with
-    the least waste. A leaf without a dim of 2 or more is not cut.
+    the least waste. A leaf without a dim of 2 or more is not cut. `dims`: only the first ones are cut.
 
     Example:
         >>> import torch
@@ -221,7 +223,7 @@ def zero_spec(shape: tuple[int, ...], compute: P, axis: str | tuple[str, ...], m
     if n == 1:
         return compute
     local = [-(-s // math.prod(mesh.shape.get(a, 1) for a in compute.dim_axes(d))) for d, s in enumerate(shape)]
-    waste = [-(-s // n) * n / s if s > 1 else math.inf for s in local]
+    waste = [-(-s // n) * n / s if s > 1 else math.inf for s in local[:dims]]
     if not waste or min(waste) == math.inf:
         return compute
     dim = 0 if waste[0] <= 1.125 else waste.index(min(waste))

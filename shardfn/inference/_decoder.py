@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.core import P, PyTree
-from shardfn.kernels import Codes
+from shardfn.core import CodePolicy, P, PyTree
 from shardfn.models import gpt
 
 from ._cache import CacheLayout
@@ -51,14 +50,16 @@ class Decoder:
     linear: Mapping[str, Linear] = dataclasses.field(default_factory=dict)
 
 
-def decoder(config: gpt.Config, *, tp: str | None = None, codes: Codes | None = None) -> Decoder:
+def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = None) -> Decoder:
     """The decoder of a `models.gpt`.
 
     Args:
         config: the shape. With `exact=True`, logits are those of `gpt.apply`, bit for bit.
         tp: the mesh axis that cuts heads, features and vocabulary; it divides the number of key heads.
-        codes: "int8" or "int4" keeps the weights of linear layers in these codes; logits are those of the rounded
-            weights, bit for bit. Leaves that are blocks of codes already, as of a GGUF file, are not rounded again.
+        codes: "int8" or "int4" keeps the weights of linear layers in these codes, or codes by regular expressions found
+            in names such as "blocks.0.wq" and "embed": `{"embed|head": "int8", "": "int4"}`. Logits are those of the
+            rounded weights, bit for bit. Leaves that are blocks of codes already, as of `kernels.fit_blocks` or a GGUF
+            file, are not rounded again.
 
     Raises:
         ValueError: tokens of the model look ahead, or its masks are those of whole sequences; or codes of layers that

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardfn import kernels, nn
 from shardfn.collectives import all_gather_invariant, current_mesh, take_own_block
-from shardfn.core import Axes, P, block_slices, did_you_mean, first_of, raise_all
+from shardfn.core import Axes, CodePolicy, P, block_slices, check_policy, codes_of, did_you_mean, first_of, raise_all
 from shardfn.modules import DecodingFunction, Edge, ExactRows, PackedWeight, Scores, WeightUses, decoding
 
 from ._cache import CacheLayout, Paged
@@ -42,7 +42,7 @@ def hf_decoder(
     exact: bool | None = None,
     tp: str | None = None,
     tokenizer: Any = None,
-    codes: kernels.Codes | None = None,
+    codes: CodePolicy = None,
 ) -> tuple[Decoder, dict[str, Tensor]]:
     """The decoder of an unmodified causal model of transformers, and its parameters.
 
@@ -59,8 +59,10 @@ def hf_decoder(
             that it does not; False leaves the model's own linear layers and activations; None is exact where possible.
         tp: the mesh axis that cuts the heads, and the outputs of linear layers. The decoder must be exact.
         tokenizer: the tokenizer of the prompts, to check that the model has its tokens.
-        codes: "int8" or "int4" keeps the weights of linear layers in these codes, which needs an exact model. Logits
-            are those of the rounded weights, bit for bit; a table of embeddings that is also the head is rounded, too.
+        codes: "int8" or "int4" keeps the weights of linear layers in these codes, which needs an exact model; or codes
+            by regular expressions found in names of parameters, the first that fits:
+            `{"embed|head": "int8", "": "int4"}`. Logits are those of the rounded weights, bit for bit; a table of
+            embeddings that is also the head is rounded, too.
 
     Returns:
         The decoder, and the parameters by name, as an engine takes them.
@@ -95,6 +97,7 @@ def hf_decoder(
         if exact is False:
             raise ValueError(f"{name} with codes={codes!r}: codes are read by exact layers; leave out exact=False.")
         exact = True
+        check_policy(codes, list(shape.uses.linear), "hf_decoder")
     reasons = list(_unpacked(function, shape.uses)) if exact is not False else ["exact=False leaves them uncut"]
     if not reasons:
         made = replace(_decoder(function, shape, shape.uses.linear, tp, codes), exact=True)
@@ -151,12 +154,13 @@ def _decoder(
     shape: _Shape,
     linear: Mapping[str, bool],
     tp: Axes = None,
-    codes: kernels.Codes | None = None,
+    codes: CodePolicy = None,
 ) -> Decoder:
     """The decoder whose weights named in `linear` are packed, [inputs, outputs] where the value is True."""
     like, kept = function.params, shape.uses.others
     layers, (_, heads, dim) = len(shape.kv), shape.kv[0]
     nums = {name: like[name].shape[transposed] for name, transposed in linear.items()}
+    inputs = {name: like[name].numel() // num for name, num in nums.items()}
     edges = {} if tp is None else edges_of(function, linear, heads)
     # A weight that other functions read, too, is whole on all ranks, beside the panels of their own outputs.
     cut = {} if tp is None else {name: P(None, tp) if flip else P(tp) for name, flip in linear.items()}
@@ -166,14 +170,15 @@ def _decoder(
 
     def panels(name: str, x: Tensor) -> Tensor:
         weight = x.T if linear[name] else x
-        return kernels.pack_rows(take_own_block(weight, tp, dim=0) if name in kept else weight, codes)
+        return kernels.pack_rows(take_own_block(weight, tp, dim=0) if name in kept else weight, codes_of(codes, name))
 
     def pack(params: Mapping[str, Tensor]) -> Served:
         _check(params, like, specs)
         packed = {name: panels(name, params[name]) for name in linear}
         placed = {name: x if name in kept else packed.get(name, x) for name, x in params.items()}
-        if codes is not None:  # a weight that is read elsewhere, too, has the same values there
-            placed |= {name: _rounded(params[name], linear[name], codes) for name in linear if name in kept}
+        for name in linear:  # a weight that is read elsewhere, too, has the same values there
+            if name in kept and (own := codes_of(codes, name)) is not None:
+                placed[name] = _rounded(params[name], linear[name], own)
         return {"params": placed, "packed": {name: x for name, x in packed.items() if name in kept}}
 
     head = _head_of(function)
@@ -190,7 +195,7 @@ def _decoder(
         packed = {**params, **weights["packed"]}
         seen, made = list[Tensor](), dict[int, Callable[[Tensor, Tensor | None], Tensor]]()
         for name, num in nums.items():
-            layer = PackedWeight(packed[name], num, tp, edges.get(name, Edge.WHOLE))
+            layer = PackedWeight(packed[name], num, tp, edges.get(name, Edge.WHOLE), inputs[name])
             if name == head:
                 made[id(params[name])] = functools.partial(_seeing, seen, layer)
             else:
@@ -213,7 +218,7 @@ def _decoder(
     made = Decoder(shape.vocab, function.context, cache, specs=P(), logits=logits, pack=pack)
     if head in linear:
         inner = [name for name in linear if name != head and name not in kept]
-        sizes = {name: Linear(like[name].numel() // nums[name], nums[name], linear[name]) for name in inner}
+        sizes = {name: Linear(inputs[name], nums[name], linear[name]) for name in inner}
         made = replace(made, outputs=with_hidden, linear=sizes)
     return made if tp is None else replace(made, specs=specs, packed=served)
 

@@ -18,7 +18,8 @@ from .draw import draw as draw, draw_uniforms as draw_uniforms, top_logprobs as 
 from .penalise import penalise as penalise
 from .row_linear import joined as joined, pack_rows as pack_rows, row_linear as row_linear
 from .row_linear import BLOCK_BYTES as BLOCK_BYTES, GROUP as GROUP, Codes as Codes
-from .row_linear import code_blocks as code_blocks, pack_blocks as pack_blocks
+from .row_linear import block_bytes as block_bytes, decode_blocks as decode_blocks
+from .row_linear import code_blocks as code_blocks, fit_blocks as fit_blocks, pack_blocks as pack_blocks
 from .row_linear import packed_rows as packed_rows, packed_shape as packed_shape, unpack_rows as unpack_rows
 from .pointwise import gated_silu as gated_silu, gelu as gelu, rotate as rotate
 from .row_norm import row_norm as row_norm

@@ -85,9 +85,9 @@ def gather_units(leaves: Sequence[LeafLayout], bucket: int) -> list[Unit]:
     """
 
     def alone(leaf: LeafLayout) -> bool:
-        return leaf.used.dim is None or leaf.ways.use.code is not None
+        return leaf.used.dim is None or leaf.ways.use.code is not None or leaf.places.code is not None
 
-    pieces = operator.attrgetter("used")
+    pieces = operator.attrgetter("sent")
     lazy = [i for i, leaf in enumerate(leaves) if leaf.lazy]
     shared = [i for i in lazy if not alone(leaves[i])]
     units = make_units(leaves, shared, bucket, lambda leaf: (leaf.dtypes.compute, leaf.zero_axes), 4 * bucket, pieces)

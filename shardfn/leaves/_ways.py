@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from shardfn.collectives import Route, route
-from shardfn.core import Dtypes, MemoryKind, Mesh, P, Placement
+from shardfn.core import Codes, Dtypes, MemoryKind, Mesh, P, Placement
 
 # Axis -> size, hashable, so that cached values do not keep a mesh alive.
 Sizes = tuple[tuple[str, int], ...]
@@ -62,7 +62,7 @@ class Places(NamedTuple):
         dtypes: those of parameter, gradient and state.
         memories: those of parameter, gradient and state.
         stacked: whether dim 0 stacks layers.
-        code: (bits, elements that share a scale) to which the kept parameter is rounded; None = it is not rounded.
+        code: the codes in which the kept parameter is, which is frozen then; None = it is not rounded.
     """
 
     compute: P
@@ -72,7 +72,7 @@ class Places(NamedTuple):
     dtypes: Dtypes
     memories: Memories
     stacked: bool = False
-    code: tuple[int, int] | None = None
+    code: Codes | None = None
 
 
 class Ways(NamedTuple):
@@ -128,7 +128,13 @@ def _summed(places: Places, manner: Manner, sent: Placement, state: Placement) -
 
 
 def _way_in(kept: Placement, used: Placement, manner: Manner) -> list[Placement]:
-    """The stops from `kept` to `used`: cast before sending, in code (if any) on all of the way, the far axes first."""
+    """The stops from `kept` to `used`: cast before sending, in code (if any) on all of the way, the far axes first.
+
+    A leaf that is kept in codes is gathered in these.
+    """
+    if kept.code is not None:
+        at = kept.with_(memory_kind="device")
+        return [at, *([at.with_(brought=manner.far)] if manner.far else []), at.with_(spec=used.spec)]
     here = kept.with_(memory_kind="device", dtype=used.dtype, code=manner.gather_code)
     via = [here] + ([here.with_(brought=manner.far)] if manner.far else [])
     return via if manner.gather_code is None else [*via, used.with_(code=manner.gather_code)]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardfn.collectives import psum, pvary
 from shardfn.core import (
+    Codes,
     Draw,
     P,
     PyTree,
@@ -33,6 +34,7 @@ from shardfn.core import (
     zeros,
 )
 from shardfn.engine import Transform
+from shardfn.memory import Coded
 from shardfn.nn import dropout
 
 from ._site import Site, of_pattern, unused
@@ -52,6 +54,7 @@ class LoRA:
         base_specs: the specs of the model's parameters.
         dora: whether the rows of the sum have norms of their own.
         dropout: the probability with which an input of an adapter is dropped.
+        codes: those in which the weights that have an adapter are kept; None keeps their elements.
 
     Example:
         >>> import shardfn as sf
@@ -71,7 +74,7 @@ class LoRA:
     References:
         Hu et al., LoRA, 2021, https://arxiv.org/abs/2106.09685. Kalajdzievski, A Rank Stabilization Scaling Factor for
         Fine-Tuning with LoRA, 2023, https://arxiv.org/abs/2312.03732. Liu et al., DoRA, 2024,
-        https://arxiv.org/abs/2402.09353
+        https://arxiv.org/abs/2402.09353. Dettmers et al., QLoRA, 2023, https://arxiv.org/abs/2305.14314
     """
 
     rank: int
@@ -82,6 +85,7 @@ class LoRA:
     base_specs: PyTree
     dora: bool = False
     dropout: float = 0.0
+    codes: Codes | None = None
 
     @staticmethod
     def of(
@@ -98,6 +102,7 @@ class LoRA:
         modules_to_save: Sequence[str] = (),
         dora: bool = False,
         dropout: float = 0.0,
+        codes: Codes | None = None,
     ) -> "LoRA":
         """Adapters of the leaves whose path fits.
 
@@ -118,6 +123,8 @@ class LoRA:
             dora: whether each row of the sum `w + scale * (b @ a)` is scaled to a norm that is trained (DoRA). Its
                 products form that sum, as large as the weight.
             dropout: probability in [0, 1); not with stacked layers, nor with `dora`.
+            codes: "int8" or "int4" keeps the weights that have an adapter in these codes, 34 or 20 bytes for 32
+                elements; a step decodes each one when it is used. They are rounded by `step.init`.
 
         Raises:
             ValueError: a target fits no leaf, or one that is not a floating weight of two dims or more, or whose
@@ -150,10 +157,18 @@ class LoRA:
             problems.append(f"dropout={dropout} is not there with {other}; leave one out")
         if not 0 <= dropout < 1:
             problems.append(f"dropout={dropout} is not in [0, 1)")
+        if codes is not None:
+            coded = [
+                dataclasses.replace(cut if isinstance(cut, Sharding) else Sharding(cut), codes=codes)
+                if p in thin
+                else cut
+                for p, cut in zip(paths, cuts, strict=True)
+            ]
+            specs = tree_unflatten(tree_flatten(params)[1], coded)
         if problems:
             some = f" Paths are such as {', '.join(paths[:3])}." if paths else ""
             raise ValueError("\n  - ".join([f"these adapters cannot be made.{some}", *problems]))
-        return LoRA(rank, default, rslora, fan_in_fan_out, sites, specs, dora, dropout)
+        return LoRA(rank, default, rslora, fan_in_fan_out, sites, specs, dora, dropout, codes)
 
     @property
     def scale(self) -> float:
@@ -216,6 +231,7 @@ class LoRA:
             out[path] = {"a": a, "b": zeros(shapes["b"], dtype=dtype, device=key.device)}
             if self.dora:
                 w = _value(at[self.sites[path].entries]).to(dtype)
+                w = w if self.codes is None else Coded.of(w, self.codes).load()
                 out[path]["m"] = torch.linalg.vector_norm(w, dim=-2 if self.fan_in_fan_out else -1)
         return out
 

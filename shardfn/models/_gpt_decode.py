@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardfn import nn
 from shardfn.collectives import all_gather_invariant, axis_size
-from shardfn.core import Axes, P, PyTree
+from shardfn.core import Axes, CodePolicy, P, PyTree, check_policy, codes_of
 from shardfn.kernels import GROUP, Codes, pack_blocks, pack_rows, rotate
 
 from ._gpt_block import Along, block, norm, position_tables
@@ -154,7 +154,7 @@ class _Rotating(nn.Local):
         return rotate(x_1THK[0], self.cos_TK, self.sin_TK)[None]
 
 
-def pack(config: Config, params: Params, *, axis: Axes = None, codes: Codes | None = None) -> Params:
+def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy = None) -> Params:
     """Parameters as `decode` takes them: layers apart, with the weights of exact layers as `row_linear` reads them.
 
     A function of each rank's blocks; `specs(config, tp=axis)` of unstacked blocks are the specs of the result, too.
@@ -165,7 +165,9 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: Codes | No
         config: the shape.
         params: as from `init`, or this rank's blocks of them.
         axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
-        codes: rounds the weights of linear layers, and so logits are those of the rounded weights, bit for bit.
+        codes: rounds the weights of linear layers, and so logits are those of the rounded weights, bit for bit. "int8",
+            "int4", or codes by regular expressions found in names such as "blocks.0.wq" and "embed", the first that
+            fits: `{"embed|head": "int8", "": "int4"}`.
 
     Raises:
         ValueError: leaves are missing, unknown, or of another model; lists all. Or codes of layers that are not exact,
@@ -185,22 +187,27 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: Codes | No
         blocks = [p for i in range(num) for p in layers_of(config, {name: x[i] for name, x in blocks.items()})]
     params = params | {"blocks": blocks, **_tables_of_all(config, params)}
     head = _head(config)
+    linear = [f"blocks.{i}.{name}" for i, p in enumerate(blocks) for name in p if name in _LINEAR]
+    check_policy(codes, [*linear, head], "pack")
     _check_codes(config, {f"blocks.{i}.{name}": x for i, p in enumerate(blocks) for name, x in p.items()}, axis, codes)
     _check_codes(config, {name: x for name, x in params.items() if name != "blocks"}, axis, codes)
     if not config.exact:
         return params
     shapes: Any = block_shapes(config, axis)
     blocks = [
-        {name: _packed(name, x, own[name].shape, codes) if name in _LINEAR else x for name, x in p.items()}
-        for p, own in zip(blocks, shapes["blocks"], strict=True)
+        {
+            name: _packed(name, x, own[name].shape, codes_of(codes, f"blocks.{i}.{name}")) if name in _LINEAR else x
+            for name, x in p.items()
+        }
+        for i, (p, own) in enumerate(zip(blocks, shapes["blocks"], strict=True))
     ]
-    return params | {"blocks": blocks, head: _packed(head, params[head], shapes[head].shape, codes)}
+    return params | {"blocks": blocks, head: _packed(head, params[head], shapes[head].shape, codes_of(codes, head))}
 
 
-def _check_codes(config: Config, leaves: Params, axis: Axes, codes: Codes | None) -> None:
+def _check_codes(config: Config, leaves: Params, axis: Axes, policy: CodePolicy) -> None:
     """Refuses codes where layers do not read them, and where ranks would have other groups than one rank."""
     for name, x in leaves.items():
-        kind = name.rpartition(".")[2]
+        kind, codes = name.rpartition(".")[2], codes_of(policy, name)
         if x.dtype == torch.uint8 and not (config.exact and kind in (*_LINEAR, _head(config))):
             raise ValueError(
                 f"pack: {name} is in codes, which only linear layers of Config(exact=True) read; decode it."
@@ -212,8 +219,8 @@ def _check_codes(config: Config, leaves: Params, axis: Axes, codes: Codes | None
                     f"pack: codes={codes!r} of {name}: each of {axis_size(axis)} ranks has {inputs} of its inputs, and"
                     f" {GROUP} share a scale; take fewer ranks, or no codes."
                 )
-    if codes is not None and not config.exact:
-        raise ValueError(f"pack: codes={codes!r} of layers that are not exact; take Config(exact=True).")
+    if policy is not None and not config.exact:
+        raise ValueError(f"pack: codes={policy!r} of layers that are not exact; take Config(exact=True).")
 
 
 def packed_specs(config: Config, *, tp: Axes = None) -> PyTree:

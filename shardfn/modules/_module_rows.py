@@ -48,6 +48,7 @@ class PackedWeight(NamedTuple):
         num: outputs of all ranks.
         axis: the mesh axes that cut the outputs; None is one device.
         edge: the values on both sides.
+        inputs: of the layer; None is the number of rows in panels of floats, which panels of codes do not have.
 
     Example:
         >>> import torch
@@ -60,11 +61,13 @@ class PackedWeight(NamedTuple):
     num: int
     axis: Axes = None
     edge: Edge = Edge.WHOLE
+    inputs: int | None = None
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The affine map, computed in float32; `bias` is that of all outputs."""
         if self.edge is Edge.LEAVE:
-            x = all_gather_invariant(x, self.axis, dim=-1, size=self.panels.shape[1])
+            size = self.panels.shape[1] if self.inputs is None else self.inputs
+            x = all_gather_invariant(x, self.axis, dim=-1, size=size)
         start, stop = own_range(self.num, self.axis)
         own = None if bias is None else take_own_block(bias, self.axis, dim=0).float()
         y = row_linear(x.float(), self.panels, stop - start, bias=own).to(x.dtype)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardfn.core import MemoryKind, Pending, Stored
-from shardfn.memory import on_host
+from shardfn.memory import Coded, on_host
 
 
 def loaded(x: Tensor | Stored) -> Tensor:
@@ -19,6 +19,8 @@ def layers_of(x: Tensor | Stored) -> Sequence[Tensor | Stored]:
     """The layers of a stack [L, *shape of a layer]."""
     if isinstance(x, Tensor):
         return x.unbind(0)
+    if isinstance(x, Coded):
+        return x.layers()
     shape, flat = torch.Size(x.shape[1:]), x.flat()
     return [StoredSlice(flat, k * shape.numel(), shape) for k in range(x.shape[0])]
 

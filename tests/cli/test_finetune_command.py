@@ -120,6 +120,20 @@ def test_adapters_of_a_file_of_options(given: pathlib.Path, tmp_path: pathlib.Pa
     assert not any("base" in path for path in stored(tmp_path / "out/checkpoints"))
 
 
+def test_adapters_beside_weights_in_codes(given: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    more = ["--lora", "2", "--codes", "int4", "--merge", "--steps", "2", "--lr", "1e-9", "--precision", "fp32"]
+    assert main(words(given, tmp_path, *more)) == 0
+    start = transformers.AutoModelForCausalLM.from_pretrained(given / "model")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    name = "model.layers.0.mlp.up_proj.weight"
+    change = (merged.get_parameter(name) - start.get_parameter(name)).abs().max() / start.get_parameter(
+        name
+    ).abs().max()
+    assert 0.01 < change < 0.2 and torch.equal(
+        merged.get_parameter("lm_head.weight"), start.get_parameter("lm_head.weight")
+    )
+
+
 def test_the_result_is_the_checkpoint_with_the_lowest_validation_loss(
     given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +255,16 @@ def test_every_bad_argument_is_named_before_anything_is_loaded(
         ("--steps", "0"): "--steps 0: it must be at least 1",
         ("--lr", "0"): "--lr 0.0: it must be above 0",
         ("--merge",): "--merge has no effect without --lora RANK",
+        ("--codes", "int4"): "--codes has no effect without --lora RANK",
+        ("--lora", "2", "--codes", "int3"): "--codes int3: it is int8 or int4",
+        (
+            "--lora",
+            "2",
+            "--codes",
+            "int4",
+            "--mesh",
+            "tp=2",
+        ): "--codes int4 with --mesh tp=2: tp may cut between elements",
         ("--lora", "-1"): "--lora -1: the rank is 1 or more",
         ("--zero", "4"): "--zero 4: a stage is 0, 1, 2 or 3",
         ("--precision", "bf61"): "--precision bf61: it is bf16 or fp32. Did you mean 'bf16'?",

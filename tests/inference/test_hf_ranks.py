@@ -165,3 +165,19 @@ def test_16_bit_weights_on_ranks() -> None:
     (one, params), (cut, _) = hf_decoder(model, exact=True), hf_decoder(model, tp="tp")
     got = logits_of(cut, params, mesh, PROMPTS[2])
     assert torch.equal(got.float(), Model(one, [params]).full(0, tuple(PROMPTS[2])))
+
+
+@pytest.mark.parametrize("codes", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", pytest.param("gemma3", marks=pytest.mark.nightly)])
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_ranks_have_the_bits_of_one_device_in_codes(world: int, kind: str, codes: Any) -> None:
+    model, mesh = model_of(kind, world), core.make_mesh({"tp": world})
+    (one, params), (cut, _) = hf_decoder(model, codes=codes), hf_decoder(model, tp="tp", codes=codes)
+    reference: Any = Model(cut, [params], one)
+    plain: Any = Model(cut, [params], hf_decoder(model, exact=True)[0])
+    for prompt in PROMPTS[:3]:
+        got = logits_of(cut, params, mesh, prompt)
+        assert torch.equal(got, reference.full(0, tuple(prompt))) and not torch.equal(got, plain.full(0, tuple(prompt)))
+    story = Story(arrivals(GREEDY), (), 13)
+    told, _ = run(story, reference, Runner(cut, LIMITS, mesh=mesh), LIMITS)
+    assert check(story, told, reference) > 40

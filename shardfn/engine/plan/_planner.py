@@ -9,7 +9,11 @@ from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
 from shardfn.core import (
+    GROUP,
+    GROUP_BYTES,
+    Codes,
     Dtypes,
+    MemoryKind,
     Mesh,
     P,
     Placement,
@@ -185,6 +189,7 @@ class Planner:
         computes = [s.spec if isinstance(s, Sharding) else s for s in specs]
         # "device" is a Sharding's default, so it leaves the choice to the rule.
         homes = [s.memory_kind if isinstance(s, Sharding) and s.memory_kind != "device" else None for s in specs]
+        codes: list[Codes | None] = [s.codes if isinstance(s, Sharding) else None for s in specs]
         stacked = [isinstance(s, Sharding) and s.stacked for s in specs]
         rows = list(zip(paths, shapes, dtypes, computes, train, homes, strict=True))
         raise_all(
@@ -204,6 +209,17 @@ class Planner:
             "stacked leaves have a leading dim of layers, which the stages of a pipeline alone cut:",
             [x for (p, s, _, c, *_), k in zip(rows, stacked, strict=True) if k for x in self._not_stacked(p, s, c)],
         )
+        coded = zip(rows, codes, stacked, strict=True)
+        raise_all(
+            ValueError,
+            "leaves in codes:",
+            [
+                why
+                for (p, s, d, c, t, h), q, k in coded
+                if q is not None
+                for why in self._not_coded(p, s, d, c, t, h, q, k)
+            ],
+        )
         leaves = [
             (stacked_layout if k else leaf_layout)(
                 p,
@@ -215,8 +231,9 @@ class Planner:
                 batch_axes=self.batch_axes,
                 trainable=t and d.is_floating_point,
                 home=h,
+                codes=q,
             )
-            for (p, s, d, c, t, h), k in zip(rows, stacked, strict=True)
+            for (p, s, d, c, t, h), q, k in zip(rows, codes, stacked, strict=True)
         ]
         leaves = [dataclasses.replace(x, frozen=True) if f else x for x, f in zip(leaves, frozen, strict=True)]
         leaves = with_ratio(leaves, self.zero.optimizer_fraction)
@@ -240,6 +257,40 @@ class Planner:
                 f"{path} of shape {tuple(shape)} with spec {compute!r} leaves no layer to the last of {num} ranks;"
                 " leave out stacked=True, or use a number of layers that leaves it one"
             )
+
+    def _not_coded(
+        self,
+        path: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        compute: P,
+        trained: bool,
+        home: MemoryKind | None,
+        codes: str,
+        stacked: bool,
+    ) -> Iterator[str]:
+        """The reasons why a leaf cannot be kept in codes; empty if it can."""
+        named = f"{path} of shape {tuple(shape)}"
+        if codes not in GROUP_BYTES:
+            yield f"{named} has codes={codes!r}; the codes are {(*GROUP_BYTES,)}"
+        if not dtype.is_floating_point:
+            yield f"{named} is {dtype}, which is not rounded; leave out codes={codes!r}"
+        elif trained:
+            yield (
+                f"{named} is trained, and codes={codes!r} would round each update away; freeze it (trainable=) and"
+                " train an adapter beside it (sf.lora), or leave out codes"
+            )
+        if len(shape) < 1 + stacked or not shape.numel():
+            yield f"{named} has no rows of elements that share scales; leave out codes={codes!r}"
+            return
+        num = self.mesh.axis_size(compute.dim_axes(len(shape) - 1))
+        if num > 1 and shape[-1] % (num * GROUP):
+            yield (
+                f"{named} has spec {compute!r}, whose {num} ranks do not cut its last dim of {shape[-1]} between groups"
+                f" of {GROUP} that share a scale; cut another dim, or leave out codes={codes!r}"
+            )
+        if "disk" in (home, self.zero.params):
+            yield f"{named} would be on disk; codes={codes!r} are kept on the device or on the host"
 
 
 def _told(x: GlobalTensor | Placement) -> str:

@@ -30,6 +30,7 @@ from shardfn.engine.execution import own_rows, rule_of, wrap
 from shardfn.engine.plan import Plan, Planner
 from shardfn.engine.transfers import pool_of
 from shardfn.leaves import LeafLayout
+from shardfn.memory import Coded
 from shardfn.optim import GradientTransformation
 from shardfn.state import TrainState, closed, state_owners
 
@@ -132,7 +133,15 @@ def _complete(params: PyTree, opt_state: PyTree, key: Tensor | None, loss_scale:
 
 def _as_kept(plan: Plan, blocks: Sequence[Tensor]) -> list[Tensor | Stored]:
     """Blocks in the form in which parameters are kept, if they have no data or need not move."""
-    return [b.to(leaf.dtypes.param) for leaf, b in zip(plan.leaves, blocks, strict=True)]
+    out: list[Tensor | Stored] = []
+    for leaf, block in zip(plan.leaves, blocks, strict=True):
+        x, code = block.to(leaf.dtypes.param), leaf.places.code
+        if code is not None:
+            coded = Coded.of(x, code)
+            out.append(coded.with_blocks(coded.blocks, leaf.home))
+        else:
+            out.append(x)
+    return out
 
 
 def _at_once(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tuple[PyTree, PyTree]:

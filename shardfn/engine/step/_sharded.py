@@ -472,7 +472,9 @@ def kept_as(planner: Planner, params: PyTree) -> PyTree:
     """The storage `Sharding` of each leaf of a tree."""
     leaves, treedef = tree_flatten(params)
     plan = planner.plan(treedef, leaves)
-    return tree_unflatten(treedef, [Sharding(leaf.param, leaf.home, stacked=bool(leaf.layers)) for leaf in plan.leaves])
+    return tree_unflatten(
+        treedef, [Sharding(leaf.param, leaf.home, bool(leaf.layers), leaf.places.code) for leaf in plan.leaves]
+    )
 
 
 def _execute(ready: Ready, plan: Plan, comms: Comms, params: PyTree, arguments: Sequence[Argument]) -> PyTree:

@@ -34,6 +34,8 @@ class GatheredUnit:
         self._pending: Pending[Tensor] | None = None
         self._out: Tensor | None = None
         self._tensors: list[Tensor] = []
+        # Those in codes are decoded when they are first used.
+        self._leaves, self._coded = leaves, {k for k, leaf in enumerate(leaves) if leaf.places.code is not None}
         # In a capture a transfer is waited for where it is issued; the passes set the two apart.
         self.arrived = capturing()
         # Neither sent nor packed: only the move from its memory is waited for.
@@ -73,6 +75,9 @@ class GatheredUnit:
             self._tensors = self._wire.packing.unpack(self._out)
             # Its views hold the memory: that goes with the last of the leaves.
             self._out = None
+        if slot in self._coded:
+            self._tensors[slot] = self._leaves[slot].opened(self._tensors[slot])
+            self._coded.remove(slot)
         return self._tensors[slot]
 
 

@@ -10,7 +10,7 @@ from shardfn.kernels._library import define, map_rows, refuse_backward
 
 from ._codes import GROUP, PANEL, Codes, code_blocks, pack_blocks, packed_shape
 
-# Of chunks, which are added up by a tree of at most that many levels.
+# The most levels of the tree that adds up chunks.
 LEVELS = 16
 _WEIGHTS = (torch.float32, torch.bfloat16)
 

@@ -26,7 +26,7 @@ _LARGEST = torch.finfo(torch.float16).max
 def code_blocks(weight: Float[Tensor, "n k"], codes: Codes) -> UInt8[Tensor, "n bytes"]:
     """Rounds a weight to codes, as the blocks of GGUF's Q8_0 or Q4_1.
 
-    Of the group's elements, |w - decoded| is at most half of the scale, which is max|w| / 127, or (max w - min w) / 15,
+    For each element |w - decoded| is at most half of the scale, which is max|w| / 127, or (max w - min w) / 15,
     and the rounding of float16 besides: 2^-11 max|w|, and 2^-18 in int8 or 2^-21 in int4, which count where a scale is
     below 2^-14. A group with a value that is not finite, or whose scale is not, is decoded as NaN.
 

@@ -1,0 +1,75 @@
+"""The values of blocks of codes: the inverse of `code_blocks`, up to rounding, as one node of a graph."""
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from shardfn.kernels._library import define, refuse_backward
+
+from ._codes import BLOCK_BYTES, GROUP, Codes
+
+
+def decode_blocks(
+    blocks: UInt8[Tensor, "*rows bytes"], k: int, dtype: torch.dtype = torch.float32
+) -> Float[Tensor, "*rows k"]:
+    """The values of blocks of codes: those that `row_linear` multiplies by, which are rounded at most once.
+
+        int8    scale q               int4    scale q + least
+
+    Args:
+        blocks: of GGUF's Q8_0 or Q4_1, as from `code_blocks`; any dims before the last.
+        k: elements of a row; those behind it, to a multiple of 32, are left out.
+        dtype: of the result; the values are in float32, and are rounded to it.
+
+    Raises:
+        TypeError: blocks are not uint8.
+        ValueError: rows are not of blocks of one kind.
+
+    Example:
+        >>> from shardfn.kernels import code_blocks
+        >>> decode_blocks(code_blocks(torch.ones(1, 64), "int4"), 40).unique()
+        tensor([1.])
+    """
+    if blocks.dtype != torch.uint8:
+        raise TypeError(f"blocks are {blocks.dtype}, must be torch.uint8: the bytes of GGUF's blocks")
+    groups = -(-k // GROUP)
+    if not groups or blocks.shape[-1] not in [groups * n for n in BLOCK_BYTES.values()]:
+        sizes = " or ".join(f"{groups * n} ({codes})" for codes, n in BLOCK_BYTES.items())
+        raise ValueError(f"blocks have rows of {blocks.shape[-1]} bytes, and rows of {k} elements have {sizes}")
+    return torch.ops.shardfn_kernels.decode_blocks(blocks, k, dtype)
+
+
+def block_bytes(k: int, codes: Codes) -> int:
+    """The bytes of the blocks of a row of k elements.
+
+    Example:
+        >>> block_bytes(40, "int4")
+        40
+    """
+    return -(-k // GROUP) * BLOCK_BYTES[codes]
+
+
+def _decode(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    lead, groups = blocks.shape[:-1], -(-k // GROUP)
+    by_group = blocks.reshape(-1, groups, blocks.shape[-1] // groups)
+    if by_group.storage_offset() % 2:  # float16 lies at even bytes
+        by_group = by_group.clone()
+    scale = by_group[..., :2].view(torch.float16).float()
+    if by_group.shape[-1] == BLOCK_BYTES["int8"]:
+        out = by_group[..., 2:].view(torch.int8).float().mul_(scale)
+    else:
+        q = by_group[..., 4:]
+        out = torch.empty(*by_group.shape[:-1], GROUP, device=blocks.device)
+        out[..., : GROUP // 2], out[..., GROUP // 2 :] = q & 15, q >> 4
+        # The products are exact, so that this is the same fused or not.
+        out.mul_(scale).add_(by_group[..., 2:4].view(torch.float16).float())
+    out = out.view(*lead, groups * GROUP)
+    return (out if k == groups * GROUP else out[..., :k]).to(dtype).contiguous()
+
+
+define(
+    "decode_blocks(Tensor blocks, int k, ScalarType dtype) -> Tensor",
+    _decode,
+    lambda blocks, k, dtype: blocks.new_empty(*blocks.shape[:-1], k, dtype=dtype),
+)
+refuse_backward("decode_blocks", "codes are not differentiated; train an adapter beside them.")

@@ -1,0 +1,168 @@
+"""Codes with less error than rounding has: of the weights by least squares, or of a layer's outputs, by its inputs.
+
+    code_blocks     each element is rounded on a grid from the smallest to the largest of its group
+    fit_blocks      grids are searched: (s, m) that minimise  sum_i h_i (w_i - s q_i - m)^2  of a group
+                    with all moments H of the inputs, errors are also made up for by the weights that follow:
+                    minimises  (w - w') H (w - w')  greedily, column by column
+
+The stored form is the same. Grids stay between the bounds of a group, shrunk by some factors; for each, q is rounded
+and (s, m) are those of a weighted regression on q.
+
+Frantar et al., GPTQ, 2022, https://arxiv.org/abs/2210.17323. The search is that of GGUF's quantisers.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from ._codes import GROUP, Codes, check_codes, code_blocks
+
+_SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
+# Times the mean moment, added to each, so that inputs that hardly occur do not take up all errors.
+_DAMPING = 0.01
+
+
+def fit_blocks(
+    weight: Float[Tensor, "n k"], codes: Codes, moments: Float[Tensor, "..."] | None = None
+) -> UInt8[Tensor, "n bytes"]:
+    """Rounds a weight to codes with a small error: of its elements, or of the layer's outputs.
+
+    The same form and size as from `code_blocks`. It takes some seconds for a weight of millions of elements.
+
+    Args:
+        weight: floats; k is a multiple of 32.
+        codes: "int8" or "int4".
+        moments: of the layer's inputs x over some text: [k], the means of x_i^2, weigh errors; [k, k], those of
+            x_i x_j, also let each column make up for the errors of the columns before it (GPTQ). None weighs all alike.
+
+    Raises:
+        ValueError: for other codes, another k, or moments of another shape.
+
+    Example:
+        >>> w = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+        >>> from shardfn.kernels import decode_blocks
+        >>> fitted, rounded = (decode_blocks(f(w, "int4"), 64) for f in (fit_blocks, code_blocks))
+        >>> bool((fitted - w).square().mean() < (rounded - w).square().mean())
+        True
+    """
+    check_codes(codes)
+    n, k = weight.shape
+    if k % GROUP:
+        raise ValueError(f"weight has rows of {k}, and a block of codes has {GROUP} elements; pad it with zeros.")
+    if moments is not None and tuple(moments.shape) not in ((k,), (k, k)):
+        raise ValueError(
+            f"moments are {tuple(moments.shape)}, and a weight {(n, k)} has inputs of ({k},) or ({k}, {k})"
+        )
+    if not n or not k or not bool(weight.isfinite().all()):
+        return code_blocks(weight, codes)
+    w = weight.float()
+    if moments is not None and moments.ndim == 2:
+        return _compensated(w, codes, moments.float())
+    h_K = torch.ones(k, device=w.device) if moments is None else moments.float()
+    h_GE = (h_K + _DAMPING * h_K.mean() + 1e-30).view(-1, GROUP)
+    x_NGE = w.view(n, -1, GROUP)
+    grid = _searched(x_NGE, h_GE, codes)
+    return _blocks(grid, grid.rounded(x_NGE))
+
+
+class _Grid(NamedTuple):
+    """The values `scale q + least` of groups; scales and least values are rounded to float16. `codes` bound q."""
+
+    scale: Tensor
+    least: Tensor
+    codes: Codes
+
+    def rounded(self, x: Tensor) -> Tensor:
+        step = torch.where(self.scale > 0, self.scale, torch.inf)
+        low, high = _BOUNDS[self.codes]
+        return ((x - self.least) / step).round().clamp(low, high)
+
+    def values(self, q: Tensor) -> Tensor:
+        return self.scale * q + self.least
+
+
+_BOUNDS: dict[Codes, tuple[int, int]] = {"int8": (-127, 127), "int4": (0, 15)}
+
+
+def _searched(x: Tensor, h: Tensor, codes: Codes) -> _Grid:
+    """The best grid of each group, whose elements are along the last dim of x."""
+    best, least_error = None, None
+    for shrink in _SHRINKS:
+        start = _spanned(x, codes, shrink)
+        for grid in (start, _regressed(x, start.rounded(x), h, codes)):
+            error = (h * (grid.values(grid.rounded(x)) - x).square()).sum(-1, keepdim=True)
+            if best is None or least_error is None:
+                best, least_error = grid, error
+                continue
+            better = error < least_error
+            best = _Grid(
+                torch.where(better, grid.scale, best.scale), torch.where(better, grid.least, best.least), codes
+            )
+            least_error = torch.where(better, error, least_error)
+    assert best is not None
+    return best
+
+
+def _spanned(x: Tensor, codes: Codes, shrink: float) -> _Grid:
+    """From bound to bound of each group, shrunk towards the middle; without shrinking, that of `code_blocks`."""
+    if codes == "int8":
+        return _grid(x.abs().amax(-1, keepdim=True) * shrink / 127, torch.zeros_like(x[..., :1]), codes)
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    least = (low + (high - low) * (1 - shrink) / 2).half().float()
+    return _grid((high - (high - low) * (1 - shrink) / 2 - least) / 15, least, codes)
+
+
+def _regressed(x: Tensor, q: Tensor, h: Tensor, codes: Codes) -> _Grid:
+    """The weighted regression of the elements on their codes; through the origin where there is no least value."""
+    if codes == "int8":
+        sums = (h * q.square()).sum(-1, keepdim=True)
+        return _grid((h * q * x).sum(-1, keepdim=True) / sums.clamp_min(1e-30), torch.zeros_like(sums), codes)
+    total = h.sum(-1, keepdim=True)
+    q_mean, x_mean = ((h * y).sum(-1, keepdim=True) / total for y in (q, x))
+    spread = (h * (q - q_mean).square()).sum(-1, keepdim=True)
+    scale = (h * (q - q_mean) * (x - x_mean)).sum(-1, keepdim=True) / spread.clamp_min(1e-30)
+    scale = scale.clamp_min(0).half().float()
+    return _grid(scale, x_mean - scale * q_mean, codes)
+
+
+def _grid(scale: Tensor, least: Tensor, codes: Codes) -> _Grid:
+    return _Grid(scale.clamp(0, 65504).half().float(), least.clamp(-65504, 65504).half().float(), codes)
+
+
+def _compensated(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
+    """Columns in order; the error of each is taken up by the columns behind it (GPTQ, algorithm 1).
+
+    A group's grid is searched when its first column is reached, for the weights that it has by then.
+    """
+    w, k = w.clone(), w.shape[1]
+    h_K = moments_KK.diagonal()
+    damped = moments_KK + (_DAMPING * h_K.mean() + 1e-30) * torch.eye(k, device=w.device)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped.double()))
+    upper = torch.linalg.cholesky(inverse, upper=True).float()
+    grids, found = list[_Grid](), list[Tensor]()
+    for start in range(0, k, GROUP):
+        stop = start + GROUP
+        own, errors = w[:, start:stop], torch.empty(w.shape[0], GROUP, device=w.device)
+        grid, q = _searched(own, damped.diagonal()[start:stop], codes), torch.empty_like(own)
+        for i in range(GROUP):
+            row = upper[start + i, start + i : stop]
+            q[:, i : i + 1] = grid.rounded(own[:, i : i + 1])
+            errors[:, i : i + 1] = (own[:, i : i + 1] - grid.values(q[:, i : i + 1])) / row[0]
+            own[:, i:] -= errors[:, i : i + 1] * row
+        w[:, stop:] -= errors @ upper[start:stop, stop:]
+        grids.append(grid)
+        found.append(q)
+    scale, least = torch.stack([x.scale for x in grids], 1), torch.stack([x.least for x in grids], 1)
+    return _blocks(_Grid(scale, least, codes), torch.stack(found, 1))
+
+
+def _blocks(grid: _Grid, q: Tensor) -> Tensor:
+    """The bytes of GGUF's blocks."""
+    scale, n = grid.scale.half().view(torch.uint8), q.shape[0]
+    if grid.codes == "int8":
+        return torch.cat([scale, q.to(torch.int8).view(torch.uint8)], -1).view(n, -1)
+    nibbles = q.to(torch.uint8)
+    nibbles = nibbles[..., : GROUP // 2] | nibbles[..., GROUP // 2 :] << 4
+    return torch.cat([scale, grid.least.half().view(torch.uint8), nibbles], -1).view(n, -1)

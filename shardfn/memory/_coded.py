@@ -1,0 +1,75 @@
+"""`Coded`: a block of a frozen leaf in codes, in the memory of the device or of the host."""
+
+import torch
+from jaxtyping import Shaped, UInt8
+from torch import Tensor
+
+from shardfn.core import Codes, MemoryKind, Pending
+from shardfn.kernels import block_bytes, code_blocks, decode_blocks
+
+
+class Coded:
+    """A block whose rows, along its last dim, are kept as blocks of codes: `Stored`. Immutable.
+
+    Rows do not share groups, so that a block of a leaf that is cut between rows has the codes of the whole leaf.
+
+    Args:
+        blocks: the codes, as from `kernels.code_blocks`.
+        shape: of the decoded block.
+        dtype: of the decoded block.
+        code: the kind of the codes.
+        kind: the memory of `blocks`.
+
+    Example:
+        >>> held = Coded.of(torch.ones(3, 64), "int4")
+        >>> held.nbytes, held.load().shape
+        (120, torch.Size([3, 64]))
+    """
+
+    def __init__(
+        self,
+        blocks: UInt8[Tensor, "*rows bytes"],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        code: Codes,
+        kind: MemoryKind = "device",
+    ) -> None:
+        self.blocks, self.shape, self.dtype = blocks, torch.Size(shape), dtype
+        self.code: Codes = code
+        self.kind: MemoryKind = kind
+
+    @staticmethod
+    def of(x: Shaped[Tensor, "..."], code: Codes) -> "Coded":
+        """Rounds a tensor of one dim or more."""
+        rows = torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, -x.shape[-1] % 32))
+        blocks = code_blocks(rows, code).view(*x.shape[:-1], block_bytes(x.shape[-1], code))
+        return Coded(blocks, x.shape, x.dtype, code)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the codes."""
+        return self.blocks.nbytes
+
+    def with_blocks(self, blocks: UInt8[Tensor, "*rows bytes"], kind: MemoryKind) -> "Coded":
+        """The same block with these codes, in a memory."""
+        return Coded(blocks, self.shape, self.dtype, self.code, kind)
+
+    def layers(self) -> list["Coded"]:
+        """The parts along dim 0, whose codes are views."""
+        return [Coded(x, self.shape[1:], self.dtype, self.code, self.kind) for x in self.blocks.unbind(0)]
+
+    def flat(self) -> "Coded":
+        """Not there: rows are coded apart."""
+        raise NotImplementedError
+
+    def load(self) -> Shaped[Tensor, "..."]:
+        """The whole block."""
+        return decode_blocks(self.blocks, self.shape[-1], self.dtype)
+
+    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:
+        """Rows `lo:hi` of dim 0, decoded."""
+        if self.blocks.ndim == 1:
+            value = self.load()[lo:hi]
+        else:
+            value = decode_blocks(self.blocks[lo:hi], self.shape[-1], self.dtype)
+        return Pending.of(value if out is None else out.copy_(value))
