@@ -13,7 +13,7 @@ from torch import Tensor
 from shardfn.engine import WeightedMean
 from shardfn.inference import logprobs
 
-from ._shapes import check_places, check_shapes
+from ._shapes import check_lengths, check_places, check_shapes
 
 
 def answer_mask(lengths_B: Int[Tensor, " b"], width: int) -> Bool[Tensor, "b t"]:
@@ -42,10 +42,20 @@ def token_mean(x_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]) -> Weig
         x_BT: a value for each token.
         lengths_B: tokens of each answer.
 
+    Raises:
+        ValueError: shapes do not fit, or a length is not from 0 to T.
+
     Example:
         >>> token_mean(torch.tensor([[1.0, 2.0], [6.0, 9.0]]), torch.tensor([2, 1])).mean()
         tensor(3.)
     """
+    check_shapes("token_mean", x_BT=x_BT, lengths_B=lengths_B)
+    check_lengths("token_mean", x_BT.shape[1], lengths_B=lengths_B)
+    return counted_mean(x_BT, lengths_B)
+
+
+def counted_mean(x_BT: Tensor, lengths_B: Tensor) -> WeightedMean:
+    """`token_mean` of tensors that are checked."""
     mask_BT = answer_mask(lengths_B, x_BT.shape[1])
     return WeightedMean(masked(x_BT, mask_BT).sum(), mask_BT.sum().to(x_BT.dtype))
 

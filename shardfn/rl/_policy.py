@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shardfn.engine import WeightedMean
 
-from ._answers import answer_mask, masked, row_mean, token_mean
+from ._answers import answer_mask, counted_mean, masked, row_mean
 from ._kl import Estimator, kl
-from ._shapes import check_shapes
+from ._shapes import check_lengths, check_shapes
 
 Clip = float | tuple[float, float]
 
@@ -38,7 +38,7 @@ def ppo_policy(
         most: the largest ratio of tokens whose advantage is negative, which `clip` leaves unbounded; None is any.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, or a length is not from 0 to T.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -50,8 +50,9 @@ def ppo_policy(
         Ye et al., Mastering Complex Control in MOBA Games, 2019, https://arxiv.org/abs/1912.09729
     """
     check_shapes("ppo_policy", logprobs_BT=logprobs_BT, old_BT=old_BT, advantages_BT=advantages_BT, lengths_B=lengths_B)
+    check_lengths("ppo_policy", logprobs_BT.shape[1], lengths_B=lengths_B)
     log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
-    return token_mean(_surrogate(log_BT.exp(), advantages_BT, clip, most), lengths_B)
+    return counted_mean(_surrogate(log_BT.exp(), advantages_BT, clip, most), lengths_B)
 
 
 def ppo_value(
@@ -72,7 +73,7 @@ def ppo_value(
         clip: how far a value may go.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, or a length is not from 0 to T.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -80,10 +81,11 @@ def ppo_value(
         tensor(0.3200)
     """
     check_shapes("ppo_value", values_BT=values_BT, old_BT=old_BT, returns_BT=returns_BT, lengths_B=lengths_B)
+    check_lengths("ppo_value", values_BT.shape[1], lengths_B=lengths_B)
     mask_BT = answer_mask(lengths_B, values_BT.shape[1])
     v_BT, old_BT, r_BT = (masked(x, mask_BT) for x in (values_BT, old_BT, returns_BT))
     near_BT = torch.minimum(torch.maximum(v_BT, old_BT - clip), old_BT + clip)
-    return token_mean(torch.maximum((v_BT - r_BT) ** 2, (near_BT - r_BT) ** 2) / 2, lengths_B)
+    return counted_mean(torch.maximum((v_BT - r_BT) ** 2, (near_BT - r_BT) ** 2) / 2, lengths_B)
 
 
 def grpo(
@@ -132,7 +134,7 @@ def grpo(
         estimator: of the divergence.
 
     Raises:
-        ValueError: shapes do not fit; a choice is unknown; `constant` is missing, or without effect; `beta` without a
+        ValueError: shapes do not fit, or a length is not from 0 to T; a choice is unknown; `constant` is missing, or without effect; `beta` without a
             reference, or a reference without `beta`.
 
     Example:
@@ -150,6 +152,7 @@ def grpo(
     _check_choices(normalise, constant, ratio, objective, reference_BT, beta)
     tensors = {"old_BT": old_BT, "advantages_B": advantages_B, "lengths_B": lengths_B, "reference_BT": reference_BT}
     check_shapes("grpo", logprobs_BT=logprobs_BT, **tensors)
+    check_lengths("grpo", logprobs_BT.shape[1], lengths_B=lengths_B)
     mask_BT = answer_mask(lengths_B, logprobs_BT.shape[1])
     log_BT = masked(logprobs_BT - old_BT, mask_BT)
     if ratio == "sequence":
@@ -188,7 +191,7 @@ def rloo(
         clip: how far a ratio may go; (below, above) where these differ.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, or a length is not from 0 to T.
 
     Example:
         >>> logprobs = torch.tensor([[-1.0, -2.0]])
@@ -199,6 +202,7 @@ def rloo(
         Ahmadian et al., Back to Basics, 2024, https://arxiv.org/abs/2402.14740
     """
     check_shapes("rloo", logprobs_BT=logprobs_BT, old_BT=old_BT, advantages_B=advantages_B, lengths_B=lengths_B)
+    check_lengths("rloo", logprobs_BT.shape[1], lengths_B=lengths_B)
     log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
     return row_mean(_surrogate(log_BT.sum(1).exp(), advantages_B, clip, None))
 
@@ -224,17 +228,23 @@ def policy_metrics(
         "ratio"; "exact", the part of ratios that are 1 to the last bit; "clipped", the part outside of the clip;
         "length", the mean over answers; and with a reference "kl", by k3.
 
+    Raises:
+        ValueError: shapes do not fit, or a length is not from 0 to T.
+
     Example:
         >>> one = torch.ones(1, 1)
         >>> {name: x.mean().item() for name, x in policy_metrics(-one, -one, torch.tensor([1])).items()}
         {'ratio': 1.0, 'exact': 1.0, 'clipped': 0.0, 'length': 1.0}
     """
+    tensors = {"old_BT": old_BT, "lengths_B": lengths_B, "reference_BT": reference_BT}
+    check_shapes("policy_metrics", logprobs_BT=logprobs_BT, **tensors)
+    check_lengths("policy_metrics", logprobs_BT.shape[1], lengths_B=lengths_B)
     mask_BT, logprobs_BT = answer_mask(lengths_B, logprobs_BT.shape[1]), logprobs_BT.detach()
     rho_BT = masked(logprobs_BT - old_BT, mask_BT).exp()
     rows = {"ratio": rho_BT, "exact": rho_BT == 1, "clipped": rho_BT != _clipped(rho_BT, clip)}
     if reference_BT is not None:
         rows["kl"] = kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT))
-    found = {name: token_mean(x.to(rho_BT.dtype), lengths_B) for name, x in rows.items()}
+    found = {name: counted_mean(x.to(rho_BT.dtype), lengths_B) for name, x in rows.items()}
     return found | {"length": row_mean(lengths_B.to(rho_BT.dtype))}
 
 
@@ -250,7 +260,7 @@ def _surrogate(rho: Tensor, a: Tensor, clip: Clip, most: float | None) -> Tensor
 
 def _normalised(loss_BT: Tensor, lengths_B: Tensor, normalise: str, constant: int | None) -> WeightedMean:
     if normalise == "batch":
-        return token_mean(loss_BT, lengths_B)
+        return counted_mean(loss_BT, lengths_B)
     sums_B = masked(loss_BT, answer_mask(lengths_B, loss_BT.shape[1])).sum(1)
     return row_mean(sums_B / (lengths_B.clamp(min=1) if constant is None else constant))
 

@@ -30,6 +30,35 @@ def check_shapes(who: str, **named: Tensor | None) -> None:
     raise_all(ValueError, f"{who}: shapes do not fit:", wrong)
 
 
+def check_lengths(who: str, width: int, **named: Tensor) -> None:
+    """Refuses lengths that are not from 0 to T, whose other tokens would be left out of sums, but not of their means.
+
+    Args:
+        who: the function, for the error.
+        width: T of its tensors.
+        **named: lengths by the names of the arguments.
+
+    Raises:
+        ValueError: names the argument, the first such length and T; in a captured step, where a message is a constant,
+            the argument and T.
+
+    Example:
+        >>> import torch
+        >>> check_lengths("grpo", 4, lengths_B=torch.tensor([4, 0]))
+    """
+    for name, lengths_B in named.items():
+        outside_B = (lengths_B < 0) | (lengths_B > width)
+        remedy = f"lengths are from 0 to T: pass tensors of more tokens, or cut the answers to {width}."
+        if isinstance(outside_B, FakeTensor):
+            text = f"{who}: a length in {name} is not from 0 to T = {width} of the other tensors; {remedy}"
+            check_tensor_all(~outside_B, lambda text=text: text)
+        elif not _is_batched(outside_B) and outside_B.any():  # vmap has no branch on a value
+            row = int(outside_B.nonzero()[0])
+            raise ValueError(
+                f"{who}: {name}[{row}] is {int(lengths_B[row])}, and the other tensors have T = {width} tokens; {remedy}"
+            )
+
+
 def check_places(
     who: str, prompts_B: Tensor, lengths_B: Tensor, width: int, positions: int, ids: int | None = None
 ) -> None:
