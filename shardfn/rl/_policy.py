@@ -26,16 +26,18 @@ def ppo_policy(
     *,
     clip: Clip = 0.2,
     most: float | None = None,
+    weights_BT: Float[Tensor, "b t"] | None = None,
 ) -> WeightedMean:
     """PPO's loss: -min(rho A, clip(rho, 1 - clip, 1 + clip) A), a mean over all tokens.
 
     Args:
         logprobs_BT: of the policy that learns.
-        old_BT: of the policy that drew the answers.
+        old_BT: of the policy that drew the answers; with `weights_BT`, of the weights before the first update by them.
         advantages_BT: of each token, as from `gae`.
         lengths_B: tokens of each answer.
         clip: how far a ratio may go; (below, above) where these differ.
         most: the largest ratio of tokens whose advantage is negative, which `clip` leaves unbounded; None is any.
+        weights_BT: factors of the tokens' losses, as from `truncated_weights`; None is 1.
 
     Raises:
         ValueError: shapes do not fit, or a length is not from 0 to T.
@@ -49,10 +51,11 @@ def ppo_policy(
         Schulman et al., Proximal Policy Optimization Algorithms, 2017, https://arxiv.org/abs/1707.06347
         Ye et al., Mastering Complex Control in MOBA Games, 2019, https://arxiv.org/abs/1912.09729
     """
-    check_shapes("ppo_policy", logprobs_BT=logprobs_BT, old_BT=old_BT, advantages_BT=advantages_BT, lengths_B=lengths_B)
+    tensors = {"old_BT": old_BT, "advantages_BT": advantages_BT, "lengths_B": lengths_B, "weights_BT": weights_BT}
+    check_shapes("ppo_policy", logprobs_BT=logprobs_BT, **tensors)
     check_lengths("ppo_policy", logprobs_BT.shape[1], lengths_B=lengths_B)
     log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
-    return counted_mean(_surrogate(log_BT.exp(), advantages_BT, clip, most), lengths_B)
+    return counted_mean(_weighted(_surrogate(log_BT.exp(), advantages_BT, clip, most), weights_BT), lengths_B)
 
 
 def ppo_value(
@@ -103,6 +106,7 @@ def grpo(
     reference_BT: Float[Tensor, "b t"] | None = None,
     beta: float = 0.0,
     estimator: Estimator = "k3",
+    weights_BT: Float[Tensor, "b t"] | None = None,
 ) -> WeightedMean:
     """The loss of answers whose tokens share an advantage.
 
@@ -118,7 +122,7 @@ def grpo(
 
     Args:
         logprobs_BT: of the policy that learns.
-        old_BT: of the policy that drew the answers.
+        old_BT: of the policy that drew the answers; with `weights_BT`, of the weights before the first update by them.
         advantages_B: as from `group_advantages`.
         lengths_B: tokens of each answer.
         clip: how far a ratio may go; (below, above) where these differ.
@@ -132,10 +136,11 @@ def grpo(
         reference_BT: log probabilities of the reference.
         beta: weight of `kl(logprobs, reference)`.
         estimator: of the divergence.
+        weights_BT: factors of the tokens' losses, as from `truncated_weights`, but not of the divergence; None is 1.
 
     Raises:
-        ValueError: shapes do not fit, or a length is not from 0 to T; a choice is unknown; `constant` is missing, or without effect; `beta` without a
-            reference, or a reference without `beta`.
+        ValueError: shapes do not fit, or a length is not from 0 to T; a choice is unknown; `constant` is missing, or
+            without effect; `beta` without a reference, or a reference without `beta`.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -151,7 +156,7 @@ def grpo(
     """
     _check_choices(normalise, constant, ratio, objective, reference_BT, beta)
     tensors = {"old_BT": old_BT, "advantages_B": advantages_B, "lengths_B": lengths_B, "reference_BT": reference_BT}
-    check_shapes("grpo", logprobs_BT=logprobs_BT, **tensors)
+    check_shapes("grpo", logprobs_BT=logprobs_BT, **tensors, weights_BT=weights_BT)
     check_lengths("grpo", logprobs_BT.shape[1], lengths_B=lengths_B)
     mask_BT = answer_mask(lengths_B, logprobs_BT.shape[1])
     log_BT = masked(logprobs_BT - old_BT, mask_BT)
@@ -166,6 +171,7 @@ def grpo(
             * a_BT
             * masked(logprobs_BT, mask_BT)
         )
+    loss_BT = _weighted(loss_BT, weights_BT)
     if reference_BT is not None:
         loss_BT = loss_BT + beta * kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT), estimator=estimator)
     return _normalised(loss_BT, lengths_B, normalise, constant)
@@ -256,6 +262,10 @@ def _clipped(rho: Tensor, clip: Clip) -> Tensor:
 def _surrogate(rho: Tensor, a: Tensor, clip: Clip, most: float | None) -> Tensor:
     free = rho if most is None else rho.clamp(max=most)
     return -torch.minimum(free * a, _clipped(rho, clip) * a)
+
+
+def _weighted(loss_BT: Tensor, weights_BT: Tensor | None) -> Tensor:
+    return loss_BT if weights_BT is None else weights_BT.detach() * loss_BT
 
 
 def _normalised(loss_BT: Tensor, lengths_B: Tensor, normalise: str, constant: int | None) -> WeightedMean:

@@ -55,7 +55,8 @@ def check_lengths(who: str, width: int, **named: Tensor) -> None:
         elif not _is_batched(outside_B) and outside_B.any():  # vmap has no branch on a value
             row = int(outside_B.nonzero()[0])
             raise ValueError(
-                f"{who}: {name}[{row}] is {int(lengths_B[row])}, and the other tensors have T = {width} tokens; {remedy}"
+                f"{who}: {name}[{row}] is {int(lengths_B[row])}, and the other tensors have T = {width} tokens;"
+                f" {remedy}"
             )
 
 

@@ -95,5 +95,7 @@ def test_a_captured_step_refuses_a_choice_of_other_experts() -> None:
     step = sf.sharded_step(sf.jit(loss), sf.optim.sgd(0.1), donate=False)
     chosen = torch.zeros(len(X), 1, dtype=torch.int64)
     state, _ = step(step.init(torch.tensor(1.0)), chosen)
-    with pytest.raises(ValueError, match="some numbers in chosen are no expert: there are 4, .* a router of 4 experts"):
+    with pytest.raises(
+        ValueError, match=r"some numbers in chosen are no expert: there are 4, .* a router of 4 experts"
+    ):
         step(state, chosen + 4)
