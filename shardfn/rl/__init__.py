@@ -18,5 +18,6 @@ from ._rollout import Rollout as Rollout, as_global as as_global, check_versions
 from ._rollout import empty_rollout as empty_rollout, rollout_metrics as rollout_metrics
 from ._scores import Scores as Scores, score as score
 from ._sample import sample as sample
+from ._converse import Conversations as Conversations, converse as converse
 from ._tempered import tempered as tempered
 from ._checks import check_first_ratios as check_first_ratios, check_tokenizers as check_tokenizers

@@ -1,7 +1,7 @@
 """Answers as rows of one width: masks from lengths, and sums over tokens.
 
-Column j of a row is the answer's token j. A token counts if j is below the row's length; its id is never looked at, so
-an end token that is also the padding counts.
+Column j of a row is the answer's token j: where a tool wrote between them, the j-th token that the model drew. A token
+counts if j is below the row's length; its id is never looked at, so an end token that is also the padding counts.
 
 B rows, T tokens of an answer, L tokens of prompt and answer, V vocabulary.
 """
@@ -79,6 +79,7 @@ def answer_logprobs(
     prompts_B: Int[Tensor, " b"],
     lengths_B: Int[Tensor, " b"],
     width: int,
+    places_BT: Int[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t"]:
     """The log probabilities of answers, by a forward of prompts and answers, with a derivative.
 
@@ -91,6 +92,8 @@ def answer_logprobs(
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
+        places_BT: of the answers' tokens in their rows, as of a `Rollout`; None where each answer is right behind its
+            prompt.
 
     Returns:
         [B, T]; 0 from each answer's end on.
@@ -103,19 +106,25 @@ def answer_logprobs(
         >>> answer_logprobs(torch.zeros(1, 3, 8), ids, one, one, 2)
         tensor([[-2.0794,  0.0000]])
     """
-    check_shapes("answer_logprobs", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B)
+    check_shapes(
+        "answer_logprobs", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT
+    )
     check_shapes("answer_logprobs", prompts_B=prompts_B, ids_BL=ids_BL)  # whose L is that of the logits, or one more
-    check_places("answer_logprobs", prompts_B, lengths_B, width, logits_BLV.shape[1], ids_BL.shape[1])
-    places_BT = _places(prompts_B, width, logits_BLV.shape[1])
-    rows_BTV, mask_BT = _rows(logits_BLV, places_BT), answer_mask(lengths_B, width)
-    tokens_BT = masked(ids_BL.gather(1, (places_BT + 1).clamp(max=ids_BL.shape[1] - 1)), mask_BT)
+    check_places("answer_logprobs", prompts_B, lengths_B, width, logits_BLV.shape[1], ids_BL.shape[1], places_BT)
+    before_BT = _before(prompts_B, width, logits_BLV.shape[1], places_BT)
+    rows_BTV, mask_BT = _rows(logits_BLV, before_BT), answer_mask(lengths_B, width)
+    tokens_BT = masked(ids_BL.gather(1, (before_BT + 1).clamp(max=ids_BL.shape[1] - 1)), mask_BT)
     if rows_BTV.dtype == torch.float64:
         return masked(rows_BTV.log_softmax(-1).gather(-1, tokens_BT[..., None])[..., 0], mask_BT)
     return masked(logprobs(rows_BTV, tokens_BT), mask_BT)
 
 
 def answer_values(
-    values_BL: Float[Tensor, "b l"], prompts_B: Int[Tensor, " b"], lengths_B: Int[Tensor, " b"], width: int
+    values_BL: Float[Tensor, "b l"],
+    prompts_B: Int[Tensor, " b"],
+    lengths_B: Int[Tensor, " b"],
+    width: int,
+    places_BT: Int[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t"]:
     """A critic's values before each token of the answers, for `gae` and `ppo_value`.
 
@@ -124,6 +133,7 @@ def answer_values(
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
+        places_BT: as of `answer_logprobs`.
 
     Returns:
         [B, T]; 0 from each answer's end on.
@@ -135,14 +145,18 @@ def answer_values(
         >>> answer_values(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2]), torch.tensor([1]), 2)
         tensor([[2., 0.]])
     """
-    check_shapes("answer_values", values_BL=values_BL, prompts_B=prompts_B, lengths_B=lengths_B)
-    check_places("answer_values", prompts_B, lengths_B, width, values_BL.shape[1])
-    found_BT = values_BL.gather(1, _places(prompts_B, width, values_BL.shape[1]))
+    check_shapes("answer_values", values_BL=values_BL, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT)
+    check_places("answer_values", prompts_B, lengths_B, width, values_BL.shape[1], places_BT=places_BT)
+    found_BT = values_BL.gather(1, _before(prompts_B, width, values_BL.shape[1], places_BT))
     return masked(found_BT, answer_mask(lengths_B, width))
 
 
 def answer_entropies(
-    logits_BLV: Float[Tensor, "b l v"], prompts_B: Int[Tensor, " b"], lengths_B: Int[Tensor, " b"], width: int
+    logits_BLV: Float[Tensor, "b l v"],
+    prompts_B: Int[Tensor, " b"],
+    lengths_B: Int[Tensor, " b"],
+    width: int,
+    places_BT: Int[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t"]:
     """The entropies of the distributions that answers are drawn from.
 
@@ -151,6 +165,7 @@ def answer_entropies(
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
+        places_BT: as of `answer_logprobs`.
 
     Returns:
         [B, T]; 0 from each answer's end on.
@@ -163,17 +178,20 @@ def answer_entropies(
         >>> answer_entropies(torch.zeros(1, 3, 8), one, one, 2)
         tensor([[2.0794, 0.0000]])
     """
-    check_shapes("answer_entropies", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B)
-    check_places("answer_entropies", prompts_B, lengths_B, width, logits_BLV.shape[1])
-    logs_BTV = _rows(logits_BLV, _places(prompts_B, width, logits_BLV.shape[1])).log_softmax(-1)
+    check_shapes(
+        "answer_entropies", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT
+    )
+    check_places("answer_entropies", prompts_B, lengths_B, width, logits_BLV.shape[1], places_BT=places_BT)
+    logs_BTV = _rows(logits_BLV, _before(prompts_B, width, logits_BLV.shape[1], places_BT)).log_softmax(-1)
     entropies_BT = -(logs_BTV.exp() * logs_BTV.clamp(min=torch.finfo(logs_BTV.dtype).min)).sum(-1)
     return masked(entropies_BT, answer_mask(lengths_B, width))
 
 
-def _places(prompts_B: Tensor, width: int, length: int) -> Tensor:
+def _before(prompts_B: Tensor, width: int, length: int, places_BT: Tensor | None) -> Tensor:
     """The position before each token of the answers; that of padding is any."""
-    places_BT = prompts_B[:, None] - 1 + torch.arange(width, device=prompts_B.device)
-    return places_BT.clamp(0, length - 1)
+    if places_BT is None:
+        places_BT = prompts_B[:, None] + torch.arange(width, device=prompts_B.device)
+    return (places_BT - 1).clamp(0, length - 1)
 
 
 def _rows(logits_BLV: Tensor, places_BT: Tensor) -> Tensor:
