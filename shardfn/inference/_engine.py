@@ -30,7 +30,8 @@ from ._limits import DRAFTS, Limits
 from ._matchers import Matcher
 from ._requests import Request, Sampling, check_request
 from ._results import Completion, Token, append
-from ._runner import MemoryPlan, Runner, limits_of
+from ._routes import Choice, Routes, blocks_in_flight
+from ._runner import MemoryPlan, More, Runner, limits_of
 from ._schedule import Output, advance
 from ._state import State, start
 from ._texts import Texts
@@ -50,11 +51,13 @@ class Engine:
         drafter: proposes tokens, and those that are drawn are accepted: several tokens a step, and no other ones.
             Equal on all ranks; the engine takes a copy. Requests with a grammar have no drafts.
         adapters: by name, `(lora, values)` as of `add_adapter`.
+        routes: records the experts that each token has chosen, for `Completion.routes`.
 
     Raises:
         TypeError: `tokenizer` is an object of another kind.
         ValueError: the limits do not fit the model, or the mesh does not divide its heads; or the parameters, or an
-            adapter's, are not those of the model; or there is a drafter, and `limits.drafts` is 0.
+            adapter's, are not those of the model; or there is a drafter, and `limits.drafts` is 0; or `routes` of a
+            decoder without experts.
 
     Example:
         >>> from shardfn import core
@@ -77,6 +80,7 @@ class Engine:
         tokenizer: Any = None,
         drafter: Drafter | None = None,
         adapters: Mapping[str, Given] = MappingProxyType({}),
+        routes: bool = False,
     ) -> None:
         if limits is None:
             limits = limits_of(decoder) if drafter is None else limits_of(decoder, drafts=DRAFTS)
@@ -84,7 +88,13 @@ class Engine:
             raise ValueError(
                 f"limits.drafts is 0, and the drafter is {drafter!r:.80}; try limits_of(..., drafts={DRAFTS})."
             )
+        if routes and decoder.routed is None:
+            raise ValueError(
+                "engine: routes is True, and the decoder has routed=None, so that no experts are known; leave it out,"
+                " or take the decoder of a models.gpt with experts."
+            )
         self.limits = limits
+        self._routes = Routes(limits, decoder.routes) if routes else None
         self.runner = Runner(decoder, self.limits, mesh=mesh) if runner is None else runner
         self.runner.check(decoder, self.limits, mesh)
         self.mesh = self.runner.mesh
@@ -135,6 +145,11 @@ class Engine:
         """The names of adapters that requests may have."""
         return self._adapters.names
 
+    @property
+    def routes(self) -> tuple[int, int]:
+        """The layers whose experts are recorded, and a token's choices in each; zeros without `routes=True`."""
+        return (0, 0) if self._routes is None else self._routes.shape
+
     def counts(self) -> dict[str, int]:
         """Numbers of running and waiting requests, and of free, held and cached blocks."""
         return self._state.counts()
@@ -159,7 +174,8 @@ class Engine:
             self._constraints.prepare()
         for bucket in self.limits.buckets:
             for kind in itertools.product((False, True)[: 1 + penalties], (False, True)[: 1 + grammars]):
-                self.runner.bind(bucket, self.weights, self._cache, penalties=kind[0], grammars=kind[1])
+                how: dict[str, Any] = {"penalties": kind[0], "grammars": kind[1], "more": self._more(False)}
+                self.runner.bind(bucket, self.weights, self._cache, **how)
 
     def add(
         self, prompt: Sequence[int], sampling: Sampling | None = None, *, name: str | None = None, **more: Any
@@ -450,8 +466,9 @@ class Engine:
 
     def _run(self) -> list[Token]:
         events, self._events, self._adding = [*self._events, *self._stops()], [], {}
+        blocks = {} if self._routes is None else blocks_in_flight(self._state)
         self._state, plan, outputs = advance(self._state, events, self._drawn)
-        found = [self._token(output) for output in outputs]
+        found = [self._token(output, blocks) for output in outputs]  # before a step writes to blocks that are free now
         self._pool(outputs)
         self._constraints.drop(outputs)
         self._drawn, self._logprobs = [], []
@@ -462,10 +479,16 @@ class Engine:
             self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
             weights = self._weights[plan.version]
             allowed = self._constraints.allowed(self._state, len(plan.rows))
-            self._drawn, self._logprobs, self._cache, self._hidden = self.runner.run(
-                weights, self._cache, plan, allowed, low=self._adapters.of(plan), hidden=self._wants_hidden()
-            )
+            how: dict[str, Any] = {"low": self._adapters.of(plan), "more": self._more(self._wants_hidden())}
+            made = self.runner.run(weights, self._cache, plan, allowed, **how)
+            self._drawn, self._logprobs, self._cache, self._hidden, experts = made
+            if self._routes is not None and experts is not None:
+                self._routes.take(plan, experts)
         return found
+
+    def _more(self, hidden: bool) -> More:
+        """The results that a step has beside tokens."""
+        return "routed" if self._routes is not None else "hidden" if hidden else ""
 
     def _wants_hidden(self) -> bool:
         """Whether rows of the plan in flight are embedded."""
@@ -514,7 +537,9 @@ class Engine:
     def _next(self) -> int:
         return self._state.number + len(self._events)
 
-    def _token(self, out: Output) -> Token:
-        logprob = None if out.row is None else self._logprobs[out.row]
+    def _token(self, out: Output, blocks: Mapping[Choice, list[int]]) -> Token:
+        logprob, routes = None if out.row is None else self._logprobs[out.row], None
+        if self._routes is not None and out.finish is not None and out.token is not None:
+            routes = self._routes.of(blocks[out.name, out.choice], out.position)
         text = self._texts.of(out)
-        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish, text)
+        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish, text, routes)

@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+from jaxtyping import Int16
+from torch import Tensor
+
 
 class Token(NamedTuple):
     """A token of a request, or its end, or both.
@@ -16,6 +19,7 @@ class Token(NamedTuple):
         finish: "stop", "length", "cancelled", "deadline", "error" or "refused" with the last token of a choice.
         text: that is certain with this token, after the text of the tokens before it; empty in an engine without a
             tokenizer. A part of a character, and text that may begin a stop string, come with a later token.
+        routes: with the last token of a choice, in an engine with `routes=True`: the experts of all tokens before it.
     """
 
     name: str
@@ -26,6 +30,7 @@ class Token(NamedTuple):
     version: int
     finish: str | None
     text: str = ""
+    routes: Int16[Tensor, "t m k"] | None = None
 
 
 class Completion(NamedTuple):
@@ -39,6 +44,8 @@ class Completion(NamedTuple):
         prompt_logprobs: of the prompt's tokens but the first; empty unless the request wants them.
         prompt_versions: of the weights that computed each of `prompt_logprobs`.
         text: after the prompt's, up to a stop string; empty in an engine without a tokenizer.
+        routes: in an engine with `routes=True`, the experts of each token of prompt and answer but the last one, which
+            was never computed: [tokens, layers with experts, choices]. None if the choice did not end by a token.
     """
 
     tokens: list[int]
@@ -48,6 +55,7 @@ class Completion(NamedTuple):
     prompt_logprobs: list[float]
     prompt_versions: list[int]
     text: str = ""
+    routes: Int16[Tensor, "t m k"] | None = None
 
 
 def append(made: list[Completion], token: Token, prompt: int) -> bool:
@@ -62,5 +70,5 @@ def append(made: list[Completion], token: Token, prompt: int) -> bool:
             one.logprobs.append(token.logprob)
             one.versions.append(token.version)
     if token.finish is not None:
-        made[token.choice] = one._replace(finish=token.finish)
+        made[token.choice] = one._replace(finish=token.finish, routes=token.routes)
     return token.finish is not None

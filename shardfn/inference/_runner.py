@@ -1,11 +1,11 @@
 """The pure step over sharded weights and a donated cache: one captured graph for each bucket of tokens."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shardfn import kernels
@@ -22,6 +22,7 @@ from ._plan import Plan, padding
 from ._tensors import Step, tensors
 
 Cache = list[GlobalTensor]
+More = Literal["", "hidden", "routed"]
 
 
 def limits_of(decoder: Decoder, *, context: int | None = None, cache_bytes: int = 1 << 30, **sizes: Any) -> Limits:
@@ -117,8 +118,16 @@ class Runner:
             out_specs=(None, None, Donated(1), None),
             donate=1,
         )
-        # By bucket, whether rows have penalties and grammars, their adapters, and whether hidden states are wanted.
-        self._bound: dict[tuple[int, bool, bool, Any, bool], BoundCall] = {}
+        self._run_routed = sharded(
+            jit(self._step_routed),
+            mesh=mesh,
+            specs=decoder.packed,
+            in_specs=(layout.spec, None),
+            out_specs=(None, None, Donated(1), None, None),
+            donate=1,
+        )
+        # By bucket, whether rows have penalties and grammars, their adapters, and the further results.
+        self._bound: dict[tuple[int, bool, bool, Any, str], BoundCall] = {}
 
     def check(self, decoder: Decoder, limits: Limits, mesh: Mesh | None) -> None:
         """Refuses the model, limits or mesh of other graphs.
@@ -163,7 +172,7 @@ class Runner:
         *,
         penalties: bool = False,
         grammars: bool = False,
-        hidden: bool = False,
+        more: More = "",
     ) -> BoundCall:
         """The graph of a bucket, captured when it is first asked for. Collective then."""
         if step is None:
@@ -171,10 +180,10 @@ class Runner:
             allowed = np.ones((len(plan.rows), self._limits.vocab), bool) if grammars else None
             step = tensors(plan, self._limits, self.mesh.device, allowed)
         sites = None if step.low is None else tuple((name, f.a.shape) for name, f in step.low.sites.items())
-        key = bucket, step.penalties is not None, step.allowed is not None, sites, hidden
+        key = bucket, step.penalties is not None, step.allowed is not None, sites, more
         if key not in self._bound:
             # Engines compare their states before each step, so calls need no check of their own.
-            run = self._run_hidden if hidden else self._run
+            run = {"": self._run, "hidden": self._run_hidden, "routed": self._run_routed}[more]
             self._bound[key] = run.bind(weights, cache, step, check_every=0)
         return self._bound[key]
 
@@ -192,9 +201,9 @@ class Runner:
         allowed: Bool[np.ndarray, "rows vocab"] | None = None,
         *,
         low: LowRank | None = None,
-        hidden: bool = False,
-    ) -> tuple[list[int], list[float], Cache, Float[Tensor, "rows d"] | None]:
-        """Tokens and log probabilities of the plan's rows, the cache in place of the given one, and hidden states.
+        more: More = "",
+    ) -> tuple[list[int], list[float], Cache, Float[Tensor, "rows d"] | None, Int[Tensor, "tokens m k"] | None]:
+        """Tokens and log probabilities of the plan's rows, the cache in place of the given one, and further results.
 
         Args:
             weights: in their served form.
@@ -202,14 +211,14 @@ class Runner:
             plan: of the step.
             allowed: the tokens that each row may draw; None is all.
             low: the adapters of the plan's tokens.
-            hidden: whether the hidden states of the rows are wanted, float32; else None takes their place.
+            more: "hidden" for the hidden states of the rows, float32; "routed" for these and the experts of the plan's
+                tokens. None takes the place of others.
         """
         step = tensors(plan, self._limits, self.mesh.device, allowed, low)
-        tokens, logprobs, cache, *more = self.bind(plan.bucket, weights, cache, step, hidden=hidden)(
-            weights, cache, step
-        )
-        states = more[0][: plan.num_rows].float() if hidden else None
-        return tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist(), cache, states
+        tokens, logprobs, cache, *found = self.bind(plan.bucket, weights, cache, step, more=more)(weights, cache, step)
+        states = found[0][: plan.num_rows].float() if found else None
+        experts = found[1][: plan.num_tokens] if len(found) > 1 else None
+        return tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist(), cache, states, experts
 
     def _step(self, weights: PyTree, cache: list[Tensor], step: Step) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The pure step: `(weights, cache, step) -> (tokens, log probabilities, cache)`."""
@@ -227,6 +236,15 @@ class Runner:
         args = weights, step.tokens, step.positions, step.rows, _bodies(cache, step)
         logits_RV, hidden_RD = self._decoder.outputs(*args, step.low)
         return *_drawn(logits_RV, step), cache, hidden_RD
+
+    def _step_routed(
+        self, weights: PyTree, cache: list[Tensor], step: Step
+    ) -> tuple[Tensor, Tensor, list[Tensor], Tensor, Tensor]:
+        """The same with the experts of all tokens, too."""
+        assert self._decoder.routed is not None
+        args = weights, step.tokens, step.positions, step.rows, _bodies(cache, step)
+        logits_RV, hidden_RD, experts_Tmk = self._decoder.routed(*args, step.low)
+        return *_drawn(logits_RV, step), cache, hidden_RD, experts_Tmk
 
 
 def _bodies(cache: list[Tensor], step: Step) -> list[Paged]:

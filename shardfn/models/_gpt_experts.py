@@ -32,17 +32,25 @@ class Seen(NamedTuple):
         loss: the weighted balance losses.
         counts: choices of each expert, int64 `[E]`; of stacked layers `[L, E]`.
         metrics: of `moe.load`: sums and weights.
+        experts: of each token, before a capacity, int64 `[S, k]`; of several layers `[L, S, k]`.
     """
 
     loss: Tensor
     counts: Tensor
     metrics: dict[str, tuple[Tensor, Tensor]]
+    experts: Tensor
 
 
 def mixture(
-    config: Config, along: Along, p: Params, x_BTD: Tensor, bias_E: Tensor | None, name: str
+    config: Config,
+    along: Along,
+    p: Params,
+    x_BTD: Tensor,
+    bias_E: Tensor | None,
+    name: str,
+    chosen_BTk: Tensor | None = None,
 ) -> tuple[Tensor, Seen]:
-    """The sum of the experts that each token has chosen, weighted by the router."""
+    """The sum of the experts that each token has chosen, or of those that are replayed, weighted by the router."""
     assert config.experts is not None
     cut = _features_are_cut(config.experts, along)
     if cut and config.exact:
@@ -50,7 +58,7 @@ def mixture(
             f"{name}: exact=True with {config.experts.exchange}: ranks along {along.axis!r} would have features of all"
             f" experts, whose sums have other bits; use exchange=moe.Sum({along.axis!r}, in_order=True)."
         )
-    routing, seen = _routed(config, config.experts, along, p, x_BTD, bias_E, name)
+    routing, seen = _routed(config, config.experts, along, p, x_BTD, bias_E, name, chosen_BTk)
     if cut:
         # Each rank has its own features of every expert, and so a part of each result.
         x_BTD, routing = enter_parallel(x_BTD, *along), routing._replace(weights=pvary(routing.weights, along.axis))
@@ -84,7 +92,14 @@ def _features_are_cut(experts: Experts, along: Along) -> bool:
 
 
 def _routed(
-    config: Config, experts: Experts, along: Along, p: Params, x_BTD: Tensor, bias_E: Tensor | None, name: str
+    config: Config,
+    experts: Experts,
+    along: Along,
+    p: Params,
+    x_BTD: Tensor,
+    bias_E: Tensor | None,
+    name: str,
+    chosen_BTk: Tensor | None,
 ) -> tuple[moe.Routing, Seen]:
     """The choices of all tokens that the ranks of a block have. The router computes in float32 at least."""
     logits_BTE = _logits(config, p["router"], x_BTD, along)
@@ -92,7 +107,8 @@ def _routed(
         # All ranks of the block route all of its tokens, and go on alike.
         logits_BTE = all_gather_invariant(logits_BTE, along.axis, dim=1, size=along.sequence)
     logits_SE = logits_BTE.flatten(0, 1)
-    routing = experts.route(logits_SE, experts.top_k, **experts.options(name, bias_E, config.exact))
+    chosen = {} if chosen_BTk is None else {"chosen": chosen_BTk.flatten(0, 1).long()}
+    routing = experts.route(logits_SE, experts.top_k, **experts.options(name, bias_E, config.exact), **chosen)
     by: dict[str, Any] = {"axes": experts.axes}
     if experts.balance_loss is moe.balance.sequence:
         by = {"axes": config.attention.axes or None, "num_sequences": len(logits_BTE)}
@@ -104,7 +120,7 @@ def _routed(
         tokens = len(logits_SE) * axis_size(experts.axes)
         num = moe.capacity(tokens, experts.top_k, experts.num, experts.capacity, minimum=1)
         kept = moe.with_capacity(routing, num, axes=experts.axes)
-    return kept, Seen(loss, routing.counts(), moe.load(routing, kept, axes=experts.axes))
+    return kept, Seen(loss, routing.counts(), moe.load(routing, kept, axes=experts.axes), routing.experts)
 
 
 def _logits(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:

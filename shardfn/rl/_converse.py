@@ -18,7 +18,7 @@ from shardfn.inference import Completion, Engine, Sampling
 
 from ._forked import Called, Outcome, count_kinds, outcomes_of
 from ._rollout import Rollout, empty_rollout
-from ._sample import check_end, check_prompts, check_sampling, seeds_of
+from ._sample import check_end, check_prompts, check_sampling, put_routes, seeds_of
 
 
 class Conversations(NamedTuple):
@@ -50,8 +50,10 @@ class _Talk:
     versions: list[int] = dataclasses.field(default_factory=list)
     calls: int = 0
     ended: bool = False
+    last: Completion | None = None
 
     def take(self, one: Completion) -> None:
+        self.last = one
         self.places += range(len(self.ids), len(self.ids) + len(one.tokens))
         self.ids += one.tokens
         self.logprobs += one.logprobs
@@ -135,7 +137,7 @@ def converse(
         outcomes += [(going[row], kind, value) for row, kind, value in found]
         going = [i for i, one in zip(going, found, strict=True) if _put(talks[i], one, failed, length)]
     return Conversations(
-        _rollout(talks, length, sampling.max_tokens, since, engine.mesh.device),
+        _rollout(talks, empty_rollout(len(talks), length, sampling.max_tokens, routes=engine.routes), since, engine),
         torch.tensor([talk.calls for talk in talks], device=engine.mesh.device),
         count_kinds(outcomes),
         next((asked.text(one) for one in outcomes if one[1]), ""),
@@ -215,8 +217,7 @@ def _put(talk: _Talk, outcome: Outcome, failed: Sequence[int], length: int) -> b
     return True
 
 
-def _rollout(talks: list[_Talk], length: int, width: int, since: int, device: torch.device) -> Rollout:
-    out = empty_rollout(len(talks), length, width)
+def _rollout(talks: list[_Talk], out: Rollout, since: int, engine: Engine) -> Rollout:
     for i, talk in enumerate(talks):
         num = len(talk.places)
         out.prompts[i], out.lengths[i], out.ended[i] = talk.prompt, num, talk.ended
@@ -224,4 +225,6 @@ def _rollout(talks: list[_Talk], length: int, width: int, since: int, device: to
         out.logprobs[i, :num] = torch.tensor(talk.logprobs)
         out.versions[i, :num] = torch.tensor(talk.versions) + since
         out.places[i, :num] = torch.tensor(talk.places)
-    return Rollout(*(x.to(device) for x in out))
+        assert talk.last is not None  # every conversation has a turn
+        put_routes(out, i, talk.last)  # whose prompt was all before it
+    return Rollout(*(x.to(engine.mesh.device) for x in out))

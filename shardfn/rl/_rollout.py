@@ -6,7 +6,7 @@ B rows, L tokens of prompt and answer, T tokens of an answer.
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int16
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
@@ -29,6 +29,9 @@ class Rollout(NamedTuple):
         ended: whether the answer ended by a stop token, and not by its length.
         places: [B, T], of each token in `ids`; 0 from the end on. Those of `sample` follow their prompts; between those
             of `converse` are the tokens of a tool, which no loss learns from.
+        routes: [B, L, m, k], int16, of an engine with `routes=True`: the experts of each token in `ids` in each of m
+            layers, for `gpt.apply(chosen=)`; -1 from the last token on, whose successor is not known. [B, L, 0, 0]
+            otherwise.
 
     Example:
         >>> empty_rollout(2, 8, 4).logprobs.shape
@@ -43,6 +46,7 @@ class Rollout(NamedTuple):
     rewards: Float[Tensor, " b"]
     ended: Bool[Tensor, " b"]
     places: Int[Tensor, "b t"]
+    routes: Int16[Tensor, "b l m k"]
 
     @property
     def width(self) -> int:
@@ -63,13 +67,21 @@ class Rollout(NamedTuple):
         return ids[:start], ids[start:]
 
 
-def empty_rollout(rows: int, length: int, width: int, *, device: torch.device | str | None = None) -> Rollout:
+def empty_rollout(
+    rows: int,
+    length: int,
+    width: int,
+    *,
+    routes: tuple[int, int] = (0, 0),
+    device: torch.device | str | None = None,
+) -> Rollout:
     """A rollout of empty answers to empty prompts, without rewards: the form to restore one into.
 
     Args:
         rows: B.
         length: L.
         width: T.
+        routes: m and k: `engine.routes`.
         device: of its tensors.
 
     Example:
@@ -86,6 +98,7 @@ def empty_rollout(rows: int, length: int, width: int, *, device: torch.device | 
         rewards=torch.full((rows,), torch.nan, device=device),
         ended=torch.zeros(rows, dtype=torch.bool, device=device),
         places=torch.zeros(rows, width, dtype=torch.int64, device=device),
+        routes=torch.full((rows, length, *routes), -1, dtype=torch.int16, device=device),
     )
 
 

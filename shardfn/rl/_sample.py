@@ -72,7 +72,7 @@ def sample(
         for prompt, made in zip(prompts, found, strict=True)
         for one in (made if isinstance(made, list) else [made])
     ]
-    return _rollout(rows, length, sampling.max_tokens, since, engine.mesh.device)
+    return _rollout(rows, empty_rollout(len(rows), length, sampling.max_tokens, routes=engine.routes), since, engine)
 
 
 def seeds_of(key: Tensor, start: int, num: int) -> list[int]:
@@ -128,10 +128,7 @@ def check_prompts(who: str, prompts: Sequence[Sequence[int]], width: int, length
             )
 
 
-def _rollout(
-    rows: Sequence[tuple[Sequence[int], Completion]], length: int, width: int, since: int, device: torch.device
-) -> Rollout:
-    out = empty_rollout(len(rows), length, width)
+def _rollout(rows: Sequence[tuple[Sequence[int], Completion]], out: Rollout, since: int, engine: Engine) -> Rollout:
     for i, (prompt, one) in enumerate(rows):
         check_end("sample", i, one)
         start, num = len(prompt), len(one.tokens)
@@ -140,7 +137,14 @@ def _rollout(
         out.logprobs[i, :num] = torch.tensor(one.logprobs)
         out.versions[i, :num] = torch.tensor(one.versions) + since
         out.places[i, :num] = torch.arange(start, start + num)
-    return Rollout(*(x.to(device) for x in out))
+        put_routes(out, i, one)
+    return Rollout(*(x.to(engine.mesh.device) for x in out))
+
+
+def put_routes(out: Rollout, row: int, one: Completion) -> None:
+    """Copies the experts that an engine has recorded, if it does."""
+    if one.routes is not None:
+        out.routes[row, : len(one.routes)] = one.routes
 
 
 def check_end(who: str, row: int, one: Completion) -> None:

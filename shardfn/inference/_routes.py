@@ -1,0 +1,43 @@
+"""The experts that tokens have chosen, beside the cache: a token's are kept in the slot of its keys and values.
+
+So tokens whose blocks are shared, or cached, have theirs without being computed again.
+"""
+
+import torch
+from jaxtyping import Int, Int16
+from torch import Tensor
+
+from ._limits import Limits
+from ._plan import Plan
+from ._state import State
+
+Choice = tuple[str, int]  # the name of a request, and its choice
+
+
+class Routes:
+    """The experts of all tokens in the cache, on the host.
+
+    Args:
+        limits: of the engine.
+        routes: the number of layers with experts, and of a token's choices in each.
+    """
+
+    def __init__(self, limits: Limits, routes: tuple[int, int]) -> None:
+        self._block, self.shape = limits.block, routes
+        self._experts = torch.full((limits.blocks * limits.block, *routes), -1, dtype=torch.int16)
+
+    def take(self, plan: Plan, experts_Tmk: Int[Tensor, "t m k"]) -> None:
+        """The experts of a plan's tokens."""
+        slots = torch.frombuffer(plan.slots, dtype=torch.int32)[: plan.num_tokens].long()
+        self._experts[slots] = experts_Tmk.to("cpu", torch.int16)
+
+    def of(self, blocks: list[int], num: int) -> Int16[Tensor, "t m k"]:
+        """The experts of the first tokens of a sequence, which has these blocks."""
+        slots = torch.tensor(blocks)[:, None] * self._block + torch.arange(self._block)
+        return self._experts[slots.flatten()[:num]]
+
+
+def blocks_in_flight(state: State) -> dict[Choice, list[int]]:
+    """The blocks of the sequences in the plan in flight, which lose them where they end."""
+    sequences = (state.sequences[chunk.serial] for chunk in state.flight)
+    return {(one.name, one.choice): one.blocks[:] for one in sequences}
