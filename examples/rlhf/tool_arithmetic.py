@@ -108,9 +108,9 @@ def decode(ids):
 def options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--iterations", type=int, default=100, help="%(default)s")
+    add("--iterations", type=int, default=40, help="%(default)s")
     add("--prompts", type=int, default=32, help="problems of an iteration, of all ranks (%(default)s)")
-    add("--imitate", type=int, default=150, help="steps on right answers before (%(default)s)")
+    add("--imitate", type=int, default=40, help="steps on right answers before (%(default)s)")
     add("--lr", type=float, default=1e-3, help="%(default)s")
     add("--seed", type=int, default=0, help="%(default)s")
     add("--every", type=int, default=10, help="iterations between lines (%(default)s)")

@@ -20,7 +20,8 @@ def truncated_weights(
     """Truncated importance sampling: min(pi_old / pi_behaviour, most), constants.
 
     Answers of pi_behaviour are learnt from by a loss of pi / pi_old, whose clip then bounds the updates by these
-    answers alone, and not the updates since they were drawn. Where both have the same bits the weight is exactly 1.
+    answers alone, and not the updates since they were drawn. Without the bound, the mean of a token's gradient, given
+    the tokens before it, is that over draws of pi_old. Where both have the same bits the weight is exactly 1.
 
     Args:
         old_BT: log probabilities by the weights before the first update by these answers, as by `step.apply`.

@@ -46,7 +46,7 @@ def test_weights_of_one_leave_the_bits_of_a_loss(objective: Any, normalise: Any)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_the_mean_gradient_over_draws_of_older_weights_is_that_of_the_policy() -> None:
+def test_the_mean_gradient_of_tokens_of_older_weights_is_that_of_the_policy() -> None:
     """All pairs of tokens of a vocabulary of 3, each with its probability when it was drawn: an exact mean."""
     behaviour, policy = torch.tensor([0.5, 0.3, 0.2]).double().log(), torch.tensor([0.2, 0.3, 0.5]).double().log()
     rewards = torch.tensor([1.0, -2.0, 0.5]).double()
