@@ -39,7 +39,7 @@ class Decoder:
         outputs: `outputs(weights, tokens, positions, rows, bodies, adapters)`: the logits, and the hidden states that
             the head multiplies. None: the engine neither embeds nor takes adapters.
         linear: by name, the layers that may have adapters.
-        routed: `outputs` with the experts of each token, which an engine with `routes=True` records; None has none.
+        routed: `outputs` with the experts of each token, which an engine with `routes=True` records.
         routes: the number of layers with experts, and of a token's choices in each.
     """
 

@@ -103,7 +103,8 @@ def converse(
         workers: processes.
 
     Raises:
-        ValueError: as `sample`; or a call token is also a stop token, there is none, or a number is out of range.
+        ValueError: as `sample`; or no token calls the tool, one of them is a stop token, or a number is out
+            of range.
         RuntimeError: as `sample`.
         NotImplementedError: this system has no fork.
 

@@ -13,15 +13,16 @@ from shardfn.inference import Engine, Ngram, Runner, Sampling, decoder, limits_o
 from shardfn.models import gpt, moe
 from shardfn.testing import distributed
 
+EXPERTS = moe.Experts(num=16, balance=0.0)
 CONFIG = moe.mixtral_like(
     vocab_size=19,
-    num_layers=3,
+    num_layers=2,
     d_model=16,
     num_heads=2,
     num_kv_heads=1,
     d_ff=16,
     max_len=24,
-    experts=moe.Experts(num=16, balance=0.0),
+    experts=EXPERTS,
     exact=True,
 )
 DENSE = dataclasses.replace(CONFIG, experts=None)
@@ -72,7 +73,7 @@ def check_routes(x: rl.Rollout, params: Any) -> None:
 
 def test_recorded_experts_are_those_of_the_training_forward() -> None:
     x = sampled(params())
-    assert x.routes.shape == (6, LENGTH, 3, 2) and x.routes.dtype == torch.int16
+    assert x.routes.shape == (6, LENGTH, 2, 2) and x.routes.dtype == torch.int16
     check_routes(x, params())
 
 
@@ -129,6 +130,14 @@ def test_conversations_have_the_experts_of_all_turns() -> None:
     assert bool((x.routes[~at] == -1).all())
 
 
+@pytest.mark.nightly
+def test_experts_are_recorded_at_another_temperature() -> None:
+    model = rl.tempered(MODEL, 0.7)
+    x = sampled(None, Engine(model, params(), limits=limits(model), routes=True))
+    logits = gpt.apply(CONFIG, params(), x.ids, chosen=x.routes) / 0.7
+    assert torch.equal(rl.answer_logprobs(logits, x.ids, *x.where), x.logprobs)
+
+
 def test_a_step_learns_with_replayed_experts() -> None:
     def loss(params: Any, batch: Any) -> Any:
         x, advantages = batch
@@ -148,9 +157,9 @@ def test_mistakes_are_named() -> None:
     x = sampled(params())
     with pytest.raises(ValueError, match=r"routes is True, and the decoder has routed=None.*leave it out"):
         Engine(decoder(DENSE), gpt.init(DENSE, sf.key(0)), routes=True)
-    with pytest.raises(ValueError, match=r"chosen has shape \(6, 20, 3, 2\).* the config has no experts"):
+    with pytest.raises(ValueError, match=r"chosen has shape \(6, 20, 2, 2\).* the config has no experts"):
         gpt.apply(DENSE, gpt.init(DENSE, sf.key(0)), x.ids, chosen=x.routes)
-    with pytest.raises(ValueError, match=r"k=2 choices in 3 layers with experts, so chosen must be \(6, 20, 3, 2\)"):
+    with pytest.raises(ValueError, match=r"k=2 choices in 2 layers with experts, so chosen must be \(6, 20, 2, 2\)"):
         gpt.apply(CONFIG, params(), x.ids, chosen=x.routes[..., :1])
     with pytest.raises(ValueError, match="choices: the config has experts=None"):
         gpt.choices(DENSE, gpt.init(DENSE, sf.key(0)), x.ids)
@@ -160,7 +169,7 @@ def test_mistakes_are_named() -> None:
 @distributed(world=2)
 def test_ranks_of_one_engine_record_the_experts_of_one_device(world: int) -> None:
     mesh, one = sf.make_mesh({"tp": world}), sf.make_mesh(alone=True)
-    cut = dataclasses.replace(CONFIG.experts, exchange=sf.nn.moe.Sum("tp", in_order=True))
+    cut = dataclasses.replace(EXPERTS, exchange=sf.nn.moe.Sum("tp", in_order=True))
     model = decoder(dataclasses.replace(CONFIG, num_kv_heads=2, experts=cut), tp="tp")
     whole = dataclasses.replace(CONFIG, num_kv_heads=2)
     wanted = Engine(decoder(whole), params(whole), mesh=one, limits=limits(decoder(whole)), routes=True)
