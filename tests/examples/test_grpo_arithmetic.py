@@ -1,4 +1,4 @@
-"""The arithmetic examples: GRPO learns, on one process and two alike, and goes on bit for bit after a kill anywhere."""
+"""The arithmetic examples: GRPO learns, on one process and two alike, and goes on bit for bit after a kill; tools."""
 
 import json
 import os
@@ -113,3 +113,14 @@ def test_rewards_rise(tmp_path: pathlib.Path, seed: int, behind: str) -> None:
     error = (2 * 0.25 / (10 * 32)) ** 0.5
     assert sum(last) / 10 - sum(first) / 10 > 5 * error
     assert sum(row["kl"] for row in found[-20::2]) / 10 < 1
+
+
+@pytest.mark.nightly
+def test_answers_learn_to_call_a_tool() -> None:
+    out = run(ALONE, "--iterations", "30", "--every", "1", example=EXAMPLE.with_name("tool_arithmetic.py"))
+    lines = [line for line in out.splitlines() if line.startswith("iteration")]
+    rewards = [float(line.split("reward ")[1].split(",")[0]) for line in lines]
+    assert len(lines) == 30 and all("exact 1.000" in line for line in lines)
+    # Five rollouts of 32 problems, the 8 answers to each counted as one.
+    error = (2 * 0.25 / (5 * 32)) ** 0.5
+    assert sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 > 5 * error
