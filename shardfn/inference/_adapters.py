@@ -84,3 +84,16 @@ class Adapters:
         kept = {adapter.digest: adapter for adapter in names.values()}
         self._names, self._slots = names, {digest: i for i, digest in enumerate(kept)}
         self._sites = stacked(list(kept.values()), self._decoder.linear, self._device) if kept else {}
+
+
+def adapter_of_each(adapter: Any, num: int) -> list[Any]:
+    """The names of the adapters of prompts, from one for all or one for each.
+
+    Raises:
+        ValueError: they are not as many as the prompts.
+    """
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * num
+    if len(each := list(adapter)) != num:
+        raise ValueError(f"{num} prompts and {len(each)} adapters; give one for all, or one each.")
+    return each

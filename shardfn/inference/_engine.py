@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardfn.core import Mesh, PyTree
 
-from ._adapters import Adapters, Given
+from ._adapters import Adapters, Given, adapter_of_each
 from ._agree import compare
 from ._constraints import Constraints
 from ._decoder import Decoder
@@ -88,13 +88,8 @@ class Engine:
             raise ValueError(
                 f"limits.drafts is 0, and the drafter is {drafter!r:.80}; try limits_of(..., drafts={DRAFTS})."
             )
-        if routes and decoder.routed is None:
-            raise ValueError(
-                "engine: routes is True, and the decoder has routed=None, so that no experts are known; leave it out,"
-                " or take the decoder of a models.gpt with experts."
-            )
         self.limits = limits
-        self._routes = Routes(limits, decoder.routes) if routes else None
+        self._routes = Routes(limits, decoder) if routes else None
         self.runner = Runner(decoder, self.limits, mesh=mesh) if runner is None else runner
         self.runner.check(decoder, self.limits, mesh)
         self.mesh = self.runner.mesh
@@ -316,7 +311,7 @@ class Engine:
             raise ValueError(
                 f"generate: {len(prompts)} prompts and {len(each)} samplings; give one for all, or one each."
             )
-        each = list(zip(prompts, each, self._adapter_of_each(adapter, len(prompts)), strict=True))
+        each = list(zip(prompts, each, adapter_of_each(adapter, len(prompts)), strict=True))
         requests = [self._request(prompt, how, adapter=name) for prompt, how, name in each]
         names = [self._await(self._enter(request)) for request in requests]
         try:
@@ -369,7 +364,7 @@ class Engine:
         if not prompts:
             raise ValueError("embed: 0 prompts; pass one at least.")
         how = Pooled(pooling).sampling
-        each = zip(prompts, self._adapter_of_each(adapter, len(prompts)), strict=True)
+        each = zip(prompts, adapter_of_each(adapter, len(prompts)), strict=True)
         requests = [self._request(prompt, how, adapter=name) for prompt, name in each]
         names = [self._await(self._enter(request)) for request in requests]
         self._pooled |= {name: Pooled(pooling) for name in names}
@@ -437,13 +432,6 @@ class Engine:
                 raise FloatingPointError(f"embed: hidden states of prompt {number} are not finite.")
             raise ValueError(f"embed: the request of prompt {number} has ended as {last.finish!r}.")
         return self._pooled.pop(name).result(normalize)
-
-    def _adapter_of_each(self, adapter: Any, num: int) -> list[Any]:
-        if adapter is None or isinstance(adapter, str):
-            return [adapter] * num
-        if len(each := list(adapter)) != num:
-            raise ValueError(f"{num} prompts and {len(each)} adapters; give one for all, or one each.")
-        return each
 
     def _completions(self, name: str, request: Request) -> list[Completion]:
         made = [Completion([], [], None, [], [], []) for _ in range(request.sampling.n)]

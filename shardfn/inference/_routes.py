@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Int, Int16
 from torch import Tensor
 
+from ._decoder import Decoder
 from ._limits import Limits
 from ._plan import Plan
 from ._state import State
@@ -19,12 +20,20 @@ class Routes:
 
     Args:
         limits: of the engine.
-        routes: the number of layers with experts, and of a token's choices in each.
+        decoder: the model.
+
+    Raises:
+        ValueError: its tokens choose no experts.
     """
 
-    def __init__(self, limits: Limits, routes: tuple[int, int]) -> None:
-        self._block, self.shape = limits.block, routes
-        self._experts = torch.full((limits.blocks * limits.block, *routes), -1, dtype=torch.int16)
+    def __init__(self, limits: Limits, decoder: Decoder) -> None:
+        if decoder.routed is None:
+            raise ValueError(
+                "engine: routes is True, and the decoder has routed=None, so that no experts are known; leave it out,"
+                " or take the decoder of a models.gpt with experts."
+            )
+        self._block, self.shape = limits.block, decoder.routes
+        self._experts = torch.full((limits.blocks * limits.block, *self.shape), -1, dtype=torch.int16)
 
     def take(self, plan: Plan, experts_Tmk: Int[Tensor, "t m k"]) -> None:
         """The experts of a plan's tokens."""

@@ -16,6 +16,7 @@ from shardfn.core import fold_in, split
 from ._gpt_config import Config
 from ._gpt_experts import Along as Along
 from ._gpt_experts import Seen as Seen
+from ._gpt_experts import by_layer as by_layer
 from ._gpt_experts import mixture
 from ._gpt_leaves import Params
 from ._gpt_leaves import weight as weight

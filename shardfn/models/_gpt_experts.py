@@ -73,6 +73,24 @@ def mixture(
     return (leave_parallel(y_BTD, *along) if cut else y_BTD), seen
 
 
+def by_layer(config: Config, chosen_BTmk: Tensor, tokens_BT: Tensor) -> Tensor:
+    """The choices of each layer with experts, [m, B, T, k].
+
+    Raises:
+        ValueError: they are not those of the config's layers and of the tokens.
+    """
+    k = config.experts.top_k if config.experts is not None else 0
+    wanted = (*tokens_BT.shape, len(config.expert_layers), k)
+    if config.experts is None or chosen_BTmk.shape != wanted:
+        has = "no experts" if config.experts is None else f"k={k} choices in {wanted[2]} layers with experts"
+        raise ValueError(
+            f"apply: chosen has shape {tuple(chosen_BTmk.shape)}, and tokens {tuple(tokens_BT.shape)}; the config has"
+            f" {has}, so chosen must be {'None' if config.experts is None else wanted}: the routes of an engine of this"
+            " config."
+        )
+    return chosen_BTmk.permute(2, 0, 1, 3)
+
+
 def _features_are_cut(experts: Experts, along: Along) -> bool:
     """Whether each rank along the blocks' axis has its own features of each expert.
 

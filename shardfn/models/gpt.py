@@ -24,6 +24,7 @@ from ._gpt_block import Along as _Along
 from ._gpt_block import Seen as Seen
 from ._gpt_block import Wrap as Wrap
 from ._gpt_block import block as _block
+from ._gpt_block import by_layer as _by_layer
 from ._gpt_block import dropout as _dropout
 from ._gpt_block import norm as _norm
 from ._gpt_block import position_tables as _position_tables
@@ -423,7 +424,7 @@ def _hidden(
     bias: Tensor | None = None,
     chosen: Tensor | None = None,
 ) -> tuple[Tensor, Seen | None]:
-    chosen = None if chosen is None else _by_layer(config, chosen, tokens_BT=batch["tokens"])
+    chosen = None if chosen is None else _by_layer(config, chosen, batch["tokens"])
     if tile is not None and along.sequence is not None:
         raise ValueError("loss(tile=, sequence=True): layers along `axis` take a rank's tokens together; drop one.")
     tokens_BT, index_B = batch["tokens"], batch.get("index")
@@ -470,24 +471,6 @@ def _scanned(
         return x_BTD, seen
 
     return nn.scan(body, x_BTD, (blocks, keyed, bias, chosen))
-
-
-def _by_layer(config: Config, chosen_BTmk: Tensor, *, tokens_BT: Tensor) -> Tensor:
-    """The choices of each layer with experts, [m, B, T, k].
-
-    Raises:
-        ValueError: they are not those of the config's layers and of the tokens.
-    """
-    k = config.experts.top_k if config.experts is not None else 0
-    wanted = (*tokens_BT.shape, len(config.expert_layers), k)
-    if config.experts is None or chosen_BTmk.shape != wanted:
-        has = "no experts" if config.experts is None else f"k={k} choices in {wanted[2]} layers with experts"
-        raise ValueError(
-            f"apply: chosen has shape {tuple(chosen_BTmk.shape)}, and tokens {tuple(tokens_BT.shape)}; the config has"
-            f" {has}, so chosen must be {'None' if config.experts is None else wanted}: the routes of an engine of this"
-            " config."
-        )
-    return chosen_BTmk.permute(2, 0, 1, 3)
 
 
 def _positions(config: Config, tokens_BT: Tensor) -> Tensor:

@@ -115,8 +115,8 @@ def converse(
         >>> engine = Engine(inference.decoder(config), gpt.init(config, core.key(0)))
         >>> sampling, echo = Sampling(max_tokens=6, stop_tokens=(0,)), lambda prompt, answer: answer[:2]
         >>> found = converse(engine, [[5, 6], [7]], sampling, echo, call_tokens=(1, 2, 3, 4), key=core.key(1))
-        >>> found.calls.tolist(), found.rollout.lengths.tolist()
-        ([4, 2], [6, 4])
+        >>> found.rollout.places.shape, found.counts["raised"]
+        (torch.Size([2, 6]), 0)
     """
     check_key("converse", key)
     check_sampling("converse", sampling)
