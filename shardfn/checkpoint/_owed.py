@@ -100,6 +100,8 @@ def owed(
     for name, (like, at) in zip(names, pairs, strict=True):
         if not _is_residual(like) or name not in moments:
             return []
+        if not hasattr(like.worker, "shape"):  # cut along all axes of the mean, it is not compressed
+            continue
         found = source_of(targets[numbers[name]], manifest, rename)
         layers = _layers(found, manifest) if isinstance(found, Source) else []
         blocks = _blocks_here(moments[name], like)

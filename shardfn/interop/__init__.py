@@ -7,6 +7,7 @@ from ._hf_module import module_from_hf as module_from_hf, module_to_hf as module
 from ._hf_module import without_weights as without_weights
 from ._ds_config import DeepSpeedRecipe as DeepSpeedRecipe, from_deepspeed_config as from_deepspeed_config
 from ._ds_checkpoint import DeepSpeedState as DeepSpeedState, read_deepspeed as read_deepspeed
+from ._ds_expert_states import read_deepspeed_experts as read_deepspeed_experts
 from ._ds_experts import read_deepspeed_weights as read_deepspeed_weights
 from ._ds_job import DeepSpeedJob as DeepSpeedJob
 from ._ds_restore import restore_deepspeed as restore_deepspeed

@@ -78,7 +78,7 @@ def read_deepspeed(directory: str, tag: str | None = None) -> DeepSpeedState:
     Raises:
         FileNotFoundError: no such checkpoint; names the missing files.
         ValueError: a file has objects other than tensors and plain containers, or does not fit the others; or the
-            checkpoint is of several model-parallel ranks, of stage 0, or has experts.
+            checkpoint is of several model-parallel ranks, of stage 0, or has experts: see `read_deepspeed_experts`.
     """
     place = place_of(pathlib.Path(directory), tag)
     return _universal(place) if (place / "zero").is_dir() else _partitioned(place)
@@ -116,14 +116,15 @@ def loaded(path: pathlib.Path) -> Any:
         raise ValueError(f"{path} is no file of a checkpoint: {str(problem).splitlines()[0]}") from problem
 
 
-def _partitioned(place: pathlib.Path) -> DeepSpeedState:
+def optims_of(place: pathlib.Path) -> list[dict[str, Any]]:
+    """The states of a ZeRO optimizer, by rank.
+
+    Raises:
+        FileNotFoundError: those of some ranks are missing.
+        ValueError: there are none, or they are of several model-parallel ranks.
+    """
     files: dict[int, pathlib.Path] = {}
     for path in place.iterdir():
-        if "_expert_" in path.name or path.name.startswith("expp_rank_"):
-            raise ValueError(
-                f"{place} has experts, in files of their own such as {path.name}. Read the weights by"
-                " read_deepspeed_weights; the states of their optimizer are not read."
-            )
         found = _OPTIM.fullmatch(path.name)
         if found and int(found[2]):
             raise ValueError(f"{place} is of several model-parallel ranks. Make a universal checkpoint of it first.")
@@ -136,33 +137,41 @@ def _partitioned(place: pathlib.Path) -> DeepSpeedState:
         raise FileNotFoundError(f"{place} has no optimizer states of ranks {missing}.")
     optims = [loaded(files[rank])["optimizer_state_dict"] for rank in range(len(files))]
     count = optims[0]["partition_count"]
-    if (count[0] if isinstance(count, list) else count) != len(files):
+    if (max(count) if isinstance(count, list) else count) != len(files):
         raise FileNotFoundError(f"{place} has optimizer states of {len(files)} ranks; {count} have written.")
+    return optims
+
+
+def _partitioned(place: pathlib.Path) -> DeepSpeedState:
+    experts = [p.name for p in place.iterdir() if "_expert_" in p.name or p.name.startswith("expp_rank_")]
+    if experts:
+        raise ValueError(
+            f"{place} has experts, in files of their own such as {experts[0]}; read it by read_deepspeed_experts, or"
+            " the weights alone by read_deepspeed_weights."
+        )
+    optims = optims_of(place)
     third = "fp32_flat_groups" in optims[0]
     models = models_of(place)
     if not models:
         raise FileNotFoundError(f"{place} has no mp_rank_00_model_states.pt.")
-    if third and len(models) != len(files):
-        raise FileNotFoundError(f"{place} has model states of {len(models)} ranks; {len(files)} have written.")
-    params: dict[str, Tensor] = {}
-    moments: dict[str, dict[str, Tensor]] = {}
+    if third and len(models) != len(optims):
+        raise FileNotFoundError(f"{place} has model states of {len(models)} ranks; {len(optims)} have written.")
+    states: dict[str, dict[str, Tensor]] = {}
     step = 0
-    ranks = [(_thirds if third else _groups)(x) for x in optims]
+    ranks = [(_thirds if third else groups_of)(x) for x in optims]
     groups = models[0]["param_shapes"]
     # At stage 3 flat groups are cut by size, not by the optimizer's groups: all of a rank's are one sequence.
     for number, shapes in enumerate([_union(groups)] if third else groups):
         parts = [own[number] for own in ranks]
-        gaps = _gaps(optims[0], number, shapes)
         step = max(step, parts[0].step)
-        params |= _cut([x.states["fp32"] for x in parts], shapes, gaps, third=third, where=f"{place}, group {number}")
-        for name in parts[0].states.keys() - {"fp32"}:
-            flat = [x.states[name] for x in parts if name in x.states]
-            own = _cut(flat, shapes, gaps, third=third, where=f"{place}, {name} of group {number}")
-            moments.setdefault(name, {}).update(own)
-    return _with_module(place, models, DeepSpeedState(params, moments, step, {}, {}))
+        gaps = gaps_of(optims[0], number, shapes)
+        for kind, own in states_of(parts, shapes, gaps, third=third, where=f"{place}, group {number}").items():
+            states.setdefault(kind, {}).update(own)
+    params = states.pop("fp32", {})
+    return with_module(place, models, DeepSpeedState(params, states, step, {}, {}))
 
 
-def _with_module(place: pathlib.Path, models: Sequence[Mapping[str, Any]], own: DeepSpeedState) -> DeepSpeedState:
+def with_module(place: pathlib.Path, models: Sequence[Mapping[str, Any]], own: DeepSpeedState) -> DeepSpeedState:
     """The state in the optimizer's files, completed from the module's files."""
     if not models:
         return own
@@ -182,7 +191,8 @@ class _Flat(NamedTuple):
     states: dict[str, Tensor]
 
 
-def _groups(optim: Mapping[str, Any]) -> list[_Flat]:
+def groups_of(optim: Mapping[str, Any]) -> list[_Flat]:
+    """A rank's parts of the groups, below stage 3."""
     inner = optim["base_optimizer_state"].get("state", {})
     flat = optim["single_partition_of_fp32_groups"]
     return [_flat(x, inner.get(number) or {}) for number, x in enumerate(flat)]
@@ -259,10 +269,19 @@ def _check_twice(place: pathlib.Path, params: Mapping[str, Tensor], model: Mappi
     )
 
 
-def _gaps(optim: Mapping[str, Any], number: int, shapes: Mapping[str, torch.Size]) -> Sequence[int]:
+def gaps_of(optim: Mapping[str, Any], number: int, shapes: Mapping[str, torch.Size]) -> Sequence[int]:
     """The number of unused elements after each parameter, in a job with `parameter_alignment`."""
     found = optim.get("param_alignment_paddings")
     return found[number] if found else [0] * len(shapes)
+
+
+def states_of(
+    parts: Sequence[_Flat], shapes: Mapping[str, torch.Size], gaps: Sequence[int], *, third: bool = False, where: str
+) -> dict[str, dict[str, Tensor]]:
+    """The parameters of a group, "fp32", and each of their states, by kind and name."""
+    kinds = ["fp32", *sorted(parts[0].states.keys() - {"fp32"})]
+    flats = {kind: [x.states[kind] for x in parts if kind in x.states] for kind in kinds}
+    return {k: _cut(x, shapes, gaps, third=third, where=f"{where}, {k}") for k, x in flats.items()}
 
 
 def _cut(
@@ -312,7 +331,7 @@ def _universal(place: pathlib.Path) -> DeepSpeedState:
     own = place / "zero" / "optimizer_state.pt"
     if not step and own.is_file():  # where stage 3 has the step
         step = max([0, *_steps(loaded(own))])
-    return _with_module(place, models, DeepSpeedState(params, moments, step, {}, {}))
+    return with_module(place, models, DeepSpeedState(params, moments, step, {}, {}))
 
 
 def _state_of(path: pathlib.Path, shape: torch.Size | None) -> Tensor:

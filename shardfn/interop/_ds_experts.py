@@ -20,8 +20,8 @@ from ._ds_checkpoint import DeepSpeedState, buffers_of, loaded, models_of, place
 
 _FILE = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OLD = re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt")
-_NATIVE = re.compile(r"\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.")
-_FUSED = re.compile(r"(.*experts\.w[123])\.(\d+)")
+NATIVE = re.compile(r"\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.")
+FUSED = re.compile(r"(.*experts\.w[123])\.(\d+)")
 
 Experts = dict[tuple[int, int], pathlib.Path]
 
@@ -30,8 +30,8 @@ def read_deepspeed_weights(directory: str, tag: str | None = None) -> DeepSpeedS
     """Reads the weights of a checkpoint with experts, native ones of DeepSpeed or those of AutoEP, of any `ep_size`.
 
     Names and shapes are those of the module on one rank, which has all experts. Weights are those of the module, in its
-    dtype, converted to float32: the optimizer's states are not read, and `moments` is empty. Where there are no
-    experts, `read_deepspeed` reads the masters and moments as well.
+    dtype, converted to float32: the optimizer's states are not read, and `moments` is empty. `read_deepspeed_experts`
+    reads the masters and moments as well, and `read_deepspeed` where there are no experts.
 
     Args:
         directory: the one passed to `save_checkpoint`.
@@ -114,7 +114,7 @@ def _experts(files: Experts) -> dict[str, Tensor]:
     fused: dict[str, dict[int, Tensor]] = {}
     for (_, expert), path in sorted(files.items()):
         for name, x in _tensors(path):
-            native, whole = _NATIVE.search(name), _FUSED.fullmatch(name)
+            native, whole = NATIVE.search(name), FUSED.fullmatch(name)
             number = native[1] if native else whole[2] if whole else None
             if number is None or int(number) != expert:
                 raise ValueError(f"{path} has {name}, which is no weight of expert {expert}.")

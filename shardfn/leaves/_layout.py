@@ -71,6 +71,11 @@ class LeafLayout:
         return self.apart + self.compute.axes
 
     @functools.cached_property
+    def mean_axes(self) -> tuple[str, ...]:
+        """The axes of the batch over which its gradient has a mean; along its own ones the loss has added it up."""
+        return tuple(a for a in self.places.batch_axes if a not in self.own_axes)
+
+    @functools.cached_property
     def param(self) -> P:
         """The spec in which the parameter is kept."""
         return self.places.param

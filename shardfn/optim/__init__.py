@@ -6,7 +6,7 @@ from ._adam import adam as adam, adamw as adamw, nadamw as nadamw, scale_by_adam
 from ._apply_if_finite import ApplyIfFiniteState as ApplyIfFiniteState, apply_if_finite as apply_if_finite
 from ._average_params import AverageParamsState as AverageParamsState, average_params as average_params
 from ._base import EmptyState as EmptyState, GradientTransformation as GradientTransformation
-from ._base import Measure as Measure, Needs as Needs, Phase as Phase, Phases as Phases
+from ._base import Measure as Measure, Needs as Needs, Phase as Phase, Phases as Phases, WholeLeaf as WholeLeaf
 from ._base import identity as identity, stateless as stateless
 from ._chain import chain as chain, named_chain as named_chain
 from ._clip import clip as clip, clip_by_global_norm as clip_by_global_norm

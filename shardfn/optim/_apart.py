@@ -67,9 +67,9 @@ class Apart:
         """The step of the exact leaves by a chain that begins with moments; its counters serve all leaves."""
         gs = [g for g, on in zip(self.gs, self.exact, strict=True) if on]
         if not averaged:
-            specs = [spec for spec, on in zip(self.specs, self.exact, strict=True) if on]
-            means = self.averaging.exact(gs)
-            gs = [self.averaging.rows(g, spec) for g, spec in zip(means, specs, strict=True)]
+            cuts = [x for x, on in zip(zip(self.specs, self.shares, strict=True), self.exact, strict=True) if on]
+            means = self.averaging.exact(gs, [share for _, share in cuts])
+            gs = [self.averaging.rows(g, spec, share) for g, (spec, share) in zip(means, cuts, strict=True)]
         grads = self.merged(gs, [None] * (len(self.gs) - len(gs)))
         own = (state[0]._replace(mu=self.alone(mus), nu=self.alone(nus)), *state[1:])
         out, own = step(grads, own, self.alone(self.ps), specs=self.alone(self.specs))
@@ -95,7 +95,7 @@ class Apart:
         return [
             x
             if not share.cut
-            else self.averaging.whole(x, spec, g)
+            else self.averaging.whole(x, spec, share, g)
             if gather
             else self.averaging.decode(code, share, g).to(x.dtype)
             for x, code, g, spec, share in table
@@ -110,7 +110,8 @@ class Apart:
 
     def rows(self, xs: list[Tensor]) -> list[Tensor]:
         """This rank's rows of whole compressed leaves."""
-        return [self.averaging.rows(x, spec) for x, spec in zip(xs, self.pick(self.specs), strict=True)]
+        table = zip(xs, *map(self.pick, (self.specs, self.shares)), strict=True)
+        return [self.averaging.rows(x, spec, share) for x, spec, share in table]
 
     def _columns(self) -> tuple[list[Any], ...]:
         return self.gs, self.specs, self.shares

@@ -8,11 +8,45 @@ And one value, `needs`, states its conditions for being applied to a part of a t
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from shardfn.core import explains_attributes
+from shardfn.collectives import GlobalTensor
+from shardfn.core import Mesh, P, Stored, explains_attributes
 
 from ._types import Grain, OptState, Params, Specs, Updates
+
+
+class WholeLeaf(GlobalTensor):
+    """A leaf as a step shows it to a rule: whole, without data, with the spec of the rows that are updated.
+
+    Attributes:
+        own: the axes along which ranks compute with elements of their own, as with their experts: the gradient has no
+            mean there.
+
+    Example:
+        >>> from shardfn.core import Mesh, P
+        >>> mesh = Mesh({"dp": 2, "ep": 2}, torch.device("cpu"), abstract=True)
+        >>> leaf = WholeLeaf(torch.empty(4, device="meta"), torch.Size([8]), P(("ep", "dp")), mesh, ("ep",))
+        >>> leaf.own
+        ('ep',)
+    """
+
+    __slots__ = ("own",)
+
+    def __init__(self, local: Tensor | Stored, shape: torch.Size, spec: P, mesh: Mesh, own: tuple[str, ...]) -> None:
+        super().__init__(local, shape, spec, mesh)
+        self.own = own
+
+    def with_block(self, block: Tensor | Stored) -> "WholeLeaf":
+        """The same leaf with another block."""
+        return WholeLeaf(block, self.shape, self.spec, self.mesh, self.own)
+
+
+def rows_over(leaf: GlobalTensor, axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of `axes` along which ranks keep rows of a leaf, and compute with the whole."""
+    own = leaf.own if isinstance(leaf, WholeLeaf) else ()
+    return tuple(a for a in leaf.mesh.axes(leaf.spec.axes) if a in axes and a not in own)
 
 
 class Phase(NamedTuple):
@@ -38,11 +72,14 @@ class Phases(NamedTuple):
             their mean over `axes` is the gradient. A leaf of its state that is not kept as its parameter's rows are is
             made by `init` as a `GlobalTensor`; `update` is given its block.
         is_last: whether the rule knows where its steps lead, so that no rule after it may change them.
+        by_leaf: whether it takes the mean of a leaf over those of `axes` that are not the leaf's own: see `WholeLeaf`.
+            If not, a step refuses leaves that are cut along some of `axes`, such as experts.
     """
 
     axes: tuple[str, ...]
     next: Callable[[OptState], Phase]
     is_last: bool = False
+    by_leaf: bool = False
 
 
 class Measure(NamedTuple):
@@ -75,7 +112,7 @@ class Needs(NamedTuple):
         specialize: `specialize(params, stats, phase) -> rule`: the rule for parts of the tree `params` (shapes only),
             in a step whose measures are `stats`, one entry a leaf, and in that phase; each may be None = not known.
             None = the rule itself, for it looks at none of them. Where a rule has phases, `params` are the whole
-            blocks, and as `GlobalTensor`s without data, where it is known how the rows are cut out of leaves.
+            blocks, and as `WholeLeaf`s, where it is known how the rows are cut out of leaves.
         phases: of a rule that averages gradients itself; else None.
         whole: whether the rule can only be applied to whole leaves, as its `update` takes no specs. Set by
             `as_transformation`.

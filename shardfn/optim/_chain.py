@@ -10,7 +10,7 @@ from torch import Tensor
 from shardfn.collectives import GlobalTensor, local
 from shardfn.core import MetadataTensor, named_leaves, raise_all, tree_leaves, tree_map
 
-from ._base import GradientTransformation, Phase, identity
+from ._base import GradientTransformation, Phase, identity, rows_over
 from ._inplace import inplace
 from ._needs import ascending, join_needs
 from ._pair import as_transformation
@@ -219,7 +219,7 @@ def _check_whole(txs: Sequence[GradientTransformation], params: Params, over: Se
         ValueError: which rules they are, and which parameters.
     """
     cuts = named_leaves(params, "params")
-    cut = [path for path, x in cuts if isinstance(x, GlobalTensor) and set(x.mesh.axes(x.spec.axes)) & set(over)]
+    cut = [path for path, x in cuts if isinstance(x, GlobalTensor) and rows_over(x, over)]
     looking = [i for i, tx in enumerate(txs) if _looks_at_params(tx, local(params))] if cut else []
     if looking:
         raise_all(

@@ -5,7 +5,7 @@ mean, a rank keeps its rows of the momentum, `A[I_axis]`, and the codes of the w
 it: at one bit per element they are 1/32 of it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +26,14 @@ from shardfn.collectives import (
     decoded,
     error_feedback,
     global_residuals,
+    identity,
     padded,
     pmean,
     take_own_block,
 )
 from shardfn.core import Axes, P
+
+from ._base import rows_over
 
 Codes = tuple[Any, ...]
 
@@ -40,7 +43,7 @@ class Share(NamedTuple):
 
     Attributes:
         n: elements: those of the largest rank's block, to which smaller ones are padded.
-        own: axes along which ranks have blocks of their own, each averaged for itself.
+        own: axes along which ranks have blocks of their own, each averaged for itself: over the other axes.
         cut: whether ranks keep rows of it.
     """
 
@@ -51,7 +54,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Averaging:
-    """How leaves are averaged: `compressed_pmean`, over `axis`."""
+    """How leaves are averaged: `compressed_pmean`, over those of `axis` along which ranks have the same elements."""
 
     axis: Axes
     compressor: Compressor
@@ -62,31 +65,41 @@ class Averaging:
         """The axes."""
         return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis or ())
 
+    def of(self, share: Share) -> "Averaging":
+        """How one leaf is averaged: over the axes along which ranks do not have blocks of their own."""
+        if not set(share.own) & set(self.over):
+            return self
+        over = tuple(a for a in self.over if a not in share.own)
+        outer = (self.outer,) if isinstance(self.outer, str) else self.outer
+        left = None if outer is None else tuple(a for a in outer if a in over)
+        # Without a mean there is no message, and nothing to round.
+        return replace(self, axis=over, outer=left, compressor=self.compressor if over else identity())
+
     def share(self, param: Tensor, whole: Any) -> Share:
         """The part of a leaf that is averaged.
 
         Args:
             param: the parameter, as the optimizer sees it.
-            whole: the leaf's whole block, whose shape alone counts; as a `GlobalTensor` it also has its spec.
+            whole: the leaf's whole block, whose shape alone counts; as a `GlobalTensor` it also has its spec, and as a
+                `WholeLeaf` the axes along which it has no mean.
         """
         if not isinstance(whole, GlobalTensor):
             return Share(whole.numel(), (), whole.shape != param.shape)
-        mesh, n = whole.mesh, 1
+        mesh, n, rows = whole.mesh, 1, set(rows_over(whole, self.over))
         for dim, size in enumerate(whole.shape):
             for axis in mesh.axes(whole.spec.dim_axes(dim)):
                 # Along the axes of the mean all ranks have all of it; along others the first has the most.
-                size = size if axis in self.over else -(-size // mesh.axis_size(axis))
+                size = size if axis in rows else -(-size // mesh.axis_size(axis))
             n *= size
-        axes = mesh.axes(whole.spec.axes)
-        return Share(n, tuple(a for a in axes if a not in self.over), any(a in self.over for a in axes))
+        return Share(n, tuple(a for a in mesh.axes(whole.spec.axes) if a not in rows), bool(rows))
 
     def init(self, share: Share, device: torch.device) -> tuple[Residual, Codes]:
         """The errors, and the codes of a zero where rows are kept: as blocks that all ranks have."""
-        like = torch.empty(share.n, device=device)
-        local = compressed_init([like], self.axis, self.compressor, outer=self.outer)
+        like, mean = torch.empty(share.n, device=device), self.of(share)
+        local = compressed_init([like], mean.axis, mean.compressor, outer=mean.outer)
         own = P(share.own) if share.own else P()
-        residual = global_residuals(local, self.axis, [own], outer=self.outer)[0]
-        return residual, tuple(_copies(x, own) for x in self._zero_codes(share.n, device)) if share.cut else ()
+        residual = global_residuals(local, mean.axis, [own], outer=mean.outer)[0]
+        return residual, tuple(_copies(x, own) for x in mean._zero_codes(share.n, device)) if share.cut else ()
 
     def _zero_codes(self, n: int, device: torch.device) -> Codes:
         ranks, size = axis_size(self.axis if self.outer is None else self.outer), axis_size(self.axis)
@@ -107,31 +120,43 @@ class Averaging:
         """
         # Ranks have blocks of unlike sizes, and messages of one; the padding of the smaller ones is cut off again.
         flat = [padded(x.reshape(-1), s.n) for x, s in zip(xs, shares, strict=True)]
-        options: dict[str, Any] = {"outer": self.outer, "donate": donate}
-        if any(s.cut for s in shares):
-            codes, residuals = coded_pmean(flat, self.axis, self.compressor, residuals, **options)
-            means = decoded(codes, flat, self.axis, self.compressor, **options)
-        else:
-            means, residuals = compressed_pmean(flat, self.axis, self.compressor, residuals, **options)
-            codes = [()] * len(xs)
+        groups: dict[Averaging, list[int]] = {}
+        for i, share in enumerate(shares):
+            groups.setdefault(self.of(share), []).append(i)
+        means, new, codes = list(flat), list(residuals), [Codes()] * len(xs)
+        for by, at in groups.items():
+            coded, parts = any(shares[i].cut for i in at), ([x[i] for i in at] for x in (flat, residuals))
+            for i, m, e, code in zip(at, *by._means(*parts, coded=coded, donate=donate), strict=True):
+                means[i], new[i], codes[i] = m, e, code
         out = [m[: x.numel()].view(x.shape) for m, x in zip(means, xs, strict=True)]
-        return out, residuals, [c if s.cut else () for c, s in zip(codes, shares, strict=True)]
+        return out, new, [c if s.cut else () for c, s in zip(codes, shares, strict=True)]
+
+    def _means(
+        self, flat: list[Tensor], residuals: list[Any], *, coded: bool, donate: bool
+    ) -> tuple[list[Tensor], list[Any], list[Codes]]:
+        """The means of leaves over the same axes, the new errors, and the codes of the means."""
+        options: dict[str, Any] = {"outer": self.outer, "donate": donate}
+        if not coded:
+            means, residuals = compressed_pmean(flat, self.axis, self.compressor, residuals, **options)
+            return means, residuals, [()] * len(flat)
+        codes, residuals = coded_pmean(flat, self.axis, self.compressor, residuals, **options)
+        return decoded(codes, flat, self.axis, self.compressor, **options), residuals, codes
 
     def decode(self, codes: Codes, share: Share, like: Tensor) -> Tensor:
         """The mean that codes are of, in the shape of `like`."""
-        flat = torch.empty(share.n, device=like.device)
-        mean = decoded(codes, flat, self.axis, self.compressor, outer=self.outer, donate=True)
+        flat, by = torch.empty(share.n, device=like.device), self.of(share)
+        mean = decoded(codes, flat, by.axis, self.compressor, outer=by.outer, donate=True)
         return mean[: like.numel()].view(like.shape)
 
-    def rows(self, x: Tensor, spec: P) -> Tensor:
+    def rows(self, x: Tensor, spec: P, share: Share) -> Tensor:
         """This rank's rows of a leaf, by the axes of the mean that cut it."""
-        for dim, axes in self._cuts(x, spec):
+        for dim, axes in self.of(share)._cuts(x, spec):
             x = take_own_block(x, axes, dim=dim)
         return x
 
-    def whole(self, x: Tensor, spec: P, like: Tensor) -> Tensor:
+    def whole(self, x: Tensor, spec: P, share: Share, like: Tensor) -> Tensor:
         """The leaf that has these rows, in the shape of `like`."""
-        for dim, axes in self._cuts(x, spec):
+        for dim, axes in self.of(share)._cuts(x, spec):
             x = all_gather(x, axes, dim=dim, size=like.shape[dim])
         return x
 
@@ -139,9 +164,9 @@ class Averaging:
         cuts = [(d, tuple(a for a in spec.dim_axes(d) if a in self.over)) for d in range(x.ndim)]
         return [(d, axes) for d, axes in cuts if axes]
 
-    def exact(self, xs: list[Tensor]) -> list[Tensor]:
+    def exact(self, xs: list[Tensor], shares: list[Share]) -> list[Tensor]:
         """The means as any optimizer gets them."""
-        return [pmean(x, self.over) if x.numel() else x for x in xs]
+        return [pmean(x, self.of(s).over) if x.numel() else x for x, s in zip(xs, shares, strict=True)]
 
 
 def averaging(who: str, axis: Axes, compressor: Compressor, outer: Axes, feedback: bool) -> Averaging:

@@ -169,5 +169,5 @@ def _abstract(x: Tensor | GlobalTensor, dtype: torch.dtype) -> Tensor | GlobalTe
     """A leaf without data, in another dtype."""
     if isinstance(x, GlobalTensor):
         block = torch.empty(x.local.shape, dtype=dtype, device="meta")
-        return GlobalTensor(block, x.shape, x.spec, x.mesh)
+        return x.with_block(block)
     return torch.empty(x.shape, dtype=dtype, device="meta")

@@ -81,7 +81,7 @@ def onebit_adam(
         weight_decay: factor of the decoupled decay, >= 0.
         mask: which leaves decay: a tree (or prefix) of bools, or a function from params to one; None = all.
         freeze_step: F: a number of steps, 15 to 25 percent of all as a rule; or "auto", a `VarianceStability()`.
-        axis: the mesh axes over which it averages gradients itself.
+        axis: the mesh axes over which it averages gradients itself; each leaf over those that do not cut it as experts.
         outer: of several axes the slow ones; along the others the mean is exact. See `compressed_pmean`.
         compressor: how the momentum travels.
         feedback: whether errors are added to the next step. False is for experiments only: training then diverges.
@@ -149,7 +149,7 @@ def apmsqueeze(
         eps: outside the root, >= 0.
         freeze_step: F; see `onebit_adam`, as for the arguments below.
         compressor: how the momentum travels: `int4()`, `top_k(0.01)`, ...
-        axis: the mesh axes over which it averages gradients itself.
+        axis: the mesh axes over which it averages gradients itself; each leaf over those that do not cut it as experts.
         outer: of several axes the slow ones.
         feedback: whether errors are fed back.
         exact: leaves that go on as in the warm-up.

@@ -110,7 +110,7 @@ def onebit_lamb(
         factor_max: upper bound of f.
         factor_min: lower bound of f.
         factor_threshold: by how much of itself f may change in a step.
-        axis: the mesh axes over which it averages gradients itself.
+        axis: the mesh axes over which it averages gradients itself; each leaf over those that do not cut it as experts.
         outer: of several axes the slow ones; along the others the mean is exact. See `compressed_pmean`.
         compressor: how the momentum travels.
         feedback: whether errors are fed back.
@@ -290,7 +290,7 @@ class _OneBitLamb(Phased):
             like = [gs[i] for i in message.leaves]
             if now == SWITCH or not message.share.cut:
                 for i, g in zip(message.leaves, like, strict=True):
-                    old[i] = self.averaging.whole(mus[i], specs[i], g) if shares[i].cut else mus[i]
+                    old[i] = self.averaging.whole(mus[i], specs[i], shares[i], g) if shares[i].cut else mus[i]
             else:
                 flat = torch.empty(sum(g.numel() for g in like), device=gs[message.leaves[0]].device)
                 for i, m in zip(
@@ -304,7 +304,7 @@ class _OneBitLamb(Phased):
         means, residual, codes = self.averaging.mean(flats, state.residual, [m.share for m in messages], donate=True)
         for message, mean in zip(messages, means, strict=True):
             for i, m in zip(message.leaves, split(mean, [gs[i] for i in message.leaves]), strict=True):
-                xs[i] = self.averaging.rows(m / scales[i], specs[i])
+                xs[i] = self.averaging.rows(m / scales[i], specs[i], shares[i])
         return xs, residual, codes
 
     def _directions(

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.collectives import Compressor, current_mesh, local
-from shardfn.core import Axes, P, PyTree, explains_keywords, raise_all, tree_leaves, tree_map, tree_paths
+from shardfn.collectives import Compressor, local
+from shardfn.core import Axes, PyTree, explains_keywords, raise_all, tree_map, tree_paths
 
 from ._adam import bias_corrections, moments_like
 from ._apart import Apart, add_, apart, blend, pieces, purely
@@ -117,7 +117,7 @@ def zero_one_adam(
         var_update_scaler: steps with a full mean after which K doubles.
         local_step_scaler: steps after which H doubles.
         local_step_clipper: the largest H.
-        axis: the mesh axes over which it averages gradients itself.
+        axis: the mesh axes over which it averages gradients itself; each leaf over those that do not cut it as experts.
         outer: of several axes the slow ones; along the others means are exact. See `compressed_pmean`.
         compressor: how gradients and sums travel.
         feedback: whether errors are fed back.
@@ -235,23 +235,15 @@ class _ZeroOneAdam(Phased):
 
     def _apart(self, grads: Updates, params: Params, specs: Specs) -> Apart:
         leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
-        mesh = current_mesh()
-        cut = [any(a in self.averaging.over for a in mesh.axes(s.axes)) for s in self._cuts(leaves, specs)]
-        if any(cut):
-            paths = zip(tree_paths(params, "params"), cut, strict=True)
+        if any(share.cut for share in leaves.shares):
+            paths = zip(tree_paths(params, "params"), leaves.shares, strict=True)
             raise_all(
                 ValueError,
                 f"zero_one_adam steps every rank along {self.averaging.axis!r} alone between rounds, so that each needs"
                 " whole leaves; cut states over another axis, Zero(axis=...), or use onebit_adam. Cut are:",
-                [path for path, on in paths if on],
+                [path for path, share in paths if share.cut],
             )
         return leaves
-
-    def _cuts(self, leaves: Apart, specs: Specs) -> list[P]:
-        """The specs of the leaves; `P()` where they are not given."""
-        if specs is None and self.whole is not None:
-            return [getattr(x, "spec", P()) for x in tree_leaves(self.whole)]
-        return leaves.specs
 
     def _step(self, state: ZeroOneAdamState, leaves: Apart, params: Params, now: Phase) -> StepNumbers:
         """The numbers of the step; counters are read here, before anything is written."""

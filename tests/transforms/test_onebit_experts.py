@@ -1,5 +1,7 @@
-"""Covers optimizers that average for themselves beside experts on an axis of the batch: along the other axes."""
+"""Covers optimizers that average for themselves beside experts on an axis of the batch: each leaf over its own axes."""
 
+import itertools
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +10,9 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn import P, optim
+from shardfn import P, checkpoint, optim
 from shardfn.collectives import identity
+from shardfn.core import tree_leaves
 from shardfn.testing import distributed
 
 EXPERTS, WIDTH, STEPS = 4, 5, 5
@@ -68,22 +71,30 @@ def _on_one(rule: str) -> list[dict]:
 @distributed(world=[2, 4], timeout=120)
 def _on_ranks(rule: str, sizes: dict, alone: list[dict], world: int) -> None:
     mesh = sf.make_mesh(sizes)
-    for stage in (0, 3):
-        found = _trained(mesh, RULES[rule]("dp", compressor=identity()), stage)
+    for axis, stage in itertools.product(("dp", "ep", ("dp", "ep")), (0, 3)):
+        if (rule == "zero_one_adam" and stage == 3 and axis != "dp") or (axis == "ep" and sizes["ep"] == 1):
+            continue  # it keeps whole leaves along the axes of the mean; nothing is averaged along one rank
+        found = _trained(mesh, RULES[rule](axis, compressor=identity()), stage)
         for n, (got, want) in enumerate(zip(found, alone, strict=True)):
             for name, x in want.items():
-                torch.testing.assert_close(got[name], x, rtol=1e-5, atol=1e-6, msg=f"{sizes} stage {stage}: {name} {n}")
+                where = f"{sizes} over {axis} at stage {stage}: {name} {n}"
+                torch.testing.assert_close(got[name], x, rtol=1e-5, atol=1e-6, msg=where)
 
 
 @distributed(world=4, timeout=120)
-def test_with_one_bit_eager_and_captured_steps_are_the_same() -> None:
+def _as_captured(axis: Any, stage: int) -> None:
     mesh = sf.make_mesh({"dp": 2, "ep": 2})
     for rule in RULES.values():
-        eager = _trained(mesh, rule("dp"), 3)
-        graph = _trained(mesh, rule("dp"), 3, lambda f: sf.jit(f, backend="graph"))
+        eager = _trained(mesh, rule(axis), stage)
+        graph = _trained(mesh, rule(axis), stage, lambda f: sf.jit(f, backend="graph"))
         for a, b in zip(eager, graph, strict=True):
             assert all(torch.equal(a[k], b[k]) for k in a)
         assert not torch.equal(eager[-1]["experts"], eager[-2]["experts"])
+
+
+@pytest.mark.parametrize("axis, stage", [pytest.param("dp", 3, marks=pytest.mark.nightly), (("dp", "ep"), 0)])
+def test_with_one_bit_eager_and_captured_steps_are_the_same(axis: Any, stage: int) -> None:
+    _as_captured(axis, stage)
 
 
 def _linear(p: dict, x: Tensor) -> Tensor:
@@ -102,50 +113,139 @@ def _integers(n: int) -> Tensor:
     return torch.randint(-8, 9, (4 * EXPERTS, 8), generator=torch.Generator().manual_seed(n)).float()
 
 
-def _states(rule: str, loss: Any, params: dict, mesh: sf.Mesh, specs: Any, batch: P, stage: int) -> dict:
-    zero = sf.Zero(stage, axis="dp", persist_elements=0)
-    step = sf.sharded_step(loss, RULES[rule]("dp"), mesh=mesh, specs=specs, batch=batch, zero=zero)
-    state = step.init(params)
+def _states(
+    tx: Any, loss: Any, params: dict, mesh: sf.Mesh, specs: Any, batch: P, stage: int, rows: int = 4 * EXPERTS
+) -> tuple[dict, list[Tensor]]:
+    """The last parameters, and the norms of the gradient."""
+    zero = sf.Zero(stage, axis=mesh.axes(batch.axes), persist_elements=0)
+    step = sf.sharded_step(loss, tx, mesh=mesh, specs=specs, batch=batch, zero=zero)
+    state, norms = step.init(params), []
     for n in range(STEPS):
-        state, _ = step(state, _integers(n).chunk(mesh.size)[mesh.rank])
-    return sf.unshard(state.params)
+        state, metrics = step(state, _integers(n)[:rows].chunk(mesh.size)[mesh.rank])
+        norms.append(metrics["grad_norm"])
+    return sf.unshard(state.params), norms
 
 
 @pytest.mark.parametrize("rule", ["onebit_adam", "zero_one_adam"])
 def test_with_one_bit_each_rank_s_experts_are_as_leaves_of_their_own(rule: str) -> None:
-    want: list[Any] = _apart(rule)
-    _together(rule, want[0])
+    dense: list[Any] = _dense(rule)
+    experts: list[Any] = _apart(rule)
+    _together(rule, dense[0], experts[0])
+
+
+@distributed(world=4)
+def _dense(rule: str) -> list[dict]:
+    """The dense leaf alone, averaged exactly along "ep", or with one bit over all ranks."""
+    mesh, ones = sf.make_mesh({"dp": 2, "ep": 2}), {"dense": torch.ones(8)}
+    tried = [RULES[rule](axis) for axis in ("dp", ("dp", "ep"))]
+    return [_states(tx, lambda p, x: (x * p["dense"]).mean(), ones, mesh, P(), P(("dp", "ep")), 0)[0] for tx in tried]
 
 
 @distributed(world=2)
 def _apart(rule: str) -> dict:
     ones = {"dense": torch.ones(8), "experts 0": torch.ones(2, 8), "experts 1": torch.ones(2, 8)}
-    return _states(rule, _linear_apart, ones, sf.make_mesh({"dp": 2}), P(), P("dp"), 0)
+    return _states(RULES[rule]("dp"), _linear_apart, ones, sf.make_mesh({"dp": 2}), P(), P("dp"), 0)[0]
 
 
 @distributed(world=4)
-def _together(rule: str, want: dict) -> None:
+def _together(rule: str, dense: list[dict], experts: dict) -> None:
     ones, mesh = {"dense": torch.ones(8), "experts": torch.ones(EXPERTS, 8)}, sf.make_mesh({"dp": 2, "ep": 2})
-    # Along the axis of the mean, as rows along another are compressed apart; `zero_one_adam` keeps whole leaves.
-    for stage in (0, 3) if rule == "onebit_adam" else (0,):
-        got = _states(rule, _linear, ones, mesh, {"dense": P(), "experts": P("ep")}, P(("dp", "ep")), stage)
-        assert torch.equal(got["dense"], want["dense"]), stage
-        assert torch.equal(got["experts"], torch.cat([want["experts 0"], want["experts 1"]])), stage
+    specs, batch = {"dense": P(), "experts": P("ep")}, P(("dp", "ep"))
+    for i, axis in enumerate(("dp", ("dp", "ep"))):
+        # Rows along an axis that is not the mean's are compressed apart; `zero_one_adam` keeps whole leaves.
+        for stage in (0, 3) if rule == "onebit_adam" and i else (0,):
+            got, norms = _states(RULES[rule](axis), _linear, ones, mesh, specs, batch, stage)
+            assert torch.equal(got["dense"], dense[i]["dense"]), (axis, stage)
+            assert torch.equal(got["experts"], torch.cat([experts["experts 0"], experts["experts 1"]])), (axis, stage)
+            torch.testing.assert_close(norms[-1], _norm_of_means(_integers(STEPS - 1), over_all=bool(i)))
 
 
-def test_an_axis_that_cuts_experts_is_refused_with_the_one_to_pass() -> None:
+def _norm_of_means(x: Tensor, *, over_all: bool) -> Tensor:
+    """The root of the mean, over ranks that average, of the squares of their gradients of `_linear`."""
+    by_rank = x.view(2, 2, EXPERTS, 8)
+    dense = by_rank.mean(2) / 8
+    experts = by_rank.view(2, 2, EXPERTS, 8).sum(1) / x[: 2 * EXPERTS].numel()
+    squares = (dense if over_all else dense.mean(1)).square().sum(-1).mean() + experts.square().sum((1, 2)).mean()
+    return squares.sqrt()
+
+
+@distributed(world=1)
+def _uncompressed(rule: str) -> Tensor:
+    ones, mesh = {"dense": torch.ones(8), "experts": torch.ones(EXPERTS, 8)}, sf.make_mesh({"ep": 1})
+    tx = RULES[rule]("ep", compressor=identity())
+    return _states(tx, _linear, ones, mesh, P(), P("ep"), 0, rows=2 * EXPERTS)[0]["experts"]
+
+
+@distributed(world=2)
+def _compressed(rule: str, want: Tensor) -> None:
+    ones, mesh = {"dense": torch.ones(8), "experts": torch.ones(EXPERTS, 8)}, sf.make_mesh({"ep": 2})
     specs = {"dense": P(), "experts": P("ep")}
-    mesh = sf.make_mesh({"dp": 2, "ep": 2}, abstract=True)
-    for rule in RULES.values():
-        for axis in (("dp", "ep"), "ep"):
-            step = sf.sharded_step(_loss, rule(axis), mesh=mesh, specs=specs, batch=P(("dp", "ep")))
-            with pytest.raises(
-                ValueError, match=r"(?s)averages over .* itself.*params\['experts'\].*P\('ep'\)"
-            ) as found:
-                step.init(_params())
-            assert "dense" not in str(found.value)
-            assert "the mean of its gradients is over ('dp',) alone" in str(found.value)
-            assert "axis='dp'" in str(found.value)
-    alone = sf.make_mesh({"ep": 2}, abstract=True)
-    with pytest.raises(ValueError, match=r"its gradients have no mean.*or use an optimizer that does not average"):
-        sf.sharded_step(_loss, RULES["onebit_adam"]("ep"), mesh=alone, specs=specs, batch=P("ep")).init(_params())
+    got, _ = _states(RULES[rule]("ep"), _linear, ones, mesh, specs, P("ep"), 0, rows=2 * EXPERTS)
+    torch.testing.assert_close(got["experts"], want, rtol=1e-6 if rule == "onebit_lamb" else 0, atol=0)
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_experts_cut_along_all_axes_of_the_mean_are_not_rounded(rule: str) -> None:
+    [want] = _uncompressed(rule)
+    _compressed(rule, want)
+
+
+def _step_over(sizes: dict, stage: int) -> tuple[Any, Any]:
+    mesh = sf.make_mesh(sizes, device="cpu")
+    zero = sf.Zero(stage, axis=("dp", "ep"), persist_elements=0)
+    specs, batch = {"dense": P(), "experts": P("ep")}, P(("dp", "ep"))
+    tx = RULES["onebit_adam"](("dp", "ep"))
+    step = sf.sharded_step(_loss, tx, mesh=mesh, specs=specs, batch=batch, zero=zero)
+    return step, step.init(_params())
+
+
+def _gone_on(step: Any, state: Any) -> Any:
+    for n in (4, 5):
+        state, _ = step(state, _batch(n).chunk(step.mesh.size)[step.mesh.rank])
+    return state
+
+
+@distributed(world=4, timeout=120)
+def _saved(directory: pathlib.Path) -> None:
+    step, state = _step_over({"dp": 2, "ep": 2}, 1)
+    for n in range(4):
+        state, _ = step(state, _batch(n).chunk(4)[step.mesh.rank])
+    checkpoint.save(directory / "four", state, 0)
+    old, after = sf.unshard(state), sf.unshard(_gone_on(step, state))
+    again = checkpoint.restore(directory / "four", step.init(_params())).tree
+    for a, b in zip(tree_leaves(sf.unshard(_gone_on(step, again))), tree_leaves(after), strict=True):
+        assert torch.equal(a, b)
+    # Four ranks share the dense leaf's errors, two each expert's; elsewhere the sums that are owed stay.
+    shapes = {name: tuple(r.worker.shape) for name, r in old.opt_state.residual.items()}
+    assert shapes == {"dense": (4, 32), "experts": (2, 32)}
+    for sizes in ({"dp": 4, "ep": 1}, {"dp": 1, "ep": 4}):
+        other, like = _step_over(sizes, 1)
+        state = checkpoint.restore(directory / "four", like).tree
+        new = sf.unshard(state)
+        for name, size in (("dense", WIDTH * WIDTH), ("experts", EXPERTS * WIDTH)):
+            was, now = (_owed(x.opt_state.residual[name], size, blocks) for x, blocks in ((old, 2), (new, sizes["ep"])))
+            torch.testing.assert_close(now, was, rtol=1e-6, atol=1e-7)
+            assert now.any()
+        assert torch.equal(new.params["experts"], old.params["experts"])
+        assert all(x.isfinite().all() for x in tree_leaves(sf.unshard(_gone_on(other, state).params)))
+
+
+def _owed(residual: Any, size: int, blocks: int) -> Tensor:
+    """The errors of a leaf; those of experts lie in blocks."""
+    blocks = blocks if size == EXPERTS * WIDTH else 1
+    total = residual.worker.mean(0) + residual.server
+    return total.view(blocks, -1)[:, : size // blocks].reshape(-1)
+
+
+def test_errors_are_in_checkpoints_and_move_to_other_meshes(tmp_path: pathlib.Path) -> None:
+    _saved(tmp_path)
+
+
+def test_errors_of_experts_in_other_blocks_are_not_rebalanced() -> None:
+    def first(sizes: dict) -> Any:
+        mesh, specs = sf.make_mesh(sizes, abstract=True), {"dense": P(), "experts": P("ep")}
+        tx = RULES["onebit_adam"](("dp", "ep"))
+        return sf.sharded_step(_loss, tx, mesh=mesh, specs=specs, batch=P(("dp", "ep"))).init(_params()).opt_state
+
+    with pytest.raises(ValueError, match="residual 1: 2 blocks became 4"):
+        optim.rebalanced(first({"dp": 2, "ep": 2}), first({"dp": 1, "ep": 4}))

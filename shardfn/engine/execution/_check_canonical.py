@@ -17,9 +17,9 @@ def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> No
     if plan.chunks is None:
         return
     # Blocks over an axis of the batch, such as experts, have gradients that the loss has added up over ranks already.
-    cut = {x.path: x.own_axes for x in plan.layers if x.trainable and set(x.own_axes) & set(plan.batch_axes)}
+    cut = {x.path: x.mean_axes for x in plan.layers if x.trainable and x.mean_axes != plan.batch_axes}
     elsewhere = [leaf.path for leaf in plan.layers if leaf.trainable and leaf.extra_axes and leaf.path not in cut]
-    over = tuple(a for a in plan.batch_axes if any(a in axes for axes in cut.values()))
+    over = tuple(a for a in plan.batch_axes if any(a not in axes for axes in cut.values()))
     staged = pipelined_in(parts.loss) is not None  # also on one rank, where its microbatches are accumulated
     problems = {
         f"{plan.chunks.ranks} ranks share {plan.chunks.total} chunks; raise reduction_chunks": plan.chunks.num == 0

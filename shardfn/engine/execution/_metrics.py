@@ -95,12 +95,16 @@ def _squares(plan: Plan, out: Outcome) -> dict[tuple[str, ...], Tensor]:
 
     Where an optimizer averages them itself: the mean of the squares of ranks' own gradients.
     """
-    by_axes: dict[tuple[str, ...], list[int]] = {}
+    kinds: dict[tuple[tuple[str, ...], int], list[int]] = {}
     parts = out.reducer.store.parts
     for unit in parts:  # in one order, so that the sum has the same bits
-        by_axes.setdefault(plan.units_by_norm[unit], []).append(unit)
-    sums = {axes: _sums(parts, own).to(out.total.device, torch.float64).sum() for axes, own in by_axes.items()}
-    return sums if plan.num_left == 1 else {axes: x / plan.num_left for axes, x in sums.items()}
+        kinds.setdefault((plan.units_by_norm[unit], plan.added_by_unit[unit]), []).append(unit)
+    sums: dict[tuple[str, ...], Tensor] = {}
+    for (axes, added), own in kinds.items():
+        x = _sums(parts, own).to(out.total.device, torch.float64).sum()
+        x = x if plan.num_left == 1 else x / (plan.num_left * added)
+        sums[axes] = sums[axes] + x if axes in sums else x
+    return sums
 
 
 def _sums(of: Parts, units: list[int]) -> Tensor:

@@ -21,7 +21,7 @@ from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import StepParts, pool_of, refresh
 from shardfn.leaves import LeafLayout
 from shardfn.memory import on_host
-from shardfn.optim import GradientTransformation, decided, given, inplace
+from shardfn.optim import GradientTransformation, WholeLeaf, decided, given, inplace
 from shardfn.state import Ahead, Column, Done, TrainState, Update, opened, state_owners, stream, taken
 
 
@@ -100,6 +100,9 @@ def update_blocks(
     if scale is not None:
         # In place: by now no one else holds the gradients.
         torch._foreach_mul_([g for g in own if g is not None], scale)
+    for leaf, g in zip(plan.leaves, own, strict=True):
+        if (terms := plan.num_added(leaf)) > 1:
+            g.div_(terms)
     new, opt_state = inplace(rule_of(plan, optimizer))(
         tree_unflatten(plan.treedef, own),
         opt_state,
@@ -186,11 +189,11 @@ def decided_on(plan: Plan, optimizer: GradientTransformation) -> GradientTransfo
 
 
 def whole(plan: Plan) -> PyTree:
-    """The trainable leaves without data, as `GlobalTensor`s."""
+    """The trainable leaves without data."""
 
-    def like(leaf: LeafLayout) -> GlobalTensor | None:
+    def like(leaf: LeafLayout) -> WholeLeaf | None:
         block = torch.empty(leaf.block, dtype=leaf.dtypes.master, device="meta")
-        return GlobalTensor(block, leaf.shape, leaf.shard, plan.mesh) if leaf.trainable else None
+        return WholeLeaf(block, leaf.shape, leaf.shard, plan.mesh, leaf.own_axes) if leaf.trainable else None
 
     return tree_unflatten(plan.treedef, [like(leaf) for leaf in plan.leaves])
 

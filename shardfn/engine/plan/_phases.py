@@ -8,7 +8,6 @@ from torch import Tensor
 
 from shardfn.collectives import local
 from shardfn.core import PyTree, raise_all, tree_leaves
-from shardfn.leaves import LeafLayout
 from shardfn.optim import GradientTransformation, Phase
 
 from ._plan import Plan
@@ -57,10 +56,16 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
     over = {a for a in phases.axes if plan.mesh.axis_size(a) > 1}
     leaves = [leaf for leaf in plan.leaves if leaf.trainable]
     whose = f"the optimizer averages over {phases.axes} itself:"
+    blocks = [] if phases.by_leaf else [x for x in leaves if over & set(x.own_axes)]
     raise_all(
         ValueError,
         whose,
-        [_cut_along(plan, leaf, over) for leaf in leaves if over & set(leaf.compute.axes)],
+        [
+            f"{leaf.path} is computed in blocks {leaf.compute!r}: along {leaf.own_axes} each rank has other elements,"
+            f" and its gradient a mean over {leaf.mean_axes} alone; pass the optimizer such axes, or use one that"
+            " averages by leaf (Phases.by_leaf), such as optim.onebit_adam"
+            for leaf in blocks
+        ],
     )
     raise_all(ValueError, whose, _idle(plan, over))
     raise_all(
@@ -82,20 +87,6 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
             for leaf in leaves
             if not leaf.ways.at_home
         ],
-    )
-
-
-def _cut_along(plan: Plan, leaf: LeafLayout, over: set[str]) -> str:
-    """The reason why a leaf in blocks over an axis of the mean, such as experts, is refused."""
-    own = tuple(a for a in plan.mesh.axis_names if a in over and a in leaf.compute.axes)
-    rest = tuple(a for a in plan.batch_axes if a not in leaf.compute.axes)
-    mean = f"the mean of its gradients is over {rest} alone" if rest else "its gradients have no mean"
-    axis = repr(rest[0] if len(rest) == 1 else rest)
-    remedy = f"pass the optimizer axis={axis}, and the step averages the other leaves over {own}; or " if rest else ""
-    return (
-        f"{leaf.path} is computed in blocks {leaf.compute!r}: along {own} each rank has other elements, so {mean},"
-        f" while the optimizer takes all means over the same axes; {remedy}cut the leaf along an axis that does not cut"
-        " the batch, or use an optimizer that does not average, such as optim.adamw"
     )
 
 

@@ -173,6 +173,10 @@ class Plan:
         """The number of ranks whose gradients the optimizer averages itself."""
         return self.mesh.axis_size(self.left_axes)
 
+    def num_added(self, leaf: LeafLayout) -> int:
+        """The number of ranks among these whose terms a leaf's gradient has already: along axes of its own."""
+        return self.num_left // self.mesh.axis_size(leaf.left_axes)
+
     def by_layer(self, tensors: Sequence[Any]) -> list[Any]:
         """From one tensor per leaf to one per layer, which are views of stacked leaves."""
         if not self.has_stacks or self.whole:
@@ -241,6 +245,11 @@ class Plan:
     def units_by_norm(self) -> list[tuple[str, ...]]:
         """For each unit of reduction, the axes along which the pieces of its leaves are disjoint."""
         return [self.norm_axes(self.layers[unit.leaves[0]]) for unit in self.reduce_units]
+
+    @functools.cached_property
+    def added_by_unit(self) -> list[int]:
+        """For each unit of reduction, `num_added` of its leaves."""
+        return [self.num_added(self.layers[unit.leaves[0]]) for unit in self.reduce_units]
 
     def norm_axes(self, leaf: LeafLayout) -> tuple[str, ...]:
         """The axes along which the pieces of a leaf's gradient are disjoint, or are different ranks' own."""

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from shardfn.collectives import axis_index, axis_size, pvary
 from shardfn.core import Axes, PyTree
 from shardfn.nn._exact_functions import exact_gated_silu, exact_gelu
+from shardfn.nn._gated_silu import gated_silu
 
 from ._grouped import grouped
 
@@ -44,7 +45,7 @@ def swiglu_experts(
     """
     w_E2FD, w_EDF = params["w_gate_up"], params["w_down"]
     gate_MF, up_MF = grouped(x_MD, w_E2FD.flatten(1, 2), counts_E, transposed=True, exact=exact).chunk(2, -1)
-    h_MF = exact_gated_silu(gate_MF, up_MF) if exact else F.silu(gate_MF) * up_MF
+    h_MF = exact_gated_silu(gate_MF, up_MF) if exact else gated_silu(gate_MF, up_MF)
     return grouped(h_MF, w_EDF, counts_E, transposed=True, exact=exact)
 
 

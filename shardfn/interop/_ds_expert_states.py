@@ -1,0 +1,183 @@
+"""`read_deepspeed_experts`: weights and optimizer states of DeepSpeed's checkpoints of models with experts.
+
+    stage 1, 2   experts are in groups of their own, each cut over the ranks that have the same experts; their names
+                 count the experts of one rank
+    stage 0      expp_rank_{r}_mp_rank_00_optim_states.pt has the states of all parameters by number, those of the
+                 experts of rank r last
+
+E experts, n ranks among which they lie.
+"""
+
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.core import raise_all
+
+from ._ds_checkpoint import (
+    DeepSpeedState,
+    gaps_of,
+    groups_of,
+    loaded,
+    models_of,
+    optims_of,
+    place_of,
+    states_of,
+    updates_of,
+    with_module,
+)
+from ._ds_experts import NATIVE, read_deepspeed_weights
+
+_LOCAL = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
+_FUSED = re.compile(r".*experts\.w[123]")
+_RANK = re.compile(r"expp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+
+States = dict[str, dict[str, Tensor]]
+
+
+def read_deepspeed_experts(directory: str, tag: str | None = None) -> DeepSpeedState:
+    """Reads a checkpoint with experts that `engine.save_checkpoint` wrote at ZeRO stage 0, 1 or 2, of any `ep_size`.
+
+    Names and shapes are those of the module on one rank, which has all experts, as from `read_deepspeed_weights`;
+    parameters are masters where there are any. Give the result to `restore_deepspeed`: a leaf that stacks experts is
+    read expert by expert, for `names` gets its name with an expert's number between the parts.
+
+    Args:
+        directory: the one passed to `save_checkpoint`.
+        tag: of the checkpoint; default the one that `latest` names.
+
+    Raises:
+        FileNotFoundError: no such checkpoint, or files of some ranks or experts are missing; names all.
+        ValueError: there are no experts; or a file does not fit the others, or has other objects than tensors; or the
+            checkpoint is of several model-parallel ranks or of stage 3; or at stage 0 it is in 16 bits, or its groups
+            do not determine the names of parameters.
+    """
+    weights = read_deepspeed_weights(directory, tag)
+    place = place_of(pathlib.Path(directory), tag)
+    model = models_of(place)[0]
+    found = (_by_number if model.get("param_shapes") is None else _partitioned)(place, model, weights)
+    rest = {name: x for name, x in weights.params.items() if name not in found.params}
+    _check_masters(place, found.params, weights.params, model)
+    return found._replace(params=found.params | rest)
+
+
+def _partitioned(place: pathlib.Path, model: Mapping[str, Any], weights: DeepSpeedState) -> DeepSpeedState:
+    """Stages 1 and 2."""
+    del weights
+    optims = optims_of(place)
+    if "fp32_flat_groups" in optims[0]:
+        raise ValueError(f"{place} is of stage 3; experts are read below it.")
+    ranks, step = [groups_of(x) for x in optims], 0
+    states: States = {}
+    for number, group in enumerate(model["param_shapes"]):
+        shapes = {name: torch.Size(shape) for name, shape in group.items()}
+        gaps = gaps_of(optims[0], number, shapes)
+        sharing = _sharing(model, len(ranks), optims[0]["partition_count"][number])
+        own = []
+        for e, members in enumerate(sharing):
+            parts = [ranks[r][number] for r in members]
+            own.append(states_of(parts, shapes, gaps, where=f"{place}, group {number} of experts' rank {e}"))
+            step = max(step, parts[0].step)
+        for kind in own[0]:
+            states.setdefault(kind, {}).update(_of_one_rank([x[kind] for x in own]))
+    params = states.pop("fp32", {})
+    return with_module(place, [dict(model)], DeepSpeedState(params, states, step, {}, {}))
+
+
+def _sharing(model: Mapping[str, Any], ranks: int, count: int) -> list[list[int]]:
+    """The ranks that have the same experts, by the rank among the experts."""
+    n = ranks // count
+    if (model.get("ds_config") or {}).get("use_data_before_expert_parallelism"):
+        return [[e * count + i for i in range(count)] for e in range(n)]
+    return [[i * n + e for i in range(count)] for e in range(n)]
+
+
+def _of_one_rank(by_rank: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors by the names of one rank with all experts, from those of each rank by its own."""
+    numbers: dict[str, int] = {}
+    for name in by_rank[0]:
+        if found := _LOCAL.fullmatch(name):
+            numbers[found[1]] = max(numbers.get(found[1], 0), int(found[2]) + 1)
+    out: dict[str, Tensor] = {}
+    for e, own in enumerate(by_rank):
+        for name, x in own.items():
+            found = _LOCAL.fullmatch(name)
+            out[name if found is None else f"{found[1]}{e * numbers[found[1]] + int(found[2])}{found[3]}"] = x
+    fused = [name for name in out if len(by_rank) > 1 and _FUSED.fullmatch(name)]
+    return out | {name: torch.cat([own[name] for own in by_rank]) for name in fused}
+
+
+def _by_number(place: pathlib.Path, model: Mapping[str, Any], weights: DeepSpeedState) -> DeepSpeedState:
+    """Stage 0 in float32: torch's own state of an optimizer, where parameters have numbers."""
+    files = {int(m[1]): path for path in place.iterdir() if (m := _RANK.fullmatch(path.name))}
+    missing = sorted(set(range(max([0, *files]) + 1)) - set(files))
+    if missing:
+        raise FileNotFoundError(f"{place} lacks the optimizer's states of experts' ranks {missing}.")
+    states: States = {}
+    step = 0
+    for rank in range(len(files)):
+        optim = loaded(files[rank])["optimizer"]
+        if optim is None or "param_groups" not in optim:
+            raise ValueError(
+                f"{files[rank]} has no states of a plain optimizer; read weights, or save at stage 1 or 2."
+            )
+        for name, number in _numbers(files[rank], optim, weights, rank, len(files)).items():
+            own = optim["state"].get(number, {})
+            step = max(step, int(own.get("step", 0)))
+            for kind, x in own.items():
+                if isinstance(x, Tensor) and kind != "step":
+                    states.setdefault(kind, {})[name] = x.float().reshape(weights.params[name].shape).clone()
+    return weights._replace(moments=states, step=step or updates_of(model))
+
+
+def _numbers(
+    path: pathlib.Path, optim: Mapping[str, Any], weights: DeepSpeedState, rank: int, n: int
+) -> dict[str, int]:
+    """The numbers of the parameters that an experts' rank has: dense ones first, as the module has them."""
+    experts = [name for name in weights.params if NATIVE.search(name)]
+    dense = [name for name in weights.params if not NATIVE.search(name)]
+    plain, moe = ([x["params"] for x in optim["param_groups"] if bool(x.get("moe")) == on] for on in (False, True))
+    own = [name for name in experts if _owner(name, experts, n) == rank]
+    names, numbers = dense + own, [k for x in (*plain, *moe) for k in x]
+    shapes = [tuple(weights.params[name].shape) for name in names]
+    kept = [_shape(optim["state"].get(k, {})) for k in numbers]
+    fits = len(names) == len(numbers) and len(plain) == 1 and len(plain[0]) == len(dense)
+    if not fits or any(b not in (None, a) for a, b in zip(shapes, kept, strict=True)):
+        raise ValueError(
+            f"{path} has {[len(x) for x in plain]} parameters in groups, and {[len(x) for x in moe]} in those of"
+            f" experts, by number; {len(dense)} and {len(own)} in the module's order would have names. Save it at stage"
+            " 1 or 2, where they have names."
+        )
+    return dict(zip(names, numbers, strict=True))
+
+
+def _owner(name: str, experts: Sequence[str], n: int) -> int:
+    """The experts' rank that has a parameter of an expert."""
+    found = _LOCAL.fullmatch(name)
+    assert found is not None
+    same = [m for m in map(_LOCAL.fullmatch, experts) if m and (m[1], m[3]) == (found[1], found[3])]
+    return int(found[2]) * n // len(same)
+
+
+def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
+    shapes = [tuple(x.shape) for k, x in state.items() if isinstance(x, Tensor) and k != "step"]
+    return shapes[0] if shapes else None
+
+
+def _check_masters(
+    place: pathlib.Path, params: Mapping[str, Tensor], weights: Mapping[str, Tensor], model: Mapping[str, Any]
+) -> None:
+    """Compares the weights in files of experts with the masters, rounded; the module's own are compared elsewhere."""
+    # A buffer, or a router, may be in another dtype than experts.
+    dtypes = {x.dtype for x in model["module"].values() if isinstance(x, Tensor) and x.is_floating_point()}
+    odd = [
+        f"{name} {tuple(x.shape)}"
+        for name, x in params.items()
+        if (NATIVE.search(name) or _FUSED.fullmatch(name))
+        and (name not in weights or not any(torch.equal(x.to(d).float(), weights[name]) for d in dtypes))
+    ]
+    raise_all(ValueError, f"in {place} the weights of experts are not the optimizer's, rounded:", odd)

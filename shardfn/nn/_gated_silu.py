@@ -1,0 +1,55 @@
+"""SwiGLU's activation, which keeps its two inputs for the backward, and not silu(gate) beside them."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+
+def gated_silu(gate: Float[Tensor, "*n"], up: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+    """silu(gate) * up, with the bits and derivatives of torch's operations.
+
+    For a third less memory of the backward: silu(gate) is computed there again.
+
+    Example:
+        >>> gated_silu(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 2.0]))
+        tensor([0.0000, 1.4621])
+    """
+    return _GatedSilu.apply(gate, up)  # pyright: ignore[reportReturnType]
+
+
+class _GatedSilu(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (dy,), (gate, up) = grad_outputs, ctx.saved_tensors
+        # As torch has it: the second form can be differentiated again, where that is recorded.
+        of_silu = _of_silu if torch.is_grad_enabled() else torch.ops.aten.silu_backward
+        return of_silu(dy * up, gate), dy * F.silu(gate)
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
+        (gate, up), (dgate, dup) = ctx.saved_tensors, grad_inputs
+        parts = [] if dgate is None else [_of_silu(dgate * up, gate)]
+        parts += [] if dup is None else [dup * F.silu(gate)]
+        return functools.reduce(torch.add, parts)
+
+
+def _of_silu(dy: Tensor, gate: Tensor) -> Tensor:
+    """`dy` times the derivative of silu."""
+    s = gate.sigmoid()
+    return dy * s * (1 + gate * (1 - s))
