@@ -13,17 +13,26 @@ import torch.distributed as dist
 
 from shardfn.core import Mesh, first_of, make_mesh
 from shardfn.engine import comms_of
-from shardfn.inference import Completion, Decoder, Engine, Limits, Request, Sampling, check_request, limits_of
+from shardfn.inference import (
+    Completion,
+    Decoder,
+    DraftModel,
+    Engine,
+    Limits,
+    Request,
+    Sampling,
+    check_request,
+    limits_of,
+)
 from shardfn.lora import load_peft
 from shardfn.memory import DamagedError
 
-from ._generate_job import DRAFTERS, GenerateJob
-from ._generate_model import AXIS, load
+from ._generate_job import GenerateJob
+from ._generate_model import AXIS, load, load_drafter
 from ._generate_text import Text
 
 _MOST = 256  # tokens of a completion, unless the job has a number
 _STDIN = "-"
-_DRAFTS = 15  # beside one row
 _ADAPTER = "adapter"  # its name in the engine
 
 
@@ -97,7 +106,7 @@ def _prepared(job: GenerateJob) -> Ready:
                 check_request(Request(tuple(prompt.ids), prompt.sampling), limits)
             except ValueError as error:
                 raise ValueError(f"prompt {i + 1} of {len(prompts)}: {error}") from error
-        drafter = DRAFTERS[job.drafter]
+        drafter = load_drafter(job, limits, held)
         engine = Engine(made, served.params, mesh=mesh, limits=limits, tokenizer=text.tokenizer, drafter=drafter)
         if job.adapter is not None:
             engine.add_adapter(_ADAPTER, load_peft(job.adapter, served.params))
@@ -107,7 +116,10 @@ def _prepared(job: GenerateJob) -> Ready:
     if mesh.rank == 0:
         how = f"not exact: {served.inexact}" if served.inexact else "exact"
         kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype)))
-        print(f"{job.model}: {served.size:,} parameters, {kinds}, {how}\n{plan}", file=sys.stderr, flush=True)
+        about = f"{job.model}: {served.size:,} parameters, {kinds}, {how}\n{plan}"
+        if isinstance(drafter, DraftModel):
+            about += f"\n{job.draft_model}, which guesses: {drafter.memory()}"
+        print(about, file=sys.stderr, flush=True)
     return Ready(job, engine, prompts)
 
 
@@ -169,7 +181,7 @@ def _limits(job: GenerateJob, made: Decoder, prompts: list[Prompt]) -> Limits:
     """The sizes for these prompts: no longer sequence, no larger step, and few graphs, as a capture takes seconds."""
     longest = max(len(p.ids) + p.sampling.max_tokens for p in prompts)
     running = min(Limits.running, len(prompts) * job.sampling.n)
-    drafts = 0 if DRAFTERS[job.drafter] is None else _DRAFTS
+    drafts = job.drafts
     rows = min(Limits.buckets[-1], max(running + 1, drafts + 1, sum(len(p.ids) for p in prompts)))
     budget = next(size for size in Limits.buckets if size >= rows)
     decodes = [size for size in (1, 4, 16, 32) if size < min(max(4 * running, 2 * drafts), budget)]

@@ -16,6 +16,7 @@ from shardfn.kernels import Codes
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DRAFTERS: Mapping[str, Drafter | None] = {"none": None, "ngram": Ngram(), "suffix": Suffix()}
+_DRAFTS = 15
 KINDS = {"run": "a run of examples/train_gpt.py", "files": "files of Hugging Face", "gguf": "a GGUF file"}
 
 
@@ -39,6 +40,7 @@ class GenerateJob:
         weights: the codes of weights of linear layers, "int8" or "int4"; None is `dtype`.
         json: whether the output is JSON lines.
         drafter: a key of `DRAFTERS`.
+        draft_model: the path of a smaller model that guesses, or None.
         adapter: a directory of `peft`, or None.
     """
 
@@ -58,6 +60,12 @@ class GenerateJob:
     json: bool = False
     drafter: str = "none"
     adapter: str | None = None
+    draft_model: str | None = None
+
+    @property
+    def drafts(self) -> int:
+        """Guessed rows beside one row."""
+        return 0 if self.drafter == "none" and self.draft_model is None else _DRAFTS
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,9 +94,31 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mesh", default="", metavar="tp=N", help="ranks, under torchrun (default: those of torchrun)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and cache (default %(default)s)")
     add("--weights", choices=("int8", "int4"), help="codes of the weights of linear layers; GGUF's own are not rounded")
-    add("--drafter", choices=tuple(DRAFTERS), default="none", help="guess tokens; changes no exact completion")
+    add_drafter_arguments(parser)
     add("--adapter", metavar="DIR", help="adapters of peft, such as shardfn finetune --lora writes; float32 alone")
     add("--json", action="store_true", help="a line of JSON for each completion")
+
+
+def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of guessing."""
+    add = parser.add_argument
+    add("--drafter", choices=tuple(DRAFTERS), default="none", help="guess tokens; changes no exact completion")
+    add(
+        "--draft-model",
+        metavar="DIR",
+        help="a smaller model of the same tokenizer that guesses tokens, kept by each rank",
+    )
+
+
+def drafter_problems(args: argparse.Namespace) -> Iterator[str]:
+    """The problems of the options of guessing."""
+    if args.draft_model is None:
+        return
+    if args.drafter != "none":
+        yield f"--draft-model and --drafter {args.drafter} are two drafters; leave one of them out"
+    kind = kind_of(pathlib.Path(args.draft_model))
+    if isinstance(kind, _Problem):
+        yield str(kind).replace("MODEL", "--draft-model", 1)
 
 
 def parse_generate(args: argparse.Namespace) -> GenerateJob:
@@ -128,8 +158,9 @@ def _problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
     except ValueError as error:
         name, _, rest = str(error).removesuffix(".").partition(" ")
         yield f"--{name.replace('_', '-')} {rest}"
+    yield from drafter_problems(args)
     if args.adapter is not None:
-        yield from _adapter_problems(pathlib.Path(args.adapter), args)
+        yield from adapter_problems(pathlib.Path(args.adapter), args)
     if args.system is not None and not args.chat:
         yield "--system has no effect without --chat"
     if args.context is not None and args.context < 2:
@@ -176,7 +207,8 @@ def kind_of(path: pathlib.Path) -> Any:
     return _Problem(f"MODEL {path} has neither config.json nor model.json; it has {has}")
 
 
-def _adapter_problems(path: pathlib.Path, args: argparse.Namespace) -> Iterator[str]:
+def adapter_problems(path: pathlib.Path, args: argparse.Namespace) -> Iterator[str]:
+    """The reasons why a directory has no adapter for the model of the arguments."""
     missing = [n for n in ("adapter_config.json", "adapter_model.safetensors") if not (path / n).is_file()]
     if missing:
         yield f"--adapter {path} has no {' and no '.join(missing)}; give a directory of peft"

@@ -1,6 +1,7 @@
 """The models that `shardfn generate` serves: files of Hugging Face, a GGUF file, or a run of examples/train_gpt.py."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -11,15 +12,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from shardfn.checkpoint import restore
-from shardfn.core import Mesh, PyTree, first_of, key, tree_leaves, tree_map
+from shardfn.core import Mesh, PyTree, first_of, key, make_mesh, tree_leaves, tree_map
 from shardfn.data import BPETokenizer, ByteTokenizer
-from shardfn.inference import Decoder, decoder, hf_decoder
+from shardfn.inference import Decoder, Drafter, DraftModel, Limits, decoder, hf_decoder, limits_of
 from shardfn.interop import ArchiveWriter, gpt_config, gpt_from_hf
 from shardfn.models import gpt
 from shardfn.transforms import eval_shape, sharded
 
 from ._generate_gguf import with_blocks
-from ._generate_job import DTYPES, GenerateJob, run_of
+from ._generate_job import DRAFTERS, DTYPES, GenerateJob, kind_of, run_of
 from ._generate_text import Text, text_of_data, text_of_transformers
 
 AXIS = "tp"
@@ -73,6 +74,35 @@ def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
             " tokenizer that the model was trained with."
         )
     return made
+
+
+def load_drafter(job: GenerateJob, limits: Limits, held: contextlib.ExitStack) -> Drafter | None:
+    """The drafter of a job; each rank has a draft model for itself.
+
+    Args:
+        job: names it.
+        limits: of the engine.
+        held: as for `load`.
+
+    Raises:
+        ValueError: as `load`.
+        OSError: as `load`.
+        ImportError: as `load`.
+    """
+    if job.draft_model is None:
+        return DRAFTERS[job.drafter]
+    kind = kind_of(pathlib.Path(job.draft_model))
+    small = dataclasses.replace(job, model=job.draft_model, kind=kind, ranks=1, adapter=None, draft_model=None)
+    served = load(small, make_mesh({}, alone=True), held)
+    sizes = limits_of(
+        served.decoder,
+        context=min(limits.context, served.decoder.context),
+        cache_bytes=int(job.cache_gib * 2**30),
+        running=limits.running,
+        buckets=limits.buckets,
+        cache_dtype=limits.cache_dtype,
+    )
+    return DraftModel(served.decoder, served.params, limits=sizes)
 
 
 def load_text(job: GenerateJob) -> Text:

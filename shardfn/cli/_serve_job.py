@@ -8,8 +8,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardfn.inference import Limits, Sampling
+from shardfn.serve import POOLINGS
 
-from ._generate_job import DTYPES, KINDS, GenerateJob, kind_of
+from ._generate_job import (
+    DTYPES,
+    KINDS,
+    GenerateJob,
+    adapter_problems,
+    add_drafter_arguments,
+    drafter_problems,
+    kind_of,
+)
 
 _GIB, _MIB = 1 << 30, 1 << 20
 
@@ -24,6 +33,7 @@ class ServeJob:
         budget: the most rows of a step.
         chat_template: a file, or None for the tokenizer's own.
         api_key_file: a file, or None.
+        adapters: their directories, by name.
         server: fields of `shardfn.serve.Settings` but the keys.
     """
 
@@ -32,6 +42,7 @@ class ServeJob:
     budget: int
     chat_template: str | None
     api_key_file: str | None
+    adapters: dict[str, str]
     server: dict[str, Any]
 
     @property
@@ -50,12 +61,16 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key-file", metavar="FILE", help="the keys of clients, one in each line")
     add("--allowed-host", action="append", default=[], metavar="NAME", help="of a proxy before a server at loopback")
     add("--chat-template", metavar="FILE", help="a template of jinja, in place of the tokenizer's")
+    text = "adapters of peft for requests whose model is NAME; may be repeated; float32 alone"
+    add("--adapter", action="append", default=[], metavar="NAME=DIR", help=text)
+    add("--pooling", choices=POOLINGS, default="last", help="of embeddings: the last token's state, or the mean")
     add("--mesh", default="", metavar="tp=N", help="ranks, which the command starts (default tp=1)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and cache (default %(default)s)")
     add("--context", type=int, metavar="N", help="the most tokens of prompt and completion (default: the model's)")
     add("--cache-gib", type=float, default=1.0, metavar="GIB", help="the most memory of the cache (default 1)")
     add("--running", type=int, default=Limits.running, metavar="N", help="sequences at a time (default %(default)s)")
     add("--budget", type=int, default=Limits.buckets[-1], metavar="N", help="rows of a step (default %(default)s)")
+    add_drafter_arguments(parser)
     add("--max-waiting-tokens", type=int, default=1 << 16, metavar="N", help="then 429 (default %(default)s)")
     add("--max-body-mib", type=float, default=4.0, metavar="MIB", help="of a request (default %(default)s)")
     add("--max-connections", type=int, default=1024, metavar="N", help="at a time (default %(default)s)")
@@ -77,13 +92,17 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     if problems:
         raise ValueError("; ".join(problems))
     assert isinstance(ranks, int)
-    names = ("context", "cache_gib", "dtype")
+    names = ("context", "cache_gib", "dtype", "drafter", "draft_model")
     given = {name: getattr(args, name) for name in names}
+    adapters = dict(pair.split("=", 1) for pair in args.adapter)
+    given["adapter"] = next(iter(adapters.values()), None)
     model = GenerateJob(args.model, kind, (), Sampling(), ranks=ranks, **given)
     server = {
         "name": args.name or path.absolute().name,
         "host": args.host,
         "port": args.port,
+        "adapters": tuple(adapters),
+        "pooling": args.pooling,
         "hosts": tuple(args.allowed_host),
         "max_body": int(args.max_body_mib * _MIB),
         "max_connections": args.max_connections,
@@ -91,7 +110,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
         "stall_seconds": args.stall_seconds,
         "drain_seconds": args.drain_seconds,
     }
-    return ServeJob(model, args.running, args.budget, args.chat_template, args.api_key_file, server)
+    return ServeJob(model, args.running, args.budget, args.chat_template, args.api_key_file, adapters, server)
 
 
 def _ranks(mesh: str) -> int | str:
@@ -109,6 +128,15 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"--cache-gib {args.cache_gib}: it must be above 0"
     if not 1 <= args.running < args.budget:
         yield f"--running {args.running}: it must be from 1 to {args.budget - 1}, fewer than --budget"
+    names = [pair.partition("=")[0] for pair in args.adapter]
+    for name, pair in zip(names, args.adapter, strict=True):
+        if not name or not pair.partition("=")[2]:
+            yield f"--adapter {pair}: write NAME=DIR, a name for clients and a directory of peft"
+        elif names.count(name) > 1:
+            yield f"--adapter {pair}: the name {name!r} is given twice; give each adapter a name of its own"
+        else:
+            yield from adapter_problems(pathlib.Path(pair.partition("=")[2]), args)
+    yield from drafter_problems(args)
     for name in ("api_key_file", "chat_template"):
         given = getattr(args, name)
         if given is not None and not pathlib.Path(given).is_file():
@@ -124,7 +152,10 @@ def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
         "--cache-gib": model.cache_gib,
         "--running": job.running,
         "--budget": job.budget,
+        "--drafter": model.drafter,
         **({} if model.context is None else {"--context": model.context}),
+        **({} if model.draft_model is None else {"--draft-model": model.draft_model}),
     }
     flat = [str(x) for pair in options.items() for x in pair]
+    flat += [f"--adapter={name}={place}" for name, place in job.adapters.items()]
     return [python, "-m", "shardfn.cli._serve_rank", str(end), model.model, *flat]

@@ -11,12 +11,13 @@ from importlib.util import find_spec
 import torch.distributed as dist
 
 from shardfn.core import RankError, make_mesh
-from shardfn.inference import Engine, limits_of
+from shardfn.inference import DraftModel, Engine, limits_of
+from shardfn.lora import load_peft
 from shardfn.memory import DamagedError
 from shardfn.serve import Ready, run_rank
 
 from ._generate import one_line
-from ._generate_model import AXIS, load
+from ._generate_model import AXIS, load, load_drafter
 from ._serve_job import ServeJob, add_serve_arguments, parse_serve
 
 
@@ -62,13 +63,22 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
             running=job.running,
             buckets=job.buckets,
             cache_dtype=model.dtype,
+            drafts=model.drafts,
         )
-        engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, tokenizer=served.text.tokenizer)
+        drafter = load_drafter(model, limits, held)
+        fixed = served.decoder, served.params
+        engine = Engine(*fixed, mesh=mesh, limits=limits, tokenizer=served.text.tokenizer, drafter=drafter)
+        for name, place in job.adapters.items():
+            engine.add_adapter(name, load_peft(place, served.params))
     grammars = find_spec("llguidance") is not None and getattr(engine.detokenizer, "bytes_of", None) is not None
-    engine.warm_up(penalties=True, grammars=grammars)
+    embeds = served.decoder.outputs is not None
+    engine.warm_up(penalties=True, grammars=grammars, embeddings=embeds, adapters=bool(job.adapters))
+    width = engine.embed([[0]]).shape[1] if embeds else 0
     how = f"not exact: {served.inexact}" if served.inexact else "exact"
     about = f"{model.model}: {served.size:,} parameters, {model.dtype}, {how}\n{engine.memory()}"
-    return engine, Ready(limits, served.text.ends, served.text.size, grammars, about)
+    if isinstance(drafter, DraftModel):
+        about += f"\n{model.draft_model}, which guesses: {drafter.memory()}"
+    return engine, Ready(limits, served.text.ends, served.text.size, grammars, about, width)
 
 
 def _context(job: ServeJob, most: int) -> int:

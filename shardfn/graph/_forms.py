@@ -7,6 +7,7 @@ A value of a program that was written for one device has one of these forms alon
     cut(d, g)  rank i holds block i of dim d, which is cut at multiples of g as `torch.chunk` cuts (type V); of a dim
                in which several things lie one after another, block i of each of these parts
     PARTIAL    every rank holds a summand (type V)
+    rows       every rank holds a summand, and each row of the value is zeros on all ranks but its owner (type V)
 
 A rule offers strategies; a planner chooses one for each op. Collectives convert values of other forms.
 """
@@ -33,21 +34,25 @@ class Form(NamedTuple):
         multiple: blocks begin at multiples of it; divides the dim.
         parts: size and multiple of each part, for a dim whose parts are cut separately (queries, keys and values of one
             projection); `multiple` is then 1.
+        owner: of own rows, the groups whose ranks own them.
     """
 
-    kind: Literal["whole", "varying", "cut", "partial"]
+    kind: Literal["whole", "varying", "cut", "partial", "rows"]
     dim: int = 0
     multiple: int = 1
     parts: "Parts" = ()
+    owner: "Owner" = ()
 
     def __str__(self) -> str:
         if self.kind != "cut":
-            return self.kind
+            return "own rows" if self.kind == "rows" else self.kind
         parts = f" by parts of {[size for size, _ in self.parts]}" if self.parts else ""
         return f"cut along dim {self.dim}{parts}" + (f" in units of {self.multiple}" if self.multiple > 1 else "")
 
 
 Parts = tuple[tuple[int, int], ...]
+# The name of the value that has the groups' sizes, the number of groups, and the multiple at which ranks cut them.
+Owner = tuple[str, int, int] | tuple[()]
 
 WHOLE, VARYING, PARTIAL = Form("whole"), Form("varying"), Form("partial")
 
@@ -174,11 +179,12 @@ class Strategy(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A tensor as a rule sees it: the shape is that of the whole value."""
+    """A tensor as a rule sees it: the shape is that of the whole value, and the name that of the op that makes it."""
 
     shape: tuple[int, ...]
     itemsize: int
     number: int = 0
+    name: str = ""
 
     @property
     def ndim(self) -> int:

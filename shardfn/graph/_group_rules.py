@@ -2,7 +2,7 @@
 
 Inputs and outputs are cut as those of a product. Where the matrices are cut, each rank multiplies the rows of its own
 groups and has zeros in all other rows, so that the result is a sum over ranks: expert parallelism by specs alone, for
-ranks that hold the same rows.
+ranks that hold the same rows. A second product reads the rows that the first has made, without a message between.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._forms import PARTIAL, VARYING, Form, Operand, OpUse, Ranks, Run, Strategy, whole
+from ._forms import VARYING, Form, Operand, OpUse, Ranks, Run, Strategy, whole
 from ._labelled import Dims, Labels, strategies
 
 # (rows, matrices, ends of the groups, arguments of the op) -> product
@@ -19,11 +19,15 @@ _Multiply = Callable[[Tensor, Tensor, Tensor, Sequence[Any]], Tensor]
 
 
 def grouped_product(use: OpUse) -> list[Strategy]:
-    """`shardfn_kernels::grouped_product(x [m, k], w [e, k, n], counts, transposed, exact)`."""
+    """`shardfn_kernels::grouped_product`, `multiplied_rows` `(x [m, k], w [e, k, n], counts, transposed, exact)`."""
     matrix: Dims = (None, "n", "k") if use.args[3] else (None, "k", "n")
     exact = bool(use.args[4])  # whose chains over inputs are not those of parts of them
     labels = Labels(((None, None if exact else "k"), matrix, (None,)), ((None, "n"),), sums=not exact, linear=(0,))
-    return [whole(use), *strategies(use, labels), *_own_matrices(use, _multiplied, lambda counts: counts.cumsum(0))]
+    return [
+        whole(use),
+        *strategies(use, labels),
+        *_own_matrices(use, _multiplied(use.target), lambda counts: counts.cumsum(0)),
+    ]
 
 
 def grouped_outer(use: OpUse) -> list[Strategy]:
@@ -55,7 +59,13 @@ def _own_matrices(use: OpUse, multiply: _Multiply, ends_of: Callable[[Tensor], T
         return []
     own = use.cut(0, w.shape[0], form.multiple if form.kind == "cut" and form.dim == 0 else 1)
     run = _rows_of_own(w, use.outs[0], own.multiple, multiply, ends_of)
-    return [Strategy((VARYING, own, VARYING), (PARTIAL,), run)]
+    rows = Form("rows", owner=(_name_of(use, 2), w.shape[0], own.multiple))
+    return [Strategy((x, own, VARYING), (rows,), run) for x in (VARYING, *(f for f in use.forms[:1] if f == rows))]
+
+
+def _name_of(use: OpUse, at: int) -> str:
+    """The name of an operand, which is the third one of the op's arguments."""
+    return next(x.name for x in (*use.args, *use.kwargs.values()) if isinstance(x, Operand) and x.number == at)
 
 
 def _rows_of_own(
@@ -80,9 +90,11 @@ def _rows_of_own(
     return run
 
 
-def _multiplied(x: Tensor, w: Tensor, ends: Tensor, rest: Sequence[Any]) -> Tensor:
-    counts = ends - torch.nn.functional.pad(ends[:-1], (1, 0))
-    return torch.ops.shardfn_kernels.grouped_product(x, w, counts, *rest)
+def _multiplied(op: Any) -> _Multiply:
+    def multiply(x: Tensor, w: Tensor, ends: Tensor, rest: Sequence[Any]) -> Tensor:
+        return op(x, w, ends - torch.nn.functional.pad(ends[:-1], (1, 0)), *rest)
+
+    return multiply
 
 
 def _torchs_of_ends(x: Tensor, w: Tensor, ends: Tensor, rest: Sequence[Any]) -> Tensor:

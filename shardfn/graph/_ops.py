@@ -110,8 +110,10 @@ OPS: dict[Any, Op] = {
     _ATEN.addmv: Op(flops=formulas.added_matrix_vector),
     _ATEN._grouped_mm: Op(formulas.grouped_mm, abstract={"default": strides.grouped_mm}),
     _KERNELS.grouped_product: Op(formulas.grouped_product, formulas.of_kernel),
+    _KERNELS.multiplied_rows: Op(formulas.grouped_product, formulas.of_kernel),
     _KERNELS.grouped_outer: Op(formulas.product_of_rows, formulas.of_kernel),
     _KERNELS.gather_rows: Op(scratch=formulas.of_kernel),
+    **dict.fromkeys((_KERNELS.copied_rows, _KERNELS.combined_rows), Op(scratch=formulas.of_kernel)),
     _KERNELS.row_dots: Op(formulas.dots, formulas.of_kernel),
     # attention
     _ATEN._scaled_dot_product_flash_attention_for_cpu: Op(formulas.attention, formulas.flash_forward),

@@ -171,7 +171,7 @@ def indexed(use: OpUse) -> Labels:
     x, out = use.operands[0], use.outs[0]
     at = [i for i, one in enumerate(use.args[1]) if one is not None]
     wide = max((s.ndim for s in use.operands[1:]), default=0)
-    none = Labels(tuple((None,) * s.ndim for s in use.operands), ((None,) * out.ndim,))
+    none = Labels(tuple((None,) * s.ndim for s in use.operands), ((None,) * out.ndim,), linear=(0,))
     if at != list(range(at[0], at[0] + len(at))):
         return none
     own: list[object] = [None if i in at else ("x", i) for i in range(x.ndim)]
@@ -188,6 +188,18 @@ def rows_gathered(use: OpUse) -> Labels:
     """`gather_rows(x, index, weights)`: columns, and rows of the result."""
     sums = (("m", None),) * (len(use.operands) - 1)
     return Labels(((None, "d"), *sums), (("m", "d"),), linear=tuple(i for i in (0, 2) if i < len(use.operands)))
+
+
+def rows_copied(use: OpUse) -> Labels:
+    """`copied_rows(x, index, back)`: columns."""
+    del use
+    return Labels(((None, "d"), (None, None), (None, None)), ((None, "d"),), linear=(0,))
+
+
+def rows_combined(use: OpUse) -> Labels:
+    """`combined_rows(y, weights, source, places)`: columns; each of rows and weights may be a summand."""
+    del use
+    return Labels(((None, "d"), (None, None), (None,), (None, None)), ((None, "d"),), linear=(0, 1))
 
 
 def rows_dotted(use: OpUse) -> Labels:

@@ -12,6 +12,7 @@ from ._forms import OpUse, Rule
 from ._group_rules import grouped_mm, grouped_outer, grouped_product
 from ._labelled import broadcast, divided, keeps_all_but, labelled, product, scaled, sum_of_operands, unary_linear
 from ._part_rules import joined, taken_apart
+from ._row_rules import keeping_rows, of_all, of_any, of_columns, of_one
 from ._sent_rules import sent, sent_along
 from ._shape_rules import (
     closed,
@@ -23,6 +24,8 @@ from ._shape_rules import (
     padded,
     put_in,
     repeated,
+    rows_combined,
+    rows_copied,
     rows_dotted,
     rows_gathered,
     selected,
@@ -55,13 +58,18 @@ RULES: dict[Any, Rule] = {
     _ATEN._grouped_mm: grouped_mm,
     _KERNELS.grouped_product: grouped_product,
     _KERNELS.grouped_outer: grouped_outer,
+    _KERNELS.multiplied_rows: grouped_product,
     _KERNELS.gather_rows: labelled(rows_gathered),
+    _KERNELS.copied_rows: labelled(rows_copied),
+    _KERNELS.combined_rows: labelled(rows_combined),
     _KERNELS.row_dots: labelled(rows_dotted),
-    **_rules("add sub", labelled(sum_of_operands)),
-    **_rules("neg clone alias lift_fresh_copy", labelled(unary_linear)),
-    _ATEN.mul: labelled(scaled),
+    **_rules("add sub", keeping_rows(labelled(sum_of_operands), of_all)),
+    **_rules("neg clone alias lift_fresh_copy", keeping_rows(labelled(unary_linear), of_one)),
+    **_rules("silu gelu relu tanh", keeping_rows(POINTWISE, of_one)),
+    _ATEN.mul: keeping_rows(labelled(scaled), of_any),
     _ATEN.div: labelled(divided),
-    **_rules("_to_copy detach where masked_fill fill zero", POINTWISE),
+    **_rules("_to_copy detach", keeping_rows(POINTWISE, of_one)),
+    **_rules("where masked_fill fill zero", POINTWISE),
     **_rules("t transpose permute", labelled(transposed)),
     _ATEN.unsqueeze: labelled(unsqueezed),
     _ATEN.squeeze: labelled(squeezed),
@@ -69,9 +77,9 @@ RULES: dict[Any, Rule] = {
     _ATEN.repeat: labelled(repeated),
     **_rules("view _unsafe_view reshape", viewed),
     **_rules("unbind select", labelled(closed(1))),
-    _ATEN.slice: taken_apart(1),
+    _ATEN.slice: keeping_rows(taken_apart(1), of_columns),
     **_rules("slice_scatter select_scatter", labelled(put_in)),
-    **_rules("split split_with_sizes", taken_apart(2)),
+    **_rules("split split_with_sizes", keeping_rows(taken_apart(2), of_columns)),
     _ATEN.cat: joined,
     _ATEN.stack: labelled(stacked),
     _ATEN.constant_pad_nd: labelled(padded),

@@ -8,7 +8,8 @@ from ._grammar import Grammar as Grammar
 from ._matchers import Compiler as Compiler
 from ._requests import Request as Request, Sampling as Sampling, check_request as check_request
 from ._guesses import Guesses as Guesses
-from ._drafters import Context as Context, Drafter as Drafter, Ngram as Ngram
+from ._trees import Tree as Tree
+from ._drafters import Computes as Computes, Context as Context, Drafter as Drafter, Ngram as Ngram
 from ._suffixes import Suffix as Suffix
 from ._events import Add as Add, Cancel as Cancel, Clock as Clock, Drain as Drain, Event as Event
 from ._events import Stop as Stop, Weights as Weights
@@ -21,6 +22,7 @@ from ._cache import CacheLayout as CacheLayout, Paged as Paged
 from ._decoder import Decoder as Decoder, decoder as decoder
 from ._of_hf import hf_decoder as hf_decoder
 from ._runner import MemoryPlan as MemoryPlan, Runner as Runner, limits_of as limits_of
+from ._draft_model import DraftModel as DraftModel
 from ._detokenize import Detokenizer as Detokenizer, Growing as Growing, detokenizer as detokenizer
 from ._results import Completion as Completion, Token as Token
 from ._engine import Engine as Engine

@@ -1,5 +1,6 @@
 """The adapters of an engine, by name and by content."""
 
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,6 +81,10 @@ class Adapters:
         """The adapters of a plan's tokens; None if it has none."""
         return low_rank(plan.sequences, plan.adapters, self._slots, self._sites) if plan.adapters else None
 
+    def of_padding(self, bucket: int) -> LowRank | None:
+        """The adapters of a plan of padding: as `of` for a plan in which one is used; None if there are none."""
+        return low_rank(array("i", [0]) * bucket, [], self._slots, self._sites) if self._slots else None
+
     def _keep(self, names: dict[str, Adapter]) -> None:
         kept = {adapter.digest: adapter for adapter in names.values()}
         self._names, self._slots = names, {digest: i for i, digest in enumerate(kept)}
@@ -87,10 +92,10 @@ class Adapters:
 
 
 def adapter_of_each(adapter: Any, num: int) -> list[Any]:
-    """The names of the adapters of prompts, from one for all or one for each.
+    """The adapter of each of some prompts.
 
     Raises:
-        ValueError: they are not as many as the prompts.
+        ValueError: their numbers differ.
     """
     if adapter is None or isinstance(adapter, str):
         return [adapter] * num

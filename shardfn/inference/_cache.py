@@ -5,9 +5,10 @@ T tokens of all sequences, H query heads, G key and value heads, K head dim.
 
 import dataclasses
 import math
+from collections.abc import Sequence as Seq
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shardfn import kernels, nn
@@ -61,6 +62,15 @@ class CacheLayout:
         options = {"dtype": DTYPES[limits.cache_dtype], "device": mesh.device}
         return [GlobalTensor(torch.zeros(own, **options), shape, self.spec, mesh) for _ in range(self.layers)]
 
+    def move(self, cache: Seq[GlobalTensor], moves: Seq[tuple[int, int]]) -> None:
+        """Moves the content of slots to others, all at once, in place."""
+        if not moves:
+            return
+        old, new = torch.tensor(moves, device=cache[0].local.device).unbind(1)
+        for x in cache:
+            flat = x.local.flatten(0, 1).view(torch.uint8)  # dtypes of codes need not be indexable
+            flat[new] = flat[old]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Paged(nn.Local):
@@ -72,6 +82,7 @@ class Paged(nn.Local):
         positions: of tokens in their sequences.
         sequences: the sequence of each token.
         tables: the blocks of each sequence.
+        tree: where drafts may branch, the drafts that each token sees in their slots; see `kernels.ragged_attention`.
     """
 
     cache: Float[Tensor, "blocks block 2 g k"]
@@ -79,6 +90,7 @@ class Paged(nn.Local):
     positions: Int[Tensor, " t"]
     sequences: Int[Tensor, " t"]
     tables: Int[Tensor, "s width"]
+    tree: Bool[Tensor, "t t"] | None = None
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
         """Attention of the tokens, which are one row, each over its own sequence."""
@@ -118,5 +130,6 @@ class Paged(nn.Local):
             softcap=softcap,
             slopes=slopes_H,
             sinks=sinks_H,
+            tree=self.tree,
         )
         return y_THK[None].to(q_BTHK.dtype)

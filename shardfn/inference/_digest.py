@@ -63,9 +63,12 @@ def _fields(state: State) -> Iterator[tuple[str, bytes]]:
     yield (
         "flight",
         _ints(
-            n for c in state.flight for n in (c.serial, c.start, c.count, len(c.positions), len(c.drafts), *c.drafts)
+            n
+            for c in state.flight
+            for n in (c.serial, c.start, c.count, len(c.positions), len(c.drafts), *c.drafts.tokens, *c.drafts.parents)
         ),
     )
+    yield "moves", _ints(n for move in state.moves for n in move)
     for serial in sorted(state.sequences):
         yield from _of_sequence(state.sequences[serial])
     pool = state.pool

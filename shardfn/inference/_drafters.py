@@ -11,7 +11,11 @@ import hashlib
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from ._limits import Limits
+from ._requests import Sampling
+from ._trees import Tree
 
 
 class Context(NamedTuple):
@@ -24,6 +28,8 @@ class Context(NamedTuple):
         tokens: prompt, and drawn ones.
         prompt: tokens of the prompt.
         salt: of the request, with its adapter: texts of different ones are kept apart.
+        key: of the draws.
+        sampling: of the request.
     """
 
     serial: int
@@ -32,13 +38,15 @@ class Context(NamedTuple):
     tokens: array
     prompt: int
     salt: bytes = b""
+    key: int = 0
+    sampling: Sampling = Sampling()
 
 
 class Drafter(Protocol):
     """Proposes tokens, by the calls so far alone: by no clock, no set, and no random number of Python."""
 
-    def propose(self, context: Context, most: int) -> Seq[int]:
-        """At most this number of tokens that may follow; an empty sequence is no proposal."""
+    def propose(self, context: Context, most: int) -> Seq[int] | Tree:
+        """At most this number of tokens that may follow, as a chain or a tree; an empty one is no proposal."""
         ...
 
     def end(self, context: Context) -> None:
@@ -51,6 +59,23 @@ class Drafter(Protocol):
 
     def digest(self) -> bytes:
         """Bytes of its kind and of all that its proposals follow from, beside the context."""
+        ...
+
+
+@runtime_checkable
+class Computes(Drafter, Protocol):
+    """A drafter whose proposals take time: it is asked for all sequences at once, and not beyond `Limits.drafts`."""
+
+    def propose_all(self, asks: Seq[tuple[Context, int]]) -> list[Seq[int] | Tree]:
+        """A proposal for each sequence, of at most its number of tokens."""
+        ...
+
+    def check(self, limits: Limits) -> None:
+        """Refuses an engine that it cannot propose for, by a ValueError."""
+        ...
+
+    def warm_up(self, *, extended: bool = False) -> None:
+        """Prepares the first proposals, so that they take no longer than others; of requests with penalties, too."""
         ...
 
 

@@ -1,35 +1,40 @@
 """Drafts of a step: rows that a plan has beside those of known tokens, last in priority.
 
 Rows are nearly free until a step computes more than it reads. So drafts fill a step up to `Limits.drafts` and one, and
-beyond that only rows that would be padding.
+beyond that only rows that would be padding; a drafter that computes proposes none there, as its proposals take time.
 """
 
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+from ._drafters import Computes
 from ._plan import Rows
-from ._state import Sequence, State
+from ._state import Chunk, Sequence, State
+from ._trees import Tree
 
 
 def add_drafts(state: State, chunks: list[Rows]) -> list[Rows]:
     """The chunks of a plan, with drafts for sequences that draw."""
-    drafter = state.drafter
-    spare = _spare(state, chunks) if drafter is not None and chunks else 0
-    if drafter is None or spare <= 0:
+    spare = _spare(state, chunks) if state.drafter is not None and chunks else 0
+    if spare <= 0:
         return chunks
     able = {i: most for i, chunk in enumerate(chunks) if (most := _most(chunk))}
-    found: dict[int, tuple[int, ...]] = {}
-    for left, (i, most) in zip(range(len(able), 0, -1), able.items(), strict=True):
-        most = min(most, -(-spare // left))  # a part of the rows that are left
-        if most > 0 and (drafts := _proposed(state, chunks[i].sequence, most)):
-            found[i] = drafts
-            spare -= len(drafts)
+    found = (_at_once if isinstance(state.drafter, Computes) else _in_turn)(state, chunks, able, spare)
     _trim(state, sum(chunk.num for chunk in chunks), found)
     return [_with(state, chunk, found[i]) if i in found else chunk for i, chunk in enumerate(chunks)]
 
 
-def take_drafts(state: State, sequence: Sequence, drafted: int, accepted: int) -> None:
-    """Counts the drafts of a step, and returns the blocks that only rejected ones had."""
-    state.guesses = state.guesses.add(drafted, accepted)
-    sequence.trust = sequence.trust.after(drafted, accepted, num_tokens=len(sequence.tokens))
-    needed = state.limits.blocks_of(len(sequence.tokens))
+def take_drafts(state: State, sequence: Sequence, chunk: Chunk, accepted: int, drawn: Seq[int]) -> None:
+    """Counts the drafts of a step, keeps the accepted ones, and returns the blocks that only rejected ones had.
+
+    The accepted drafts of a tree need not be its first: the next step moves their keys and values to their positions.
+    """
+    drafted, block, blocks = chunk.drafts, state.limits.block, sequence.blocks
+    state.moves += chunk.moves(accepted, drawn, lambda at: blocks[at // block] * block + at % block)
+    state.guesses = state.guesses.add(len(drafted), accepted)
+    num = len(sequence.tokens)
+    sequence.trust = sequence.trust.after(len(drafted), accepted, num_tokens=num, height=drafted.height)
+    needed = state.limits.blocks_of(num)
     state.pool.release(sequence.blocks[needed:])
     del sequence.blocks[needed:]
 
@@ -40,7 +45,8 @@ def _spare(state: State, chunks: list[Rows]) -> int:
     if not limits.drafts:
         return 0
     rows, wanted = sum(chunk.num for chunk in chunks), sum(len(chunk.positions) for chunk in chunks)
-    room = max(limits.bucket_of(rows), limits.drafts + 1) - rows
+    padded = 0 if isinstance(state.drafter, Computes) else limits.bucket_of(rows)
+    room = max(padded, limits.drafts + 1) - rows
     return min(room, limits.budget - rows, limits.wanted(limits.budget) - wanted)
 
 
@@ -54,18 +60,46 @@ def _most(chunk: Rows) -> int:
     return min(trust.width, sequence.prompt + how.max_tokens - num - 1)  # the last drawn token is never fed
 
 
-def _proposed(state: State, sequence: Sequence, most: int) -> tuple[int, ...]:
+_Found = dict[int, Tree]  # by the number of a chunk
+
+
+def _in_turn(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
+    """Each sequence may have its part of the rows that those before it have left."""
     assert state.drafter is not None
-    drafts = tuple(state.drafter.propose(sequence.context, most))
+    found: _Found = {}
+    for left, (i, most) in zip(range(len(able), 0, -1), able.items(), strict=True):
+        most = min(most, -(-spare // left))
+        if most > 0 and len(drafts := _checked(state, state.drafter.propose(chunks[i].sequence.context, most), most)):
+            found[i] = drafts
+            spare -= len(drafts)
+    return found
+
+
+def _at_once(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
+    """Each sequence may have an equal part of the rows, and what others do not want of theirs."""
+    assert isinstance(state.drafter, Computes)
+    mosts: dict[int, int] = {}
+    for left, (i, most) in zip(range(len(able), 0, -1), sorted(able.items(), key=lambda one: one[1]), strict=True):
+        mosts[i] = min(most, spare // left)
+        spare -= mosts[i]
+    asks = {i: (chunks[i].sequence.context, mosts[i]) for i in able if mosts[i]}
+    proposals = state.drafter.propose_all(list(asks.values())) if asks else []
+    found = {i: _checked(state, one, mosts[i]) for i, one in zip(asks, proposals, strict=True)}
+    return {i: drafts for i, drafts in found.items() if len(drafts)}
+
+
+def _checked(state: State, proposal: Seq[int] | Tree, most: int) -> Tree:
+    drafts = proposal if isinstance(proposal, Tree) else Tree.chain(proposal)
     vocab = state.limits.vocab
-    if len(drafts) > most or not all(0 <= token < vocab for token in drafts):
+    if len(drafts) > most or not all(0 <= token < vocab for token in drafts.tokens):
         raise ValueError(
-            f"the drafter proposed {drafts}; it may propose at most {most} tokens here, each from 0 to {vocab - 1}."
+            f"the drafter proposed {drafts.tokens}; it may propose at most {most} tokens here, each from 0 to"
+            f" {vocab - 1}."
         )
     return drafts
 
 
-def _trim(state: State, rows: int, found: dict[int, tuple[int, ...]]) -> None:
+def _trim(state: State, rows: int, found: _Found) -> None:
     """Leaves the last drafts out where that saves more padding than it loses drafts."""
     limits = state.limits
     total = rows + sum(map(len, found.values()))
@@ -75,16 +109,18 @@ def _trim(state: State, rows: int, found: dict[int, tuple[int, ...]]) -> None:
         return
     for i in reversed(list(found)):
         cut = min(excess, len(found[i]))
-        found[i] = found[i][: len(found[i]) - cut]
+        found[i] = found[i].first(len(found[i]) - cut)
         excess -= cut
 
 
-def _with(state: State, chunk: Rows, drafts: tuple[int, ...]) -> Rows:
+def _with(state: State, chunk: Rows, drafts: Tree) -> Rows:
     """A chunk with drafts for which there are blocks; no sequence loses its own for them."""
     sequence, pool, block = chunk.sequence, state.pool, state.limits.block
     first = sequence.computed + 1  # the position of the first draft
     while len(sequence.blocks) * block < first + len(drafts) and pool.available:
         sequence.blocks.append(pool.take())
-    drafts = drafts[: len(sequence.blocks) * block - first]
+    drafts = drafts.first(len(sequence.blocks) * block - first)
     count = 1 + len(drafts)
-    return Rows(sequence, count, range(first - 1, first - 1 + count), drafts)
+    chain = range(first - 1, first - 1 + count)
+    positions = [first - 1 + depth for depth in (0, *drafts.depths)] if drafts.branches else chain
+    return Rows(sequence, count, positions, drafts)

@@ -35,8 +35,8 @@ def new_tokens(state: State, drawn: Sequence[int]) -> Iterator[Drawn]:
     for chunk in state.flight:
         one = state.sequences[chunk.serial]
         how = one.request.sampling
-        for row, p in enumerate(chunk.valid(drawn[at : at + len(chunk.positions)]), at):
-            token, place = drawn[row], p + 1
+        for row, p in chunk.valid(drawn[at : at + len(chunk.positions)]):
+            token, place = drawn[at + row], p + 1
             if token < 0:
                 break
             if place >= len(one.tokens):

@@ -4,12 +4,15 @@ The sum of a mean goes through positions in order, in float64, and is rounded on
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxtyping import Float32, Float64
 from torch import Tensor
 
 from ._requests import Sampling
+from ._schedule import Output
+from ._state import State
 
 POOLINGS = ("last", "mean")
 
@@ -58,6 +61,58 @@ class Pooled:
         return made.float()
 
 
+class Embeddings:
+    """The embeddings of an engine's requests, by name, from their beginning until they are taken.
+
+    Args:
+        possible: whether the decoder gives its hidden states.
+    """
+
+    def __init__(self, possible: bool) -> None:
+        self.possible = possible
+        self._pooled: dict[str, Pooled] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._pooled
+
+    def sampling(self, pooling: str) -> Sampling:
+        """The request whose steps have the states of a prompt in their rows.
+
+        Raises:
+            ValueError: the pooling is unknown, or the decoder has no hidden states.
+        """
+        check_pooling(pooling, False)
+        if not self.possible:
+            raise ValueError("embed: this decoder does not give its hidden states; take an exact one.")
+        return Pooled(pooling).sampling
+
+    def begin(self, names: Sequence[str], pooling: str) -> None:
+        """Waits for the states of requests."""
+        self._pooled |= {name: Pooled(pooling) for name in names}
+
+    def wanted(self, state: State) -> bool:
+        """Whether rows of the plan in flight are embedded."""
+        return bool(self._pooled) and any(state.sequences[c.serial].name in self._pooled for c in state.flight)
+
+    def take(self, outputs: Sequence[Output], hidden: Tensor | None) -> None:
+        """Adds the states of a plan's rows; requests that end without their last token are forgotten."""
+        states = None if hidden is None else hidden.cpu()
+        for output in outputs:
+            if output.name in self._pooled and output.row is not None:
+                assert states is not None
+                self._pooled[output.name].take(states[output.row])
+            if output.finish not in (None, "length"):
+                self.forget(output.name)
+
+    def result(self, name: str, normalize: bool) -> Float32[Tensor, " d"]:
+        """The embedding of a request that has ended, which is forgotten."""
+        return self._pooled.pop(name).result(normalize)
+
+    def forget(self, name: str) -> None:
+        """Waits no more for a request."""
+        self._pooled.pop(name, None)
+
+
 def check_pooling(pooling: str, normalize: bool) -> None:
     """Refuses other values.
 
@@ -68,3 +123,16 @@ def check_pooling(pooling: str, normalize: bool) -> None:
         raise ValueError(f"pooling is {pooling!r}; it must be one of {', '.join(map(repr, POOLINGS))}.")
     if type(normalize) is not bool:
         raise ValueError(f"normalize is {normalize!r}; it must be True or False.")
+
+
+def check_end(number: int, finish: str | None) -> None:
+    """Refuses a prompt whose request has ended before its last state.
+
+    Raises:
+        FloatingPointError: its states are not finite.
+        ValueError: it has ended otherwise.
+    """
+    if finish == "error":
+        raise FloatingPointError(f"embed: hidden states of prompt {number} are not finite.")
+    if finish != "length":
+        raise ValueError(f"embed: the request of prompt {number} has ended as {finish!r}.")

@@ -5,7 +5,6 @@ of each token are bit for bit those of one forward of its sequence alone.
 """
 
 import itertools
-import operator
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -21,17 +20,17 @@ from ._agree import compare
 from ._constraints import Constraints
 from ._decoder import Decoder
 from ._detokenize import detokenizer
-from ._drafters import Drafter
+from ._drafters import Computes, Drafter
 from ._drawn import new_tokens
-from ._embed import Pooled, check_pooling
+from ._embed import Embeddings, check_end, check_pooling
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
 from ._guesses import Guesses
 from ._limits import DRAFTS, Limits
 from ._matchers import Matcher
-from ._requests import Request, Sampling, check_request
+from ._requests import Request, Sampling, check_request, ids_of
 from ._results import Completion, Token, append
 from ._routes import Choice, Routes, blocks_in_flight
-from ._runner import MemoryPlan, More, Runner, limits_of
+from ._runner import MemoryPlan, Runner, Top, limits_of
 from ._schedule import Output, advance
 from ._state import State, start
 from ._texts import Texts
@@ -51,13 +50,13 @@ class Engine:
         drafter: proposes tokens, and those that are drawn are accepted: several tokens a step, and no other ones.
             Equal on all ranks; the engine takes a copy. Requests with a grammar have no drafts.
         adapters: by name, `(lora, values)` as of `add_adapter`.
-        routes: records the experts that each token has chosen, for `Completion.routes`.
+        routes: records the experts that each token has chosen, for `Completion.routes`; without a drafter.
 
     Raises:
         TypeError: `tokenizer` is an object of another kind.
         ValueError: the limits do not fit the model, or the mesh does not divide its heads; or the parameters, or an
-            adapter's, are not those of the model; or there is a drafter, and `limits.drafts` is 0; or `routes` of a
-            decoder without experts.
+            adapter's, are not those of the model; or there is a drafter, and `limits.drafts` is 0,
+            or it is a model of another vocabulary; or `routes` with a drafter, or of a decoder without experts.
 
     Example:
         >>> from shardfn import core
@@ -88,8 +87,10 @@ class Engine:
             raise ValueError(
                 f"limits.drafts is 0, and the drafter is {drafter!r:.80}; try limits_of(..., drafts={DRAFTS})."
             )
+        if isinstance(drafter, Computes):
+            drafter.check(limits)
         self.limits = limits
-        self._routes = Routes(limits, decoder) if routes else None
+        self._routes = Routes(limits, decoder, drafter) if routes else None
         self.runner = Runner(decoder, self.limits, mesh=mesh) if runner is None else runner
         self.runner.check(decoder, self.limits, mesh)
         self.mesh = self.runner.mesh
@@ -102,14 +103,14 @@ class Engine:
         self._adding: dict[str, None] = {}  # names, in order
         self._drawn: list[int] = []
         self._logprobs: list[float] = []
+        self._tops: list[Top] = []
         self._names = itertools.count()
         # Tokens that no call has returned yet: of requests of `stream` and `generate`, and of all others.
         self._awaited: dict[str, list[Token]] = {}
         self._others: list[Token] = []
         self._newest = self._rows = self._run_rows = 0
         self._failed: BaseException | None = None
-        self._can_embed = decoder.outputs is not None
-        self._pooled: dict[str, Pooled] = {}  # by name of a request
+        self._embeddings = Embeddings(decoder.outputs is not None)
         self._hidden: Tensor | None = None  # of the rows of the plan in flight
         self._adapters = Adapters(decoder, self.mesh.device)
         for name, given in adapters.items():
@@ -158,19 +159,26 @@ class Engine:
         """The bytes that this rank needs, as planned from the graph of the largest bucket, without penalties."""
         return self.runner.memory(self.weights, self._cache)
 
-    def warm_up(self, *, penalties: bool = False, grammars: bool = False) -> None:
+    def warm_up(
+        self, *, penalties: bool = False, grammars: bool = False, embeddings: bool = False, adapters: bool = False
+    ) -> None:
         """Captures the graphs of all buckets, so that no later step does.
 
         Args:
-            penalties: also those of steps in which a request has penalties; without them the first such step is slow.
+            penalties: also those of steps in which a request has penalties, biases, or wants the most probable tokens;
+                without them the first such step is slow.
             grammars: likewise.
+            embeddings: also those of steps that embed, beside requests without penalties and grammars.
+            adapters: also all of these with the present adapters.
         """
         if grammars:
             self._constraints.prepare()
+        if isinstance(self._state.drafter, Computes):
+            self._state.drafter.warm_up(extended=penalties)
+        kinds = {"extended": penalties, "grammars": grammars, "hidden": embeddings and self._embeddings.possible}
         for bucket in self.limits.buckets:
-            for kind in itertools.product((False, True)[: 1 + penalties], (False, True)[: 1 + grammars]):
-                how: dict[str, Any] = {"penalties": kind[0], "grammars": kind[1], "more": self._more(False)}
-                self.runner.bind(bucket, self.weights, self._cache, **how)
+            low = self._adapters.of_padding(bucket) if adapters else None
+            self.runner.bind_kinds(bucket, self.weights, self._cache, low=low, routed=self._routes is not None, **kinds)
 
     def add(
         self, prompt: Sequence[int], sampling: Sampling | None = None, *, name: str | None = None, **more: Any
@@ -358,22 +366,64 @@ class Engine:
             torch.Size([2, 32])
         """
         check_pooling(pooling, normalize)
-        if not self._can_embed:
-            raise ValueError("embed: this decoder does not give its hidden states; take an exact one.")
         prompts = list(prompts)
         if not prompts:
             raise ValueError("embed: 0 prompts; pass one at least.")
-        how = Pooled(pooling).sampling
-        each = zip(prompts, adapter_of_each(adapter, len(prompts)), strict=True)
-        requests = [self._request(prompt, how, adapter=name) for prompt, name in each]
+        each, how = adapter_of_each(adapter, len(prompts)), self._embeddings.sampling(pooling)
+        requests = [self._request(prompt, how, adapter=name) for prompt, name in zip(prompts, each, strict=True)]
         names = [self._await(self._enter(request)) for request in requests]
-        self._pooled |= {name: Pooled(pooling) for name in names}
+        self._embeddings.begin(names, pooling)
         try:
             return torch.stack([self._embedding(i, name, normalize) for i, name in enumerate(names)])
         finally:
             for name in names:
-                self._pooled.pop(name, None)
+                self._embeddings.forget(name)
                 self._forget(name)
+
+    def add_embedding(
+        self, prompt: Sequence[int], pooling: str = "last", *, name: str | None = None, **more: Any
+    ) -> str:
+        """Puts a prompt in line whose embedding is wanted; `embedding` has it once `step` has returned its end.
+
+        Args:
+            prompt: token ids, fewer than the context.
+            pooling: as for `embed`.
+            name: as for `add`.
+            **more: as for `add`.
+
+        Returns:
+            The name.
+
+        Raises:
+            TypeError: as `add`.
+            ValueError: as `embed`.
+
+        Example:
+            >>> from shardfn import core
+            >>> from shardfn.models import gpt
+            >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=32)
+            >>> engine = Engine(decoder(config), gpt.init(config, core.key(0)))
+            >>> name = engine.add_embedding([5, 6, 7])
+            >>> while not engine.idle:
+            ...     ended = engine.step()
+            >>> engine.embedding(name).shape
+            torch.Size([32])
+        """
+        name = self._enter(self._request(prompt, self._embeddings.sampling(pooling), **more), name)
+        self._embeddings.begin([name], pooling)
+        return name
+
+    def embedding(self, name: str, *, normalize: bool = False) -> Float32[Tensor, " d"]:
+        """The embedding of a request of `add_embedding` that has ended as "length". It is returned once.
+
+        Raises:
+            ValueError: there is no such request, it is in progress, or it has ended otherwise.
+        """
+        check_pooling("last", normalize)
+        if name not in self._embeddings or self._known(name):
+            how = "is in progress" if name in self._embeddings else "has no embedding"
+            raise ValueError(f"the request {name!r:.80} {how}; call add_embedding, and step until it ends.")
+        return self._embeddings.result(name, normalize)
 
     def add_adapter(self, name: str, given: Given) -> None:
         """Lets requests have an adapter. The next step with one captures graphs anew.
@@ -427,11 +477,8 @@ class Engine:
 
     def _embedding(self, number: int, name: str, normalize: bool) -> Tensor:
         last = list(self._stream(name, 1))[-1]
-        if last.finish != "length":
-            if last.finish == "error":
-                raise FloatingPointError(f"embed: hidden states of prompt {number} are not finite.")
-            raise ValueError(f"embed: the request of prompt {number} has ended as {last.finish!r}.")
-        return self._pooled.pop(name).result(normalize)
+        check_end(number, last.finish)
+        return self._embeddings.result(name, normalize)
 
     def _completions(self, name: str, request: Request) -> list[Completion]:
         made = [Completion([], [], None, [], [], []) for _ in range(request.sampling.n)]
@@ -457,9 +504,9 @@ class Engine:
         blocks = {} if self._routes is None else blocks_in_flight(self._state)
         self._state, plan, outputs = advance(self._state, events, self._drawn)
         found = [self._token(output, blocks) for output in outputs]  # before a step writes to blocks that are free now
-        self._pool(outputs)
+        self._embeddings.take(outputs, self._hidden)
         self._constraints.drop(outputs)
-        self._drawn, self._logprobs = [], []
+        self._drawn, self._logprobs, self._tops, self._hidden = [], [], [], None
         reachable = self._state.version, self._state.pending
         self._weights = {v: w for v, w in self._weights.items() if v in reachable}
         compare(self._state, self.mesh)
@@ -467,29 +514,15 @@ class Engine:
             self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
             weights = self._weights[plan.version]
             allowed = self._constraints.allowed(self._state, len(plan.rows))
-            how: dict[str, Any] = {"low": self._adapters.of(plan), "more": self._more(self._wants_hidden())}
-            made = self.runner.run(weights, self._cache, plan, allowed, **how)
-            self._drawn, self._logprobs, self._cache, self._hidden, experts = made
-            if self._routes is not None and experts is not None:
+            args = weights, self._cache, plan, allowed
+            how: dict[str, Any] = {"low": self._adapters.of(plan), "hidden": self._embeddings.wanted(self._state)}
+            if self._routes is None:
+                made = self.runner.run(*args, **how)
+            else:
+                *made, experts = self.runner.run_routed(*args, **how)
                 self._routes.take(plan, experts)
+            self._drawn, self._logprobs, self._cache, self._hidden, self._tops = made
         return found
-
-    def _more(self, hidden: bool) -> More:
-        """The results that a step has beside tokens."""
-        return "routed" if self._routes is not None else "hidden" if hidden else ""
-
-    def _wants_hidden(self) -> bool:
-        """Whether rows of the plan in flight are embedded."""
-        sequences = self._state.sequences
-        return bool(self._pooled) and any(sequences[c.serial].name in self._pooled for c in self._state.flight)
-
-    def _pool(self, outputs: Sequence[Output]) -> None:
-        states = None if self._hidden is None else self._hidden.cpu()
-        for output in outputs:
-            if output.name in self._pooled and output.row is not None:
-                assert states is not None
-                self._pooled[output.name].take(states[output.row])
-        self._hidden = None
 
     def _stops(self) -> list[Stop]:
         """The events by which texts end with the tokens of the last plan."""
@@ -506,11 +539,7 @@ class Engine:
         more["adapter"] = self._adapters.digest(more.get("adapter"))
         if sampling is not None and not isinstance(sampling, Sampling):
             raise TypeError(f"sampling is a {type(sampling).__name__}; pass a Sampling.")
-        try:
-            tokens = tuple(map(operator.index, prompt))
-        except TypeError as error:
-            raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a sequence of integers.") from error
-        request = Request(tokens, sampling or Sampling(), **more)
+        request = Request(ids_of(prompt), sampling or Sampling(), **more)
         check_request(request, self.limits)
         if request.sampling.stop and self.detokenizer is None:
             raise ValueError(
@@ -529,5 +558,6 @@ class Engine:
         logprob, routes = None if out.row is None else self._logprobs[out.row], None
         if self._routes is not None and out.finish is not None and out.token is not None:
             routes = self._routes.of(blocks[out.name, out.choice], out.position)
+        top = () if out.row is None or not self._tops else self._tops[out.row]
         text = self._texts.of(out)
-        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish, text, routes)
+        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish, text, top, routes)

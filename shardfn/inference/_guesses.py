@@ -31,7 +31,8 @@ class Trust(NamedTuple):
     """How far a sequence's drafts are trusted.
 
     Attributes:
-        width: the most drafts of its next step. It doubles when all are accepted, and else becomes one more than were.
+        width: the most drafts of its next step. It doubles when all that could be are accepted; else it becomes one
+            more than were, and in proportion for drafts that branch.
         strikes: its last steps whose drafts were all rejected.
         resume: the number of tokens from which it has drafts again: each strike doubles the pause.
 
@@ -40,16 +41,26 @@ class Trust(NamedTuple):
         Trust(width=8, strikes=0, resume=0)
         >>> Trust().after(4, 0, num_tokens=20).after(1, 0, num_tokens=22)
         Trust(width=1, strikes=2, resume=26)
+        >>> Trust().after(12, 2, num_tokens=20, height=4)
+        Trust(width=9, strikes=0, resume=0)
     """
 
     width: int = _FIRST
     strikes: int = 0
     resume: int = 0
 
-    def after(self, drafted: int, accepted: int, *, num_tokens: int) -> "Trust":
-        """The trust after a step; the sequence has `num_tokens` then."""
+    def after(self, drafted: int, accepted: int, *, num_tokens: int, height: int = 0) -> "Trust":
+        """The trust after a step.
+
+        Args:
+            drafted: the number of drafts.
+            accepted: the number of accepted ones.
+            num_tokens: that the sequence has then.
+            height: of a tree of drafts, the most that could be accepted; 0 is all.
+        """
         if accepted:
-            width = max(self.width, 2 * drafted) if accepted == drafted else accepted + 1
-            return Trust(width, 0, 0)
+            height = height or drafted
+            part = -(-drafted * (accepted + 1) // height)
+            return Trust(max(self.width, 2 * drafted) if accepted == height else part, 0, 0)
         strikes = min(self.strikes + 1, _LONGEST_PAUSE)
         return Trust(1, strikes, num_tokens + (1 << strikes))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ._limits import Limits
 from ._requests import Sampling
 from ._state import Sequence
+from ._trees import NO_DRAFTS, Tree
 
 
 class Rows(NamedTuple):
@@ -16,19 +17,19 @@ class Rows(NamedTuple):
     Attributes:
         sequence: whose next tokens they have.
         num: of rows.
-        positions: those whose logits are wanted.
+        positions: those whose logits are wanted, of the last rows.
         drafts: tokens of the last rows, guessed to follow the known ones.
     """
 
     sequence: Sequence
     num: int
-    positions: range
-    drafts: tuple[int, ...] = ()
+    positions: Seq[int]
+    drafts: Tree = NO_DRAFTS
 
-    def before(self, place: int) -> array:
-        """The tokens before a place, guessed ones included."""
-        known = self.sequence.tokens
-        return known[:place] + array("q", self.drafts[: max(0, place - len(known))])
+    def before(self, wanted: int) -> array:
+        """The tokens before the place of a wanted row, guessed ones included."""
+        known, draft = self.sequence.tokens, wanted - (len(self.positions) - len(self.drafts))
+        return known[: self.positions[wanted] + 1] + array("q", self.drafts.branch(draft) if draft >= 0 else ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +58,13 @@ class Plan:
         places: the position of the token that a row draws or scores [R].
         targets: the token whose log probability is wanted, or -1 where one is drawn [R].
         sampling: how each wanted row draws, without padding.
-        histories: where a row has penalties, the tokens before its place [R, context], flat, with -1 after them; else
-            None.
+        histories: where a row has an extended sampling, the tokens before the place of each row with penalties
+            [R, context], flat, with -1 after them; else None.
         prompts: likewise the tokens of its prompt [R].
         adapters: the digest of each sequence's adapter, without padding; empty if no sequence has one.
+        branches: for each sequence whose drafts branch, the row of the first draft and the parents of all. A draft sees
+            its ancestors in their slots, which are not those of their positions.
+        moves: slots whose content moves before the step writes, and their new ones, which may be slots that move, too.
     """
 
     step: int
@@ -82,6 +86,8 @@ class Plan:
     histories: array | None = None
     prompts: array | None = None
     adapters: tuple[bytes, ...] = ()
+    branches: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    moves: tuple[tuple[int, int], ...] = ()
 
     def arrays(self) -> tuple[array, ...]:
         """All arrays but histories, in the order of the attributes."""
@@ -91,7 +97,7 @@ class Plan:
         )
 
 
-def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int) -> Plan:
+def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int, moves: Seq[tuple[int, int]] = ()) -> Plan:
     """A plan of the rows of sequences.
 
     Example:
@@ -113,11 +119,12 @@ def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int) -> Pla
     tables, lengths, rows, places, targets, keys = *(array("i") for _ in range(5)), array("Q")
     sampling: list[Sampling] = []
     rows_by_row: list[tuple[Rows, int]] = []
+    branches: list[tuple[int, tuple[int, ...]]] = []
     empty = array("i", bytes(4 * width))
     for s, chunk in enumerate(chunks):
         sequence, count, positions_wanted, drafts = chunk
         begin, end, known = sequence.computed, sequence.computed + count, sequence.tokens
-        first_row = len(tokens) - begin
+        first_wanted = len(tokens) + count - len(positions_wanted)
         blocks = sequence.blocks
         if count == 1:
             tokens.append(known[begin])
@@ -126,20 +133,22 @@ def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int) -> Pla
             slots.append(blocks[begin // block] * block + begin % block)
         else:
             tokens.extend(array("i", known[begin:end]))
-            tokens.extend(array("i", drafts))
-            positions.extend(range(begin, end))
+            tokens.extend(array("i", drafts.tokens))
+            positions.extend(positions_wanted if drafts.branches else range(begin, end))
+            if drafts.branches:
+                branches.append((first_wanted + 1, drafts.parents))
             sequences.extend([s] * count)
             slots.extend([blocks[p // block] * block + p % block for p in range(begin, end)])
         tables.fromlist(blocks)
         tables.extend(empty[len(blocks) :])
         lengths.append(end)
-        for p in positions_wanted:
-            rows.append(first_row + p)
+        for wanted_row, p in enumerate(positions_wanted):
+            rows.append(first_wanted + wanted_row)
             keys.append(sequence.key)
             places.append(p + 1)
             targets.append(known[p + 1] if p + 1 < len(known) else -1)
             sampling.append(sequence.request.sampling)
-            rows_by_row.append((chunk, p + 1))
+            rows_by_row.append((chunk, wanted_row))
     num_tokens, num_rows = len(tokens), len(rows)
     adapters = tuple([chunk.sequence.request.adapter for chunk in chunks])
     bucket = limits.bucket_of(num_tokens)
@@ -154,28 +163,33 @@ def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int) -> Pla
         *(step, version, bucket, num_tokens, num_rows, tokens, positions, sequences, slots, tables, lengths),
         *(rows, keys, places, targets, tuple(sampling), *_histories(rows_by_row, most_rows, limits.context)),
         adapters=adapters if any(adapters) else (),
+        branches=tuple(branches),
+        moves=tuple(moves),
     )
 
 
 def _histories(rows: Seq[tuple[Rows, int]], num: int, context: int) -> tuple[array | None, array | None]:
-    """The tokens before each row's place, and how many of them are its prompt's, if a row has penalties."""
-    if not any(chunk.sequence.request.sampling.penalised for chunk, _ in rows):
+    """The tokens before the places of rows with penalties, and how many of them are the prompt's; see `Plan`."""
+    if not any(chunk.sequence.request.sampling.extended for chunk, _ in rows):
         return None, None
     histories, prompts = array("i", [-1]) * (num * context), array("i", [0] * num)
-    for i, (chunk, place) in enumerate(rows):
-        histories[i * context : i * context + place] = array("i", chunk.before(place))
-        prompts[i] = min(chunk.sequence.prompt, place)
+    for i, (chunk, row) in enumerate(rows):
+        if not chunk.sequence.request.sampling.penalised:
+            continue
+        before = chunk.before(row)
+        histories[i * context : i * context + len(before)] = array("i", before)
+        prompts[i] = min(chunk.sequence.prompt, len(before))
     return histories, prompts
 
 
-def padding(bucket: int, limits: Limits, *, penalties: bool = False) -> Plan:
-    """A plan of a bucket that has no tokens: it writes to block 0 alone. With `penalties` it has histories, too."""
+def padding(bucket: int, limits: Limits, *, extended: bool = False) -> Plan:
+    """A plan of a bucket that has no tokens: it writes to block 0 alone. If `extended`, it has histories, too."""
     most, num = min(bucket, limits.running), limits.wanted(bucket)
     zeros = [array("i", [0] * n) for n in (bucket, bucket, bucket, (most + 1) * limits.width, num, num)]
     tokens, positions, slots, tables, rows, places = zeros
     lengths, sequences, targets = array("i", [1] * (most + 1)), array("i", [most] * bucket), array("i", [-1] * num)
     keys = array("Q", [0] * num)
-    past = (array("i", [-1]) * (num * limits.context), array("i", [0] * num)) if penalties else (None, None)
+    past = (array("i", [-1]) * (num * limits.context), array("i", [0] * num)) if extended else (None, None)
     return Plan(
         *(0, 0, bucket, 0, 0, tokens, positions, sequences, slots, tables, lengths, rows, keys, places, targets, ()),
         *past,

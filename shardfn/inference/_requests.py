@@ -1,6 +1,8 @@
 """Requests, and the one table of ranges that admission checks."""
 
 import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,6 +34,9 @@ class Sampling:
             needs a tokenizer.
         prompt_logprobs: also wants the log probability of each token of the prompt. Its positions are then computed,
             even where a prefix is cached.
+        logit_bias: pairs of a token and a number from -100 to 100, which is added to its logit after the penalties,
+            before temperature and filters. Each token once, at most 1024.
+        top_logprobs: also wants the most probable tokens at each position, at most 20, under the raw logits.
 
     Example:
         >>> Sampling(max_tokens=4, temperature=0.0)
@@ -53,6 +58,13 @@ class Sampling:
     include_stop: bool = False
     grammar: Grammar | None = None
     prompt_logprobs: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int = 0
+
+    @property
+    def extended(self) -> bool:
+        """Whether steps with this request need the graph that has penalties, biases and the most probable tokens."""
+        return self.penalised or bool(self.logit_bias) or self.top_logprobs > 0
 
     @property
     def penalised(self) -> bool:
@@ -111,6 +123,8 @@ class _Range(NamedTuple):
 
 MOST_STOPS, LONGEST_STOP = 16, 256
 MOST_MATCHERS, MOST_TEXT = 16, 4 << 16
+MOST_BIASES, MOST_TOP = 1024, 20
+_BIAS = _Range(-100, 100)
 RANGES = {
     "max_tokens": _Range(1, 2**24, integer=True),
     "temperature": _Range(0, 100),
@@ -122,8 +136,25 @@ RANGES = {
     "repetition_penalty": _Range(0.01, 100),
     "seed": _Range(0, 2**64 - 1, integer=True),
     "n": _Range(1, 128, integer=True),
+    "top_logprobs": _Range(0, MOST_TOP, integer=True),
     "priority": _Range(-100, 100, integer=True),
 }
+
+
+def ids_of(prompt: Sequence[int]) -> tuple[int, ...]:
+    """The ids of a prompt.
+
+    Raises:
+        TypeError: it is no sequence of integers.
+
+    Example:
+        >>> ids_of([5, 6])
+        (5, 6)
+    """
+    try:
+        return tuple(map(operator.index, prompt))
+    except TypeError as error:
+        raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a sequence of integers.") from error
 
 
 def check_request(request: Request, limits: Limits) -> None:
@@ -155,6 +186,7 @@ def check_request(request: Request, limits: Limits) -> None:
     for name in ("prompt_logprobs", "include_stop"):
         if type(getattr(request.sampling, name)) is not bool:
             raise ValueError(f"{name} is {getattr(request.sampling, name)!r}; it must be True or False.")
+    _check_biases(request.sampling.logit_bias, limits)
     _check_stop(request.sampling.stop)
     _check_grammar(request.sampling.grammar, request.sampling.n)
     _check_size(len(request.prompt), request.sampling.max_tokens, limits)
@@ -166,6 +198,23 @@ def _check_tokens(name: str, tokens: tuple[int, ...], limits: Limits) -> None:
     for i, token in enumerate(tokens):
         if type(token) is not int or not 0 <= token < limits.vocab:
             raise ValueError(f"{name}[{i}] is {token!r}; it must be an integer from 0 to {limits.vocab - 1}.")
+
+
+def _check_biases(biases: tuple[tuple[int, float], ...], limits: Limits) -> None:
+    pairs = isinstance(biases, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in biases)
+    if not pairs:
+        raise ValueError(f"logit_bias is {biases!r:.80}; it must be a tuple of pairs, such as ((5, -100.0),).")
+    if len(biases) > MOST_BIASES:
+        raise ValueError(f"logit_bias has {len(biases)} tokens; it must have at most {MOST_BIASES}.")
+    seen = set[int]()
+    for token, bias in biases:
+        if type(token) is not int or not 0 <= token < limits.vocab:
+            raise ValueError(f"logit_bias has token {token!r:.60}; it must be an integer from 0 to {limits.vocab - 1}.")
+        if token in seen:
+            raise ValueError(f"logit_bias has token {token} twice; give each token one bias.")
+        if bias not in _BIAS:
+            raise ValueError(f"logit_bias of token {token} is {bias!r:.60}; it must be {_BIAS}.")
+        seen.add(token)
 
 
 def _check_stop(stop: tuple[str, ...]) -> None:

@@ -1,5 +1,6 @@
 """The results of an engine: tokens one by one, and whole completions."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxtyping import Int16
@@ -20,6 +21,7 @@ class Token(NamedTuple):
         text: that is certain with this token, after the text of the tokens before it; empty in an engine without a
             tokenizer. A part of a character, and text that may begin a stop string, come with a later token.
         routes: with the last token of a choice, in an engine with `routes=True`: the experts of all tokens before it.
+        top: the most probable tokens at this position, and their log probabilities, as many as the request wants.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Token(NamedTuple):
     version: int
     finish: str | None
     text: str = ""
+    top: tuple[tuple[int, float], ...] = ()
     routes: Int16[Tensor, "t m k"] | None = None
 
 
@@ -46,6 +49,8 @@ class Completion(NamedTuple):
         text: after the prompt's, up to a stop string; empty in an engine without a tokenizer.
         routes: in an engine with `routes=True`, the experts of each token of prompt and answer but the last one, which
             was never computed: [tokens, layers with experts, choices]. None if the choice did not end by a token.
+        top_logprobs: for each of `tokens` the most probable tokens there, and their log probabilities; empty unless the
+            request wants them.
     """
 
     tokens: list[int]
@@ -55,6 +60,7 @@ class Completion(NamedTuple):
     prompt_logprobs: list[float]
     prompt_versions: list[int]
     text: str = ""
+    top_logprobs: Sequence[tuple[tuple[int, float], ...]] = ()
     routes: Int16[Tensor, "t m k"] | None = None
 
 
@@ -69,6 +75,10 @@ def append(made: list[Completion], token: Token, prompt: int) -> bool:
             one.tokens.append(token.token)
             one.logprobs.append(token.logprob)
             one.versions.append(token.version)
+            if token.top:
+                one = made[token.choice] = one._replace(top_logprobs=one.top_logprobs or [])
+                assert isinstance(one.top_logprobs, list)
+                one.top_logprobs.append(token.top)
     if token.finish is not None:
         made[token.choice] = one._replace(finish=token.finish, routes=token.routes)
     return token.finish is not None

@@ -8,6 +8,7 @@ from jaxtyping import Int, Int16
 from torch import Tensor
 
 from ._decoder import Decoder
+from ._drafters import Drafter
 from ._limits import Limits
 from ._plan import Plan
 from ._state import State
@@ -21,12 +22,15 @@ class Routes:
     Args:
         limits: of the engine.
         decoder: the model.
+        drafter: of the engine, which must have none: drafts that branch lie in other slots than those of their places.
 
     Raises:
-        ValueError: its tokens choose no experts.
+        ValueError: tokens choose no experts, or there is a drafter.
     """
 
-    def __init__(self, limits: Limits, decoder: Decoder) -> None:
+    def __init__(self, limits: Limits, decoder: Decoder, drafter: Drafter | None) -> None:
+        if drafter is not None:
+            raise ValueError(f"engine: routes is True, and the drafter is {drafter!r:.80}; leave one of them out.")
         if decoder.routed is None:
             raise ValueError(
                 "engine: routes is True, and the decoder has routed=None, so that no experts are known; leave it out,"

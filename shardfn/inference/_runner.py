@@ -1,7 +1,8 @@
 """The pure step over sharded weights and a donated cache: one captured graph for each bucket of tokens."""
 
+import math
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +20,11 @@ from ._decoder import Decoder
 from ._limits import Limits
 from ._low_rank import LowRank
 from ._plan import Plan, padding
+from ._requests import MOST_TOP
 from ._tensors import Step, tensors
 
 Cache = list[GlobalTensor]
-More = Literal["", "hidden", "routed"]
+Top = tuple[tuple[int, float], ...]  # tokens and their log probabilities, the most probable first
 
 
 def limits_of(decoder: Decoder, *, context: int | None = None, cache_bytes: int = 1 << 30, **sizes: Any) -> Limits:
@@ -102,31 +104,20 @@ class Runner:
         self._decoder, self._limits, self.mesh = decoder, limits, mesh
         layout = decoder.cache
         self._pack = sharded(decoder.pack, mesh=mesh, specs=decoder.specs, out_specs=decoder.packed)
-        self._run = sharded(
-            jit(self._step),
-            mesh=mesh,
-            specs=decoder.packed,
-            in_specs=(layout.spec, None),
-            out_specs=(None, None, Donated(1)),
-            donate=1,
-        )
-        self._run_hidden = sharded(
-            jit(self._step_hidden),
-            mesh=mesh,
-            specs=decoder.packed,
-            in_specs=(layout.spec, None),
-            out_specs=(None, None, Donated(1), None),
-            donate=1,
-        )
-        self._run_routed = sharded(
-            jit(self._step_routed),
-            mesh=mesh,
-            specs=decoder.packed,
-            in_specs=(layout.spec, None),
-            out_specs=(None, None, Donated(1), None, None),
-            donate=1,
-        )
-        # By bucket, whether rows have penalties and grammars, their adapters, and the further results.
+        # By the results that are wanted beside tokens.
+        steps = {"": (self._step, 0), "hidden": (self._step_hidden, 1), "routed": (self._step_routed, 2)}
+        self._run = {
+            more: sharded(
+                jit(step),
+                mesh=mesh,
+                specs=decoder.packed,
+                in_specs=(layout.spec, None),
+                out_specs=(None, None, Donated(1), None, *[None] * num),
+                donate=1,
+            )
+            for more, (step, num) in steps.items()
+        }
+        # By bucket, whether rows are extended or have grammars, their adapters, and the further results.
         self._bound: dict[tuple[int, bool, bool, Any, str], BoundCall] = {}
 
     def check(self, decoder: Decoder, limits: Limits, mesh: Mesh | None) -> None:
@@ -170,22 +161,49 @@ class Runner:
         cache: Cache,
         step: Step | None = None,
         *,
-        penalties: bool = False,
+        extended: bool = False,
         grammars: bool = False,
-        more: More = "",
+        hidden: bool = False,
+        low: LowRank | None = None,
+        routed: bool = False,
     ) -> BoundCall:
         """The graph of a bucket, captured when it is first asked for. Collective then."""
         if step is None:
-            plan = padding(bucket, self._limits, penalties=penalties)
+            plan = padding(bucket, self._limits, extended=extended)
             allowed = np.ones((len(plan.rows), self._limits.vocab), bool) if grammars else None
-            step = tensors(plan, self._limits, self.mesh.device, allowed)
+            step = tensors(plan, self._limits, self.mesh.device, allowed, low)
         sites = None if step.low is None else tuple((name, f.a.shape) for name, f in step.low.sites.items())
-        key = bucket, step.penalties is not None, step.allowed is not None, sites, more
+        key = (
+            bucket,
+            step.penalties is not None,
+            step.allowed is not None,
+            sites,
+            "routed" if routed else "hidden" if hidden else "",
+        )
         if key not in self._bound:
             # Engines compare their states before each step, so calls need no check of their own.
-            run = {"": self._run, "hidden": self._run_hidden, "routed": self._run_routed}[more]
-            self._bound[key] = run.bind(weights, cache, step, check_every=0)
+            self._bound[key] = self._run[key[-1]].bind(weights, cache, step, check_every=0)
         return self._bound[key]
+
+    def bind_kinds(
+        self,
+        bucket: int,
+        weights: PyTree,
+        cache: Cache,
+        *,
+        extended: bool,
+        grammars: bool,
+        hidden: bool,
+        low: Any,
+        routed: bool = False,
+    ) -> None:
+        """Captures the graphs of a bucket: the plain one, and those of these kinds, without and with adapters."""
+        for added in (None,) if low is None else (None, low):
+            for longer in (False, True)[: 1 + extended]:
+                for allowed in (False, True)[: 1 + grammars]:
+                    self.bind(bucket, weights, cache, extended=longer, grammars=allowed, low=added, routed=routed)
+            if hidden and not routed:
+                self.bind(bucket, weights, cache, hidden=True, low=added)
 
     def memory(self, weights: PyTree, cache: Cache) -> MemoryPlan:
         """The bytes that this rank needs; captures the graph of the largest bucket."""
@@ -201,9 +219,9 @@ class Runner:
         allowed: Bool[np.ndarray, "rows vocab"] | None = None,
         *,
         low: LowRank | None = None,
-        more: More = "",
-    ) -> tuple[list[int], list[float], Cache, Float[Tensor, "rows d"] | None, Int[Tensor, "tokens m k"] | None]:
-        """Tokens and log probabilities of the plan's rows, the cache in place of the given one, and further results.
+        hidden: bool = False,
+    ) -> tuple[list[int], list[float], Cache, Float[Tensor, "rows d"] | None, list[Top]]:
+        """The results of the plan's rows.
 
         Args:
             weights: in their served form.
@@ -211,50 +229,79 @@ class Runner:
             plan: of the step.
             allowed: the tokens that each row may draw; None is all.
             low: the adapters of the plan's tokens.
-            more: "hidden" for the hidden states of the rows, float32; "routed" for these and the experts of the plan's
-                tokens. None takes the place of others.
-        """
-        step = tensors(plan, self._limits, self.mesh.device, allowed, low)
-        tokens, logprobs, cache, *found = self.bind(plan.bucket, weights, cache, step, more=more)(weights, cache, step)
-        states = found[0][: plan.num_rows].float() if found else None
-        experts = found[1][: plan.num_tokens] if len(found) > 1 else None
-        return tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist(), cache, states, experts
+            hidden: whether the hidden states of the rows are wanted, float32; else None takes their place.
 
-    def _step(self, weights: PyTree, cache: list[Tensor], step: Step) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The pure step: `(weights, cache, step) -> (tokens, log probabilities, cache)`."""
+        Returns:
+            Tokens, their log probabilities, the cache in place of the given one, hidden states, and for each row the
+            most probable tokens that it wants; none where no row wants any.
+        """
+        return self.run_routed(weights, cache, plan, allowed, low=low, hidden=hidden, routed=False)[:5]
+
+    def run_routed(
+        self,
+        weights: PyTree,
+        cache: Cache,
+        plan: Plan,
+        allowed: Bool[np.ndarray, "rows vocab"] | None = None,
+        *,
+        low: LowRank | None = None,
+        hidden: bool = False,
+        routed: bool = True,
+    ) -> tuple[
+        list[int], list[float], Cache, Float[Tensor, "rows d"] | None, list[Top], Int[Tensor, "tokens m k"] | None
+    ]:
+        """The results of `run`, hidden states among them, and the experts of the plan's tokens."""
+        self._decoder.cache.move(cache, plan.moves)
+        step = tensors(plan, self._limits, self.mesh.device, allowed, low)
+        tokens, logprobs, cache, top, *more = self.bind(
+            plan.bucket, weights, cache, step, hidden=hidden, routed=routed
+        )(weights, cache, step)
+        states = more[0][: plan.num_rows].float() if more else None
+        tokens, logprobs = tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist()
+        return tokens, logprobs, cache, states, _tops(plan, top), more[1][: plan.num_tokens] if routed else None
+
+    def _step(self, weights: PyTree, cache: list[Tensor], step: Step) -> tuple[Tensor, Tensor, list[Tensor], Any]:
+        """The pure step: `(weights, cache, step) -> (tokens, log probabilities, cache, top)`.
+
+        `top` has the most probable tokens and their log probabilities in an extended step, and is empty in others.
+        """
         args = weights, step.tokens, step.positions, step.rows, _bodies(cache, step)
         if step.low is None:
-            return *_drawn(self._decoder.logits(*args), step), cache
-        assert self._decoder.outputs is not None
-        return *_drawn(self._decoder.outputs(*args, step.low)[0], step), cache
+            logits_RV = self._decoder.logits(*args)
+        else:
+            assert self._decoder.outputs is not None
+            logits_RV, _ = self._decoder.outputs(*args, step.low)
+        return *_drawn(logits_RV, step), cache, _top(logits_RV, step)
 
     def _step_hidden(
         self, weights: PyTree, cache: list[Tensor], step: Step
-    ) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+    ) -> tuple[Tensor, Tensor, list[Tensor], Any, Tensor]:
         """The same with the hidden states of the rows."""
         assert self._decoder.outputs is not None
         args = weights, step.tokens, step.positions, step.rows, _bodies(cache, step)
         logits_RV, hidden_RD = self._decoder.outputs(*args, step.low)
-        return *_drawn(logits_RV, step), cache, hidden_RD
+        return *_drawn(logits_RV, step), cache, _top(logits_RV, step), hidden_RD
 
     def _step_routed(
         self, weights: PyTree, cache: list[Tensor], step: Step
-    ) -> tuple[Tensor, Tensor, list[Tensor], Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, list[Tensor], Any, Tensor, Tensor]:
         """The same with the experts of all tokens, too."""
         assert self._decoder.routed is not None
         args = weights, step.tokens, step.positions, step.rows, _bodies(cache, step)
         logits_RV, hidden_RD, experts_Tmk = self._decoder.routed(*args, step.low)
-        return *_drawn(logits_RV, step), cache, hidden_RD, experts_Tmk
+        return *_drawn(logits_RV, step), cache, _top(logits_RV, step), hidden_RD, experts_Tmk
 
 
 def _bodies(cache: list[Tensor], step: Step) -> list[Paged]:
-    return [Paged(x, step.slots, step.positions, step.sequences, step.tables) for x in cache]
+    return [Paged(x, step.slots, step.positions, step.sequences, step.tables, step.tree) for x in cache]
 
 
 def _drawn(logits_RV: Tensor, step: Step) -> tuple[Tensor, Tensor]:
     """Tokens of the rows, and their log probabilities."""
     given = logits_RV.float()
     changed = given if step.penalties is None else kernels.penalise(given, **step.penalties._asdict())
+    if step.biases is not None:
+        changed = changed.scatter_add(1, step.biases.tokens, step.biases.values)
     if step.allowed is not None:
         changed = torch.where(step.allowed, changed, -torch.inf)
     uniforms = kernels.draw_uniforms(step.keys, step.places)
@@ -263,6 +310,24 @@ def _drawn(logits_RV: Tensor, step: Step) -> tuple[Tensor, Tensor]:
     if changed is not given:  # log probabilities are those of the raw logits
         _, logprobs = kernels.draw(given, uniforms, **how, targets=tokens)
     return tokens, logprobs
+
+
+def _top(logits_RV: Tensor, step: Step) -> tuple[Tensor, ...]:
+    """The most probable tokens of the rows of an extended step, under the raw logits."""
+    if step.biases is None:
+        return ()
+    return kernels.top_logprobs(logits_RV.float(), min(MOST_TOP, logits_RV.shape[1]))
+
+
+def _tops(plan: Plan, top: tuple[Tensor, ...]) -> list[Top]:
+    """The tokens that each row wants; those that the model excludes are left out."""
+    if not any(one.top_logprobs for one in plan.sampling):
+        return []
+    rows = zip(plan.sampling, *(x[: plan.num_rows].tolist() for x in top), strict=True)
+    return [
+        tuple([pair for pair in zip(*found, strict=True) if pair[1] > -math.inf][: how.top_logprobs])
+        for how, *found in rows
+    ]
 
 
 def _check(decoder: Decoder, limits: Limits, mesh: Mesh) -> None:

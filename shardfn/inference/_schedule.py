@@ -91,7 +91,8 @@ def advance(state: State, events: Seq[Event] = (), drawn: Seq[int] = ()) -> tupl
     if state.pending is not None and not any(s.begun for s in state.sequences.values()):
         _renew(state, state.pending)
     chunks = add_drafts(state, [Rows(s, count, wanted(s, count)) for s, count in arrange(state)])
-    plan = make_plan(chunks, state.limits, state.step, state.version) if chunks else None
+    plan = make_plan(chunks, state.limits, state.step, state.version, state.moves) if chunks else None
+    state.moves = [] if chunks else state.moves
     state.flight = [Chunk(s.serial, s.computed, num, positions, drafts) for s, num, positions, drafts in chunks]
     state.chain = _link(state, events, drawn, plan)
     state.step += 1
@@ -134,7 +135,8 @@ def _is_drawn(state: State, stop: Stop, drawn: Seq[int]) -> bool:
     for chunk in state.flight:
         one = state.sequences[chunk.serial]
         if (one.name, one.choice) == (stop.name, stop.choice):
-            return stop.at - 1 in chunk.valid(drawn[at : at + len(chunk.positions)]) and stop.at >= len(one.tokens)
+            places = [p + 1 for _, p in chunk.valid(drawn[at : at + len(chunk.positions)])]
+            return stop.at in places and stop.at >= len(one.tokens)
         at += len(chunk.positions)
     return False
 
@@ -147,15 +149,15 @@ def _settle(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output])
     at = 0
     for chunk in state.flight:
         sequence, ends = state.sequences[chunk.serial], False
-        known = len(sequence.tokens)
-        for row, p in enumerate(chunk.valid(drawn[at : at + len(chunk.positions)]), at):
-            if ends := _take_token(state, sequence, p + 1, drawn[row], row, stops, outputs):
+        known, own = len(sequence.tokens), drawn[at : at + len(chunk.positions)]
+        for row, p in chunk.valid(own):
+            if ends := _take_token(state, sequence, p + 1, own[row], at + row, stops, outputs):
                 break
         accepted = max(0, len(sequence.tokens) - known - 1)
         sequence.computed = chunk.start + chunk.count - len(chunk.drafts) + accepted
         _record(state, sequence)
-        if chunk.drafts:
-            take_drafts(state, sequence, len(chunk.drafts), accepted)
+        if len(chunk.drafts):
+            take_drafts(state, sequence, chunk, accepted, own)
         if ends:
             state.remove(sequence)
         at += len(chunk.positions)
@@ -255,6 +257,9 @@ def _link(state: State, events: Seq[Event], drawn: Seq[int], plan: Plan | None) 
     for event in events:
         text = repr(event).encode()
         link.update(len(text).to_bytes(8, "little") + text)
-    for a in plan.arrays() if plan is not None else ():
-        link.update(a)
+    if plan is not None:
+        for a in plan.arrays():
+            link.update(a)
+        if plan.branches or plan.moves:
+            link.update(repr((plan.branches, plan.moves)).encode())
     return link.digest()

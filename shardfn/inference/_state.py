@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
@@ -14,6 +14,7 @@ from ._guesses import Guesses, Trust
 from ._limits import Limits
 from ._pool import Content, Pool, Scope
 from ._requests import Request
+from ._trees import NO_DRAFTS, Tree
 
 
 @dataclass(slots=True)
@@ -26,19 +27,30 @@ class Chunk:
     serial: int
     start: int
     count: int
-    positions: range
-    drafts: tuple[int, ...] = ()
+    positions: Seq[int]
+    drafts: Tree = NO_DRAFTS
 
-    def valid(self, drawn: Seq[int]) -> range:
-        """The positions whose results are those of known tokens alone: up to the first draft that is not drawn.
+    def valid(self, drawn: Seq[int]) -> list[tuple[int, int]]:
+        """Rows whose results are those of known tokens alone, and their positions: drafts are valid if they are drawn.
 
         Args:
             drawn: for each of `positions`.
         """
-        same = 0
-        while same < len(self.drafts) and self.drafts[same] == drawn[same]:
-            same += 1
-        return self.positions[: len(self.positions) - len(self.drafts) + same]
+        known = len(self.positions) - len(self.drafts)
+        accepted = self.drafts.path(drawn[known - 1 :]) if len(self.drafts) else []
+        return [(row, self.positions[row]) for row in [*range(known), *(known + draft for draft in accepted)]]
+
+    def moves(self, accepted: int, drawn: Seq[int], slot: Callable[[int], int]) -> list[tuple[int, int]]:
+        """The slots of accepted drafts that others come before, and those of their positions.
+
+        Args:
+            accepted: the number of drafts, from the first on.
+            drawn: for each of `positions`.
+            slot: of a place in the sequence's blocks.
+        """
+        path = self.drafts.path(drawn)[:accepted] if self.drafts.branches else []
+        begin = self.start + self.count - len(self.drafts)
+        return [(slot(begin + draft), slot(begin + at)) for at, draft in enumerate(path) if at != draft]
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +84,7 @@ class Sequence:
         """The sequence as a drafter sees it."""
         request = self.request
         salt = request.salt + request.adapter and repr((request.salt, request.adapter)).encode()
-        return Context(self.serial, self.name, self.choice, self.tokens, self.prompt, salt)
+        return Context(self.serial, self.name, self.choice, self.tokens, self.prompt, salt, self.key, request.sampling)
 
     def copy(self) -> "Sequence":
         """A sequence of its own, equal to this one."""
@@ -100,6 +112,7 @@ class State:
         running: sequences that hold blocks, first in order first.
         waiting: serial numbers of the others, ascending, by priority.
         flight: the chunks of the plan in flight.
+        moves: slots whose content the next plan moves first, and their new ones.
         guesses: counts of drafts so far.
         chain: eight bytes of all inputs and plans so far: equal on two ranks if these were equal.
         consumed: whether `advance` has taken this state.
@@ -121,6 +134,7 @@ class State:
     running: list[Sequence] = field(default_factory=list)
     waiting: dict[int, list[int]] = field(default_factory=dict)
     flight: list[Chunk] = field(default_factory=list)
+    moves: list[tuple[int, int]] = field(default_factory=list)
     guesses: Guesses = field(default_factory=Guesses)
     chain: bytes = bytes(8)
     consumed: bool = False
@@ -147,6 +161,7 @@ class State:
             running=[sequences[s.serial] for s in self.running],
             waiting={priority: lane[:] for priority, lane in self.waiting.items()},
             flight=[dataclasses.replace(chunk) for chunk in self.flight],
+            moves=self.moves[:],
             consumed=False,
         )
 

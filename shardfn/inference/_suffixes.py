@@ -1,15 +1,17 @@
 """Drafts from texts that went on in the same way before: suffix decoding.
 
 The longest suffixes of a sequence are looked up in the sequence itself, and in the texts that other requests have
-drawn. After a suffix, the token that followed most often is proposed, and so on, while the product p of these parts is
-not too small. The proposal with the most tokens expected to be accepted, the sum of all p, is taken. Counts are those
-of the reference's trees, over the places where a suffix occurred last instead of all.
+drawn. After a suffix, each token that followed is a branch, and so on; a branch has the product p of its tokens' parts
+of what followed. The branches of the largest p make a tree. The proposal with the most tokens expected to be accepted,
+the sum of all p, is taken. Counts are those of the reference's trees, over the places where a suffix occurred last
+instead of all.
 
 References:
     Oliaro et al.: SuffixDecoding, 2024, https://arxiv.org/abs/2411.04975
 """
 
 import hashlib
+import heapq
 import itertools
 from array import array
 from collections import OrderedDict
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ._drafters import Context
+from ._trees import Tree
 
 _KEY = 2  # tokens by which places are found: the shortest suffix
 _LENGTHS = 4  # suffixes that are tried, the longest first
@@ -93,17 +96,19 @@ class Guess(NamedTuple):
     """A proposal, and the number of its tokens that are expected to be accepted."""
 
     score: float
-    tokens: list[int]
+    tree: Tree
 
 
 @dataclass(eq=False)
 class Suffix:
     """Proposes the tokens that followed the longest suffixes of a sequence, in its own text and in those drawn before.
 
+    Where several followed, the proposal branches.
+
     Args:
         depth: the most tokens of a suffix.
-        factor: a proposal has at most this number of tokens for each token of its suffix.
-        least: a proposal ends where its probability, by counts, is below this.
+        factor: a branch has at most this number of tokens for each token of its suffix.
+        least: a branch ends where its probability, by counts, is below this.
         places: the most places of a suffix that are counted, the newest ones.
         most_tokens: the most tokens of texts of ended requests; the oldest text is forgotten first. 0 keeps none.
 
@@ -114,7 +119,7 @@ class Suffix:
         >>> drafter = Suffix()
         >>> drafter.end(Context(0, "a", 0, array("q", [1, 5, 6, 7, 8, 9]), prompt=1))
         >>> drafter.propose(Context(1, "b", 0, array("q", [2, 5, 6, 7]), prompt=1), 8)
-        [8, 9]
+        Tree(tokens=(8, 9), parents=(-1, 0))
     """
 
     depth: int = 64
@@ -134,7 +139,7 @@ class Suffix:
         self._index: dict[bytes, Index] = {}  # by salt; follows from the texts
         self._size = self._ended = 0
 
-    def propose(self, context: Context, most: int) -> list[int]:
+    def propose(self, context: Context, most: int) -> Tree:
         """The tokens after the best suffix; one in the own text is taken if another is not better."""
         tokens = context.tokens
         own = self._own.setdefault(context.serial, Index(self.places))
@@ -142,11 +147,11 @@ class Suffix:
         mine = [Place(tokens, end) for _, end in own.find(tokens) if end < len(tokens)]
         others = self._index.get(context.salt)
         theirs = [Place(self._texts[i][1], end) for i, end in others.find(tokens)] if others is not None else []
-        best = Guess(0.0, [])
+        best = Guess(0.0, Tree())
         for places in (mine, theirs):
             for guess in self._guesses(tokens, places, most):
                 best = guess if guess.score > best.score else best
-        return best.tokens
+        return best.tree
 
     def end(self, context: Context) -> None:
         """Keeps the tokens that the sequence has drawn."""
@@ -190,28 +195,42 @@ class Suffix:
         lengths = [_common(tokens, place, self.depth) for place in places]
         for length in sorted(set(lengths), reverse=True)[:_LENGTHS]:
             same = [place for place, n in zip(places, lengths, strict=True) if n >= length]
-            yield self._walk(same, tokens, min(most, int(length * self.factor)))
+            yield self._grow(same, tokens, most, int(length * self.factor))
 
-    def _walk(self, places: list[Place], tokens: array, most: int) -> Guess:
-        """The most frequent tokens after these places. The sequence's own text goes on as it did since the place."""
-        score, p, found = 0.0, 1.0, list[int]()
-        while len(found) < most:
-            followed: dict[int, list[Place]] = {}
-            for place in places:
-                at = place.end + len(found)
-                if place.text is tokens and at >= len(tokens):
-                    at = place.end + (at - place.end) % (len(tokens) - place.end)
-                if at < len(place.text):
-                    followed.setdefault(place.text[at], []).append(place)
-            if not followed:
-                break
-            token = max(followed, key=lambda one: len(followed[one]))  # the newest of several
-            p *= len(followed[token]) / len(places)
-            if p < self.least:
-                break
-            places, score = followed[token], score + p
+    def _grow(self, places: list[Place], tokens: array, most: int, height: int) -> Guess:
+        """The branches of the largest probability; of equal ones the most frequent, then the newest."""
+        score, found, parents = 0.0, list[int](), list[int]()
+        # Ends of branches: -p, the order in which they were found, the parent, the depth, the token, its places.
+        ends: list[tuple[float, int, int, int, int, list[Place]]] = []
+        numbers = itertools.count()
+
+        def extend(parent: int, depth: int, p: float, places: list[Place]) -> None:
+            followed = _followed(places, tokens, depth) if depth < height else {}
+            for token in sorted(followed, key=lambda one: -len(followed[one])):
+                part = p * len(followed[token]) / len(places)
+                if part >= self.least:
+                    heapq.heappush(ends, (-part, next(numbers), parent, depth + 1, token, followed[token]))
+
+        extend(-1, 0, 1.0, places)
+        while ends and len(found) < most:
+            negative, _, parent, depth, token, own = heapq.heappop(ends)
             found.append(token)
-        return Guess(score, found)
+            parents.append(parent)
+            score -= negative
+            extend(len(found) - 1, depth, -negative, own)
+        return Guess(score, Tree(tuple(found), tuple(parents)))
+
+
+def _followed(places: list[Place], tokens: array, depth: int) -> dict[int, list[Place]]:
+    """The places by their tokens at a depth. The sequence's own text goes on as it did since the place."""
+    followed: dict[int, list[Place]] = {}
+    for place in places:
+        at = place.end + depth
+        if place.text is tokens and at >= len(tokens):
+            at = place.end + (at - place.end) % (len(tokens) - place.end)
+        if at < len(place.text):
+            followed.setdefault(place.text[at], []).append(place)
+    return followed
 
 
 def _common(tokens: array, place: Place, most: int) -> int:

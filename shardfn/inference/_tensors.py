@@ -1,17 +1,18 @@
 """A plan as tensors, of sizes that follow from its bucket alone."""
 
 from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float64, Int
+from jaxtyping import Bool, Float32, Float64, Int
 from torch import Tensor
 
 from ._limits import Limits
 from ._low_rank import LowRank
 from ._plan import Plan
-from ._requests import Sampling
+from ._requests import MOST_BIASES, Sampling
 
 _NEUTRAL = Sampling(temperature=0.0)
 
@@ -34,6 +35,18 @@ class Penalties(NamedTuple):
     frequency: Float64[Tensor, " r"]
 
 
+class Biases(NamedTuple):
+    """Numbers that are added to logits; 0 to that of token 0 where a row has fewer.
+
+    Attributes:
+        tokens: int64 [R, most].
+        values: float32 [R, most].
+    """
+
+    tokens: Int[Tensor, "r most"]
+    values: Float32[Tensor, "r most"]
+
+
 class Step(NamedTuple):
     """The tensors of a plan: B tokens, S sequences, R wanted rows; `Plan` documents those of the same name.
 
@@ -51,9 +64,11 @@ class Step(NamedTuple):
         top_k: int64 [R].
         top_p: float64 [R].
         min_p: float64 [R].
-        penalties: where a row has any, else None.
+        penalties: where a row has an extended sampling, else None.
+        biases: likewise.
         allowed: bool [R, vocab] where a row has a grammar, else None; the tokens that it may draw.
         low: where a row has an adapter, else None.
+        tree: bool [B, B] in an engine that has drafts, else None; see `kernels.ragged_attention`.
     """
 
     tokens: Int[Tensor, " b"]
@@ -70,8 +85,10 @@ class Step(NamedTuple):
     top_p: Float64[Tensor, " r"]
     min_p: Float64[Tensor, " r"]
     penalties: Penalties | None = None
+    biases: Biases | None = None
     allowed: Bool[Tensor, "r vocab"] | None = None
     low: LowRank | None = None
+    tree: Bool[Tensor, "b b"] | None = None
 
 
 def tensors(
@@ -92,19 +109,42 @@ def tensors(
     ints = (plan.tokens, plan.positions, plan.sequences, plan.slots, plan.tables, plan.rows)
     tokens, positions, sequences, slots, tables, rows = (_tensor(a, torch.int32, device) for a in ints)
     places, targets = (_tensor(a, torch.int32, device).long() for a in (plan.places, plan.targets))
-    penalties = None
+    penalties = biases = None
     if plan.histories is not None and plan.prompts is not None:
         history, prompts = (_tensor(a, torch.int32, device) for a in (plan.histories, plan.prompts))
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         penalties = Penalties(history.view(-1, limits.context), prompts, *map(floats, names))
+        biases = _biases(sampling, device)
     return Step(
         *(tokens, positions, sequences, slots, tables.view(-1, limits.width), rows),
         *(_tensor(plan.keys, torch.int64, device), places, targets),
         *(floats("temperature"), _tensor(top_k, torch.int64, device), floats("top_p"), floats("min_p")),
         penalties=penalties,
+        biases=biases,
         allowed=None if allowed is None else torch.from_numpy(allowed).to(device),
         low=low,
+        tree=_tree(plan).to(device) if limits.drafts else None,
     )
+
+
+def _biases(sampling: Sequence[Sampling], device: torch.device) -> Biases:
+    tokens = np.zeros((len(sampling), MOST_BIASES), np.int64)
+    values = np.zeros((len(sampling), MOST_BIASES), np.float32)
+    for row, one in enumerate(sampling):
+        if num := len(one.logit_bias):
+            tokens[row, :num], values[row, :num] = zip(*one.logit_bias, strict=True)
+    return Biases(*(torch.from_numpy(x).to(device) for x in (tokens, values)))
+
+
+def _tree(plan: Plan) -> Tensor:
+    """A draft that may be beside others has bits of its ancestors and itself."""
+    tree = torch.zeros(plan.bucket, plan.bucket, dtype=torch.bool)
+    for first, parents in plan.branches:
+        for i, parent in enumerate(parents, first):
+            if parent >= 0:
+                tree[i] = tree[first + parent]
+            tree[i, i] = True
+    return tree
 
 
 def _tensor(a: array, dtype: torch.dtype, device: torch.device) -> Tensor:

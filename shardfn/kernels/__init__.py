@@ -14,7 +14,7 @@ from .block_sparse_attention import block_sparse_attention as block_sparse_atten
 from .block_sparse_attention import block_sparse_attention_backward as block_sparse_attention_backward
 from .preconditioned_step import preconditioned_step as preconditioned_step
 from .preconditioned_step import preconditioned_step_ as preconditioned_step_
-from .draw import draw as draw, draw_uniforms as draw_uniforms
+from .draw import draw as draw, draw_uniforms as draw_uniforms, top_logprobs as top_logprobs
 from .penalise import penalise as penalise
 from .row_linear import joined as joined, pack_rows as pack_rows, row_linear as row_linear
 from .row_linear import BLOCK_BYTES as BLOCK_BYTES, GROUP as GROUP, Codes as Codes
@@ -25,3 +25,4 @@ from .row_norm import row_norm as row_norm
 from .ragged_attention import ragged_attention as ragged_attention
 from .gather_rows import gather_rows as gather_rows, row_dots as row_dots
 from .grouped_product import grouped_outer as grouped_outer, grouped_product as grouped_product
+from ._row_ops import combined_to_rows as combined_to_rows

@@ -27,14 +27,14 @@ class Experts:
         every: layer i has experts where `i >= first` and `(i - first + 1) % every == 0`: 1 is all, 2 every second.
         first: number of dense layers at the beginning.
         route: `route(logits, k)` to a `moe.Routing`: `moe.top_k`, or others, with settings by `functools.partial`. It
-            also gets `name=`, `bias=` where `bias_rate` is above 0, `exact=True` in an exact model, and `chosen=` where
-            choices are replayed.
+            also gets `name=`, `bias=` where `bias_rate` is above 0, `exact=True` in an exact model, `mask=` where the
+            batch has one, and `chosen=` where choices are replayed.
         balance: weight in the loss of the mean of `balance_loss` over layers.
-        balance_loss: a function of `moe.balance`.
+        balance_loss: a function of `moe.balance`; it gets `axes=`, and `mask=` as `route` does.
         z: weight in the loss of the mean of `moe.balance.z`.
         axes: the batch's axes, over which balance and capacity are taken; None is each rank's own tokens.
         capacity: factor of `moe.capacity`: how many times its mean number of choices an expert takes; later ones are
-            dropped. None drops none.
+            dropped. Padding counts in neither number. None drops none.
         shared: the layer's dense MLP is added to the experts', for all tokens, as in DeepSeek.
         bias_rate: a bias of each expert in the choice alone, moved once a step against its load, in place of a balance
             loss; the loss then has a state (`models.moe.loss`).

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.collectives import all_gather_invariant, axis_size, pvary, take_own_block
+from shardfn.collectives import all_gather_invariant, axis_size, psum, pvary, take_own_block
 from shardfn.core import Axes, P
 from shardfn.nn import ExactWeight, between, enter_parallel, leave_parallel, linear, moe
 
@@ -31,7 +31,7 @@ class Seen(NamedTuple):
     Attributes:
         loss: the weighted balance losses.
         counts: choices of each expert, int64 `[E]`; of stacked layers `[L, E]`.
-        metrics: of `moe.load`: sums and weights.
+        metrics: of `moe.load`: sums and weights; {} where they are not asked for.
         experts: of each token, before a capacity, int64 `[S, k]`; of several layers `[L, S, k]`.
     """
 
@@ -48,9 +48,12 @@ def mixture(
     x_BTD: Tensor,
     bias_E: Tensor | None,
     name: str,
+    mask_BT: Tensor | None = None,
     chosen_BTk: Tensor | None = None,
+    *,
+    load: bool = False,
 ) -> tuple[Tensor, Seen]:
-    """The sum of the experts that each token has chosen, or of those that are replayed, weighted by the router."""
+    """The sum of the experts that each token has chosen, or are replayed, weighted by the router; 0 for padding."""
     assert config.experts is not None
     cut = _features_are_cut(config.experts, along)
     if cut and config.exact:
@@ -58,7 +61,10 @@ def mixture(
             f"{name}: exact=True with {config.experts.exchange}: ranks along {along.axis!r} would have features of all"
             f" experts, whose sums have other bits; use exchange=moe.Sum({along.axis!r}, in_order=True)."
         )
-    routing, seen = _routed(config, config.experts, along, p, x_BTD, bias_E, name, chosen_BTk)
+    more = {} if mask_BT is None else {"mask": mask_BT.flatten()}
+    chosen = {} if chosen_BTk is None else {"chosen": chosen_BTk.flatten(0, 1).long()}
+    logits_BTE = _logits_of_all(config, p["router"], x_BTD, along)
+    routing, seen = _routed(config, config.experts, logits_BTE, bias_E, name, more, chosen, load)
     if cut:
         # Each rank has its own features of every expert, and so a part of each result.
         x_BTD, routing = enter_parallel(x_BTD, *along), routing._replace(weights=pvary(routing.weights, along.axis))
@@ -112,33 +118,43 @@ def _features_are_cut(experts: Experts, along: Along) -> bool:
 def _routed(
     config: Config,
     experts: Experts,
-    along: Along,
-    p: Params,
-    x_BTD: Tensor,
+    logits_BTE: Tensor,
     bias_E: Tensor | None,
     name: str,
-    chosen_BTk: Tensor | None,
+    mask: dict[str, Any],
+    chosen: dict[str, Any],
+    load: bool,
 ) -> tuple[moe.Routing, Seen]:
-    """The choices of all tokens that the ranks of a block have. The router computes in float32 at least."""
-    logits_BTE = _logits(config, p["router"], x_BTD, along)
-    if along.sequence is not None:
-        # All ranks of the block route all of its tokens, and go on alike.
-        logits_BTE = all_gather_invariant(logits_BTE, along.axis, dim=1, size=along.sequence)
-    logits_SE = logits_BTE.flatten(0, 1)
-    chosen = {} if chosen_BTk is None else {"chosen": chosen_BTk.flatten(0, 1).long()}
-    routing = experts.route(logits_SE, experts.top_k, **experts.options(name, bias_E, config.exact), **chosen)
-    by: dict[str, Any] = {"axes": experts.axes}
+    """The choices of all tokens that the ranks of a block have; the counts of a load are sent where it is asked for."""
+    by: dict[str, Any] = {"axes": experts.axes} | mask
+    routing = experts.route(
+        logits_BTE.flatten(0, 1), experts.top_k, **experts.options(name, bias_E, config.exact), **mask, **chosen
+    )
+    own = by
     if experts.balance_loss is moe.balance.sequence:
-        by = {"axes": config.attention.axes or None, "num_sequences": len(logits_BTE)}
-    loss = experts.balance * experts.balance_loss(routing, **by)
+        own = by | {"axes": config.attention.axes or None, "num_sequences": len(logits_BTE)}
+    loss = experts.balance * experts.balance_loss(routing, **own)
     if experts.z:
-        loss = loss + experts.z * moe.balance.z(routing, axes=experts.axes)
+        loss = loss + experts.z * moe.balance.z(routing, **by)
     kept = routing
     if experts.capacity is not None:
-        tokens = len(logits_SE) * axis_size(experts.axes)
-        num = moe.capacity(tokens, experts.top_k, experts.num, experts.capacity, minimum=1)
+        num = moe.capacity(_num_tokens(routing, **by), experts.top_k, experts.num, experts.capacity, minimum=1)
         kept = moe.with_capacity(routing, num, axes=experts.axes)
-    return kept, Seen(loss, routing.counts(), moe.load(routing, kept, axes=experts.axes), routing.experts)
+    return kept, Seen(loss, routing.counts(), moe.load(routing, kept, **by) if load else {}, routing.experts)
+
+
+def _num_tokens(routing: moe.Routing, axes: Axes, mask: Tensor | None = None) -> int | Tensor:
+    """The tokens over which a capacity is a mean; without padding their number is static."""
+    return len(routing.experts) * axis_size(axes) if mask is None else psum(mask.sum(), axes)
+
+
+def _logits_of_all(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:
+    """The logits of all tokens that the ranks of a block have. The router computes in float32 at least."""
+    logits_BTE = _logits(config, w_ED, x_BTD, along)
+    if along.sequence is None:
+        return logits_BTE
+    # All ranks of the block route all of its tokens, and go on alike.
+    return all_gather_invariant(logits_BTE, along.axis, dim=1, size=along.sequence)
 
 
 def _logits(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:

@@ -145,7 +145,9 @@ def loss(
         params: as from `init`.
         batch: {"tokens": int64 [B, T + 1]}, and where dropout is on "index": int64 [B], global sample numbers. With
             "segment_ids", int64 [B, T + 1], tokens attend to those of their own document. Or as `shifted` and
-            `cut_sequences` make it: {"tokens", "targets", "segment_ids"}, [B, T] each, of this rank's tokens.
+            `cut_sequences` make it: {"tokens", "targets", "segment_ids"}, [B, T] each, of this rank's tokens. With
+            "mask", as "tokens" and False for padding after a row's tokens, padding is no target, gets no expert, takes
+            no capacity and counts in no balance; `torch.arange(T + 1) < lengths[:, None]` makes it of lengths.
         key: turns dropout on.
         wrap: applied to the block function.
         axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
@@ -153,12 +155,13 @@ def loss(
         tile: applied to a block's norm and MLP, a function of single tokens: `tile=partial(sf.tiled, tiles=8)`.
 
     Returns:
-        A 0-d tensor, or a WeightedMean where "targets" or "segment_ids" are in the batch.
+        A 0-d tensor, or a WeightedMean where "targets", "segment_ids" or "mask" are in the batch.
 
     Raises:
         TypeError: the batch is not a dict with "tokens" of integers, [B, T + 1].
-        ValueError: as `apply`; a model that looks ahead and a batch without "targets", whose tokens it would see; or
-            `tile` and `sequence`, whose layers take all of a rank's tokens together.
+        ValueError: as `apply`; a model that looks ahead and a batch without "targets", whose tokens it would see, or
+            with a "mask" without "segment_ids", by which tokens leave out padding; a "mask" that does not fit the
+            tokens; or `tile` and `sequence`, whose layers take all of a rank's tokens together.
 
     Example:
         >>> import shardfn.core as core
@@ -167,7 +170,8 @@ def loss(
         >>> loss(config, init(config, core.key(0)), batch).shape
         torch.Size([])
     """
-    return loss_and_seen(config, params, batch, key, wrap=wrap, axis=axis, sequence=sequence, tile=tile)[0]
+    options: dict[str, Any] = {"wrap": wrap, "axis": axis, "sequence": sequence, "tile": tile}
+    return loss_and_seen(config, params, batch, key, load=False, **options)[0]
 
 
 def loss_and_seen(
@@ -177,6 +181,7 @@ def loss_and_seen(
     key: Int64[Tensor, "2"] | None = None,
     *,
     bias: Tensor | None = None,
+    load: bool = True,
     wrap: Wrap = lambda inner: inner,
     axis: Axes = None,
     sequence: bool = False,
@@ -194,6 +199,7 @@ def loss_and_seen(
         sequence: as of `loss`.
         tile: as of `loss`.
         bias: `[layers with experts, E]`, in the choice of experts alone; None adds nothing.
+        load: whether `Seen.metrics` are computed; over axes each layer sends E counts for them.
 
     Example:
         >>> import shardfn.core as core
@@ -206,7 +212,7 @@ def loss_and_seen(
     _check_batch(batch)
     given, batch = batch, _shifted(config, batch)
     along = _Along(axis, batch["tokens"].shape[1] if sequence else None)
-    x_BTD, seen = _hidden(config, params, batch, key, wrap, along, tile, bias)
+    x_BTD, seen = _hidden(config, params, batch, key, wrap, along, tile, bias, load=load)
     extra = None if seen is None else seen.loss.mean()
     return _mean(config, params, x_BTD, batch, along, extra, weighted=_weighted(given)), seen
 
@@ -214,13 +220,13 @@ def loss_and_seen(
 def shifted(batch: dict[str, Any]) -> dict[str, Any]:
     """The batch with each token's successor as "targets", so that sequences can be cut; unchanged if it has them.
 
-    The successor of a document's last token does not count.
+    The successor of a document's last token does not count, and padding does not.
 
     Args:
-        batch: {"tokens": int64 [B, T + 1], "segment_ids"?: int64 [B, T + 1], ...}.
+        batch: {"tokens": int64 [B, T + 1], "segment_ids"?: int64 [B, T + 1], "mask"?: bool [B, T + 1], ...}.
 
     Returns:
-        {"tokens": [B, T], "targets": [B, T], "segment_ids"?: [B, T], ...}.
+        {"tokens": [B, T], "targets": [B, T], "segment_ids"?: [B, T], "mask"?: [B, T], ...}.
 
     Example:
         >>> shifted({"tokens": torch.tensor([[5, 6, 7]])})
@@ -232,7 +238,13 @@ def shifted(batch: dict[str, Any]) -> dict[str, Any]:
     if (ids := batch.get("segment_ids")) is not None:
         out["targets"] = out["targets"].masked_fill(ids[:, 1:] != ids[:, :-1], -100)
         out["segment_ids"] = ids[:, :-1]
+    if (mask := batch.get("mask")) is not None:
+        out["targets"] = out["targets"].masked_fill(~mask[:, 1:], -100)
+        out["mask"] = mask[:, :-1]
     return out
+
+
+_OF_TOKENS = ("tokens", "targets", "segment_ids", "mask")
 
 
 def cut_sequences(config: Config, batch: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
@@ -260,7 +272,7 @@ def cut_sequences(config: Config, batch: dict[str, Any], mesh: Mesh) -> dict[str
             raise ValueError(f"cut_sequences: rows of {T} tokens for {config.attention}; length must be their number.")
         rows = config.attention.rows(T)
     at = torch.cat([torch.arange(a, b, device=out["tokens"].device) for a, b in (*rows, (0, 0))])
-    return out | {name: out[name][:, at] for name in ("tokens", "targets", "segment_ids") if name in out}
+    return out | {name: out[name][:, at] for name in _OF_TOKENS if name in out}
 
 
 class Stages(NamedTuple):
@@ -316,7 +328,7 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
         x_BTD = _embedded(config, params, tokens_BT, positions_T, cut)
         x_BTD = _dropout(config, cut, key, x_BTD, index_B)
         h = {"x": x_BTD, "position": positions_T}
-        h |= {"segment_ids": batch["segment_ids"]} if "segment_ids" in batch else {}
+        h |= {name: batch[name] for name in ("segment_ids", "mask") if name in batch}
         h |= {"balance": x_BTD.new_zeros(())} if config.experts else {}
         return h | ({} if key is None or index_B is None else {"index": index_B})
 
@@ -326,7 +338,7 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
         layers = layers_of(config, p)
         keys = [key] if len(layers) == 1 or key is None else split(key, len(layers)).unbind()
         for own, k in zip(layers, keys * len(layers) if key is None else keys, strict=True):
-            x_BTD, seen = _block(config, cut, None, own, x_BTD, table, k, index_B)
+            x_BTD, seen = _block(config, cut, None, own, x_BTD, table, k, index_B, None, "blocks", h.get("mask"))
         share = {} if seen is None else {"balance": h["balance"] + seen.loss / len(config.expert_layers)}
         return h | {"x": x_BTD} | share
 
@@ -401,6 +413,7 @@ def _check_batch(batch: Any) -> None:
 
     Raises:
         TypeError: describes a batch, and the argument.
+        ValueError: a mask does not fit the tokens.
     """
     tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
@@ -408,6 +421,12 @@ def _check_batch(batch: Any) -> None:
         if isinstance(tokens, Tensor):
             what = f"a dict whose tokens are {tokens.dtype} of shape {tuple(tokens.shape)}"
         raise TypeError(f"a batch of gpt is {{'tokens': int64 [B, T + 1]}}, and this is {what}.")
+    mask = batch.get("mask")  # pyright: ignore[reportOptionalMemberAccess]
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape):
+        raise ValueError(
+            f'the "mask" of a batch is {mask.dtype} of shape {tuple(mask.shape)}, and its tokens have shape'
+            f" {tuple(tokens.shape)}; give each token a bool, False for padding."
+        )
 
 
 _WHOLE = _Along()
@@ -422,12 +441,14 @@ def _hidden(
     along: _Along = _WHOLE,
     tile: Wrap | None = None,
     bias: Tensor | None = None,
+    *,
+    load: bool = False,
     chosen: Tensor | None = None,
 ) -> tuple[Tensor, Seen | None]:
     chosen = None if chosen is None else _by_layer(config, chosen, batch["tokens"])
     if tile is not None and along.sequence is not None:
         raise ValueError("loss(tile=, sequence=True): layers along `axis` take a rank's tokens together; drop one.")
-    tokens_BT, index_B = batch["tokens"], batch.get("index")
+    tokens_BT, index_B, mask_BT = batch["tokens"], batch.get("index"), batch.get("mask")
     positions_T = _positions(config, tokens_BT)
     if axis_size(along.axis) > 1:
         check_blocks(config, params, along.axis)
@@ -435,15 +456,15 @@ def _hidden(
     table = _table(config, positions_T, x_BTD.dtype, batch.get("segment_ids"))
     keys = [None] * (config.num_layers + 1) if key is None else split(key, config.num_layers + 1).unbind()
     x_BTD = _dropout(config, along, keys[-1], x_BTD, index_B)
-    block = wrap(functools.partial(_block, config, along, tile))
+    block = wrap(functools.partial(_block, config, along, tile, load=load))
     if config.stacked:
-        x_BTD, seen = _scanned(config, block, params["blocks"], x_BTD, table, keys[:-1], index_B, bias, chosen)
+        x_BTD, seen = _scanned(config, block, params["blocks"], x_BTD, table, keys[:-1], index_B, bias, mask_BT, chosen)
     else:
         found = list[Seen]()
         for i, (p, k) in enumerate(zip(params["blocks"], keys[:-1], strict=True)):
             own = (None if x is None or "router" not in p else x[len(found)] for x in (bias, chosen))
             bias_E, chosen_BTk = own
-            x_BTD, one = block(p, x_BTD, table, k, index_B, bias_E, f"blocks.{i}", chosen_BTk)
+            x_BTD, one = block(p, x_BTD, table, k, index_B, bias_E, f"blocks.{i}", mask_BT, chosen_BTk)
             found += [] if one is None else [one]
         seen = tree_map(lambda *each: torch.stack(each), *found) if found else None
     return _norm(config, along, x_BTD, params["norm_w"], params.get("norm_b")), seen
@@ -458,6 +479,7 @@ def _scanned(
     keys: Sequence[Tensor | None],
     index_B: Tensor | None,
     bias: Tensor | None,
+    mask_BT: Tensor | None,
     chosen: Tensor | None,
 ) -> tuple[Tensor, Seen | None]:
     num = config.layers_a_block
@@ -465,9 +487,10 @@ def _scanned(
 
     def body(x_BTD: Tensor, x: Any) -> tuple[Tensor, Seen | None]:
         leaves, own_keys, own_bias, own_chosen = x
-        seen, more = None, ("blocks", own_chosen)
+        seen, more = None, ("blocks", mask_BT, own_chosen)
         for i, p in enumerate(layers_of(config, leaves)):
-            x_BTD, seen = block(p, x_BTD, table, None if own_keys is None else own_keys[i], index_B, own_bias, *more)
+            key = None if own_keys is None else own_keys[i]
+            x_BTD, seen = block(p, x_BTD, table, key, index_B, own_bias, *more)
         return x_BTD, seen
 
     return nn.scan(body, x_BTD, (blocks, keyed, bias, chosen))
@@ -505,12 +528,17 @@ def _shifted(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
             'Config(causal=False): each token sees the next, which cannot be its target; give the batch "targets": the'
             ' tokens that are masked in its "tokens", and -100 elsewhere.'
         )
+    if not config.causal and "mask" in batch and "segment_ids" not in batch:
+        raise ValueError(
+            'Config(causal=False): each token sees the padding of its row, which "mask" leaves to attention; give the'
+            ' batch "segment_ids", in which padding has a number of its own.'
+        )
     return shifted(batch)
 
 
 def _weighted(batch: dict[str, Any]) -> bool:
     """Whether rows differ in the number of targets that count."""
-    return "targets" in batch or "segment_ids" in batch
+    return any(name in batch for name in ("targets", "segment_ids", "mask"))
 
 
 def _mean(

@@ -123,7 +123,7 @@ def loss(
         need = "params, model_state, batch[, key]" if _has_bias(config) else "params, batch[, key]"
         raise ValueError(f"moe.loss(config, {need}) for {config.experts}: it got {len(rest)} arguments after params.")
     bias = None if state is None else state["bias"]
-    value, seen = gpt.loss_and_seen(config, params, *rest, bias=bias, **options)
+    value, seen = gpt.loss_and_seen(config, params, *rest, bias=bias, load=True, **options)
     assert seen is not None
     pairs = {name: WeightedMean(total.sum(), weight.sum()) for name, (total, weight) in seen.metrics.items()}
     aux = {"balance": seen.loss.detach().mean()} | pairs

@@ -38,6 +38,7 @@ from ._self_attention import AttentionWeights as AttentionWeights, Heads as Head
 from ._self_attention import fused_self_attention as fused_self_attention, self_attention as self_attention
 from ._products import Product as Product, product_of as product_of
 from ._rope import rope as rope, rope_table as rope_table
+from ._as_ops import as_ops as as_ops, is_differentiated as is_differentiated
 from ._scan import (
     Run as Run,
     ScanBody as ScanBody,

@@ -3,22 +3,13 @@
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
-from shardfn.inference import Detokenizer
-
-from ._asked import Asked
+from ._asked import Asked, Model
 from ._calls import Call, Piece
 from ._errors import ApiError
-
-
-class Spelled(NamedTuple):
-    """A token with its log probability."""
-
-    text: str
-    data: bytes | None
-    logprob: float
+from ._logprobs import Shape, Spelled, Speller, newer, older
 
 
 class Form(NamedTuple):
@@ -31,7 +22,7 @@ class Form(NamedTuple):
         opens: whether each choice begins with a piece that has its role.
         text: a choice's fields for its whole text.
         delta: a choice's fields for a further text.
-        logprobs: from tokens with their log probabilities.
+        logprobs: from tokens with their log probabilities, and the number of most probable ones beside each.
     """
 
     prefix: str
@@ -40,30 +31,18 @@ class Form(NamedTuple):
     opens: bool
     text: Callable[[str], dict[str, Any]]
     delta: Callable[[str], dict[str, Any]]
-    logprobs: Callable[[list[Spelled]], dict[str, Any]]
-
-
-def _older(tokens: list[Spelled]) -> dict[str, Any]:
-    return {"tokens": [t.text for t in tokens], "token_logprobs": [t.logprob for t in tokens], "top_logprobs": None}
-
-
-def _newer(tokens: list[Spelled]) -> dict[str, Any]:
-    rows = [
-        {"token": t.text, "logprob": t.logprob, "bytes": None if t.data is None else list(t.data), "top_logprobs": []}
-        for t in tokens
-    ]
-    return {"content": rows, "refusal": None}
+    logprobs: Shape
 
 
 COMPLETION_FORM = Form(
     *("cmpl-", "text_completion", "text_completion", False),
-    *(lambda text: {"text": text}, lambda text: {"text": text}, _older),
+    *(lambda text: {"text": text}, lambda text: {"text": text}, older),
 )
 CHAT_FORM = Form(
     *("chatcmpl-", "chat.completion", "chat.completion.chunk", True),
     lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
     lambda text: {"delta": {"content": text} if text else {}},
-    _newer,
+    newer,
 )
 _FAILURES = {
     "error": (500, "The logits of the model are not finite; this request has ended."),
@@ -77,15 +56,15 @@ class Answer:
 
     Args:
         form: of its route.
-        model: the name of the model.
+        model: that answers.
         asked: the body's meaning.
         call: its tokens.
-        spelling: the texts of single tokens.
     """
 
-    def __init__(self, form: Form, model: str, asked: Asked, call: Call, spelling: Detokenizer) -> None:
-        self._form, self._asked, self._call, self._spelling = form, asked, call, spelling
-        self._head = {"id": form.prefix + secrets.token_hex(12), "created": int(time.time()), "model": model}
+    def __init__(self, form: Form, model: Model, asked: Asked, call: Call) -> None:
+        self._form, self._model, self._asked, self._call = form, model, asked, call
+        self._spellers = dict[int, Speller]()  # by choice
+        self._head = {"id": form.prefix + secrets.token_hex(12), "created": int(time.time()), "model": asked.model}
 
     async def whole(self) -> dict[str, Any]:
         """The answer, once all tokens are there.
@@ -128,9 +107,7 @@ class Answer:
 
     async def _pieces(self) -> list[Piece]:
         pieces = await self._call.take()
-        for piece in pieces:
-            if (reason := piece.token.finish) in _FAILURES:
-                raise ApiError(*_FAILURES[reason])
+        raise_failures(pieces)
         return pieces
 
     def _due(self, pieces: list[Piece]) -> list[bytes]:
@@ -150,16 +127,28 @@ class Answer:
         return _line({**self._head, "object": self._form.chunk, "choices": choices, **usage})
 
     def _choice(self, i: int, fields: dict[str, Any], tokens: list[Spelled], finish: str | None) -> dict[str, Any]:
-        found = self._form.logprobs(tokens) if tokens else None
+        found = self._form.logprobs(tokens, self._asked.logprobs or 0) if tokens else None
         return {"index": i, **fields, "logprobs": found, "finish_reason": finish}
 
     def _logprob(self, piece: Piece) -> list[Spelled]:
         token = piece.token
-        if not self._asked.logprobs or token.token is None or token.logprob is None:
+        if self._asked.logprobs is None or token.token is None or token.logprob is None:
             return []
-        spelling = self._spelling
-        data = None if spelling.bytes_of is None else spelling.bytes_of(token.token)
-        return [Spelled(spelling.decode([token.token]), data, token.logprob)]
+        if (speller := self._spellers.get(piece.choice)) is None:
+            prompt = self._asked.requests[self._call.request_of(piece.choice)].prompt
+            speller = self._spellers[piece.choice] = Speller(self._model.spelling, self._model.texts, prompt)
+        return [speller.spell(token)]
+
+
+def raise_failures(pieces: Sequence[Piece]) -> None:
+    """Raises the error of a choice that has failed.
+
+    Raises:
+        ApiError: a choice has ended otherwise than by a stop or its length.
+    """
+    for piece in pieces:
+        if (reason := piece.token.finish) in _FAILURES:
+            raise ApiError(*_FAILURES[reason])
 
 
 def _line(value: dict[str, Any]) -> bytes:

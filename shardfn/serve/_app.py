@@ -6,16 +6,18 @@ The order of checks: host, key, size of the body, JSON, fields, template and tok
 import asyncio
 import concurrent.futures
 import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ._answers import CHAT_FORM, COMPLETION_FORM, Answer, Form
-from ._asked import Asked, Model, asked_chat, asked_completions
+from ._answers import CHAT_FORM, COMPLETION_FORM, Answer, Form, raise_failures
+from ._asked import Asked, Model, asked_chat, asked_completions, check_model
 from ._calls import Call, Calls
+from ._embeddings import asked_embeddings, embeddings_answer
 from ._errors import ApiError, json_response
 from ._fields import read_json
 from ._keys import Keys
 from ._metrics import Metrics
+from ._page import page
 from ._settings import Settings
 from ._streaming import Disconnected, EventStream, while_connected
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_Read = Callable[[Mapping[str, Any], Model], Asked]
+_T = TypeVar("_T")
 
 
 class App:
@@ -45,6 +47,7 @@ class App:
         self._keys = Keys(settings.keys)
         self.model: Model | None = None
         self.closed = ""
+        self._html, self._html_headers = page()
         # One thread: tokenizers need not be safe among several.
         self._reading = concurrent.futures.ThreadPoolExecutor(1, "shardfn-serve-text")
 
@@ -55,6 +58,7 @@ class App:
         from starlette.routing import Route
 
         routes = [
+            Route("/", self._page),
             Route("/health", self._health),
             Route("/ready", self._ready),
             Route("/metrics", self._page_of_metrics),
@@ -92,6 +96,11 @@ class App:
 
     # Without the engine.
 
+    async def _page(self, request: "Request") -> "Response":
+        from starlette.responses import Response
+
+        return Response(self._html, media_type="text/html", headers=self._html_headers)
+
     async def _health(self, request: "Request") -> "Response":
         behind = self._calls.behind
         if self.closed and self.closed != "The server ends.":
@@ -122,46 +131,60 @@ class App:
 
     async def _models(self, request: "Request") -> "Response":
         model = self._open_model()
-        row = {"id": model.name, "object": "model", "created": 0, "owned_by": "shardfn"}
-        row |= {"max_model_len": model.limits.context}
         if (name := request.path_params.get("name")) is None:
-            return json_response({"object": "list", "data": [row]})
-        if name != model.name:
-            text = f"model {name[:60]!r} does not exist; this server has {model.name!r}."
-            raise ApiError(404, text, "model", "model_not_found")
-        return json_response(row)
-
-    async def _embeddings(self, request: "Request") -> "Response":
-        raise ApiError(501, "Embeddings are not served: the engine does not pool.", code="not_implemented")
+            return json_response({"object": "list", "data": [_row(each, model) for each in model.names]})
+        check_model(name, model)
+        return json_response(_row(name, model))
 
     # With the engine.
 
-    def _route(self, form: Form, read: _Read) -> Callable[..., Any]:
+    def _route(self, form: Form, read: Callable[[Mapping[str, Any], Model], Asked]) -> Callable[..., Any]:
         async def answer(request: "Request") -> Any:
-            self._open_model()
-            data = await _body(request, self._settings)
-            model = self._open_model()  # the server may end meanwhile
-            loop = asyncio.get_running_loop()
-            asked = await loop.run_in_executor(self._reading, lambda: read(read_json(data), model))
-            self._open_model()
+            model, asked = await self._asked(request, read)
             call = self._calls.open(asked.requests)
-            made = Answer(form, model.name, asked, call, model.spelling)
+            made = Answer(form, model, asked, call)
             if asked.stream:
                 return EventStream(made.events(), self._settings.stall_seconds, functools.partial(self._end, call))
-            how = "disconnected"
-            try:
-                whole = await while_connected(made.whole(), request.receive)
-                how = ""
-            except Disconnected:
-                return ApiError(499, "The client has left.").response()
-            except ApiError:
-                how = ""
-                raise
-            finally:
-                self._end(call, how)
-            return json_response(whole)
+            return await self._whole(call, made.whole(), request)
 
         return answer
+
+    async def _embeddings(self, request: "Request") -> "Response":
+        _, inputs = await self._asked(request, asked_embeddings)
+        call = self._calls.open(inputs.requests, self._settings.pooling)
+
+        async def whole() -> dict[str, Any]:
+            while pieces := await call.take():
+                raise_failures(pieces)
+            vectors = [call.vectors[i] for i in range(len(inputs.requests))]
+            return embeddings_answer(inputs, vectors, call.prompt_tokens)
+
+        return await self._whole(call, whole(), request)
+
+    async def _asked(self, request: "Request", read: Callable[[Mapping[str, Any], Model], _T]) -> tuple[Model, _T]:
+        """The meaning of a body."""
+        self._open_model()
+        data = await _body(request, self._settings)
+        model = self._open_model()  # the server may end meanwhile
+        loop = asyncio.get_running_loop()
+        asked = await loop.run_in_executor(self._reading, lambda: read(read_json(data), model))
+        self._open_model()
+        return model, asked
+
+    async def _whole(self, call: Call, work: Coroutine[Any, Any, Any], request: "Request") -> "Response":
+        """An answer that is sent once it is whole."""
+        how = "disconnected"
+        try:
+            whole = await while_connected(work, request.receive)
+            how = ""
+        except Disconnected:
+            return ApiError(499, "The client has left.").response()
+        except ApiError:
+            how = ""
+            raise
+        finally:
+            self._end(call, how)
+        return json_response(whole)
 
     def _end(self, call: Call, how: str) -> None:
         if how:
@@ -175,6 +198,12 @@ class App:
         if self.model is None:
             raise ApiError(503, "The model is being loaded.", headers={"Retry-After": "5"})
         return self.model
+
+
+def _row(name: str, model: Model) -> dict[str, Any]:
+    """A model or an adapter, as clients list it."""
+    row = {"id": name, "object": "model", "created": 0, "owned_by": "shardfn", "max_model_len": model.limits.context}
+    return row if name == model.name else row | {"parent": model.name}
 
 
 async def _body(request: "Request", settings: Settings) -> bytes:

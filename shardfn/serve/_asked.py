@@ -1,16 +1,17 @@
 """From the body of a request to requests of the engine."""
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shardfn.inference import Compiler, Detokenizer, Grammar, Limits, Request, Sampling, check_request
 
 from ._errors import ApiError
-from ._fields import CHAT, COMPLETIONS, FLAG, FORMAT, MESSAGE, PART, SAMPLING, SCHEMA, check_text, read_fields
+from ._fields import CHAT, COMPLETIONS, FLAG, FORMAT, MESSAGE, NUMBER, PART, SAMPLING, SCHEMA, check_text, read_fields
 
 _COMPLETION = 16  # OpenAI's default for max_tokens of the older route
+_OLDER_TOP = 5  # its most probable tokens
 _ROLES = ("system", "user", "assistant")
 
 
@@ -39,6 +40,9 @@ class Model(NamedTuple):
         ends: tokens that end a completion.
         max_choices: of one call.
         compiler: of grammars; None if they are not served.
+        texts: the texts of choices.
+        adapters: names that clients may give in place of the model's.
+        width: of embeddings; 0 if they are not served.
     """
 
     name: str
@@ -48,22 +52,34 @@ class Model(NamedTuple):
     ends: frozenset[int]
     max_choices: int
     compiler: Compiler | None
+    texts: Detokenizer
+    adapters: tuple[str, ...] = ()
+    width: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that clients may give."""
+        return (self.name, *self.adapters)
 
 
 class Asked(NamedTuple):
     """A body, checked.
 
     Attributes:
-        requests: one for each prompt; all have the same sampling but for the seed.
+        model: as the client has named it.
+        requests: one for each prompt; all have the same sampling but for the seed. In place of an adapter's digest
+            they have its name, which the ranks look up.
         stream: whether the answer comes in pieces.
         usage: whether the last piece has the usage.
-        logprobs: whether the answer has the log probability of each token.
+        logprobs: the number of most probable tokens that the answer has beside each drawn one; None for an answer
+            without log probabilities.
     """
 
+    model: str
     requests: list[Request]
     stream: bool
     usage: bool
-    logprobs: bool
+    logprobs: int | None
 
 
 def asked_completions(body: Mapping[str, Any], model: Model) -> Asked:
@@ -73,11 +89,12 @@ def asked_completions(body: Mapping[str, Any], model: Model) -> Asked:
         ApiError: names the field that is wrong.
     """
     given = read_fields(body, COMPLETIONS)
-    _check_model(given, model)
-    if given.get("logprobs", 0) != 0:
-        raise _top_logprobs("logprobs", given["logprobs"])
-    prompts = [model.text.encode(x) if isinstance(x, str) else x for x in _prompts(given)]
-    return _asked(given, prompts, model, given.get("max_tokens", _COMPLETION), "logprobs" in given)
+    adapter = adapter_of(given, model)
+    top = given.get("logprobs")
+    if top is not None and not 0 <= top <= _OLDER_TOP:
+        raise ApiError(400, f"logprobs is {top}; it must be an integer from 0 to {_OLDER_TOP}.", "logprobs")
+    prompts = prompts_of(given, model, "prompt")
+    return _asked(given, prompts, model, adapter, given.get("max_tokens", _COMPLETION), top)
 
 
 def asked_chat(body: Mapping[str, Any], model: Model) -> Asked:
@@ -87,32 +104,40 @@ def asked_chat(body: Mapping[str, Any], model: Model) -> Asked:
         ApiError: names the field that is wrong, or the tokenizer has no chat template.
     """
     given = read_fields(body, CHAT)
-    _check_model(given, model)
-    if given.get("top_logprobs", 0) != 0:
-        raise _top_logprobs("top_logprobs", given["top_logprobs"])
+    adapter = adapter_of(given, model)
+    top = given.get("top_logprobs", 0) if given.get("logprobs") else None
+    if top is None and given.get("top_logprobs", 0) != 0:
+        raise ApiError(400, "top_logprobs has no effect without logprobs: true; leave it out.", "top_logprobs")
     if "max_completion_tokens" in given and "max_tokens" in given:
         raise ApiError(400, "max_tokens is given beside max_completion_tokens; give one of them.", "max_tokens")
     prompt = _templated(_messages(given), model)
     rest = max(1, model.limits.context - len(prompt))
     most = given.get("max_completion_tokens", given.get("max_tokens", rest))
-    return _asked(given, [prompt], model, most, given.get("logprobs", False))
+    return _asked(given, [prompt], model, adapter, most, top)
 
 
-def _asked(given: Mapping[str, Any], prompts: list[list[int]], model: Model, most: int, logprobs: bool) -> Asked:
+def _asked(
+    given: Mapping[str, Any], prompts: list[list[int]], model: Model, adapter: bytes, most: int, top: int | None
+) -> Asked:
     ends = frozenset() if given.get("ignore_eos") else model.ends
     stops = given.get("stop", [])
     numbers: dict[str, Any] = {name: given[name] for name in SAMPLING if name in given}
     numbers |= {"seed": given.get("seed", secrets.randbits(63)), "max_tokens": most}
+    stop_tokens = tuple(dict.fromkeys([*given.get("stop_token_ids", ()), *sorted(ends)]))
     sampling = Sampling(
         **numbers,
-        stop_tokens=tuple(dict.fromkeys([*given.get("stop_token_ids", ()), *sorted(ends)])),
-        grammar=_grammar(given, model),
+        stop_tokens=stop_tokens,
+        logit_bias=_biases(given.get("logit_bias", {})),
+        top_logprobs=top or 0,
         stop=(stops,) if isinstance(stops, str) else tuple(stops),
     )
     salt = given.get("cache_salt", "").encode()
-    requests = [Request(tuple(prompt), sampling, salt=salt) for prompt in prompts]
-    for i, request in enumerate(requests):
-        _check(request, model.limits, f"prompt {i} of {len(requests)}: " if len(requests) > 1 else "", given)
+    requests = [Request(tuple(prompt), sampling, salt=salt, adapter=adapter) for prompt in prompts]
+    check_fields(requests, model.limits, given)
+    if (grammar := _grammar(given, model, stop_tokens)) is not None:
+        sampling = replace(sampling, grammar=grammar)
+        requests = [replace(request, sampling=sampling) for request in requests]
+        check_fields(requests, model.limits, given)
     if (choices := len(requests) * sampling.n) > model.max_choices:
         raise ApiError(400, f"n is {sampling.n}: {choices} choices; they must be at most {model.max_choices}.", "n")
     if "seed" not in given:  # equal prompts of one request are drawn apart
@@ -121,15 +146,57 @@ def _asked(given: Mapping[str, Any], prompts: list[list[int]], model: Model, mos
     if options is not None and not stream:
         raise ApiError(400, "stream_options has no effect without stream: true; leave it out.", "stream_options")
     usage = read_fields(options or {}, {"include_usage": FLAG}, "stream_options").get("include_usage", False)
-    return Asked(requests, stream, usage, logprobs)
+    return Asked(given["model"], requests, stream, usage, top)
 
 
-def _check_model(given: Mapping[str, Any], model: Model) -> None:
+def adapter_of(given: Mapping[str, Any], model: Model) -> bytes:
+    """The name of the adapter that a body asks for by its model; empty for the model without one.
+
+    Raises:
+        ApiError: the model is missing or unknown.
+    """
     if "model" not in given:
-        raise ApiError(400, f"model is missing; this server has {model.name!r}.", "model", "missing_parameter")
-    if given["model"] != model.name:
-        text = f"model {given['model'][:60]!r} does not exist; this server has {model.name!r}."
+        text = f"model is missing; this server has {names_of(model)}."
+        raise ApiError(400, text, "model", "missing_parameter")
+    check_model(given["model"], model)
+    return b"" if given["model"] == model.name else given["model"].encode()
+
+
+def check_model(name: str, model: Model) -> None:
+    """Refuses a name that this server does not have.
+
+    Raises:
+        ApiError: has the names that it has.
+    """
+    if name not in model.names:
+        text = f"model {name[:60]!r} does not exist; this server has {names_of(model)}."
         raise ApiError(404, text, "model", "model_not_found")
+
+
+def names_of(model: Model) -> str:
+    """The names that clients may give, in words."""
+    return ", ".join(map(repr, model.names))
+
+
+def _biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    for token, bias in given.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 20):
+            text = f"logit_bias has a field {token[:60]!r}; each must be the id of a token, such as '50256'."
+            raise ApiError(400, text, "logit_bias")
+        if not NUMBER.has(bias):
+            text = f"logit_bias of token {token} must be a number from -100 to 100."
+            raise ApiError(400, text, "logit_bias")
+    return tuple((int(token), bias) for token, bias in given.items())
+
+
+def check_fields(requests: Sequence[Request], limits: Limits, given: Mapping[str, Any]) -> None:
+    """Refuses values out of range.
+
+    Raises:
+        ApiError: names the field, and the prompt if there are several.
+    """
+    for i, request in enumerate(requests):
+        _check(request, limits, f"prompt {i} of {len(requests)}: " if len(requests) > 1 else "", given)
 
 
 def _check(request: Request, limits: Limits, where: str, given: Mapping[str, Any]) -> None:
@@ -138,20 +205,15 @@ def _check(request: Request, limits: Limits, where: str, given: Mapping[str, Any
     except ValueError as error:
         name = str(error).split()[0].partition("[")[0]
         field = {"stop_tokens": "stop_token_ids"}.get(name, name)
-        if field == "prompt" and "messages" in given:
-            field = "messages"
+        if field == "prompt":
+            field = next(name for name in ("messages", "input", "prompt") if name in given)
         if field == "max_tokens" and "max_completion_tokens" in given:
             field = "max_completion_tokens"
         code = "context_length_exceeded" if request.prompt and "context" in str(error) else None
         raise ApiError(400, where + str(error).replace(name, field, 1), field, code) from error
 
 
-def _top_logprobs(field: str, value: int) -> ApiError:
-    text = f"{field} is {value}; it must be 0: log probabilities are those of the drawn tokens alone."
-    return ApiError(400, text, field, "unsupported_parameter")
-
-
-def _grammar(given: Mapping[str, Any], model: Model) -> Grammar | None:
+def _grammar(given: Mapping[str, Any], model: Model, stop_tokens: Sequence[int]) -> Grammar | None:
     """The language of the text; it is compiled here, so that a wrong one never reaches the engine."""
     schema = _schema(given["response_format"]) if "response_format" in given else None
     if schema is None and "regex" not in given:
@@ -164,7 +226,7 @@ def _grammar(given: Mapping[str, Any], model: Model) -> Grammar | None:
         raise ApiError(400, f"{field} is not served: it {text}", field, "unsupported_parameter")
     try:
         made = Grammar.regex(given["regex"]) if schema is None else Grammar.json_schema(schema)
-        model.compiler.compile(made, sorted(model.ends))
+        model.compiler.compile(made, stop_tokens)  # as the engine will: it refuses a text that no token can begin
     except ValueError as error:
         raise ApiError(400, f"{field}: {str(error).removeprefix('grammar: ')}", field) from error
     return made
@@ -189,17 +251,22 @@ def _schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return inner["schema"]
 
 
-def _prompts(given: Mapping[str, Any]) -> list[str | list[int]]:
-    """The prompts: texts, or lists of ids."""
-    if "prompt" not in given:
-        raise ApiError(400, "prompt is missing.", "prompt", "missing_parameter")
-    prompt = given["prompt"]
-    check_text(prompt, "prompt")
+def prompts_of(given: Mapping[str, Any], model: Model, field: str) -> list[list[int]]:
+    """The ids of the prompts of a field, which has texts or lists of ids.
+
+    Raises:
+        ApiError: it is missing, or of another form.
+    """
+    if field not in given:
+        raise ApiError(400, f"{field} is missing.", field, "missing_parameter")
+    prompt = given[field]
+    check_text(prompt, field)
     if isinstance(prompt, str) or _ids(prompt):
-        return [prompt]
-    if isinstance(prompt, list) and prompt and all(isinstance(x, str) or _ids(x) for x in prompt):
-        return prompt
-    raise ApiError(400, "prompt must be a string, a list of token ids, or a list of these that is not empty.", "prompt")
+        prompt = [prompt]
+    if not (isinstance(prompt, list) and prompt and all(isinstance(x, str) or _ids(x) for x in prompt)):
+        text = f"{field} must be a string, a list of token ids, or a list of these that is not empty."
+        raise ApiError(400, text, field)
+    return [model.text.encode(x) if isinstance(x, str) else x for x in prompt]
 
 
 def _ids(value: Any) -> bool:

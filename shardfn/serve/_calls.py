@@ -4,14 +4,22 @@ import asyncio
 import itertools
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shardfn.inference import Add, Cancel, Drain, Request, Token
+from shardfn.inference import Add, Cancel, Drain, Guesses, Request, Token
 
-from ._errors import ApiError
-from ._link import End, Message, Report
+from ._errors import ApiError, refusal
+from ._link import Embed, End, Message, Report
 from ._metrics import Metrics
+
+# The counters of the fields of `Guesses`.
+_OF_GUESSES = (
+    "vllm:spec_decode_num_drafts",
+    "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
+)
 
 
 class Piece(NamedTuple):
@@ -32,9 +40,13 @@ class Call:
     Attributes:
         prompt_tokens: of all prompts.
         drawn: tokens so far.
+        embeds: whether prompts are embedded, in place of being continued.
+        vectors: embeddings so far, by the number of the request.
     """
 
-    def __init__(self, requests: Sequence[Request], number: int) -> None:
+    def __init__(self, requests: Sequence[Request], number: int, *, embeds: bool = False) -> None:
+        self.embeds = embeds
+        self.vectors = dict[int, bytes]()
         self.names = {f"{number}.{i}": i for i in range(len(requests))}
         self.choices = [request.sampling.n for request in requests]
         self.prompt_tokens, self.drawn = sum(len(request.prompt) for request in requests), 0
@@ -44,6 +56,10 @@ class Call:
         self.began, self.last = time.monotonic(), dict[int, float]()
         self._due, self._news = list[Piece](), asyncio.Event()
         self._error: ApiError | None = None
+
+    def request_of(self, choice: int) -> int:
+        """The number of the request that has a choice."""
+        return bisect_right(self.starts, choice) - 1
 
     @property
     def done(self) -> bool:
@@ -95,6 +111,7 @@ class Calls:
         self.taken, self.progress = 0, time.monotonic()
         self._rate = 0.0  # prompt tokens a second that have left the line, lately
         self.counts: dict[str, int] = {}
+        self._guesses = Guesses()  # so far
 
     def __len__(self) -> int:
         return len(self._open)
@@ -104,13 +121,17 @@ class Calls:
         """Seconds since the last step, while there is work."""
         return time.monotonic() - self.progress if self._of or self.taken < self._events else 0.0
 
-    def open(self, requests: Sequence[Request]) -> Call:
+    def open(self, requests: Sequence[Request], pooling: str | None = None) -> Call:
         """Begins a call.
+
+        Args:
+            requests: of the engine.
+            pooling: embeds their prompts; None continues them.
 
         Raises:
             ApiError: too many tokens wait already; 429, with the seconds after which to try again.
         """
-        call = Call(requests, next(self._numbers))
+        call = Call(requests, next(self._numbers), embeds=pooling is not None)
         if self.waiting and self.waiting + call.prompt_tokens > self._max_waiting:
             raise ApiError(
                 429,
@@ -123,7 +144,8 @@ class Calls:
         self._open[id(call)] = call
         for name, request in zip(call.names, requests, strict=True):
             self._of[name] = call
-            self._event(Add(self._events, name, request))
+            number = self._events
+            self._event(Embed(number, name, request, pooling) if pooling else Add(number, name, request))
         return call
 
     @property
@@ -144,6 +166,15 @@ class Calls:
         """Hands the tokens of a step to their calls."""
         now = time.monotonic()
         self.counts, self.taken, self.progress = dict(report.counts), report.taken, now
+        for name, before, after in zip(_OF_GUESSES, self._guesses, report.guesses, strict=True):
+            self._metrics.add(name, after - before)
+        self._guesses = report.guesses
+        for name, reason in report.refused.items():
+            if (call := self._of.pop(name, None)) is not None:
+                call.fail(refusal(reason))
+        for name, vector in report.vectors.items():
+            if (call := self._of.get(name)) is not None:
+                call.vectors[call.names[name]] = vector
         ends = dict[str, int]()
         for token in report.tokens:
             call = self._of.get(token.name)
@@ -181,21 +212,25 @@ class Calls:
         if token.token is not None:
             if token.name in call.waiting:
                 waited = now - call.began
-                if not call.drawn:
+                if not call.drawn and not call.embeds:
                     self._metrics.observe("vllm:time_to_first_token_seconds", waited)
                 num = self._started(call, token.name)
                 self._metrics.add("vllm:prompt_tokens", num)
                 self._rate = 0.9 * self._rate + 0.1 * num / max(waited, 1e-3)
-            call.drawn += 1
-            self._metrics.add("vllm:generation_tokens")
-            if (last := call.last.get(choice)) is not None:
-                self._metrics.observe("vllm:inter_token_latency_seconds", now - last)
-            call.last[choice] = now
-        if token.finish in ("stop", "length"):
+            if not call.embeds:
+                self._drawn(call, choice, now)
+        if token.finish in ("stop", "length") and not call.embeds:
             self._metrics.add("vllm:request_success", label=token.finish)
         call.put(Piece(choice, token))
         if not call.left:
             self._metrics.observe("vllm:e2e_request_latency_seconds", now - call.began)
+
+    def _drawn(self, call: Call, choice: int, now: float) -> None:
+        call.drawn += 1
+        self._metrics.add("vllm:generation_tokens")
+        if (last := call.last.get(choice)) is not None:
+            self._metrics.observe("vllm:inter_token_latency_seconds", now - last)
+        call.last[choice] = now
 
     def _started(self, call: Call, name: str) -> int:
         """Takes a prompt out of those that wait; returns the number of its tokens."""

@@ -9,6 +9,15 @@ if TYPE_CHECKING:
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 404: "not_found", 413: "body_too_large", 429: "rate_limit_exceeded"}
+# The fields of bodies by the names of the engine.
+_NAMED = "prompt max_tokens temperature top_k top_p min_p seed n stop logit_bias".split()
+_NAMED += "presence_penalty frequency_penalty repetition_penalty top_logprobs".split()
+_FIELDS = {name: name for name in _NAMED} | {
+    "stop_tokens": "stop_token_ids",
+    "salt": "cache_salt",
+    "adapter": "model",
+    "grammar": "response_format",
+}
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> "Response":
@@ -16,6 +25,21 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
     from starlette.responses import JSONResponse
 
     return JSONResponse(value, status, headers=headers)
+
+
+def refusal(reason: str) -> "ApiError":
+    """The answer to a request that the engine refuses: the same request will be refused again.
+
+    Args:
+        reason: the engine's, which begins with a name.
+
+    Example:
+        >>> refusal("stop_tokens[0] is 9; it must be an integer from 0 to 8.").param
+        'stop_token_ids'
+    """
+    name = reason.split()[0].partition("[")[0].rstrip(":") if reason.strip() else ""
+    field = _FIELDS.get(name)
+    return ApiError(400, reason.replace(name, field, 1) if field else reason, field)
 
 
 class ApiError(Exception):

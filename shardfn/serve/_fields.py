@@ -69,6 +69,7 @@ COMMON: Mapping[str, Kind] = {
     "stop_token_ids": INTEGERS,
     "ignore_eos": FLAG,
     "cache_salt": TEXT,
+    "logit_bias": OBJECT,
     "regex": TEXT,
     "response_format": OBJECT,
     "user": TEXT,
@@ -81,6 +82,13 @@ CHAT: Mapping[str, Kind] = {
     "logprobs": FLAG,
     "top_logprobs": INTEGER,
 }
+EMBEDDINGS: Mapping[str, Kind] = {
+    "model": TEXT,
+    "input": ANY,
+    "encoding_format": TEXT,
+    "dimensions": INTEGER,
+    "user": TEXT,
+}
 FORMAT: Mapping[str, Kind] = {"type": TEXT, "json_schema": OBJECT}
 SCHEMA: Mapping[str, Kind] = {"name": TEXT, "description": TEXT, "strict": FLAG, "schema": OBJECT}
 MESSAGE: Mapping[str, Kind] = {"role": TEXT, "content": ANY}
@@ -88,7 +96,7 @@ PART: Mapping[str, Kind] = {"type": TEXT, "text": TEXT}
 
 # Fields of OpenAI's interface that are not served.
 REFUSED = frozenset(
-    "audio best_of echo function_call functions logit_bias metadata modalities moderation parallel_tool_calls"
+    "audio best_of echo function_call functions metadata modalities moderation parallel_tool_calls"
     " prediction prompt_cache_key prompt_cache_retention reasoning_effort safety_identifier"
     " service_tier store suffix tool_choice tools verbosity web_search_options"
     " annotations name refusal tool_call_id tool_calls image_url input_audio file".split()  # of messages and parts

@@ -91,7 +91,7 @@ class Front:
         self.metrics = Metrics(settings.name)
         self.calls = Calls(ranks.send, self.metrics, settings.max_waiting)
         self.app = App(settings, self.calls, self.metrics)
-        self._spelling = detokenizer(text.tokenizer, special=True)
+        self._spelling, self._texts = detokenizer(text.tokenizer, special=True), detokenizer(text.tokenizer)
         self.signals = 0
         self._signal = asyncio.Event()
 
@@ -147,9 +147,10 @@ class Front:
 
     def _begin(self, ready: Ready) -> None:
         settings = self.settings
-        compiler = Compiler(detokenizer(self._text.tokenizer), ready.limits.vocab) if ready.grammars else None
+        compiler = Compiler(self._texts, ready.limits.vocab) if ready.grammars else None
         fixed = settings.name, self._text, self._spelling
-        self.app.model = Model(*fixed, ready.limits, ready.ends, settings.max_choices, compiler)
+        more = {"texts": self._texts, "adapters": settings.adapters, "width": ready.width}
+        self.app.model = Model(*fixed, ready.limits, ready.ends, settings.max_choices, compiler, **more)
         self._report(ready.about)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._report(f"shardfn serve: ready at http://{host}:{settings.port}/v1, model {settings.name!r}")

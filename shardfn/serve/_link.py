@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardfn.inference import Event, Limits, Token
+from shardfn.inference import Event, Guesses, Limits, Request, Token
 
 _LENGTH = 8
 _READ = 1 << 18
@@ -29,7 +29,24 @@ class End:
     number: int
 
 
-Message = Event | End
+@dataclass(frozen=True)
+class Embed:
+    """A request whose prompt is embedded, in place of being continued.
+
+    Attributes:
+        number: of the event.
+        name: of the request.
+        request: the prompt.
+        pooling: as for `Engine.embed`.
+    """
+
+    number: int
+    name: str
+    request: Request
+    pooling: str
+
+
+Message = Event | End | Embed
 
 
 class Ready(NamedTuple):
@@ -41,6 +58,7 @@ class Ready(NamedTuple):
         size: the number of the tokenizer's tokens.
         grammars: whether graphs of steps with grammars are captured, too.
         about: the model and its memory, in words.
+        width: of embeddings; 0 for a model without them.
     """
 
     limits: Limits
@@ -48,6 +66,7 @@ class Ready(NamedTuple):
     size: int
     grammars: bool
     about: str
+    width: int = 0
 
 
 class Report(NamedTuple):
@@ -57,11 +76,17 @@ class Report(NamedTuple):
         tokens: that it has returned, and ends of requests.
         counts: of sequences and blocks, as `Engine.counts`.
         taken: the number of events that the engine has taken so far.
+        refused: by name of a request that the engine has refused, its reason.
+        vectors: by name of a request whose prompt is embedded, float32 numbers.
+        guesses: counts of drafts so far, as `Engine.guesses`.
     """
 
     tokens: list[Token]
     counts: Mapping[str, int]
     taken: int
+    refused: Mapping[str, str]
+    vectors: Mapping[str, bytes]
+    guesses: Guesses = Guesses()
 
 
 def packed(value: object) -> bytes:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ._link import Message, packed, received
 
-_PATIENCE = 5.0  # seconds in which a process ends by itself, before it is killed
+_PATIENCE = 1.0  # seconds in which a process ends by itself, before it is killed: one that loads does not listen
 
 
 class Processes:
@@ -95,13 +95,7 @@ class Processes:
         for writer in self._writers:
             with contextlib.suppress(Exception):
                 writer.close()
-        for process in self._running:
-            try:
-                await asyncio.wait_for(process.wait(), _PATIENCE)
-            except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+        await asyncio.gather(*map(_end, self._running))
 
     async def all_end(self, seconds: float) -> bool:
         """Whether all of them end within some seconds."""
@@ -110,3 +104,12 @@ class Processes:
         for task in left:
             task.cancel()
         return not left
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    try:
+        await asyncio.wait_for(process.wait(), _PATIENCE)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

@@ -7,12 +7,13 @@ read of its own socket, and the others are never waited for then.
 
 import socket
 from collections import deque
+from collections.abc import Sequence
 
 from shardfn.core import Mesh
 from shardfn.engine import comms_of, losing_no_peer
 from shardfn.inference import Add, Cancel, Drain, Engine, Token
 
-from ._link import End, Inbox, Message, Ready, Report, packed
+from ._link import Embed, End, Inbox, Message, Ready, Report, packed
 
 
 def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
@@ -28,19 +29,23 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
         RankError: another rank has ended, or differs.
     """
     first, inbox, waiting, taken = engine.mesh.rank == 0, Inbox(end), deque[Message](), 0
+    embeds = set[str]()  # names of requests whose prompts are embedded
     if first:
         end.sendall(packed(ready))
     while True:
         waiting.extend(inbox.take(wait=engine.idle and not waiting))
-        tokens, stops = list[Token](), False
+        refused, stops = dict[str, str](), False
         for _ in range(_of_all(engine.mesh, len(waiting))):
             event = waiting.popleft()
             taken += 1
             stops = stops or isinstance(event, End)
-            tokens += _enter(engine, event)
-        tokens += engine.step()
+            refused |= _enter(engine, event, embeds)
+        tokens = engine.step()
+        vectors = _vectors(engine, tokens, embeds)
         if first:
-            end.sendall(packed(Report(tokens, engine.counts(), taken)))
+            tokens = [token for token in tokens if token.name not in embeds or token.finish is not None]
+            end.sendall(packed(Report(tokens, engine.counts(), taken, refused, vectors, engine.guesses)))
+        embeds -= {token.name for token in tokens if token.finish is not None}
         if stops:
             return
 
@@ -55,17 +60,28 @@ def _of_all(mesh: Mesh, num: int) -> int:
         return min(comms.control.exchange(num))
 
 
-def _enter(engine: Engine, event: Message) -> list[Token]:
-    """Passes an event on; returns the ends of a request that the engine refuses."""
+def _enter(engine: Engine, event: Message, embeds: set[str]) -> dict[str, str]:
+    """Passes an event on; returns the reason if the engine refuses a request, by its name."""
     match event:
-        case Add(_, name, request):
+        case Add(_, name, request) | Embed(_, name, request, _):
+            adapter = request.adapter.decode() or None  # its name: the front has no digests
+            more = {"priority": request.priority, "salt": request.salt, "adapter": adapter}
             try:
-                more = {"priority": request.priority, "salt": request.salt}
-                engine.add(request.prompt, request.sampling, name=name, **more)
-            except (TypeError, ValueError):
-                return [Token(name, i, 0, None, None, 0, "refused") for i in range(request.sampling.n)]
+                if isinstance(event, Embed):
+                    engine.add_embedding(request.prompt, event.pooling, name=name, **more)
+                    embeds.add(name)
+                else:
+                    engine.add(request.prompt, request.sampling, name=name, **more)
+            except (TypeError, ValueError, ImportError) as error:
+                return {name: str(error)}
         case Cancel(_, name):
             engine.cancel(name)
         case Drain():
             engine.drain()
-    return []
+    return {}
+
+
+def _vectors(engine: Engine, tokens: Sequence[Token], embeds: set[str]) -> dict[str, bytes]:
+    """The embeddings that are done with these tokens."""
+    done = [token.name for token in tokens if token.name in embeds and token.finish == "length"]
+    return {name: engine.embedding(name, normalize=True).numpy().tobytes() for name in done}

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+POOLINGS = ("last", "mean")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -14,6 +15,8 @@ class Settings:
         host: the address to listen on.
         port: 0 takes a free one.
         keys: the keys of clients; without any, each client is served.
+        adapters: names of adapters, which clients give in place of the model's.
+        pooling: of embeddings, as for `shardfn.inference.Engine.embed`.
         hosts: further names in the `Host` header, beside those of loopback, while `host` is a loopback address.
         max_body: bytes of a request's body.
         max_connections: at a time.
@@ -37,6 +40,8 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     keys: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    pooling: str = "last"
     hosts: tuple[str, ...] = ()
     max_body: int = 4 << 20
     max_connections: int = 1024
@@ -51,6 +56,11 @@ class Settings:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"port is {self.port}; it must be from 0 to 65535.")
+        names = (self.name, *self.adapters)
+        if len(set(names)) < len(names) or not all(names):
+            raise ValueError(f"the model and its adapters are named {names}; give each a name of its own.")
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"pooling is {self.pooling!r}; it must be one of {', '.join(map(repr, POOLINGS))}.")
         for name, value in vars(self).items():
             if name.startswith("max_") or name.endswith("_seconds"):
                 if not value > 0:

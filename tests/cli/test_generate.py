@@ -244,6 +244,18 @@ def test_drafts_change_no_completion(
     assert out == plain and "drafts accepted" in err
 
 
+def test_a_draft_model_changes_no_completion(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same model as its own draft model is always right, also where tokens are sampled."""
+    asked = ["generate", str(run), "aba", "bab", "--json", "--seed", "2"]
+    assert main(asked) == 0
+    plain = capsys.readouterr().out
+    assert main([*asked, "--draft-model", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert out == plain and f"{run}, which guesses: " in err
+    found = re.search(r"(\d+) of (\d+) drafts accepted", err)
+    assert found is not None and found[1] == found[2] != "0"
+
+
 @pytest.mark.parametrize("more", [[], ["--json"]])
 def test_logits_that_are_not_finite_are_an_error(
     run: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
@@ -316,6 +328,11 @@ def test_texts_of_a_schema_and_of_an_expression(
         (
             "one --regex x --json-schema y",
             "--json-schema and --regex are two grammars of one text; leave one of them out",
+        ),
+        ("one --draft-model nowhere", "--draft-model nowhere does not exist"),
+        (
+            "one --draft-model nowhere --drafter suffix",
+            "--draft-model and --drafter suffix are two drafters; leave one",
         ),
         ("one --json-schema nowhere", "--json-schema nowhere: .*No such file"),
         ("one --cache-gib 1e-6", "cache_bytes=1073 holds 0 tokens"),

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardfn.graph import PARTIAL, WHOLE, Operand, OpUse, Ranks, blocks, cut, known_op
+from shardfn.graph import PARTIAL, VARYING, WHOLE, Form, Operand, OpUse, Ranks, Strategy, blocks, cut, known_op
+from shardfn.nn import moe
 
 aten, kernels = torch.ops.aten, torch.ops.shardfn_kernels
 
@@ -203,6 +204,18 @@ def _gather_rows(r):
     return (randn(n, d), torch.randint(-1, n, (m, j)), r.choice([None, randn(m, j)]))
 
 
+def _placed_rows(r):
+    """Tokens, the token of each row, and the rows of each token."""
+    s, d, k, e = sizes(r, *"sdke")
+    p, _ = moe.permutation(torch.randint(-1, e, (s, k)), e)
+    return randn(s, d), p.source[:, None], p.places
+
+
+def _combined_rows(r):
+    x, source, places = _placed_rows(r)
+    return randn(len(source), x.shape[1]), randn(*places.shape), source[:, 0], places
+
+
 def _row_dots(r):
     n, d, m, j = sizes(r, *"ndmj")
     return (randn(n, d), randn(m, d), torch.randint(-1, n, (m, j)))
@@ -284,6 +297,9 @@ CASES: dict[str, Any] = {
     "grouped outer": (kernels.grouped_outer.default, _grouped_outer),
     "grouped_mm": (aten._grouped_mm.default, _grouped_mm),
     "grouped_mm of rows": (aten._grouped_mm.default, _grouped_mm_of_rows),
+    "multiplied rows": (kernels.multiplied_rows.default, _grouped_product),
+    "copied rows": (kernels.copied_rows.default, lambda r: _placed_rows(r)[:3]),
+    "combined rows": (kernels.combined_rows.default, _combined_rows),
     "gather rows": (kernels.gather_rows.default, _gather_rows),
     "row dots": (kernels.row_dots.default, _row_dots),
     "ones": (aten.new_ones.default, lambda r: (_x(r), [2, 3])),
@@ -355,7 +371,7 @@ def joined(parts, form, size):
         held = [[each[i] for each in blocks(size, len(parts), form)] for i in range(len(parts))]
         pieces = [x.split(lengths, form.dim) for x, lengths in zip(parts, held, strict=True)]
         return torch.cat([one for part in zip(*pieces, strict=True) for one in part], form.dim)
-    return sum(parts) if form == PARTIAL else parts[0]
+    return sum(parts) if form.kind in ("partial", "rows") else parts[0]
 
 
 def forms_of(tensors, num):
@@ -405,3 +421,87 @@ def test_an_op_on_parts_is_the_op_on_the_whole(name, num):
                 near = 1e-5 if whole.dtype == torch.float32 else 1e-10
                 assert torch.allclose(value, whole, rtol=near, atol=near, equal_nan=True), (s, k)
     assert len(tried) > 1 or name in ("ones",)
+
+
+def strategies_of(use: OpUse) -> list[Strategy]:
+    rule = known_op(use.target).sharding
+    assert rule is not None
+    return rule(use)
+
+
+ROWS = Form("rows", owner=("counts", 5, 1))
+OF_ROWS = {
+    "silu": (aten.silu.default, lambda x: (x,)),
+    "gelu": (aten.gelu.default, lambda x: (x,)),
+    "cast": (aten._to_copy.default, lambda x: (x,)),
+    "product": (aten.mul.Tensor, lambda x: (x, randn(len(x), 1))),
+    "scale": (aten.mul.Tensor, lambda x: (x, 3.0)),
+    "columns": (aten.split.Tensor, lambda x: (x, 2, 1)),
+    "column": (aten.slice.Tensor, lambda x: (x, -1, 1, 3)),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_an_op_that_makes_zeros_of_zeros_keeps_own_rows(name: str) -> None:
+    target, given = OF_ROWS[name]
+    x = randn(7, 4)
+    args, _, tensors = seen_of(given(x), {})
+    want = target(*given(x)) if name != "product" else tensors[0] * tensors[1]
+    wants = [want] if isinstance(want, Tensor) else list(want)
+    outs = tuple(Operand(tuple(y.shape), y.element_size()) for y in wants)
+    operands, forms = tuple(Operand(tuple(t.shape), 8) for t in tensors), (ROWS, *(WHOLE for _ in tensors[1:]))
+    offered = strategies_of(OpUse(target, args, {}, operands, forms, outs, 2))
+    (one,) = [s for s in offered if s.ins[0] == ROWS]
+    assert one.outs == (ROWS,) * len(wants) and set(one.ins[1:]) <= {VARYING} and one.run is None
+    own = torch.arange(7)[:, None] % 2 == 0
+    parts = [target(*filled(args, [torch.where(mine, x, 0), *tensors[1:]])) for mine in (own, ~own)]
+    for k, y in enumerate(wants):
+        pair = parts if isinstance(want, Tensor) else [part[k] for part in parts]
+        assert torch.equal(pair[0] + pair[1], y) and torch.equal(pair[0], torch.where(own, y, 0))
+
+
+@pytest.mark.parametrize(
+    ("target", "given"),
+    [
+        (aten.sigmoid.default, lambda x: (x,)),
+        (aten.add.Tensor, lambda x: (x, 1.0)),
+        (aten.add.Tensor, lambda x: (x, randn(7, 4))),
+        (aten.mul.Tensor, lambda x: (x, randn(2, 7, 4))),
+        (aten.split.Tensor, lambda x: (x, 2, 0)),
+    ],
+)
+def test_other_ops_keep_no_rows(target: Any, given: Any) -> None:
+    drawn = given(randn(7, 4))
+    args, _, tensors = seen_of(drawn, {})
+    made = target(*drawn)
+    outs = tuple(Operand(tuple(y.shape), 8) for y in ([made] if isinstance(made, Tensor) else made))
+    operands, forms = tuple(Operand(tuple(t.shape), 8) for t in tensors), (ROWS, *(WHOLE for _ in tensors[1:]))
+    assert all(ROWS not in s.ins for s in strategies_of(OpUse(target, args, {}, operands, forms, outs, 2)))
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_a_second_product_reads_the_rows_that_the_first_has_made(num: int) -> None:
+    counts, op = torch.tensor([2, 0, 3, 1, 1]), kernels.multiplied_rows.default
+    x, one, two = randn(9, 4), randn(5, 4, 6), randn(5, 6, 3)
+
+    def rule(x: Tensor, w: Tensor, form: Form, name: str = "counts") -> Any:
+        args: Any
+        args, _, tensors = seen_of((x, w, counts, False, False), {})
+        named = (*args[:2], args[2]._replace(name=name), *args[3:])
+        operands = tuple(Operand(tuple(t.shape), t.element_size()) for t in tensors)
+        forms = form, cut(0, 5, num), WHOLE
+        out = Operand((9, w.shape[2]), 8)
+        offered = strategies_of(OpUse(op, named, {}, operands, forms, (out,), num))
+        return [s for s in offered if s.outs[0].kind == "rows"]
+
+    (first,) = rule(x, one, WHOLE)
+    (_, second) = rule(randn(9, 6), two, first.outs[0])
+    assert second.ins[0] == second.outs[0] == first.outs[0]
+    assert len(rule(randn(9, 6), two, first.outs[0], name="other counts")) == 1  # whose groups may have other rows
+    total = torch.zeros(9, 3, dtype=torch.float64)
+    for i in range(num):
+        ranks = Board(num, i, threading.Barrier(num), {})
+        start, stop = ranks.bounds(5)
+        h = aten.silu(first.run(ranks, (x, one[start:stop], counts, False, False), {}))
+        total += second.run(ranks, (h, two[start:stop], counts, False, False), {})
+    torch.testing.assert_close(total, op(aten.silu(op(x, one, counts, False, False)), two, counts, False, False))

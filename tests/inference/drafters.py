@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardfn.inference import Context, Drafter, Ngram, Suffix
+from shardfn.inference import Context, Drafter, Ngram, Suffix, Tree
 
 
 @dataclass(frozen=True)
@@ -14,9 +14,8 @@ class Random:
 
     vocab: int
 
-    def propose(self, context: Context, most: int) -> list[int]:
-        data = hashlib.blake2b(context.tokens.tobytes(), digest_size=64).digest()
-        return [data[i % 64] % self.vocab for i in range(most)]
+    def propose(self, context: Context, most: int) -> Sequence[int] | Tree:
+        return [byte % self.vocab for byte in _hash(context, most)]
 
     def end(self, context: Context) -> None:
         pass
@@ -26,6 +25,30 @@ class Random:
 
     def digest(self) -> bytes:
         return repr(self).encode()
+
+
+@dataclass(frozen=True)
+class Bush(Random):
+    """Proposes trees of tokens that follow from a hash of the text: most siblings differ, and some are equal.
+
+    Attributes:
+        truth: prompt and drawn tokens of choices, by name and choice; true ones are the last siblings.
+    """
+
+    truth: Mapping[tuple[str, int], Sequence[int]] = field(default_factory=dict, hash=False)
+
+    def propose(self, context: Context, most: int) -> Tree:
+        data = _hash(context, most)
+        tokens = [byte % self.vocab for byte in data]
+        parents = [data[-1 - i] % (i + 1) - 1 for i in range(most)]
+        known, at = len(context.tokens), -1
+        for token in self.truth.get((context.name, context.choice), ())[known : known + most]:
+            children = [i for i, parent in enumerate(parents) if parent == at]
+            if not children:
+                break
+            at = children[-1]
+            tokens[at] = token
+        return Tree(tuple(tokens), tuple(parents))
 
 
 @dataclass(frozen=True)
@@ -60,9 +83,14 @@ class Adversary:
         return f"{self.vocab} {self.wrong} {sorted(self.truth.items())}".encode()
 
 
+def _hash(context: Context, most: int) -> bytes:
+    data = hashlib.blake2b(context.tokens.tobytes(), digest_size=64).digest()
+    return (data * (1 + most // len(data)))[:most]
+
+
 def context(*tokens: int, prompt: int = 1, serial: int = 0, salt: bytes = b"") -> Context:
     return Context(serial, "a", 0, array("q", tokens), prompt, salt)
 
 
 # They propose ids below 5.
-DRAFTERS: list[Drafter] = [Ngram(longest=3, shortest=1), Suffix(most_tokens=30), Random(5)]
+DRAFTERS: list[Drafter] = [Ngram(longest=3, shortest=1), Suffix(most_tokens=30), Random(5), Bush(5)]

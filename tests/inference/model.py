@@ -18,6 +18,7 @@ class Model:
 
     limits: Limits
     cache: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    ancestors: dict[int, list[int]] = field(default_factory=dict)  # of drafts that branch, by row
 
     def run(self, plan: Plan) -> list[int]:
         limits, block = self.limits, self.limits.block
@@ -28,6 +29,11 @@ class Model:
         for a in (plan.rows, plan.keys, plan.places, plan.targets):
             assert len(a) == limits.wanted(plan.bucket)
         assert len(plan.lengths) == most + 1 and len(plan.tables) == (most + 1) * limits.width
+        before = dict(self.cache)
+        self.cache |= {new: before[old] for old, new in plan.moves}
+        self.ancestors = {
+            first + i: self.branch(first, parents, i) for first, parents in plan.branches for i in range(len(parents))
+        }
         real = range(plan.num_tokens)
         written = {plan.slots[i] for i in real}
         assert len(written) == plan.num_tokens, "two tokens write one slot"
@@ -44,15 +50,21 @@ class Model:
             drawn.append(draw(history, plan.keys[r], plan.version, limits.vocab) if plan.targets[r] < 0 else 0)
         return drawn
 
+    def branch(self, first: int, parents: tuple[int, ...], i: int) -> list[int]:
+        """The rows of a draft's ancestors and its own."""
+        return [*(self.branch(first, parents, parents[i]) if parents[i] >= 0 else []), first + i]
+
     def visible(self, plan: Plan, i: int) -> tuple[int, ...]:
         """The tokens that token i sees; each must have its position and this version."""
         s, position, width, block = plan.sequences[i], plan.positions[i], self.limits.width, self.limits.block
         assert position < plan.lengths[s]
         seen = []
+        own = self.ancestors.get(i, [])
         for q in range(position + 1):
             table = plan.tables[s * width + q // block]
             assert table > 0, "a read of block 0"
-            token, where, version = self.cache[table * block + q % block]
+            guess = q - (position + 1 - len(own))
+            token, where, version = self.cache[plan.slots[own[guess]] if guess >= 0 else table * block + q % block]
             assert (where, version) == (q, plan.version), (where, q, version, plan.version)
             seen.append(token)
         return tuple(seen)

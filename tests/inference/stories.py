@@ -75,6 +75,8 @@ samplings = st.builds(
     include_stop=st.booleans(),
     grammar=st.sampled_from(list(LANGUAGES)),
     prompt_logprobs=st.sampled_from([False, False, True]),
+    logit_bias=st.sampled_from([(), (), ((2, 5.5), (0, -100.0)), ((7, 0.25), (3, 1.0), (12, -3.0))]),
+    top_logprobs=st.sampled_from([0, 0, 3, 20]),
 )
 arrivals = st.builds(
     Arrival,
@@ -234,12 +236,31 @@ def check(story: Story, told: dict[tuple[str, int], Told], model: Model) -> int:
             target = -1 if t.position >= len(a.prompt) else t.token
             how = (a.sampling, draw_key(a.sampling.seed, choice), t.position)
             _, logprob = draw_alone(logits, *how, t.token)
+            _check_top(logits, t, a.sampling.top_logprobs)
+            logits = biased(logits, a.sampling) if target < 0 else logits
             if target < 0 and allowed:
                 logits = logits.where(torch.from_numpy(allowed[t.position - len(a.prompt)]), -torch.inf)
             token, _ = draw_alone(logits, *how, target)
             assert (token, logprob) == (t.token, t.logprob), (name, choice, t, token, logprob)
             checked += 1
     return checked
+
+
+def biased(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The logits that a draw sees."""
+    changed = logits.clone()
+    for token, bias in sampling.logit_bias:
+        changed[token] += bias
+    return changed
+
+
+def _check_top(logits: Tensor, t: Token, num: int) -> None:
+    """The most probable tokens are those of the raw logits, in order, each with the log probability of a draw."""
+    first = logits.sort(descending=True, stable=True).indices[:num].tolist()
+    assert [token for token, _ in t.top] == first
+    for token, logprob in t.top:
+        assert draw_alone(logits, Sampling(), 0, 0, token) == (token, logprob)
+        assert token != t.token or logprob == t.logprob
 
 
 def _follow(tokens: list[int], finish: str | None, how: Sampling) -> tuple[list[Any], bool]:

@@ -49,6 +49,7 @@ ALTERED = {
     "guesses": alter(lambda s: setattr(s, "guesses", s.guesses.add(2, 1))),
     "sequences[r0.0].trust": alter(lambda s: setattr(s.sequences[0], "trust", s.sequences[0].trust._replace(width=1))),
     "flight": alter(lambda s: s.flight.pop()),
+    "moves": alter(lambda s: s.moves.append((5, 4))),
     "chain": alter(lambda s: setattr(s, "chain", b"12345678")),
 }
 

@@ -213,6 +213,13 @@ def test_weights_with_a_nan_end_requests_as_errors() -> None:
         ([1], {"temperature": math.nan}, "temperature is nan"),
         ([1], {"top_p": 0.0}, "top_p is 0.0"),
         ([1], {"n": 1 << 40}, "n is 1099511627776"),
+        ([1], {"top_logprobs": 21}, "top_logprobs is 21; it must be an integer from 0 to 20"),
+        ([1], {"logit_bias": {1: 2.0}}, r"logit_bias is {1: 2.0}; it must be a tuple of pairs"),
+        ([1], {"logit_bias": ((13, 2.0),)}, "logit_bias has token 13; it must be an integer from 0 to 12"),
+        ([1], {"logit_bias": ((1, 101),)}, "logit_bias of token 1 is 101; it must be a number from -100 to 100"),
+        ([1], {"logit_bias": ((1, math.nan),)}, "logit_bias of token 1 is nan"),
+        ([1], {"logit_bias": ((1, 2.0), (1, 2.0))}, "logit_bias has token 1 twice"),
+        ([1], {"logit_bias": ((1, 2.0),) * 1025}, "logit_bias has 1025 tokens; it must have at most 1024"),
     ],
 )
 def test_a_request_that_cannot_run_is_refused_at_once(

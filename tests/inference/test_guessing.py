@@ -2,27 +2,42 @@
 
 import functools
 import os
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from shardfn import make_mesh
-from shardfn.inference import Drafter, Engine, Limits, Ngram, Runner, Sampling, Suffix
+from shardfn.inference import Drafter, DraftModel, Engine, Limits, Ngram, Runner, Sampling, Suffix
 from shardfn.testing import distributed
-from tests.inference.drafters import Adversary, Random
-from tests.inference.stories import Model, Story, Told, check, model, run
+from tests.inference.drafters import Adversary, Bush, Random
+from tests.inference.stories import LANGUAGES, Arrival, Model, Story, Told, check, model, run
 from tests.inference.test_stories import KINDS, drawn_stories
 
 MANY = int(os.environ.get("SHARDFN_STORIES", "500"))
 SIZES = replace(KINDS["gpt2"][1], buckets=(1, 3, 12), drafts=8)
 Truth = Mapping[tuple[str, int], Sequence[int]]
+
+
+@functools.cache
+def draft_model(version: int, **changes: Any) -> DraftModel:
+    """A model with few blocks, so that sequences lose theirs."""
+    small = Limits(vocab=13, context=28, blocks=12, block=4, buckets=(2, 9), running=3)
+    one = model(**KINDS["gpt2"][0], **changes)
+    return DraftModel(one.decoder, one.params[version], limits=small)
+
+
 DRAFTERS: dict[str, Callable[[Truth], Drafter]] = {
     "ngram": lambda truth: Ngram(longest=3, shortest=1),
     "suffix": lambda truth: Suffix(most_tokens=60),
     "random": lambda truth: Random(13),
     "right": lambda truth: Adversary(13, truth, None),
+    "bush": lambda truth: Bush(13, truth),
+    "small model": lambda truth: draft_model(1, num_layers=1, max_len=28),
+    "same model": lambda truth: draft_model(0),
     "wrong at 0": lambda truth: Adversary(13, truth, 0),
     "wrong at 2": lambda truth: Adversary(13, truth, 2),
 }
@@ -65,7 +80,8 @@ def tell(name: str, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [x if x in ("suffix", "wrong at 2") else pytest.param(x, marks=pytest.mark.nightly) for x in DRAFTERS]
+    "name",
+    [x if x in ("suffix", "bush", "same model") else pytest.param(x, marks=pytest.mark.nightly) for x in DRAFTERS],
 )
 def test_stories_with_a_drafter(name: str) -> None:
     tell(name, 8)
@@ -77,33 +93,93 @@ def test_many_stories_with_a_drafter(name: str) -> None:
     tell(name, MANY)
 
 
-@distributed(world=2)
-def test_stories_with_drafters_on_ranks(world: int) -> None:
-    changes, _ = KINDS["gpt2"]
-    one = model("tp", **changes)
+ENGINES = {
+    "gpt2": SIZES,
+    "llama": replace(KINDS["llama"][1], buckets=(2, 7, 11), drafts=6),
+    "mistral": replace(KINDS["mistral"][1], buckets=(1, 5, 16), drafts=15),
+}
+
+
+def long_stories(limits: Limits, number: int) -> list[Story]:
+    """Stories with more drafts than those that hypothesis draws: requests of more tokens, several at a time."""
+    rng = random.Random(number)
+    found = []
+    for _ in range(number):
+        arrivals = tuple(_long_arrival(rng) for _ in range(rng.randint(2, 6)))
+        updates = ((rng.randint(2, 12), rng.random() < 0.5),) if rng.random() < 0.25 else ()
+        found.append(Story(arrivals, updates, rng.randint(limits.width + 1, limits.blocks)))
+    return found
+
+
+def _long_arrival(rng: random.Random) -> Arrival:
+    how = Sampling(
+        max_tokens=rng.randint(6, 16),
+        temperature=rng.choice([0.0, 0.7, 1.5]),
+        top_k=rng.choice([0, 0, 3]),
+        top_p=rng.choice([1.0, 0.8]),
+        seed=rng.randrange(4),
+        n=rng.choice([1, 1, 1, 2]),
+        stop_tokens=rng.choice([(), (), (1, 4)]),
+        stop=rng.choice([(), (), ("ab ", "bb")]),
+        grammar=rng.choice([None] * 4 + list(LANGUAGES)),
+        prompt_logprobs=rng.random() < 0.2,
+    )
+    prompt = tuple(rng.randrange(3) for _ in range(rng.randint(1, 12)))
+    cancel = rng.randint(1, 12) if rng.random() < 0.2 else None
+    return Arrival(rng.randint(0, 6), prompt, how, rng.randrange(2), cancel, rng.choice([None, None, None, "thin"]))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("part", range(2))
+def test_long_stories_of_engines_with_drafters_in_turn(kind: str, part: int) -> None:
+    one, limits, names = model(**KINDS[kind][0]), ENGINES[kind], list(DRAFTERS)
+    graphs = Runner(one.decoder, limits)
+    for i, story in list(enumerate(long_stories(limits, -(-MANY // len(ENGINES)))))[part::2]:
+        hold(story, one, graphs, limits, names[i % len(names)])
+
+
+def tell_on_ranks(world: int, number: int) -> None:
+    one = model("tp", **KINDS["gpt2"][0])
     graphs = Runner(one.decoder, SIZES, mesh=make_mesh({"tp": world}))
-    for i, story in enumerate(drawn_stories(SIZES, 6)):
+    for i, story in enumerate(drawn_stories(SIZES, number)):
         hold(story, one, graphs, SIZES, list(DRAFTERS)[i % len(DRAFTERS)])
 
 
-def test_rejected_drafts_leave_nothing_that_is_read() -> None:
-    """Keys and values of places beyond the accepted tokens may be anything, even NaN."""
+@distributed(world=2)
+def test_stories_with_drafters_on_ranks(world: int) -> None:
+    tell_on_ranks(world, 6)
+
+
+@pytest.mark.nightly
+@distributed(world=2, timeout=600)
+def test_many_stories_with_drafters_on_ranks(world: int) -> None:
+    tell_on_ranks(world, MANY // 10)
+
+
+@pytest.mark.parametrize("name", ["random", "bush"])
+def test_rejected_drafts_leave_nothing_that_is_read(name: str) -> None:
+    """Keys and values of rejected drafts, and of places beyond, may be anything, even NaN."""
     one = model(**KINDS["gpt2"][0])
     how = Sampling(max_tokens=18, temperature=0.0)
     plain = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner()).generate([[1, 2, 1, 2]], how)
-    engine = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner(), drafter=Random(13))
+    drafter = DRAFTERS[name]({("request-0", 0): [1, 2, 1, 2, *plain[0].tokens]})
+    engine = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner(), drafter=drafter)
     engine.add([1, 2, 1, 2], how)
-    tokens = []
+    tokens, moves = [], 0
     while not engine.idle:
         tokens += engine.step()
         for sequence in engine._state.running:
             [chunk] = engine._state.flight
-            known = chunk.start + chunk.count - len(chunk.positions) + len(chunk.valid(engine._drawn))
-            for layer in engine._cache:
-                local = layer.local
-                for p in range(known, len(sequence.blocks) * SIZES.block):
-                    local[sequence.blocks[p // SIZES.block], p % SIZES.block] = torch.nan
+            first = chunk.count - len(chunk.positions)  # row of a wanted position
+            valid = [*range(first), *(first + row for row, _ in chunk.valid(engine._drawn))]
+            places = set(range(chunk.start, len(sequence.blocks) * SIZES.block))
+            for p in places - {chunk.start + row for row in valid}:
+                for layer in engine._cache:
+                    layer.local[sequence.blocks[p // SIZES.block], p % SIZES.block] = torch.nan
+            moves += len(chunk.moves(len(valid), engine._drawn, lambda at: at))
     assert engine.guesses.drafted > engine.guesses.accepted
+    assert (moves > 0) == (name == "bush")
     assert [t.token for t in tokens] == plain[0].tokens and [t.logprob for t in tokens] == plain[0].logprobs
 
 
@@ -112,8 +188,7 @@ def test_penalties_see_the_drafts_before_a_row() -> None:
     how = Sampling(max_tokens=18, seed=3, presence_penalty=1.0, repetition_penalty=1.3, frequency_penalty=0.5)
     plain = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner()).generate([[1, 2, 1]], how)
     truth = {("request-0", 0): [1, 2, 1, *plain[0].tokens]}
-    for wrong in (None, 1, 3):
-        drafter = Adversary(13, truth, wrong)
+    for drafter in (Adversary(13, truth, None), Adversary(13, truth, 1), Adversary(13, truth, 3), Bush(13, truth)):
         engine = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner(), drafter=drafter)
         assert engine.generate([[1, 2, 1]], how) == plain
         assert engine.guesses.accepted > 5

@@ -102,6 +102,40 @@ def test_a_row_is_drawn_like_the_row_alone(monkeypatch: pytest.MonkeyPatch, thre
         assert _same(got, (tokens[:n], logprobs[:n])), n
 
 
+@pytest.mark.parametrize("vocab", [1, 63, 777])
+def test_top_tokens_have_the_bits_of_the_definition(generation: int, vocab: int) -> None:
+    logits = _case(40, vocab)[0]
+    logits[8:20] = logits[8:20].round()  # with ties
+    logits[20] *= 0.0
+    logits[21, ::2] = -0.0
+    for num in {1, min(20, vocab), vocab}:
+        got = kernels.top_logprobs(logits, num)
+        with kernels.implemented_by("reference"):
+            assert _same(got, kernels.top_logprobs(logits, num)), generation
+        assert torch.equal(got[0] < 0, got[1].isnan())
+        for i in (0, 9, 20, 21, 33):  # each is the value of a draw, and of the row alone
+            assert _same(kernels.top_logprobs(logits[[i]], num), (got[0][[i]], got[1][[i]]))
+            for token, logprob in zip(got[0][i], got[1][i], strict=True):
+                drawn = kernels.draw(logits[[i]], torch.zeros(1, dtype=F64), **_of(1), targets=token[None])
+                assert torch.equal(drawn[1], logprob[None]) or bool(logprob.isnan())
+
+
+def test_top_tokens_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    logits = _case(20, 130)[0]
+    logits[9] = logits[9].round()
+    want = kernels.top_logprobs(logits, 7)
+    with kernels.implemented_by("triton"), np.errstate(all="ignore"):
+        assert _same(kernels.top_logprobs(logits, 7), want)
+
+
+def test_the_number_of_top_tokens() -> None:
+    for num in (0, 7):
+        with pytest.raises(ValueError, match=rf"num is {num}; must be from 1 to 6, the number of logits"):
+            kernels.top_logprobs(torch.zeros(2, 6), num)
+
+
 def test_a_target_is_scored_instead_of_a_draw() -> None:
     logits, uniform, how = _case(30, 200)
     targets = torch.arange(30) * 3 - 1

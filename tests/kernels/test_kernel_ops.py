@@ -58,6 +58,7 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
     ("draw", lambda x, u, k: kernels.draw(x, u, temperature=u, top_k=k, top_p=u, min_p=u),
      (X, SCALES.double(), torch.tensor([0, 3])),
      (X, *[SCALES.double()] * 2, torch.tensor([0, 3]), *[SCALES.double()] * 2, None)),
+    ("top_logprobs", lambda x: kernels.top_logprobs(x, 2), (X,), (X, 2)),
     ("draw_uniforms", kernels.draw_uniforms, (torch.tensor([3, 4]), torch.tensor([0, 3])),
      (torch.tensor([3, 4]), torch.tensor([0, 3]))),
     ("penalise", lambda x, h, n, p: kernels.penalise(x, h, n, repetition=p, presence=p, frequency=p),

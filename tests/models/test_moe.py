@@ -189,6 +189,20 @@ def test_biases_move_once_a_step_by_the_counts_of_all_its_tokens(num: int, jit: 
             assert {"balance", "max_load", "dead", "entropy", "dropped"} <= set(metrics)
 
 
+@distributed(world=2)
+def test_the_load_is_computed_and_sent_where_it_is_asked_for() -> None:
+    c = config("mixtral", axes="ep")
+    with sf.make_mesh({"ep": 2}, device="cpu") as mesh, sf.collectives.bind_mesh(mesh):
+        sent = []
+        for load in (False, True):
+            with sf.count_traffic() as traffic:
+                _, seen = gpt.loss_and_seen(c, params(c), batches()[0], load=load)
+            assert seen is not None
+            assert set(seen.metrics) == ({"max_load", "dead", "entropy", "dropped"} if load else set())
+            sent.append(sum(calls for calls, _ in traffic.by_op.values()))
+        assert sent[1] == sent[0] + 2  # a message of each layer
+
+
 def step_rows(step: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """This rank's rows of a batch."""
     return {name: x[step.rows(len(x))] for name, x in batch.items()}

@@ -112,9 +112,7 @@ def test_experts_of_cached_blocks_are_known() -> None:
 
 
 @pytest.mark.nightly
-def test_experts_of_accepted_drafts_and_of_preempted_requests_are_known() -> None:
-    guessing = Engine(MODEL, params(), limits=limits(MODEL, drafts=3), drafter=Ngram(), routes=True)
-    assert torch.equal(sampled(params(), guessing).routes, sampled(params()).routes)
+def test_experts_of_preempted_requests_are_known() -> None:
     small = dataclasses.replace(limits(MODEL), blocks=10)
     tight = Engine(MODEL, params(), limits=small, routes=True)
     assert torch.equal(sampled(params(), tight).routes, sampled(params()).routes)
@@ -157,6 +155,8 @@ def test_mistakes_are_named() -> None:
     x = sampled(params())
     with pytest.raises(ValueError, match=r"routes is True, and the decoder has routed=None.*leave it out"):
         Engine(decoder(DENSE), gpt.init(DENSE, sf.key(0)), routes=True)
+    with pytest.raises(ValueError, match=r"routes is True, and the drafter is .*; leave one of them out"):
+        Engine(MODEL, params(), limits=limits(MODEL, drafts=3), drafter=Ngram(), routes=True)
     with pytest.raises(ValueError, match=r"chosen has shape \(6, 20, 2, 2\).* the config has no experts"):
         gpt.apply(DENSE, gpt.init(DENSE, sf.key(0)), x.ids, chosen=x.routes)
     with pytest.raises(ValueError, match=r"k=2 choices in 2 layers with experts, so chosen must be \(6, 20, 2, 2\)"):

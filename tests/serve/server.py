@@ -20,6 +20,7 @@ from shardfn.models import gpt
 from shardfn.serve import Front, Ready, Settings, Text, run_rank
 from shardfn.serve._front import bound
 from shardfn.serve._link import Message, packed, received
+from tests.inference.stories import adapter
 
 CONTEXT = 512
 CONFIG = gpt.Config.llama_like(
@@ -27,7 +28,8 @@ CONFIG = gpt.Config.llama_like(
 )
 END = 0  # a token that ends completions
 NAME = "tiny"
-LIMIT = 30.0
+ADAPTERS = {"tuned": [r"wq$"], "other/one": [r"w_down$", r"wv$"]}
+LIMIT = float(os.environ.get("SHARDFN_LIMIT", "60"))  # seconds; a machine with other work needs more
 
 
 def chat_text(messages: list[dict[str, str]]) -> str:
@@ -48,9 +50,16 @@ def parts() -> tuple[Any, Any, Any, Runner]:
     return made, gpt.init(CONFIG, core.key(0)), limits, Runner(made, limits)
 
 
+@functools.cache
+def adapters() -> dict[str, Any]:
+    """Two adapters that change tokens."""
+    params = parts()[1]
+    return {name: adapter(params, targets, 2, seed) for seed, (name, targets) in enumerate(ADAPTERS.items())}
+
+
 def new_engine() -> Engine:
     made, params, limits, runner = parts()
-    return Engine(made, params, limits=limits, runner=runner, tokenizer=ByteTokenizer())
+    return Engine(made, params, limits=limits, runner=runner, tokenizer=ByteTokenizer(), adapters=adapters())
 
 
 class OneThread:
@@ -75,8 +84,9 @@ class OneThread:
             return step()
 
         self.engine.step = slowed
+        ready = Ready(self.engine.limits, frozenset([END]), 256, self.grammars, "tiny", CONFIG.d_model)
         try:
-            run_rank(self.engine, self._theirs, Ready(self.engine.limits, frozenset([END]), 256, self.grammars, "tiny"))
+            run_rank(self.engine, self._theirs, ready)
         except (EOFError, BrokenPipeError):
             pass
         finally:
@@ -119,7 +129,8 @@ class Running:
     def __init__(self, *, slow: float = 0.0, text: Any = None, **settings: Any) -> None:
         listener = bound(Settings(NAME, port=0))
         self.port = listener.getsockname()[1]
-        self.settings = Settings(NAME, port=self.port, **settings)
+        given: dict[str, Any] = {"adapters": tuple(ADAPTERS)} | settings
+        self.settings = Settings(NAME, port=self.port, **given)
         self.ranks = OneThread(new_engine(), slow)
         self.status: int | None = None
         self.lines = list[str]()

@@ -10,7 +10,8 @@ from tests.serve.server import CONTEXT, NAME, Running
 COMPLETION = {"model": NAME, "prompt": "ab", "max_tokens": 2}
 USER = {"role": "user", "content": "ab"}
 CHAT = {"model": NAME, "messages": [USER], "max_tokens": 2}
-ROUTES = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
+INPUT = {"model": NAME, "input": "ab"}
+ROUTES = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT, "/v1/embeddings": INPUT}
 
 BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": -1}, "temperature", "temperature is -1; it must be a number from 0 to 100"),
@@ -49,7 +50,13 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"model": None}, "model", f"model is missing; this server has '{NAME}'"),
     ({"model": 1}, "model", "must be a string"),
     ({"temprature": 1}, "temprature", "is not known. Did you mean 'temperature'?"),
-    ({"logit_bias": {"1": 1}}, "logit_bias", "logit_bias is not served; leave it out"),
+    ({"logit_bias": []}, "logit_bias", "must be an object"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias has a field 'a'; each must be the id of a token"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", "logit_bias has a field '-1'"),
+    ({"logit_bias": {"256": 1}}, "logit_bias", "logit_bias has token 256; it must be an integer from 0 to 255"),
+    ({"logit_bias": {"1": "2"}}, "logit_bias", "logit_bias of token 1 must be a number"),
+    ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias of token 1 is 101; it must be a number from -100 to 100"),
+    ({"logit_bias": {"1": 1, "01": 1}}, "logit_bias", "logit_bias has token 1 twice"),
     ({"tools": []}, "tools", "is not served"),
     ({"tool_choice": "auto"}, "tool_choice", "is not served"),
     ({"functions": []}, "functions", "is not served"),
@@ -69,7 +76,8 @@ OLDER: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ["a", [-1]]}, "prompt", "prompt 1 of 2: prompt[0] is -1"),
     ({"prompt": "a" * CONTEXT}, "prompt", f"prompt has {CONTEXT} tokens"),
     ({"prompt": ["a"] * 100, "n": 2}, "n", "200 choices; they must be at most 128"),
-    ({"logprobs": 1}, "logprobs", "logprobs is 1; it must be 0"),
+    ({"logprobs": 6}, "logprobs", "logprobs is 6; it must be an integer from 0 to 5"),
+    ({"logprobs": -1}, "logprobs", "logprobs is -1"),
     ({"logprobs": True}, "logprobs", "must be an integer"),
     ({"best_of": 2}, "best_of", "is not served"),
     ({"echo": True}, "echo", "is not served"),
@@ -98,7 +106,9 @@ NEWER: list[tuple[dict[str, Any], str, str]] = [
     ({"max_completion_tokens": 1}, "max_tokens", "give one of them"),
     ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0"),
     ({"logprobs": 1}, "logprobs", "true or false"),
-    ({"logprobs": True, "top_logprobs": 2}, "top_logprobs", "top_logprobs is 2; it must be 0"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21; it must be an integer from 0 to 20"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs is -1"),
+    ({"top_logprobs": 2}, "top_logprobs", "top_logprobs has no effect without logprobs: true"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "response_format.type is 'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "is missing"),
     (
@@ -111,9 +121,26 @@ NEWER: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning_effort": "low"}, "reasoning_effort", "is not served"),
     ({"web_search_options": {}}, "web_search_options", "is not served"),
 ]
+EMBEDDINGS: list[tuple[dict[str, Any], str, str]] = [
+    ({"input": None}, "input", "input is missing"),
+    ({"input": ""}, "input", f"input has 0 tokens; it must have from 1 to {CONTEXT - 1}"),
+    ({"input": []}, "input", "must be a string, a list of token ids"),
+    ({"input": ["a", 1]}, "input", "must be a string, a list of token ids"),
+    ({"input": [256]}, "input", "input[0] is 256"),
+    ({"input": ["a", ""]}, "input", "prompt 1 of 2: input has 0 tokens"),
+    ({"input": "a" * CONTEXT}, "input", f"input has {CONTEXT} tokens"),
+    ({"input": ["a"] * 2049}, "input", "input has 2049 entries; it must have at most 2048"),
+    ({"encoding_format": "hex"}, "encoding_format", "encoding_format is 'hex'; it must be one of 'float', 'base64'"),
+    ({"dimensions": 16}, "dimensions", "dimensions is 16; it must be 32"),
+    ({"dimensions": "32"}, "dimensions", "must be an integer"),
+    ({"temperature": 1}, "temperature", "is not known"),
+    ({"tools": []}, "tools", "is not served"),
+    ({"model": None}, "model", "model is missing"),
+]
 CASES = [
     *(("/v1/completions", *case) for case in BOTH + OLDER),
     *(("/v1/chat/completions", *case) for case in BOTH + NEWER),
+    *(("/v1/embeddings", *case) for case in EMBEDDINGS),
 ]
 
 
@@ -173,8 +200,44 @@ def test_an_infinite_number(server: Running) -> None:
 
 
 def test_another_model(server: Running) -> None:
-    found = server.send("/v1/completions", COMPLETION | {"model": "other"})
-    assert (found.status, found.error["code"]) == (404, "model_not_found")
+    for path, body in ROUTES.items():
+        found = server.send(path, body | {"model": "other"})
+        assert (found.status, found.error["code"]) == (404, "model_not_found")
+        assert found.error["message"].endswith("this server has 'tiny', 'tuned', 'other/one'.")
+
+
+def test_a_model_without_embeddings(start: Any) -> None:
+    server = start()
+    server.front.app.model = server.front.app.model._replace(width=0)
+    found = server.send("/v1/embeddings", INPUT)
+    assert (found.status, found.error["param"]) == (400, "model") and "has no embeddings" in found.error["message"]
+
+
+REFUSED = [
+    (ValueError("stop_tokens[0] is 256; it must be less."), "stop_token_ids", "stop_token_ids[0] is 256"),
+    (TypeError("salt is 1; it must be bytes."), "cache_salt", "cache_salt is 1"),
+    (ImportError("grammars need a package"), None, "grammars need a package"),
+]
+
+
+@pytest.mark.parametrize(("error", "param", "words"), REFUSED, ids=lambda x: str(x)[:20])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_reason_of_the_engine_is_the_answer(
+    start: Any, error: Exception, param: str | None, words: str, stream: bool
+) -> None:
+    server = start()
+
+    def refuses(*args: Any, **kwargs: Any) -> str:
+        raise error
+
+    add, server.engine.add = server.engine.add, refuses
+    found = server.send("/v1/completions", COMPLETION | {"stream": stream, "n": 2})
+    made = json.loads(found.data.removeprefix(b"data: "))["error"] if stream else found.error
+    assert found.status == (200 if stream else 400)  # a stream has begun then
+    assert (made["type"], made["param"]) == ("invalid_request_error", param) and words in made["message"]
+    server.engine.add = add
+    assert server.send("/v1/completions", COMPLETION).status == 200
+    server.wait_idle()
 
 
 def test_routes_that_do_not_exist(server: Running) -> None:

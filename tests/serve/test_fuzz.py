@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.serve.server import NAME, Running, open_files
+from tests.serve.server import LIMIT, NAME, Running, open_files
 
 _FIELDS = (
     "model prompt messages max_tokens temperature top_p top_k min_p seed n stop stop_token_ids stream stream_options"
     " logprobs presence_penalty frequency_penalty repetition_penalty user tools echo response_format ignore_eos other"
+    " logit_bias top_logprobs input encoding_format dimensions regex cache_salt"
 ).split()
 
 
@@ -34,6 +35,8 @@ def body(draw: random.Random, path: str) -> bytes:
     good: dict[str, Any] = {"model": NAME, "max_tokens": draw.randrange(1, 8), "stream": draw.random() < 0.5}
     if "chat" in path:
         good["messages"] = [{"role": "user", "content": "hello"}]
+    elif "embeddings" in path:
+        good = {"model": NAME, "input": draw.choice(["hello", [1, 2, 3], ["a", "b"]])}
     else:
         good["prompt"] = draw.choice(["hello", [1, 2, 3], ["a", "b"]])
     if draw.random() < 0.7:
@@ -60,7 +63,7 @@ def one(server: Running, seed: int) -> int | None:
     )
     leaves = draw.random()
     with socket.socket() as made:
-        made.settimeout(20)
+        made.settimeout(LIMIT)
         try:
             made.connect(("127.0.0.1", server.port))
             made.sendall(head.encode() + (data[: len(data) // 2] if leaves < 0.1 else data))
@@ -95,9 +98,9 @@ def test_no_request_takes_it_down(num: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(2 * LIMIT)
     assert len(found) == num
-    assert set(found) <= {None, 200, 400, 404, 408, 413, 415, 429, 501}, sorted(map(str, set(found)))
+    assert set(found) <= {None, 200, 400, 404, 408, 413, 415, 429}, sorted(map(str, set(found)))
     assert found.count(200) > num / 20 and found.count(400) > num / 20
     server.wait_idle()
     good = {"model": NAME, "prompt": "ab", "max_tokens": 2}

@@ -1,19 +1,21 @@
 """Covers the routes by OpenAI's own client: completions, chat, streams, usage, choices, seeds, log probabilities."""
 
+import base64
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from shardfn.inference import Sampling
-from tests.serve.server import CONTEXT, NAME, Running, chat_text, metric, new_engine
+from tests.serve.server import ADAPTERS, CONTEXT, LIMIT, NAME, Running, chat_text, metric, new_engine
 
 openai = pytest.importorskip("openai")
 
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[Any]:
-    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=30) as made:
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=LIMIT) as made:
         yield made
 
 
@@ -102,6 +104,56 @@ def test_a_streamed_chat(client: Any) -> None:
     assert all(chunk.usage is None for chunk in chunks) and len({chunk.id for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_top_log_probabilities_of_completions(client: Any, stream: bool) -> None:
+    given = {"model": NAME, "prompt": ["abc", "d"], "max_tokens": 20, "seed": 4, "logprobs": 3, "n": 2}
+    made = client.completions.create(**given, stream=stream, extra_body={"ignore_eos": True})
+    texts, rows = [""] * 4, [list[Any]() for _ in range(4)]
+    for choice in [c for chunk in made for c in chunk.choices] if stream else made.choices:
+        texts[choice.index] += choice.text
+        if (found := choice.logprobs) is not None:
+            parts = found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset
+            rows[choice.index] += zip(*parts, strict=True)
+    how = Sampling(max_tokens=20, seed=4, n=2, top_logprobs=3)
+    want = [one for both in new_engine().generate([list(b"abc"), list(b"d")], how) for one in both]
+    for text, row, one in zip(texts, rows, want, strict=True):
+        assert (text, [r[1] for r in row]) == (one.text, one.logprobs)
+        for i, (token, logprob, top, offset) in enumerate(row):
+            pairs = [*one.top_logprobs[i], (one.tokens[i], logprob)]
+            assert list(top.items()) == list(dict((named(t), x) for t, x in pairs).items())
+            assert token == named(one.tokens[i]) and top[token] == logprob
+            if not token.startswith("bytes:"):
+                assert text[offset:].startswith(token)
+
+
+def named(token: int) -> str:
+    """A token of bytes, as OpenAI writes it."""
+    return chr(token) if token < 128 else f"bytes:\\x{token:02x}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_top_log_probabilities_of_chats(client: Any, stream: bool) -> None:
+    given = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "temperature": 0}
+    made = client.chat.completions.create(**given, logprobs=True, top_logprobs=20, stream=stream)
+    choices = [c for chunk in made for c in chunk.choices] if stream else made.choices
+    rows = [row for choice in choices if choice.logprobs is not None for row in choice.logprobs.content]
+    want = alone(chat_text(given["messages"]), max_tokens=8, temperature=0.0, top_logprobs=20)
+    assert [row.logprob for row in rows] == want.logprobs
+    for row, top in zip(rows, want.top_logprobs, strict=True):
+        assert [(x.bytes, x.logprob) for x in row.top_logprobs] == [([token], logprob) for token, logprob in top]
+        assert (row.top_logprobs[0].token, row.top_logprobs[0].logprob) == (row.token, row.logprob)
+        assert set(row.to_dict()) == {"token", "logprob", "bytes", "top_logprobs"}
+        assert set(row.top_logprobs[0].to_dict()) == {"token", "logprob", "bytes"}
+
+
+def test_biases_of_tokens(client: Any) -> None:
+    given = {"model": NAME, "max_tokens": 5, "temperature": 0}
+    made = client.completions.create(prompt="abc", logit_bias={"65": 100, "66": 99.5}, **given)
+    assert made.choices[0].text == "AAAAA"
+    made = client.chat.completions.create(messages=[{"role": "user", "content": "a"}], logit_bias={"66": 100}, **given)
+    assert made.choices[0].message.content == "BBBBB"
+
+
 def test_tokens_that_end(client: Any) -> None:
     given = {"model": NAME, "prompt": "abc", "max_tokens": 30, "seed": 7}
     free = client.completions.create(**given, extra_body={"ignore_eos": True})
@@ -113,23 +165,75 @@ def test_tokens_that_end(client: Any) -> None:
 
 
 def test_the_model_is_listed(client: Any) -> None:
-    assert [model.id for model in client.models.list()] == [NAME]
+    assert [model.id for model in client.models.list()] == [NAME, *ADAPTERS]
     assert client.models.retrieve(NAME).max_model_len == CONTEXT
-    with pytest.raises(openai.NotFoundError, match="model 'other' does not exist"):
+    assert "parent" not in client.models.retrieve(NAME).to_dict()
+    for name in ADAPTERS:
+        assert client.models.retrieve(name).parent == NAME
+    with pytest.raises(openai.NotFoundError, match="model 'other' does not exist; this server has 'tiny', 'tuned'"):
         client.models.retrieve("other")
 
 
-def test_embeddings_are_not_served(client: Any) -> None:
-    with pytest.raises(openai.APIStatusError, match="Embeddings are not served") as caught:
-        client.embeddings.create(model=NAME, input="a")
-    assert caught.value.status_code == 501
+def test_a_model_that_is_an_adapter(client: Any) -> None:
+    given = {"prompt": "abc", "max_tokens": 12, "temperature": 0, "logprobs": 0}
+    texts = set()
+    for name in (NAME, *ADAPTERS):
+        how = Sampling(max_tokens=12, temperature=0.0, stop_tokens=(0,))
+        [want] = new_engine().generate([list(b"abc")], how, adapter=None if name == NAME else name)
+        made = client.completions.create(model=name, **given)
+        assert (made.model, made.choices[0].text) == (name, want.text)
+        assert made.choices[0].logprobs.token_logprobs == want.logprobs
+        texts.add(want.text)
+    assert len(texts) == 3
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny', 'tuned', 'other/one'"):
+        client.completions.create(model="unknown", **given)
+    messages = [{"role": "user", "content": "hi"}]
+    made = client.chat.completions.create(model="tuned", messages=messages, max_tokens=2, stream=True)
+    assert {chunk.model for chunk in made} == {"tuned"}
+
+
+INPUTS: list[Any] = ["abc", [97, 98, 99], ["abc"], [[97, 98, 99]], ["a longer text", "abc"]]
+
+
+@pytest.mark.parametrize("kind", ["float", "base64"])
+def test_embeddings(client: Any, kind: str) -> None:
+    want = new_engine().embed([list(b"abc")], normalize=True)[0]
+    for given in INPUTS:
+        made = client.embeddings.create(model=NAME, input=given, encoding_format=kind, dimensions=32)
+        last = made.data[-1]
+        vector = base64.b64decode(last.embedding) if kind == "base64" else last.embedding
+        found = torch.frombuffer(bytearray(vector), dtype=torch.float32) if kind == "base64" else torch.tensor(vector)
+        assert torch.equal(found, want)  # with the bits of the input alone
+        num = 3 + 13 * (len(made.data) - 1)
+        assert made.usage.to_dict() == {"prompt_tokens": num, "total_tokens": num}
+        assert [row.index for row in made.data] == list(range(len(made.data))) and last.object == "embedding"
+
+
+def test_embeddings_beside_completions_and_adapters(server: Running, client: Any) -> None:
+    stream = client.completions.create(model=NAME, prompt="ab", max_tokens=60, stream=True)
+    next(stream)
+    made = client.embeddings.create(model="tuned", input=["abc", "x" * 40])  # the client's own choice is base64
+    stream.close()
+    want = new_engine().embed([list(b"abc"), list(b"x" * 40)], normalize=True, adapter="tuned")
+    assert torch.equal(torch.tensor([row.embedding for row in made.data]), want) and made.model == "tuned"
+    server.wait_idle()
+    assert not server.engine._embeddings._pooled
+
+
+def test_the_mean_of_states(start: Any) -> None:
+    server = start(pooling="mean")
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=LIMIT) as one:
+        made = one.embeddings.create(model=NAME, input="abcdef")
+    want = new_engine().embed([list(b"abcdef")], "mean", normalize=True)[0]
+    assert torch.equal(torch.tensor(made.data[0].embedding), want)
+    assert metric(server, "vllm:generation_tokens_total") == 0
 
 
 def test_many_at_once_are_not_mixed(server: Running) -> None:
     import asyncio
 
     async def all_of_them() -> list[Any]:
-        async with openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as one:
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=LIMIT) as one:
 
             async def ask(i: int) -> str:
                 given: Any = {"model": NAME, "prompt": f"number {i}", "max_tokens": 12, "temperature": 0}

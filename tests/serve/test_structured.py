@@ -56,6 +56,7 @@ def test_an_expression(server: Running) -> None:
     ("path", "change", "param", "words"),
     [
         ("/v1/completions", {"regex": "("}, "regex", "regex: "),
+        ("/v1/completions", {"regex": "(a{0})", "ignore_eos": True}, "regex", "no token of the vocabulary may begin"),
         ("/v1/completions", {"regex": "a" * 70_000}, "regex", "has 70000 bytes; it must have at most 65536"),
         ("/v1/completions", {"regex": "a", "n": 17}, "n", "n must be at most 16"),
         ("/v1/completions", {"regex": "a" * 60_000, "n": 5}, "n", "n times the characters at most 262144"),

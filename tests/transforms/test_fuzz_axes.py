@@ -120,7 +120,7 @@ class Case:
         world = draw.choice(WORLDS)
         experts = draw.choice((0, 0, 3, 4))
         first, second = Layout.of(draw, world), Layout.of(draw, world)
-        if experts:  # `partition` refuses functions with a backward of their own
+        if experts:  # `partition` refuses the collectives of an exchange
             first, second = (dataclasses.replace(x, tensor="hand") for x in (first, second))
         return Case(
             seed=seed,

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from shardfn.graph import WHOLE, Form, whole_look
+from shardfn.graph import PARTIAL, WHOLE, Form, whole_look
 
 from ._crossings import EveryRank
 from ._partition_moves import FormMove, move_to, needed_form, sent_by
@@ -159,6 +159,10 @@ class _ProgramWriter:
 
     def _convert(self, value: PlannedValue, before: Form, form: Form) -> None:
         src = self._need(value, before)
+        before = PARTIAL if before.kind == "rows" else before
+        if form == before:  # own rows are a summand as they are
+            self._slots[value][form] = src
+            return
         dst, shape = self._slot(value, form), value.seen.shape
         self._write(Convert(src, dst, before, form, shape, value.differentiable, self._line))
         name, forward, backward = sent_by(value, before, form, self.program.num)
@@ -168,12 +172,13 @@ class _ProgramWriter:
     def _look_again(self, value: PlannedValue, move: FormMove, form: Form) -> None:
         assert move.source is not None
         src = self._need(move.source, form)
+        others = tuple(self._need(v, WHOLE) for v in self._scope.operands[value.node][1:])
         dst = self._slot(value, form)
         # The strategy's own `run` has the shape of a block; this view is of the whole value.
         strategy = self._plan.choices[value.node].strategy._replace(
-            ins=(form,), outs=(form,), run=whole_look(value.node)
+            ins=(form, *(WHOLE for _ in others)), outs=(form,), run=whole_look(value.node)
         )
-        self._write(Compute(value.node, (src,), {0: dst}, strategy, True, self._line))
+        self._write(Compute(value.node, (src, *others), {0: dst}, strategy, True, self._line))
 
     def _compute(self, node: Node) -> None:
         strategy = self._plan.choices[node].strategy

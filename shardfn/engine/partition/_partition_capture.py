@@ -18,6 +18,7 @@ from shardfn._torch import current_graph_task
 from shardfn.capture import Recorder, recorder
 from shardfn.core import raise_all, saved_tensors_hooks
 from shardfn.graph import LoopMark
+from shardfn.nn import is_differentiated
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +63,7 @@ class Noting(Recorder):
                 " backward), which the graph of its forward does not hold as such; use torch.func, or leave out"
                 " partition."
             )
-        if not torch.is_grad_enabled():
+        if not is_differentiated():
             node.meta["no_grad"] = True
         if self._loop is not None:
             node.meta["loop"] = self._loop
@@ -111,6 +112,12 @@ def apart() -> Iterator[None]:
             setattr(torch.Tensor, name, method)
 
 
+# The names that torch gives to derivatives with which ops are registered. The graph holds these ops, and `nn` calls
+# them so that they are noted as differentiated; any other op with such a derivative would be noted as if it had none.
+_OPS = "copied_rows", "combined_rows", "multiplied_rows"
+_OF_AN_OP = tuple(f"GeneratedBackwardFor_shardfn_kernels_{name}_" for name in _OPS)
+
+
 def refuse_functions(out: Sequence[Any]) -> None:
     """Refuses operations with a backward of their own, which a graph of their forward does not hold.
 
@@ -122,7 +129,7 @@ def refuse_functions(out: Sequence[Any]) -> None:
     found: set[str] = set()
     while todo:
         fn = todo.pop()
-        if isinstance(fn, torch.autograd.function.BackwardCFunction):
+        if isinstance(fn, torch.autograd.function.BackwardCFunction) and not type(fn).__name__.startswith(_OF_AN_OP):
             found.add(type(fn).__name__.removesuffix("Backward"))
         for before, _ in fn.next_functions:
             if before is not None and before not in seen:

@@ -48,7 +48,7 @@ def move_to(value: PlannedValue, form: Form, known: Knows) -> FormMove:
     if form == own:
         return FormMove("made")
     source = value.look_at
-    if source is not None and form.kind in ("whole", "varying") and own.kind in ("whole", "partial", "cut"):
+    if source is not None and form.kind in ("whole", "varying") and own.kind != "varying":
         # Views cost nothing: the source, sent for another view, serves this one.
         like = known.form_of(source).kind == "cut" if own.kind == "cut" else known.form_of(source) == own
         if like and math.prod(source.seen.shape) <= math.prod(value.seen.shape):
@@ -57,12 +57,12 @@ def move_to(value: PlannedValue, form: Form, known: Knows) -> FormMove:
 
 
 def _from(value: PlannedValue, own: Form, form: Form, known: Knows) -> Form:
-    if form == VARYING and (own.kind == "partial" or known.has(value, WHOLE)):
+    if form == VARYING and (own.kind in ("partial", "rows") or known.has(value, WHOLE)):
         return WHOLE
     again = form.kind == own.kind == "cut"
     if again and (form.dim == own.dim or form.multiple * own.multiple > 1 or form.parts or own.parts):
         return needed_form(value, VARYING)
-    if form.kind == "cut" and own.kind == "partial" and known.has(value, WHOLE):
+    if form.kind == "cut" and own.kind in ("partial", "rows") and known.has(value, WHOLE):
         return WHOLE
     return own
 
@@ -85,11 +85,13 @@ def conversion_bytes(
         ("cut", "whole"): ("all_gather_invariant", part, 0.0),
         ("cut", "varying"): ("all_gather", part, part),
         ("cut", "cut"): ("all_to_all", part / num, part / num),
+        ("partial", "partial"): ("", 0.0, 0.0),
         ("partial", "whole"): ("psum", 2 * part, 0.0),
         ("partial", "cut"): ("psum_scatter", part, part),
         ("varying", "cut"): ("take", 0.0, 0.0),
     }
-    name, forward, backward = table[before.kind, after.kind]
+    kind = "partial" if before.kind == "rows" else before.kind
+    name, forward, backward = table[kind, after.kind]
     return name, forward, backward if differentiable else 0.0
 
 

@@ -14,7 +14,7 @@ from shardfn.collectives import axis_size
 from shardfn.core import PyTree, tree_flatten, tree_unflatten
 from shardfn.engine.plan import LeafView
 from shardfn.graph import cut
-from shardfn.nn import looping
+from shardfn.nn import as_ops, looping
 
 from ._crossings import EveryRank
 from ._partition import partition_graph
@@ -126,7 +126,7 @@ def captured_forward(
     call: FlatLoss, leaves: Sequence[Any], shapes: Sequence[Sequence[int]], tensors: Sequence[Tensor]
 ) -> GraphModule:
     """The graph of a loss whose leaves have these shapes, fit to be partitioned. Reads no values."""
-    with disable_current_modes(), apart(), looping(noted_loop):
+    with disable_current_modes(), apart(), looping(noted_loop), as_ops():
         blank = [torch.empty(s, dtype=x.dtype, device="meta") for s, x in zip(shapes, leaves, strict=True)]
         device = next((x.device for x in leaves if x.device.type != "meta"), torch.device("cpu"))
         return prepare(capture(call, [*fakes(blank, device), *fakes(tensors, device)], Noting(), differentiable=True))

@@ -25,8 +25,10 @@ import torch
 from torch.fx import Node
 
 from shardfn.graph import (
+    PARTIAL,
     WHOLE,
     Form,
+    Operand,
     OpUse,
     Strategy,
     cut,
@@ -253,8 +255,7 @@ class Search:
             return
         forms = tuple(known(v).form for v in operands)
         for strategy in self.offered(node, operands, forms):
-            if all(f.kind != "partial" or form == f for form, f in zip(forms, strategy.ins, strict=True)):
-                # No value is converted to a partial one; only an op makes one.
+            if all(_can_be(form, f) for form, f in zip(forms, strategy.ins, strict=True)):
                 pairs = list(zip(operands, strategy.ins, strict=True))
                 yield Draft(self._prices, known, weight).decide(scope, node, SearchChoice(strategy), pairs)
 
@@ -301,6 +302,11 @@ class Search:
         return self._plans[key]
 
 
+def _can_be(own: Form, form: Form) -> bool:
+    """Whether a value can be brought into a form: only ops make partial ones, and own rows are such."""
+    return form.kind not in ("partial", "rows") or own == form or (form == PARTIAL and own.kind == "rows")
+
+
 def _carries(loop: LoopValues, num: int) -> Iterator[tuple[Form, ...]]:
     """The forms in which a carry may pass from layer to layer: whole, or one shape of value cut along one dim."""
     carry = loop.given[: loop.num_carry]
@@ -315,6 +321,10 @@ def _carries(loop: LoopValues, num: int) -> Iterator[tuple[Form, ...]]:
 def use_of(node: Node, operands: Sequence[PlannedValue], forms: tuple[Form, ...], num: int) -> OpUse:
     """An op as its rule sees it."""
     given, counter = iter(operands), iter(range(len(operands)))
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: next(given).seen._replace(number=next(counter)))
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: _named(next(given), next(counter)))
     outs = tuple(seen(x) for x in results(node) if x is not None)
     return OpUse(node.target, tuple(args), dict(kwargs), tuple(v.seen for v in operands), forms, outs, num)
+
+
+def _named(value: PlannedValue, number: int) -> Operand:
+    return value.seen._replace(number=number, name=f"{value.node.name}.{value.at}")

@@ -27,6 +27,10 @@ LOOKS = {
     getattr(_ATEN, name)
     for name in "view _unsafe_view reshape t transpose permute unsqueeze squeeze alias clone expand".split()
 }
+# Rows by their numbers are views in this sense, too: with several copies of a row its source is the less to send.
+_ROWS = {_ATEN.index, _ATEN.index_select, torch.ops.shardfn_kernels.copied_rows}
+# They take the dtype and device of their operand, and nothing that has a gradient.
+_SHAPED_ALIKE = {getattr(_ATEN, name) for name in "new_zeros new_ones new_full new_empty".split()}
 _PARTS_OF_LEAVES = {getattr(_ATEN, name) for name in "_to_copy unbind select slice split split_with_sizes".split()}
 
 
@@ -39,7 +43,7 @@ class PlannedValue:
         at: its position among the node's results.
         seen: its whole shape.
         differentiable: whether a gradient may arrive.
-        look_at: the value that it is a view of.
+        look_at: the value that it is a view of, or whose rows it has.
         part_of: the value that it is a part, a view, or a cast of; if it joins inputs, the first of them.
         outer: for an input of a loop's body from outside, that value in the scope around.
         times: how often that body runs.
@@ -143,7 +147,10 @@ def scope_of(graph: Graph, trained: Callable[[Node], bool], constants: Callable[
 
 def is_look(node: Node) -> bool:
     """Whether an op only views or copies its operand; see `LOOKS`."""
-    look = node.op == "call_function" and getattr(node.target, "overloadpacket", None) in LOOKS
+    packet = getattr(node.target, "overloadpacket", None)
+    if node.op == "call_function" and packet in _ROWS:
+        return all(not _has_gradients(n.meta["val"]) for n in operands_of(node)[1:])
+    look = node.op == "call_function" and packet in LOOKS
     return look and node.target is not _ATEN.view.dtype  # which reads the bits as other numbers
 
 
@@ -180,6 +187,7 @@ def _fill(scope: Scope, nodes: Sequence[Node], bodies: dict[Node, Body]) -> None
             scope.made[node] = [scope.made[source][at]]  # pyright: ignore[reportArgumentType, reportIndexIssue, reportCallIssue]
             continue
         scope.nodes.append(node)
+        packet = getattr(node.target, "overloadpacket", None)
         if node.target is looped:
             loop = scope.loops[node] = _loop(scope, node, bodies)
             scope.operands[node] = [scope.one(n) for n in reads(node, bodies)]
@@ -189,12 +197,12 @@ def _fill(scope: Scope, nodes: Sequence[Node], bodies: dict[Node, Body]) -> None
         else:
             scope.operands[node] = [scope.one(n) for n in operands_of(node)]
             able = any(v.differentiable for v in scope.operands[node]) and not node.meta.get("no_grad")
-            able = able and node.target is not _ATEN.detach.default
+            able = able and node.target is not _ATEN.detach.default and packet not in _SHAPED_ALIKE
             flags = [able and x is not None and _has_gradients(x) for x in results(node)]
         first = scope.operands[node][0] if scope.operands[node] else None
         look = first if is_look(node) else None
-        packet = getattr(node.target, "overloadpacket", None)
-        part = first if look or packet in _PARTS_OF_LEAVES or _joins_inputs(scope, node, packet) else None
+        part_of_leaf = packet in LOOKS or packet in _PARTS_OF_LEAVES or _joins_inputs(scope, node, packet)
+        part = first if part_of_leaf and node.target is not _ATEN.view.dtype else None
         made = zip(results(node), flags, strict=True)
         scope.made[node] = [
             None if x is None else PlannedValue(node, k, seen(x), able, look, part) for k, (x, able) in enumerate(made)

@@ -77,6 +77,35 @@ def draw(
     return torch.ops.shardfn_kernels.draw(logits, uniform, temperature, top_k, top_p, min_p, targets)
 
 
+def top_logprobs(
+    logits: Float[Tensor, "rows vocab"], num: int
+) -> tuple[Int[Tensor, "rows num"], Float[Tensor, "rows num"]]:
+    """The most probable tokens of each row, and their log probabilities, by the expression of `draw`.
+
+    Args:
+        logits: float32.
+        num: of tokens, from 1 to the number of logits.
+
+    Returns:
+        Tokens int64, the most probable first, of equal logits that of the lower index first; and float32 log
+        probabilities under the softmax of the logits, with the bits that `draw` gives for that token. A row with a NaN,
+        or without a finite largest logit, gives -1 and NaN.
+
+    Raises:
+        TypeError: for another dtype.
+        ValueError: `num` is out of range.
+        NotImplementedError: in a backward.
+
+    Example:
+        >>> top_logprobs(torch.tensor([[0.0, 2.0, 1.0]]), 2)
+        (tensor([[1, 2]]), tensor([[-0.4076, -1.4076]]))
+    """
+    check_dtype("logits", logits, torch.float32)
+    if not 1 <= num <= logits.shape[1]:
+        raise ValueError(f"num is {num}; must be from 1 to {logits.shape[1]}, the number of logits")
+    return torch.ops.shardfn_kernels.top_logprobs(logits, num)
+
+
 def draw_uniforms(keys: Integer[Tensor, " rows"], places: Int[Tensor, " places"]) -> Float64[Tensor, " rows"]:
     """A number from 0 to 1 for each row, as a function of the row's key and place alone.
 
@@ -122,6 +151,10 @@ def _draw(
     return run(logits.contiguous(), *rest, None if targets is None else targets.contiguous())
 
 
+def _top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    return implementation("draw", "top_logprobs", logits.device)(logits.contiguous(), num)
+
+
 def _draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
     run = implementation("draw", "draw_uniforms", keys.device)
     return run(keys.view(torch.int64).contiguous(), places.to(torch.int64).contiguous())
@@ -140,6 +173,13 @@ define(
     scratch=_scratch,
 )
 refuse_backward("draw", "draw from logits.detach(), and take the log probabilities of its tokens from log_softmax.")
+define(
+    "top_logprobs(Tensor logits, int num) -> (Tensor, Tensor)",
+    _top_logprobs,
+    lambda logits, num: (logits.new_empty(len(logits), num, dtype=torch.int64), logits.new_empty(len(logits), num)),
+    scratch=_scratch,
+)
+refuse_backward("top_logprobs", "call it on logits.detach().")
 define(
     "draw_uniforms(Tensor keys, Tensor places) -> Tensor",
     _draw_uniforms,

@@ -2,3 +2,4 @@
 
 from ._reference import draw as draw
 from ._reference import draw_uniforms as draw_uniforms
+from ._reference import top_logprobs as top_logprobs

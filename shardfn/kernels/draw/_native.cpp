@@ -319,20 +319,56 @@ INLINE void one(const Call& o, int64_t i, const Room& room) {
     o.logprobs[i] = (float)(((double)x[token] - (double)most) - all);
 }
 
-using Run = void (*)(const Call&, int64_t, const Room&);
+struct Top {
+    const float* logits;
+    int64_t num, vocab;
+    int64_t* tokens;
+    float* logprobs;
+};
 
-void any(const Call& o, int64_t i, const Room& room) { one<16>(o, i, room); }
+// The most probable tokens of a row, of equal ones the lower index first.
+template <int BYTES>
+INLINE void one(const Top& o, int64_t i, const Room& room) {
+    const int64_t v = o.vocab;
+    const float* x = o.logits + i * v;
+    int64_t* tokens = o.tokens + i * o.num;
+    float* logprobs = o.logprobs + i * o.num;
+    float least;
+    const int64_t first = largest<BYTES>(x, v, &least);
+    if (first < 0) {
+        for (int64_t j = 0; j < o.num; ++j) tokens[j] = -1, logprobs[j] = __builtin_nanf("");
+        return;
+    }
+    weigh<BYTES, false, false>(x, x[first], 1.0, v, room);
+    const double most = x[first], all = logarithm(room.sums[blocks_of(v)]);
+    for (int64_t j = 0; j < v; ++j) room.keys[j] = key_of(x[j], j);
+    std::partial_sort(room.keys, room.keys + o.num, room.keys + v);
+    for (int64_t j = 0; j < o.num; ++j) {
+        tokens[j] = (int64_t)(uint32_t)room.keys[j];
+        logprobs[j] = (float)(((double)x[tokens[j]] - most) - all);
+    }
+}
+
+template <typename What>
+using Run = void (*)(const What&, int64_t, const Room&);
+
+template <typename What>
+void any(const What& o, int64_t i, const Room& room) { one<16>(o, i, room); }
 #if GENERATIONS == 3
-V4 void v4(const Call& o, int64_t i, const Room& room) { one<64>(o, i, room); }
-V3 void v3(const Call& o, int64_t i, const Room& room) { one<32>(o, i, room); }
+template <typename What>
+V4 void v4(const What& o, int64_t i, const Room& room) { one<64>(o, i, room); }
+template <typename What>
+V3 void v3(const What& o, int64_t i, const Room& room) { one<32>(o, i, room); }
 
-Run here(int64_t newest) {
+template <typename What>
+Run<What> here(int64_t newest) {
     __builtin_cpu_init();
-    if (newest >= 4 && __builtin_cpu_supports("x86-64-v4")) return v4;
-    return newest >= 3 && __builtin_cpu_supports("x86-64-v3") ? v3 : any;
+    if (newest >= 4 && __builtin_cpu_supports("x86-64-v4")) return v4<What>;
+    return newest >= 3 && __builtin_cpu_supports("x86-64-v3") ? v3<What> : any<What>;
 }
 #else
-Run here(int64_t) { return any; }
+template <typename What>
+Run<What> here(int64_t) { return any<What>; }
 #endif
 
 // In the doubles that `_native.py` counts.
@@ -342,6 +378,16 @@ INLINE Room room_at(double* at, int64_t v) {
     room.ends = (uint32_t*)(room.keys + v);
     room.bins = (uint16_t*)(room.ends + BINS);
     return room;
+}
+
+template <typename What>
+void each_row(const What& o, int64_t r, double* memory, int64_t room, int64_t threads, int64_t newest) {
+    const Run<What> run = here<What>(newest);
+    std::atomic<int64_t> next(0);
+    together(threads < r ? threads : r, [&](int64_t thread) {
+        const Room own = room_at(memory + thread * room, o.vocab);
+        for (int64_t i; (i = next++) < r;) run(o, i, own);
+    });
 }
 
 }  // namespace
@@ -356,13 +402,14 @@ int64_t draw_rows(const float* logits, const double* uniform, const double* temp
     const Call o = {logits, uniform, temperature, top_k, top_p, min_p, targets, r, v, tokens, logprobs};
     for (int64_t i = 0; i < r; ++i)
         if (!in_range(o, i)) return 1;
-    const Run run = here(newest);
-    std::atomic<int64_t> next(0);
-    together(threads < r ? threads : r, [&](int64_t thread) {
-        const Room own = room_at(memory + thread * room, v);
-        for (int64_t i; (i = next++) < r;) run(o, i, own);
-    });
+    each_row(o, r, memory, room, threads, newest);
     return 0;
+}
+
+// logits [r, v] -> the most probable tokens and their log probabilities [r, num]; memory [threads, room].
+void top_rows(const float* logits, int64_t* tokens, float* logprobs, double* memory, int64_t room, int64_t r,
+              int64_t v, int64_t num, int64_t threads, int64_t newest) {
+    each_row(Top{logits, num, v, tokens, logprobs}, r, memory, room, threads, newest);
 }
 
 // out [r] in [0, 1): the upper 53 bits of the two words of threefry2x32, by 20 rounds, of the halves of key and place

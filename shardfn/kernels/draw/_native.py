@@ -44,6 +44,20 @@ def draw(
     return tokens, logprobs
 
 
+def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """The most probable tokens of logits [r, v], and their log probabilities [r, num]."""
+    found = _functions()
+    if found is None:
+        return _reference.top_logprobs(logits, num)
+    r, v = logits.shape
+    threads = min(torch.get_num_threads(), r) if r * v > FEW else 1
+    tokens, logprobs = logits.new_empty(r, num, dtype=torch.int64), logits.new_empty(r, num)
+    memory = logits.new_empty(max(threads, 1) * room(v), dtype=torch.float64)
+    at = (x.data_ptr() for x in (logits, tokens, logprobs, memory))
+    found.top_rows(*at, room(v), r, v, num, threads, NEWEST)
+    return tokens, logprobs
+
+
 def draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
     """Numbers in [0, 1) of keys and places, int64 [r]."""
     found = _functions()
@@ -73,6 +87,8 @@ def _functions() -> Any:
         return None
     found.draw_rows.argtypes = [ctypes.c_void_p] * 10 + [ctypes.c_int64] * 5
     found.draw_rows.restype = ctypes.c_int64
+    found.top_rows.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 6
+    found.top_rows.restype = None
     found.draw_uniforms.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64]
     found.draw_uniforms.restype = None
     return found

@@ -42,6 +42,18 @@ def draw(
     )
 
 
+def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """The most probable tokens of logits [r, v], and their log probabilities [r, num]."""
+    tokens = torch.full((len(logits), num), -1, dtype=torch.int64)
+    logprobs = torch.full((len(logits), num), math.nan)
+    for i, row in enumerate(logits.cpu()):
+        shifted = row.double() - float(row.max())
+        if math.isfinite(float(row.max())):
+            tokens[i] = row.sort(descending=True, stable=True).indices[:num]
+            logprobs[i] = (shifted[tokens[i]] - logarithm(_sums(exponential(shifted))[-1])).float()
+    return tokens.to(logits.device), logprobs.to(logits.device)
+
+
 def draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
     """Numbers in [0, 1) of keys and places, int64 [r]."""
     k0, k1 = keys >> 32 & MASK, keys & MASK

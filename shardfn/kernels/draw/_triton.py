@@ -45,6 +45,16 @@ def draw(
     return tokens, torch.where(valid, shifted - _logarithm(total), torch.nan).float()
 
 
+def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """The most probable tokens of logits [r, v], and their log probabilities [r, num]."""
+    most = logits.amax(1).double()
+    total = _sums(_weights(logits, most, torch.ones_like(most)))[:, -1]
+    tokens = logits.sort(dim=1, descending=True, stable=True).indices[:, :num]
+    logprobs = (logits.gather(1, tokens).double() - most[:, None]) - _logarithm(total)[:, None]
+    valid = most.isfinite()[:, None]
+    return torch.where(valid, tokens, -1), torch.where(valid, logprobs, torch.nan).float()
+
+
 def draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
     """Numbers in [0, 1) of keys and places, int64 [r]."""
     out = torch.empty(keys.shape, dtype=torch.float64, device=keys.device)

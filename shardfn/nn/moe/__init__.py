@@ -11,7 +11,7 @@ from ._bias import bias_update as bias_update
 from ._metrics import load as load
 from ._permute import Permutation as Permutation, combine as combine, dispatch as dispatch, permutation as permutation
 from ._grouped import grouped as grouped
-from ._experts import Experts as Experts, gelu_experts as gelu_experts, swiglu_experts as swiglu_experts
+from ._experts import ExpertFunction as ExpertFunction, gelu_experts as gelu_experts, swiglu_experts as swiglu_experts
 from ._exchange import Exchange as Exchange, Local as Local, Sum as Sum, Tokens as Tokens, Weights as Weights
 from ._apply import apply as apply
 from ._cheapest import ExchangeBytes as ExchangeBytes, cheapest as cheapest, exchange_bytes as exchange_bytes

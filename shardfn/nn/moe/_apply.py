@@ -6,14 +6,14 @@ from torch import Tensor
 from shardfn.core import PyTree
 
 from ._exchange import Exchange, Local
-from ._experts import Experts
+from ._experts import ExpertFunction
 from ._routing import Routing
 
 _LOCAL = Local()
 
 
 def apply(
-    experts: Experts,
+    experts: ExpertFunction,
     params: PyTree,
     x_SD: Float[Tensor, "s d"],
     routing: Routing,

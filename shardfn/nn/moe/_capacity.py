@@ -5,7 +5,7 @@ S tokens of this rank, K choices of a token, E experts, C capacity.
 
 import fractions
 import math
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from jaxtyping import Int64
@@ -22,11 +22,20 @@ By = Literal["position", "choice", "probs", "random"]
 _BITS = 8
 
 
-def capacity(num_tokens: int, k: int, num_experts: int, factor: float = 1.0, minimum: int = 4) -> int:
+@overload
+def capacity(num_tokens: int, k: int, num_experts: int, factor: float = 1.0, minimum: int = 4) -> int: ...
+
+
+@overload
+def capacity(num_tokens: Tensor, k: int, num_experts: int, factor: float = 1.0, minimum: int = 4) -> Tensor: ...
+
+
+def capacity(num_tokens: int | Tensor, k: int, num_experts: int, factor: float = 1.0, minimum: int = 4) -> int | Tensor:
     """The choices that an expert takes: max(ceil(factor k S / E), minimum), by DeepSpeed's rule.
 
     Args:
-        num_tokens: S, of a rank where `with_capacity` has no axes, else of the whole batch.
+        num_tokens: S, of a rank where `with_capacity` has no axes, else of the whole batch. An int64 0-d tensor, such
+            as the number of tokens that are not padding, has a tensor as its capacity.
         k: experts of a token.
         num_experts: E.
         factor: how many times the mean number of an expert's choices fits. It is taken as the decimal number that is
@@ -40,17 +49,21 @@ def capacity(num_tokens: int, k: int, num_experts: int, factor: float = 1.0, min
         >>> capacity(100, 2, 8, 1.25)
         32
     """
-    if min(num_tokens, minimum) < 0 or min(k, num_experts) < 1 or factor <= 0:
+    counted = num_tokens if isinstance(num_tokens, int) else 0
+    if min(counted, minimum) < 0 or min(k, num_experts) < 1 or factor <= 0:
         raise ValueError(
             f"capacity(num_tokens={num_tokens}, k={k}, num_experts={num_experts}, factor={factor}, minimum={minimum}):"
             " a capacity needs choices, experts and a factor above 0."
         )
-    return max(math.ceil(fractions.Fraction(str(factor)) * num_tokens * k / num_experts), minimum)
+    each = fractions.Fraction(str(factor)) * k / num_experts
+    if isinstance(num_tokens, int):
+        return max(math.ceil(each * num_tokens), minimum)
+    return (-(-num_tokens * each.numerator // each.denominator)).clamp(min=minimum)
 
 
 def with_capacity(
     routing: Routing,
-    capacity: int,
+    capacity: int | Int64[Tensor, ""],
     *,
     by: By = "position",
     axes: Axes = None,
@@ -72,7 +85,7 @@ def with_capacity(
 
     Args:
         routing: of this rank's tokens. The balance loss is that of this one, before it is cut.
-        capacity: C, from `capacity`.
+        capacity: C, from `capacity`; a tensor has the same value on all ranks of `axes`, and is at least 1.
         by: which choices stay.
         axes: axes of the batch. None: own rows. The ranks compare counts, in a message for each 8 bits of the numbers
             by which choices are ordered, and one for ties.
@@ -97,7 +110,7 @@ def with_capacity(
         Kim et al., Scalable and Efficient MoE Training for Multitask Multilingual Models, 2021,
         https://arxiv.org/abs/2109.10465 (random token selection)
     """
-    if capacity < 1:
+    if isinstance(capacity, int) and capacity < 1:
         raise ValueError(f"with_capacity(capacity={capacity}): an expert takes one choice at least, or none can learn.")
     priority, bits = _priority(routing, by, key, index)
     stays = _stay(routing.experts, priority, bits, routing.num_experts, capacity, axes)
@@ -135,7 +148,7 @@ def _priority(routing: Routing, by: By, key: Tensor | None, index: Tensor | None
     raise ValueError(f'with_capacity(by="{by}"): take "position", "choice", "probs" or "random".')
 
 
-def _stay(experts: Tensor, priority: Tensor, bits: int, num_experts: int, capacity: int, axes: Axes) -> Tensor:
+def _stay(experts: Tensor, priority: Tensor, bits: int, num_experts: int, capacity: int | Tensor, axes: Axes) -> Tensor:
     """[S, K]: the choices that stay: those above their expert's least priority, and the first ones that have it."""
     chosen, safe = experts >= 0, experts.clamp(min=0)
     least, left = _least(experts, priority, bits, num_experts, capacity, axes)
@@ -145,11 +158,11 @@ def _stay(experts: Tensor, priority: Tensor, bits: int, num_experts: int, capaci
 
 
 def _least(
-    experts: Tensor, priority: Tensor, bits: int, num_experts: int, capacity: int, axes: Axes
+    experts: Tensor, priority: Tensor, bits: int, num_experts: int, capacity: int | Tensor, axes: Axes
 ) -> tuple[Tensor, Tensor]:
     """[E] and [E]: the least priority that stays, and how many choices of it do; found digit by digit from the top."""
     E, size, safe = num_experts, 1 << _BITS, experts.clamp(min=0)
-    least, left = experts.new_zeros(E), experts.new_full((E,), capacity)
+    least, left = experts.new_zeros(E), experts.new_zeros(E) + capacity
     for shift in range(-(-bits // _BITS) * _BITS - _BITS, -1, -_BITS):
         digit = (priority >> shift) & (size - 1)
         alike = (experts >= 0) & ((priority >> shift >> _BITS) == least[safe])

@@ -14,12 +14,27 @@ from ._logits import check_chosen
 def choice(scores: Tensor, k: int, mask: Tensor | None, chosen: Tensor | None, name: str) -> Tensor:
     """[S, K]: the k experts of highest score, or the given ones; -1 for padding."""
     if chosen is None:
-        # A stable sort keeps equal scores in the order of their experts; topk promises no order.
-        experts = scores.detach().sort(stable=True, dim=-1, descending=True).indices[:, :k]
+        experts = best(scores.detach(), k)
     else:
         check_chosen(chosen, len(scores), k, scores.shape[-1], name)
         experts = chosen
     return experts if mask is None else torch.where(mask[:, None], experts, -1)
+
+
+def best(scores: Tensor, k: int) -> Tensor:
+    """[S, K]: the k highest scores of each row, in falling order, and equal ones in the order of their numbers.
+
+    At least k scores of a row are above -inf. torch's `topk` promises no order of equal scores; `argmax` takes the
+    first of them, so a round of it finds each choice. A stable sort gives the same; on one core it costs about
+    4 log2(E) ns a score, and a round 2.
+    """
+    if k > scores.shape[-1].bit_length() + 1:
+        return scores.sort(stable=True, dim=-1, descending=True).indices[..., :k]
+    found = list[Tensor]()
+    for _ in range(k):
+        found.append(scores.argmax(-1, keepdim=True))
+        scores = scores.scatter(-1, found[-1], -torch.inf)
+    return torch.cat(found, -1)
 
 
 def softmax_of(logits: Tensor, exact: bool) -> Tensor:

@@ -24,7 +24,7 @@ from shardfn.collectives import all_gather, axis_index, axis_size, check_room, e
 from shardfn.core import Axes, P, PyTree, checkpoint_name, named_leaves, raise_all, tree_leaves, tree_map
 from shardfn.nn._parallel import all_ranges, enter_parallel, leave_parallel, own_range
 
-from ._experts import Experts
+from ._experts import ExpertFunction
 from ._logits import refuse
 from ._permute import Permutation, combine, dispatch, permutation, undispatch
 from ._routing import Routing
@@ -39,7 +39,7 @@ class Exchange(Protocol):
         """The compute spec of the leaves of experts."""
         ...
 
-    def run(self, experts: Experts, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
+    def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
         """The sum over each token's choices of weight times expert; `apply` describes the arguments."""
         ...
 
@@ -56,7 +56,7 @@ class Local:
         """Whole."""
         return P()
 
-    def run(self, experts: Experts, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
+    def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
         """As `Exchange.run`."""
         _check_leaves(name, params, routing.num_experts, routing.num_experts, self)
         places, counts_E = permutation(routing.experts, routing.num_experts)
@@ -78,7 +78,7 @@ class Weights:
         """Cut along the first dim."""
         return P(self.axis)
 
-    def run(self, experts: Experts, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
+    def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
         """As `Exchange.run`."""
         E = routing.num_experts
         _check_leaves(name, params, _own_number(E, self.axis), E, self)
@@ -104,7 +104,7 @@ class Sum:
         """Cut along the first dim."""
         return P(self.axis)
 
-    def run(self, experts: Experts, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
+    def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
         """As `Exchange.run`."""
         if routing.experts.shape[1] > min(b - a for a, b in all_ranges(routing.num_experts, self.axis)):
             _check_distinct(name, routing.experts)
@@ -164,7 +164,7 @@ class Tokens:
         """Cut along the first dim."""
         return P(self.axis)
 
-    def run(self, experts: Experts, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
+    def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
         """As `Exchange.run`."""
         E = routing.num_experts
         own = _own_number(E, self.axis)

@@ -18,7 +18,7 @@ from shardfn.nn._gated_silu import gated_silu
 
 from ._grouped import grouped
 
-Experts = Callable[[PyTree, Tensor, Tensor], Tensor]
+ExpertFunction = Callable[[PyTree, Tensor, Tensor], Tensor]
 
 
 def swiglu_experts(

@@ -2,11 +2,13 @@
 
 import functools
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardfn.kernels import grouped_outer, grouped_product
+from shardfn.nn._as_ops import run_op, runs_as_ops
 from shardfn.nn._products import Product
 
 from ._trilinear import Trilinear, derivative
@@ -45,6 +47,8 @@ def grouped(
         tensor([0., 0., 2., 2.])
     """
     form = _FORMS[transposed, exact]
+    if runs_as_ops():
+        return run_op(torch.ops.shardfn_kernels.multiplied_rows, x, w, counts, transposed, exact)
     if has_torch_function((x, w)):  # a lazy leaf, or a mode that splits backwards
         product = Product(
             lambda x, w: derivative(form, 2, x, w, counts),

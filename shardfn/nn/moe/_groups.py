@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardfn.nn._exact_scores import exact_sigmoid
 
-from ._choice import choice, scaled, taken
+from ._choice import best, choice, scaled, taken
 from ._logits import check_k, wide_logits
 from ._routing import Routing
 
@@ -73,9 +73,8 @@ def _in_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
     if kept == groups:
         return scores
     grouped = scores.unflatten(-1, (groups, -1))
-    best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
-    chosen = best.sort(stable=True, dim=-1, descending=True).indices[:, :kept]
-    inside = torch.zeros_like(best, dtype=torch.bool).scatter(-1, chosen, True)
+    sums = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+    inside = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, best(sums, kept), True)
     return torch.where(inside[..., None], grouped, -torch.inf).flatten(1)
 
 

@@ -9,30 +9,41 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from shardfn.collectives import psum
+from shardfn.collectives import axis_size, psum
 from shardfn.core import Axes
 
+from ._capacity import with_capacity
 from ._choice import choice, taken
 from ._logits import check_k, wide_logits
 from ._routing import Routing
 
 
 def expert_choice(
-    logits: Float[Tensor, "s e"], capacity: int, *, mask: Bool[Tensor, " s"] | None = None, name: str = "moe"
+    logits: Float[Tensor, "s e"],
+    capacity: int,
+    *,
+    axes: Axes = None,
+    mask: Bool[Tensor, " s"] | None = None,
+    name: str = "moe",
 ) -> Routing:
     """Each expert takes the `capacity` tokens that give it the highest probability; all experts are equally busy.
 
-    A token has between no expert and all of them, so the routing has K = E choices, choice e being expert e or -1. A
-    rank's experts choose among its own tokens.
+    A token has between no expert and all of them, so the routing has K = E choices, choice e being expert e or -1. Ties
+    go to the earlier token.
 
     Args:
         logits: as in `top_k`.
         capacity: tokens of an expert, at most S; `capacity(S, k, E)` gives k experts to a token on average.
+        axes: axes of the batch: experts choose among the tokens of all ranks, in the order of the ranks, as on one
+            device, and the capacity is that of the whole batch. Scores stay where they are: the ranks compare counts,
+            in four messages of 256 E integers (eight in float64) and one of E, for any number of tokens. None: a rank's
+            experts choose among its own tokens.
         mask: False for padding, which is not taken.
         name: the layer, in errors.
 
     Raises:
-        ValueError: the capacity does not lie in 1 .. S, or logits of a token are not finite.
+        ValueError: the capacity does not lie in 1 .. S (with `axes`, is less than 1), or logits of a token are not
+            finite.
 
     Example:
         >>> expert_choice(torch.tensor([[2.0, 1, 0], [3, 0, 0], [0, 2, 1]]), 1).experts.tolist()
@@ -41,18 +52,23 @@ def expert_choice(
     References:
         Zhou et al., Mixture-of-Experts with Expert Choice Routing, 2022, https://arxiv.org/abs/2202.09368
     """
-    if not 1 <= capacity <= max(len(logits), 1):
+    # With axes all tokens are those of several ranks, whose numbers need not be equal; experts may take all.
+    if capacity < 1 or (axis_size(axes) == 1 and capacity > max(len(logits), 1)):
         raise ValueError(
             f"{name}: each expert is to take capacity={capacity} of {len(logits)} tokens, and takes a token once at"
             f" most: choose a capacity in 1 .. {len(logits)}."
         )
     wide = wide_logits(logits, mask, name)
     probs = wide.softmax(-1)
-    scores = probs.detach() if mask is None else torch.where(mask[:, None], probs.detach(), -1.0)
+    numbers = torch.arange(wide.shape[-1], device=wide.device).expand_as(probs)
+    experts = numbers if mask is None else torch.where(mask[:, None], numbers, -1)
+    if axis_size(axes) > 1:
+        every = Routing(experts, probs, probs, wide)
+        return with_capacity(every, capacity, by="probs", axes=axes)
+    scores = torch.where(experts >= 0, probs.detach(), -1.0)
     # The place of each token in the order of an expert is the inverse of that order.
     places = scores.sort(stable=True, dim=0, descending=True).indices.argsort(0)
-    numbers = torch.arange(wide.shape[-1], device=wide.device).expand_as(places)
-    experts = torch.where((places < capacity) & (scores >= 0), numbers, -1)
+    experts = torch.where(places < capacity, experts, -1)
     return Routing(experts, torch.where(experts >= 0, probs, 0.0), probs, wide)
 
 

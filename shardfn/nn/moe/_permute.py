@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from shardfn.kernels import gather_rows, row_dots
+from shardfn.kernels import combined_to_rows, gather_rows, row_dots
+from shardfn.nn._as_ops import run_op, runs_as_ops
 
 from ._trilinear import Trilinear, derivative
 
@@ -79,7 +80,7 @@ def dispatch(x: Float[Tensor, "s d"], p: Permutation) -> Float[Tensor, "rows d"]
         >>> dispatch(torch.tensor([[1.0], [2.0], [3.0]]), p).T
         tensor([[2., 1., 0.]])
     """
-    return _Copies.apply(x, p.source[:, None], p.places)  # pyright: ignore[reportReturnType]
+    return _copies(x, p.source[:, None], p.places)
 
 
 def combine(y: Float[Tensor, "rows d"], p: Permutation, weights: Float[Tensor, "s k"]) -> Float[Tensor, "s d"]:
@@ -96,6 +97,8 @@ def combine(y: Float[Tensor, "rows d"], p: Permutation, weights: Float[Tensor, "
         >>> combine(y, p, torch.tensor([[0.5, 0.5], [1.0, 1.0]])).T  # rows 0 and 2 are of the first token
         tensor([[2., 2.]])
     """
+    if runs_as_ops():
+        return run_op(torch.ops.shardfn_kernels.combined_rows, y, weights, p.source, p.places)
     return derivative(_WEIGHTED, 1, y, weights, p.source, p.places)
 
 
@@ -113,7 +116,13 @@ def undispatch(y: Float[Tensor, "rows d"], p: Permutation) -> Float[Tensor, "s d
         >>> undispatch(dispatch(torch.tensor([[1.0], [2.0], [3.0]]), p), p).T
         tensor([[1., 2., 0.]])
     """
-    return _Copies.apply(y, p.places, p.source[:, None])  # pyright: ignore[reportReturnType]
+    return _copies(y, p.places, p.source[:, None])
+
+
+def _copies(x: Tensor, index: Tensor, back: Tensor) -> Tensor:
+    if runs_as_ops():
+        return run_op(torch.ops.shardfn_kernels.copied_rows, x, index, back)
+    return _Copies.apply(x, index, back)  # pyright: ignore[reportReturnType]
 
 
 class _Copies(torch.autograd.Function):
@@ -146,15 +155,6 @@ class _Copies(torch.autograd.Function):
 # t(y, x, w) = sum over tokens s and choices j of w[s, j] (y[places[s, j]] . x[s]), and its three derivatives.
 
 
-def _to_rows(x: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:
-    token = source.clamp(min=0)
-    if not places.shape[0]:
-        return gather_rows(x, source[:, None])
-    own = places[token] == torch.arange(len(source), device=source.device)[:, None]
-    factors = torch.where(own, weights[token], 0).sum(1, keepdim=True)  # at most one choice of a token has this row
-    return gather_rows(x, source[:, None], factors)
-
-
 def _to_tokens(y: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:
     del source
     return gather_rows(y, places, weights)
@@ -165,4 +165,4 @@ def _to_weights(y: Tensor, x: Tensor, source: Tensor, places: Tensor) -> Tensor:
     return row_dots(y, x, places)
 
 
-_WEIGHTED: Trilinear = (_to_rows, _to_tokens, _to_weights)
+_WEIGHTED: Trilinear = (combined_to_rows, _to_tokens, _to_weights)

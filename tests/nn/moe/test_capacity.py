@@ -90,6 +90,35 @@ def test_the_first_ones_of_each_order_stay(by: By, dtype: torch.dtype) -> None:
         assert torch.equal(kept.weights, torch.where(kept.experts >= 0, routing.weights, 0.0))
 
 
+def test_a_capacity_of_a_number_of_tokens_that_is_data() -> None:
+    routing, index = routed(torch.float64)
+    for num, factor, minimum in ((0, 1.0, 1), (6, 0.5, 1), (10, 1.1, 4), (24, 1.25, 4)):
+        C = moe.capacity(num, 3, 5, factor, minimum)
+        found = moe.capacity(torch.tensor(num), 3, 5, factor, minimum)
+        assert found == C
+        assert torch.equal(moe.with_capacity(routing, found).experts, slow(routing, C, "position", index))
+
+
+@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_experts_choose_among_the_tokens_of_all_ranks(world: int) -> None:
+    cuts = [0, 5, 24] if world == 2 else [0, 0, 11, 24]  # unequal numbers of tokens
+    mesh = sf.make_mesh({"dp": world})
+    own, mask = slice(*cuts[mesh.coords["dp"] :][:2]), torch.arange(24) % 7 != 3
+    for dtype, masked in itertools.product((torch.float64, torch.float32), (None, mask)):
+        logits = normal(key(2), (24, 5), dtype=dtype)
+        logits[::4] = logits[0].clone()  # ties
+        for C in (1, 7, 21):
+            x, y = (logits.clone().requires_grad_() for _ in range(2))
+            want = moe.expert_choice(x, C, mask=masked)
+            with sf.collectives.bind_mesh(mesh):
+                got = moe.expert_choice(y[own], C, axes="dp", mask=None if masked is None else masked[own])
+            assert torch.equal(got.experts, want.experts[own])
+            assert torch.equal(got.weights, want.weights[own])
+            want.weights[own].square().sum().backward()
+            got.weights.square().sum().backward()
+            assert x.grad is not None and y.grad is not None and torch.equal(x.grad, y.grad)
+
+
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_the_capacity_of_the_batch_is_that_of_one_device(world: int) -> None:
     routing, index = routed(torch.float64)

@@ -1,0 +1,62 @@
+"""Sharding rules of ops between the products of experts, where each rank has the rows of its own groups.
+
+Such a value is a sum over ranks, and each of its rows is zeros on all ranks but one. An op that makes zeros of zeros
+keeps that, also where it is not linear: an activation between two products needs no sum, and one is taken after both.
+"""
+
+from collections.abc import Callable
+
+from ._forms import VARYING, Form, Operand, OpUse, Rule, Strategy
+
+# (how the op is used, which of its operands have own rows) -> whether the result has them, too.
+Keeps = Callable[[OpUse, list[bool]], bool]
+
+
+def keeping_rows(rule: Rule, keeps: Keeps) -> Rule:
+    """A rule, and own rows for results of operands that have them."""
+
+    def more(use: OpUse) -> list[Strategy]:
+        return [*rule(use), *_own_rows(use, keeps)]
+
+    return more
+
+
+def _own_rows(use: OpUse, keeps: Keeps) -> list[Strategy]:
+    owned = next((form for form in use.forms if form.kind == "rows"), None)
+    if owned is None:
+        return []
+    have = [form == owned for form in use.forms]
+    apart = any(form.kind == "rows" and form != owned for form in use.forms)
+    whole = all(_has_rows(x, out) for x, h in zip(use.operands, have, strict=True) if h for out in use.outs)
+    if apart or not whole or not keeps(use, have):
+        return []
+    ins: tuple[Form, ...] = tuple(owned if h else VARYING for h in have)
+    return [Strategy(ins, (owned,) * len(use.outs))]
+
+
+def _has_rows(x: Operand, out: Operand) -> bool:
+    """Whether the rows of a result are those of an operand."""
+    return x.ndim == out.ndim and x.shape[:1] == out.shape[:1]
+
+
+def of_one(use: OpUse, have: list[bool]) -> bool:
+    """Ops of one operand that make zeros of zeros."""
+    del use
+    return len(have) == 1
+
+
+def of_any(use: OpUse, have: list[bool]) -> bool:
+    """Products, where one factor is enough."""
+    del use
+    return any(have)
+
+
+def of_all(use: OpUse, have: list[bool]) -> bool:
+    """Sums of two values that both have own rows."""
+    return len(have) == 2 and all(have)
+
+
+def of_columns(use: OpUse, have: list[bool]) -> bool:
+    """Parts along another dim."""
+    at = 1 if use.target.__name__.startswith("slice") else 2
+    return have[0] and use.arg(at, "dim", 0) % use.operands[0].ndim != 0

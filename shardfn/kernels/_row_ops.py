@@ -1,0 +1,91 @@
+"""The arithmetic of experts as torch ops that have a derivative, for graphs of a forward that are differentiated later.
+
+    copied_rows(x, index, back)                       gather_rows(x, index), whose transpose is gather_rows(g, back)
+    combined_rows(y, weights, source, places)         gather_rows(y, places, weights)
+    multiplied_rows(x, w, counts, transposed, exact)  grouped_product
+
+`nn.moe` has the same as functions with derivatives of any order, under every transform of torch.func; here a backward
+is not differentiated again.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._library import LIBRARY, define, scratch_bytes
+from .gather_rows import gather_rows, row_dots
+from .grouped_product import grouped_outer, grouped_product
+
+_OPS = torch.ops.shardfn_kernels
+
+
+def combined_to_rows(x: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:
+    """The transpose of `combined_rows` in its rows: each is its token's row of `x` times the weight of its choice.
+
+    Args:
+        x: rows of tokens.
+        weights: of the choices.
+        source: the token of each row; -1 in the tail.
+        places: the row of each choice; -1 for a choice without a row.
+
+    Example:
+        >>> x, source, places = torch.tensor([[2.0], [3.0]]), torch.tensor([1, 0, -1]), torch.tensor([[1], [0]])
+        >>> combined_to_rows(x, torch.tensor([[0.5], [1.0]]), source, places).T
+        tensor([[3., 1., 0.]])
+    """
+    token = source.clamp(min=0)
+    if not places.shape[0]:
+        return gather_rows(x, source[:, None])
+    own = places[token] == torch.arange(len(source), device=source.device)[:, None]
+    factors = torch.where(own, weights[token], 0).sum(1, keepdim=True)  # at most one choice of a token has this row
+    return gather_rows(x, source[:, None], factors)
+
+
+define(
+    "copied_rows(Tensor x, Tensor index, Tensor back) -> Tensor",
+    lambda x, index, back: gather_rows(x, index),
+    lambda x, index, back: x.new_empty(index.shape[0], x.shape[1]),
+    scratch=lambda x, index, back: scratch_bytes(_OPS.gather_rows.default, (x, index, None)),
+)
+define(
+    "combined_rows(Tensor y, Tensor weights, Tensor source, Tensor places) -> Tensor",
+    lambda y, weights, source, places: gather_rows(y, places, weights),
+    lambda y, weights, source, places: y.new_empty(places.shape[0], y.shape[1]),
+    scratch=lambda y, weights, source, places: scratch_bytes(_OPS.gather_rows.default, (y, places, weights)),
+)
+define(
+    "multiplied_rows(Tensor x, Tensor w, Tensor counts, bool transposed, bool exact) -> Tensor",
+    lambda x, w, counts, transposed, exact: grouped_product(x, w, counts, transposed=transposed, exact=exact),
+    lambda x, w, counts, transposed, exact: x.new_empty(x.shape[0], w.shape[1 if transposed else 2]),
+    scratch=lambda *args: scratch_bytes(_OPS.grouped_product.default, args),
+)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    del output
+    ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
+    ctx.rest = [x for x in inputs if not isinstance(x, Tensor)]
+
+
+def _copied(ctx: Any, g: Tensor) -> Any:
+    _, index, back = ctx.saved_tensors
+    return _OPS.copied_rows(g, back, index), None, None
+
+
+def _combined(ctx: Any, g: Tensor) -> Any:
+    y, weights, source, places = ctx.saved_tensors
+    wants = ctx.needs_input_grad
+    of_y = combined_to_rows(g, weights, source, places).to(y.dtype) if wants[0] else None
+    return of_y, row_dots(y, g, places).to(weights.dtype) if wants[1] else None, None, None
+
+
+def _multiplied(ctx: Any, g: Tensor) -> Any:
+    (x, w, counts), transposed, wants = ctx.saved_tensors, ctx.rest[0], ctx.needs_input_grad
+    of_x = grouped_product(g, w, counts, transposed=not transposed) if wants[0] else None
+    of_w = (grouped_outer(g, x, counts) if transposed else grouped_outer(x, g, counts)) if wants[1] else None
+    return of_x, of_w, None, None, None
+
+
+for _name, _backward in (("copied_rows", _copied), ("combined_rows", _combined), ("multiplied_rows", _multiplied)):
+    torch.library.register_autograd(f"shardfn_kernels::{_name}", _backward, setup_context=_keep, lib=LIBRARY)

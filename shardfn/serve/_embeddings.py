@@ -1,0 +1,75 @@
+"""Embeddings: from the body of a request to prompts, and from vectors to the answer."""
+
+import base64
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shardfn.inference import Request, Sampling
+
+from ._asked import Model, adapter_of, check_fields, prompts_of
+from ._errors import ApiError
+from ._fields import EMBEDDINGS, read_fields
+
+_MOST = 2048  # inputs of one body, as OpenAI has it
+_FORMATS = ("float", "base64")
+
+
+class Inputs(NamedTuple):
+    """A body of `/v1/embeddings`, checked.
+
+    Attributes:
+        model: as the client has named it.
+        requests: one for each input.
+        encoded: whether vectors are written as base64.
+    """
+
+    model: str
+    requests: list[Request]
+    encoded: bool
+
+
+def asked_embeddings(body: Mapping[str, Any], model: Model) -> Inputs:
+    """The meaning of a body of `/v1/embeddings`.
+
+    Raises:
+        ApiError: names the field that is wrong, or the model has no embeddings.
+    """
+    given = read_fields(body, EMBEDDINGS)
+    adapter = adapter_of(given, model)
+    if not model.width:
+        text = f"model {model.name!r} has no embeddings: its layers are not exact; serve it in float32."
+        raise ApiError(400, text, "model", "unsupported_parameter")
+    kind = given.get("encoding_format", "float")
+    if kind not in _FORMATS:
+        text = f"encoding_format is {kind[:60]!r}; it must be one of {', '.join(map(repr, _FORMATS))}."
+        raise ApiError(400, text, "encoding_format")
+    if given.get("dimensions", model.width) != model.width:
+        text = f"dimensions is {given['dimensions']}; it must be {model.width}, as embeddings of this model have."
+        raise ApiError(400, text, "dimensions")
+    inputs = prompts_of(given, model, "input")
+    if len(inputs) > _MOST:
+        raise ApiError(400, f"input has {len(inputs)} entries; it must have at most {_MOST}.", "input")
+    requests = [Request(tuple(x), Sampling(max_tokens=1, temperature=0.0), adapter=adapter) for x in inputs]
+    check_fields(requests, model.limits, given)
+    return Inputs(given["model"], requests, kind == "base64")
+
+
+def embeddings_answer(inputs: Inputs, vectors: Sequence[bytes], tokens: int) -> dict[str, Any]:
+    """The answer.
+
+    Args:
+        inputs: of the body.
+        vectors: of each input, float32 in the order of bytes of this machine.
+        tokens: of all inputs.
+    """
+    rows = [
+        {"object": "embedding", "index": i, "embedding": _written(vector, inputs.encoded)}
+        for i, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": rows, "model": inputs.model, "usage": usage}
+
+
+def _written(vector: bytes, encoded: bool) -> Any:
+    return base64.b64encode(vector).decode() if encoded else array("f", vector).tolist()
