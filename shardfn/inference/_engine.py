@@ -519,7 +519,9 @@ class Engine:
             if self._routes is None:
                 made = self.runner.run(*args, **how)
             else:
-                *made, experts = self.runner.run_routed(*args, **how)
+                routed = self.runner.run_routed(*args, **how)
+                made, experts = routed[:5], routed[5]
+                assert experts is not None
                 self._routes.take(plan, experts)
             self._drawn, self._logprobs, self._cache, self._hidden, self._tops = made
         return found
