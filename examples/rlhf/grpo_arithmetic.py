@@ -2,13 +2,19 @@
 
     python examples/rlhf/grpo_arithmetic.py
     torchrun --nproc-per-node 2 examples/rlhf/grpo_arithmetic.py --zero 3
+    python examples/rlhf/grpo_arithmetic.py --behind 1
 
 The engine draws 8 answers to each of 32 problems, a function in Python rewards the right ones, and the step learns from
 the differences within each 8. As the model is exact, the ratios of a first epoch are 1 to the last bit: "exact" in the
 log. With --out, the run writes metrics.jsonl and checkpoints, from which the same command goes on, bit for bit.
+
+With --behind 1 a thread draws the next answers while the step learns from the last ones. So answers are of weights that
+are one iteration older than those that begin to learn from them; each token counts by the ratio of its probabilities
+under both, up to 2.
 """
 
 import argparse
+import concurrent.futures
 import functools
 
 import torch
@@ -29,7 +35,11 @@ SAMPLING = Sampling(max_tokens=WIDTH, n=8, stop_tokens=(TEXT.index("."),))
 
 
 def main():
-    args = options(__doc__).parse_args()
+    parser = options(__doc__)
+    parser.add_argument(
+        "--behind", type=int, default=0, choices=(0, 1), help="iterations of older weights (%(default)s)"
+    )
+    args = parser.parse_args()
     mesh = sf.make_mesh({"dp": -1})
     zero = {"mesh": mesh, "zero": sf.Zero(stage=args.zero, persist_elements=0)}
     step = sf.sharded_step(
@@ -41,11 +51,11 @@ def main():
     )
     actor = gpt.init(CONFIG, sf.key(args.seed))
     rows, problems = step.rows(args.prompts * SAMPLING.n), step.rows(args.prompts)
-    state, buffer, done = step.init(both(actor)), rl.empty_rollout(rows.stop - rows.start, LENGTH, WIDTH), 0
+    state, held, done = step.init(both(actor)), empty(rows.stop - rows.start, args.behind), 0
     checkpoints = args.out and sf.checkpoint.Manager(f"{args.out}/checkpoints", mesh=mesh)
     if checkpoints and checkpoints.steps():
-        restored = checkpoints.restore({"state": state, "rollout": rl.as_global(buffer, mesh, "dp")})
-        state, buffer, done = restored.tree["state"], sf.collectives.local(restored.tree["rollout"]), restored.user
+        restored = checkpoints.restore({"state": state, "held": rl.as_global(held, mesh, "dp")})
+        state, held, done = restored.tree["state"], sf.collectives.local(restored.tree["held"]), restored.user
     else:
         state = step.init(both(imitate(actor, args, **zero)))
 
@@ -56,25 +66,38 @@ def main():
     say = functools.partial(print, flush=True) if mesh.rank == 0 else lambda *_: None
     say(f"right before: {accuracy(engine):.0%}")
     logger = args.out and sf.metrics.Logger(args.out, mesh, start=done)
-    since = -(-done // args.epochs)  # rollouts, and so versions of the weights, before this process
+    since = -(-done // args.epochs)  # versions of the weights before this process
+
+    def draw(iteration):
+        asked = order(args.seed, iteration, args.prompts)[problems]
+        key = sf.fold_in(sf.key(args.seed + 1), iteration)
+        how = {"key": key, "start": problems.start, "length": LENGTH, "since": since}
+        return rl.sample(engine, [encode(f"{a}+{b}=") for a, b in asked], SAMPLING, **how)
+
+    engine.warm_up()  # so that no graph is captured beside a step
+    beside = concurrent.futures.ThreadPoolExecutor(1)
+    coming = beside.submit(held.get, "coming") if done else None
     for n in range(done, args.iterations * args.epochs):
         iteration, epoch = divmod(n, args.epochs)
         if epoch == 0:
+            rollout = coming.result() if args.behind and coming else None
             version = since + engine.update_weights(sf.unshard(state.params["actor"]))
-            asked = order(args.seed, iteration, args.prompts)[problems]
-            key = sf.fold_in(sf.key(args.seed + 1), iteration)
-            drawn = {"key": key, "start": problems.start, "length": LENGTH, "since": since}
-            buffer = rl.sample(engine, [encode(f"{a}+{b}=") for a, b in asked], SAMPLING, **drawn)
-            rl.check_versions(buffer, version)
-            buffer = rl.score(reward, buffer, seconds=5.0).rollout
-        batch = {"rollout": buffer, "advantages": rl.group_advantages(buffer.rewards, SAMPLING.n)}
-        state, metrics = step(state, batch)
-        shown = ("reward", "kl", "exact", "entropy", "length", "missing")
+            rollout = draw(iteration) if rollout is None else rollout
+            rl.check_versions(rollout, version, behind=args.behind)
+            # Rewards are computed in forks, and so before a thread draws.
+            held["rollout"] = rollout = rl.score(reward, rollout, seconds=5.0).rollout
+            held["old"] = step.apply(old_logprobs, state, rollout) if args.behind else rollout.logprobs
+            coming = beside.submit(draw, iteration + 1) if args.behind else None
+        batch = {"advantages": rl.group_advantages(held["rollout"].rewards, SAMPLING.n)}
+        state, metrics = step(state, batch | {name: held[name] for name in ("rollout", "old")})
+        shown = ("reward", "kl", "exact", "weight", "entropy", "length", "missing")
         if epoch == 0 and iteration % args.every == 0:
             say(f"iteration {iteration}: " + ", ".join(f"{name} {float(metrics[name]):.3f}" for name in shown))
         if logger:
             logger.write(n + 1, metrics)
-            checkpoints.save({"state": state, "rollout": rl.as_global(buffer, mesh, "dp")}, n + 1, user=n + 1)
+            held |= {"coming": coming.result()} if args.behind else {}
+            checkpoints.save({"state": state, "held": rl.as_global(held, mesh, "dp")}, n + 1, user=n + 1)
+    beside.shutdown()
     engine.update_weights(sf.unshard(state.params["actor"]))
     say(f"right after: {accuracy(engine):.0%}")
     for one in (logger, checkpoints):
@@ -88,19 +111,32 @@ def both(actor):
     return {"actor": actor, "reference": sf.tree_map(torch.clone, actor)}
 
 
+def empty(rows, behind):
+    """The form of the answers that a checkpoint has: those that are learnt from, and those that come next."""
+    held = {"rollout": rl.empty_rollout(rows, LENGTH, WIDTH), "old": torch.zeros(rows, WIDTH)}
+    return held | ({"coming": rl.empty_rollout(rows, LENGTH, WIDTH)} if behind else {})
+
+
+def old_logprobs(params, rollout):
+    where = rollout.prompts, rollout.lengths, rollout.width
+    return rl.answer_logprobs(gpt.apply(CONFIG, params["actor"], rollout.ids), rollout.ids, *where)
+
+
 def loss(beta, params, batch):
-    rollout = batch["rollout"]
+    rollout, old = batch["rollout"], batch["old"]
     where = rollout.prompts, rollout.lengths, rollout.width
     logits = gpt.apply(CONFIG, params["actor"], rollout.ids)
     logprobs = rl.answer_logprobs(logits, rollout.ids, *where)
+    weights = rl.truncated_weights(old, rollout.logprobs, rollout.lengths)  # 1 for answers of the newest weights
     with torch.no_grad():
         reference = rl.answer_logprobs(gpt.apply(CONFIG, params["reference"], rollout.ids), rollout.ids, *where)
         entropies = rl.answer_entropies(logits, *where)
-    drawn = rollout.logprobs, rollout.lengths
-    metrics = rl.policy_metrics(logprobs, *drawn, reference_BT=reference) | rl.rollout_metrics(rollout)
-    metrics["entropy"] = rl.token_mean(entropies, rollout.lengths)
-    how = {"beta": beta, "reference_BT": reference}
-    return rl.grpo(logprobs, rollout.logprobs, batch["advantages"], rollout.lengths, **how), metrics
+    metrics = rl.policy_metrics(logprobs, old, rollout.lengths, reference_BT=reference) | rl.rollout_metrics(rollout)
+    metrics |= {
+        name: rl.token_mean(x, rollout.lengths) for name, x in {"entropy": entropies, "weight": weights}.items()
+    }
+    how = {"beta": beta, "reference_BT": reference, "corrected": True, "weights_BT": weights}
+    return rl.grpo(logprobs, old, batch["advantages"], rollout.lengths, **how), metrics
 
 
 def reward(prompt, answer):

@@ -18,6 +18,8 @@ from ._low_rank import Linear, LowRank
 Logits = Callable[[PyTree, Tensor, Tensor, Tensor, Sequence[nn.Body]], Tensor]
 # The same with adapters, or None; to logits and the hidden states [R, D] that the head multiplies.
 Outputs = Callable[[PyTree, Tensor, Tensor, Tensor, Sequence[nn.Body], LowRank | None], tuple[Tensor, Tensor]]
+# The same, and the experts of each token, [T, layers with experts, k].
+Routed = Callable[[PyTree, Tensor, Tensor, Tensor, Sequence[nn.Body], LowRank | None], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Decoder:
         outputs: `outputs(weights, tokens, positions, rows, bodies, adapters)`: the logits, and the hidden states that
             the head multiplies. None: the engine neither embeds nor takes adapters.
         linear: by name, the layers that may have adapters.
+        routed: `outputs` with the experts of each token, which an engine with `routes=True` records.
+        routes: the number of layers with experts, and of a token's choices in each.
     """
 
     vocab: int
@@ -48,6 +52,8 @@ class Decoder:
     exact: bool = False
     outputs: Outputs | None = None
     linear: Mapping[str, Linear] = dataclasses.field(default_factory=dict)
+    routed: Routed | None = None
+    routes: tuple[int, int] = (0, 0)
 
 
 def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = None) -> Decoder:
@@ -79,16 +85,19 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         rows = name.endswith((".wo", ".w_down"))  # its inputs are cut, and others' outputs
         return functools.partial(low.added, name, axis=tp, joins=rows, cut=not rows)
 
-    def outputs(
+    def routed(
         weights: PyTree,
         tokens_T: Tensor,
         positions_T: Tensor,
         rows_R: Tensor,
         bodies: Sequence[nn.Body],
         low: LowRank | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         added = {} if low is None else {name: then(low, name) for name in low.sites}
-        return gpt.decode_outputs(flat, weights, tokens_T, positions_T, rows_R, bodies, axis=tp, then=added)
+        return gpt.decode_routed(flat, weights, tokens_T, positions_T, rows_R, bodies, axis=tp, then=added)
+
+    def outputs(weights: PyTree, *rest: Any) -> tuple[Tensor, Tensor]:
+        return routed(weights, *rest)[:2]
 
     def logits(weights: PyTree, *rest: Any) -> Tensor:
         return outputs(weights, *rest)[0]
@@ -104,4 +113,6 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         exact=config.exact,
         outputs=outputs,
         linear=linear,
+        routed=None if config.experts is None else routed,
+        routes=(0, 0) if config.experts is None else (len(config.expert_layers), config.experts.top_k),
     )

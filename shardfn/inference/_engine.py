@@ -29,6 +29,7 @@ from ._limits import DRAFTS, Limits
 from ._matchers import Matcher
 from ._requests import Request, Sampling, check_request, ids_of
 from ._results import Completion, Token, append
+from ._routes import Choice, Routes, blocks_in_flight
 from ._runner import MemoryPlan, Runner, Top, limits_of, runner_of
 from ._schedule import Output, advance
 from ._state import State, start
@@ -52,12 +53,13 @@ class Engine:
         weights: the memory of weights between their uses, "device", "host" or "disk": a step reads those of a layer
             while the layer before computes, so that a model may be larger than the memory. Bits are the same.
         disk: the directory for "disk", which no other engine uses; each rank makes one of its own in it.
+        routes: records the experts that each token has chosen, for `Completion.routes`; without a drafter.
 
     Raises:
         TypeError: `tokenizer` is an object of another kind.
         ValueError: the limits do not fit the model, or the mesh does not divide its heads; or the parameters, or an
             adapter's, are not those of the model; or there is a drafter, and `limits.drafts` is 0,
-            or it is a model of another vocabulary.
+            or it is a model of another vocabulary; or `routes` with a drafter, or of a decoder without experts.
 
     Example:
         >>> from shardfn import core
@@ -82,6 +84,7 @@ class Engine:
         adapters: Mapping[str, Given] = MappingProxyType({}),
         weights: MemoryKind = "device",
         disk: Disk | None = None,
+        routes: bool = False,
     ) -> None:
         if limits is None:
             limits = limits_of(decoder) if drafter is None else limits_of(decoder, drafts=DRAFTS)
@@ -92,6 +95,7 @@ class Engine:
         if isinstance(drafter, Computes):
             drafter.check(limits)
         self.limits = limits
+        self._routes = Routes(limits, decoder, drafter) if routes else None
         self.runner = runner_of(runner, decoder, self.limits, mesh, weights, disk)
         self.mesh = self.runner.mesh
         self._weights: dict[int, PyTree] = {0: self.runner.packed(params)}
@@ -141,6 +145,11 @@ class Engine:
         """The names of adapters that requests may have."""
         return self._adapters.names
 
+    @property
+    def routes(self) -> tuple[int, int]:
+        """The layers whose experts are recorded, and a token's choices in each; zeros without `routes=True`."""
+        return (0, 0) if self._routes is None else self._routes.shape
+
     def counts(self) -> dict[str, int]:
         """Numbers of running and waiting requests, and of free, held and cached blocks."""
         return self._state.counts()
@@ -173,7 +182,7 @@ class Engine:
         kinds = {"extended": penalties, "grammars": grammars, "hidden": embeddings and self._embeddings.possible}
         for bucket in self.limits.buckets:
             low = self._adapters.of_padding(bucket) if adapters else None
-            self.runner.bind_kinds(bucket, self.weights, self._cache, low=low, **kinds)
+            self.runner.bind_kinds(bucket, self.weights, self._cache, low=low, routed=self._routes is not None, **kinds)
 
     def add(
         self, prompt: Sequence[int], sampling: Sampling | None = None, *, name: str | None = None, **more: Any
@@ -496,8 +505,9 @@ class Engine:
 
     def _run(self) -> list[Token]:
         events, self._events, self._adding = [*self._events, *self._stops()], [], {}
+        blocks = {} if self._routes is None else blocks_in_flight(self._state)
         self._state, plan, outputs = advance(self._state, events, self._drawn)
-        found = [self._token(output) for output in outputs]
+        found = [self._token(output, blocks) for output in outputs]  # before a step writes to blocks that are free now
         self._embeddings.take(outputs, self._hidden)
         self._constraints.drop(outputs)
         self._drawn, self._logprobs, self._tops, self._hidden = [], [], [], None
@@ -508,14 +518,16 @@ class Engine:
             self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
             weights = self._weights[plan.version]
             allowed = self._constraints.allowed(self._state, len(plan.rows))
-            self._drawn, self._logprobs, self._cache, self._hidden, self._tops = self.runner.run(
-                weights,
-                self._cache,
-                plan,
-                allowed,
-                low=self._adapters.of(plan),
-                hidden=self._embeddings.wanted(self._state),
-            )
+            args = weights, self._cache, plan, allowed
+            how: dict[str, Any] = {"low": self._adapters.of(plan), "hidden": self._embeddings.wanted(self._state)}
+            if self._routes is None:
+                made = self.runner.run(*args, **how)
+            else:
+                routed = self.runner.run_routed(*args, **how)
+                made, experts = routed[:5], routed[5]
+                assert experts is not None
+                self._routes.take(plan, experts)
+            self._drawn, self._logprobs, self._cache, self._hidden, self._tops = made
         return found
 
     def _stops(self) -> list[Stop]:
@@ -548,8 +560,10 @@ class Engine:
     def _next(self) -> int:
         return self._state.number + len(self._events)
 
-    def _token(self, out: Output) -> Token:
-        logprob = None if out.row is None else self._logprobs[out.row]
+    def _token(self, out: Output, blocks: Mapping[Choice, list[int]]) -> Token:
+        logprob, routes = None if out.row is None else self._logprobs[out.row], None
+        if self._routes is not None and out.finish is not None and out.token is not None:
+            routes = self._routes.of(blocks[out.name, out.choice], out.position)
         top = () if out.row is None or not self._tops else self._tops[out.row]
         text = self._texts.of(out)
-        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish, text, top)
+        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish, text, top, routes)

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxtyping import Int16
+from torch import Tensor
+
 
 class Token(NamedTuple):
     """A token of a request, or its end, or both.
@@ -17,6 +20,7 @@ class Token(NamedTuple):
         finish: "stop", "length", "cancelled", "deadline", "error" or "refused" with the last token of a choice.
         text: that is certain with this token, after the text of the tokens before it; empty in an engine without a
             tokenizer. A part of a character, and text that may begin a stop string, come with a later token.
+        routes: with the last token of a choice, in an engine with `routes=True`: the experts of all tokens before it.
         top: the most probable tokens at this position, and their log probabilities, as many as the request wants.
     """
 
@@ -29,6 +33,7 @@ class Token(NamedTuple):
     finish: str | None
     text: str = ""
     top: tuple[tuple[int, float], ...] = ()
+    routes: Int16[Tensor, "t m k"] | None = None
 
 
 class Completion(NamedTuple):
@@ -42,6 +47,8 @@ class Completion(NamedTuple):
         prompt_logprobs: of the prompt's tokens but the first; empty unless the request wants them.
         prompt_versions: of the weights that computed each of `prompt_logprobs`.
         text: after the prompt's, up to a stop string; empty in an engine without a tokenizer.
+        routes: in an engine with `routes=True`, the experts of each token of prompt and answer but the last one, which
+            was never computed: [tokens, layers with experts, choices]. None if the choice did not end by a token.
         top_logprobs: for each of `tokens` the most probable tokens there, and their log probabilities; empty unless the
             request wants them.
     """
@@ -54,6 +61,7 @@ class Completion(NamedTuple):
     prompt_versions: list[int]
     text: str = ""
     top_logprobs: Sequence[tuple[tuple[int, float], ...]] = ()
+    routes: Int16[Tensor, "t m k"] | None = None
 
 
 def append(made: list[Completion], token: Token, prompt: int) -> bool:
@@ -72,5 +80,5 @@ def append(made: list[Completion], token: Token, prompt: int) -> bool:
                 assert isinstance(one.top_logprobs, list)
                 one.top_logprobs.append(token.top)
     if token.finish is not None:
-        made[token.choice] = one._replace(finish=token.finish)
+        made[token.choice] = one._replace(finish=token.finish, routes=token.routes)
     return token.finish is not None

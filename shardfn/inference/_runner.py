@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shardfn import kernels
@@ -118,23 +118,24 @@ class Runner:
         self._zero = zero_of(weights, disk)
         self._pack = sharded(decoder.pack, mesh=mesh, specs=decoder.specs, out_specs=decoder.packed)
         self._run = self._made()
-        # By bucket, whether rows are extended or have grammars, their adapters, and whether hidden states are wanted.
-        self._bound: dict[tuple[int, bool, bool, Any, bool], BoundCall] = {}
+        # By bucket, whether rows are extended or have grammars, their adapters, and the further results.
+        self._bound: dict[tuple[int, bool, bool, Any, str], BoundCall] = {}
 
-    def _made(self, prefetch: int | None = None) -> dict[bool, Sharded]:
-        """The pure step over sharded weights, by whether hidden states are wanted."""
+    def _made(self, prefetch: int | None = None) -> dict[str, Sharded]:
+        """The pure step over sharded weights, by the results that are wanted beside tokens."""
         schedule: dict[str, Any] = {} if prefetch is None else {"prefetch": prefetch, "passes": (without_copies,)}
+        steps = {"": (self._step, 0), "hidden": (self._step_hidden, 1), "routed": (self._step_routed, 2)}
         return {
-            hidden: sharded(
-                jit(self._step_hidden if hidden else self._step, **schedule),
+            more: sharded(
+                jit(step, **schedule),
                 mesh=self.mesh,
                 specs=self._decoder.packed,
                 zero=self._zero,
                 in_specs=(self._decoder.cache.spec, None),
-                out_specs=(None, None, Donated(1), None, *[None] * hidden),
+                out_specs=(None, None, Donated(1), None, *[None] * num),
                 donate=1,
             )
-            for hidden in (False, True)
+            for more, (step, num) in steps.items()
         }
 
     def check(self, decoder: Decoder, limits: Limits, mesh: Mesh | None) -> None:
@@ -176,7 +177,7 @@ class Runner:
             _check_alike(like, shapes.tree)
         elif not self._bound:
             self._run = self._made(prefetch=shapes.ahead(self._decoder.cache.layers))
-        return packed_apart(source, shapes, self._run[False].specs(shapes.tree), self._run[False].pool)
+        return packed_apart(source, shapes, self._run[""].specs(shapes.tree), self._run[""].pool)
 
     def empty_cache(self) -> Cache:
         """A cache without content."""
@@ -193,6 +194,7 @@ class Runner:
         grammars: bool = False,
         hidden: bool = False,
         low: LowRank | None = None,
+        routed: bool = False,
     ) -> BoundCall:
         """The graph of a bucket, captured when it is first asked for. Collective then."""
         if step is None:
@@ -200,21 +202,36 @@ class Runner:
             allowed = np.ones((len(plan.rows), self._limits.vocab), bool) if grammars else None
             step = tensors(plan, self._limits, self.mesh.device, allowed, low)
         sites = None if step.low is None else tuple((name, f.a.shape) for name, f in step.low.sites.items())
-        key = bucket, step.penalties is not None, step.allowed is not None, sites, hidden
+        key = (
+            bucket,
+            step.penalties is not None,
+            step.allowed is not None,
+            sites,
+            "routed" if routed else "hidden" if hidden else "",
+        )
         if key not in self._bound:
             # Engines compare their states before each step, so calls need no check of their own.
-            self._bound[key] = self._run[hidden].bind(weights, cache, step, check_every=0)
+            self._bound[key] = self._run[key[-1]].bind(weights, cache, step, check_every=0)
         return self._bound[key]
 
     def bind_kinds(
-        self, bucket: int, weights: PyTree, cache: Cache, *, extended: bool, grammars: bool, hidden: bool, low: Any
+        self,
+        bucket: int,
+        weights: PyTree,
+        cache: Cache,
+        *,
+        extended: bool,
+        grammars: bool,
+        hidden: bool,
+        low: Any,
+        routed: bool = False,
     ) -> None:
         """Captures the graphs of a bucket: the plain one, and those of these kinds, without and with adapters."""
         for added in (None,) if low is None else (None, low):
             for longer in (False, True)[: 1 + extended]:
                 for allowed in (False, True)[: 1 + grammars]:
-                    self.bind(bucket, weights, cache, extended=longer, grammars=allowed, low=added)
-            if hidden:
+                    self.bind(bucket, weights, cache, extended=longer, grammars=allowed, low=added, routed=routed)
+            if hidden and not routed:
                 self.bind(bucket, weights, cache, hidden=True, low=added)
 
     def memory(self, weights: PyTree, cache: Cache) -> MemoryPlan:
@@ -248,14 +265,30 @@ class Runner:
             Tokens, their log probabilities, the cache in place of the given one, hidden states, and for each row the
             most probable tokens that it wants; none where no row wants any.
         """
+        return self.run_routed(weights, cache, plan, allowed, low=low, hidden=hidden, routed=False)[:5]
+
+    def run_routed(
+        self,
+        weights: PyTree,
+        cache: Cache,
+        plan: Plan,
+        allowed: Bool[np.ndarray, "rows vocab"] | None = None,
+        *,
+        low: LowRank | None = None,
+        hidden: bool = False,
+        routed: bool = True,
+    ) -> tuple[
+        list[int], list[float], Cache, Float[Tensor, "rows d"] | None, list[Top], Int[Tensor, "tokens m k"] | None
+    ]:
+        """The results of `run`, hidden states among them, and the experts of the plan's tokens."""
         self._decoder.cache.move(cache, plan.moves)
         step = tensors(plan, self._limits, self.mesh.device, allowed, low)
-        tokens, logprobs, cache, top, *more = self.bind(plan.bucket, weights, cache, step, hidden=hidden)(
-            weights, cache, step
-        )
-        states = more[0][: plan.num_rows].float() if hidden else None
+        tokens, logprobs, cache, top, *more = self.bind(
+            plan.bucket, weights, cache, step, hidden=hidden, routed=routed
+        )(weights, cache, step)
+        states = more[0][: plan.num_rows].float() if more else None
         tokens, logprobs = tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist()
-        return tokens, logprobs, cache, states, _tops(plan, top)
+        return tokens, logprobs, cache, states, _tops(plan, top), more[1][: plan.num_tokens] if routed else None
 
     def _step(self, weights: PyTree, cache: list[Tensor], step: Step) -> tuple[Tensor, Tensor, list[Tensor], Any]:
         """The pure step: `(weights, cache, step) -> (tokens, log probabilities, cache, top)`.
@@ -278,6 +311,15 @@ class Runner:
         args = weights, step.tokens, step.positions, step.rows, _bodies(cache, step)
         logits_RV, hidden_RD = self._decoder.outputs(*args, step.low)
         return *_drawn(logits_RV, step), cache, _top(logits_RV, step), hidden_RD
+
+    def _step_routed(
+        self, weights: PyTree, cache: list[Tensor], step: Step
+    ) -> tuple[Tensor, Tensor, list[Tensor], Any, Tensor, Tensor]:
+        """The same with the experts of all tokens, too."""
+        assert self._decoder.routed is not None
+        args = weights, step.tokens, step.positions, step.rows, _bodies(cache, step)
+        logits_RV, hidden_RD, experts_Tmk = self._decoder.routed(*args, step.low)
+        return *_drawn(logits_RV, step), cache, _top(logits_RV, step), hidden_RD, experts_Tmk
 
 
 def runner_of(

@@ -27,8 +27,8 @@ class Experts:
         every: layer i has experts where `i >= first` and `(i - first + 1) % every == 0`: 1 is all, 2 every second.
         first: number of dense layers at the beginning.
         route: `route(logits, k)` to a `moe.Routing`: `moe.top_k`, or others, with settings by `functools.partial`. It
-            also gets `name=`, `bias=` where `bias_rate` is above 0, `exact=True` in an exact model, and `mask=` where
-            the batch has one.
+            also gets `name=`, `bias=` where `bias_rate` is above 0, `exact=True` in an exact model, `mask=` where the
+            batch has one, and `chosen=` where choices are replayed.
         balance: weight in the loss of the mean of `balance_loss` over layers.
         balance_loss: a function of `moe.balance`; it gets `axes=`, and `mask=` as `route` does.
         z: weight in the loss of the mean of `moe.balance.z`.

@@ -16,6 +16,7 @@ from shardfn.core import fold_in, split
 from ._gpt_config import Config
 from ._gpt_experts import Along as Along
 from ._gpt_experts import Seen as Seen
+from ._gpt_experts import by_layer as by_layer
 from ._gpt_experts import mixture
 from ._gpt_leaves import Params
 from ._gpt_leaves import weight as weight
@@ -35,13 +36,15 @@ def block(
     bias_E: Tensor | None = None,
     name: str = "blocks",
     mask_BT: Tensor | None = None,
+    chosen_BTk: Tensor | None = None,
     *,
     load: bool = False,
 ) -> tuple[Tensor, Seen | None]:
     """The stream after one layer, and the facts of its router if it has experts.
 
     `p` has its leaves; `table` has attention's arguments for positions and documents; `bias_E` is in the choice alone;
-    `mask_BT` is False for padding, which gets no expert; with `load` the facts have metrics.
+    `mask_BT` is False for padding, which gets no expert; `chosen_BTk` is a choice of experts in place of the router's;
+    with `load` the facts have metrics.
     """
     k1, k2 = (None, None) if key is None else split(key).unbind()
     table = _dropping(config, table, key, index_B)
@@ -50,7 +53,7 @@ def block(
     seen = None
     if "router" in p:
         h_BTD = norm(config, along, x_BTD, p["norm2_w"], p.get("norm2_b"))
-        y_BTD, seen = mixture(config, along, p, h_BTD, bias_E, name, mask_BT, load=load)
+        y_BTD, seen = mixture(config, along, p, h_BTD, bias_E, name, mask_BT, chosen_BTk, load=load)
         y_BTD = y_BTD if "w_down" not in p else y_BTD + _mlp(config, along, p, h_BTD)
     else:
         feed = functools.partial(_feed, config, along)

@@ -103,6 +103,46 @@ def decode_outputs(
         >>> tuple(logits_RV.shape), tuple(hidden_RD.shape)
         ((1, 64), (1, 32))
     """
+    return decode_routed(config, params, tokens_T, positions_T, rows_R, bodies, axis=axis, then=then)[:2]
+
+
+def decode_routed(
+    config: Config,
+    params: Params,
+    tokens_T: Int[Tensor, " t"],
+    positions_T: Int[Tensor, " t"],
+    rows_R: Int[Tensor, " r"],
+    bodies: Sequence[nn.Body],
+    *,
+    axis: Axes = None,
+    then: Mapping[str, nn.Then] = MappingProxyType({}),
+) -> tuple[Float[Tensor, "r v"], Float[Tensor, "r d"], Int[Tensor, "t m k"]]:
+    """The results of `decode_outputs`, and the experts of each token in each of the m layers that have some.
+
+    Args:
+        config: as for `decode`.
+        params: as for `decode`.
+        tokens_T: as for `decode`.
+        positions_T: as for `decode`.
+        rows_R: as for `decode`.
+        bodies: as for `decode`.
+        axis: as for `decode`.
+        then: as for `decode_outputs`.
+
+    Raises:
+        ValueError: as `decode`.
+
+    Example:
+        >>> import shardfn.core as core
+        >>> from shardfn.models.gpt import init
+        >>> config = Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
+        >>> tokens_T, packed = torch.tensor([5, 6, 7]), pack(config, init(config, core.key(0)))
+        >>> *_, experts_Tmk = decode_routed(
+        ...     config, packed, tokens_T, torch.arange(3), torch.tensor([2]), [nn.Dense()]
+        ... )
+        >>> tuple(experts_Tmk.shape)  # no layer has experts
+        (3, 0, 0)
+    """
     check_decodable(config)
     if len(bodies) != config.num_layers:
         raise ValueError(f"decode: {len(bodies)} bodies for num_layers={config.num_layers}; pass one for each layer.")
@@ -122,11 +162,14 @@ def decode_outputs(
         tables = position_tables(config, positions_T, x_TD.dtype)
     x_1TD = x_TD[None]
     mask = nn.Causal() if config.window is None else nn.Window(config.window - 1)
+    experts = list[Tensor]()
     for p, body in zip(params["blocks"], bodies, strict=True):
-        x_1TD, _ = block(config, along, None, p, x_1TD, tables | {"how": nn.Attending(mask, body)}, None, None)
+        x_1TD, seen = block(config, along, None, p, x_1TD, tables | {"how": nn.Attending(mask, body)}, None, None)
+        experts += [] if seen is None else [seen.experts]
     x_RD = norm(config, along, x_1TD[0][rows_R], params["norm_w"], params.get("norm_b"))
     own_RV = nn.column_linear(x_RD, params[_head(config)], features=config.vocab_size, axis=axis)
-    return all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size), x_RD
+    logits_RV = all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size)
+    return logits_RV, x_RD, torch.stack(experts, 1) if experts else tokens_T.new_zeros(len(tokens_T), 0, 0)
 
 
 def _without_losses(config: Config) -> Config:

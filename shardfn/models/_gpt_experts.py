@@ -32,11 +32,13 @@ class Seen(NamedTuple):
         loss: the weighted balance losses.
         counts: choices of each expert, int64 `[E]`; of stacked layers `[L, E]`.
         metrics: of `moe.load`: sums and weights; {} where they are not asked for.
+        experts: of each token, before a capacity, int64 `[S, k]`; of several layers `[L, S, k]`.
     """
 
     loss: Tensor
     counts: Tensor
     metrics: dict[str, tuple[Tensor, Tensor]]
+    experts: Tensor
 
 
 def mixture(
@@ -47,10 +49,11 @@ def mixture(
     bias_E: Tensor | None,
     name: str,
     mask_BT: Tensor | None = None,
+    chosen_BTk: Tensor | None = None,
     *,
     load: bool = False,
 ) -> tuple[Tensor, Seen]:
-    """The sum of the experts that each token has chosen, weighted by the router; 0 for padding."""
+    """The sum of the experts that each token has chosen, or are replayed, weighted by the router; 0 for padding."""
     assert config.experts is not None
     cut = _features_are_cut(config.experts, along)
     if cut and config.exact:
@@ -58,9 +61,10 @@ def mixture(
             f"{name}: exact=True with {config.experts.exchange}: ranks along {along.axis!r} would have features of all"
             f" experts, whose sums have other bits; use exchange=moe.Sum({along.axis!r}, in_order=True)."
         )
-    mask_S = None if mask_BT is None else mask_BT.flatten()
+    more = {} if mask_BT is None else {"mask": mask_BT.flatten()}
+    chosen = {} if chosen_BTk is None else {"chosen": chosen_BTk.flatten(0, 1).long()}
     logits_BTE = _logits_of_all(config, p["router"], x_BTD, along)
-    routing, seen = _routed(config, config.experts, logits_BTE, bias_E, name, mask_S, load)
+    routing, seen = _routed(config, config.experts, logits_BTE, bias_E, name, more, chosen, load)
     if cut:
         # Each rank has its own features of every expert, and so a part of each result.
         x_BTD, routing = enter_parallel(x_BTD, *along), routing._replace(weights=pvary(routing.weights, along.axis))
@@ -73,6 +77,24 @@ def mixture(
     y_SD = moe.apply(run, leaves, x_BTD.flatten(0, 1), routing, exchange=config.experts.exchange, name=name)
     y_BTD = y_SD.view_as(x_BTD)
     return (leave_parallel(y_BTD, *along) if cut else y_BTD), seen
+
+
+def by_layer(config: Config, chosen_BTmk: Tensor, tokens_BT: Tensor) -> Tensor:
+    """The choices of each layer with experts, [m, B, T, k].
+
+    Raises:
+        ValueError: they are not those of the config's layers and of the tokens.
+    """
+    k = config.experts.top_k if config.experts is not None else 0
+    wanted = (*tokens_BT.shape, len(config.expert_layers), k)
+    if config.experts is None or chosen_BTmk.shape != wanted:
+        has = "no experts" if config.experts is None else f"k={k} choices in {wanted[2]} layers with experts"
+        raise ValueError(
+            f"apply: chosen has shape {tuple(chosen_BTmk.shape)}, and tokens {tuple(tokens_BT.shape)}; the config has"
+            f" {has}, so chosen must be {'None' if config.experts is None else wanted}: the routes of an engine of this"
+            " config."
+        )
+    return chosen_BTmk.permute(2, 0, 1, 3)
 
 
 def _features_are_cut(experts: Experts, along: Along) -> bool:
@@ -99,14 +121,14 @@ def _routed(
     logits_BTE: Tensor,
     bias_E: Tensor | None,
     name: str,
-    mask_S: Tensor | None,
+    mask: dict[str, Any],
+    chosen: dict[str, Any],
     load: bool,
 ) -> tuple[moe.Routing, Seen]:
     """The choices of all tokens that the ranks of a block have; the counts of a load are sent where it is asked for."""
-    mask: dict[str, Any] = {} if mask_S is None else {"mask": mask_S}
     by: dict[str, Any] = {"axes": experts.axes} | mask
     routing = experts.route(
-        logits_BTE.flatten(0, 1), experts.top_k, **experts.options(name, bias_E, config.exact), **mask
+        logits_BTE.flatten(0, 1), experts.top_k, **experts.options(name, bias_E, config.exact), **mask, **chosen
     )
     own = by
     if experts.balance_loss is moe.balance.sequence:
@@ -118,7 +140,7 @@ def _routed(
     if experts.capacity is not None:
         num = moe.capacity(_num_tokens(routing, **by), experts.top_k, experts.num, experts.capacity, minimum=1)
         kept = moe.with_capacity(routing, num, axes=experts.axes)
-    return kept, Seen(loss, routing.counts(), moe.load(routing, kept, **by) if load else {})
+    return kept, Seen(loss, routing.counts(), moe.load(routing, kept, **by) if load else {}, routing.experts)
 
 
 def _num_tokens(routing: moe.Routing, axes: Axes, mask: Tensor | None = None) -> int | Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from shardfn import nn
@@ -24,6 +24,7 @@ from ._gpt_block import Along as _Along
 from ._gpt_block import Seen as Seen
 from ._gpt_block import Wrap as Wrap
 from ._gpt_block import block as _block
+from ._gpt_block import by_layer as _by_layer
 from ._gpt_block import dropout as _dropout
 from ._gpt_block import norm as _norm
 from ._gpt_block import position_tables as _position_tables
@@ -32,6 +33,7 @@ from ._gpt_config import Config as Config
 from ._gpt_decode import check_decodable as check_decodable
 from ._gpt_decode import decode as decode
 from ._gpt_decode import decode_outputs as decode_outputs
+from ._gpt_decode import decode_routed as decode_routed
 from ._gpt_decode import linear_sizes as linear_sizes
 from ._gpt_decode import pack as pack
 from ._gpt_decode import packed_specs as packed_specs
@@ -52,6 +54,7 @@ def apply(
     wrap: Wrap = lambda inner: inner,
     axis: Axes = None,
     sequence: bool = False,
+    chosen: Int[Tensor, "b t m k"] | None = None,
 ) -> Float[Tensor, "b t v"]:
     """Logits of the next token at each position.
 
@@ -66,12 +69,15 @@ def apply(
         wrap: applied to the block function, as in `wrap=remat`.
         axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
         sequence: between blocks each rank of `axis` has its own tokens (Megatron's sequence parallelism).
+        chosen: the experts of each token in each layer that has some, in place of the routers' choices, such as those
+            of `rl.Rollout.routes`; -1 is a choice without an expert. The routers' weights and gradients are as before.
 
     Returns:
         All logits, or this rank's part of V: `all_gather_invariant(logits, axis, dim=-1, size=V)` joins them.
 
     Raises:
-        ValueError: too long a sequence, dropout without `index_B`, or leaves that are not cut along `axis`.
+        ValueError: too long a sequence, dropout without `index_B`, leaves that are not cut along `axis`, or choices of
+            other experts.
 
     Example:
         >>> import shardfn.core as core
@@ -80,8 +86,43 @@ def apply(
         torch.Size([2, 5, 64])
     """
     along = _Along(axis, tokens_BT.shape[1] if sequence else None)
-    x_BTD, _ = _hidden(config, params, {"tokens": tokens_BT, "index": index_B}, key, wrap, along)
+    x_BTD, _ = _hidden(config, params, {"tokens": tokens_BT, "index": index_B}, key, wrap, along, chosen=chosen)
     return _logits(config, params, x_BTD, along)
+
+
+def choices(
+    config: Config,
+    params: Params,
+    tokens_BT: Int64[Tensor, "b t"],
+    *,
+    axis: Axes = None,
+    chosen: Int[Tensor, "b t m k"] | None = None,
+) -> Int64[Tensor, "b t m k"]:
+    """The experts of each token in each of the m layers that have some, as `apply` uses them.
+
+    Args:
+        config: the shape, with experts.
+        params: as for `apply`.
+        tokens_BT: as for `apply`.
+        axis: as for `apply`.
+        chosen: as for `apply`.
+
+    Raises:
+        ValueError: as `apply`; or the model has no experts.
+
+    Example:
+        >>> import shardfn.core as core
+        >>> from shardfn.models.moe import mixtral_like
+        >>> config = mixtral_like(vocab_size=64, num_layers=3, d_model=32, num_heads=8, d_ff=16)
+        >>> choices(config, init(config, core.key(0)), torch.zeros(2, 5, dtype=torch.int64)).shape
+        torch.Size([2, 5, 3, 2])
+    """
+    _, seen = _hidden(config, params, {"tokens": tokens_BT}, along=_Along(axis), chosen=chosen)
+    if seen is None:
+        raise ValueError(
+            "choices: the config has experts=None, so tokens choose none; give it models.moe.Experts(...)."
+        )
+    return seen.experts.unflatten(1, tokens_BT.shape).permute(1, 2, 0, 3)
 
 
 def loss(
@@ -402,7 +443,9 @@ def _hidden(
     bias: Tensor | None = None,
     *,
     load: bool = False,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, Seen | None]:
+    chosen = None if chosen is None else _by_layer(config, chosen, batch["tokens"])
     if tile is not None and along.sequence is not None:
         raise ValueError("loss(tile=, sequence=True): layers along `axis` take a rank's tokens together; drop one.")
     tokens_BT, index_B, mask_BT = batch["tokens"], batch.get("index"), batch.get("mask")
@@ -415,12 +458,13 @@ def _hidden(
     x_BTD = _dropout(config, along, keys[-1], x_BTD, index_B)
     block = wrap(functools.partial(_block, config, along, tile, load=load))
     if config.stacked:
-        x_BTD, seen = _scanned(config, block, params["blocks"], x_BTD, table, keys[:-1], index_B, bias, mask_BT)
+        x_BTD, seen = _scanned(config, block, params["blocks"], x_BTD, table, keys[:-1], index_B, bias, mask_BT, chosen)
     else:
         found = list[Seen]()
         for i, (p, k) in enumerate(zip(params["blocks"], keys[:-1], strict=True)):
-            own = None if bias is None or "router" not in p else bias[len(found)]
-            x_BTD, one = block(p, x_BTD, table, k, index_B, own, f"blocks.{i}", mask_BT)
+            own = (None if x is None or "router" not in p else x[len(found)] for x in (bias, chosen))
+            bias_E, chosen_BTk = own
+            x_BTD, one = block(p, x_BTD, table, k, index_B, bias_E, f"blocks.{i}", mask_BT, chosen_BTk)
             found += [] if one is None else [one]
         seen = tree_map(lambda *each: torch.stack(each), *found) if found else None
     return _norm(config, along, x_BTD, params["norm_w"], params.get("norm_b")), seen
@@ -436,19 +480,20 @@ def _scanned(
     index_B: Tensor | None,
     bias: Tensor | None,
     mask_BT: Tensor | None,
+    chosen: Tensor | None,
 ) -> tuple[Tensor, Seen | None]:
     num = config.layers_a_block
     keyed = None if keys[0] is None else torch.stack([k for k in keys if k is not None]).unflatten(0, (-1, num))
 
     def body(x_BTD: Tensor, x: Any) -> tuple[Tensor, Seen | None]:
-        leaves, own_keys, own_bias = x
-        seen = None
+        leaves, own_keys, own_bias, own_chosen = x
+        seen, more = None, ("blocks", mask_BT, own_chosen)
         for i, p in enumerate(layers_of(config, leaves)):
             key = None if own_keys is None else own_keys[i]
-            x_BTD, seen = block(p, x_BTD, table, key, index_B, own_bias, "blocks", mask_BT)
+            x_BTD, seen = block(p, x_BTD, table, key, index_B, own_bias, *more)
         return x_BTD, seen
 
-    return nn.scan(body, x_BTD, (blocks, keyed, bias))
+    return nn.scan(body, x_BTD, (blocks, keyed, bias, chosen))
 
 
 def _positions(config: Config, tokens_BT: Tensor) -> Tensor:

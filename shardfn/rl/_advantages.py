@@ -13,7 +13,7 @@ from shardfn.collectives import all_gather, axis_index
 from shardfn.core import Axes
 
 from ._answers import answer_mask, masked
-from ._shapes import check_shapes
+from ._shapes import check_lengths, check_shapes
 
 
 def group_advantages(
@@ -109,7 +109,7 @@ def gae(
         (advantages, returns), constants; 0 from each answer's end on.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, or a length is not from 0 to T.
 
     Example:
         >>> advantages, returns = gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]]), torch.tensor([2]))
@@ -121,6 +121,7 @@ def gae(
         https://arxiv.org/abs/1506.02438
     """
     check_shapes("gae", rewards_BT=rewards_BT, values_BT=values_BT, lengths_B=lengths_B)
+    check_lengths("gae", rewards_BT.shape[1], lengths_B=lengths_B)
     mask_BT = answer_mask(lengths_B, rewards_BT.shape[1])
     r_BT, v_BT = (masked(x.detach(), mask_BT) for x in (rewards_BT, values_BT))
     after_BT = torch.cat((v_BT[:, 1:], torch.zeros_like(v_BT[:, :1])), 1)

@@ -1,7 +1,7 @@
 """Answers as rows of one width: masks from lengths, and sums over tokens.
 
-Column j of a row is the answer's token j. A token counts if j is below the row's length; its id is never looked at, so
-an end token that is also the padding counts.
+Column j of a row is the answer's token j: where a tool wrote between them, the j-th token that the model drew. A token
+counts if j is below the row's length; its id is never looked at, so an end token that is also the padding counts.
 
 B rows, T tokens of an answer, L tokens of prompt and answer, V vocabulary.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from shardfn.engine import WeightedMean
 from shardfn.inference import logprobs
 
-from ._shapes import check_places, check_shapes
+from ._shapes import check_lengths, check_places, check_shapes
 
 
 def answer_mask(lengths_B: Int[Tensor, " b"], width: int) -> Bool[Tensor, "b t"]:
@@ -42,10 +42,20 @@ def token_mean(x_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]) -> Weig
         x_BT: a value for each token.
         lengths_B: tokens of each answer.
 
+    Raises:
+        ValueError: shapes do not fit, or a length is not from 0 to T.
+
     Example:
         >>> token_mean(torch.tensor([[1.0, 2.0], [6.0, 9.0]]), torch.tensor([2, 1])).mean()
         tensor(3.)
     """
+    check_shapes("token_mean", x_BT=x_BT, lengths_B=lengths_B)
+    check_lengths("token_mean", x_BT.shape[1], lengths_B=lengths_B)
+    return counted_mean(x_BT, lengths_B)
+
+
+def counted_mean(x_BT: Tensor, lengths_B: Tensor) -> WeightedMean:
+    """`token_mean` of tensors that are checked."""
     mask_BT = answer_mask(lengths_B, x_BT.shape[1])
     return WeightedMean(masked(x_BT, mask_BT).sum(), mask_BT.sum().to(x_BT.dtype))
 
@@ -69,6 +79,7 @@ def answer_logprobs(
     prompts_B: Int[Tensor, " b"],
     lengths_B: Int[Tensor, " b"],
     width: int,
+    places_BT: Int[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t"]:
     """The log probabilities of answers, by a forward of prompts and answers, with a derivative.
 
@@ -81,6 +92,8 @@ def answer_logprobs(
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
+        places_BT: of the answers' tokens in their rows, as of a `Rollout`; None where each answer is right behind its
+            prompt.
 
     Returns:
         [B, T]; 0 from each answer's end on.
@@ -93,19 +106,25 @@ def answer_logprobs(
         >>> answer_logprobs(torch.zeros(1, 3, 8), ids, one, one, 2)
         tensor([[-2.0794,  0.0000]])
     """
-    check_shapes("answer_logprobs", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B)
+    check_shapes(
+        "answer_logprobs", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT
+    )
     check_shapes("answer_logprobs", prompts_B=prompts_B, ids_BL=ids_BL)  # whose L is that of the logits, or one more
-    check_places("answer_logprobs", prompts_B, lengths_B, width, logits_BLV.shape[1], ids_BL.shape[1])
-    places_BT = _places(prompts_B, width, logits_BLV.shape[1])
-    rows_BTV, mask_BT = _rows(logits_BLV, places_BT), answer_mask(lengths_B, width)
-    tokens_BT = masked(ids_BL.gather(1, (places_BT + 1).clamp(max=ids_BL.shape[1] - 1)), mask_BT)
+    check_places("answer_logprobs", prompts_B, lengths_B, width, logits_BLV.shape[1], ids_BL.shape[1], places_BT)
+    before_BT = _before(prompts_B, width, logits_BLV.shape[1], places_BT)
+    rows_BTV, mask_BT = _rows(logits_BLV, before_BT), answer_mask(lengths_B, width)
+    tokens_BT = masked(ids_BL.gather(1, (before_BT + 1).clamp(max=ids_BL.shape[1] - 1)), mask_BT)
     if rows_BTV.dtype == torch.float64:
         return masked(rows_BTV.log_softmax(-1).gather(-1, tokens_BT[..., None])[..., 0], mask_BT)
     return masked(logprobs(rows_BTV, tokens_BT), mask_BT)
 
 
 def answer_values(
-    values_BL: Float[Tensor, "b l"], prompts_B: Int[Tensor, " b"], lengths_B: Int[Tensor, " b"], width: int
+    values_BL: Float[Tensor, "b l"],
+    prompts_B: Int[Tensor, " b"],
+    lengths_B: Int[Tensor, " b"],
+    width: int,
+    places_BT: Int[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t"]:
     """A critic's values before each token of the answers, for `gae` and `ppo_value`.
 
@@ -114,6 +133,7 @@ def answer_values(
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
+        places_BT: as of `answer_logprobs`.
 
     Returns:
         [B, T]; 0 from each answer's end on.
@@ -125,14 +145,18 @@ def answer_values(
         >>> answer_values(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2]), torch.tensor([1]), 2)
         tensor([[2., 0.]])
     """
-    check_shapes("answer_values", values_BL=values_BL, prompts_B=prompts_B, lengths_B=lengths_B)
-    check_places("answer_values", prompts_B, lengths_B, width, values_BL.shape[1])
-    found_BT = values_BL.gather(1, _places(prompts_B, width, values_BL.shape[1]))
+    check_shapes("answer_values", values_BL=values_BL, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT)
+    check_places("answer_values", prompts_B, lengths_B, width, values_BL.shape[1], places_BT=places_BT)
+    found_BT = values_BL.gather(1, _before(prompts_B, width, values_BL.shape[1], places_BT))
     return masked(found_BT, answer_mask(lengths_B, width))
 
 
 def answer_entropies(
-    logits_BLV: Float[Tensor, "b l v"], prompts_B: Int[Tensor, " b"], lengths_B: Int[Tensor, " b"], width: int
+    logits_BLV: Float[Tensor, "b l v"],
+    prompts_B: Int[Tensor, " b"],
+    lengths_B: Int[Tensor, " b"],
+    width: int,
+    places_BT: Int[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t"]:
     """The entropies of the distributions that answers are drawn from.
 
@@ -141,6 +165,7 @@ def answer_entropies(
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
+        places_BT: as of `answer_logprobs`.
 
     Returns:
         [B, T]; 0 from each answer's end on.
@@ -153,9 +178,11 @@ def answer_entropies(
         >>> answer_entropies(torch.zeros(1, 3, 8), one, one, 2)
         tensor([[2.0794, 0.0000]])
     """
-    check_shapes("answer_entropies", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B)
-    check_places("answer_entropies", prompts_B, lengths_B, width, logits_BLV.shape[1])
-    logs_BTV = _rows(logits_BLV, _places(prompts_B, width, logits_BLV.shape[1])).log_softmax(-1)
+    check_shapes(
+        "answer_entropies", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT
+    )
+    check_places("answer_entropies", prompts_B, lengths_B, width, logits_BLV.shape[1], places_BT=places_BT)
+    logs_BTV = _rows(logits_BLV, _before(prompts_B, width, logits_BLV.shape[1], places_BT)).log_softmax(-1)
     entropies_BT = -(logs_BTV.exp() * logs_BTV.clamp(min=torch.finfo(logs_BTV.dtype).min)).sum(-1)
     return masked(entropies_BT, answer_mask(lengths_B, width))
 
@@ -166,6 +193,7 @@ def answer_divergences(
     prompts_B: Int[Tensor, " b"],
     lengths_B: Int[Tensor, " b"],
     width: int,
+    places_BT: Int[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t"]:
     """KL(pi, ref) at each token of the answers: the sum over the vocabulary, which `kl` estimates by the token drawn.
 
@@ -178,6 +206,7 @@ def answer_divergences(
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
+        places_BT: as of `answer_logprobs`.
 
     Returns:
         [B, T]; 0 from each answer's end on.
@@ -195,18 +224,21 @@ def answer_divergences(
         https://arxiv.org/abs/2504.10637
     """
     check_shapes("answer_divergences", logits_BLV=logits_BLV, reference_BLV=reference_BLV)
-    check_shapes("answer_divergences", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B)
-    check_places("answer_divergences", prompts_B, lengths_B, width, logits_BLV.shape[1])
-    places_BT = _places(prompts_B, width, logits_BLV.shape[1])
-    p_BTV, q_BTV = (_rows(x_BLV, places_BT).log_softmax(-1) for x_BLV in (logits_BLV, reference_BLV))
+    check_shapes(
+        "answer_divergences", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT
+    )
+    check_places("answer_divergences", prompts_B, lengths_B, width, logits_BLV.shape[1], places_BT=places_BT)
+    before_BT = _before(prompts_B, width, logits_BLV.shape[1], places_BT)
+    p_BTV, q_BTV = (_rows(x_BLV, before_BT).log_softmax(-1) for x_BLV in (logits_BLV, reference_BLV))
     logs_BTV = torch.where(p_BTV.isneginf(), 0.0, p_BTV - q_BTV)  # a token that is excluded counts 0
     return masked((p_BTV.exp() * logs_BTV).sum(-1), answer_mask(lengths_B, width))
 
 
-def _places(prompts_B: Tensor, width: int, length: int) -> Tensor:
+def _before(prompts_B: Tensor, width: int, length: int, places_BT: Tensor | None) -> Tensor:
     """The position before each token of the answers; that of padding is any."""
-    places_BT = prompts_B[:, None] - 1 + torch.arange(width, device=prompts_B.device)
-    return places_BT.clamp(0, length - 1)
+    if places_BT is None:
+        places_BT = prompts_B[:, None] + torch.arange(width, device=prompts_B.device)
+    return (places_BT - 1).clamp(0, length - 1)
 
 
 def _rows(logits_BLV: Tensor, places_BT: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shardfn.engine import WeightedMean
 
-from ._answers import answer_mask, masked, row_mean, token_mean
+from ._answers import answer_mask, counted_mean, masked, row_mean
 from ._kl import Estimator, kl
-from ._shapes import check_shapes
+from ._shapes import check_lengths, check_shapes
 
 Clip = float | tuple[float, float]
 
@@ -26,19 +26,21 @@ def ppo_policy(
     *,
     clip: Clip = 0.2,
     most: float | None = None,
+    weights_BT: Float[Tensor, "b t"] | None = None,
 ) -> WeightedMean:
     """PPO's loss: -min(rho A, clip(rho, 1 - clip, 1 + clip) A), a mean over all tokens.
 
     Args:
         logprobs_BT: of the policy that learns.
-        old_BT: of the policy that drew the answers.
+        old_BT: of the policy that drew the answers; with `weights_BT`, of the weights before the first update by them.
         advantages_BT: of each token, as from `gae`.
         lengths_B: tokens of each answer.
         clip: how far a ratio may go; (below, above) where these differ.
         most: the largest ratio of tokens whose advantage is negative, which `clip` leaves unbounded; None is any.
+        weights_BT: factors of the tokens' losses, as from `truncated_weights`; None is 1.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, or a length is not from 0 to T.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -49,9 +51,11 @@ def ppo_policy(
         Schulman et al., Proximal Policy Optimization Algorithms, 2017, https://arxiv.org/abs/1707.06347
         Ye et al., Mastering Complex Control in MOBA Games, 2019, https://arxiv.org/abs/1912.09729
     """
-    check_shapes("ppo_policy", logprobs_BT=logprobs_BT, old_BT=old_BT, advantages_BT=advantages_BT, lengths_B=lengths_B)
+    tensors = {"old_BT": old_BT, "advantages_BT": advantages_BT, "lengths_B": lengths_B, "weights_BT": weights_BT}
+    check_shapes("ppo_policy", logprobs_BT=logprobs_BT, **tensors)
+    check_lengths("ppo_policy", logprobs_BT.shape[1], lengths_B=lengths_B)
     log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
-    return token_mean(_surrogate(log_BT.exp(), advantages_BT, clip, most), lengths_B)
+    return counted_mean(_weighted(_surrogate(log_BT.exp(), advantages_BT, clip, most), weights_BT), lengths_B)
 
 
 def ppo_value(
@@ -72,7 +76,7 @@ def ppo_value(
         clip: how far a value may go.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, or a length is not from 0 to T.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -80,10 +84,11 @@ def ppo_value(
         tensor(0.3200)
     """
     check_shapes("ppo_value", values_BT=values_BT, old_BT=old_BT, returns_BT=returns_BT, lengths_B=lengths_B)
+    check_lengths("ppo_value", values_BT.shape[1], lengths_B=lengths_B)
     mask_BT = answer_mask(lengths_B, values_BT.shape[1])
     v_BT, old_BT, r_BT = (masked(x, mask_BT) for x in (values_BT, old_BT, returns_BT))
     near_BT = torch.minimum(torch.maximum(v_BT, old_BT - clip), old_BT + clip)
-    return token_mean(torch.maximum((v_BT - r_BT) ** 2, (near_BT - r_BT) ** 2) / 2, lengths_B)
+    return counted_mean(torch.maximum((v_BT - r_BT) ** 2, (near_BT - r_BT) ** 2) / 2, lengths_B)
 
 
 def grpo(
@@ -102,6 +107,7 @@ def grpo(
     beta: float = 0.0,
     estimator: Estimator = "k3",
     corrected: bool = False,
+    weights_BT: Float[Tensor, "b t"] | None = None,
 ) -> WeightedMean:
     """The loss of answers whose tokens share an advantage.
 
@@ -117,7 +123,7 @@ def grpo(
 
     Args:
         logprobs_BT: of the policy that learns.
-        old_BT: of the policy that drew the answers.
+        old_BT: of the policy that drew the answers; with `weights_BT`, of the weights before the first update by them.
         advantages_B: as from `group_advantages`.
         lengths_B: tokens of each answer.
         clip: how far a ratio may go; (below, above) where these differ.
@@ -134,10 +140,12 @@ def grpo(
         corrected: whether the divergence of a token has its ratio as a weight, with the ratio's gradient. Then k1 and
             k3 have the mean gradient of KL(pi, ref) in every epoch; without it a token that has become improbable since
             its draw has a k3 of ref / pi.
+        weights_BT: factors of the tokens' losses, as from `truncated_weights`, but not of the divergence; None is 1.
 
     Raises:
-        ValueError: shapes do not fit; a choice is unknown; `constant` is missing, or without effect; `beta` without a
-            reference, or a reference without `beta`; `corrected` without one.
+        ValueError: shapes do not fit, or a length is not from 0 to T; a choice is unknown; `constant` is missing, or
+            without effect; `beta` without a reference, or a reference without `beta`; `corrected` without a
+            reference.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -158,7 +166,8 @@ def grpo(
             "grpo: corrected is True without a reference, so it has no effect; pass reference_BT and beta."
         )
     tensors = {"old_BT": old_BT, "advantages_B": advantages_B, "lengths_B": lengths_B, "reference_BT": reference_BT}
-    check_shapes("grpo", logprobs_BT=logprobs_BT, **tensors)
+    check_shapes("grpo", logprobs_BT=logprobs_BT, **tensors, weights_BT=weights_BT)
+    check_lengths("grpo", logprobs_BT.shape[1], lengths_B=lengths_B)
     mask_BT = answer_mask(lengths_B, logprobs_BT.shape[1])
     log_BT = masked(logprobs_BT - old_BT, mask_BT)
     if ratio == "sequence":
@@ -172,6 +181,7 @@ def grpo(
             * a_BT
             * masked(logprobs_BT, mask_BT)
         )
+    loss_BT = _weighted(loss_BT, weights_BT)
     if reference_BT is not None:
         kl_BT = kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT), estimator=estimator)
         weight_BT = masked(logprobs_BT - old_BT, mask_BT).exp() if corrected else 1.0
@@ -199,7 +209,7 @@ def rloo(
         clip: how far a ratio may go; (below, above) where these differ.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, or a length is not from 0 to T.
 
     Example:
         >>> logprobs = torch.tensor([[-1.0, -2.0]])
@@ -210,6 +220,7 @@ def rloo(
         Ahmadian et al., Back to Basics, 2024, https://arxiv.org/abs/2402.14740
     """
     check_shapes("rloo", logprobs_BT=logprobs_BT, old_BT=old_BT, advantages_B=advantages_B, lengths_B=lengths_B)
+    check_lengths("rloo", logprobs_BT.shape[1], lengths_B=lengths_B)
     log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
     return row_mean(_surrogate(log_BT.sum(1).exp(), advantages_B, clip, None))
 
@@ -236,17 +247,23 @@ def policy_metrics(
         "length", the mean over answers; and with a reference "kl", by k3 with ratios as weights: the divergence of the
         policy that learns, though an older one has drawn the tokens.
 
+    Raises:
+        ValueError: shapes do not fit, or a length is not from 0 to T.
+
     Example:
         >>> one = torch.ones(1, 1)
         >>> {name: x.mean().item() for name, x in policy_metrics(-one, -one, torch.tensor([1])).items()}
         {'ratio': 1.0, 'exact': 1.0, 'clipped': 0.0, 'length': 1.0}
     """
+    tensors = {"old_BT": old_BT, "lengths_B": lengths_B, "reference_BT": reference_BT}
+    check_shapes("policy_metrics", logprobs_BT=logprobs_BT, **tensors)
+    check_lengths("policy_metrics", logprobs_BT.shape[1], lengths_B=lengths_B)
     mask_BT, logprobs_BT = answer_mask(lengths_B, logprobs_BT.shape[1]), logprobs_BT.detach()
     rho_BT = masked(logprobs_BT - old_BT, mask_BT).exp()
     rows = {"ratio": rho_BT, "exact": rho_BT == 1, "clipped": rho_BT != _clipped(rho_BT, clip)}
     if reference_BT is not None:
         rows["kl"] = rho_BT * kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT))
-    found = {name: token_mean(x.to(rho_BT.dtype), lengths_B) for name, x in rows.items()}
+    found = {name: counted_mean(x.to(rho_BT.dtype), lengths_B) for name, x in rows.items()}
     return found | {"length": row_mean(lengths_B.to(rho_BT.dtype))}
 
 
@@ -260,9 +277,13 @@ def _surrogate(rho: Tensor, a: Tensor, clip: Clip, most: float | None) -> Tensor
     return -torch.minimum(free * a, _clipped(rho, clip) * a)
 
 
+def _weighted(loss_BT: Tensor, weights_BT: Tensor | None) -> Tensor:
+    return loss_BT if weights_BT is None else weights_BT.detach() * loss_BT
+
+
 def _normalised(loss_BT: Tensor, lengths_B: Tensor, normalise: str, constant: int | None) -> WeightedMean:
     if normalise == "batch":
-        return token_mean(loss_BT, lengths_B)
+        return counted_mean(loss_BT, lengths_B)
     sums_B = masked(loss_BT, answer_mask(lengths_B, loss_BT.shape[1])).sum(1)
     return row_mean(sums_B / (lengths_B.clamp(min=1) if constant is None else constant))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfn.engine import WeightedMean
 
 from ._answers import answer_mask, masked, row_mean
-from ._shapes import check_shapes
+from ._shapes import check_lengths, check_shapes
 
 
 def kl_rewards(
@@ -37,10 +37,11 @@ def kl_rewards(
         beta: weight of the divergence.
         clip: scores are clipped to [-clip, clip]; None leaves them.
         after_end: the score goes to the place after the last token where the row has one, as in DeepSpeed-Chat. Pass
-            `gae` lengths of one more token, too, and the losses the lengths themselves.
+            `gae` lengths of one more token where the row has one, too, `(lengths + 1).clamp(max=T)`, and the losses
+            the lengths themselves.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, or a length is not from 0 to T.
 
     Example:
         >>> policy, reference = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.0]])
@@ -54,6 +55,7 @@ def kl_rewards(
         "kl_rewards", logprobs_BT=logprobs_BT, reference_BT=reference_BT, scores_B=scores_B, lengths_B=lengths_B
     )
     width = logprobs_BT.shape[1]
+    check_lengths("kl_rewards", width, lengths_B=lengths_B)
     drift_BT = masked((logprobs_BT - reference_BT).detach(), answer_mask(lengths_B, width))
     scores_B = scores_B.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     scores_B = scores_B if clip is None else scores_B.clamp(-clip, clip)
@@ -69,10 +71,15 @@ def last_values(values_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]) -
         values_BT: of each token.
         lengths_B: tokens of each row.
 
+    Raises:
+        ValueError: shapes do not fit, or a length is not from 0 to T.
+
     Example:
         >>> last_values(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2]))
         tensor([2.])
     """
+    check_shapes("last_values", values_BT=values_BT, lengths_B=lengths_B)
+    check_lengths("last_values", values_BT.shape[1], lengths_B=lengths_B)
     return torch.where(lengths_B > 0, values_BT.gather(1, (lengths_B - 1).clamp(min=0)[:, None])[:, 0], 0.0)
 
 
@@ -98,7 +105,7 @@ def pairwise(
         rejected_lengths_B: tokens of each row.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, or a length is not from 0 to T.
 
     Example:
         >>> c, r = torch.tensor([[0.2, 0.5, 1.0]]), torch.tensor([[0.1, 0.7, -0.2]])
@@ -111,8 +118,9 @@ def pairwise(
     """
     tensors = {"chosen_BT": chosen_BT, "rejected_BT": rejected_BT}
     tensors |= {"chosen_ids_BT": chosen_ids_BT, "rejected_ids_BT": rejected_ids_BT}
-    tensors |= {"chosen_lengths_B": chosen_lengths_B, "rejected_lengths_B": rejected_lengths_B}
-    check_shapes("pairwise", **tensors)
+    lengths = {"chosen_lengths_B": chosen_lengths_B, "rejected_lengths_B": rejected_lengths_B}
+    check_shapes("pairwise", **tensors, **lengths)
+    check_lengths("pairwise", chosen_BT.shape[1], **lengths)
     place_T = torch.arange(chosen_BT.shape[1], device=chosen_BT.device)
     ends_B = torch.maximum(chosen_lengths_B, rejected_lengths_B)
     shorter_B = torch.minimum(chosen_lengths_B, rejected_lengths_B)

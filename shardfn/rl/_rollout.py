@@ -6,7 +6,7 @@ B rows, L tokens of prompt and answer, T tokens of an answer.
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int16
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
@@ -20,13 +20,18 @@ class Rollout(NamedTuple):
     """Answers of one width. It is cut along its rows as any batch, and saved as any tree.
 
     Attributes:
-        ids: [B, L], each prompt and right behind it its answer; then zeros, which no loss looks at.
+        ids: [B, L], each prompt and behind it its answer; then zeros, which no loss looks at.
         prompts: tokens of each prompt.
-        lengths: tokens of each answer.
+        lengths: tokens of each answer, those that the model drew.
         logprobs: [B, T], of each token when it was drawn; 0 from the end on.
         versions: [B, T], of the weights that drew it; -1 from the end on.
         rewards: of each answer; NaN where it has not got one.
         ended: whether the answer ended by a stop token, and not by its length.
+        places: [B, T], of each token in `ids`; 0 from the end on. Those of `sample` follow their prompts; between those
+            of `converse` are the tokens of a tool, which no loss learns from.
+        routes: [B, L, m, k], int16, of an engine with `routes=True`: the experts of each token in `ids` in each of m
+            layers, for `gpt.apply(chosen=)`; -1 from the last token on, whose successor is not known. [B, L, 0, 0]
+            otherwise.
 
     Example:
         >>> empty_rollout(2, 8, 4).logprobs.shape
@@ -40,26 +45,43 @@ class Rollout(NamedTuple):
     versions: Int[Tensor, "b t"]
     rewards: Float[Tensor, " b"]
     ended: Bool[Tensor, " b"]
+    places: Int[Tensor, "b t"]
+    routes: Int16[Tensor, "b l m k"]
 
     @property
     def width(self) -> int:
         """T."""
         return self.logprobs.shape[1]
 
+    @property
+    def where(self) -> tuple[Tensor, Tensor, int, Tensor]:
+        """Where the answers lie, for `answer_logprobs(logits, rollout.ids, *rollout.where)` and its kin."""
+        return self.prompts, self.lengths, self.width, self.places
+
     def tokens(self, row: int) -> tuple[list[int], list[int]]:
-        """The ids of a row's prompt and answer."""
+        """The ids of a row's prompt and answer, with those of a tool in it."""
         start, num = int(self.prompts[row]), int(self.lengths[row])
-        ids: list[int] = self.ids[row, : start + num].tolist()
+        # An answer without places is right behind its prompt.
+        end = max(start + num, int(self.places[row, num - 1]) + 1 if num else 0)
+        ids: list[int] = self.ids[row, :end].tolist()
         return ids[:start], ids[start:]
 
 
-def empty_rollout(rows: int, length: int, width: int, *, device: torch.device | str | None = None) -> Rollout:
+def empty_rollout(
+    rows: int,
+    length: int,
+    width: int,
+    *,
+    routes: tuple[int, int] = (0, 0),
+    device: torch.device | str | None = None,
+) -> Rollout:
     """A rollout of empty answers to empty prompts, without rewards: the form to restore one into.
 
     Args:
         rows: B.
         length: L.
         width: T.
+        routes: m and k: `engine.routes`.
         device: of its tensors.
 
     Example:
@@ -75,6 +97,8 @@ def empty_rollout(rows: int, length: int, width: int, *, device: torch.device | 
         versions=torch.full((rows, width), -1, dtype=torch.int64, device=device),
         rewards=torch.full((rows,), torch.nan, device=device),
         ended=torch.zeros(rows, dtype=torch.bool, device=device),
+        places=torch.zeros(rows, width, dtype=torch.int64, device=device),
+        routes=torch.full((rows, length, *routes), -1, dtype=torch.int16, device=device),
     )
 
 

@@ -61,10 +61,10 @@ def sample(
         (torch.Size([6, 16]), [2, 2, 2, 1, 1, 1])
     """
     check_key("sample", key)
-    _check_sampling(sampling)
+    check_sampling("sample", sampling)
     length = engine.limits.context if length is None else length
-    _check_length(prompts, sampling.max_tokens, length)
-    seeds = _seeds(key, start, len(prompts))
+    check_prompts("sample", prompts, sampling.max_tokens, length)
+    seeds = seeds_of(key, start, len(prompts))
     each = [dataclasses.replace(sampling, seed=seed) for seed in seeds]
     found = engine.generate(prompts, each)
     rows = [
@@ -72,19 +72,25 @@ def sample(
         for prompt, made in zip(prompts, found, strict=True)
         for one in (made if isinstance(made, list) else [made])
     ]
-    return _rollout(rows, length, sampling.max_tokens, since, engine.mesh.device)
+    return _rollout(rows, empty_rollout(len(rows), length, sampling.max_tokens, routes=engine.routes), since, engine)
 
 
-def _seeds(key: Tensor, start: int, num: int) -> list[int]:
+def seeds_of(key: Tensor, start: int, num: int) -> list[int]:
+    """The seeds of draws with consecutive numbers."""
     words = fold_in(key, torch.arange(start, start + num, device=key.device)).tolist()
     return [high << 32 | low for high, low in words]
 
 
-def _check_sampling(sampling: Sampling) -> None:
+def check_sampling(who: str, sampling: Sampling) -> None:
+    """Refuses a sampling that draws from another distribution than that of its log probabilities.
+
+    Raises:
+        ValueError: names the field and its value.
+    """
     plain = Sampling()
     if sampling.grammar is not None:
         raise ValueError(
-            "sample: the sampling has a grammar; answers would be drawn from another distribution than that of their"
+            f"{who}: the sampling has a grammar; answers would be drawn from another distribution than that of their"
             " log probabilities, so their ratios would not begin at 1. Take grammar=None, and give answers of another"
             " form a low reward; engine.generate draws answers for an evaluation."
         )
@@ -94,7 +100,7 @@ def _check_sampling(sampling: Sampling) -> None:
         value, usual = getattr(sampling, name), getattr(plain, name)
         if value != usual:
             raise ValueError(
-                f"sample: {name} is {value}; answers would be drawn from another distribution than that of their log"
+                f"{who}: {name} is {value}; answers would be drawn from another distribution than that of their log"
                 f" probabilities, so their ratios would not begin at 1. Take {name}={usual}; "
                 + (
                     f"an engine of rl.tempered(decoder, {value}) draws at that temperature."
@@ -104,33 +110,52 @@ def _check_sampling(sampling: Sampling) -> None:
             )
 
 
-def _check_length(prompts: Sequence[Sequence[int]], width: int, length: int) -> None:
+def check_prompts(who: str, prompts: Sequence[Sequence[int]], width: int, length: int) -> None:
+    """Refuses prompts without tokens, or without room for an answer of `width` tokens in a row of `length`.
+
+    Raises:
+        ValueError: names the prompt, its tokens and the limits.
+    """
     for i, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(
-                f"sample: prompts[{i}] has no tokens, and the first token of an answer needs one before it; begin it"
+                f"{who}: prompts[{i}] has no tokens, and the first token of an answer needs one before it; begin it"
                 " with a token, such as that of the beginning of a text."
             )
         if len(prompt) + width > length:
             raise ValueError(
-                f"sample: prompts[{i}] has {len(prompt)} tokens and answers have up to {width}, together"
+                f"{who}: prompts[{i}] has {len(prompt)} tokens and answers have up to {width}, together"
                 f" {len(prompt) + width}; the rows have {length}. Pass a longer length, or leave the prompt out."
             )
 
 
-def _rollout(
-    rows: Sequence[tuple[Sequence[int], Completion]], length: int, width: int, since: int, device: torch.device
-) -> Rollout:
-    out = empty_rollout(len(rows), length, width)
+def _rollout(rows: Sequence[tuple[Sequence[int], Completion]], out: Rollout, since: int, engine: Engine) -> Rollout:
     for i, (prompt, one) in enumerate(rows):
-        if one.finish not in ("stop", "length"):
-            raise RuntimeError(
-                f"sample: the answer of row {i} ended as {one.finish!r} after {len(one.tokens)} tokens; "
-                + ("its logits are not finite: look at the parameters." if one.finish == "error" else "draw it again.")
-            )
+        check_end("sample", i, one)
         start, num = len(prompt), len(one.tokens)
         out.prompts[i], out.lengths[i], out.ended[i] = start, num, one.finish == "stop"
         out.ids[i, : start + num] = torch.tensor([*prompt, *one.tokens])
         out.logprobs[i, :num] = torch.tensor(one.logprobs)
         out.versions[i, :num] = torch.tensor(one.versions) + since
-    return Rollout(*(x.to(device) for x in out))
+        out.places[i, :num] = torch.arange(start, start + num)
+        put_routes(out, i, one)
+    return Rollout(*(x.to(engine.mesh.device) for x in out))
+
+
+def put_routes(out: Rollout, row: int, one: Completion) -> None:
+    """Copies the experts that an engine has recorded, if it does."""
+    if one.routes is not None:
+        out.routes[row, : len(one.routes)] = one.routes
+
+
+def check_end(who: str, row: int, one: Completion) -> None:
+    """Refuses an answer that did not come to its end.
+
+    Raises:
+        RuntimeError: names the row, and how it ended.
+    """
+    if one.finish not in ("stop", "length"):
+        raise RuntimeError(
+            f"{who}: the answer of row {row} ended as {one.finish!r} after {len(one.tokens)} tokens; "
+            + ("its logits are not finite: look at the parameters." if one.finish == "error" else "draw it again.")
+        )

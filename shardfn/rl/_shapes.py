@@ -1,5 +1,6 @@
 """Checks of the tensors of a loss: broadcasting would take other shapes, too, and give another number."""
 
+import torch
 from torch import Tensor
 
 from shardfn._torch import FakeTensor, check_tensor_all, functorch, is_functorch_wrapped_tensor
@@ -13,7 +14,6 @@ def check_shapes(who: str, **named: Tensor | None) -> None:
         ValueError: lists each such tensor with its shape and that of its name.
 
     Example:
-        >>> import torch
         >>> check_shapes("dpo", chosen_B=torch.ones(2), rejected_B=torch.ones(2))
     """
     sizes, wrong = dict[str, int](), list[str]()
@@ -30,8 +30,43 @@ def check_shapes(who: str, **named: Tensor | None) -> None:
     raise_all(ValueError, f"{who}: shapes do not fit:", wrong)
 
 
+def check_lengths(who: str, width: int, **named: Tensor) -> None:
+    """Refuses lengths that are not from 0 to T, whose other tokens would be left out of sums, but not of their means.
+
+    Args:
+        who: the function, for the error.
+        width: T of its tensors.
+        **named: lengths by the names of the arguments.
+
+    Raises:
+        ValueError: names the argument, the first such length and T; in a captured step, where a message is a constant,
+            the argument and T.
+
+    Example:
+        >>> check_lengths("grpo", 4, lengths_B=torch.tensor([4, 0]))
+    """
+    for name, lengths_B in named.items():
+        outside_B = (lengths_B < 0) | (lengths_B > width)
+        remedy = f"lengths are from 0 to T: pass tensors of more tokens, or cut the answers to {width}."
+        if isinstance(outside_B, FakeTensor):
+            text = f"{who}: a length in {name} is not from 0 to T = {width} of the other tensors; {remedy}"
+            check_tensor_all(~outside_B, lambda text=text: text)
+        elif not _is_batched(outside_B) and outside_B.any():  # vmap has no branch on a value
+            row = int(outside_B.nonzero()[0])
+            raise ValueError(
+                f"{who}: {name}[{row}] is {int(lengths_B[row])}, and the other tensors have T = {width} tokens;"
+                f" {remedy}"
+            )
+
+
 def check_places(
-    who: str, prompts_B: Tensor, lengths_B: Tensor, width: int, positions: int, ids: int | None = None
+    who: str,
+    prompts_B: Tensor,
+    lengths_B: Tensor,
+    width: int,
+    positions: int,
+    ids: int | None = None,
+    places_BT: Tensor | None = None,
 ) -> None:
     """Refuses answers that do not lie in their rows, whose tokens would be taken from other places.
 
@@ -42,15 +77,23 @@ def check_places(
         width: T.
         positions: L of the logits or values, which may leave the last one out.
         ids: L of the tokens; None without any.
+        places_BT: of the answers' tokens in their rows; None where each answer is right behind its prompt.
 
     Raises:
         ValueError: names the limits.
     """
     most = positions + 1 if ids is None else min(positions + 1, ids)
-    outside_B = (lengths_B > width) | ((lengths_B > 0) & ((prompts_B < 1) | (prompts_B + lengths_B > most)))
+    if places_BT is None:
+        outside_B = (lengths_B > 0) & ((prompts_B < 1) | (prompts_B + lengths_B > most))
+        where = f"prompts at least 1, and both together at most {most}"
+    else:
+        outside_BT = (places_BT < 1) | (places_BT >= most)
+        outside_B = (outside_BT & (torch.arange(width, device=lengths_B.device) < lengths_B[:, None])).any(1)
+        where = f"and places from 1 to {most - 1}"
+    outside_B = outside_B | (lengths_B < 0) | (lengths_B > width)
     text = (
-        f"{who}: an answer does not lie in its row: lengths must be at most width = {width}, prompts at least 1, and"
-        f" both together at most {most}, by the shapes of the rows. Pass longer rows, or cut the answer."
+        f"{who}: an answer does not lie in its row: lengths must be from 0 to width = {width}, {where}, by the shapes"
+        " of the rows. Pass longer rows, or cut the answer."
     )
     if isinstance(outside_B, FakeTensor):
         check_tensor_all(~outside_B, lambda: text)

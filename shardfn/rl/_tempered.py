@@ -1,11 +1,11 @@
 """A model that draws at another temperature, with the log probabilities of the distribution that it draws from."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
-from shardfn import nn
 from shardfn.core import PyTree
 from shardfn.inference import Decoder
 
@@ -42,9 +42,17 @@ def tempered(decoder: Decoder, temperature: float) -> Decoder:
             " Sampling(temperature=0.0) draws the most probable tokens."
         )
 
-    def logits(
-        weights: PyTree, tokens_T: Tensor, positions_T: Tensor, rows_R: Tensor, bodies: Sequence[nn.Body]
-    ) -> Tensor:
-        return decoder.logits(weights, tokens_T, positions_T, rows_R, bodies).float() / temperature
+    def logits(weights: PyTree, *rest: Any) -> Tensor:
+        return decoder.logits(weights, *rest).float() / temperature
 
-    return dataclasses.replace(decoder, logits=logits)
+    def cooled(inner: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """A function whose first result are logits."""
+
+        def run(weights: PyTree, *rest: Any) -> Any:
+            assert inner is not None
+            logits_RV, *more = inner(weights, *rest)
+            return logits_RV.float() / temperature, *more
+
+        return None if inner is None else run
+
+    return dataclasses.replace(decoder, logits=logits, outputs=cooled(decoder.outputs), routed=cooled(decoder.routed))

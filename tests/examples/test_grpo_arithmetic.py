@@ -1,4 +1,4 @@
-"""The arithmetic examples: GRPO learns, on one process and two alike, and goes on bit for bit after a kill anywhere."""
+"""The arithmetic examples: GRPO learns, on one process and two alike, and goes on bit for bit after a kill; tools."""
 
 import json
 import os
@@ -49,9 +49,21 @@ def test_a_run_has_metrics_and_checkpoints(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.nightly
-def test_two_ranks_draw_the_same_answers(tmp_path: pathlib.Path) -> None:
+def test_a_run_one_behind_is_one_version_behind_and_has_the_same_bits_again(tmp_path: pathlib.Path) -> None:
+    for name in ("one", "two"):
+        run(ALONE, *SHORT, "--behind", "1", "--out", str(tmp_path / name))
+    found = rows(tmp_path / "one")
+    assert found == rows(tmp_path / "two") and diff(tmp_path / "one/checkpoints", tmp_path / "two/checkpoints") == []
+    assert found[0]["weight"] == 1 and all(row["weight"] != 1 for row in found[2:])
+    assert all(row["exact"] == 1 for row in found[::2])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("behind", ["0", "1"])
+def test_two_ranks_draw_the_same_answers(tmp_path: pathlib.Path, behind: str) -> None:
     for command, name, stage in ((ALONE, "one", "0"), (TWO, "two", "3")):
-        run(command, *SHORT, "--iterations", "1", "--zero", stage, "--out", str(tmp_path / name))
+        how = ["--iterations", "2", "--behind", behind, "--zero", stage]
+        run(command, *SHORT, *how, "--out", str(tmp_path / name))
     one, two = (rows(tmp_path / name) for name in ("one", "two"))
     for a, b in zip(one, two, strict=True):
         assert all(abs(a[k] - b[k]) <= 1e-5 * max(abs(a[k]), 1) for k in ("loss", "reward", "kl", "entropy"))
@@ -59,9 +71,9 @@ def test_two_ranks_draw_the_same_answers(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("part", range(4))
-def test_a_run_that_is_killed_anywhere_goes_on_bit_for_bit(tmp_path: pathlib.Path, part: int) -> None:
-    options = [*SHORT, "--iterations", "12"]
+@pytest.mark.parametrize(("part", "behind"), [(0, "0"), (1, "0"), (2, "0"), (3, "0"), (4, "1"), (5, "1")])
+def test_a_run_that_is_killed_anywhere_goes_on_bit_for_bit(tmp_path: pathlib.Path, part: int, behind: str) -> None:
+    options = [*SHORT, "--iterations", "12", "--behind", behind]
     run(ALONE, *options, "--out", str(tmp_path / "whole"))
     draw = random.Random(part)
     killed = 0
@@ -92,12 +104,23 @@ def test_ppo_runs() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(2))
-def test_rewards_rise(tmp_path: pathlib.Path, seed: int) -> None:
-    run(ALONE, "--seed", str(seed), "--out", str(tmp_path))
+@pytest.mark.parametrize(("seed", "behind"), [(0, "0"), (1, "0"), (0, "1"), (1, "1")])
+def test_rewards_rise(tmp_path: pathlib.Path, seed: int, behind: str) -> None:
+    run(ALONE, "--seed", str(seed), "--behind", behind, "--out", str(tmp_path))
     found = rows(tmp_path)
     first, last = ([row["reward"] for row in part[::2]] for part in (found[:20], found[-20:]))
     # Ten rollouts of 32 problems: the problems of a rollout differ, its 8 answers to each are counted as one.
     error = (2 * 0.25 / (10 * 32)) ** 0.5
     assert sum(last) / 10 - sum(first) / 10 > 5 * error
     assert sum(row["kl"] for row in found[-20::2]) / 10 < 1
+
+
+@pytest.mark.nightly
+def test_answers_learn_to_call_a_tool() -> None:
+    out = run(ALONE, "--iterations", "30", "--every", "1", example=EXAMPLE.with_name("tool_arithmetic.py"))
+    lines = [line for line in out.splitlines() if line.startswith("iteration")]
+    rewards = [float(line.split("reward ")[1].split(",")[0]) for line in lines]
+    assert len(lines) == 30 and all("exact 1.000" in line for line in lines)
+    # Five rollouts of 32 problems, the 8 answers to each counted as one.
+    error = (2 * 0.25 / (5 * 32)) ** 0.5
+    assert sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 > 5 * error

@@ -41,6 +41,43 @@ def test_a_tensor_of_another_shape_is_refused(mistake: str) -> None:
         call()
 
 
+LONG = torch.tensor([3, 4, 2])
+
+TOO_LONG: dict[str, Callable[[torch.Tensor], Any]] = {
+    "token_mean": lambda lengths: rl.token_mean(BT, lengths),
+    "ppo_policy": lambda lengths: rl.ppo_policy(BT, BT, BT, lengths),
+    "ppo_value": lambda lengths: rl.ppo_value(BT, BT, BT, lengths),
+    "grpo": lambda lengths: rl.grpo(BT, BT, B, lengths, normalise="sequence"),
+    "rloo": lambda lengths: rl.rloo(BT, BT, B, lengths),
+    "policy_metrics": lambda lengths: rl.policy_metrics(BT, BT, lengths)["ratio"],
+    "gae": lambda lengths: rl.gae(BT, BT, lengths)[0],
+    "kl_rewards": lambda lengths: rl.kl_rewards(BT, BT, B, lengths),
+    "last_values": lambda lengths: rl.last_values(BT, lengths),
+    "pairwise": lambda lengths: rl.pairwise(BT, BT, BT.long(), BT.long(), LENGTHS, lengths),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+@pytest.mark.parametrize("wrong", [4, -1])
+def test_a_length_beyond_the_tokens_is_refused(name: str, wrong: int) -> None:
+    lengths = torch.tensor([3, wrong, 2])
+    message = rf"{name}: \w*lengths_B\[1\] is {wrong}, and the other tensors have T = 3 tokens; .* cut the answers to 3"
+    with pytest.raises(ValueError, match=message):
+        TOO_LONG[name](lengths)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gae", pytest.param("ppo_value", marks=pytest.mark.nightly)])
+def test_a_captured_step_refuses_a_length_beyond_the_tokens(name: str) -> None:
+    def loss(w: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        found = TOO_LONG[name](lengths)
+        return w * (found if isinstance(found, torch.Tensor) else found.total).sum()
+
+    step = sf.sharded_step(sf.jit(loss), sf.optim.sgd(0.1), donate=False)
+    state, _ = step(step.init(torch.tensor(1.0)), LENGTHS)
+    with pytest.raises(ValueError, match=rf"{name}: a length in lengths_B is not from 0 to T = 3"):
+        step(state, LONG)
+
+
 def logprobs(prompts: list[int], lengths: list[int], width: int) -> torch.Tensor:
     logits = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(0))
     ids = torch.arange(16).view(2, 8) % 5

@@ -105,8 +105,10 @@ def check_chosen(chosen: Tensor, size: int, k: int, num_experts: int, name: str)
             f" need int64 of shape {(size, k)}: the experts of an earlier routing."
         )
     outside = ((chosen < -1) | (chosen >= num_experts)).sum()
-    if not _is_batched(outside) and outside != 0:
-        raise ValueError(
-            f"{name}: {int(outside)} numbers in chosen are no expert: there are {num_experts}, from 0 on, and -1 is a"
-            f" choice without an expert. Replay the choices of a router of {num_experts} experts."
-        )
+    # In a graph a message is a constant: it has no number of choices.
+    num = "some" if isinstance(outside, FakeTensor) or _is_batched(outside) else int(outside)
+    refuse(
+        outside,
+        f"{name}: {num} numbers in chosen are no expert: there are {num_experts}, from 0 on, and -1 is a choice without"
+        f" an expert. Replay the choices of a router of {num_experts} experts.",
+    )

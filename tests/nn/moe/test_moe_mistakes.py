@@ -86,3 +86,16 @@ def test_a_sum_refuses_an_expert_that_a_token_has_chosen_twice(jit: bool) -> Non
         step = sf.sharded_step(wrapped, sf.optim.sgd(0.1), mesh=mesh, specs=sf.P("tp"), batch=sf.P())
         with pytest.raises(ValueError, match=r"layers\.3: tokens have chosen an expert twice"):
             step(step.init(params), torch.eye(3, 2))
+
+
+def test_a_captured_step_refuses_a_choice_of_other_experts() -> None:
+    def loss(w: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return moe.top_k(w * X, 1, chosen=chosen).weights.sum()
+
+    step = sf.sharded_step(sf.jit(loss), sf.optim.sgd(0.1), donate=False)
+    chosen = torch.zeros(len(X), 1, dtype=torch.int64)
+    state, _ = step(step.init(torch.tensor(1.0)), chosen)
+    with pytest.raises(
+        ValueError, match=r"some numbers in chosen are no expert: there are 4, .* a router of 4 experts"
+    ):
+        step(state, chosen + 4)

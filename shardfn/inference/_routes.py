@@ -1,0 +1,56 @@
+"""The experts that tokens have chosen, beside the cache: a token's are kept in the slot of its keys and values.
+
+So tokens whose blocks are shared, or cached, have theirs without being computed again.
+"""
+
+import torch
+from jaxtyping import Int, Int16
+from torch import Tensor
+
+from ._decoder import Decoder
+from ._drafters import Drafter
+from ._limits import Limits
+from ._plan import Plan
+from ._state import State
+
+Choice = tuple[str, int]  # the name of a request, and its choice
+
+
+class Routes:
+    """The experts of all tokens in the cache, on the host.
+
+    Args:
+        limits: of the engine.
+        decoder: the model.
+        drafter: of the engine, which must have none: drafts that branch lie in other slots than those of their places.
+
+    Raises:
+        ValueError: tokens choose no experts, or there is a drafter.
+    """
+
+    def __init__(self, limits: Limits, decoder: Decoder, drafter: Drafter | None) -> None:
+        if drafter is not None:
+            raise ValueError(f"engine: routes is True, and the drafter is {drafter!r:.80}; leave one of them out.")
+        if decoder.routed is None:
+            raise ValueError(
+                "engine: routes is True, and the decoder has routed=None, so that no experts are known; leave it out,"
+                " or take the decoder of a models.gpt with experts."
+            )
+        self._block, self.shape = limits.block, decoder.routes
+        self._experts = torch.full((limits.blocks * limits.block, *self.shape), -1, dtype=torch.int16)
+
+    def take(self, plan: Plan, experts_Tmk: Int[Tensor, "t m k"]) -> None:
+        """The experts of a plan's tokens."""
+        slots = torch.frombuffer(plan.slots, dtype=torch.int32)[: plan.num_tokens].long()
+        self._experts[slots] = experts_Tmk.to("cpu", torch.int16)
+
+    def of(self, blocks: list[int], num: int) -> Int16[Tensor, "t m k"]:
+        """The experts of the first tokens of a sequence, which has these blocks."""
+        slots = torch.tensor(blocks)[:, None] * self._block + torch.arange(self._block)
+        return self._experts[slots.flatten()[:num]]
+
+
+def blocks_in_flight(state: State) -> dict[Choice, list[int]]:
+    """The blocks of the sequences in the plan in flight, which lose them where they end."""
+    sequences = (state.sequences[chunk.serial] for chunk in state.flight)
+    return {(one.name, one.choice): one.blocks[:] for one in sequences}
