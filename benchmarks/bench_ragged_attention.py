@@ -92,7 +92,7 @@ def _calls(heads: tuple[int, int, int], case: Case, dense: torch.Tensor) -> dict
     sequences = torch.arange(S).repeat_interleave(T).int()
     slots = tables[sequences.long(), positions.long() // BLOCK] * BLOCK + positions % BLOCK
     plan = slots, positions, sequences, tables
-    wide = torch.randn(S * width, BLOCK, 2, G, K)
+    wide = torch.randn(S * width, 2, G, BLOCK, K)
     narrow = wide.bfloat16()
     dense_q = q.view(S, T, H, K).transpose(1, 2).contiguous()
     mask = None if T in (1, C) else torch.ones(T, C, dtype=torch.bool).tril(C - T)

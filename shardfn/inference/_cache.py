@@ -27,7 +27,7 @@ DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """The form of a model's cache: for each layer [blocks, block, 2, G, K], of keys and values.
+    """The form of a model's cache: for each layer [blocks, 2, G, block, K], of keys and values.
 
     In codes, a row has `kernels.cache_row` bytes in place of K numbers.
 
@@ -41,7 +41,7 @@ class CacheLayout:
         >>> layout = CacheLayout(layers=2, heads=4, head_dim=8)
         >>> limits = Limits(vocab=100, context=64, blocks=9, block=16)
         >>> layout.shape(limits), layout.num_bytes(limits)
-        (torch.Size([9, 16, 2, 4, 8]), 73728)
+        (torch.Size([9, 2, 4, 16, 8]), 73728)
     """
 
     layers: int
@@ -52,12 +52,12 @@ class CacheLayout:
     @property
     def spec(self) -> P:
         """The spec of a layer's cache."""
-        return P(None, None, None, self.axis) if self.axis else P()
+        return P(None, None, self.axis) if self.axis else P()
 
     def shape(self, limits: Limits) -> torch.Size:
         """Of a layer's cache, on all ranks together."""
         row = kernels.cache_row(self.head_dim, DTYPES[limits.cache_dtype])
-        return torch.Size((limits.blocks, limits.block, 2, self.heads, row))
+        return torch.Size((limits.blocks, 2, self.heads, limits.block, row))
 
     def num_bytes(self, limits: Limits) -> int:
         """Of the whole cache, on all ranks together."""
@@ -66,7 +66,7 @@ class CacheLayout:
     def init(self, limits: Limits, mesh: Mesh) -> list[GlobalTensor]:
         """An empty cache."""
         shape, ranks = self.shape(limits), mesh.axis_size(self.axis)
-        own = torch.Size((*shape[:3], self.heads // ranks, shape[4]))
+        own = torch.Size((*shape[:2], self.heads // ranks, *shape[3:]))
         options = {"dtype": DTYPES[limits.cache_dtype], "device": mesh.device}
         return [GlobalTensor(torch.zeros(own, **options), shape, self.spec, mesh) for _ in range(self.layers)]
 
@@ -76,8 +76,8 @@ class CacheLayout:
             return
         old, new = torch.tensor(moves, device=cache[0].local.device).unbind(1)
         for x in cache:
-            flat = x.local.flatten(0, 1).view(torch.uint8)  # dtypes of codes need not be indexable
-            flat[new] = flat[old]
+            block, by_byte = x.shape[3], x.local.view(torch.uint8)  # dtypes of codes need not be indexable
+            by_byte[new // block, :, :, new % block] = by_byte[old // block, :, :, old % block]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class Paged(nn.Local):
         tree: where drafts may branch, the drafts that each token sees in their slots; see `kernels.ragged_attention`.
     """
 
-    cache: Shaped[Tensor, "blocks block 2 g row"]
+    cache: Shaped[Tensor, "blocks 2 g block row"]
     slots: Int[Tensor, " t"]
     positions: Int[Tensor, " t"]
     sequences: Int[Tensor, " t"]

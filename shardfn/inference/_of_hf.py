@@ -239,7 +239,7 @@ def _attend(
         raise TypeError(f"layer {scores.layer} of a model of transformers attends by an engine's cache, not by {body}.")
     sinks_H = None if scores.sinks_H is None else take_own_block(scores.sinks_H.float(), axis)
     how = {"scale": scores.scale, "window": scores.window, "softcap": scores.softcap, "sinks_H": sinks_H}
-    if k_BTGK.shape[2] == body.cache.shape[3]:
+    if k_BTGK.shape[2] == body.cache.shape[2]:
         return body.attended(q_BTHK, k_BTGK, v_BTGK, **how)
     own = (take_own_block(x, axis, dim=2) for x in (q_BTHK, k_BTGK, v_BTGK))
     return all_gather_invariant(body.attended(*own, **how), axis, dim=2, size=q_BTHK.shape[2])
@@ -290,7 +290,7 @@ def _inexact(decoder: Decoder, params: Mapping[str, Tensor], uses: WeightUses) -
     """The first row whose bits depend on the rows beside it, if one of the probe's does."""
     served, device, seen = decoder.pack(params), _device(params), dict[int, Tensor]()
     most = max(_SIZES)
-    cache = [torch.zeros(most + 1, _BLOCK, 2, decoder.cache.heads, decoder.cache.head_dim, device=device)]
+    cache = [torch.zeros(most + 1, 2, decoder.cache.heads, _BLOCK, decoder.cache.head_dim, device=device)]
     cache += [torch.zeros_like(cache[0]) for _ in range(decoder.cache.layers - 1)]
     tables = torch.arange(1, most + 1, dtype=torch.int32, device=device)[:, None]
     for order in ([0], [1], *map(_company, _SIZES)):

@@ -116,7 +116,7 @@ def _attended(
     count = {"dtype": torch.int32, "device": q.device}
     at = torch.arange(B * T, **count)
     sequences, positions = at // T, at % T
-    cache = q.new_zeros(B * blocks, BLOCK, 2, G, K)
+    cache = q.new_zeros(B * blocks, 2, G, BLOCK, K)
     y = kernels.ragged_attention(
         q.flatten(0, 1).contiguous(),
         k.flatten(0, 1).contiguous(),

@@ -131,7 +131,7 @@ class Model:
             at_T = torch.arange(T, dtype=torch.int32)
             plan = at_T + T, at_T, torch.zeros_like(at_T), torch.ones(1, 1, dtype=torch.int32)
             heads = self.config.kv_heads, self.config.head_dim
-            bodies = [Paged(torch.zeros(2, T, 2, *heads), *plan) for _ in range(self.config.num_layers)]
+            bodies = [Paged(torch.zeros(2, 2, heads[0], T, heads[1]), *plan) for _ in range(self.config.num_layers)]
             packed = gpt.pack(self.config, params)
             return gpt.decode_outputs(self.config, packed, tokens_T, at_T, at_T, bodies, then=then)[0]
 

@@ -90,7 +90,7 @@ def logits_alone(kind: str, name: str | None, tokens: list[int]) -> Tensor:
     T, layout, low = len(tokens), made.cache, None
     at_T = torch.arange(T, dtype=torch.int32)
     plan = at_T + T, at_T, torch.zeros_like(at_T), torch.ones(1, 1, dtype=torch.int32)
-    bodies = [Paged(torch.zeros(2, T, 2, layout.heads, layout.head_dim), *plan) for _ in range(layout.layers)]
+    bodies = [Paged(torch.zeros(2, 2, layout.heads, T, layout.head_dim), *plan) for _ in range(layout.layers)]
     if name is not None:
         description, values = adapters[name]
         own = adapter_of(description, values, made.linear)

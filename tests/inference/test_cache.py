@@ -46,7 +46,7 @@ def model(dtype: str, tp: str | None = None, **changes: Any) -> Model:
         at_T = torch.arange(T, dtype=torch.int32)
         plan = at_T + T, at_T, torch.zeros_like(at_T), torch.ones(1, 1, dtype=torch.int32)
         row = kernels.cache_row(config.head_dim, DTYPES[dtype])
-        caches = [torch.zeros(2, T, 2, config.kv_heads, row, dtype=torch.uint8) for _ in range(config.num_layers)]
+        caches = [torch.zeros(2, 2, config.kv_heads, T, row, dtype=torch.uint8) for _ in range(config.num_layers)]
         bodies = [Paged(x.view(DTYPES[dtype]), *plan) for x in caches]
         with torch.no_grad():
             return gpt.decode_outputs(config, packed[version], torch.tensor(tokens), at_T, at_T, bodies)[0]

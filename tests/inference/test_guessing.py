@@ -176,7 +176,7 @@ def test_rejected_drafts_leave_nothing_that_is_read(name: str) -> None:
             places = set(range(chunk.start, len(sequence.blocks) * SIZES.block))
             for p in places - {chunk.start + row for row in valid}:
                 for layer in engine._cache:
-                    layer.local[sequence.blocks[p // SIZES.block], p % SIZES.block] = torch.nan
+                    layer.local[sequence.blocks[p // SIZES.block], :, :, p % SIZES.block] = torch.nan
             moves += len(chunk.moves(len(valid), engine._drawn, lambda at: at))
     assert engine.guesses.drafted > engine.guesses.accepted
     assert (moves > 0) == (name == "bush")

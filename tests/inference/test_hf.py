@@ -44,7 +44,7 @@ class Model:
         T, layout = len(tokens), self._one.cache
         at_T = torch.arange(T, dtype=torch.int32)
         plan = at_T + T, at_T, torch.zeros_like(at_T), torch.ones(1, 1, dtype=torch.int32)
-        bodies = [Paged(torch.zeros(2, T, 2, layout.heads, layout.head_dim), *plan) for _ in range(layout.layers)]
+        bodies = [Paged(torch.zeros(2, 2, layout.heads, T, layout.head_dim), *plan) for _ in range(layout.layers)]
         with torch.no_grad():
             return self._one.logits(
                 self._served[version], torch.tensor(tokens, dtype=torch.int32), at_T, at_T, bodies

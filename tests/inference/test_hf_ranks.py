@@ -46,7 +46,7 @@ def logits_of(decoder: Decoder, params: Any, mesh: Mesh, tokens: list[int]) -> T
     def forward(weights: Any) -> Tensor:
         heads = decoder.cache.heads // mesh.axis_size("tp")
         bodies = [
-            Paged(torch.zeros(2, T, 2, heads, decoder.cache.head_dim), *plan) for _ in range(decoder.cache.layers)
+            Paged(torch.zeros(2, 2, heads, T, decoder.cache.head_dim), *plan) for _ in range(decoder.cache.layers)
         ]
         return decoder.logits(weights, torch.tensor(tokens, dtype=torch.int32), at_T, at_T, bodies)
 

@@ -46,7 +46,7 @@ class Pages:
         width = max(-(-len(q) // block) for q in story.q) + 1
         shuffled = torch.randperm(num * width + 1, generator=torch.Generator().manual_seed(seed))[: num * width]
         self.tables = shuffled.view(num, width).int()
-        shape = (num * width + 1, block, 2, G, kernels.cache_row(K, dtype))
+        shape = (num * width + 1, 2, G, block, kernels.cache_row(K, dtype))
         # A scale of these bytes is NaN.
         coded = torch.full(shape, 255, dtype=torch.uint8).view(dtype) if dtype in CODES else None
         self.cache = torch.full(shape, math.nan, dtype=dtype) if coded is None else coded
@@ -218,11 +218,11 @@ def test_rows_of_codes(dtype: torch.dtype, implementation: Any) -> None:
     x = torch.randn(300, 22, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 300)[:, None]
     x[5, 3], x[6, 1], x[7], x[8, 2:] = math.nan, -math.inf, 0, 0
     x[9], x[10] = torch.arange(22.0) / 7, torch.tensor([2.0**-i for i in range(22)])
-    place, cache = torch.arange(300, dtype=torch.int32), torch.zeros(75, 4, 2, 1, kernels.cache_row(22, dtype))
+    place, cache = torch.arange(300, dtype=torch.int32), torch.zeros(75, 2, 1, 4, kernels.cache_row(22, dtype))
     cache, first = cache.to(torch.uint8).view(dtype), torch.zeros_like(place)
     with kernels.implemented_by(implementation) if implementation else contextlib.nullcontext():
         kernels.ragged_attention(x[:, None], x[:, None], -x[:, None], cache, place, first, first, first[:1, None])
-    rows = cache.view(torch.uint8).flatten(0, 1)[:, :, 0]
+    rows = cache.view(torch.uint8)[:, :, 0].transpose(1, 2).flatten(0, 1)
     assert torch.equal(rows, torch.stack([kernels.coded_rows(y, dtype) for y in (x, -x)], 1))
     back = kernels.decoded_rows(rows[:, 0], 22, dtype)
     assert back[5:7].isnan().all() and (back[7] == 0).all()
@@ -316,7 +316,7 @@ def test_padding_that_shares_a_slot_changes_nothing() -> None:
         q, k, v = (torch.cat([x[0], x[0][:3]]) for x in story[:3])
         with kernels.implemented_by(kind):
             y = kernels.ragged_attention(q, k, v, pages.cache, slots.int(), positions, sequences, tables)
-        assert torch.equal(y[:20], want) and torch.equal(pages.cache[free, 0, 1], v[-1])
+        assert torch.equal(y[:20], want) and torch.equal(pages.cache[free, 1, :, 0], v[-1])
         assert torch.equal(y[20:], v[-1:].expand(3, 2, 8))
 
 
@@ -373,9 +373,9 @@ REFUSALS: list[tuple[dict[str, Any], Any, str]] = [
     ({"k": torch.ones(2, 1, 3)}, ValueError, r"k is of shape \(2, 1, 3\), must be \(2, 2, 3\)"),
     ({"cache": torch.zeros(3, 2, 2, 2, 3).half()}, TypeError, "cache is torch.float16"),
     (
-        {"cache": torch.zeros(3, 2, 1, 2, 3)},
+        {"cache": torch.zeros(3, 1, 2, 2, 3)},
         ValueError,
-        r"cache is of shape \(3, 2, 1, 2, 3\), must be \(3, 2, 2, 2, 3\)",
+        r"cache is of shape \(3, 1, 2, 2, 3\), must be \(3, 2, 2, 2, 3\)",
     ),
     ({"cache": torch.zeros(3, 2, 2, 3, 2).mT}, ValueError, "cache is written in place"),
     ({"window": 0}, ValueError, "window is 0"),
@@ -443,7 +443,7 @@ def test_a_bound_call_writes_its_caches_in_place() -> None:
         sf.jit(_layers, backend="graph"), mesh=mesh, in_specs=(P(),), out_specs=(None, sf.Donated(1)), donate=1
     )
     params = f.init(weights)
-    whole, mine = ([torch.zeros(4, 4, 2, 1, 8) for _ in range(2)] for _ in range(2))
+    whole, mine = ([torch.zeros(4, 2, 1, 4, 8) for _ in range(2)] for _ in range(2))
     caches = [sf.GlobalTensor(c, c.shape, P(), mesh) for c in mine]
     tables = torch.tensor([[2, 0, 3]], dtype=torch.int32)
 

@@ -22,7 +22,7 @@ def ragged_attention(
     q: Float[Tensor, "t h k"],
     k: Float[Tensor, "t g k"],
     v: Float[Tensor, "t g k"],
-    cache: Shaped[Tensor, "blocks block 2 g row"],
+    cache: Shaped[Tensor, "blocks 2 g block row"],
     slots: Int32[Tensor, " t"],
     positions: Int32[Tensor, " t"],
     sequences: Int32[Tensor, " t"],
@@ -37,7 +37,7 @@ def ragged_attention(
 ) -> Float32[Tensor, "t h k"]:
     """Writes the keys and values of tokens into a cache, then returns the attention of each to its sequence.
 
-        cache[slots[i] // block, slots[i] % block] = k[i], v[i]                     for all tokens i, then
+        cache[slots[i] // block, :, :, slots[i] % block] = k[i], v[i]               for all tokens i, then
         s[p] = cap(scale q[i] k_p) - slope (positions[i] - p)                       cap(x) = c tanh(x / c)
         y[i] = sum of e^s[p] v_p / (sum of e^s[p] + e^sink)                         over the positions p that i sees
 
@@ -81,7 +81,7 @@ def ragged_attention(
 
     Example:
         >>> q, k, v = torch.ones(3, 2, 4), torch.ones(3, 1, 4), torch.arange(12.0).view(3, 1, 4)
-        >>> cache = torch.zeros(4, 2, 2, 1, 4)  # 4 blocks of 2 tokens
+        >>> cache = torch.zeros(4, 2, 1, 2, 4)  # 4 blocks of 2 tokens
         >>> places = torch.arange(3, dtype=torch.int32)
         >>> tables = torch.tensor([[3, 1]], dtype=torch.int32)  # block 3 has positions 0 and 1, block 1 has 2
         >>> slots = torch.tensor([6, 7, 2], dtype=torch.int32)
@@ -89,7 +89,7 @@ def ragged_attention(
         tensor([[0., 1., 2., 3.],
                 [2., 3., 4., 5.],
                 [4., 5., 6., 7.]])
-        >>> cache[3, 1, 1]  # a value
+        >>> cache[3, 1, :, 1]  # a value
         tensor([[4., 5., 6., 7.]])
 
     References:
@@ -126,9 +126,9 @@ def _check_arguments(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: dict[
     T, H, K = q.shape
     if not 1 <= K <= WIDEST:
         raise ValueError(f"q is of shape {tuple(q.shape)}; heads have from 1 to {WIDEST} elements")
-    G = cache.shape[3] if cache.ndim == 5 else 0
-    like = "blocks, places of a block, key and value, key heads, cache_row(K, dtype)"
-    check_shape("cache", cache, (*cache.shape[:2], 2, G, cache_row(K, cache.dtype)), like)
+    G = cache.shape[2] if cache.ndim == 5 else 0
+    like = "blocks, key and value, key heads, places of a block, cache_row(K, dtype)"
+    check_shape("cache", cache, (cache.shape[0], 2, G, cache.shape[3], cache_row(K, cache.dtype)), like)
     check_written("cache", cache)
     if not G or H % G:
         raise ValueError(f"q has {H} heads and cache {G} key heads; their number must divide that of heads")

@@ -9,7 +9,7 @@ def check_plan(
     tree: Tensor | None,
 ) -> None:  # fmt: skip
     """Raises ValueError that names a token whose slot, position, sequence, blocks or guesses are out of range."""
-    blocks, block = cache.shape[:2]
+    blocks, block = cache.shape[0], cache.shape[3]
     width = tables.shape[1]
     for name, x, count, of in (
         ("slots", slots, blocks * block, f"cache has {blocks} blocks of {block} tokens"),

@@ -98,11 +98,18 @@ std::vector<Group> groups_of(const Call& o, const Plan& plan) {
     return out;
 }
 
+// The number of the row of a place of a block, for a key (part 0) or a value (1): rows of a head in a block follow one
+// another, so that a head's keys are read in one go.
+INLINE int64_t row_number(const Call& o, int64_t block, int64_t part, int64_t g, int64_t place) {
+    return ((block * 2 + part) * o.G + g) * o.block + place;
+}
+
 void write_head(const Call& o, int64_t g) {
     for (int64_t i = 0; i < o.T; ++i)
         for (int part = 0; part < 2; ++part) {
             const float* from = part ? o.v + i * o.v_stride + g * o.K : o.k + i * o.k_stride + g * o.K;
-            write_row(o.cache, (o.slots[i] * (int64_t)2 + part) * o.G + g, o.kind, from, o.K);
+            const int64_t to = row_number(o, o.slots[i] / o.block, part, g, o.slots[i] % o.block);
+            write_row(o.cache, to, o.kind, from, o.K);
         }
 }
 
@@ -113,18 +120,26 @@ INLINE void find_keys(const Call& o, const Plan& plan, Scratch& s, int64_t g, in
                int high) {
     const bool staged = o.kind != FLOAT32 || o.K % LANES;
     const int32_t* table = o.tables + o.sequences[i] * o.width;
-    for (int n = low; n < high; ++n) {
-        const int64_t p = tile + n, guess = p - guesses;
-        const int64_t slot = guess < 0 ? table[p / o.block] * o.block + p % o.block : plan.slots[plan.at[i] + guess];
-        const int64_t key = slot * 2 * o.G + g, value = key + o.G;
+    int64_t index = (tile + low) / o.block, place = (tile + low) % o.block;
+    for (int n = low; n < high; ++n, ++place) {
+        if (place == o.block) ++index, place = 0;
+        const int64_t guess = tile + n - guesses, slot = guess < 0 ? 0 : plan.slots[plan.at[i] + guess];
+        const int64_t key = guess < 0 ? row_number(o, table[index], 0, g, place)
+                                      : row_number(o, slot / o.block, 0, g, slot % o.block);
+        const int64_t value = key + o.G * o.block;
         s.key[n] = staged ? s.keys + n * s.padded : (const float*)o.cache + key * o.K;
         s.value[n] = staged ? s.values + n * s.padded : (const float*)o.cache + value * o.K;
         if (!staged) continue;
         read_row<L>(o.cache, key, o.kind, o.K, s.padded, s.keys + n * s.padded);
         read_row<L>(o.cache, value, o.kind, o.K, s.padded, s.values + n * s.padded);
     }
-    for (int n = 0; n < TILE; ++n)
-        if (n < low || n >= high) s.key[n] = s.key[low];
+    // The rows of the next tile are read alike, as far as they are known to be in the table.
+    const int64_t end = std::min<int64_t>(guesses, o.positions[i] + 1) - tile - TILE;
+    for (int n = 0; n < TILE; ++n, ++place) {
+        if (n < low || n >= high) s.key[n] = s.key[low], s.value[n] = s.value[low];
+        if (place == o.block) ++index, place = 0;
+        s.later[n] = staged || n >= end ? s.value[n] : (const float*)o.cache + row_number(o, table[index], 0, g, place) * o.K;
+    }
 }
 
 template <class L>

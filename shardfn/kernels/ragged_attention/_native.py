@@ -26,7 +26,7 @@ def ragged_attention(
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Fp32 [T, H, K]. Writes cache [blocks, block, 2, G, row]."""
+    """Fp32 [T, H, K]. Writes cache [blocks, 2, G, block, row]."""
     run = _function()
     if run is None:
         args = q, k, v, cache, slots, positions, sequences, tables, scale, window, softcap, slopes, sinks, tree
@@ -37,7 +37,7 @@ def ragged_attention(
     y = q.new_empty(T, H, K)
     tensors = q, k, v, cache, slots, positions, sequences, tables, slopes, sinks, tree, y
     at = (None if x is None else x.data_ptr() for x in tensors)
-    sizes = *(T, H, G, K), *(x.stride(0) for x in (q, k, v)), *cache.shape[:2], *tables.shape
+    sizes = *(T, H, G, K), *(x.stride(0) for x in (q, k, v)), cache.shape[0], cache.shape[3], *tables.shape
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
     threads = torch.get_num_threads()
     if run(*at, *sizes, window or 0, KINDS[cache.dtype], *scores, threads, FEW, NEWEST):

@@ -23,17 +23,19 @@ def ragged_attention(
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Fp32 [T, H, K]. Writes cache [blocks, block, 2, G, row]."""
+    """Fp32 [T, H, K]. Writes cache [blocks, 2, G, block, row]."""
     check_plan(cache, slots, positions, sequences, tables, window, tree)
     write(k, v, cache, slots)
     (T, H, K), G = q.shape, k.shape[1]
     slope, sink = (None if x is None else x.view(G, H // G) for x in (slopes, sinks))
-    places = seen_slots(cache.shape[1], slots, positions, sequences, tables, window, tree)
-    flat, q = as_rows(cache).flatten(0, 1), q.view(T, G, H // G, K)
+    block = cache.shape[3]
+    places = seen_slots(block, slots, positions, sequences, tables, window, tree)
+    by_place, q = as_rows(cache), q.view(T, G, H // G, K)
     state = _start(q, sink)
     for begin in range(0, places.shape[1], TILE):
         at = places[:, begin : begin + TILE]
-        rows = flat[at.clamp(min=0)]
+        slot = at.clamp(min=0)
+        rows = by_place[slot // block, :, :, slot % block]
         kv_TN2GK = decoded_rows(rows, K, cache.dtype) if cache.dtype in LARGEST else rows.float()
         x = _scores(q, kv_TN2GK[:, :, 0], scale, softcap)
         if slope is not None:
@@ -48,11 +50,12 @@ def ragged_attention(
 def write(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Writes each token's key and value at its slot; of tokens with the same slot the last one's."""
     index, order = slots.long(), torch.arange(len(slots), device=slots.device)
-    last = order.new_full((cache.shape[:2].numel(),), -1).scatter_reduce(0, index, order, "amax")
+    last = order.new_full((cache.shape[0] * cache.shape[3],), -1).scatter_reduce(0, index, order, "amax")
     kept = last[index] == order
     rows = torch.stack([k, v], 1)[kept]
     rows = coded_rows(rows, cache.dtype) if cache.dtype in LARGEST else rows.to(cache.dtype)
-    as_rows(cache).flatten(0, 1)[index[kept]] = rows
+    block = cache.shape[3]
+    as_rows(cache)[index[kept] // block, :, :, index[kept] % block] = rows
 
 
 def seen_slots(

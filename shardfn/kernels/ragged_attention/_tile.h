@@ -24,7 +24,7 @@ struct Scratch {
     std::vector<float> memory;
     int64_t padded;
     float *q, *sums, *lanes, *weights, *most, *factor, *slope, *keys, *values, *turned;
-    const float *key[TILE], *value[TILE];
+    const float *key[TILE], *value[TILE], *later[TILE];  // later: keys of the next tile
 
     void fit(int64_t rows, int64_t width) {
         padded = (width + LANES - 1) / LANES * LANES;
@@ -60,22 +60,30 @@ INLINE typename L::V tanh(typename L::V x) {
     return size < 0.625f ? near : (V)((Int)far | ((Int)x & (int32_t)0x80000000));
 }
 
-// 32 products of one row with keys: 16 lanes each.
+// 32 products of one row with keys: 16 lanes each. The first row asks for what is read next, as a cache of many sequences
+// is in no near memory, and no processor foresees its blocks.
 template <class L>
-INLINE void products(const float* q, const float* const* key, int64_t padded, float* out) {
+INLINE void products(const Scratch& s, const float* q, bool first, float* out) {
     constexpr int N = L::lanes, parts = LANES / N, together = 4;
     typename L::V x[N];
     for (int base = 0; base < TILE; base += N) {
         for (int i = 0; i < N; i += together) {
             typename L::V sum[together][parts] = {};
-            const float* const* k = key + base + i;
-            for (int64_t at = 0; at < padded; at += LANES)
+            const float* const* k = s.key + base + i;
+            for (int64_t at = 0; at < s.padded; at += LANES) {
+                if (first)
+                    UNROLL
+                    for (int t = 0; t < together; ++t) {
+                        __builtin_prefetch(s.value[base + i + t] + at);
+                        __builtin_prefetch(s.later[base + i + t] + at);
+                    }
                 UNROLL
                 for (int p = 0; p < parts; ++p) {
                     const typename L::V left = load<L>(q + at + p * N);
                     UNROLL
                     for (int t = 0; t < together; ++t) sum[t][p] = L::fused(left, load<L>(k[t] + at + p * N), sum[t][p]);
                 }
+            }
             UNROLL
             for (int t = 0; t < together; ++t) {
                 UNROLL
@@ -221,7 +229,7 @@ INLINE void add_tile(Scratch& s, const Scoring& how, int64_t first, int64_t end,
         for (; row + R <= end; row += R) products_of_rows<L, R>(s, s.q + row * s.padded, width, s.weights + row * TILE);
         for (; row < end; ++row) products_of_rows<L, 1>(s, s.q + row * s.padded, width, s.weights + row * TILE);
     } else {
-        for (; row < end; ++row) products<L>(s.q + row * s.padded, s.key, s.padded, s.weights + row * TILE);
+        for (; row < end; ++row) products<L>(s, s.q + row * s.padded, row == first, s.weights + row * TILE);
     }
     for (row = first; row < end; ++row)
         if (seen[row].low < seen[row].high) weigh<L>(s, how, row, seen[row], slopes);

@@ -23,17 +23,30 @@ def ragged_attention(
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Fp32 [T, H, K]. Writes cache [blocks, block, 2, G, row]."""
+    """Fp32 [T, H, K]. Writes cache [blocks, 2, G, block, row]."""
     check_plan(cache, slots, positions, sequences, tables, window, tree)
     write(k, v, cache, slots)
     (T, H, K), G = q.shape, k.shape[1]
-    places = seen_slots(cache.shape[1], slots, positions, sequences, tables, window, tree)
+    places = seen_slots(cache.shape[3], slots, positions, sequences, tables, window, tree)
     y, width = q.new_empty(T, H, K), max(16, triton.next_power_of_2(K))
     given = (None if x is None else x.contiguous() for x in (slopes, sinks))
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
     # Codes are bytes, and scales the last of each row's float32 numbers.
     scales = as_rows(cache).view(torch.float32) if cache.dtype in LARGEST else None
-    args = q.contiguous(), as_rows(cache), scales, places, positions, *given, y, *scores, places.shape[1], H, G
+    args = (
+        q.contiguous(),
+        as_rows(cache),
+        scales,
+        places,
+        positions,
+        *given,
+        y,
+        *scores,
+        places.shape[1],
+        H,
+        G,
+        cache.shape[3],
+    )
     codes = {torch.int8: 1, torch.float8_e4m3fn: 2}.get(cache.dtype, 0)
     launch(_row, T * H, q.device, *args, K=K, ROW=cache.shape[-1], WIDTH=width, N=TILE, CODES=codes)
     return y
@@ -58,7 +71,7 @@ def _values(x, CODES: tl.constexpr):
 @triton.jit
 @no_type_check
 def _row(
-    q, cache, scales, places, positions, slopes, sinks, y, scale, cap, end, H, G,
+    q, cache, scales, places, positions, slopes, sinks, y, scale, cap, end, H, G, block,
     K: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """One head of one token."""
@@ -74,7 +87,8 @@ def _row(
     for begin in range(0, end, N):
         place = tl.load(places + i * end + begin + n)
         seen = place >= 0
-        row = tl.where(seen, place, 0) * 2 * G + g
+        place = tl.where(seen, place, 0)
+        row = (place // block * 2 * G + g) * block + place % block
         at = (row * ROW)[:, None] + d[None, :]
         mask = seen[:, None] & (d < K)[None, :]
         key = _values(tl.load(cache + at, mask=mask, other=0), CODES)
@@ -90,9 +104,9 @@ def _row(
         most = tl.maximum(top, tl.reduce(x, 0, greatest))
         shift = tl.where(most == float("-inf"), 0.0, most)
         weights, before = tl.exp(x - shift), tl.exp(top - shift)
-        value = _values(tl.load(cache + G * ROW + at, mask=mask, other=0), CODES)
+        value = _values(tl.load(cache + G * block * ROW + at, mask=mask, other=0), CODES)
         if CODES != 0:
-            value = value * tl.load(scales + (row + G + 1) * (ROW // 4) - 1, mask=seen, other=0.0)[:, None]
+            value = value * tl.load(scales + (row + G * block + 1) * (ROW // 4) - 1, mask=seen, other=0.0)[:, None]
         total = total * before + tl.reduce(weights, 0, added)
         sum = sum * before + tl.reduce(value * weights[:, None], 0, added)
         top = most
