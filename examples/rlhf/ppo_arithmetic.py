@@ -93,7 +93,7 @@ def train(args, mesh, models, scored, say=None):
 
 def step_of(args, mesh, models):
     def rule(rate):
-        # Adam's first updates have the full rate for every weight, whatever the gradient; the critic knows nothing yet.
+        # Adam's first updates have the full rate for every weight and any gradient; the critic knows nothing yet.
         schedule = sf.optim.warmup_constant_schedule(0.0, rate, args.warmup)
         return sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(schedule))
 

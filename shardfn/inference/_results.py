@@ -21,7 +21,7 @@ class Token(NamedTuple):
         text: that is certain with this token, after the text of the tokens before it; empty in an engine without a
             tokenizer. A part of a character, and text that may begin a stop string, come with a later token.
         routes: with the last token of a choice, in an engine with `routes=True`: the experts of all tokens before it.
-        top: the most probable tokens at this position, and their log probabilities, as many as the request wants.
+        top: the most probable tokens at this position, and their log probabilities: the number that the request wants.
     """
 
     name: str

@@ -4,7 +4,7 @@
     fp8     x = scale q,    q of float8_e4m3fn            scale = max|x| / 448
 
 A row is the codes, padded with zeros to a multiple of four bytes, then the scale in float32. So a token's codes depend
-on its own key and value alone, whatever is cached beside them.
+on its own key and value alone, not on those beside them.
 """
 
 import torch
