@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from ._as_ops import runs_as_ops
+
 
 def gated_silu(gate: Float[Tensor, "*n"], up: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     """silu(gate) * up, with the bits and derivatives of torch's operations.
@@ -18,6 +20,8 @@ def gated_silu(gate: Float[Tensor, "*n"], up: Float[Tensor, "*n"]) -> Float[Tens
         >>> gated_silu(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 2.0]))
         tensor([0.0000, 1.4621])
     """
+    if runs_as_ops():
+        return F.silu(gate) * up
     return _GatedSilu.apply(gate, up)  # pyright: ignore[reportReturnType]
 
 

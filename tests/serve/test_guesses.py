@@ -16,7 +16,7 @@ def test_counts_of_the_engine_are_on_the_page() -> None:
     metrics = Metrics("m")
     calls = Calls(lambda event: None, metrics, 10)
     for guesses in (Guesses(), Guesses(2, 6, 3), Guesses(3, 9, 5), Guesses(3, 9, 5)):
-        calls.report(Report([], {}, 0, guesses))
+        calls.report(Report([], {}, 0, {}, {}, guesses))
     lines = metrics.text({}).splitlines()
     for name, value in VALUES.items():
         assert f'vllm:spec_decode_num_{name}_total{{model_name="m"}} {value}' in lines
