@@ -177,6 +177,7 @@ def test_weights_in_codes(given: pathlib.Path, codes: Any, capsys: pytest.Captur
     )
 
 
+@pytest.mark.nightly
 def test_weights_on_disk_and_a_cache_in_codes(
     given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,6 +266,7 @@ def test_one_completion_is_printed_as_text(run: pathlib.Path, capsys: pytest.Cap
     assert out.out.endswith("\n") and len(out.out) > 1
 
 
+@pytest.mark.nightly
 def test_drafts_change_no_completion(
     run: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,6 +332,7 @@ def test_stop_strings_end_a_text(run: pathlib.Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == row["text"] + "\n"
 
 
+@pytest.mark.nightly
 def test_texts_of_a_schema_and_of_an_expression(
     run: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,7 @@ def test_models_of_transformers(kind: str) -> None:
     assert together[0] != plain[0] and together[2] != plain[2]
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_ranks_have_the_bits_of_one_device(world: int) -> None:
     made, params, adapters = served("llama", "tp")

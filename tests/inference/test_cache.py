@@ -63,7 +63,7 @@ def limits_in(kind: str, dtype: str) -> Limits:
     "dtype, kind, number",
     [
         ("int8", "llama", 12),
-        ("fp8", "gpt2", 8),
+        pytest.param("fp8", "gpt2", 8, marks=pytest.mark.nightly),
         *[pytest.param(d, k, 150, marks=pytest.mark.nightly) for d in ("int8", "fp8") for k in ("gpt2", "mistral")],
     ],
 )
@@ -86,8 +86,9 @@ def test_stories_with_guesses(dtype: str) -> None:
         check(story, told, one)
 
 
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@distributed(world=[2, 3])
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_ranks_that_cut_the_heads(world: int, dtype: str) -> None:
     changes = LLAMA | {"num_heads": 6, "num_kv_heads": 6, "chunks": 12 if world == 3 else 8}
     limits, one = limits_in("llama", dtype), model(dtype, "tp", **changes)

@@ -71,7 +71,12 @@ def tell(one: Model, kind: str, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, codes, blocks", [("gpt2", "int8", False), ("gpt2", "int4", False), ("llama", "int4", True)]
+    "kind, codes, blocks",
+    [
+        pytest.param("gpt2", "int8", False, marks=pytest.mark.nightly),
+        ("gpt2", "int4", False),
+        pytest.param("llama", "int4", True, marks=pytest.mark.nightly),
+    ],
 )
 def test_stories_are_those_of_the_decoded_weights(kind: str, codes: kernels.Codes, blocks: bool) -> None:
     tell(model(codes, blocks, **KINDS[kind][0]), kind, 5)
@@ -104,6 +109,7 @@ def test_new_weights_are_rounded_too() -> None:
     assert (got.tokens, got.logprobs) == (want.tokens, want.logprobs)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("codes", CODES)
 @distributed(world=2)
 def test_two_ranks_have_the_bits_of_one(codes: kernels.Codes) -> None:

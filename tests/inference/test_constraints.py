@@ -116,6 +116,7 @@ def test_schemas_of_json() -> None:
     assert any(c.finish == "stop" for c in made)
 
 
+@pytest.mark.nightly
 def test_the_page_runs() -> None:
     page = (pathlib.Path(__file__).parents[2] / "docs/inference.md").read_text()
     blocks, last = [], ""

@@ -81,7 +81,7 @@ def tell(name: str, number: int) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [x if x in ("suffix", "bush", "same model") else pytest.param(x, marks=pytest.mark.nightly) for x in DRAFTERS],
+    [x if x in ("bush", "same model") else pytest.param(x, marks=pytest.mark.nightly) for x in DRAFTERS],
 )
 def test_stories_with_a_drafter(name: str) -> None:
     tell(name, 8)
@@ -146,6 +146,7 @@ def tell_on_ranks(world: int, number: int) -> None:
         hold(story, one, graphs, SIZES, list(DRAFTERS)[i % len(DRAFTERS)])
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_stories_with_drafters_on_ranks(world: int) -> None:
     tell_on_ranks(world, 6)

@@ -114,7 +114,7 @@ def tell(kind: str, number: int) -> None:
         check(story, told, model)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.nightly)])
 def test_stories(kind: str) -> None:
     tell(kind, 8)
 

@@ -33,7 +33,8 @@ def test_stories(world: int) -> None:
     tell(world, "gpt2", 6)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 @distributed(world=2)
 def test_stories_of_experts(kind: str) -> None:
     changes, limits = KINDS[kind]

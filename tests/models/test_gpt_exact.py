@@ -130,7 +130,7 @@ def _same_bits(name: str, ranks: int, chunks: int, sequence: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in ("gpt2", "llama") else NIGHTLY) for x in SETTINGS])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "llama" else NIGHTLY) for x in SETTINGS])
 @distributed(world=2)
 def test_two_ranks_have_the_bits_of_one(name: str, sequence: bool) -> None:
     _same_bits(name, 2, 8, sequence)

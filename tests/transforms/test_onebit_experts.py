@@ -92,7 +92,8 @@ def _as_captured(axis: Any, stage: int) -> None:
         assert not torch.equal(eager[-1]["experts"], eager[-2]["experts"])
 
 
-@pytest.mark.parametrize("axis, stage", [pytest.param("dp", 3, marks=pytest.mark.nightly), (("dp", "ep"), 0)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("axis, stage", [("dp", 3), (("dp", "ep"), 0)])
 def test_with_one_bit_eager_and_captured_steps_are_the_same(axis: Any, stage: int) -> None:
     _as_captured(axis, stage)
 

@@ -106,7 +106,9 @@ def test_a_thread_that_trains_and_one_that_serves_have_the_results_of_each_alone
     same(served, alone[1])
 
 
-@pytest.mark.parametrize(("train", "serve"), [("eager", "eager"), ("graph", "bound")])
+@pytest.mark.parametrize(
+    ("train", "serve"), [pytest.param("eager", "eager", marks=pytest.mark.nightly), ("graph", "bound")]
+)
 def test_recorders_of_one_thread_do_not_count_moves_of_the_other(train: str, serve: str) -> None:
     _counted(train, serve)
 
