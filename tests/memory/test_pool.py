@@ -315,6 +315,7 @@ def test_an_opening_that_fails_gives_the_directory_back_once(
     """A lock that was given back twice could take another file with it, which has its number by then."""
     with memory.Pool(tmp_path) as pool:
         pool.commit({"w": pool.write(X).result()}, 1)
+    gc.collect()  # pools that earlier tests have left
     given_back: list[int] = []
     unlock = _pool.unlock
 
