@@ -117,7 +117,7 @@ void write_head(const Call& o, int64_t g) {
 // then those of token i's guesses. The others point at the first one, and are not read for a result.
 template <class L>
 INLINE void find_keys(const Call& o, const Plan& plan, Scratch& s, int64_t g, int64_t i, int64_t guesses, int64_t tile, int low,
-               int high) {
+               int high, int64_t rows) {
     const bool staged = o.kind != FLOAT32 || o.K % LANES;
     const int32_t* table = o.tables + o.sequences[i] * o.width;
     int64_t index = (tile + low) / o.block, place = (tile + low) % o.block;
@@ -133,10 +133,12 @@ INLINE void find_keys(const Call& o, const Plan& plan, Scratch& s, int64_t g, in
         read_row<L>(o.cache, key, o.kind, o.K, s.padded, s.keys + n * s.padded);
         read_row<L>(o.cache, value, o.kind, o.K, s.padded, s.values + n * s.padded);
     }
+    for (int n = 0; n < TILE; ++n)
+        if (n < low || n >= high) s.key[n] = s.key[low], s.value[n] = s.value[low];
+    if (rows > FEW) return;
     // The rows of the next tile are read alike, as far as they are known to be in the table.
     const int64_t end = std::min<int64_t>(guesses, o.positions[i] + 1) - tile - TILE;
     for (int n = 0; n < TILE; ++n, ++place) {
-        if (n < low || n >= high) s.key[n] = s.key[low], s.value[n] = s.value[low];
         if (place == o.block) ++index, place = 0;
         s.later[n] = staged || n >= end ? s.value[n] : (const float*)o.cache + row_number(o, table[index], 0, g, place) * o.K;
     }
@@ -170,7 +172,7 @@ INLINE void attend(const Call& o, const Plan& plan, const Group& group, int64_t 
                 if (seen[r].low < seen[r].high) low = std::min(low, seen[r].low), high = std::max(high, seen[r].high);
             if (low >= high) continue;
             const int64_t i = group.first + row / R;
-            find_keys<L>(o, plan, s, g, i, shared ? group.shared : plan.guesses[i], tile, low, high);
+            find_keys<L>(o, plan, s, g, i, shared ? group.shared : plan.guesses[i], tile, low, high, together);
             add_tile<L>(s, o.how, row, row + together, seen.data(), o.K, o.slopes);
         }
     }
