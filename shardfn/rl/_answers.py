@@ -6,6 +6,8 @@ counts if j is below the row's length; its id is never looked at, so an end toke
 B rows, T tokens of an answer, L tokens of prompt and answer, V vocabulary.
 """
 
+from collections.abc import Mapping
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -106,12 +108,8 @@ def answer_logprobs(
         >>> answer_logprobs(torch.zeros(1, 3, 8), ids, one, one, 2)
         tensor([[-2.0794,  0.0000]])
     """
-    check_shapes(
-        "answer_logprobs", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT
-    )
-    check_shapes("answer_logprobs", prompts_B=prompts_B, ids_BL=ids_BL)  # whose L is that of the logits, or one more
-    check_places("answer_logprobs", prompts_B, lengths_B, width, logits_BLV.shape[1], ids_BL.shape[1], places_BT)
-    before_BT = _before(prompts_B, width, logits_BLV.shape[1], places_BT)
+    given = {"logits_BLV": logits_BLV}
+    before_BT = _before("answer_logprobs", given, prompts_B, lengths_B, width, places_BT, ids_BL)
     rows_BTV, mask_BT = _rows(logits_BLV, before_BT), answer_mask(lengths_B, width)
     tokens_BT = masked(ids_BL.gather(1, (before_BT + 1).clamp(max=ids_BL.shape[1] - 1)), mask_BT)
     if rows_BTV.dtype == torch.float64:
@@ -145,9 +143,8 @@ def answer_values(
         >>> answer_values(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2]), torch.tensor([1]), 2)
         tensor([[2., 0.]])
     """
-    check_shapes("answer_values", values_BL=values_BL, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT)
-    check_places("answer_values", prompts_B, lengths_B, width, values_BL.shape[1], places_BT=places_BT)
-    found_BT = values_BL.gather(1, _before(prompts_B, width, values_BL.shape[1], places_BT))
+    before_BT = _before("answer_values", {"values_BL": values_BL}, prompts_B, lengths_B, width, places_BT)
+    found_BT = values_BL.gather(1, before_BT)
     return masked(found_BT, answer_mask(lengths_B, width))
 
 
@@ -178,11 +175,8 @@ def answer_entropies(
         >>> answer_entropies(torch.zeros(1, 3, 8), one, one, 2)
         tensor([[2.0794, 0.0000]])
     """
-    check_shapes(
-        "answer_entropies", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT
-    )
-    check_places("answer_entropies", prompts_B, lengths_B, width, logits_BLV.shape[1], places_BT=places_BT)
-    logs_BTV = _rows(logits_BLV, _before(prompts_B, width, logits_BLV.shape[1], places_BT)).log_softmax(-1)
+    before_BT = _before("answer_entropies", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT)
+    logs_BTV = _rows(logits_BLV, before_BT).log_softmax(-1)
     entropies_BT = -(logs_BTV.exp() * logs_BTV.clamp(min=torch.finfo(logs_BTV.dtype).min)).sum(-1)
     return masked(entropies_BT, answer_mask(lengths_B, width))
 
@@ -224,18 +218,27 @@ def answer_divergences(
         https://arxiv.org/abs/2504.10637
     """
     check_shapes("answer_divergences", logits_BLV=logits_BLV, reference_BLV=reference_BLV)
-    check_shapes(
-        "answer_divergences", logits_BLV=logits_BLV, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT
-    )
-    check_places("answer_divergences", prompts_B, lengths_B, width, logits_BLV.shape[1], places_BT=places_BT)
-    before_BT = _before(prompts_B, width, logits_BLV.shape[1], places_BT)
+    before_BT = _before("answer_divergences", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT)
     p_BTV, q_BTV = (_rows(x_BLV, before_BT).log_softmax(-1) for x_BLV in (logits_BLV, reference_BLV))
     logs_BTV = torch.where(p_BTV.isneginf(), 0.0, p_BTV - q_BTV)  # a token that is excluded counts 0
     return masked((p_BTV.exp() * logs_BTV).sum(-1), answer_mask(lengths_B, width))
 
 
-def _before(prompts_B: Tensor, width: int, length: int, places_BT: Tensor | None) -> Tensor:
-    """The position before each token of the answers; that of padding is any."""
+def _before(
+    function: str,
+    given: Mapping[str, Tensor],
+    prompts_B: Tensor,
+    lengths_B: Tensor,
+    width: int,
+    places_BT: Tensor | None,
+    ids_BL: Tensor | None = None,
+) -> Tensor:
+    """The position before each token of the answers, after the checks of `function`; that of padding is any."""
+    check_shapes(function, **given, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT)
+    check_shapes(function, prompts_B=prompts_B, ids_BL=ids_BL)  # whose L is that of `given`, or one more
+    [x] = given.values()
+    length, num_ids = x.shape[1], None if ids_BL is None else ids_BL.shape[1]
+    check_places(function, prompts_B, lengths_B, width, length, num_ids, places_BT)
     if places_BT is None:
         places_BT = prompts_B[:, None] + torch.arange(width, device=prompts_B.device)
     return (places_BT - 1).clamp(0, length - 1)
