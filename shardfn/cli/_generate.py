@@ -16,7 +16,6 @@ from shardfn.engine import comms_of
 from shardfn.inference import (
     Completion,
     Decoder,
-    DraftModel,
     Engine,
     Limits,
     Request,
@@ -24,11 +23,10 @@ from shardfn.inference import (
     check_request,
     limits_of,
 )
-from shardfn.lora import load_peft
 from shardfn.memory import DamagedError
 
 from ._generate_job import GenerateJob
-from ._generate_model import AXIS, disk_of, load, load_drafter
+from ._generate_model import AXIS, about, engine_of, load
 from ._generate_text import Text
 
 _MOST = 256  # tokens of a completion, unless the job has a number
@@ -106,22 +104,15 @@ def _prepared(job: GenerateJob) -> Ready:
                 check_request(Request(tuple(prompt.ids), prompt.sampling), limits)
             except ValueError as error:
                 raise ValueError(f"prompt {i + 1} of {len(prompts)}: {error}") from error
-        drafter = load_drafter(job, limits, held)
-        more = {"tokenizer": text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": disk_of(job)}
-        engine = Engine(made, served.params, mesh=mesh, limits=limits, **more)
-        if job.adapter is not None:
-            engine.add_adapter(_ADAPTER, load_peft(job.adapter, served.params))
+        adapters = {} if job.adapter is None else {_ADAPTER: job.adapter}
+        engine, drafter = engine_of(job, served, limits, mesh, held, adapters)
     engine.check(prompts[0].ids, prompts[0].sampling, adapter=_name(job))
     engine.warm_up(grammars=job.sampling.grammar is not None)
-    plan = engine.memory()
+    place = "" if job.memory == "device" else f"on {job.memory}"
+    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place)))
+    lines = about(job, served, kinds, engine, drafter)  # of all ranks, which may capture together
     if mesh.rank == 0:
-        how = f"not exact: {served.inexact}" if served.inexact else "exact"
-        place = "" if job.memory == "device" else f"on {job.memory}"
-        kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place)))
-        about = f"{job.model}: {served.size:,} parameters, {kinds}, {how}\n{plan}"
-        if isinstance(drafter, DraftModel):
-            about += f"\n{job.draft_model}, which guesses: {drafter.memory()}"
-        print(about, file=sys.stderr, flush=True)
+        print(lines, file=sys.stderr, flush=True)
     return Ready(job, engine, prompts)
 
 

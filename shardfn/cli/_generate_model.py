@@ -10,14 +10,15 @@ import json
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shardfn.checkpoint import restore
 from shardfn.core import Disk, Mesh, PyTree, first_of, key, make_mesh, tree_leaves, tree_map
 from shardfn.data import BPETokenizer, ByteTokenizer
-from shardfn.inference import Decoder, Drafter, DraftModel, Limits, decoder, hf_decoder, limits_of
+from shardfn.inference import Decoder, Drafter, DraftModel, Engine, Limits, decoder, hf_decoder, limits_of
 from shardfn.interop import ArchiveWriter, gpt_config, gpt_from_hf
+from shardfn.lora import load_peft
 from shardfn.models import gpt
 from shardfn.transforms import eval_shape, sharded
 
@@ -78,7 +79,7 @@ def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
     return made
 
 
-def disk_of(job: GenerateJob) -> Disk | None:
+def _disk_of(job: GenerateJob) -> Disk | None:
     """The directory for weights on disk; a temporary one lasts as long as the process."""
     if job.memory != "disk":
         return None
@@ -88,7 +89,46 @@ def disk_of(job: GenerateJob) -> Disk | None:
     return Disk(directory)
 
 
-def load_drafter(job: GenerateJob, limits: Limits, held: contextlib.ExitStack) -> Drafter | None:
+def engine_of(
+    job: GenerateJob,
+    served: Served,
+    limits: Limits,
+    mesh: Mesh,
+    held: contextlib.ExitStack,
+    adapters: Mapping[str, str],
+) -> tuple[Engine, Drafter | None]:
+    """The engine of a loaded model, and its drafter. Collective.
+
+    Args:
+        job: of the model.
+        served: from `load`.
+        limits: of the engine.
+        mesh: of the ranks.
+        held: as for `load`.
+        adapters: by name, directories of peft.
+
+    Raises:
+        ValueError: as `load`.
+        OSError: as `load`.
+        ImportError: as `load`.
+    """
+    drafter = _load_drafter(job, limits, held)
+    more = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _disk_of(job)}
+    engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, **more)
+    for name, place in adapters.items():
+        engine.add_adapter(name, load_peft(place, served.params))
+    return engine, drafter
+
+
+def about(job: GenerateJob, served: Served, kinds: str, engine: Engine, drafter: Drafter | None) -> str:
+    """The lines about a model that is ready: its size, the kinds of its weights, exactness and memory."""
+    how = f"not exact: {served.inexact}" if served.inexact else "exact"
+    lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", str(engine.memory())]
+    lines += [f"{job.draft_model}, which guesses: {drafter.memory()}"] if isinstance(drafter, DraftModel) else []
+    return "\n".join(lines)
+
+
+def _load_drafter(job: GenerateJob, limits: Limits, held: contextlib.ExitStack) -> Drafter | None:
     """The drafter of a job; each rank has a draft model for itself.
 
     Args:

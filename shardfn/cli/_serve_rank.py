@@ -11,13 +11,12 @@ from importlib.util import find_spec
 import torch.distributed as dist
 
 from shardfn.core import RankError, make_mesh
-from shardfn.inference import DraftModel, Engine, limits_of
-from shardfn.lora import load_peft
+from shardfn.inference import Engine, limits_of
 from shardfn.memory import DamagedError
 from shardfn.serve import Ready, run_rank
 
 from ._generate import one_line
-from ._generate_model import AXIS, disk_of, load, load_drafter
+from ._generate_model import AXIS, about, engine_of, load
 from ._serve_job import ServeJob, add_serve_arguments, parse_serve
 
 
@@ -65,20 +64,13 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
             cache_dtype=model.cache or model.dtype,
             drafts=model.drafts,
         )
-        drafter = load_drafter(model, limits, held)
-        more = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": model.memory, "disk": disk_of(model)}
-        engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, **more)
-        for name, place in job.adapters.items():
-            engine.add_adapter(name, load_peft(place, served.params))
+        engine, drafter = engine_of(model, served, limits, mesh, held, job.adapters)
     grammars = find_spec("llguidance") is not None and getattr(engine.detokenizer, "bytes_of", None) is not None
     embeds = served.decoder.outputs is not None
     engine.warm_up(penalties=True, grammars=grammars, embeddings=embeds, adapters=bool(job.adapters))
     width = engine.embed([[0]]).shape[1] if embeds else 0
-    how = f"not exact: {served.inexact}" if served.inexact else "exact"
-    about = f"{model.model}: {served.size:,} parameters, {model.dtype}, {how}\n{engine.memory()}"
-    if isinstance(drafter, DraftModel):
-        about += f"\n{model.draft_model}, which guesses: {drafter.memory()}"
-    return engine, Ready(limits, served.text.ends, served.text.size, grammars, about, width)
+    lines = about(model, served, model.dtype, engine, drafter)
+    return engine, Ready(limits, served.text.ends, served.text.size, grammars, lines, width)
 
 
 def _context(job: ServeJob, most: int) -> int:
