@@ -16,13 +16,11 @@ import transformers
 from _report import publish, table
 from torch import Tensor
 
-from shardfn import kernels
 from shardfn.core import tree_map
-from shardfn.inference import Paged, decoder, limits_of
+from shardfn.inference import decoder, limits_of
+from shardfn.inference._cache import DTYPES, alone
 from shardfn.interop import gpt_from_hf
 from shardfn.models import gpt
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def main() -> None:
@@ -33,10 +31,7 @@ def main() -> None:
     ids = torch.tensor(tokenizer(text)["input_ids"][: args.tokens]).view(-1, args.length)
     config, params = gpt_from_hf(args.model, dtype=torch.float32, exact=True)
     packed = gpt.pack(config, tree_map(lambda x: x.full(), params))
-    logs = {
-        name: torch.stack([_log_probabilities(config, packed, row, dtype) for row in ids])
-        for name, dtype in DTYPES.items()
-    }
+    logs = {name: torch.stack([_log_probabilities(config, packed, row, name) for row in ids]) for name in DTYPES}
     lines = [_line(config, name, logs, ids) for name in DTYPES]
     body = [
         f"{ids.numel()} tokens of {', '.join(args.text)}, in rows of {args.length}; heads of {config.head_dim}",
@@ -47,12 +42,9 @@ def main() -> None:
 
 
 @torch.no_grad()
-def _log_probabilities(config: gpt.Config, packed: gpt.Params, ids_T: Tensor, dtype: torch.dtype) -> Tensor:
-    T, row = len(ids_T), kernels.cache_row(config.head_dim, dtype)
-    at_T = torch.arange(T, dtype=torch.int32)
-    plan = at_T + T, at_T, torch.zeros_like(at_T), torch.ones(1, 1, dtype=torch.int32)
-    shape = 2, T, 2, config.kv_heads, row
-    bodies = [Paged(torch.zeros(shape).to(dtype), *plan) for _ in range(config.num_layers)]
+def _log_probabilities(config: gpt.Config, packed: gpt.Params, ids_T: Tensor, dtype: str) -> Tensor:
+    at_T = torch.arange(len(ids_T), dtype=torch.int32)
+    bodies = alone(decoder(config).cache, len(ids_T), dtype=dtype)
     return gpt.decode_outputs(config, packed, ids_T, at_T, at_T, bodies)[0].log_softmax(-1)
 
 

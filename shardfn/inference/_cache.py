@@ -56,8 +56,18 @@ class CacheLayout:
 
     def shape(self, limits: Limits) -> torch.Size:
         """Of a layer's cache, on all ranks together."""
-        row = kernels.cache_row(self.head_dim, DTYPES[limits.cache_dtype])
-        return torch.Size((limits.blocks, 2, self.heads, limits.block, row))
+        return self.layer_shape(limits.blocks, limits.block, dtype=limits.cache_dtype)
+
+    def layer_shape(self, blocks: int, block: int, *, ranks: int = 1, dtype: str = "float32") -> torch.Size:
+        """Of a layer's cache on each of the ranks that cut its heads.
+
+        Args:
+            blocks: their number.
+            block: places of each.
+            ranks: that cut the heads.
+            dtype: a key of `DTYPES`.
+        """
+        return torch.Size((blocks, 2, self.heads // ranks, block, kernels.cache_row(self.head_dim, DTYPES[dtype])))
 
     def num_bytes(self, limits: Limits) -> int:
         """Of the whole cache, on all ranks together."""
@@ -66,7 +76,7 @@ class CacheLayout:
     def init(self, limits: Limits, mesh: Mesh) -> list[GlobalTensor]:
         """An empty cache."""
         shape, ranks = self.shape(limits), mesh.axis_size(self.axis)
-        own = torch.Size((*shape[:2], self.heads // ranks, *shape[3:]))
+        own = self.layer_shape(limits.blocks, limits.block, ranks=ranks, dtype=limits.cache_dtype)
         options = {"dtype": DTYPES[limits.cache_dtype], "device": mesh.device}
         return [GlobalTensor(torch.zeros(own, **options), shape, self.spec, mesh) for _ in range(self.layers)]
 
@@ -141,3 +151,22 @@ class Paged(nn.Local):
             tree=self.tree,
         )
         return y_THK[None].to(q_BTHK.dtype)
+
+
+def alone(layout: CacheLayout, num: int, *, ranks: int = 1, dtype: str = "float32") -> list[Paged]:
+    """The bodies of one forward of a single sequence, whose cache lasts for this forward. The engine has the same bits.
+
+    Args:
+        layout: of the model.
+        num: tokens of the sequence.
+        ranks: that cut the heads.
+        dtype: a key of `DTYPES`.
+
+    Example:
+        >>> len(alone(CacheLayout(layers=2, heads=4, head_dim=8), 5))
+        2
+    """
+    at_T = torch.arange(num, dtype=torch.int32)
+    plan = at_T + num, at_T, torch.zeros_like(at_T), torch.ones(1, 1, dtype=torch.int32)  # block 1 of two
+    shape = layout.layer_shape(2, num, ranks=ranks, dtype=dtype)
+    return [Paged(torch.zeros(shape, dtype=DTYPES[dtype]), *plan) for _ in range(layout.layers)]

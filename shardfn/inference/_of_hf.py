@@ -290,7 +290,7 @@ def _inexact(decoder: Decoder, params: Mapping[str, Tensor], uses: WeightUses) -
     """The first row whose bits depend on the rows beside it, if one of the probe's does."""
     served, device, seen = decoder.pack(params), _device(params), dict[int, Tensor]()
     most = max(_SIZES)
-    cache = [torch.zeros(most + 1, 2, decoder.cache.heads, _BLOCK, decoder.cache.head_dim, device=device)]
+    cache = [torch.zeros(decoder.cache.layer_shape(most + 1, _BLOCK), device=device)]
     cache += [torch.zeros_like(cache[0]) for _ in range(decoder.cache.layers - 1)]
     tables = torch.arange(1, most + 1, dtype=torch.int32, device=device)[:, None]
     for order in ([0], [1], *map(_company, _SIZES)):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from shardfn import core, kernels, nn
-from shardfn.inference import Decoder, Drafter, Engine, Grammar, Limits, Paged, Runner, Sampling, Token, detokenizer
+from shardfn.inference import Decoder, Drafter, Engine, Grammar, Limits, Runner, Sampling, Token, detokenizer
+from shardfn.inference._cache import CacheLayout, alone
 from shardfn.inference._matchers import Compiler
 from shardfn.inference._state import draw_key
 from shardfn.lora import LoRA
@@ -129,9 +130,7 @@ class Model:
                 return gpt.apply(self.config, params, tokens_T[None])[0]
             T, then = len(tokens), products(*self.adapters[adapter])
             at_T = torch.arange(T, dtype=torch.int32)
-            plan = at_T + T, at_T, torch.zeros_like(at_T), torch.ones(1, 1, dtype=torch.int32)
-            heads = self.config.kv_heads, self.config.head_dim
-            bodies = [Paged(torch.zeros(2, 2, heads[0], T, heads[1]), *plan) for _ in range(self.config.num_layers)]
+            bodies = alone(CacheLayout(self.config.num_layers, self.config.kv_heads, self.config.head_dim), T)
             packed = gpt.pack(self.config, params)
             return gpt.decode_outputs(self.config, packed, tokens_T, at_T, at_T, bodies, then=then)[0]
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import make_mesh
-from shardfn.inference import Completion, Engine, Paged, Sampling, hf_decoder
+from shardfn.inference import Completion, Engine, Sampling, hf_decoder
+from shardfn.inference._cache import alone
 from shardfn.inference._low_rank import adapter_of, low_rank, stacked
 from shardfn.lora import LoRA, load_peft, save_peft
 from shardfn.testing import distributed
@@ -88,10 +89,8 @@ def test_ranks_have_the_bits_of_one_device(world: int) -> None:
 def logits_alone(kind: str, name: str | None, tokens: list[int]) -> Tensor:
     """The logits of one forward of a sequence on one device."""
     made, params, adapters = served(kind)
-    T, layout, low = len(tokens), made.cache, None
-    at_T = torch.arange(T, dtype=torch.int32)
-    plan = at_T + T, at_T, torch.zeros_like(at_T), torch.ones(1, 1, dtype=torch.int32)
-    bodies = [Paged(torch.zeros(2, 2, layout.heads, T, layout.head_dim), *plan) for _ in range(layout.layers)]
+    T, low = len(tokens), None
+    at_T, bodies = torch.arange(T, dtype=torch.int32), alone(made.cache, T)
     if name is not None:
         description, values = adapters[name]
         own = adapter_of(description, values, made.linear)

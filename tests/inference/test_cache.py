@@ -10,20 +10,18 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn import kernels
 from shardfn.inference import (
     CacheLayout,
     Engine,
     Limits,
     Ngram,
-    Paged,
     Runner,
     Sampling,
     decoder,
     hf_decoder,
     limits_of,
 )
-from shardfn.inference._cache import DTYPES
+from shardfn.inference._cache import alone
 from shardfn.models import gpt
 from shardfn.testing import distributed
 from tests.inference.stories import VERSIONS, Model, check, run
@@ -44,10 +42,7 @@ def model(dtype: str, tp: str | None = None, **changes: Any) -> Model:
     def full(version: int, tokens: tuple[int, ...]) -> Tensor:
         T = len(tokens)
         at_T = torch.arange(T, dtype=torch.int32)
-        plan = at_T + T, at_T, torch.zeros_like(at_T), torch.ones(1, 1, dtype=torch.int32)
-        row = kernels.cache_row(config.head_dim, DTYPES[dtype])
-        caches = [torch.zeros(2, 2, config.kv_heads, T, row, dtype=torch.uint8) for _ in range(config.num_layers)]
-        bodies = [Paged(x.view(DTYPES[dtype]), *plan) for x in caches]
+        bodies = alone(CacheLayout(config.num_layers, config.kv_heads, config.head_dim), T, dtype=dtype)
         with torch.no_grad():
             return gpt.decode_outputs(config, packed[version], torch.tensor(tokens), at_T, at_T, bodies)[0]
 

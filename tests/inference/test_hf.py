@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from shardfn import core
-from shardfn.inference import Completion, Decoder, Engine, Limits, Paged, Runner, Sampling, hf_decoder
+from shardfn.inference import Completion, Decoder, Engine, Limits, Runner, Sampling, hf_decoder
+from shardfn.inference._cache import alone
 from shardfn.testing import distributed
 from tests.inference.hf_models import CONTEXT, MODELS, VOCAB, config_of, transformers
 from tests.inference.stories import check, draw_alone, run
@@ -41,10 +42,8 @@ class Model:
 
     def _full(self, version: int, tokens: tuple[int, ...]) -> Tensor:
         """One call over the whole sequence, with a cache of one block."""
-        T, layout = len(tokens), self._one.cache
-        at_T = torch.arange(T, dtype=torch.int32)
-        plan = at_T + T, at_T, torch.zeros_like(at_T), torch.ones(1, 1, dtype=torch.int32)
-        bodies = [Paged(torch.zeros(2, 2, layout.heads, T, layout.head_dim), *plan) for _ in range(layout.layers)]
+        T = len(tokens)
+        at_T, bodies = torch.arange(T, dtype=torch.int32), alone(self._one.cache, T)
         with torch.no_grad():
             return self._one.logits(
                 self._served[version], torch.tensor(tokens, dtype=torch.int32), at_T, at_T, bodies

@@ -10,7 +10,8 @@ from torch import Tensor
 from shardfn import core
 from shardfn.collectives import all_gather_invariant
 from shardfn.core import Mesh
-from shardfn.inference import Decoder, Engine, Paged, Runner, Sampling, _of_hf, hf_decoder
+from shardfn.inference import Decoder, Engine, Runner, Sampling, _of_hf, hf_decoder
+from shardfn.inference._cache import alone
 from shardfn.inference._hf_edges import edges_of
 from shardfn.modules import Edge, _module_rows, decoding
 from shardfn.testing import distributed
@@ -41,13 +42,9 @@ def logits_of(decoder: Decoder, params: Any, mesh: Mesh, tokens: list[int]) -> T
     pack = sharded(decoder.pack, mesh=mesh, specs=decoder.specs, out_specs=decoder.packed)
     T = len(tokens)
     at_T = torch.arange(T, dtype=torch.int32)
-    plan = at_T + T, at_T, torch.zeros_like(at_T), torch.ones(1, 1, dtype=torch.int32)
 
     def forward(weights: Any) -> Tensor:
-        heads = decoder.cache.heads // mesh.axis_size("tp")
-        bodies = [
-            Paged(torch.zeros(2, 2, heads, T, decoder.cache.head_dim), *plan) for _ in range(decoder.cache.layers)
-        ]
+        bodies = alone(decoder.cache, T, ranks=mesh.axis_size("tp"))
         return decoder.logits(weights, torch.tensor(tokens, dtype=torch.int32), at_T, at_T, bodies)
 
     with torch.no_grad():
