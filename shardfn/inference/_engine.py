@@ -405,6 +405,7 @@ class Engine:
 
         Example:
             >>> from shardfn import core
+            >>> from shardfn.inference import decoder
             >>> from shardfn.models import gpt
             >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=32)
             >>> engine = Engine(decoder(config), gpt.init(config, core.key(0)))
@@ -521,14 +522,11 @@ class Engine:
             allowed = self._constraints.allowed(self._state, len(plan.rows))
             args = weights, self._cache, plan, allowed
             how: dict[str, Any] = {"low": self._adapters.of(plan), "hidden": self._embeddings.wanted(self._state)}
-            if self._routes is None:
-                made = self.runner.run(*args, **how)
-            else:
-                routed = self.runner.run_routed(*args, **how)
-                made, experts = routed[:5], routed[5]
+            made = self.runner.run(*args, **how, routed=self._routes is not None)
+            self._drawn, self._logprobs, self._cache, self._hidden, self._tops, experts = made
+            if self._routes is not None:
                 assert experts is not None
                 self._routes.take(plan, experts)
-            self._drawn, self._logprobs, self._cache, self._hidden, self._tops = made
         return found
 
     def _stops(self) -> list[Stop]:

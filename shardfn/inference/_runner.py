@@ -1,5 +1,6 @@
 """The pure step over sharded weights and a donated cache: one captured graph for each bucket of tokens."""
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ from ._tensors import Step, tensors
 from ._weights import Source, bytes_in, packed_apart, packed_shapes, without_copies, zero_of
 
 Cache = list[GlobalTensor]
+# The numbers of further results that a step has, by the last of them.
+_FURTHER = {"": 0, "hidden": 1, "routed": 2}
 Top = tuple[tuple[int, float], ...]  # tokens and their log probabilities, the most probable first
 
 
@@ -124,10 +127,9 @@ class Runner:
     def _made(self, prefetch: int | None = None) -> dict[str, Sharded]:
         """The pure step over sharded weights, by the results that are wanted beside tokens."""
         schedule: dict[str, Any] = {} if prefetch is None else {"prefetch": prefetch, "passes": (without_copies,)}
-        steps = {"": (self._step, 0), "hidden": (self._step_hidden, 1), "routed": (self._step_routed, 2)}
         return {
             more: sharded(
-                jit(step, **schedule),
+                jit(functools.partial(self._step, more), **schedule),
                 mesh=self.mesh,
                 specs=self._decoder.packed,
                 zero=self._zero,
@@ -135,7 +137,7 @@ class Runner:
                 out_specs=(None, None, Donated(1), None, *[None] * num),
                 donate=1,
             )
-            for more, (step, num) in steps.items()
+            for more, num in _FURTHER.items()
         }
 
     def check(self, decoder: Decoder, limits: Limits, mesh: Mesh | None) -> None:
@@ -250,7 +252,10 @@ class Runner:
         *,
         low: LowRank | None = None,
         hidden: bool = False,
-    ) -> tuple[list[int], list[float], Cache, Float[Tensor, "rows d"] | None, list[Top]]:
+        routed: bool = False,
+    ) -> tuple[
+        list[int], list[float], Cache, Float[Tensor, "rows d"] | None, list[Top], Int[Tensor, "tokens m k"] | None
+    ]:
         """The results of the plan's rows.
 
         Args:
@@ -260,27 +265,12 @@ class Runner:
             allowed: the tokens that each row may draw; None is all.
             low: the adapters of the plan's tokens.
             hidden: whether the hidden states of the rows are wanted, float32; else None takes their place.
+            routed: whether the experts of the plan's tokens are wanted, and hidden states; else None takes their place.
 
         Returns:
-            Tokens, their log probabilities, the cache in place of the given one, hidden states, and for each row the
-            most probable tokens that it wants; none where no row wants any.
+            Tokens, their log probabilities, the cache in place of the given one, hidden states, for each row the most
+            probable tokens that it wants, none where no row wants any, and experts.
         """
-        return self.run_routed(weights, cache, plan, allowed, low=low, hidden=hidden, routed=False)[:5]
-
-    def run_routed(
-        self,
-        weights: PyTree,
-        cache: Cache,
-        plan: Plan,
-        allowed: Bool[np.ndarray, "rows vocab"] | None = None,
-        *,
-        low: LowRank | None = None,
-        hidden: bool = False,
-        routed: bool = True,
-    ) -> tuple[
-        list[int], list[float], Cache, Float[Tensor, "rows d"] | None, list[Top], Int[Tensor, "tokens m k"] | None
-    ]:
-        """The results of `run`, hidden states among them, and the experts of the plan's tokens."""
         self._decoder.cache.move(cache, plan.moves)
         step = tensors(plan, self._limits, self.mesh.device, allowed, low)
         tokens, logprobs, cache, top, *more = self.bind(
@@ -290,36 +280,24 @@ class Runner:
         tokens, logprobs = tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist()
         return tokens, logprobs, cache, states, _tops(plan, top), more[1][: plan.num_tokens] if routed else None
 
-    def _step(self, weights: PyTree, cache: list[Tensor], step: Step) -> tuple[Tensor, Tensor, list[Tensor], Any]:
-        """The pure step: `(weights, cache, step) -> (tokens, log probabilities, cache, top)`.
+    def _step(
+        self, more: str, weights: PyTree, cache: list[Tensor], step: Step
+    ) -> tuple[Tensor, Tensor, list[Tensor], Any, *tuple[Tensor, ...]]:
+        """The pure step: `(weights, cache, step) -> (tokens, log probabilities, cache, top, *further results)`.
 
         `top` has the most probable tokens and their log probabilities in an extended step, and is empty in others.
         """
-        args = weights, step.tokens, step.positions, step.rows, _bodies(cache, step)
-        if step.low is None:
-            logits_RV = self._decoder.logits(*args)
+        decoder, args = self._decoder, (weights, step.tokens, step.positions, step.rows, _bodies(cache, step))
+        if more == "routed":
+            assert decoder.routed is not None
+            found = decoder.routed(*args, step.low)
+        elif more == "hidden" or step.low is not None:
+            assert decoder.outputs is not None
+            found = decoder.outputs(*args, step.low)
         else:
-            assert self._decoder.outputs is not None
-            logits_RV, _ = self._decoder.outputs(*args, step.low)
-        return *_drawn(logits_RV, step), cache, _top(logits_RV, step)
-
-    def _step_hidden(
-        self, weights: PyTree, cache: list[Tensor], step: Step
-    ) -> tuple[Tensor, Tensor, list[Tensor], Any, Tensor]:
-        """The same with the hidden states of the rows."""
-        assert self._decoder.outputs is not None
-        args = weights, step.tokens, step.positions, step.rows, _bodies(cache, step)
-        logits_RV, hidden_RD = self._decoder.outputs(*args, step.low)
-        return *_drawn(logits_RV, step), cache, _top(logits_RV, step), hidden_RD
-
-    def _step_routed(
-        self, weights: PyTree, cache: list[Tensor], step: Step
-    ) -> tuple[Tensor, Tensor, list[Tensor], Any, Tensor, Tensor]:
-        """The same with the experts of all tokens, too."""
-        assert self._decoder.routed is not None
-        args = weights, step.tokens, step.positions, step.rows, _bodies(cache, step)
-        logits_RV, hidden_RD, experts_Tmk = self._decoder.routed(*args, step.low)
-        return *_drawn(logits_RV, step), cache, _top(logits_RV, step), hidden_RD, experts_Tmk
+            found = (decoder.logits(*args),)
+        logits_RV = found[0]
+        return *_drawn(logits_RV, step), cache, _top(logits_RV, step), *found[1 : 1 + _FURTHER[more]]
 
 
 def runner_of(
