@@ -82,10 +82,11 @@ def test_stories_with_guesses(dtype: str) -> None:
 
 
 @pytest.mark.nightly
-@distributed(world=2)  # three do not divide the inputs of this model in chunks
+@distributed(world=[2, 3])
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_ranks_that_cut_the_heads(world: int, dtype: str) -> None:
-    changes = LLAMA | {"num_heads": 6, "num_kv_heads": 6, "chunks": 8}
+    sizes = {"d_model": 48, "num_heads": 6, "num_kv_heads": 6, "d_ff": 96}
+    changes = LLAMA | sizes | {"chunks": 24 if world == 3 else 8}
     limits, one = limits_in("llama", dtype), model(dtype, "tp", **changes)
     runner = Runner(one.decoder, limits, mesh=sf.make_mesh({"tp": world}))
     for story in drawn_stories(limits, 4):

@@ -130,7 +130,9 @@ def test_a_model_of_transformers(tmp_path: pathlib.Path) -> None:
 
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_ranks_read_their_own_weights(world: int, tmp_path: pathlib.Path) -> None:
-    config = gpt.Config(**{**SIZES, **LLAMA, "num_heads": 6, "num_kv_heads": 6, "chunks": 6 if world == 3 else 8})
+    config = gpt.Config(
+        **{**SIZES, **LLAMA, "num_heads": 6, "num_kv_heads": 6, "d_ff": 192, "chunks": 6 if world == 3 else 8}
+    )
     made, params = decoder(config, tp="tp"), gpt.init(config, sf.key(0))
     mesh = sf.make_mesh({"tp": world})
     engine = engine_of(made, params, mesh=mesh, **on_disk(tmp_path))
