@@ -44,6 +44,15 @@ def test_each_coder_has_less_of_its_own_error(codes: Any) -> None:
 
 
 @pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("spread, middle", [(1.0, 0.0), (1e-3, 0.5), (1e-6, 0.0), (1e4, 0.0)])
+def test_rounding_keeps_them(spread: float, middle: float, codes: Any) -> None:
+    w = weight() * spread + middle
+    for h in (None, moments().diagonal(), moments()):
+        blocks = fit_blocks(w, codes, h)
+        assert torch.equal(code_blocks(decode_blocks(blocks, K), codes), blocks)
+
+
+@pytest.mark.parametrize("codes", CODES)
 def test_values_are_those_that_row_linear_reads(codes: Any) -> None:
     blocks = fit_blocks(weight(), codes)
     want = unpack_rows(pack_blocks(blocks, K), N, K)

@@ -8,6 +8,10 @@
 The stored form is the same. Grids stay between the bounds of a group, shrunk by some factors; for each, q is rounded
 and (s, m) are those of a weighted regression on q.
 
+Each group has elements at both ends of its grid. So rounding keeps its values, and they may be passed on as floats:
+
+    code_blocks(decode_blocks(blocks, k), codes) == blocks,  blocks = fit_blocks(w, codes)
+
 Frantar et al., GPTQ, 2022, https://arxiv.org/abs/2210.17323. The search is that of GGUF's quantisers.
 """
 
@@ -17,11 +21,14 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from ._codes import GROUP, Codes, check_codes, code_blocks
+from ._blocks import decode_blocks
+from ._codes import BLOCK_BYTES, GROUP, Codes, check_codes, code_blocks
 
 _SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
 # Times the mean moment, added to each, so that inputs that hardly occur do not take up all errors.
 _DAMPING = 0.01
+# Scales below float16's normal numbers are rounded so coarsely that values may move several times.
+_TURNS = 8
 
 
 def fit_blocks(
@@ -29,7 +36,8 @@ def fit_blocks(
 ) -> UInt8[Tensor, "n bytes"]:
     """Rounds a weight to codes with a small error: of its elements, or of the layer's outputs.
 
-    The same form and size as from `code_blocks`. It takes some seconds for a weight of millions of elements.
+    The same form and size as from `code_blocks`, which has these very blocks of their decoded values. It takes some
+    seconds for a weight of millions of elements.
 
     Args:
         weight: floats; k is a multiple of 32.
@@ -46,6 +54,8 @@ def fit_blocks(
         >>> fitted, rounded = (decode_blocks(f(w, "int4"), 64) for f in (fit_blocks, code_blocks))
         >>> bool((fitted - w).square().mean() < (rounded - w).square().mean())
         True
+        >>> torch.equal(decode_blocks(code_blocks(fitted, "int4"), 64), fitted)
+        True
     """
     check_codes(codes)
     n, k = weight.shape
@@ -59,12 +69,25 @@ def fit_blocks(
         return code_blocks(weight, codes)
     w = weight.float()
     if moments is not None and moments.ndim == 2:
-        return _compensated(w, codes, moments.float())
+        return _kept_by_rounding(_compensated(w, codes, moments.float()), w, codes)
     h_K = torch.ones(k, device=w.device) if moments is None else moments.float()
     h_GE = (h_K + _DAMPING * h_K.mean() + 1e-30).view(-1, GROUP)
     x_NGE = w.view(n, -1, GROUP)
     grid = _searched(x_NGE, h_GE, codes)
-    return _blocks(grid, grid.rounded(x_NGE))
+    return _kept_by_rounding(_blocks(grid, grid.rounded(x_NGE)), w, codes)
+
+
+def _kept_by_rounding(blocks: Tensor, w: Tensor, codes: Codes) -> Tensor:
+    """The blocks, with those that rounding would change replaced by those of `code_blocks`, rounded until they stay."""
+    size, k = BLOCK_BYTES[codes], w.shape[1]
+    for turn in range(_TURNS):
+        again = code_blocks(decode_blocks(blocks, k), codes)
+        same = (again == blocks).view(len(w), -1, size).all(-1, keepdim=True)
+        if bool(same.all()):
+            break
+        other = code_blocks(w, codes) if turn == 0 else again
+        blocks = torch.where(same, blocks.view(len(w), -1, size), other.view(len(w), -1, size)).flatten(1)
+    return blocks
 
 
 class _Grid(NamedTuple):
@@ -82,6 +105,12 @@ class _Grid(NamedTuple):
     def values(self, q: Tensor) -> Tensor:
         return self.scale * q + self.least
 
+    def spans(self, q: Tensor) -> Tensor:
+        """Whether codes along the last dim are at the ends from which `code_blocks` finds this grid again."""
+        if self.codes == "int8":
+            return (q.abs() == 127).any(-1, keepdim=True)
+        return (q == 0).any(-1, keepdim=True) & (q == 15).any(-1, keepdim=True)
+
 
 _BOUNDS: dict[Codes, tuple[int, int]] = {"int8": (-127, 127), "int4": (0, 15)}
 
@@ -92,11 +121,12 @@ def _searched(x: Tensor, h: Tensor, codes: Codes) -> _Grid:
     for shrink in _SHRINKS:
         start = _spanned(x, codes, shrink)
         for grid in (start, _regressed(x, start.rounded(x), h, codes)):
-            error = (h * (grid.values(grid.rounded(x)) - x).square()).sum(-1, keepdim=True)
+            q = grid.rounded(x)
+            error = (h * (grid.values(q) - x).square()).sum(-1, keepdim=True)
             if best is None or least_error is None:
                 best, least_error = grid, error
                 continue
-            better = error < least_error
+            better = (error < least_error) & grid.spans(q)
             best = _Grid(
                 torch.where(better, grid.scale, best.scale), torch.where(better, grid.least, best.least), codes
             )
@@ -134,7 +164,8 @@ def _grid(scale: Tensor, least: Tensor, codes: Codes) -> _Grid:
 def _compensated(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
     """Columns in order; the error of each is taken up by the columns behind it (GPTQ, algorithm 1).
 
-    A group's grid is searched when its first column is reached, for the weights that it has by then.
+    A group's grid is searched when its first column is reached, for the weights that it has by then. Where its codes
+    then miss an end of the grid, its columns do not make up for one another, and later groups do.
     """
     w, k = w.clone(), w.shape[1]
     h_K = moments_KK.diagonal()
@@ -145,12 +176,19 @@ def _compensated(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
     for start in range(0, k, GROUP):
         stop = start + GROUP
         own, errors = w[:, start:stop], torch.empty(w.shape[0], GROUP, device=w.device)
-        grid, q = _searched(own, damped.diagonal()[start:stop], codes), torch.empty_like(own)
+        grid, q, first = _searched(own, damped.diagonal()[start:stop], codes), torch.empty_like(own), own.clone()
         for i in range(GROUP):
             row = upper[start + i, start + i : stop]
             q[:, i : i + 1] = grid.rounded(own[:, i : i + 1])
             errors[:, i : i + 1] = (own[:, i : i + 1] - grid.values(q[:, i : i + 1])) / row[0]
             own[:, i:] -= errors[:, i : i + 1] * row
+        alone, spans = grid.rounded(first), grid.spans(q)
+        q = torch.where(spans, q, alone)
+        # Errors of any codes q: by them, row after row of `upper`, the columns have become the values of q.
+        apart = torch.linalg.solve_triangular(
+            upper[start:stop, start:stop], first - grid.values(alone), upper=True, left=False
+        )
+        errors = torch.where(spans, errors, apart)
         w[:, stop:] -= errors @ upper[start:stop, stop:]
         grids.append(grid)
         found.append(q)
