@@ -40,6 +40,7 @@ class GenerateJob:
         dtype: a key of `DTYPES`.
         weights: the codes of weights of linear layers, "int8" or "int4"; None is `dtype`.
         memory: of weights between their uses.
+        fit: a text to which codes are fitted, or None.
         disk: the directory for "disk"; None is a temporary one.
         cache: the dtype of keys and values; None is `dtype`.
         json: whether the output is JSON lines.
@@ -61,6 +62,7 @@ class GenerateJob:
     ranks: int = 1
     dtype: str = "float32"
     weights: Codes | None = None
+    fit: str | None = None
     memory: MemoryKind = "device"
     disk: str | None = None
     cache: str | None = None
@@ -115,6 +117,7 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
         help="int8 or int4: codes of linear layers' weights, GGUF's own as they are; disk or host: the memory from"
         " which a step reads them layer by layer; or both, such as int4,disk",
     )
+    add("--fit", metavar="FILE", help="a text like those of prompts: codes are fitted to it, and not only rounded")
     add("--disk", metavar="DIR", help="an empty directory for --weights disk (default: a temporary one)")
     add("--cache", choices=CACHE_DTYPES, help="the dtype of keys and values; int8 and fp8 are rounded (default: DTYPE)")
 
@@ -124,12 +127,16 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
     words = [] if args.weights is None else args.weights.split(",")
     codes, memories = ([w for w in words if w in of] for of in (("int8", "int4"), ("host", "disk")))
     found: dict[str, Any] = {"weights": codes[0] if codes else None, "memory": memories[0] if memories else "device"}
-    found |= {"disk": args.disk, "cache": args.cache}
+    found |= {"fit": args.fit, "disk": args.disk, "cache": args.cache}
     if len(codes) > 1 or len(memories) > 1 or len(codes) + len(memories) < len(words):
         found["weights"] = Problem(f"--weights {args.weights}: write int8 or int4, and disk or host, or one: int4,disk")
     elif codes and args.dtype != "float32":
         hint = "needs --dtype float32, in which exact layers compute; leave out --dtype"
         found["weights"] = Problem(f"--weights {codes[0]} {hint}")
+    if args.fit is not None and not codes:
+        found["fit"] = Problem(f"--fit {args.fit} has no effect without codes; add --weights int4, or int8")
+    elif args.fit is not None and not pathlib.Path(args.fit).is_file():
+        found["fit"] = Problem(f"--fit {args.fit} is no file; give a text like those of prompts")
     if args.disk is not None and found["memory"] != "disk":
         found["disk"] = Problem(f"--disk {args.disk} has no effect without --weights disk")
     return found

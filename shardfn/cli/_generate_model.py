@@ -22,6 +22,7 @@ from shardfn.lora import load_peft
 from shardfn.models import gpt
 from shardfn.transforms import eval_shape, sharded
 
+from ._generate_fit import fitted
 from ._generate_gguf import with_blocks
 from ._generate_job import DRAFTERS, DTYPES, GenerateJob, kind_of, run_of
 from ._generate_text import Text, text_of_data, text_of_transformers
@@ -63,20 +64,27 @@ def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
         ImportError: a package is missing; the message has its installation.
     """
     path = pathlib.Path(job.model)
-    if job.kind == "run":
-        made = _of_run(path, job, mesh)
-    elif job.kind == "gguf":
-        made = _of_gguf(path, job, mesh, held)
-    else:
-        tokenizer = _transformers(path).AutoTokenizer.from_pretrained(path)
-        text = text_of_transformers(tokenizer, _ends(path / "config.json") | _ends(path / "generation_config.json"))
-        made = _of_files(path, job, mesh, text)
+    made = _loaded(path, job, mesh, held)
     if made.text.size > made.decoder.vocab:
         raise ValueError(
             f"the tokenizer of {path} has {made.text.size} tokens, and the model has {made.decoder.vocab}; take the"
             " tokenizer that the model was trained with."
         )
-    return made
+    if job.fit is None:
+        return made
+    alone = dataclasses.replace(job, weights=None, fit=None, ranks=1)
+    params, remark = fitted(job, made.params, made.text, _loaded(path, alone, make_mesh({}, alone=True), held).decoder)
+    return made._replace(params=params, coded=", ".join(filter(None, (made.coded, remark))))
+
+
+def _loaded(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
+    if job.kind == "run":
+        return _of_run(path, job, mesh)
+    if job.kind == "gguf":
+        return _of_gguf(path, job, mesh, held)
+    tokenizer = _transformers(path).AutoTokenizer.from_pretrained(path)
+    text = text_of_transformers(tokenizer, _ends(path / "config.json") | _ends(path / "generation_config.json"))
+    return _of_files(path, job, mesh, text)
 
 
 def _disk_of(job: GenerateJob) -> Disk | None:

@@ -161,6 +161,7 @@ def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
         "--drafter": model.drafter,
         **({} if model.context is None else {"--context": model.context}),
         **({} if model.cache is None else {"--cache": model.cache}),
+        **({} if model.fit is None else {"--fit": model.fit}),
         **({} if model.disk is None else {"--disk": model.disk}),
         **({} if model.draft_model is None else {"--draft-model": model.draft_model}),
     }

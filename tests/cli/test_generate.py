@@ -177,6 +177,22 @@ def test_weights_in_codes(given: pathlib.Path, codes: Any, capsys: pytest.Captur
     )
 
 
+def test_codes_fitted_to_a_text(run: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, empty = tmp_path / "text", tmp_path / "empty"
+    text.write_text("def f(x): return x * x + 1")
+    empty.write_text("")
+    how = run, "abc", "--temperature", 0, "--max-tokens", 4, "--weights", "int4"
+    [row] = generated(capsys, *how, "--fit", text)
+    config = dataclasses.replace(CONFIG, exact=True)
+    rows = [list(text.read_bytes()[:16]), list(text.read_bytes()[16:])]
+    params = inference.fit_codes(inference.decoder(config), gpt.init(CONFIG, core.key(0)), "int4", rows)
+    greedily = inference.Sampling(max_tokens=4, temperature=0.0)
+    [want] = inference.Engine(inference.decoder(config, codes="int4"), params).generate([list(b"abc")], greedily)
+    assert (row["tokens"], row["logprobs"]) == (want.tokens, want.logprobs)
+    assert generated(capsys, *how)[0]["logprobs"] != row["logprobs"]
+    assert f"--fit {empty} has no tokens; give a text like those of prompts." in refused(capsys, *how, "--fit", empty)
+
+
 @pytest.mark.nightly
 def test_weights_on_disk_and_a_cache_in_codes(
     given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
@@ -202,6 +218,8 @@ def test_weights_on_disk_and_a_cache_in_codes(
     [
         (["--weights", "tape"], "--weights tape: write int8 or int4, and disk or host, or one: int4,disk"),
         (["--weights", "int4,int8"], "--weights int4,int8: write int8 or int4"),
+        (["--fit", "here"], "--fit here has no effect without codes; add --weights int4, or int8"),
+        (["--fit", "here", "--weights", "int4"], "--fit here is no file"),
         (["--disk", "here"], "--disk here has no effect without --weights disk"),
     ],
 )

@@ -277,7 +277,10 @@ def test_refused_settings(model: pathlib.Path, args: str, words: str, capsys: py
     assert words in err and err.startswith("shardfn serve: error: ") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("args", ["", "--weights int4,disk --disk {model} --cache int8", "--weights host --cache fp8"])
+@pytest.mark.parametrize(
+    "args",
+    ["", "--weights int4,disk --fit {model}/model.json --disk {model} --cache int8", "--weights host --cache fp8"],
+)
 def test_ranks_load_the_model_as_their_front_was_asked_to(model: pathlib.Path, args: str) -> None:
     def job(words: list[str]) -> ServeJob:
         parser = argparse.ArgumentParser()

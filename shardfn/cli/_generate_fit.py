@@ -1,0 +1,34 @@
+"""Codes of a model's weights that are fitted to a text: `--fit FILE`."""
+
+import pathlib
+
+from shardfn.core import PyTree
+from shardfn.inference import Decoder, fit_codes
+
+from ._generate_job import GenerateJob
+from ._generate_text import Text
+
+# Rows of the text, and tokens of each.
+_ROWS, _LENGTH = 16, 512
+
+
+def fitted(job: GenerateJob, params: PyTree, text: Text, plain: Decoder) -> tuple[PyTree, str]:
+    """The parameters on the grids of their codes, and a remark about them. Each rank fits them all; collective.
+
+    Args:
+        job: names the text and the codes.
+        params: of the model; those in codes already stay as they are.
+        text: the tokenizer.
+        plain: the model's decoder, without codes, on one rank.
+
+    Raises:
+        ValueError: the text has no tokens, or the model's layers are not known one by one.
+        OSError: the text cannot be read.
+    """
+    assert job.fit is not None
+    place, length = pathlib.Path(job.fit), min(_LENGTH, plain.context)
+    tokens = text.encode(place.read_text(encoding="utf-8"))[: _ROWS * length]
+    if not tokens:
+        raise ValueError(f"--fit {place} has no tokens; give a text like those of prompts.")
+    rows = [tokens[at : at + length] for at in range(0, len(tokens), length)]
+    return fit_codes(plain, params, job.weights, rows), f"fitted to {len(tokens):,} tokens of {place.name}"

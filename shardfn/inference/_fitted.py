@@ -1,0 +1,232 @@
+"""Weights fitted to codes: floats on the grids that make the error of layers' outputs small, over some text.
+
+    codes of fitted[name] == fit_blocks(w, codes, H),  H = mean of x x^T over the layer's inputs x
+
+Rounding keeps fitted values. So they are passed on as any weights are, and wherever they are rounded to these codes,
+in an engine, a step or a file, the codes are the fitted ones.
+
+T tokens, K inputs, N outputs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from shardfn.collectives import GlobalTensor
+from shardfn.core import (
+    Axes,
+    CodePolicy,
+    Draw,
+    PyTree,
+    check_policy,
+    codes_of,
+    first_of,
+    raise_all,
+    tree_entries,
+    tree_flatten,
+    tree_unflatten,
+)
+from shardfn.kernels import GROUP, Codes, code_blocks, decode_blocks, fit_blocks
+
+from ._cache import alone
+from ._decoder import Decoder
+from ._low_rank import Linear, LowRank
+
+# Bytes of moments that are kept at a time; the text is run once for each part of the layers.
+TOGETHER = 512 << 20
+
+
+@torch.no_grad()
+def fit_codes(
+    decoder: Decoder,
+    params: PyTree,
+    codes: CodePolicy,
+    rows: Sequence[Sequence[int]] | Int[Tensor, "b t"],
+    *,
+    compensate: bool = True,
+) -> PyTree:
+    """Parameters whose linear layers have values of codes with a small error of their outputs.
+
+    Rounding to the same codes keeps these values: by `decoder(config, codes=)` and `hf_decoder(model, codes=)`, and
+    where groups are along a leaf's last dim also by `Sharding(codes=)` and `LoRA.of(codes=)`. They have to be float32
+    until then. Other leaves, tables of embeddings and the head are the given ones.
+
+    Every rank computes them all, and has the same.
+
+    Args:
+        decoder: the model, exact, without codes and without `tp`.
+        params: its parameters; `GlobalTensor`s are gathered, which is collective.
+        codes: the policy, as for the decoder that will serve them.
+        rows: token ids of some text, such as 16 rows of 512, like the text that the model will see.
+        compensate: whether a weight also makes up for the errors of those before it (GPTQ); else each input's size
+            weighs the error of its weights.
+
+    Raises:
+        ValueError: the decoder's layers are not known one by one, or the policy or a row does not fit it.
+
+    Example:
+        >>> import shardfn as sf
+        >>> from shardfn.inference import Engine, decoder
+        >>> from shardfn.models import gpt
+        >>> sizes = {"num_layers": 1, "d_model": 32, "num_heads": 1, "max_len": 16}
+        >>> config = gpt.Config(vocab_size=64, **sizes, exact=True)
+        >>> rows = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0))
+        >>> fitted = fit_codes(decoder(config), gpt.init(config, sf.key(0)), "int4", rows)
+        >>> light = Engine(decoder(config, codes="int4"), fitted)  # these very codes
+    """
+    given = [list(map(int, row)) for row in rows]
+    flat, treedef = tree_flatten(params)
+    paths = [".".join(map(str, entries)) for entries in tree_entries(params)]
+    _check(decoder, codes, given, paths)
+    leaves = [_whole(x) for x in flat]
+    sites = list(_sites(paths, leaves, decoder.linear, codes))
+    served = decoder.pack(tree_unflatten(treedef, leaves))
+    fitted = {i: leaves[i].float().clone() for i in {site.leaf for site in sites}}
+    for part in _parts(sites):
+        moments = Moments({site.name: site.sizes.inputs for site in part}, full=compensate)
+        for tokens in given:
+            _run(decoder, served, tokens, moments)
+        for site in part:
+            leaf = fitted[site.leaf]
+            _fit(site, leaf if site.layer is None else leaf[site.layer], moments.mean(site.name))
+    return tree_unflatten(treedef, [fitted.get(i, x) for i, x in enumerate(leaves)])
+
+
+class Moments:
+    """The mean of x x^T of the inputs of some layers; it takes the place of adapters, and adds nothing.
+
+    Args:
+        inputs: by layer, their number K.
+        full: [K, K]; else the diagonal alone.
+    """
+
+    def __init__(self, inputs: Mapping[str, int], *, full: bool) -> None:
+        self.sites, self._full = inputs, full
+        self._sums: dict[str, Tensor] = {}
+        self._counts = dict.fromkeys(inputs, 0)
+
+    def added(
+        self, name: str, x: Tensor, y: Tensor, *, axis: Axes = None, joins: bool = False, cut: bool = False
+    ) -> Tensor:
+        """The result of a layer, whose inputs count."""
+        del axis, joins, cut
+        if name in self.sites:
+            x_TK = x.reshape(-1, x.shape[-1]).float()
+            own = x_TK.T @ x_TK if self._full else x_TK.square().sum(0)
+            self._sums[name] = own if name not in self._sums else self._sums[name].add_(own)
+            self._counts[name] += len(x_TK)
+        return y
+
+    def mean(self, name: str) -> Tensor | None:
+        """None for a layer that has seen no input."""
+        return self._sums.pop(name) / self._counts[name] if name in self._sums else None
+
+
+class _Site(NamedTuple):
+    """A weight: a leaf, or one layer of a stacked leaf."""
+
+    name: str
+    leaf: int
+    layer: int | None
+    codes: Codes
+    sizes: Linear
+
+
+def _sites(
+    paths: Sequence[str], leaves: Sequence[Tensor], linear: Mapping[str, Linear], policy: CodePolicy
+) -> Iterator[_Site]:
+    """The weights that the policy has codes for, without those that are in codes already, in the order of layers.
+
+    Raises:
+        ValueError: lists the layers whose weights are no leaves.
+    """
+    places: dict[str, tuple[int, int | None]] = {}
+    for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
+        before, _, last = path.rpartition(".")
+        places |= {path: (i, None)} if path in linear else {f"{before}.{k}.{last}": (i, k) for k in range(_layers(x))}
+    raise_all(
+        ValueError,
+        "fit_codes: these layers have no leaf of their own in params, such as those of blocks of several layers:",
+        first_of([name for name in linear if name not in places], 20),
+    )
+    for name, sizes in linear.items():
+        codes, (i, layer) = codes_of(policy, name), places[name]
+        if codes is not None and leaves[i].is_floating_point():
+            yield _Site(name, i, layer, codes, sizes)
+
+
+def _layers(x: Tensor) -> int:
+    return len(x) if x.ndim > 1 else 0
+
+
+def _parts(sites: Sequence[_Site]) -> Iterator[list[_Site]]:
+    """Sites whose moments are kept together."""
+    part, size = list[_Site](), 0
+    for site in sites:
+        nbytes = 4 * site.sizes.inputs**2
+        if part and size + nbytes > TOGETHER:
+            yield part
+            part, size = [], 0
+        part.append(site)
+        size += nbytes
+    if part:
+        yield part
+
+
+def _run(decoder: Decoder, served: PyTree, tokens: list[int], moments: Moments) -> None:
+    tokens_T = torch.tensor(tokens)
+    at_T, bodies = torch.arange(len(tokens)), alone(decoder.cache, len(tokens))
+    assert decoder.outputs is not None
+    decoder.outputs(served, tokens_T, at_T, at_T[-1:], bodies, cast(LowRank, moments))
+
+
+def _fit(site: _Site, weight: Tensor, moments: Tensor | None) -> None:
+    """Writes the fitted values of a weight in place.
+
+    The inputs behind the last whole group are rounded, with zeros to the end of their group, as they are served.
+    """
+    k, transposed = site.sizes.inputs, site.sizes.transposed
+    given_NK, whole = weight.T if transposed else weight.reshape(-1, k), k // GROUP * GROUP
+    if moments is not None:
+        moments = moments[(slice(whole),) * moments.ndim]
+    values = list[Tensor]()
+    if whole:
+        values.append(decode_blocks(fit_blocks(given_NK[:, :whole], site.codes, moments), whole))
+    if rest := k - whole:
+        padded = torch.nn.functional.pad(given_NK[:, whole:], (0, GROUP - rest))
+        values.append(decode_blocks(code_blocks(padded, site.codes), rest))
+    values_NK = torch.cat(values, 1)
+    weight.copy_(values_NK.T if transposed else values_NK.view(weight.shape))
+
+
+def _whole(x: Any) -> Tensor:
+    if isinstance(x, GlobalTensor):
+        return x.full_tensor()
+    return x.full() if isinstance(x, Draw) else x
+
+
+def _check(decoder: Decoder, codes: CodePolicy, rows: Sequence[Sequence[int]], paths: Sequence[str]) -> None:
+    if not decoder.linear or decoder.outputs is None:
+        raise ValueError(
+            "fit_codes: this decoder does not show its linear layers; make it exact: Config(exact=True), or"
+            " hf_decoder(model, exact=True)."
+        )
+    if decoder.cache.axis is not None:
+        raise ValueError(
+            f"fit_codes: this decoder is cut over {decoder.cache.axis!r}; pass one without tp=, and serve the result"
+            " with any."
+        )
+    if codes is None:
+        raise ValueError("fit_codes: codes=None rounds nothing; pass 'int8', 'int4' or codes by regular expressions.")
+    check_policy(codes, [*decoder.linear, *paths], "fit_codes")
+    if not rows:
+        raise ValueError("fit_codes: there are no rows of tokens; pass some text, such as 16 rows of 512 tokens.")
+    for i, row in enumerate(rows):
+        if not 1 <= len(row) <= decoder.context or not all(0 <= token < decoder.vocab for token in row):
+            raise ValueError(
+                f"fit_codes: row {i} has {len(row)} tokens from {min(row, default=0)} to {max(row, default=0)}; it must"
+                f" have 1 to {decoder.context}, from 0 to {decoder.vocab - 1}."
+            )
