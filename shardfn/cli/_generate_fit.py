@@ -17,7 +17,7 @@ def fitted(job: GenerateJob, params: PyTree, text: Text, plain: Decoder) -> tupl
 
     Args:
         job: names the text and the codes.
-        params: of the model; those in codes already stay as they are.
+        params: of the model; those in codes already are not changed.
         text: the tokenizer.
         plain: the model's decoder, without codes, on one rank.
 

@@ -114,7 +114,7 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--weights",
         metavar="KINDS",
-        help="int8 or int4: codes of linear layers' weights, GGUF's own as they are; disk or host: the memory from"
+        help="int8 or int4: codes of linear layers' weights, GGUF's own unchanged; disk or host: the memory from"
         " which a step reads them layer by layer; or both, such as int4,disk",
     )
     add("--fit", metavar="FILE", help="a text like those of prompts: codes are fitted to it, and not only rounded")

@@ -186,7 +186,7 @@ def _run(decoder: Decoder, served: PyTree, tokens: list[int], moments: Moments) 
 def _fit(site: _Site, weight: Tensor, moments: Tensor | None) -> None:
     """Writes the fitted values of a weight in place.
 
-    The inputs behind the last whole group are rounded, with zeros to the end of their group, as they are served.
+    The inputs behind the last whole group are rounded, with zeros to the end of their group, as served.
     """
     k, transposed = site.sizes.inputs, site.sizes.transposed
     given_NK, whole = weight.T if transposed else weight.reshape(-1, k), k // GROUP * GROUP
