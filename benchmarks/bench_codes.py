@@ -4,6 +4,11 @@ A pass runs `kernels.row_linear` over all weights of linear layers of a GPT once
 width 512, inner 1408, vocabulary 8192, 29.9M weights, 119 MB in float32, more than the caches hold. The order of the
 cases rotates; ratios are formed within a round. A ratio above 1 means that codes are faster.
 
+Then whole engines decode `--steps` tokens of 1 and of more sequences, in turns, with all parts of a step beside linear
+layers: 12 layers, width 1024, inner 2816, 171M parameters. A quiet machine needs a minute for both:
+
+    python benchmarks/bench_codes.py --rounds 15 --rows 1 8 16
+
 With `--run DIRECTORY` and with `--gguf FILE --text FILE... --learnt FILE...` the perplexity of a model in codes by
 several coders and policies (`_codes_perplexity.py`). By the law of the engine these are the logits that it computes
 from the codes.
@@ -20,7 +25,10 @@ import torch
 from _codes_perplexity import of_gguf, of_run
 from _report import publish, table
 
+import shardfn as sf
 from shardfn import kernels
+from shardfn.inference import Engine, Sampling, decoder, limits_of
+from shardfn.models import gpt
 
 LAYER = ((512, 512),) * 4 + ((1408, 512),) * 2 + ((512, 1408),)
 SHAPES = LAYER * 8 + ((8192, 512),)
@@ -32,7 +40,7 @@ def main() -> None:
     args = _arguments()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    body = [] if args.rounds == 0 else _speed(args.rounds, args.rows)
+    body = [] if args.rounds == 0 else _speed(args.rounds, args.rows) + _engines(args.steps, args.rows)
     if args.run:
         body += of_run(args.run, args.held_out)
     if args.gguf:
@@ -51,6 +59,47 @@ def _speed(rounds: int, rows: Sequence[int]) -> list[str]:
     return [f"{rounds} rounds; a pass over {told}; medians of processor time", table(head, lines)]
 
 
+@torch.no_grad()
+def _engines(steps: int, rows: Sequence[int]) -> list[str]:
+    config = gpt.Config.llama_like(
+        vocab_size=8192, num_layers=12, d_model=1024, num_heads=16, d_ff=2816, max_len=steps + 64, exact=True
+    )
+    params, most = gpt.init(config, sf.key(0)), max(rows)
+    engines = {}
+    for codes in CODES:
+        made = decoder(config, codes=codes)
+        buckets = tuple(sorted({*rows, 64}))
+        engines[codes] = Engine(made, params, limits=limits_of(made, running=most, buckets=buckets))
+        engines[codes].warm_up()
+    head = ("sequences", "float32, ms", "tokens/s", "int8, ratio", "quartiles", "int4, ratio", "quartiles")
+    lines = [_decoded(engines, m, steps) for m in rows]
+    num = gpt.num_params(config) / 1e6
+    return [
+        f"Steps of whole engines of {num:.0f}M parameters, {steps} each in turns; medians of processor time",
+        table(head, lines),
+    ]
+
+
+def _decoded(engines: Any, m: int, steps: int) -> tuple[str, ...]:
+    """Steps in which m sequences have one token each."""
+    for engine in engines.values():
+        for i in range(m):
+            engine.add([1 + i, 2, 3], Sampling(max_tokens=steps + 8, seed=i))
+        for _ in range(4):  # prompts, and first steps
+            engine.step()
+    times: dict[Any, list[float]] = {codes: [] for codes in CODES}
+    for turn in range(steps):
+        for codes in CODES[turn % 3 :] + CODES[: turn % 3]:
+            start = time.process_time()
+            engines[codes].step()
+            times[codes].append(time.process_time() - start)
+    for engine in engines.values():
+        while not engine.idle:
+            engine.step()
+    milliseconds, *ratios = _ratios(times)
+    return str(m), milliseconds, f"{m / statistics.median(times[None]):.0f}", *ratios
+
+
 def _line(packed: Any, m: int, rounds: int) -> tuple[str, ...]:
     inputs = {k: torch.randn(m, k) for k in (512, 1408)}
     times: dict[Any, list[float]] = {codes: [] for codes in CODES}
@@ -61,17 +110,23 @@ def _line(packed: Any, m: int, rounds: int) -> tuple[str, ...]:
                 kernels.row_linear(inputs[k], w, n)
             if turn:
                 times[codes].append(time.process_time() - start)
-    out = [str(m), f"{statistics.median(times[None]) * 1e3:.2f}"]
+    return str(m), *_ratios(times)
+
+
+def _ratios(times: dict[Any, list[float]]) -> list[str]:
+    """Milliseconds in float32, then the ratio of each kind of codes with its quartiles."""
+    out = [f"{statistics.median(times[None]) * 1e3:.2f}"]
     for codes in CODES[1:]:
         low, middle, high = statistics.quantiles([a / b for a, b in zip(times[None], times[codes], strict=True)], n=4)
         out += [f"{middle:.2f}", f"{low:.2f} to {high:.2f}"]
-    return tuple(out)
+    return out
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64])
+    parser.add_argument("--steps", type=int, default=60, help="of decoding, by each engine")
     parser.add_argument("--run", default="", help="directory of a run of examples/train_gpt.py with checkpoints")
     parser.add_argument("--held-out", type=int, default=128, help="rows of the run's held-out text")
     parser.add_argument("--gguf", default="")
