@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -132,6 +133,24 @@ def test_adapters_beside_weights_in_codes(given: pathlib.Path, tmp_path: pathlib
     assert 0.01 < change < 0.2 and torch.equal(
         merged.get_parameter("lm_head.weight"), start.get_parameter("lm_head.weight")
     )
+
+
+@pytest.mark.nightly
+def test_a_run_beside_codes_goes_on_where_it_was_ended(given: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    from safetensors.torch import load_file
+
+    from shardfn.checkpoint import steps
+
+    asked = words(given, tmp_path, "--lora", "2", "--codes", "int4", "--validation", "")
+    assert main(asked) == 0
+    want = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert all(bool(x.any()) for x in want.values())
+    newest = max(steps(tmp_path / "checkpoints"))
+    shutil.rmtree(tmp_path / f"checkpoints/step_{newest:06}")
+    shutil.rmtree(tmp_path / "adapter")
+    assert newest == 6 and max(steps(tmp_path / "checkpoints")) == 4 and main(asked) == 0
+    got = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_the_result_is_the_checkpoint_with_the_lowest_validation_loss(
