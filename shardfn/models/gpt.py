@@ -55,8 +55,9 @@ def apply(
     axis: Axes = None,
     sequence: bool = False,
     chosen: Int[Tensor, "b t m k"] | None = None,
-) -> Float[Tensor, "b t v"]:
-    """Logits of the next token at each position.
+    at: Int[Tensor, "b s"] | None = None,
+) -> Float[Tensor, "b _ v"]:
+    """Logits of the next token at each position, or at some of them.
 
     x = embed[tokens] (+ position); for each block x += attn(norm(x)), x += mlp(norm(x)); logits = norm(x) head^T.
 
@@ -71,13 +72,16 @@ def apply(
         sequence: between blocks each rank of `axis` has its own tokens (Megatron's sequence parallelism).
         chosen: the experts of each token in each layer that has some, in place of the routers' choices, such as those
             of `rl.Rollout.routes`; -1 is a choice without an expert. The routers' weights and gradients are as before.
+        at: the positions of each row whose logits are returned, such as `rl.answer_positions`; the head multiplies no
+            others. None is all of them.
 
     Returns:
-        All logits, or this rank's part of V: `all_gather_invariant(logits, axis, dim=-1, size=V)` joins them.
+        [B, T, V], or [B, S, V] with `at`: all logits, or this rank's part of V, which
+        `all_gather_invariant(logits, axis, dim=-1, size=V)` joins.
 
     Raises:
-        ValueError: too long a sequence, dropout without `index_B`, leaves that are not cut along `axis`, or choices of
-            other experts.
+        ValueError: too long a sequence, dropout without `index_B`, leaves that are not cut along `axis`, choices of
+            other experts, or `at` where a rank has only some of the tokens.
 
     Example:
         >>> import shardfn.core as core
@@ -87,7 +91,7 @@ def apply(
     """
     along = _Along(axis, tokens_BT.shape[1] if sequence else None)
     x_BTD, _ = _hidden(config, params, {"tokens": tokens_BT, "index": index_B}, key, wrap, along, chosen=chosen)
-    return _logits(config, params, x_BTD, along)
+    return _logits(config, params, x_BTD if at is None else _rows_at(config, along, x_BTD, at), along)
 
 
 def choices(
@@ -567,6 +571,16 @@ def _logits(config: Config, params: Params, x_BTD: Tensor, along: _Along) -> Ten
     return nn.column_linear(
         x_BTD, _weight(config, _head(config, params)), features=config.vocab_size, **along._asdict()
     )
+
+
+def _rows_at(config: Config, along: _Along, x_BTD: Tensor, at_BS: Tensor) -> Tensor:
+    if along.sequence is not None or config.attention.axes:
+        cause = f"{config.attention}" if config.attention.axes else "sequence=True"
+        raise ValueError(
+            f"apply(at=) of shape {tuple(at_BS.shape)} takes positions of whole rows, and with {cause} a rank has only"
+            " some tokens of each; drop one."
+        )
+    return x_BTD.gather(1, at_BS[..., None].expand(-1, -1, x_BTD.shape[-1]))
 
 
 def _table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None) -> dict[str, Any]:

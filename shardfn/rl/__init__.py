@@ -6,6 +6,7 @@ microbatches has the gradient of the whole batch.
 
 from ._answers import answer_mask as answer_mask, token_mean as token_mean, row_mean as row_mean
 from ._answers import answer_logprobs as answer_logprobs, answer_entropies as answer_entropies
+from ._answers import answer_positions as answer_positions, logprobs_at as logprobs_at
 from ._answers import answer_values as answer_values, answer_divergences as answer_divergences
 from ._kl import kl as kl, follow_divergence as follow_divergence
 from ._rewards import kl_rewards as kl_rewards, last_values as last_values, pairwise as pairwise

@@ -110,11 +110,72 @@ def answer_logprobs(
     """
     given = {"logits_BLV": logits_BLV}
     before_BT = _before("answer_logprobs", given, prompts_B, lengths_B, width, places_BT, ids_BL)
-    rows_BTV, mask_BT = _rows(logits_BLV, before_BT), answer_mask(lengths_B, width)
-    tokens_BT = masked(ids_BL.gather(1, (before_BT + 1).clamp(max=ids_BL.shape[1] - 1)), mask_BT)
-    if rows_BTV.dtype == torch.float64:
-        return masked(rows_BTV.log_softmax(-1).gather(-1, tokens_BT[..., None])[..., 0], mask_BT)
-    return masked(logprobs(rows_BTV, tokens_BT), mask_BT)
+    return _drawn(_rows(logits_BLV, before_BT), ids_BL, before_BT, lengths_B)
+
+
+def answer_positions(
+    ids_BL: Int[Tensor, "b l"],
+    prompts_B: Int[Tensor, " b"],
+    lengths_B: Int[Tensor, " b"],
+    width: int,
+    places_BT: Int[Tensor, "b t"] | None = None,
+) -> Int[Tensor, "b t"]:
+    """The position before each token of the answers, whose logits draw that token: `at` of `gpt.apply`.
+
+    The head then multiplies no token of a prompt, and no logits of one are kept for the backward.
+
+    Args:
+        ids_BL: as of `answer_logprobs`.
+        prompts_B: tokens of each prompt, at least 1.
+        lengths_B: tokens of each answer.
+        width: T.
+        places_BT: as of `answer_logprobs`.
+
+    Returns:
+        [B, T]; any position of the row from each answer's end on.
+
+    Raises:
+        ValueError: shapes do not fit, or an answer does not lie in its row.
+
+    Example:
+        >>> answer_positions(torch.tensor([[5, 3, 4, 0]]), torch.tensor([2]), torch.tensor([1]), 2)
+        tensor([[1, 2]])
+    """
+    return _before("answer_positions", {"ids_BL": ids_BL}, prompts_B, lengths_B, width, places_BT, ids_BL)
+
+
+def logprobs_at(
+    logits_BTV: Float[Tensor, "b t v"],
+    ids_BL: Int[Tensor, "b l"],
+    prompts_B: Int[Tensor, " b"],
+    lengths_B: Int[Tensor, " b"],
+    width: int,
+    places_BT: Int[Tensor, "b t"] | None = None,
+) -> Float[Tensor, "b t"]:
+    """`answer_logprobs` of logits at `answer_positions` only, with the same bits.
+
+    Args:
+        logits_BTV: as from `gpt.apply(..., at=answer_positions(ids_BL, ...))`.
+        ids_BL: as of `answer_logprobs`.
+        prompts_B: tokens of each prompt, at least 1.
+        lengths_B: tokens of each answer.
+        width: T.
+        places_BT: as of `answer_logprobs`.
+
+    Returns:
+        [B, T]; 0 from each answer's end on.
+
+    Raises:
+        ValueError: shapes do not fit, or an answer does not lie in its row.
+
+    Example:
+        >>> ids, one = torch.tensor([[5, 3, 0]]), torch.tensor([1])
+        >>> logprobs_at(torch.zeros(1, 2, 8), ids, one, one, 2)
+        tensor([[-2.0794,  0.0000]])
+    """
+    before_BT = _before("logprobs_at", {"ids_BL": ids_BL}, prompts_B, lengths_B, width, places_BT, ids_BL)
+    check_shapes("logprobs_at", positions_BT=before_BT, logits_BTV=logits_BTV)
+    return _drawn(logits_BTV, ids_BL, before_BT, lengths_B)
 
 
 def answer_values(
@@ -247,3 +308,12 @@ def _before(
 def _rows(logits_BLV: Tensor, places_BT: Tensor) -> Tensor:
     wide = logits_BLV.float() if logits_BLV.dtype in (torch.float16, torch.bfloat16) else logits_BLV
     return wide.gather(1, places_BT[..., None].expand(-1, -1, wide.shape[-1]))
+
+
+def _drawn(rows_BTV: Tensor, ids_BL: Tensor, before_BT: Tensor, lengths_B: Tensor) -> Tensor:
+    """The log probability of the token behind each position, by the logits there."""
+    mask_BT = answer_mask(lengths_B, rows_BTV.shape[1])
+    tokens_BT = masked(ids_BL.gather(1, (before_BT + 1).clamp(max=ids_BL.shape[1] - 1)), mask_BT)
+    if rows_BTV.dtype == torch.float64:
+        return masked(rows_BTV.log_softmax(-1).gather(-1, tokens_BT[..., None])[..., 0], mask_BT)
+    return masked(logprobs(rows_BTV, tokens_BT), mask_BT)

@@ -54,6 +54,20 @@ def test_samples_and_prefixes_have_the_bits_that_they_have_alone(name: str) -> N
         assert torch.equal(gpt.apply(config, params, tokens[rows, :length]), logits[rows, :length]), (rows, length)
 
 
+def test_logits_at_positions_have_the_bits_of_all_logits_and_their_gradients() -> None:
+    config, tokens, at = config_of("llama"), tokens_of(3, 12), torch.tensor([[2, 5], [0, 11], [7, 7]])
+    leaves, treedef = tree_flatten(params_of(config))
+    leaves = [x.requires_grad_() for x in leaves]
+    params = tree_unflatten(treedef, leaves)
+    wanted, found = (
+        gpt.apply(config, params, tokens)[torch.arange(3)[:, None], at],
+        gpt.apply(config, params, tokens, at=at),
+    )
+    assert torch.equal(found, wanted)
+    for a, b in zip(*(torch.autograd.grad(x.square().sum(), leaves) for x in (found, wanted)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", SETTINGS)
 def test_threads_do_not_change_bits(name: str) -> None:

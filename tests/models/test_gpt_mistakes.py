@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardfn.core import key
 from shardfn.models import gpt
 from tests.mistakes import Mistake, cases, check
 
@@ -16,6 +17,11 @@ def _loss(batch: Any) -> Any:
     return gpt.loss(_GPT, {}, batch)
 
 
+def _at() -> Any:
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    return gpt.apply(_GPT, gpt.init(_GPT, key(0)), tokens, sequence=True, at=torch.zeros(2, 1, dtype=torch.int64))
+
+
 MISTAKES = [
     Mistake("the batch is the tokens", lambda: _loss(torch.ones(2, 9, dtype=torch.int64)),
             TypeError, "this is a Tensor", _BATCH),
@@ -23,6 +29,9 @@ MISTAKES = [
             TypeError, "a dict whose tokens are torch.int64 of shape (9,)", _BATCH),
     Mistake("the tokens have another name", lambda: _loss({"input_ids": torch.ones(2, 9, dtype=torch.int64)}),
             TypeError, "this is a dict with ['input_ids']", _BATCH),
+    Mistake("logits at positions, of tokens that ranks share out", _at,
+            ValueError, "apply(at=) of shape (2, 1) takes positions of whole rows",
+            "sequence=True a rank has only some tokens of each; drop"),
 ]  # fmt: skip
 
 

@@ -42,6 +42,19 @@ def test_the_gradient_is_that_of_log_softmax_and_padding_adds_nothing() -> None:
     assert torch.equal(again, rl.answer_logprobs(LOGITS, IDS, PROMPTS, LENGTHS, 5))
 
 
+@pytest.mark.parametrize("places", [None, torch.tensor([[2, 4, 5, 7, 0], [5, 6, 7, 0, 0], [0, 0, 0, 0, 0]])])
+def test_logits_at_positions_of_answers_have_the_same_bits(places: torch.Tensor | None) -> None:
+    where = (PROMPTS, LENGTHS, 5, places)
+    at = rl.answer_positions(IDS, *where)
+    found = rl.logprobs_at(LOGITS.gather(1, at[..., None].expand(-1, -1, 9)), IDS, *where)
+    assert torch.equal(found, rl.answer_logprobs(LOGITS, IDS, *where))
+
+
+def test_logits_of_another_width_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"logits_BTV has shape \(3, 8, 9\); it must be \[B = 3, T = 5, V\]"):
+        rl.logprobs_at(LOGITS, IDS, PROMPTS, LENGTHS, 5)
+
+
 def test_entropies() -> None:
     found = rl.answer_entropies(LOGITS, PROMPTS, LENGTHS, 5)
     wanted = torch.distributions.Categorical(logits=LOGITS[1, 4:7]).entropy()

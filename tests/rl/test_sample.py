@@ -33,6 +33,14 @@ def loss(config: gpt.Config, params: Any, batch: Any, *, axis: str | None = None
     return rl.grpo(logprobs, rollout.logprobs, advantages, rollout.lengths), metrics
 
 
+def loss_at_answers(config: gpt.Config, params: Any, batch: Any) -> Any:
+    rollout, advantages = batch
+    logits = gpt.apply(config, params, rollout.ids, at=rl.answer_positions(rollout.ids, *rollout.where))
+    logprobs = rl.logprobs_at(logits, rollout.ids, *rollout.where)
+    metrics = rl.policy_metrics(logprobs, rollout.logprobs, rollout.lengths)
+    return rl.grpo(logprobs, rollout.logprobs, advantages, rollout.lengths), metrics
+
+
 def engine_of(config: gpt.Config, params: Any, *, tp: str | None = None, mesh: Mesh | None = None) -> Engine:
     one = decoder(config, tp=tp)
     return Engine(one, params, mesh=mesh, limits=limits_of(one, running=8, buckets=(32,)))
@@ -96,6 +104,13 @@ def test_first_ratios_are_one_under_transforms(how: str) -> None:
     params = gpt.init(config, sf.key(0))
     step = sf.sharded_step(one, sf.optim.sgd(0.5), has_aux=True)
     iterate(step, engine_of(config, params), params)
+
+
+@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_first_ratios_are_one_of_logits_at_answers_only(jit: bool) -> None:
+    params, one = gpt.init(CONFIG, sf.key(0)), functools.partial(loss_at_answers, CONFIG)
+    step = sf.sharded_step(sf.jit(one) if jit else one, sf.optim.sgd(0.5), has_aux=True)
+    iterate(step, engine_of(CONFIG, params), params)
 
 
 def test_answers_do_not_depend_on_the_rank_that_draws_them() -> None:
