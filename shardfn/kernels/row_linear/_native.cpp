@@ -3,16 +3,21 @@
 #include "../_threads.h"
 #include "_codes.h"
 
+#include <algorithm>
+
 namespace {
 
 // `across` elements of W for each k, `size` for a panel.
 template <typename W>
 void by_panels(void (*multiply)(const Job<float, W>&), const float* x, const void* w, const float* bias, float* y,
                int64_t M, int64_t K, int64_t N, int64_t chunks, int64_t across, int64_t size, int64_t threads) {
-    share((N + PANEL - 1) / PANEL, threads, [&](int64_t panel) {
+    const int64_t panels = (N + PANEL - 1) / PANEL;
+    // Codes fetch for themselves.
+    share(panels, threads, [&](int64_t panel) {
+        const W* next = across ? (const W*)w + std::min(panel + threads, panels - 1) * size : nullptr;
         const int64_t column = panel * PANEL;
         const float* shift = bias ? bias + column : nullptr;
-        multiply({x, (const W*)w + panel * size, shift, y + column, K, 1, across, N, M, K, chunks, N - column});
+        multiply({x, (const W*)w + panel * size, shift, y + column, K, 1, across, N, M, K, chunks, N - column, next});
     });
 }
 
