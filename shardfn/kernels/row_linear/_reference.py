@@ -23,6 +23,13 @@ def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | 
     return out if bias is None else out + bias
 
 
+def row_linears(
+    x: Tensor, packed: Sequence[Tensor], nums: Sequence[int], chunks: int, biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """The results of several layers of one input."""
+    return [row_linear(x, w, num, chunks, bias) for w, num, bias in zip(packed, nums, biases, strict=True)]
+
+
 def joined(chains: Sequence[Tensor]) -> Tensor:
     """The chains of chunks, added by a binary tree: neighbours first; the nodes that are left at last, from the end.
 

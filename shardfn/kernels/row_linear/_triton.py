@@ -3,6 +3,7 @@
 One tile shape serves all numbers of rows. On a GPU the chains are fused multiply-adds, so bits are those of a CPU.
 """
 
+from collections.abc import Sequence
 from typing import no_type_check
 
 import torch
@@ -32,6 +33,13 @@ def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | 
         launch(_coded_chain, chunks * panels * tiles, x.device, x, *views, parts, *sizes, ROWS=ROWS, N=PANEL, **code)
     out = joined(list(parts[..., :num].unbind()))
     return out.clone() if bias is None else out + bias
+
+
+def row_linears(
+    x: Tensor, packed: Sequence[Tensor], nums: Sequence[int], chunks: int, biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """The results of several layers of one input."""
+    return [row_linear(x, w, num, chunks, bias) for w, num, bias in zip(packed, nums, biases, strict=True)]
 
 
 @triton.jit
