@@ -6,8 +6,8 @@
 
 Each peer is a process that has loaded the model and answers the whole trace, greedily and without an end token, when it
 is its turn. So an engine of ours is made, and its weights are packed, before the turn: a new one, which keeps no prefix
-of the turn before. Peers take turns within a round, and ratios are formed within it. vLLM's threads wait spinning, so its
-process is stopped by a signal while others run.
+of the turn before. Peers take turns within a round, and ratios are formed within it. vLLM's threads wait spinning, so
+its process is stopped by a signal while others run.
 """
 
 import argparse
