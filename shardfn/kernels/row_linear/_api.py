@@ -138,20 +138,13 @@ def _check(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None
 
 
 def _row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
-    run = implementation("row_linear", "row_linear", x.device)
-    if x.ndim == 2:
-        return run(x.contiguous(), packed.contiguous(), num, chunks, bias)
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    return run(rows.contiguous(), packed.contiguous(), num, chunks, bias).view(*x.shape[:-1], num)
+    return _row_linears(x, [packed], [num], chunks, [bias])[0]
 
 
 def _row_linears(
     x: Tensor, packed: list[Tensor], nums: list[int], chunks: int, biases: list[Tensor | None]
 ) -> list[Tensor]:
-    run = implementation("row_linear", "row_linears", x.device)
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
-    ys = run(rows, [w.contiguous() for w in packed], nums, chunks, biases)
-    return ys if x.ndim == 2 else [y.view(*x.shape[:-1], num) for y, num in zip(ys, nums, strict=True)]
+    return implementation("row_linear", "row_linears", x.device)(x, packed, nums, chunks, biases)
 
 
 def _mapped(info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chunks: int, biases: Any) -> Any:

@@ -1,6 +1,7 @@
 """Linear layers whose rows do not depend on one another's number, on a CPU, in C++."""
 
 import itertools
+import math
 from array import array
 from collections.abc import Sequence
 
@@ -20,28 +21,25 @@ FEW = 1 << 20
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
 
 
-def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
-    """From x fp32 [m, k] and packed [panels, k, 64], or codes, to fp32 [m, num]."""
-    return row_linears(x, [packed], [num], chunks, [bias])[0]
-
-
 def row_linears(
     x: Tensor, packed: Sequence[Tensor], nums: Sequence[int], chunks: int, biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """The results of several layers; those of neighbours of one kind are computed in one call."""
+    """From x fp32 [*, k] to fp32 [*, num] of each layer; neighbours of one kind are computed in one call."""
     run = function(SOURCE, "row_linears", "pp" + "i" * 7)
     if run is None:
         return _reference.row_linears(x, packed, nums, chunks, biases)
-    m, k = x.shape
-    ys = [x.new_empty(m, num) for num in nums]
+    *lead, k = x.shape
+    m, x = math.prod(lead), x.contiguous()
+    ys = [x.new_empty((*lead, num)) for num in nums]
     kinds = [_KINDS[kind_of(w) or w.dtype] for w in packed]
+    packed = [w.contiguous() for w in packed]
     biases = [None if bias is None else bias.contiguous() for bias in biases]
     start = 0
     for kind, same in itertools.groupby(kinds):
         end = start + len(list(same))
         layers = array("q")
         for w, bias, y in zip(packed[start:end], biases[start:end], ys[start:end], strict=True):
-            layers.extend((w.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr(), y.shape[1]))
+            layers.extend((w.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr(), y.shape[-1]))
         threads = torch.get_num_threads() if m * k * sum(nums[start:end]) > FEW else 1
         run(x.data_ptr(), layers.buffer_info()[0], end - start, m, k, chunks, kind, threads, NEWEST)
         start = end

@@ -38,8 +38,10 @@ def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | 
 def row_linears(
     x: Tensor, packed: Sequence[Tensor], nums: Sequence[int], chunks: int, biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """The results of several layers of one input."""
-    return [row_linear(x, w, num, chunks, bias) for w, num, bias in zip(packed, nums, biases, strict=True)]
+    """From x fp32 [*, k] to fp32 [*, num] of each layer."""
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
+    layers = zip(packed, nums, biases, strict=True)
+    return [row_linear(rows, w.contiguous(), n, chunks, bias).view(*x.shape[:-1], n) for w, n, bias in layers]
 
 
 @triton.jit
