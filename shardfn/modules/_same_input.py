@@ -18,7 +18,7 @@ class SameInput:
     """Layers that a module calls with one input.
 
     Args:
-        layers: by name, in any order; a rank has all of their inputs, and none is `Edge.LEAVE`.
+        layers: by name, in any order. A rank has all of their inputs: they are not `Edge.LEAVE`.
 
     Example:
         >>> import torch
