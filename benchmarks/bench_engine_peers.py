@@ -5,8 +5,9 @@
     python benchmarks/bench_engine_peers.py --vllm vllm/bin/python --llama llama/bin/python --out x.md
 
 Each peer is a process that has loaded the model and answers the whole trace, greedily and without an end token, when it
-is its turn; peers take turns within a round, and ratios are formed within it. vLLM's threads wait spinning, so its
-process is stopped by a signal while others run.
+is its turn. So an engine of ours is made, and its weights are packed, before the turn: a new one, which keeps no prefix
+of the turn before. Peers take turns within a round, and ratios are formed within it. vLLM's threads wait spinning, so
+its process is stopped by a signal while others run.
 """
 
 import argparse
@@ -61,8 +62,13 @@ def compare(args: argparse.Namespace) -> None:
     runner = Runner(MODEL, limits)
     Engine(MODEL, params, limits=limits, runner=runner).warm_up()
 
+    def fresh() -> Engine:
+        return Engine(MODEL, params, limits=limits, runner=runner)
+
+    engines = [fresh()]
+
     def ours() -> int:
-        engine = Engine(MODEL, params, limits=limits, runner=runner)
+        engine = engines[0]
         samplings = [Sampling(max_tokens=n, temperature=GREEDY) for _, n in trace]
         return sum(len(c.tokens) for c in engine.generate([p for p, _ in trace], samplings))
 
@@ -71,6 +77,7 @@ def compare(args: argparse.Namespace) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     drawn = sum(n for _, n in trace)
     for _ in range(args.rounds):
+        engines[:] = [fresh()]
         for name, run in peers.items():
             start = time.perf_counter()
             made = run()

@@ -92,6 +92,12 @@ def row_linear(x: Tensor, packed: Tensor, num: int, *_: Any, **__: Any) -> int:
     return 2 * x.numel() * num
 
 
+def row_linears(x: Tensor, packed: list[Tensor], nums: list[int], *_: Any, **__: Any) -> int:
+    """Operations of several linear layers of one input."""
+    del packed
+    return 2 * x.numel() * sum(nums)
+
+
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, *rest: Any, **_: Any) -> int:
     """Operations of attention over a cache, as if each token saw all places of its row of the tables."""
     del k, v

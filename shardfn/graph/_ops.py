@@ -125,6 +125,7 @@ OPS: dict[Any, Op] = {
     _KERNELS.block_sparse_attention: Op(formulas.tiles, formulas.of_kernel),
     _KERNELS.block_sparse_attention_backward: Op(formulas.tiles_backward, formulas.of_kernel),
     _KERNELS.row_linear: Op(formulas.row_linear),
+    _KERNELS.row_linears: Op(formulas.row_linears),
     _KERNELS.ragged_attention: Op(formulas.ragged_attention),
     _ATEN.mkldnn_rnn_layer: Op(calls={"default": _as_in_training(_ATEN.mkldnn_rnn_layer.default)}),
     # lookups

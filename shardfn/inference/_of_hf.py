@@ -19,7 +19,17 @@ from torch import Tensor
 from shardfn import kernels, nn
 from shardfn.collectives import all_gather_invariant, current_mesh, take_own_block
 from shardfn.core import Axes, CodePolicy, P, block_slices, check_policy, codes_of, did_you_mean, first_of, raise_all
-from shardfn.modules import DecodingFunction, Edge, ExactRows, PackedWeight, Scores, WeightUses, decoding
+from shardfn.modules import (
+    DecodingFunction,
+    Edge,
+    ExactRows,
+    InputUses,
+    PackedWeight,
+    SameInput,
+    Scores,
+    WeightUses,
+    decoding,
+)
 
 from ._cache import CacheLayout, Paged
 from ._decoder import Decoder
@@ -32,6 +42,8 @@ _PACKED = (torch.float32, torch.bfloat16)
 _SIZES = (2, 3, 4, 6, 8, 11, 16, 21)
 _BLOCK = 8
 
+# A linear layer, from its input and its bias.
+_Run = Callable[[Tensor, Tensor | None], Tensor]
 # Served weights: "params" in the places of the module's own, and "packed", panels of weights that embeddings read, too.
 Served = Mapping[str, Mapping[str, Tensor]]
 
@@ -121,6 +133,7 @@ class _Shape:
     vocab: int = 0
     kv: list[tuple[int, int, int]] = field(default_factory=list)  # layer, key heads, head dim
     uses: WeightUses = field(default_factory=lambda: WeightUses({}))
+    groups: list[list[str]] = field(default_factory=list)  # weights that one input is multiplied by
 
 
 def _shape(function: DecodingFunction) -> _Shape:
@@ -135,9 +148,10 @@ def _shape(function: DecodingFunction) -> _Shape:
         shape.kv.append((scores.layer, k.shape[2], k.shape[3]))
         return torch.zeros_like(q)
 
-    at_T = torch.arange(2, device=_device(function.params))
-    with torch.no_grad():
+    at_T, inputs = torch.arange(2, device=_device(function.params)), InputUses(function.params)
+    with torch.no_grad(), inputs:
         shape.vocab = function(function.params, at_T, at_T, at_T[1:], attend, shape.uses).shape[-1]
+    shape.groups = inputs.groups
     name, layers = type(function.module).__name__, [layer for layer, *_ in shape.kv]
     if not layers or layers != list(range(len(layers))):
         raise ValueError(f"{name} cannot be served: its layers ask for attention in the order {layers}, not 0, 1, ...")
@@ -182,6 +196,11 @@ def _decoder(
         return {"params": placed, "packed": {name: x for name, x in packed.items() if name in kept}}
 
     head = _head_of(function)
+    # A layer that is called twice, or cut by its inputs, stays alone.
+    calls = [name for group in shape.groups for name in group]
+    alone = {head, *(name for name in calls if calls.count(name) > 1 or edges.get(name) is Edge.LEAVE)}
+    groups = [[name for name in group if name in linear and name not in alone] for group in shape.groups]
+    together = [group for group in groups if len(group) > 1]
 
     def outputs(
         weights: Served,
@@ -193,13 +212,21 @@ def _decoder(
     ) -> tuple[Tensor, list[Tensor]]:
         params = weights["params"]
         packed = {**params, **weights["packed"]}
-        seen, made = list[Tensor](), dict[int, Callable[[Tensor, Tensor | None], Tensor]]()
-        for name, num in nums.items():
-            layer = PackedWeight(packed[name], num, tp, edges.get(name, Edge.WHOLE), inputs[name])
+        seen, made = list[Tensor](), dict[int, _Run]()
+        layers = {
+            name: PackedWeight(packed[name], num, tp, edges.get(name, Edge.WHOLE), inputs[name])
+            for name, num in nums.items()
+        }
+        runs: dict[str, _Run] = {**layers}
+        for group in together:
+            same = SameInput({name: layers[name] for name in group})
+            runs |= {name: functools.partial(same, name) for name in group}
+        for name, layer in layers.items():
             if name == head:
                 made[id(params[name])] = functools.partial(_seeing, seen, layer)
             else:
-                made[id(params[name])] = layer if low is None else functools.partial(_adapted, name, low, layer)
+                run = runs[name]
+                made[id(params[name])] = run if low is None else functools.partial(_adapted, name, low, layer, run)
         attend = functools.partial(_attend, bodies, tp)
         logits = function(params, tokens_T, positions_T, rows_R, attend, ExactRows(made) if linear else None, exchange)
         return logits, seen
@@ -258,9 +285,9 @@ def _seeing(seen: list[Tensor], layer: PackedWeight, x: Tensor, bias: Tensor | N
     return layer(x, bias)
 
 
-def _adapted(name: str, low: LowRank, layer: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
+def _adapted(name: str, low: LowRank, layer: PackedWeight, run: _Run, x: Tensor, bias: Tensor | None) -> Tensor:
     """A layer with the adapters' products added."""
-    y, edge = layer(x, bias), layer.edge
+    y, edge = run(x, bias), layer.edge
     return low.added(name, x, y, axis=layer.axis, joins=edge is Edge.LEAVE, cut=edge is Edge.ENTER)
 
 

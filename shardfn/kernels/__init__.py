@@ -16,7 +16,8 @@ from .preconditioned_step import preconditioned_step as preconditioned_step
 from .preconditioned_step import preconditioned_step_ as preconditioned_step_
 from .draw import draw as draw, draw_uniforms as draw_uniforms, top_logprobs as top_logprobs
 from .penalise import penalise as penalise
-from .row_linear import joined as joined, pack_rows as pack_rows, row_linear as row_linear
+from .row_linear import joined as joined, pack_rows as pack_rows
+from .row_linear import row_linear as row_linear, row_linears as row_linears
 from .row_linear import BLOCK_BYTES as BLOCK_BYTES, GROUP as GROUP, Codes as Codes
 from .row_linear import block_bytes as block_bytes, decode_blocks as decode_blocks
 from .row_linear import code_blocks as code_blocks, fit_blocks as fit_blocks, pack_blocks as pack_blocks

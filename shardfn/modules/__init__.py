@@ -7,3 +7,4 @@ from ._module_layers import LayeredFunction as LayeredFunction
 from ._module_decoding import DecodingFunction as DecodingFunction, Scores as Scores, decoding as decoding
 from ._module_rows import Edge as Edge, ExactRows as ExactRows, Linear as Linear
 from ._module_rows import PackedWeight as PackedWeight, WeightUses as WeightUses
+from ._same_input import InputUses as InputUses, SameInput as SameInput

@@ -68,9 +68,21 @@ class PackedWeight(NamedTuple):
         if self.edge is Edge.LEAVE:
             size = self.panels.shape[1] if self.inputs is None else self.inputs
             x = all_gather_invariant(x, self.axis, dim=-1, size=size)
+        y = row_linear(x.float(), self.panels, self.own_num, bias=self.own_bias(bias))
+        return self.joined(y.to(x.dtype))
+
+    @property
+    def own_num(self) -> int:
+        """Outputs of this rank."""
         start, stop = own_range(self.num, self.axis)
-        own = None if bias is None else take_own_block(bias, self.axis, dim=0).float()
-        y = row_linear(x.float(), self.panels, stop - start, bias=own).to(x.dtype)
+        return stop - start
+
+    def own_bias(self, bias: Tensor | None) -> Tensor | None:
+        """The bias of this rank's outputs, float32."""
+        return None if bias is None else take_own_block(bias, self.axis, dim=0).float()
+
+    def joined(self, y: Tensor) -> Tensor:
+        """The layer's result, from this rank's outputs."""
         return y if self.edge is Edge.ENTER else all_gather_invariant(y, self.axis, dim=-1, size=self.num)
 
 
@@ -134,6 +146,12 @@ class WeightUses(TorchFunctionMode):
         if func not in _DESCRIPTIONS:
             self.others.update(seen)
         return func(*args, **kwargs)
+
+
+def linear_operands(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """The input, weight and bias of a call of a linear layer; None for other functions."""
+    read = _WEIGHT.get(func)
+    return None if read is None else read(*args, **kwargs)
 
 
 def _of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -196,6 +196,17 @@ def linear_of(x: Tensor, w: AnyWeight, b: Tensor | None) -> Tensor:
     return w.linear(x, b) if isinstance(w, ExactWeight) else F.linear(x, w, b)
 
 
+def linears_of(x: Tensor, weights: Sequence[AnyWeight], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """`linear_of` of several weights of one input: in one call where all are packed, with the same bits."""
+    packed = [w for w in weights if isinstance(w, ExactWeight) and w.source is None and w.ndim == 2]
+    chunks = {w.chunks for w in packed}
+    if len(packed) < len(weights) or len(chunks) > 1 or x.dtype != torch.float32:
+        return [linear_of(x, w, b) for w, b in zip(weights, biases, strict=True)]
+    nums = [w.shape[0] for w in packed]
+    ys = kernels.row_linears(x, [w.panels for w in packed], nums, chunks=chunks.pop(), biases=biases)
+    return [y if w.then is None else w.then(x, y) for w, y in zip(packed, ys, strict=True)]
+
+
 def rows_of(index: Tensor, w: AnyWeight) -> Tensor:
     """`embedding` of a table of either kind."""
     return w.rows(index) if isinstance(w, ExactWeight) else F.embedding(index, w)

@@ -12,7 +12,7 @@ from shardfn.core import Axes
 
 from ._exact import AnyWeight
 from ._exact_functions import gated_silu, gelu
-from ._parallel import affine, check_block, enter_parallel, row_linear
+from ._parallel import affine, affines, check_block, enter_parallel, row_linear
 
 
 def mlp(
@@ -83,8 +83,8 @@ def swiglu(
     for name, w_FD in (("w_gate", w_gate_FD), ("w_up", w_up_FD)):
         check_block(f"swiglu: {name}", w_FD.shape[:1], d_ff, axis, option="d_ff")
     x_D = enter_parallel(x_D, axis, sequence)
-    h_F = gated_silu(affine(x_D, w_gate_FD, None), affine(x_D, w_up_FD, None), w_up_FD)
-    return row_linear(h_F, w_down_DF, features=d_ff, axis=axis, sequence=sequence)
+    gate_F, up_F = affines(x_D, (w_gate_FD, w_up_FD), (None, None))
+    return row_linear(gated_silu(gate_F, up_F, w_up_FD), w_down_DF, features=d_ff, axis=axis, sequence=sequence)
 
 
 def fused_swiglu(

@@ -34,7 +34,7 @@ from shardfn.collectives import (
 )
 from shardfn.core import Axes, P, all_coords, block_slices
 
-from ._exact import AnyWeight, ExactWeight, leave_in_order, linear_of, own_node
+from ._exact import AnyWeight, ExactWeight, leave_in_order, linear_of, linears_of, own_node
 
 # The size of one dim, or the sizes of several, one of them cut by an axis.
 Features = int | Sequence[int] | None
@@ -214,6 +214,13 @@ def affine(x_D: Tensor, w_FD: AnyWeight, b_F: Tensor | None) -> Tensor:
         return linear_of(x_D, w_FD, b_F)
     y_F = linear_of(x_D, w_FD.flatten(0, -2), None if b_F is None else b_F.flatten())
     return y_F.unflatten(-1, w_FD.shape[:-1])
+
+
+def affines(x_D: Tensor, weights: Sequence[AnyWeight], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """`affine` of several layers of one input; in one call where their weights are packed."""
+    flat = [w.flatten(0, -2) if w.ndim > 2 else w for w in weights]
+    ys = linears_of(x_D, flat, [b if b is None else b.flatten() for b in biases])
+    return [y if w.ndim == 2 else y.unflatten(-1, w.shape[:-1]) for y, w in zip(ys, weights, strict=True)]
 
 
 def _product_of_sizes(features: Features) -> int:

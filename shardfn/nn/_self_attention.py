@@ -22,7 +22,7 @@ from ._attention import attention
 from ._bodies import Attending
 from ._exact import AnyWeight, ExactWeight
 from ._heads import evenly, keys_of
-from ._parallel import affine, all_ranges, check_block, enter_parallel, own_range, row_linear
+from ._parallel import affine, affines, all_ranges, check_block, enter_parallel, own_range, row_linear
 from ._rope import rope
 
 ATTENDING = Attending()
@@ -103,8 +103,7 @@ def self_attention(
     """
     start, stop = _own_heads(w.wq, heads, axis)
     x_BTD = enter_parallel(x_BTD, axis, sequence)
-    q_BTHK = _by_head(affine(x_BTD, w.wq, w.bq), heads)
-    first, (k_BTGK, v_BTGK) = _projected_keys(x_BTD, w, heads, axis)
+    first, q_BTHK, k_BTGK, v_BTGK = _projected(x_BTD, w, heads, axis)
     if table is not None:
         q_BTHK, k_BTGK = rope(q_BTHK, *table), rope(k_BTGK, *table)
     read = [h // (heads.queries // heads.keys) - first for h in range(start, stop)]
@@ -195,8 +194,8 @@ def _check_rows(name: str, w: AnyWeight, num: int, heads: Heads, axis: Axes, by_
     check_block(f"self_attention: {name} of {heads}", w.shape[:1], whole, axis, option="heads")
 
 
-def _projected_keys(x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, tuple[Tensor, Tensor]]:
-    """The first key head that this rank needs; its keys and values [B, T, heads, K]."""
+def _projected(x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, Tensor, Tensor, Tensor]:
+    """The first key head that this rank needs; its queries, keys and values [B, T, heads, K]."""
     ratio = heads.queries // heads.keys
     needed = [keys_of(queries, ratio) for queries in all_ranges(heads.queries, axis)]
     held = all_ranges(heads.keys, axis)
@@ -207,16 +206,17 @@ def _projected_keys(x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes
     # Rows that are cut inside a head are always joined.
     aligned = all_ranges(heads.keys * rows, axis) == [(a * rows, b * rows) for a, b in held]
     if aligned and all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
-        own = affine(x_BTD, w.wk, w.bk), affine(x_BTD, w.wv, w.bv)
-        return held[axis_index(axis)][0], (_by_head(own[0], heads), _by_head(own[1], heads))
+        q, k, v = affines(x_BTD, (w.wq, w.wk, w.wv), (w.bq, w.bk, w.bv))
+        return held[axis_index(axis)][0], _by_head(q, heads), _by_head(k, heads), _by_head(v, heads)
+    q_BTHK = _by_head(affine(x_BTD, w.wq, w.bq), heads)
     (start, stop), size = needed[axis_index(axis)], heads.keys * rows
     own = slice(start * rows, stop * rows)
     if isinstance(w.wk, ExactWeight):  # whose keys are joined: panels cannot be cut
         parts = torch.stack([affine(x_BTD, w.wk, w.bk), affine(x_BTD, w.wv, w.bv)], -1)
         k, v = all_gather(parts, axis, dim=2, size=size)[:, :, own].unbind(-1)
-        return start, (_by_head(k, heads), _by_head(v, heads))
+        return start, q_BTHK, _by_head(k, heads), _by_head(v, heads)
     wk, wv, bk, bv = _joined_weights(w, axis, size, own)
-    return start, (_by_head(affine(x_BTD, wk, bk), heads), _by_head(affine(x_BTD, wv, bv), heads))
+    return start, q_BTHK, _by_head(affine(x_BTD, wk, bk), heads), _by_head(affine(x_BTD, wv, bv), heads)
 
 
 def _joined_weights(w: AttentionWeights, axis: Axes, size: int, own: slice) -> tuple[Any, ...]:

@@ -36,6 +36,12 @@ def _drawn(*shape: int) -> Tensor:
     return 20 * torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+@pytest.mark.parametrize("dim", [14, 70, 128])
+def test_a_rotation_on_every_processor(generation: int, dim: int) -> None:
+    x, (cos, sin) = _drawn(9, 3, dim), nn.rope_table(torch.arange(9) * 37, dim)
+    assert torch.equal(kernels.rotate(x, cos, sin), nn.rope(x[None], cos, sin)[0])
+
+
 @pytest.mark.parametrize("kind", ["native", "reference", "triton"])
 def test_a_rotation_has_the_bits_of_rope(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     if kind == "triton":

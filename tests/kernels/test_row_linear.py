@@ -83,6 +83,35 @@ def test_a_row_has_its_bits_alone(generation: int, shape: tuple[int, int], threa
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=NIGHTLY)])
+def test_several_layers_of_one_input_have_the_bits_of_each(generation: int, threads: int) -> None:
+    nums = [70, 3, 130, 64]
+    layers = [_draw(33, 77, num, torch.bfloat16 if num == 130 else torch.float32) for num in nums]
+    x, packed = layers[0][0], [kernels.pack_rows(weight) for _, weight, _ in layers]
+    packed[3] = kernels.pack_rows(layers[3][1], "int4")
+    biases = [None, *(bias for *_, bias in layers[1:])]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got = kernels.row_linears(x, packed, nums, biases=biases)
+    finally:
+        torch.set_num_threads(before)
+    for y, w, num, bias in zip(got, packed, nums, biases, strict=True):
+        assert torch.equal(y, kernels.row_linear(x, w, num, bias=bias)), num
+
+
+def test_several_layers_under_vmap() -> None:
+    x, weights = torch.randn(2, 3, 5), torch.randn(2, 4, 5)
+    packed = torch.stack([kernels.pack_rows(w) for w in weights])
+    shared = torch.vmap(lambda x: kernels.row_linears(x, [packed[0], packed[1]], [4, 2]))(x)
+    apart = torch.vmap(lambda x, w: kernels.row_linears(x, [w, packed[0]], [4, 4]))(x, packed)
+    assert all(
+        torch.equal(y, kernels.row_linear(x, packed[i], n)) for i, (y, n) in enumerate(zip(shared, (4, 2), strict=True))
+    )
+    assert all(torch.equal(apart[0][i], kernels.row_linear(x[i], packed[i], 4)) for i in range(2))
+    assert torch.equal(apart[1], kernels.row_linear(x, packed[0], 4))
+
+
 @pytest.mark.parametrize("ranks, chunks", [(2, 8), (4, 8), (3, 24)])
 def test_ranks_that_hold_chunks_add_the_nodes_of_one_tree(ranks: int, chunks: int) -> None:
     k, num = 24 * 7, 33
@@ -133,6 +162,11 @@ def test_errors_are_below_those_of_a_single_chain() -> None:
         ),
         (lambda: _own(torch.ones(2, 3), torch.ones(2, 3), chunks=0), ValueError, "chunks is 0"),
         (lambda: _own(torch.ones(2, 3), torch.ones(2, 3), torch.ones(3)), ValueError, r"bias is of shape \(3,\)"),
+        (
+            lambda: kernels.row_linears(torch.ones(2, 3), [kernels.pack_rows(torch.ones(2, 3))], [2, 2]),
+            ValueError,
+            "1 weights, 2 nums and 1 biases; give one of each a layer",
+        ),
     ],
 )
 def test_refusals(call, kind: type[Exception], said: str) -> None:

@@ -87,6 +87,45 @@ void run(const Call& o, int64_t threads, int64_t newest) {
     share((o.n + PART - 1) / PART, threads, [&](int64_t part) { one(o, part); });
 }
 
+// x cos + (-b, a) sin of a row (a, b): each product, and each sum, is rounded once.
+template <class L>
+INLINE void turned_row(const float* x, const float* cos, const float* sin, float* y, int64_t half) {
+    int64_t k = 0;
+    for (; k + L::lanes <= half; k += L::lanes) {
+        const auto a = load<L>(x + k), b = load<L>(x + k + half);
+        store<L>(y + k, a * load<L>(cos + k) + -b * load<L>(sin + k));
+        store<L>(y + k + half, b * load<L>(cos + k + half) + a * load<L>(sin + k + half));
+    }
+    for (; k < half; ++k) {
+        const float a = x[k], b = x[k + half];
+        y[k] = a * cos[k] + -b * sin[k];
+        y[k + half] = b * cos[k + half] + a * sin[k + half];
+    }
+}
+
+using Turn = void (*)(const float*, const float*, const float*, float*, int64_t);
+
+void turn_any(const float* x, const float* cos, const float* sin, float* y, int64_t half) {
+    turned_row<Any>(x, cos, sin, y, half);
+}
+
+#if GENERATIONS == 3
+V4 void turn_v4(const float* x, const float* cos, const float* sin, float* y, int64_t half) {
+    turned_row<Avx512>(x, cos, sin, y, half);
+}
+V3 void turn_v3(const float* x, const float* cos, const float* sin, float* y, int64_t half) {
+    turned_row<Avx2>(x, cos, sin, y, half);
+}
+
+Turn turns(int64_t newest) {
+    __builtin_cpu_init();
+    if (newest >= 4 && __builtin_cpu_supports("x86-64-v4")) return turn_v4;
+    return newest >= 3 && __builtin_cpu_supports("x86-64-v3") ? turn_v3 : turn_any;
+}
+#else
+Turn turns(int64_t) { return turn_any; }
+#endif
+
 }  // namespace
 
 extern "C" {
@@ -95,16 +134,11 @@ void gated_silu(const float* gate, const float* up, float* y, int64_t n, int64_t
     run<GatedSilu>({gate, up, y, n}, threads, newest);
 }
 
-// x cos + (-b, a) sin of rows (a, b): each product, and each sum, is rounded once.
-void rotate(const float* x, const float* cos, const float* sin, float* y, int64_t tokens, int64_t heads, int64_t dim) {
-    const int64_t half = dim / 2;
+void rotate(const float* x, const float* cos, const float* sin, float* y, int64_t tokens, int64_t heads, int64_t dim,
+            int64_t newest) {
+    const Turn turn = turns(newest);
     for (int64_t t = 0; t < tokens; ++t, cos += dim, sin += dim)
-        for (int64_t h = 0; h < heads; ++h, x += dim, y += dim)
-            for (int64_t k = 0; k < half; ++k) {
-                const float a = x[k], b = x[k + half];
-                y[k] = a * cos[k] + -b * sin[k];
-                y[k + half] = b * cos[k + half] + a * sin[k + half];
-            }
+        for (int64_t h = 0; h < heads; ++h, x += dim, y += dim) turn(x, cos, sin, y, dim / 2);
 }
 
 void gelu(const float* x, float* y, int64_t n, int64_t threads, int64_t newest) {

@@ -36,11 +36,11 @@ def gelu(x: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """From fp32 [t, h, k], and [t, k] twice, to fp32 [t, h, k]."""
-    run = function(SOURCE, "rotate", "ppppiii")
+    run = function(SOURCE, "rotate", "ppppiiii")
     if run is None:
         return _reference.rotate(x, cos, sin)
     y = torch.empty_like(x)
-    run(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), *x.shape)
+    run(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), *x.shape, NEWEST)
     return y
 
 

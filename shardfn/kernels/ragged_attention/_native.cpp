@@ -113,35 +113,57 @@ void write_head(const Call& o, int64_t g) {
         }
 }
 
+// Points to keys at positions from `low` to below `high` of a tile, which are in the table, in runs of a block.
+INLINE void follow_table(const Call& o, const int32_t* table, int64_t g, int64_t tile, int low, int high, const float** to) {
+    int64_t index = (tile + low) / o.block, place = (tile + low) % o.block;
+    for (int n = low; n < high; ++index, place = 0) {
+        const float* row = (const float*)o.cache + row_number(o, table[index], 0, g, place) * o.K;
+        const int stop = (int)std::min<int64_t>(high, n + o.block - place);
+        for (; n < stop; ++n, row += o.K) to[n] = row;
+    }
+}
+
+// Where the next tile's keys are, as far as they are known to be in the table: the rest is that of this tile. After the
+// last tile comes the first one of the next head.
+INLINE void foresee(const Call& o, Scratch& s, const int32_t* table, int64_t g, int64_t first, int64_t tile, int64_t end,
+                    int64_t rows) {
+    int64_t next = tile + TILE, head = g;
+    if (next >= end) next = first, ++head;
+    s.apart = o.G * o.block * o.K;
+    s.foresees = o.kind == FLOAT32 && o.K % LANES == 0 && rows <= FEW && head < o.G && next < end;
+    if (!s.foresees) return;
+    const int high = (int)std::min<int64_t>(TILE, end - next);
+    follow_table(o, table, head, next, 0, high, s.later);
+    for (int n = high; n < TILE; ++n) s.later[n] = s.later[0];
+}
+
 // Points to the keys and values at positions from `low` to below `high` of a tile: up to `guesses` those of the table,
 // then those of token i's guesses. The others point at the first one, and are not read for a result.
 template <class L>
 INLINE void find_keys(const Call& o, const Plan& plan, Scratch& s, int64_t g, int64_t i, int64_t guesses, int64_t tile, int low,
-               int high, int64_t rows) {
+               int high) {
     const bool staged = o.kind != FLOAT32 || o.K % LANES;
     const int32_t* table = o.tables + o.sequences[i] * o.width;
-    int64_t index = (tile + low) / o.block, place = (tile + low) % o.block;
-    for (int n = low; n < high; ++n, ++place) {
-        if (place == o.block) ++index, place = 0;
-        const int64_t guess = tile + n - guesses, slot = guess < 0 ? 0 : plan.slots[plan.at[i] + guess];
-        const int64_t key = guess < 0 ? row_number(o, table[index], 0, g, place)
-                                      : row_number(o, slot / o.block, 0, g, slot % o.block);
-        const int64_t value = key + o.G * o.block;
-        s.key[n] = staged ? s.keys + n * s.padded : (const float*)o.cache + key * o.K;
-        s.value[n] = staged ? s.values + n * s.padded : (const float*)o.cache + value * o.K;
-        if (!staged) continue;
-        read_row<L>(o.cache, key, o.kind, o.K, s.padded, s.keys + n * s.padded);
-        read_row<L>(o.cache, value, o.kind, o.K, s.padded, s.values + n * s.padded);
+    if (!staged && tile + high <= guesses) {
+        follow_table(o, table, g, tile, low, high, s.key);
+        for (int n = low; n < high; ++n) s.value[n] = s.key[n] + s.apart;
+    } else {
+        int64_t index = (tile + low) / o.block, place = (tile + low) % o.block;
+        for (int n = low; n < high; ++n, ++place) {
+            if (place == o.block) ++index, place = 0;
+            const int64_t guess = tile + n - guesses, slot = guess < 0 ? 0 : plan.slots[plan.at[i] + guess];
+            const int64_t key = guess < 0 ? row_number(o, table[index], 0, g, place)
+                                          : row_number(o, slot / o.block, 0, g, slot % o.block);
+            const int64_t value = key + o.G * o.block;
+            s.key[n] = staged ? s.keys + n * s.padded : (const float*)o.cache + key * o.K;
+            s.value[n] = staged ? s.values + n * s.padded : (const float*)o.cache + value * o.K;
+            if (!staged) continue;
+            read_row<L>(o.cache, key, o.kind, o.K, s.padded, s.keys + n * s.padded);
+            read_row<L>(o.cache, value, o.kind, o.K, s.padded, s.values + n * s.padded);
+        }
     }
-    for (int n = 0; n < TILE; ++n)
-        if (n < low || n >= high) s.key[n] = s.key[low], s.value[n] = s.value[low];
-    if (rows > FEW) return;
-    // The rows of the next tile are read alike, as far as they are known to be in the table.
-    const int64_t end = std::min<int64_t>(guesses, o.positions[i] + 1) - tile - TILE;
-    for (int n = 0; n < TILE; ++n, ++place) {
-        if (place == o.block) ++index, place = 0;
-        s.later[n] = staged || n >= end ? s.value[n] : (const float*)o.cache + row_number(o, table[index], 0, g, place) * o.K;
-    }
+    for (int n = 0; n < low; ++n) s.key[n] = s.key[low], s.value[n] = s.value[low];
+    for (int n = high; n < TILE; ++n) s.key[n] = s.key[low], s.value[n] = s.value[low];
 }
 
 template <class L>
@@ -172,7 +194,9 @@ INLINE void attend(const Call& o, const Plan& plan, const Group& group, int64_t 
                 if (seen[r].low < seen[r].high) low = std::min(low, seen[r].low), high = std::max(high, seen[r].high);
             if (low >= high) continue;
             const int64_t i = group.first + row / R;
-            find_keys<L>(o, plan, s, g, i, shared ? group.shared : plan.guesses[i], tile, low, high, together);
+            const int64_t guesses = shared ? group.shared : plan.guesses[i], end = std::min<int64_t>(guesses, o.positions[i] + 1);
+            foresee(o, s, o.tables + o.sequences[i] * o.width, g, group.begin / TILE * TILE, tile, end, together);
+            find_keys<L>(o, plan, s, g, i, guesses, tile, low, high);
             add_tile<L>(s, o.how, row, row + together, seen.data(), o.K, o.slopes);
         }
     }

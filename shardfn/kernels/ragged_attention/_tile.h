@@ -24,7 +24,10 @@ struct Scratch {
     std::vector<float> memory;
     int64_t padded;
     float *q, *sums, *lanes, *weights, *most, *factor, *slope, *keys, *values, *turned;
-    const float *key[TILE], *value[TILE], *later[TILE];  // later: keys of the next tile
+    const float *key[TILE], *value[TILE], *later[TILE];
+    // Whether `later` has keys of the next tile, and the distance from a key to its value there.
+    bool foresees;
+    int64_t apart;
 
     void fit(int64_t rows, int64_t width) {
         padded = (width + LANES - 1) / LANES * LANES;
@@ -60,39 +63,82 @@ INLINE typename L::V tanh(typename L::V x) {
     return size < 0.625f ? near : (V)((Int)far | ((Int)x & (int32_t)0x80000000));
 }
 
-// 32 products of one row with keys: 16 lanes each. The first row asks for what is read next, as a cache of many sequences
-// is in no near memory, and no processor foresees its blocks.
+// Asks for a row of the next tile: of its keys while this tile's are multiplied, and of its values later. A cache of many
+// sequences is in no near memory, and no processor foresees its blocks; lines are asked for in the order of memory.
+INLINE void fetch_row(const float* row, int64_t padded) {
+    for (int64_t at = 0; at < padded; at += LANES) __builtin_prefetch(row + at);
+}
+
+// Products of one row with L::lanes keys: 16 lanes each, STEPS elements a lane, so that the row is read once.
+template <class L, int STEPS, bool FETCHES>
+INLINE void products_of_steps(const Scratch& s, const float* q, int base, float* out) {
+    typedef typename L::V V;
+    constexpr int N = L::lanes, parts = LANES / N;
+    V row[STEPS * parts], x[N];
+    UNROLL
+    for (int at = 0; at < STEPS * parts; ++at) row[at] = load<L>(q + at * N);
+    UNROLL
+    for (int i = 0; i < N; ++i) {
+        const float* k = s.key[base + i];
+        V sum[parts] = {};
+        if (FETCHES) fetch_row(s.later[base + i], STEPS * LANES);
+        UNROLL
+        for (int at = 0; at < STEPS * parts; ++at) sum[at % parts] = L::fused(row[at], load<L>(k + at * N), sum[at % parts]);
+        UNROLL
+        for (int half = parts / 2; half; half /= 2)
+            for (int p = 0; p < half; ++p) sum[p] = sum[p] + sum[p + half];
+        x[place_of<L>(i)] = sum[0];
+    }
+    store<L>(out + base, sums_of<L>(x));
+}
+
+// The same of any number of elements, four keys at a time.
 template <class L>
-INLINE void products(const Scratch& s, const float* q, bool first, float* out) {
+INLINE void products_of_any(const Scratch& s, const float* q, int base, float* out) {
+    typedef typename L::V V;
     constexpr int N = L::lanes, parts = LANES / N, together = 4;
-    typename L::V x[N];
-    for (int base = 0; base < TILE; base += N) {
-        for (int i = 0; i < N; i += together) {
-            typename L::V sum[together][parts] = {};
-            const float* const* k = s.key + base + i;
-            for (int64_t at = 0; at < s.padded; at += LANES) {
-                if (first)
-                    UNROLL
-                    for (int t = 0; t < together; ++t) {
-                        __builtin_prefetch(s.value[base + i + t] + at);
-                        __builtin_prefetch(s.later[base + i + t] + at);
-                    }
-                UNROLL
-                for (int p = 0; p < parts; ++p) {
-                    const typename L::V left = load<L>(q + at + p * N);
-                    UNROLL
-                    for (int t = 0; t < together; ++t) sum[t][p] = L::fused(left, load<L>(k[t] + at + p * N), sum[t][p]);
-                }
-            }
+    V x[N];
+    for (int i = 0; i < N; i += together) {
+        const float* const* k = s.key + base + i;
+        V sum[together][parts] = {};
+        for (int64_t at = 0; at < s.padded; at += LANES)
             UNROLL
-            for (int t = 0; t < together; ++t) {
+            for (int p = 0; p < parts; ++p) {
+                const V left = load<L>(q + at + p * N);
                 UNROLL
-                for (int half = parts / 2; half; half /= 2)
-                    for (int p = 0; p < half; ++p) sum[t][p] = sum[t][p] + sum[t][p + half];
-                x[place_of<L>(i + t)] = sum[t][0];
+                for (int t = 0; t < together; ++t) sum[t][p] = L::fused(left, load<L>(k[t] + at + p * N), sum[t][p]);
             }
+        UNROLL
+        for (int t = 0; t < together; ++t) {
+            UNROLL
+            for (int half = parts / 2; half; half /= 2)
+                for (int p = 0; p < half; ++p) sum[t][p] = sum[t][p] + sum[t][p + half];
+            x[place_of<L>(i + t)] = sum[t][0];
         }
-        store<L>(out + base, sums_of<L>(x));
+    }
+    store<L>(out + base, sums_of<L>(x));
+}
+
+template <class L, int STEPS>
+INLINE void products_of_steps(const Scratch& s, const float* q, bool fetches, float* out) {
+    for (int base = 0; base < TILE; base += L::lanes)
+        if (fetches)
+            products_of_steps<L, STEPS, true>(s, q, base, out);
+        else
+            products_of_steps<L, STEPS, false>(s, q, base, out);
+}
+
+// 32 products of one row with keys.
+template <class L>
+INLINE void products(const Scratch& s, const float* q, bool fetches, float* out) {
+    if constexpr (L::lanes > 4) {
+        if (s.padded == 4 * LANES) return products_of_steps<L, 4>(s, q, fetches, out);
+        if (s.padded == 8 * LANES) return products_of_steps<L, 8>(s, q, fetches, out);
+    }
+    for (int base = 0; base < TILE; base += L::lanes) {
+        if (fetches)
+            for (int i = 0; i < L::lanes; ++i) fetch_row(s.later[base + i], s.padded);
+        products_of_any<L>(s, q, base, out);
     }
 }
 
@@ -166,7 +212,9 @@ INLINE void weigh(Scratch& s, const Scoring& how, int64_t row, Seen seen, bool s
         x[v] = load<L>(weights + v * N) * how.scale;
         if (how.cap != 0) x[v] = tanh<L>(x[v]) * how.cap;
         if (slopes) x[v] = L::fused(ALL(-s.slope[row]), __builtin_convertvector(seen.distance - at, V), x[v]);
-        x[v] = ((at >= seen.low) & (at < seen.high)) ? x[v] : ALL(NONE);
+        // One by one: GCC takes a choice by two conditions apart, element by element.
+        x[v] = at >= seen.low ? x[v] : ALL(NONE);
+        x[v] = at < seen.high ? x[v] : ALL(NONE);
         top = x[v] > top ? x[v] : top;
     }
     const float before = s.most[row], tile = largest<L>(top), most = tile > before ? tile : before;
@@ -186,12 +234,13 @@ INLINE void weigh(Scratch& s, const Scoring& how, int64_t row, Seen seen, bool s
 
 // The sums of R rows that see the same positions, NV vectors of them, with the weighted values of the tile.
 template <class L, int R, int NV>
-INLINE void add_values(Scratch& s, int64_t row, int64_t column, Seen seen) {
+INLINE void add_values(Scratch& s, int64_t row, int64_t column, Seen seen, bool fetches) {
     typedef typename L::V V;
     constexpr int N = L::lanes;
     V sum[R][NV] = {};
     const float* weights = s.weights + row * TILE;
     for (int n = seen.low; n < seen.high; ++n) {
+        if (fetches) fetch_row(s.later[n] + s.apart, s.padded);
         V right[NV];
         UNROLL
         for (int v = 0; v < NV; ++v) right[v] = load<L>(s.value[n] + column + v * N);
@@ -212,11 +261,12 @@ INLINE void add_values(Scratch& s, int64_t row, int64_t column, Seen seen) {
 }
 
 template <class L, int R>
-INLINE void add_values(Scratch& s, int64_t row, Seen seen) {
+INLINE void add_values(Scratch& s, int64_t row, Seen seen, bool fetches = false) {
     constexpr int N = L::lanes, NV = L::columns;
     int64_t column = 0;
-    for (; column + NV * N <= s.padded; column += NV * N) add_values<L, R, NV>(s, row, column, seen);
-    for (; column < s.padded; column += N) add_values<L, R, 1>(s, row, column, seen);
+    for (; column + NV * N <= s.padded; column += NV * N, fetches = false)
+        add_values<L, R, NV>(s, row, column, seen, fetches);
+    for (; column < s.padded; column += N, fetches = false) add_values<L, R, 1>(s, row, column, seen, fetches);
 }
 
 // Adds a tile to the rows from `first` on; `seen` are theirs. Rows that see nothing of it are unchanged.
@@ -229,7 +279,7 @@ INLINE void add_tile(Scratch& s, const Scoring& how, int64_t first, int64_t end,
         for (; row + R <= end; row += R) products_of_rows<L, R>(s, s.q + row * s.padded, width, s.weights + row * TILE);
         for (; row < end; ++row) products_of_rows<L, 1>(s, s.q + row * s.padded, width, s.weights + row * TILE);
     } else {
-        for (; row < end; ++row) products<L>(s, s.q + row * s.padded, row == first, s.weights + row * TILE);
+        for (; row < end; ++row) products<L>(s, s.q + row * s.padded, s.foresees && row == first, s.weights + row * TILE);
     }
     for (row = first; row < end; ++row)
         if (seen[row].low < seen[row].high) weigh<L>(s, how, row, seen[row], slopes);
@@ -239,13 +289,13 @@ INLINE void add_tile(Scratch& s, const Scoring& how, int64_t first, int64_t end,
         if (seen[row].low >= seen[row].high) {
             row = same;
         } else if (same - row == R) {
-            add_values<L, R>(s, row, seen[row]);
+            add_values<L, R>(s, row, seen[row], s.foresees && row == first);
             row = same;
         } else if (same - row >= 2) {
-            add_values<L, 2>(s, row, seen[row]);
+            add_values<L, 2>(s, row, seen[row], s.foresees && row == first);
             row += 2;
         } else {
-            add_values<L, 1>(s, row, seen[row]);
+            add_values<L, 1>(s, row, seen[row], s.foresees && row == first);
             row += 1;
         }
     }

@@ -1,6 +1,6 @@
 """Linear layers whose rows do not depend on one another's number."""
 
-from ._api import pack_rows as pack_rows, row_linear as row_linear
+from ._api import pack_rows as pack_rows, row_linear as row_linear, row_linears as row_linears
 from ._blocks import block_bytes as block_bytes, decode_blocks as decode_blocks
 from ._codes import BLOCK_BYTES as BLOCK_BYTES, GROUP as GROUP, PANEL as PANEL, Codes as Codes
 from ._codes import code_blocks as code_blocks, pack_blocks as pack_blocks

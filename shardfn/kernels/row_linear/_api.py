@@ -1,12 +1,15 @@
 """Linear layers whose rows do not depend on one another's number."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from jaxtyping import Float, Float32, Shaped
 from torch import Tensor
 
 from shardfn.kernels._arguments import check_dtype, check_shape
 from shardfn.kernels._dispatch import implementation
-from shardfn.kernels._library import define, map_rows, refuse_backward
+from shardfn.kernels._library import LIBRARY, define, map_rows, refuse_backward
 
 from ._codes import GROUP, PANEL, Codes, code_blocks, pack_blocks, packed_shape
 
@@ -80,6 +83,48 @@ def row_linear(
         tensor([[10., 35., 60.],
                 [10., 35., 60.]])
     """
+    _check(x, packed, num, chunks, bias)
+    return torch.ops.shardfn_kernels.row_linear(x, packed, num, chunks, bias)
+
+
+def row_linears(
+    x: Float[Tensor, "*rows k"],
+    packed: Sequence[Shaped[Tensor, "panels inputs columns"]],
+    nums: Sequence[int],
+    *,
+    chunks: int = 8,
+    biases: Sequence[Tensor | None] | None = None,
+) -> list[Tensor]:
+    """Several layers of one input, in one call: `[row_linear(x, w, n, bias=b) for w, n, b in ...]`, with its bits.
+
+    So one layer's weights are fetched while another's are multiplied. Weights may be in different dtypes and codes.
+
+    Args:
+        x: float32.
+        packed: the weights.
+        nums: outputs of each.
+        chunks: of k, in all layers.
+        biases: of each, or None.
+
+    Raises:
+        TypeError: for other dtypes.
+        ValueError: the numbers of weights, outputs and biases differ; or as `row_linear`.
+        NotImplementedError: in a backward.
+
+    Example:
+        >>> x, weight = torch.ones(1, 5), torch.arange(15.0).view(3, 5)
+        >>> row_linears(x, [pack_rows(weight), pack_rows(weight[:1])], [3, 1])
+        [tensor([[10., 35., 60.]]), tensor([[10.]])]
+    """
+    given = [None] * len(packed) if biases is None else list(biases)
+    if not len(packed) == len(nums) == len(given):
+        raise ValueError(f"{len(packed)} weights, {len(nums)} nums and {len(given)} biases; give one of each a layer")
+    for w, num, bias in zip(packed, nums, given, strict=True):
+        _check(x, w, num, chunks, bias)
+    return torch.ops.shardfn_kernels.row_linears(x, list(packed), list(nums), chunks, given)
+
+
+def _check(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> None:
     check_dtype("x", x, torch.float32)
     if packed.dtype not in (*_WEIGHTS, torch.uint8):
         raise TypeError(f"packed is {packed.dtype}, must be from pack_rows")
@@ -90,15 +135,35 @@ def row_linear(
     if bias is not None:
         check_dtype("bias", bias, torch.float32)
         check_shape("bias", bias, (num,), "one for each output")
-    return torch.ops.shardfn_kernels.row_linear(x, packed, num, chunks, bias)
 
 
 def _row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
-    run = implementation("row_linear", "row_linear", x.device)
-    if x.ndim == 2:
-        return run(x.contiguous(), packed.contiguous(), num, chunks, bias)
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    return run(rows.contiguous(), packed.contiguous(), num, chunks, bias).view(*x.shape[:-1], num)
+    return _row_linears(x, [packed], [num], chunks, [bias])[0]
+
+
+def _row_linears(
+    x: Tensor, packed: list[Tensor], nums: list[int], chunks: int, biases: list[Tensor | None]
+) -> list[Tensor]:
+    return implementation("row_linear", "row_linears", x.device)(x, packed, nums, chunks, biases)
+
+
+def _mapped(info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chunks: int, biases: Any) -> Any:
+    """The rule for vmap: a mapped dim of x joins its rows; with a weight that is mapped, each part has its own call."""
+    op, (of_x, of_packed, _, _, of_biases) = torch.ops.shardfn_kernels.row_linears, in_dims
+    none = [None] * len(nums)
+    of_packed, of_biases = of_packed or none, of_biases or none
+    if of_packed == of_biases == none:
+        return op(x.movedim(of_x, 0), packed, nums, chunks, biases), [0] * len(nums)
+
+    def part(t: Any, dim: int | None, i: int) -> Any:
+        return t if dim is None else t.select(dim, i)
+
+    def call(i: int) -> list[Tensor]:
+        own, added = (list(map(part, *pair, [i] * len(nums))) for pair in ((packed, of_packed), (biases, of_biases)))
+        return op(part(x, of_x, i), own, nums, chunks, added)
+
+    each = zip(*map(call, range(info.batch_size)), strict=True)
+    return [torch.stack(ys) for ys in each], [0] * len(nums)
 
 
 define(
@@ -110,3 +175,10 @@ map_rows("row_linear", 1)
 refuse_backward(
     "row_linear", "call it on x.detach() or under torch.no_grad(), or train with torch.nn.functional.linear."
 )
+define(
+    "row_linears(Tensor x, Tensor[] packed, int[] nums, int chunks, Tensor?[] biases) -> Tensor[]",
+    _row_linears,
+    lambda x, packed, nums, chunks, biases: [x.new_empty(*x.shape[:-1], num) for num in nums],
+)
+torch.library.register_vmap("shardfn_kernels::row_linears", _mapped, lib=LIBRARY)
+refuse_backward("row_linears", "call it on x.detach() or under torch.no_grad().")

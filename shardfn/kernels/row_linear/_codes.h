@@ -74,7 +74,7 @@ template <int BYTES, bool FUSES, int R, int NV>
 struct Chain<float, Int8, BYTES, FUSES, R, NV> {
     typedef typename Wide<float, BYTES>::V V;
     static INLINE void run(const Job<float, Int8>& o, const float* left, int64_t k, int64_t last, int at,
-                           V (&sum)[R][NV]) {
+                           const Coming<Int8>&, V (&sum)[R][NV]) {
         typedef Lanes<BYTES> L;
         while (k < last) {
             const Int8& group = o.b[k / GROUP];
@@ -102,7 +102,7 @@ struct Chain<float, Int4, BYTES, FUSES, R, NV> {
     typedef typename L::Int Int;
 
     static INLINE void run(const Job<float, Int4>& o, const float* left, int64_t k, int64_t last, int at,
-                           V (&sum)[R][NV]) {
+                           const Coming<Int4>&, V (&sum)[R][NV]) {
         while (k < last) {
             const Int4& group = o.b[k / GROUP];
             const int64_t end = k - k % GROUP + GROUP < last ? k - k % GROUP + GROUP : last;

@@ -1,18 +1,49 @@
-// y = x W^T + bias of a packed W: each element is the fixed expression of _panels.h.
+// y = x W^T + bias of packed W: each element is the fixed expression of _panels.h.
 #include "../_panels.h"
 #include "../_threads.h"
 #include "_codes.h"
 
+#include <algorithm>
+
 namespace {
 
-// `across` elements of W for each k, `size` for a panel.
+// A layer of some that have the same inputs: w of `kind`, [panels, K, PANEL] float (0) or bfloat16 (1), or [panels,
+// groups] records of int8 (2) or int4 (3), bias [N] or null -> y [M, N].
+struct Layer {
+    const void* w;
+    const float* bias;
+    float* y;
+    int64_t N;
+
+    int64_t panels() const { return (N + PANEL - 1) / PANEL; }
+};
+
+struct Call {
+    const float* x;
+    const Layer* layers;
+    int64_t num, M, K, chunks, threads;
+
+    // The layer of a panel, which becomes the number of it there.
+    const Layer& layer_of(int64_t& panel) const {
+        const Layer* layer = layers;
+        for (; panel >= layer->panels(); ++layer) panel -= layer->panels();
+        return *layer;
+    }
+};
+
+// `across` elements of W for each k, `size` for a panel. The panels of all layers are shared as one row.
 template <typename W>
-void by_panels(void (*multiply)(const Job<float, W>&), const float* x, const void* w, const float* bias, float* y,
-               int64_t M, int64_t K, int64_t N, int64_t chunks, int64_t across, int64_t size, int64_t threads) {
-    share((N + PANEL - 1) / PANEL, threads, [&](int64_t panel) {
+void by_panels(void (*multiply)(const Job<float, W>&), const Call& o, int64_t across, int64_t size) {
+    int64_t panels = 0;
+    for (int64_t i = 0; i < o.num; ++i) panels += o.layers[i].panels();
+    share(panels, o.threads, [&](int64_t panel) {
+        int64_t after = std::min(panel + o.threads, panels - 1);
+        const Layer &layer = o.layer_of(panel), &later = o.layer_of(after);
+        const W* next = across ? (const W*)later.w + after * size : nullptr;  // codes fetch for themselves
         const int64_t column = panel * PANEL;
-        const float* shift = bias ? bias + column : nullptr;
-        multiply({x, (const W*)w + panel * size, shift, y + column, K, 1, across, N, M, K, chunks, N - column});
+        const float* shift = layer.bias ? layer.bias + column : nullptr;
+        multiply({o.x, (const W*)layer.w + panel * size, shift, layer.y + column, o.K, 1, across, layer.N, o.M, o.K,
+                  o.chunks, layer.N - column, next});
     });
 }
 
@@ -20,16 +51,16 @@ void by_panels(void (*multiply)(const Job<float, W>&), const float* x, const voi
 
 extern "C" {
 
-// x [M, K], w of `kind`: [panels, K, PANEL] float (0) or bfloat16 (1), or [panels, groups] records of int8 (2) or int4
-// (3), bias [N] or null -> y [M, N]
-void row_linear(const float* x, const void* w, const float* bias, float* y, int64_t M, int64_t K, int64_t N,
-                int64_t chunks, int64_t kind, int64_t threads, int64_t newest) {
+// x [M, K] times each of `num` layers of one kind.
+void row_linears(const float* x, const void* layers, int64_t num, int64_t M, int64_t K, int64_t chunks, int64_t kind,
+                 int64_t threads, int64_t newest) {
     const int64_t size = K * PANEL, groups = (K + GROUP - 1) / GROUP;
+    const Call o = {x, (const Layer*)layers, num, M, K, chunks, threads};
     switch (kind) {
-        case 0: return by_panels(multiplies<float, float>(newest), x, w, bias, y, M, K, N, chunks, PANEL, size, threads);
-        case 1: return by_panels(multiplies<float, uint16_t>(newest), x, w, bias, y, M, K, N, chunks, PANEL, size, threads);
-        case 2: return by_panels(decodes<Int8>(newest), x, w, bias, y, M, K, N, chunks, 0, groups, threads);
-        case 3: return by_panels(decodes<Int4>(newest), x, w, bias, y, M, K, N, chunks, 0, groups, threads);
+        case 0: return by_panels(multiplies<float, float>(newest), o, PANEL, size);
+        case 1: return by_panels(multiplies<float, uint16_t>(newest), o, PANEL, size);
+        case 2: return by_panels(decodes<Int8>(newest), o, 0, groups);
+        case 3: return by_panels(decodes<Int4>(newest), o, 0, groups);
     }
 }
 

@@ -1,5 +1,10 @@
 """Linear layers whose rows do not depend on one another's number, on a CPU, in C++."""
 
+import itertools
+import math
+from array import array
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,16 +21,26 @@ FEW = 1 << 20
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
 
 
-def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
-    """From x fp32 [m, k] and packed [panels, k, 64], or codes, to fp32 [m, num]."""
-    run = function(SOURCE, "row_linear", "p" * 4 + "i" * 7)
+def row_linears(
+    x: Tensor, packed: Sequence[Tensor], nums: Sequence[int], chunks: int, biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """From x fp32 [*, k] to fp32 [*, num] of each layer; neighbours of one kind are computed in one call."""
+    run = function(SOURCE, "row_linears", "pp" + "i" * 7)
     if run is None:
-        return _reference.row_linear(x, packed, num, chunks, bias)
-    m, k = x.shape
-    y = x.new_empty(m, num)
-    threads = torch.get_num_threads() if m * k * num > FEW else 1
-    bias = None if bias is None else bias.contiguous()
-    at = None if bias is None else bias.data_ptr()
-    kind = _KINDS[kind_of(packed) or packed.dtype]
-    run(x.data_ptr(), packed.data_ptr(), at, y.data_ptr(), m, k, num, chunks, kind, threads, NEWEST)
-    return y
+        return _reference.row_linears(x, packed, nums, chunks, biases)
+    *lead, k = x.shape
+    m, x = math.prod(lead), x.contiguous()
+    ys = [x.new_empty((*lead, num)) for num in nums]
+    kinds = [_KINDS[kind_of(w) or w.dtype] for w in packed]
+    packed = [w.contiguous() for w in packed]
+    biases = [None if bias is None else bias.contiguous() for bias in biases]
+    start = 0
+    for kind, same in itertools.groupby(kinds):
+        end = start + len(list(same))
+        layers = array("q")
+        for w, bias, y in zip(packed[start:end], biases[start:end], ys[start:end], strict=True):
+            layers.extend((w.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr(), y.shape[-1]))
+        threads = torch.get_num_threads() if m * k * sum(nums[start:end]) > FEW else 1
+        run(x.data_ptr(), layers.buffer_info()[0], end - start, m, k, chunks, kind, threads, NEWEST)
+        start = end
+    return ys

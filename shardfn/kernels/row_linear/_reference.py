@@ -23,6 +23,15 @@ def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | 
     return out if bias is None else out + bias
 
 
+def row_linears(
+    x: Tensor, packed: Sequence[Tensor], nums: Sequence[int], chunks: int, biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """From x fp32 [*, k] to fp32 [*, num] of each layer."""
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
+    layers = zip(packed, nums, biases, strict=True)
+    return [row_linear(rows, w.contiguous(), n, chunks, bias).view(*x.shape[:-1], n) for w, n, bias in layers]
+
+
 def joined(chains: Sequence[Tensor]) -> Tensor:
     """The chains of chunks, added by a binary tree: neighbours first; the nodes that are left at last, from the end.
 

@@ -3,6 +3,7 @@
 One tile shape serves all numbers of rows. On a GPU the chains are fused multiply-adds, so bits are those of a CPU.
 """
 
+from collections.abc import Sequence
 from typing import no_type_check
 
 import torch
@@ -32,6 +33,15 @@ def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | 
         launch(_coded_chain, chunks * panels * tiles, x.device, x, *views, parts, *sizes, ROWS=ROWS, N=PANEL, **code)
     out = joined(list(parts[..., :num].unbind()))
     return out.clone() if bias is None else out + bias
+
+
+def row_linears(
+    x: Tensor, packed: Sequence[Tensor], nums: Sequence[int], chunks: int, biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """From x fp32 [*, k] to fp32 [*, num] of each layer."""
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
+    layers = zip(packed, nums, biases, strict=True)
+    return [row_linear(rows, w.contiguous(), n, chunks, bias).view(*x.shape[:-1], n) for w, n, bias in layers]
 
 
 @triton.jit

@@ -1,0 +1,78 @@
+"""Linear layers of one input, such as those of queries, keys and values, computed in one call.
+
+A module calls them one after another. The first call computes them all; the others find their results.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardfn.kernels import row_linears
+
+from ._module_rows import Edge, PackedWeight, linear_operands
+
+
+class SameInput:
+    """Layers that a module calls with one input.
+
+    Args:
+        layers: by name, in any order. A rank has all of their inputs: they are not `Edge.LEAVE`.
+
+    Example:
+        >>> import torch
+        >>> from shardfn.kernels import pack_rows
+        >>> x, panels = torch.ones(2, 5), pack_rows(torch.ones(3, 5))
+        >>> both = SameInput({"k": PackedWeight(panels, 3), "v": PackedWeight(panels, 3)})
+        >>> torch.equal(both("k", x, None), both("v", x, None))
+        True
+    """
+
+    def __init__(self, layers: Mapping[str, PackedWeight]) -> None:
+        self._layers = layers
+        self._input: Tensor | None = None
+        self._results: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The affine map of one of the layers."""
+        if x is not self._input or name not in self._results:
+            layers = list(self._layers.values())
+            assert all(layer.edge is not Edge.LEAVE for layer in layers)
+            ys = row_linears(x.float(), [layer.panels for layer in layers], [layer.own_num for layer in layers])
+            self._input, self._results = x, dict(zip(self._layers, ys, strict=True))
+        y = self._results.pop(name)
+        if not self._results:
+            self._input = None
+        own = self._layers[name].own_bias(bias)
+        return self._layers[name].joined((y if own is None else y + own).to(x.dtype))
+
+
+class InputUses(TorchFunctionMode):
+    """Records which weights of linear layers a module multiplies the same input by.
+
+    Args:
+        params: by name, as the module has them.
+
+    Attributes:
+        groups: names of weights that are called one after another with one tensor.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._names = {id(p): name for name, p in params.items()}
+        self._input: Tensor | None = None
+        self.groups: list[list[str]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function."""
+        del types
+        kwargs = kwargs or {}
+        found = linear_operands(func, args, kwargs)
+        name = None if found is None else self._names.get(id(found[1]))
+        if found is not None and name is not None:
+            if found[0] is not self._input:
+                self.groups.append([])
+            self._input = found[0]
+            self.groups[-1].append(name)
+        return func(*args, **kwargs)
