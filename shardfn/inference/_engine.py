@@ -115,7 +115,8 @@ class Engine:
         self._others: list[Token] = []
         self._newest = self._rows = self._run_rows = 0
         self._failed: BaseException | None = None
-        self._embeddings = Embeddings(decoder.outputs is not None)
+        self._owned, self._closed = runner is None, False
+        self._embeddings = Embeddings(decoder.embeds)
         self._hidden: Tensor | None = None  # of the rows of the plan in flight
         self._adapters = Adapters(decoder, self.mesh.device)
         for name, given in adapters.items():
@@ -278,7 +279,7 @@ class Engine:
 
         Raises:
             RankError: ranks hold different states; names the first field that differs.
-            RuntimeError: an earlier step failed. The cache is lost then: make another engine.
+            RuntimeError: the engine is closed, or an earlier step failed. The cache is lost then: make another engine.
         """
         self._advance()
         found, self._others = self._others, []
@@ -458,6 +459,26 @@ class Engine:
             raise ValueError(f"adapter {name!r} is of requests in progress, {users}; cancel them, or wait.")
         self._adapters.remove(name)
 
+    def close(self) -> None:
+        """Ends the engine: drops its weights and cache, and frees the directory on disk unless the runner was given.
+
+        Calls that step are refused from here on. A `Runner` that was given has a `close` of its own.
+
+        Example:
+            >>> from shardfn import core
+            >>> from shardfn.models import gpt
+            >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=32)
+            >>> engine = Engine(decoder(config), gpt.init(config, core.key(0)))
+            >>> engine.close()
+            >>> engine.generate([[5, 6, 7]])
+            Traceback (most recent call last):
+            RuntimeError: this engine is closed; make another one.
+        """
+        self._closed = True
+        self._weights, self._cache = {}, []
+        if self._owned:
+            self.runner.close()
+
     # Requests whose tokens a call waits for.
 
     def _await(self, name: str) -> str:
@@ -495,6 +516,8 @@ class Engine:
     # One step.
 
     def _advance(self) -> None:
+        if self._closed:
+            raise RuntimeError("this engine is closed; make another one.")
         if self._failed is not None:
             raise RuntimeError("a step of this engine failed before; make another engine.") from self._failed
         try:

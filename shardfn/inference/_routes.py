@@ -31,9 +31,9 @@ class Routes:
     def __init__(self, limits: Limits, decoder: Decoder, drafter: Drafter | None) -> None:
         if drafter is not None:
             raise ValueError(f"engine: routes is True, and the drafter is {drafter!r:.80}; leave one of them out.")
-        if decoder.routed is None:
+        if decoder.routes == (0, 0):
             raise ValueError(
-                "engine: routes is True, and the decoder has routed=None, so that no experts are known; leave it out,"
+                "engine: routes is True, and the decoder has routes=(0, 0), so that no experts are known; leave it out,"
                 " or take the decoder of a models.gpt with experts."
             )
         self._block, self.shape = limits.block, decoder.routes

@@ -129,7 +129,7 @@ class Runner:
         schedule: dict[str, Any] = {} if prefetch is None else {"prefetch": prefetch, "passes": (without_copies,)}
         return {
             more: sharded(
-                jit(functools.partial(self._step, more), **schedule),
+                jit(functools.partial(_step, self._decoder, num), **schedule),
                 mesh=self.mesh,
                 specs=self._decoder.packed,
                 zero=self._zero,
@@ -280,24 +280,25 @@ class Runner:
         tokens, logprobs = tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist()
         return tokens, logprobs, cache, states, _tops(plan, top), more[1][: plan.num_tokens] if routed else None
 
-    def _step(
-        self, more: str, weights: PyTree, cache: list[Tensor], step: Step
-    ) -> tuple[Tensor, Tensor, list[Tensor], Any, *tuple[Tensor, ...]]:
-        """The pure step: `(weights, cache, step) -> (tokens, log probabilities, cache, top, *further results)`.
+    def close(self) -> None:
+        """Drops the graphs, and releases the directory on disk: weights that are there cannot be used any more."""
+        self._bound.clear()
+        for one in (self._pack, *self._run.values()):
+            one.close()
 
-        `top` has the most probable tokens and their log probabilities in an extended step, and is empty in others.
-        """
-        decoder, args = self._decoder, (weights, step.tokens, step.positions, step.rows, _bodies(cache, step))
-        if more == "routed":
-            assert decoder.routed is not None
-            found = decoder.routed(*args, step.low)
-        elif more == "hidden" or step.low is not None:
-            assert decoder.outputs is not None
-            found = decoder.outputs(*args, step.low)
-        else:
-            found = (decoder.logits(*args),)
-        logits_RV = found[0]
-        return *_drawn(logits_RV, step), cache, _top(logits_RV, step), *found[1 : 1 + _FURTHER[more]]
+
+def _step(
+    decoder: Decoder, num: int, weights: PyTree, cache: list[Tensor], step: Step
+) -> tuple[Tensor, Tensor, list[Tensor], Any, *tuple[Tensor | None, ...]]:
+    """The pure step: `(weights, cache, step) -> (tokens, log probabilities, cache, top, *further results)`.
+
+    `top` has the most probable tokens and their log probabilities in an extended step, and is empty in others. The
+    further results are the first `num` of hidden states and experts.
+    """
+    bodies = _bodies(cache, step)
+    found = decoder.outputs(weights, step.tokens, step.positions, step.rows, bodies, step.low)
+    drawn = _drawn(found.logits, step)
+    return *drawn, cache, _top(found.logits, step), *(found.hidden, found.experts)[:num]
 
 
 def runner_of(
