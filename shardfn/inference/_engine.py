@@ -21,16 +21,16 @@ from ._constraints import Constraints
 from ._decoder import Decoder
 from ._detokenize import detokenizer
 from ._drafters import Computes, Drafter
-from ._drawn import new_tokens
+from ._drawn import Place, new_tokens
 from ._embed import Embeddings, check_end, check_pooling
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
 from ._guesses import Guesses
 from ._limits import DRAFTS, Limits
-from ._matchers import Matcher
+from ._plan import Plan
 from ._requests import Request, Sampling, check_request, ids_of
 from ._results import Completion, Token, append
-from ._routes import Choice, Routes, blocks_in_flight
-from ._runner import MemoryPlan, Runner, Top, limits_of, runner_of
+from ._routes import Routes
+from ._runner import MemoryPlan, Results, Runner, limits_of, runner_of
 from ._schedule import Output, advance
 from ._state import State, start
 from ._texts import Texts
@@ -106,9 +106,7 @@ class Engine:
         self._state: State = start(self.limits, self.detokenizer.digest if self.detokenizer else b"", drafter)
         self._events: list[Event] = []
         self._adding: dict[str, None] = {}  # names, in order
-        self._drawn: list[int] = []
-        self._logprobs: list[float] = []
-        self._tops: list[Top] = []
+        self._results: Results | None = None  # of the plan in flight
         self._names = itertools.count()
         # Tokens that no call has returned yet: of requests of `stream` and `generate`, and of all others.
         self._awaited: dict[str, list[Token]] = {}
@@ -117,8 +115,9 @@ class Engine:
         self._failed: BaseException | None = None
         self._owned, self._closed = runner is None, False
         self._embeddings = Embeddings(decoder.embeds)
-        self._hidden: Tensor | None = None  # of the rows of the plan in flight
         self._adapters = Adapters(decoder, self.mesh.device)
+        extras = self._constraints, self._texts, self._embeddings, self._adapters
+        self._followers = [x.follower for x in (*extras, *([] if self._routes is None else [self._routes]))]
         for name, given in adapters.items():
             self.add_adapter(name, given)
 
@@ -208,8 +207,8 @@ class Engine:
         """
         return self._enter(self._request(prompt, sampling, **more), name)
 
-    def _enter(self, made: tuple[Request, list[Matcher]], name: str | None = None) -> str:
-        request, matchers = made
+    def _enter(self, made: tuple[Request, list[Any]], name: str | None = None) -> str:
+        request, admitted = made
         if name is None:
             name = next(name for i in self._names if not self._known(name := f"request-{i}"))
         elif not isinstance(name, str):
@@ -218,7 +217,8 @@ class Engine:
             raise ValueError(f"a request named {name!r} is in progress; give the new one another name.")
         self._events.append(Add(self._next, name, request))
         self._adding[name] = None
-        self._constraints.begin(name, matchers)
+        for follower, given in zip(self._followers, admitted, strict=True):
+            follower.begin(name, given)
         return name
 
     def check(self, prompt: Sequence[int], sampling: Sampling | None = None, **more: Any) -> None:
@@ -475,7 +475,7 @@ class Engine:
             RuntimeError: this engine is closed; make another one.
         """
         self._closed = True
-        self._weights, self._cache = {}, []
+        self._weights, self._cache, self._results = {}, [], None
         if self._owned:
             self.runner.close()
 
@@ -529,38 +529,46 @@ class Engine:
             self._awaited.get(token.name, self._others).append(token)
 
     def _run(self) -> list[Token]:
-        events, self._events, self._adding = [*self._events, *self._stops()], [], {}
-        blocks = {} if self._routes is None else blocks_in_flight(self._state)
-        self._state, plan, outputs = advance(self._state, events, self._drawn)
-        found = [self._token(output, blocks) for output in outputs]  # before a step writes to blocks that are free now
-        self._embeddings.take(outputs, self._hidden)
-        self._constraints.drop(outputs)
-        self._drawn, self._logprobs, self._tops, self._hidden = [], [], [], None
+        drawn = self._drawn
+        events, self._events, self._adding = [*self._events, *self._stops(drawn)], [], {}
+        for follower in self._followers:
+            follower.before(self._state)
+        self._state, plan, outputs = advance(self._state, events, drawn)
+        found = [self._token(output) for output in outputs]
+        for follower in self._followers:
+            follower.take(outputs)
+        self._results = None
         reachable = self._state.version, self._state.pending
         self._weights = {v: w for v, w in self._weights.items() if v in reachable}
         compare(self._state, self.mesh)
         if plan is not None:
-            self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
-            weights = self._weights[plan.version]
-            allowed = self._constraints.allowed(self._state, len(plan.rows))
-            args = weights, self._cache, plan, allowed
-            how: dict[str, Any] = {"low": self._adapters.of(plan), "hidden": self._embeddings.wanted(self._state)}
-            made = self.runner.run(*args, **how, routed=self._routes is not None)
-            self._drawn, self._logprobs, self._cache, self._hidden, self._tops, experts = made
-            if self._routes is not None:
-                assert experts is not None
-                self._routes.take(plan, experts)
+            self._launch(plan)
         return found
 
-    def _stops(self) -> list[Stop]:
+    def _launch(self, plan: Plan) -> None:
+        self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
+        columns: dict[str, Any] = {}
+        for follower in self._followers:
+            columns |= follower.columns(self._state, plan)
+        self._results = self.runner.run(self._weights[plan.version], self._cache, plan, **columns)
+        self._cache = self._results.cache
+        for follower in self._followers:
+            follower.ran(plan, self._results)
+
+    @property
+    def _drawn(self) -> list[int]:
+        """The tokens of the plan in flight."""
+        return [] if self._results is None else self._results.tokens
+
+    def _stops(self, drawn: Sequence[int]) -> list[Stop]:
         """The events by which texts end with the tokens of the last plan."""
-        drawn = list(new_tokens(self._state, self._drawn))
-        ends = self._constraints.take(drawn)
-        ends |= self._texts.take(drawn, ends)
+        new, ends = list(new_tokens(self._state, drawn)), dict[Place, str]()
+        for follower in self._followers:
+            ends |= follower.ends(new, ends)
         return [Stop(self._next + i, *place, finish) for i, (place, finish) in enumerate(ends.items())]
 
-    def _request(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> tuple[Request, list[Matcher]]:
-        """A request that passes admission, with the matchers of its grammar."""
+    def _request(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> tuple[Request, list[Any]]:
+        """A request that passes admission, with each follower's value for its beginning."""
         unknown = set(more) - {"priority", "deadline", "salt", "adapter"}
         if unknown:
             raise TypeError(f"add: {', '.join(sorted(unknown))}: a request has priority, deadline, salt and adapter.")
@@ -569,11 +577,7 @@ class Engine:
             raise TypeError(f"sampling is a {type(sampling).__name__}; pass a Sampling.")
         request = Request(ids_of(prompt), sampling or Sampling(), **more)
         check_request(request, self.limits)
-        if request.sampling.stop and self.detokenizer is None:
-            raise ValueError(
-                f"stop is {request.sampling.stop!r}, and the engine has no tokenizer: Engine(tokenizer=...)."
-            )
-        return request, self._constraints.compile(request)
+        return request, [follower.admit(request) for follower in self._followers]
 
     def _known(self, name: str) -> bool:
         return name in self._state.names or name in self._adding or name in self._awaited
@@ -582,10 +586,13 @@ class Engine:
     def _next(self) -> int:
         return self._state.number + len(self._events)
 
-    def _token(self, out: Output, blocks: Mapping[Choice, list[int]]) -> Token:
-        logprob, routes = None if out.row is None else self._logprobs[out.row], None
-        if self._routes is not None and out.finish is not None and out.token is not None:
-            routes = self._routes.of(blocks[out.name, out.choice], out.position)
-        top = () if out.row is None or not self._tops else self._tops[out.row]
-        text = self._texts.of(out)
-        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish, text, top, routes)
+    def _token(self, out: Output) -> Token:
+        logprob, top = None, ()
+        if out.row is not None:
+            assert self._results is not None
+            logprob, tops = self._results.logprobs[out.row], self._results.top
+            top = tops[out.row] if tops else ()
+        more: dict[str, Any] = {"top": top}
+        for follower in self._followers:
+            more |= follower.fields(out)
+        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish, **more)

@@ -181,13 +181,17 @@ def test_a_model_of_three_times_the_memory_generates(tmp_path: pathlib.Path) -> 
 
 def test_an_engine_that_is_closed_frees_its_directory_at_once(tmp_path: pathlib.Path) -> None:
     made, params, want = reference(**LLAMA)
-    gc.disable()
+    gc.disable()  # the directory of an open engine is refused to the next one
     try:
-        for _ in range(2):  # the directory of an open engine is refused to the next one
-            engine = engine_of(made, params, **on_disk(tmp_path))
-            assert completed(engine) == want
-            engine.close()
+        first, second = (_completed_and_closed(engine_of(made, params, **on_disk(tmp_path)), want) for _ in range(2))
     finally:
         gc.enable()
-    with pytest.raises(RuntimeError, match="this engine is closed; make another one"):
-        engine.step()
+    for engine in (first, second):
+        with pytest.raises(RuntimeError, match="this engine is closed; make another one"):
+            engine.step()
+
+
+def _completed_and_closed(engine: Engine, want: Any) -> Engine:
+    assert completed(engine) == want
+    engine.close()
+    return engine
