@@ -39,7 +39,7 @@ class Decoder:
         cache: the form of the cache.
         specs: compute specs of the parameters.
         outputs: `outputs(weights, tokens, positions, rows, bodies, adapters)`, of this rank's blocks of `weights`, with
-            a body of attention for each layer; adapters are None where `linear` is empty.
+            a body of attention for each layer; without `linear` the adapters stay None.
         pack: from this rank's blocks of the parameters to those of the weights that `outputs` takes.
         packed: the specs of the result of `pack`, a prefix tree.
         exact: whether a token's logits have the same bits in all company.

@@ -16,21 +16,23 @@ from torch import Tensor
 from shardfn.core import Disk, MemoryKind, Mesh, PyTree
 
 from ._adapters import Adapters, Given, adapter_of_each
+from ._admission import check_name, request_of, sampling_of_each, sizes_of
 from ._agree import compare
 from ._constraints import Constraints
 from ._decoder import Decoder
 from ._detokenize import detokenizer
 from ._drafters import Computes, Drafter
-from ._drawn import Place, new_tokens
+from ._drawn import new_tokens
 from ._embed import Embeddings, check_end, check_pooling
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
+from ._follower import together
 from ._guesses import Guesses
-from ._limits import DRAFTS, Limits
+from ._limits import Limits
 from ._plan import Plan
-from ._requests import Request, Sampling, check_request, ids_of
+from ._requests import Request, Sampling
 from ._results import Completion, Token, append
 from ._routes import Routes
-from ._runner import MemoryPlan, Results, Runner, limits_of, runner_of
+from ._runner import MemoryPlan, Results, Runner, runner_of
 from ._schedule import Output, advance
 from ._state import State, start
 from ._texts import Texts
@@ -87,15 +89,7 @@ class Engine:
         disk: Disk | None = None,
         routes: bool = False,
     ) -> None:
-        if limits is None:
-            limits = limits_of(decoder) if drafter is None else limits_of(decoder, drafts=DRAFTS)
-        if drafter is not None and not limits.drafts:
-            raise ValueError(
-                f"limits.drafts is 0, and the drafter is {drafter!r:.80}; try limits_of(..., drafts={DRAFTS})."
-            )
-        if isinstance(drafter, Computes):
-            drafter.check(limits)
-        self.limits = limits
+        self.limits = limits = sizes_of(decoder, limits, drafter)
         self._routes = Routes(limits, decoder, drafter) if routes else None
         self.runner = runner_of(runner, decoder, self.limits, mesh, weights, disk)
         self.mesh = self.runner.mesh
@@ -117,7 +111,8 @@ class Engine:
         self._embeddings = Embeddings(decoder.embeds)
         self._adapters = Adapters(decoder, self.mesh.device)
         extras = self._constraints, self._texts, self._embeddings, self._adapters
-        self._followers = [x.follower for x in (*extras, *([] if self._routes is None else [self._routes]))]
+        routing = () if self._routes is None else (self._routes,)
+        self._follower = together([x.follower for x in (*extras, *routing)])
         for name, given in adapters.items():
             self.add_adapter(name, given)
 
@@ -207,18 +202,16 @@ class Engine:
         """
         return self._enter(self._request(prompt, sampling, **more), name)
 
-    def _enter(self, made: tuple[Request, list[Any]], name: str | None = None) -> str:
+    def _enter(self, made: tuple[Request, Any], name: str | None = None) -> str:
         request, admitted = made
         if name is None:
             name = next(name for i in self._names if not self._known(name := f"request-{i}"))
-        elif not isinstance(name, str):
-            raise TypeError(f"name is a {type(name).__name__}; it must be a str.")
+        check_name(name)
         if self._known(name):
             raise ValueError(f"a request named {name!r} is in progress; give the new one another name.")
         self._events.append(Add(self._next, name, request))
         self._adding[name] = None
-        for follower, given in zip(self._followers, admitted, strict=True):
-            follower.begin(name, given)
+        self._follower.begin(name, admitted)
         return name
 
     def check(self, prompt: Sequence[int], sampling: Sampling | None = None, **more: Any) -> None:
@@ -236,8 +229,7 @@ class Engine:
 
         The next step ends it, after the token that the last step has drawn, with which it may end otherwise.
         """
-        if not isinstance(name, str):
-            raise TypeError(f"name is a {type(name).__name__}; it must be a str.")
+        check_name(name)
         self._events.append(Cancel(self._next, name))
 
     def tick(self, time: int) -> None:
@@ -319,13 +311,9 @@ class Engine:
             TypeError: as `add`.
             ValueError: a request is out of range, or can never fit; none was begun then.
         """
-        prompts, one = list(prompts), sampling is None or isinstance(sampling, Sampling)
-        each: list[Any] = [sampling or Sampling()] * len(prompts) if one else list(sampling)  # pyright: ignore
-        if len(each) != len(prompts):
-            raise ValueError(
-                f"generate: {len(prompts)} prompts and {len(each)} samplings; give one for all, or one each."
-            )
-        each = list(zip(prompts, each, adapter_of_each(adapter, len(prompts)), strict=True))
+        prompts = list(prompts)
+        hows, adapters = sampling_of_each(sampling, len(prompts)), adapter_of_each(adapter, len(prompts))
+        each = zip(prompts, hows, adapters, strict=True)
         requests = [self._request(prompt, how, adapter=name) for prompt, how, name in each]
         names = [self._await(self._enter(request)) for request in requests]
         try:
@@ -531,12 +519,10 @@ class Engine:
     def _run(self) -> list[Token]:
         drawn = self._drawn
         events, self._events, self._adding = [*self._events, *self._stops(drawn)], [], {}
-        for follower in self._followers:
-            follower.before(self._state)
+        self._follower.before(self._state)
         self._state, plan, outputs = advance(self._state, events, drawn)
         found = [self._token(output) for output in outputs]
-        for follower in self._followers:
-            follower.take(outputs)
+        self._follower.take(outputs)
         self._results = None
         reachable = self._state.version, self._state.pending
         self._weights = {v: w for v, w in self._weights.items() if v in reachable}
@@ -547,13 +533,10 @@ class Engine:
 
     def _launch(self, plan: Plan) -> None:
         self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
-        columns: dict[str, Any] = {}
-        for follower in self._followers:
-            columns |= follower.columns(self._state, plan)
+        columns = self._follower.columns(self._state, plan)
         self._results = self.runner.run(self._weights[plan.version], self._cache, plan, **columns)
         self._cache = self._results.cache
-        for follower in self._followers:
-            follower.ran(plan, self._results)
+        self._follower.ran(plan, self._results)
 
     @property
     def _drawn(self) -> list[int]:
@@ -562,22 +545,13 @@ class Engine:
 
     def _stops(self, drawn: Sequence[int]) -> list[Stop]:
         """The events by which texts end with the tokens of the last plan."""
-        new, ends = list(new_tokens(self._state, drawn)), dict[Place, str]()
-        for follower in self._followers:
-            ends |= follower.ends(new, ends)
+        ends = self._follower.ends(list(new_tokens(self._state, drawn)), {})
         return [Stop(self._next + i, *place, finish) for i, (place, finish) in enumerate(ends.items())]
 
-    def _request(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> tuple[Request, list[Any]]:
-        """A request that passes admission, with each follower's value for its beginning."""
-        unknown = set(more) - {"priority", "deadline", "salt", "adapter"}
-        if unknown:
-            raise TypeError(f"add: {', '.join(sorted(unknown))}: a request has priority, deadline, salt and adapter.")
-        more["adapter"] = self._adapters.digest(more.get("adapter"))
-        if sampling is not None and not isinstance(sampling, Sampling):
-            raise TypeError(f"sampling is a {type(sampling).__name__}; pass a Sampling.")
-        request = Request(ids_of(prompt), sampling or Sampling(), **more)
-        check_request(request, self.limits)
-        return request, [follower.admit(request) for follower in self._followers]
+    def _request(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> tuple[Request, Any]:
+        """A request that passes admission, with the follower's value for its beginning."""
+        request = request_of(prompt, sampling, self.limits, self._adapters, more)
+        return request, self._follower.admit(request)
 
     def _known(self, name: str) -> bool:
         return name in self._state.names or name in self._adding or name in self._awaited
@@ -592,7 +566,5 @@ class Engine:
             assert self._results is not None
             logprob, tops = self._results.logprobs[out.row], self._results.top
             top = tops[out.row] if tops else ()
-        more: dict[str, Any] = {"top": top}
-        for follower in self._followers:
-            more |= follower.fields(out)
+        more = {"top": top, **self._follower.fields(out)}
         return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish, **more)

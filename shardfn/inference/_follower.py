@@ -45,3 +45,45 @@ class Follower(NamedTuple):
     take: Callable[[Sequence[Output]], None] = _nothing
     columns: Callable[[State, Plan], dict[str, Any]] = _empty
     ran: Callable[[Plan, Results], None] = _nothing
+
+
+def together(followers: Sequence[Follower]) -> Follower:
+    """One follower that calls each hook of several, in their order.
+
+    Example:
+        >>> first = Follower(ends=lambda drawn, ends: {("a", 0, 5): "stop"})
+        >>> second = Follower(ends=lambda drawn, ends: {("b", 0, 7): "stop"} if ends else {})
+        >>> together([first, second]).ends([], {})
+        {('a', 0, 5): 'stop', ('b', 0, 7): 'stop'}
+    """
+
+    def begin(name: str, admitted: Sequence[Any]) -> None:
+        for one, value in zip(followers, admitted, strict=True):
+            one.begin(name, value)
+
+    def ends(drawn: Sequence[Drawn], found: Ends) -> Ends:
+        new: Ends = {}
+        for one in followers:
+            new |= one.ends(drawn, found | new)
+        return new
+
+    def each(hook: str) -> Callable[..., None]:
+        def call(*given: Any) -> None:
+            for one in followers:
+                getattr(one, hook)(*given)
+
+        return call
+
+    def joined(hook: str) -> Callable[..., dict[str, Any]]:
+        return lambda *given: {k: v for one in followers for k, v in getattr(one, hook)(*given).items()}
+
+    return Follower(
+        admit=lambda request: [one.admit(request) for one in followers],
+        begin=begin,
+        ends=ends,
+        before=each("before"),
+        fields=joined("fields"),
+        take=each("take"),
+        columns=joined("columns"),
+        ran=each("ran"),
+    )
