@@ -45,7 +45,7 @@ def main() -> None:
 def _log_probabilities(config: gpt.Config, packed: gpt.Params, ids_T: Tensor, dtype: str) -> Tensor:
     at_T = torch.arange(len(ids_T), dtype=torch.int32)
     bodies = alone(decoder(config).cache, len(ids_T), dtype=dtype)
-    return gpt.decode_outputs(config, packed, ids_T, at_T, at_T, bodies)[0].log_softmax(-1)
+    return gpt.decode(config, packed, ids_T, at_T, at_T, bodies).logits.log_softmax(-1)
 
 
 def _line(config: gpt.Config, name: str, logs: dict[str, Tensor], ids: Tensor) -> Sequence[str]:

@@ -66,7 +66,7 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
         )
         engine, drafter = engine_of(model, served, limits, mesh, held, job.adapters)
     grammars = find_spec("llguidance") is not None and getattr(engine.detokenizer, "bytes_of", None) is not None
-    embeds = served.decoder.outputs is not None
+    embeds = served.decoder.embeds
     engine.warm_up(penalties=True, grammars=grammars, embeddings=embeds, adapters=bool(job.adapters))
     width = engine.embed([[0]]).shape[1] if embeds else 0
     lines = about(model, served, model.dtype, engine, drafter)

@@ -19,7 +19,7 @@ from ._plan import Plan as Plan
 from ._schedule import Output as Output, advance as advance
 from ._digest import digest as digest, field_digests as field_digests, first_difference as first_difference
 from ._cache import CacheLayout as CacheLayout, Paged as Paged
-from ._decoder import Decoder as Decoder, decoder as decoder
+from ._decoder import Decoder as Decoder, Outputs as Outputs, decoder as decoder
 from ._of_hf import hf_decoder as hf_decoder
 from ._fitted import fit_codes as fit_codes
 from ._runner import MemoryPlan as MemoryPlan, Runner as Runner, limits_of as limits_of

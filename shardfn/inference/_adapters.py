@@ -11,6 +11,7 @@ from shardfn.core import did_you_mean
 from shardfn.lora import LoRA
 
 from ._decoder import Decoder
+from ._follower import Follower
 from ._low_rank import Adapter, Factors, LowRank, adapter_of, low_rank, stacked
 from ._plan import Plan
 
@@ -31,6 +32,11 @@ class Adapters:
         self._names: dict[str, Adapter] = {}
         self._slots: dict[bytes, int] = {}
         self._sites: dict[str, Factors] = {}
+
+    @property
+    def follower(self) -> Follower:
+        """The hooks."""
+        return Follower(columns=lambda state, plan: {"low": self.of(plan)})
 
     @property
     def names(self) -> list[str]:

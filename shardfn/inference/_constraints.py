@@ -7,6 +7,7 @@ from jaxtyping import Bool
 
 from ._detokenize import Detokenizer
 from ._drawn import Drawn, Ends
+from ._follower import Follower
 from ._matchers import Compiler, Matcher
 from ._requests import Request
 from ._schedule import Output
@@ -25,6 +26,17 @@ class Constraints:
         self._detokenizer, self._vocab = detokenizer, vocab
         self._compiler: Compiler | None = None
         self._matchers: dict[tuple[str, int], Matcher] = {}
+
+    @property
+    def follower(self) -> Follower:
+        """The hooks."""
+        return Follower(
+            admit=self.compile,
+            begin=self.begin,
+            ends=lambda drawn, ends: self.take(drawn),
+            take=self.drop,
+            columns=lambda state, plan: {"allowed": self.allowed(state, len(plan.rows))},
+        )
 
     def prepare(self) -> None:
         """Makes the compiler, which takes a second where the vocabulary is large.

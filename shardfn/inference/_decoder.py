@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,12 +14,19 @@ from shardfn.models import gpt
 from ._cache import CacheLayout
 from ._low_rank import Linear, LowRank
 
-# From served weights, tokens [T], positions [T], rows [R] and a body of attention for each layer to logits [R, V].
-Logits = Callable[[PyTree, Tensor, Tensor, Tensor, Sequence[nn.Body]], Tensor]
-# The same with adapters, or None; to logits and the hidden states [R, D] that the head multiplies.
-Outputs = Callable[[PyTree, Tensor, Tensor, Tensor, Sequence[nn.Body], LowRank | None], tuple[Tensor, Tensor]]
-# The same, and the experts of each token, [T, layers with experts, k].
-Routed = Callable[[PyTree, Tensor, Tensor, Tensor, Sequence[nn.Body], LowRank | None], tuple[Tensor, Tensor, Tensor]]
+
+class Outputs(NamedTuple):
+    """The results of a decoder for T tokens, R rows of which are wanted.
+
+    Attributes:
+        logits: [R, V].
+        hidden: [R, D], the states that the head multiplies; None from a decoder without `embeds`.
+        experts: [T, m, k], those of each token in the m layers that have some; None from a decoder without `routes`.
+    """
+
+    logits: Tensor
+    hidden: Tensor | None = None
+    experts: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,29 +38,32 @@ class Decoder:
         context: the most tokens of a sequence.
         cache: the form of the cache.
         specs: compute specs of the parameters.
-        logits: `logits(weights, tokens, positions, rows, bodies)`, of this rank's blocks of `weights`.
-        pack: from this rank's blocks of the parameters to those of the weights that `logits` takes.
+        outputs: `outputs(weights, tokens, positions, rows, bodies, adapters)`, of this rank's blocks of `weights`, with
+            a body of attention for each layer; without `linear` the adapters stay None.
+        pack: from this rank's blocks of the parameters to those of the weights that `outputs` takes.
         packed: the specs of the result of `pack`, a prefix tree.
         exact: whether a token's logits have the same bits in all company.
-        outputs: `outputs(weights, tokens, positions, rows, bodies, adapters)`: the logits, and the hidden states that
-            the head multiplies. None: the engine neither embeds nor takes adapters.
+        embeds: whether `outputs` has hidden states. False: the engine embeds no prompt.
         linear: by name, the layers that may have adapters.
-        routed: `outputs` with the experts of each token, which an engine with `routes=True` records.
-        routes: the number of layers with experts, and of a token's choices in each.
+        routes: the number of layers with experts, and of a token's choices in each, which an engine with `routes=True`
+            records; (0, 0) if `outputs` has no experts.
     """
 
     vocab: int
     context: int
     cache: CacheLayout
     specs: PyTree
-    logits: Logits
+    outputs: Callable[..., Outputs]
     pack: Callable[[PyTree], PyTree] = lambda params: params
     packed: PyTree = P()
     exact: bool = False
-    outputs: Outputs | None = None
+    embeds: bool = False
     linear: Mapping[str, Linear] = dataclasses.field(default_factory=dict)
-    routed: Routed | None = None
     routes: tuple[int, int] = (0, 0)
+
+    def logits(self, weights: PyTree, *rest: Any) -> Tensor:
+        """The logits of `outputs`, [R, V]."""
+        return self.outputs(weights, *rest).logits
 
 
 def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = None) -> Decoder:
@@ -85,34 +95,27 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         rows = name.endswith((".wo", ".w_down"))  # its inputs are cut, and others' outputs
         return functools.partial(low.added, name, axis=tp, joins=rows, cut=not rows)
 
-    def routed(
+    def outputs(
         weights: PyTree,
         tokens_T: Tensor,
         positions_T: Tensor,
         rows_R: Tensor,
         bodies: Sequence[nn.Body],
         low: LowRank | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Outputs:
         added = {} if low is None else {name: then(low, name) for name in low.sites}
-        return gpt.decode_routed(flat, weights, tokens_T, positions_T, rows_R, bodies, axis=tp, then=added)
-
-    def outputs(weights: PyTree, *rest: Any) -> tuple[Tensor, Tensor]:
-        return routed(weights, *rest)[:2]
-
-    def logits(weights: PyTree, *rest: Any) -> Tensor:
-        return outputs(weights, *rest)[0]
+        return Outputs(*gpt.decode(flat, weights, tokens_T, positions_T, rows_R, bodies, axis=tp, then=added))
 
     return Decoder(
         vocab=config.vocab_size,
         context=config.max_len,
         cache=CacheLayout(config.num_layers, config.kv_heads, config.head_dim, tp),
         specs=gpt.specs(config, tp=tp),
-        logits=logits,
+        outputs=outputs,
         pack=lambda params: gpt.pack(config, params, axis=tp, codes=codes),
         packed=gpt.packed_specs(config, tp=tp),
         exact=config.exact,
-        outputs=outputs,
+        embeds=True,
         linear=linear,
-        routed=None if config.experts is None else routed,
         routes=(0, 0) if config.experts is None else (len(config.expert_layers), config.experts.top_k),
     )

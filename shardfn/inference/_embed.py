@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from jaxtyping import Float32, Float64
 from torch import Tensor
 
+from ._follower import Follower
+from ._plan import Plan
 from ._requests import Sampling
+from ._runner import Results
 from ._schedule import Output
 from ._state import State
 
@@ -71,6 +74,12 @@ class Embeddings:
     def __init__(self, possible: bool) -> None:
         self.possible = possible
         self._pooled: dict[str, Pooled] = {}
+        self._hidden: Tensor | None = None  # of the rows of the plan in flight
+
+    @property
+    def follower(self) -> Follower:
+        """The hooks."""
+        return Follower(take=self.take, columns=lambda state, plan: {"hidden": self.wanted(state)}, ran=self.ran)
 
     def __contains__(self, name: str) -> bool:
         return name in self._pooled
@@ -94,9 +103,14 @@ class Embeddings:
         """Whether rows of the plan in flight are embedded."""
         return bool(self._pooled) and any(state.sequences[c.serial].name in self._pooled for c in state.flight)
 
-    def take(self, outputs: Sequence[Output], hidden: Tensor | None) -> None:
+    def ran(self, plan: Plan, results: Results) -> None:
+        """Keeps the states of a plan's rows."""
+        del plan
+        self._hidden = results.hidden
+
+    def take(self, outputs: Sequence[Output]) -> None:
         """Adds the states of a plan's rows; requests that end without their last token are forgotten."""
-        states = None if hidden is None else hidden.cpu()
+        states, self._hidden = None if self._hidden is None else self._hidden.cpu(), None
         for output in outputs:
             if output.name in self._pooled and output.row is not None:
                 assert states is not None

@@ -16,6 +16,7 @@ from torch import Tensor
 from shardfn.core import Disk, MemoryKind, Mesh, PyTree
 
 from ._adapters import Adapters, Given, adapter_of_each
+from ._admission import check_name, request_of, sampling_of_each, sizes_of
 from ._agree import compare
 from ._constraints import Constraints
 from ._decoder import Decoder
@@ -24,13 +25,14 @@ from ._drafters import Computes, Drafter
 from ._drawn import new_tokens
 from ._embed import Embeddings, check_end, check_pooling
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
+from ._follower import together
 from ._guesses import Guesses
-from ._limits import DRAFTS, Limits
-from ._matchers import Matcher
-from ._requests import Request, Sampling, check_request, ids_of
+from ._limits import Limits
+from ._plan import Plan
+from ._requests import Request, Sampling
 from ._results import Completion, Token, append
-from ._routes import Choice, Routes, blocks_in_flight
-from ._runner import MemoryPlan, Runner, Top, limits_of, runner_of
+from ._routes import Routes
+from ._runner import MemoryPlan, Results, Runner, runner_of
 from ._schedule import Output, advance
 from ._state import State, start
 from ._texts import Texts
@@ -87,15 +89,7 @@ class Engine:
         disk: Disk | None = None,
         routes: bool = False,
     ) -> None:
-        if limits is None:
-            limits = limits_of(decoder) if drafter is None else limits_of(decoder, drafts=DRAFTS)
-        if drafter is not None and not limits.drafts:
-            raise ValueError(
-                f"limits.drafts is 0, and the drafter is {drafter!r:.80}; try limits_of(..., drafts={DRAFTS})."
-            )
-        if isinstance(drafter, Computes):
-            drafter.check(limits)
-        self.limits = limits
+        self.limits = limits = sizes_of(decoder, limits, drafter)
         self._routes = Routes(limits, decoder, drafter) if routes else None
         self.runner = runner_of(runner, decoder, self.limits, mesh, weights, disk)
         self.mesh = self.runner.mesh
@@ -106,18 +100,19 @@ class Engine:
         self._state: State = start(self.limits, self.detokenizer.digest if self.detokenizer else b"", drafter)
         self._events: list[Event] = []
         self._adding: dict[str, None] = {}  # names, in order
-        self._drawn: list[int] = []
-        self._logprobs: list[float] = []
-        self._tops: list[Top] = []
+        self._results: Results | None = None  # of the plan in flight
         self._names = itertools.count()
         # Tokens that no call has returned yet: of requests of `stream` and `generate`, and of all others.
         self._awaited: dict[str, list[Token]] = {}
         self._others: list[Token] = []
         self._newest = self._rows = self._run_rows = 0
         self._failed: BaseException | None = None
-        self._embeddings = Embeddings(decoder.outputs is not None)
-        self._hidden: Tensor | None = None  # of the rows of the plan in flight
+        self._owned, self._closed = runner is None, False
+        self._embeddings = Embeddings(decoder.embeds)
         self._adapters = Adapters(decoder, self.mesh.device)
+        extras = self._constraints, self._texts, self._embeddings, self._adapters
+        routing = () if self._routes is None else (self._routes,)
+        self._follower = together([x.follower for x in (*extras, *routing)])
         for name, given in adapters.items():
             self.add_adapter(name, given)
 
@@ -207,17 +202,16 @@ class Engine:
         """
         return self._enter(self._request(prompt, sampling, **more), name)
 
-    def _enter(self, made: tuple[Request, list[Matcher]], name: str | None = None) -> str:
-        request, matchers = made
+    def _enter(self, made: tuple[Request, Any], name: str | None = None) -> str:
+        request, admitted = made
         if name is None:
             name = next(name for i in self._names if not self._known(name := f"request-{i}"))
-        elif not isinstance(name, str):
-            raise TypeError(f"name is a {type(name).__name__}; it must be a str.")
+        check_name(name)
         if self._known(name):
             raise ValueError(f"a request named {name!r} is in progress; give the new one another name.")
         self._events.append(Add(self._next, name, request))
         self._adding[name] = None
-        self._constraints.begin(name, matchers)
+        self._follower.begin(name, admitted)
         return name
 
     def check(self, prompt: Sequence[int], sampling: Sampling | None = None, **more: Any) -> None:
@@ -235,8 +229,7 @@ class Engine:
 
         The next step ends it, after the token that the last step has drawn, with which it may end otherwise.
         """
-        if not isinstance(name, str):
-            raise TypeError(f"name is a {type(name).__name__}; it must be a str.")
+        check_name(name)
         self._events.append(Cancel(self._next, name))
 
     def tick(self, time: int) -> None:
@@ -278,7 +271,7 @@ class Engine:
 
         Raises:
             RankError: ranks hold different states; names the first field that differs.
-            RuntimeError: an earlier step failed. The cache is lost then: make another engine.
+            RuntimeError: the engine is closed, or an earlier step failed. The cache is lost then: make another engine.
         """
         self._advance()
         found, self._others = self._others, []
@@ -318,13 +311,9 @@ class Engine:
             TypeError: as `add`.
             ValueError: a request is out of range, or can never fit; none was begun then.
         """
-        prompts, one = list(prompts), sampling is None or isinstance(sampling, Sampling)
-        each: list[Any] = [sampling or Sampling()] * len(prompts) if one else list(sampling)  # pyright: ignore
-        if len(each) != len(prompts):
-            raise ValueError(
-                f"generate: {len(prompts)} prompts and {len(each)} samplings; give one for all, or one each."
-            )
-        each = list(zip(prompts, each, adapter_of_each(adapter, len(prompts)), strict=True))
+        prompts = list(prompts)
+        hows, adapters = sampling_of_each(sampling, len(prompts)), adapter_of_each(adapter, len(prompts))
+        each = zip(prompts, hows, adapters, strict=True)
         requests = [self._request(prompt, how, adapter=name) for prompt, how, name in each]
         names = [self._await(self._enter(request)) for request in requests]
         try:
@@ -458,6 +447,26 @@ class Engine:
             raise ValueError(f"adapter {name!r} is of requests in progress, {users}; cancel them, or wait.")
         self._adapters.remove(name)
 
+    def close(self) -> None:
+        """Ends the engine: drops its weights and cache, and frees the directory on disk unless the runner was given.
+
+        Calls that step are refused from here on. A `Runner` that was given has a `close` of its own.
+
+        Example:
+            >>> from shardfn import core
+            >>> from shardfn.models import gpt
+            >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=32)
+            >>> engine = Engine(decoder(config), gpt.init(config, core.key(0)))
+            >>> engine.close()
+            >>> engine.generate([[5, 6, 7]])
+            Traceback (most recent call last):
+            RuntimeError: this engine is closed; make another one.
+        """
+        self._closed = True
+        self._weights, self._cache, self._results = {}, [], None
+        if self._owned:
+            self.runner.close()
+
     # Requests whose tokens a call waits for.
 
     def _await(self, name: str) -> str:
@@ -495,6 +504,8 @@ class Engine:
     # One step.
 
     def _advance(self) -> None:
+        if self._closed:
+            raise RuntimeError("this engine is closed; make another one.")
         if self._failed is not None:
             raise RuntimeError("a step of this engine failed before; make another engine.") from self._failed
         try:
@@ -506,51 +517,41 @@ class Engine:
             self._awaited.get(token.name, self._others).append(token)
 
     def _run(self) -> list[Token]:
-        events, self._events, self._adding = [*self._events, *self._stops()], [], {}
-        blocks = {} if self._routes is None else blocks_in_flight(self._state)
-        self._state, plan, outputs = advance(self._state, events, self._drawn)
-        found = [self._token(output, blocks) for output in outputs]  # before a step writes to blocks that are free now
-        self._embeddings.take(outputs, self._hidden)
-        self._constraints.drop(outputs)
-        self._drawn, self._logprobs, self._tops, self._hidden = [], [], [], None
+        drawn = self._drawn
+        events, self._events, self._adding = [*self._events, *self._stops(drawn)], [], {}
+        self._follower.before(self._state)
+        self._state, plan, outputs = advance(self._state, events, drawn)
+        found = [self._token(output) for output in outputs]
+        self._follower.take(outputs)
+        self._results = None
         reachable = self._state.version, self._state.pending
         self._weights = {v: w for v, w in self._weights.items() if v in reachable}
         compare(self._state, self.mesh)
         if plan is not None:
-            self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
-            weights = self._weights[plan.version]
-            allowed = self._constraints.allowed(self._state, len(plan.rows))
-            args = weights, self._cache, plan, allowed
-            how: dict[str, Any] = {"low": self._adapters.of(plan), "hidden": self._embeddings.wanted(self._state)}
-            made = self.runner.run(*args, **how, routed=self._routes is not None)
-            self._drawn, self._logprobs, self._cache, self._hidden, self._tops, experts = made
-            if self._routes is not None:
-                assert experts is not None
-                self._routes.take(plan, experts)
+            self._launch(plan)
         return found
 
-    def _stops(self) -> list[Stop]:
+    def _launch(self, plan: Plan) -> None:
+        self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
+        columns = self._follower.columns(self._state, plan)
+        self._results = self.runner.run(self._weights[plan.version], self._cache, plan, **columns)
+        self._cache = self._results.cache
+        self._follower.ran(plan, self._results)
+
+    @property
+    def _drawn(self) -> list[int]:
+        """The tokens of the plan in flight."""
+        return [] if self._results is None else self._results.tokens
+
+    def _stops(self, drawn: Sequence[int]) -> list[Stop]:
         """The events by which texts end with the tokens of the last plan."""
-        drawn = list(new_tokens(self._state, self._drawn))
-        ends = self._constraints.take(drawn)
-        ends |= self._texts.take(drawn, ends)
+        ends = self._follower.ends(list(new_tokens(self._state, drawn)), {})
         return [Stop(self._next + i, *place, finish) for i, (place, finish) in enumerate(ends.items())]
 
-    def _request(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> tuple[Request, list[Matcher]]:
-        """A request that passes admission, with the matchers of its grammar."""
-        unknown = set(more) - {"priority", "deadline", "salt", "adapter"}
-        if unknown:
-            raise TypeError(f"add: {', '.join(sorted(unknown))}: a request has priority, deadline, salt and adapter.")
-        more["adapter"] = self._adapters.digest(more.get("adapter"))
-        if sampling is not None and not isinstance(sampling, Sampling):
-            raise TypeError(f"sampling is a {type(sampling).__name__}; pass a Sampling.")
-        request = Request(ids_of(prompt), sampling or Sampling(), **more)
-        check_request(request, self.limits)
-        if request.sampling.stop and self.detokenizer is None:
-            raise ValueError(
-                f"stop is {request.sampling.stop!r}, and the engine has no tokenizer: Engine(tokenizer=...)."
-            )
-        return request, self._constraints.compile(request)
+    def _request(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> tuple[Request, Any]:
+        """A request that passes admission, with the follower's value for its beginning."""
+        request = request_of(prompt, sampling, self.limits, self._adapters, more)
+        return request, self._follower.admit(request)
 
     def _known(self, name: str) -> bool:
         return name in self._state.names or name in self._adding or name in self._awaited
@@ -559,10 +560,11 @@ class Engine:
     def _next(self) -> int:
         return self._state.number + len(self._events)
 
-    def _token(self, out: Output, blocks: Mapping[Choice, list[int]]) -> Token:
-        logprob, routes = None if out.row is None else self._logprobs[out.row], None
-        if self._routes is not None and out.finish is not None and out.token is not None:
-            routes = self._routes.of(blocks[out.name, out.choice], out.position)
-        top = () if out.row is None or not self._tops else self._tops[out.row]
-        text = self._texts.of(out)
-        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish, text, top, routes)
+    def _token(self, out: Output) -> Token:
+        logprob, top = None, ()
+        if out.row is not None:
+            assert self._results is not None
+            logprob, tops = self._results.logprobs[out.row], self._results.top
+            top = tops[out.row] if tops else ()
+        more = {"top": top, **self._follower.fields(out)}
+        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish, **more)

@@ -32,7 +32,7 @@ from shardfn.modules import (
 )
 
 from ._cache import CacheLayout, Paged
-from ._decoder import Decoder
+from ._decoder import Decoder, Outputs
 from ._hf_edges import edges_of
 from ._low_rank import Linear, LowRank
 
@@ -209,7 +209,7 @@ def _decoder(
         rows_R: Tensor,
         bodies: Sequence[nn.Body],
         low: LowRank | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> Outputs:
         params = weights["params"]
         packed = {**params, **weights["packed"]}
         seen, made = list[Tensor](), dict[int, _Run]()
@@ -229,24 +229,17 @@ def _decoder(
                 made[id(params[name])] = run if low is None else functools.partial(_adapted, name, low, layer, run)
         attend = functools.partial(_attend, bodies, tp)
         logits = function(params, tokens_T, positions_T, rows_R, attend, ExactRows(made) if linear else None, exchange)
-        return logits, seen
-
-    def logits(weights: Served, *rest: Any) -> Tensor:
-        return outputs(weights, *rest)[0]
-
-    def with_hidden(weights: Served, *rest: Any) -> tuple[Tensor, Tensor]:
-        logits, [hidden_1RD] = outputs(weights, *rest)
-        return logits, hidden_1RD.reshape(-1, hidden_1RD.shape[-1])
+        return Outputs(logits, seen[0].reshape(-1, seen[0].shape[-1]) if seen else None)
 
     placed = {name: P(tp) if name in cut and name not in kept else P() for name in like}
     placed |= dict.fromkeys(function.experts, P(tp))
     served = {"params": placed, "packed": {name: P(tp) for name in cut if name in kept}}
     cache = CacheLayout(layers, heads, dim, tp)
-    made = Decoder(shape.vocab, function.context, cache, specs=P(), logits=logits, pack=pack)
+    made = Decoder(shape.vocab, function.context, cache, specs=P(), outputs=outputs, pack=pack)
     if head in linear:
         inner = [name for name in linear if name != head and name not in kept]
         sizes = {name: Linear(inputs[name], nums[name], linear[name]) for name in inner}
-        made = replace(made, outputs=with_hidden, linear=sizes)
+        made = replace(made, embeds=True, linear=sizes)
     return made if tp is None else replace(made, specs=specs, packed=served)
 
 

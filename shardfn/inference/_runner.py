@@ -90,6 +90,26 @@ class MemoryPlan(NamedTuple):
         return f"{self.total / 2**20:.1f} MiB a rank: {parts}"
 
 
+class Results(NamedTuple):
+    """The results of a plan's rows.
+
+    Attributes:
+        tokens: that were drawn; -1 where logits were not finite.
+        logprobs: of these tokens.
+        cache: in place of the given one.
+        hidden: the hidden states, float32; None if they are not wanted.
+        top: for each row the most probable tokens that it wants; empty where no row wants any.
+        experts: those of the plan's tokens; None if they are not wanted.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    cache: Cache
+    hidden: Float[Tensor, "rows d"] | None
+    top: list[Top]
+    experts: Int[Tensor, "tokens m k"] | None
+
+
 class Runner:
     """The graphs of a decoder, one for each bucket; it holds neither weights nor cache.
 
@@ -129,7 +149,7 @@ class Runner:
         schedule: dict[str, Any] = {} if prefetch is None else {"prefetch": prefetch, "passes": (without_copies,)}
         return {
             more: sharded(
-                jit(functools.partial(self._step, more), **schedule),
+                jit(functools.partial(_step, self._decoder, num), **schedule),
                 mesh=self.mesh,
                 specs=self._decoder.packed,
                 zero=self._zero,
@@ -253,9 +273,7 @@ class Runner:
         low: LowRank | None = None,
         hidden: bool = False,
         routed: bool = False,
-    ) -> tuple[
-        list[int], list[float], Cache, Float[Tensor, "rows d"] | None, list[Top], Int[Tensor, "tokens m k"] | None
-    ]:
+    ) -> Results:
         """The results of the plan's rows.
 
         Args:
@@ -264,12 +282,8 @@ class Runner:
             plan: of the step.
             allowed: the tokens that each row may draw; None is all.
             low: the adapters of the plan's tokens.
-            hidden: whether the hidden states of the rows are wanted, float32; else None takes their place.
-            routed: whether the experts of the plan's tokens are wanted, and hidden states; else None takes their place.
-
-        Returns:
-            Tokens, their log probabilities, the cache in place of the given one, hidden states, for each row the most
-            probable tokens that it wants, none where no row wants any, and experts.
+            hidden: whether the hidden states of the rows are wanted.
+            routed: whether the experts of the plan's tokens are wanted, and hidden states.
         """
         self._decoder.cache.move(cache, plan.moves)
         step = tensors(plan, self._limits, self.mesh.device, allowed, low)
@@ -278,26 +292,28 @@ class Runner:
         )(weights, cache, step)
         states = more[0][: plan.num_rows].float() if more else None
         tokens, logprobs = tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist()
-        return tokens, logprobs, cache, states, _tops(plan, top), more[1][: plan.num_tokens] if routed else None
+        experts = more[1][: plan.num_tokens] if routed else None
+        return Results(tokens, logprobs, cache, states, _tops(plan, top), experts)
 
-    def _step(
-        self, more: str, weights: PyTree, cache: list[Tensor], step: Step
-    ) -> tuple[Tensor, Tensor, list[Tensor], Any, *tuple[Tensor, ...]]:
-        """The pure step: `(weights, cache, step) -> (tokens, log probabilities, cache, top, *further results)`.
+    def close(self) -> None:
+        """Drops the graphs, and releases the directory on disk: weights that are there cannot be used any more."""
+        self._bound.clear()
+        for one in (self._pack, *self._run.values()):
+            one.close()
 
-        `top` has the most probable tokens and their log probabilities in an extended step, and is empty in others.
-        """
-        decoder, args = self._decoder, (weights, step.tokens, step.positions, step.rows, _bodies(cache, step))
-        if more == "routed":
-            assert decoder.routed is not None
-            found = decoder.routed(*args, step.low)
-        elif more == "hidden" or step.low is not None:
-            assert decoder.outputs is not None
-            found = decoder.outputs(*args, step.low)
-        else:
-            found = (decoder.logits(*args),)
-        logits_RV = found[0]
-        return *_drawn(logits_RV, step), cache, _top(logits_RV, step), *found[1 : 1 + _FURTHER[more]]
+
+def _step(
+    decoder: Decoder, num: int, weights: PyTree, cache: list[Tensor], step: Step
+) -> tuple[Tensor, Tensor, list[Tensor], Any, *tuple[Tensor | None, ...]]:
+    """The pure step: `(weights, cache, step) -> (tokens, log probabilities, cache, top, *further results)`.
+
+    `top` has the most probable tokens and their log probabilities in an extended step, and is empty in others. The
+    further results are the first `num` of hidden states and experts.
+    """
+    bodies = _bodies(cache, step)
+    found = decoder.outputs(weights, step.tokens, step.positions, step.rows, bodies, step.low)
+    drawn = _drawn(found.logits, step)
+    return *drawn, cache, _top(found.logits, step), *(found.hidden, found.experts)[:num]
 
 
 def runner_of(

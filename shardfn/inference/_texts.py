@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from ._detokenize import Detokenizer, Growing
 from ._drawn import Drawn, Ends
+from ._follower import Follower
+from ._requests import Request
 from ._schedule import Output
 from ._stops import Cut
 
@@ -37,6 +39,22 @@ class Texts:
     def __init__(self, detokenizer: Detokenizer | None) -> None:
         self._detokenizer = detokenizer
         self._texts: dict[tuple[str, int], _Text] = {}
+
+    @property
+    def follower(self) -> Follower:
+        """The hooks."""
+        return Follower(admit=self.admit, ends=self.take, fields=lambda output: {"text": self.of(output)})
+
+    def admit(self, request: Request) -> None:
+        """Refuses stop strings where there are no texts.
+
+        Raises:
+            ValueError: the engine has no tokenizer.
+        """
+        if request.sampling.stop and self._detokenizer is None:
+            raise ValueError(
+                f"stop is {request.sampling.stop!r}, and the engine has no tokenizer: Engine(tokenizer=...)."
+            )
 
     def take(self, drawn: Sequence[Drawn], ends: Ends) -> Ends:
         """Takes tokens, of which the grammars' `ends` are known; the ends by stop strings."""

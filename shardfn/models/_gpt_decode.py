@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -23,6 +23,20 @@ from ._gpt_config import Config
 from ._gpt_leaves import Params, block_shapes, check_leaves, layers_of, specs
 
 
+class Decoded(NamedTuple):
+    """The results of `decode`.
+
+    Attributes:
+        logits: of the rows.
+        hidden: the states of the rows that the head multiplies.
+        experts: of each token, in each of the m layers that have some.
+    """
+
+    logits: Float[Tensor, "r v"]
+    hidden: Float[Tensor, "r d"]
+    experts: Int[Tensor, "t m k"]
+
+
 def decode(
     config: Config,
     params: Params,
@@ -32,8 +46,9 @@ def decode(
     bodies: Sequence[nn.Body],
     *,
     axis: Axes = None,
-) -> Float[Tensor, "r v"]:
-    """Logits of some of the tokens of several sequences.
+    then: Mapping[str, nn.Then] = MappingProxyType({}),
+) -> Decoded:
+    """Logits of some of the tokens of several sequences, with the hidden states and experts behind them.
 
     Each layer's attention is computed by a body of its own, which keeps the layer's keys and values from one call to
     the next, and knows which tokens belong together. So a sequence may be passed in any parts, beside any others.
@@ -46,9 +61,10 @@ def decode(
         rows_R: the tokens whose logits are wanted.
         bodies: one for each layer.
         axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
+        then: for weights of an exact config, by names such as "blocks.0.wq", the function that `ExactWeight.then` is.
 
     Returns:
-        The whole vocabulary on all ranks.
+        Logits of the whole vocabulary on all ranks.
 
     Raises:
         ValueError: the config's layers cannot be run so, or `bodies` are not one for each layer.
@@ -59,89 +75,11 @@ def decode(
         >>> config = Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
         >>> params, tokens_T = init(config, core.key(0)), torch.tensor([5, 6, 7])
         >>> packed = pack(config, params)
-        >>> logits_RV = decode(config, packed, tokens_T, torch.arange(3), torch.tensor([2]), [nn.Dense()])
-        >>> torch.allclose(logits_RV, apply(config, params, tokens_T[None])[:, 2], atol=1e-6)
+        >>> found = decode(config, packed, tokens_T, torch.arange(3), torch.tensor([2]), [nn.Dense()])
+        >>> torch.allclose(found.logits, apply(config, params, tokens_T[None])[:, 2], atol=1e-6)
         True
-    """
-    return decode_outputs(config, params, tokens_T, positions_T, rows_R, bodies, axis=axis)[0]
-
-
-def decode_outputs(
-    config: Config,
-    params: Params,
-    tokens_T: Int[Tensor, " t"],
-    positions_T: Int[Tensor, " t"],
-    rows_R: Int[Tensor, " r"],
-    bodies: Sequence[nn.Body],
-    *,
-    axis: Axes = None,
-    then: Mapping[str, nn.Then] = MappingProxyType({}),
-) -> tuple[Float[Tensor, "r v"], Float[Tensor, "r d"]]:
-    """The logits of `decode`, and the hidden states that the head multiplies.
-
-    Args:
-        config: as for `decode`.
-        params: as for `decode`.
-        tokens_T: as for `decode`.
-        positions_T: as for `decode`.
-        rows_R: as for `decode`.
-        bodies: as for `decode`.
-        axis: as for `decode`.
-        then: for weights of an exact config, by names such as "blocks.0.wq", the function that `ExactWeight.then` is.
-
-    Raises:
-        ValueError: as `decode`.
-
-    Example:
-        >>> import shardfn.core as core
-        >>> from shardfn.models.gpt import init
-        >>> config = Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
-        >>> tokens_T, packed = torch.tensor([5, 6, 7]), pack(config, init(config, core.key(0)))
-        >>> logits_RV, hidden_RD = decode_outputs(
-        ...     config, packed, tokens_T, torch.arange(3), torch.tensor([2]), [nn.Dense()]
-        ... )
-        >>> tuple(logits_RV.shape), tuple(hidden_RD.shape)
-        ((1, 64), (1, 32))
-    """
-    return decode_routed(config, params, tokens_T, positions_T, rows_R, bodies, axis=axis, then=then)[:2]
-
-
-def decode_routed(
-    config: Config,
-    params: Params,
-    tokens_T: Int[Tensor, " t"],
-    positions_T: Int[Tensor, " t"],
-    rows_R: Int[Tensor, " r"],
-    bodies: Sequence[nn.Body],
-    *,
-    axis: Axes = None,
-    then: Mapping[str, nn.Then] = MappingProxyType({}),
-) -> tuple[Float[Tensor, "r v"], Float[Tensor, "r d"], Int[Tensor, "t m k"]]:
-    """The results of `decode_outputs`, and the experts of each token in each of the m layers that have some.
-
-    Args:
-        config: as for `decode`.
-        params: as for `decode`.
-        tokens_T: as for `decode`.
-        positions_T: as for `decode`.
-        rows_R: as for `decode`.
-        bodies: as for `decode`.
-        axis: as for `decode`.
-        then: as for `decode_outputs`.
-
-    Raises:
-        ValueError: as `decode`.
-
-    Example:
-        >>> import shardfn.core as core
-        >>> from shardfn.models.gpt import init
-        >>> config = Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
-        >>> tokens_T, packed = torch.tensor([5, 6, 7]), pack(config, init(config, core.key(0)))
-        >>> *_, experts_Tmk = decode_routed(
-        ...     config, packed, tokens_T, torch.arange(3), torch.tensor([2]), [nn.Dense()]
-        ... )
-        >>> tuple(experts_Tmk.shape)  # no layer has experts
-        (3, 0, 0)
+        >>> tuple(found.hidden.shape), tuple(found.experts.shape)  # no layer has experts
+        ((1, 32), (3, 0, 0))
     """
     check_decodable(config)
     if len(bodies) != config.num_layers:
@@ -169,7 +107,8 @@ def decode_routed(
     x_RD = norm(config, along, x_1TD[0][rows_R], params["norm_w"], params.get("norm_b"))
     own_RV = nn.column_linear(x_RD, params[_head(config)], features=config.vocab_size, axis=axis)
     logits_RV = all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size)
-    return logits_RV, x_RD, torch.stack(experts, 1) if experts else tokens_T.new_zeros(len(tokens_T), 0, 0)
+    experts_Tmk = torch.stack(experts, 1) if experts else tokens_T.new_zeros(len(tokens_T), 0, 0)
+    return Decoded(logits_RV, x_RD, experts_Tmk)
 
 
 def _without_losses(config: Config) -> Config:

@@ -30,10 +30,9 @@ from ._gpt_block import norm as _norm
 from ._gpt_block import position_tables as _position_tables
 from ._gpt_block import weight as _weight
 from ._gpt_config import Config as Config
+from ._gpt_decode import Decoded as Decoded
 from ._gpt_decode import check_decodable as check_decodable
 from ._gpt_decode import decode as decode
-from ._gpt_decode import decode_outputs as decode_outputs
-from ._gpt_decode import decode_routed as decode_routed
 from ._gpt_decode import linear_sizes as linear_sizes
 from ._gpt_decode import pack as pack
 from ._gpt_decode import packed_specs as packed_specs

@@ -1,13 +1,10 @@
 """A model that draws at another temperature, with the log probabilities of the distribution that it draws from."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from shardfn.core import PyTree
-from shardfn.inference import Decoder
+from shardfn.inference import Decoder, Outputs
 
 
 def tempered(decoder: Decoder, temperature: float) -> Decoder:
@@ -42,17 +39,8 @@ def tempered(decoder: Decoder, temperature: float) -> Decoder:
             " Sampling(temperature=0.0) draws the most probable tokens."
         )
 
-    def logits(weights: PyTree, *rest: Any) -> Tensor:
-        return decoder.logits(weights, *rest).float() / temperature
+    def outputs(weights: PyTree, *rest: Any) -> Outputs:
+        found = decoder.outputs(weights, *rest)
+        return found._replace(logits=found.logits.float() / temperature)
 
-    def cooled(inner: Callable[..., Any] | None) -> Callable[..., Any] | None:
-        """A function whose first result are logits."""
-
-        def run(weights: PyTree, *rest: Any) -> Any:
-            assert inner is not None
-            logits_RV, *more = inner(weights, *rest)
-            return logits_RV.float() / temperature, *more
-
-        return None if inner is None else run
-
-    return dataclasses.replace(decoder, logits=logits, outputs=cooled(decoder.outputs), routed=cooled(decoder.routed))
+    return dataclasses.replace(decoder, outputs=outputs)

@@ -132,7 +132,7 @@ class Model:
             at_T = torch.arange(T, dtype=torch.int32)
             bodies = alone(CacheLayout(self.config.num_layers, self.config.kv_heads, self.config.head_dim), T)
             packed = gpt.pack(self.config, params)
-            return gpt.decode_outputs(self.config, packed, tokens_T, at_T, at_T, bodies, then=then)[0]
+            return gpt.decode(self.config, packed, tokens_T, at_T, at_T, bodies, then=then).logits
 
 
 def products(lora: LoRA, tree: Any) -> dict[str, nn.Then]:

@@ -44,7 +44,7 @@ def model(dtype: str, tp: str | None = None, **changes: Any) -> Model:
         at_T = torch.arange(T, dtype=torch.int32)
         bodies = alone(CacheLayout(config.num_layers, config.kv_heads, config.head_dim), T, dtype=dtype)
         with torch.no_grad():
-            return gpt.decode_outputs(config, packed[version], torch.tensor(tokens), at_T, at_T, bodies)[0]
+            return gpt.decode(config, packed[version], torch.tensor(tokens), at_T, at_T, bodies).logits
 
     one.full = full
     return one

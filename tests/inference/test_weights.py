@@ -1,6 +1,7 @@
 """Covers weights on the host and on disk: tokens and logits are those of resident weights, bit for bit."""
 
 import functools
+import gc
 import os
 import pathlib
 import subprocess
@@ -176,3 +177,21 @@ def test_a_model_of_three_times_the_memory_generates(tmp_path: pathlib.Path) -> 
     assert streamed.returncode == 0, streamed.stderr
     assert streamed.stdout == free.stdout
     assert refused.returncode != 0 and "allocate" in refused.stderr, refused.stderr
+
+
+def test_an_engine_that_is_closed_frees_its_directory_at_once(tmp_path: pathlib.Path) -> None:
+    made, params, want = reference(**LLAMA)
+    gc.disable()  # the directory of an open engine is refused to the next one
+    try:
+        first, second = (_completed_and_closed(engine_of(made, params, **on_disk(tmp_path)), want) for _ in range(2))
+    finally:
+        gc.enable()
+    for engine in (first, second):
+        with pytest.raises(RuntimeError, match="this engine is closed; make another one"):
+            engine.step()
+
+
+def _completed_and_closed(engine: Engine, want: Any) -> Engine:
+    assert completed(engine) == want
+    engine.close()
+    return engine

@@ -49,10 +49,10 @@ def test_served_weights_have_the_logits_of_training(name: str) -> None:
     params = params_of(config)
     served, at_T = gpt.pack(config, params), torch.arange(9)
     rows_R = torch.tensor([8, 3])
-    logits_RV = gpt.decode(
+    found = gpt.decode(
         dataclasses.replace(config, stacked=False), served, tokens_T, at_T, rows_R, [nn.Exact()] * config.num_layers
     )
-    assert torch.equal(logits_RV, gpt.apply(config, params, tokens_T[None])[0, rows_R])
+    assert torch.equal(found.logits, gpt.apply(config, params, tokens_T[None])[0, rows_R])
 
 
 @NIGHTLY

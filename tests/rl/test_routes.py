@@ -153,7 +153,7 @@ def test_a_step_learns_with_replayed_experts() -> None:
 
 def test_mistakes_are_named() -> None:
     x = sampled(params())
-    with pytest.raises(ValueError, match=r"routes is True, and the decoder has routed=None.*leave it out"):
+    with pytest.raises(ValueError, match=r"routes is True, and the decoder has routes=\(0, 0\).*leave it out"):
         Engine(decoder(DENSE), gpt.init(DENSE, sf.key(0)), routes=True)
     with pytest.raises(ValueError, match=r"routes is True, and the drafter is .*; leave one of them out"):
         Engine(MODEL, params(), limits=limits(MODEL, drafts=3), drafter=Ngram(), routes=True)

@@ -1,0 +1,71 @@
+"""Checks of an engine's arguments, and of those of its calls."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ._adapters import Adapters
+from ._decoder import Decoder
+from ._drafters import Computes, Drafter
+from ._limits import DRAFTS, Limits
+from ._requests import Request, Sampling, check_request, ids_of
+from ._runner import limits_of
+
+
+def sizes_of(decoder: Decoder, limits: Limits | None, drafter: Drafter | None) -> Limits:
+    """The limits of an engine, with room for the drafts of its drafter.
+
+    Raises:
+        ValueError: they have no room for drafts, or the drafter is of another vocabulary.
+    """
+    if limits is None:
+        limits = limits_of(decoder) if drafter is None else limits_of(decoder, drafts=DRAFTS)
+    if drafter is not None and not limits.drafts:
+        raise ValueError(
+            f"limits.drafts is 0, and the drafter is {drafter!r:.80}; try limits_of(..., drafts={DRAFTS})."
+        )
+    if isinstance(drafter, Computes):
+        drafter.check(limits)
+    return limits
+
+
+def request_of(
+    prompt: Sequence[int], sampling: Sampling | None, limits: Limits, adapters: Adapters, more: dict[str, Any]
+) -> Request:
+    """A request within the limits; in `more` its adapter has a name, and in the request the digest.
+
+    Raises:
+        TypeError: an argument is of a wrong type, or unknown.
+        ValueError: a value is out of range, or the request can never fit.
+    """
+    unknown = set(more) - {"priority", "deadline", "salt", "adapter"}
+    if unknown:
+        raise TypeError(f"add: {', '.join(sorted(unknown))}: a request has priority, deadline, salt and adapter.")
+    fields: dict[str, Any] = more | {"adapter": adapters.digest(more.get("adapter"))}
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling is a {type(sampling).__name__}; pass a Sampling.")
+    request = Request(ids_of(prompt), sampling or Sampling(), **fields)
+    check_request(request, limits)
+    return request
+
+
+def sampling_of_each(sampling: Any, num: int) -> list[Sampling]:
+    """The sampling of each of some prompts.
+
+    Raises:
+        ValueError: their numbers differ.
+    """
+    if sampling is None or isinstance(sampling, Sampling):
+        return [sampling or Sampling()] * num
+    if len(each := list(sampling)) != num:
+        raise ValueError(f"generate: {num} prompts and {len(each)} samplings; give one for all, or one each.")
+    return each
+
+
+def check_name(name: Any) -> None:
+    """Refuses a name of a request that is not a text.
+
+    Raises:
+        TypeError: it is of another type.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name is a {type(name).__name__}; it must be a str.")

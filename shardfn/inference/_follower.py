@@ -1,0 +1,89 @@
+"""The hooks by which texts, grammars, embeddings, adapters and routes follow an engine's requests, beside the schedule.
+
+A step calls each hook of all followers before the next one, in the order of their fields, from `ends` on.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ._drawn import Drawn, Ends
+from ._plan import Plan
+from ._requests import Request
+from ._runner import Results
+from ._schedule import Output
+from ._state import State
+
+
+def _nothing(*given: Any) -> None:
+    del given
+
+
+def _empty(*given: Any) -> dict[Any, Any]:
+    del given
+    return {}
+
+
+class Follower(NamedTuple):
+    """Hooks; `Follower()` is the identity. They are pure functions of calls that all ranks make alike.
+
+    Attributes:
+        admit: refuses a request, or returns a value for `begin`; the request may never begin.
+        begin: takes the name of a request that begins, and that value.
+        ends: the ends of choices with tokens that were drawn; it has those that earlier followers have found.
+        before: takes the state before the schedule takes these tokens.
+        fields: of the `Token` of an output.
+        take: takes the outputs of the last plan.
+        columns: the arguments of `Runner.run` for the next plan.
+        ran: takes that plan and its results.
+    """
+
+    admit: Callable[[Request], Any] = _nothing
+    begin: Callable[[str, Any], None] = _nothing
+    ends: Callable[[Sequence[Drawn], Ends], Ends] = _empty
+    before: Callable[[State], None] = _nothing
+    fields: Callable[[Output], dict[str, Any]] = _empty
+    take: Callable[[Sequence[Output]], None] = _nothing
+    columns: Callable[[State, Plan], dict[str, Any]] = _empty
+    ran: Callable[[Plan, Results], None] = _nothing
+
+
+def together(followers: Sequence[Follower]) -> Follower:
+    """One follower that calls each hook of several, in their order.
+
+    Example:
+        >>> first = Follower(ends=lambda drawn, ends: {("a", 0, 5): "stop"})
+        >>> second = Follower(ends=lambda drawn, ends: {("b", 0, 7): "stop"} if ends else {})
+        >>> together([first, second]).ends([], {})
+        {('a', 0, 5): 'stop', ('b', 0, 7): 'stop'}
+    """
+
+    def begin(name: str, admitted: Sequence[Any]) -> None:
+        for one, value in zip(followers, admitted, strict=True):
+            one.begin(name, value)
+
+    def ends(drawn: Sequence[Drawn], found: Ends) -> Ends:
+        new: Ends = {}
+        for one in followers:
+            new |= one.ends(drawn, found | new)
+        return new
+
+    def each(hook: str) -> Callable[..., None]:
+        def call(*given: Any) -> None:
+            for one in followers:
+                getattr(one, hook)(*given)
+
+        return call
+
+    def joined(hook: str) -> Callable[..., dict[str, Any]]:
+        return lambda *given: {k: v for one in followers for k, v in getattr(one, hook)(*given).items()}
+
+    return Follower(
+        admit=lambda request: [one.admit(request) for one in followers],
+        begin=begin,
+        ends=ends,
+        before=each("before"),
+        fields=joined("fields"),
+        take=each("take"),
+        columns=joined("columns"),
+        ran=each("ran"),
+    )
