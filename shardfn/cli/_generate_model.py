@@ -120,8 +120,10 @@ def engine_of(
     return engine, drafter
 
 
-def about(job: GenerateJob, served: Served, kinds: str, engine: Engine, drafter: Drafter | None) -> str:
-    """The lines about a model that is ready: its size, the kinds of its weights, exactness and memory."""
+def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | None) -> str:
+    """The lines about a model that is ready: its size, the codes and place of its weights, exactness and memory."""
+    place = "" if job.memory == "device" else f"on {job.memory}"
+    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place)))
     how = f"not exact: {served.inexact}" if served.inexact else "exact"
     lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", str(engine.memory())]
     lines += [f"{job.draft_model}, which guesses: {drafter.memory()}"] if isinstance(drafter, DraftModel) else []
