@@ -171,8 +171,9 @@ def load_text(job: GenerateJob) -> Text:
         run = run_of(path)
         assert run is not None
         return text_of_data(_tokenizer_of_run(run, json.loads((run / "model.json").read_text(encoding="utf-8"))))
-    place, more = (path.parent, {"gguf_file": path.name}) if job.kind == "gguf" else (path, {})
-    return text_of_transformers(_transformers(path).AutoTokenizer.from_pretrained(place, **more))
+    if job.kind == "gguf":
+        return text_of_transformers(_with_gguf(path).AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
+    return text_of_transformers(_transformers(path).AutoTokenizer.from_pretrained(path))
 
 
 def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
@@ -196,12 +197,7 @@ def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> S
 
 
 def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
-    transformers = _transformers(path)
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(
-            f"{path}: transformers reads GGUF files by packages that are missing: pip install {' '.join(missing)}"
-        )
+    transformers = _with_gguf(path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     module = _model(path.parent, job, gguf_file=path.name)
     text = text_of_transformers(tokenizer, _ids(module.generation_config.eos_token_id))
@@ -287,6 +283,15 @@ def _transformers(path: pathlib.Path) -> Any:
     if importlib.util.find_spec("transformers") is None:
         raise ImportError(f"{path}: its tokenizer is read by transformers, which is missing: pip install 'shardfn[hf]'")
     return importlib.import_module("transformers")
+
+
+def _with_gguf(path: pathlib.Path) -> Any:
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"{path}: transformers reads GGUF files by packages that are missing: pip install {' '.join(missing)}"
+        )
+    return _transformers(path)
 
 
 def _model(directory: pathlib.Path, job: GenerateJob, **more: Any) -> Any:
