@@ -27,6 +27,7 @@ from ._generate_job import DRAFTERS, DTYPES, GenerateJob, kind_of, run_of
 from ._generate_text import Text, text_of_data, text_of_transformers
 
 AXIS = "tp"
+_FILES_ALONE = {"trust_remote_code": False}  # without it transformers asks the user, and waits
 
 
 class Served(NamedTuple):
@@ -68,7 +69,7 @@ def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
     elif job.kind == "gguf":
         made = _of_gguf(path, job, mesh, held)
     else:
-        tokenizer = _transformers(path).AutoTokenizer.from_pretrained(path)
+        tokenizer = _transformers(path).AutoTokenizer.from_pretrained(path, **_FILES_ALONE)
         text = text_of_transformers(tokenizer, _ends(path / "config.json") | _ends(path / "generation_config.json"))
         made = _of_files(path, job, mesh, text)
     if made.text.size > made.decoder.vocab:
@@ -173,7 +174,7 @@ def load_text(job: GenerateJob) -> Text:
         return text_of_data(_tokenizer_of_run(run, json.loads((run / "model.json").read_text(encoding="utf-8"))))
     if job.kind == "gguf":
         return text_of_transformers(_with_gguf(path).AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
-    return text_of_transformers(_transformers(path).AutoTokenizer.from_pretrained(path))
+    return text_of_transformers(_transformers(path).AutoTokenizer.from_pretrained(path, **_FILES_ALONE))
 
 
 def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
@@ -297,6 +298,7 @@ def _with_gguf(path: pathlib.Path) -> Any:
 def _model(directory: pathlib.Path, job: GenerateJob, **more: Any) -> Any:
     """A model of transformers with its weights."""
     automatic = _transformers(directory).AutoModelForCausalLM
+    more |= _FILES_ALONE if "gguf_file" in more else {"use_safetensors": True, **_FILES_ALONE}
     return automatic.from_pretrained(directory, dtype=DTYPES[job.dtype], **more).eval()
 
 

@@ -11,7 +11,7 @@ def allow_connections(settings: Settings) -> None:
     Without it, connections beyond the limit would wait without an answer, instead of being refused by one.
 
     Raises:
-        ValueError: the system does not permit so many.
+        ValueError: the system does not permit that number.
 
     Example:
         >>> allow_connections(Settings("gpt", max_connections=8))
