@@ -7,6 +7,8 @@ Parts:
     ratio    tokens a second of clients, over those of `Engine.generate` on the same trace, all arriving at once. The
              server's front and the clients share the cores with the only rank. On a machine with other load the
              processor times are the better measure: the rank's over the engine's
+    requests `--count` short requests, 64 at a time, to a server that guesses: lost answers, and memory, among it that
+             of the texts from which drafts come
     streams  `--streams` at a time for `--seconds`: lost answers, equal requests with other texts, and memory
     idle     processor time of front and two ranks without requests, in parts of one core
 
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,27 +68,28 @@ class Server:
 def main() -> None:
     """Measures and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["ratio", "streams", "idle"])
+    parser.add_argument("--parts", nargs="+", default=["ratio", "streams", "requests", "idle"])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--out", default="")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    parts = {"ratio": ratio_part, "streams": streams_part, "idle": idle_part}
+    parts = {"ratio": ratio_part, "streams": streams_part, "requests": requests_part, "idle": idle_part}
     load = f"load of the machine before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     publish("The server", "\n\n".join([load, *(f"## {x}\n\n{parts[x](args)}" for x in args.parts)]), out=args.out)
 
 
 @contextlib.contextmanager
-def running(folder: pathlib.Path, ranks: int = 1) -> Iterator[Server]:
+def running(folder: pathlib.Path, ranks: int = 1, more: Sequence[str] = ()) -> Iterator[Server]:
     """A server of a run of train_gpt."""
     sizes = ["--running", RUNNING, "--budget", BUDGET, "--cache-gib", 0.5, "--max-waiting-tokens", 10**9]
     command = [sys.executable, "-m", "shardfn", "serve", folder, "--port", 0, "--name", "it", "--mesh", f"tp={ranks}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    flat = [str(x) for x in [*command, *sizes]]
+    flat = [str(x) for x in [*command, *sizes, *more]]
     process = subprocess.Popen(flat, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     found = next((x for line in process.stderr if (x := re.search(r"ready at (\S+),", line))), None)
@@ -176,6 +179,34 @@ def streams_part(args: argparse.Namespace) -> str:
     )
     note += " differ from those of equal requests"
     return note + "\n\n" + table(["MiB", "before", "after 10%", "after 55%", "after all"], rows)
+
+
+def requests_part(args: argparse.Namespace) -> str:
+    """Many short requests, 64 at a time; memory is read after a tenth of them, and after each further fifth or so."""
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as held:
+        made("tiny", pathlib.Path(place))
+        server = held.enter_context(running(pathlib.Path(place), more=["--drafter", "suffix"]))
+        marks, memory, failed, done = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0), [server.memory()], list[str](), 0
+        began = time.monotonic()
+
+        async def some(numbers: Iterator[int]) -> None:
+            for i in numbers:
+                [found] = await measure(server.url, "it", [Arrival(0, [1 + i % 250, 1 + i // 250 % 250, 3], 2 + i % 5)])
+                failed.extend([found.error] if found.error else [])
+
+        async def everything(begin: int, end: int) -> None:
+            numbers = iter(range(begin, end))
+            await asyncio.gather(*(some(numbers) for _ in range(64)))
+
+        for mark in marks:
+            asyncio.run(everything(done, done := round(mark * args.count)))
+            memory.append(server.memory())
+        seconds = time.monotonic() - began
+    rows = [[name, *(f"{x[i]:.1f}" for x in memory)] for i, name in enumerate(("front", "rank"))]
+    note = (
+        f"{args.count} requests in {seconds:.0f} s, {len(failed)} failed{': ' if failed else ''}{'; '.join(failed[:3])}"
+    )
+    return note + "\n\n" + table(["MiB", "before", *(f"after {mark:.0%}" for mark in marks)], rows)
 
 
 def idle_part(args: argparse.Namespace) -> str:

@@ -108,9 +108,7 @@ def _prepared(job: GenerateJob) -> Ready:
         engine, drafter = engine_of(job, served, limits, mesh, held, adapters)
     engine.check(prompts[0].ids, prompts[0].sampling, adapter=_name(job))
     engine.warm_up(grammars=job.sampling.grammar is not None)
-    place = "" if job.memory == "device" else f"on {job.memory}"
-    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place)))
-    lines = about(job, served, kinds, engine, drafter)  # of all ranks, which may capture together
+    lines = about(job, served, engine, drafter)  # of all ranks, which may capture together
     if mesh.rank == 0:
         print(lines, file=sys.stderr, flush=True)
     return Ready(job, engine, prompts)

@@ -28,6 +28,7 @@ from ._generate_job import DRAFTERS, DTYPES, GenerateJob, kind_of, run_of
 from ._generate_text import Text, text_of_data, text_of_transformers
 
 AXIS = "tp"
+_FILES_ALONE = {"trust_remote_code": False}  # without it transformers asks the user, and waits
 
 
 class Served(NamedTuple):
@@ -82,7 +83,7 @@ def _loaded(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.E
         return _of_run(path, job, mesh)
     if job.kind == "gguf":
         return _of_gguf(path, job, mesh, held)
-    tokenizer = _transformers(path).AutoTokenizer.from_pretrained(path)
+    tokenizer = _transformers(path).AutoTokenizer.from_pretrained(path, **_FILES_ALONE)
     text = text_of_transformers(tokenizer, _ends(path / "config.json") | _ends(path / "generation_config.json"))
     return _of_files(path, job, mesh, text)
 
@@ -128,8 +129,10 @@ def engine_of(
     return engine, drafter
 
 
-def about(job: GenerateJob, served: Served, kinds: str, engine: Engine, drafter: Drafter | None) -> str:
-    """The lines about a model that is ready: its size, the kinds of its weights, exactness and memory."""
+def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | None) -> str:
+    """The lines about a model that is ready: its size, the codes and place of its weights, exactness and memory."""
+    place = "" if job.memory == "device" else f"on {job.memory}"
+    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place)))
     how = f"not exact: {served.inexact}" if served.inexact else "exact"
     lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", str(engine.memory())]
     lines += [f"{job.draft_model}, which guesses: {drafter.memory()}"] if isinstance(drafter, DraftModel) else []
@@ -177,8 +180,9 @@ def load_text(job: GenerateJob) -> Text:
         run = run_of(path)
         assert run is not None
         return text_of_data(_tokenizer_of_run(run, json.loads((run / "model.json").read_text(encoding="utf-8"))))
-    place, more = (path.parent, {"gguf_file": path.name}) if job.kind == "gguf" else (path, {})
-    return text_of_transformers(_transformers(path).AutoTokenizer.from_pretrained(place, **more))
+    if job.kind == "gguf":
+        return text_of_transformers(_with_gguf(path).AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
+    return text_of_transformers(_transformers(path).AutoTokenizer.from_pretrained(path, **_FILES_ALONE))
 
 
 def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
@@ -202,12 +206,7 @@ def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> S
 
 
 def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
-    transformers = _transformers(path)
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(
-            f"{path}: transformers reads GGUF files by packages that are missing: pip install {' '.join(missing)}"
-        )
+    transformers = _with_gguf(path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     module = _model(path.parent, job, gguf_file=path.name)
     text = text_of_transformers(tokenizer, _ids(module.generation_config.eos_token_id))
@@ -295,9 +294,19 @@ def _transformers(path: pathlib.Path) -> Any:
     return importlib.import_module("transformers")
 
 
+def _with_gguf(path: pathlib.Path) -> Any:
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"{path}: transformers reads GGUF files by packages that are missing: pip install {' '.join(missing)}"
+        )
+    return _transformers(path)
+
+
 def _model(directory: pathlib.Path, job: GenerateJob, **more: Any) -> Any:
     """A model of transformers with its weights."""
     automatic = _transformers(directory).AutoModelForCausalLM
+    more |= _FILES_ALONE if "gguf_file" in more else {"use_safetensors": True, **_FILES_ALONE}
     return automatic.from_pretrained(directory, dtype=DTYPES[job.dtype], **more).eval()
 
 

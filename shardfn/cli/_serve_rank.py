@@ -69,7 +69,7 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
     embeds = served.decoder.embeds
     engine.warm_up(penalties=True, grammars=grammars, embeddings=embeds, adapters=bool(job.adapters))
     width = engine.embed([[0]]).shape[1] if embeds else 0
-    lines = about(model, served, model.dtype, engine, drafter)
+    lines = about(model, served, engine, drafter)
     return engine, Ready(limits, served.text.ends, served.text.size, grammars, lines, width)
 
 

@@ -6,12 +6,16 @@ import numpy as np
 from jaxtyping import Bool
 
 from ._detokenize import Detokenizer
+from ._drafters import Context
 from ._drawn import Drawn, Ends
 from ._follower import Follower
-from ._matchers import Compiler, Matcher
+from ._matchers import Ahead, Allowed, Compiler, Matcher
 from ._requests import Request
 from ._schedule import Output
-from ._state import State
+from ._state import Chunk, State
+from ._trees import Tree
+
+_Choice = tuple[str, int]  # a request's name, and the number of the choice
 
 
 class Constraints:
@@ -25,7 +29,9 @@ class Constraints:
     def __init__(self, detokenizer: Detokenizer | None, vocab: int) -> None:
         self._detokenizer, self._vocab = detokenizer, vocab
         self._compiler: Compiler | None = None
-        self._matchers: dict[tuple[str, int], Matcher] = {}
+        self._matchers: dict[_Choice, Matcher] = {}
+        self._ahead: dict[_Choice, Ahead] = {}  # of choices that had drafts
+        self._after: dict[_Choice, list[Allowed]] = {}  # of the next plan's drafts
 
     @property
     def follower(self) -> Follower:
@@ -70,32 +76,53 @@ class Constraints:
 
     def take(self, drawn: Sequence[Drawn]) -> Ends:
         """Takes tokens; the ends by grammars."""
-        ends = {}
+        ends: Ends = {}
+        ended = set[_Choice]()  # by these tokens
         for one in drawn:
-            matcher = self._matchers.get(one.place[:2])
+            choice = one.place[:2]
+            matcher = None if choice in ended else self._matchers.get(choice)
             if matcher is not None and (end := matcher.take(one.token, last=one.last)):
                 ends[one.place] = end
+                ended.add(choice)
         return ends
+
+    def cut(self, context: Context, drafts: Tree) -> Tree:
+        """The drafts that the grammar of a choice permits, in the order given; those below excluded ones fall, too."""
+        choice, how = (context.name, context.choice), context.sampling
+        assert self._compiler is not None and how.grammar is not None
+        if choice not in self._ahead:
+            self._ahead[choice] = self._compiler.ahead(how.grammar, how.stop_tokens)
+        tokens, allowed = context.tokens[context.prompt :].tolist(), self._matchers[choice].allowed
+        kept, self._after[choice] = self._ahead[choice].cut(tokens, allowed, drafts)
+        return kept
 
     def drop(self, outputs: Sequence[Output]) -> None:
         """Forgets the choices that have ended."""
         for output in outputs:
             if output.finish is not None:
-                self._matchers.pop((output.name, output.choice), None)
+                for kept in (self._matchers, self._ahead, self._after):
+                    kept.pop((output.name, output.choice), None)
 
     def allowed(self, state: State, rows: int) -> Bool[np.ndarray, "rows vocab"] | None:
         """The tokens that each of the next plan's rows may draw, padding included; None if all may draw all."""
-        found: dict[int, Matcher] = {}
+        found: dict[int, Allowed] = {}
         at = 0
         for chunk in state.flight if self._matchers else ():
-            one = state.sequences[chunk.serial]
-            matcher = self._matchers.get((one.name, one.choice))
-            if matcher is not None and chunk.positions and chunk.positions[-1] + 1 >= len(one.tokens):
-                found[at + len(chunk.positions) - 1] = matcher
             at += len(chunk.positions)
+            one = state.sequences[chunk.serial]
+            if chunk.positions and chunk.positions[-1] + 1 >= len(one.tokens):
+                masks = self._masks((one.name, one.choice), chunk)
+                found.update(enumerate(masks, at - len(masks)))
+        self._after.clear()
         if not found:
             return None
         allowed = np.ones((rows, self._vocab), bool)
-        for row, matcher in found.items():
-            allowed[row] = matcher.allowed
+        for row, mask in found.items():
+            allowed[row] = mask
         return allowed
+
+    def _masks(self, choice: _Choice, chunk: Chunk) -> list[Allowed]:
+        """The masks of a chunk's last rows: of the last known token, and of its drafts."""
+        if choice not in self._matchers:
+            return []
+        return [self._matchers[choice].allowed, *self._after.get(choice, [])[: len(chunk.drafts)]]

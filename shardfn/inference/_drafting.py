@@ -4,22 +4,25 @@ Rows are nearly free until a step computes more than it reads. So drafts fill a 
 beyond that only rows that would be padding; a drafter that computes proposes none there, as its proposals take time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
-from ._drafters import Computes
+from ._drafters import Computes, Context
 from ._plan import Rows
 from ._state import Chunk, Sequence, State
 from ._trees import Tree
 
+Cut = Callable[[Context, Tree], Tree]  # the drafts of a sequence with a grammar that the grammar permits
 
-def add_drafts(state: State, chunks: list[Rows]) -> list[Rows]:
-    """The chunks of a plan, with drafts for sequences that draw."""
+
+def add_drafts(state: State, chunks: list[Rows], cut: Cut | None = None) -> list[Rows]:
+    """The chunks of a plan, with drafts for sequences that draw; without `cut`, for those without a grammar alone."""
     spare = _spare(state, chunks) if state.drafter is not None and chunks else 0
     if spare <= 0:
         return chunks
-    able = {i: most for i, chunk in enumerate(chunks) if (most := _most(chunk))}
+    able = {i: most for i, chunk in enumerate(chunks) if (most := _most(chunk, grammars=cut is not None))}
     found = (_at_once if isinstance(state.drafter, Computes) else _in_turn)(state, chunks, able, spare)
+    found = found if cut is None else _permitted(chunks, found, cut)
     _trim(state, sum(chunk.num for chunk in chunks), found)
     return [_with(state, chunk, found[i]) if i in found else chunk for i, chunk in enumerate(chunks)]
 
@@ -50,12 +53,12 @@ def _spare(state: State, chunks: list[Rows]) -> int:
     return min(room, limits.budget - rows, limits.wanted(limits.budget) - wanted)
 
 
-def _most(chunk: Rows) -> int:
+def _most(chunk: Rows, *, grammars: bool) -> int:
     """The most drafts of a chunk; 0 unless it is the last known token of a sequence that may have drafts."""
     sequence = chunk.sequence
     num, how, trust = len(sequence.tokens), sequence.request.sampling, sequence.trust
     draws = chunk.num == len(chunk.positions) == 1 and sequence.computed == num - 1
-    if not draws or how.grammar is not None or num < trust.resume:
+    if not draws or (how.grammar is not None and not grammars) or num < trust.resume:
         return 0
     return min(trust.width, sequence.prompt + how.max_tokens - num - 1)  # the last drawn token is never fed
 
@@ -97,6 +100,19 @@ def _checked(state: State, proposal: Seq[int] | Tree, most: int) -> Tree:
             f" {vocab - 1}."
         )
     return drafts
+
+
+def _permitted(chunks: list[Rows], found: _Found, cut: Cut) -> _Found:
+    """Leaves out drafts that grammars exclude: they cannot be drawn. A proposal of such drafts alone was rejected."""
+    kept: _Found = {}
+    for i, drafts in found.items():
+        one = chunks[i].sequence
+        tree = drafts if one.request.sampling.grammar is None else cut(one.context, drafts)
+        if len(tree):
+            kept[i] = tree
+        else:
+            one.trust = one.trust.after(len(drafts), 0, num_tokens=len(one.tokens))
+    return kept
 
 
 def _trim(state: State, rows: int, found: _Found) -> None:

@@ -50,7 +50,7 @@ class Engine:
         tokenizer: as `detokenizer` takes: tokens then have their text, and requests may have stop strings and grammars.
             Equal on all ranks.
         drafter: proposes tokens, and those that are drawn are accepted: several tokens a step, and no other ones.
-            Equal on all ranks; the engine takes a copy. Requests with a grammar have no drafts.
+            Equal on all ranks; the engine takes a copy.
         adapters: by name, `(lora, values)` as of `add_adapter`.
         weights: the memory of weights between their uses, "device", "host" or "disk": a step reads those of a layer
             while the layer before computes, so that a model may be larger than the memory. Bits are the same.
@@ -520,7 +520,7 @@ class Engine:
         drawn = self._drawn
         events, self._events, self._adding = [*self._events, *self._stops(drawn)], [], {}
         self._follower.before(self._state)
-        self._state, plan, outputs = advance(self._state, events, drawn)
+        self._state, plan, outputs = advance(self._state, events, drawn, self._constraints.cut)
         found = [self._token(output) for output in outputs]
         self._follower.take(outputs)
         self._results = None

@@ -17,6 +17,7 @@ from jaxtyping import Bool
 
 from ._detokenize import Detokenizer
 from ._grammar import Grammar, check_grammar
+from ._trees import NO_DRAFTS, Tree
 
 # About 50 of the first and 14 of the second take a microsecond.
 _LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "verbose_errors": False}
@@ -51,6 +52,8 @@ class Matcher:
         Returns:
             "stop" where the text is complete, and nothing can follow; "error" where the token is not in the grammar.
         """
+        if self._inner.is_error():
+            return "error"  # a draft before it was accepted, and met a limit
         if token in self._stop_tokens:
             return None  # the text ends before it
         if not self._inner.consume_token(token) or self._inner.is_error():
@@ -64,12 +67,87 @@ class Matcher:
         return "stop" if self._accepts and not self.allowed.any() else None
 
     def _next(self) -> Allowed:
-        bits = np.unpackbits(np.frombuffer(self._inner.compute_bitmask(), np.uint8), bitorder="little").view(bool)
-        if self._inner.is_error():
-            bits[:] = False
-        allowed, self._accepts = bits[: self._vocab], bool(bits[_end(self._vocab)])
-        allowed[self._stop_tokens] = self._accepts
+        allowed, self._accepts = _next(self._inner, self._vocab, self._stop_tokens)
         return allowed
+
+
+class Ahead:
+    """A matcher that goes along drafts, and returns.
+
+    It shares nothing with the choice's own matcher, whose limits then count drawn tokens alone, so that drafts change
+    no end. Where this one meets a limit, the choice has no drafts any more.
+    """
+
+    def __init__(self, inner: Any, vocab: int, stop_tokens: Sequence[int]) -> None:
+        self._inner, self._vocab, self._stop_tokens = inner, vocab, list(stop_tokens)
+        self._num = 0  # tokens that were drawn
+        self._path: list[int] = []  # drafts that were consumed after them
+
+    def cut(self, tokens: Sequence[int], allowed: Allowed, drafts: Tree) -> tuple[Tree, list[Allowed]]:
+        """The drafts that the grammar permits.
+
+        Args:
+            tokens: that were drawn so far: those of the last call, and more.
+            allowed: which tokens may come next.
+            drafts: that may branch.
+
+        Returns:
+            The drafts, and for each of them which tokens may come after it.
+        """
+        kept: Tree = NO_DRAFTS
+        masks: list[Allowed] = []
+        places = {-1: -1}  # of kept drafts
+        if self._usable and not self._inner.consume_tokens(list(tokens[self._num :])):
+            return kept, masks
+        self._num = len(tokens)
+        for i, (token, parent) in enumerate(zip(drafts.tokens, drafts.parents, strict=True)):
+            at = places.get(parent)
+            if at is None or not (allowed if at < 0 else masks[at])[token]:
+                continue
+            tree = Tree((*kept.tokens, token), (*kept.parents, at))
+            if (after := self._after(tree)) is None:
+                break
+            places[i], kept = len(kept), tree
+            masks.append(after)
+        self._back(0)
+        return kept, masks
+
+    @property
+    def _usable(self) -> bool:
+        return not self._inner.is_error()
+
+    def _after(self, tree: Tree) -> Allowed | None:
+        """Which tokens may come after the last draft: not a single one where the text ends; None beyond a limit."""
+        path = tree.ancestors(len(tree) - 1)
+        shared = 0
+        while shared < len(self._path) and self._path[shared] == path[shared]:
+            shared += 1
+        self._back(shared)
+        ends = np.zeros(self._vocab, bool)
+        if tree.tokens[-1] in self._stop_tokens:
+            return ends
+        for draft in path[shared:]:
+            if not self._usable or not self._inner.consume_token(tree.tokens[draft]):
+                return None
+            self._path.append(draft)
+        allowed = ends if self._inner.is_stopped() else _next(self._inner, self._vocab, self._stop_tokens)[0]
+        return allowed if self._usable else None
+
+    def _back(self, num: int) -> None:
+        """Returns to the place after the first drafts of the path."""
+        if self._usable and len(self._path) > num:
+            self._inner.rollback(len(self._path) - num)
+        del self._path[num:]
+
+
+def _next(inner: Any, vocab: int, stop_tokens: list[int]) -> tuple[Allowed, bool]:
+    """Which tokens may come next, and whether the text is complete."""
+    bits = np.unpackbits(np.frombuffer(inner.compute_bitmask(), np.uint8), bitorder="little").view(bool)
+    if inner.is_error():
+        bits[:] = False
+    allowed, accepts = bits[:vocab], bool(bits[_end(vocab)])
+    allowed[stop_tokens] = accepts
+    return allowed, accepts
 
 
 class Compiler:
@@ -103,16 +181,23 @@ class Compiler:
             ValueError: the grammar is wrong, too large, or has no text that the vocabulary can write.
         """
         check_grammar(grammar)
-        make = getattr(self._library.LLMatcher, f"grammar_from_{grammar.kind}")
         try:
-            limits = self._library.LLParserLimits(**_LIMITS)
-            inner = self._library.LLMatcher(self._tokenizer, make(grammar.text), limits=limits, log_level=0)
+            inner = self._make(grammar)
         except ValueError as error:
             raise ValueError(f"grammar: {error}") from error
         made = Matcher(inner, self._vocab, stop_tokens)
         if not made.allowed.any():
             raise ValueError(f"grammar: {_one_line(made.problem) or 'no token of the vocabulary may begin a text'}.")
         return made
+
+    def ahead(self, grammar: Grammar, stop_tokens: Sequence[int]) -> Ahead:
+        """A matcher for drafts, of a grammar that was compiled before."""
+        return Ahead(self._make(grammar), self._vocab, stop_tokens)
+
+    def _make(self, grammar: Grammar) -> Any:
+        make = getattr(self._library.LLMatcher, f"grammar_from_{grammar.kind}")
+        limits = self._library.LLParserLimits(**_LIMITS)
+        return self._library.LLMatcher(self._tokenizer, make(grammar.text), limits=limits, log_level=0)
 
 
 def _one_line(problem: str) -> str:

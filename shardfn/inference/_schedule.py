@@ -19,7 +19,7 @@ from typing import NamedTuple
 from shardfn.core import DonatedError
 
 from ._arrange import arrange
-from ._drafting import add_drafts, take_drafts
+from ._drafting import Cut, add_drafts, take_drafts
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
 from ._plan import Plan, Rows, make_plan, wanted
 from ._pool import extend_contents
@@ -49,7 +49,9 @@ class Output(NamedTuple):
     finish: str | None
 
 
-def advance(state: State, events: Seq[Event] = (), drawn: Seq[int] = ()) -> tuple[State, Plan | None, list[Output]]:
+def advance(
+    state: State, events: Seq[Event] = (), drawn: Seq[int] = (), cut: Cut | None = None
+) -> tuple[State, Plan | None, list[Output]]:
     """One step: takes the tokens that the last plan has drawn, then the events, and makes the next plan.
 
     Args:
@@ -57,6 +59,8 @@ def advance(state: State, events: Seq[Event] = (), drawn: Seq[int] = ()) -> tupl
         events: numbered from `state.number` on.
         drawn: for each wanted row of the last plan the drawn token, any token id for a row that scores, and -1 where
             logits were not finite: that choice ends as "error".
+        cut: `(context, drafts) -> drafts`, the drafts of a sequence with a grammar that its grammar permits; it follows
+            from these calls alone. Without it, requests with a grammar have no drafts.
 
     Returns:
         The next state, the plan, or None if there is nothing to compute, and outputs in the order of the plan's rows.
@@ -90,7 +94,7 @@ def advance(state: State, events: Seq[Event] = (), drawn: Seq[int] = ()) -> tupl
     _finish(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
     if state.pending is not None and not any(s.begun for s in state.sequences.values()):
         _renew(state, state.pending)
-    chunks = add_drafts(state, [Rows(s, count, wanted(s, count)) for s, count in arrange(state)])
+    chunks = add_drafts(state, [Rows(s, count, wanted(s, count)) for s, count in arrange(state)], cut)
     plan = make_plan(chunks, state.limits, state.step, state.version, state.moves) if chunks else None
     state.moves = [] if chunks else state.moves
     state.flight = [Chunk(s.serial, s.computed, num, positions, drafts) for s, num, positions, drafts in chunks]

@@ -20,6 +20,7 @@ from ._connection import protocol
 from ._errors import ApiError
 from ._link import Message, Ready, Report
 from ._metrics import Metrics
+from ._open_files import allow_connections
 from ._processes import Processes
 from ._settings import Settings
 
@@ -244,7 +245,9 @@ def serve(
 
     Raises:
         OSError: the address cannot be listened at.
+        ValueError: this process may open fewer files than `settings.max_connections` needs.
     """
+    allow_connections(settings)
     listener = bound(settings)
     settings = replace(settings, port=listener.getsockname()[1])
 

@@ -5,6 +5,7 @@ import contextlib
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,19 @@ import torch.distributed as dist
 from ._link import Message, packed, received
 
 _PATIENCE = 1.0  # seconds in which a process ends by itself, before it is killed: one that loads does not listen
+
+
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def _store_at_loopback() -> dist.TCPStore:
+    """The store by which ranks meet: one that torch binds itself takes connections of other machines, too."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    more = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+    return dist.TCPStore("127.0.0.1", port, is_master=True, **more)
 
 
 class Processes:
@@ -37,9 +51,10 @@ class Processes:
             environment["OMP_NUM_THREADS"] = str(self._threads)
         if self._ranks > 1:
             # Kept here, so that no rank's end takes the store away from the others.
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = _store_at_loopback()
             port = str(self._store.port)
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            environment.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
             environment |= {"WORLD_SIZE": str(self._ranks), "LOCAL_WORLD_SIZE": str(self._ranks)}
         for rank in range(self._ranks):
             mine, theirs = socket.socketpair()

@@ -26,7 +26,7 @@ from shardfn.checkpoint import save
 from shardfn.cli import main
 from shardfn.cli._serve_job import ServeJob, add_serve_arguments, command_of, parse_serve
 from shardfn.cli._serve_rank import _warm
-from shardfn.inference import Sampling
+from shardfn.inference import Grammar, Sampling
 from shardfn.models import gpt
 
 pytest.importorskip("starlette")
@@ -156,9 +156,38 @@ def test_ranks_have_the_drafter_of_the_command(model: pathlib.Path, more: list[s
 @pytest.mark.nightly
 def test_a_rank_loads_the_draft_model(model: pathlib.Path) -> None:
     engine, ready = _warm(job_of(model, *SMALL, "--draft-model", model))
-    assert f"{model}, which guesses: " in ready.about
+    assert f"{model}, which guesses: " in ready.about and " parameters, float32, exact\n" in ready.about
     engine.generate([list(b"ab")], Sampling(max_tokens=9))
     assert engine.guesses.accepted == engine.guesses.drafted > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("more", "kinds"),
+    [
+        ("--weights host", "float32, on host"),
+        ("--weights int4,disk", "int4, float32, on disk"),
+        ("--cache int8", "float32"),
+        ("--weights int8 --cache fp8", "int8, float32"),
+    ],
+)
+def test_draft_models_change_nothing_beside_other_kinds_of_weights_and_caches(
+    model: pathlib.Path, more: str, kinds: str
+) -> None:
+    """The draft model is loaded as the model is; tokens are those without guessing, also under a grammar."""
+    samplings = [
+        Sampling(max_tokens=12, temperature=0.0),
+        Sampling(max_tokens=12, seed=3),
+        Sampling(max_tokens=12, seed=4, grammar=Grammar.regex("([a-c]{2}[0-9])*"), temperature=2.0),
+    ]
+    prompts = [list(b"ab"), list(b"cdab"), list(b"abab")]
+    plain, ready = _warm(job_of(model, *SMALL, *more.split()))
+    assert f" parameters, {kinds}, exact\n" in ready.about and "MiB a rank: weights" in ready.about
+    want = [plain.generate([prompt], how) for prompt, how in zip(prompts, samplings, strict=True)]
+    engine, _ = _warm(job_of(model, *SMALL, *more.split(), "--draft-model", model))
+    assert [engine.generate([prompt], how) for prompt, how in zip(prompts, samplings, strict=True)] == want
+    assert engine.guesses.accepted > 10
+    assert engine.generate(prompts, samplings) == plain.generate(prompts, samplings)
 
 
 @pytest.mark.nightly

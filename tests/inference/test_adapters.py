@@ -12,7 +12,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import make_mesh
-from shardfn.inference import Completion, Engine, Sampling, hf_decoder
+from shardfn.inference import Completion, DraftModel, Engine, Sampling, Suffix, hf_decoder
 from shardfn.inference._cache import alone
 from shardfn.inference._low_rank import adapter_of, low_rank, stacked
 from shardfn.lora import LoRA, load_peft, save_peft
@@ -98,6 +98,22 @@ def logits_alone(kind: str, name: str | None, tokens: list[int]) -> Tensor:
         low = low_rank(array("i", [0] * T), [own.digest], {own.digest: 0}, sites)
     with torch.no_grad():
         return made.outputs(made.pack(params), torch.tensor(tokens, dtype=torch.int32), at_T, at_T, bodies, low)[0]
+
+
+@pytest.mark.parametrize("drafter", ["suffix", pytest.param("model", marks=pytest.mark.nightly)])
+def test_drafts_change_no_token_of_an_adapter(drafter: str) -> None:
+    """A draft model knows no adapter, so that fewer of its drafts are right, and no other token is drawn."""
+    made, params, adapters = served("llama")
+    names, limits = ["a", None, "b"], dataclasses.replace(HF_LIMITS, drafts=6)
+    one = Engine(made, params, limits=limits, adapters=adapters)
+    guesser = Suffix() if drafter == "suffix" else DraftModel(made, params, limits=HF_LIMITS)
+    guessing = Engine(made, params, limits=limits, adapters=adapters, runner=one.runner, drafter=guesser)
+    for how in (GREEDY, Sampling(max_tokens=11, seed=3)):
+        want = one.generate([PROMPTS[2]] * 3, how, adapter=names)
+        for _ in range(2):
+            assert [guessing.generate([PROMPTS[2]], how, adapter=name)[0] for name in names] == want
+        assert guessing.generate([PROMPTS[2]] * 3, how, adapter=names) == want
+    assert guessing.guesses.accepted > 5
 
 
 def test_blocks_are_not_shared_between_adapters() -> None:

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from shardfn import make_mesh
-from shardfn.inference import Drafter, DraftModel, Engine, Limits, Ngram, Runner, Sampling, Suffix
+from shardfn.inference import Drafter, DraftModel, Engine, Grammar, Limits, Ngram, Runner, Sampling, Suffix
 from shardfn.testing import distributed
 from tests.inference.drafters import Adversary, Bush, Random
-from tests.inference.stories import LANGUAGES, Arrival, Model, Story, Told, check, model, run
+from tests.inference.stories import LANGUAGES, TOKENS, Arrival, Model, Story, Told, check, model, run
+from tests.inference.test_matchers import HARD
 from tests.inference.test_stories import KINDS, drawn_stories
 
 MANY = int(os.environ.get("SHARDFN_STORIES", "500"))
@@ -193,6 +194,26 @@ def test_penalties_see_the_drafts_before_a_row() -> None:
         engine = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner(), drafter=drafter)
         assert engine.generate([[1, 2, 1]], how) == plain
         assert engine.guesses.accepted > 5
+
+
+@pytest.mark.parametrize(
+    "grammar", [Grammar.regex("(ab )*z"), Grammar.regex("[ab]{1,9}c"), HARD], ids=["ab", "c", "hard"]
+)
+def test_drafts_of_requests_with_grammars(grammar: Grammar) -> None:
+    """A draft is accepted where it equals the token that is drawn under the mask; errors come where they came."""
+    pytest.importorskip("llguidance")
+    one, accepted = model(**KINDS["gpt2"][0]), 0
+    for temperature in (0.0, 1.0, 100.0):
+        how = Sampling(max_tokens=16, seed=3, temperature=temperature, grammar=grammar, n=2)
+        parts: dict[str, Any] = {"limits": SIZES, "runner": runner(), "tokenizer": TOKENS}
+        [plain] = Engine(one.decoder, one.params[0], **parts).generate([[1, 2, 1]], how)
+        truth = {("request-0", i): [1, 2, 1, *choice.tokens] for i, choice in enumerate(plain)}
+        for name in ("right", "bush", "wrong at 2", "ngram"):
+            engine = Engine(one.decoder, one.params[0], drafter=DRAFTERS[name](truth), **parts)
+            assert engine.generate([[1, 2, 1]], how) == [plain]
+            assert engine.idle and engine.counts()["held"] == 0 and engine._constraints._ahead == {}
+            accepted += engine.guesses.accepted
+    assert accepted > (20 if grammar != HARD else 5)
 
 
 def test_right_drafts_save_steps_and_max_tokens_holds() -> None:

@@ -10,6 +10,7 @@ import pytest
 from shardfn.data import ByteTokenizer
 from shardfn.inference import Grammar, detokenizer
 from shardfn.inference._matchers import Compiler, Matcher
+from shardfn.inference._trees import Tree
 from tests.inference.stories import TOKENS
 from tests.inference.tokenizers import FOLLOWED, trained
 
@@ -49,6 +50,41 @@ def test_walks_are_texts_of_the_grammar(kind: str) -> None:
         text = b"".join(one.bytes_of(token) or b"?" for token in tokens).decode()  # pyright: ignore
         assert end == "stop" and re.fullmatch("[a-c]{2,3} sat|on", text)
     assert complete
+
+
+def drafts(rng: np.random.Generator, allowed: np.ndarray, most: int) -> Tree:
+    """Chains and trees of tokens that can come at their first place."""
+    tokens = rng.choice(np.flatnonzero(allowed), most)
+    parents = (
+        range(-1, most - 1) if rng.random() < 0.3 else (int(rng.integers(-1, i)) if i else -1 for i in range(most))
+    )
+    return Tree(tuple(map(int, tokens)), tuple(parents))
+
+
+@pytest.mark.parametrize(
+    "grammar", [Grammar.json_schema(SCHEMA), Grammar.regex("([ab]{1,3}c)*d?")], ids=["json", "regex"]
+)
+def test_masks_along_drafts_are_those_of_their_texts(grammar: Grammar) -> None:
+    compiler, rng, kept_ones = Compiler(detokenizer(ByteTokenizer()), 260), np.random.default_rng(1), 0
+    for _ in range(4):
+        one, ahead = compiler.compile(grammar, (259,)), compiler.ahead(grammar, (259,))
+        tokens, end = list[int](), None
+        while end is None and len(tokens) < 20:
+            kept, masks = ahead.cut(tokens, one.allowed, tree := drafts(rng, one.allowed, 6))
+            kept_ones += len(kept)
+            branches = {tuple(kept.branch(i)) for i in range(len(kept))}
+            for i in range(len(tree)):
+                fresh = compiler.compile(grammar, (259,))
+                ends = [fresh.take(token) for token in tokens]
+                for token in tree.branch(i):
+                    ends.append("error" if not fresh.allowed[token] or ends[-1:] == ["stop"] else fresh.take(token))
+                assert (tuple(tree.branch(i)) in branches) == ("error" not in ends and 259 not in tree.branch(i)[:-1])
+                if tuple(tree.branch(i)) in branches and tree.tokens[i] != 259:
+                    at = next(j for j in range(len(kept)) if kept.branch(j) == tree.branch(i))
+                    assert (masks[at] == (fresh.allowed & (ends[-1] is None))).all()
+            tokens.append(int(rng.choice(np.flatnonzero(one.allowed))))
+            end = "stop" if tokens[-1] == 259 else one.take(tokens[-1])
+    assert kept_ones > 30
 
 
 def test_stop_tokens_come_only_where_the_text_is_complete() -> None:
