@@ -53,13 +53,13 @@ class Engine:
         weights: the memory of weights between their uses, "device", "host" or "disk": a step reads those of a layer
             while the layer before computes, so that a model may be larger than the memory. Bits are the same.
         disk: the directory for "disk", which no other engine uses; each rank makes one of its own in it.
-        routes: records the experts that each token has chosen, for `Completion.routes`; without a drafter.
+        routes: records the experts that each token has chosen, for `Completion.routes`.
 
     Raises:
         TypeError: `tokenizer` is an object of another kind.
         ValueError: the limits do not fit the model, or the mesh does not divide its heads; or the parameters, or an
             adapter's, are not those of the model; or there is a drafter, and `limits.drafts` is 0,
-            or it is a model of another vocabulary; or `routes` with a drafter, or of a decoder without experts.
+            or it is a model of another vocabulary; or `routes` of a decoder without experts.
 
     Example:
         >>> from shardfn import core
@@ -96,7 +96,7 @@ class Engine:
         if isinstance(drafter, Computes):
             drafter.check(limits)
         self.limits = limits
-        self._routes = Routes(limits, decoder, drafter) if routes else None
+        self._routes = Routes(limits, decoder) if routes else None
         self.runner = runner_of(runner, decoder, self.limits, mesh, weights, disk)
         self.mesh = self.runner.mesh
         self._weights: dict[int, PyTree] = {0: self.runner.packed(params)}
@@ -509,7 +509,10 @@ class Engine:
         events, self._events, self._adding = [*self._events, *self._stops()], [], {}
         blocks = {} if self._routes is None else blocks_in_flight(self._state)
         self._state, plan, outputs = advance(self._state, events, self._drawn)
-        found = [self._token(output, blocks) for output in outputs]  # before a step writes to blocks that are free now
+        moves = self._state.moves if plan is None else plan.moves
+        found = [
+            self._token(output, blocks, moves) for output in outputs
+        ]  # before a step writes to blocks that are free now
         self._embeddings.take(outputs, self._hidden)
         self._constraints.drop(outputs)
         self._drawn, self._logprobs, self._tops, self._hidden = [], [], [], None
@@ -559,10 +562,10 @@ class Engine:
     def _next(self) -> int:
         return self._state.number + len(self._events)
 
-    def _token(self, out: Output, blocks: Mapping[Choice, list[int]]) -> Token:
+    def _token(self, out: Output, blocks: Mapping[Choice, list[int]], moves: Sequence[tuple[int, int]]) -> Token:
         logprob, routes = None if out.row is None else self._logprobs[out.row], None
         if self._routes is not None and out.finish is not None and out.token is not None:
-            routes = self._routes.of(blocks[out.name, out.choice], out.position)
+            routes = self._routes.of(blocks[out.name, out.choice], out.position, moves)
         top = () if out.row is None or not self._tops else self._tops[out.row]
         text = self._texts.of(out)
         return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish, text, top, routes)
