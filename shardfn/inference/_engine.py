@@ -55,13 +55,13 @@ class Engine:
         weights: the memory of weights between their uses, "device", "host" or "disk": a step reads those of a layer
             while the layer before computes, so that a model may be larger than the memory. Bits are the same.
         disk: the directory for "disk", which no other engine uses; each rank makes one of its own in it.
-        routes: records the experts that each token has chosen, for `Completion.routes`; without a drafter.
+        routes: records the experts that each token has chosen, for `Completion.routes`.
 
     Raises:
         TypeError: `tokenizer` is an object of another kind.
         ValueError: the limits do not fit the model, or the mesh does not divide its heads; or the parameters, or an
             adapter's, are not those of the model; or there is a drafter, and `limits.drafts` is 0,
-            or it is a model of another vocabulary; or `routes` with a drafter, or of a decoder without experts.
+            or it is a model of another vocabulary; or `routes` of a decoder without experts.
 
     Example:
         >>> from shardfn import core
@@ -90,7 +90,7 @@ class Engine:
         routes: bool = False,
     ) -> None:
         self.limits = limits = sizes_of(decoder, limits, drafter)
-        self._routes = Routes(limits, decoder, drafter) if routes else None
+        self._routes = Routes(limits, decoder) if routes else None
         self.runner = runner_of(runner, decoder, self.limits, mesh, weights, disk)
         self.mesh = self.runner.mesh
         self._weights: dict[int, PyTree] = {0: self.runner.packed(params)}
@@ -521,6 +521,7 @@ class Engine:
         events, self._events, self._adding = [*self._events, *self._stops(drawn)], [], {}
         self._follower.before(self._state)
         self._state, plan, outputs = advance(self._state, events, drawn, self._constraints.cut)
+        self._follower.moved(self._state.moves if plan is None else plan.moves)
         found = [self._token(output) for output in outputs]
         self._follower.take(outputs)
         self._results = None

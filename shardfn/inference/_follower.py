@@ -31,6 +31,7 @@ class Follower(NamedTuple):
         begin: takes the name of a request that begins, and that value.
         ends: the ends of choices with tokens that were drawn; it has those that earlier followers have found.
         before: takes the state before the schedule takes these tokens.
+        moved: takes the moves of keys and values that the next step begins with.
         fields: of the `Token` of an output.
         take: takes the outputs of the last plan.
         columns: the arguments of `Runner.run` for the next plan.
@@ -41,6 +42,7 @@ class Follower(NamedTuple):
     begin: Callable[[str, Any], None] = _nothing
     ends: Callable[[Sequence[Drawn], Ends], Ends] = _empty
     before: Callable[[State], None] = _nothing
+    moved: Callable[[Sequence[tuple[int, int]]], None] = _nothing
     fields: Callable[[Output], dict[str, Any]] = _empty
     take: Callable[[Sequence[Output]], None] = _nothing
     columns: Callable[[State, Plan], dict[str, Any]] = _empty
@@ -82,6 +84,7 @@ def together(followers: Sequence[Follower]) -> Follower:
         begin=begin,
         ends=ends,
         before=each("before"),
+        moved=each("moved"),
         fields=joined("fields"),
         take=each("take"),
         columns=joined("columns"),

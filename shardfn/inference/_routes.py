@@ -1,8 +1,10 @@
 """The experts that tokens have chosen, beside the cache: a token's are kept in the slot of its keys and values.
 
-So tokens whose blocks are shared, or cached, have theirs without being computed again.
+So tokens whose blocks are shared, or cached, have theirs without being computed again. Where keys and values of drafts
+move to other slots, so do their experts.
 """
 
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
@@ -10,7 +12,6 @@ from jaxtyping import Int16
 from torch import Tensor
 
 from ._decoder import Decoder
-from ._drafters import Drafter
 from ._follower import Follower
 from ._limits import Limits
 from ._plan import Plan
@@ -27,15 +28,12 @@ class Routes:
     Args:
         limits: of the engine.
         decoder: the model.
-        drafter: of the engine, which must have none: drafts that branch lie in other slots than those of their places.
 
     Raises:
-        ValueError: tokens choose no experts, or there is a drafter.
+        ValueError: tokens choose no experts.
     """
 
-    def __init__(self, limits: Limits, decoder: Decoder, drafter: Drafter | None) -> None:
-        if drafter is not None:
-            raise ValueError(f"engine: routes is True, and the drafter is {drafter!r:.80}; leave one of them out.")
+    def __init__(self, limits: Limits, decoder: Decoder) -> None:
         if decoder.routes == (0, 0):
             raise ValueError(
                 "engine: routes is True, and the decoder has routes=(0, 0), so that no experts are known; leave it out,"
@@ -43,19 +41,28 @@ class Routes:
             )
         self._block, self.shape = limits.block, decoder.routes
         self._blocks: dict[Choice, list[int]] = {}
+        self._moved: dict[int, int] = {}  # the former slots of experts that move with the next step, by the new ones
         self._experts = torch.full((limits.blocks * limits.block, *self.shape), -1, dtype=torch.int16)
 
     @property
     def follower(self) -> Follower:
         """The hooks."""
         return Follower(
-            before=self.before, fields=self.fields, columns=lambda state, plan: {"routed": True}, ran=self.ran
+            before=self.before,
+            moved=self.moved,
+            fields=self.fields,
+            columns=lambda state, plan: {"routed": True},
+            ran=self.ran,
         )
 
     def before(self, state: State) -> None:
         """Keeps the blocks of the sequences in the plan in flight, which lose them where they end."""
         sequences = (state.sequences[chunk.serial] for chunk in state.flight)
         self._blocks = {(one.name, one.choice): one.blocks[:] for one in sequences}
+
+    def moved(self, moves: Seq[tuple[int, int]]) -> None:
+        """Keeps the moves that the next step begins with."""
+        self._moved = {new: old for old, new in moves}
 
     def fields(self, output: Output) -> dict[str, Any]:
         """The experts of a sequence, with its last token. They are read before a step writes to blocks free by now."""
@@ -64,12 +71,15 @@ class Routes:
         return {"routes": self.of(self._blocks[output.name, output.choice], output.position)}
 
     def ran(self, plan: Plan, results: Results) -> None:
-        """The experts of a plan's tokens."""
+        """The experts of a plan's tokens, after its moves."""
         assert results.experts is not None
+        if plan.moves:
+            old, new = torch.tensor(plan.moves).unbind(1)
+            self._experts[new] = self._experts[old]
         slots = torch.frombuffer(plan.slots, dtype=torch.int32)[: plan.num_tokens].long()
         self._experts[slots] = results.experts.to("cpu", torch.int16)
 
     def of(self, blocks: list[int], num: int) -> Int16[Tensor, "t m k"]:
         """The experts of the first tokens of a sequence, which has these blocks."""
-        slots = torch.tensor(blocks)[:, None] * self._block + torch.arange(self._block)
-        return self._experts[slots.flatten()[:num]]
+        slots = [blocks[i // self._block] * self._block + i % self._block for i in range(num)]
+        return self._experts[torch.tensor([self._moved.get(slot, slot) for slot in slots], dtype=torch.long)]

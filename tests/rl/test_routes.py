@@ -12,6 +12,7 @@ from shardfn import rl
 from shardfn.inference import Engine, Ngram, Runner, Sampling, decoder, limits_of
 from shardfn.models import gpt, moe
 from shardfn.testing import distributed
+from tests.inference.drafters import Adversary, Bush
 
 EXPERTS = moe.Experts(num=16, balance=0.0)
 CONFIG = moe.mixtral_like(
@@ -118,6 +119,19 @@ def test_experts_of_preempted_requests_are_known() -> None:
     assert torch.equal(sampled(params(), tight).routes, sampled(params()).routes)
 
 
+@pytest.mark.parametrize("kind", ["ngram", "chain", "tree", pytest.param("shared", marks=pytest.mark.nightly)])
+def test_drafts_change_no_experts(kind: str) -> None:
+    x, sizes = sampled(params()), limits_of(MODEL, running=6, block=4, buckets=(48,), drafts=24)
+    rows = zip(x.ids, x.prompts + x.lengths, strict=True)
+    truth = {(f"request-{i // 2}", i % 2): row[:num].tolist() for i, (row, num) in enumerate(rows)}
+    drafters = {"ngram": Ngram(), "chain": Adversary(19, truth, 2), "tree": Bush(19, truth), "shared": Bush(19, truth)}
+    engine = Engine(MODEL, params(), limits=sizes, drafter=drafters[kind], routes=True)
+    for again in range(1 + (kind == "shared")):  # moved experts of cached blocks are those that the next request has
+        drafted = sampled(params(), engine)
+        assert torch.equal(x.routes, drafted.routes) and torch.equal(x.logprobs, drafted.logprobs), again
+    assert kind == "ngram" or engine.guesses.accepted > 8
+
+
 def test_conversations_have_the_experts_of_all_turns() -> None:
     how: dict[str, Any] = {"call_tokens": range(1, 6), "key": sf.key(2), "length": LENGTH}
     found = rl.converse(engine_of(params()), PROMPTS, SAMPLING, lambda prompt, answer: [11, 12], **how)
@@ -155,8 +169,6 @@ def test_mistakes_are_named() -> None:
     x = sampled(params())
     with pytest.raises(ValueError, match=r"routes is True, and the decoder has routes=\(0, 0\).*leave it out"):
         Engine(decoder(DENSE), gpt.init(DENSE, sf.key(0)), routes=True)
-    with pytest.raises(ValueError, match=r"routes is True, and the drafter is .*; leave one of them out"):
-        Engine(MODEL, params(), limits=limits(MODEL, drafts=3), drafter=Ngram(), routes=True)
     with pytest.raises(ValueError, match=r"chosen has shape \(6, 20, 2, 2\).* the config has no experts"):
         gpt.apply(DENSE, gpt.init(DENSE, sf.key(0)), x.ids, chosen=x.routes)
     with pytest.raises(ValueError, match=r"k=2 choices in 2 layers with experts, so chosen must be \(6, 20, 2, 2\)"):
