@@ -67,6 +67,7 @@ from ._forms import (
     WHOLE as WHOLE,
     Form as Form,
     OpUse as OpUse,
+    Owner as Owner,
     Operand as Operand,
     Ranks as Ranks,
     Strategy as Strategy,

@@ -15,7 +15,7 @@ A rule offers strategies; a planner chooses one for each op. Collectives convert
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ class Form(NamedTuple):
     dim: int = 0
     multiple: int = 1
     parts: "Parts" = ()
-    owner: "Owner" = ()
+    owner: "Owner | None" = None
 
     def __str__(self) -> str:
         if self.kind != "cut":
@@ -51,8 +51,23 @@ class Form(NamedTuple):
 
 
 Parts = tuple[tuple[int, int], ...]
-# The name of the value that has the groups' sizes, the number of groups, and the multiple at which ranks cut them.
-Owner = tuple[str, int, int] | tuple[()]
+
+
+class Owner(NamedTuple):
+    """The groups of own rows.
+
+    Attributes:
+        sizes: the name of the value that has the sizes of the groups, or their ends.
+        ends: whether it has their ends.
+        num: how many groups there are.
+        multiple: ranks cut them at multiples of it.
+    """
+
+    sizes: str
+    ends: bool
+    num: int
+    multiple: int
+
 
 WHOLE, VARYING, PARTIAL = Form("whole"), Form("varying"), Form("partial")
 
@@ -114,10 +129,12 @@ class Ranks:
         axis: its name.
         num: how many they are.
         index: this rank's.
+        functions: by op, a function that computes the same, with derivatives of any order.
     """
 
-    def __init__(self, axis: str) -> None:
+    def __init__(self, axis: str, functions: Mapping[Any, Callable[..., Any]] | None = None) -> None:
         self.axis, self.num, self.index = axis, axis_size(axis), int(axis_index(axis))
+        self.functions = functions or {}
 
     def psum(self, x: Tensor) -> Tensor:
         """The sum, whole."""
@@ -169,6 +186,7 @@ class Strategy(NamedTuple):
         run: computes it from the arguments, with parts in the place of tensors; None: the op itself does.
         sent: bytes that `run` sends, forward and backward, a rank.
         note: the messages of `run`, in words.
+        beside: the names of values that `run` receives after the arguments, whole; operands of earlier ops.
     """
 
     ins: tuple[Form, ...]
@@ -176,6 +194,7 @@ class Strategy(NamedTuple):
     run: Run | None = None
     sent: float = 0.0
     note: str = ""
+    beside: tuple[str, ...] = ()
 
 
 class Operand(NamedTuple):

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._forms import VARYING, Form, Operand, OpUse, Ranks, Run, Strategy, whole
+from ._forms import VARYING, Form, Operand, OpUse, Owner, Ranks, Run, Strategy, whole
 from ._labelled import Dims, Labels, strategies
+from ._row_rules import starts_of
 
-# (rows, matrices, ends of the groups, arguments of the op) -> product
-_Multiply = Callable[[Tensor, Tensor, Tensor, Sequence[Any]], Tensor]
+# (ranks, rows, matrices, ends of the groups, arguments of the op) -> product
+_Multiply = Callable[[Ranks, Tensor, Tensor, Tensor, Sequence[Any]], Tensor]
 
 
 def grouped_product(use: OpUse) -> list[Strategy]:
@@ -26,7 +27,7 @@ def grouped_product(use: OpUse) -> list[Strategy]:
     return [
         whole(use),
         *strategies(use, labels),
-        *_own_matrices(use, _multiplied(use.target), lambda counts: counts.cumsum(0)),
+        *_own_matrices(use, _multiplied(use.target), ends=False),
     ]
 
 
@@ -48,18 +49,18 @@ def grouped_mm(use: OpUse) -> list[Strategy]:
 
     if use.operands[1].ndim == 3:
         labels = Labels(((None, "k"), (None, "k", "n"), (None,)), ((None, "n"),), sums=alone, linear=(0,), run=run)
-        return [*out, *strategies(use, labels), *_own_matrices(use, _torchs_of_ends, lambda offs: offs.long())]
+        return [*out, *strategies(use, labels), *_own_matrices(use, _torchs_of_ends, ends=True)]
     labels = Labels((("k", None), (None, "n"), (None,)), ((None, "k", "n"),), linear=(0, 1), run=run)
     return [*out, *strategies(use, labels)]
 
 
-def _own_matrices(use: OpUse, multiply: _Multiply, ends_of: Callable[[Tensor], Tensor]) -> list[Strategy]:
+def _own_matrices(use: OpUse, multiply: _Multiply, *, ends: bool) -> list[Strategy]:
     w, form = use.operands[1], use.forms[1]
     if w.shape[0] < 2:
         return []
     own = use.cut(0, w.shape[0], form.multiple if form.kind == "cut" and form.dim == 0 else 1)
-    run = _rows_of_own(w, use.outs[0], own.multiple, multiply, ends_of)
-    rows = Form("rows", owner=(_name_of(use, 2), w.shape[0], own.multiple))
+    owner = Owner(_name_of(use, 2), ends, w.shape[0], own.multiple)
+    run, rows = _rows_of_own(owner, use.outs[0], multiply), Form("rows", owner=owner)
     return [Strategy((x, own, VARYING), (rows,), run) for x in (VARYING, *(f for f in use.forms[:1] if f == rows))]
 
 
@@ -68,21 +69,19 @@ def _name_of(use: OpUse, at: int) -> str:
     return next(x.name for x in (*use.args, *use.kwargs.values()) if isinstance(x, Operand) and x.number == at)
 
 
-def _rows_of_own(
-    w: Operand, out: Operand, multiple: int, multiply: _Multiply, ends_of: Callable[[Tensor], Tensor]
-) -> Run:
+def _rows_of_own(owner: Owner, out: Operand, multiply: _Multiply) -> Run:
     """The rows of this rank's groups are moved to the front, multiplied, and moved back."""
 
     def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         x, own, sizes, *rest = (*args, *kwargs.values())
-        start, stop = ranks.bounds(w.shape[0], multiple)
+        start, stop = ranks.bounds(owner.num, owner.multiple)
         if start == stop:  # zeros that depend on both operands, since all ranks' gradients take part in sums
             return x[:, :0] @ x.new_zeros(0, out.shape[1]) + own.sum()
-        bounds = torch.nn.functional.pad(ends_of(sizes), (1, 0))
+        bounds = starts_of(owner, sizes)
         first, num = bounds[start], bounds[stop] - bounds[start]
         row = torch.arange(len(x), device=x.device)
         front = torch.where((row < num)[:, None], x[(row + first).clamp(max=len(x) - 1)], 0)
-        y = multiply(front, own, bounds[start + 1 : stop + 1] - first, rest)
+        y = multiply(ranks, front, own, bounds[start + 1 : stop + 1] - first, rest)
         back = row - first
         here = (back >= 0) & (back < num)
         return torch.where(here[:, None], y[torch.where(here, back, 0)], 0)
@@ -91,14 +90,14 @@ def _rows_of_own(
 
 
 def _multiplied(op: Any) -> _Multiply:
-    def multiply(x: Tensor, w: Tensor, ends: Tensor, rest: Sequence[Any]) -> Tensor:
-        return op(x, w, ends - torch.nn.functional.pad(ends[:-1], (1, 0)), *rest)
+    def multiply(ranks: Ranks, x: Tensor, w: Tensor, ends: Tensor, rest: Sequence[Any]) -> Tensor:
+        return (ranks.functions.get(op) or op)(x, w, ends - torch.nn.functional.pad(ends[:-1], (1, 0)), *rest)
 
     return multiply
 
 
-def _torchs_of_ends(x: Tensor, w: Tensor, ends: Tensor, rest: Sequence[Any]) -> Tensor:
-    del rest
+def _torchs_of_ends(ranks: Ranks, x: Tensor, w: Tensor, ends: Tensor, rest: Sequence[Any]) -> Tensor:
+    del ranks, rest
     return _torchs(x, w, ends.int())
 
 

@@ -2,11 +2,16 @@
 
 Such a value is a sum over ranks, and each of its rows is zeros on all ranks but one. An op that makes zeros of zeros
 keeps that, also where it is not linear: an activation between two products needs no sum, and one is taken after both.
+After any other pointwise op, such as a bias of each row, the rows of other ranks are filled with zeros again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from ._forms import VARYING, Form, Operand, OpUse, Rule, Strategy
+import torch
+from torch import Tensor
+
+from ._forms import VARYING, Form, Operand, OpUse, Owner, Ranks, Rule, Run, Strategy
 
 # (how the op is used, which of its operands have own rows) -> whether the result has them, too.
 Keeps = Callable[[OpUse, list[bool]], bool]
@@ -19,6 +24,43 @@ def keeping_rows(rule: Rule, keeps: Keeps) -> Rule:
         return [*rule(use), *_own_rows(use, keeps)]
 
     return more
+
+
+def clearing_rows(rule: Rule, keeps: Keeps = lambda use, have: False) -> Rule:
+    """As `keeping_rows`, and where zeros do not stay zeros, other ranks' rows are cleared after the op.
+
+    For pointwise ops that are finite at 0, with their derivatives: otherwise a cleared row would have a NaN as its
+    gradient.
+    """
+
+    def more(use: OpUse) -> list[Strategy]:
+        kept = _own_rows(use, keeps)
+        return [*rule(use), *(kept or [_cleared(use, x) for x in _own_rows(use, lambda use, have: True)])]
+
+    return more
+
+
+def starts_of(owner: Owner, sizes: Tensor) -> Tensor:
+    """The first row of each group, and the row after the last group."""
+    return torch.nn.functional.pad(sizes.long() if owner.ends else sizes.cumsum(0), (1, 0))
+
+
+def _cleared(use: OpUse, kept: Strategy) -> Strategy:
+    (owned,) = kept.outs
+    assert owned.owner is not None
+    return kept._replace(run=_clear(use.target, owned.owner), beside=(owned.owner.sizes,))
+
+
+def _clear(op: Any, owner: Owner) -> Run:
+    def run(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        *given, sizes = args
+        y, bounds = op(*given, **kwargs), starts_of(owner, sizes)
+        start, stop = ranks.bounds(owner.num, owner.multiple)
+        row = torch.arange(len(y), device=y.device)
+        own = (row >= bounds[start]) & (row < bounds[stop])
+        return torch.where(own.view(-1, *(1,) * (y.ndim - 1)), y, 0)
+
+    return run
 
 
 def _own_rows(use: OpUse, keeps: Keeps) -> list[Strategy]:

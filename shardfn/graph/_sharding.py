@@ -12,7 +12,7 @@ from ._forms import OpUse, Rule
 from ._group_rules import grouped_mm, grouped_outer, grouped_product
 from ._labelled import broadcast, divided, keeps_all_but, labelled, product, scaled, sum_of_operands, unary_linear
 from ._part_rules import joined, taken_apart
-from ._row_rules import keeping_rows, of_all, of_any, of_columns, of_one
+from ._row_rules import clearing_rows, keeping_rows, of_all, of_any, of_columns, of_one
 from ._sent_rules import sent, sent_along
 from ._shape_rules import (
     closed,
@@ -63,9 +63,10 @@ RULES: dict[Any, Rule] = {
     _KERNELS.copied_rows: labelled(rows_copied),
     _KERNELS.combined_rows: labelled(rows_combined),
     _KERNELS.row_dots: labelled(rows_dotted),
-    **_rules("add sub", keeping_rows(labelled(sum_of_operands), of_all)),
+    **_rules("add sub", clearing_rows(labelled(sum_of_operands), of_all)),
     **_rules("neg clone alias lift_fresh_copy", keeping_rows(labelled(unary_linear), of_one)),
     **_rules("silu gelu relu tanh", keeping_rows(POINTWISE, of_one)),
+    **_rules("sigmoid clamp clamp_min clamp_max", clearing_rows(POINTWISE)),
     _ATEN.mul: keeping_rows(labelled(scaled), of_any),
     _ATEN.div: labelled(divided),
     **_rules("_to_copy detach", keeping_rows(POINTWISE, of_one)),

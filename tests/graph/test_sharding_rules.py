@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardfn.graph import PARTIAL, VARYING, WHOLE, Form, Operand, OpUse, Ranks, Strategy, blocks, cut, known_op
+from shardfn.graph import PARTIAL, VARYING, WHOLE, Form, Operand, OpUse, Owner, Ranks, Strategy, blocks, cut, known_op
 from shardfn.nn import moe
 
 aten, kernels = torch.ops.aten, torch.ops.shardfn_kernels
@@ -19,6 +19,7 @@ class Board(Ranks):
 
     def __init__(self, num: int, index: int, barrier: threading.Barrier, board: dict[int, Tensor]) -> None:
         self.axis, self.num, self.index, self._barrier, self._board = "tp", num, index, barrier, board
+        self.functions = {}
 
     def _all(self, x: Tensor) -> Tensor:
         self._board[self.index] = x
@@ -429,7 +430,7 @@ def strategies_of(use: OpUse) -> list[Strategy]:
     return rule(use)
 
 
-ROWS = Form("rows", owner=("counts", 5, 1))
+ROWS = Form("rows", owner=Owner("counts", False, 5, 1))
 OF_ROWS = {
     "silu": (aten.silu.default, lambda x: (x,)),
     "gelu": (aten.gelu.default, lambda x: (x,)),
@@ -463,9 +464,8 @@ def test_an_op_that_makes_zeros_of_zeros_keeps_own_rows(name: str) -> None:
 @pytest.mark.parametrize(
     ("target", "given"),
     [
-        (aten.sigmoid.default, lambda x: (x,)),
-        (aten.add.Tensor, lambda x: (x, 1.0)),
-        (aten.add.Tensor, lambda x: (x, randn(7, 4))),
+        (aten.exp.default, lambda x: (x,)),
+        (aten.add.Tensor, lambda x: (x, randn(2, 7, 4))),
         (aten.mul.Tensor, lambda x: (x, randn(2, 7, 4))),
         (aten.split.Tensor, lambda x: (x, 2, 0)),
     ],
@@ -477,6 +477,34 @@ def test_other_ops_keep_no_rows(target: Any, given: Any) -> None:
     outs = tuple(Operand(tuple(y.shape), 8) for y in ([made] if isinstance(made, Tensor) else made))
     operands, forms = tuple(Operand(tuple(t.shape), 8) for t in tensors), (ROWS, *(WHOLE for _ in tensors[1:]))
     assert all(ROWS not in s.ins for s in strategies_of(OpUse(target, args, {}, operands, forms, outs, 2)))
+
+
+CLEARED = {
+    "sigmoid": (aten.sigmoid.default, lambda x: (x,)),
+    "clamp": (aten.clamp.default, lambda x: (x, 0.2, 0.5)),
+    "number": (aten.add.Tensor, lambda x: (x, 1.0)),
+    "bias": (aten.add.Tensor, lambda x: (x, randn(7, 4))),
+}
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("name", CLEARED)
+def test_an_op_that_fills_zeros_clears_the_rows_of_other_ranks(name: str, ends: bool) -> None:
+    target, given = CLEARED[name]
+    sizes, x = torch.tensor([2, 0, 1, 3, 1]), randn(7, 4)
+    args, _, tensors = seen_of(given(x), {})
+    owned = Form("rows", owner=Owner("sizes", ends, 5, 1))
+    operands, forms = tuple(Operand(tuple(t.shape), 8) for t in tensors), (owned, *(WHOLE for _ in tensors[1:]))
+    offered = strategies_of(OpUse(target, args, {}, operands, forms, (Operand((7, 4), 8),), 2))
+    (one,) = [s for s in offered if s.ins[0] == owned]
+    assert one.outs == (owned,) and one.beside == ("sizes",)
+    assert one.run is not None
+    want = target(*filled(args, tensors))
+    for i, own in enumerate((torch.arange(7) < 3, torch.arange(7) >= 3)):  # three experts and two
+        part = [torch.where(own[:, None], x, 0), *tensors[1:]]
+        beside = sizes.cumsum(0) if ends else sizes
+        got = one.run(Board(2, i, threading.Barrier(2), {}), (*filled(args, part), beside), {})
+        assert torch.equal(got, torch.where(own[:, None], want, 0))
 
 
 @pytest.mark.parametrize("num", [2, 3])

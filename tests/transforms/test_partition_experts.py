@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -14,8 +15,35 @@ from shardfn.models import gpt, moe
 from shardfn.nn import moe as layers
 from shardfn.testing import assert_parity, distributed
 
+with warnings.catch_warnings():  # torch's own, at its first jvp
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import torch._decomp.decompositions_for_jvp
+
 S, D, F, E, K = 9, 6, 5, 4, 2
-EXPERTS = {"swiglu": layers.swiglu_experts, "gelu": layers.gelu_experts}
+
+
+def clamped_experts(params: Any, x_MD: Tensor, counts_E: Tensor, *, lookup: bool = False) -> Tensor:
+    """gpt-oss' experts: biases of both products, and a gate in which zeros do not stay zeros."""
+
+    def bias(b_EF: Tensor) -> Tensor:
+        if not lookup:
+            return layers.grouped(x_MD.new_ones(len(x_MD), 1), b_EF[:, None], counts_E)
+        ends_E = counts_E.cumsum(0)
+        number_M = (torch.arange(len(x_MD))[:, None] >= ends_E).sum(1).clamp(max=len(ends_E) - 1)
+        return b_EF[number_M]
+
+    up_MF = layers.grouped(x_MD, params["w_up"], counts_E, transposed=True) + bias(params["b_up"])
+    gate_MF, up_MF = up_MF[..., ::2].clamp(max=0.7), up_MF[..., 1::2].clamp(min=-0.7, max=0.7)
+    h_MF = (up_MF + 1) * (gate_MF * torch.sigmoid(gate_MF * 1.702))
+    return layers.grouped(h_MF, params["w_down"], counts_E, transposed=True) + bias(params["b_down"])
+
+
+EXPERTS = {
+    "swiglu": layers.swiglu_experts,
+    "gelu": layers.gelu_experts,
+    "gpt-oss": clamped_experts,
+    "lookup": functools.partial(clamped_experts, lookup=True),
+}
 
 
 def made(experts: str, num: int) -> Any:
@@ -23,6 +51,13 @@ def made(experts: str, num: int) -> Any:
     leaves = {"w_gate_up": draw(num, 2, F, D), "w_down": draw(num, D, F)}
     if experts == "gelu":
         leaves = {"w_up": draw(num, F, D), "b_up": draw(num, F), "w_down": draw(num, D, F), "b_down": draw(num, D)}
+    if experts in ("gpt-oss", "lookup"):
+        leaves = {
+            "w_up": draw(num, 2 * F, D),
+            "b_up": draw(num, 2 * F),
+            "w_down": draw(num, D, F),
+            "b_down": draw(num, D),
+        }
     return {"router": draw(num, D), "experts": leaves, "scale": torch.ones(D, dtype=torch.float64)}
 
 
@@ -52,7 +87,40 @@ def test_experts_are_parallel_by_their_spec(world: int, experts: str, num: int, 
         assert_parity(wrapped, sf.optim.adamw(0.01), params, rows(), **options)
     sent = [(x.name, x.shape) for x in parted.programs()[0].sent]
     # The transposes of the tokens' rows and of their weights, and the sum of the results: that of `Sum("ep")`.
+    if experts == "lookup":  # the biases are gathered; between the products rows stay with their ranks
+        biases = [("all_gather_invariant", (num, 2 * F)), ("pvary", (S * K, 2 * F))]
+        want = [("pvary", (S, D)), *biases, ("psum", (S * K, D)), ("all_gather_invariant", (num, D))]
+        assert sent == want
+        return
     assert sent == [("pvary", (S, D)), ("pvary", (S, K)), ("psum", (S, D))]
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("experts", ["swiglu", "gpt-oss"])
+def test_a_loss_with_experts_is_differentiated_and_batched_by_torch(experts: str) -> None:
+    loss = functools.partial(layer, experts)
+    params, (x_SD, other_SD) = made(experts, E), rows()
+    specs = {"router": P(), "experts": dict.fromkeys(params["experts"], P("ep")), "scale": P()}
+    with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
+        step = sf.sharded_step(sf.partition(loss, "ep"), sf.optim.sgd(0.1), mesh=mesh, specs=specs, batch=P())
+        state = step.init(params)
+        with pytest.raises(ValueError, match=r"(?s)captured at its first call.*Call the loss once before"):
+            torch.func.grad(step.loss, 1)(state.params, x_SD)
+        step.loss(state.params, x_SD)
+        step.loss(state.params, x_SD.clone().requires_grad_())
+        grads = sf.unshard(torch.func.grad(step.loss)(state.params, x_SD))
+        close(grads, torch.func.grad(loss)(params, x_SD))
+        both = torch.stack([x_SD, other_SD])
+        close(torch.func.vmap(step.loss, (None, 0))(state.params, both), torch.stack([loss(params, x) for x in both]))
+        of_rows = torch.func.vmap(torch.func.grad(step.loss, 1), (None, 0))(state.params, both)
+        close(of_rows, torch.stack([torch.func.grad(loss, 1)(params, x) for x in both]))
+        got = torch.func.jvp(lambda x: step.loss(state.params, x), (x_SD,), (other_SD,))
+        close(got, torch.func.jvp(functools.partial(loss, params), (x_SD,), (other_SD,)))
+
+
+def close(got: Any, want: Any) -> None:
+    for a, b in zip(sf.core.tree_leaves(got), sf.core.tree_leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 @distributed(world=2)

@@ -17,7 +17,7 @@ from shardfn.graph import PARTIAL, WHOLE, Form, whole_look
 from ._crossings import EveryRank
 from ._partition_moves import FormMove, move_to, needed_form, sent_by
 from ._partition_program import Compute, Conversion, Convert, Loop, PartitionProgram, Step, last_uses, passages
-from ._partition_search import Search
+from ._partition_search import Search, name_of
 from ._partition_states import Held, SearchChoice, SearchedPlan
 from ._partition_values import LoopValues, PlannedValue, Scope, is_look, scope_of
 
@@ -76,6 +76,8 @@ class _ProgramWriter:
         self.asked: list[tuple[PlannedValue, Form]] = []
         self._forms: dict[PlannedValue, Form] = {}
         self._slots: dict[PlannedValue, dict[Form, int]] = {}
+        # The operands of the ops so far, by the names that rules see.
+        self._named: dict[str, PlannedValue] = {}
         self._line = self._because = ""
         self._section: Any = None
 
@@ -184,6 +186,8 @@ class _ProgramWriter:
         strategy = self._plan.choices[node].strategy
         operands = self._scope.operands[node]
         slots = tuple(self._need(v, f) for v, f in zip(operands, strategy.ins, strict=True))
+        slots += tuple(self._need(self._named[name], WHOLE) for name in strategy.beside)
+        self._named |= {name_of(v): v for v in operands}
         dsts = {v.at: self._slot(v, self._forms[v]) for v in self._scope.made[node] if v is not None}
         single = isinstance(node.meta.get("val"), Tensor)
         self._write(Compute(node, slots, dsts, strategy, single, short(node.meta.get("where"))))

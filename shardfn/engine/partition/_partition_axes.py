@@ -16,6 +16,7 @@ from shardfn.capture import node_of, recorder
 from shardfn.collectives import pmax, psum, pvary
 from shardfn.engine.loss import without_data
 from shardfn.graph import Form, Ranks, sent_along
+from shardfn.nn import moe
 
 from ._partition_capture import Noting
 from ._partition_convert import converted
@@ -26,7 +27,7 @@ class NotedRanks(Ranks):
     """The ranks along an axis, while another axis captures: transfers along them are noted."""
 
     def __init__(self, axis: str, notes: Noting) -> None:
-        super().__init__(axis)
+        super().__init__(axis, moe.FUNCTIONS_OF_OPS)
         self._notes = notes
 
     def psum(self, x: Tensor) -> Tensor:
@@ -52,7 +53,7 @@ class NotedRanks(Ranks):
 def ranks_along(axis: str) -> Ranks:
     """The ranks along an axis, as a program that runs sees them."""
     notes = recorder()
-    return NotedRanks(axis, notes) if isinstance(notes, Noting) else Ranks(axis)
+    return NotedRanks(axis, notes) if isinstance(notes, Noting) else Ranks(axis, moe.FUNCTIONS_OF_OPS)
 
 
 def send_along(x: Any, axis: str, before: Any, after: Any, shape: Sequence[int]) -> Any:

@@ -51,7 +51,7 @@ class Compute(NamedTuple):
 
     Attributes:
         node: the op, whose arguments name nodes.
-        slots: of its operands, in order.
+        slots: of its operands, in order, and of the values beside them that the strategy names.
         dsts: of its results, by position; unused ones are missing.
         strategy: how.
         single: whether it returns one tensor.

@@ -109,7 +109,7 @@ def _compute(step: Compute, ranks: Ranks, slots: list[Any]) -> None:
     given = iter(step.slots)
     target: Any = _OF_STACKS.get(node.target, node.target)  # pyright: ignore[reportArgumentType, reportCallIssue]
     stacked = target is not node.target
-    target = _MARKS.get(target, target)
+    target = _MARKS.get(target, ranks.functions.get(target, target))
 
     def take(n: Node) -> Any:
         x = slots[next(given)]
@@ -121,7 +121,7 @@ def _compute(step: Compute, ranks: Ranks, slots: list[Any]) -> None:
         if strategy.run is None:
             out = target(*args, **kwargs)
         else:
-            out = strategy.run(ranks, args, kwargs)
+            out = strategy.run(ranks, (*args, *(slots[slot] for slot in given)), kwargs)
     results = (out,) if step.single else out
     for at, dst in step.dsts.items():
         slots[dst] = results[at]

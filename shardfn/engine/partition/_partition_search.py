@@ -327,4 +327,9 @@ def use_of(node: Node, operands: Sequence[PlannedValue], forms: tuple[Form, ...]
 
 
 def _named(value: PlannedValue, number: int) -> Operand:
-    return value.seen._replace(number=number, name=f"{value.node.name}.{value.at}")
+    return value.seen._replace(number=number, name=name_of(value))
+
+
+def name_of(value: PlannedValue) -> str:
+    """The name by which rules know a value."""
+    return f"{value.node.name}.{value.at}"

@@ -7,9 +7,10 @@ the backward, ZeRO, remat and a capture around it treat it as any other loss. So
 whose graph has the primitives of the first as operations (`_partition_axes.py`).
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -101,7 +102,8 @@ class Partitioned(Transform):
         if programs is None:
             own = self._programs.find(key) or own
         if key not in own:
-            program = agreed_program(call, before, lambda: [x.program for x in own.values()])
+            with _named_in_torch_func():
+                program = agreed_program(call, before, lambda: [x.program for x in own.values()])
             own[key] = _PreparedLoss(program, loss.out_def, getattr(self.inner, "title", ""))
             if programs is None:
                 self._programs.keep(key, own)
@@ -132,6 +134,24 @@ class _PreparedLoss:
 
     def result(self, flat: Sequence[Any]) -> Any:
         return tree_unflatten(self.treedef, list(flat))
+
+
+@contextlib.contextmanager
+def _named_in_torch_func() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _REFUSALS):
+            raise
+        raise ValueError(
+            "partition(loss) is captured at its first call with arguments of these shapes, and torch.func's vmap, jvp,"
+            " and grad of a batch refuse captures inside of them. Call the loss once before, outside of torch.func,"
+            " with such arguments; those that are differentiated must require gradients there."
+        ) from error
+
+
+# Of a capture, by transforms of torch.func.
+_REFUSALS = ("saved tensor hooks", "Tensor.requires_grad_() (or perhaps")
 
 
 # The programs of one call, by the signature of the call along each axis.

@@ -11,6 +11,7 @@ from ._bias import bias_update as bias_update
 from ._metrics import load as load
 from ._permute import Permutation as Permutation, combine as combine, dispatch as dispatch, permutation as permutation
 from ._grouped import grouped as grouped
+from ._functions_of_ops import FUNCTIONS_OF_OPS as FUNCTIONS_OF_OPS
 from ._experts import ExpertFunction as ExpertFunction, gelu_experts as gelu_experts, swiglu_experts as swiglu_experts
 from ._exchange import Exchange as Exchange, Local as Local, Sum as Sum, Tokens as Tokens, Weights as Weights
 from ._apply import apply as apply

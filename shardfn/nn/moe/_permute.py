@@ -80,7 +80,7 @@ def dispatch(x: Float[Tensor, "s d"], p: Permutation) -> Float[Tensor, "rows d"]
         >>> dispatch(torch.tensor([[1.0], [2.0], [3.0]]), p).T
         tensor([[2., 1., 0.]])
     """
-    return _copies(x, p.source[:, None], p.places)
+    return copies(x, p.source[:, None], p.places)
 
 
 def combine(y: Float[Tensor, "rows d"], p: Permutation, weights: Float[Tensor, "s k"]) -> Float[Tensor, "s d"]:
@@ -116,10 +116,11 @@ def undispatch(y: Float[Tensor, "rows d"], p: Permutation) -> Float[Tensor, "s d
         >>> undispatch(dispatch(torch.tensor([[1.0], [2.0], [3.0]]), p), p).T
         tensor([[1., 2., 0.]])
     """
-    return _copies(y, p.places, p.source[:, None])
+    return copies(y, p.places, p.source[:, None])
 
 
-def _copies(x: Tensor, index: Tensor, back: Tensor) -> Tensor:
+def copies(x: Tensor, index: Tensor, back: Tensor) -> Tensor:
+    """Sums of rows by an index; `back` is the index of the transpose."""
     if runs_as_ops():
         return run_op(torch.ops.shardfn_kernels.copied_rows, x, index, back)
     return _Copies.apply(x, index, back)  # pyright: ignore[reportReturnType]

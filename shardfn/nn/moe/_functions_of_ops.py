@@ -1,0 +1,28 @@
+"""The functions that captures write down as ops, for graphs that run: these have derivatives of any order."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._grouped import grouped
+from ._permute import Permutation, combine, copies
+
+_OPS = torch.ops.shardfn_kernels
+
+
+def _multiplied(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exact: bool) -> Tensor:
+    return grouped(x, w, counts, transposed, exact=exact)
+
+
+def _combined(y: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:
+    return combine(y, Permutation(source, places), weights)
+
+
+# By op: see `as_ops`.
+FUNCTIONS_OF_OPS: Mapping[Any, Callable[..., Tensor]] = {
+    _OPS.multiplied_rows.default: _multiplied,
+    _OPS.copied_rows.default: copies,
+    _OPS.combined_rows.default: _combined,
+}
