@@ -101,7 +101,7 @@ def row_linears(x: Tensor, packed: list[Tensor], nums: list[int], *_: Any, **__:
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, *rest: Any, **_: Any) -> int:
     """Operations of attention over a cache, as if each token saw all places of its row of the tables."""
     del k, v
-    return 4 * q.numel() * rest[3].shape[1] * cache.shape[1]
+    return 4 * q.numel() * rest[3].shape[1] * cache.shape[3]
 
 
 def _tile_product(q: Tensor, starts: Tensor, columns: Tensor, block: int) -> int:

@@ -140,7 +140,7 @@ class Paged(nn.Local):
     ) -> Tensor:
         """The same with the arguments of `kernels.ragged_attention`."""
         q_THK, k_TGK, v_TGK = (x[0].float() for x in (q_BTHK, k_BTGK, v_BTGK))
-        y_THK = kernels.ragged_attention(
+        y_THK, _ = kernels.ragged_attention(
             *(q_THK, k_TGK, v_TGK),
             *(self.cache, self.slots, self.positions, self.sequences, self.tables),
             scale=scale,

@@ -20,7 +20,8 @@ from shardfn import kernels
 from shardfn.collectives import all_gather_invariant, all_to_all, axis_size, current_mesh
 from shardfn.core import Axes
 
-from ._products import Product, Weight, linear_input, linear_weight
+from ._exact_gradients import exact_gradients
+from ._products import Product, Weight
 
 # From the input of a layer and its result to the result in its place.
 Then = Callable[[Tensor, Tensor], Tensor]
@@ -29,8 +30,8 @@ Then = Callable[[Tensor, Tensor], Tensor]
 class ExactWeight(Weight):
     """A weight for exact linear layers, in place of a tensor: `linear(x, w)` is `kernels.row_linear`.
 
-    The layers of `nn` take it where they take a weight. Made of a weight, by `ExactWeight.of`, it has derivatives with
-    the bits of torch's products. Made of panels, which are packed once for many calls, it has no derivative.
+    The layers of `nn` take it where they take a weight. Made of a weight, by `ExactWeight.of`, it has derivatives of
+    any order. Made of panels, which are packed once for many calls, it has no derivative.
 
     Args:
         panels: from `kernels.pack_rows` of the weight as [N, K], in codes, too.
@@ -258,7 +259,7 @@ def _product(chunks: int) -> Product:
         y = kernels.row_linear(x, kernels.pack_rows(w), w.shape[0], chunks=chunks)
         return y if bias is None else y + bias
 
-    return Product(forward, (linear_input, linear_weight))
+    return Product(forward, exact_gradients(chunks))
 
 
 def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from ._local import Local
 from ._masks import Mask, Window
 from ._online import OnlineScores
 from ._rectangles import QKV, TORCH_TILE, kernel_tile
-from ._ring import OnlineBackward, tangent, values
+from ._ring import OnlineBackward, tangent
 
 # Places of a block of the cache that holds the keys and values of a call.
 BLOCK = 32
@@ -39,7 +39,7 @@ class Exact(Local):
         where = (((0, length),),)
         plain = how._replace(slopes_H=None, sinks_H=None)
         along = course(None, where, length, plain, TORCH_TILE, kernel_tile(how, q_BTHK.device, TORCH_TILE))
-        return _Exact.apply(q_BTHK, k_BSGK, v_BSGK, how.sinks_H, how.slopes_H, along)  # pyright: ignore[reportReturnType]
+        return _Exact.apply(q_BTHK, k_BSGK, v_BSGK, how.sinks_H, how.slopes_H, along)[0]  # pyright: ignore[reportReturnType]
 
 
 def exact_problems(mask: Mask) -> list[str]:
@@ -49,18 +49,19 @@ def exact_problems(mask: Mask) -> list[str]:
 
 
 class _Exact(torch.autograd.Function):
-    """(q, k, v, sinks, slopes, course) -> y; with the derivatives of attention in tiles, from q, k and v again."""
+    """(q, k, v, sinks, slopes, course) -> y and lse; with the derivatives of attention in tiles. lse has none."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, sinks_H: Any, slopes_H: Any, along: RingCourse) -> Tensor:
+    def forward(q: Tensor, k: Tensor, v: Tensor, sinks_H: Any, slopes_H: Any, along: RingCourse) -> Any:
         lefts = [m.left for m in along.how.mask.parts if isinstance(m, Window) and m.left is not None]
         window = min(lefts) + 1 if lefts else None
         return _attended((q, k, v), along.how.scale, window, slopes_H, sinks_H)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        del output
         *tensors, ctx.along = inputs
+        tensors += output
+        ctx.mark_non_differentiable(output[1])
         ctx.there = [x is not None for x in tensors]
         kept = [x for x in tensors if x is not None]
         ctx.save_for_backward(*kept)
@@ -68,56 +69,53 @@ class _Exact(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        saved, _, sinks_H, slopes_H = _again(ctx)
+        saved, _, sinks_H, slopes_H = _kept(ctx)
         grads: Any = OnlineBackward.apply(grad_outputs[0], *saved, sinks_H, slopes_H, ctx.along)
         return (*grads, *([None] if sinks_H is None else []), None, None)
 
     @staticmethod
-    def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
-        saved, how, sinks_H, _ = _again(ctx)
-        return tangent(ctx.along, how, saved, sinks_H, grad_inputs)
+    def jvp(ctx: Any, *grad_inputs: Any) -> Any:
+        saved, how, sinks_H, _ = _kept(ctx)
+        return tangent(ctx.along, how, saved, sinks_H, grad_inputs), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         """A mapped dim joins the samples; mapped slopes or sinks get a call each."""
         if any(dim is not None for dim in in_dims[3:]):
             pairs = list(zip(args, in_dims, strict=True))
-            each = range(info.batch_size)
-            return torch.stack([_Exact.apply(*(x if d is None else x.select(d, i) for x, d in pairs)) for i in each]), 0
+            each: Any = ((x if d is None else x.select(d, i) for x, d in pairs) for i in range(info.batch_size))
+            return tuple(map(torch.stack, zip(*(_Exact.apply(*one) for one in each), strict=True))), (0, 0)
 
         def folded(x: Tensor, dim: int | None) -> Tensor:
             return (x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
         qkv = (folded(x, dim) for x, dim in zip(args[:3], in_dims[:3], strict=True))
-        y: Any = _Exact.apply(*qkv, *args[3:])
-        return y.unflatten(0, (info.batch_size, -1)), 0
+        found: Any = _Exact.apply(*qkv, *args[3:])
+        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0)
 
 
-def _again(ctx: Any) -> Any:
-    """Q, k, v, y and lse of tiles; the scores; sinks and slopes. y and lse are no functions of q, k and v here."""
+def _kept(ctx: Any) -> Any:
+    """Q, k, v, y and lse; the scores; sinks and slopes. y and lse are no functions of q, k and v here."""
     found = iter(ctx.saved_tensors)
     given: list[Any] = [next(found) if there else None for there in ctx.there]
-    q, k, v, sinks_H, slopes_H = given
-    how = ctx.along.how._replace(slopes_H=slopes_H)
-    with torch.no_grad():
-        y, lse = values(ctx.along, how, (q.detach(), k.detach(), v.detach()), sinks_H)
-    return (q, k, v, y, lse), how, sinks_H, slopes_H
+    q, k, v, sinks_H, slopes_H, y, lse = given
+    return (q, k, v, y.detach(), lse.detach()), ctx.along.how._replace(slopes_H=slopes_H), sinks_H, slopes_H
 
 
 def _attended(
     qkv: QKV, scale: float | None, window: int | None, slopes_H: Tensor | None, sinks_H: Tensor | None
-) -> Tensor:
-    """Attention of whole sequences, each of them a sequence of a cache that lasts for this call."""
+) -> tuple[Tensor, Tensor]:
+    """Attention of whole sequences, each of them a sequence of a cache that lasts for this call; and lse [B, H, T]."""
     q, k, v = qkv
     (B, T, H, K), G = q.shape, k.shape[2]
     if not q.numel():
-        return torch.zeros_like(q)
+        return torch.zeros_like(q), q.new_full((B, H, T), -torch.inf)
     blocks = -(-T // BLOCK)
     count = {"dtype": torch.int32, "device": q.device}
     at = torch.arange(B * T, **count)
     sequences, positions = at // T, at % T
     cache = q.new_zeros(B * blocks, 2, G, BLOCK, K)
-    y = kernels.ragged_attention(
+    y, lse = kernels.ragged_attention(
         q.flatten(0, 1).contiguous(),
         k.flatten(0, 1).contiguous(),
         v.flatten(0, 1).contiguous(),
@@ -131,4 +129,4 @@ def _attended(
         slopes=slopes_H,
         sinks=sinks_H,
     )
-    return y.view(B, T, H, K)
+    return y.view(B, T, H, K), lse.view(B, T, H).transpose(1, 2).contiguous()

@@ -58,7 +58,7 @@ class Pages:
         sequences = torch.tensor([s for s, r in chunks for _ in r], dtype=torch.int32)
         slots = self.tables[sequences.long(), positions.long() // block] * block + positions % block
         q, k, v = (torch.cat([x[s][r.start : r.stop] for s, r in chunks]) for x in story[:3])
-        y = kernels.ragged_attention(q, k, v, self.cache, slots, positions, sequences, self.tables, **story.how)
+        y, _ = kernels.ragged_attention(q, k, v, self.cache, slots, positions, sequences, self.tables, **story.how)
         return list(y.split([len(r) for _, r in chunks]))
 
     def whole(self) -> list[Tensor]:
@@ -66,8 +66,8 @@ class Pages:
         return self.run(*((s, range(len(q))) for s, q in enumerate(self.story.q)))
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-    """The formula in float64, of one whole sequence."""
+def _plain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+    """The formula in float64, of one whole sequence: y and lse."""
     (T, H, K), G = q.shape, k.shape[1]
     k, v = (x.double().repeat_interleave(H // G, 1) for x in (k, v))
     scores = torch.einsum("thk,shk->hts", q.double(), k) * (how.get("scale") or K**-0.5)
@@ -80,7 +80,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
     scores = scores.masked_fill(~seen, -math.inf)
     if "sinks" in how:
         scores = torch.cat([scores, how["sinks"].double()[:, None, None].expand(H, T, 1)], -1)
-    return torch.einsum("hts,shk->thk", scores.softmax(-1)[..., :T], v).float()
+    return torch.einsum("hts,shk->thk", scores.softmax(-1)[..., :T], v).float(), scores.logsumexp(-1).mT.float()
 
 
 HOW: list[dict[str, Any]] = [
@@ -97,8 +97,23 @@ HOW: list[dict[str, Any]] = [
 def test_the_plain_formula(heads: tuple[int, int, int], how: dict[str, Any]) -> None:
     story = _story((70, 1, 9), heads, **how)
     for s, y in enumerate(Pages(story, 4).whole()):
-        want = _plain(story.q[s], story.k[s], story.v[s], **story.how)
+        want, _ = _plain(story.q[s], story.k[s], story.v[s], **story.how)
         torch.testing.assert_close(y, want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["native", "reference", "triton"])
+@pytest.mark.parametrize("how", [HOW[0], HOW[-1]], ids=["plain", "all"])
+def test_lse_is_the_logarithm_of_the_sum(how: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "triton":
+        pytest.importorskip("triton")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    story = _story((40,), (6, 2, 7), **how)
+    places, cache = torch.arange(40, dtype=torch.int32), torch.zeros(10, 2, 2, 4, 7)
+    tables = torch.arange(10, dtype=torch.int32)[None]
+    with kernels.implemented_by(kind if kind != "native" or _build.library() else "cpu"):
+        args = cache, places, places, torch.zeros_like(places), tables
+        _, lse = kernels.ragged_attention(story.q[0], story.k[0], story.v[0], *args, **story.how)
+    torch.testing.assert_close(lse, _plain(story.q[0], story.k[0], story.v[0], **story.how)[1], rtol=2e-5, atol=2e-6)
 
 
 def test_the_attention_of_torch() -> None:
@@ -293,7 +308,7 @@ def test_guesses_that_branch_have_the_bits_of_their_branch(generation: int, dtyp
         for kind, bits in (("native", tree), ("native", tree.byte()), ("reference", tree)):
             pages.cache.copy_(cache)
             with kernels.implemented_by(kind):
-                y = kernels.ragged_attention(
+                y, _ = kernels.ragged_attention(
                     *(q, k, v, pages.cache, slots, positions, sequences, pages.tables), **story.how, tree=bits
                 )
             assert torch.equal(y[len(tokens) :], torch.stack(want)), (generation, kind)
@@ -315,7 +330,7 @@ def test_padding_that_shares_a_slot_changes_nothing() -> None:
         sequences = torch.tensor([0] * 20 + [1] * 3, dtype=torch.int32)
         q, k, v = (torch.cat([x[0], x[0][:3]]) for x in story[:3])
         with kernels.implemented_by(kind):
-            y = kernels.ragged_attention(q, k, v, pages.cache, slots.int(), positions, sequences, tables)
+            y, _ = kernels.ragged_attention(q, k, v, pages.cache, slots.int(), positions, sequences, tables)
         assert torch.equal(y[:20], want) and torch.equal(pages.cache[free, 1, :, 0], v[-1])
         assert torch.equal(y[20:], v[-1:].expand(3, 2, 8))
 
@@ -403,7 +418,7 @@ def test_blocks_before_the_window_are_not_read() -> None:
     for kind in ("native", "reference"):
         (args,) = _plan(positions=[2, 3], slots=[4, 5], tables=[[-1, 2]], window=1)
         with kernels.implemented_by(kind if _build.library() else "cpu"):
-            assert torch.equal(kernels.ragged_attention(**args), torch.ones(2, 4, 3))
+            assert torch.equal(kernels.ragged_attention(**args)[0], torch.ones(2, 4, 3))
 
 
 def test_no_tokens_and_columns_of_a_larger_tensor() -> None:
@@ -412,18 +427,18 @@ def test_no_tokens_and_columns_of_a_larger_tensor() -> None:
     for kind in ("native", "reference"):
         with kernels.implemented_by(kind if _build.library() else "cpu"):
             none = args | ints | {name: args[name][:0] for name in "qkv"}
-            assert kernels.ragged_attention(**none).shape == (0, 4, 3)
+            assert kernels.ragged_attention(**none)[0].shape == (0, 4, 3)
             whole = torch.randn(2, 8 * 3, generator=torch.Generator().manual_seed(0))
             parts = dict(zip("qkv", whole.view(2, 8, 3).split([4, 2, 2], 1), strict=True))
             apart = {name: x.clone() for name, x in parts.items()}
-            assert torch.equal(kernels.ragged_attention(**args | parts), kernels.ragged_attention(**args | apart))
+            assert torch.equal(kernels.ragged_attention(**args | parts)[0], kernels.ragged_attention(**args | apart)[0])
 
 
 def test_a_backward_is_refused() -> None:
     (args,) = _plan()
     q = args["q"].requires_grad_()
     with pytest.raises(NotImplementedError, match=r"ragged_attention has no derivative; call it on q\.detach"):
-        kernels.ragged_attention(**args).sum().backward()
+        kernels.ragged_attention(**args)[0].sum().backward()
     assert q.grad is None
 
 
@@ -431,7 +446,7 @@ def _layers(params: list[Tensor], caches: list[Tensor], x: Tensor, plan: tuple[T
     """Two layers; the second reads the first one's cache, too."""
     for cache, w in zip([*caches, caches[0]], [*params, params[0]], strict=True):
         q, k, v = (x @ w).view(len(x), 4, 8).split([2, 1, 1], 1)
-        x = x + kernels.ragged_attention(q, k, v, cache, *plan).flatten(1)
+        x = x + kernels.ragged_attention(q, k, v, cache, *plan)[0].flatten(1)
     return x, caches
 
 

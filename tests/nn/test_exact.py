@@ -60,6 +60,14 @@ def test_a_row_has_its_bits_alone(name: str, width: int) -> None:
     assert torch.equal(layer(x.view(5, 13, width)).view(65, -1), alone)
 
 
+def test_the_gradient_of_a_row_has_its_bits_alone() -> None:
+    weight, x, dy = _drawn(41, 77), _drawn(1100, 77, seed=1), _drawn(1100, 41, seed=2)
+    layer = _func.vjp(lambda x: nn.linear(x, nn.ExactWeight.of(weight)), x)[1]
+    for rows in (1, 7, 65):
+        alone = _func.vjp(lambda x: nn.linear(x, nn.ExactWeight.of(weight)), x[:rows])[1]
+        assert torch.equal(alone(dy[:rows])[0], layer(dy)[0][:rows]), rows
+
+
 def test_panels_and_forms_of_a_weight_have_the_same_bits() -> None:
     x, weight, bias = _drawn(5, 12), _drawn(14, 12, seed=1), _drawn(14, seed=2)
     want = nn.linear(x, nn.ExactWeight.of(weight), bias)

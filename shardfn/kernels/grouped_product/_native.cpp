@@ -12,6 +12,7 @@ namespace {
 constexpr int CHUNKS = 8;
 constexpr int64_t AHEAD = 16;  // rows of a matrix that are fetched before they are read
 constexpr int64_t ROWS = 504;  // of a thread's turn
+constexpr int64_t DEPTH = 512;  // rows whose products are one chain of `outer`: their panel stays in near memory
 constexpr int64_t FEW_ROWS = 6;  // up to which a matrix is read in its own order, and not copied into panels
 
 inline double widened(double x) { return x; }
@@ -131,9 +132,10 @@ void product(const T* x, const W* w, const int64_t* counts, T* y, T* scratch, in
     std::memset(y + start * n, 0, (m - start) * n * sizeof(T));
 }
 
+// Products of rows by DEPTH of them, which are added in their order.
 template <typename T>
 void outer(const T* x, const T* y, const int64_t* counts, T* out, T* scratch, int64_t k, int64_t n, int64_t e,
-           int64_t most, int64_t threads, int64_t newest) {
+           int64_t size, int64_t threads, int64_t newest) {
     const auto multiply = multiplies<T, T>(newest);
     std::vector<Part> parts;
     std::vector<int64_t> starts(e + 1);
@@ -142,14 +144,18 @@ void outer(const T* x, const T* y, const int64_t* counts, T* out, T* scratch, in
         for (int64_t r = 0; r < k; r += ROWS)
             for (int64_t p = 0; p * PANEL < n; ++p) parts.push_back({g, r, k - r < ROWS ? k - r : ROWS, p});
     }
-    by_parts(parts, scratch, most * PANEL, threads, [&](const Part& part, T* panel) {
+    by_parts(parts, scratch, size, threads, [&](const Part& part, T* panel) {
         const int64_t column = part.panel * PANEL, valid = n - column < PANEL ? n - column : PANEL;
         const int64_t start = starts[part.group], count = counts[part.group];
-        T* to = out + (part.group * k + part.first) * n + column;
-        const Job<T, T> job = {x + start * k + part.first, panel, nullptr, to, 1, k, PANEL, n,
-                               part.rows, count, count < PANEL ? 1 : CHUNKS, valid};
-        pack(y + start * n + column, panel, count, n, valid, false);
-        multiply(job);
+        T *to = out + (part.group * k + part.first) * n + column, *more = panel + DEPTH * PANEL;
+        for (int64_t row = 0; row == 0 || row < count; row += DEPTH) {
+            const int64_t depth = count - row < DEPTH ? count - row : DEPTH;
+            pack(y + (start + row) * n + column, panel, depth, n, valid, false);
+            multiply({x + (start + row) * k + part.first, panel, nullptr, row ? more : to, 1, k, PANEL,
+                      row ? PANEL : n, part.rows, depth, depth < PANEL ? 1 : CHUNKS, valid});
+            for (int64_t i = 0; row && i < part.rows; ++i)
+                for (int64_t j = 0; j < valid; ++j) to[i * n + j] += more[i * PANEL + j];
+        }
     });
 }
 
@@ -164,8 +170,8 @@ extern "C" {
     }
 #define OUTER(T)                                                                                                       \
     void grouped_outer_##T(const T* x, const T* y, const int64_t* counts, T* out, T* scratch, int64_t k, int64_t n,    \
-                           int64_t e, int64_t most, int64_t threads, int64_t newest) {                                 \
-        outer<T>(x, y, counts, out, scratch, k, n, e, most, threads, newest);                                          \
+                           int64_t e, int64_t size, int64_t threads, int64_t newest) {                                 \
+        outer<T>(x, y, counts, out, scratch, k, n, e, size, threads, newest);                                          \
     }
 PRODUCT(float, float, float)
 PRODUCT(bfloat16, float, uint16_t)

@@ -6,7 +6,7 @@ from torch import Tensor
 from shardfn.kernels._build import function
 
 from . import _reference
-from ._values import PANEL, check_counts, threads_for
+from ._values import PANEL, check_counts, outer_depth, threads_for
 
 SOURCE = "grouped_product/_native.cpp"
 # The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
@@ -40,9 +40,11 @@ def grouped_outer(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
     if run is None:
         return _reference.grouped_outer(x, y, counts)
     (m, k), n, e = x.shape, y.shape[1], counts.shape[0]
-    most = check_counts(counts, m)
+    if k > n:  # rows of the narrower one are read by columns, which lie nearer to one another there
+        return grouped_outer(y, x, counts).mT.contiguous()
+    size = outer_depth(check_counts(counts, m)) * PANEL
     rows, others, threads = x.to(kind), y.to(kind), threads_for(m * k * n)
-    out, scratch = rows.new_empty(e, k, n), rows.new_empty(threads * most * PANEL)
+    out, scratch = rows.new_empty(e, k, n), rows.new_empty(threads * size)
     tensors = (t.data_ptr() for t in (rows, others, counts, out, scratch))
-    run(*tensors, k, n, e, most, threads, NEWEST)
+    run(*tensors, k, n, e, size, threads, NEWEST)
     return out.to(x.dtype)

@@ -5,6 +5,8 @@ from torch import Tensor
 
 # Columns that are computed together.
 PANEL = 64
+# Of `grouped_outer`: rows whose products are added up by themselves, and columns of x for each turn of a thread.
+_DEPTH, _COLUMNS = 512, 504
 # Multiply-adds below which a second thread costs more than it saves.
 FEW = 1 << 20
 
@@ -17,6 +19,11 @@ def threads_for(work: int) -> int:
 def panel_bytes(work: int, depth: int, itemsize: int) -> int:
     """Bytes of a packed panel for each thread, where `depth` products are added up."""
     return threads_for(work) * depth * PANEL * itemsize
+
+
+def outer_depth(rows: int) -> int:
+    """Rows of PANEL numbers that each thread of `grouped_outer` needs, for groups of at most `rows` rows."""
+    return rows if rows <= _DEPTH else _DEPTH + _COLUMNS
 
 
 def check_counts(counts: Tensor, rows: int) -> int:

@@ -34,12 +34,13 @@ def ragged_attention(
     slopes: Float[Tensor, " h"] | None = None,
     sinks: Float[Tensor, " h"] | None = None,
     tree: Bool[Tensor, "t t"] | UInt8[Tensor, "t t"] | None = None,
-) -> Float32[Tensor, "t h k"]:
+) -> tuple[Float32[Tensor, "t h k"], Float32[Tensor, "t h"]]:
     """Writes the keys and values of tokens into a cache, then returns the attention of each to its sequence.
 
         cache[slots[i] // block, :, :, slots[i] % block] = k[i], v[i]               for all tokens i, then
         s[p] = cap(scale q[i] k_p) - slope (positions[i] - p)                       cap(x) = c tanh(x / c)
         y[i] = sum of e^s[p] v_p / (sum of e^s[p] + e^sink)                         over the positions p that i sees
+        lse[i] = log(sum of e^s[p] + e^sink)
 
     Token i sees the positions from 0, or from positions[i] - window + 1, to positions[i]. The key at position p of
     sequence s is in block tables[s, p // block], at place p % block. Head h reads key head h // (H / G).
@@ -72,7 +73,8 @@ def ragged_attention(
             bits uses the table alone.
 
     Returns:
-        y, float32. A row is 0 if all its scores are -inf.
+        y, and lse; float32. A row of y is 0 if all its scores are -inf, and lse is -inf. The bits of lse depend on the
+        logarithm of the device.
 
     Raises:
         TypeError: for other dtypes.
@@ -85,7 +87,7 @@ def ragged_attention(
         >>> places = torch.arange(3, dtype=torch.int32)
         >>> tables = torch.tensor([[3, 1]], dtype=torch.int32)  # block 3 has positions 0 and 1, block 1 has 2
         >>> slots = torch.tensor([6, 7, 2], dtype=torch.int32)
-        >>> ragged_attention(q, k, v, cache, slots, places, torch.zeros_like(places), tables)[:, 0]
+        >>> ragged_attention(q, k, v, cache, slots, places, torch.zeros_like(places), tables)[0][:, 0]
         tensor([[0., 1., 2., 3.],
                 [2., 3., 4., 5.],
                 [4., 5., 6., 7.]])
@@ -144,7 +146,7 @@ def _ragged_attention(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     run = implementation("ragged_attention", "ragged_attention", q.device)
     plan = (x.contiguous() for x in (slots, positions, sequences, tables))
     return run(q, k, v, cache, *plan, scale, window, softcap, slopes, sinks, tree)
@@ -152,8 +154,9 @@ def _ragged_attention(
 
 define(
     "ragged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) cache, Tensor slots, Tensor positions, Tensor sequences,"
-    " Tensor tables, float scale, int? window, float? softcap, Tensor? slopes, Tensor? sinks, Tensor? tree) -> Tensor",
+    " Tensor tables, float scale, int? window, float? softcap, Tensor? slopes, Tensor? sinks, Tensor? tree)"
+    " -> (Tensor, Tensor)",
     _ragged_attention,
-    lambda q, *rest: q.new_empty(q.shape),
+    lambda q, *rest: (q.new_empty(q.shape), q.new_empty(q.shape[:2])),
 )
 refuse_backward("ragged_attention", "call it on q.detach(), k.detach() and v.detach() or under torch.no_grad().")

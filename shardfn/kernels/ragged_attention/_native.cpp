@@ -19,7 +19,7 @@ struct Call {
     const int32_t *slots, *positions, *sequences, *tables;
     const float *slopes, *sinks;
     const uint8_t* tree;
-    float* y;
+    float *y, *lse;
     int64_t T, H, G, K, q_stride, k_stride, v_stride, blocks, block, S, width, window, kind;
     Scoring how;
 };
@@ -200,8 +200,10 @@ INLINE void attend(const Call& o, const Plan& plan, const Group& group, int64_t 
             add_tile<L>(s, o.how, row, row + together, seen.data(), o.K, o.slopes);
         }
     }
-    for (int64_t row = 0; row < rows; ++row)
-        finish<L>(s, row, o.K, o.y + ((group.first + row / R) * o.H + g * R + row % R) * o.K);
+    for (int64_t row = 0; row < rows; ++row) {
+        const int64_t at = (group.first + row / R) * o.H + g * R + row % R;
+        finish<L>(s, row, o.K, o.y + at * o.K, o.lse + at);
+    }
 }
 
 using Run = void (*)(const Call&, const Plan&, const Group&, int64_t, Scratch&);
@@ -228,11 +230,11 @@ extern "C" {
 // Returns 0 if all was written; 1, and changes nothing, if a number of the plan is out of range.
 int64_t ragged_attention(const float* q, const float* k, const float* v, void* cache, const int32_t* slots,
                          const int32_t* positions, const int32_t* sequences, const int32_t* tables, const float* slopes,
-                         const float* sinks, const uint8_t* tree, float* y, int64_t T, int64_t H, int64_t G, int64_t K,
+                         const float* sinks, const uint8_t* tree, float* y, float* lse, int64_t T, int64_t H, int64_t G, int64_t K,
                          int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t blocks, int64_t block, int64_t S,
                          int64_t width, int64_t window, int64_t kind, float scale, float cap, int64_t threads,
                          int64_t few, int64_t newest) {
-    const Call o = {q, k, v, cache, slots, positions, sequences, tables, slopes, sinks, tree, y, T, H, G, K,
+    const Call o = {q, k, v, cache, slots, positions, sequences, tables, slopes, sinks, tree, y, lse, T, H, G, K,
                     q_stride, k_stride, v_stride, blocks, block, S, width, window, kind, {scale, cap}};
     Plan plan;
     if (!read_plan(o, plan)) return 1;

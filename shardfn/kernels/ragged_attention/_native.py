@@ -25,8 +25,8 @@ def ragged_attention(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Fp32 [T, H, K]. Writes cache [blocks, 2, G, block, row]."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Fp32 [T, H, K] and [T, H]. Writes cache [blocks, 2, G, block, row]."""
     run = _function()
     if run is None:
         args = q, k, v, cache, slots, positions, sequences, tables, scale, window, softcap, slopes, sinks, tree
@@ -34,8 +34,8 @@ def ragged_attention(
     (T, H, K), G = q.shape, k.shape[1]
     q, k, v = (x if x.stride()[1:] == (K, 1) else x.contiguous() for x in (q, k, v))
     slopes, sinks, tree = (None if x is None else x.contiguous() for x in (slopes, sinks, tree))
-    y = q.new_empty(T, H, K)
-    tensors = q, k, v, cache, slots, positions, sequences, tables, slopes, sinks, tree, y
+    y, lse = q.new_empty(T, H, K), q.new_empty(T, H)
+    tensors = q, k, v, cache, slots, positions, sequences, tables, slopes, sinks, tree, y, lse
     at = (None if x is None else x.data_ptr() for x in tensors)
     sizes = *(T, H, G, K), *(x.stride(0) for x in (q, k, v)), cache.shape[0], cache.shape[3], *tables.shape
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
@@ -43,7 +43,7 @@ def ragged_attention(
     if run(*at, *sizes, window or 0, KINDS[cache.dtype], *scores, threads, FEW, NEWEST):
         check_plan(cache, slots, positions, sequences, tables, window, tree)
         raise AssertionError("C++ refused a plan that is in range")
-    return y
+    return y, lse
 
 
 @functools.cache
@@ -53,6 +53,6 @@ def _function() -> Any:
     if found is None:
         return None
     numbers = ctypes.c_int64, ctypes.c_float
-    found.ragged_attention.argtypes = [ctypes.c_void_p] * 12 + [numbers[0]] * 13 + [numbers[1]] * 2 + [numbers[0]] * 3
+    found.ragged_attention.argtypes = [ctypes.c_void_p] * 13 + [numbers[0]] * 13 + [numbers[1]] * 2 + [numbers[0]] * 3
     found.ragged_attention.restype = ctypes.c_int64
     return found.ragged_attention

@@ -22,8 +22,8 @@ def ragged_attention(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Fp32 [T, H, K]. Writes cache [blocks, 2, G, block, row]."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Fp32 [T, H, K] and [T, H]. Writes cache [blocks, 2, G, block, row]."""
     check_plan(cache, slots, positions, sequences, tables, window, tree)
     write(k, v, cache, slots)
     (T, H, K), G = q.shape, k.shape[1]
@@ -42,9 +42,10 @@ def ragged_attention(
             p = torch.arange(begin, begin + TILE, device=q.device)
             x = fused(-slope[..., None], (positions[:, None] - p).float()[:, None, None], x)
         state = _with_tile(state, x, kv_TN2GK[:, :, 1], at >= 0)
-    _, lanes, y = state
-    total = halved(lanes)[..., None]
-    return torch.where(total == 0, 0.0, y / total).view(T, H, K)
+    most, lanes, y = state
+    total = halved(lanes)
+    y = torch.where(total[..., None] == 0, 0.0, y / total[..., None])
+    return y.view(T, H, K), (most + total.log()).view(T, H)
 
 
 def write(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:

@@ -1,6 +1,7 @@
 // One tile of 32 positions for some rows of queries: scores, weights, and the weighted sum of values, which are carried
 // from tile to tile. The definition, in this order of operations, is in _reference.py.
 #pragma once
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <vector>
@@ -301,15 +302,16 @@ INLINE void add_tile(Scratch& s, const Scoring& how, int64_t first, int64_t end,
     }
 }
 
-// y = sums / the sum of weights; 0 without weights.
+// y = sums / the sum of weights, 0 without weights; and the logarithm of the sum of e^score.
 template <class L>
-INLINE void finish(const Scratch& s, int64_t row, int64_t width, float* y) {
+INLINE void finish(const Scratch& s, int64_t row, int64_t width, float* y, float* lse) {
     float lanes[LANES];
     std::memcpy(lanes, s.lanes + row * LANES, sizeof lanes);
     for (int half = LANES / 2; half; half /= 2)
         for (int i = 0; i < half; ++i) lanes[i] = lanes[i] + lanes[i + half];
     const float* sums = s.sums + row * s.padded;
     for (int64_t at = 0; at < width; ++at) y[at] = lanes[0] == 0 ? 0.0f : sums[at] / lanes[0];
+    *lse = s.most[row] + std::log(lanes[0]);
 }
 
 }  // namespace

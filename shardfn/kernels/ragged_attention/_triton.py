@@ -22,13 +22,13 @@ def ragged_attention(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Fp32 [T, H, K]. Writes cache [blocks, 2, G, block, row]."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Fp32 [T, H, K] and [T, H]. Writes cache [blocks, 2, G, block, row]."""
     check_plan(cache, slots, positions, sequences, tables, window, tree)
     write(k, v, cache, slots)
     (T, H, K), G = q.shape, k.shape[1]
     places = seen_slots(cache.shape[3], slots, positions, sequences, tables, window, tree)
-    y, width = q.new_empty(T, H, K), max(16, triton.next_power_of_2(K))
+    y, lse, width = q.new_empty(T, H, K), q.new_empty(T, H), max(16, triton.next_power_of_2(K))
     given = (None if x is None else x.contiguous() for x in (slopes, sinks))
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
     # Codes are bytes, and scales the last of each row's float32 numbers.
@@ -41,6 +41,7 @@ def ragged_attention(
         positions,
         *given,
         y,
+        lse,
         *scores,
         places.shape[1],
         H,
@@ -49,7 +50,7 @@ def ragged_attention(
     )
     codes = {torch.int8: 1, torch.float8_e4m3fn: 2}.get(cache.dtype, 0)
     launch(_row, T * H, q.device, *args, K=K, ROW=cache.shape[-1], WIDTH=width, N=TILE, CODES=codes)
-    return y
+    return y, lse
 
 
 @triton.jit
@@ -71,7 +72,7 @@ def _values(x, CODES: tl.constexpr):
 @triton.jit
 @no_type_check
 def _row(
-    q, cache, scales, places, positions, slopes, sinks, y, scale, cap, end, H, G, block,
+    q, cache, scales, places, positions, slopes, sinks, y, lse, scale, cap, end, H, G, block,
     K: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """One head of one token."""
@@ -112,3 +113,4 @@ def _row(
         top = most
     out = tl.where(total == 0.0, 0.0, sum / tl.where(total == 0.0, 1.0, total))
     tl.store(y + program * K + d, out, mask=d < K)
+    tl.store(lse + program + tl.arange(0, 1), top + tl.log(total))

@@ -31,19 +31,22 @@ struct Call {
     }
 };
 
+constexpr int64_t ROWS = 504;  // computed with one panel before the next: their inputs stay in near memory
+
 // `across` elements of W for each k, `size` for a panel. The panels of all layers are shared as one row.
 template <typename W>
 void by_panels(void (*multiply)(const Job<float, W>&), const Call& o, int64_t across, int64_t size) {
     int64_t panels = 0;
     for (int64_t i = 0; i < o.num; ++i) panels += o.layers[i].panels();
-    share(panels, o.threads, [&](int64_t panel) {
-        int64_t after = std::min(panel + o.threads, panels - 1);
+    share(panels * ((o.M + ROWS - 1) / ROWS), o.threads, [&](int64_t part) {
+        const int64_t row = part / panels * ROWS, rows = std::min(ROWS, o.M - row);
+        int64_t panel = part % panels, after = std::min(panel + o.threads, panels - 1);
         const Layer &layer = o.layer_of(panel), &later = o.layer_of(after);
         const W* next = across ? (const W*)later.w + after * size : nullptr;  // codes fetch for themselves
         const int64_t column = panel * PANEL;
         const float* shift = layer.bias ? layer.bias + column : nullptr;
-        multiply({o.x, (const W*)layer.w + panel * size, shift, layer.y + column, o.K, 1, across, layer.N, o.M, o.K,
-                  o.chunks, layer.N - column, next});
+        multiply({o.x + row * o.K, (const W*)layer.w + panel * size, shift, layer.y + row * layer.N + column, o.K, 1,
+                  across, layer.N, rows, o.K, o.chunks, layer.N - column, next});
     });
 }
 

@@ -10,8 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from shardfn.kernels import grouped_outer, grouped_product
 from shardfn.nn._as_ops import run_op, runs_as_ops
 from shardfn.nn._products import Product
-
-from ._trilinear import Trilinear, derivative
+from shardfn.nn._trilinear import Trilinear, derivative
 
 
 def grouped(

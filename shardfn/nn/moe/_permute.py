@@ -14,8 +14,7 @@ from torch import Tensor
 
 from shardfn.kernels import combined_to_rows, gather_rows, row_dots
 from shardfn.nn._as_ops import run_op, runs_as_ops
-
-from ._trilinear import Trilinear, derivative
+from shardfn.nn._trilinear import Trilinear, derivative
 
 
 class Permutation(NamedTuple):

@@ -1,0 +1,46 @@
+"""The gradients of exact linear layers.
+
+On a CPU they are computed by kernels, which use its widest vectors, as not every BLAS does; on other devices by torch.
+A row of the gradient of the input has the same bits beside any other rows. That of the weight is a sum over rows.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from shardfn import kernels
+
+from ._products import OperandGrad, linear_input, linear_weight
+from ._trilinear import Trilinear, derivative
+
+
+@functools.cache
+def exact_gradients(chunks: int) -> tuple[OperandGrad, OperandGrad]:
+    """Of the input and of the weight of an exact linear layer; they can be differentiated again.
+
+    Args:
+        chunks: of the layer's inputs.
+    """
+    # t(x, w, y) = sum over rows of (x w^T) . y
+    form: Trilinear = (
+        lambda w, y: kernels.grouped_product(y, w[None], _one_group(y)),
+        lambda x, y: kernels.grouped_outer(y, x, _one_group(y))[0],
+        lambda x, w: kernels.row_linear(x, kernels.pack_rows(w), w.shape[0], chunks=chunks),
+    )
+
+    def of_input(dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        if dy.device.type != "cpu":
+            return linear_input(dy, weight, shape)
+        return derivative(form, 0, weight, dy.reshape(-1, dy.shape[-1])).reshape(shape)
+
+    def of_weight(dy: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
+        if dy.device.type != "cpu":
+            return linear_weight(dy, x, shape)
+        return derivative(form, 1, x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]))
+
+    return of_input, of_weight
+
+
+def _one_group(rows: Tensor) -> Tensor:
+    return torch.full((1,), rows.shape[0], device=rows.device)
