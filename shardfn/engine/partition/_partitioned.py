@@ -150,7 +150,7 @@ def _named_in_torch_func() -> Iterator[None]:
         ) from error
 
 
-# Of a capture, by transforms of torch.func.
+# Parts of the errors by which transforms of torch.func refuse a capture.
 _REFUSALS = ("saved tensor hooks", "Tensor.requires_grad_() (or perhaps")
 
 
