@@ -111,8 +111,8 @@ def test_logits_that_are_not_finite_end_their_request(start: Start) -> None:
     run = server.engine.runner.run
 
     def broken(*args: Any, **kwargs: Any) -> Any:
-        drawn, *rest = run(*args, **kwargs)
-        return [-1] * len(drawn), *rest
+        found = run(*args, **kwargs)
+        return found._replace(tokens=[-1] * len(found.tokens))
 
     server.engine.runner.run = broken  # pyright: ignore[reportAttributeAccessIssue]
     try:
