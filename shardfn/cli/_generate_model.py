@@ -31,7 +31,7 @@ AXIS = "tp"
 # A model of transformers, and its weights where it has none of its own.
 _Module = tuple[Any, Mapping[str, Any] | None]
 _FILES_ALONE = {"trust_remote_code": False}  # without it transformers asks the user, and waits
-_WIDE = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # layers that from_pretrained leaves in float32
+_WIDE = "_keep_in_fp32_modules_strict"  # names layers that from_pretrained leaves in float32
 
 
 class Served(NamedTuple):
@@ -315,7 +315,7 @@ def _module(directory: pathlib.Path, job: GenerateJob, axis: str | None) -> _Mod
         return _model(directory, job), None
     with without_weights():
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[job.dtype], **_FILES_ALONE).eval()
-    if job.dtype != "float32" and any(getattr(made, name, None) for name in _WIDE):
+    if job.dtype != "float32" and getattr(made, _WIDE, None):
         return _model(directory, job), None
     return made, module_from_hf(made, directory, dtype=DTYPES[job.dtype])
 
