@@ -17,7 +17,7 @@ from shardfn.checkpoint import restore
 from shardfn.core import Disk, Mesh, PyTree, first_of, key, make_mesh, tree_leaves, tree_map
 from shardfn.data import BPETokenizer, ByteTokenizer
 from shardfn.inference import Decoder, Drafter, DraftModel, Engine, Limits, decoder, hf_decoder, limits_of
-from shardfn.interop import ArchiveWriter, gpt_config, gpt_from_hf
+from shardfn.interop import ArchiveWriter, gpt_config, gpt_from_hf, module_from_hf, without_weights
 from shardfn.lora import load_peft
 from shardfn.models import gpt
 from shardfn.transforms import eval_shape, sharded
@@ -28,7 +28,10 @@ from ._generate_job import DRAFTERS, DTYPES, GenerateJob, kind_of, run_of
 from ._generate_text import Text, text_of_data, text_of_transformers
 
 AXIS = "tp"
+# A model of transformers, and its weights where it has none of its own.
+_Module = tuple[Any, Mapping[str, Any] | None]
 _FILES_ALONE = {"trust_remote_code": False}  # without it transformers asks the user, and waits
+_WIDE = "_keep_in_fp32_modules_strict"  # names layers that from_pretrained leaves in float32
 
 
 class Served(NamedTuple):
@@ -192,11 +195,11 @@ def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer
 def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> Served:
     changes, inexact = _exactness(job)
     if job.adapter is not None:  # its files name the module's own weights
-        return _of_module(functools.partial(_model, path, job), job, mesh, text)
+        return _of_module(functools.partial(_module, path, job), job, mesh, text)
     try:
         gpt_config(json.loads((path / "config.json").read_text(encoding="utf-8")))
     except ValueError as error:
-        return _of_module(functools.partial(_model, path, job), job, mesh, text, error)
+        return _of_module(functools.partial(_module, path, job), job, mesh, text, error)
     config, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], **changes)
     size, coded = _size(params), ""
     if job.kind == "gguf" and job.weights is not None:
@@ -215,7 +218,7 @@ def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.
     try:
         gpt_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except ValueError as error:
-        return _of_module(lambda: module, job, mesh, text, error)
+        return _of_module(lambda axis: (module, None), job, mesh, text, error)
     with ArchiveWriter(folder, {name: (x.dtype, tuple(x.shape)) for name, x in module.named_parameters()}) as writer:
         for name, x in module.named_parameters():
             writer.put(name, x.detach())
@@ -224,13 +227,14 @@ def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.
 
 
 def _of_module(
-    module: Callable[[], Any], job: GenerateJob, mesh: Mesh, text: Text, problem: ValueError | None = None
+    module: Callable[[str | None], _Module], job: GenerateJob, mesh: Mesh, text: Text, problem: ValueError | None = None
 ) -> Served:
     """An unmodified model of transformers, where `models.gpt` does not compute the same, or with an adapter."""
     axis = _axis(mesh)
     exact = None if job.dtype == "float32" or axis else False
     try:
-        made, params = hf_decoder(module(), exact=exact, tp=axis, codes=job.weights)
+        model, values = module(axis)
+        made, params = hf_decoder(model, exact=exact, tp=axis, codes=job.weights, params=values)
     except ValueError as error:
         raise error from problem
     if made.cache.heads % mesh.size:
@@ -301,6 +305,19 @@ def _with_gguf(path: pathlib.Path) -> Any:
             f"{path}: transformers reads GGUF files by packages that are missing: pip install {' '.join(missing)}"
         )
     return _transformers(path)
+
+
+def _module(directory: pathlib.Path, job: GenerateJob, axis: str | None) -> _Module:
+    """A model of transformers; on several ranks without weights, of which each rank reads its own parts."""
+    transformers = _transformers(directory)
+    config = transformers.AutoConfig.from_pretrained(directory, **_FILES_ALONE)
+    if axis is None or getattr(config, "quantization_config", None) is not None:
+        return _model(directory, job), None
+    with without_weights():
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[job.dtype], **_FILES_ALONE).eval()
+    if job.dtype != "float32" and getattr(made, _WIDE, None):
+        return _model(directory, job), None
+    return made, module_from_hf(made, directory, dtype=DTYPES[job.dtype])
 
 
 def _model(directory: pathlib.Path, job: GenerateJob, **more: Any) -> Any:

@@ -11,6 +11,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from ._cache import CacheLayout, Paged
 from ._decoder import Decoder, Outputs
 from ._hf_edges import edges_of
 from ._low_rank import Linear, LowRank
+from ._stand_ins import packed_once, stand_ins
 
 _LOG = logging.getLogger("shardfn.inference")
 _PACKED = (torch.float32, torch.bfloat16)
@@ -55,6 +57,7 @@ def hf_decoder(
     tp: str | None = None,
     tokenizer: Any = None,
     codes: CodePolicy = None,
+    params: Mapping[str, Tensor] | None = None,
 ) -> tuple[Decoder, dict[str, Tensor]]:
     """The decoder of an unmodified causal model of transformers, and its parameters.
 
@@ -66,7 +69,8 @@ def hf_decoder(
 
     Args:
         model: a `...ForCausalLM` with its weights, in eval mode. It is not changed. Its code and its buffers run, so do
-            not change it while engines do. Its own weights stay in memory beside the packed ones.
+            not change it while engines do. Its own weights stay in memory beside the packed ones, unless `params` has
+            others.
         exact: True computes each token's logits with the same bits in all company, and is an error where a probe finds
             that it does not; False leaves the model's own linear layers and activations; None is exact where possible.
         tp: the mesh axis that cuts the heads, and the outputs of linear layers. The decoder must be exact.
@@ -75,6 +79,9 @@ def hf_decoder(
             by regular expressions found in names of parameters, the first that fits:
             `{"embed|head": "int8", "": "int4"}`. Logits are those of the rounded weights, bit for bit; a table of
             embeddings that is also the head is rounded, too.
+        params: the weights, by name, in place of the model's, which may be on "meta": deferred ones, as
+            `interop.module_from_hf` has them, are read by an engine alone, each rank its own parts. A probe then runs
+            on random values, in the memory of one leaf of each shape.
 
     Returns:
         The decoder, and the parameters by name, as an engine takes them.
@@ -82,7 +89,7 @@ def hf_decoder(
     Raises:
         TypeError: it is not a model of transformers.
         ValueError: it cannot be served, with the reasons; or not exactly, as `exact=True`, `tp` and codes need it; or
-            the tokenizer has more tokens.
+            the tokenizer has more tokens; or `params` has other names or shapes than the model; lists all.
 
     Example:
         >>> import torch
@@ -97,9 +104,10 @@ def hf_decoder(
         >>> len(completion.tokens)
         4
     """
-    function = decoding(model)
+    function = decoding(model, params)
+    probed = function if params is None else decoding(model, stand_ins(params))
     name = type(function.module).__name__
-    shape = _shape(function)
+    shape = _shape(probed)
     if tokenizer is not None and len(tokenizer) > shape.vocab:
         raise ValueError(
             f"tokenizer has {len(tokenizer)} tokens, and {name} has {shape.vocab}; pass the tokenizer of this model, or"
@@ -112,10 +120,12 @@ def hf_decoder(
         check_policy(codes, list(shape.uses.linear), "hf_decoder")
     reasons = list(_unpacked(function, shape.uses)) if exact is not False else ["exact=False leaves them uncut"]
     if not reasons:
-        made = replace(_decoder(function, shape, shape.uses.linear, tp, codes), exact=True)
-        reasons = list(_inexact(made, function.params, shape.uses))
+        edges = {} if tp is None else edges_of(probed, shape.uses.linear, shape.kv[0][1])
+        how = shape, shape.uses.linear, tp, codes, edges
+        tried = _decoder(probed, *how) if params is None else _decoder(probed, *how, packing=packed_once())
+        reasons = list(_inexact(tried, probed.params, shape.uses))
         if not reasons:
-            return made, function.params
+            return replace(tried if params is None else _decoder(function, *how), exact=True), function.params
     if tp is not None:
         title = f"{name} with tp={tp!r}: ranks cut linear layers that are exact alone; run it on one rank, without tp:"
         raise_all(ValueError, title, reasons)
@@ -169,13 +179,14 @@ def _decoder(
     linear: Mapping[str, bool],
     tp: Axes = None,
     codes: CodePolicy = None,
+    edges: Mapping[str, Edge] = MappingProxyType({}),
+    packing: Callable[..., Tensor] = kernels.pack_rows,
 ) -> Decoder:
     """The decoder whose weights named in `linear` are packed, [inputs, outputs] where the value is True."""
     like, kept = function.params, shape.uses.others
     layers, (_, heads, dim) = len(shape.kv), shape.kv[0]
     nums = {name: like[name].shape[transposed] for name, transposed in linear.items()}
     inputs = {name: like[name].numel() // num for name, num in nums.items()}
-    edges = {} if tp is None else edges_of(function, linear, heads)
     # A weight that other functions read, too, is whole on all ranks, beside the panels of their own outputs.
     cut = {} if tp is None else {name: P(None, tp) if flip else P(tp) for name, flip in linear.items()}
     specs = {name: P() if name in kept else cut.get(name, P()) for name in like}
@@ -184,7 +195,7 @@ def _decoder(
 
     def panels(name: str, x: Tensor) -> Tensor:
         weight = x.T if linear[name] else x
-        return kernels.pack_rows(take_own_block(weight, tp, dim=0) if name in kept else weight, codes_of(codes, name))
+        return packing(take_own_block(weight, tp, dim=0) if name in kept else weight, codes_of(codes, name))
 
     def pack(params: Mapping[str, Tensor]) -> Served:
         _check(params, like, specs)

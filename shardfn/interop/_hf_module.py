@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +27,9 @@ from ._archive import Archive, ArchiveWriter
 from ._gathered_leaf import WrittenByFirst, whole
 from ._hf_conversions import ConvertedArchive, as_module, as_saved, saved_together
 from ._hf_files import check_tokenizer, write_beside
+
+# Tables of rotary positions in older files, which modules compute themselves.
+_OLD = (r"rotary_emb\.inv_freq$",)
 
 
 @contextlib.contextmanager
@@ -64,7 +68,8 @@ def module_from_hf(
     tables; of fused experts a rank reads its own alone.
 
     They are deferred: `step.init(params)` reads this rank's parts, leaf by leaf. The module's own parameters are not
-    touched, so they may be on `meta` (`without_weights`). Buffers that the files have are read into it. Those with
+    touched, so they may be on `meta` (`without_weights`). Buffers that the files have are read into it; tensors that
+    transformers drops as it loads the module are passed over. Those with
     `requires_grad=False` are frozen, as from `from_module`.
 
     Args:
@@ -100,7 +105,9 @@ def module_from_hf(
     shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
     known = {name for every in names.values() for name in every} | buffers.keys()
     problems = [f"{n} is missing.{did_you_mean(n, archive)}" for n, at in found.items() if at is None]
-    problems += [f"{n} is left over.{did_you_mean(n, known)}" for n in archive if n not in known]
+    problems += [
+        f"{n} is left over.{did_you_mean(n, known)}" for n in archive if not (n in known or _passed_over(module, n))
+    ]
     pairs = [(n, archive[at].shape, shapes[n]) for n, at in found.items() if at is not None]
     pairs += [(n, archive[n].shape, tuple(x.shape)) for n, x in buffers.items()]
     problems += [
@@ -202,6 +209,12 @@ def parameter_names(module: nn.Module) -> dict[str, list[str]]:
     for name, p in named_parameters(module, remove_duplicate=False):
         out[firsts[id(p)]].append(name)
     return out
+
+
+def _passed_over(module: nn.Module, name: str) -> bool:
+    """Whether transformers drops a tensor as it loads the module."""
+    patterns: Any = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(pattern, name) for pattern in (*patterns, *_OLD))
 
 
 def _experts(archive: Archive | ConvertedArchive, name: str, shape: tuple[int, ...]) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardfn.core import Ambient, a_kind, named_modules, named_parameters, raise_all, uncompiled
+from shardfn.core import Ambient, a_kind, did_you_mean, named_modules, named_parameters, raise_all, uncompiled
 from shardfn.nn import moe
 
 from ._expert_table import FIELD, experts_in, leaves_of
@@ -61,14 +61,15 @@ class DecodingFunction:
     """The logits of a causal model of transformers as a function of its parameters; made by `decoding`.
 
     Attributes:
-        params: by name, detached.
+        params: by name, detached; or those that were given.
         context: the most tokens of a sequence.
         experts: names of the parameters that have experts along dim 0.
     """
 
-    def __init__(self, apply: ModuleFunction) -> None:
+    def __init__(self, apply: ModuleFunction, params: Mapping[str, Tensor] | None = None) -> None:
         self._apply, self.module = apply, apply.module
-        self.params = {name: p.detach() for name, p in named_parameters(self.module)}
+        own = {name: p.detach() for name, p in named_parameters(self.module)}
+        self.params = own if params is None else {name: params[name] for name in own}
         self.context = int(self.module.config.max_position_embeddings)  # pyright: ignore
         found = [c for model in models_in(self.module) for c in configs_of(model.config)]
         self._configs = list({id(c): c for c in found}.values())
@@ -120,15 +121,17 @@ class DecodingFunction:
         return self._apply.within(forward, params)
 
 
-def decoding(module: nn.Module) -> DecodingFunction:
+def decoding(module: nn.Module, params: Mapping[str, Tensor] | None = None) -> DecodingFunction:
     """The function of tokens of many sequences that a causal model of transformers computes.
 
     Args:
         module: an unmodified `...ForCausalLM`, in eval mode. It is not changed.
+        params: by name, in place of its own, which may then be on "meta"; they may be deferred.
 
     Raises:
         TypeError: it is not a model of transformers.
-        ValueError: its tokens meet in other ways than by attention to earlier ones; lists all reasons.
+        ValueError: its tokens meet in other ways than by attention to earlier ones, or `params` are not those of the
+            module; lists all reasons.
 
     Example:
         >>> import torch
@@ -142,10 +145,10 @@ def decoding(module: nn.Module) -> DecodingFunction:
     plain = uncompiled(module)
     if plain not in models_in(plain):
         raise TypeError(f"a decoder is made of a model of transformers, and this is {a_kind(plain)}.")
-    raise_all(ValueError, f"{type(plain).__name__} cannot be served:", _problems(plain))
+    raise_all(ValueError, f"{type(plain).__name__} cannot be served:", [*_problems(plain), *_weights(plain, params)])
     _register()
     _, apply = from_module(plain)
-    return DecodingFunction(apply)
+    return DecodingFunction(apply, params)
 
 
 _CALL = Ambient[Attend]("attention of a decoder's call", by_thread=True)
@@ -255,7 +258,21 @@ def _other_layers(module: Any) -> Iterator[str]:
         yield f"its forward does not take {', '.join(missing)}; load it by AutoModelForCausalLM"
     if getattr(config, "max_position_embeddings", None) is None:
         yield "its config has no max_position_embeddings, the most tokens of a sequence"
-    if any(p.device.type == "meta" for p in module.parameters()):
-        yield "its parameters are on meta; load its weights first"
     if module.training:
         yield "it is in training mode; call eval()"
+
+
+def _weights(module: nn.Module, params: Mapping[str, Tensor] | None) -> Iterator[str]:
+    shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
+    if params is None:
+        if any(p.device.type == "meta" for p in module.parameters()):
+            yield "its parameters are on meta; load its weights first, or pass them: params=module_from_hf(model, ...)"
+        return
+    for name, shape in shapes.items():
+        if name not in params:
+            yield f"params has no {name}.{did_you_mean(name, params)}"
+        elif tuple(params[name].shape) != shape:
+            yield f"params[{name!r}] is {tuple(params[name].shape)}, and the model's is {shape}"
+    for name in params:
+        if name not in shapes:
+            yield f"params[{name!r}] is no parameter of the model.{did_you_mean(name, shapes)}"

@@ -108,6 +108,22 @@ def test_blocks_on_another_mesh_are_overwritten_where_they_are(ranks: list[int])
     check(sf.reshard(into, into=(back := blank(into, ZERO3, train))), back, sf.reshard(into, ZERO3, mesh=train))
 
 
+@pytest.mark.parametrize("ranks", [[2], [1, 2], [0, 1, 2]])
+@distributed(world=3)
+def test_a_serving_layout_goes_back_to_the_training_layout(ranks: list[int]) -> None:
+    train = sf.make_mesh({"dp": 2}, ranks=[0, 1], device="cpu")
+    serve = sf.make_mesh({"tp": len(ranks)}, ranks=ranks, device="cpu")
+    tree = sharded(ZERO3, train)
+    to = {"w": P(None, "tp"), "v": P("tp"), "n": P(), "b": P(), "none": P("tp")}
+    served = sf.reshard(tree, to, mesh=serve)
+    back = sf.reshard(served, ZERO3, mesh=train)
+    check(back, back, tree)
+    into = blank(served, ZERO3, train)
+    check(sf.reshard(served, into=into), into, tree)
+    again = sf.reshard(back, to, mesh=serve)
+    check(again, again, served)
+
+
 @distributed(world=3)
 def test_one_call_overwrites_leaves_on_several_meshes() -> None:
     train, one = sf.make_mesh({"dp": 3}, device="cpu"), sf.make_mesh({"tp": 2}, ranks=[0, 2], device="cpu")

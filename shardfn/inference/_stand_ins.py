@@ -1,0 +1,69 @@
+"""Values in place of weights that are read later: enough for a probe of a model's code, in the memory of a layer.
+
+A probe compares the results of functions with one another, on any values. So leaves of one shape share their memory,
+and so do the packed forms of them.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn import kernels
+
+# Values after which a leaf begins again: a prime, so that its rows differ.
+_PERIOD = 65521
+
+
+def stand_ins(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Random values of the shapes and dtypes of some leaves.
+
+    Args:
+        like: the leaves; they may be deferred, and are not read.
+
+    Returns:
+        By name, tensors of their own; those of one shape and dtype have one memory.
+
+    Example:
+        >>> made = stand_ins({"a": torch.ones(3, 2), "b": torch.ones(3, 2)})
+        >>> made["a"] is made["b"], made["a"].data_ptr() == made["b"].data_ptr()
+        (False, True)
+    """
+    draw, kept = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0)), dict[Any, Tensor]()
+    out = {}
+    for name, x in like.items():
+        key = tuple(x.shape), x.dtype
+        if key not in kept:
+            kept[key] = _values(draw, *key)
+        out[name] = kept[key].view_as(kept[key])
+    return out
+
+
+def packed_once() -> Callable[..., Tensor]:
+    """`kernels.pack_rows` that packs each memory once, for leaves that share it and stay unchanged.
+
+    Example:
+        >>> pack, x = packed_once(), torch.ones(3, 2)
+        >>> pack(x).data_ptr() == pack(x.view(3, 2)).data_ptr()
+        True
+    """
+    kept: dict[Any, Tensor] = {}
+
+    def pack(weight: Tensor, codes: kernels.Codes | None = None) -> Tensor:
+        key = weight.data_ptr(), weight.shape, weight.stride(), codes
+        if key not in kept:
+            kept[key] = kernels.pack_rows(weight, codes)
+        return kept[key].view_as(kept[key])
+
+    return pack
+
+
+def _values(draw: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Values that leave rows of about the same size behind a product, and around 1 for the scales of norms."""
+    if not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype)
+    one = 1 + 0.1 * draw if len(shape) < 2 else draw / math.sqrt(shape[-1])
+    size = math.prod(shape)
+    return one.to(dtype).repeat(-(-size // _PERIOD))[:size].view(shape)

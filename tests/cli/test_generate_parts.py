@@ -1,0 +1,77 @@
+"""Covers models of transformers on the ranks of `shardfn generate`: a rank reads its own parts of the files."""
+
+import contextlib
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardfn import core
+from shardfn.cli import _generate_model
+from shardfn.cli._generate_job import GenerateJob
+from shardfn.cli._generate_model import engine_of, load
+from shardfn.core import Draw
+from shardfn.inference import Sampling, limits_of
+from shardfn.testing import distributed
+from tests.cli.test_generate import WORDS, tokenizer_of
+from tests.inference.test_hf_parts import counted
+
+transformers = pytest.importorskip("transformers")
+
+
+def job_of(folder: pathlib.Path, ranks: int, **more: Any) -> GenerateJob:
+    """The job of a model that `models.gpt` does not have, whose files the first rank writes."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        tokenizer_of(WORDS).save_pretrained(folder)
+        sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes |= {"vocab_size": 3 + len(WORDS), "max_position_embeddings": 16}
+        transformers.set_seed(0)
+        config = transformers.GPTNeoXConfig(bos_token_id=1, eos_token_id=2, initializer_range=0.5, **sizes)
+        transformers.GPTNeoXForCausalLM(config).save_pretrained(folder)
+    if dist.is_initialized():
+        dist.barrier()
+    return GenerateJob(str(folder), "files", (), Sampling(), ranks=ranks, **more)
+
+
+@distributed(world=2)
+def test_a_rank_of_two_reads_about_half(world: int, tmp_path: pathlib.Path) -> None:
+    mesh, alone = core.make_mesh({"tp": 2}), core.make_mesh({}, alone=True)
+    job = job_of(tmp_path, world)
+    prompts, how = [[1, 3, 4], [5]], Sampling(max_tokens=5, temperature=0.0)
+    with contextlib.ExitStack() as held, counted() as reads:
+        served = load(job, mesh, held)
+        assert not reads and all(isinstance(x, Draw) for x in served.params.values())
+        limits = limits_of(served.decoder, context=16, cache_bytes=1 << 20)
+        engine, _ = engine_of(job, served, limits, mesh, held, {})
+        assert 0.5 < sum(reads) / (4 * served.size) < 0.6
+        whole = load(job_of(tmp_path, 1), alone, held)
+        one, _ = engine_of(job, whole, limits, alone, held, {})
+    assert engine.generate(prompts, how) == one.generate(prompts, how)
+
+
+def module_of(folder: pathlib.Path, axis: str | None = "tp", **more: Any) -> tuple[Any, Any]:
+    return _generate_model._module(folder, job_of(folder, 2, **more), axis)
+
+
+def test_weights_are_read_whole_where_transformers_changes_them(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert module_of(tmp_path, None)[1] is None
+    module, params = module_of(tmp_path, dtype="bfloat16")
+    assert {x.dtype for x in params.values()} == {torch.bfloat16}
+    monkeypatch.setattr(type(module), "_keep_in_fp32_modules_strict", ["final_layer_norm"])
+    module, params = module_of(tmp_path, dtype="bfloat16")
+    assert params is None and module.get_parameter("gpt_neox.final_layer_norm.weight").dtype == torch.float32
+    assert module_of(tmp_path)[1] is not None
+
+
+def test_a_file_of_other_shapes_is_named(tmp_path: pathlib.Path) -> None:
+    job = job_of(tmp_path, 2)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 128}))
+    words = rf"(?s)the files of {tmp_path} do not fit the GPTNeoXForCausalLM:.*dense_h_to_4h.weight is \(256, 64\)"
+    with pytest.raises(ValueError, match=words):
+        _generate_model._module(tmp_path, job, "tp")
