@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,10 +62,14 @@ def test_a_run_one_behind_is_one_version_behind_and_has_the_same_bits_again(tmp_
 @pytest.mark.nightly
 @pytest.mark.parametrize("behind", ["0", "1"])
 def test_two_ranks_draw_the_same_answers(tmp_path: pathlib.Path, behind: str) -> None:
-    for command, name, stage in ((ALONE, "one", "0"), (TWO, "two", "3")):
-        how = ["--iterations", "2", "--behind", behind, "--zero", stage]
-        run(command, *SHORT, *how, "--out", str(tmp_path / name))
-    one, two = (rows(tmp_path / name) for name in ("one", "two"))
+    how = [*SHORT, "--behind", behind]
+    run(ALONE, *how, "--iterations", "2", "--out", str(tmp_path / "one"))
+    # From here on: Adam's first updates are as large for gradients that are rounding alone as for others.
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    run(ALONE, *how, "--iterations", "4", "--out", str(tmp_path / "one"))
+    run(TWO, *how, "--iterations", "4", "--zero", "3", "--out", str(tmp_path / "two"))
+    one, two = (rows(tmp_path / name)[4:] for name in ("one", "two"))
+    assert len(one) == 4
     for a, b in zip(one, two, strict=True):
         assert all(abs(a[k] - b[k]) <= 1e-5 * max(abs(a[k]), 1) for k in ("loss", "reward", "kl", "entropy"))
         assert a["exact"] == b["exact"] or a["step"] % 2 == 0
