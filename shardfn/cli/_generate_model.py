@@ -308,7 +308,7 @@ def _with_gguf(path: pathlib.Path) -> Any:
 
 
 def _module(directory: pathlib.Path, job: GenerateJob, axis: str | None) -> _Module:
-    """A model of transformers; on several ranks without weights, of which each rank reads its own parts."""
+    """A model of transformers; on several ranks without weights: each rank reads its own parts of them."""
     transformers = _transformers(directory)
     config = transformers.AutoConfig.from_pretrained(directory, **_FILES_ALONE)
     if axis is None or getattr(config, "quantization_config", None) is not None:

@@ -55,11 +55,11 @@ class CacheLayout:
         return P(None, None, self.axis) if self.axis else P()
 
     def shape(self, limits: Limits) -> torch.Size:
-        """Of a layer's cache, on all ranks together."""
+        """That of a layer's cache, on all ranks together."""
         return self.layer_shape(limits.blocks, limits.block, dtype=limits.cache_dtype)
 
     def layer_shape(self, blocks: int, block: int, *, ranks: int = 1, dtype: str = "float32") -> torch.Size:
-        """Of a layer's cache on each of the ranks that cut its heads.
+        """That of a layer's cache on each of the ranks that cut its heads.
 
         Args:
             blocks: their number.
@@ -70,7 +70,7 @@ class CacheLayout:
         return torch.Size((blocks, 2, self.heads // ranks, block, kernels.cache_row(self.head_dim, DTYPES[dtype])))
 
     def num_bytes(self, limits: Limits) -> int:
-        """Of the whole cache, on all ranks together."""
+        """Bytes of the whole cache, on all ranks together."""
         return self.layers * math.prod(self.shape(limits)) * DTYPES[limits.cache_dtype].itemsize
 
     def init(self, limits: Limits, mesh: Mesh) -> list[GlobalTensor]:

@@ -16,7 +16,7 @@ from ._low_rank import Linear, LowRank
 
 
 class Outputs(NamedTuple):
-    """The results of a decoder for T tokens, R rows of which are wanted.
+    """The results of a decoder for T tokens; R of their rows are wanted.
 
     Attributes:
         logits: [R, V].

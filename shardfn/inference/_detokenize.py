@@ -324,7 +324,7 @@ class _OfPieces:
 
 
 class _OfWindows:
-    """The text of a window of tokens, of which the first ones were given: only its growth is new."""
+    """The text of a window of tokens; the first ones were given: only its growth is new."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode

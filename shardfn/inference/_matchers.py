@@ -210,7 +210,7 @@ def _end(vocab: int) -> int:
 
 
 def _tokenizer(library: Any, detokenizer: Detokenizer, vocab: int) -> Any:
-    """The vocabulary, with a token for each byte, of which no model draws one, so that every text has tokens."""
+    """The vocabulary, with a token for each byte, which no model draws, so that every text has tokens."""
     assert detokenizer.bytes_of is not None
     found = [detokenizer.bytes_of(token) for token in range(vocab)]
     tokens = [b"\xff<[%d]>" % i if x is None else x for i, x in enumerate(found)]

@@ -115,7 +115,7 @@ class ExactWeight(Weight):
 
     @property
     def product(self) -> Product:
-        """Of an input and the weight [N, K]."""
+        """The product of an input and the weight [N, K]."""
         return _product(self.chunks)
 
     @property

@@ -17,7 +17,7 @@ from ._trilinear import Trilinear, derivative
 
 @functools.cache
 def exact_gradients(chunks: int) -> tuple[OperandGrad, OperandGrad]:
-    """Of the input and of the weight of an exact linear layer; they can be differentiated again.
+    """The gradients of the input and of the weight of an exact linear layer; they can be differentiated again.
 
     Args:
         chunks: of the layer's inputs.

@@ -53,7 +53,7 @@ class Bush(Random):
 
 @dataclass(frozen=True)
 class Adversary:
-    """Proposes the true tokens of each choice, but for a wrong one at a place; None is none.
+    """Proposes the true tokens of each choice, but for a wrong one at a place; None is no place.
 
     Attributes:
         vocab: of tokens.
