@@ -49,7 +49,7 @@ def exact_problems(mask: Mask) -> list[str]:
 
 
 class _Exact(torch.autograd.Function):
-    """(q, k, v, sinks, slopes, course) -> y and lse; with the derivatives of attention in tiles. lse has no derivative."""
+    """(q, k, v, sinks, slopes, course) -> y and lse; y has the derivatives of attention in tiles."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, sinks_H: Any, slopes_H: Any, along: RingCourse) -> Any:
