@@ -93,7 +93,8 @@ def test_equal_calls_leave_equal_drafters_and_copies_are_apart() -> None:
         assert one.propose(mine, 5) == other.propose(mine, 5)
         assert all(0 <= token < 3 for token in one.propose(mine, 5).tokens) and len(one.propose(mine, 2)) <= 2
         if len(texts[i]) > 20:
-            one.end(mine), other.end(mine)
+            one.end(mine)
+            other.end(mine)
             texts[i] = [rng.randrange(3)]
         assert one.digest() == other.digest()
 
