@@ -177,16 +177,6 @@ template <typename T, typename W>
 V3 void panel_v3(const Job<T, W>& o) { panel_of<T, W, 32, true, 2>(o); }
 #endif
 
-// The generation of x86-64 whose code runs: 4, 3, or 1 for any.
-inline int generation(int64_t newest) {
-#if GENERATIONS == 3
-    __builtin_cpu_init();
-    if (newest >= 4 && __builtin_cpu_supports("x86-64-v4")) return 4;
-    if (newest >= 3 && __builtin_cpu_supports("x86-64-v3")) return 3;
-#endif
-    return 1;
-}
-
 // The code for a job.
 template <typename T, typename W>
 void (*multiplies(int64_t newest))(const Job<T, W>&) {

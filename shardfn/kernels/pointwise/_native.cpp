@@ -71,11 +71,7 @@ template <typename Op>
 V3 void v3(const Call& o, int64_t part) { part_of<Avx2, Op>(o, part); }
 
 template <typename Op>
-Run here(int64_t newest) {
-    __builtin_cpu_init();
-    if (newest >= 4 && __builtin_cpu_supports("x86-64-v4")) return v4<Op>;
-    return newest >= 3 && __builtin_cpu_supports("x86-64-v3") ? v3<Op> : any<Op>;
-}
+Run here(int64_t newest) { return form_of<Run>(newest, v4<Op>, v3<Op>, any<Op>); }
 #else
 template <typename Op>
 Run here(int64_t) { return any<Op>; }
@@ -117,11 +113,7 @@ V3 void turn_v3(const float* x, const float* cos, const float* sin, float* y, in
     turned_row<Avx2>(x, cos, sin, y, half);
 }
 
-Turn turns(int64_t newest) {
-    __builtin_cpu_init();
-    if (newest >= 4 && __builtin_cpu_supports("x86-64-v4")) return turn_v4;
-    return newest >= 3 && __builtin_cpu_supports("x86-64-v3") ? turn_v3 : turn_any;
-}
+Turn turns(int64_t newest) { return form_of(newest, turn_v4, turn_v3, turn_any); }
 #else
 Turn turns(int64_t) { return turn_any; }
 #endif

@@ -214,11 +214,7 @@ void any(const Call& o, const Plan& plan, const Group& group, int64_t g, Scratch
 V3 void v3(const Call& o, const Plan& plan, const Group& group, int64_t g, Scratch& s) { attend<Avx2>(o, plan, group, g, s); }
 V4 void v4(const Call& o, const Plan& plan, const Group& group, int64_t g, Scratch& s) { attend<Avx512>(o, plan, group, g, s); }
 
-Run here(int64_t newest) {
-    __builtin_cpu_init();
-    if (newest >= 4 && __builtin_cpu_supports("x86-64-v4")) return v4;
-    return newest >= 3 && __builtin_cpu_supports("x86-64-v3") ? v3 : any;
-}
+Run here(int64_t newest) { return form_of(newest, v4, v3, any); }
 #else
 Run here(int64_t) { return any; }
 #endif

@@ -89,11 +89,7 @@ void any(const Call& o, int64_t first, int64_t last) { part_of<Any>(o, first, la
 V4 void v4(const Call& o, int64_t first, int64_t last) { part_of<Avx512>(o, first, last); }
 V3 void v3(const Call& o, int64_t first, int64_t last) { part_of<Avx2>(o, first, last); }
 
-Run here(int64_t newest) {
-    __builtin_cpu_init();
-    if (newest >= 4 && __builtin_cpu_supports("x86-64-v4")) return v4;
-    return newest >= 3 && __builtin_cpu_supports("x86-64-v3") ? v3 : any;
-}
+Run here(int64_t newest) { return form_of(newest, v4, v3, any); }
 #else
 Run here(int64_t) { return any; }
 #endif
