@@ -1,6 +1,6 @@
 """Linear layers whose rows do not depend on one another's number: the definition."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -24,12 +24,18 @@ def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | 
 
 
 def row_linears(
-    x: Tensor, packed: Sequence[Tensor], nums: Sequence[int], chunks: int, biases: Sequence[Tensor | None]
+    x: Tensor,
+    packed: Sequence[Tensor],
+    nums: Sequence[int],
+    chunks: int,
+    biases: Sequence[Tensor | None],
+    *,
+    one: Callable[..., Tensor] = row_linear,
 ) -> list[Tensor]:
-    """From x fp32 [*, k] to fp32 [*, num] of each layer."""
+    """From x fp32 [*, k] to fp32 [*, num] of each layer, which `one` computes."""
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
     layers = zip(packed, nums, biases, strict=True)
-    return [row_linear(rows, w.contiguous(), n, chunks, bias).view(*x.shape[:-1], n) for w, n, bias in layers]
+    return [one(rows, w.contiguous(), n, chunks, bias).view(*x.shape[:-1], n) for w, n, bias in layers]
 
 
 def joined(chains: Sequence[Tensor]) -> Tensor:

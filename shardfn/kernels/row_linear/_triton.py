@@ -3,7 +3,7 @@
 One tile shape serves all numbers of rows. On a GPU the chains are fused multiply-adds, so bits are those of a CPU.
 """
 
-from collections.abc import Sequence
+import functools
 from typing import no_type_check
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardfn.kernels._triton import ceil, launch
 
+from . import _reference
 from ._codes import GROUP, PANEL, kind_of
 from ._reference import joined
 
@@ -35,13 +36,7 @@ def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | 
     return out.clone() if bias is None else out + bias
 
 
-def row_linears(
-    x: Tensor, packed: Sequence[Tensor], nums: Sequence[int], chunks: int, biases: Sequence[Tensor | None]
-) -> list[Tensor]:
-    """From x fp32 [*, k] to fp32 [*, num] of each layer."""
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
-    layers = zip(packed, nums, biases, strict=True)
-    return [row_linear(rows, w.contiguous(), n, chunks, bias).view(*x.shape[:-1], n) for w, n, bias in layers]
+row_linears = functools.partial(_reference.row_linears, one=row_linear)
 
 
 @triton.jit
