@@ -79,3 +79,4 @@ from ._process_groups import (
     is_registered as is_registered,
     registered_group as registered_group,
 )
+from ._refusals import in_other_words as in_other_words

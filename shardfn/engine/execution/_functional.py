@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
-from shardfn._torch import maybe_get_level
+from shardfn._torch import in_other_words, maybe_get_level
 from shardfn.collectives import GlobalTensor, axis_size, following, local, psum
 from shardfn.core import PyTree, tree_leaves, tree_map, tree_structure, tree_unflatten
 from shardfn.engine.loss import (
@@ -276,18 +276,15 @@ def _both_added(
 
 # Of saved-tensor hooks, by transforms of torch.func. In torch 2.11 a checkpoint inside of vmap saves its inputs first.
 _REFUSALS = ("saved tensor hooks", "vmap over _NoopSaveInputs")
+_HOOKS = (
+    "the loss uses saved-tensor hooks (torch.utils.checkpoint, or another offload of activations), which"
+    " torch.func.grad and vjp refuse; use the loss without them inside a torch.func transform."
+)
 
 
 def _evaluate(loss: Loss, params: PyTree, args: tuple[Any, ...], has_aux: bool) -> Value:
-    try:
+    with in_other_words(_REFUSALS, _HOOKS):
         return called(loss, params, args, has_aux)
-    except RuntimeError as error:
-        if not any(words in str(error) for words in _REFUSALS):
-            raise
-        raise ValueError(
-            "the loss uses saved-tensor hooks (torch.utils.checkpoint, or another offload of activations), which"
-            " torch.func.grad and vjp refuse; use the loss without them inside a torch.func transform."
-        ) from error
 
 
 def _level(x: Tensor) -> int:

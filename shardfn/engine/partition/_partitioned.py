@@ -7,14 +7,14 @@ the backward, ZeRO, remat and a capture around it treat it as any other loss. So
 whose graph has the primitives of the first as operations (`_partition_axes.py`).
 """
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
+from shardfn._torch import in_other_words
 from shardfn.collectives import axis_index, axis_size, not_following
 from shardfn.core import PyTree, tree_flatten, tree_unflatten
 from shardfn.engine.loss import MAX_GRAPHS, BoundedCache, Loss, Transform
@@ -102,7 +102,7 @@ class Partitioned(Transform):
         if programs is None:
             own = self._programs.find(key) or own
         if key not in own:
-            with _named_in_torch_func():
+            with in_other_words(_REFUSALS, _IN_TORCH_FUNC):
                 program = agreed_program(call, before, lambda: [x.program for x in own.values()])
             own[key] = _PreparedLoss(program, loss.out_def, getattr(self.inner, "title", ""))
             if programs is None:
@@ -136,22 +136,13 @@ class _PreparedLoss:
         return tree_unflatten(self.treedef, list(flat))
 
 
-@contextlib.contextmanager
-def _named_in_torch_func() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not any(words in str(error) for words in _REFUSALS):
-            raise
-        raise ValueError(
-            "partition(loss) is captured at its first call with arguments of these shapes, and torch.func's vmap, jvp,"
-            " and grad of a batch refuse captures inside of them. Call the loss once before, outside of torch.func,"
-            " with such arguments; those that are differentiated must require gradients there."
-        ) from error
-
-
 # Parts of the errors by which transforms of torch.func refuse a capture.
 _REFUSALS = ("saved tensor hooks", "Tensor.requires_grad_() (or perhaps")
+_IN_TORCH_FUNC = (
+    "partition(loss) is captured at its first call with arguments of these shapes, and torch.func's vmap, jvp,"
+    " and grad of a batch refuse captures inside of them. Call the loss once before, outside of torch.func,"
+    " with such arguments; those that are differentiated must require gradients there."
+)
 
 
 # The programs of one call, by the signature of the call along each axis.
