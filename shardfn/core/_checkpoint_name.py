@@ -53,6 +53,7 @@ def hearing_names(hears: Hears) -> AbstractContextManager[Any]:
     """Calls `hears(x, name)` for each value that is named inside.
 
     Example:
+        >>> import torch
         >>> with hearing_names(lambda x, name: print(name)):
         ...     _ = checkpoint_name(torch.ones(2), "h")
         h

@@ -353,6 +353,7 @@ class Engine:
 
         Example:
             >>> from shardfn import core
+            >>> from shardfn.inference import decoder
             >>> from shardfn.models import gpt
             >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=32)
             >>> engine = Engine(decoder(config), gpt.init(config, core.key(0)))
@@ -454,6 +455,7 @@ class Engine:
 
         Example:
             >>> from shardfn import core
+            >>> from shardfn.inference import decoder
             >>> from shardfn.models import gpt
             >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=32)
             >>> engine = Engine(decoder(config), gpt.init(config, core.key(0)))

@@ -37,8 +37,9 @@ def edges_of(function: DecodingFunction, linear: Mapping[str, bool], key_heads: 
         >>> from shardfn.modules import decoding
         >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         >>> function = decoding(LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).eval())
-        >>> edges_of(function, {"model.layers.0.mlp.down_proj.weight": False}, key_heads=2)
-        {'model.layers.0.mlp.down_proj.weight': <Edge.LEAVE: 'leave'>}
+        >>> names = [f"model.layers.0.mlp.{layer}_proj.weight" for layer in ("gate", "up", "down")]
+        >>> [edge.value for edge in edges_of(function, dict.fromkeys(names, False), key_heads=2).values()]
+        ['enter', 'enter', 'leave']
     """
     plan = getattr(function.module, "_tp_plan", None) or {}
     kinds = {name: plan.get(re.sub(r"\.\d+(?=\.)", ".*", name.rpartition(".")[0])) for name in linear}
