@@ -86,7 +86,7 @@ def _loaded(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.E
         return _of_run(path, job, mesh)
     if job.kind == "gguf":
         return _of_gguf(path, job, mesh, held)
-    tokenizer = _transformers(path).AutoTokenizer.from_pretrained(path, **_FILES_ALONE)
+    tokenizer = _tokenizer_of_files(path)
     text = text_of_transformers(tokenizer, _ends(path / "config.json") | _ends(path / "generation_config.json"))
     return _of_files(path, job, mesh, text)
 
@@ -183,9 +183,7 @@ def load_text(job: GenerateJob) -> Text:
         run = run_of(path)
         assert run is not None
         return text_of_data(_tokenizer_of_run(run, json.loads((run / "model.json").read_text(encoding="utf-8"))))
-    if job.kind == "gguf":
-        return text_of_transformers(_with_gguf(path).AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
-    return text_of_transformers(_transformers(path).AutoTokenizer.from_pretrained(path, **_FILES_ALONE))
+    return text_of_transformers(_tokenizer_of_gguf(path) if job.kind == "gguf" else _tokenizer_of_files(path))
 
 
 def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
@@ -209,8 +207,7 @@ def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> S
 
 
 def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
-    transformers = _with_gguf(path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer = _tokenizer_of_gguf(path)
     module = _model(path.parent, job, gguf_file=path.name)
     text = text_of_transformers(tokenizer, _ids(module.generation_config.eos_token_id))
     folder = pathlib.Path(held.enter_context(tempfile.TemporaryDirectory(prefix="shardfn-generate-")))
@@ -298,13 +295,17 @@ def _transformers(path: pathlib.Path) -> Any:
     return importlib.import_module("transformers")
 
 
-def _with_gguf(path: pathlib.Path) -> Any:
+def _tokenizer_of_files(path: pathlib.Path) -> Any:
+    return _transformers(path).AutoTokenizer.from_pretrained(path, **_FILES_ALONE)
+
+
+def _tokenizer_of_gguf(path: pathlib.Path) -> Any:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(
             f"{path}: transformers reads GGUF files by packages that are missing: pip install {' '.join(missing)}"
         )
-    return _transformers(path)
+    return _transformers(path).AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def _module(directory: pathlib.Path, job: GenerateJob, axis: str | None) -> _Module:

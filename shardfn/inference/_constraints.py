@@ -7,15 +7,13 @@ from jaxtyping import Bool
 
 from ._detokenize import Detokenizer
 from ._drafters import Context
-from ._drawn import Drawn, Ends
+from ._drawn import Choice, Drawn, Ends
 from ._follower import Follower
 from ._matchers import Ahead, Allowed, Compiler, Matcher
 from ._requests import Request
 from ._schedule import Output
 from ._state import Chunk, State
 from ._trees import Tree
-
-_Choice = tuple[str, int]  # a request's name, and the number of the choice
 
 
 class Constraints:
@@ -29,9 +27,9 @@ class Constraints:
     def __init__(self, detokenizer: Detokenizer | None, vocab: int) -> None:
         self._detokenizer, self._vocab = detokenizer, vocab
         self._compiler: Compiler | None = None
-        self._matchers: dict[_Choice, Matcher] = {}
-        self._ahead: dict[_Choice, Ahead] = {}  # of choices that had drafts
-        self._after: dict[_Choice, list[Allowed]] = {}  # of the next plan's drafts
+        self._matchers: dict[Choice, Matcher] = {}
+        self._ahead: dict[Choice, Ahead] = {}  # of choices that had drafts
+        self._after: dict[Choice, list[Allowed]] = {}  # of the next plan's drafts
 
     @property
     def follower(self) -> Follower:
@@ -77,7 +75,7 @@ class Constraints:
     def take(self, drawn: Sequence[Drawn]) -> Ends:
         """Takes tokens; the ends by grammars."""
         ends: Ends = {}
-        ended = set[_Choice]()  # by these tokens
+        ended = set[Choice]()  # by these tokens
         for one in drawn:
             choice = one.place[:2]
             matcher = None if choice in ended else self._matchers.get(choice)
@@ -121,7 +119,7 @@ class Constraints:
             allowed[row] = mask
         return allowed
 
-    def _masks(self, choice: _Choice, chunk: Chunk) -> list[Allowed]:
+    def _masks(self, choice: Choice, chunk: Chunk) -> list[Allowed]:
         """The masks of a chunk's last rows: of the last known token, and of its drafts."""
         if choice not in self._matchers:
             return []

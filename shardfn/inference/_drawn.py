@@ -6,6 +6,7 @@ from typing import NamedTuple
 from ._requests import Request
 from ._state import State
 
+Choice = tuple[str, int]  # the name of a request, and the number of its choice
 Place = tuple[str, int, int]  # the name of a request, its choice, and the position of a token
 Ends = dict[Place, str]  # how choices finish with the token of a place
 

@@ -179,7 +179,6 @@ def _parts(sites: Sequence[_Site]) -> Iterator[list[_Site]]:
 def _run(decoder: Decoder, served: PyTree, tokens: list[int], moments: Moments) -> None:
     tokens_T = torch.tensor(tokens)
     at_T, bodies = torch.arange(len(tokens)), alone(decoder.cache, len(tokens))
-    assert decoder.outputs is not None
     decoder.outputs(served, tokens_T, at_T, at_T[-1:], bodies, cast(LowRank, moments))
 
 
@@ -209,7 +208,7 @@ def _whole(x: Any) -> Tensor:
 
 
 def _check(decoder: Decoder, codes: CodePolicy, rows: Sequence[Sequence[int]], paths: Sequence[str]) -> None:
-    if not decoder.linear or decoder.outputs is None:
+    if not decoder.linear:
         raise ValueError(
             "fit_codes: this decoder does not show its linear layers; make it exact: Config(exact=True), or"
             " hf_decoder(model, exact=True)."

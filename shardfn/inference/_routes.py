@@ -12,14 +12,13 @@ from jaxtyping import Int16
 from torch import Tensor
 
 from ._decoder import Decoder
+from ._drawn import Choice
 from ._follower import Follower
 from ._limits import Limits
 from ._plan import Plan
 from ._runner import Results
 from ._schedule import Output
 from ._state import State
-
-Choice = tuple[str, int]  # the name of a request, and its choice
 
 
 class Routes:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ._detokenize import Detokenizer, Growing
-from ._drawn import Drawn, Ends
+from ._drawn import Choice, Drawn, Ends
 from ._follower import Follower
 from ._requests import Request
 from ._schedule import Output
@@ -38,7 +38,7 @@ class Texts:
 
     def __init__(self, detokenizer: Detokenizer | None) -> None:
         self._detokenizer = detokenizer
-        self._texts: dict[tuple[str, int], _Text] = {}
+        self._texts: dict[Choice, _Text] = {}
 
     @property
     def follower(self) -> Follower:
@@ -61,7 +61,7 @@ class Texts:
         if self._detokenizer is None:
             return {}
         found: Ends = {}
-        ended = set[tuple[str, int]]()  # choices, by these tokens
+        ended = set[Choice]()  # choices, by these tokens
         for one in drawn:
             choice, end = one.place[:2], ends.get(one.place)
             if choice in ended:

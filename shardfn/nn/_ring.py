@@ -70,7 +70,7 @@ class _Online(torch.autograd.Function):
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, sinks_H: Any, slopes_H: Any, along: RingCourse, *data: Tensor) -> Any:
-        return values(along, _with_data(along, slopes_H, data), (q, k, v), sinks_H)
+        return _values(along, _with_data(along, slopes_H, data), (q, k, v), sinks_H)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -93,7 +93,7 @@ class _Online(torch.autograd.Function):
         return (*grads, *([None] if sinks_H is None else []), None, None, *(None for _ in data))
 
 
-def values(along: RingCourse, how: OnlineScores, qkv: QKV, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
+def _values(along: RingCourse, how: OnlineScores, qkv: QKV, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
     """Y [B, T, H, K] and lse [B, H, T]."""
     return _sunk(*_attend(along, how, qkv), sinks_H)
 
