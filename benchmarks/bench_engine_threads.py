@@ -56,7 +56,8 @@ def _lines(name: str, rounds: int) -> list[list[str]]:
 
 
 def _decode(engine: Engine, num: int, rounds: int) -> Times:
-    most = 2 * STEPS * (rounds + 2)
+    # No sequence ends before the last turn: they begin one after another, while the first ones decode already.
+    most = 2 * STEPS * (rounds + 2) + 2 * num
     names = [engine.add([7 + i] * 100, Sampling(max_tokens=most, temperature=0.0)) for i in range(num)]
     while len({token.name for token in engine.step()}) < num:
         pass  # until all of them decode

@@ -11,6 +11,7 @@ import pathlib
 import statistics
 import tempfile
 import time
+from array import array
 from collections.abc import Callable
 
 import torch
@@ -47,7 +48,7 @@ void share(int64_t parts, int64_t threads, Run run) {
     for (auto& other : others) other.join();
 }
 """
-KINDS = "p" * 4 + "i" * 7
+KINDS = "pp" + "i" * 7
 Product = Callable[[Tensor, Tensor, Tensor], None]
 
 
@@ -56,7 +57,7 @@ def main() -> None:
     args = _arguments()
     torch.manual_seed(0)
     weights = [kernels.pack_rows(torch.randn(n, k)) for k, n in STEP]
-    pool = _build.function(_native.SOURCE, "row_linear", KINDS)
+    pool = _build.function(_native.SOURCE, "row_linears", KINDS)
     cases = {"alone": _product(pool, 1), "new": _product(_of_new_threads(), 2), "pool": _product(pool, 2)}
     lines = [_line(m, weights, cases, args.rounds) for m in ROWS]
     head = (
@@ -82,21 +83,23 @@ def main() -> None:
 
 def _of_new_threads() -> Callable[..., None]:
     room = pathlib.Path(_build.__file__).parent
+    kernel = room / _native.SOURCE
     with tempfile.TemporaryDirectory() as folder:
-        source, headers = pathlib.Path(folder, _native.SOURCE), [pathlib.Path(folder, h.name) for h in room.glob("*.h")]
+        paths = [kernel, *kernel.parent.glob("*.h"), *room.glob("*.h")]
+        source, *headers = (pathlib.Path(folder, path.relative_to(room)) for path in paths)
         source.parent.mkdir()
-        for copy, path in zip((source, *headers), (room / _native.SOURCE, *room.glob("*.h")), strict=True):
+        for copy, path in zip((source, *headers), paths, strict=True):
             copy.write_text(NEW_THREADS if path.name == "_threads.h" else path.read_text())
         flags = ("-O2", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
-        run = kernels.build("bench-threads", source, *headers, flags=flags).row_linear
+        run = kernels.build("bench-threads", source, *headers, flags=flags).row_linears
     run.argtypes, run.restype = [_build._KINDS[kind] for kind in KINDS], None
     return run
 
 
 def _product(run: Callable[..., None], threads: int) -> Product:
     def product(x: Tensor, packed: Tensor, y: Tensor) -> None:
-        sizes = x.shape[0], x.shape[1], y.shape[1], 8, 1, threads, _native.NEWEST
-        run(x.data_ptr(), packed.data_ptr(), None, y.data_ptr(), *sizes)
+        layer = array("q", (packed.data_ptr(), 0, y.data_ptr(), y.shape[1]))  # one, without a bias
+        run(x.data_ptr(), layer.buffer_info()[0], 1, *x.shape, 8, 0, threads, _native.NEWEST)  # float32 in 8 chunks
 
     return product
 
