@@ -5,7 +5,7 @@ import os
 import pathlib
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,16 @@ from shardfn.core import raise_all, tree_leaves, tree_paths
 from shardfn.engine import agree_on_step, comms_of, told_before
 from shardfn.state import TrainState, check_alive
 
-from ._ds_job import DeepSpeedJob, partition_of
+from ._ds_expert_save import save_experts
+from ._ds_job import DeepSpeedJob, Partition, partition_of
 from ._ds_making import FilesInTheMaking
-from ._ds_partitions import VERSION, Counters, PartitionedFiles
+from ._ds_partitions import PartitionedFiles
 from ._ds_parts import Names, StatePart, is_master, key_of, part_of
 from ._ds_places import PlacedPart, placed
+from ._ds_records import VERSION, Counters
 from ._gathered_leaf import WrittenByFirst, is_writer, layer_of, whole
 
+_OF_EXPERTS = ".deepspeed_moe.experts."
 _ADAM = frozenset(("exp_avg", "exp_avg_sq"))
 
 
@@ -88,25 +91,32 @@ def save_deepspeed(
     leaves = tree_leaves(state)
     mesh = next(x.mesh for x in leaves if isinstance(x, GlobalTensor))
     comms, place = comms_of(mesh), pathlib.Path(directory) / tag
-    writer = is_writer(leaves)
+    counters: Counters | None = None
+    cut: Partition | None = None
     with told_before(comms.control):
         found = _parts_of(state, names)
         _check_names(found, tag)
         step, rate = int(state.step), float(learning_rate)
         if job is None:
             _check_states(found)
-            entries, files = (
-                [PlacedPart(*x) for x in found.items()],
-                functools.partial(_Files, place, step, rate, found),
-            )
+            entries = [PlacedPart(*x) for x in found.items()]
         else:
-            cut = partition_of(job, rate)
+            cut, counters = partition_of(job, rate), Counters(step, state.loss_scale)
             entries = placed(found, cut, job.module)
-            files = functools.partial(PartitionedFiles, place, cut, Counters(step, state.loss_scale))
-        if writer and place.exists():
+        if is_writer(leaves) and place.exists():
             raise FileExistsError(f"{place} is there already; take another tag, or remove it.")
     agree_on_step(comms.control, "interop.save_deepspeed", (f"{tag}: {_said(entries)}", ()))
-    with torch.no_grad(), WrittenByFirst(leaves, "interop.save_deepspeed", files) as out:
+    with torch.no_grad():
+        if cut is None or counters is None:
+            _by_first(leaves, entries, functools.partial(_Files, place, step, rate, found))
+        elif cut.experts.numbers:
+            save_experts(place, entries, cut, counters, mesh)
+        else:
+            _by_first(leaves, entries, functools.partial(PartitionedFiles, place, cut, counters))
+
+
+def _by_first(leaves: Sequence[Any], entries: Sequence[PlacedPart], files: Callable[[], FilesInTheMaking]) -> None:
+    with WrittenByFirst(leaves, "interop.save_deepspeed", files) as out:
         for part, x, layer in entries:
             out.put(part, whole(x) if layer is None else layer_of(x, layer))
 
@@ -195,6 +205,13 @@ def _check_names(parts: Mapping[StatePart, Any], tag: str) -> None:
 
 
 def _check_states(parts: Mapping[StatePart, Any]) -> None:
+    experts = sorted({part.name for part in parts if _OF_EXPERTS in part.name})
+    raise_all(
+        ValueError,
+        "a universal checkpoint has the name of an expert on one rank alone, so that all ranks would load the same"
+        " experts; pass job= with its ep_size:",
+        experts,
+    )
     states = {part.kind for part in parts} - {"fp32", "buffer"}
     other = sorted(states - _ADAM) or (sorted(_ADAM - states) if states else [])
     raise_all(ValueError, "DeepSpeed loads Adam's moments, exp_avg and exp_avg_sq, and no others; here are:", other)
