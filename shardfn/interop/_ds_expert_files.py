@@ -27,9 +27,11 @@ class ExpertFiles:
         place: the checkpoint's directory, which all ranks share.
         cut: the job's partition.
         counters: the job's progress.
+        weights_only: whether states of the optimizer are left out.
     """
 
-    def __init__(self, place: pathlib.Path, cut: Partition, counters: Counters) -> None:
+    def __init__(self, place: pathlib.Path, cut: Partition, counters: Counters, *, weights_only: bool = False) -> None:
+        self._weights_only = weights_only
         self._place, self._making, self._cut = place, place.with_name(place.name + ".tmp"), cut
         self._flats = Flats(self._making / "flat", cut)
         self._records = Records(cut, counters, self._part)
@@ -111,6 +113,8 @@ class ExpertFiles:
             named.setdefault(self._cut.experts.at(name), []).append(name)
         for (layer, number), names in named.items():
             yield f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt", lambda names=names: self._weights(names)
+        if self._weights_only:
+            return
         if self._cut.stage:
             for rank in range(self._cut.ranks):
                 yield self._cut.optimizer_file(rank), lambda rank=rank: self._records.optimizer(rank)
@@ -125,4 +129,5 @@ class ExpertFiles:
     def _model(self) -> dict[str, Any]:
         experts, trained = self._cut.experts, self._cut.trained()
         frozen = [x for x in self._cut.shapes if experts.has(x) and x not in trained and not experts.local(x)[0]]
-        return self._records.model(0, self._flats.weights | self._weights(frozen), self._flats.buffers)
+        model = self._records.model(0, self._flats.weights | self._weights(frozen), self._flats.buffers)
+        return model | ({"optimizer": None} if self._weights_only else {})

@@ -1,6 +1,5 @@
 """A state with experts as a checkpoint of DeepSpeed's: no expert leaves the ranks that hold it, but for its files."""
 
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,28 +13,23 @@ from ._ds_expert_ranks import Experts
 from ._ds_job import Partition
 from ._ds_parts import StatePart
 from ._ds_places import PlacedPart
-from ._ds_records import Counters
 from ._gathered_leaf import Turns, layer_of, own_rows, whole
 
 
-def save_experts(
-    place: pathlib.Path, entries: Sequence[PlacedPart], cut: Partition, counters: Counters, mesh: Mesh
-) -> None:
+def save_experts(files: ExpertFiles, entries: Sequence[PlacedPart], cut: Partition, mesh: Mesh) -> None:
     """Writes the files of a job. Collective.
 
     Args:
-        place: the checkpoint's directory.
+        files: the files.
         entries: all leaves, in the order of all ranks.
         cut: the job's partition.
-        counters: the job's progress.
         mesh: the leaves'.
 
     Raises:
         OSError: a file cannot be written, or the ranks do not share the directory.
         RankError: another rank failed.
     """
-    files, turns = ExpertFiles(place, cut, counters), Turns(mesh, "interop.save_deepspeed")
-    first = mesh.rank == 0
+    turns, first = Turns(mesh, "interop.save_deepspeed"), mesh.rank == 0
     try:
         turns.take("begun", files.make if first else bool)
         turns.take("found", bool if first else files.open)

@@ -16,6 +16,7 @@ from shardfn.core import raise_all, tree_leaves, tree_paths
 from shardfn.engine import agree_on_step, comms_of, told_before
 from shardfn.state import TrainState, check_alive
 
+from ._ds_expert_files import ExpertFiles
 from ._ds_expert_save import save_experts
 from ._ds_job import DeepSpeedJob, Partition, partition_of
 from ._ds_making import FilesInTheMaking
@@ -37,6 +38,7 @@ def save_deepspeed(
     learning_rate: float,
     names: Names = lambda name: name,
     job: DeepSpeedJob | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Writes a state as a checkpoint of DeepSpeed's. Collective.
 
@@ -50,7 +52,12 @@ def save_deepspeed(
     parameters, buffers, the loss scale, momentum of SGD; layers that are stacked here are written one by one. Only a
     job that cuts its tensors in the same way may load it, see `DeepSpeedJob`.
 
-    Leaves are gathered one after another; the first rank writes.
+    A `job` whose module has native experts (`deepspeed.moe.layer.MoE`) has a file for each expert besides, and its
+    stage is 0, 1 or 2. Its `ep_size` need not be that of the mesh here. Leaves of experts have them along dim 0, and
+    `names` gets no expert's number, which is inserted where the module has one.
+
+    Leaves are gathered one after another; the first rank writes. With experts, each expert's tensors go from a rank
+    that holds them to files, and all ranks write files of the job, so `directory` is one that they share.
 
     Args:
         directory: the one to pass to `engine.load_checkpoint`. `latest_universal`, or `latest`, names the newest one.
@@ -62,10 +69,13 @@ def save_deepspeed(
             schedulers set the rate after an update, never before the first.
         names: from a parameter's or buffer's name here to DeepSpeed's.
         job: the one that will load the checkpoint.
+        weights_only: whether states of the optimizer are left out, for `load_checkpoint(load_module_only=True)`; with
+            experts alone.
 
     Raises:
         ValueError: the tag or a name is not a valid file name; or the optimizer has other states than Adam's moments,
-            which DeepSpeed does not load from universal checkpoints; or the state does not fit the job. Lists all.
+            which DeepSpeed does not load from universal checkpoints; or the state does not fit the job, or DeepSpeed has
+            no checkpoint of such a job. Lists all.
         FileExistsError: there is a checkpoint of this tag.
         DonatedError: a step has consumed the state.
         RankError: another rank failed.
@@ -102,7 +112,15 @@ def save_deepspeed(
             entries = [PlacedPart(*x) for x in found.items()]
         else:
             cut, counters = partition_of(job, rate), Counters(step, state.loss_scale)
+            if weights_only:
+                found = {part: x for part, x in found.items() if part.kind in ("fp32", "buffer")}
+                cut = cut._replace(states=())
             entries = placed(found, cut, job.module)
+        if weights_only and (cut is None or not cut.experts.numbers):
+            raise ValueError(
+                "weights_only=True, and the job has no experts: save all states, from which DeepSpeed's"
+                " load_checkpoint(load_module_only=True) takes the weights."
+            )
         if is_writer(leaves) and place.exists():
             raise FileExistsError(f"{place} is there already; take another tag, or remove it.")
     agree_on_step(comms.control, "interop.save_deepspeed", (f"{tag}: {_said(entries)}", ()))
@@ -110,7 +128,7 @@ def save_deepspeed(
         if cut is None or counters is None:
             _by_first(leaves, entries, functools.partial(_Files, place, step, rate, found))
         elif cut.experts.numbers:
-            save_experts(place, entries, cut, counters, mesh)
+            save_experts(ExpertFiles(place, cut, counters, weights_only=weights_only), entries, cut, mesh)
         else:
             _by_first(leaves, entries, functools.partial(PartitionedFiles, place, cut, counters))
 
