@@ -53,8 +53,8 @@ def save_deepspeed(
     job that cuts its tensors in the same way may load it, see `DeepSpeedJob`.
 
     A `job` whose module has native experts (`deepspeed.moe.layer.MoE`) has a file for each expert besides, and its
-    stage is 0, 1 or 2. Its `ep_size` need not be that of the mesh here. Leaves of experts have them along dim 0, and
-    `names` gets no expert's number, which is inserted where the module has one.
+    stage is 0, 1 or 2. Its `ep_size` need not be that of the mesh here. Leaves of experts have them along dim 0; the
+    names of experts are found as by `restore_deepspeed`, with a number between the parts.
 
     Leaves are gathered one after another; the first rank writes. With experts, each expert's tensors go from a rank
     that holds them to files, and all ranks write files of the job, so `directory` is one that they share.
@@ -74,8 +74,8 @@ def save_deepspeed(
 
     Raises:
         ValueError: the tag or a name is not a valid file name; or the optimizer has other states than Adam's moments,
-            which DeepSpeed does not load from universal checkpoints; or the state does not fit the job, or DeepSpeed has
-            no checkpoint of such a job. Lists all.
+            which DeepSpeed does not load from universal checkpoints; or the state does not fit the job, or DeepSpeed
+            has no checkpoint of such a job. Lists all.
         FileExistsError: there is a checkpoint of this tag.
         DonatedError: a step has consumed the state.
         RankError: another rank failed.
@@ -115,7 +115,7 @@ def save_deepspeed(
             if weights_only:
                 found = {part: x for part, x in found.items() if part.kind in ("fp32", "buffer")}
                 cut = cut._replace(states=())
-            entries = placed(found, cut, job.module)
+            entries = placed(found, cut, job.module, _own_names(state, names), names)
         if weights_only and (cut is None or not cut.experts.numbers):
             raise ValueError(
                 "weights_only=True, and the job has no experts: save all states, from which DeepSpeed's"
@@ -215,6 +215,12 @@ def _parts_of(state: TrainState, names: Names) -> dict[StatePart, Any]:
     ]
     raise_all(ValueError, "a checkpoint of DeepSpeed's has no place for these states of the optimizer:", rest)
     return out
+
+
+def _own_names(state: TrainState, names: Names) -> dict[StatePart, str]:
+    paths = [path.removeprefix(".") for path in tree_paths(state)]
+    parts = [(part_of(path, names), part_of(path, lambda name: name)) for path in paths]
+    return {part: own.name for part, own in parts if part is not None and own is not None}
 
 
 def _check_names(parts: Mapping[StatePart, Any], tag: str) -> None:

@@ -1,4 +1,4 @@
-"""The models with experts, batches and configurations of `test_deepspeed_experts`, for both sides; it needs torch alone.
+"""Models with experts, batches and configurations of `test_deepspeed_experts`, for both sides; it needs torch alone.
 
 Layers of experts are given: DeepSpeed's own there, and modules with the same names, and all experts, here.
 """
