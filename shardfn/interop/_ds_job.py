@@ -8,7 +8,6 @@ stage 0      groups are whole; only jobs with experts have files of their own th
 
 import dataclasses
 import json
-import math
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +20,10 @@ from shardfn.core import did_you_mean, named_parameters, raise_all, state_names
 
 from ._ds_config import DeepSpeedRecipe, from_deepspeed_config
 from ._ds_expert_ranks import Experts, Group, experts_of, has_experts, split
+from ._ds_flat_groups import FlatGroup, flat_groups
 from ._hf_module import parameter_names
 
 _STATES = {"adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-# At `parameter_alignment`, parameters begin at a multiple of this many bytes.
-_ALIGNED_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,30 +62,6 @@ class PieceOfLeaf(NamedTuple):
     at: int
     start: int
     stop: int
-
-
-class FlatGroup(NamedTuple):
-    """Parameters that lie in one flat tensor on each rank.
-
-    Attributes:
-        owner: the index of their group in the optimizer.
-        shapes: by name, in the order in which they lie.
-        starts: where each begins: below stage 3 in the whole group, else in each rank's part.
-        paddings: unused elements after each.
-        used: elements of the whole group, paddings between parameters included.
-        size: elements of a rank's part.
-        ranks: the number of parts.
-        experts: whether its parameters are those of the experts of one rank, by their names there.
-    """
-
-    owner: int
-    shapes: dict[str, torch.Size]
-    starts: dict[str, int]
-    paddings: tuple[int, ...]
-    used: int
-    size: int
-    ranks: int
-    experts: bool = False
 
 
 class Partition(NamedTuple):
@@ -171,7 +145,6 @@ def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
     config = dict(job.config if isinstance(job.config, Mapping) else json.loads(pathlib.Path(job.config).read_text()))
     raise_all(ValueError, "files for each rank are not written for such a job of DeepSpeed's:", _refused(config, job))
     recipe = from_deepspeed_config(config, ranks=job.ranks)
-    zero = dict(config.get("zero_optimization") or {})
     leaves = dict(named_parameters(job.module))
     shapes = {name: torch.Size(p.shape) for name, p in leaves.items()}
     order = tuple(state_names(job.module))
@@ -184,9 +157,7 @@ def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
     own = _settings(kind, config["optimizer"].get("params") or {}, rate)
     groups = split([(names, own | x) for names, x in given], experts, shapes)
     has_momentum = kind != "sgd" or any(x["momentum"] for (_, x), _ in groups)
-    owners = tuple(names for (names, _), _ in groups)
-    ranks = [job.ranks // (job.ep_size if of_experts else 1) if recipe.zero.stage else 1 for _, of_experts in groups]
-    flat = [x._replace(experts=groups[x.owner][1]) for x in _flat_groups(owners, shapes, recipe, zero, ranks, dtype)]
+    sharing = (job.ranks, job.ranks // job.ep_size)
     return Partition(
         config,
         recipe.zero.stage,
@@ -196,16 +167,16 @@ def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
         order,
         parameter_names(job.module),
         shapes,
-        owners,
+        tuple(names for (names, _), _ in groups),
         tuple(settings for (_, settings), _ in groups),
-        tuple(flat),
+        tuple(flat_groups(groups, shapes, config.get("zero_optimization") or {}, sharing, dtype)),
         _STATES[kind] if has_momentum else (),
         kind == "sgd" or bool((config["optimizer"].get("params") or {}).get("torch_adam")),
         experts,
     )
 
 
-def _groups(job: DeepSpeedJob, leaves: Mapping[str, nn.Parameter], experts: Experts) -> list[Group]:
+def _groups(job: DeepSpeedJob, leaves: Mapping[str, torch.Tensor], experts: Experts) -> list[Group]:
     """The optimizer's groups: names, and the settings of each."""
     # DeepSpeed omits empty parameters from its optimizer.
     trained = [name for name, p in leaves.items() if p.requires_grad and p.numel()]
@@ -222,6 +193,8 @@ def _refused(config: Mapping[str, Any], job: DeepSpeedJob) -> list[str]:
     out = []
     if job.ranks < 1:
         out.append(f"ranks = {job.ranks}: there is at least one")
+    if job.ep_size < 1:
+        out.append(f"ep_size = {job.ep_size}: there is at least one rank; leave it out where all have all experts")
     if zero.get("stage", 0) not in ((0, 1, 2, 3) if has_experts(job.module) else (1, 2, 3)):
         out.append(f"zero_optimization.stage = {zero.get('stage', 0)}: stages 1, 2 and 3 have such files")
     if kind.lower() not in _STATES:
@@ -296,58 +269,3 @@ def _settings(kind: str, params: Mapping[str, Any], rate: float) -> dict[str, An
         return {k: v for k, v in group.items() if k != "params"}
     own = {"bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
     return {"lr": rate} | own | {k: v for k, v in had.items() if k in own}
-
-
-def _flat_groups(
-    owners: Sequence[Sequence[str]],
-    shapes: Mapping[str, torch.Size],
-    recipe: DeepSpeedRecipe,
-    zero: Mapping[str, Any],
-    shares: Sequence[int],
-    dtype: torch.dtype,
-) -> Iterator[FlatGroup]:
-    if recipe.zero.stage == 3:
-        for owner, (names, ranks) in enumerate(zip(owners, shares, strict=True)):
-            for some in _sub_groups(names, shapes, ranks, int(zero.get("sub_group_size", 1e9))):
-                yield _pieces(owner, {name: shapes[name] for name in some}, ranks)
-        return
-    align = math.lcm(_ALIGNED_BYTES, dtype.itemsize) // dtype.itemsize if zero.get("parameter_alignment") else 1
-    for owner, (names, ranks) in enumerate(zip(owners, shares, strict=True)):
-        order = [x for r in range(ranks) for x in names[r::ranks]] if zero.get("round_robin_gradients") else names
-        yield _row(owner, {name: shapes[name] for name in order}, ranks, align)
-
-
-def _sub_groups(names: Sequence[str], shapes: Mapping[str, torch.Size], ranks: int, most: int) -> Iterator[list[str]]:
-    """At stage 3 a group ends with the parameter whose piece brings a rank's part to this many elements."""
-    some: list[str] = []
-    held = 0
-    for name in names:
-        some.append(name)
-        held += -(-shapes[name].numel() // ranks)
-        if held >= most:
-            yield some
-            some, held = [], 0
-    if some:
-        yield some
-
-
-def _pieces(owner: int, shapes: dict[str, torch.Size], ranks: int) -> FlatGroup:
-    starts: dict[str, int] = {}
-    at = 0
-    for name, shape in shapes.items():
-        starts[name] = at
-        at += -(-shape.numel() // ranks)
-    return FlatGroup(owner, shapes, starts, (0,) * len(shapes), at * ranks, at, ranks)
-
-
-def _row(owner: int, shapes: dict[str, torch.Size], ranks: int, align: int) -> FlatGroup:
-    starts: dict[str, int] = {}
-    paddings: list[int] = []
-    at = 0
-    for name, shape in shapes.items():
-        starts[name] = at
-        at += shape.numel()
-        # After the last one the group is padded for all ranks.
-        paddings.append(-at % align if len(starts) < len(shapes) else 0)
-        at += paddings[-1]
-    return FlatGroup(owner, shapes, starts, tuple(paddings), at, -(-at // (2 * ranks)) * 2, ranks)

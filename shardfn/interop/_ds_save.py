@@ -96,6 +96,17 @@ def save_deepspeed(
         >>> save_deepspeed(directory, state, "second", learning_rate=0.1, job=DeepSpeedJob(config, 3, module))
         >>> read_deepspeed(directory).params["w"]
         tensor([0.9000, 0.9000])
+        >>> from shardfn.interop import read_deepspeed_experts
+        >>> module = torch.nn.ModuleList(torch.nn.Linear(3, 2, bias=False) for _ in range(4))
+        >>> for key in ("deepspeed_experts", "experts", "deepspeed_moe", "mlp"):  # in a MoE, which has a gate as well
+        ...     module = torch.nn.ModuleDict({key: module})
+        >>> module["head"] = torch.nn.Linear(2, 1, bias=False)
+        >>> state = step.init({"mlp": {"weight": torch.ones(4, 2, 3)}, "head": {"weight": torch.ones(1, 2)}})
+        >>> names = lambda name: name.replace("mlp.", "mlp.deepspeed_moe.experts.deepspeed_experts.")
+        >>> job = DeepSpeedJob(config, 4, module, ep_size=2)
+        >>> save_deepspeed(directory, state, "third", learning_rate=0.1, names=names, job=job)
+        >>> read_deepspeed_experts(directory).params["mlp.deepspeed_moe.experts.deepspeed_experts.3.weight"].shape
+        torch.Size([2, 3])
     """
     check_alive(state)
     leaves = tree_leaves(state)
