@@ -64,12 +64,14 @@ class ExpertFiles:
 
     def write(self, share: int, of: int) -> None:
         """Writes one share of the files, the first on the first rank."""
-        if share:
-            self._flats.open()
-        for k, (name, made) in enumerate(self._files()):
-            if k % of == share:
-                save_objects(made(), self._making / name)
-        self._flats.close()
+        try:
+            if share:
+                self._flats.open()
+            for k, (name, made) in enumerate(self._files()):
+                if k % of == share:
+                    save_objects(made(), self._making / name)
+        finally:
+            self._flats.close()
 
     def name(self) -> None:
         """Gives the directory its name. On the first rank."""
