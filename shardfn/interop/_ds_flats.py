@@ -36,6 +36,8 @@ class Flats:
         """Makes the files."""
         self._directory.mkdir(parents=True)
         for name, count, dtype in self._files():
+            if not count:
+                continue
             # A write to a mapped file that finds the disk full would end the process.
             with open(self._directory / name, "wb") as f:
                 os.posix_fallocate(f.fileno(), 0, count * dtype.itemsize)
