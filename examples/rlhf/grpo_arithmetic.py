@@ -127,15 +127,13 @@ def loss(beta, params, batch):
     where = rollout.prompts, rollout.lengths, rollout.width
     logits = gpt.apply(CONFIG, params["actor"], rollout.ids)
     logprobs = rl.answer_logprobs(logits, rollout.ids, *where)
-    weights = rl.truncated_weights(old, rollout.logprobs, rollout.lengths)  # 1 for answers of the newest weights
     with torch.no_grad():
         reference = rl.answer_logprobs(gpt.apply(CONFIG, params["reference"], rollout.ids), rollout.ids, *where)
         entropies = rl.answer_entropies(logits, *where)
-    metrics = rl.policy_metrics(logprobs, old, rollout.lengths, reference_BT=reference) | rl.rollout_metrics(rollout)
-    metrics |= {
-        name: rl.token_mean(x, rollout.lengths) for name, x in {"entropy": entropies, "weight": weights}.items()
-    }
-    how = {"beta": beta, "reference_BT": reference, "corrected": True, "weights_BT": weights}
+    how = {"reference_BT": reference, "behaviour_BT": rollout.logprobs}  # equal to `old` for the newest weights
+    metrics = rl.policy_metrics(logprobs, old, rollout.lengths, **how) | rl.rollout_metrics(rollout)
+    metrics["entropy"] = rl.token_mean(entropies, rollout.lengths)
+    how |= {"beta": beta, "corrected": True}
     return rl.grpo(logprobs, old, batch["advantages"], rollout.lengths, **how), metrics
 
 
