@@ -95,8 +95,10 @@ def main():
             say(f"iteration {iteration}: " + ", ".join(f"{name} {float(metrics[name]):.3f}" for name in shown))
         if logger:
             logger.write(n + 1, metrics)
-            held |= {"coming": coming.result()} if args.behind else {}
-            checkpoints.save({"state": state, "held": rl.as_global(held, mesh, "dp")}, n + 1, user=n + 1)
+            # A checkpoint has the next answers, and so waits for them; an iteration's end would wait for them anyway.
+            if not args.behind or epoch == args.epochs - 1:
+                held |= {"coming": coming.result()} if args.behind else {}
+                checkpoints.save({"state": state, "held": rl.as_global(held, mesh, "dp")}, n + 1, user=n + 1)
     beside.shutdown()
     engine.update_weights(sf.unshard(state.params["actor"]))
     say(f"right after: {accuracy(engine):.0%}")
