@@ -4,10 +4,10 @@
 
 The runs are examples/rlhf/grpo_arithmetic.py with `--behind 1` and without, both with and without `--out`, one thread
 for torch. All are alive and take turns of a few iterations, stopped in between by SIGSTOP, and ratios are formed within
-a round: a ratio below 1 means that the thread saves time. "waiting" is the part of a turn in which the main thread was
-ready and had no core: on a quiet machine 0. Busy neighbours favour a run of two threads, which gets two shares of the
-cores; so above a few percent the ratios of time are no prediction for a quiet machine, and those of the processor's
-seconds are a bound: a thread that adds work can save time on an idle core alone.
+a round: a ratio below 1 means that the thread saves time. "processor" is the ratio of all threads' seconds on a core:
+the work that two threads add. "bound" is that of the busiest thread's: an idle machine saves no more than that, if
+neither thread ever waits for the interpreter's lock. "waiting" is the part of a turn in which the main thread was ready
+and had no core. Above a few percent, "ratio" is that of a busy machine, where two threads get two shares of the cores.
 """
 
 import argparse
@@ -28,10 +28,11 @@ WARM = 2  # iterations before the first turn
 
 
 class Turn(NamedTuple):
-    """Seconds of a turn: by the wall, of the processor, and those of the main thread in a queue for a core."""
+    """Seconds of a turn: by the wall, on a core for all threads and for the busiest, in a queue for the main thread."""
 
     wall: float
     cpu: float
+    busiest: float
     waiting: float
 
 
@@ -60,7 +61,8 @@ def main() -> None:
     lines = [_line(saved, turns[saved, "0"], turns[saved, "1"], args.turn) for saved in (False, True)]
     load = f"{os.getloadavg()[0]:.1f} processes were ready or running at the end, for {os.cpu_count()} cores"
     body = f"{args.rounds} rounds of {args.turn} iterations; medians, and quartiles of ratios; {load}\n\n"
-    head = ["run", "before, s", "beside, s", "ratio", "quartiles", "processor, ratio", "quartiles", "waiting"]
+    head = ["run", "before, s", "beside, s", "ratio", "quartiles", "processor", "quartiles"]
+    head += ["bound", "quartiles", "waiting"]
     publish("GRPO: answers drawn beside the step", body + table(head, lines), out=args.out)
 
 
@@ -82,11 +84,13 @@ class Peer:
         """Goes on; the first iteration, which the last stop has cut, does not count."""
         self._send(signal.SIGCONT)
         self._iterations(1)
-        begin, (cpu, waiting) = time.perf_counter(), self._spent()
+        begin, before = time.perf_counter(), self._spent()
         self._iterations(iterations)
         end, spent = time.perf_counter(), self._spent()
         self._send(signal.SIGSTOP)
-        return Turn(end - begin, spent[0] - cpu, spent[1] - waiting)
+        ran = [seconds - before.get(task, (0.0, 0.0))[0] for task, (seconds, _) in spent.items()]
+        main = self._process.pid
+        return Turn(end - begin, sum(ran), max(ran), spent[main][1] - before[main][1])
 
     def end(self) -> None:
         """Ends the run."""
@@ -101,18 +105,18 @@ class Peer:
     def _send(self, number: int) -> None:
         os.killpg(self._process.pid, number)
 
-    def _spent(self) -> tuple[float, float]:
-        """Seconds of the processor of all threads, and those of the main thread in the queue of the scheduler."""
+    def _spent(self) -> dict[int, tuple[float, float]]:
+        """Of each thread: seconds on a core, and in the queue for one."""
         tasks = pathlib.Path(f"/proc/{self._process.pid}/task")
-        rows = {task.name: (task / "schedstat").read_text().split() for task in tasks.iterdir()}
-        return sum(int(row[0]) for row in rows.values()) / 1e9, int(rows[str(self._process.pid)][1]) / 1e9
+        rows = {int(task.name): (task / "schedstat").read_text().split() for task in tasks.iterdir()}
+        return {task: (int(row[0]) / 1e9, int(row[1]) / 1e9) for task, row in rows.items()}
 
 
 def _line(saved: bool, before: list[Turn], beside: list[Turn], num: int) -> list[str]:
     cells = ["with --out" if saved else "without --out"]
     cells += [f"{statistics.median(turn.wall for turn in turns) / num:.3f}" for turns in (before, beside)]
-    for name in ("wall", "cpu"):
-        ratios = [getattr(b, name) / getattr(a, name) for a, b in zip(before, beside, strict=True)]
+    for over, under in (("wall", "wall"), ("cpu", "cpu"), ("busiest", "cpu")):
+        ratios = [getattr(b, over) / getattr(a, under) for a, b in zip(before, beside, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         cells += [f"{middle:.2f}", f"{low:.2f} to {high:.2f}"]
     waiting = (statistics.median(turn.waiting / turn.wall for turn in turns) for turns in (before, beside))

@@ -47,7 +47,7 @@ def test_answers_of_the_newest_weights_leave_the_bits_of_losses_and_metrics(obje
             rl.grpo(policy, old, advantages, lengths, **how, **more),
             rl.ppo_policy(policy, old, reference, lengths, behaviour_BT=behaviour),
         ]
-        sum(loss.total for loss in losses).backward()
+        torch.stack([loss.total for loss in losses]).sum().backward()
         metrics = rl.policy_metrics(policy, old, lengths, **how)
         assert (metrics.pop("weight").mean() == 1) if behaviour is not None else "weight" not in metrics
         found.append([*sf.tree_leaves((losses, metrics)), policy.grad])
