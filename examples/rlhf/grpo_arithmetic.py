@@ -86,8 +86,8 @@ def main():
             rl.check_versions(rollout, version, behind=args.behind)
             # Rewards are computed in forks, and so before a thread draws.
             held["rollout"] = rollout = rl.score(reward, rollout, seconds=5.0).rollout
-            held["old"] = step.apply(old_logprobs, state, rollout) if args.behind else rollout.logprobs
             coming = beside.submit(draw, iteration + 1) if args.behind else None
+            held["old"] = step.apply(old_logprobs, state, rollout) if args.behind else rollout.logprobs
         batch = {"advantages": rl.group_advantages(held["rollout"].rewards, SAMPLING.n)}
         state, metrics = step(state, batch | {name: held[name] for name in ("rollout", "old")})
         shown = ("reward", "kl", "exact", "weight", "entropy", "length", "missing")
