@@ -8,7 +8,19 @@ from typing import Any, NamedTuple
 from shardfn.inference import Compiler, Detokenizer, Grammar, Limits, Request, Sampling, check_request
 
 from ._errors import ApiError
-from ._fields import CHAT, COMPLETIONS, FORMAT, MESSAGE, NUMBER, OPTIONS, PART, SAMPLING, SCHEMA, check_text, read_fields
+from ._fields import (
+    CHAT,
+    COMPLETIONS,
+    FORMAT,
+    MESSAGE,
+    NUMBER,
+    OPTIONS,
+    PART,
+    SAMPLING,
+    SCHEMA,
+    check_text,
+    read_fields,
+)
 
 _COMPLETION = 16  # OpenAI's default for max_tokens of the older route
 _OLDER_TOP = 5  # its most probable tokens

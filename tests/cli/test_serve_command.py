@@ -368,6 +368,30 @@ def test_templates_run_in_a_sandbox() -> None:
         made([{"role": "user", "content": "a"}])
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+        ("{% for i in range(messages[0].content | int) %}x{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
+        ("{{ messages[3].content.x }}", "list object has no element 3"),
+    ],
+)
+def test_a_template_that_fails_refuses_the_messages(source: str, words: str) -> None:
+    from shardfn.cli._chat_template import template
+    from shardfn.cli._generate_text import text_of_data, text_of_transformers
+    from shardfn.data import ByteTokenizer
+    from tests.cli.test_generate import WORDS, tokenizer_of
+
+    theirs = tokenizer_of(WORDS)
+    theirs.chat_template = source
+    for chat in (template(source, text_of_data(ByteTokenizer())), text_of_transformers(theirs).chat):
+        assert chat is not None
+        with pytest.raises(ValueError, match=f"the chat template refuses these messages: .*{words}"):
+            chat([{"role": "user", "content": "1000000"}])
+
+
 def hugging_face(folder: pathlib.Path) -> Any:
     """Writes a small model with its tokenizer."""
     transformers = pytest.importorskip("transformers")

@@ -116,7 +116,10 @@ def refuse(server: Running, route: str, body: Any, param: str | None) -> Receive
     kind = "not_found_error" if found.status == 404 else "invalid_request_error"
     assert error["type"] == kind and len(error["message"]) < 2000, error
     if param is not None:
-        assert error["param"] == param or error["param"].startswith((param + "[", param + ".")), (error, str(body)[:200])
+        assert error["param"] == param or error["param"].startswith((param + "[", param + ".")), (
+            error,
+            str(body)[:200],
+        )
     assert (server.engine._state.chain, server.front.calls._events, server.engine.counts()) == before
     return found
 
