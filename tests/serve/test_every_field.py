@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from shardfn.inference._requests import RANGES
 from shardfn.serve import _fields
 from shardfn.serve._fields import Kind
-from tests.serve.server import CONTEXT, NAME, Received, Running
+from tests.serve.server import CONTEXT, LIMIT, NAME, Received, Running
 
 Path = tuple[str | int, ...]
 _PART = {"type": "text", "text": "ab"}
@@ -196,3 +197,23 @@ def test_fields_that_are_not_served(server: Running, route: str, at: Path) -> No
         found = refuse(server, route, changed(BODIES[route], at, name, 1), full(at, name))
         words = "is not served; leave it out" if name in _fields.REFUSED else "is not known"
         assert words in found.error["message"]
+
+
+@pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer other", "Bearer key other", "Basic key", "key"])
+def test_no_body_is_read_without_a_key(start: Any, given: str | None) -> None:
+    """A body that is declared and never sent is waited for by no answer; no state changes."""
+    server = start(keys=("key",))
+    before = server.engine._state.chain, server.front.calls._events
+    header = "" if given is None else f"Authorization: {given}\r\n"
+    for route in BODIES:
+        for more in ("Content-Length: 1000000000\r\n", "Content-Length: 9\r\nExpect: 100-continue\r\n"):
+            head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{header}{more}\r\n"
+            with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as one:
+                one.sendall(head.encode())
+                answer = one.recv(10_000)
+            assert answer.startswith(b"HTTP/1.1 401 ") and b"100 Continue" not in answer
+            error = json.loads(answer.partition(b"\r\n\r\n")[2] or b"{}") or None
+            assert error is None or error["error"]["code"] == "invalid_api_key"
+    for route in ("/v1/models", f"/v1/models/{NAME}", "/v1/nothing"):
+        assert server.get(route, None if given is None else {"Authorization": given}).status == 401
+    assert (server.engine._state.chain, server.front.calls._events) == before
