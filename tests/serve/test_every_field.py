@@ -1,4 +1,4 @@
-"""Covers each field of each route, by the tables of fields: of another type, out of range, missing, doubled, refused."""
+"""Covers each field of each route by the tables of fields: another type, out of range, missing, doubled, refused."""
 
 import itertools
 import json
