@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = gpt.Config.llama_like(vocab_size=256, num_layers=1, d_model=32, num_heads=2, d_ff=None, max_len=64)
 
 
-def chat(python: str, model: pathlib.Path, *args: str, **more: str) -> "subprocess.CompletedProcess[str]":
+def chat(python: str, model: pathlib.Path, *args: str, typed: str = "") -> "subprocess.CompletedProcess[str]":
     """Runs the example."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
@@ -32,7 +32,7 @@ def chat(python: str, model: pathlib.Path, *args: str, **more: str) -> "subproce
         text=True,
         timeout=LIMIT,
         check=True,
-        **more,
+        input=typed,
     )
 
 
@@ -43,13 +43,13 @@ def test_it_chats(tmp_path: pathlib.Path, typed: bool) -> None:
     (tmp_path / "model.json").write_text(json.dumps(row))
     save(tmp_path / "checkpoints", gpt.init(CONFIG, core.key(0)), 3, at="params")
     asked = [] if typed else ["--ask", "abc"]
-    done = chat(sys.executable, tmp_path, "--max-tokens", "8", *asked, input="abc\ndef\n")
+    done = chat(sys.executable, tmp_path, "--max-tokens", "8", *asked, typed="abc\ndef\n")
     assert "ready at http://127.0.0.1:" in done.stderr and done.stdout.strip()
     assert done.stdout.count("> ") >= (3 if typed else 0)
 
 
 @pytest.mark.nightly
-def test_it_chats_with_what_train_gpt_has_learned(tmp_path: pathlib.Path) -> None:
+def test_it_chats_with_a_model_that_was_trained(tmp_path: pathlib.Path) -> None:
     """As docs/serving.md has it: a model is trained, its checkpoints are kept, and it is asked."""
     for page in ("docs/serving.md", "examples/serve.py"):
         assert "./scripts/train --minutes 2 --save-every 100\n" in (ROOT / page).read_text()
