@@ -153,6 +153,41 @@ def test_a_run_beside_codes_goes_on_where_it_was_ended(given: pathlib.Path, tmp_
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("width", [16, 64])
+def test_tensor_parallel_beside_codes(width: int, given: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Rows of 16 elements share one scale; of 64, two ranks have one group each."""
+    from safetensors.torch import load_file
+
+    model = tmp_path / "model"
+    shutil.copytree(given / "model", model)
+    config = transformers.AutoConfig.from_pretrained(model)
+    config.update({"hidden_size": width, "intermediate_size": 2 * width, "head_dim": width // 4})
+    transformers.set_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(model)
+    more = ["--lora", "2", "--codes", "int4", "--merge", "--precision", "fp32", "--steps", "4", "--validation", ""]
+
+    def asked(out: str, *others: str) -> list[str]:
+        told = words(given, tmp_path / out, *more, *others)
+        return [told[0], str(model), *told[2:]]
+
+    tp = asked("two", "--mesh", "dp=1,tp=2")
+    run(ALONE, *asked("one"))
+    run(torchrun(2), *tp)
+    for a, b in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    one, two = (load_file(tmp_path / out / "model/model.safetensors") for out in ("one", "two"))
+    assert torch.equal(one["lm_head.weight"], two["lm_head.weight"])
+    for name in one:
+        assert torch.allclose(one[name], two[name], rtol=1e-4, atol=1e-5), name
+    adapters = tmp_path / "two/adapter/adapter_model.safetensors"
+    want = adapters.read_bytes()
+    shutil.rmtree(tmp_path / "two/checkpoints/step_000004")
+    shutil.rmtree(tmp_path / "two/adapter")
+    run(torchrun(2), *tp)
+    assert adapters.read_bytes() == want
+
+
 def test_the_result_is_the_checkpoint_with_the_lowest_validation_loss(
     given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,14 +311,6 @@ def test_every_bad_argument_is_named_before_anything_is_loaded(
         ("--merge",): "--merge has no effect without --lora RANK",
         ("--codes", "int4"): "--codes has no effect without --lora RANK",
         ("--lora", "2", "--codes", "int3"): "--codes int3: it is int8 or int4",
-        (
-            "--lora",
-            "2",
-            "--codes",
-            "int4",
-            "--mesh",
-            "tp=2",
-        ): "--codes int4 with --mesh tp=2: tp may cut between elements",
         ("--lora", "-1"): "--lora -1: the rank is 1 or more",
         ("--zero", "4"): "--zero 4: a stage is 0, 1, 2 or 3",
         ("--precision", "bf61"): "--precision bf61: it is bf16 or fp32. Did you mean 'bf16'?",
