@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from shardfn.cli import main
+from tests.cli.test_generate import smol_python as smol_python
 
 ROOT = pathlib.Path(__file__).parents[2]
 ALONE = [sys.executable, "-m", "shardfn"]
@@ -353,3 +354,41 @@ def test_a_run_that_goes_on_keeps_its_settings(
     assert (
         "has a run with lr=0.03, and now it is 0.5: pass the same to go on, or another --out" in capsys.readouterr().err
     )
+
+
+# Trains adapters of a model beside its weights in codes, and beside a copy whose same weights are the decoded ones.
+BESIDE_DECODED = """
+import json, pathlib, sys
+import torch
+from safetensors.torch import load_file, save_file
+from shardfn.cli import main
+from shardfn.kernels import code_blocks, decode_blocks
+
+model, out = map(pathlib.Path, sys.argv[1:])
+weights, decoded = load_file(model / "model.safetensors"), out / "decoded"
+for name, w in weights.items():
+    if "_proj." in name:
+        weights[name] = decode_blocks(code_blocks(w, "int4"), w.shape[1])
+decoded.mkdir(parents=True)
+for path in model.glob("*.json"):
+    (decoded / path.name).write_bytes(path.read_bytes())
+save_file(weights, decoded / "model.safetensors", metadata={"format": "pt"})
+lines = [{"prompt": f"What is {n} plus {n}?", "completion": f" It is {2 * n}."} for n in range(8)]
+(out / "lines.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+how = "--lora 4 --steps 3 --batch 2 --length 16 --lr 1e-3 --precision fp32".split()
+for name, path, more in (("coded", model, ["--codes", "int4"]), ("plain", decoded, [])):
+    assert main(["finetune", str(path), str(out / "lines.jsonl"), "--out", str(out / name), *how, *more]) == 0
+"""
+
+
+@pytest.mark.nightly
+def test_smollm2_beside_codes_trains_as_beside_its_decoded_weights(smol_python: str, tmp_path: pathlib.Path) -> None:
+    unpack = [smol_python, str(ROOT / "examples/rlhf/chat.py"), str(tmp_path / "smol")]
+    for command in (unpack, [smol_python, "-c", BESIDE_DECODED, str(tmp_path / "smol"), str(tmp_path)]):
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+    coded, plain = rows_of(tmp_path / "coded"), rows_of(tmp_path / "plain")
+    assert len(coded) == 3 and coded[-1]["loss"] < coded[0]["loss"]
+    assert [(x["loss"], x["grad_norm"]) for x in coded] == [(x["loss"], x["grad_norm"]) for x in plain]
+    name = "adapter/adapter_model.safetensors"
+    assert (tmp_path / "coded" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
