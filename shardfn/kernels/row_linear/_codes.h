@@ -193,10 +193,10 @@ inline float* decoded_room(int64_t size) {
     return room.data();
 }
 
-// The most rows for which decoding in registers, for eight at a time, is the faster way. Without wide permutations a
-// nibble takes more instructions.
+// The most rows for which decoding in registers, for eight at a time, is the faster way. A nibble takes more
+// instructions than a byte, most of all without wide permutations.
 template <typename W, int BYTES>
-constexpr int64_t few_rows = BYTES < 64 && sizeof(W) == sizeof(Int4) ? 8 : 16;
+constexpr int64_t few_rows = (BYTES < 64 ? 8 : 16) * (sizeof(W) == sizeof(Int4) ? 1 : 2);
 
 // Many rows: a panel is decoded once for all of them.
 template <typename W, int BYTES>
