@@ -108,6 +108,31 @@ def test_tensor_parallel_experts_on_an_axis_of_the_batch_in_microbatches(jit: bo
 
 
 @distributed(world=2)
+@pytest.mark.parametrize("capacity", [None, 0.7])
+@pytest.mark.parametrize("jit", [False, True])
+def test_ranks_have_unequal_parts_of_a_sequence(capacity: float | None, jit: bool) -> None:
+    """All seven tokens come to both ranks, also to that with three of its own."""
+    alone = config("mixtral", capacity=capacity)
+    assert alone.experts is not None
+    alone = dataclasses.replace(alone, experts=dataclasses.replace(alone.experts, num=2))
+    assert alone.experts is not None
+    experts = dataclasses.replace(alone.experts, exchange=layers.Tokens("sp"), axes="sp")
+    c = dataclasses.replace(alone, experts=experts, attention=sf.nn.Ulysses("sp", 7))
+    loss: Any = functools.partial(gpt.loss, c)
+    with sf.make_mesh({"sp": 2}, device="cpu") as mesh:
+        assert_parity(
+            sf.jit(loss, backend="graph") if jit else loss,
+            sf.optim.sgd(0.1),
+            params(alone),
+            [gpt.shifted(batch) for batch in batches(1)],
+            mesh=mesh,
+            specs=gpt.specs(c),
+            batch=sf.P(None, "sp"),
+            reference=functools.partial(gpt.loss, alone),
+        )
+
+
+@distributed(world=2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_stacked_layers_equal_separate_ones(setting: str) -> None:
     apart, stacked = config(setting), config(setting, stacked=True)
