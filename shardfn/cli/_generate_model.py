@@ -45,6 +45,7 @@ class Served(NamedTuple):
         inexact: the reason why a token's bits depend on its company; empty if they do not.
         size: the number of parameters.
         coded: a remark on weights in codes.
+        plain: makes the decoder of the same weights without codes, for one rank; None unless codes are fitted.
     """
 
     decoder: Decoder
@@ -53,6 +54,7 @@ class Served(NamedTuple):
     inexact: str
     size: int
     coded: str = ""
+    plain: Callable[[], Decoder] | None = None
 
 
 def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
@@ -80,11 +82,10 @@ def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
             f"{path}: eos_token_id has {wrong[0]}, which is not a token of the model; it must be from 0 to"
             f" {made.decoder.vocab - 1}."
         )
-    if job.fit is None:
+    if made.plain is None:
         return made
-    alone = dataclasses.replace(job, weights=None, fit=None, ranks=1)
-    params, remark = fitted(job, made.params, made.text, _loaded(path, alone, make_mesh({}, alone=True), held).decoder)
-    return made._replace(params=params, coded=", ".join(filter(None, (made.coded, remark))))
+    params, remark = fitted(job, made.params, made.text, made.plain())
+    return made._replace(params=params, coded=", ".join(filter(None, (made.coded, remark))), plain=None)
 
 
 def _loaded(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
@@ -214,7 +215,7 @@ def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> S
     if job.kind == "gguf" and job.weights is not None:
         params, num = with_blocks(pathlib.Path(job.model), config, params)
         coded = f"{num} weights in the file's own codes"
-    return Served(_decoder(config, mesh, job), params, text, inexact, size, coded)
+    return Served(_decoder(config, mesh, job), params, text, inexact, size, coded, _plain(config, job))
 
 
 def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
@@ -242,7 +243,8 @@ def _of_module(
     exact = None if job.dtype == "float32" or axis else False
     try:
         model, values = module(axis)
-        made, params = hf_decoder(model, exact=exact, tp=axis, codes=job.weights, params=values)
+        of_model = functools.partial(hf_decoder, model, params=values)
+        made, params = of_model(exact=exact, tp=axis, codes=job.weights)
     except ValueError as error:
         raise error from problem
     if made.cache.heads % mesh.size:
@@ -250,7 +252,9 @@ def _of_module(
             f"{job.model} has {made.cache.heads} key heads, which {mesh.size} ranks do not divide; take --mesh tp=N"
             " with an N that does"
         ) from problem
-    return Served(made, params, text, "" if made.exact else "some of the model's own layers are not", _size(params))
+    inexact = "" if made.exact else "some of the model's own layers are not"
+    plain = None if job.fit is None else lambda: of_model()[0]
+    return Served(made, params, text, inexact, _size(params), plain=plain)
 
 
 def _of_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
@@ -275,7 +279,8 @@ def _of_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
             title = f"{checkpoints} does not fit {run / 'model.json'}, in {len(wrong)} of {num} leaves"
             raise ValueError(f"{title}: {listed}") from error
         raise
-    return Served(_decoder(config, mesh, job), params, text_of_data(tokenizer), inexact, _size(params))
+    text = text_of_data(tokenizer)
+    return Served(_decoder(config, mesh, job), params, text, inexact, _size(params), plain=_plain(config, job))
 
 
 def _exactness(job: GenerateJob) -> tuple[dict[str, Any], str]:
@@ -295,6 +300,10 @@ def _decoder(config: gpt.Config, mesh: Mesh, job: GenerateJob) -> Decoder:
     if job.weights is not None and not config.exact:
         raise ValueError(f"--weights {job.weights}: {_exactness(job)[1]}; take other ranks, or leave out --weights")
     return decoder(config, tp=_axis(mesh), codes=job.weights)
+
+
+def _plain(config: gpt.Config, job: GenerateJob) -> Callable[[], Decoder] | None:
+    return None if job.fit is None else functools.partial(decoder, config)
 
 
 def _size(params: PyTree) -> int:
