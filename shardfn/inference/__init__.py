@@ -8,6 +8,7 @@ from ._grammar import Grammar as Grammar
 from ._matchers import Compiler as Compiler
 from ._requests import Request as Request, Sampling as Sampling, check_request as check_request
 from ._guesses import Guesses as Guesses
+from ._cache_use import CacheUse as CacheUse
 from ._trees import Tree as Tree
 from ._drafters import Computes as Computes, Context as Context, Drafter as Drafter, Ngram as Ngram
 from ._suffixes import Suffix as Suffix

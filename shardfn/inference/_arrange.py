@@ -91,6 +91,8 @@ def _admit(state: State, sequence: Sequence, extra: int) -> bool:
     sequence.blocks = shared + [pool.take() for _ in range(need)]
     sequence.recorded = len(shared)
     sequence.computed = len(shared) * limits.block
+    if not sequence.begun:
+        state.use = state.use.begun(len(tokens), sequence.computed)
     sequence.begun = True
     state.leave_line(sequence)
     state.running.append(sequence)

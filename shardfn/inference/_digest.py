@@ -56,6 +56,7 @@ def _fields(state: State) -> Iterator[tuple[str, bytes]]:
         yield name, repr(getattr(state, name)).encode()
     yield "drafter", b"" if state.drafter is None else state.drafter.digest()
     yield "guesses", _ints(state.guesses)
+    yield "use", _ints(state.use)
     yield "names", repr(sorted(state.names.items())).encode()
     yield "running", _ints(s.serial for s in state.running)
     for priority in sorted(state.waiting):

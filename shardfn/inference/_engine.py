@@ -18,6 +18,7 @@ from shardfn.core import Disk, MemoryKind, Mesh, PyTree
 from ._adapters import Adapters, Given, adapter_of_each
 from ._admission import check_name, request_of, sampling_of_each, sizes_of
 from ._agree import compare
+from ._cache_use import CacheUse
 from ._constraints import Constraints
 from ._decoder import Decoder
 from ._detokenize import detokenizer
@@ -154,6 +155,11 @@ class Engine:
     def guesses(self) -> Guesses:
         """Counts of steps of a sequence with drafts, of drafts, and of those that were accepted."""
         return self._state.guesses
+
+    @property
+    def cache_use(self) -> CacheUse:
+        """Counts of tokens that were looked for and found in the cache, and of sequences that lost their blocks."""
+        return self._state.use
 
     def memory(self) -> MemoryPlan:
         """The bytes that this rank needs, as planned from the graph of the largest bucket, without penalties."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
 
+from ._cache_use import CacheUse
 from ._drafters import Context, Drafter
 from ._guesses import Guesses, Trust
 from ._limits import Limits
@@ -114,6 +115,7 @@ class State:
         flight: the chunks of the plan in flight.
         moves: slots whose content the next plan moves first, and their new ones.
         guesses: counts of drafts so far.
+        use: counts of the cache's use so far.
         chain: eight bytes of all inputs and plans so far: equal on two ranks if these were equal.
         consumed: whether `advance` has taken this state.
     """
@@ -136,6 +138,7 @@ class State:
     flight: list[Chunk] = field(default_factory=list)
     moves: list[tuple[int, int]] = field(default_factory=list)
     guesses: Guesses = field(default_factory=Guesses)
+    use: CacheUse = field(default_factory=CacheUse)
     chain: bytes = bytes(8)
     consumed: bool = False
 
@@ -227,6 +230,7 @@ class State:
         self.running.remove(sequence)
         self._take_blocks(sequence)
         sequence.preempted = self.step
+        self.use = self.use.preempted()
         self.wait(sequence)
 
     def remove(self, sequence: Sequence) -> None:

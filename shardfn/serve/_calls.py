@@ -8,17 +8,20 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shardfn.inference import Add, Cancel, Drain, Guesses, Request, Token
+from shardfn.inference import Add, CacheUse, Cancel, Drain, Guesses, Request, Token
 
 from ._errors import ApiError, refusal
 from ._link import Embed, End, Message, Report
 from ._metrics import Metrics
 
-# The counters of the fields of `Guesses`.
-_OF_GUESSES = (
+# The counters of the fields of `Guesses`, and of `CacheUse`.
+_OF_ENGINE = (
     "vllm:spec_decode_num_drafts",
     "vllm:spec_decode_num_draft_tokens",
     "vllm:spec_decode_num_accepted_tokens",
+    "vllm:prefix_cache_queries",
+    "vllm:prefix_cache_hits",
+    "vllm:num_preemptions",
 )
 
 
@@ -111,7 +114,7 @@ class Calls:
         self.taken, self.progress = 0, time.monotonic()
         self._rate = 0.0  # prompt tokens a second that have left the line, lately
         self.counts: dict[str, int] = {}
-        self._guesses = Guesses()  # so far
+        self._so_far = (*Guesses(), *CacheUse())
 
     def __len__(self) -> int:
         return len(self._open)
@@ -166,9 +169,9 @@ class Calls:
         """Hands the tokens of a step to their calls."""
         now = time.monotonic()
         self.counts, self.taken, self.progress = dict(report.counts), report.taken, now
-        for name, before, after in zip(_OF_GUESSES, self._guesses, report.guesses, strict=True):
-            self._metrics.add(name, after - before)
-        self._guesses = report.guesses
+        before, self._so_far = self._so_far, (*report.guesses, *report.use)
+        for name, old, new in zip(_OF_ENGINE, before, self._so_far, strict=True):
+            self._metrics.add(name, new - old)
         for name, reason in report.refused.items():
             if (call := self._of.pop(name, None)) is not None:
                 call.fail(refusal(reason))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardfn.inference import Event, Guesses, Limits, Request, Token
+from shardfn.inference import CacheUse, Event, Guesses, Limits, Request, Token
 
 _LENGTH = 8
 _READ = 1 << 18
@@ -79,6 +79,7 @@ class Report(NamedTuple):
         refused: by name of a request that the engine has refused, its reason.
         vectors: by name of a request whose prompt is embedded, float32 numbers.
         guesses: counts of drafts so far, as `Engine.guesses`.
+        use: counts of the cache's use so far, as `Engine.cache_use`.
     """
 
     tokens: list[Token]
@@ -87,6 +88,7 @@ class Report(NamedTuple):
     refused: Mapping[str, str]
     vectors: Mapping[str, bytes]
     guesses: Guesses = Guesses()
+    use: CacheUse = CacheUse()
 
 
 def packed(value: object) -> bytes:

@@ -44,7 +44,8 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
         vectors = _vectors(engine, tokens, embeds)
         if first:
             tokens = [token for token in tokens if token.name not in embeds or token.finish is not None]
-            end.sendall(packed(Report(tokens, engine.counts(), taken, refused, vectors, engine.guesses)))
+            so_far = engine.guesses, engine.cache_use
+            end.sendall(packed(Report(tokens, engine.counts(), taken, refused, vectors, *so_far)))
         embeds -= {token.name for token in tokens if token.finish is not None}
         if stops:
             return

@@ -16,6 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from shardfn.core import DonatedError
 from shardfn.inference import (
     Add,
+    CacheUse,
     Cancel,
     Clock,
     Drain,
@@ -118,9 +119,10 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     prompt = tuple(i % 5 for i in range(12))
     state, _, first = run(LIMITS, {0: [Request(prompt, Sampling(max_tokens=1))]})
     assert sum(p.num_tokens for p in first) == 12
-    _, _, plans = run(
+    again, _, plans = run(
         LIMITS, {0: [Request(prompt, Sampling(max_tokens=1))], 9: [Request(prompt, Sampling(max_tokens=1))]}
     )
+    assert again.use == CacheUse(queries=24, hits=8, preemptions=0)
     assert sum(p.num_tokens for p in plans) == 12 + 4  # the last token is computed, and so is its block
     assert state.pool.counts() == {"free": 5, "held": 0, "cached": 3}
 
@@ -186,15 +188,17 @@ def test_a_preempted_request_sends_nothing_twice() -> None:
     requests = [Request((i,) * 5, Sampling(max_tokens=16, prompt_logprobs=True)) for i in range(4)]
     state, drawn, model, seen = start(limits), [], Model(limits), dict[str, list[int]]()
     events: list[Event] = [Add(i, f"r{i}", r) for i, r in enumerate(requests)]
-    preempted = set()
+    preempted, times = set(), 0
     while events or not state.idle:
+        running = {s.serial for s in state.running}
         state, plan, outputs = advance(state, events, drawn)
         events = []
+        times += len(running & {s.serial for s in state.sequences.values()} - {s.serial for s in state.running})
         preempted |= {s.name for s in state.sequences.values() if s.preempted >= 0}
         drawn = model.run(plan) if plan else []
         for o in outputs:
             seen.setdefault(o.name, []).append(o.position)
-    assert len(preempted) >= 2
+    assert len(preempted) >= 2 and state.use.preemptions >= times >= 2
     assert all(seen[f"r{i}"] == list(range(1, 21)) for i in range(4))
 
 
