@@ -58,6 +58,10 @@ def test_a_replay_by_functions_of_torch_is_near(kind: str) -> None:
     params, apply = sf.from_module(model)
     replayed = logprobs_of(apply.replaying(x.routes), params, x)
     torch.testing.assert_close(replayed, x.logprobs, rtol=0, atol=1e-4)
+    metrics = {name: float(m.mean()) for name, m in rl.mismatch_metrics(replayed, x.logprobs, x.lengths).items()}
+    assert 0 < metrics["mismatch"] < metrics["mismatch_most"] < 1e-4 and 0 < metrics["mismatched"] <= 1
+    exact = logprobs_of(sf.from_module(model, exact=True)[1].replaying(x.routes), params, x)
+    assert not any(float(m.mean()) for m in rl.mismatch_metrics(exact, x.logprobs, x.lengths).values())
 
 
 def near_ties(model: Any) -> None:
