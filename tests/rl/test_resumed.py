@@ -44,7 +44,7 @@ def go_on(folder: pathlib.Path, mesh: Mesh, zero: sf.Zero, first: int, last: int
 @distributed(world=2)
 def test_a_run_goes_on_on_another_number_of_ranks(reduction: Any, tmp_path: pathlib.Path) -> None:
     mesh, alone = sf.make_mesh({"dp": 2}), sf.make_mesh(alone=True)
-    chunks = {"reduction_chunks": 4} if reduction == "canonical" else {}
+    chunks: dict[str, Any] = {"reduction_chunks": 4} if reduction == "canonical" else {}
     zero = sf.Zero(stage=3, persist_elements=0, reduction=reduction, **chunks)
     whole = go_on(tmp_path / f"alone{mesh.rank}", alone, zero, 0, 4)
     go_on(tmp_path / "cut", mesh, zero, 0, 3)  # between two updates by one rollout
