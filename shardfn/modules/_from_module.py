@@ -24,11 +24,11 @@ from ._module_layers import LayeredFunction, layered
 from ._module_mode import ModuleMode
 from ._module_parts import GivenTensors, ModuleParts, Overrides, Placed, first_names, one_thread, resolve, shadowed
 from ._module_recompute import running_module
+from ._module_replacements import Replacements, replacements_of
 from ._module_replay import Replay
 from ._module_routers import warn_of_asked_balance, warn_of_own_balance
-from ._module_ways import Ways, ways_of
 
-_OWN = Ways()
+_OWN = Replacements()
 
 
 class ModuleFunction:
@@ -46,11 +46,11 @@ class ModuleFunction:
         module: nn.Module,
         keep_dtype: Sequence[str],
         axis: Axes = None,
-        ways: Ways = _OWN,
+        replaced: Replacements = _OWN,
     ) -> None:
-        self.module, self._keep_dtype, self._axis, self._ways = module, tuple(keep_dtype), axis, ways
+        self.module, self._keep_dtype, self._axis, self._replaced = module, tuple(keep_dtype), axis, replaced
         whole = {name: P() for name, _ in named_parameters(module)}
-        self.specs = whole if ways.experts is None else ways.experts.specs
+        self.specs = whole if replaced.experts is None else replaced.experts.specs
         self._firsts = first_names(module)
         self.trainable = {name: p.requires_grad for name, p in named_parameters(module)}
         # By the dtypes that were given: a module's structure does not change.
@@ -149,7 +149,7 @@ class ModuleFunction:
             torch.Size([1, 2, 8])
         """
         made = copy.copy(self)
-        made._ways = replace(self._ways, replay=Replay(self.module, chosen))
+        made._replaced = replace(self._replaced, replay=Replay(self.module, chosen))
         return made
 
     def draws(self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"]) -> Callable[[], Draws]:
@@ -177,7 +177,7 @@ class ModuleFunction:
         given = resolve(parts, self._firsts, params)
         found = self._found(parts, given)
         given.buffers.update(_cast(parts, given, found, state or {}))
-        call = _ModuleCall(parts, given, found, draws, state, self._axis, self._ways)
+        call = _ModuleCall(parts, given, found, draws, state, self._axis, self._replaced)
         return call.call(forward or self.module, args, kwargs)
 
     def _found(self, parts: ModuleParts, given: GivenTensors) -> Casts:
@@ -259,10 +259,10 @@ class _ModuleCall:
         draws: Draws,
         state: Mapping[str, Tensor] | None,
         axis: Axes,
-        ways: Ways,
+        replaced: Replacements,
     ) -> None:
         self._parts, self._given, self._found, self._draws = parts, given, found, draws
-        self._state, self._axis, self._ways, self._routed = state, axis, ways, ways.of_call(draws)
+        self._state, self._axis, self._replaced, self._routed = state, axis, replaced, replaced.of_call(draws)
         self._placed: Placed | None = None  # while it runs
         # Parts may run again on autograd's thread, on behalf of this one: `one_thread` needs its id.
         self._caller = threading.get_ident()
@@ -343,9 +343,9 @@ class _ModuleCall:
                 running_module(self),
                 shadowed(forwards(self._parts, self._found)),
                 shadowed(self._draws.forwards()),
-                self._ways.running(self._routed),
+                self._replaced.running(self._routed),
                 mode,
-                self._ways.exactly(given.params),
+                self._replaced.exactly(given.params),
             ):
                 yield
             if assigned := placed.assigned_params():
@@ -463,22 +463,22 @@ def from_module(
     check_module(module)
     module = original(module)
     warn_of_own_balance(module)
-    ways = ways_of(module, attention, experts, exact)
+    replaced = replacements_of(module, attention, experts, exact)
     params = {name: p.detach() if p.requires_grad else frozen(p.detach()) for name, p in named_parameters(module)}
     if layers is not None:
         if has_state:
             raise ValueError("from_module(layers=..., has_state=True): buffers that change are not cut in stages.")
         stacked, kinds = layered(module, layers, params)
-        return stacked, LayeredFunction(ModuleFunction(module, keep_dtype, ways=ways), kinds)
+        return stacked, LayeredFunction(ModuleFunction(module, keep_dtype, replaced=replaced), kinds)
     if not has_state:
-        return params, ModuleFunction(module, keep_dtype, ways=ways)
+        return params, ModuleFunction(module, keep_dtype, replaced=replaced)
     kept = set(state_names(module))
     state = {name: x.detach().clone() for name, x in named_buffers(module) if name in kept}
     if not state and not any(isinstance(sub, BatchNorm) for sub in module.modules()):
         raise ValueError(
             f"from_module(has_state=True) has no effect: this {type(module).__name__} has no buffers in its state_dict."
         )
-    return params, state, StatefulFunction(ModuleFunction(module, keep_dtype, axis, ways), state)
+    return params, state, StatefulFunction(ModuleFunction(module, keep_dtype, axis, replaced), state)
 
 
 def _own(parts: ModuleParts, name: str) -> Tensor:

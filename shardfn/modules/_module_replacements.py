@@ -1,4 +1,4 @@
-"""How parts of a module are computed, in place of their own code: attention, experts, choices, exact rows."""
+"""Replacements of parts of a module's code: attention, experts, choices of experts, and functions of exact rows."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -18,8 +18,8 @@ from ._module_replay import Replay
 
 
 @dataclass(frozen=True)
-class Ways:
-    """The ways of one module; None is the module's own.
+class Replacements:
+    """The replacements of one module; None is the module's own code.
 
     Attributes:
         attention: by a body of `nn.attention`.
@@ -39,7 +39,7 @@ class Ways:
 
     @contextlib.contextmanager
     def running(self, routed: RoutedCall | None) -> Iterator[None]:
-        """While it is open, parts are computed in these ways, but for `exactly`."""
+        """While it is open, the replacements run, but for those of `exactly`."""
         with contextlib.ExitStack() as stack:
             for part in (routed, self.experts):
                 if part is not None:
@@ -53,18 +53,20 @@ class Ways:
         return ExactForward(params) if self.exact else contextlib.nullcontext()
 
 
-def ways_of(module: nn.Module, attention: Body | None, experts: moe.Exchange | None, exact: bool) -> Ways:
-    """The ways that `from_module` is asked for.
+def replacements_of(
+    module: nn.Module, attention: Body | None, experts: moe.Exchange | None, exact: bool
+) -> Replacements:
+    """The replacements that `from_module` is asked for.
 
     Raises:
-        ValueError: attention or experts cannot be routed, or are not exact in this way.
+        ValueError: attention or experts cannot be routed, or are not exact.
     """
     if exact:
         _check_exact(attention, experts)
         attention = Exact() if models_in(module) else None
         experts = moe.Local() if experts is None and experts_in(module) else experts
     route = None if attention is None else AttentionRoute(module, attention)
-    return Ways(route, None if experts is None else ExpertsRoute(module, experts, exact=exact), exact)
+    return Replacements(route, None if experts is None else ExpertsRoute(module, experts, exact=exact), exact)
 
 
 def _check_exact(attention: Body | None, experts: moe.Exchange | None) -> None:
