@@ -182,7 +182,10 @@ class Encoded:
 
 
 def example(model, row, length):
-    """The tokens of a row, and labels where they are learnt: texts, completions, answers of the assistant."""
+    """The tokens of a row, and labels where they are learnt: texts, completions, answers of the assistant.
+
+    "cut" is whether it was longer than `length`.
+    """
     row = usual(row)
     if "messages" in row:
         tokens, labels = answers(model, row["messages"], 0)
@@ -195,7 +198,7 @@ def example(model, row, length):
         tokens = labels = [*model.encode(row["text"]), model.end]
     else:
         raise ValueError(f"it has the columns {sorted(row)}; messages, or prompt and completion, or text are needed.")
-    return {"tokens": tokens[:length], "labels": labels[:length]}
+    return {"tokens": tokens[:length], "labels": labels[:length], "cut": len(tokens) > length}
 
 
 def answers(model, messages, start):
@@ -215,7 +218,7 @@ def answers(model, messages, start):
 
 
 def pair(model, row, length):
-    """(tokens, tokens of the prompt) of the chosen and of the rejected conversation."""
+    """(tokens, tokens of the prompt, whether it was cut) of the chosen and of the rejected conversation."""
     if missing := {"chosen", "rejected"} - row.keys():
         raise ValueError(f"it has the columns {sorted(row)}; {' and '.join(sorted(missing))} are missing.")
     both = row["chosen"], row["rejected"]
@@ -240,7 +243,7 @@ def pair(model, row, length):
             )
     if not 0 < len(prompt) < length:
         raise ValueError(f"its prompt has {len(prompt)} tokens, and rows have {length}; pass a larger --length.")
-    return [(x[:length], len(prompt)) for x in made]
+    return [(x[:length], len(prompt), len(x) > length) for x in made]
 
 
 def common(one, other):

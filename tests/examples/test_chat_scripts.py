@@ -90,7 +90,7 @@ def test_rows_of_supervised_fine_tuning(
 def test_rows_of_pairs(parts: Any, files: pathlib.Path, row: Any, prompt: list[int]) -> None:
     model = parts["chat"].load(str(files), sf.make_mesh(alone=True))
     found = parts["chat"].pair(model, row, 64)
-    for (ids, start), text in zip(found, ("yes\0", "no\0"), strict=True):
+    for (ids, start, _), text in zip(found, ("yes\0", "no\0"), strict=True):
         assert ids[:start] == prompt and bytes(ids[start:]).decode().strip(" ") == text
 
 
@@ -135,6 +135,7 @@ def test_a_run_learns_and_saves_a_model(
     monkeypatch.setattr(script, "options", lambda _: arguments(files, kind, lora=lora, out=str(tmp_path)))
     script.main()
     found = [row for row in rows(tmp_path) if "held_out/loss" in row]
+    assert all(row["held_out/cut"] == 0 for row in found)
     assert [row["step"] for row in found] == [0, 3, 6] and found[-1]["held_out/loss"] < found[0]["held_out/loss"] - 0.01
     if kind == "dpo":
         assert abs(found[0]["held_out/loss"] - 0.6931472) < 1e-6  # policy and reference are one
@@ -143,6 +144,16 @@ def test_a_run_learns_and_saves_a_model(
     first = parts["chat"].load(str(files), sf.make_mesh(alone=True))
     assert not torch.equal(again.params["blocks"][0]["wq"], first.params["blocks"][0]["wq"])
     assert steps(tmp_path / "checkpoints")[-1] == 6
+
+
+def test_rows_that_are_cut_are_counted(parts: Any, files: pathlib.Path) -> None:
+    model = parts["chat"].load(str(files), sf.make_mesh(alone=True))
+    short, long = (parts["chat"].example(model, {"text": "abc" * num}, 8) for num in (1, 5))
+    batch = parts["chat_sft"].padded(sf.data.pad(8), [short, long])
+    assert batch["tokens"].shape == (2, 8) and batch["cut"].tolist() == [0, 1]
+    pair = parts["chat"].pair(model, {"prompt": "a", "chosen": "b", "rejected": "c" * 9}, 8)
+    batch = parts["chat_dpo"].rows([pair], 8)
+    assert batch["chosen"]["cut"].tolist() == [0] and batch["rejected"]["cut"].tolist() == [1]
 
 
 def test_grpo_rewards_the_form_of_answers(parts: Any, files: pathlib.Path, tmp_path: pathlib.Path) -> None:
