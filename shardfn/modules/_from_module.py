@@ -141,8 +141,9 @@ class ModuleFunction:
 
         Example:
             >>> from transformers import MixtralConfig, MixtralForCausalLM
-            >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-            >>> model = MixtralForCausalLM(MixtralConfig(vocab_size=8, num_local_experts=3, **sizes))
+            >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+            >>> config = MixtralConfig(vocab_size=8, num_local_experts=3, num_key_value_heads=2, **sizes)
+            >>> model = MixtralForCausalLM(config).eval()
             >>> params, apply = from_module(model)
             >>> chosen = torch.tensor([[[[2, 1]], [[0, 1]]]])  # B = 1, T = 2, m = 1, k = 2
             >>> apply.replaying(chosen)(params, torch.tensor([[3, 5]])).logits.shape
