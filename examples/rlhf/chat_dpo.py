@@ -5,7 +5,8 @@
 
 The options are those of chat_sft.py; chat.py lists the columns of rows. The reference is the model at the beginning:
 with --lora the frozen weights without adapters, so that there is no second copy. "accuracy" is the part of pairs whose
-chosen answer has gained more than the rejected one, as measured by the reference.
+chosen answer has gained more than the rejected one, as measured by the reference; "cut" that of pairs with a row of
+more than --length tokens.
 """
 
 import functools
@@ -62,6 +63,7 @@ def loss_of(config, trained, beta, params, batch):
         before = [sums(config, reference, batch[name]) for name in ("chosen", "rejected")]
     margins = beta * ((chosen - before[0]) - (rejected - before[1])).detach()
     metrics = {"accuracy": rl.row_mean((margins > 0).float()), "margin": rl.row_mean(margins)}
+    metrics["cut"] = rl.row_mean(torch.maximum(batch["chosen"]["cut"], batch["rejected"]["cut"]))
     return rl.dpo(chosen, rejected, *before, beta=beta), metrics
 
 
@@ -78,9 +80,10 @@ def rows(pairs, length):
 
 
 def filled(answers, length):
-    ids = torch.tensor([tokens + [0] * (length - len(tokens)) for tokens, _ in answers])
-    prompts = torch.tensor([prompt for _, prompt in answers])
-    return {"ids": ids, "prompts": prompts, "lengths": torch.tensor([len(x) for x, _ in answers]) - prompts}
+    ids = torch.tensor([tokens + [0] * (length - len(tokens)) for tokens, _, _ in answers])
+    prompts = torch.tensor([prompt for _, prompt, _ in answers])
+    lengths = torch.tensor([len(tokens) for tokens, _, _ in answers]) - prompts
+    return {"ids": ids, "prompts": prompts, "lengths": lengths, "cut": torch.tensor([float(x) for _, _, x in answers])}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,10 @@
 
     python examples/rlhf/chat.py models/smollm2
     python examples/rlhf/chat_grpo.py models/smollm2 --lora 8 --out run
+    python examples/rlhf/chat_grpo.py models/smollm2 --questions gsm8k.jsonl --tokens 128 --out run
+
+With --questions prompts are rows of a file, as chat.py lists them; where a row has an answer, the reward is whether it
+is the last word, as in "The answer is 7."
 
 The reference is the model at the beginning, as in chat_dpo.py. With --lora the engine has the sums of weights and
 adapters; their products in the training forward are rounded in another order, so ratios begin near 1. Without it the
@@ -44,19 +48,21 @@ def train(args, mesh, model, trained):
     step = sf.sharded_step(functools.partial(loss, model.config, trained, args.beta), rule, mesh=mesh, **how)
     state, own = step.init(trained.params), step.rows(args.prompts)
     made, sampling = decoder(model.config), Sampling(max_tokens=args.tokens, n=args.answers, stop_tokens=(model.end,))
-    prompts = [model.chat([{"role": "user", "content": question}], True) for question in QUESTIONS]
-    length = max(map(len, prompts)) + args.tokens
+    rows = chat.Encoded(args.questions, functools.partial(chat.question, model)) if args.questions else None
+    questions = list(rows) if rows else [chat.question(model, {"prompt": text}) for text in QUESTIONS]
+    length = max(len(prompt) for prompt, _ in questions) + args.tokens
     num = (own.stop - own.start) * args.answers
     limits = limits_of(made, running=max(num, 1), buckets=(max(num, 1), max(4 * num, length)))
     engine = Engine(made, trained.result(state), mesh=sf.make_mesh(alone=True), limits=limits)
     with sf.metrics.Logger(args.out, mesh) as logger:
         for n in range(args.iterations):
             version = engine.update_weights(trained.result(state)) if n else 0
-            asked = [prompts[(n * args.prompts + i) % len(prompts)] for i in range(own.start, own.stop)]
+            asked = [questions[(n * args.prompts + i) % len(questions)] for i in range(own.start, own.stop)]
             key = sf.fold_in(sf.key(args.seed), n)
-            rollout = rl.sample(engine, asked, sampling, key=key, start=own.start, length=length)
+            prompts, solutions = [prompt for prompt, _ in asked], [one for _, one in asked for _ in range(args.answers)]
+            rollout = rl.sample(engine, prompts, sampling, key=key, start=own.start, length=length)
             rl.check_versions(rollout, version)
-            rollout = rl.score(functools.partial(reward, model), rollout, seconds=5.0).rollout
+            rollout = rl.score(functools.partial(reward, model), rollout, solutions, seconds=5.0).rollout
             batch = {"rollout": rollout, "advantages": rl.group_advantages(rollout.rewards, args.answers)}
             for _ in range(args.epochs):
                 state, metrics = step(state, batch)
@@ -67,10 +73,15 @@ def train(args, mesh, model, trained):
     model.save(f"{args.out}/model", trained.result(state))
 
 
-def reward(model, prompt, answer):
-    """A third for each: a capital letter first, an end within the limit, and one sentence in one line before it."""
+def reward(model, prompt, answer, solution=None):
+    """A third for each: a capital letter first, an end within the limit, and one sentence in one line before it.
+
+    With a solution 1 if it is the last word, and else 0.
+    """
     ended = answer[-1:] == [model.end]
     text = model.decode(answer[:-1] if ended else answer)
+    if solution is not None:
+        return float(text.rstrip(" \n.!$").endswith(str(solution)))
     parts = text[:1].isupper(), ended, ended and re.fullmatch(r"[^.!?\n]+\.", text) is not None
     return sum(parts) / len(parts)
 
@@ -95,6 +106,7 @@ def options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("model", help="as of chat.py")
+    add("--questions", help="rows with prompts; default some of its own")
     add("--out", default="runs/grpo", help="%(default)s")
     add("--lora", type=int, default=0, help="rank of adapters; 0 trains all weights")
     add("--iterations", type=int, default=20, help="%(default)s")

@@ -3,7 +3,8 @@
     python examples/rlhf/chat_sft.py models/smollm2 train.jsonl held_out.jsonl --lora 8 --out run
     torchrun --nproc-per-node 2 examples/rlhf/chat_sft.py runs/gpt train.jsonl held_out.jsonl --out run
 
-chat.py lists the models and the columns of rows. Only answers of the assistant, completions and texts are learnt. The
+chat.py lists the models and the columns of rows. Only answers of the assistant, completions and texts are learnt. Rows
+of more than --length tokens are cut; "cut" is their part. The
 model is saved in run/model, from which chat_dpo.py can go on; with --lora the adapters are added to its weights. The
 same command goes on after an interruption.
 """
@@ -12,9 +13,11 @@ import argparse
 import functools
 
 import chat
+import torch
 import torch.distributed as dist
 
 import shardfn as sf
+from shardfn import rl
 from shardfn.models import gpt
 
 
@@ -23,7 +26,7 @@ def main():
     with sf.make_mesh({"dp": -1}) as mesh:
         model = chat.load(args.model, mesh)
         trained = Trained(model, args.lora, args.seed)
-        pad = sf.data.pad(args.length)
+        pad = functools.partial(padded, sf.data.pad(args.length))
         encode = functools.partial(chat.example, model, length=args.length)
         loss = trained.adapt(functools.partial(loss_of, model.config))
         fit(args, mesh, trained, loss, encode, pad)
@@ -33,7 +36,13 @@ def main():
 
 def loss_of(config, params, batch):
     tokens, labels = batch["tokens"], batch["labels"]
-    return gpt.loss(config, params, {"tokens": tokens[:, :-1], "targets": labels[:, 1:]}), {}
+    batch_of_loss = {"tokens": tokens[:, :-1], "targets": labels[:, 1:]}
+    return gpt.loss(config, params, batch_of_loss), {"cut": rl.row_mean(batch["cut"])}
+
+
+def padded(pad, examples):
+    rows = [{name: x[name] for name in ("tokens", "labels")} for x in examples]
+    return {**pad(rows), "cut": torch.tensor([float(x["cut"]) for x in examples])}
 
 
 class Trained:

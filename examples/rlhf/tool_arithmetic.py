@@ -47,10 +47,10 @@ def main():
         found = rl.converse(engine, asked, SAMPLING, calculator, key=key, start=problems.start, length=LENGTH, **how)
         rl.check_versions(found.rollout, version)
         rollout = rl.score(reward, found.rollout, seconds=1.0).rollout
-        batch = {"rollout": rollout, "calls": found.calls.float()}
+        batch = {"rollout": rollout, "calls": found.calls, "failed": found.failed}
         state, metrics = step(state, batch | {"advantages": rl.group_advantages(rollout.rewards, SAMPLING.n)})
         if iteration % args.every == 0 or iteration == args.iterations - 1:
-            shown = ("reward", "exact", "calls", "length")
+            shown = ("reward", "exact", "calls", "calls_raised", "length")
             prompt, answer = map(decode, rollout.tokens(0))
             say(f"iteration {iteration}: " + ", ".join(f"{x} {float(metrics[x]):.3f}" for x in shown), prompt + answer)
     if dist.is_initialized():
@@ -72,7 +72,7 @@ def loss(params, batch):
     logits = gpt.apply(CONFIG, params, rollout.ids)
     logprobs = rl.answer_logprobs(logits, rollout.ids, *rollout.where)  # of the letters that the model drew
     metrics = rl.policy_metrics(logprobs, rollout.logprobs, rollout.lengths) | rl.rollout_metrics(rollout)
-    metrics["calls"] = rl.row_mean(batch["calls"])
+    metrics |= rl.call_metrics(batch["calls"], batch["failed"])
     return rl.grpo(logprobs, rollout.logprobs, batch["advantages"], rollout.lengths), metrics
 
 

@@ -84,7 +84,8 @@ class _Forward:
         layers = {id(params[name]): functools.partial(self._layer, name, params[name]) for name in self.linear}
         at_T = torch.arange(3, device=next(iter(params.values())).device)
         with torch.no_grad():
-            return self.function(params, at_T % 2, at_T, at_T, _attend, ExactRows(layers))
+            logits, _ = self.function(params, at_T % 2, at_T, at_T, _attend, ExactRows(layers))
+        return logits
 
     def _layer(self, name: str, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         edge = self.edges.get(name, Edge.WHOLE)

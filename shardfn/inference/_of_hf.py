@@ -142,6 +142,7 @@ class _Shape:
 
     vocab: int = 0
     kv: list[tuple[int, int, int]] = field(default_factory=list)  # layer, key heads, head dim
+    routes: tuple[int, int] = (0, 0)  # layers with experts, and a token's choices in each
     uses: WeightUses = field(default_factory=lambda: WeightUses({}))
     groups: list[list[str]] = field(default_factory=list)  # weights that one input is multiplied by
 
@@ -160,7 +161,9 @@ def _shape(function: DecodingFunction) -> _Shape:
 
     at_T, inputs = torch.arange(2, device=_device(function.params)), InputUses(function.params)
     with torch.no_grad(), inputs:
-        shape.vocab = function(function.params, at_T, at_T, at_T[1:], attend, shape.uses).shape[-1]
+        logits, chosen = function(function.params, at_T, at_T, at_T[1:], attend, shape.uses)
+    shape.vocab = logits.shape[-1]
+    shape.routes = (0, 0) if chosen is None else (chosen.shape[1], chosen.shape[2])
     shape.groups = inputs.groups
     name, layers = type(function.module).__name__, [layer for layer, *_ in shape.kv]
     if not layers or layers != list(range(len(layers))):
@@ -239,14 +242,16 @@ def _decoder(
                 run = runs[name]
                 made[id(params[name])] = run if low is None else functools.partial(_adapted, name, low, layer, run)
         attend = functools.partial(_attend, bodies, tp)
-        logits = function(params, tokens_T, positions_T, rows_R, attend, ExactRows(made) if linear else None, exchange)
-        return Outputs(logits, seen[0].reshape(-1, seen[0].shape[-1]) if seen else None)
+        mode = ExactRows(made) if linear else None
+        logits, chosen = function(params, tokens_T, positions_T, rows_R, attend, mode, exchange)
+        return Outputs(logits, seen[0].reshape(-1, seen[0].shape[-1]) if seen else None, chosen)
 
     placed = {name: P(tp) if name in cut and name not in kept else P() for name in like}
     placed |= dict.fromkeys(function.experts, P(tp))
     served = {"params": placed, "packed": {name: P(tp) for name in cut if name in kept}}
     cache = CacheLayout(layers, heads, dim, tp)
-    made = Decoder(shape.vocab, function.context, cache, specs=P(), outputs=outputs, pack=pack)
+    how: dict[str, Any] = {"outputs": outputs, "pack": pack, "routes": shape.routes}
+    made = Decoder(shape.vocab, function.context, cache, specs=P(), **how)
     if head in linear:
         inner = [name for name in linear if name != head and name not in kept]
         sizes = {name: Linear(inputs[name], nums[name], linear[name]) for name in inner}

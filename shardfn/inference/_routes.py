@@ -36,7 +36,7 @@ class Routes:
         if decoder.routes == (0, 0):
             raise ValueError(
                 "engine: routes is True, and the decoder has routes=(0, 0), so that no experts are known; leave it out,"
-                " or take the decoder of a models.gpt with experts."
+                " or take the decoder of a model with experts."
             )
         self._block, self.shape = limits.block, decoder.routes
         self._blocks: dict[Choice, list[int]] = {}

@@ -1,12 +1,14 @@
 """`from_module`: an `nn.Module` as a pure function of its parameters."""
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Int, Int64
 from torch import Tensor, nn
 
 from shardfn._torch import BatchNorm
@@ -14,17 +16,19 @@ from shardfn.core import Again, Axes, P, frozen, named_buffers, named_parameters
 from shardfn.leaves import LazyLeaf
 from shardfn.nn import Body, moe
 
-from ._module_attention import AttentionRoute, RoutedCall
 from ._module_checks import check_cache, check_keyed, check_module
 from ._module_compiled import original, running_as_written
 from ._module_draws import Draws
 from ._module_dtypes import Casts, casts, compute_dtype, forwards
-from ._module_experts import ExpertsRoute
 from ._module_layers import LayeredFunction, layered
 from ._module_mode import ModuleMode
 from ._module_parts import GivenTensors, ModuleParts, Overrides, Placed, first_names, one_thread, resolve, shadowed
 from ._module_recompute import running_module
+from ._module_replacements import Replacements, replacements_of
+from ._module_replay import Replay
 from ._module_routers import warn_of_asked_balance, warn_of_own_balance
+
+_OWN = Replacements()
 
 
 class ModuleFunction:
@@ -42,13 +46,11 @@ class ModuleFunction:
         module: nn.Module,
         keep_dtype: Sequence[str],
         axis: Axes = None,
-        route: AttentionRoute | None = None,
-        experts: ExpertsRoute | None = None,
+        replaced: Replacements = _OWN,
     ) -> None:
-        self.module, self._keep_dtype, self._axis = module, tuple(keep_dtype), axis
-        self._route, self._experts = route, experts
+        self.module, self._keep_dtype, self._axis, self._replaced = module, tuple(keep_dtype), axis, replaced
         whole = {name: P() for name, _ in named_parameters(module)}
-        self.specs = whole if experts is None else experts.specs
+        self.specs = whole if replaced.experts is None else replaced.experts.specs
         self._firsts = first_names(module)
         self.trainable = {name: p.requires_grad for name, p in named_parameters(module)}
         # By the dtypes that were given: a module's structure does not change.
@@ -122,6 +124,35 @@ class ModuleFunction:
 
         return f
 
+    def replaying(self, chosen: Int[Tensor, "*tokens m k"]) -> "ModuleFunction":
+        """The same function, in which routers of models of transformers take given experts in place of their best.
+
+        Weights of the experts, and gradients of the router, are those of its present scores. The tokens of each call
+        are those of `chosen`, in the same order.
+
+        Args:
+            chosen: for each token the k experts in each of the m layers that have some, such as `rollout.routes` of an
+                `Engine(routes=True)` of the model; -1 leaves a token to the router.
+
+        Raises:
+            TypeError: they are not integers.
+            ValueError: they do not fit the module's layers and experts; or (when called) its tokens; or a router
+                chooses in another way than by `topk` of scores [tokens, experts].
+
+        Example:
+            >>> from transformers import MixtralConfig, MixtralForCausalLM
+            >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+            >>> config = MixtralConfig(vocab_size=8, num_local_experts=3, num_key_value_heads=2, **sizes)
+            >>> model = MixtralForCausalLM(config).eval()
+            >>> params, apply = from_module(model)
+            >>> chosen = torch.tensor([[[[2, 1]], [[0, 1]]]])  # B = 1, T = 2, m = 1, k = 2
+            >>> apply.replaying(chosen)(params, torch.tensor([[3, 5]])).logits.shape
+            torch.Size([1, 2, 8])
+        """
+        made = copy.copy(self)
+        made._replaced = replace(self._replaced, replay=Replay(self.module, chosen))
+        return made
+
     def draws(self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"]) -> Callable[[], Draws]:
         """Makes the random numbers of one call."""
         check_keyed(self.module, key, index_B)
@@ -147,8 +178,7 @@ class ModuleFunction:
         given = resolve(parts, self._firsts, params)
         found = self._found(parts, given)
         given.buffers.update(_cast(parts, given, found, state or {}))
-        routed = None if self._route is None else self._route.of_call(draws)
-        call = _ModuleCall(parts, given, found, draws, state, self._axis, routed, self._experts)
+        call = _ModuleCall(parts, given, found, draws, state, self._axis, self._replaced)
         return call.call(forward or self.module, args, kwargs)
 
     def _found(self, parts: ModuleParts, given: GivenTensors) -> Casts:
@@ -230,11 +260,10 @@ class _ModuleCall:
         draws: Draws,
         state: Mapping[str, Tensor] | None,
         axis: Axes,
-        routed: RoutedCall | None,
-        experts: ExpertsRoute | None,
+        replaced: Replacements,
     ) -> None:
         self._parts, self._given, self._found, self._draws = parts, given, found, draws
-        self._state, self._axis, self._routed, self._experts = state, axis, routed, experts
+        self._state, self._axis, self._replaced, self._routed = state, axis, replaced, replaced.of_call(draws)
         self._placed: Placed | None = None  # while it runs
         # Parts may run again on autograd's thread, on behalf of this one: `one_thread` needs its id.
         self._caller = threading.get_ident()
@@ -311,15 +340,13 @@ class _ModuleCall:
             # After `override`, which restores the forward's assignments: a buffer of the state is this run's own.
             for name, x in own.items():
                 self._parts.buffers[name].owner._buffers[self._parts.buffers[name].name] = x
-            routed = contextlib.nullcontext() if self._routed is None else self._routed.running()
-            experts = contextlib.nullcontext() if self._experts is None else self._experts.running()
             with (
                 running_module(self),
                 shadowed(forwards(self._parts, self._found)),
                 shadowed(self._draws.forwards()),
-                routed,
-                experts,
+                self._replaced.running(self._routed),
                 mode,
+                self._replaced.exactly(given.params),
             ):
                 yield
             if assigned := placed.assigned_params():
@@ -348,6 +375,7 @@ def from_module(
     axis: Axes = ...,
     attention: Body | None = ...,
     experts: moe.Exchange | None = ...,
+    exact: bool = ...,
 ) -> tuple[dict[str, Tensor], ModuleFunction]: ...
 @overload
 def from_module(
@@ -358,6 +386,7 @@ def from_module(
     axis: Axes = ...,
     attention: Body | None = ...,
     experts: moe.Exchange | None = ...,
+    exact: bool = ...,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], StatefulFunction]: ...
 @overload
 def from_module(
@@ -367,6 +396,7 @@ def from_module(
     layers: str,
     attention: Body | None = ...,
     experts: moe.Exchange | None = ...,
+    exact: bool = ...,
 ) -> tuple[dict[str, Any], LayeredFunction]: ...
 def from_module(
     module: nn.Module,
@@ -377,6 +407,7 @@ def from_module(
     layers: str | None = None,
     attention: Body | None = None,
     experts: moe.Exchange | None = None,
+    exact: bool = False,
 ) -> Any:
     """Splits a module into its parameters and a pure function of them.
 
@@ -408,6 +439,8 @@ def from_module(
         experts: how tokens meet the experts of the models of transformers in it: an exchange of `nn.moe`, as
             `nn.moe.Tokens("ep")`. The module's own routers choose. The step needs `specs=apply.specs`; with `layers`,
             specs such as `P("pp", "ep")` for the stacked leaves of experts.
+        exact: each token's results have the bits that an engine of `hf_decoder(module, exact=True)` gives it, beside
+            any other tokens: for float32 parameters, and attention that sees earlier tokens. Gradients are not exact.
 
     Returns:
         `(params, apply)`: params by name, detached, and `apply(params, *args, **kwargs)` = the module's forward. With
@@ -431,23 +464,22 @@ def from_module(
     check_module(module)
     module = original(module)
     warn_of_own_balance(module)
-    route = None if attention is None else AttentionRoute(module, attention)
-    exchanged = None if experts is None else ExpertsRoute(module, experts)
+    replaced = replacements_of(module, attention, experts, exact)
     params = {name: p.detach() if p.requires_grad else frozen(p.detach()) for name, p in named_parameters(module)}
     if layers is not None:
         if has_state:
             raise ValueError("from_module(layers=..., has_state=True): buffers that change are not cut in stages.")
         stacked, kinds = layered(module, layers, params)
-        return stacked, LayeredFunction(ModuleFunction(module, keep_dtype, route=route, experts=exchanged), kinds)
+        return stacked, LayeredFunction(ModuleFunction(module, keep_dtype, replaced=replaced), kinds)
     if not has_state:
-        return params, ModuleFunction(module, keep_dtype, route=route, experts=exchanged)
+        return params, ModuleFunction(module, keep_dtype, replaced=replaced)
     kept = set(state_names(module))
     state = {name: x.detach().clone() for name, x in named_buffers(module) if name in kept}
     if not state and not any(isinstance(sub, BatchNorm) for sub in module.modules()):
         raise ValueError(
             f"from_module(has_state=True) has no effect: this {type(module).__name__} has no buffers in its state_dict."
         )
-    return params, state, StatefulFunction(ModuleFunction(module, keep_dtype, axis, route, exchanged), state)
+    return params, state, StatefulFunction(ModuleFunction(module, keep_dtype, axis, replaced), state)
 
 
 def _own(parts: ModuleParts, name: str) -> Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from shardfn.core import Ambient, a_kind, did_you_mean, named_modules, named_parameters, raise_all, uncompiled
@@ -22,7 +23,7 @@ from shardfn.nn import moe
 from ._expert_table import FIELD, experts_in, leaves_of
 from ._from_module import ModuleFunction, from_module
 from ._module_attention import OVER_TOKENS, configs_of, mask_of_none, models_in, named
-from ._module_served_experts import CALL, served_experts
+from ._module_served_experts import CALL, ServedExperts, served_experts
 
 NAME = "shardfn_decoding"
 _KINDS = ("full_attention", "sliding_attention")
@@ -76,6 +77,7 @@ class DecodingFunction:
         experts = experts_in(self.module)
         self.experts = [f"{path}.{leaf}" for path, m in experts.items() for leaf in leaves_of(m)]
         self._of_experts = list({id(m.config): m.config for m in experts.values()}.values())
+        self._modules_of_experts = [id(m) for m in experts.values()]
 
     def __call__(
         self,
@@ -86,8 +88,10 @@ class DecodingFunction:
         attend: Attend,
         mode: AbstractContextManager[Any] | None = None,
         exchange: moe.Exchange = _LOCAL,
-    ) -> Tensor:
-        """Logits of some of the tokens, [R, V].
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of some of the tokens, [R, V], and the experts of all, [T, m, k], in the m modules that have some.
+
+        There are no experts in the result where modules have other numbers of choices, or some have not run.
 
         Args:
             params: by name.
@@ -101,6 +105,7 @@ class DecodingFunction:
         Raises:
             ValueError: a layer needs attention that `attend` cannot be given; lists the reasons.
         """
+        served = ServedExperts(exchange)
 
         def forward() -> Tensor:
             with (
@@ -108,7 +113,7 @@ class DecodingFunction:
                 named(self._configs, NAME),
                 named(self._of_experts, NAME, FIELD),
                 _CALL.bound(attend),
-                CALL.bound(exchange),
+                CALL.bound(served),
             ):
                 out = self.module(
                     input_ids=tokens_T.long()[None],
@@ -118,7 +123,15 @@ class DecodingFunction:
                 )
             return out.logits[0]
 
-        return self._apply.within(forward, params)
+        logits = self._apply.within(forward, params)
+        return logits, self._chosen(served.choices)
+
+    def _chosen(self, choices: Mapping[int, Tensor]) -> Tensor | None:
+        """The experts of a call, in the order of the modules."""
+        found = [choices[one] for one in self._modules_of_experts if one in choices]
+        if not found or len(found) < len(self._modules_of_experts) or len({x.shape for x in found}) > 1:
+            return None
+        return torch.stack(found, 1)
 
 
 def decoding(module: nn.Module, params: Mapping[str, Tensor] | None = None) -> DecodingFunction:
@@ -139,8 +152,9 @@ def decoding(module: nn.Module, params: Mapping[str, Tensor] | None = None) -> D
         >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         >>> f = decoding(LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)).eval())
         >>> tokens_T = torch.tensor([5, 6, 7])
-        >>> f(f.params, tokens_T, torch.arange(3), torch.tensor([2]), lambda scores, q, k, v: q).shape
-        torch.Size([1, 8])
+        >>> logits, experts = f(f.params, tokens_T, torch.arange(3), torch.tensor([2]), lambda scores, q, k, v: q)
+        >>> logits.shape, experts
+        (torch.Size([1, 8]), None)
     """
     plain = uncompiled(module)
     if plain not in models_in(plain):

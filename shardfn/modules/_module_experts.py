@@ -8,6 +8,7 @@ S tokens of this rank, k choices of each, D model.
 """
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -31,6 +32,7 @@ class ExpertsRoute:
     Args:
         module: with models of transformers in it.
         exchange: of `nn.moe`.
+        exact: whether rows have the bits of `kernels.row_linear`.
 
     Attributes:
         specs: by name, the compute specs of all parameters: those of experts are cut as the exchange needs them.
@@ -39,8 +41,8 @@ class ExpertsRoute:
         ValueError: there are no experts, or some that cannot be routed; lists all of them with reasons.
     """
 
-    def __init__(self, module: nn.Module, exchange: moe.Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, module: nn.Module, exchange: moe.Exchange, *, exact: bool = False) -> None:
+        self.exchange, self.product = exchange, functools.partial(moe.grouped, exact=exact)
         found = experts_in(module)
         raise_all(
             ValueError,
@@ -79,7 +81,7 @@ def routed_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_
         raise RuntimeError(f"experts {NAME!r} are for modules that run by from_module(experts=).")
     choices, name = (top_k_index, top_k_weights), route.path_of(module)
     moe.check_finite(top_k_weights, name)
-    how: dict[str, Any] = {"exchange": route.exchange, "product": moe.grouped, "name": name}
+    how: dict[str, Any] = {"exchange": route.exchange, "product": route.product, "name": name}
     return apply_experts(module, hidden_states, *choices, **how)
 
 

@@ -105,7 +105,7 @@ class ExactRows(TorchFunctionMode):
             x, weight, bias = read(*args, **kwargs)
             if (found := self._linear.get(id(weight))) is not None:
                 return found(x, bias)
-        handler = _HANDLERS.get(func)
+        handler = HANDLERS.get(func)
         return func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
 
 
@@ -233,7 +233,7 @@ _WEIGHT: dict[Any, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] =
     F.linear: _of_linear,
     torch.addmm: _of_addmm,
 }
-_HANDLERS: dict[Any, Callable[..., Tensor]] = {
+HANDLERS: dict[Any, Callable[..., Tensor]] = {
     grouped_rows: _grouped_rows,
     F.softmax: _softmax,
     F.silu: _silu,

@@ -4,6 +4,7 @@ Rows are put in the order of their experts, in shapes that do not depend on the 
 added in the order of its choices.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,21 @@ from shardfn.nn import moe
 from ._expert_table import apply_experts
 from ._module_rows import grouped_rows
 
-CALL = Ambient[moe.Exchange]("experts of a decoder's call", by_thread=True)
+
+@dataclass(frozen=True)
+class ServedExperts:
+    """Where the tokens of a call meet their experts, and their choices.
+
+    Attributes:
+        exchange: of `nn.moe`.
+        choices: [T, k] of each module of experts that has run, by its identity.
+    """
+
+    exchange: moe.Exchange
+    choices: dict[int, Tensor] = field(default_factory=dict)
+
+
+CALL = Ambient[ServedExperts]("experts of a decoder's call", by_thread=True)
 
 
 def served_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -23,8 +38,9 @@ def served_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     Raises:
         RuntimeError: no function of `decoding` runs.
     """
-    exchange = CALL.innermost()
-    if exchange is None:
+    call = CALL.innermost()
+    if call is None:
         raise RuntimeError("experts 'shardfn_decoding' are for modules that run by decoding(module).")
+    call.choices[id(module)] = top_k_index
     choices = top_k_index, top_k_weights
-    return apply_experts(module, hidden_states, *choices, exchange=exchange, product=grouped_rows)
+    return apply_experts(module, hidden_states, *choices, exchange=call.exchange, product=grouped_rows)

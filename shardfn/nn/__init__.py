@@ -23,6 +23,7 @@ from ._deferred import DeferredGradients as DeferredGradients, splitting as spli
 from ._dropout import dropout as dropout, dropout_of_rows as dropout_of_rows
 from ._exact import ExactWeight as ExactWeight, Then as Then
 from ._exact_attention import Exact as Exact
+from ._exact_functions import exact_gated_silu as exact_gated_silu, exact_gelu as exact_gelu
 from ._exact_functions import exact_layer_norm as exact_layer_norm, exact_rms_norm as exact_rms_norm
 from ._exact_scores import exact_sigmoid as exact_sigmoid, exact_softmax as exact_softmax
 from ._exact_rope import exact_rope_table as exact_rope_table

@@ -33,13 +33,30 @@ def gated_silu(gate_F: Tensor, up_F: Tensor, w: AnyWeight) -> Tensor:
     return F.silu(gate_F) * up_F
 
 
-def exact_gelu(x_F: Tensor) -> Tensor:
-    """GELU in its form with tanh, by `kernels.gelu`."""
+def exact_gelu(x_F: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """GELU in its form with tanh, by `kernels.gelu`: each element by one expression wherever it lies.
+
+    Args:
+        x_F: float32.
+
+    Example:
+        >>> exact_gelu(torch.zeros(2)).tolist()
+        [0.0, 0.0]
+    """
     return pointwise(kernels.gelu, _of_gelu, x_F)
 
 
-def exact_gated_silu(gate_F: Tensor, up_F: Tensor) -> Tensor:
-    """silu(gate) * up, by `kernels.gated_silu`."""
+def exact_gated_silu(gate_F: Float[Tensor, "*shape"], up_F: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """silu(gate) * up, by `kernels.gated_silu`: each element by one expression wherever it lies.
+
+    Args:
+        gate_F: float32.
+        up_F: as `gate_F`.
+
+    Example:
+        >>> exact_gated_silu(torch.zeros(2), torch.ones(2)).tolist()
+        [0.0, 0.0]
+    """
     return pointwise(kernels.gated_silu, _of_gated_silu, gate_F, up_F)
 
 

@@ -15,9 +15,10 @@ from ._policy import ppo_policy as ppo_policy, ppo_value as ppo_value, grpo as g
 from ._policy import policy_metrics as policy_metrics
 from ._preferences import dpo as dpo, hinge as hinge, ipo as ipo, kto as kto, orpo as orpo
 from ._rollout import Rollout as Rollout, as_global as as_global, check_versions as check_versions
-from ._rollout import empty_rollout as empty_rollout, rollout_metrics as rollout_metrics
+from ._rollout import FAILURES as FAILURES, empty_rollout as empty_rollout, rollout_metrics as rollout_metrics
 from ._scores import Scores as Scores, score as score
 from ._sample import sample as sample
-from ._converse import Conversations as Conversations, converse as converse
+from ._converse import Conversations as Conversations, call_metrics as call_metrics, converse as converse
 from ._tempered import tempered as tempered
 from ._checks import check_first_ratios as check_first_ratios, check_tokenizers as check_tokenizers
+from ._checks import mismatch_metrics as mismatch_metrics

@@ -13,7 +13,7 @@ from shardfn.collectives import all_gather, axis_index
 from shardfn.core import Axes
 
 from ._answers import answer_mask, masked
-from ._shapes import check_lengths, check_shapes
+from ._shapes import check_lengths, check_numbers, check_shapes
 
 
 def group_advantages(
@@ -109,7 +109,7 @@ def gae(
         (advantages, returns), constants; 0 from each answer's end on.
 
     Raises:
-        ValueError: shapes do not fit, or a length is not from 0 to T.
+        ValueError: shapes do not fit, a length is not from 0 to T, or a factor not from 0 to 1.
 
     Example:
         >>> advantages, returns = gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]]), torch.tensor([2]))
@@ -121,6 +121,7 @@ def gae(
         https://arxiv.org/abs/1506.02438
     """
     check_shapes("gae", rewards_BT=rewards_BT, values_BT=values_BT, lengths_B=lengths_B)
+    check_numbers("gae", most=1.0, discount=discount, decay=decay)
     check_lengths("gae", rewards_BT.shape[1], lengths_B=lengths_B)
     mask_BT = answer_mask(lengths_B, rewards_BT.shape[1])
     r_BT, v_BT = (masked(x.detach(), mask_BT) for x in (rewards_BT, values_BT))

@@ -3,11 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from ._answers import answer_mask
+from shardfn.engine import WeightedMean
+
+from ._answers import answer_mask, counted_mean, masked, row_mean
 from ._rollout import Rollout
+from ._shapes import check_lengths, check_shapes
 
 
 def check_first_ratios(logprobs_BT: Float[Tensor, "b t"], rollout: Rollout, *, tolerance: float = 0.0) -> None:
@@ -42,6 +45,40 @@ def check_first_ratios(logprobs_BT: Float[Tensor, "b t"], rollout: Rollout, *, t
             " in the actor (from_module(train=False), or no key), call update_weights before sample, and pass the"
             " temperature of the draws. A model that is not exact needs a tolerance."
         )
+
+
+def mismatch_metrics(
+    logprobs_BT: Float[Tensor, "b t"], drawn_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]
+) -> dict[str, WeightedMean]:
+    """Metrics for a loss's aux: how far the trainer's log probabilities are from those of the draws, without gradients.
+
+    They measure the mismatch of training and engine where both have the same weights: in a first epoch. In later ones
+    they also have the updates. With an exact model all are 0.
+
+    Args:
+        logprobs_BT: of the policy that learns.
+        drawn_BT: `Rollout.logprobs`.
+        lengths_B: tokens of each answer.
+
+    Returns:
+        "mismatch", the mean over tokens of the absolute difference; "mismatch_most", the mean over answers of their
+        largest one; "mismatched", the part of tokens that have other bits.
+
+    Raises:
+        ValueError: shapes do not fit, or a length is not from 0 to T.
+
+    Example:
+        >>> import torch
+        >>> found = mismatch_metrics(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -2.5]]), torch.tensor([2]))
+        >>> {name: x.mean().item() for name, x in found.items()}
+        {'mismatch': 0.25, 'mismatched': 0.5, 'mismatch_most': 0.5}
+    """
+    check_shapes("mismatch_metrics", logprobs_BT=logprobs_BT, drawn_BT=drawn_BT, lengths_B=lengths_B)
+    check_lengths("mismatch_metrics", logprobs_BT.shape[1], lengths_B=lengths_B)
+    far_BT = masked((logprobs_BT.detach() - drawn_BT).abs(), answer_mask(lengths_B, logprobs_BT.shape[1]))
+    other_BT = (far_BT != 0).to(far_BT.dtype)
+    means = {name: counted_mean(x_BT, lengths_B) for name, x_BT in (("mismatch", far_BT), ("mismatched", other_BT))}
+    return means | {"mismatch_most": row_mean(far_BT.amax(1))}
 
 
 def check_tokenizers(actor: Any, other: Any) -> None:

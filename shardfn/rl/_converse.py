@@ -14,11 +14,14 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 
 from shardfn.core import check_key
+from shardfn.engine import WeightedMean
 from shardfn.inference import Completion, Engine, Sampling
 
+from ._answers import row_mean
 from ._forked import Called, Outcome, count_kinds, outcomes_of
-from ._rollout import Rollout, empty_rollout
+from ._rollout import FAILURES, Rollout, empty_rollout
 from ._sample import check_end, check_prompts, check_sampling, put_routes, seeds_of
+from ._shapes import check_shapes
 
 
 class Conversations(NamedTuple):
@@ -30,12 +33,14 @@ class Conversations(NamedTuple):
         calls: of the tool, in each answer.
         counts: "raised", "late", "invalid" (no list of ids) and "died" (its process ended), of all calls.
         first: the first failure, with its error; empty if nothing failed.
+        failed: calls in each answer that failed, by kind in the order of `FAILURES`.
     """
 
     rollout: Rollout
     calls: Int[Tensor, " b"]
     counts: dict[str, int]
     first: str
+    failed: Int[Tensor, "b kinds"]
 
 
 @dataclasses.dataclass
@@ -142,7 +147,40 @@ def converse(
         torch.tensor([talk.calls for talk in talks], device=engine.mesh.device),
         count_kinds(outcomes),
         next((asked.text(one) for one in outcomes if one[1]), ""),
+        _failed(len(talks), outcomes).to(engine.mesh.device),
     )
+
+
+def call_metrics(calls_B: Int[Tensor, " b"], failed_BK: Int[Tensor, "b kinds"]) -> dict[str, WeightedMean]:
+    """Metrics for a loss's aux: means over the answers of all ranks.
+
+    Args:
+        calls_B: `Conversations.calls`.
+        failed_BK: `Conversations.failed`.
+
+    Returns:
+        "calls" of an answer; "calls_raised", "calls_late", "calls_invalid" and "calls_died", those among them that
+        failed so.
+
+    Raises:
+        ValueError: shapes do not fit.
+
+    Example:
+        >>> found = call_metrics(torch.tensor([1, 2]), torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0]]))
+        >>> float(found["calls"].mean()), float(found["calls_raised"].mean())
+        (1.5, 0.5)
+    """
+    check_shapes("call_metrics", calls_B=calls_B, failed_BK=failed_BK)
+    kinds = {f"calls_{kind}": failed_B for kind, failed_B in zip(FAILURES, failed_BK.unbind(1), strict=True)}
+    return {name: row_mean(x_B.float()) for name, x_B in ({"calls": calls_B} | kinds).items()}
+
+
+def _failed(rows: int, outcomes: Sequence[Outcome]) -> Tensor:
+    found = torch.zeros(rows, len(FAILURES), dtype=torch.int64)
+    for row, kind, _ in outcomes:
+        if kind:
+            found[row, FAILURES.index(kind)] += 1
+    return found
 
 
 def _check(

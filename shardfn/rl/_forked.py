@@ -21,10 +21,11 @@ import torch
 from shardfn.core import Axes, Mesh
 from shardfn.engine import comms_of, losing_no_peer
 
+from ._rollout import FAILURES
+
 Outcome = tuple[int, str, Any]  # row, kind, the value or the error's text
 # Seconds after its limit at which a call ends by itself, should the process that ends it have died.
 PATIENCE = 10.0
-KINDS = ("raised", "late", "invalid", "died")
 
 
 class Called(NamedTuple):
@@ -86,7 +87,7 @@ def outcomes_of(
 def count_kinds(outcomes: Sequence[Outcome]) -> dict[str, int]:
     """The number of failures of each kind."""
     found = collections.Counter(kind for _, kind, _ in outcomes)
-    return {kind: found[kind] for kind in KINDS}
+    return {kind: found[kind] for kind in FAILURES}
 
 
 class _Worker:

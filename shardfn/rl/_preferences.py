@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfn.engine import WeightedMean
 
 from ._answers import row_mean
-from ._shapes import check_shapes
+from ._shapes import check_negative, check_numbers, check_shapes
 
 
 def dpo(
@@ -34,7 +34,8 @@ def dpo(
         smoothing: s, the part of pairs that is expected to be the wrong way round.
 
     Raises:
-        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first.
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first; or beta is not
+            above 0, or the smoothing not from 0 to 1.
 
     Example:
         >>> x = torch.tensor
@@ -44,7 +45,8 @@ def dpo(
     References:
         Rafailov et al., Direct Preference Optimization, 2023, https://arxiv.org/abs/2305.18290
     """
-    h_B = beta * _margins("dpo", chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    check_numbers("dpo", most=1.0, smoothing=smoothing)
+    h_B = beta * _margins("dpo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
     return row_mean(-(1 - smoothing) * F.logsigmoid(h_B) - smoothing * F.logsigmoid(-h_B))
 
 
@@ -66,7 +68,8 @@ def ipo(
         beta: how strongly the policy is held to the reference.
 
     Raises:
-        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first.
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first; or beta is not
+            above 0.
 
     Example:
         >>> x = torch.tensor
@@ -77,7 +80,7 @@ def ipo(
         Azar et al., A General Theoretical Paradigm to Understand Learning from Human Preferences, 2023,
         https://arxiv.org/abs/2310.12036
     """
-    h_B = _margins("ipo", chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    h_B = _margins("ipo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
     return row_mean((h_B - 1 / (2 * beta)) ** 2)
 
 
@@ -99,7 +102,8 @@ def hinge(
         beta: the margin is 1 / beta.
 
     Raises:
-        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first.
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first; or beta is not
+            above 0.
 
     Example:
         >>> x = torch.tensor
@@ -109,7 +113,7 @@ def hinge(
     References:
         Zhao et al., SLiC-HF, 2023, https://arxiv.org/abs/2305.10425
     """
-    h_B = _margins("hinge", chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    h_B = _margins("hinge", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
     return row_mean((1 - beta * h_B).relu())
 
 
@@ -136,7 +140,8 @@ def kto(
         weights: w of wanted answers, and of the others.
 
     Raises:
-        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first.
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first; or beta is not
+            above 0.
 
     Example:
         >>> x = torch.tensor
@@ -146,6 +151,7 @@ def kto(
     References:
         Ethayarajh et al., KTO: Model Alignment as Prospect Theoretic Optimization, 2024, https://arxiv.org/abs/2402.01306
     """
+    check_numbers("kto", beta=beta)
     check_shapes("kto", logprobs_B=logprobs_B, reference_B=reference_B, wanted_B=wanted_B)
     ahead_B = beta * (logprobs_B - reference_B - divergence.detach().clamp(min=0))
     sign_B = torch.where(wanted_B, 1.0, -1.0).to(ahead_B.dtype)
@@ -164,7 +170,8 @@ def orpo(chosen_B: Float[Tensor, " b"], rejected_B: Float[Tensor, " b"], *, beta
         beta: weight of the term.
 
     Raises:
-        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first.
+        ValueError: a tensor has not one number for each answer; beta is not above 0; or a mean is not below 0, such as
+            that of an empty answer.
 
     Example:
         >>> orpo(torch.tensor([-1.0]), torch.tensor([-1.0])).mean()
@@ -173,14 +180,17 @@ def orpo(chosen_B: Float[Tensor, " b"], rejected_B: Float[Tensor, " b"], *, beta
     References:
         Hong et al., ORPO: Monolithic Preference Optimization without Reference Model, 2024, https://arxiv.org/abs/2403.07691
     """
+    check_numbers("orpo", beta=beta)
     check_shapes("orpo", chosen_B=chosen_B, rejected_B=rejected_B)
+    check_negative("orpo", chosen_B=chosen_B.detach(), rejected_B=rejected_B.detach())
     odds_B = [x_B - torch.log(-torch.expm1(x_B)) for x_B in (chosen_B, rejected_B)]
     return row_mean(-beta * F.logsigmoid(odds_B[0] - odds_B[1]))
 
 
 def _margins(
-    who: str, chosen: Tensor, rejected: Tensor, chosen_reference: Tensor, rejected_reference: Tensor
+    who: str, beta: float, chosen: Tensor, rejected: Tensor, chosen_reference: Tensor, rejected_reference: Tensor
 ) -> Tensor:
+    check_numbers(who, beta=beta)
     references = {"chosen_reference_B": chosen_reference, "rejected_reference_B": rejected_reference}
     check_shapes(who, chosen_B=chosen, rejected_B=rejected, **references)
     return (chosen - chosen_reference) - (rejected - rejected_reference)

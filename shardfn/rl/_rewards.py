@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfn.engine import WeightedMean
 
 from ._answers import answer_mask, masked, row_mean
-from ._shapes import check_lengths, check_shapes
+from ._shapes import check_lengths, check_numbers, check_shapes
 
 
 def kl_rewards(
@@ -54,6 +54,8 @@ def kl_rewards(
     check_shapes(
         "kl_rewards", logprobs_BT=logprobs_BT, reference_BT=reference_BT, scores_B=scores_B, lengths_B=lengths_B
     )
+    if clip is not None:
+        check_numbers("kl_rewards", clip=clip)
     width = logprobs_BT.shape[1]
     check_lengths("kl_rewards", width, lengths_B=lengths_B)
     drift_BT = masked((logprobs_BT - reference_BT).detach(), answer_mask(lengths_B, width))

@@ -6,7 +6,7 @@ B rows, L tokens of prompt and answer, T tokens of an answer.
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int, Int16
+from jaxtyping import Bool, Float, Int, Int8, Int16
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
@@ -14,6 +14,9 @@ from shardfn.core import Axes, Mesh, P, PyTree, tree_map
 from shardfn.engine import WeightedMean
 
 from ._answers import answer_mask, row_mean
+
+# Of a call of a function in Python: an exception, no result in time, one that is not accepted, the end of its process.
+FAILURES = ("raised", "late", "invalid", "died")
 
 
 class Rollout(NamedTuple):
@@ -32,6 +35,7 @@ class Rollout(NamedTuple):
         routes: [B, L, m, k], int16, of an engine with `routes=True`: the experts of each token in `ids` in each of m
             layers, for `gpt.apply(chosen=)`; -1 from the last token on, whose successor is not known. [B, L, 0, 0]
             otherwise.
+        failed: 0, or the number of the failure in `FAILURES`, from 1 on, for which `score` has no reward.
 
     Example:
         >>> empty_rollout(2, 8, 4).logprobs.shape
@@ -47,6 +51,7 @@ class Rollout(NamedTuple):
     ended: Bool[Tensor, " b"]
     places: Int[Tensor, "b t"]
     routes: Int16[Tensor, "b l m k"]
+    failed: Int8[Tensor, " b"]
 
     @property
     def width(self) -> int:
@@ -99,6 +104,7 @@ def empty_rollout(
         ended=torch.zeros(rows, dtype=torch.bool, device=device),
         places=torch.zeros(rows, width, dtype=torch.int64, device=device),
         routes=torch.full((rows, length, *routes), -1, dtype=torch.int16, device=device),
+        failed=torch.zeros(rows, dtype=torch.int8, device=device),
     )
 
 
@@ -151,8 +157,8 @@ def rollout_metrics(rollout: Rollout) -> dict[str, WeightedMean]:
         rollout: with rewards.
 
     Returns:
-        "reward", over the answers that have one; "missing", the part without; "ended", the part that ended by a stop
-        token; "length".
+        "reward", over the answers that have one; "missing", the part without; "raised", "late", "invalid" and "died",
+        the parts without one for that failure; "ended", the part that ended by a stop token; "length".
 
     Example:
         >>> rollout_metrics(empty_rollout(2, 8, 4))["missing"].mean()
@@ -161,4 +167,5 @@ def rollout_metrics(rollout: Rollout) -> dict[str, WeightedMean]:
     known, dtype = ~rollout.rewards.isnan(), rollout.rewards.dtype
     reward = WeightedMean(torch.where(known, rollout.rewards, 0.0).sum(), known.sum().to(dtype))
     rows = {"missing": ~known, "ended": rollout.ended, "length": rollout.lengths}
+    rows |= {kind: rollout.failed == number for number, kind in enumerate(FAILURES, 1)}
     return {"reward": reward} | {name: row_mean(x.to(dtype)) for name, x in rows.items()}

@@ -9,7 +9,7 @@ import torch
 from shardfn.core import Axes, Mesh
 
 from ._forked import Called, count_kinds, outcomes_of
-from ._rollout import Rollout
+from ._rollout import FAILURES, Rollout
 
 
 class Scores(NamedTuple):
@@ -18,7 +18,7 @@ class Scores(NamedTuple):
     Attributes:
         rollout: its rewards are NaN where the function failed.
         counts: "raised", "late", "invalid" (NaN, infinite, or no number) and "died" (its process ended), of this rank's
-            rows.
+            rows; `rollout_metrics` has their parts of all ranks' answers.
         first: the first failure by row, with its error; empty if nothing failed.
     """
 
@@ -69,8 +69,12 @@ def score(
     called = Called("score", reward, _finite, "a finite number")
     outcomes = outcomes_of(called, calls, seconds=seconds, workers=workers, mesh=mesh, axis=axis)
     rewards = [value if kind == "" else math.nan for _, kind, value in outcomes]
+    failed = [FAILURES.index(kind) + 1 if kind else 0 for _, kind, _ in outcomes]
     return Scores(
-        rollout._replace(rewards=torch.tensor(rewards, dtype=rollout.rewards.dtype, device=rollout.rewards.device)),
+        rollout._replace(
+            rewards=torch.tensor(rewards, dtype=rollout.rewards.dtype, device=rollout.rewards.device),
+            failed=torch.tensor(failed, dtype=torch.int8, device=rollout.rewards.device),
+        ),
         count_kinds(outcomes),
         next((called.text(one) for one in outcomes if one[1]), ""),
     )

@@ -1,5 +1,7 @@
 """Checks of the tensors of a loss: broadcasting would take other shapes, too, and give another number."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -57,6 +59,41 @@ def check_lengths(who: str, width: int, **named: Tensor) -> None:
                 f"{who}: {name}[{row}] is {int(lengths_B[row])}, and the other tensors have T = {width} tokens;"
                 f" {remedy}"
             )
+
+
+def check_numbers(who: str, least: float = 0.0, most: float = math.inf, **named: float) -> None:
+    """Refuses numbers outside of a range; `least` itself is outside where `most` is infinite, and inside otherwise.
+
+    Raises:
+        ValueError: names the argument, its value and the range.
+    """
+    for name, value in named.items():
+        inside = least < value < most if most == math.inf else least <= value <= most
+        if not inside:
+            wanted = f"above {least:g} and finite" if most == math.inf else f"from {least:g} to {most:g}"
+            raise ValueError(f"{who}: {name} is {value}; it must be {wanted}.")
+
+
+def check_negative(who: str, **named: Tensor) -> None:
+    """Refuses mean log probabilities that are not below 0, such as that of an answer without tokens.
+
+    Args:
+        who: the function, for the error.
+        **named: means by the names of the arguments.
+
+    Raises:
+        ValueError: names the argument, and the first row with its value; in a captured step, where a message is a
+            constant, the argument.
+    """
+    for name, x_B in named.items():
+        wrong_B = ~(x_B < 0) & ~x_B.isnan()
+        remedy = "odds need mean log probabilities below 0; leave out pairs in which an answer is empty."
+        if isinstance(wrong_B, FakeTensor):
+            text = f"{who}: a number in {name} is not below 0; {remedy}"
+            check_tensor_all(~wrong_B, lambda text=text: text)
+        elif not _is_batched(wrong_B) and wrong_B.any():  # vmap has no branch on a value
+            row = int(wrong_B.nonzero()[0])
+            raise ValueError(f"{who}: {name}[{row}] is {float(x_B[row])}; {remedy}")
 
 
 def check_places(

@@ -59,6 +59,10 @@ CHAT = tokens("user: a?\0assistant: ")
         ({"prompt": "a", "completion": "b"}, "ab\0", "b\0"),
         ({"prompt": [ASK, BAD, ASK], "completion": [GOOD]}, None, "yes\0"),
         ({"text": "abc"}, "abc\0", "abc\0"),
+        ({"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "yes"}]}, None, "yes\0"),
+        ({"instruction": "a?", "input": "b", "output": "c"}, "user: a?\n\nb\0assistant: c\0", "c\0"),
+        ({"instruction": "a?", "input": "", "output": "c"}, "user: a?\0assistant: c\0", "c\0"),
+        ({"question": "a?", "answer": "1 + 1\n#### 2"}, "user: a?\0assistant: 1 + 1\n#### 2\0", "1 + 1\n#### 2\0"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
@@ -86,16 +90,16 @@ def test_rows_of_supervised_fine_tuning(
 def test_rows_of_pairs(parts: Any, files: pathlib.Path, row: Any, prompt: list[int]) -> None:
     model = parts["chat"].load(str(files), sf.make_mesh(alone=True))
     found = parts["chat"].pair(model, row, 64)
-    for (ids, start), text in zip(found, ("yes\0", "no\0"), strict=True):
+    for (ids, start, _), text in zip(found, ("yes\0", "no\0"), strict=True):
         assert ids[:start] == prompt and bytes(ids[start:]).decode().strip(" ") == text
 
 
 def test_mistakes_in_rows_are_named(parts: Any, files: pathlib.Path, tmp_path: pathlib.Path) -> None:
     chat, path = parts["chat"], tmp_path / "rows.jsonl"
     model = chat.load(str(files), sf.make_mesh(alone=True))
-    path.write_text('{"text": "a"}\n{"question": "b"}\n')
+    path.write_text('{"text": "a"}\n{"title": "b"}\n')
     encoded = chat.Encoded(str(path), lambda row: chat.example(model, row, 64))
-    with pytest.raises(ValueError, match=r"rows.jsonl: row 1: it has the columns \['question'\]; messages, or prompt"):
+    with pytest.raises(ValueError, match=r"rows.jsonl: row 1: it has the columns \['title'\]; messages, or prompt"):
         encoded[1]
     with pytest.raises(ValueError, match=r"it has the columns \['text'\]; chosen and rejected are missing"):
         chat.pair(model, {"text": "a"}, 64)
@@ -131,6 +135,7 @@ def test_a_run_learns_and_saves_a_model(
     monkeypatch.setattr(script, "options", lambda _: arguments(files, kind, lora=lora, out=str(tmp_path)))
     script.main()
     found = [row for row in rows(tmp_path) if "held_out/loss" in row]
+    assert all(row["held_out/cut"] == 0 for row in found)
     assert [row["step"] for row in found] == [0, 3, 6] and found[-1]["held_out/loss"] < found[0]["held_out/loss"] - 0.01
     if kind == "dpo":
         assert abs(found[0]["held_out/loss"] - 0.6931472) < 1e-6  # policy and reference are one
@@ -141,18 +146,50 @@ def test_a_run_learns_and_saves_a_model(
     assert steps(tmp_path / "checkpoints")[-1] == 6
 
 
+def test_rows_that_are_cut_are_counted(parts: Any, files: pathlib.Path) -> None:
+    model = parts["chat"].load(str(files), sf.make_mesh(alone=True))
+    short, long = (parts["chat"].example(model, {"text": "abc" * num}, 8) for num in (1, 5))
+    batch = parts["chat_sft"].padded(sf.data.pad(8), [short, long])
+    assert batch["tokens"].shape == (2, 8) and batch["cut"].tolist() == [0, 1]
+    pair = parts["chat"].pair(model, {"prompt": "a", "chosen": "b", "rejected": "c" * 9}, 8)
+    batch = parts["chat_dpo"].rows([pair], 8)
+    assert batch["chosen"]["cut"].tolist() == [0] and batch["rejected"]["cut"].tolist() == [1]
+
+
 def test_grpo_rewards_the_form_of_answers(parts: Any, files: pathlib.Path, tmp_path: pathlib.Path) -> None:
     script = importlib.import_module("chat_grpo")
     model = parts["chat"].load(str(files), sf.make_mesh(alone=True), exact=True)
     for text, parts_of_three in (("Yes.\0", 3), ("Yes.", 1), ("yes.\0", 2), ("Yes. No.\0", 2), ("Yes\0", 2), ("", 0)):
         assert script.reward(model, CHAT, tokens(text)) == parts_of_three / 3, text
+    assert script.reward(model, CHAT, tokens("It is 12.\0"), "12") == 1
+    assert script.reward(model, CHAT, tokens("It is 12 or 13.\0"), "12") == 0
     args = argparse.Namespace(
         lora=0, iterations=1, epochs=2, prompts=2, answers=2, tokens=4, beta=0.1, lr=1e-3, zero=0, seed=0
     )
-    args.out = str(tmp_path)
+    args.out, args.questions = str(tmp_path), None
     script.train(args, sf.make_mesh(alone=True), model, parts["chat_dpo"].WithReference(model, 0, 0))
     found = rows(tmp_path)
     assert [row["step"] for row in found] == [1, 2] and found[0]["exact"] == 1 and found[0]["kl"] == 0
+
+
+def test_grpo_takes_questions_of_a_file(parts: Any, files: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    chat, script, path = parts["chat"], importlib.import_module("chat_grpo"), tmp_path / "questions.jsonl"
+    model = chat.load(str(files), sf.make_mesh(alone=True), exact=True)
+    rows_of_file: list[Any] = [
+        {"prompt": "a?"},
+        {"prompt": [ASK], "answer": 7},
+        {"question": "a?", "answer": "x #### 3"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of_file))
+    found = list(chat.Encoded(str(path), lambda row: chat.question(model, row)))
+    assert found == [(CHAT, None), (CHAT, 7), (CHAT, "3")]
+    with pytest.raises(ValueError, match=r"it has the columns \['text'\]; prompt, or question and answer, are needed"):
+        chat.question(model, {"text": "a"})
+    args = argparse.Namespace(lora=0, iterations=1, epochs=1, prompts=3, answers=2, tokens=4, beta=0.1, lr=1e-3, zero=0)
+    args.seed, args.out, args.questions = 0, str(tmp_path), str(path)
+    script.train(args, sf.make_mesh(alone=True), model, parts["chat_dpo"].WithReference(model, 0, 0))
+    [row] = rows(tmp_path)
+    assert row["exact"] == 1 and row["missing"] == 0
 
 
 @pytest.mark.nightly

@@ -43,7 +43,7 @@ def logprobs(params: Any, x: rl.Rollout) -> torch.Tensor:
 
 
 def test_log_probabilities_are_those_of_one_forward_of_the_whole_conversation() -> None:
-    x, calls, counts, _ = converse()
+    x, calls, counts, *_ = converse()
     assert torch.equal(logprobs(params(), x), x.logprobs) and not any(counts.values())
     assert calls.max() > 1 and (x.places[:, 1:] - x.places[:, :-1]).max() > 1
     rl.check_versions(x, 0)
@@ -51,7 +51,7 @@ def test_log_probabilities_are_those_of_one_forward_of_the_whole_conversation() 
 
 
 def test_a_tool_s_tokens_follow_its_calls_and_are_not_among_those_that_are_learnt() -> None:
-    x, calls, _, _ = converse()
+    x, calls, *_ = converse()
     for row in range(len(x.ids)):
         num, (prompt, answer) = int(x.lengths[row]), x.tokens(row)
         assert prompt == PROMPTS[row // 3]
@@ -96,7 +96,7 @@ def test_a_turn_computes_no_full_block_of_earlier_ones_again(monkeypatch: pytest
         return run(self, weights, cache, plan, *rest, **how)
 
     monkeypatch.setattr(Runner, "run", counted)
-    x, calls, _, _ = converse(prompts=[[5] * 12], sampling=Sampling(max_tokens=10), call_tokens=range(8))
+    x, calls, *_ = converse(prompts=[[5] * 12], sampling=Sampling(max_tokens=10), call_tokens=range(8))
     assert calls.tolist() == [4]
     ids = int(x.places.max())  # the last token is never fed
     # Every turn begins at the first block that is not full.
@@ -115,9 +115,13 @@ def failing(prompt: Sequence[int], answer: Sequence[int]) -> Any:
 
 
 def test_a_tool_that_fails_is_counted_and_the_model_goes_on() -> None:
-    x, calls, counts, first = converse(f=failing, failed=[11, 11], seconds=0.5, workers=9, calls=2)
+    x, calls, counts, first, failed = converse(f=failing, failed=[11, 11], seconds=0.5, workers=9, calls=2)
     assert counts["raised"] and counts["late"] and counts["invalid"] and sum(counts.values()) == int(calls.sum())
     assert first.startswith("row ") and calls.max() == 2
+    assert failed.sum(0).tolist() == list(counts.values()) and torch.equal(failed.sum(1), calls)
+    metrics = rl.call_metrics(calls, failed)
+    assert float(metrics["calls_late"].mean()) == pytest.approx(counts["late"] / len(calls))
+    assert float(metrics["calls"].mean()) == pytest.approx(float(calls.sum()) / len(calls))
     assert torch.equal(logprobs(params(), x), x.logprobs)
     for row in range(len(x.ids)):
         num = int(x.lengths[row])
@@ -126,7 +130,7 @@ def test_a_tool_that_fails_is_counted_and_the_model_goes_on() -> None:
 
 
 def test_a_result_without_room_ends_the_answer() -> None:
-    x, _, _, _ = converse(f=lambda prompt, answer: [11] * 9, length=16)
+    x, *_ = converse(f=lambda prompt, answer: [11] * 9, length=16)
     assert x.ids.shape[1] == 16 and torch.equal(logprobs(params(), x), x.logprobs)
     assert not x.ended[x.lengths < 10].all()  # some are cut
 

@@ -96,6 +96,17 @@ MISTAKES = [
     Mistake("the constant of a mean is left out",
             lambda: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, normalise="constant"),
             ValueError, "constant is None and normalise is 'constant'", "as in constant=256"),
+    Mistake("an answer of a pair is empty", lambda: rl.orpo(-torch.ones(2), torch.tensor([-1.0, -0.0])),
+            ValueError, "orpo: rejected_B[1] is -0.0; odds need mean log probabilities below 0",
+            "leave out pairs in which an answer is empty"),
+    Mistake("pairs have no weight", lambda: rl.ipo(*[torch.ones(1)] * 4, beta=0.0),
+            ValueError, "ipo: beta is 0.0", "it must be above 0 and finite"),
+    Mistake("the part of wrong pairs is a percentage", lambda: rl.dpo(*[torch.ones(1)] * 4, smoothing=10),
+            ValueError, "dpo: smoothing is 10", "it must be from 0 to 1"),
+    Mistake("a discount grows", lambda: rl.gae(-ONE, -ONE, TWO, discount=1.05),
+            ValueError, "gae: discount is 1.05", "it must be from 0 to 1"),
+    Mistake("scores are clipped to nothing", lambda: rl.kl_rewards(-ONE, -ONE, torch.ones(1), TWO, clip=0.0),
+            ValueError, "kl_rewards: clip is 0.0", "it must be above 0 and finite"),
     Mistake("there is no reference for a divergence", lambda: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, beta=0.1),
             ValueError, "beta is 0.1 without a reference", "pass both or neither"),
 ]  # fmt: skip
@@ -142,6 +153,7 @@ def test_bad_rewards_are_counted_and_make_no_nan() -> None:
         assert loss.mean().isfinite() and grad is not None and grad.isfinite().all()
         assert not grad[:9].any() and bool(grad[11].all())  # no reward, equal rewards, no token
     metrics = {name: float(x.mean()) for name, x in rl.rollout_metrics(found).items()}
+    assert [round(12 * metrics[kind]) for kind in rl.FAILURES] == [1, 1, 1, 0]
     assert metrics["missing"] == 3 / 12 and all(map(math.isfinite, metrics.values()))
 
 

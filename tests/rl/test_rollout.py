@@ -23,6 +23,7 @@ def whole(rows: int = 8) -> rl.Rollout:
         ended=torch.arange(rows) % 2 == 0,
         places=torch.arange(rows * 4).view(rows, 4),
         routes=torch.zeros(rows, 10, 0, 0, dtype=torch.int16),
+        failed=torch.where(torch.arange(rows) % 4 == 1, torch.arange(rows) // 4 + 1, 0).to(torch.int8),
     )
 
 
@@ -55,6 +56,7 @@ def test_metrics_are_means_over_all_ranks(world: int) -> None:
     _, metrics = step(step.init({"w": torch.ones(4)}), cut(rollout, step.rows(8)))
     assert abs(float(metrics["reward"]) - (0 + 2 + 3 + 4 + 6 + 7) / 6) < 1e-6
     assert float(metrics["missing"]) == 0.25 and float(metrics["ended"]) == 0.5
+    assert [float(metrics[kind]) for kind in rl.FAILURES] == [1 / 8, 1 / 8, 0, 0]
     assert abs(float(metrics["length"]) - (10 + 3) / 8) < 1e-6
 
 

@@ -22,6 +22,7 @@ CONFIG = gpt.Config.llama_like(
 PROMPTS = [[3, 4, 5, 6, 7], [8], [3, 4, 9, 1, 2, 3, 4, 5, 6], [11, 2]]
 SAMPLING = Sampling(max_tokens=7, n=2, stop_tokens=(0, 1))
 LENGTH = 18
+STAGES = [0, *(pytest.param(stage, marks=pytest.mark.nightly) for stage in (1, 2)), 3]
 
 
 def loss(config: gpt.Config, params: Any, batch: Any, *, axis: str | None = None, **how: Any) -> Any:
@@ -71,7 +72,7 @@ def of_one_device() -> list[rl.Rollout]:
     return iterate(step, engine_of(CONFIG, params, mesh=alone), params)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", STAGES)
 @distributed(world=[1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_first_ratios_are_one_on_any_ranks(world: int, stage: int) -> None:
     mesh, params = sf.make_mesh({"dp": world}), gpt.init(CONFIG, sf.key(0))
@@ -83,7 +84,7 @@ def test_first_ratios_are_one_on_any_ranks(world: int, stage: int) -> None:
         assert torch.equal(a.nan_to_num(), b[rows].nan_to_num())
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", STAGES)
 @distributed(world=2)
 def test_first_ratios_are_one_under_tensor_parallelism(world: int, stage: int) -> None:
     mesh, params = sf.make_mesh({"tp": world}), gpt.init(CONFIG, sf.key(0))

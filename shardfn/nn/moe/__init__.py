@@ -8,6 +8,7 @@ from ._logits import check_finite as check_finite
 from ._noise import jitter as jitter, token_numbers as token_numbers
 from ._capacity import capacity as capacity, with_capacity as with_capacity
 from . import balance as balance
+from ._logits import check_chosen as check_chosen
 from ._bias import bias_update as bias_update
 from ._metrics import load as load
 from ._permute import Permutation as Permutation, combine as combine, dispatch as dispatch, permutation as permutation

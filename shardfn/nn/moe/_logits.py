@@ -109,8 +109,18 @@ def check_k(k: int, num_experts: int, name: str) -> None:
 def check_chosen(chosen: Tensor, size: int, k: int, num_experts: int, name: str) -> None:
     """Refuses a replayed choice that does not fit.
 
+    Args:
+        chosen: a number for each choice of each token.
+        size: S.
+        k: choices of a token.
+        num_experts: E.
+        name: begins the message.
+
     Raises:
         ValueError: another shape or dtype, or an expert that does not exist.
+
+    Example:
+        >>> check_chosen(torch.tensor([[0, 1], [-1, -1]]), 2, 2, 4, "router")
     """
     if chosen.shape != (size, k) or chosen.dtype != torch.int64:
         raise ValueError(

@@ -1,0 +1,82 @@
+"""Replacements of parts of a module's code: attention, experts, choices of experts, and functions of exact rows."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shardfn.nn import Body, Exact, moe
+
+from ._expert_table import experts_in
+from ._module_attention import AttentionRoute, RoutedCall, models_in
+from ._module_draws import Draws
+from ._module_exact import ExactForward
+from ._module_experts import ExpertsRoute
+from ._module_parts import shadowed
+from ._module_replay import Replay
+
+
+@dataclass(frozen=True)
+class Replacements:
+    """The replacements of one module; None is the module's own code.
+
+    Attributes:
+        attention: by a body of `nn.attention`.
+        experts: by an exchange of `nn.moe`.
+        exact: whether rows have the bits of an exact decoder.
+        replay: the experts that routers take.
+    """
+
+    attention: AttentionRoute | None = None
+    experts: ExpertsRoute | None = None
+    exact: bool = False
+    replay: Replay | None = None
+
+    def of_call(self, draws: Draws) -> RoutedCall | None:
+        """The attention of one call."""
+        return None if self.attention is None else self.attention.of_call(draws)
+
+    @contextlib.contextmanager
+    def running(self, routed: RoutedCall | None) -> Iterator[None]:
+        """While it is open, the replacements run, but for those of `exactly`."""
+        with contextlib.ExitStack() as stack:
+            for part in (routed, self.experts):
+                if part is not None:
+                    stack.enter_context(part.running())
+            if self.replay is not None:
+                stack.enter_context(shadowed(self.replay.forwards()))
+            yield
+
+    def exactly(self, params: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[object]:
+        """Open inside of all other modes, it computes rows exactly."""
+        return ExactForward(params) if self.exact else contextlib.nullcontext()
+
+
+def replacements_of(
+    module: nn.Module, attention: Body | None, experts: moe.Exchange | None, exact: bool
+) -> Replacements:
+    """The replacements that `from_module` is asked for.
+
+    Raises:
+        ValueError: attention or experts cannot be routed, or are not exact.
+    """
+    if exact:
+        _check_exact(attention, experts)
+        attention = Exact() if models_in(module) else None
+        experts = moe.Local() if experts is None and experts_in(module) else experts
+    route = None if attention is None else AttentionRoute(module, attention)
+    return Replacements(route, None if experts is None else ExpertsRoute(module, experts, exact=exact), exact)
+
+
+def _check_exact(attention: Body | None, experts: moe.Exchange | None) -> None:
+    if attention is not None and not isinstance(attention, Exact):
+        raise ValueError(
+            f"from_module(exact=True, attention={attention}): exact attention is nn.Exact(), on one device or on ranks"
+            " that have whole rows; leave out attention=."
+        )
+    if isinstance(experts, moe.Sum) and not experts.in_order:
+        raise ValueError(
+            f"from_module(exact=True, experts={experts}): a sum over ranks has other bits than one over a token's"
+            f" choices; take moe.Sum({experts.axis!r}, in_order=True)."
+        )

@@ -1,0 +1,111 @@
+"""Covers exact forwards of models of transformers in training: the bits of an engine, gradients, refusals."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardfn as sf
+from shardfn import rl
+from shardfn.inference import Engine, Sampling, hf_decoder, limits_of
+from shardfn.nn import moe
+from shardfn.testing import distributed
+from tests.inference.hf_models import MODELS
+
+nightly = pytest.mark.nightly
+SERVED = [kind for kind in MODELS if kind != "gemma2"]  # whose attention bounds its scores
+KINDS = [k if k in ("gpt2", "llama", "mixtral") else pytest.param(k, marks=nightly) for k in SERVED]
+PROMPTS, LENGTH = [[1, 2, 3, 4, 5], [7], [3, 3, 8, 1, 2]], 20
+
+
+def sampled(model: Any, **how: Any) -> rl.Rollout:
+    """Answers of an exact engine on one device."""
+    made, params = hf_decoder(model, exact=True)
+    how = {"limits": limits_of(made, running=6, block=4, buckets=(32,)), "mesh": sf.make_mesh(alone=True)} | how
+    sampling = Sampling(max_tokens=8, n=2, stop_tokens=(0,))
+    return rl.sample(Engine(made, params, **how), PROMPTS, sampling, key=sf.key(1), length=LENGTH)
+
+
+def logprobs_of(apply: Any, params: Any, x: rl.Rollout) -> torch.Tensor:
+    return rl.answer_logprobs(apply(params, input_ids=x.ids, use_cache=False).logits, x.ids, *x.where)
+
+
+def gradients(apply: Any, params: Any, x: rl.Rollout) -> tuple[torch.Tensor, dict[str, Any]]:
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    found = logprobs_of(apply, leaves, x)
+    found.sum().backward()
+    return found.detach(), {name: p.grad for name, p in leaves.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_are_those_of_the_engine(kind: str) -> None:
+    model = MODELS[kind]()
+    x = sampled(model)
+    params, apply = sf.from_module(model, exact=True)
+    got, exact = gradients(apply, params, x)
+    assert torch.equal(got, x.logprobs)
+    _, plain = gradients(sf.from_module(model)[1], params, x)
+    for name, want in plain.items():
+        torch.testing.assert_close(exact[name], want, rtol=1e-4, atol=1e-4 * float(want.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("mixtral", marks=nightly), "llama"])
+def test_layers_that_run_again_have_the_same_bits(kind: str) -> None:
+    model = MODELS[kind](attention_dropout=0.0)
+    params, apply = sf.from_module(model, exact=True)
+    x, found = sampled(model), []
+    for again in (False, True):
+        if again:
+            model.train().activation_checkpointing_enable()
+        found.append(gradients(apply, params, x))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(grad, found[1][1][name]) for name, grad in found[0][1].items())
+
+
+def learn(wrap: Any, world: int, stage: int) -> None:
+    """Two updates by one rollout; the ratios of the first are 1."""
+    model = MODELS["mixtral"](**({} if stage else {"num_hidden_layers": 1}))
+    x = sampled(model, routes=True)
+    params, apply = sf.from_module(model, exact=True)
+
+    def loss(params: Any, batch: Any) -> Any:
+        x, advantages = batch
+        logprobs = logprobs_of(apply.replaying(x.routes), params, x)
+        metrics = rl.policy_metrics(logprobs, x.logprobs, x.lengths)
+        return rl.grpo(logprobs, x.logprobs, advantages, x.lengths), metrics
+
+    with sf.make_mesh({"dp": world}, device="cpu") as mesh:
+        zero = sf.Zero(stage=stage, persist_elements=0)
+        step = sf.sharded_step(wrap(loss), sf.optim.sgd(0.1), mesh=mesh, zero=zero, has_aux=True)
+        state, own = step.init(params), step.rows(6)
+        batch = sf.tree_map(lambda leaf: leaf[own], (x, torch.linspace(-1, 1, 6)))
+        for exact in (True, False):
+            state, metrics = step(state, batch)
+            assert (float(metrics["exact"]) == 1) == exact
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, pytest.param(sf.jit, marks=nightly)])
+def test_ratios_of_a_step_begin_at_1(wrap: Any) -> None:
+    learn(wrap, 1, 0)
+
+
+@nightly
+@pytest.mark.parametrize("stage", [1, 3])
+@distributed(world=2)
+def test_ratios_over_ranks_begin_at_1(stage: int) -> None:
+    learn(lambda f: sf.accumulate(f, 3), 2, stage)
+
+
+def test_forwards_that_are_not_exact_are_refused() -> None:
+    model = MODELS["llama"]()
+    with pytest.raises(ValueError, match=r"exact=True, attention=Blockwise.*leave out attention="):
+        sf.from_module(model, exact=True, attention=sf.nn.Blockwise())
+    with pytest.raises(ValueError, match=r"exact=True, experts=Sum.*take moe.Sum\('tp', in_order=True\)"):
+        sf.from_module(MODELS["mixtral"](), exact=True, experts=moe.Sum("tp"))
+    x = rl.empty_rollout(2, LENGTH, 4)
+    params, apply = sf.from_module(model.double(), exact=True)
+    with pytest.raises(TypeError, match=r"x is torch\.float64, and exact layers compute float32"):
+        apply(params, input_ids=x.ids)
+    params, apply = sf.from_module(MODELS["gemma2"](), exact=True)
+    with pytest.raises(ValueError, match="softcap is not computed by a body"):
+        apply(params, input_ids=x.ids)
