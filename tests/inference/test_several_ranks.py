@@ -6,6 +6,7 @@ import signal
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -56,6 +57,20 @@ def test_stories_of_grouped_heads() -> None:
 @distributed(world=3)
 def test_stories_on_three_ranks() -> None:
     tell(3, "llama", 20, d_model=48, num_heads=6, num_kv_heads=3, d_ff=96, chunks=24)
+
+
+@pytest.mark.nightly
+@distributed(world=2)
+def test_stories_beside_a_slow_rank() -> None:
+    advance = Engine._advance
+
+    def late(self: Engine) -> None:
+        if self.mesh.rank == 1 and self._state.step % 3 == 1:
+            time.sleep(0.03)  # longer than a wait spins
+        advance(self)
+
+    with mock.patch.object(Engine, "_advance", late):
+        tell(2, "gpt2", 3)
 
 
 @distributed(world=2)
