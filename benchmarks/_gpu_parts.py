@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from _gpu_generate import generate
 from _model import ADAMW, Model, Size, loss, params
 from _peers import adamw
 from torch import Tensor
@@ -167,7 +166,6 @@ PARTS: dict[str, tuple[Callable[[str], Figures], int]] = {
     "step_time": (step_time, 150),
     "cuda_graphs": (cuda_graphs, 60),
     "attention": (attention, 60),
-    "generate": (generate, 90),
     "offload": (offload, 90),
 }
 

@@ -19,7 +19,7 @@ HOT = Sampling(max_tokens=9, temperature=1.3, top_p=0.9, seed=7)
 
 def engine(limits: Limits = LIMITS, **more: Any) -> Engine:
     one = model(tie_embeddings=True)
-    shared = {} if "buckets" in more else {"runner": runner("gpt2")}
+    shared: dict[str, Any] = {} if "buckets" in more else {"runner": runner("gpt2")}
     return Engine(one.decoder, one.params[0], limits=replace(limits, **more), tokenizer=TOKENS, **shared)
 
 
