@@ -130,7 +130,7 @@ class Tokens:
     """Experts are cut along an axis whose ranks have tokens of their own: rows go to their experts' ranks, and back.
 
     In eager code the rows that arrive have exactly their number. A captured step holds one size for all routings: by
-    default the largest that ranks of equally many tokens can send, `n S min(k, E / n)`.
+    default the largest that ranks of equally many tokens can send, `n S min(k, E / n)`, or `tokens min(k, E / n)`.
 
     Attributes:
         axis: the mesh axes that cut the experts; None is one device.
@@ -139,9 +139,11 @@ class Tokens:
             and the state stays. "drop" leaves out choices of the experts of that rank past the largest capacity
             whose rows find room: of each expert the first ones stay, in the order of tokens over all ranks.
         uneven: False refuses a number of experts that the ranks do not divide, so that all have equally many.
+        tokens: the most tokens that all ranks together can have, for captured steps of ranks with unequal numbers; None
+            is n times this rank's. `models.gpt` sets it for sequences that ranks cut.
 
     Raises:
-        ValueError: fewer than 0 rows, or another rule.
+        ValueError: fewer than 0 rows or tokens, or another rule.
 
     References:
         Lepikhin et al., GShard, 2020, https://arxiv.org/abs/2006.16668
@@ -151,12 +153,13 @@ class Tokens:
     rows: int | None = None
     overflow: Literal["error", "drop"] = "error"
     uneven: bool = True
+    tokens: int | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if (self.rows is not None and self.rows < 0) or self.overflow not in ("error", "drop"):
+        if min(self.rows or 0, self.tokens or 0) < 0 or self.overflow not in ("error", "drop"):
             raise ValueError(
-                f'Tokens(rows={self.rows}, overflow={self.overflow!r}): rows are 0 or more; overflow is "error" or'
-                ' "drop".'
+                f"Tokens(rows={self.rows}, overflow={self.overflow!r}, tokens={self.tokens}): rows and tokens are 0 or"
+                ' more; overflow is "error" or "drop".'
             )
 
     @property
@@ -177,7 +180,8 @@ class Tokens:
         ranges = all_ranges(E, self.axis)
         places, counts_E = permutation(routing.experts, E)
         known = values_are_known(x_SD, counts_E)
-        rows = self.rows if self.rows is not None or known else _bound(S, k, E, self.axis)
+        most = axis_size(self.axis) * S if self.tokens is None else self.tokens
+        rows = self.rows if self.rows is not None or known else most * min(k, own)
         table_nE, room_n = _gathered(counts_E, 0 if rows is None else rows, self.axis)
         if self.overflow == "drop" and rows is not None:
             table_nE = _fitting(table_nE, room_n, ranges)
@@ -217,11 +221,6 @@ def _check_distinct(name: str, experts_Sk: Tensor) -> None:
 def _own_number(num: int, axis: Axes) -> int:
     start, stop = own_range(num, axis)
     return stop - start
-
-
-def _bound(S: int, k: int, E: int, axis: Axes) -> int:
-    """The most rows that can come where all ranks have S tokens."""
-    return axis_size(axis) * S * min(k, _own_number(E, axis))
 
 
 def _gathered(counts_E: Tensor, room: int, axis: Axes) -> tuple[Tensor, Tensor]:
