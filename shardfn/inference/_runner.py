@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardfn import kernels
 from shardfn.collectives import GlobalTensor
-from shardfn.core import Disk, MemoryKind, Mesh, PyTree, make_mesh, raise_all, tree_leaves, tree_paths
+from shardfn.core import Disk, Draw, MemoryKind, Mesh, PyTree, make_mesh, raise_all, tree_leaves, tree_paths
 from shardfn.engine import BoundCall, Donated, Sharded, reshard, sharded
 from shardfn.transforms import jit
 
@@ -184,8 +184,8 @@ class Runner:
             ValueError: they have other leaves than `like`, the served form of earlier ones.
         """
         leaves = tree_leaves(params)
-        if self._zero.params != "device":
-            return self._packed_away(params, like)
+        if self._zero.params != "device" or any(isinstance(x, Draw) for x in leaves):
+            return self._packed_apart(params, like)
         if all(isinstance(x, GlobalTensor) for x in leaves):
             held = reshard(params, self._pack.specs(params), mesh=self.mesh)
         else:
@@ -195,12 +195,12 @@ class Runner:
             _check_alike(like, out)
         return out
 
-    def _packed_away(self, params: PyTree, like: PyTree | None) -> PyTree:
+    def _packed_apart(self, params: PyTree, like: PyTree | None) -> PyTree:
         source = Source(self._decoder, params, self._pack.specs(params), self.mesh)
         shapes = packed_shapes(source)
         if like is not None:
             _check_alike(like, shapes.tree)
-        elif not self._bound:
+        elif self._zero.params != "device" and not self._bound:
             self._run = self._made(prefetch=shapes.ahead(self._decoder.cache.layers))
         return packed_apart(source, shapes, self._run[""].specs(shapes.tree), self._run[""].pool)
 

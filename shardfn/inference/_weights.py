@@ -1,4 +1,6 @@
-"""Weights in their served form that are kept away from the device: they are made leaf by leaf, and streamed in a step.
+"""Weights in their served form that are made leaf by leaf, so that the parameters are never in memory beside them.
+
+They are made so of parameters that are read when they are used, and where they are kept away from the device.
 
 weights[k] == decoder.pack(params)[k], bit for bit, with the memory of a few leaves
 """
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from shardfn.collectives import GlobalTensor, bind_mesh
+from shardfn.collectives import Constant, GlobalTensor, bind_mesh
 from shardfn.core import (
     Disk,
     MemoryKind,
@@ -28,8 +30,9 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
-from shardfn.engine import comms_of, reshard
-from shardfn.memory import Pool
+from shardfn.engine import agree_on_step, comms_of, losing_no_peer, reshard
+from shardfn.engine.agreement import check_replicas
+from shardfn.memory import Pool, trim_heap
 
 from ._decoder import Decoder
 
@@ -73,7 +76,12 @@ class Shapes(NamedTuple):
 
 
 def packed_shapes(source: "Source") -> Shapes:
-    """The shapes of the served form. Collective."""
+    """The shapes of the served form. Collective.
+
+    Raises:
+        RankError: ranks have other parameters.
+    """
+    source.compare()
     decoder, mesh, tree = source.decoder, source.mesh, source.packed(())
     specs = broadcast_prefix(decoder.packed, tree, _is_spec, names=("packed", "weights"))
     blocks = tree_leaves(tree)
@@ -94,24 +102,32 @@ def packed_apart(source: "Source", shapes: Shapes, kept: PyTree, pool: Pool | No
     """The served form, each leaf in its own memory before the next ones are made. Collective.
 
     Args:
-        source: the parameters. Each leaf of their served form is made of one of them, and of shapes.
+        source: the parameters. Each leaf of their served form is made of one of them, and of shapes; if all are for
+            the device, they may be made of several: then all parameters are read once more, and together.
         shapes: of the result.
         kept: the `Sharding` of each leaf of the result.
         pool: where leaves on disk are written.
 
     Raises:
-        ValueError: a leaf is made of several parameters; lists them.
+        ValueError: a leaf that is kept away from the device is made of several parameters; lists them.
     """
     mesh, wanted = source.mesh, tree_leaves(kept, is_leaf=_is_sharding)
     wholes, treedef = tree_flatten(shapes.tree)
     out: list[GlobalTensor | None] = [None] * len(wholes)
-    for group in source.groups():
+
+    def fill(group: tuple[int, ...]) -> None:
         blocks = tree_leaves(source.packed(group))
         for k, block in enumerate(blocks):
             if out[k] is None and block.device.type != "meta":
                 x = GlobalTensor(block.contiguous(), wholes[k].shape, shapes.specs[k], mesh)
                 out[k] = x if wanted[k].memory_kind == "device" else reshard(x, wanted[k], pool=pool)
             blocks[k] = wholes[k]  # drops the block
+
+    for group in source.groups():
+        fill(group)
+        trim_heap()
+    if any(x is None for x in out) and all(place.memory_kind == "device" for place in wanted):
+        fill(source.all)
     missing = [path for path, x in zip(tree_paths(shapes.tree, "weights"), out, strict=True) if x is None]
     raise_all(ValueError, "engine: these weights are made of several parameters; keep them on the device:", missing)
     return tree_unflatten(treedef, out)
@@ -131,6 +147,27 @@ class Source:
         self.decoder, self.mesh = decoder, mesh
         self._leaves, self._treedef = tree_flatten(params)
         self._layout: list[Sharding] = tree_leaves(layout, is_leaf=_is_sharding)
+        self._paths = tree_paths(params, "params")
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """The group of all leaves."""
+        return tuple(range(len(self._leaves)))
+
+    def compare(self) -> None:
+        """Refuses trees of other leaves, and whole leaves of other values, on some ranks. Collective.
+
+        Raises:
+            RankError: they differ.
+        """
+        if self.mesh.size == 1:
+            return
+        comms, leaves = comms_of(self.mesh), dict(zip(self._paths, self._leaves, strict=True))
+        lines = [f"{path}: {tuple(x.shape)} of {x.dtype}" for path, x in leaves.items()]
+        whole = {path: x for path, x in leaves.items() if not isinstance(x, GlobalTensor)}
+        with losing_no_peer(comms):
+            agree_on_step(comms.control, "the weights of an engine", constant=Constant.of("\n".join(lines)))
+            check_replicas(list(whole), list(whole.values()), comms.control)
 
     def groups(self) -> Iterator[tuple[int, ...]]:
         """Neighbouring leaves, of `TOGETHER` bytes or one."""

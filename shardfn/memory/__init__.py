@@ -8,6 +8,7 @@ from ._host import (
     as_bytes as as_bytes,
     host_empty as host_empty,
     return_freed_pages as return_freed_pages,
+    trim_heap as trim_heap,
 )
 from ._ledger import Ledger as Ledger, in_host_region as in_host_region, ledger as ledger, on_host as on_host
 from ._ledger import is_recorded as is_recorded, record_owner as record_owner, recorded_section as recorded_section

@@ -1,8 +1,12 @@
 """Covers models of transformers whose weights stay in files: a rank reads its own parts, with the bits of the whole."""
 
 import contextlib
+import json
 import math
+import os
 import pathlib
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -12,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn import core
+from shardfn import RankError, core
 from shardfn.core import P, block_slices
 from shardfn.inference import Engine, Sampling, hf_decoder
 from shardfn.interop import Archive, ArchiveWriter, module_from_hf, without_weights
@@ -24,6 +28,7 @@ from tests.inference.test_hf_ranks import logits_of, model_of
 
 transformers = pytest.importorskip("transformers")
 
+ROOT = pathlib.Path(__file__).parents[2]
 DAY = ["gpt2", "llama", "mixtral"]
 KINDS = [k if k in DAY else pytest.param(k, marks=pytest.mark.nightly) for k in MODELS]
 
@@ -96,6 +101,42 @@ def test_a_rank_of_two_reads_about_half_of_the_bytes(tmp_path: pathlib.Path) -> 
         Engine(cut, params, mesh=mesh, limits=LIMITS)
     share = sum(reads) / sum(4 * x.numel() for x in params.values())
     assert 0.5 < share < 0.56  # embeddings and norms are whole
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process, as Linux counts it")
+def test_the_memory_of_a_rank_is_that_of_its_parts(tmp_path: pathlib.Path) -> None:
+    program = ["tests.inference.resident", "make", str(tmp_path)]
+    run_fresh("-m", *program)
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", program[0], "parts"]
+    rows = [json.loads(line) for line in run_fresh(*ranks, str(tmp_path)).splitlines()]
+    size = sum(file.stat().st_size for file in (tmp_path / "large").glob("*.safetensors"))
+    assert len(rows) == 2 and size > 390e6
+    for row in rows:
+        assert row["weights"] < 0.55 * size
+        assert row["peak"] < row["planned"] + (112 << 20), rows  # graphs, and the leaf that is packed
+
+
+def run_fresh(*command: str) -> str:
+    """The output of a new process."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@distributed(world=2)
+def test_files_that_differ_between_ranks_are_named(tmp_path: pathlib.Path) -> None:
+    mesh, model = core.make_mesh({"tp": 2}), MODELS["llama"]()
+    folder = saved(model, tmp_path)
+    module = empty(folder)
+    cut, params = hf_decoder(module, tp="tp", params=module_from_hf(module, folder))
+    name = "model.norm.weight"
+    if mesh.rank == 1:
+        read: Any = params[name]
+        params = {**params, name: 1 + read.full()}
+    with pytest.raises(RankError, match=rf"different values of the same leaves.*same files(?s:.*){name}"):
+        Engine(cut, params, mesh=mesh, limits=LIMITS)
 
 
 @pytest.mark.parametrize("codes", [None, "int4"])

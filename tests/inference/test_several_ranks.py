@@ -6,6 +6,7 @@ import signal
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,15 +16,17 @@ from shardfn.inference import Engine, Runner, Sampling
 from shardfn.nn import moe
 from shardfn.testing import distributed
 from tests.inference.stories import check, model, run
-from tests.inference.test_stories import KINDS, drawn_stories
+from tests.inference.test_stories import KINDS, MANY, drawn_stories
+
+PARTS = 10
 
 
-def tell(world: int, kind: str, number: int, **more: Any) -> None:
-    """Runs stories on all ranks of a world in lockstep; each holds them against its own forward on one device."""
+def tell(world: int, kind: str, number: int, part: slice = slice(None), **more: Any) -> None:
+    """Runs a part of some stories on all ranks of a world in lockstep, each beside its own forward on one device."""
     changes, limits = KINDS[kind]
     one = model("tp", **(changes | more))
     runner = Runner(one.decoder, limits, mesh=make_mesh({"tp": world}))
-    for story in drawn_stories(limits, number):
+    for story in drawn_stories(limits, number)[part]:
         told, _ = run(story, one, runner, limits)
         check(story, told, one)
 
@@ -31,6 +34,13 @@ def tell(world: int, kind: str, number: int, **more: Any) -> None:
 @distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_stories(world: int) -> None:
     tell(world, "gpt2", 6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(PARTS))
+@distributed(world=[2, 4], timeout=900)
+def test_many_stories(world: int, part: int) -> None:
+    tell(world, "gpt2", MANY, slice(part, None, PARTS))
 
 
 @pytest.mark.nightly
@@ -56,6 +66,20 @@ def test_stories_of_grouped_heads() -> None:
 @distributed(world=3)
 def test_stories_on_three_ranks() -> None:
     tell(3, "llama", 20, d_model=48, num_heads=6, num_kv_heads=3, d_ff=96, chunks=24)
+
+
+@pytest.mark.nightly
+@distributed(world=2)
+def test_stories_beside_a_slow_rank() -> None:
+    advance = Engine._advance
+
+    def late(self: Engine) -> None:
+        if self.mesh.rank == 1 and self._state.step % 3 == 1:
+            time.sleep(0.03)  # longer than a wait spins
+        advance(self)
+
+    with mock.patch.object(Engine, "_advance", late):
+        tell(2, "gpt2", 3)
 
 
 @distributed(world=2)

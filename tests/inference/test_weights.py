@@ -1,5 +1,6 @@
 """Covers weights on the host and on disk: tokens and logits are those of resident weights, bit for bit."""
 
+import dataclasses
 import functools
 import gc
 import os
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import shardfn as sf
+from shardfn import P
 from shardfn.core import tree_leaves, tree_map
 from shardfn.inference import Engine, Runner, Sampling, _weights, decoder, hf_decoder, limits_of
 from shardfn.models import gpt
@@ -82,7 +84,10 @@ def test_stories_of_weights_on_disk(tmp_path: pathlib.Path) -> None:
         check(story, told, one)
 
 
-def test_deferred_parameters_are_drawn_a_few_at_a_time(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["disk", "device"])
+def test_deferred_parameters_are_drawn_a_few_at_a_time(
+    kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_weights, "TOGETHER", 1)
     drawn: list[tuple[int, ...]] = []
 
@@ -94,9 +99,25 @@ def test_deferred_parameters_are_drawn_a_few_at_a_time(tmp_path: pathlib.Path, m
         return sf.core.Draw(draw, x.shape, x.dtype, x.device)
 
     made, params, want = reference(**LLAMA)
-    engine = engine_of(made, tree_map(deferred, params), **on_disk(tmp_path))
+    engine = engine_of(made, tree_map(deferred, params), **(on_disk(tmp_path) if kind == "disk" else {}))
     assert drawn == [tuple(x.shape) for x in tree_leaves(params)]
     assert completed(engine) == want
+
+
+def test_deferred_parameters_from_which_one_leaf_is_made() -> None:
+    made, params, want = reference(**LLAMA)
+    one, two = ({"head": x} for x in (params["head"][:40], params["head"][40:]))
+    halves = {"rest": {k: x for k, x in params.items() if k != "head"}, "one": one, "two": two}
+
+    def pack(given: Any) -> Any:
+        parts = given["one"]["head"], given["two"]["head"]
+        real = [x for x in parts if x.device.type != "meta"]
+        head = torch.cat(parts) if len(real) == 2 else torch.empty(params["head"].shape, device="meta")
+        return made.pack(given["rest"] | {"head": head})
+
+    joined = dataclasses.replace(made, pack=pack, specs=P())
+    deferred = tree_map(lambda x: sf.core.Draw(lambda at: x[at], x.shape, x.dtype, x.device), halves)
+    assert completed(engine_of(joined, deferred)) == want
 
 
 def test_a_step_reads_each_weight_once_and_at_most_a_layer_ahead(tmp_path: pathlib.Path) -> None:
