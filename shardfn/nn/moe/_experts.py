@@ -7,6 +7,7 @@ M rows, E experts, D model, F ffn.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
@@ -88,4 +89,4 @@ def _affine(x_MD: Tensor, w_EFD: Tensor, b_EF: Tensor | None, counts_E: Tensor, 
 
 def _by_row(b_EF: Tensor, like_MF: Tensor, counts_E: Tensor, exact: bool) -> Tensor:
     """The bias of each row's expert: a product with ones, whose transpose sums in a fixed order."""
-    return grouped(like_MF.new_ones(len(like_MF), 1), b_EF[:, None], counts_E, exact=exact)
+    return grouped(torch.ones_like(like_MF[:, :1]), b_EF[:, None], counts_E, exact=exact)
