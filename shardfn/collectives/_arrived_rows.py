@@ -35,10 +35,10 @@ def arrived_rows(x: Shaped[Tensor, "rows ..."], sizes: Int64[Tensor, "n n"]) -> 
 
 
 def rows_as(x: Shaped[Tensor, "rows ..."], like: Shaped[Tensor, "come ..."]) -> Shaped[Tensor, "come ..."]:
-    """The first rows of `x`, as many as `like` has where the step runs; `x` has no gradient.
+    """The first `len(like)` rows of `x`, where the step runs; `x` has no gradient.
 
     Args:
-        x: integers, such as the places of the rows of `like`, with as many rows as `like` has in the capture.
+        x: integers, such as the places of the rows of `like`; in the capture both have one number of rows.
         like: a value with `arrived_rows`.
 
     Example:

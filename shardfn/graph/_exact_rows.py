@@ -32,7 +32,7 @@ def exact_rows(gm: GraphModule) -> GraphModule:
         "first"    row i of the result is made of row i of the first operand; the others are whole
         "sum"      a sum over groups of rows, which fill the operands up to the rows in use
         "sent"     only the rows that other operands name are read
-        "like"     the result has as many rows as the second operand
+        "like"     the result has the number of rows of the second operand
 
     An op without an entry, or a graph that returns such a value, keeps all values of that table at their whole size.
     The result is for a back end that runs op by op: abstract values keep the whole size.
@@ -117,7 +117,7 @@ class _Walk:
         return node in self._table
 
 
-# Rules: True, the result has as many rows; False, it has its whole size; None, the op needs the whole size.
+# Rules: True, the result has only the rows in use; False, it has its whole size; None, the op needs the whole size.
 
 _Short = Callable[[Any], bool]
 
@@ -137,7 +137,7 @@ def _each(node: Node, short: _Short) -> bool | None:
 
 
 def _fits(operand: Node, short: _Short, num: int, ndim: int) -> bool:
-    """Whether an operand has as many rows as the result, and no more than are in use, or is the same for all rows."""
+    """Whether an operand has the rows of the result, and only those in use, or is the same for all rows."""
     values = list(tensors_of(operand))
     if short(operand):
         return all(x.dim() == ndim and len(x) == num for x in values)

@@ -114,6 +114,8 @@ OPS: dict[Any, Op] = {
     _KERNELS.grouped_outer: Op(formulas.product_of_rows, formulas.of_kernel, rows="sum"),
     _KERNELS.gather_rows: Op(scratch=formulas.of_kernel, rows="places"),
     **dict.fromkeys((_KERNELS.copied_rows, _KERNELS.combined_rows), Op(scratch=formulas.of_kernel)),
+    _KERNELS.gated_silu_gradient: Op(in_place=_KERNELS.gated_silu_gradient_.default, rows="each"),
+    _KERNELS.gated_silu_gradient_: Op(rows="each"),
     _KERNELS.row_dots: Op(formulas.dots, formulas.of_kernel),
     # attention
     _ATEN._scaled_dot_product_flash_attention_for_cpu: Op(formulas.attention, formulas.flash_forward),

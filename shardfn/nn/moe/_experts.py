@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from shardfn.collectives import axis_index, axis_size, pvary
 from shardfn.core import Axes, PyTree
-from shardfn.nn._exact_functions import exact_gated_silu, exact_gelu
-from shardfn.nn._gated_silu import gated_silu
+from shardfn.nn._exact_functions import exact_gelu
 
+from ._gated import gated_product
 from ._grouped import grouped
 
 ExpertFunction = Callable[[PyTree, Tensor, Tensor], Tensor]
@@ -45,9 +45,8 @@ def swiglu_experts(
         torch.Size([5, 3])
     """
     w_E2FD, w_EDF = params["w_gate_up"], params["w_down"]
-    gate_MF, up_MF = grouped(x_MD, w_E2FD.flatten(1, 2), counts_E, transposed=True, exact=exact).chunk(2, -1)
-    h_MF = exact_gated_silu(gate_MF, up_MF) if exact else gated_silu(gate_MF, up_MF)
-    return grouped(h_MF, w_EDF, counts_E, transposed=True, exact=exact)
+    gate_up_MI = grouped(x_MD, w_E2FD.flatten(1, 2), counts_E, transposed=True, exact=exact)
+    return gated_product(gate_up_MI, w_EDF, counts_E, exact=exact)
 
 
 def gelu_experts(
