@@ -112,21 +112,36 @@ def gated_silu_gradient(x: Float[Tensor, "*rows i"], dy: Float[Tensor, "*rows f"
 
 def _gated_silu_gradient(x: Tensor, dy: Tensor) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for part, dpart, to in zip(_parts(x), _parts(dy, x), _parts(out), strict=True):
+        _write_gradient(part, dpart, to)
+    return out
+
+
+def _gated_silu_gradient_(x: Tensor, dy: Tensor) -> Tensor:
+    # Both halves of the result need gate.
+    for part, dpart in zip(_parts(x), _parts(dy, x), strict=True):
+        made = torch.empty_like(part)
+        _write_gradient(part, dpart, made)
+        part.copy_(made)
+    return x
+
+
+def _write_gradient(x: Tensor, dy: Tensor, out: Tensor) -> None:
     (gate, up), (dgate, dup) = x.chunk(2, -1), out.chunk(2, -1)
     torch.mul(dy, up, out=dgate)
     torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
     torch.ops.aten.silu.out(gate, out=dup)
     dup.mul_(dy)
-    return out
 
 
-def _gated_silu_gradient_(x: Tensor, dy: Tensor) -> Tensor:
-    # By parts of rows, as both halves of the result need gate: a copy of a part stays in the cache.
-    width = max(x.shape[-1], 1)
-    step = max(_PART // width, 1)
-    for part, dpart in zip(x.view(-1, width).split(step), dy.reshape(-1, width // 2).split(step), strict=True):
-        part.copy_(_gated_silu_gradient(part, dpart))
-    return x
+def _parts(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The rows of `x` in parts, which have the same rows for both ops above.
+
+    So the two have the same bits: torch's silu rounds the last elements of a thread's range otherwise than the rest.
+    """
+    width = max((x if like is None else like).shape[-1], 1)
+    most = _PART * torch.get_num_threads() if x.device.type == "cpu" else _LARGE_PART
+    return x.reshape(-1, max(x.shape[-1], 1)).split(max(most // width, 1))
 
 
 def _gated_silu(gate: Tensor, up: Tensor) -> Tensor:
@@ -141,8 +156,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return implementation("pointwise", "rotate", x.device)(*(t.contiguous() for t in (x, cos, sin)))
 
 
-# Elements of `x` in a part: 128 KiB in float32.
-_PART = 1 << 15
+# Elements of a part: on a CPU those of a thread, which stay in its cache.
+_PART, _LARGE_PART = 1 << 15, 1 << 24
 
 
 def _like(x: Tensor, *others: Tensor) -> Tensor:

@@ -84,8 +84,8 @@ class _GatedProduct(torch.autograd.Function):
         (x, w, counts), (tx, tw, *_), form = ctx.saved_tensors, grad_inputs, FORMS[True, ctx.exact]
         out = x.new_zeros(len(x), w.shape[1])
         if tx is not None:
-            terms = zip(tx.chunk(2, -1), partials_of_gated_silu(*x.chunk(2, -1)), strict=True)
-            out = out + derivative(form, 2, sum(t * partial for t, partial in terms), w, counts)
+            (tgate, tup), (of_gate, of_up) = tx.chunk(2, -1), partials_of_gated_silu(*x.chunk(2, -1))
+            out = out + derivative(form, 2, tgate * of_gate + tup * of_up, w, counts)
         return out if tw is None else out + derivative(form, 2, _gated(x, ctx.exact), tw, counts)
 
 
