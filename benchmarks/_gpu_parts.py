@@ -5,18 +5,17 @@ On a CPU the sizes are small, and times mean nothing: such a run shows that ever
 
 import contextlib
 import functools
-import gc
 import importlib.metadata
 import os
 import re
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from _gpu_timing import Figures, Step, fresh, group_on, mesh_on, peak, seconds, soft
 from _model import ADAMW, Model, Size, loss, params
 from _peers import adamw
 from torch import Tensor
@@ -26,8 +25,6 @@ from shardfn import nn
 from shardfn.core import tree_leaves, tree_map
 from shardfn.testing import ODD_TRAINABLE, odd_batch, odd_loss, odd_params, on_mesh, one_device
 
-Figures = dict[str, Any]
-Step = Callable[[], Any]
 BF16 = torch.bfloat16
 # GPT-2 of 124M parameters, and a model whose state is larger than the memory that the part may use.
 GPT2 = Size(num_layers=12, d_model=768, num_heads=12, tokens=1024, vocab=50304, batch=8)
@@ -86,7 +83,7 @@ def parity(device: str) -> Figures:
         try:
             here = [_to(b, device) for b in batches]
             got = on_mesh(
-                wrap(odd_loss), tx, double(odd_params()), here, mesh=_mesh(device), zero=zero, trainable=ODD_TRAINABLE
+                wrap(odd_loss), tx, double(odd_params()), here, mesh=mesh_on(device), zero=zero, trainable=ODD_TRAINABLE
             )
             outcome[f"{name}, {place}"] = _difference(got.params, want.params)
         except Exception as error:
@@ -115,9 +112,9 @@ def cuda_graphs(device: str) -> Figures:
     out: Figures = {}
     for wrap in ("graph", "inductor"):
         step = _own_step(device, size, 0, wrap)
-        out[wrap] = _seconds(device, step)
+        out[wrap] = seconds(device, step)
         if device == "cuda":
-            out[f"{wrap}, replayed"] = _soft(lambda step=step: _seconds(device, _replayed(step)))
+            out[f"{wrap}, replayed"] = soft(lambda step=step: seconds(device, _replayed(step)))
     return out
 
 
@@ -133,7 +130,7 @@ def offload(device: str) -> Figures:
     start = time.perf_counter()
     step = _own_step(device, size, 3, "remat", **host)
     out["seconds to the first state"] = time.perf_counter() - start
-    out |= {"step": _seconds(device, step, rounds=4), "peak": _peak(device), "bytes allowed": OFFLOAD_BYTES}
+    out |= {"step": seconds(device, step, rounds=4), "peak": peak(device), "bytes allowed": OFFLOAD_BYTES}
     out["elements"] = numel or step.numel  # pyright: ignore[reportFunctionMemberAccess]
     out["bytes of the state"] = 16 * out["elements"]
     return out
@@ -149,32 +146,21 @@ def attention(device: str) -> Figures:
         cases = {
             "shardfn, block-sparse": functools.partial(nn.attention, *qkv, mask=layout, impl=nn.BlockSparse()),
             "torch, dense": functools.partial(_dense, *qkv),
-            "torch, flex_attention": _soft(functools.partial(_flex, device, *qkv)),
+            "torch, flex_attention": soft(functools.partial(_flex, device, *qkv)),
         }
         for name, case in cases.items():
             run = functools.partial(_with_backward, case, qkv)
-            out[f"{length} tokens, {name}"] = (
-                case if isinstance(case, str) else _soft(lambda r=run: _seconds(device, r))
-            )
+            out[f"{length} tokens, {name}"] = case if isinstance(case, str) else soft(lambda r=run: seconds(device, r))
     return out
-
-
-PARTS: dict[str, tuple[Callable[[str], Figures], int]] = {
-    "machine": (machine, 20),
-    "suite": (suite, 150),
-    "parity": (parity, 90),
-    "step_time": (step_time, 150),
-    "cuda_graphs": (cuda_graphs, 60),
-    "attention": (attention, 60),
-    "offload": (offload, 90),
-}
 
 
 def _own_step(device: str, size: Size, stage: int, wrap: str, **memories: str) -> Step:
     wraps = {"remat": sf.remat}
     mixed = sf.mixed_precision(wraps.get(wrap, lambda f: f)(loss(size)), sf.Policy(compute=BF16))
     f = sf.jit(mixed, backend=wrap) if wrap in ("graph", "inductor") else mixed
-    take = sf.sharded_step(f, adamw(), mesh=_mesh(device), batch=sf.P("dp"), zero=sf.Zero.flat(stage=stage, **memories))
+    take = sf.sharded_step(
+        f, adamw(), mesh=mesh_on(device), batch=sf.P("dp"), zero=sf.Zero.flat(stage=stage, **memories)
+    )
     state = take.init(lambda: params(size))
     tokens = _tokens(device, size)
 
@@ -206,7 +192,7 @@ def _fsdp2_step(device: str, size: Size, *, compiled: bool = False) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    _group(device)
+    group_on(device)
     model, mesh = Model(size).to(device), init_device_mesh(device, (1,))
     # Inputs of a block hold values that FSDP2 cannot rebuild; they are of the right dtype already.
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -261,56 +247,10 @@ def _with_backward(run: Step, inputs: list[Tensor]) -> None:
 
 def _measured(device: str, build: Callable[[], Step]) -> Any:
     def measure() -> Figures:
-        return {"seconds": _seconds(device, build()), "peak": _peak(device)}
+        return {"seconds": seconds(device, build()), "peak": peak(device)}
 
-    with _fresh(device):
-        return _soft(measure)
-
-
-def _soft(run: Callable[[], Any]) -> Any:
-    """The result, or the error as a text, so that the other figures of a part are not lost."""
-    try:
-        return run()
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:300]}"
-
-
-def _seconds(device: str, step: Step, rounds: int = 10) -> list[float]:
-    """Quartiles of the seconds of a call, after two warm ones."""
-    times = []
-    for k in range(rounds + 2):
-        start = time.perf_counter()
-        step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if k >= 2:
-            times.append(time.perf_counter() - start)
-    return [round(x, 6) for x in statistics.quantiles(times, n=4)]
-
-
-@contextlib.contextmanager
-def _fresh(device: str) -> Iterator[None]:
-    """Memory without the rest of an earlier peer."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    yield
-
-
-def _peak(device: str) -> int | None:
-    return torch.cuda.max_memory_allocated() if device == "cuda" else None
-
-
-def _mesh(device: str) -> Any:
-    _group(device)
-    return sf.make_mesh({"dp": 1}, device=device)
-
-
-def _group(device: str) -> None:
-    if not torch.distributed.is_initialized():
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531", "RANK": "0", "WORLD_SIZE": "1"}
-        torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+    with fresh(device):
+        return soft(measure)
 
 
 def _tokens(device: str, size: Size) -> Tensor:

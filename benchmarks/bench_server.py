@@ -11,6 +11,7 @@ Parts:
              of the texts from which drafts come
     streams  `--streams` at a time for `--seconds`: lost answers, equal requests with other texts, and memory
     idle     processor time of front and two ranks without requests, in parts of one core
+    kills    seconds from the end of one of two ranks, by `kill -9`, until the last of 50 streams has its error
 
 Engine and server take turns within a round; ratios are formed within it.
 """
@@ -22,6 +23,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -79,6 +81,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     parts = {"ratio": ratio_part, "streams": streams_part, "requests": requests_part, "idle": idle_part}
+    parts["kills"] = kills_part
     load = f"load of the machine before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     publish("The server", "\n\n".join([load, *(f"## {x}\n\n{parts[x](args)}" for x in args.parts)]), out=args.out)
 
@@ -94,12 +97,19 @@ def running(folder: pathlib.Path, ranks: int = 1, more: Sequence[str] = ()) -> I
     assert process.stderr is not None
     found = next((x for line in process.stderr if (x := re.search(r"ready at (\S+),", line))), None)
     assert found is not None, "the server has ended"
-    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    children = _children(process.pid)
+    assert not any(map(_children, children)), "a rank has processes of its own, which nothing here counts"
     try:
-        yield Server(process, found[1], [process.pid, *map(int, children)])
+        yield Server(process, found[1], [process.pid, *children])
     finally:
         process.terminate()
         process.communicate()
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    threads = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in threads for child in path.read_text().split()]
 
 
 def made(size: str, folder: pathlib.Path) -> tuple[gpt.Config, Any]:
@@ -221,6 +231,29 @@ def idle_part(args: argparse.Namespace) -> str:
         parts = [100 * (b - a) / args.seconds for a, b in zip(before, server.seconds(), strict=True)]
     each = ", ".join(f"{x:.2f}%" for x in parts)
     return f"{sum(parts):.2f}% of a core over {args.seconds:.0f} s (front, rank 0, rank 1: {each})"
+
+
+def kills_part(args: argparse.Namespace) -> str:
+    """The delay of errors, for each rank, at the first tokens and later."""
+    del args
+    rows = list[list[str]]()
+    for rank, after in ((0, 0.0), (1, 0.0), (0, 2.0), (1, 2.0)):
+        with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as held:
+            made("tiny", pathlib.Path(place))
+            server = held.enter_context(running(pathlib.Path(place), ranks=2))
+
+            async def killed(server: Server = server, rank: int = rank, after: float = after) -> tuple[float, int]:
+                asking = asyncio.ensure_future(measure(server.url, "it", [Arrival(0, [1, 2], 500)] * 50))
+                await asyncio.sleep(0.3 + after)
+                os.kill(server.pids[1 + rank], signal.SIGKILL)
+                began = time.monotonic()
+                found = await asking
+                return time.monotonic() - began, sum(f"Rank {rank} of the engine" in x.error for x in found)
+
+            seconds, errors = asyncio.run(killed())
+            status = server.process.wait()
+        rows.append([str(rank), f"{after:.0f}", f"{seconds:.2f}", f"{errors} of 50", str(status)])
+    return table(["rank", "killed after, s", "last error after, s", "streams with the error", "exit status"], rows)
 
 
 def _ask(server: Server, arrivals: list[Arrival]) -> None:

@@ -1,6 +1,6 @@
 """Chats with a model by OpenAI's client, and a server that this program starts and ends.
 
-    ./scripts/train --minutes 2
+    ./scripts/train --minutes 2 --save-every 100
     pip install ".[serve]" openai
     python examples/serve.py runs/gpt
     python examples/serve.py runs/gpt --ask "def main" --max-tokens 40

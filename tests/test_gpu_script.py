@@ -26,6 +26,9 @@ def test_its_parts_run_on_a_cpu(tmp_path: pathlib.Path) -> None:
     found = _run(tmp_path / "gpu.json")
     wrong = {name: part for name, part in found.items() if isinstance(part, dict) and "error" in part}
     assert not wrong
+    for name in ("serving", "grouped"):
+        part = found[name]
+        assert isinstance(part, dict) and not [x for x in part.values() if isinstance(x, str)], part
     parity = found["parity"]
     assert isinstance(parity, dict) and parity["cases"] > 20 and not parity["failed"]
 
@@ -69,5 +72,8 @@ def _has_ended(pid: int) -> bool:
 @pytest.mark.nightly
 def test_a_part_that_is_stopped_leaves_the_others(tmp_path: pathlib.Path) -> None:
     found = _run(tmp_path / "gpu.json", "--parts", "parity,machine", "--seconds", "6")
+    for name in ("serving", "grouped"):
+        part = found[name]
+        assert isinstance(part, dict) and not [x for x in part.values() if isinstance(x, str)], part
     parity = found["parity"]
     assert isinstance(parity, dict) and "error" in parity and "machine" in found

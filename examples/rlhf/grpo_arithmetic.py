@@ -86,8 +86,8 @@ def main():
             rl.check_versions(rollout, version, behind=args.behind)
             # Rewards are computed in forks, and so before a thread draws.
             held["rollout"] = rollout = rl.score(reward, rollout, seconds=5.0).rollout
-            held["old"] = step.apply(old_logprobs, state, rollout) if args.behind else rollout.logprobs
             coming = beside.submit(draw, iteration + 1) if args.behind else None
+            held["old"] = step.apply(old_logprobs, state, rollout) if args.behind else rollout.logprobs
         batch = {"advantages": rl.group_advantages(held["rollout"].rewards, SAMPLING.n)}
         state, metrics = step(state, batch | {name: held[name] for name in ("rollout", "old")})
         shown = ("reward", "kl", "exact", "weight", "entropy", "length", "missing")
@@ -95,8 +95,10 @@ def main():
             say(f"iteration {iteration}: " + ", ".join(f"{name} {float(metrics[name]):.3f}" for name in shown))
         if logger:
             logger.write(n + 1, metrics)
-            held |= {"coming": coming.result()} if args.behind else {}
-            checkpoints.save({"state": state, "held": rl.as_global(held, mesh, "dp")}, n + 1, user=n + 1)
+            # A checkpoint has the next answers, and so waits for them; an iteration's end would wait for them anyway.
+            if not args.behind or epoch == args.epochs - 1:
+                held |= {"coming": coming.result()} if args.behind else {}
+                checkpoints.save({"state": state, "held": rl.as_global(held, mesh, "dp")}, n + 1, user=n + 1)
     beside.shutdown()
     engine.update_weights(sf.unshard(state.params["actor"]))
     say(f"right after: {accuracy(engine):.0%}")
@@ -127,15 +129,13 @@ def loss(beta, params, batch):
     where = rollout.prompts, rollout.lengths, rollout.width
     logits = gpt.apply(CONFIG, params["actor"], rollout.ids)
     logprobs = rl.answer_logprobs(logits, rollout.ids, *where)
-    weights = rl.truncated_weights(old, rollout.logprobs, rollout.lengths)  # 1 for answers of the newest weights
     with torch.no_grad():
         reference = rl.answer_logprobs(gpt.apply(CONFIG, params["reference"], rollout.ids), rollout.ids, *where)
         entropies = rl.answer_entropies(logits, *where)
-    metrics = rl.policy_metrics(logprobs, old, rollout.lengths, reference_BT=reference) | rl.rollout_metrics(rollout)
-    metrics |= {
-        name: rl.token_mean(x, rollout.lengths) for name, x in {"entropy": entropies, "weight": weights}.items()
-    }
-    how = {"beta": beta, "reference_BT": reference, "corrected": True, "weights_BT": weights}
+    how = {"reference_BT": reference, "behaviour_BT": rollout.logprobs}  # equal to `old` for the newest weights
+    metrics = rl.policy_metrics(logprobs, old, rollout.lengths, **how) | rl.rollout_metrics(rollout)
+    metrics["entropy"] = rl.token_mean(entropies, rollout.lengths)
+    how |= {"beta": beta, "corrected": True}
     return rl.grpo(logprobs, old, batch["advantages"], rollout.lengths, **how), metrics
 
 

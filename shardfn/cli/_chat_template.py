@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ._generate_text import Text
+from ._generate_text import Text, reason_of
 
 
 def template(source: str, text: Text) -> Callable[[list[dict[str, str]]], list[int]]:
@@ -33,8 +33,8 @@ def template(source: str, text: Text) -> Callable[[list[dict[str, str]]], list[i
     def chat(messages: list[dict[str, str]]) -> list[int]:
         try:
             shown = made.render(messages=messages, add_generation_prompt=True, raise_exception=refuse)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        except Exception as error:  # a template is a program, which may divide by zero
+            raise ValueError(f"the chat template refuses these messages: {reason_of(error)}") from error
         return text.encode(shown)
 
     return chat

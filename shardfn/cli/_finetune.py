@@ -4,7 +4,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from shardfn.checkpoint import Manager
 from shardfn.collectives import unshard
-from shardfn.core import Mesh, P, Policy, PyTree, Zero, key, make_mesh, progress
+from shardfn.core import Mesh, P, Policy, PyTree, Sharding, Zero, key, make_mesh, progress
 from shardfn.data import IGNORED, Cursor, ExampleBatches, JSONLines, pad
 from shardfn.graph import cluster
 from shardfn.interop import export, module_from_hf, module_to_hf, without_weights
+from shardfn.kernels import GROUP
 from shardfn.lora import LoRA, save_peft, with_base, without_base
 from shardfn.metrics import Logger, Throughput
 from shardfn.optim import adamw, chain, clip_by_global_norm, warmup_cosine_decay_schedule
@@ -176,10 +177,9 @@ def _trained(job: FinetuneJob, mesh: Mesh) -> Trained:
         lora = LoRA.of(
             params, targets, rank=job.lora, alpha=job.lora_alpha or None, fan_in_fan_out=transposed, codes=codes
         )
-        specs = {
-            "base": lora.base_specs if codes else specs,
-            "lora": P(),
-        }  # `partition` finds out how adapters beside cut leaves are used
+        if codes:
+            specs = _in_codes(specs, lora, mesh.axis_size("tp")) if cut else lora.base_specs
+        specs = {"base": specs, "lora": P()}  # `partition` finds out how adapters beside cut leaves are used
     whole = loss if lora is None else lora.adapt(loss)
     whole = partition(whole) if cut else whole
     whole = mixed_precision(whole, Policy.bf16()) if job.precision == "bf16" else whole
@@ -200,6 +200,27 @@ def _targets(module: Any) -> tuple[list[str], bool]:
             " Conv1D is needed; write the run with sf.lora.LoRA.of (docs/lora.md)."
         )
     return [f"^{re.escape(path)}\\.weight$" for path in paths], own == {"Conv1D"}
+
+
+def _in_codes(specs: Mapping[str, P], lora: LoRA, num: int) -> dict[str, P | Sharding]:
+    """The specs of a base whose weights with an adapter are in codes.
+
+    A cut of the last dim between elements that share a scale becomes one of dim 0.
+
+    Args:
+        specs: by name.
+        lora: has the codes.
+        num: ranks along `tp`.
+    """
+
+    def own(name: str, spec: P) -> P | Sharding:
+        if name not in lora.sites:
+            return spec
+        *first, last = lora.sites[name].shape
+        apart = "tp" in spec.dim_axes(len(first)) and last % (num * GROUP)
+        return Sharding(P("tp") if apart else spec, codes=lora.codes)
+
+    return {name: own(name, spec) for name, spec in specs.items()}
 
 
 def _batches(job: FinetuneJob, tokenizer: Any) -> tuple[ExampleBatches, ExampleBatches | None]:

@@ -149,8 +149,6 @@ def _problems(job: FinetuneJob) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} has no effect without --lora RANK"
     if job.codes and job.codes not in GROUP_BYTES:
         yield f"--codes {job.codes}: it is int8 or int4.{did_you_mean(job.codes, GROUP_BYTES)}"
-    if job.codes and dict(_sizes(job.mesh)).get("tp", 1) != 1:
-        yield f"--codes {job.codes} with --mesh {job.mesh}: tp may cut between elements of one scale; use dp alone"
     if job.zero not in (0, 1, 2, 3):
         yield f"--zero {job.zero}: a stage is 0, 1, 2 or 3"
     if job.precision not in ("bf16", "fp32"):

@@ -245,6 +245,8 @@ def kind_of(path: pathlib.Path) -> Any:
         return Problem(f"MODEL {path} is a run of shardfn finetune; its model is {path / 'model'}")
     if (path / "checkpoints").is_dir():
         return Problem(f"MODEL {path} has checkpoints, and no model.json, which examples/train_gpt.py writes")
+    if (path / "metrics.jsonl").is_file():
+        return Problem(f"MODEL {path} is a run without checkpoints; train again with --save-every 100")
     has = ", ".join(sorted(p.name for p in path.iterdir())[:4]) or "no files"
     return Problem(f"MODEL {path} has neither config.json nor model.json; it has {has}")
 

@@ -22,6 +22,7 @@ from shardfn.lora import load_peft
 from shardfn.models import gpt
 from shardfn.transforms import eval_shape, sharded
 
+from ._generate_files import object_of, reading
 from ._generate_fit import fitted
 from ._generate_gguf import with_blocks
 from ._generate_job import DRAFTERS, DTYPES, GenerateJob, kind_of, run_of
@@ -44,6 +45,7 @@ class Served(NamedTuple):
         inexact: the reason why a token's bits depend on its company; empty if they do not.
         size: the number of parameters.
         coded: a remark on weights in codes.
+        plain: makes the decoder of the same weights without codes, for one rank; None unless codes are fitted.
     """
 
     decoder: Decoder
@@ -52,6 +54,7 @@ class Served(NamedTuple):
     inexact: str
     size: int
     coded: str = ""
+    plain: Callable[[], Decoder] | None = None
 
 
 def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
@@ -74,11 +77,15 @@ def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
             f"the tokenizer of {path} has {made.text.size} tokens, and the model has {made.decoder.vocab}; take the"
             " tokenizer that the model was trained with."
         )
-    if job.fit is None:
+    if wrong := sorted(x for x in made.text.ends if not 0 <= x < made.decoder.vocab):
+        raise ValueError(
+            f"{path}: eos_token_id has {wrong[0]}, which is not a token of the model; it must be from 0 to"
+            f" {made.decoder.vocab - 1}."
+        )
+    if made.plain is None:
         return made
-    alone = dataclasses.replace(job, weights=None, fit=None, ranks=1)
-    params, remark = fitted(job, made.params, made.text, _loaded(path, alone, make_mesh({}, alone=True), held).decoder)
-    return made._replace(params=params, coded=", ".join(filter(None, (made.coded, remark))))
+    params, remark = fitted(job, made.params, made.text, made.plain())
+    return made._replace(params=params, coded=", ".join(filter(None, (made.coded, remark))), plain=None)
 
 
 def _loaded(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
@@ -182,12 +189,16 @@ def load_text(job: GenerateJob) -> Text:
     if job.kind == "run":
         run = run_of(path)
         assert run is not None
-        return text_of_data(_tokenizer_of_run(run, json.loads((run / "model.json").read_text(encoding="utf-8"))))
+        return text_of_data(_tokenizer_of_run(run, object_of(run / "model.json")))
     return text_of_transformers(_tokenizer_of_gguf(path) if job.kind == "gguf" else _tokenizer_of_files(path))
 
 
 def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
-    return ByteTokenizer() if given["tokenizer"] == "bytes" else BPETokenizer.load(run / given["tokenizer"])
+    name = given.get("tokenizer")
+    if not isinstance(name, str):
+        raise ValueError(f"{run / 'model.json'}: tokenizer is {name!r:.60}; it must be 'bytes', or a file's name.")
+    with reading(run / name, "its tokenizer"):
+        return ByteTokenizer() if name == "bytes" else BPETokenizer.load(run / name)
 
 
 def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> Served:
@@ -198,12 +209,13 @@ def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> S
         gpt_config(json.loads((path / "config.json").read_text(encoding="utf-8")))
     except ValueError as error:
         return _of_module(functools.partial(_module, path, job), job, mesh, text, error)
-    config, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], **changes)
+    with reading(path, "its weights"):
+        config, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], **changes)
     size, coded = _size(params), ""
     if job.kind == "gguf" and job.weights is not None:
         params, num = with_blocks(pathlib.Path(job.model), config, params)
         coded = f"{num} weights in the file's own codes"
-    return Served(_decoder(config, mesh, job), params, text, inexact, size, coded)
+    return Served(_decoder(config, mesh, job), params, text, inexact, size, coded, _plain(config, job))
 
 
 def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
@@ -231,7 +243,8 @@ def _of_module(
     exact = None if job.dtype == "float32" or axis else False
     try:
         model, values = module(axis)
-        made, params = hf_decoder(model, exact=exact, tp=axis, codes=job.weights, params=values)
+        of_model = functools.partial(hf_decoder, model, params=values)
+        made, params = of_model(exact=exact, tp=axis, codes=job.weights)
     except ValueError as error:
         raise error from problem
     if made.cache.heads % mesh.size:
@@ -239,17 +252,20 @@ def _of_module(
             f"{job.model} has {made.cache.heads} key heads, which {mesh.size} ranks do not divide; take --mesh tp=N"
             " with an N that does"
         ) from problem
-    return Served(made, params, text, "" if made.exact else "some of the model's own layers are not", _size(params))
+    inexact = "" if made.exact else "some of the model's own layers are not"
+    plain = None if job.fit is None else lambda: of_model()[0]
+    return Served(made, params, text, inexact, _size(params), plain=plain)
 
 
 def _of_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
     run = run_of(path)
     assert run is not None
-    given = json.loads((run / "model.json").read_text(encoding="utf-8"))
+    given = object_of(run / "model.json")
     if missing := [name for name in ("model", "per_head", "tokenizer") if name not in given]:
         raise ValueError(f"{run / 'model.json'} has no {missing}; it has {sorted(given)}. Train again to write it.")
     changes, inexact = _exactness(job)
-    config = gpt_config(given["model"], per_head=given["per_head"], **changes)
+    with reading(run / "model.json", "its model"):
+        config = gpt_config(given["model"], per_head=given["per_head"], **changes)
     tokenizer = _tokenizer_of_run(run, given)
     place = sharded(lambda params: params, mesh=mesh, specs=gpt.specs(config, tp=_axis(mesh)))
     shapes = eval_shape(functools.partial(gpt.init, config), key(0))
@@ -263,7 +279,8 @@ def _of_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
             title = f"{checkpoints} does not fit {run / 'model.json'}, in {len(wrong)} of {num} leaves"
             raise ValueError(f"{title}: {listed}") from error
         raise
-    return Served(_decoder(config, mesh, job), params, text_of_data(tokenizer), inexact, _size(params))
+    text = text_of_data(tokenizer)
+    return Served(_decoder(config, mesh, job), params, text, inexact, _size(params), plain=_plain(config, job))
 
 
 def _exactness(job: GenerateJob) -> tuple[dict[str, Any], str]:
@@ -285,6 +302,10 @@ def _decoder(config: gpt.Config, mesh: Mesh, job: GenerateJob) -> Decoder:
     return decoder(config, tp=_axis(mesh), codes=job.weights)
 
 
+def _plain(config: gpt.Config, job: GenerateJob) -> Callable[[], Decoder] | None:
+    return None if job.fit is None else functools.partial(decoder, config)
+
+
 def _size(params: PyTree) -> int:
     return sum(x.shape.numel() for x in tree_leaves(params))
 
@@ -296,7 +317,9 @@ def _transformers(path: pathlib.Path) -> Any:
 
 
 def _tokenizer_of_files(path: pathlib.Path) -> Any:
-    return _transformers(path).AutoTokenizer.from_pretrained(path, **_FILES_ALONE)
+    transformers = _transformers(path)
+    with reading(path, "its tokenizer"):
+        return transformers.AutoTokenizer.from_pretrained(path, **_FILES_ALONE)
 
 
 def _tokenizer_of_gguf(path: pathlib.Path) -> Any:
@@ -305,16 +328,19 @@ def _tokenizer_of_gguf(path: pathlib.Path) -> Any:
         raise ImportError(
             f"{path}: transformers reads GGUF files by packages that are missing: pip install {' '.join(missing)}"
         )
-    return _transformers(path).AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    transformers = _transformers(path)
+    with reading(path, "its tokenizer"):
+        return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def _module(directory: pathlib.Path, job: GenerateJob, axis: str | None) -> _Module:
     """A model of transformers; on several ranks without weights: each rank reads its own parts of them."""
     transformers = _transformers(directory)
-    config = transformers.AutoConfig.from_pretrained(directory, **_FILES_ALONE)
+    with reading(directory, "its config.json"):
+        config = transformers.AutoConfig.from_pretrained(directory, **_FILES_ALONE)
     if axis is None or getattr(config, "quantization_config", None) is not None:
         return _model(directory, job), None
-    with without_weights():
+    with reading(directory, "its config.json"), without_weights():
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[job.dtype], **_FILES_ALONE).eval()
     if job.dtype != "float32" and getattr(made, _WIDE, None):
         return _model(directory, job), None
@@ -325,12 +351,13 @@ def _model(directory: pathlib.Path, job: GenerateJob, **more: Any) -> Any:
     """A model of transformers with its weights."""
     automatic = _transformers(directory).AutoModelForCausalLM
     more |= _FILES_ALONE if "gguf_file" in more else {"use_safetensors": True, **_FILES_ALONE}
-    return automatic.from_pretrained(directory, dtype=DTYPES[job.dtype], **more).eval()
+    with reading(directory, "its model"):
+        return automatic.from_pretrained(directory, dtype=DTYPES[job.dtype], **more).eval()
 
 
 def _ends(path: pathlib.Path) -> frozenset[int]:
     """The tokens that end a text by a file of configuration, if there is one."""
-    return _ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")) if path.is_file() else frozenset()
+    return _ids(object_of(path).get("eos_token_id")) if path.is_file() else frozenset()
 
 
 def _ids(value: int | list[int] | None) -> frozenset[int]:

@@ -35,12 +35,10 @@ def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> 
     """
 
     def chat(messages: list[dict[str, str]]) -> list[int]:
-        import jinja2
-
         try:  # the template has the special tokens, and none is added to them
             ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"--chat: the chat template refuses these messages: {error}") from error
+        except Exception as error:  # a template is a program, which may divide by zero
+            raise ValueError(f"--chat: the chat template refuses these messages: {reason_of(error)}") from error
         return list(ids)
 
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
@@ -53,6 +51,11 @@ def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> 
         chat=chat if tokenizer.chat_template else None,
         ends=ends | {*own},
     )
+
+
+def reason_of(error: Exception) -> str:
+    """The message of an error that a template has met; its type where it has none."""
+    return str(error) or type(error).__name__
 
 
 def text_of_data(tokenizer: Tokenizer) -> Text:

@@ -68,9 +68,17 @@ def _warm(job: ServeJob) -> tuple[Engine, Ready]:
     grammars = find_spec("llguidance") is not None and getattr(engine.detokenizer, "bytes_of", None) is not None
     embeds = served.decoder.embeds
     engine.warm_up(penalties=True, grammars=grammars, embeddings=embeds, adapters=bool(job.adapters))
-    width = engine.embed([[0]]).shape[1] if embeds else 0
+    width = _width(engine, model.model) if embeds else 0
     lines = about(model, served, engine, drafter)
     return engine, Ready(limits, served.text.ends, served.text.size, grammars, lines, width)
+
+
+def _width(engine: Engine, path: str) -> int:
+    """The width of embeddings."""
+    try:
+        return engine.embed([[0]]).shape[1]
+    except FloatingPointError as error:
+        raise ValueError(f"{path}: its weights have values that are not finite: {error}") from error
 
 
 def _context(job: ServeJob, most: int) -> int:

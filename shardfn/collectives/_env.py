@@ -113,5 +113,8 @@ def axis_index(axis: Axes) -> int:
     index = mesh.axis_index(axis)
     if WAITING or function_modes():
         began()
-        return AxisIndex(index, mesh.axes(axis))
+        named = mesh.axes(axis)
+        for mode in function_modes():
+            getattr(mode, "crossed", set[str]()).update(named)
+        return AxisIndex(index, named)
     return index

@@ -67,20 +67,25 @@ def one_operation(f: Callable[..., Any], *args: Any, along: Axes = None) -> Any:
     mode = following_now()
     if mode is None:
         return f(*args)
+    named = current_mesh().axes(along)
+    mode.crossed.update(named)
 
     def unfollowed(_: object, *args: Any) -> Any:
         with not_following():
             return f(*args)
 
     # A number along these axes is one more operand.
-    return mode.operation(unfollowed, (AxisIndex(0, current_mesh().axes(along)), *args), {})
+    return mode.operation(unfollowed, (AxisIndex(0, named), *args), {})
 
 
 def summed_inside(x: Tensor, axis: Axes) -> Tensor:
     """Notes that `x`, which a Function has made by sums along `axis`, is the same on all ranks there; returns it."""
     mode = following_now(begin=False)
-    named = () if mode is None else current_mesh().axes(axis)
-    return x if mode is None else mode.declare(x, [a for a in mode.axes_of(x) if a not in named])
+    if mode is None:
+        return x
+    named = current_mesh().axes(axis)
+    mode.crossed.update(named)
+    return mode.declare(x, [a for a in mode.axes_of(x) if a not in named])
 
 
 def same_axes(x: Tensor, like: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ class Following(TorchFunctionMode):
     Attributes:
         axes: those with several ranks.
         batch: see above.
+        crossed: those along which a collective has run, or a rank's index was asked for; a caller clears it.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Following(TorchFunctionMode):
         self._stamp = next(_STAMPS) << _BITS
         self._default = self._mask(default)
         self.batch = tuple(a for a in (default if batch is None else batch) if a in self._bit)
+        self.crossed: set[str] = set()
         self._names: dict[int, tuple[str, ...]] = {}
         self._wrote = False
         self._around: list[Any] = []
@@ -241,6 +243,7 @@ class Following(TorchFunctionMode):
         """A primitive of the table."""
         x, call = (*args, *kwargs.values())
         has, over = self._of(x), self._mask(call.line.axes)
+        self.crossed.update(call.line.axes)
         if call.name == "pvary" and has & over and (_differentiable(x) or not self._default):
             named = ", ".join(map(repr, self._named(has & over)))
             raise AxisTypeError(

@@ -1,5 +1,6 @@
 """The pure step over sharded weights and a donated cache: one captured graph for each bucket of tokens."""
 
+import contextlib
 import functools
 import math
 from dataclasses import replace
@@ -139,6 +140,8 @@ class Runner:
         _check(decoder, limits, mesh)
         self._decoder, self._limits, self.mesh = decoder, limits, mesh
         self._zero = zero_of(weights, disk)
+        # The work of an exact decoder is in kernels.
+        self._threads = kernels.threads_for_kernels if decoder.exact else contextlib.nullcontext
         self._pack = sharded(decoder.pack, mesh=mesh, specs=decoder.specs, out_specs=decoder.packed)
         self._run = self._made()
         # By bucket, whether rows are extended or have grammars, their adapters, and the further results.
@@ -233,7 +236,8 @@ class Runner:
         )
         if key not in self._bound:
             # Engines compare their states before each step, so calls need no check of their own.
-            self._bound[key] = self._run[key[-1]].bind(weights, cache, step, check_every=0)
+            with self._threads():
+                self._bound[key] = self._run[key[-1]].bind(weights, cache, step, check_every=0)
         return self._bound[key]
 
     def bind_kinds(
@@ -287,9 +291,9 @@ class Runner:
         """
         self._decoder.cache.move(cache, plan.moves)
         step = tensors(plan, self._limits, self.mesh.device, allowed, low)
-        tokens, logprobs, cache, top, *more = self.bind(
-            plan.bucket, weights, cache, step, hidden=hidden, routed=routed
-        )(weights, cache, step)
+        call = self.bind(plan.bucket, weights, cache, step, hidden=hidden, routed=routed)
+        with self._threads():
+            tokens, logprobs, cache, top, *more = call(weights, cache, step)
         states = more[0][: plan.num_rows].float() if more else None
         tokens, logprobs = tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist()
         experts = more[1][: plan.num_tokens] if routed else None

@@ -3,6 +3,7 @@
 B batch, T tokens, S = B T, D model, E experts, k choices.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from shardfn.collectives import all_gather_invariant, axis_size, psum, pvary, take_own_block
 from shardfn.core import Axes, P
-from shardfn.nn import ExactWeight, between, enter_parallel, leave_parallel, linear, moe
+from shardfn.nn import ExactWeight, between, enter_parallel, leave_parallel, linear, moe, whole_length
 
 from ._experts import Experts
 from ._gpt_config import Config
@@ -74,7 +75,11 @@ def mixture(
     run = functools.partial(moe.swiglu_experts, exact=config.exact) if config.mlp == "swiglu" else run
     leaves = {n.removeprefix("e_"): x for n, x in p.items() if n.startswith("e_")}
     leaves = {n if n.startswith("b_") else f"w_{n}": x for n, x in leaves.items()}
-    y_SD = moe.apply(run, leaves, x_BTD.flatten(0, 1), routing, exchange=config.experts.exchange, name=name)
+    exchange = config.experts.exchange
+    if isinstance(exchange, moe.Tokens) and exchange.tokens is None:
+        num = tokens_of_all(config, along, exchange.axis, *x_BTD.shape[:2])
+        exchange = dataclasses.replace(exchange, tokens=num)
+    y_SD = moe.apply(run, leaves, x_BTD.flatten(0, 1), routing, exchange=exchange, name=name)
     y_BTD = y_SD.view_as(x_BTD)
     return (leave_parallel(y_BTD, *along) if cut else y_BTD), seen
 
@@ -138,14 +143,33 @@ def _routed(
         loss = loss + experts.z * moe.balance.z(routing, **by)
     kept = routing
     if experts.capacity is not None:
-        num = moe.capacity(_num_tokens(routing, **by), experts.top_k, experts.num, experts.capacity, minimum=1)
+        tokens = tokens_of_all(config, Along(), experts.axes, *logits_BTE.shape[:2])
+        tokens = psum(mask["mask"].sum(), experts.axes) if mask else tokens  # without padding, and no longer static
+        num = moe.capacity(tokens, experts.top_k, experts.num, experts.capacity, minimum=1)
         kept = moe.with_capacity(routing, num, axes=experts.axes)
     return kept, Seen(loss, routing.counts(), moe.load(routing, kept, **by) if load else {}, routing.experts)
 
 
-def _num_tokens(routing: moe.Routing, axes: Axes, mask: Tensor | None = None) -> int | Tensor:
-    """The tokens over which a capacity is a mean; without padding their number is static."""
-    return len(routing.experts) * axis_size(axes) if mask is None else psum(mask.sum(), axes)
+def tokens_of_all(config: Config, along: Along, axes: Axes, num_rows: int, num_tokens: int) -> int:
+    """The most tokens that the ranks along `axes` have together.
+
+    Args:
+        config: its attention's axes cut sequences.
+        along: with `sequence`, the blocks' axis cuts them between blocks.
+        axes: of the ranks.
+        num_rows: rows of this rank, as of the others.
+        num_tokens: tokens of a row on this rank; ranks that cut a sequence may have others.
+    """
+    ranks, named = axis_size(axes), set(P(axes).axes)
+    cuts: list[tuple[Any, int]] = []
+    if along.sequence is not None:
+        cuts.append((P(along.axis).axes, along.sequence))
+    if axis_size(config.attention.axes or None) > 1:
+        cuts.append((config.attention.axes, whole_length(config.attention, num_tokens)))
+    for cut, whole in cuts:
+        if (parts := axis_size(tuple(a for a in cut if a in named) or None)) > 1:
+            ranks, num_tokens = ranks // parts, whole
+    return ranks * num_rows * num_tokens
 
 
 def _logits_of_all(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:

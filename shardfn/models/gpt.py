@@ -305,7 +305,7 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
         sequence: between blocks each rank of `axis` has its own tokens.
 
     Raises:
-        ValueError: the blocks are not stacked.
+        ValueError: the blocks are not stacked, or experts have a bias, which `models.moe.stages` passes on.
 
     Example:
         >>> import shardfn.core as core
@@ -317,6 +317,25 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
         ...     h = block({name: x[i] for name, x in params["blocks"].items()}, h)
         >>> torch.allclose(last(params, h, batch), loss(config, params, batch))
         True
+    """
+    if config.experts is not None and config.experts.bias_rate > 0:
+        raise ValueError(
+            f"gpt.stages of experts with bias_rate={config.experts.bias_rate}: these functions have no biases, by which"
+            " tokens choose experts. Use models.moe.stages, with sharded_step(has_state=True)."
+        )
+    first, run, last = stages_and_seen(config, axis, sequence)
+
+    def layer(p: Params, h: dict[str, Tensor], key: Tensor | None = None) -> dict[str, Tensor]:
+        return run(p, h, key)[0]
+
+    return Stages(first, wrap(layer), last)
+
+
+def stages_and_seen(config: Config, axis: Axes = None, sequence: bool = False) -> Stages:
+    """The parts of `stages`, of which `block(p, h, key, bias_E)` also returns the facts of its router, or None.
+
+    Raises:
+        ValueError: the blocks are not stacked.
     """
     if not config.stacked:
         raise ValueError("stages: a pipeline runs stacked layers; use Config(stacked=True).")
@@ -335,15 +354,17 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
         h |= {"balance": x_BTD.new_zeros(())} if config.experts else {}
         return h | ({} if key is None or index_B is None else {"index": index_B})
 
-    def layer(p: Params, h: dict[str, Tensor], key: Tensor | None = None) -> dict[str, Tensor]:
+    def layer(
+        p: Params, h: dict[str, Tensor], key: Tensor | None = None, bias_E: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Seen | None]:
         table = _table(config, h["position"], h["x"].dtype, h.get("segment_ids"))
         cut, x_BTD, index_B, seen = along(len(h["position"])), h["x"], h.get("index"), None
         layers = layers_of(config, p)
         keys = [key] if len(layers) == 1 or key is None else split(key, len(layers)).unbind()
         for own, k in zip(layers, keys * len(layers) if key is None else keys, strict=True):
-            x_BTD, seen = _block(config, cut, None, own, x_BTD, table, k, index_B, None, "blocks", h.get("mask"))
+            x_BTD, seen = _block(config, cut, None, own, x_BTD, table, k, index_B, bias_E, "blocks", h.get("mask"))
         share = {} if seen is None else {"balance": h["balance"] + seen.loss / len(config.expert_layers)}
-        return h | {"x": x_BTD} | share
+        return h | {"x": x_BTD} | share, seen
 
     def last(params: Params, h: dict[str, Tensor], batch: dict[str, Any], key: Tensor | None = None) -> Any:
         del key
@@ -351,7 +372,7 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
         x_BTD = _norm(config, cut, h["x"], params["norm_w"], params.get("norm_b"))
         return _mean(config, params, x_BTD, shifted(batch), cut, h.get("balance"), weighted=_weighted(batch))
 
-    return Stages(first, wrap(layer), last)
+    return Stages(first, layer, last)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ L layers with experts, E experts.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from shardfn.collectives import psum
 from shardfn.core import Axes
-from shardfn.engine import WeightedMean
+from shardfn.engine import PipelineState, WeightedMean
 from shardfn.nn import moe
 
 from . import gpt
@@ -143,10 +144,59 @@ def init_state(config: gpt.Config) -> ModelState:
     return {"bias": torch.zeros(shape), "counts": torch.zeros(shape, dtype=torch.int64)}
 
 
-def finish(config: gpt.Config, model_state: ModelState) -> ModelState:
+def stages(
+    config: gpt.Config,
+    *,
+    axes: Axes = None,
+    wrap: gpt.Wrap = lambda inner: inner,
+    axis: Axes = None,
+    sequence: bool = False,
+) -> gpt.Stages:
+    """`gpt.stages` of experts with a bias, which each stage keeps for its own layers.
+
+    The model state is `PipelineState(blocks=moe.init_state(config))`, with the spec `PipelineState(P(), P("pp"), P())`.
+
+    Args:
+        config: the shape, with experts that have a bias; its blocks are stacked.
+        axes: the batch's axes, over which the choices of experts are counted.
+        wrap: as of `gpt.stages`.
+        axis: as of `gpt.stages`.
+        sequence: as of `gpt.stages`.
+
+    Raises:
+        ValueError: experts have no bias; or as `gpt.stages`.
+
+    Example:
+        >>> from shardfn.core import key
+        >>> config = deepseek_v3_like(vocab_size=64, num_layers=2, d_model=32, num_heads=4, d_ff=16, stacked=True,
+        ...     experts=Experts(num=4, d_ff=8, bias_rate=0.1, route=moe.sigmoid_groups))
+        >>> first, block, last = stages(config)
+        >>> h, _ = first(gpt.init(config, key(0)), (), {"tokens": torch.zeros(2, 9, dtype=torch.int64)})
+        >>> p = {name: x[0] for name, x in gpt.init(config, key(0))["blocks"].items()}
+        >>> _, state = block(p, {name: x[0] for name, x in init_state(config).items()}, h)
+        >>> state["counts"].sum()
+        tensor(32)
+    """
+    if not _has_bias(config):
+        raise ValueError(f"moe.stages: {config.experts} have no bias (bias_rate=0); use gpt.stages.")
+    first, run, last = gpt.stages_and_seen(config, axis, sequence)
+
+    def layer(p: Params, state: ModelState, h: Any, key: Tensor | None = None) -> tuple[Any, ModelState]:
+        h, seen = run(p, h, key, state["bias"])
+        assert seen is not None
+        return h, {**state, "counts": state["counts"] + psum(seen.counts, axes)}
+
+    def stateless(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda params, state, *rest: (f(params, *rest), state)
+
+    return gpt.Stages(stateless(first), wrap(layer), stateless(last))
+
+
+def finish(config: gpt.Config, model_state: Any) -> Any:
     """The model state after a step: biases moved once by the counts of all microbatches, and the counts cleared.
 
-    It is for `sharded_step(finish=functools.partial(moe.finish, config), has_state=True)`.
+    It is for `sharded_step(finish=functools.partial(moe.finish, config), has_state=True)`; in a pipeline its state is a
+    `PipelineState`.
 
     Example:
         >>> config = deepseek_v3_like(num_layers=4)
@@ -155,6 +205,8 @@ def finish(config: gpt.Config, model_state: ModelState) -> ModelState:
         >>> finish(config, state)["bias"][0, :3]
         tensor([-0.0010,  0.0010,  0.0010])
     """
+    if isinstance(model_state, PipelineState):
+        return model_state._replace(blocks=finish(config, model_state.blocks))
     bias = moe.bias_update(model_state["bias"], model_state["counts"], _experts(config).bias_rate)
     return {**model_state, "bias": bias, "counts": torch.zeros_like(model_state["counts"])}
 

@@ -72,12 +72,14 @@ def routed_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_
 
     Raises:
         RuntimeError: no module of `from_module(experts=)` runs.
+        ValueError: the router's weights are not finite; has the layer.
     """
     route = _ROUTE.innermost()
     if route is None:
         raise RuntimeError(f"experts {NAME!r} are for modules that run by from_module(experts=).")
-    choices = top_k_index, top_k_weights
-    how: dict[str, Any] = {"exchange": route.exchange, "product": moe.grouped, "name": route.path_of(module)}
+    choices, name = (top_k_index, top_k_weights), route.path_of(module)
+    moe.check_finite(top_k_weights, name)
+    how: dict[str, Any] = {"exchange": route.exchange, "product": moe.grouped, "name": name}
     return apply_experts(module, hidden_states, *choices, **how)
 
 

@@ -7,49 +7,55 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ._answers import answer_mask, masked
-from ._shapes import check_lengths, check_shapes
+
+TRUNCATE = 2.0  # the default of the losses
 
 
 def truncated_weights(
+    who: str,
     old_BT: Float[Tensor, "b t"],
-    behaviour_BT: Float[Tensor, "b t"],
+    behaviour_BT: Float[Tensor, "b t"] | None,
     lengths_B: Int[Tensor, " b"],
-    *,
-    most: float = 2.0,
-) -> Float[Tensor, "b t"]:
-    """Truncated importance sampling: min(pi_old / pi_behaviour, most), constants.
+    truncate: float,
+) -> Float[Tensor, "..."]:
+    """Truncated importance sampling: min(pi_old / pi_behaviour, truncate), constants.
 
     Answers of pi_behaviour are learnt from by a loss of pi / pi_old, whose clip then bounds the updates by these
     answers alone, and not the updates since they were drawn. Without the bound, the mean of a token's gradient, given
     the tokens before it, is that over draws of pi_old. Where both have the same bits the weight is exactly 1.
 
     Args:
-        old_BT: log probabilities by the weights before the first update by these answers, as by `step.apply`.
-        behaviour_BT: by the weights that drew them: `Rollout.logprobs`.
+        who: the function, for the error.
+        old_BT: log probabilities by the weights before the first update by these answers.
+        behaviour_BT: by the weights that drew them; None if these are the same.
         lengths_B: tokens of each answer.
-        most: the largest weight.
+        truncate: the largest weight.
 
     Returns:
-        [B, T]; 0 from each answer's end on.
+        [B, T], 0 from each answer's end on; or 1.
 
     Raises:
-        ValueError: shapes do not fit, a length is not from 0 to T, or `most` is not positive.
-
-    Example:
-        >>> import torch
-        >>> behaviour = torch.tensor([[-1.0, -1.0, -3.0]])
-        >>> truncated_weights(torch.tensor([[-1.0, -2.0, -1.0]]), behaviour, torch.tensor([3]))
-        tensor([[1.0000, 0.3679, 2.0000]])
-
-    References:
-        Espeholt et al., IMPALA, 2018, https://arxiv.org/abs/1802.01561
-        Hilton et al., Batch size-invariance for policy optimization, 2021, https://arxiv.org/abs/2110.00641
-        Fu et al., AReaL, 2025, https://arxiv.org/abs/2505.24298
+        ValueError: `truncate` is not positive, or without effect.
     """
-    check_shapes("truncated_weights", old_BT=old_BT, behaviour_BT=behaviour_BT, lengths_B=lengths_B)
-    check_lengths("truncated_weights", old_BT.shape[1], lengths_B=lengths_B)
-    if not most > 0:
-        raise ValueError(f"truncated_weights: most is {most}; it must be positive, such as 2.0.")
+    if not truncate > 0:
+        raise ValueError(f"{who}: truncate is {truncate}; it must be positive, such as {TRUNCATE}.")
+    if behaviour_BT is None:
+        if truncate != TRUNCATE:
+            raise ValueError(
+                f"{who}: truncate is {truncate} without behaviour_BT, so it has no effect; pass both, or leave it out."
+            )
+        return old_BT.new_ones(())
     mask_BT = answer_mask(lengths_B, old_BT.shape[1])
     # Padding is left out before exp, so that its numbers never overflow.
-    return masked(masked((old_BT - behaviour_BT).detach(), mask_BT).exp().clamp(max=most), mask_BT)
+    return masked(masked((old_BT - behaviour_BT).detach(), mask_BT).exp().clamp(max=truncate), mask_BT)
+
+
+def drawn_ratios(
+    logprobs_BT: Float[Tensor, "b t"],
+    old_BT: Float[Tensor, "b t"],
+    behaviour_BT: Float[Tensor, "b t"] | None,
+    lengths_B: Int[Tensor, " b"],
+) -> Float[Tensor, "b t"]:
+    """The ratios pi / pi_behaviour, with a gradient and without a bound; 1 from each answer's end on."""
+    drawn_BT = old_BT if behaviour_BT is None else behaviour_BT
+    return masked(logprobs_BT - drawn_BT, answer_mask(lengths_B, old_BT.shape[1])).exp()

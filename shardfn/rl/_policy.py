@@ -13,6 +13,7 @@ from shardfn.engine import WeightedMean
 
 from ._answers import answer_mask, counted_mean, masked, row_mean
 from ._kl import Estimator, kl
+from ._older import drawn_ratios, truncated_weights
 from ._shapes import check_lengths, check_shapes
 
 Clip = float | tuple[float, float]
@@ -26,21 +27,25 @@ def ppo_policy(
     *,
     clip: Clip = 0.2,
     most: float | None = None,
-    weights_BT: Float[Tensor, "b t"] | None = None,
+    behaviour_BT: Float[Tensor, "b t"] | None = None,
+    truncate: float = 2.0,
 ) -> WeightedMean:
     """PPO's loss: -min(rho A, clip(rho, 1 - clip, 1 + clip) A), a mean over all tokens.
 
     Args:
         logprobs_BT: of the policy that learns.
-        old_BT: of the policy that drew the answers; with `weights_BT`, of the weights before the first update by them.
+        old_BT: of the policy before the first update by these answers.
         advantages_BT: of each token, as from `gae`.
         lengths_B: tokens of each answer.
         clip: how far a ratio may go; (below, above) where these differ.
         most: the largest ratio of tokens whose advantage is negative, which `clip` leaves unbounded; None is any.
-        weights_BT: factors of the tokens' losses, as from `truncated_weights`; None is 1.
+        behaviour_BT: of the policy that drew the answers, where it is older than that of `old_BT`: each token's loss
+            then counts min(pi_old / pi_behaviour, truncate) times. None is the policy of `old_BT`.
+        truncate: the largest such factor.
 
     Raises:
-        ValueError: shapes do not fit, or a length is not from 0 to T.
+        ValueError: shapes do not fit, or a length is not from 0 to T; `truncate` is not positive, or without
+            `behaviour_BT`.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -51,11 +56,12 @@ def ppo_policy(
         Schulman et al., Proximal Policy Optimization Algorithms, 2017, https://arxiv.org/abs/1707.06347
         Ye et al., Mastering Complex Control in MOBA Games, 2019, https://arxiv.org/abs/1912.09729
     """
-    tensors = {"old_BT": old_BT, "advantages_BT": advantages_BT, "lengths_B": lengths_B, "weights_BT": weights_BT}
+    tensors = {"old_BT": old_BT, "advantages_BT": advantages_BT, "lengths_B": lengths_B, "behaviour_BT": behaviour_BT}
     check_shapes("ppo_policy", logprobs_BT=logprobs_BT, **tensors)
     check_lengths("ppo_policy", logprobs_BT.shape[1], lengths_B=lengths_B)
     log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
-    return counted_mean(_weighted(_surrogate(log_BT.exp(), advantages_BT, clip, most), weights_BT), lengths_B)
+    weight_BT = truncated_weights("ppo_policy", old_BT, behaviour_BT, lengths_B, truncate)
+    return counted_mean(_surrogate(log_BT.exp(), advantages_BT, clip, most) * weight_BT, lengths_B)
 
 
 def ppo_value(
@@ -107,7 +113,8 @@ def grpo(
     beta: float = 0.0,
     estimator: Estimator = "k3",
     corrected: bool = False,
-    weights_BT: Float[Tensor, "b t"] | None = None,
+    behaviour_BT: Float[Tensor, "b t"] | None = None,
+    truncate: float = 2.0,
 ) -> WeightedMean:
     """The loss of answers whose tokens share an advantage.
 
@@ -123,7 +130,7 @@ def grpo(
 
     Args:
         logprobs_BT: of the policy that learns.
-        old_BT: of the policy that drew the answers; with `weights_BT`, of the weights before the first update by them.
+        old_BT: of the policy before the first update by these answers.
         advantages_B: as from `group_advantages`.
         lengths_B: tokens of each answer.
         clip: how far a ratio may go; (below, above) where these differ.
@@ -137,20 +144,29 @@ def grpo(
         reference_BT: log probabilities of the reference.
         beta: weight of `kl(logprobs, reference)`.
         estimator: of the divergence.
-        corrected: whether the divergence of a token has its ratio as a weight, with the ratio's gradient. Then k1 and
-            k3 have the mean gradient of KL(pi, ref) in every epoch; without it a token that has become improbable since
-            its draw has a k3 of ref / pi.
-        weights_BT: factors of the tokens' losses, as from `truncated_weights`, but not of the divergence; None is 1.
+        corrected: whether the divergence of a token has the weight pi / pi_behaviour, with the ratio's gradient. Then
+            k1 and k3 have the mean and the mean gradient of KL(pi, ref) in every epoch; without it a token that has
+            become improbable since its draw has a k3 of ref / pi. This weight has no bound: one of 2 made the
+            divergence of a run up to 15% smaller than it was. Clip the norm of gradients, as rare weights are large.
+        behaviour_BT: of the policy that drew the answers, where it is older than that of `old_BT`: each token's loss,
+            without its divergence, then counts min(pi_old / pi_behaviour, truncate) times: truncated importance
+            sampling. The clip bounds the updates by these answers alone, and not those since they were drawn. None is
+            the policy of `old_BT`; where both have the same bits, so has the loss.
+        truncate: the largest such factor. It bounds the variance; without it, the mean of a token's gradient, given the
+            tokens before it, would be that over draws of `old_BT`.
 
     Raises:
         ValueError: shapes do not fit, or a length is not from 0 to T; a choice is unknown; `constant` is missing, or
             without effect; `beta` without a reference, or a reference without `beta`; `corrected` without a
-            reference.
+            reference; `truncate` is not positive, or without
+            `behaviour_BT`.
 
     Example:
         >>> one = torch.ones(1, 1)
         >>> grpo(-one, -2 * one, torch.tensor([1.0]), torch.tensor([1])).mean()
         tensor(-1.2000)
+        >>> grpo(-one, -2 * one, torch.tensor([1.0]), torch.tensor([1]), behaviour_BT=-2.5 * one).mean()
+        tensor(-1.9785)
 
     References:
         Shao et al., DeepSeekMath, 2024, https://arxiv.org/abs/2402.03300
@@ -158,6 +174,9 @@ def grpo(
         Liu et al., Understanding R1-Zero-Like Training, 2025, https://arxiv.org/abs/2503.20783
         Zheng et al., Group Sequence Policy Optimization, 2025, https://arxiv.org/abs/2507.18071
         MiniMax, MiniMax-M1, 2025, https://arxiv.org/abs/2506.13585
+        Espeholt et al., IMPALA, 2018 (`truncate`), https://arxiv.org/abs/1802.01561
+        Hilton et al., Batch size-invariance for policy optimization, 2021, https://arxiv.org/abs/2110.00641
+        Fu et al., AReaL, 2025, https://arxiv.org/abs/2505.24298
         DeepSeek-AI, DeepSeek-V3.2, 2025, section 3.1 (`corrected`), https://arxiv.org/abs/2512.02556
     """
     _check_choices(normalise, constant, ratio, objective, reference_BT, beta)
@@ -166,7 +185,7 @@ def grpo(
             "grpo: corrected is True without a reference, so it has no effect; pass reference_BT and beta."
         )
     tensors = {"old_BT": old_BT, "advantages_B": advantages_B, "lengths_B": lengths_B, "reference_BT": reference_BT}
-    check_shapes("grpo", logprobs_BT=logprobs_BT, **tensors, weights_BT=weights_BT)
+    check_shapes("grpo", logprobs_BT=logprobs_BT, **tensors, behaviour_BT=behaviour_BT)
     check_lengths("grpo", logprobs_BT.shape[1], lengths_B=lengths_B)
     mask_BT = answer_mask(lengths_B, logprobs_BT.shape[1])
     log_BT = masked(logprobs_BT - old_BT, mask_BT)
@@ -181,10 +200,10 @@ def grpo(
             * a_BT
             * masked(logprobs_BT, mask_BT)
         )
-    loss_BT = _weighted(loss_BT, weights_BT)
+    loss_BT = loss_BT * truncated_weights("grpo", old_BT, behaviour_BT, lengths_B, truncate)
     if reference_BT is not None:
         kl_BT = kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT), estimator=estimator)
-        weight_BT = masked(logprobs_BT - old_BT, mask_BT).exp() if corrected else 1.0
+        weight_BT = drawn_ratios(logprobs_BT, old_BT, behaviour_BT, lengths_B) if corrected else 1.0
         loss_BT = loss_BT + beta * weight_BT * kl_BT
     return _normalised(loss_BT, lengths_B, normalise, constant)
 
@@ -232,23 +251,29 @@ def policy_metrics(
     *,
     clip: Clip = 0.2,
     reference_BT: Float[Tensor, "b t"] | None = None,
+    behaviour_BT: Float[Tensor, "b t"] | None = None,
+    truncate: float = 2.0,
 ) -> dict[str, WeightedMean]:
     """Metrics for a loss's aux: means over all tokens, without gradients.
 
     Args:
         logprobs_BT: of the policy that learns.
-        old_BT: of the policy that drew the answers.
+        old_BT: of the policy before the first update by these answers.
         lengths_B: tokens of each answer.
         clip: of the loss.
         reference_BT: log probabilities of the reference.
+        behaviour_BT: of the policy that drew the answers, where it is older than that of `old_BT`, or None.
+        truncate: of the loss.
 
     Returns:
-        "ratio"; "exact", the part of ratios that are 1 to the last bit; "clipped", the part outside of the clip;
-        "length", the mean over answers; and with a reference "kl", by k3 with ratios as weights: the divergence of the
-        policy that learns, though an older one has drawn the tokens.
+        "ratio", pi / pi_old; "exact", the part of ratios that are 1 to the last bit; "clipped", the part outside of the
+        clip; "length", the mean over answers; with a reference "kl", by k3 with the weights pi / pi_behaviour: the
+        divergence of the policy that learns, though an older one has drawn the tokens; with `behaviour_BT` "weight",
+        min(pi_old / pi_behaviour, truncate).
 
     Raises:
-        ValueError: shapes do not fit, or a length is not from 0 to T.
+        ValueError: shapes do not fit, or a length is not from 0 to T; `truncate` is not positive, or without
+            `behaviour_BT`.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -256,13 +281,16 @@ def policy_metrics(
         {'ratio': 1.0, 'exact': 1.0, 'clipped': 0.0, 'length': 1.0}
     """
     tensors = {"old_BT": old_BT, "lengths_B": lengths_B, "reference_BT": reference_BT}
-    check_shapes("policy_metrics", logprobs_BT=logprobs_BT, **tensors)
+    check_shapes("policy_metrics", logprobs_BT=logprobs_BT, **tensors, behaviour_BT=behaviour_BT)
     check_lengths("policy_metrics", logprobs_BT.shape[1], lengths_B=lengths_B)
     mask_BT, logprobs_BT = answer_mask(lengths_B, logprobs_BT.shape[1]), logprobs_BT.detach()
     rho_BT = masked(logprobs_BT - old_BT, mask_BT).exp()
     rows = {"ratio": rho_BT, "exact": rho_BT == 1, "clipped": rho_BT != _clipped(rho_BT, clip)}
     if reference_BT is not None:
-        rows["kl"] = rho_BT * kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT))
+        kl_BT = kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT))
+        rows["kl"] = drawn_ratios(logprobs_BT, old_BT, behaviour_BT, lengths_B) * kl_BT
+    weight_BT = truncated_weights("policy_metrics", old_BT, behaviour_BT, lengths_B, truncate)
+    rows |= {} if behaviour_BT is None else {"weight": weight_BT}
     found = {name: counted_mean(x.to(rho_BT.dtype), lengths_B) for name, x in rows.items()}
     return found | {"length": row_mean(lengths_B.to(rho_BT.dtype))}
 
@@ -275,10 +303,6 @@ def _clipped(rho: Tensor, clip: Clip) -> Tensor:
 def _surrogate(rho: Tensor, a: Tensor, clip: Clip, most: float | None) -> Tensor:
     free = rho if most is None else rho.clamp(max=most)
     return -torch.minimum(free * a, _clipped(rho, clip) * a)
-
-
-def _weighted(loss_BT: Tensor, weights_BT: Tensor | None) -> Tensor:
-    return loss_BT if weights_BT is None else weights_BT.detach() * loss_BT
 
 
 def _normalised(loss_BT: Tensor, lengths_B: Tensor, normalise: str, constant: int | None) -> WeightedMean:

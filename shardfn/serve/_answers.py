@@ -6,6 +6,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
+from shardfn.inference import Grammar
+
 from ._asked import Asked, Model
 from ._calls import Call, Piece
 from ._errors import ApiError
@@ -107,7 +109,7 @@ class Answer:
 
     async def _pieces(self) -> list[Piece]:
         pieces = await self._call.take()
-        raise_failures(pieces)
+        raise_failures(pieces, self._asked.requests[0].sampling.grammar)
         return pieces
 
     def _due(self, pieces: list[Piece]) -> list[bytes]:
@@ -140,14 +142,22 @@ class Answer:
         return [speller.spell(token)]
 
 
-def raise_failures(pieces: Sequence[Piece]) -> None:
+def raise_failures(pieces: Sequence[Piece], grammar: Grammar | None = None) -> None:
     """Raises the error of a choice that has failed.
+
+    Args:
+        pieces: of a call.
+        grammar: of its requests.
 
     Raises:
         ApiError: a choice has ended otherwise than by a stop or its length.
     """
     for piece in pieces:
-        if (reason := piece.token.finish) in _FAILURES:
+        if (reason := piece.token.finish) == "error" and grammar is not None:
+            field = "regex" if grammar.kind == "regex" else "response_format"
+            text = f"{field} needs more steps for one token than a server takes; this request has ended. Give a simpler"
+            raise ApiError(400, f"{text} one. (Or the logits of the model are not finite.)", field)
+        if reason in _FAILURES:
             raise ApiError(*_FAILURES[reason])
 
 

@@ -131,6 +131,7 @@ class App:
 
     async def _models(self, request: "Request") -> "Response":
         model = self._open_model()
+        _check_address(request)
         if (name := request.path_params.get("name")) is None:
             return json_response({"object": "list", "data": [_row(each, model) for each in model.names]})
         check_model(name, model)
@@ -164,6 +165,7 @@ class App:
     async def _asked(self, request: "Request", read: Callable[[Mapping[str, Any], Model], _T]) -> tuple[Model, _T]:
         """The meaning of a body."""
         self._open_model()
+        _check_address(request)
         data = await _body(request, self._settings)
         model = self._open_model()  # the server may end meanwhile
         loop = asyncio.get_running_loop()
@@ -206,6 +208,12 @@ def _row(name: str, model: Model) -> dict[str, Any]:
     return row if name == model.name else row | {"parent": model.name}
 
 
+def _check_address(request: "Request") -> None:
+    """Refuses fields after a question mark: no route has any."""
+    if (name := next(iter(request.query_params), None)) is not None:
+        raise ApiError(400, f"{name[:60]} is not served in the address; give fields in the body.", name[:60])
+
+
 async def _body(request: "Request", settings: Settings) -> bytes:
     """The bytes of a body within the limits of size and time."""
     from starlette.requests import ClientDisconnect
@@ -213,6 +221,8 @@ async def _body(request: "Request", settings: Settings) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # forms of pages of other sites cannot send it
         raise ApiError(415, f"Content-Type is {kind[:60]!r}; it must be 'application/json'.")
+    if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        raise ApiError(415, f"Content-Encoding is {coding[:60]!r}; send the body as it is.")
     large = ApiError(413, f"The body has more than {settings.max_body} bytes, the most that this server takes.")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > settings.max_body:

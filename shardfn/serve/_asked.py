@@ -8,7 +8,19 @@ from typing import Any, NamedTuple
 from shardfn.inference import Compiler, Detokenizer, Grammar, Limits, Request, Sampling, check_request
 
 from ._errors import ApiError
-from ._fields import CHAT, COMPLETIONS, FLAG, FORMAT, MESSAGE, NUMBER, PART, SAMPLING, SCHEMA, check_text, read_fields
+from ._fields import (
+    CHAT,
+    COMPLETIONS,
+    FORMAT,
+    MESSAGE,
+    NUMBER,
+    OPTIONS,
+    PART,
+    SAMPLING,
+    SCHEMA,
+    check_text,
+    read_fields,
+)
 
 _COMPLETION = 16  # OpenAI's default for max_tokens of the older route
 _OLDER_TOP = 5  # its most probable tokens
@@ -145,7 +157,7 @@ def _asked(
     stream, options = given.get("stream", False), given.get("stream_options")
     if options is not None and not stream:
         raise ApiError(400, "stream_options has no effect without stream: true; leave it out.", "stream_options")
-    usage = read_fields(options or {}, {"include_usage": FLAG}, "stream_options").get("include_usage", False)
+    usage = read_fields(options or {}, OPTIONS, "stream_options").get("include_usage", False)
     return Asked(given["model"], requests, stream, usage, top)
 
 
@@ -235,7 +247,7 @@ def _grammar(given: Mapping[str, Any], model: Model, stop_tokens: Sequence[int])
 def _schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The schema that a format asks for; None for any text."""
     found = read_fields(given, FORMAT, "response_format")
-    kind = found.get("type")
+    kind = _needed(found, "type", "response_format")
     if kind not in ("text", "json_object", "json_schema"):
         text = f"response_format.type is {kind!r:.60}; it must be 'text', 'json_object' or 'json_schema'."
         raise ApiError(400, text, "response_format.type")
@@ -245,10 +257,15 @@ def _schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
             raise ApiError(400, f"{at} has no effect with type {kind!r}; take type 'json_schema'.", at)
         return {"type": "object"} if kind == "json_object" else None
     inner = read_fields(found.get("json_schema", {}), SCHEMA, "response_format.json_schema")
-    if "schema" not in inner:
-        at = "response_format.json_schema.schema"
-        raise ApiError(400, f"{at} is missing.", at, "missing_parameter")
-    return inner["schema"]
+    return _needed(inner, "schema", "response_format.json_schema")
+
+
+def _needed(given: Mapping[str, Any], name: str, at: str = "") -> Any:
+    """The value of a field that must be there."""
+    full = f"{at}.{name}" if at else name
+    if given.get(name) is None:
+        raise ApiError(400, f"{full} is missing.", full, "missing_parameter")
+    return given[name]
 
 
 def prompts_of(given: Mapping[str, Any], model: Model, field: str) -> list[list[int]]:
@@ -257,9 +274,7 @@ def prompts_of(given: Mapping[str, Any], model: Model, field: str) -> list[list[
     Raises:
         ApiError: it is missing, or of another form.
     """
-    if field not in given:
-        raise ApiError(400, f"{field} is missing.", field, "missing_parameter")
-    prompt = given[field]
+    prompt = _needed(given, field)
     check_text(prompt, field)
     if isinstance(prompt, str) or _ids(prompt):
         prompt = [prompt]
@@ -284,13 +299,11 @@ def _message(message: Any, at: str) -> dict[str, str]:
     if not isinstance(message, dict):
         raise ApiError(400, f"{at} must be an object with role and content.", at)
     given = read_fields(message, MESSAGE, at)
-    for name in MESSAGE:
-        if name not in given:
-            raise ApiError(400, f"{at}.{name} is missing.", f"{at}.{name}", "missing_parameter")
-    if given["role"] not in _ROLES:
-        text = f"{at}.role is {given['role'][:60]!r}; it must be one of {', '.join(_ROLES)}."
+    role, content = (_needed(given, name, at) for name in ("role", "content"))
+    if role not in _ROLES:
+        text = f"{at}.role is {role[:60]!r}; it must be one of {', '.join(_ROLES)}."
         raise ApiError(400, text, f"{at}.role")
-    return {"role": given["role"], "content": _content(given["content"], f"{at}.content")}
+    return {"role": role, "content": _content(content, f"{at}.content")}
 
 
 def _content(content: Any, at: str) -> str:
@@ -302,11 +315,11 @@ def _content(content: Any, at: str) -> str:
     for i, part in enumerate(content):
         if not isinstance(part, dict):
             raise ApiError(400, f"{at}[{i}] must be an object with type and text.", f"{at}[{i}]")
-        kind = part.get("type")
+        kind = _needed(part, "type", f"{at}[{i}]")
         if kind != "text":
             text = f"{at}[{i}].type is {kind!r:.60}; only parts of type 'text' are served."
             raise ApiError(400, text, f"{at}[{i}].type", "unsupported_parameter")
-        texts.append(read_fields(part, PART, f"{at}[{i}]").get("text", ""))
+        texts.append(_needed(read_fields(part, PART, f"{at}[{i}]"), "text", f"{at}[{i}]"))
     return "".join(texts)
 
 

@@ -89,6 +89,7 @@ EMBEDDINGS: Mapping[str, Kind] = {
     "dimensions": INTEGER,
     "user": TEXT,
 }
+OPTIONS: Mapping[str, Kind] = {"include_usage": FLAG}
 FORMAT: Mapping[str, Kind] = {"type": TEXT, "json_schema": OBJECT}
 SCHEMA: Mapping[str, Kind] = {"name": TEXT, "description": TEXT, "strict": FLAG, "schema": OBJECT}
 MESSAGE: Mapping[str, Kind] = {"role": TEXT, "content": ANY}

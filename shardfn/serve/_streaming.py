@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import socket
+import struct
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +44,10 @@ class EventStream:
         except TimeoutError:
             how = "stalled"
             if (transport := scope.get("state", {}).get("transport")) is not None:
-                transport.abort()  # pieces that the client has not read are dropped
+                # Pieces that the client has not read are dropped, also those in the kernel, which would keep them.
+                end = transport.get_extra_info("socket")
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                transport.abort()
         finally:
             self._ended(how)
 

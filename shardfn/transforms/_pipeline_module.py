@@ -1,9 +1,11 @@
 """`pipeline_module`: a loss of an unmodified module, whose layers lie on the ranks along an axis."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shardfn.core import PyTree
 from shardfn.engine import Accumulated, Partitioned, PipelinedModule, check_order
 from shardfn.modules import LayeredFunction
 from shardfn.schedules import PipelineSchedule
@@ -92,6 +94,16 @@ def pipeline_module(
         )
     table, path, per_stage = schedule_of(schedule, 1), function.path, per_stage_of(layers_per_stage, 1)
     whole = loss.inner if isinstance(loss, Partitioned) else loss
-    made = PipelinedModule(lambda params: params[path], axis, table, 1, False, per_stage, whole, function)
+    made = PipelinedModule(functools.partial(_layers, path), axis, table, 1, False, per_stage, whole, function)
     piped = Accumulated(made, num_microbatches) if num_microbatches > 1 else made
     return dataclasses.replace(loss, inner=piped) if isinstance(loss, Partitioned) else piped
+
+
+def _layers(path: str, params: PyTree) -> PyTree:
+    if path not in params:
+        raise ValueError(
+            f"pipeline_module(loss, function): params have {sorted(params)}, and the function's layers are at {path!r};"
+            " pass the parameters of from_module themselves. For adapters beside the layers, write them as functions:"
+            " sf.pipeline(first, block, last)."
+        )
+    return params[path]

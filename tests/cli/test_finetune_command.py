@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from shardfn.cli import main
+from tests.cli.test_generate import smol_python as smol_python
 
 ROOT = pathlib.Path(__file__).parents[2]
 ALONE = [sys.executable, "-m", "shardfn"]
@@ -153,6 +154,41 @@ def test_a_run_beside_codes_goes_on_where_it_was_ended(given: pathlib.Path, tmp_
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("width", [16, 64])
+def test_tensor_parallel_beside_codes(width: int, given: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Rows of 16 elements share one scale; of 64, two ranks have one group each."""
+    from safetensors.torch import load_file
+
+    model = tmp_path / "model"
+    shutil.copytree(given / "model", model)
+    config = transformers.AutoConfig.from_pretrained(model)
+    config.update({"hidden_size": width, "intermediate_size": 2 * width, "head_dim": width // 4})
+    transformers.set_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(model)
+    more = ["--lora", "2", "--codes", "int4", "--merge", "--precision", "fp32", "--steps", "4", "--validation", ""]
+
+    def asked(out: str, *others: str) -> list[str]:
+        told = words(given, tmp_path / out, *more, *others)
+        return [told[0], str(model), *told[2:]]
+
+    tp = asked("two", "--mesh", "dp=1,tp=2")
+    run(ALONE, *asked("one"))
+    run(torchrun(2), *tp)
+    for a, b in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    one, two = (load_file(tmp_path / out / "model/model.safetensors") for out in ("one", "two"))
+    assert torch.equal(one["lm_head.weight"], two["lm_head.weight"])
+    for name in one:
+        assert torch.allclose(one[name], two[name], rtol=1e-4, atol=1e-5), name
+    adapters = tmp_path / "two/adapter/adapter_model.safetensors"
+    want = adapters.read_bytes()
+    shutil.rmtree(tmp_path / "two/checkpoints/step_000004")
+    shutil.rmtree(tmp_path / "two/adapter")
+    run(torchrun(2), *tp)
+    assert adapters.read_bytes() == want
+
+
 def test_the_result_is_the_checkpoint_with_the_lowest_validation_loss(
     given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,14 +312,6 @@ def test_every_bad_argument_is_named_before_anything_is_loaded(
         ("--merge",): "--merge has no effect without --lora RANK",
         ("--codes", "int4"): "--codes has no effect without --lora RANK",
         ("--lora", "2", "--codes", "int3"): "--codes int3: it is int8 or int4",
-        (
-            "--lora",
-            "2",
-            "--codes",
-            "int4",
-            "--mesh",
-            "tp=2",
-        ): "--codes int4 with --mesh tp=2: tp may cut between elements",
         ("--lora", "-1"): "--lora -1: the rank is 1 or more",
         ("--zero", "4"): "--zero 4: a stage is 0, 1, 2 or 3",
         ("--precision", "bf61"): "--precision bf61: it is bf16 or fp32. Did you mean 'bf16'?",
@@ -326,3 +354,41 @@ def test_a_run_that_goes_on_keeps_its_settings(
     assert (
         "has a run with lr=0.03, and now it is 0.5: pass the same to go on, or another --out" in capsys.readouterr().err
     )
+
+
+# Trains adapters of a model beside its weights in codes, and beside a copy whose same weights are the decoded ones.
+BESIDE_DECODED = """
+import json, pathlib, sys
+import torch
+from safetensors.torch import load_file, save_file
+from shardfn.cli import main
+from shardfn.kernels import code_blocks, decode_blocks
+
+model, out = map(pathlib.Path, sys.argv[1:])
+weights, decoded = load_file(model / "model.safetensors"), out / "decoded"
+for name, w in weights.items():
+    if "_proj." in name:
+        weights[name] = decode_blocks(code_blocks(w, "int4"), w.shape[1])
+decoded.mkdir(parents=True)
+for path in model.glob("*.json"):
+    (decoded / path.name).write_bytes(path.read_bytes())
+save_file(weights, decoded / "model.safetensors", metadata={"format": "pt"})
+lines = [{"prompt": f"What is {n} plus {n}?", "completion": f" It is {2 * n}."} for n in range(8)]
+(out / "lines.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+how = "--lora 4 --steps 3 --batch 2 --length 16 --lr 1e-3 --precision fp32".split()
+for name, path, more in (("coded", model, ["--codes", "int4"]), ("plain", decoded, [])):
+    assert main(["finetune", str(path), str(out / "lines.jsonl"), "--out", str(out / name), *how, *more]) == 0
+"""
+
+
+@pytest.mark.nightly
+def test_smollm2_beside_codes_trains_as_beside_its_decoded_weights(smol_python: str, tmp_path: pathlib.Path) -> None:
+    unpack = [smol_python, str(ROOT / "examples/rlhf/chat.py"), str(tmp_path / "smol")]
+    for command in (unpack, [smol_python, "-c", BESIDE_DECODED, str(tmp_path / "smol"), str(tmp_path)]):
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+    coded, plain = rows_of(tmp_path / "coded"), rows_of(tmp_path / "plain")
+    assert len(coded) == 3 and coded[-1]["loss"] < coded[0]["loss"]
+    assert [(x["loss"], x["grad_norm"]) for x in coded] == [(x["loss"], x["grad_norm"]) for x in plain]
+    name = "adapter/adapter_model.safetensors"
+    assert (tmp_path / "coded" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()

@@ -415,6 +415,7 @@ def test_a_prompt_longer_than_the_context(given: pathlib.Path, capsys: pytest.Ca
         ("incomplete", "model.layers.1.mlp.up_proj.weight is missing"),
         ("pruned", r"does not fit .*model.json, in 1 of 21 leaves: params\['norm_w'\] is not in the checkpoint"),
         ("undescribed", "has checkpoints, and no model.json"),
+        ("unsaved", "is a run without checkpoints; train again with --save-every 100"),
         ("finetuned", "is a run of shardfn finetune; its model is"),
     ],
 )
@@ -435,6 +436,8 @@ def test_refused_models(
         save(place / "checkpoints", {name: x for name, x in params.items() if name != "norm_w"}, 3, at="params")
     elif made == "undescribed":
         (place / "checkpoints").mkdir()
+    elif made == "unsaved":
+        (place / "metrics.jsonl").touch()
     elif made == "finetuned":
         (place / "model").mkdir()
         (place / "model/config.json").touch()

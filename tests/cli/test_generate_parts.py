@@ -14,7 +14,7 @@ from shardfn.cli import _generate_model
 from shardfn.cli._generate_job import GenerateJob
 from shardfn.cli._generate_model import engine_of, load
 from shardfn.core import Draw
-from shardfn.inference import Sampling, limits_of
+from shardfn.inference import Engine, Sampling, fit_codes, hf_decoder, limits_of
 from shardfn.testing import distributed
 from tests.cli.test_generate import WORDS, tokenizer_of
 from tests.inference.test_hf_parts import counted
@@ -50,6 +50,27 @@ def test_a_rank_of_two_reads_about_half(world: int, tmp_path: pathlib.Path) -> N
         whole = load(job_of(tmp_path, 1), alone, held)
         one, _ = engine_of(job, whole, limits, alone, held, {})
     assert engine.generate(prompts, how) == one.generate(prompts, how)
+
+
+@distributed(world=[1, 2])
+def test_codes_are_fitted_from_one_load(world: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, text = list[Any](), tmp_path / "text"
+    module = _generate_model._module
+    monkeypatch.setattr(_generate_model, "_module", lambda *args: loads.append(args) or module(*args))
+    text.write_text(" ".join(WORDS * 3))
+    mesh, job = core.make_mesh({"tp": world}), job_of(tmp_path, world, weights="int4", fit=str(text))
+    with contextlib.ExitStack() as held, counted() as reads:
+        served = load(job, mesh, held)
+        engine, _ = engine_of(job, served, limits_of(served.decoder, context=16, cache_bytes=1 << 20), mesh, held, {})
+    assert len(loads) == 1 and served.plain is None
+    assert sum(reads) == (4 * served.size if world > 1 else 0)  # alone, transformers reads them
+    plain, params = hf_decoder(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval())
+    tokens = [1, *range(3, 11), *range(3, 11), *range(3, 11)]
+    fitted = fit_codes(plain, params, "int4", [tokens[:16], tokens[16:]])
+    alone = Engine(served.decoder, fitted, mesh=mesh)
+    how = Sampling(max_tokens=5, temperature=0.0)
+    [got], [want] = (x.generate([[1, 3, 4]], how) for x in (engine, alone))
+    assert (got.tokens, got.logprobs) == (want.tokens, want.logprobs)
 
 
 def module_of(folder: pathlib.Path, axis: str | None = "tp", **more: Any) -> tuple[Any, Any]:

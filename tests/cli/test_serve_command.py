@@ -229,7 +229,7 @@ def opened(path: pathlib.Path) -> Iterator[int]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("moment", ["start", "weights"])
+@pytest.mark.parametrize("moment", ["start", "weights", "graphs"])
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_rank_that_is_killed_while_it_loads(model: pathlib.Path, dies: int, moment: str) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
@@ -245,8 +245,10 @@ def test_a_rank_that_is_killed_while_it_loads(model: pathlib.Path, dies: int, mo
                 assert time.monotonic() < end and process.poll() is None
                 path = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
                 ranks = [int(x) for x in path.read_text().split()]
-            if moment == "weights":
+            if moment != "start":
                 assert select.select([watch], [], [], LIMIT)[0]
+            if moment == "graphs":
+                time.sleep(1)  # their capture takes some seconds
             began = time.monotonic()
             os.kill(ranks[dies], signal.SIGKILL)
             _, err = process.communicate(timeout=LIMIT)
@@ -366,6 +368,30 @@ def test_templates_run_in_a_sandbox() -> None:
     made = template("{{ messages.__class__.__mro__[1].__subclasses__() }}", text)
     with pytest.raises(ValueError, match="the chat template refuses these messages: access to attribute"):
         made([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+        ("{% for i in range(messages[0].content | int) %}x{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
+        ("{{ messages[3].content.x }}", "list object has no element 3"),
+    ],
+)
+def test_a_template_that_fails_refuses_the_messages(source: str, words: str) -> None:
+    from shardfn.cli._chat_template import template
+    from shardfn.cli._generate_text import text_of_data, text_of_transformers
+    from shardfn.data import ByteTokenizer
+    from tests.cli.test_generate import WORDS, tokenizer_of
+
+    theirs = tokenizer_of(WORDS)
+    theirs.chat_template = source
+    for chat in (template(source, text_of_data(ByteTokenizer())), text_of_transformers(theirs).chat):
+        assert chat is not None
+        with pytest.raises(ValueError, match=f"the chat template refuses these messages: .*{words}"):
+            chat([{"role": "user", "content": "1000000"}])
 
 
 def hugging_face(folder: pathlib.Path) -> Any:

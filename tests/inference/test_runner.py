@@ -1,8 +1,15 @@
-"""Covers the extended steps of `inference`: biases of tokens, and the most probable ones at each place."""
+"""Covers the steps of `inference`: biases of tokens, the most probable ones at each place, and threads."""
 
 import dataclasses
+from typing import Any
 
-from shardfn.inference import Sampling
+import pytest
+import torch
+
+from shardfn import core
+from shardfn.engine import BoundCall
+from shardfn.inference import Engine, Sampling, decoder
+from shardfn.models import gpt
 from tests.inference.test_engine import engine
 
 
@@ -23,3 +30,29 @@ def test_biases_of_tokens() -> None:
     assert never.tokens[0] == free.top_logprobs[0][1][0]
     assert always.tokens == [4] * 6 and always.top_logprobs[0] == free.top_logprobs[0]
     assert one.generate([[1, 2, 3]], Sampling(max_tokens=6, temperature=0.0))[0].top_logprobs == ()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_torch_takes_one_thread_beside_kernels(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[int]()  # by torch in the pure step, when it is captured and when it runs
+    config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=32, exact=exact)
+    made = decoder(config)
+
+    def outputs(*args: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return made.outputs(*args)
+
+    def call(self: BoundCall, *args: Any, run: Any = BoundCall.__call__) -> Any:
+        seen.append(torch.get_num_threads())
+        return run(self, *args)
+
+    monkeypatch.setattr(BoundCall, "__call__", call)
+    one = Engine(dataclasses.replace(made, outputs=outputs), gpt.init(config, core.key(0)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        one.generate([[1, 2, 3]], Sampling(max_tokens=2))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert len(seen) >= 4 and set(seen) == {1 if exact else 3}

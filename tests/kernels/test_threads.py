@@ -28,7 +28,7 @@ def linear():
     return kernels.row_linear(x, packed, 700)
 
 want, before = linear(), threads()
-torch.get_num_threads = lambda: 3
+counted, torch.get_num_threads = torch.get_num_threads, lambda: 3
 """
 
 
@@ -98,3 +98,29 @@ print(len(wrong), threads() - before)
 
 def test_a_process_ends_while_its_threads_sleep() -> None:
     assert run("print(torch.equal(linear(), want))") == ["True"]
+
+
+def test_threads_for_kernels_leave_one_to_torch() -> None:
+    text = """
+torch.get_num_threads = counted
+torch.set_num_threads(3)
+from shardfn.kernels import threads_for_kernels
+
+def seen():
+    with threads_for_kernels():
+        assert torch.get_num_threads() == 1 and torch.equal(linear(), want)
+        with threads_for_kernels():  # inside of another one
+            assert torch.equal(linear(), want)
+        assert torch.get_num_threads() == 1
+    return threads() - before
+
+print(seen(), torch.get_num_threads())
+try:
+    with threads_for_kernels():
+        raise KeyError
+except KeyError:
+    print(torch.get_num_threads())
+torch.set_num_threads(1)
+print(seen(), torch.get_num_threads())
+"""
+    assert run(text) == ["2 3", "3", "2 1"]

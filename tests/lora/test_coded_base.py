@@ -134,6 +134,44 @@ def test_beside_leaves_that_are_cut() -> None:
     )  # fmt: skip
 
 
+def in_stages(codes: Any) -> tuple[LoRA, Any, Any, Any]:
+    """Adapters of the layers of a pipeline, the parameters with them, its loss, and that of one device."""
+    params = params_of(codes)
+    lora, tree = with_adapters(params["blocks"], codes, P("pp"))
+
+    def block(p: Any, h: Tensor) -> Tensor:
+        w = lora.apply(p["base"], p["lora"])
+        return h + torch.tanh(h @ w["up"].mT) @ w["down"].mT
+
+    def last(p: Any, h: Tensor, batch: Any) -> Tensor:
+        return (h @ p["head"].mT - batch["y"]).square().mean()
+
+    def plain(p: Any, batch: Any) -> Tensor:
+        blocks = p["blocks"]
+        return loss_of({"blocks": lora.apply(blocks["base"], blocks["lora"]), "head": p["head"]}, batch)
+
+    piped = sf.pipeline(lambda p, batch: batch["x"], block, last, num_microbatches=2)
+    return lora, {"blocks": tree, "head": params["head"]}, piped, plain
+
+
+@pytest.mark.parametrize("codes", CODES)
+@distributed(world=[2, pytest.param(3, marks=NIGHTLY)])
+def test_in_the_stages_of_a_pipeline(world: int, codes: Any, tmp_path: pathlib.Path) -> None:
+    lora, tree, piped, plain = in_stages(codes)
+    mesh, specs = sf.make_mesh({"pp": world}, device="cpu"), {"blocks": lora.specs, "head": P()}
+    how: dict[str, Any] = {"specs": specs, "trainable": {"blocks": lora.trainable, "head": False}, "batch": P()}
+    assert_parity(piped, optim.adamw(1e-2), tree, batches(), mesh=mesh, reference=plain, **how)
+    step = sf.sharded_step(piped, optim.adamw(1e-2), mesh=mesh, **how)
+    state, _ = step(step.init(tree), batches()[0])
+    up = state.params["blocks"]["base"]["up"]
+    assert up.sharding.codes == codes and up.held.nbytes <= -(-L // world) * F_ * block_bytes(D, codes)
+    sf.checkpoint.save(tmp_path, state, step=1)
+    again = sf.checkpoint.restore(tmp_path, step.init(tree_map(torch.zeros_like, tree))).tree
+    a, b = (step(x, batches()[1]) for x in (state, again))
+    for x, y in zip(tree_leaves(sf.unshard(a)), tree_leaves(sf.unshard(b)), strict=True):
+        assert torch.equal(x, y)
+
+
 @distributed(world=2)
 def test_ranks_keep_and_gather_codes() -> None:
     mesh, params = sf.make_mesh({"dp": 2}, device="cpu"), params_of()

@@ -108,6 +108,31 @@ def test_tensor_parallel_experts_on_an_axis_of_the_batch_in_microbatches(jit: bo
 
 
 @distributed(world=2)
+@pytest.mark.parametrize("capacity", [None, 0.7])
+@pytest.mark.parametrize("jit", [False, True])
+def test_ranks_have_unequal_parts_of_a_sequence(capacity: float | None, jit: bool) -> None:
+    """All seven tokens come to both ranks, also to that with three of its own."""
+    alone = config("mixtral", capacity=capacity)
+    assert alone.experts is not None
+    alone = dataclasses.replace(alone, experts=dataclasses.replace(alone.experts, num=2))
+    assert alone.experts is not None
+    experts = dataclasses.replace(alone.experts, exchange=layers.Tokens("sp"), axes="sp")
+    c = dataclasses.replace(alone, experts=experts, attention=sf.nn.Ulysses("sp", 7))
+    loss: Any = functools.partial(gpt.loss, c)
+    with sf.make_mesh({"sp": 2}, device="cpu") as mesh:
+        assert_parity(
+            sf.jit(loss, backend="graph") if jit else loss,
+            sf.optim.sgd(0.1),
+            params(alone),
+            [gpt.shifted(batch) for batch in batches(1)],
+            mesh=mesh,
+            specs=gpt.specs(c),
+            batch=sf.P(None, "sp"),
+            reference=functools.partial(gpt.loss, alone),
+        )
+
+
+@distributed(world=2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_stacked_layers_equal_separate_ones(setting: str) -> None:
     apart, stacked = config(setting), config(setting, stacked=True)
@@ -148,8 +173,9 @@ def test_balance_losses_travel_through_a_pipeline(setting: str) -> None:
 
 @distributed(world=2)
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("num", [1, pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_biases_move_once_a_step_by_the_counts_of_all_its_tokens(num: int, jit: bool) -> None:
+    """With four microbatches layers run again in the backward, and count once."""
     exchange = layers.Tokens("ep")
     sizes = {**TINY, "num_layers": 3, "max_len": 16}
     experts = moe.Experts(
@@ -163,7 +189,8 @@ def test_biases_move_once_a_step_by_the_counts_of_all_its_tokens(num: int, jit: 
         exchange=exchange,
     )
     c = moe.deepseek_v3_like(**sizes, experts=experts)
-    loss: Any = sf.accumulate(functools.partial(moe.loss, c, axes="ep"), num)
+    wrap = sf.remat if num == 4 else lambda f: f
+    loss: Any = sf.accumulate(functools.partial(moe.loss, c, axes="ep", wrap=wrap), num)
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
         step = sf.sharded_step(
             sf.jit(loss, backend="graph") if jit else loss,
@@ -187,6 +214,39 @@ def test_biases_move_once_a_step_by_the_counts_of_all_its_tokens(num: int, jit: 
             assert not state.model_state["counts"].full_tensor().any() and counts.sum() == 2 * 8 * 7 * 2
             torch.testing.assert_close(metrics["loss"].double(), value, rtol=1e-6, atol=0)
             assert {"balance", "max_load", "dead", "entropy", "dropped"} <= set(metrics)
+
+
+@distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("remat", [False, True])
+def test_each_stage_of_a_pipeline_moves_the_biases_of_its_layers(world: int, remat: bool) -> None:
+    experts = moe.Experts(
+        num=4, d_ff=8, route=layers.sigmoid_groups, bias_rate=0.01, balance=0.0, exchange=layers.Tokens("ep")
+    )
+    c = moe.deepseek_v3_like(**TINY, max_len=16, stacked=True, experts=experts)
+    with pytest.raises(ValueError, match=r"bias_rate=0.01: these functions have no biases.*models\.moe\.stages"):
+        gpt.stages(c)
+    parts = moe.stages(c, axes="ep", wrap=sf.remat if remat else lambda f: f)
+    with sf.make_mesh({"pp": 2, "ep": world // 2}, device="cpu") as mesh:
+        step = sf.sharded_step(
+            sf.pipeline(*parts, axis="pp", num_microbatches=2),
+            sf.optim.sgd(0.1),
+            mesh=mesh,
+            specs=gpt.specs(c, pp="pp"),
+            batch=sf.P("ep"),
+            has_state=True,
+            state_specs=sf.PipelineState(sf.P(), sf.P("pp"), sf.P()),
+            finish=functools.partial(moe.finish, c),
+        )
+        state = step.init(params(c), model_state=sf.PipelineState(blocks=moe.init_state(c)))
+        bias, batch = moe.init_state(c)["bias"], batches(8)[0]
+        for _ in range(2):
+            begun = {"bias": bias, "counts": torch.zeros(2, 4, dtype=torch.int64)}
+            value, _, found = moe.loss(c, sf.unshard(state.params), begun, batch)
+            bias = layers.bias_update(bias, found["counts"], 0.01)
+            state, metrics = step(state, step_rows(step, batch))
+            kept = sf.unshard(state.model_state.blocks)
+            assert torch.equal(kept["bias"], bias) and not kept["counts"].any()
+            torch.testing.assert_close(metrics["loss"].double(), value, rtol=1e-6, atol=0)
 
 
 @distributed(world=2)

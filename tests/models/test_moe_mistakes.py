@@ -60,9 +60,13 @@ def own_block(params: Any, x: Tensor) -> Tensor:
     return (x @ params["experts"].sum(0)).square().mean()
 
 
-def without_exchange() -> None:
+def captured(loss: Any) -> Any:
+    return sf.jit(loss, backend="graph")
+
+
+def without_exchange(batch: sf.P, wrap: Any = lambda f: f) -> None:
     params = {"experts": torch.ones(4, 3, 2)}
-    step_of(own_block, params, torch.ones(4, 3), specs={"experts": sf.P("ep")}, batch=sf.P())
+    step_of(wrap(own_block), params, torch.ones(4, 3), specs={"experts": sf.P("ep")}, batch=batch)
 
 
 MISTAKES = [
@@ -84,8 +88,12 @@ MISTAKES = [
     Mistake("whole leaves for a layer that exchanges",
             lambda: trained(config(), specs=gpt.specs(config(layers.Local()))),
             ValueError, "blocks.1: with Tokens(axis='ep'", "its first dim must be 2 of the 4 experts"),
-    Mistake("an axis of experts that no exchange of the loss is along", without_exchange,
+    Mistake("an axis of experts that no exchange of the loss is along", lambda: without_exchange(sf.P()),
             sf.collectives.AxisTypeError, "the loss varies along 'ep'", "Sum the ranks' parts"),
+    Mistake("an axis of the batch that cuts experts, and no exchange along it", lambda: without_exchange(sf.P("ep")),
+            sf.collectives.AxisTypeError, "params['experts'] is cut along 'ep'", "exchange=nn.moe.Tokens('ep')"),
+    Mistake("such an axis in a captured step", lambda: without_exchange(sf.P("ep"), captured),
+            sf.collectives.AxisTypeError, "params['experts'] is cut along 'ep'", "exchange=nn.moe.Tokens('ep')"),
 ]  # fmt: skip
 
 

@@ -221,6 +221,28 @@ def test_specs_are_those_of_the_plan_of_the_model(kind: str) -> None:
     assert set(sf.from_module(model)[1].specs.values()) == {sf.P()}
 
 
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("deepseek", marks=nightly)])
+@pytest.mark.parametrize("wrap", [plain, captured])
+@distributed(world=2)
+def test_a_router_that_is_not_finite_is_refused_on_all_ranks(kind: str, wrap: Any) -> None:
+    model = model_of(kind)
+    params, apply = sf.from_module(model, experts=moe.Tokens("ep"))
+    with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
+        options: dict[str, Any] = {"mesh": mesh, "specs": apply.specs, "batch": sf.P("ep"), "zero": zero(3)}
+        step = sf.sharded_step(wrap(loss_of(apply)), sf.optim.sgd(0.1), donate=False, **options)
+        state = step.init(params)
+        batch = own_rows(BATCHES[0], sf.P("ep"), mesh)
+        state, _ = step(state, batch)
+        router = next(name for name in state.params if name.endswith("gate.weight"))
+        whole = sf.unshard(state.params)
+        whole[router][1, 2] = torch.nan
+        spoilt = step.init(whole)
+        with pytest.raises(ValueError, match=r"mlp\.experts.*: the router's weights are not finite in"):
+            step(spoilt, batch)
+        state, metrics = step(state, batch)
+        assert metrics["loss"].isfinite()
+
+
 @distributed(world=2)
 def test_leaves_without_their_specs_are_refused() -> None:
     params, apply = sf.from_module(model_of("mixtral"), experts=moe.Tokens("ep"))

@@ -1,5 +1,7 @@
 """The estimators of divergence: values, and their means over a small vocabulary, with gradients."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -56,6 +58,31 @@ def test_a_corrected_divergence_of_an_older_policy_has_the_gradient_of_the_new_o
     value, wanted = exact(reverse=False)
     torch.testing.assert_close(total.detach(), value)
     torch.testing.assert_close(grad, wanted)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("policy", [[0.02, 0.68, 0.3], [0.01, 0.64, 0.35]], ids=["first epoch", "later epoch"])
+def test_tokens_of_older_weights_have_the_divergence_of_the_policy_and_its_gradient(
+    policy: list[float], estimator: Any
+) -> None:
+    # Token 0 has become improbable since the draws: by ratios to `old` the divergence would be 9 and 10, not 0.5.
+    drawn, old, before = log([0.5, 0.3, 0.2]), log([0.02, 0.68, 0.3]), log([0.45, 0.35, 0.2])
+    tokens = torch.tensor([0] * 5 + [1] * 3 + [2] * 2)[:, None]  # each as often as its probability: exact means
+    logits, ones = log(policy).requires_grad_(), torch.ones(10, dtype=torch.long)
+    new = logits.log_softmax(0)
+    how: Any = {"reference_BT": before[tokens], "behaviour_BT": drawn[tokens]}
+    truth = divergence(new, before)
+    metrics = rl.policy_metrics(new[tokens], old[tokens], ones, **how)
+    torch.testing.assert_close(metrics["kl"].mean(), truth.detach())
+    how |= {"beta": 1.0, "estimator": estimator, "corrected": True}
+    loss = rl.grpo(new[tokens], old[tokens], torch.zeros(10).double(), ones, **how).mean()
+    torch.testing.assert_close(loss, truth)
+    found, wanted = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (loss, truth))
+    torch.testing.assert_close(found, wanted)
+
+
+def log(probabilities: list[float]) -> torch.Tensor:
+    return torch.tensor(probabilities, dtype=torch.float64).log()
 
 
 def test_one_improbable_token_is_a_spike_without_the_correction() -> None:

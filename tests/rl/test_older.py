@@ -24,26 +24,64 @@ runner = functools.cache(lambda: Runner(MODEL, LIMITS))
 def test_weights_are_ratios_up_to_a_bound() -> None:
     behaviour = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -1.0, -torch.inf]])
     old = torch.tensor([[-1.0, -3.0, -1.0], [-0.5, 300.0, torch.nan]], requires_grad=True)
-    found = rl.truncated_weights(old, behaviour, torch.tensor([3, 1]), most=1.5)
+    lengths, how = torch.tensor([3, 1]), {"behaviour_BT": behaviour, "truncate": 1.5}
+    policy = old.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(rl.ppo_policy(policy, old, torch.ones(2, 3), lengths, **how).total, policy)
     wanted = torch.tensor([[1.0, torch.tensor(-1.0).exp(), 1.5], [1.5, 0.0, 0.0]])
-    assert torch.equal(found, wanted) and not found.requires_grad
-    with pytest.raises(ValueError, match="most is 0; it must be positive"):
-        rl.truncated_weights(old, behaviour, torch.tensor([3, 1]), most=0)
+    assert torch.equal(-grad, wanted)
+    weight = rl.policy_metrics(policy, old, lengths, **how)["weight"]
+    assert torch.equal(weight.total, wanted.sum()) and not weight.total.requires_grad
 
 
 @pytest.mark.parametrize("objective", ["clip", "weight"])
 @pytest.mark.parametrize("normalise", ["batch", "sequence"])
-def test_weights_of_one_leave_the_bits_of_a_loss(objective: Any, normalise: Any) -> None:
+def test_answers_of_the_newest_weights_leave_the_bits_of_losses_and_metrics(objective: Any, normalise: Any) -> None:
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
-    old, advantages, lengths = draw(3, 5), draw(3), torch.tensor([5, 0, 2])
+    old, reference, advantages, lengths = draw(3, 5), draw(3, 5), draw(3), torch.tensor([5, 0, 2])
     found = []
-    for weights in (None, rl.truncated_weights(old, old, lengths)):
+    for behaviour in (None, old.clone()):
         policy = (old + 0.3 * torch.linspace(-1, 1, 5)).requires_grad_()
-        how: dict[str, Any] = {"objective": objective, "normalise": normalise, "weights_BT": weights}
-        loss = rl.grpo(policy, old, advantages, lengths, **how)
-        loss.total.backward()
-        found.append((loss.total, policy.grad))
+        how: dict[str, Any] = {"reference_BT": reference, "behaviour_BT": behaviour}
+        more = {"objective": objective, "normalise": normalise, "beta": 0.1, "corrected": True}
+        losses = [
+            rl.grpo(policy, old, advantages, lengths, **how, **more),
+            rl.ppo_policy(policy, old, reference, lengths, behaviour_BT=behaviour),
+        ]
+        torch.stack([loss.total for loss in losses]).sum().backward()
+        metrics = rl.policy_metrics(policy, old, lengths, **how)
+        assert (metrics.pop("weight").mean() == 1) if behaviour is not None else "weight" not in metrics
+        found.append([*sf.tree_leaves((losses, metrics)), policy.grad])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo_policy", "policy_metrics"])
+def test_a_bound_that_does_not_bound_is_refused(name: str) -> None:
+    x, one = torch.zeros(1, 1), torch.tensor([1])
+    call: Any = {
+        "grpo": functools.partial(rl.grpo, x, x, x[0], one),
+        "ppo_policy": functools.partial(rl.ppo_policy, x, x, x, one),
+        "policy_metrics": functools.partial(rl.policy_metrics, x, x, one),
+    }[name]
+    with pytest.raises(ValueError, match=rf"{name}: truncate is 3.0 without behaviour_BT, so it has no effect"):
+        call(truncate=3.0)
+    with pytest.raises(ValueError, match=rf"{name}: truncate is 0; it must be positive, such as 2.0"):
+        call(behaviour_BT=x, truncate=0)
+    with pytest.raises(ValueError, match=rf"(?s){name}: .*behaviour_BT has shape \(1,\); it must be \[B = 1, T = 1\]"):
+        call(behaviour_BT=x[0])
+
+
+def test_padding_of_older_weights_is_never_used() -> None:
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    old, reference, advantages, lengths = draw(2, 3), draw(2, 3), draw(2), torch.tensor([3, 1])
+    mask, found = rl.answer_mask(lengths, 3), []
+    for padding in (0.0, torch.nan, -torch.inf):
+        policy = (old + 0.1).requires_grad_()
+        behaviour = torch.where(mask, old - 0.2, padding)
+        how: dict[str, Any] = {"reference_BT": reference, "behaviour_BT": behaviour}
+        loss = rl.grpo(policy, old, advantages, lengths, beta=0.1, corrected=True, **how)
+        loss.total.backward()
+        found.append([*sf.tree_leaves((loss, rl.policy_metrics(policy, old, lengths, **how))), policy.grad])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
 def test_the_mean_gradient_of_tokens_of_older_weights_is_that_of_the_policy() -> None:
@@ -56,10 +94,12 @@ def test_the_mean_gradient_of_tokens_of_older_weights_is_that_of_the_policy() ->
         logits = policy.clone().requires_grad_()
         logprobs, drawn = logits.log_softmax(0)[answers], by[answers]
         lengths = torch.full((9,), 2)
-        weights = rl.truncated_weights(policy[answers], drawn, lengths, most=10.0)
+        weights = (policy[answers] - drawn).exp()
         loss_BT = -(logprobs - policy[answers]).exp() * weights * rewards[answers]
         assert torch.allclose(
-            rl.ppo_policy(logprobs, policy[answers], rewards[answers], lengths, weights_BT=weights).mean(),
+            rl.ppo_policy(
+                logprobs, policy[answers], rewards[answers], lengths, behaviour_BT=drawn, truncate=10.0
+            ).mean(),
             loss_BT.mean(),
         )
         (loss_BT * drawn.sum(1, keepdim=True).exp()).sum().backward()
@@ -71,9 +111,8 @@ def loss(params: Any, batch: Any) -> Any:
     rollout, advantages, old = batch
     where = rollout.prompts, rollout.lengths, rollout.width
     logprobs = rl.answer_logprobs(gpt.apply(CONFIG, params, rollout.ids), rollout.ids, *where)
-    weights = rl.truncated_weights(old, rollout.logprobs, rollout.lengths)
-    metrics = rl.policy_metrics(logprobs, old, rollout.lengths)
-    return rl.grpo(logprobs, old, advantages, rollout.lengths, weights_BT=weights), metrics
+    metrics = rl.policy_metrics(logprobs, old, rollout.lengths, behaviour_BT=rollout.logprobs)
+    return rl.grpo(logprobs, old, advantages, rollout.lengths, behaviour_BT=rollout.logprobs), metrics
 
 
 def logprobs(params: Any, rollout: rl.Rollout) -> torch.Tensor:

@@ -190,6 +190,7 @@ class Running:
         self.wait_for(lambda: not len(self.front.calls) and self.front.calls.behind == 0 and self.engine.idle)
         counts = self.engine.counts()
         assert (counts["held"], counts["running"], counts["waiting"], self.front.calls.waiting) == (0, 0, 0, 0)
+        assert counts["free"] + counts["cached"] == self.engine.limits.blocks - 1
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT)

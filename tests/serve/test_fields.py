@@ -1,5 +1,6 @@
 """Covers every field of every route: out of range, of another type, missing, doubled, not served, unknown."""
 
+import gzip
 import json
 from typing import Any
 
@@ -251,6 +252,21 @@ def test_routes_that_do_not_exist(server: Running) -> None:
 def test_a_form_of_another_site_is_refused(server: Running, kind: str | None) -> None:
     found = server.send("/v1/completions", COMPLETION, {"Content-Type": kind})
     assert found.status == 415 and "must be 'application/json'" in found.error["message"]
+
+
+def test_a_field_in_the_address_is_refused(server: Running) -> None:
+    for path, body in ROUTES.items():
+        found = server.send(f"{path}?n=2", body)
+        assert (found.status, found.error["param"]) == (400, "n")
+        assert found.error["message"] == "n is not served in the address; give fields in the body."
+    assert server.get("/v1/models?limit=1").error["param"] == "limit"
+    assert server.get("/v1/models?").status == 200
+
+
+def test_a_compressed_body_is_refused(server: Running) -> None:
+    found = server.send("/v1/completions", gzip.compress(json.dumps(COMPLETION).encode()), {"Content-Encoding": "gzip"})
+    assert found.status == 415 and found.error["message"] == "Content-Encoding is 'gzip'; send the body as it is."
+    assert server.send("/v1/completions", COMPLETION, {"Content-Encoding": "identity"}).status == 200
 
 
 def test_a_tokenizer_without_a_template(start: Any) -> None:

@@ -2,13 +2,15 @@
 
 import json
 import random
+import select
 import socket
 import threading
 from typing import Any
 
 import pytest
 
-from tests.serve.server import LIMIT, NAME, Running, open_files
+from shardfn.serve import _connection
+from tests.serve.server import LIMIT, NAME, Running, metric, open_files
 
 _FIELDS = (
     "model prompt messages max_tokens temperature top_p top_k min_p seed n stop stop_token_ids stream stream_options"
@@ -80,21 +82,39 @@ def one(server: Running, seed: int) -> int | None:
     return int(answer.split()[1])
 
 
+STALLS = {"model": NAME, "prompt": "ab", "max_tokens": 500, "ignore_eos": True, "stream": True, "logprobs": 5}
+
+
+def stall(server: Running) -> None:
+    """A client that reads nothing, until the server gives it up."""
+    data = json.dumps(STALLS).encode()
+    head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    with socket.socket() as made:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        made.connect(("127.0.0.1", server.port))
+        made.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + data)
+        gone = select.poll()
+        gone.register(made, select.POLLHUP)
+        assert gone.poll(1000 * LIMIT)
+
+
 def _whole(answer: bytes) -> bool:
     head, found, rest = answer.partition(b"\r\n\r\n")
     size = next((int(x.split(b":")[1]) for x in head.lower().split(b"\r\n") if x.startswith(b"content-length")), 0)
     return bool(found) and len(rest) >= size
 
 
-@pytest.mark.parametrize("num", [200, pytest.param(1000, marks=pytest.mark.nightly)])
-def test_no_request_takes_it_down(num: int) -> None:
-    server = Running(body_seconds=0.3, max_body=4 << 20)
+@pytest.mark.parametrize(("num", "slow"), [(200, 0), pytest.param(1000, 10, marks=pytest.mark.nightly)])
+def test_no_request_takes_it_down(num: int, slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_connection, "_UNREAD", 4096)  # a stream of 500 tokens stalls
+    server = Running(body_seconds=0.3, max_body=4 << 20, stall_seconds=0.5, max_waiting=1 << 20)
     first, found = open_files(), list[int | None]()
 
     def some(start: int) -> None:
         found.extend(one(server, seed) for seed in range(start, num, 8))
 
     threads = [threading.Thread(target=some, args=(i,)) for i in range(8)]
+    threads += [threading.Thread(target=lambda: [stall(server) for _ in range(slow)])]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -103,6 +123,7 @@ def test_no_request_takes_it_down(num: int) -> None:
     assert set(found) <= {None, 200, 400, 404, 408, 413, 415, 429}, sorted(map(str, set(found)))
     assert found.count(200) > num / 20 and found.count(400) > num / 20
     server.wait_idle()
+    assert not slow or metric(server, "shardfn:stalled_total") >= slow
     good = {"model": NAME, "prompt": "ab", "max_tokens": 2}
     assert server.send("/v1/completions", good).status == 200
     server.wait_idle()

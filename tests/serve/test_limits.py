@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import select
 import socket
 import threading
 import time
@@ -204,8 +205,11 @@ def test_a_client_that_leaves_in_the_body(server: Running) -> None:
 def test_a_slow_reader_is_cancelled(start: Start) -> None:
     server = start(stall_seconds=0.3)
     many = LONG | {"stream": True, "n": 100, "logprobs": 0}  # megabytes of events
-    with raw(server, request(many), receive=4096):
+    with raw(server, request(many), receive=4096) as one:
         server.wait_for(lambda: metric(server, "shardfn:stalled_total") == 1)
+        gone = select.poll()
+        gone.register(one, select.POLLHUP)
+        assert gone.poll(20_000)  # also for a client that does not read: the kernel keeps nothing for it
         server.wait_idle()
     assert metric(server, "vllm:generation_tokens_total") < 50_000
 

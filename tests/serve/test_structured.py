@@ -88,6 +88,72 @@ def test_a_wrong_grammar_never_reaches_the_engine(
     assert server.engine._state.chain == before
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"regex": "(((a{100}){100}){100}){100}"}, "regex"),
+        (
+            of_schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}),
+            "response_format",
+        ),
+    ],
+    ids=["regex", "schema"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_meets_a_limit_ends_its_request_alone(
+    server: Running, change: dict[str, Any], param: str, stream: bool
+) -> None:
+    plain = server.send("/v1/completions", COMPLETION | {"max_tokens": 8, "temperature": 0}).json["choices"]
+    found = server.send("/v1/completions", COMPLETION | change | {"stream": stream})
+    last = found.data.decode().strip().rsplit("data: ", 1)[-1]
+    error = json.loads(last)["error"]
+    assert found.status == (200 if stream else 400) and (error["type"], error["param"]) == (
+        "invalid_request_error",
+        param,
+    )
+    assert f"{param} needs more steps for one token than a server takes" in error["message"]
+    server.wait_idle()
+    assert server.send("/v1/completions", COMPLETION | {"max_tokens": 8, "temperature": 0}).json["choices"] == plain
+
+
+# Schemas without an end, and with enormous texts: each has an answer at once, and the server goes on.
+HOSTILE: dict[str, tuple[Any, int]] = {
+    "itself": ({"$ref": "#"}, 400),
+    "each other": (
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        400,
+    ),
+    "any of itself": ({"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}, 400),
+    "lists of itself": ({"type": "array", "minItems": 1, "items": {"$ref": "#"}}, 200),
+    "objects of itself": (
+        {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}, "additionalProperties": False},
+        200,
+    ),
+    "a long text": ({"type": "string", "minLength": 10**9}, 200),
+    "a text too long": ({"type": "string", "minLength": 10**30}, 400),
+    "a long list": ({"type": "array", "items": {"type": "integer"}, "minItems": 10**9}, 200),
+    "repetitions": ({"type": "string", "pattern": "(a{1000}){1000}"}, 200),
+    "many values": ({"enum": list(range(500_000))}, 400),
+    "a megabyte of words": ({"type": "object", "description": "x" * 1_000_000}, 400),
+    "another file": ({"$ref": "file:///etc/passwd"}, 400),
+    "another site": ({"$ref": "http://localhost/schema"}, 400),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("schema", "status"), HOSTILE.values(), ids=HOSTILE)
+def test_schemas_of_infinite_size(server: Running, schema: Any, status: int) -> None:
+    before = server.engine._state.chain
+    found = server.send("/v1/completions", COMPLETION | of_schema(schema) | {"max_tokens": 6})
+    assert found.status == status, found.data
+    if status == 400:
+        assert found.error["param"] == "response_format" and server.engine._state.chain == before
+    else:
+        assert found.json["choices"][0]["finish_reason"] == "length"
+    server.wait_idle()
+
+
 def test_grammars_that_are_not_served(start: Any) -> None:
     server = start()
     server.front.app.model = server.front.app.model._replace(compiler=None)

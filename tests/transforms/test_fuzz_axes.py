@@ -152,7 +152,10 @@ class Case:
         )
 
     def _experts(self) -> moe.Experts | None:
-        every = 2 if self.layers == 4 and self.pipeline != "functions" else 1
+        # Layers that alternate are stacked in pairs: four of them are two, for two stages at most.
+        stages = max(layout.mesh["pp"] for layout in self.layouts)
+        pairs = self.pipeline == "" or (self.pipeline == "stacked" and stages <= 2)
+        every = 2 if self.layers == 4 and pairs else 1
         # A balance loss is over the rows of a microbatch, of which one device has others.
         return moe.Experts(num=self.experts, every=every, balance=0.0) if self.experts else None
 

@@ -128,16 +128,18 @@ def test_a_decoder_with_its_sequence_cut_between_blocks_equals_one_device(name):
 
 
 @distributed(world=2, timeout=240)
-def experts_on_two_ranks(num):
+def experts_on_two_ranks(kind, num, whole=None):
     """In float32, as torch multiplies groups in no wider dtype."""
     torch.manual_seed(0)
     sizes = SIZES | HEADS | {"num_hidden_layers": 1, "num_local_experts": num, "num_experts_per_tok": 2}
-    module = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    sizes |= {"head_dim": 8, "layer_types": ["full_attention"]} if kind == "GptOss" else {}
+    module = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
     for p in module.parameters():
         torch.nn.init.normal_(p, std=0.1)
     params, apply = sf.from_module(module)
     loss = sf.partition(loss_of(apply))
-    cut = {name: P("tp") if "experts" in name else P() for name in params}
+    own = {name for name in params if "experts" in name and not (whole and name.endswith(whole))}
+    cut = {name: P("tp") if name in own else P() for name in params}
     tokens = [torch.randint(0, 40, (3, 9), generator=torch.Generator().manual_seed(i)) for i in range(2)]
     with sf.make_mesh({"tp": 2}) as mesh:
         assert_parity(loss, optim.sgd(0.5), params, tokens, mesh=mesh, specs=cut, batch=P(), reference=loss_of(apply))
@@ -146,9 +148,21 @@ def experts_on_two_ranks(num):
 
 @pytest.mark.parametrize("num", [4, pytest.param(3, marks=pytest.mark.nightly)])
 def test_experts_that_are_cut_add_up_over_ranks(num):
-    sent = experts_on_two_ranks(num)[0]
+    sent = experts_on_two_ranks("Mixtral", num)[0]
     # The transposes of tokens and of their weights, and one sum.
     assert sent == ["pvary", "pvary", "psum"]
+
+
+@pytest.mark.parametrize("num", [4, pytest.param(3, marks=pytest.mark.nightly)])
+def test_experts_of_gpt_oss_look_up_their_biases(num):
+    # Besides, the transposes of two biases, which all ranks hold.
+    assert experts_on_two_ranks("GptOss", num, whole="bias")[0] == ["pvary"] * 4 + ["psum"]
+    # Biases that are cut are gathered, and the results still summed once.
+    sent = experts_on_two_ranks("GptOss", num)[0]
+    assert sent.count("psum") == 1 and [x for x in sent if x.startswith("all_")] == [
+        "all_gather_invariant",
+        "all_gather",
+    ]
 
 
 @distributed(world=3, timeout=240)

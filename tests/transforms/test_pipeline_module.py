@@ -335,3 +335,8 @@ def test_losses_that_call_the_module_otherwise_than_once_are_refused() -> None:
         step = sf.sharded_step(sf.pipeline_module(loss, apply), optim.sgd(0.1), mesh=mesh, specs=specs, batch=P())
         with pytest.raises((ValueError, sf.RankError), match=said):
             step(step.init(params), torch.zeros(2, 3))
+    piped = sf.pipeline_module(lambda tree, x: apply(tree["base"], x).sum(), apply)
+    step = sf.sharded_step(piped, optim.sgd(0.1), mesh=mesh, specs={"base": specs, "lora": P()}, batch=P())
+    said = r"params have \['base', 'lora'\], and the function's layers are at 'layers'; pass the parameters"
+    with pytest.raises((ValueError, sf.RankError), match=said):
+        step.init({"base": params, "lora": torch.zeros(1)})

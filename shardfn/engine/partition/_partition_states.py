@@ -197,7 +197,9 @@ class Draft:
         if move.kind == "convert":
             self.bring(value, move.before)
             _, forward, backward = sent_by(value, move.before, form, self.prices.num)
-            cost = (forward + backward + _PER_MESSAGE) * (_KEPT_CUT if self[value].leaf else 1.0)
+            cost = forward + backward + _PER_MESSAGE
+            if self[value].leaf and move.before.kind == "cut":  # alike for all forms, between which bytes decide
+                cost += _KEPT_CUT * (sent_by(value, move.before, WHOLE, self.prices.num)[1] + _PER_MESSAGE)
             if value.outer is not None:
                 cost /= value.times  # it is brought once, and this is the price of one run
                 self.outside.append(cost)

@@ -30,6 +30,7 @@ from shardfn.optim import Phase
 from shardfn.state import layers_of, piled
 
 from ._chunks import Chunks
+from ._exchanged import blocks_of_batch_axes, exchanging
 from ._learnt import Learnt
 from ._order import UseOrder
 
@@ -134,10 +135,22 @@ class Plan:
         """Follows the values of a function whose leaves are the same on all ranks, but for the axes that cut them."""
         return Following(self.mesh, self.following.axes, batch=self.batch_axes)
 
+    @functools.cached_property
+    def _to_exchange(self) -> dict[str, tuple[str, ...]]:
+        """The blocks along axes of the batch; a stage of a pipeline may be one without them."""
+        return {} if self.stage_axes else blocks_of_batch_axes(self.leaves, self.following.batch)
+
     def follows(self) -> AbstractContextManager[Any]:
-        """Follows the values of a loss: from its beginning where a leaf is a block, else from its first collective."""
+        """Follows the values of a loss: from its beginning where a leaf is a block, else from its first collective.
+
+        Raises:
+            AxisTypeError: (at its end) the loss exchanges nothing along an axis of the batch that cuts a leaf.
+        """
         own = {a for leaf in self.leaves for a in leaf.own_axes} - {*self.batch_axes}
-        return following(self.following, at_once=not own.isdisjoint(self.following.axes))
+        at_once = not own.isdisjoint(self.following.axes)
+        if self._to_exchange:
+            return exchanging(self.following, self._to_exchange, at_once=at_once)
+        return following(self.following, at_once=at_once)
 
     def for_capture(self) -> "Plan":
         """The same layout, with nothing learnt, for capturing a step."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shardfn.kernels._build import call, library
+from shardfn.kernels._num_threads import num_threads
 from shardfn.kernels.block_sparse_attention._api import Given, Tiles, wide
 
 from . import _reference
@@ -59,5 +60,5 @@ def _run(qkv: QKV, tiles: Tiles, given: Given, block: int, scale: float, outer: 
     tensors = *qkv, *(x.contiguous() for x in tiles), *data, added, table, *outer
     tensors += (None,) * (19 - len(tensors))
     at = np.array([0 if x is None else x.data_ptr() for x in tensors], np.uint64)
-    numbers, factor = np.array((*sizes, torch.get_num_threads(), NEWEST), np.int64), np.array([scale])
+    numbers, factor = np.array((*sizes, num_threads(), NEWEST), np.int64), np.array([scale])
     call("block_sparse_attention", numbers, factor, at, int(q.dtype == torch.float64), int(back), source=SOURCE)

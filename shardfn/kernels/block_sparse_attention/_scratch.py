@@ -2,8 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from shardfn.kernels._num_threads import num_threads
 
 _WIDE = 512  # columns of scores that pass through the softmax together, where blocks are smaller
 _PARTS = 16  # the least number of units of work in a backward
@@ -20,7 +21,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
     block, size = int(rest[-2]), _size(q)
     W, P = _padded(q.shape[-1]), _padded(block)
     own = block * (2 * W + P * max(_WIDE // P, 1) + 2)
-    return _packed(k, block) + _threads() * own * size + sum(map(_widened, (q, q, k, v)))
+    return _packed(k, block) + num_threads() * own * size + sum(map(_widened, (q, q, k, v)))
 
 
 def backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *rest: Any) -> int:
@@ -31,7 +32,7 @@ def backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor
     parts = min(-(-T // block), -(-_PARTS // max(B * H, 1)))
     sums, own = B * H * parts * 2 * S * W, block * (3 * W + 2 * P)
     widened = sum(map(_widened, (dy, q, q, k, k, v, v)))
-    return 2 * _packed(k, block) + (sums + _threads() * own) * _size(q) + widened
+    return 2 * _packed(k, block) + (sums + num_threads() * own) * _size(q) + widened
 
 
 def _packed(k: Tensor, block: int) -> int:
@@ -49,7 +50,3 @@ def _size(x: Tensor) -> int:
 
 def _widened(x: Tensor) -> int:
     return 4 * x.numel() if x.element_size() == 2 else 0
-
-
-def _threads() -> int:
-    return torch.get_num_threads()

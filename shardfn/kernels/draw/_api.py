@@ -7,6 +7,7 @@ from torch import Tensor
 from shardfn.kernels._arguments import check_dtype, check_shape
 from shardfn.kernels._dispatch import implementation
 from shardfn.kernels._library import define, refuse_backward
+from shardfn.kernels._num_threads import num_threads
 
 from . import _native
 
@@ -162,7 +163,7 @@ def _draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
 
 def _scratch(logits: Tensor, *rest: Tensor | None) -> int:
     del rest
-    return 8 * _native.room(logits.shape[1]) * min(torch.get_num_threads(), len(logits))
+    return 8 * _native.room(logits.shape[1]) * min(num_threads(), len(logits))
 
 
 define(

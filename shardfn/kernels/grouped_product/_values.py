@@ -1,7 +1,8 @@
 """The check of the sizes of groups, and the scratch memory of the C++."""
 
-import torch
 from torch import Tensor
+
+from shardfn.kernels._num_threads import num_threads
 
 # Columns that are computed together.
 PANEL = 64
@@ -13,7 +14,7 @@ FEW = 1 << 20
 
 def threads_for(work: int) -> int:
     """The threads that share a number of multiply-adds."""
-    return torch.get_num_threads() if work > FEW else 1
+    return num_threads() if work > FEW else 1
 
 
 def panel_bytes(work: int, depth: int, itemsize: int) -> int:

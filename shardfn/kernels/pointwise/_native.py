@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from shardfn.kernels._build import function
+from shardfn.kernels._num_threads import num_threads
 
 from . import _reference
 
@@ -45,4 +46,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _threads(y: Tensor) -> int:
-    return torch.get_num_threads() if y.numel() > FEW else 1
+    return num_threads() if y.numel() > FEW else 1

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfn.kernels._build import library
+from shardfn.kernels._num_threads import num_threads
 
 from . import _reference
 from ._check import check_plan
@@ -39,7 +40,7 @@ def ragged_attention(
     at = (None if x is None else x.data_ptr() for x in tensors)
     sizes = *(T, H, G, K), *(x.stride(0) for x in (q, k, v)), cache.shape[0], cache.shape[3], *tables.shape
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
-    threads = torch.get_num_threads()
+    threads = num_threads()
     if run(*at, *sizes, window or 0, KINDS[cache.dtype], *scores, threads, FEW, NEWEST):
         check_plan(cache, slots, positions, sequences, tables, window, tree)
         raise AssertionError("C++ refused a plan that is in range")

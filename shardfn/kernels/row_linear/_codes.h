@@ -3,6 +3,8 @@
 #pragma once
 #include "../_panels.h"
 
+#include <vector>
+
 constexpr int GROUP = 32;
 constexpr int AHEAD = 8192;  // bytes that are fetched before they are read: processors' own prefetching ends with a page
 
@@ -158,9 +160,60 @@ struct Chain<float, Int4, BYTES, FUSES, R, NV> {
     }
 };
 
+// The weights of a group, [GROUP, PANEL].
+template <int BYTES>
+INLINE void decode_group(const Int8& group, float* out) {
+    typedef Lanes<BYTES> L;
+    typedef typename L::V V;
+    for (int at = 0; at < PANEL; at += L::lanes) {
+        const V scale = of_half<BYTES>(group.scale + at);
+        for (int k = 0; k < GROUP; ++k)
+            *(V*)(out + k * PANEL + at) = __builtin_convertvector(of_bytes<BYTES>(group.q[k] + at), V) * scale;
+    }
+}
+
+template <int BYTES>
+INLINE void decode_group(const Int4& group, float* out) {
+    typedef Lanes<BYTES> L;
+    typedef typename L::V V;
+    for (int at = 0; at < PANEL; at += L::lanes) {
+        const V scale = of_half<BYTES>(group.scale + at), least = of_half<BYTES>(group.least + at);
+        for (int k = 0; k < GROUP; k += 2) {
+            const typename L::Int q = of_bytes<BYTES>(group.q[k / 2] + at);
+            *(V*)(out + k * PANEL + at) = of_nibble<BYTES>(q) * scale + least;
+            *(V*)(out + (k + 1) * PANEL + at) = of_nibble<BYTES>(q >> 4) * scale + least;
+        }
+    }
+}
+
+// This thread's memory for a decoded panel.
+inline float* decoded_room(int64_t size) {
+    static thread_local std::vector<float> room;
+    if ((int64_t)room.size() < size) room.resize(size);
+    return room.data();
+}
+
+// The most rows for which decoding in registers, for eight at a time, is the faster way. A nibble takes more
+// instructions than a byte, most of all without wide permutations.
+template <typename W, int BYTES>
+constexpr int64_t few_rows = (BYTES < 64 ? 8 : 16) * (sizeof(W) == sizeof(Int4) ? 1 : 2);
+
+// Many rows: a panel is decoded once for all of them.
+template <typename W, int BYTES>
+INLINE void decoded_panel(const Job<float, W>& o, void (*multiply)(const Job<float, float>&)) {
+    const int64_t groups = (o.K + GROUP - 1) / GROUP;
+    float* room = decoded_room(groups * GROUP * PANEL);
+    for (int64_t g = 0; g < groups; ++g) {
+        for (size_t at = 0; at < sizeof(W); at += 64) __builtin_prefetch((const char*)(o.b + g) + AHEAD + at);
+        decode_group<BYTES>(o.b[g], room + g * GROUP * PANEL);
+    }
+    multiply({o.a, room, o.bias, o.y, o.down, o.along, PANEL, o.out, o.M, o.K, o.chunks, o.valid});
+}
+
 // Up to eight rows at once: a code is decoded for all of them.
 template <typename W, int BYTES, bool FUSES>
-INLINE void coded_panel(const Job<float, W>& o) {
+INLINE void coded_panel(const Job<float, W>& o, void (*multiply)(const Job<float, float>&)) {
+    if (o.M > few_rows<W, BYTES>) return decoded_panel<W, BYTES>(o, multiply);
     constexpr int most = PANEL / Wide<float, BYTES>::lanes, four = most < 4 ? most : 4, few = BYTES == 64 ? 2 : 1;
     int64_t m = 0;
     for (; o.M - m > 8; m += o.M - m == 9 ? 5 : 8)
@@ -181,13 +234,13 @@ INLINE void coded_panel(const Job<float, W>& o) {
 }
 
 template <typename W>
-void coded_any(const Job<float, W>& o) { coded_panel<W, 16, false>(o); }
+void coded_any(const Job<float, W>& o) { coded_panel<W, 16, false>(o, panel_any<float, float>); }
 
 #if GENERATIONS == 3
 template <typename W>
-V4 void coded_v4(const Job<float, W>& o) { coded_panel<W, 64, true>(o); }
+V4 void coded_v4(const Job<float, W>& o) { coded_panel<W, 64, true>(o, panel_v4<float, float>); }
 template <typename W>
-V3 void coded_v3(const Job<float, W>& o) { coded_panel<W, 32, true>(o); }
+V3 void coded_v3(const Job<float, W>& o) { coded_panel<W, 32, true>(o, panel_v3<float, float>); }
 #endif
 
 // The code for a job.

@@ -141,8 +141,8 @@ class Tokens:
     """Experts are cut along an axis whose ranks have tokens of their own: rows go to their experts' ranks, and back.
 
     In eager code the rows that arrive have exactly their number. A captured step has one size for all routings: by
-    default the largest that ranks of equally many tokens can send, `n S min(k, E / n)`. With `backend="graph"` it holds
-    exactly the rows that arrive all the same, if every operation of the experts goes by rows.
+    default the largest that ranks of equally many tokens can send, `n S min(k, E / n)`, or `tokens min(k, E / n)`. With
+    `backend="graph"` it still holds exactly the rows that arrive, if every operation of the experts goes by rows.
 
     Attributes:
         axis: the mesh axes that cut the experts; None is one device.
@@ -151,9 +151,11 @@ class Tokens:
             and the state stays. "drop" leaves out choices of the experts of that rank past the largest capacity
             whose rows find room: of each expert the first ones stay, in the order of tokens over all ranks.
         uneven: False refuses a number of experts that the ranks do not divide, so that all have equally many.
+        tokens: the most tokens that all ranks together can have, for captured steps of ranks with unequal numbers; None
+            is n times this rank's. `models.gpt` sets it for sequences that ranks cut.
 
     Raises:
-        ValueError: fewer than 0 rows, or another rule.
+        ValueError: fewer than 0 rows or tokens, or another rule.
 
     References:
         Lepikhin et al., GShard, 2020, https://arxiv.org/abs/2006.16668
@@ -163,12 +165,13 @@ class Tokens:
     rows: int | None = None
     overflow: Literal["error", "drop"] = "error"
     uneven: bool = True
+    tokens: int | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if (self.rows is not None and self.rows < 0) or self.overflow not in ("error", "drop"):
+        if min(self.rows or 0, self.tokens or 0) < 0 or self.overflow not in ("error", "drop"):
             raise ValueError(
-                f'Tokens(rows={self.rows}, overflow={self.overflow!r}): rows are 0 or more; overflow is "error" or'
-                ' "drop".'
+                f"Tokens(rows={self.rows}, overflow={self.overflow!r}, tokens={self.tokens}): rows and tokens are 0 or"
+                ' more; overflow is "error" or "drop".'
             )
 
     @property
@@ -189,7 +192,8 @@ class Tokens:
         ranges = all_ranges(E, self.axis)
         places, counts_E = permutation(routing.experts, E)
         known = values_are_known(x_SD, counts_E)
-        rows = self.rows if self.rows is not None or known else _bound(S, k, E, self.axis)
+        most = axis_size(self.axis) * S if self.tokens is None else self.tokens
+        rows = self.rows if self.rows is not None or known else most * min(k, own)
         table_nE, room_n = _gathered(counts_E, 0 if rows is None else rows, self.axis)
         if self.overflow == "drop" and rows is not None:
             table_nE = _fitting(table_nE, room_n, ranges)
@@ -203,14 +207,14 @@ class Tokens:
         of_row = _expert_of_row(table_nE, *own_range(E, self.axis), len(come))
         sorted_, own_counts = permutation(of_row[:, None], own)
         # Rows past those that have come have no expert, so that they are the last ones in both orders.
-        sorted_ = Permutation(*(rows_as(at, come) for at in sorted_))
+        sorted_ = sorted_ if runs_as_ops() else Permutation(*(rows_as(at, come) for at in sorted_))
         y = undispatch(experts(params, dispatch(come, sorted_), own_counts), sorted_)
         back = exchange_rows(_arrived(y, sizes_nn), sizes_nn.t(), self.axis, rows=S * k)
         return combine(checkpoint_name(back, "moe_results"), places, routing.weights)
 
 
 def _arrived(x: Tensor, sizes_nn: Tensor) -> Tensor:
-    """`x`, of which the rows past those that have come are not used."""
+    """`x`, marked: rows past those that have come are not used."""
     # A graph that is differentiated when it runs has derivatives of `nn`'s ops alone.
     return x if runs_as_ops() else arrived_rows(x, sizes_nn)
 
@@ -237,11 +241,6 @@ def _check_distinct(name: str, experts_Sk: Tensor) -> None:
 def _own_number(num: int, axis: Axes) -> int:
     start, stop = own_range(num, axis)
     return stop - start
-
-
-def _bound(S: int, k: int, E: int, axis: Axes) -> int:
-    """The most rows that can come where all ranks have S tokens."""
-    return axis_size(axis) * S * min(k, _own_number(E, axis))
 
 
 def _gathered(counts_E: Tensor, room: int, axis: Axes) -> tuple[Tensor, Tensor]:

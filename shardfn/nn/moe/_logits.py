@@ -22,20 +22,33 @@ def wide_logits(logits: Tensor, mask: Tensor | None, name: str) -> Tensor:
     if mask is not None:
         _check_mask(mask, logits, name)
         wide = torch.where(mask[:, None], wide, 0.0)
-    _check_finite(wide.detach(), name)
+    check_finite(wide, name, "logits")
     return wide
 
 
-def _check_finite(logits: Tensor, name: str) -> None:
-    rows = (~logits.isfinite()).any(-1).sum()
+def check_finite(x: Tensor, name: str, noun: str = "weights") -> None:
+    """Refuses numbers of a router that are not finite, also in a captured step; not under vmap.
+
+    Args:
+        x: [S, ...] of tokens.
+        name: the layer.
+        noun: the numbers.
+
+    Raises:
+        ValueError: some are not; has the layer, the rank and the number of tokens.
+
+    Example:
+        >>> check_finite(torch.ones(3, 2), "layers.0")
+    """
+    rows = (~x.detach().isfinite()).any(-1).sum()
     if _is_batched(rows):
         return  # vmap has no branch on a value
     if isinstance(rows, FakeTensor):
         # In a graph, where a message is a constant: it has the layer, and no number of rows.
-        check_tensor_all(rows == 0, lambda: _not_finite("some", name))
+        check_tensor_all(rows == 0, lambda: _not_finite(noun, "some", name))
         return
     if rows != 0:
-        raise ValueError(_not_finite(f"{int(rows)} of {len(logits)}", name + _on_rank()))
+        raise ValueError(_not_finite(noun, f"{int(rows)} of {len(x)}", name + _on_rank()))
 
 
 def refuse(wrong: Tensor, text: str) -> None:
@@ -58,9 +71,9 @@ def _is_batched(x: Tensor) -> bool:
     return False
 
 
-def _not_finite(rows: str, where: str) -> str:
+def _not_finite(noun: str, rows: str, where: str) -> str:
     return (
-        f"{where}: the router's logits are not finite in {rows} tokens, so that their experts would be arbitrary. Look"
+        f"{where}: the router's {noun} are not finite in {rows} tokens, so that their experts would be arbitrary. Look"
         " for the first activation or parameter that is not finite: a learning rate that is too high, or activations"
         " beyond the range of float16."
     )

@@ -56,19 +56,23 @@ def _wanted(params: Any, batches: list[dict[str, Tensor]], k: int) -> tuple[Tens
     return loss.detach(), sf.core.tree_unflatten(tree, list(torch.autograd.grad(loss, leaves)))
 
 
-def _check(mesh: sf.Mesh, exchange: Any, lengths: list[int], E: int, k: int, push: str, jit: bool = False) -> None:
+def _check(
+    mesh: sf.Mesh, exchange: Any, lengths: list[int], E: int, k: int, push: str, jit: bool = False, **options: Any
+) -> None:
     params, batches = _params(E), _batch(lengths, E, push)
     loss, grads = _wanted(params, batches, k)
     cut = {"w_gate_up": exchange.spec, "w_down": exchange.spec}
     f: Any = lambda p, b: _loss(p, b, k=k, exchange=exchange)  # noqa: E731
+    f = sf.remat(f) if options.pop("remat", False) else f
     step = sf.sharded_step(
         sf.jit(f, backend="graph") if jit else f,
         sf.optim.sgd(1.0),
         mesh=mesh,
         specs={"router": sf.P(), "experts": cut},
         batch=sf.P("ep"),
+        **options,
     )
-    state, metrics = step(step.init(params), batches[dist.get_rank()])
+    state, metrics = step(step.init(params), batches[mesh.rank])
     torch.testing.assert_close(metrics["loss"].double(), loss, rtol=1e-6, atol=1e-7)
     moved = sf.core.tree_map(lambda a, b: a - b.full_tensor(), params, state.params)
     torch.testing.assert_close(moved, grads, rtol=1e-12, atol=1e-12)
@@ -87,6 +91,48 @@ def test_two_ranks_equal_a_loop_over_tokens(exchange: Any, push: str) -> None:
 def test_ranks_without_tokens_take_part(lengths: list[int]) -> None:
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
         _check(mesh, moe.Tokens("ep"), lengths, 4, 2, "")
+
+
+@distributed(world=[1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ranks_of_experts_and_stages_equal_a_loop_over_tokens(world: int, stage: int) -> None:
+    """Five experts, of which the last of four ranks has none; one rank has no token, and another one few."""
+    zero = sf.Zero(stage=stage, axis="ep", persist_elements=0)
+    lengths = [7, 0, 1, 4][:world]
+    with sf.make_mesh({"ep": world}, device="cpu") as mesh:
+        for remat in (False, True):
+            _check(mesh, moe.Tokens("ep"), lengths, 5, 2, "", remat=remat, zero=zero)
+        _check(mesh, moe.Tokens("ep"), lengths, 5, 2, "all on the first", zero=zero)
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("lengths", [[0, 1000], [1000, 0]])
+def test_a_rank_with_all_tokens(lengths: list[int]) -> None:
+    with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
+        _check(mesh, moe.Tokens("ep"), lengths, 4, 2, "none on the last", remat=True)
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("jit", [False, True])
+def test_two_runs_have_the_same_bits(jit: bool) -> None:
+    """Rows are added in a fixed order: forward, and in the gradients of tokens, weights and experts."""
+    params = _params(5)
+    found = []
+    for _ in range(2):
+        f: Any = lambda p, b: _loss(p, b, k=3, exchange=moe.Tokens("ep"))  # noqa: E731
+        with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
+            step = sf.sharded_step(
+                sf.jit(f, backend="graph") if jit else f,
+                sf.optim.adamw(0.1),
+                mesh=mesh,
+                specs={"router": sf.P(), "experts": dict.fromkeys(params["experts"], sf.P("ep"))},
+                batch=sf.P("ep"),
+            )
+            state = step.init(sf.core.tree_map(torch.clone, params))
+            for n in (9, 9):
+                state, metrics = step(state, _batch([n, n], 5, "")[dist.get_rank()])
+            found.append(sf.core.tree_leaves((sf.unshard(state.params), metrics["loss"])))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @distributed(world=2)

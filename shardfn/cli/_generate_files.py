@@ -1,0 +1,43 @@
+"""Files of models, read so that one which is damaged or wrong is named."""
+
+import contextlib
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+
+def object_of(path: pathlib.Path) -> dict[str, Any]:
+    """The object of a file of JSON.
+
+    Raises:
+        ValueError: it is not JSON, or not an object; the message names the file.
+    """
+    with reading(path, "its JSON"):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} has a {type(found).__name__}; it must have an object of JSON.")
+    return found
+
+
+@contextlib.contextmanager
+def reading(path: pathlib.Path, part: str) -> Iterator[None]:
+    """Makes errors of packages that read a model's files, which have many types, refusals that name the files.
+
+    Args:
+        path: of the model.
+        part: that is read, in words.
+
+    Raises:
+        ValueError: has the path, the part and the error.
+    """
+    try:
+        yield
+    except (OSError, ImportError):
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        text = " ".join(str(error).split())
+        raise ValueError(f"{path}: {part} cannot be read: {kind}{text}") from error

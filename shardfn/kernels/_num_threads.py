@@ -1,0 +1,42 @@
+"""The number of threads that share a kernel's work: torch's, also where torch's own operations take one."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+
+class _Threads(threading.local):
+    given = 0  # 0 outside of `threads_for_kernels`
+
+
+_THREADS = _Threads()
+
+
+def num_threads() -> int:
+    """The most threads that a kernel takes."""
+    return _THREADS.given or torch.get_num_threads()
+
+
+@contextlib.contextmanager
+def threads_for_kernels() -> Iterator[None]:
+    """In it torch's own operations take one thread, and kernels as many as torch has outside.
+
+    For programs whose work is in kernels. After an operation the threads of torch (OpenMP) watch for further work for
+    milliseconds, on the very processors that the threads of kernels need: an addition could make the product after it
+    slower on two threads than on one.
+
+    Example:
+        >>> with threads_for_kernels():
+        ...     torch.get_num_threads()
+        1
+    """
+    before, given = torch.get_num_threads(), _THREADS.given
+    _THREADS.given = num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        _THREADS.given = given

@@ -1,0 +1,219 @@
+"""Covers each field of each route by the tables of fields: another type, out of range, missing, doubled, refused."""
+
+import itertools
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from shardfn.inference._requests import RANGES
+from shardfn.serve import _fields
+from shardfn.serve._fields import Kind
+from tests.serve.server import CONTEXT, LIMIT, NAME, Received, Running
+
+Path = tuple[str | int, ...]
+_PART = {"type": "text", "text": "ab"}
+_FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "integer"}}}
+_MORE = {"model": NAME, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {**_MORE, "prompt": "ab", "response_format": _FORMAT},
+    "/v1/chat/completions": {**_MORE, "messages": [{"role": "user", "content": [_PART]}], "response_format": _FORMAT},
+    "/v1/embeddings": {"model": NAME, "input": "ab"},
+}
+_BOTH: dict[Path, Mapping[str, Kind]] = {
+    ("stream_options",): _fields.OPTIONS,
+    ("response_format",): _fields.FORMAT,
+    ("response_format", "json_schema"): _fields.SCHEMA,
+}
+# The objects of each body, by their places.
+TABLES: dict[str, dict[Path, Mapping[str, Kind]]] = {
+    "/v1/completions": {(): _fields.COMPLETIONS, **_BOTH},
+    "/v1/chat/completions": {
+        (): _fields.CHAT,
+        **_BOTH,
+        ("messages", 0): _fields.MESSAGE,
+        ("messages", 0, "content", 0): _fields.PART,
+    },
+    "/v1/embeddings": {(): _fields.EMBEDDINGS},
+}
+PLACES = [(route, at) for route, tables in TABLES.items() for at in tables]
+PARTS = {"COMMON", "SAMPLING"}  # tables that are in others
+
+VALUES = [True, False, 0, -1, 1.5, 2**70, -1e308, "", "x", "1", [], [1], [1.5], ["x"], [None], [[]], [{}], {}, {"a": 1}]
+# Values that are wrong where a field takes several types.
+OTHERS: dict[str, list[Any]] = {
+    "prompt": [True, 1, 1.5, {}, {"a": 1}, [], [1.5], [None], [True], [[]], [{}], [[1.5]], ["a", 1], [[1], 1]],
+    "content": [True, 1, 1.5, {}, {"text": "a"}, [1], ["a"], [None], [[]]],
+}
+OTHERS["input"] = OTHERS["prompt"]
+_IDS = [-1, 256, 2**70]
+OUTSIDE: dict[str, list[Any]] = {
+    "model": ["other", "", "x" * 10_000],
+    "prompt": ["", "a" * CONTEXT, [256], [-1], [2**70], ["a", ""], ["a"] * 129],
+    "input": ["", "a" * CONTEXT, [256], [-1], [2**70], ["a", ""], ["a"] * 2049],
+    "messages": [[]],
+    "role": ["tool", "", "x" * 10_000],
+    "content": ["a" * CONTEXT, "forbidden"],
+    "type": ["image_url", "", "x" * 10_000],
+    "logprobs": [-1, 6, 2**70],
+    "max_completion_tokens": [0, -1, CONTEXT, 2**70],
+    "stop": ["", [""], ["a"] * 1000, "a" * 100_000],
+    "stop_token_ids": [[one] for one in _IDS],
+    "logit_bias": [{str(one): 1} for one in _IDS] + [{"1": 101}, {"1": -1e308}, {"a": 1}, {"": 1}, {"1": None}],
+    "regex": ["(", "a" * 70_000, "\x00"],
+    "encoding_format": ["hex", "", "x" * 10_000],
+    "dimensions": [0, -1, 31, 33, 2**70],
+    "schema": [{"type": "nothing"}, {"enum": ["x" * 1_000_000]}, {"$ref": "#"}, {"type": "string", "minLength": -1}],
+}
+OUTSIDE |= {
+    name: [one.low if one.above else one.low - 1, one.high + 1, 2**70, -(2**70)] for name, one in RANGES.items()
+}
+# Each value of the right type is within the range of these.
+UNBOUNDED = set("stream stream_options ignore_eos cache_salt response_format user include_usage json_schema".split())
+UNBOUNDED |= set("name description strict text".split())
+REQUIRED = {"model", "prompt", "messages", "input", "role", "content", "type", "text", "schema"}
+
+
+def changed(value: Any, at: Path, name: str, new: Any) -> Any:
+    """A body in which one field is another; `...` leaves it out."""
+    if at:
+        inner = changed(value[at[0]], at[1:], name, new)
+        return [inner] if isinstance(at[0], int) else value | {at[0]: inner}
+    rest = {key: x for key, x in value.items() if key != name}
+    return rest if new is ... else rest | {name: new}
+
+
+def doubled(value: Any, at: Path, name: str) -> str:
+    """The JSON of a body in which one field is given twice."""
+    if at:
+        pairs = [(at[0], doubled(value[at[0]], at[1:], name))]
+        rest = [(key, json.dumps(x)) for key, x in value.items() if key != at[0]] if isinstance(value, dict) else []
+    else:
+        pairs = [(name, json.dumps(value.get(name)))] * 2
+        rest = [(key, json.dumps(x)) for key, x in value.items() if key != name]
+    if isinstance(value, list):
+        return f"[{pairs[0][1]}]"
+    return "{" + ", ".join(f"{json.dumps(key)}: {text}" for key, text in [*rest, *pairs]) + "}"
+
+
+def base(route: str, name: str) -> dict[str, Any]:
+    """A body in which a field has an effect."""
+    body = dict(BODIES[route])
+    if name == "regex":
+        del body["response_format"]
+    if name == "max_completion_tokens":
+        del body["max_tokens"]
+    return body | {"logprobs": True} if name == "top_logprobs" else body
+
+
+def refuse(server: Running, route: str, body: Any, param: str | None) -> Received:
+    """Sends a body that must be refused, and change no state."""
+    before = server.engine._state.chain, server.front.calls._events, server.engine.counts()
+    found = server.send(route, body)
+    assert found.status in (400, 404), (found.status, str(body)[:200], found.data[:200])
+    error = found.error
+    kind = "not_found_error" if found.status == 404 else "invalid_request_error"
+    assert error["type"] == kind and len(error["message"]) < 2000, error
+    if param is not None:
+        assert error["param"] == param or error["param"].startswith((param + "[", param + ".")), (
+            error,
+            str(body)[:200],
+        )
+    assert (server.engine._state.chain, server.front.calls._events, server.engine.counts()) == before
+    return found
+
+
+def full(at: Path, name: str) -> str:
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in (*at, name))
+    return text.removeprefix(".")
+
+
+def cases(route: str, at: Path) -> Iterator[tuple[str, Any]]:
+    """Fields, and values that are not theirs."""
+    for name, kind in TABLES[route][at].items():
+        given = OTHERS[name] if name in OTHERS else [x for x in VALUES if not kind.has(x)]
+        assert given
+        yield from ((name, value) for value in given)
+
+
+@pytest.mark.nightly
+def test_the_bodies_are_served(server: Running) -> None:
+    pytest.importorskip("llguidance")
+    for route, body in BODIES.items():
+        assert server.send(route, body).status == 200
+
+
+def test_all_routes_and_tables_are_here(server: Running) -> None:
+    routes = server.front.app.asgi().args[0].routes  # pyright: ignore
+    assert {one.path for one in routes if "POST" in one.methods} == set(BODIES)
+    made = {name for name, x in vars(_fields).items() if isinstance(x, Mapping) and name.isupper()}
+    used = [id(table) for tables in TABLES.values() for table in tables.values()]
+    assert {name for name in made if id(getattr(_fields, name)) in used} == made - PARTS
+    names = set(itertools.chain(*(table for tables in TABLES.values() for table in tables.values())))
+    assert names - UNBOUNDED <= set(OUTSIDE) and not names & UNBOUNDED & set(OUTSIDE)
+
+
+@pytest.mark.parametrize(("route", "at"), PLACES, ids=str)
+def test_another_type(server: Running, route: str, at: Path) -> None:
+    for name, value in cases(route, at):
+        refuse(server, route, changed(base(route, name), at, name, value), full(at, name))
+
+
+@pytest.mark.parametrize(("route", "at"), PLACES, ids=str)
+def test_out_of_range(server: Running, route: str, at: Path) -> None:
+    pytest.importorskip("llguidance")
+    for name, kind in TABLES[route][at].items():
+        if name in UNBOUNDED or kind.name == "true or false":  # `logprobs` of chats is a flag
+            continue
+        for value in OUTSIDE[name]:
+            found = refuse(server, route, changed(base(route, name), at, name, value), None)
+            assert found.error["param"], found.error
+        if kind.name == "a number":
+            for text in ("NaN", "Infinity", "-Infinity", "1e999", "-1e999"):
+                data = json.dumps(changed(base(route, name), at, name, "@")).replace('"@"', text)
+                refuse(server, route, data.encode(), name if text.endswith("1e999") else None)
+
+
+@pytest.mark.parametrize(("route", "at"), PLACES, ids=str)
+def test_missing(server: Running, route: str, at: Path) -> None:
+    for name in REQUIRED & set(TABLES[route][at]):
+        for value in (..., None):
+            found = refuse(server, route, changed(BODIES[route], at, name, value), full(at, name))
+            assert "missing" in found.error["message"], found.error
+
+
+@pytest.mark.parametrize(("route", "at"), PLACES, ids=str)
+def test_given_twice(server: Running, route: str, at: Path) -> None:
+    for name in TABLES[route][at]:
+        found = refuse(server, route, doubled(base(route, name), at, name).encode(), name)
+        assert found.error["message"] == f"{name} is given twice."
+
+
+@pytest.mark.parametrize(("route", "at"), PLACES, ids=str)
+def test_fields_that_are_not_served(server: Running, route: str, at: Path) -> None:
+    for name in {*_fields.REFUSED, "unheard", ""} - set(TABLES[route][at]):
+        found = refuse(server, route, changed(BODIES[route], at, name, 1), full(at, name))
+        words = "is not served; leave it out" if name in _fields.REFUSED else "is not known"
+        assert words in found.error["message"]
+
+
+@pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer other", "Bearer key other", "Basic key", "key"])
+def test_no_body_is_read_without_a_key(start: Any, given: str | None) -> None:
+    """A body that is declared and never sent is waited for by no answer; no state changes."""
+    server = start(keys=("key",))
+    before = server.engine._state.chain, server.front.calls._events
+    header = "" if given is None else f"Authorization: {given}\r\n"
+    for route in BODIES:
+        for more in ("Content-Length: 1000000000\r\n", "Content-Length: 9\r\nExpect: 100-continue\r\n"):
+            head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{header}{more}\r\n"
+            with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as one:
+                one.sendall(head.encode())
+                answer = one.recv(10_000)
+            assert answer.startswith(b"HTTP/1.1 401 ") and b"100 Continue" not in answer
+            error = json.loads(answer.partition(b"\r\n\r\n")[2] or b"{}") or None
+            assert error is None or error["error"]["code"] == "invalid_api_key"
+    for route in ("/v1/models", f"/v1/models/{NAME}", "/v1/nothing"):
+        assert server.get(route, None if given is None else {"Authorization": given}).status == 401
+    assert (server.engine._state.chain, server.front.calls._events) == before
