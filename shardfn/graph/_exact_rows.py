@@ -145,7 +145,7 @@ def _fits(operand: Node, short: _Short, num: int, ndim: int) -> bool:
 
 
 def _dim_of(node: Node) -> int:
-    """The dim that an op works along; -1 if it has none."""
+    """The dim that an op works along, or -1."""
     target = node.target
     if not isinstance(target, OpOverload):
         return -1

@@ -57,7 +57,7 @@ class Op:
         strides: by overload, from torch's abstract result and the operands to a result in the kernel's strides.
         abstract: by overload, from operands without data to the result, where torch's differs in more than strides.
         types: how it changes the types of values along axes (`_types.py`); "" for ops that compute on each rank alone.
-        rows: how it takes values of which only the first rows are in use (`_exact_rows.py`); "": whole values only.
+        rows: how it takes values that may lack their last rows (`_exact_rows.py`); "": whole values only.
         sharding: from the forms of its operands along an axis to strategies (`_forms.py`); None: whole values only.
         views: the argument that its result is a view of, by its schema.
         writes: position and name of the arguments that it overwrites, by its schema.
