@@ -11,6 +11,8 @@ and had no core. Above a few percent, "ratio" is that of a busy machine, where t
 """
 
 import argparse
+import contextlib
+import itertools
 import os
 import pathlib
 import signal
@@ -44,20 +46,15 @@ def main() -> None:
     parser.add_argument("--example", default=str(EXAMPLE), help="the program (%(default)s)")
     parser.add_argument("--out", default="")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        peers = {
-            (saved, behind): Peer(args.example, ["--behind", behind, *(["--out", f"{folder}/{behind}"] * saved)])
-            for saved in (False, True)
-            for behind in ("0", "1")
-        }
-        try:
-            turns = {name: list[Turn]() for name in peers}
-            for n in range(args.rounds):
-                for name in sorted(peers, reverse=n % 2 == 1):
-                    turns[name].append(peers[name].turn(args.turn))
-        finally:
-            for peer in peers.values():
-                peer.end()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as started:
+        peers = dict[tuple[bool, str], Peer]()
+        for saved, behind in itertools.product((False, True), ("0", "1")):
+            options = ["--behind", behind, *(["--out", f"{folder}/{behind}"] * saved)]
+            peers[saved, behind] = Peer(args.example, options, started)
+        turns = {name: list[Turn]() for name in peers}
+        for n in range(args.rounds):
+            for name in sorted(peers, reverse=n % 2 == 1):
+                turns[name].append(peers[name].turn(args.turn))
     lines = [_line(saved, turns[saved, "0"], turns[saved, "1"], args.turn) for saved in (False, True)]
     load = f"{os.getloadavg()[0]:.1f} processes were ready or running at the end, for {os.cpu_count()} cores"
     body = f"{args.rounds} rounds of {args.turn} iterations; medians, and quartiles of ratios; {load}\n\n"
@@ -69,12 +66,13 @@ def main() -> None:
 class Peer:
     """A run that is stopped unless it is its turn."""
 
-    def __init__(self, example: str, options: list[str]) -> None:
+    def __init__(self, example: str, options: list[str], started: contextlib.ExitStack) -> None:
         how = ["--iterations", "100000", "--every", "1", "--imitate", "10", *options]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, example, *how], env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
+        started.callback(self.end)
         assert self._process.stdout is not None
         self._lines: IO[str] = self._process.stdout
         self._iterations(WARM + 1)  # and the line of the accuracy before

@@ -166,7 +166,7 @@ def _trained(job: FinetuneJob, mesh: Mesh) -> Trained:
         return WeightedMean(out.loss, batch["weight"].sum())
 
     cut = mesh.axis_size("tp") > 1
-    specs = P()
+    specs: Any = P()
     if cut:
         rows = -(-job.batch // mesh.axis_size("dp") // job.accumulate)
         specs = propose_specs(loss, dict(module.named_parameters()), mesh, pad(job.length)([[0]] * rows))

@@ -244,7 +244,9 @@ def _frozen(
 ) -> dict[str, Tensor]:
     """Parameters outside of the optimizer: in fragments where they are cut, else whole in the module."""
     first, out = models[0], {}
-    for name, shape in (first.get("frozen_param_shapes") or {}).items():
+    for name, size in (first.get("frozen_param_shapes") or {}).items():
+        # A tuple in checkpoints with experts.
+        shape = torch.Size(size)
         parts = torch.cat([model["frozen_param_fragments"][name].flatten() for model in models])
         if parts.numel() < shape.numel():
             have = f"{parts.numel()} elements are there of {len(models)} ranks, too few for"

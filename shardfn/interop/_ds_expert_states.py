@@ -10,7 +10,7 @@ E experts, n ranks among which they lie.
 
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ def _partitioned(place: pathlib.Path, model: Mapping[str, Any], weights: DeepSpe
         raise ValueError(f"{place} is of stage 3; experts are read below it.")
     ranks, step = [groups_of(x) for x in optims], 0
     states: States = {}
+    numbers = _numbers_of_one_rank(name for group in model["param_shapes"] for name in group)
     for number, group in enumerate(model["param_shapes"]):
         shapes = {name: torch.Size(shape) for name, shape in group.items()}
         gaps = gaps_of(optims[0], number, shapes)
@@ -83,7 +84,7 @@ def _partitioned(place: pathlib.Path, model: Mapping[str, Any], weights: DeepSpe
             own.append(states_of(parts, shapes, gaps, where=f"{place}, group {number} of experts' rank {e}"))
             step = max(step, parts[0].step)
         for kind in own[0]:
-            states.setdefault(kind, {}).update(_of_one_rank([x[kind] for x in own]))
+            states.setdefault(kind, {}).update(_of_one_rank([x[kind] for x in own], numbers))
     params = states.pop("fp32", {})
     return with_module(place, [dict(model)], DeepSpeedState(params, states, step, {}, {}))
 
@@ -96,12 +97,16 @@ def _sharing(model: Mapping[str, Any], ranks: int, count: int) -> list[list[int]
     return [[i * n + e for i in range(count)] for e in range(n)]
 
 
-def _of_one_rank(by_rank: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors by the names of one rank with all experts, from those of each rank by its own."""
+def _numbers_of_one_rank(names: Iterable[str]) -> dict[str, int]:
+    """The number of experts that a rank has in each layer, whose experts may be in several groups."""
     numbers: dict[str, int] = {}
-    for name in by_rank[0]:
-        if found := _LOCAL.fullmatch(name):
-            numbers[found[1]] = max(numbers.get(found[1], 0), int(found[2]) + 1)
+    for found in filter(None, map(_LOCAL.fullmatch, names)):
+        numbers[found[1]] = max(numbers.get(found[1], 0), int(found[2]) + 1)
+    return numbers
+
+
+def _of_one_rank(by_rank: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, int]) -> dict[str, Tensor]:
+    """Tensors by the names of one rank with all experts, from those of each rank by its own."""
     out: dict[str, Tensor] = {}
     for e, own in enumerate(by_rank):
         for name, x in own.items():

@@ -2,11 +2,12 @@
 
 stage 1, 2   the parameters of a group, one after another, are cut in equal parts, one per rank
 stage 3      each parameter is cut so; a rank's part of a group is its pieces, one after another
+experts      are groups of their own, cut among the ranks that have the same ones
+stage 0      groups are whole; only jobs with experts have files of their own there
 """
 
 import dataclasses
 import json
-import math
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +19,11 @@ from torch import nn
 from shardfn.core import did_you_mean, named_parameters, raise_all, state_names
 
 from ._ds_config import DeepSpeedRecipe, from_deepspeed_config
+from ._ds_expert_ranks import Experts, Group, experts_of, has_experts, split
+from ._ds_flat_groups import FlatGroup, flat_groups
 from ._hf_module import parameter_names
 
 _STATES = {"adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-# At `parameter_alignment`, parameters begin at a multiple of this many bytes.
-_ALIGNED_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,43 +38,30 @@ class DeepSpeedJob:
         ranks: the number of ranks that share the batch.
         module: the trained module, for names, order, and tied or frozen parameters; these may be on `meta`.
         groups: of the optimizer, in torch's form, with names for parameters: `[{"params": ["a.weight"], "weight_decay":
-            0.0}, ...]`. Default: one group of all trained parameters, in the module's order.
+            0.0}, ...]`. Default: one group of all trained parameters, in the module's order. With experts each has a
+            "name", and they are the groups before `split_params_into_different_moe_groups_for_optimizer`.
+        ep_size: the number of ranks that have different experts, the `ep_size` of its layers `deepspeed.moe.layer.MoE`.
+            The module here is one of `ep_size=1`, which has all experts.
     """
 
     config: str | os.PathLike[str] | Mapping[str, Any]
     ranks: int
     module: nn.Module
     groups: Sequence[Mapping[str, Any]] | None = None
+    ep_size: int = 1
 
 
 class PieceOfLeaf(NamedTuple):
-    """Elements of a parameter that one rank has: `start` to `stop` of it, from `at` on in the rank's flat part."""
+    """Elements of a parameter that one rank has: `start` to `stop` of it, from `at` on in the rank's flat part.
+
+    The rank is counted among those that share the group.
+    """
 
     rank: int
     group: int
     at: int
     start: int
     stop: int
-
-
-class FlatGroup(NamedTuple):
-    """Parameters that lie in one flat tensor on each rank.
-
-    Attributes:
-        owner: the index of their group in the optimizer.
-        shapes: by name, in the order in which they lie.
-        starts: where each begins: below stage 3 in the whole group, else in each rank's part.
-        paddings: unused elements after each.
-        used: elements of the whole group, paddings between parameters included.
-        size: elements of a rank's part.
-    """
-
-    owner: int
-    shapes: dict[str, torch.Size]
-    starts: dict[str, int]
-    paddings: tuple[int, ...]
-    used: int
-    size: int
 
 
 class Partition(NamedTuple):
@@ -88,11 +76,12 @@ class Partition(NamedTuple):
         order: names of all tensors that the module saves, in its order.
         names: all names of each parameter, by its first.
         shapes: of all parameters, by their first names.
-        owners: the names of the parameters in each group of the optimizer.
+        owners: the names of the parameters in each group of the optimizer; of experts, those of one rank.
         settings: of the optimizer's groups, without parameters.
         groups: flat ones.
         states: of the optimizer, that a parameter has.
         torch_steps: whether steps are counted in tensors, as torch's optimizers do.
+        experts: their layers and ranks.
     """
 
     config: dict[str, Any]
@@ -108,17 +97,29 @@ class Partition(NamedTuple):
     groups: tuple[FlatGroup, ...]
     states: tuple[str, ...]
     torch_steps: bool
+    experts: Experts
 
     def trained(self) -> set[str]:
         """Names of the optimizer's parameters."""
-        return {name for names in self.owners for name in names}
+        return {x for names in self.owners for name in names for x in self.experts.everywhere(name)}
+
+    def member(self, rank: int, group: FlatGroup) -> int:
+        """A rank's number among those that share a group."""
+        if not self.stage:
+            return 0
+        return self.experts.place(rank, self.ranks)[1] if group.experts else rank
+
+    def optimizer_file(self, rank: int) -> str:
+        """The name of a rank's file of the optimizer, above stage 0."""
+        prefix = "bf16_" if self.dtype is torch.bfloat16 else ""
+        return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
     def cuts(self, name: str) -> Iterator[PieceOfLeaf]:
         """The place of each element of a trained parameter."""
         number, group = next((i, x) for i, x in enumerate(self.groups) if name in x.shapes)
         count, first = group.shapes[name].numel(), group.starts[name]
-        piece = -(-count // self.ranks)
-        for rank in range(self.ranks):
+        piece = -(-count // group.ranks)
+        for rank in range(group.ranks):
             if self.stage == 3:
                 start, at = min(rank * piece, count), first
                 stop = min(start + piece, count)
@@ -144,34 +145,46 @@ def partition_of(job: DeepSpeedJob, rate: float) -> Partition:
     config = dict(job.config if isinstance(job.config, Mapping) else json.loads(pathlib.Path(job.config).read_text()))
     raise_all(ValueError, "files for each rank are not written for such a job of DeepSpeed's:", _refused(config, job))
     recipe = from_deepspeed_config(config, ranks=job.ranks)
-    zero = dict(config.get("zero_optimization") or {})
-    names = parameter_names(job.module)
     leaves = dict(named_parameters(job.module))
     shapes = {name: torch.Size(p.shape) for name, p in leaves.items()}
-    # DeepSpeed omits empty parameters from its optimizer.
-    trained = [name for name, p in leaves.items() if p.requires_grad and p.numel()]
-    groups = [dict(x) for x in job.groups] if job.groups is not None else [{"params": trained}]
-    owners = tuple(tuple(x.pop("params", ())) for x in groups)
-    _check_groups(owners, trained, list(leaves))
-    kind = str(config["optimizer"]["type"]).lower()
-    settings = tuple(_settings(kind, config["optimizer"].get("params") or {}, rate) | x for x in groups)
+    order = tuple(state_names(job.module))
+    data_first = bool(config.get("use_data_before_expert_parallelism"))
+    experts = experts_of(shapes, order, job.ep_size, data_first=data_first)
     dtype = torch.float32 if recipe.policy is None else recipe.policy.compute
-    has_momentum = kind != "sgd" or any(x["momentum"] for x in settings)
+    _check_experts(experts, config, job, recipe, dtype)
+    given = _groups(job, leaves, experts)
+    kind = str(config["optimizer"]["type"]).lower()
+    own = _settings(kind, config["optimizer"].get("params") or {}, rate)
+    groups = split([(names, own | x) for names, x in given], experts, shapes)
+    has_momentum = kind != "sgd" or any(x["momentum"] for (_, x), _ in groups)
+    sharing = (job.ranks, job.ranks // job.ep_size)
     return Partition(
         config,
         recipe.zero.stage,
         job.ranks,
         dtype,
         recipe.rows_per_step,
-        tuple(state_names(job.module)),
-        names,
+        order,
+        parameter_names(job.module),
         shapes,
-        owners,
-        settings,
-        tuple(_flat_groups(owners, shapes, recipe, zero, job.ranks, dtype)),
+        tuple(names for (names, _), _ in groups),
+        tuple(settings for (_, settings), _ in groups),
+        tuple(flat_groups(groups, shapes, config.get("zero_optimization") or {}, sharing, dtype)),
         _STATES[kind] if has_momentum else (),
         kind == "sgd" or bool((config["optimizer"].get("params") or {}).get("torch_adam")),
+        experts,
     )
+
+
+def _groups(job: DeepSpeedJob, leaves: Mapping[str, torch.Tensor], experts: Experts) -> list[Group]:
+    """The optimizer's groups: names, and the settings of each."""
+    # DeepSpeed omits empty parameters from its optimizer.
+    trained = [name for name, p in leaves.items() if p.requires_grad and p.numel()]
+    one = {"params": trained} | ({"name": "dense-params"} if experts.numbers else {})
+    groups = [dict(x) for x in (job.groups if job.groups is not None else [one])]
+    out = [(tuple(x.pop("params", ())), x) for x in groups]
+    _check_groups([names for names, _ in out], trained, list(leaves))
+    return out
 
 
 def _refused(config: Mapping[str, Any], job: DeepSpeedJob) -> list[str]:
@@ -180,7 +193,9 @@ def _refused(config: Mapping[str, Any], job: DeepSpeedJob) -> list[str]:
     out = []
     if job.ranks < 1:
         out.append(f"ranks = {job.ranks}: there is at least one")
-    if zero.get("stage", 0) not in (1, 2, 3):
+    if job.ep_size < 1:
+        out.append(f"ep_size = {job.ep_size}: there is at least one rank; leave it out where all have all experts")
+    if zero.get("stage", 0) not in ((0, 1, 2, 3) if has_experts(job.module) else (1, 2, 3)):
         out.append(f"zero_optimization.stage = {zero.get('stage', 0)}: stages 1, 2 and 3 have such files")
     if kind.lower() not in _STATES:
         out.append(f"optimizer.type = {kind!r}: Adam, AdamW and SGD are; name the one that the job makes itself")
@@ -194,9 +209,39 @@ def _refused(config: Mapping[str, Any], job: DeepSpeedJob) -> list[str]:
     brain = (config.get("bf16") or config.get("bfloat16") or {}).get("enabled")
     if brain and zero.get("stage") == 1 and sums in ("fp32", "float32", "float"):
         out.append("data_types.grad_accum_dtype = 'fp32' with bf16 at stage 1: another format; save a universal one")
+    if (config.get("expert_parallel") or {}).get("enabled"):
+        out.append("expert_parallel.enabled: AutoEP has files of its own; it reads those of module_to_hf")
     if int((config.get("tensor_parallel") or {}).get("autotp_size") or 1) > 1:
         out.append("tensor_parallel.autotp_size: ranks with parts of weights; save a universal one")
     return out
+
+
+def _check_experts(
+    experts: Experts, config: Mapping[str, Any], job: DeepSpeedJob, recipe: DeepSpeedRecipe, dtype: torch.dtype
+) -> None:
+    if not experts.numbers:
+        return
+    stage, out = recipe.zero.stage, []
+    zero = config.get("zero_optimization") or {}
+    if stage == 3:
+        out.append("zero_optimization.stage = 3: DeepSpeed has native experts at stages 0, 1 and 2 only")
+    if job.ranks % job.ep_size:
+        out.append(f"ranks = {job.ranks}, and ep_size = {job.ep_size} does not divide that")
+    if zero.get("elastic_checkpoint"):
+        out.append("zero_optimization.elastic_checkpoint: DeepSpeed joins states of unlike experts; leave it out")
+    if (config.get("expert_parallel") or {}).get("enabled"):
+        out.append(
+            "expert_parallel.enabled: the module has native experts, which AutoEP does not replace; leave it out"
+        )
+    params = config["optimizer"].get("params") or {}
+    if stage == 0 and dtype is not torch.float32:
+        out.append(f"zero_optimization.stage = 0 in {dtype}: its masters have no names; take stage 1 or 2, or float32")
+    if stage == 0 and str(config["optimizer"]["type"]).lower() != "sgd" and not params.get("torch_adam"):
+        out.append("optimizer.params.torch_adam: at stage 0 states are those of torch's Adam; set it, or take stage 1")
+    frozen = [name for name, p in named_parameters(job.module) if not p.requires_grad]
+    if stage == 0 and frozen:
+        out.append(f"stage = 0: parameters have numbers there, also frozen ones such as {frozen[0]}; take stage 1 or 2")
+    raise_all(ValueError, "files are not written for such a job of DeepSpeed's with experts:", out)
 
 
 def _check_groups(owners: Sequence[Sequence[str]], trained: Sequence[str], known: Sequence[str]) -> None:
@@ -224,58 +269,3 @@ def _settings(kind: str, params: Mapping[str, Any], rate: float) -> dict[str, An
         return {k: v for k, v in group.items() if k != "params"}
     own = {"bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
     return {"lr": rate} | own | {k: v for k, v in had.items() if k in own}
-
-
-def _flat_groups(
-    owners: Sequence[Sequence[str]],
-    shapes: Mapping[str, torch.Size],
-    recipe: DeepSpeedRecipe,
-    zero: Mapping[str, Any],
-    ranks: int,
-    dtype: torch.dtype,
-) -> Iterator[FlatGroup]:
-    if recipe.zero.stage == 3:
-        for owner, names in enumerate(owners):
-            for some in _sub_groups(names, shapes, ranks, int(zero.get("sub_group_size", 1e9))):
-                yield _pieces(owner, {name: shapes[name] for name in some}, ranks)
-        return
-    align = math.lcm(_ALIGNED_BYTES, dtype.itemsize) // dtype.itemsize if zero.get("parameter_alignment") else 1
-    for owner, names in enumerate(owners):
-        order = [x for r in range(ranks) for x in names[r::ranks]] if zero.get("round_robin_gradients") else names
-        yield _row(owner, {name: shapes[name] for name in order}, ranks, align)
-
-
-def _sub_groups(names: Sequence[str], shapes: Mapping[str, torch.Size], ranks: int, most: int) -> Iterator[list[str]]:
-    """At stage 3 a group ends with the parameter whose piece brings a rank's part to this many elements."""
-    some: list[str] = []
-    held = 0
-    for name in names:
-        some.append(name)
-        held += -(-shapes[name].numel() // ranks)
-        if held >= most:
-            yield some
-            some, held = [], 0
-    if some:
-        yield some
-
-
-def _pieces(owner: int, shapes: dict[str, torch.Size], ranks: int) -> FlatGroup:
-    starts: dict[str, int] = {}
-    at = 0
-    for name, shape in shapes.items():
-        starts[name] = at
-        at += -(-shape.numel() // ranks)
-    return FlatGroup(owner, shapes, starts, (0,) * len(shapes), at * ranks, at)
-
-
-def _row(owner: int, shapes: dict[str, torch.Size], ranks: int, align: int) -> FlatGroup:
-    starts: dict[str, int] = {}
-    paddings: list[int] = []
-    at = 0
-    for name, shape in shapes.items():
-        starts[name] = at
-        at += shape.numel()
-        # After the last one the group is padded for all ranks.
-        paddings.append(-at % align if len(starts) < len(shapes) else 0)
-        at += paddings[-1]
-    return FlatGroup(owner, shapes, starts, tuple(paddings), at, -(-at // (2 * ranks)) * 2)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shardfn.core import did_you_mean, named_buffers, named_parameters, raise_all, state_names
 
 from ._ds_job import Partition
-from ._ds_parts import StatePart, key_of
+from ._ds_parts import Names, StatePart, key_of
 
 
 class PlacedPart(NamedTuple):
@@ -20,13 +20,17 @@ class PlacedPart(NamedTuple):
     layer: int | None = None
 
 
-def placed(parts: Mapping[StatePart, Any], cut: Partition, module: nn.Module) -> list[PlacedPart]:
+def placed(
+    parts: Mapping[StatePart, Any], cut: Partition, module: nn.Module, own: Mapping[StatePart, str], names: Names
+) -> list[PlacedPart]:
     """All leaves that files of a job have, in an order that is the same on all ranks.
 
     Args:
         parts: the leaves of the state, by part.
         cut: the job's.
         module: the job's.
+        own: the names here of parameters, by part.
+        names: from a name here to that of the module.
 
     Raises:
         ValueError: the state is not one of this module and optimizer, or a buffer has no values; lists all.
@@ -52,7 +56,7 @@ def placed(parts: Mapping[StatePart, Any], cut: Partition, module: nn.Module) ->
             out.append(PlacedPart(part._replace(name=name), x))
             if shape != cut.shapes[name]:
                 problems.append(f"{part.name} is {tuple(shape)}, but {tuple(cut.shapes[name])} in the module")
-        elif layers := _layers(part.name, shape, cut.shapes):
+        elif layers := _layers(part.name, shape, cut.shapes) or _layers(own[part], shape, cut.shapes, names):
             out += [PlacedPart(part._replace(name=layer), x, i) for i, layer in enumerate(layers)]
         else:
             problems.append(f"{part.name} is no parameter of the module.{did_you_mean(part.name, [*cut.shapes])}")
@@ -90,12 +94,14 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
     return rest
 
 
-def _layers(name: str, shape: torch.Size, shapes: Mapping[str, torch.Size]) -> list[str] | None:
+def _layers(
+    name: str, shape: torch.Size, shapes: Mapping[str, torch.Size], names: Names = lambda name: name
+) -> list[str] | None:
     """The layers of a stack, if the module has all of them, with an index between the parts of the name."""
     words = name.split(".")
     for k in range(len(words) + 1 if shape else 0):
-        names = [".".join((*words[:k], str(i), *words[k:])) for i in range(shape[0])]
-        if names and all(shapes.get(x) == shape[1:] for x in names):
-            beyond = ".".join((*words[:k], str(shape[0]), *words[k:]))
-            return None if beyond in shapes else names
+        layers = [names(".".join((*words[:k], str(i), *words[k:]))) for i in range(shape[0] + 1)]
+        beyond = layers.pop()
+        if layers and all(shapes.get(x) == shape[1:] for x in layers):
+            return None if beyond in shapes else layers
     return None

@@ -5,7 +5,7 @@ import os
 import pathlib
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,17 @@ from shardfn.core import raise_all, tree_leaves, tree_paths
 from shardfn.engine import agree_on_step, comms_of, told_before
 from shardfn.state import TrainState, check_alive
 
-from ._ds_job import DeepSpeedJob, partition_of
+from ._ds_expert_files import ExpertFiles
+from ._ds_expert_save import save_experts
+from ._ds_job import DeepSpeedJob, Partition, partition_of
 from ._ds_making import FilesInTheMaking
-from ._ds_partitions import VERSION, Counters, PartitionedFiles
+from ._ds_partitions import PartitionedFiles
 from ._ds_parts import Names, StatePart, is_master, key_of, part_of
 from ._ds_places import PlacedPart, placed
+from ._ds_records import VERSION, Counters
 from ._gathered_leaf import WrittenByFirst, is_writer, layer_of, whole
 
+_OF_EXPERTS = ".deepspeed_moe.experts."
 _ADAM = frozenset(("exp_avg", "exp_avg_sq"))
 
 
@@ -34,6 +38,7 @@ def save_deepspeed(
     learning_rate: float,
     names: Names = lambda name: name,
     job: DeepSpeedJob | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Writes a state as a checkpoint of DeepSpeed's. Collective.
 
@@ -47,7 +52,12 @@ def save_deepspeed(
     parameters, buffers, the loss scale, momentum of SGD; layers that are stacked here are written one by one. Only a
     job that cuts its tensors in the same way may load it, see `DeepSpeedJob`.
 
-    Leaves are gathered one after another; the first rank writes.
+    A `job` whose module has native experts (`deepspeed.moe.layer.MoE`) has a file for each expert besides, and its
+    stage is 0, 1 or 2. Its `ep_size` need not be that of the mesh here. Leaves of experts have them along dim 0; the
+    names of experts are found as by `restore_deepspeed`, with a number between the parts.
+
+    Leaves are gathered one after another; the first rank writes. With experts, each expert's tensors go from a rank
+    that holds them to files, and all ranks write files of the job, so `directory` is one that they share.
 
     Args:
         directory: the one to pass to `engine.load_checkpoint`. `latest_universal`, or `latest`, names the newest one.
@@ -59,10 +69,13 @@ def save_deepspeed(
             schedulers set the rate after an update, never before the first.
         names: from a parameter's or buffer's name here to DeepSpeed's.
         job: the one that will load the checkpoint.
+        weights_only: whether states of the optimizer are left out, for `load_checkpoint(load_module_only=True)`; with
+            experts alone.
 
     Raises:
         ValueError: the tag or a name is not a valid file name; or the optimizer has other states than Adam's moments,
-            which DeepSpeed does not load from universal checkpoints; or the state does not fit the job. Lists all.
+            which DeepSpeed does not load from universal checkpoints; or the state does not fit the job, or DeepSpeed
+            has no checkpoint of such a job. Lists all.
         FileExistsError: there is a checkpoint of this tag.
         DonatedError: a step has consumed the state.
         RankError: another rank failed.
@@ -83,30 +96,56 @@ def save_deepspeed(
         >>> save_deepspeed(directory, state, "second", learning_rate=0.1, job=DeepSpeedJob(config, 3, module))
         >>> read_deepspeed(directory).params["w"]
         tensor([0.9000, 0.9000])
+        >>> from shardfn.interop import read_deepspeed_experts
+        >>> module = torch.nn.ModuleList(torch.nn.Linear(3, 2, bias=False) for _ in range(4))
+        >>> for key in ("deepspeed_experts", "experts", "deepspeed_moe", "mlp"):  # in a MoE, which has a gate as well
+        ...     module = torch.nn.ModuleDict({key: module})
+        >>> module["head"] = torch.nn.Linear(2, 1, bias=False)
+        >>> state = step.init({"mlp": {"weight": torch.ones(4, 2, 3)}, "head": {"weight": torch.ones(1, 2)}})
+        >>> names = lambda name: name.replace("mlp.", "mlp.deepspeed_moe.experts.deepspeed_experts.")
+        >>> job = DeepSpeedJob(config, 4, module, ep_size=2)
+        >>> save_deepspeed(directory, state, "third", learning_rate=0.1, names=names, job=job)
+        >>> read_deepspeed_experts(directory).params["mlp.deepspeed_moe.experts.deepspeed_experts.3.weight"].shape
+        torch.Size([2, 3])
     """
     check_alive(state)
     leaves = tree_leaves(state)
     mesh = next(x.mesh for x in leaves if isinstance(x, GlobalTensor))
     comms, place = comms_of(mesh), pathlib.Path(directory) / tag
-    writer = is_writer(leaves)
+    counters: Counters | None = None
+    cut: Partition | None = None
     with told_before(comms.control):
         found = _parts_of(state, names)
         _check_names(found, tag)
         step, rate = int(state.step), float(learning_rate)
         if job is None:
             _check_states(found)
-            entries, files = (
-                [PlacedPart(*x) for x in found.items()],
-                functools.partial(_Files, place, step, rate, found),
-            )
+            entries = [PlacedPart(*x) for x in found.items()]
         else:
-            cut = partition_of(job, rate)
-            entries = placed(found, cut, job.module)
-            files = functools.partial(PartitionedFiles, place, cut, Counters(step, state.loss_scale))
-        if writer and place.exists():
+            cut, counters = partition_of(job, rate), Counters(step, state.loss_scale)
+            if weights_only:
+                found = {part: x for part, x in found.items() if part.kind in ("fp32", "buffer")}
+                cut = cut._replace(states=())
+            entries = placed(found, cut, job.module, _own_names(state, names), names)
+        if weights_only and (cut is None or not cut.experts.numbers):
+            raise ValueError(
+                "weights_only=True, and the job has no experts: save all states, from which DeepSpeed's"
+                " load_checkpoint(load_module_only=True) takes the weights."
+            )
+        if is_writer(leaves) and place.exists():
             raise FileExistsError(f"{place} is there already; take another tag, or remove it.")
     agree_on_step(comms.control, "interop.save_deepspeed", (f"{tag}: {_said(entries)}", ()))
-    with torch.no_grad(), WrittenByFirst(leaves, "interop.save_deepspeed", files) as out:
+    with torch.no_grad():
+        if cut is None or counters is None:
+            _by_first(leaves, entries, functools.partial(_Files, place, step, rate, found))
+        elif cut.experts.numbers:
+            save_experts(ExpertFiles(place, cut, counters, weights_only=weights_only), entries, cut, mesh)
+        else:
+            _by_first(leaves, entries, functools.partial(PartitionedFiles, place, cut, counters))
+
+
+def _by_first(leaves: Sequence[Any], entries: Sequence[PlacedPart], files: Callable[[], FilesInTheMaking]) -> None:
+    with WrittenByFirst(leaves, "interop.save_deepspeed", files) as out:
         for part, x, layer in entries:
             out.put(part, whole(x) if layer is None else layer_of(x, layer))
 
@@ -189,12 +228,25 @@ def _parts_of(state: TrainState, names: Names) -> dict[StatePart, Any]:
     return out
 
 
+def _own_names(state: TrainState, names: Names) -> dict[StatePart, str]:
+    paths = [path.removeprefix(".") for path in tree_paths(state)]
+    parts = [(part_of(path, names), part_of(path, lambda name: name)) for path in paths]
+    return {part: own.name for part, own in parts if part is not None and own is not None}
+
+
 def _check_names(parts: Mapping[StatePart, Any], tag: str) -> None:
     odd = [repr(x) for x in (tag, *(part.name for part in parts)) if not re.fullmatch(r"\w[\w.\-]*", x, re.ASCII)]
     raise_all(ValueError, "names of files have letters, digits, dots, - and _ only:", odd)
 
 
 def _check_states(parts: Mapping[StatePart, Any]) -> None:
+    experts = sorted({part.name for part in parts if _OF_EXPERTS in part.name})
+    raise_all(
+        ValueError,
+        "a universal checkpoint has the name of an expert on one rank alone, so that all ranks would load the same"
+        " experts; pass job= with its ep_size:",
+        experts,
+    )
     states = {part.kind for part in parts} - {"fp32", "buffer"}
     other = sorted(states - _ADAM) or (sorted(_ADAM - states) if states else [])
     raise_all(ValueError, "DeepSpeed loads Adam's moments, exp_avg and exp_avg_sq, and no others; here are:", other)

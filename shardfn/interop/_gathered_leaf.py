@@ -5,7 +5,7 @@ ever; all ranks raise the error at the end.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import P
+from shardfn.core import Mesh, P, block_slices
 from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 
 
@@ -30,6 +30,32 @@ def layer_of(x: Any, i: int) -> Tensor:
         return x.full_tensor()[i].clone()
     entries = [x.spec.dim_axes(d) or None for d in range(1, len(x.shape))]
     return GlobalTensor(x.local[i], torch.Size(x.shape[1:]), P(*entries), x.mesh).full_tensor()
+
+
+def own_rows(x: Any) -> Iterator[tuple[int, Tensor]]:
+    """The rows of a stack, each on the first of the ranks that hold it: their numbers, and they, whole. Collective.
+
+    Rows that different ranks hold do not travel between them: all ranks gather a row of their own at the same time,
+    along the axes that cut the other dims. A caller must take all rows, or its peers would wait.
+    """
+    if not isinstance(x, GlobalTensor):
+        yield from ((i, row.detach()) for i, row in enumerate(x))
+        return
+    cutting = x.mesh.axes(x.spec.dim_axes(0))
+    sizes = {axis: x.mesh.shape[axis] for axis in cutting}
+    own = block_slices(tuple(x.shape), x.spec, sizes, x.mesh.coords)[0]
+    # The first block is the longest one.
+    most = block_slices(tuple(x.shape), x.spec, sizes, {})[0].stop
+    first = not any(at for axis, at in x.mesh.coords.items() if axis not in cutting)
+    rest = P(*(x.spec.dim_axes(d) or None for d in range(1, len(x.shape))))
+    block, shape = x.local, torch.Size(x.shape[1:])
+    for i in range(own.start, own.start + most):
+        # A rank without a further row gathers with its peers along other axes, which have none either.
+        here = i < own.stop
+        row = block[i - own.start] if here else block.new_zeros(block.shape[1:])
+        whole_row = GlobalTensor(row, shape, rest, x.mesh).full_tensor()
+        if here and first:
+            yield i, whole_row
 
 
 def is_writer(tree_leaves: Sequence[Any]) -> bool:
@@ -124,3 +150,25 @@ class WrittenByFirst:
                 work(*args)
             except Exception as problem:
                 self._failed = problem
+
+
+class Turns:
+    """Work that all ranks of a mesh do at once, in turns; an error of one rank ends it at the end of the turn for all.
+
+    Args:
+        mesh: the mesh.
+        what: the call, in words.
+    """
+
+    def __init__(self, mesh: Mesh, what: str) -> None:
+        self._comms, self._what = comms_of(mesh), what
+
+    def take(self, name: str, work: Callable[[], object]) -> None:
+        """A turn. Collective.
+
+        Raises:
+            RankError: another rank failed in it.
+        """
+        with told_before(self._comms.control):
+            work()
+        agree_on_step(self._comms.control, f"{self._what}, {name}")

@@ -75,7 +75,7 @@ def compared(place: pathlib.Path) -> list[str]:
     for name in names[0] if names[0] == names[1] else []:
         one, other = (torch.load(place / tag / name, weights_only=False) for tag in ("theirs", "ours"))
         for x in (one, other):
-            x.pop("ds_config")  # DeepSpeed's own has defaults filled in
+            x.pop("ds_config", None)  # DeepSpeed's own has defaults filled in
         lines += differing(one, other, f"{place.name}, {name}")
     return lines if names[0] == names[1] else [f"{names[0]}, {names[1]}"]
 

@@ -117,6 +117,15 @@ def test_files_for_any_number_of_ranks_are_read_bit_for_bit(
     assert same(interop.restore_deepspeed(found, fresh, donate=False), state)
 
 
+def test_stage_3_without_frozen_parameters_has_no_whole_weights(tmp_path: pathlib.Path) -> None:
+    step = sf.sharded_step(lambda p, x: x.sum(), sf.optim.adamw(0.1))
+    params = {"weight": torch.ones(2, 3), "bias": torch.arange(2.0)}
+    state = step.init(params)
+    job = interop.DeepSpeedJob(config_of(3), 2, torch.nn.Linear(3, 2))
+    interop.save_deepspeed(tmp_path, state, "tag", learning_rate=0.1, job=job)
+    assert same(interop.restore_deepspeed(interop.read_deepspeed(str(tmp_path)), step.init(params)), state)
+
+
 @distributed(world=[2, 3])
 def _by_ranks(directory: str, world: int) -> None:
     state, fresh = trained(world=world)

@@ -1,0 +1,135 @@
+"""The files of a job of DeepSpeed's whose model has experts, written by all ranks of a mesh, each a share of them.
+
+Tensors of experts become files of their own, written by a rank that holds them; all others are mapped files of the
+first rank. When all leaves have arrived, each rank makes some of the job's files: an expert's, or a rank's part of the
+optimizer's states. So no rank has more in memory than one expert's tensor, or one of the job's files.
+"""
+
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._ds_flats import Flats
+from ._ds_job import Partition
+from ._ds_objects import save_objects
+from ._ds_parts import StatePart
+from ._ds_records import Counters, Records
+
+
+class ExpertFiles:
+    """Files that get their names when all of them are written.
+
+    Args:
+        place: the checkpoint's directory, which all ranks share.
+        cut: the job's partition.
+        counters: the job's progress.
+        weights_only: whether states of the optimizer are left out.
+    """
+
+    def __init__(self, place: pathlib.Path, cut: Partition, counters: Counters, *, weights_only: bool = False) -> None:
+        self._weights_only = weights_only
+        self._place, self._making, self._cut = place, place.with_name(place.name + ".tmp"), cut
+        self._flats = Flats(self._making / "flat", cut)
+        self._records = Records(cut, counters, self._part)
+
+    def make(self) -> None:
+        """Makes the directory. On the first rank."""
+        shutil.rmtree(self._making, ignore_errors=True)
+        self._flats.make()
+        for kind in ("fp32", *self._cut.states):
+            self._of_expert(kind, "").parent.mkdir(parents=True)
+
+    def open(self) -> None:
+        """Finds the directory. On the other ranks.
+
+        Raises:
+            FileNotFoundError: the first rank has made it elsewhere.
+        """
+        if not self._making.is_dir():
+            raise FileNotFoundError(
+                f"{self._making}, which the first rank has made, is not on this rank: take a directory that all ranks"
+                " share."
+            )
+
+    def put(self, part: StatePart, x: Tensor) -> None:
+        """Takes an expert's tensor, on a rank that holds it; any other one, on the first rank."""
+        if self._cut.experts.has(part.name):
+            torch.save(x.detach().cpu().float().contiguous().clone(), self._of_expert(part.kind, part.name))
+        else:
+            self._flats.put(part, x)
+
+    def write(self, share: int, of: int) -> None:
+        """Writes one share of the files, the first on the first rank."""
+        try:
+            if share:
+                self._flats.open()
+            for k, (name, made) in enumerate(self._files()):
+                if k % of == share:
+                    save_objects(made(), self._making / name)
+        finally:
+            self._flats.close()
+
+    def name(self) -> None:
+        """Gives the directory its name. On the first rank."""
+        shutil.rmtree(self._making / "flat")
+        shutil.rmtree(self._making / "experts")
+        self._making.rename(self._place)
+        newest = self._place.with_name("latest")
+        made = newest.with_name("latest.tmp")
+        made.write_text(self._place.name)
+        made.rename(newest)
+
+    def remove(self) -> None:
+        """Removes files that have no name yet. On the first rank."""
+        self._flats.close()
+        shutil.rmtree(self._making, ignore_errors=True)
+
+    def _of_expert(self, kind: str, name: str) -> pathlib.Path:
+        return self._making / "experts" / kind / f"{name}.pt"
+
+    def _expert(self, kind: str, name: str) -> Tensor:
+        return torch.load(self._of_expert(kind, name), mmap=True, weights_only=True)
+
+    def _part(self, kind: str, number: int, rank: int) -> Tensor:
+        group, member = self._cut.groups[number], self._cut.member(rank, self._cut.groups[number])
+        if not group.experts:
+            return self._flats.part(kind, number, member)
+        experts, out = self._cut.experts, torch.zeros(group.size)
+        here, _ = experts.place(rank, self._cut.ranks)
+        for name in group.shapes:
+            for cut in self._cut.cuts(name):
+                if cut.rank == member:
+                    whole = self._expert(kind, experts.on(here, name)).flatten()
+                    out[cut.at : cut.at + cut.stop - cut.start] = whole[cut.start : cut.stop]
+        return out
+
+    def _files(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """The names of all files, and functions that make their contents. The first rank alone has buffers."""
+        yield "mp_rank_00_model_states.pt", self._model
+        named: dict[tuple[int, int], list[str]] = {}
+        for name in filter(self._cut.experts.has, self._cut.order):
+            named.setdefault(self._cut.experts.at(name), []).append(name)
+        for (layer, number), names in named.items():
+            yield f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt", lambda names=names: self._weights(names)
+        if self._weights_only:
+            return
+        if self._cut.stage:
+            for rank in range(self._cut.ranks):
+                yield self._cut.optimizer_file(rank), lambda rank=rank: self._records.optimizer(rank)
+        else:
+            for rank in range(self._cut.experts.ranks):
+                own = f"expp_rank_{rank}_mp_rank_00_optim_states.pt"
+                yield own, lambda rank=rank: {"optimizer": self._records.numbered(rank)}
+
+    def _weights(self, names: list[str]) -> dict[str, Tensor]:
+        return {name: self._expert("fp32", name).to(self._cut.dtype).clone() for name in names}
+
+    def _model(self) -> dict[str, Any]:
+        experts, trained = self._cut.experts, self._cut.trained()
+        frozen = [x for x in self._cut.shapes if experts.has(x) and x not in trained and not experts.local(x)[0]]
+        model = self._records.model(0, self._flats.weights | self._weights(frozen), self._flats.buffers)
+        return model | ({"optimizer": None} if self._weights_only else {})
