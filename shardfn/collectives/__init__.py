@@ -18,6 +18,7 @@ from ._keeping import Keeper as Keeper, keeper_around as keeper_around, keeping 
 from ._ragged import ragged_all_to_all as ragged_all_to_all, ragged_exchange as ragged_exchange
 from ._exchange_rows import check_room as check_room, exchange_rows as exchange_rows
 from ._exchange_rows import values_are_known as values_are_known
+from ._arrived_rows import arrived_rows as arrived_rows, rows_as as rows_as
 from ._ppermute import ppermute as ppermute, ppermute_start as ppermute_start
 from ._route import AllGather as AllGather, AllToAll as AllToAll, Cast as Cast, Decode as Decode, Encode as Encode
 from ._route import Hop as Hop, Move as Move, Psum as Psum, PsumScatter as PsumScatter, Slice as Slice

@@ -3,7 +3,8 @@
     ragged_places_start(output_offsets, input_offsets, send_sizes, recv_sizes, rows, capacity, looks, axes)
         -> handle, like output_offsets      compares the places of all ranks; where the rows for this one go
     ragged_all_to_all_start(x, input_offsets, send_sizes, offsets, sizes, rows, axes)
-        -> handle [rows, ...]               the rows from each rank at their places, zeros elsewhere
+        -> handle [rows, ...]               the rows from each rank at their places, zeros elsewhere; rows of -1 end
+                                            with the last that arrives
 
 Places are integers for each rank along the axes, in the order of the group, or several rows of these, one after another
 (of a batch). Rows that arrive at one place are added in that order. An axis of one rank has the name "".
@@ -175,6 +176,10 @@ def _ragged_all_to_all_start(
     channel = channel_along(axes)
     n = 1 if channel is None else channel.size
     starts, leaving, places, coming = (t.reshape(-1, n).tolist() for t in (input_offsets, send_sizes, offsets, sizes))
+    if rows < 0:
+        rows = max(
+            (p + s for pair in zip(places, coming, strict=True) for p, s in zip(*pair, strict=True) if s), default=0
+        )
     x, out = x.contiguous(), x.new_zeros((rows, *x.shape[1:]))
     parts = [_joined([_rows(x, a[j], s[j]) for a, s in zip(starts, leaving, strict=True)]) for j in range(n)]
     targets = [[_rows(out, a[j], s[j]) for a, s in zip(places, coming, strict=True)] for j in range(n)]

@@ -11,6 +11,7 @@ from ._overlap import overlap_reductions as overlap_reductions
 from ._prefetch import prefetch as prefetch
 from ._sink import sink_waits as sink_waits
 from ._rematerialise import rematerialise as rematerialise
+from ._exact_rows import exact_rows as exact_rows
 from ._free import free_at_last_use as free_at_last_use
 from ._donate import donate as donate
 

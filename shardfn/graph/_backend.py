@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from shardfn.core import raise_all
 
 from ._emit import emit, name_line
+from ._exact_rows import exact_rows
 from ._inductor import compile_regions, find_compiler
 from ._regions import Region, cut
 
@@ -117,6 +118,7 @@ def compile_graph(gm: GraphModule, backend: Backend | None = None, *, min_bytes:
     start = time.perf_counter()
     chosen = resolve_backend(backend)
     if chosen == "graph":
+        gm = exact_rows(gm)
         return Compiled(emit(gm, list(gm.graph.nodes), ()), chosen, time.perf_counter() - start)
     steps = cut(gm, min_bytes=min_bytes)
     kernels = compile_regions([step for step in steps if isinstance(step, Region)])

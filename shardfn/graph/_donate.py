@@ -11,6 +11,7 @@ from shardfn._torch import OpOverload
 
 from ._edit import abstract_value, reordered, revalue
 from ._hazards import Memory, is_stop
+from ._ops import known_op
 from ._transfers import is_gather
 from ._values import tensors_of
 
@@ -134,7 +135,11 @@ def in_place_twin(node: Node) -> Any:
         <OpOverload(op='aten.relu_', overload='default')>
     """
     target = node.target
-    if not isinstance(target, OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+        return None
+    if target.namespace == "shardfn_kernels":
+        return known_op(target).in_place
+    if target.namespace != "aten":
         return None
     name, overload = target._schema.name.removeprefix("aten::"), target._overloadname
     elementwise = torch.Tag.pointwise in target.tags or name.startswith("_foreach_")

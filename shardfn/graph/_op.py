@@ -53,9 +53,11 @@ class Op:
         fetches: it only brings a value nearer to its use.
         makes_in: the memory in which it makes its value, if that is fixed.
         calls: by overload, a faster binding of the same kernel.
+        in_place: of a kernel, the op that writes the result over its first operand, of the same shape, if any.
         strides: by overload, from torch's abstract result and the operands to a result in the kernel's strides.
         abstract: by overload, from operands without data to the result, where torch's differs in more than strides.
         types: how it changes the types of values along axes (`_types.py`); "" for ops that compute on each rank alone.
+        rows: how it takes values that may lack their last rows (`_exact_rows.py`); "": whole values only.
         sharding: from the forms of its operands along an axis to strategies (`_forms.py`); None: whole values only.
         views: the argument that its result is a view of, by its schema.
         writes: position and name of the arguments that it overwrites, by its schema.
@@ -82,9 +84,11 @@ class Op:
     fetches: bool = False
     makes_in: MemoryKind | None = None
     calls: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    in_place: Any = None
     strides: Mapping[str, Callable[[Tensor, Sequence[Any]], Tensor]] = dataclasses.field(default_factory=dict)
     abstract: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     types: str = ""
+    rows: str = ""
     sharding: Rule | None = None
     views: int | None = None
     writes: tuple[tuple[int, str], ...] = ()

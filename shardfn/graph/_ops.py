@@ -84,9 +84,9 @@ def _rows(names: str, row: Op) -> dict[Any, Op]:
 _NONE = Op()
 _FUSED = Op(fuses=True)
 # Ops that use only their operand's shape, and constants; neither is worth a kernel.
-_LIGHT = Op(fuses=True, weight=0, types="filled")
+_LIGHT = Op(fuses=True, weight=0, types="filled", rows="first")
 _CONSTANT = Op(fuses=True, weight=0, constant=True)
-_CAST = Op(casts=True, copies=True, carries=True, scales=True, fuses=True, weight=0)
+_CAST = Op(casts=True, copies=True, carries=True, scales=True, fuses=True, weight=0, rows="first")
 _JOINED = Op(copies=True, carries=True)
 _CARRIES = Op(carries=True)
 _FOREIGN = Op(channel="loss", transfer=wire.foreign, types="foreign")
@@ -99,7 +99,7 @@ _IN_FORMAT, _IN_FORMAT_OF_INPUT = (_kept(lay_out=strides.in_format_of(i)) for i 
 _ELEMENTWISE = _kept(lay_out=strides.as_elementwise)
 
 OPS: dict[Any, Op] = {
-    operator.getitem: Op(scales=True, calls={"": operator.getitem}),
+    operator.getitem: Op(scales=True, rows="first", calls={"": operator.getitem}),
     # products
     _ATEN.mm: Op(flops=formulas.product, calls={"default": torch.mm}),
     _ATEN.bmm: Op(flops=formulas.product, calls={"default": torch.bmm}),
@@ -109,11 +109,13 @@ OPS: dict[Any, Op] = {
     _ATEN.dot: Op(flops=formulas.matrix_vector),
     _ATEN.addmv: Op(flops=formulas.added_matrix_vector),
     _ATEN._grouped_mm: Op(formulas.grouped_mm, abstract={"default": strides.grouped_mm}),
-    _KERNELS.grouped_product: Op(formulas.grouped_product, formulas.of_kernel),
+    _KERNELS.grouped_product: Op(formulas.grouped_product, formulas.of_kernel, rows="first"),
     _KERNELS.multiplied_rows: Op(formulas.grouped_product, formulas.of_kernel),
-    _KERNELS.grouped_outer: Op(formulas.product_of_rows, formulas.of_kernel),
-    _KERNELS.gather_rows: Op(scratch=formulas.of_kernel),
+    _KERNELS.grouped_outer: Op(formulas.product_of_rows, formulas.of_kernel, rows="sum"),
+    _KERNELS.gather_rows: Op(scratch=formulas.of_kernel, rows="places"),
     **dict.fromkeys((_KERNELS.copied_rows, _KERNELS.combined_rows), Op(scratch=formulas.of_kernel)),
+    _KERNELS.gated_silu_gradient: Op(in_place=_KERNELS.gated_silu_gradient_.default, rows="each"),
+    _KERNELS.gated_silu_gradient_: Op(rows="each"),
     _KERNELS.row_dots: Op(formulas.dots, formulas.of_kernel),
     # attention
     _ATEN._scaled_dot_product_flash_attention_for_cpu: Op(formulas.attention, formulas.flash_forward),
@@ -142,10 +144,10 @@ OPS: dict[Any, Op] = {
     _ATEN._log_softmax_backward_data: Op(fuses=True, strides=_DENSE),
     _ATEN.native_layer_norm_backward: Op(fuses=True, strides=_DENSE),
     # pointwise, without the tag or with further facts
-    **_rows("silu_backward tanh_backward sigmoid_backward threshold_backward where", _FUSED),
+    **_rows("silu_backward tanh_backward sigmoid_backward threshold_backward where", Op(fuses=True, rows="each")),
     **_rows("slice_backward select_backward", _FUSED),
     # whose compiled form is cheaper than eager's
-    **_rows("gelu gelu_backward", Op(fuses=True, weight=2)),
+    **_rows("gelu gelu_backward", Op(fuses=True, weight=2, rows="each")),
     _ATEN.add: Op(calls={"Tensor": torch.add}),
     _ATEN.mul: Op(scales=True, types="product", calls={"Tensor": torch.mul}),
     _ATEN.div: Op(scales=True, strides=_kept("Tensor_mode", lay_out=strides.as_elementwise)),
@@ -158,7 +160,8 @@ OPS: dict[Any, Op] = {
     **_rows("empty_like new_empty new_empty_strided zero_ fill_", Op(types="filled")),
     # copies
     **_rows("_to_copy clone", _CAST),
-    **_rows("cat constant_pad_nd", _JOINED),
+    _ATEN.cat: dataclasses.replace(_JOINED, rows="each"),
+    _ATEN.constant_pad_nd: _JOINED,
     _ATEN.copy: Op(copies=True, carries=True, types="copied"),
     **_rows("stack contiguous", _CARRIES),
     **_rows("copy_ _foreach_copy_", Op(carries=True, types="copied")),
@@ -166,11 +169,13 @@ OPS: dict[Any, Op] = {
     _ATEN.view: Op(calls={"default": torch.Tensor.view}),
     _ATEN.t: Op(calls={"default": torch.t}),
     _ATEN.transpose: Op(calls={"int": torch.transpose}),
-    _ATEN.permute: Op(calls={"default": torch.permute}),
+    **_rows("alias slice unsqueeze", Op(rows="first")),
+    _ATEN.permute: Op(rows="first", calls={"default": torch.permute}),
     _ATEN.expand: Op(calls={"default": torch.Tensor.expand}),
-    _ATEN.detach: Op(calls={"default": torch.detach}),
+    _ATEN.detach: Op(rows="first", calls={"default": torch.detach}),
     _ATEN._unsafe_view: Op(scales=True, views=0),  # by its schema it copies
-    **_rows("reshape split split_with_sizes", _SCALES),  # whose results are several, or sometimes new
+    _ATEN.reshape: _SCALES,
+    **_rows("split split_with_sizes", Op(scales=True, rows="first")),  # whose results are several, or sometimes new
     # Ops whose results have other strides than torch's formulas give, found by a search over torch's operations: the
     # formulas take operands in another order, or keep strides that the kernels do not. Grouped by the kernels' strides.
     _ATEN.copysign: Op(strides=_kept("Tensor", lay_out=strides.as_elementwise)),
@@ -206,7 +211,9 @@ OPS: dict[Any, Op] = {
     _WIRE.loss_psum_scatter_start: Op(channel="loss", transfer=wire.loss_psum_scatter, types="collective"),
     _WIRE.loss_exchange_start: Op(channel="loss", transfer=wire.loss_exchange, types="collective"),
     _WIRE.ragged_places_start: Op(channel="loss", transfer=wire.ragged_places, types="collective"),
-    _WIRE.ragged_all_to_all_start: Op(channel="loss", transfer=wire.ragged_all_to_all, types="collective"),
+    _WIRE.ragged_all_to_all_start: Op(channel="loss", transfer=wire.ragged_all_to_all, types="collective", rows="sent"),
+    _WIRE.arrived_rows: Op(identity=True, rows="first", calls={"default": lambda x, sizes: x}),
+    _WIRE.rows_as: Op(rows="like"),
     # collectives of torch's own, which somebody has written into a loss
     **{getattr(_C10D, name): _FOREIGN for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")},
     _C10D.all_to_all_single: _FOREIGN,

@@ -23,7 +23,8 @@ from .row_linear import BLOCK_BYTES as BLOCK_BYTES, GROUP as GROUP, Codes as Cod
 from .row_linear import block_bytes as block_bytes, decode_blocks as decode_blocks
 from .row_linear import code_blocks as code_blocks, fit_blocks as fit_blocks, pack_blocks as pack_blocks
 from .row_linear import packed_rows as packed_rows, packed_shape as packed_shape, unpack_rows as unpack_rows
-from .pointwise import gated_silu as gated_silu, gelu as gelu, rotate as rotate
+from .pointwise import gated_silu as gated_silu, gated_silu_gradient as gated_silu_gradient
+from .pointwise import gelu as gelu, rotate as rotate
 from .row_norm import row_norm as row_norm
 from .ragged_attention import cache_row as cache_row, coded_rows as coded_rows, decoded_rows as decoded_rows
 from .ragged_attention import ragged_attention as ragged_attention

@@ -57,7 +57,7 @@ def exact_gated_silu(gate_F: Float[Tensor, "*shape"], up_F: Float[Tensor, "*shap
         >>> exact_gated_silu(torch.zeros(2), torch.ones(2)).tolist()
         [0.0, 0.0]
     """
-    return pointwise(kernels.gated_silu, _of_gated_silu, gate_F, up_F)
+    return pointwise(kernels.gated_silu, partials_of_gated_silu, gate_F, up_F)
 
 
 def pointwise(run: Callable[..., Tensor], partials: Callable[..., Any], *xs: Tensor) -> Tensor:
@@ -146,7 +146,13 @@ class _Pointwise(torch.autograd.Function):
         return functools.reduce(torch.add, [t * partial for t, partial in pairs if t is not None])
 
 
-def _of_gated_silu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def partials_of_gated_silu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The derivatives of silu(gate) * up with regard to gate and to up.
+
+    Example:
+        >>> partials_of_gated_silu(torch.zeros(1), torch.ones(1))
+        (tensor([0.5000]), tensor([0.]))
+    """
     s = gate.sigmoid()
     return up * s * (1 + gate * (1 - s)), gate * s
 

@@ -40,10 +40,7 @@ class _GatedSilu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        (dy,), (gate, up) = grad_outputs, ctx.saved_tensors
-        # As torch has it: the second form can be differentiated again, where that is recorded.
-        of_silu = _of_silu if torch.is_grad_enabled() else torch.ops.aten.silu_backward
-        return of_silu(dy * up, gate), dy * F.silu(gate)
+        return gradients_of_gated_silu(grad_outputs[0], *ctx.saved_tensors)
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
@@ -51,6 +48,18 @@ class _GatedSilu(torch.autograd.Function):
         parts = [] if dgate is None else [_of_silu(dgate * up, gate)]
         parts += [] if dup is None else [dup * F.silu(gate)]
         return functools.reduce(torch.add, parts)
+
+
+def gradients_of_gated_silu(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up.
+
+    Example:
+        >>> gradients_of_gated_silu(torch.ones(1), torch.zeros(1), torch.ones(1))
+        (tensor([0.5000]), tensor([0.]))
+    """
+    # As torch has it: the second form can be differentiated again, where that is recorded.
+    of_silu = _of_silu if torch.is_grad_enabled() else torch.ops.aten.silu_backward
+    return of_silu(dy * up, gate), dy * F.silu(gate)
 
 
 def _of_silu(dy: Tensor, gate: Tensor) -> Tensor:

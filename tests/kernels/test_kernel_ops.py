@@ -72,6 +72,7 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
     ("ragged_attention", kernels.ragged_attention, PAGES, (*PAGES, 0.5, None, None, None, torch.ones(2), None)),
     ("gated_silu", kernels.gated_silu, (X, ERROR), (X, ERROR)),
     ("gelu", kernels.gelu, (X,), (X,)),
+    ("gated_silu_gradient", kernels.gated_silu_gradient, (X, X[:, :8]), (X, X[:, :8])),
     ("row_norm", lambda x, w: kernels.row_norm(x, w, centered=True), (X, ERROR[0]), (X, ERROR[0], X[0], 1e-5, False)),
     ("gather_rows", kernels.gather_rows, (X, torch.tensor([[0, -1], [1, 0]]), X[:, :2].clone()),
      (X, torch.tensor([[0, -1], [1, 0]]), None)),

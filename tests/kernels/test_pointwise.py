@@ -1,4 +1,7 @@
-"""Covers kernels.gated_silu and kernels.gelu: the bits of their definition on every processor, those of a row alone."""
+"""Covers kernels.gated_silu and kernels.gelu: the bits of their definition on every processor, those of a row alone.
+
+And the gradient of the first, with the bits of torch's operations.
+"""
 
 import math
 from collections.abc import Callable
@@ -138,3 +141,24 @@ def test_a_mapped_dim_joins_the_rows() -> None:
 def test_refusals(call: Callable[[], object], kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(7, 5), (40, 1021), (0, 3), (2, 3, 16)])
+def test_the_gradient_of_gated_silu_has_the_bits_of_torch(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, dy = _drawn(*shape[:-1], 2 * shape[-1]).to(dtype) / 8, _drawn(*shape).to(dtype) / 8
+    gate, up = x.chunk(2, -1)
+    wanted = torch.cat([torch.ops.aten.silu_backward(dy * up, gate), dy * silu(gate)], -1)
+    assert torch.equal(kernels.gated_silu_gradient(x, dy), wanted)
+    over = torch.ops.shardfn_kernels.gated_silu_gradient_(x, dy)
+    assert over.data_ptr() == x.data_ptr()
+    assert torch.equal(x, wanted)
+
+
+def test_the_gradient_of_gated_silu_refuses_operands_that_do_not_fit() -> None:
+    with pytest.raises(TypeError, match="dy"):
+        kernels.gated_silu_gradient(torch.ones(2, 4), torch.ones(2, 2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="half a row of x"):
+        kernels.gated_silu_gradient(torch.ones(2, 4), torch.ones(2, 4))
+    with pytest.raises(ValueError, match="must be even"):
+        kernels.gated_silu_gradient(torch.ones(2, 3), torch.ones(2, 1))

@@ -82,6 +82,68 @@ def rotate(x: Float[Tensor, "t h k"], cos: Float[Tensor, "t k"], sin: Float[Tens
     return torch.ops.shardfn_kernels.rotate(x, cos, sin)
 
 
+def gated_silu_gradient(x: Float[Tensor, "*rows i"], dy: Float[Tensor, "*rows f"]) -> Float[Tensor, "*rows i"]:
+    """The gradient of `silu(gate) * up` with regard to `x`, whose halves are gate and up, with the bits of torch's ops.
+
+        gate, up = x.chunk(2, -1)
+        torch.cat([torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)], -1)
+
+    It needs no memory beside the result. A captured step writes that over `x` where `x` is not used again.
+
+    Args:
+        x: of any floating-point dtype, I = 2 F.
+        dy: the gradient of the product, in the dtype of `x`.
+
+    Raises:
+        TypeError: dtypes differ.
+        ValueError: shapes do not fit.
+        NotImplementedError: in a backward.
+
+    Example:
+        >>> gated_silu_gradient(torch.tensor([[0.0, 2.0]]), torch.ones(1, 1))
+        tensor([[1., 0.]])
+    """
+    check_dtype("dy", dy, x.dtype)
+    check_shape("dy", dy, (*x.shape[:-1], x.shape[-1] // 2), "half a row of x")
+    if x.shape[-1] % 2:
+        raise ValueError(f"x is of shape {tuple(x.shape)}; its rows have two halves: their length must be even")
+    return torch.ops.shardfn_kernels.gated_silu_gradient(x, dy)
+
+
+def _gated_silu_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for part, dpart, to in zip(_parts(x), _parts(dy, x), _parts(out), strict=True):
+        _write_gradient(part, dpart, to)
+    return out
+
+
+def _gated_silu_gradient_(x: Tensor, dy: Tensor) -> Tensor:
+    # Both halves of the result need gate.
+    for part, dpart in zip(_parts(x), _parts(dy, x), strict=True):
+        made = torch.empty_like(part)
+        _write_gradient(part, dpart, made)
+        part.copy_(made)
+    return x
+
+
+def _write_gradient(x: Tensor, dy: Tensor, out: Tensor) -> None:
+    (gate, up), (dgate, dup) = x.chunk(2, -1), out.chunk(2, -1)
+    torch.mul(dy, up, out=dgate)
+    torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+    torch.ops.aten.silu.out(gate, out=dup)
+    dup.mul_(dy)
+
+
+def _parts(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The rows of `x` in parts, which have the same rows for both ops above.
+
+    So the two have the same bits: torch's silu rounds the last elements of a thread's range otherwise than the rest.
+    """
+    width = max((x if like is None else like).shape[-1], 1)
+    most = _PART * torch.get_num_threads() if x.device.type == "cpu" else _LARGE_PART
+    return x.reshape(-1, max(x.shape[-1], 1)).split(max(most // width, 1))
+
+
 def _gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     return implementation("pointwise", "gated_silu", gate.device)(gate.contiguous(), up.contiguous())
 
@@ -94,6 +156,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return implementation("pointwise", "rotate", x.device)(*(t.contiguous() for t in (x, cos, sin)))
 
 
+# Elements of a part: on a CPU those of a thread, which stay in its cache.
+_PART, _LARGE_PART = 1 << 15, 1 << 24
+
+
 def _like(x: Tensor, *others: Tensor) -> Tensor:
     del others
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -101,8 +167,13 @@ def _like(x: Tensor, *others: Tensor) -> Tensor:
 
 define("gated_silu(Tensor gate, Tensor up) -> Tensor", _gated_silu, _like)
 define("gelu(Tensor x) -> Tensor", _gelu, _like)
+define("gated_silu_gradient(Tensor x, Tensor dy) -> Tensor", _gated_silu_gradient, _like)
+define("gated_silu_gradient_(Tensor(a!) x, Tensor dy) -> Tensor(a!)", _gated_silu_gradient_, lambda x, dy: x)
 define("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rotate, _like)
 refuse_backward("rotate", "use nn.rope, or detach its arguments.")
 for _name, _num, _layer in (("gated_silu", 2, "swiglu"), ("gelu", 1, "mlp")):
     map_rows(_name, _num)
     refuse_backward(_name, f"use nn.{_layer} with nn.ExactWeight.of(weight, chunks), or detach its arguments.")
+map_rows("gated_silu_gradient", 2)
+for _name in ("gated_silu_gradient", "gated_silu_gradient_"):
+    refuse_backward(_name, "differentiate F.silu(gate) * up twice.")

@@ -20,8 +20,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardfn.collectives import all_gather, axis_index, axis_size, check_room, exchange_rows, pvary, values_are_known
+from shardfn.collectives import (
+    all_gather,
+    arrived_rows,
+    axis_index,
+    axis_size,
+    check_room,
+    exchange_rows,
+    pvary,
+    rows_as,
+    values_are_known,
+)
 from shardfn.core import Axes, P, PyTree, checkpoint_name, named_leaves, raise_all, tree_leaves, tree_map
+from shardfn.nn._as_ops import runs_as_ops
 from shardfn.nn._parallel import all_ranges, enter_parallel, leave_parallel, own_range
 
 from ._experts import ExpertFunction
@@ -129,8 +140,9 @@ class Sum:
 class Tokens:
     """Experts are cut along an axis whose ranks have tokens of their own: rows go to their experts' ranks, and back.
 
-    In eager code the rows that arrive have exactly their number. A captured step holds one size for all routings: by
-    default the largest that ranks of equally many tokens can send, `n S min(k, E / n)`, or `tokens min(k, E / n)`.
+    In eager code the rows that arrive have exactly their number. A captured step has one size for all routings: by
+    default the largest that ranks of equally many tokens can send, `n S min(k, E / n)`, or `tokens min(k, E / n)`. With
+    `backend="graph"` it still holds exactly the rows that arrive, if every operation of the experts goes by rows.
 
     Attributes:
         axis: the mesh axes that cut the experts; None is one device.
@@ -191,12 +203,20 @@ class Tokens:
         if rows is not None:
             check_room(sizes_nn, room_n, self.axis, name=name)
         come = exchange_rows(dispatch(x_SD, places), sizes_nn, self.axis, rows=rows)
-        come = checkpoint_name(come, "moe_rows")
+        come = _arrived(checkpoint_name(come, "moe_rows"), sizes_nn)
         of_row = _expert_of_row(table_nE, *own_range(E, self.axis), len(come))
         sorted_, own_counts = permutation(of_row[:, None], own)
+        # Rows past those that have come have no expert, so that they are the last ones in both orders.
+        sorted_ = sorted_ if runs_as_ops() else Permutation(*(rows_as(at, come) for at in sorted_))
         y = undispatch(experts(params, dispatch(come, sorted_), own_counts), sorted_)
-        back = exchange_rows(y, sizes_nn.t(), self.axis, rows=S * k)
+        back = exchange_rows(_arrived(y, sizes_nn), sizes_nn.t(), self.axis, rows=S * k)
         return combine(checkpoint_name(back, "moe_results"), places, routing.weights)
+
+
+def _arrived(x: Tensor, sizes_nn: Tensor) -> Tensor:
+    """`x`, marked: rows past those that have come are not used."""
+    # A graph that is differentiated when it runs has derivatives of `nn`'s ops alone.
+    return x if runs_as_ops() else arrived_rows(x, sizes_nn)
 
 
 def _unsorted(experts_Sk: Tensor) -> Permutation:

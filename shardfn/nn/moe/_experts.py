@@ -7,15 +7,16 @@ M rows, E experts, D model, F ffn.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
 from shardfn.collectives import axis_index, axis_size, pvary
 from shardfn.core import Axes, PyTree
-from shardfn.nn._exact_functions import exact_gated_silu, exact_gelu
-from shardfn.nn._gated_silu import gated_silu
+from shardfn.nn._exact_functions import exact_gelu
 
+from ._gated import gated_product
 from ._grouped import grouped
 
 ExpertFunction = Callable[[PyTree, Tensor, Tensor], Tensor]
@@ -44,9 +45,8 @@ def swiglu_experts(
         torch.Size([5, 3])
     """
     w_E2FD, w_EDF = params["w_gate_up"], params["w_down"]
-    gate_MF, up_MF = grouped(x_MD, w_E2FD.flatten(1, 2), counts_E, transposed=True, exact=exact).chunk(2, -1)
-    h_MF = exact_gated_silu(gate_MF, up_MF) if exact else gated_silu(gate_MF, up_MF)
-    return grouped(h_MF, w_EDF, counts_E, transposed=True, exact=exact)
+    gate_up_MI = grouped(x_MD, w_E2FD.flatten(1, 2), counts_E, transposed=True, exact=exact)
+    return gated_product(gate_up_MI, w_EDF, counts_E, exact=exact)
 
 
 def gelu_experts(
@@ -88,4 +88,4 @@ def _affine(x_MD: Tensor, w_EFD: Tensor, b_EF: Tensor | None, counts_E: Tensor, 
 
 def _by_row(b_EF: Tensor, like_MF: Tensor, counts_E: Tensor, exact: bool) -> Tensor:
     """The bias of each row's expert: a product with ones, whose transpose sums in a fixed order."""
-    return grouped(like_MF.new_ones(len(like_MF), 1), b_EF[:, None], counts_E, exact=exact)
+    return grouped(torch.ones_like(like_MF[:, :1]), b_EF[:, None], counts_E, exact=exact)

@@ -45,7 +45,7 @@ def grouped(
         >>> w.grad.flatten()
         tensor([0., 0., 2., 2.])
     """
-    form = _FORMS[transposed, exact]
+    form = FORMS[transposed, exact]
     if runs_as_ops():
         return run_op(torch.ops.shardfn_kernels.multiplied_rows, x, w, counts, transposed, exact)
     if has_torch_function((x, w)):  # a lazy leaf, or a mode that splits backwards
@@ -80,4 +80,5 @@ def _form(transposed: bool, exact: bool) -> Trilinear:
     return of_x, of_w, functools.partial(_of_y, transposed=transposed, exact=exact)
 
 
-_FORMS = {(transposed, exact): _form(transposed, exact) for transposed in (False, True) for exact in (False, True)}
+# By `transposed` and `exact`.
+FORMS = {(transposed, exact): _form(transposed, exact) for transposed in (False, True) for exact in (False, True)}

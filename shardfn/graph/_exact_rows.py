@@ -1,0 +1,206 @@
+"""Exchanges of rows whose result has exactly the rows that come, in graphs that run op by op."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from shardfn._torch import OpOverload
+
+from ._edit import reordered
+from ._hazards import Memory
+from ._numbers import value_numbers
+from ._ops import WAIT, op_of
+from ._transfers import start_of
+from ._values import tensors_of
+
+_START = torch.ops.shardfn.ragged_all_to_all_start.default
+_ARRIVED, _ROWS_AS = torch.ops.shardfn.arrived_rows.default, torch.ops.shardfn.rows_as.default
+_ROWS = 5  # the argument of `_START` that has the number of rows
+
+
+def exact_rows(gm: GraphModule) -> GraphModule:
+    """Gives exchanges exactly the rows that come, in place of the most that may, where all users allow it.
+
+    Values with the mark `arrived_rows` have the rows that came by its table, and so have values made of them by rows.
+    They may be shorter than in the graph if no op needs their whole size. The column `rows` of the op table determines
+    that:
+
+        "each"     row i of the result is made of row i of the operands, as of pointwise ops
+        "places"   row i of the result is made of the rows that row i of the second operand names
+        "first"    row i of the result is made of row i of the first operand; the others are whole
+        "sum"      a sum over groups of rows, which fill the operands up to the rows in use
+        "sent"     only the rows that other operands name are read
+        "like"     the result has the number of rows of the second operand
+
+    An op without an entry, or a graph that returns such a value, keeps all values of that table at their whole size.
+    The result is for a back end that runs op by op: abstract values keep the whole size.
+
+    Args:
+        gm: a captured step, scheduled.
+
+    Returns:
+        A new graph with the same bits; the same one if no exchange changes.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda x: (x + 1,), tracing_mode="fake")(torch.ones(2))
+        >>> exact_rows(gm) is gm
+        True
+    """
+    if not any(n.target is _ARRIVED for n in gm.graph.nodes):
+        return gm
+    found = _Walk(Memory(gm)).exact()
+    if not found:
+        return gm
+    out, new = reordered(gm, list(gm.graph.nodes))
+    for start in found:
+        new[start].update_arg(_ROWS, -1)
+    return out
+
+
+class _Walk:
+    """Goes through a graph in order, and notes which values have the rows of which table.
+
+    A table is the number of its value.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory, self._number = memory, value_numbers(memory)
+        self._table: dict[Node, int] = {}
+        self._starts: dict[int, list[Node]] = {}
+        self._whole: set[int] = set()
+        for node in memory.order:
+            if node.target is _ARRIVED:
+                self._note_exchange(node)
+        for node in memory.order:
+            self._visit(node)
+
+    def exact(self) -> list[Node]:
+        """The exchanges whose result may have exactly the rows that come."""
+        return [s for table, starts in self._starts.items() if table not in self._whole for s in starts]
+
+    def _note_exchange(self, mark: Node) -> None:
+        """Notes the exchange that makes the marked value, if one does."""
+        wait = mark.args[0]
+        while isinstance(wait, Node) and wait.target is not WAIT and self._memory.is_view(wait):
+            wait = wait.args[0]
+        if not isinstance(wait, Node) or wait.target is not WAIT or start_of(wait).target is not _START:
+            return
+        table, start = self._of_mark(mark), start_of(wait)
+        known = self._table.setdefault(wait, table)
+        if known != table:
+            self._whole |= {known, table}
+        elif start not in self._starts.setdefault(table, []):
+            self._starts[table].append(start)
+
+    def _of_mark(self, mark: Node) -> int:
+        return self._number[mark.args[1]]  # pyright: ignore[reportArgumentType]
+
+    def _visit(self, node: Node) -> None:
+        if node in self._table:  # the wait for an exchange
+            return
+        tables = {self._table[n] for n in node.all_input_nodes if n in self._table}
+        if not tables:
+            if node.target is _ARRIVED:  # a value of whole size is used as if it were not
+                self._whole.add(self._of_mark(node))
+            return
+        rule = _RULES.get(_rows_of(node))
+        keeps = None if rule is None or len(tables) > 1 else rule(node, self._is_short)
+        if keeps is None or (node.target is _ARRIVED and self._of_mark(node) not in tables):
+            self._whole |= tables | ({self._of_mark(node)} if node.target is _ARRIVED else set())
+        if keeps is not False:
+            self._table[node] = min(tables)
+
+    def _is_short(self, node: Any) -> bool:
+        return node in self._table
+
+
+# Rules: True, the result has only the rows in use; False, it has its whole size; None, the op needs the whole size.
+
+_Short = Callable[[Any], bool]
+
+
+def _rows_of(node: Node) -> str:
+    op = op_of(node)
+    return op.rows or ("each" if op.pointwise else "")
+
+
+def _each(node: Node, short: _Short) -> bool | None:
+    results = list(tensors_of(node))
+    if not results or _dim_of(node) == 0:
+        return None
+    num, ndim = {len(x) for x in results if x.dim()}, {x.dim() for x in results}
+    alike = len(num) == 1 and len(ndim) == 1
+    return True if alike and all(_fits(n, short, *num, *ndim) for n in node.all_input_nodes) else None
+
+
+def _fits(operand: Node, short: _Short, num: int, ndim: int) -> bool:
+    """Whether an operand has the rows of the result, and only those in use, or is the same for all rows."""
+    values = list(tensors_of(operand))
+    if short(operand):
+        return all(x.dim() == ndim and len(x) == num for x in values)
+    return all(x.dim() < ndim or len(x) == 1 for x in values)
+
+
+def _dim_of(node: Node) -> int:
+    """The dim that an op works along, or -1."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return -1
+    names = [a.name for a in target._schema.arguments]
+    if "dims" in names:  # of a permutation
+        return 0 if _argument(node, names, "dims")[0] != 0 else -1
+    if "dim" not in names:
+        return -1
+    first = next(iter(tensors_of(node)))
+    return _argument(node, names, "dim") % max(first.dim(), 1)
+
+
+def _argument(node: Node, names: Sequence[str], name: str) -> Any:
+    at = names.index(name)
+    default = node.target._schema.arguments[at].default_value  # pyright: ignore
+    return node.args[at] if at < len(node.args) else node.kwargs.get(name, default)
+
+
+def _places(node: Node, short: _Short) -> bool | None:
+    source, places, *rest = node.args
+    others = [n for n in rest if isinstance(n, Node)]
+    return True if short(places) and all(map(short, others)) and isinstance(source, Node) else None
+
+
+def _first(node: Node, short: _Short) -> bool | None:
+    operand = node.args[0]
+    if not short(operand) or any(map(short, _after(node, 1))) or _dim_of(node) == 0:
+        return None
+    num = {len(x) for n in (operand, node) for x in tensors_of(n)}  # pyright: ignore[reportArgumentType]
+    return True if len(num) == 1 else None
+
+
+def _sum(node: Node, short: _Short) -> bool | None:
+    first = node.args[:2]
+    return False if all(map(short, first)) and not any(map(short, _after(node, 2))) else None
+
+
+def _sent(node: Node, short: _Short) -> bool | None:
+    return False if short(node.args[0]) and not any(map(short, _after(node, 1))) else None
+
+
+def _as_like(node: Node, short: _Short) -> bool | None:
+    x, like = (next(iter(tensors_of(n))) for n in node.args)  # pyright: ignore[reportArgumentType]
+    return True if short(node.args[1]) and len(x) == len(like) else None
+
+
+def _after(node: Node, start: int) -> Iterator[Node]:
+    return (n for n in node.args[start:] if isinstance(n, Node))
+
+
+_RULES: dict[str, Callable[[Node, _Short], bool | None]] = {
+    "each": _each,
+    "places": _places,
+    "first": _first,
+    "sum": _sum,
+    "sent": _sent,
+    "like": _as_like,
+}

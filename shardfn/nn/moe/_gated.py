@@ -1,0 +1,99 @@
+"""The second half of SwiGLU's experts: it keeps gate and up for the backward, and not silu(gate) * up beside them.
+
+M rows, E experts, D model, F ffn, I = 2 F.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from shardfn.kernels import gated_silu_gradient
+from shardfn.nn._as_ops import runs_as_ops
+from shardfn.nn._deferred import splitting
+from shardfn.nn._exact_functions import exact_gated_silu, partials_of_gated_silu
+from shardfn.nn._gated_silu import gated_silu, gradients_of_gated_silu
+from shardfn.nn._trilinear import derivative
+
+from ._grouped import FORMS, grouped
+
+
+def gated_product(
+    x_MI: Float[Tensor, "m i"], w_EDF: Float[Tensor, "e d f"], counts_E: Int64[Tensor, " e"], *, exact: bool = False
+) -> Float[Tensor, "m d"]:
+    """`(silu(gate) * up) w^T` with the matrix of each row's expert; gate and up are the halves of a row of `x_MI`.
+
+    Its bits and derivatives are those of `gated_silu` and `grouped`. It takes a third less memory until the backward,
+    which computes silu(gate) * up again. Where a pipeline's schedule splits backwards, it is the two functions.
+
+    Args:
+        x_MI: rows in the order of their experts.
+        w_EDF: a matrix for each expert, in the dtype of `x_MI`.
+        counts_E: the rows of each expert.
+        exact: as of `grouped`.
+
+    Example:
+        >>> gated_product(torch.ones(1, 4), torch.ones(1, 3, 2), torch.tensor([1]))
+        tensor([[1.4621, 1.4621, 1.4621]])
+    """
+    run = _in_parts if runs_as_ops() or splitting() else _at_once
+    return run(x_MI, w_EDF, counts_E, exact)
+
+
+def _at_once(x: Tensor, w: Tensor, counts: Tensor, exact: bool) -> Tensor:
+    if has_torch_function((x, w)):  # a lazy leaf, or a mode
+        return handle_torch_function(_at_once, (x, w), x, w, counts, exact)
+    return _GatedProduct.apply(x, w, counts, exact)  # pyright: ignore[reportReturnType]
+
+
+def _in_parts(x: Tensor, w: Tensor, counts: Tensor, exact: bool) -> Tensor:
+    return grouped(_gated(x, exact), w, counts, transposed=True, exact=exact)
+
+
+def _gated(x: Tensor, exact: bool) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return exact_gated_silu(gate, up) if exact else gated_silu(gate, up)
+
+
+class _GatedProduct(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, counts: Tensor, exact: bool) -> Tensor:
+        return _in_parts(x, w, counts, exact)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        *tensors, ctx.exact = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (x, w, counts), dy, form = ctx.saved_tensors, grad_outputs[0], FORMS[True, ctx.exact]
+        # One after the other: the value that is computed again is freed before the gradient of its size is made.
+        dw = derivative(form, 1, _gated(x, ctx.exact), dy, counts) if ctx.needs_input_grad[1] else None
+        dx = _of_halves(derivative(form, 0, w, dy, counts), x, ctx.exact) if ctx.needs_input_grad[0] else None
+        return dx, dw, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
+        (x, w, counts), (tx, tw, *_), form = ctx.saved_tensors, grad_inputs, FORMS[True, ctx.exact]
+        out = x.new_zeros(len(x), w.shape[1])
+        if tx is not None:
+            (tgate, tup), (of_gate, of_up) = tx.chunk(2, -1), partials_of_gated_silu(*x.chunk(2, -1))
+            out = out + derivative(form, 2, tgate * of_gate + tup * of_up, w, counts)
+        return out if tw is None else out + derivative(form, 2, _gated(x, ctx.exact), tw, counts)
+
+
+def _of_halves(dh: Tensor, x: Tensor, exact: bool) -> Tensor:
+    """The gradient of `x`."""
+    gate, up = x.chunk(2, -1)
+    if exact:
+        return torch.cat([dh * partial for partial in partials_of_gated_silu(gate, up)], -1)
+    if torch.is_grad_enabled():
+        return torch.cat(gradients_of_gated_silu(dh, gate, up), -1)
+    return gated_silu_gradient(x, dh)
