@@ -365,10 +365,9 @@ def grown(num: int) -> int:
         gc.collect()  # the interpreter keeps up to 2,000 freed tuples of a length for later ones until then
         return tracemalloc.get_traced_memory()[0]
 
-    state = serve(start(limits), 500)
     tracemalloc.start()
     try:
-        state = serve(state, 100)
+        state = serve(start(limits), 600)
         first = held()
         state = serve(state, num)
         return held() - first
