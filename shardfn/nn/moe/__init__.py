@@ -17,4 +17,5 @@ from ._functions_of_ops import FUNCTIONS_OF_OPS as FUNCTIONS_OF_OPS
 from ._experts import ExpertFunction as ExpertFunction, gelu_experts as gelu_experts, swiglu_experts as swiglu_experts
 from ._exchange import Exchange as Exchange, Local as Local, Sum as Sum, Tokens as Tokens, Weights as Weights
 from ._apply import apply as apply
+from ._residual import residual as residual
 from ._cheapest import ExchangeBytes as ExchangeBytes, cheapest as cheapest, exchange_bytes as exchange_bytes
