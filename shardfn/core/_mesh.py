@@ -307,6 +307,10 @@ class Mesh:
             if self.rank in row and isinstance(made, dist.ProcessGroup):
                 mine = made
         assert mine is not None
+        if dist.get_backend(mine) == "gloo" and mine.size() > 1:
+            # A rank has made its connections before the others have accepted them: if it failed now, and closed them,
+            # a slower rank would wait for them until the timeout. So it goes on when all ranks have theirs.
+            mine.barrier().wait()
         self.made.add(mine)
         return mine
 

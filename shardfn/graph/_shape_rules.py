@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ._forms import PARTIAL, VARYING, WHOLE, OpUse, Ranks, Run, Strategy, whole
+from ._forms import PARTIAL, VARYING, WHOLE, OpUse, Ranks, Rule, Run, Strategy, whole
 from ._labelled import Dims, Labels, aligned, strategies
 from ._view_rules import shaped
 
@@ -211,3 +211,12 @@ def rows_dotted(use: OpUse) -> Labels:
 def made_of_nothing(use: OpUse) -> list[Strategy]:
     """Constants: whole. Operands may have any form, as only their shapes are used."""
     return [Strategy(tuple(use.forms), (WHOLE,) * len(use.outs))]
+
+
+def made_like(rule: Rule) -> Rule:
+    """A rule for constants of an operand's shape, which are whole where each rank's operand has the whole shape."""
+
+    def more(use: OpUse) -> list[Strategy]:
+        return [*rule(use), *([] if use.forms[0].kind == "cut" else made_of_nothing(use))]
+
+    return more

@@ -20,6 +20,7 @@ from ._shape_rules import (
     gathered,
     indexed,
     looked_up,
+    made_like,
     made_of_nothing,
     padded,
     put_in,
@@ -100,4 +101,5 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((psum, pvary), labelled(unary_linear)),  # those of another axis
     pmax: POINTWISE,
     **_rules("zeros ones full arange scalar_tensor empty eye new_zeros new_ones new_full new_empty", made_of_nothing),
+    **_rules("zeros_like ones_like full_like empty_like", made_like(POINTWISE)),
 }

@@ -178,7 +178,10 @@ def test_a_name_is_one_value():
 
 
 def test_there_is_no_other_kind():
-    """All values that are bound while a block runs are `Ambient`s: `ambient_names` lists them all."""
+    """All values that are bound while a block runs are `Ambient`s: `ambient_names` lists them all.
+
+    Kernels know nothing of programs: the number of their threads belongs to a thread, as torch's does.
+    """
     root = pathlib.Path(shardfn.__file__).parent
     words = ("threading.local", "ContextVar", "\n    global ")
     found = [
@@ -187,4 +190,4 @@ def test_there_is_no_other_kind():
         for word in words
         if word in path.read_text()
     ]
-    assert found == ["core/_ambient.py: threading.local"]
+    assert found == ["core/_ambient.py: threading.local", "kernels/_num_threads.py: threading.local"]

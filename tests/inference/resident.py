@@ -20,10 +20,10 @@ from shardfn.interop import ArchiveWriter, module_from_hf, without_weights
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 256}
 LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 7, "vocab_size": 8192}
-MORE = {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 64}
+MORE: dict[str, Any] = {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 64}
 
 
-def make(folder: pathlib.Path, sizes: dict[str, int]) -> None:
+def make(folder: pathlib.Path, sizes: dict[str, Any]) -> None:
     """Writes a model, a leaf at a time."""
     module = bare(transformers.LlamaConfig(**sizes, **MORE))
     module.config.save_pretrained(folder)

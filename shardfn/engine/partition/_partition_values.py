@@ -29,8 +29,11 @@ LOOKS = {
 }
 # Rows by their numbers are views in this sense, too: with several copies of a row its source is the less to send.
 _ROWS = {_ATEN.index, _ATEN.index_select, torch.ops.shardfn_kernels.copied_rows}
-# They take the dtype and device of their operand, and nothing that has a gradient.
-_SHAPED_ALIKE = {getattr(_ATEN, name) for name in "new_zeros new_ones new_full new_empty".split()}
+# They take the dtype and device of their operand, perhaps its shape, and nothing that has a gradient.
+_SHAPED_ALIKE = {
+    getattr(_ATEN, name)
+    for name in "new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like".split()
+}
 _PARTS_OF_LEAVES = {getattr(_ATEN, name) for name in "_to_copy unbind select slice split split_with_sizes".split()}
 
 

@@ -28,5 +28,5 @@ def test_its_derivatives() -> None:
 def test_batches_of_sequences() -> None:
     experts, mlp, x = (_randn(2, 3, 4) for _ in range(3))
     w = _randn(2, 4)
-    flat = moe.residual(*(t.flatten(0, 1) for t in (experts, mlp, x)), w)
+    flat = moe.residual(experts.flatten(0, 1), mlp.flatten(0, 1), x.flatten(0, 1), w)
     torch.testing.assert_close(moe.residual(experts, mlp, x, w).flatten(0, 1), flat)
