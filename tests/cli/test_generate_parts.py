@@ -36,6 +36,7 @@ def job_of(folder: pathlib.Path, ranks: int, **more: Any) -> GenerateJob:
     return GenerateJob(str(folder), "files", (), Sampling(), ranks=ranks, **more)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_rank_of_two_reads_about_half(world: int, tmp_path: pathlib.Path) -> None:
     mesh, alone = core.make_mesh({"tp": 2}), core.make_mesh({}, alone=True)

@@ -48,7 +48,7 @@ def reference(codes: Any = None, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     "changes",
     [
-        LLAMA,
+        pytest.param(LLAMA, marks=pytest.mark.nightly),
         pytest.param({"tie_embeddings": True, "stacked": True}, marks=pytest.mark.nightly),
         LLAMA | {"codes": "int4"},
         pytest.param({"exact": False}, marks=pytest.mark.nightly),

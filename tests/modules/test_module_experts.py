@@ -272,7 +272,7 @@ def test_experts_that_cannot_be_routed_are_refused() -> None:
         model(BATCHES[0]["tokens"])
 
 
-@pytest.mark.parametrize("wrap", [plain, captured])
+@pytest.mark.parametrize("wrap", [pytest.param(plain, marks=pytest.mark.nightly), captured])
 @distributed(world=2)
 def test_experts_in_bfloat16(wrap: Any) -> None:
     model = model_of("mixtral").float()
