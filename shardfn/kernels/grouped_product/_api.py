@@ -8,7 +8,7 @@ from shardfn.kernels._arguments import check_dtype, check_shape
 from shardfn.kernels._dispatch import implementation
 from shardfn.kernels._library import define, map_rows, refuse_backward
 
-from ._values import outer_depth, panel_bytes
+from ._values import outer_depth, panel_bytes, turns
 
 
 def grouped_product(
@@ -122,7 +122,7 @@ def _outer_scratch(x: Tensor, y: Tensor, counts: Tensor) -> int:
     (m, k), n = x.shape, y.shape[1]
     wide = max(x.element_size(), 4)
     casts = _cast_bytes(x, y) + (4 * len(counts) * k * n if wide > x.element_size() else 0)
-    turned = len(counts) * k * n * x.element_size() if k > n else 0
+    turned = len(counts) * k * n * x.element_size() if turns(m, k, n, len(counts)) else 0
     return casts + turned + panel_bytes(m * k * n, outer_depth(m), wide)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from shardfn.kernels._build import function
 
 from . import _reference
-from ._values import PANEL, check_counts, outer_depth, threads_for
+from ._values import PANEL, check_counts, outer_depth, threads_for, turns
 
 SOURCE = "grouped_product/_native.cpp"
 # The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
@@ -40,7 +40,7 @@ def grouped_outer(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
     if run is None:
         return _reference.grouped_outer(x, y, counts)
     (m, k), n, e = x.shape, y.shape[1], counts.shape[0]
-    if k > n:  # rows of the narrower one are read by columns, which lie nearer to one another there
+    if turns(m, k, n, e):
         return grouped_outer(y, x, counts).mT.contiguous()
     size = outer_depth(check_counts(counts, m)) * PANEL
     rows, others, threads = x.to(kind), y.to(kind), threads_for(m * k * n)

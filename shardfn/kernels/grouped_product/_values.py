@@ -8,6 +8,8 @@ from shardfn.kernels._num_threads import num_threads
 PANEL = 64
 # Of `grouped_outer`: rows whose products are added up by themselves, and columns of x for each turn of a thread.
 _DEPTH, _COLUMNS = 512, 504
+# Rows of a group from which a transposed copy of its result costs less than it saves.
+_MANY = 4096
 # Multiply-adds below which a second thread costs more than it saves.
 FEW = 1 << 20
 
@@ -25,6 +27,15 @@ def panel_bytes(work: int, depth: int, itemsize: int) -> int:
 def outer_depth(rows: int) -> int:
     """Rows of PANEL numbers that each thread of `grouped_outer` needs, for groups of at most `rows` rows."""
     return rows if rows <= _DEPTH else _DEPTH + _COLUMNS
+
+
+def turns(m: int, k: int, n: int, e: int) -> bool:
+    """Whether `grouped_outer` computes its transpose.
+
+    Rows of the narrower operand are read by columns, which lie nearer to one another there. With fewer rows of a group
+    this saves less than the transposed copy of the result takes.
+    """
+    return k > n and m >= _MANY * e
 
 
 def check_counts(counts: Tensor, rows: int) -> int:
