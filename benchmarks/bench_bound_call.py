@@ -68,6 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--leaves", type=int, nargs="+", default=[20, 200, 1000])
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     leaves_of_each = parser.parse_args().leaves
     mesh = sf.make_mesh({"tp": -1})
     say = print if mesh.rank == 0 else _nothing

@@ -164,3 +164,13 @@ def test_refusals(call: Callable[[], object], kind: type[Exception], said: str) 
         call()
     with kernels.implemented_by("reference"), pytest.raises(kind, match=said):
         call()
+
+
+def test_an_outer_product_of_many_rows_is_that_of_few() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(9000, 7, generator=draw), torch.randn(9000, 3, generator=draw)
+    counts = torch.tensor([4100, 4890])  # the kernel computes the transpose
+    got = kernels.grouped_outer(x, y, counts)
+    assert got.is_contiguous() and got.shape == (2, 7, 3)
+    want = [x[:4100].double().T @ y[:4100].double(), x[4100:8990].double().T @ y[4100:8990].double()]
+    torch.testing.assert_close(got.double(), torch.stack(want), rtol=1e-4, atol=1e-3)

@@ -18,7 +18,7 @@ SOURCE = "row_linear/_native.cpp"
 # The newest generation of x86-64 whose code may run, if the processor has it; tests set older ones.
 NEWEST = 4
 # Multiply-adds below which a second thread costs more than it saves.
-FEW = 1 << 20
+FEW = 1 << 21
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
 
 
