@@ -204,7 +204,8 @@ def test_a_server_of_a_damaged_model_ends(files: pathlib.Path, tmp_path: pathlib
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     command = [sys.executable, "-m", "shardfn", "serve", str(place), *SMALL, "--mesh", f"tp={ranks}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, env=environment)
-    assert done.returncode == (2 if ranks == 1 else 1), done.stderr
+    # The front may see a lost rank before the refusal of the first.
+    assert done.returncode in ((2,) if ranks == 1 else (1, 2)), done.stderr
     assert "Traceback" not in done.stderr and "ready" not in done.stderr
     [line] = [line for line in done.stderr.splitlines() if "(31, 16)" in line]
     assert line.startswith("shardfn serve: error: ")
