@@ -4,7 +4,6 @@ Linear layers of parameters and the functions of a small table are computed as a
 training forward has the log probabilities of the engine, bit for bit, where the decoder is exact.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardfn import nn
 
-from ._module_rows import HANDLERS, linear_operands
+from ._module_rows import handlers_of, linear_operands
 
 
 class ExactForward(TorchFunctionMode):
@@ -42,47 +41,14 @@ class ExactForward(TorchFunctionMode):
         return func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
 
 
-def _silu(func: Any, input: Tensor, inplace: bool = False) -> Tensor:
-    del func
-    y = nn.exact_gated_silu(input, torch.ones_like(input))
-    return input.copy_(y) if inplace else y
+def _silu(x: Tensor) -> Tensor:
+    return nn.exact_gated_silu(x, torch.ones_like(x))
 
 
-def _gelu(func: Any, input: Tensor, approximate: str = "none") -> Tensor:
-    del func
-    return nn.exact_gelu(input) if approximate == "tanh" else input * 0.5 * (1 + torch.erf(input * math.sqrt(0.5)))
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
+    if centered:
+        return nn.exact_layer_norm(x, weight, bias, eps=eps)
+    return nn.exact_rms_norm(x, weight, eps=eps)
 
 
-def _layer_norm(
-    func: Any,
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    if len(normalized_shape) != 1:
-        return func(input, normalized_shape, weight, bias, eps)
-    return nn.exact_layer_norm(input, _scale(input, weight), bias, eps=eps)
-
-
-def _rms_norm(
-    func: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    if len(normalized_shape) != 1:
-        return func(input, normalized_shape, weight, eps)
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
-    return nn.exact_rms_norm(input, _scale(input, weight), eps=eps)
-
-
-def _scale(input: Tensor, weight: Tensor | None) -> Tensor:
-    return input.new_ones(input.shape[-1]) if weight is None else weight
-
-
-_HANDLERS: dict[Any, Any] = {
-    **HANDLERS,
-    F.silu: _silu,
-    F.gelu: _gelu,
-    F.layer_norm: _layer_norm,
-    F.rms_norm: _rms_norm,
-}
+_HANDLERS = handlers_of(_silu, nn.exact_gelu, _norm)

@@ -105,7 +105,7 @@ class ExactRows(TorchFunctionMode):
             x, weight, bias = read(*args, **kwargs)
             if (found := self._linear.get(id(weight))) is not None:
                 return found(x, bias)
-        handler = HANDLERS.get(func)
+        handler = _HANDLERS.get(func)
         return func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
 
 
@@ -183,48 +183,74 @@ def _softmax(
     return exact_softmax(input.float()).to(dtype or input.dtype)
 
 
-def _silu(func: Any, input: Tensor, inplace: bool = False) -> Tensor:
-    del func
-    x = input.float()
-    y = gated_silu(x, torch.ones_like(x)).to(input.dtype)
-    return input.copy_(y) if inplace else y
-
-
 def _sigmoid(func: Any, input: Tensor) -> Tensor:
     del func
     return (1 / (1 + torch.exp(-input.float()))).to(input.dtype)
 
 
-def _gelu(func: Any, input: Tensor, approximate: str = "none") -> Tensor:
-    del func
-    x = input.float()
-    y = gelu(x) if approximate == "tanh" else x * 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
-    return y.to(input.dtype)
+def handlers_of(
+    silu: Callable[[Tensor], Tensor],
+    gelu: Callable[[Tensor], Tensor],
+    norm: Callable[[Tensor, Tensor, Tensor | None, float, bool], Tensor],
+) -> dict[Any, Callable[..., Tensor]]:
+    """Handlers of torch's functions, which get the function and its arguments, by the exact forms of some.
+
+    Args:
+        silu: of one tensor.
+        gelu: the form with tanh.
+        norm: of an input, a scale, a shift or None, eps, and whether the mean is subtracted.
+    """
+
+    def of_silu(func: Any, input: Tensor, inplace: bool = False) -> Tensor:
+        del func
+        y = silu(input)
+        return input.copy_(y) if inplace else y
+
+    def of_gelu(func: Any, input: Tensor, approximate: str = "none") -> Tensor:
+        del func
+        if approximate == "tanh":
+            return gelu(input)
+        x = input.float()
+        return (x * 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))).to(input.dtype)
+
+    def of_layer_norm(
+        func: Any,
+        input: Tensor,
+        normalized_shape: Any,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if len(normalized_shape) != 1:
+            return func(input, normalized_shape, weight, bias, eps)
+        return norm(input, _scale(input, weight), bias, eps, True)
+
+    def of_rms_norm(
+        func: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
+        if len(normalized_shape) != 1:
+            return func(input, normalized_shape, weight, eps)
+        eps = torch.finfo(input.dtype).eps if eps is None else eps
+        return norm(input, _scale(input, weight), None, eps, False)
+
+    exact = {F.silu: of_silu, F.gelu: of_gelu, F.layer_norm: of_layer_norm, F.rms_norm: of_rms_norm}
+    return _ALIKE | exact
 
 
-def _layer_norm(
-    func: Any,
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    if len(normalized_shape) != 1:
-        return func(input, normalized_shape, weight, bias, eps)
-    return _norm(input, weight, bias, eps, centered=True)
+def _scale(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x.new_ones(x.shape[-1]) if weight is None else weight
 
 
-def _rms_norm(
-    func: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    if len(normalized_shape) != 1:
-        return func(input, normalized_shape, weight, eps)
-    return _norm(input, weight, None, torch.finfo(input.dtype).eps if eps is None else eps, centered=False)
+def _silu(x: Tensor) -> Tensor:
+    wide = x.float()
+    return gated_silu(wide, torch.ones_like(wide)).to(x.dtype)
 
 
-def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centered: bool) -> Tensor:
-    weight = x.new_ones(x.shape[-1]) if weight is None else weight
+def _gelu(x: Tensor) -> Tensor:
+    return gelu(x.float()).to(x.dtype)
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
     bias = None if bias is None else bias.float()
     return row_norm(x.float(), weight.float(), bias, eps=eps, centered=centered).to(x.dtype)
 
@@ -233,17 +259,15 @@ _WEIGHT: dict[Any, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] =
     F.linear: _of_linear,
     torch.addmm: _of_addmm,
 }
-HANDLERS: dict[Any, Callable[..., Tensor]] = {
+# Functions whose exact form has derivatives, too.
+_ALIKE: dict[Any, Callable[..., Tensor]] = {
     grouped_rows: _grouped_rows,
     F.softmax: _softmax,
-    F.silu: _silu,
     F.sigmoid: _sigmoid,
     torch.sigmoid: _sigmoid,
     torch.Tensor.sigmoid: _sigmoid,
-    F.gelu: _gelu,
-    F.layer_norm: _layer_norm,
-    F.rms_norm: _rms_norm,
 }
+_HANDLERS = handlers_of(_silu, _gelu, _norm)
 # A packed weight answers these as the weight would.
 _DESCRIPTIONS = frozenset(
     {torch.Tensor.dtype.__get__, torch.Tensor.device.__get__}  # pyright: ignore[reportAttributeAccessIssue]
