@@ -181,8 +181,8 @@ V3 void panel_v3(const Job<T, W>& o) { panel_of<T, W, 32, true, 2>(o); }
 template <typename T, typename W>
 void (*multiplies(int64_t newest))(const Job<T, W>&) {
 #if GENERATIONS == 3
-    const int v = generation(newest);
-    if (v > 1) return v == 4 ? panel_v4<T, W> : panel_v3<T, W>;
-#endif
+    return form_of(newest, panel_v4<T, W>, panel_v3<T, W>, panel_any<T, W>);
+#else
     return panel_any<T, W>;
+#endif
 }

@@ -19,22 +19,15 @@ V3 void declares_instructions_of_v3();
 #define GENERATIONS 1
 #endif
 
-// The generation of x86-64 whose code runs: 4, 3, or 1 for any.
-inline int generation(int64_t newest) {
 #if GENERATIONS == 3
-    __builtin_cpu_init();
-    if (newest >= 4 && __builtin_cpu_supports("x86-64-v4")) return 4;
-    if (newest >= 3 && __builtin_cpu_supports("x86-64-v3")) return 3;
-#endif
-    return 1;
-}
-
-// Of the forms of a function, the one for that generation.
+// Of the forms of a function, the one for the newest generation of x86-64 that the processor has, up to `newest`.
 template <typename F>
 F form_of(int64_t newest, F v4, F v3, F any) {
-    const int v = generation(newest);
-    return v == 4 ? v4 : v == 3 ? v3 : any;
+    __builtin_cpu_init();
+    if (newest >= 4 && __builtin_cpu_supports("x86-64-v4")) return v4;
+    return newest >= 3 && __builtin_cpu_supports("x86-64-v3") ? v3 : any;
 }
+#endif
 
 template <int BYTES>
 struct Vec {

@@ -80,10 +80,7 @@ V3 void pack_v3(const W* w, float* panel, int64_t K) { pack_transposed<Avx2>(w, 
 template <typename T, typename W>
 void (*packs_transposed(int64_t newest))(const W*, T*, int64_t) {
 #if GENERATIONS == 3
-    if constexpr (sizeof(T) == 4) {
-        const int v = generation(newest);
-        if (v > 1) return v == 4 ? pack_v4<W> : pack_v3<W>;
-    }
+    if constexpr (sizeof(T) == 4) return form_of<void (*)(const W*, T*, int64_t)>(newest, pack_v4<W>, pack_v3<W>, nullptr);
 #endif
     return nullptr;
 }

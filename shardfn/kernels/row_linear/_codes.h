@@ -247,8 +247,8 @@ V3 void coded_v3(const Job<float, W>& o) { coded_panel<W, 32, true>(o, panel_v3<
 template <typename W>
 void (*decodes(int64_t newest))(const Job<float, W>&) {
 #if GENERATIONS == 3
-    const int v = generation(newest);
-    if (v > 1) return v == 4 ? coded_v4<W> : coded_v3<W>;
-#endif
+    return form_of(newest, coded_v4<W>, coded_v3<W>, coded_any<W>);
+#else
     return coded_any<W>;
+#endif
 }
