@@ -19,6 +19,11 @@ def num_threads() -> int:
     return _THREADS.given or torch.get_num_threads()
 
 
+def threads_for(work: int, few: int) -> int:
+    """The threads that share some work: one up to `few`, for which a second one costs more than it saves."""
+    return num_threads() if work > few else 1
+
+
 @contextlib.contextmanager
 def threads_for_kernels() -> Iterator[None]:
     """In it torch's own operations take one thread, and kernels as many as torch has outside.

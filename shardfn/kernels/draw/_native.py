@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfn.kernels._build import library
-from shardfn.kernels._num_threads import num_threads
+from shardfn.kernels._num_threads import threads_for
 
 from . import _reference
 from ._values import check_values
@@ -35,7 +35,7 @@ def draw(
     if found is None:
         return _reference.draw(logits, *arguments)
     r, v = logits.shape
-    threads = min(num_threads(), r) if r * v > FEW else 1
+    threads = min(threads_for(r * v, FEW), max(r, 1))
     tokens, logprobs = logits.new_empty(r, dtype=torch.int64), logits.new_empty(r)
     memory = logits.new_empty(threads * room(v), dtype=torch.float64)
     at = (None if x is None else x.data_ptr() for x in (logits, *arguments, tokens, logprobs, memory))
@@ -51,9 +51,9 @@ def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
     if found is None:
         return _reference.top_logprobs(logits, num)
     r, v = logits.shape
-    threads = min(num_threads(), r) if r * v > FEW else 1
+    threads = min(threads_for(r * v, FEW), max(r, 1))
     tokens, logprobs = logits.new_empty(r, num, dtype=torch.int64), logits.new_empty(r, num)
-    memory = logits.new_empty(max(threads, 1) * room(v), dtype=torch.float64)
+    memory = logits.new_empty(threads * room(v), dtype=torch.float64)
     at = (x.data_ptr() for x in (logits, tokens, logprobs, memory))
     found.top_rows(*at, room(v), r, v, num, threads, NEWEST)
     return tokens, logprobs

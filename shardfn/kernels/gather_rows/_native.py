@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardfn.kernels._build import function
-from shardfn.kernels._num_threads import num_threads
+from shardfn.kernels._num_threads import threads_for
 
 from . import _reference
 from ._values import refuse_index, wide
@@ -51,5 +51,5 @@ def _run(name: str, kind: torch.dtype) -> Any:
 
 
 def _sizes(x: Tensor, index: Tensor) -> tuple[int, int, int, int, int]:
-    threads = num_threads() if index.numel() * x.shape[1] > FEW else 1
+    threads = threads_for(index.numel() * x.shape[1], FEW)
     return x.shape[0], x.shape[1], index.shape[0], index.shape[1], threads

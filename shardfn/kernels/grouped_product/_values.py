@@ -1,8 +1,10 @@
 """The check of the sizes of groups, and the scratch memory of the C++."""
 
+import functools
+
 from torch import Tensor
 
-from shardfn.kernels._num_threads import num_threads
+from shardfn.kernels._num_threads import threads_for as threads_for_work
 
 # Columns that are computed together.
 PANEL = 64
@@ -14,9 +16,8 @@ _MANY = 4096
 FEW = 1 << 20
 
 
-def threads_for(work: int) -> int:
-    """The threads that share a number of multiply-adds."""
-    return num_threads() if work > FEW else 1
+# The threads that share a number of multiply-adds.
+threads_for = functools.partial(threads_for_work, few=FEW)
 
 
 def panel_bytes(work: int, depth: int, itemsize: int) -> int:

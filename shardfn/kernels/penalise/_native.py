@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfn.kernels._build import library
-from shardfn.kernels._num_threads import num_threads
+from shardfn.kernels._num_threads import threads_for
 
 from . import _reference
 from ._values import check_values
@@ -27,8 +27,8 @@ def penalise(
     if run is None:
         return _reference.penalise(logits, *arguments)
     r, v = logits.shape
-    threads = min(num_threads(), r) if r * v > FEW else 1
-    out, counts = torch.empty_like(logits), history.new_zeros(max(threads, 1) * v)
+    threads = min(threads_for(r * v, FEW), max(r, 1))
+    out, counts = torch.empty_like(logits), history.new_zeros(threads * v)
     at = (x.data_ptr() for x in (logits, *arguments, out, counts))
     if run(*at, r, v, history.shape[1], threads):
         check_values(v, *arguments)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from shardfn.kernels._build import function
-from shardfn.kernels._num_threads import num_threads
+from shardfn.kernels._num_threads import threads_for
 
 from . import _reference
 
@@ -21,7 +21,7 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     if run is None:
         return _reference.gated_silu(gate, up)
     y = torch.empty_like(gate)
-    run(gate.data_ptr(), up.data_ptr(), y.data_ptr(), y.numel(), _threads(y), NEWEST)
+    run(gate.data_ptr(), up.data_ptr(), y.data_ptr(), y.numel(), threads_for(y.numel(), FEW), NEWEST)
     return y
 
 
@@ -31,7 +31,7 @@ def gelu(x: Tensor) -> Tensor:
     if run is None:
         return _reference.gelu(x)
     y = torch.empty_like(x)
-    run(x.data_ptr(), y.data_ptr(), y.numel(), _threads(y), NEWEST)
+    run(x.data_ptr(), y.data_ptr(), y.numel(), threads_for(y.numel(), FEW), NEWEST)
     return y
 
 
@@ -43,7 +43,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     y = torch.empty_like(x)
     run(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), *x.shape, NEWEST)
     return y
-
-
-def _threads(y: Tensor) -> int:
-    return num_threads() if y.numel() > FEW else 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfn.kernels._build import function
-from shardfn.kernels._num_threads import num_threads
+from shardfn.kernels._num_threads import threads_for
 
 from . import _reference
 from ._codes import kind_of
@@ -41,7 +41,7 @@ def row_linears(
         layers = array("q")
         for w, bias, y in zip(packed[start:end], biases[start:end], ys[start:end], strict=True):
             layers.extend((w.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr(), y.shape[-1]))
-        threads = num_threads() if m * k * sum(nums[start:end]) > FEW else 1
+        threads = threads_for(m * k * sum(nums[start:end]), FEW)
         run(x.data_ptr(), layers.buffer_info()[0], end - start, m, k, chunks, kind, threads, NEWEST)
         start = end
     return ys

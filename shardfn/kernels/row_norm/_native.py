@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from shardfn.kernels._build import function
-from shardfn.kernels._num_threads import num_threads
+from shardfn.kernels._num_threads import threads_for
 
 from . import _reference
 
@@ -21,7 +21,7 @@ def row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centere
     if run is None:
         return _reference.row_norm(x, weight, bias, eps, centered)
     y = torch.empty_like(x)
-    threads = num_threads() if x.numel() > FEW else 1
+    threads = threads_for(x.numel(), FEW)
     shift = None if bias is None else bias.data_ptr()
     run(x.data_ptr(), weight.data_ptr(), shift, y.data_ptr(), eps, *x.shape, centered, threads, NEWEST)
     return y
