@@ -13,7 +13,7 @@ import torch
 from shardfn.core import Again, Ambient, Axes, Mesh, bound_again, checkpoints_as_now
 
 from ._axis_index import AxisIndex
-from ._function_modes import WAITING, began, function_modes
+from ._function_modes import WAITING, began, function_modes, note_crossed
 
 _MESH = Ambient[Mesh]("mesh")
 _SEEN = Ambient[list[Mesh]]("notes of meshes that are bound")
@@ -114,7 +114,6 @@ def axis_index(axis: Axes) -> int:
     if WAITING or function_modes():
         began()
         named = mesh.axes(axis)
-        for mode in function_modes():
-            getattr(mode, "crossed", set[str]()).update(named)
+        note_crossed(named)
         return AxisIndex(index, named)
     return index

@@ -26,13 +26,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import DisableTorchFunctionSubclass, functorch, transforming
 from shardfn.core import Mesh
 
 from ._axis_index import AXIS_NUMBERS, AxisTypeError, plain
-from ._function_modes import interception
+from ._function_modes import NotingMode, interception
 from ._line import line_along
 from ._primitive import Call, bind, own_block
 
@@ -46,7 +45,7 @@ _STAMPS = itertools.count(1)
 _JOINS = ("psum", "pmax", "all_gather_invariant")
 
 
-class Following(TorchFunctionMode):
+class Following(NotingMode):
     """Follows the axes along which values vary, and inserts the casts; entered as a context.
 
     Args:
@@ -58,7 +57,6 @@ class Following(TorchFunctionMode):
     Attributes:
         axes: those with several ranks.
         batch: see above.
-        crossed: those along which a collective has run, or a rank's index was asked for; a caller clears it.
     """
 
     def __init__(
@@ -72,7 +70,6 @@ class Following(TorchFunctionMode):
         self._stamp = next(_STAMPS) << _BITS
         self._default = self._mask(default)
         self.batch = tuple(a for a in (default if batch is None else batch) if a in self._bit)
-        self.crossed: set[str] = set()
         self._names: dict[int, tuple[str, ...]] = {}
         self._wrote = False
         self._around: list[Any] = []

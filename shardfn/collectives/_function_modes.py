@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,25 @@ class LateMode:
 
 
 WAITING: Ambient[LateMode] = Ambient("mode that begins with the first collective", by_thread=True)
+
+
+class NotingMode(TorchFunctionMode):
+    """A mode that notes axes.
+
+    Attributes:
+        crossed: those along which a collective has run, or a rank's index was asked for; a caller clears it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crossed: set[str] = set()
+
+
+def note_crossed(axes: Iterable[str]) -> None:
+    """Notes axes in the modes that are open on this thread."""
+    for mode in function_modes():
+        if isinstance(mode, NotingMode):
+            mode.crossed.update(axes)
 
 
 @contextlib.contextmanager
