@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ._ds_flats import Flats
 from ._ds_job import Partition
+from ._ds_making import give_name, making_of
 from ._ds_objects import save_objects
 from ._ds_parts import StatePart
 from ._ds_records import Counters, Records
@@ -32,7 +33,7 @@ class ExpertFiles:
 
     def __init__(self, place: pathlib.Path, cut: Partition, counters: Counters, *, weights_only: bool = False) -> None:
         self._weights_only = weights_only
-        self._place, self._making, self._cut = place, place.with_name(place.name + ".tmp"), cut
+        self._place, self._making, self._cut = place, making_of(place), cut
         self._flats = Flats(self._making / "flat", cut)
         self._records = Records(cut, counters, self._part)
 
@@ -77,11 +78,7 @@ class ExpertFiles:
         """Gives the directory its name. On the first rank."""
         shutil.rmtree(self._making / "flat")
         shutil.rmtree(self._making / "experts")
-        self._making.rename(self._place)
-        newest = self._place.with_name("latest")
-        made = newest.with_name("latest.tmp")
-        made.write_text(self._place.name)
-        made.rename(newest)
+        give_name(self._place, "latest")
 
     def remove(self) -> None:
         """Removes files that have no name yet. On the first rank."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ._ds_flat_groups import FlatGroup
 from ._ds_job import Partition
 from ._ds_parts import StatePart
 
@@ -45,10 +46,9 @@ class Flats:
 
     def open(self) -> None:
         """Maps the files that a rank has made."""
-        for number, group in enumerate(self._cut.groups):
-            for kind in () if group.experts else ("fp32", *self._cut.states):
-                flat = self._mapped(f"{kind}.{number}", group.size * group.ranks, torch.float32)
-                self._flats[kind, number] = flat.view(group.ranks, group.size)
+        for kind, number, group in self._groups():
+            flat = self._mapped(f"{kind}.{number}", group.size * group.ranks, torch.float32)
+            self._flats[kind, number] = flat.view(group.ranks, group.size)
         there = self._weights()
         whole = self._mapped("weights", sum(s.numel() for s in there.values()), self._cut.dtype)
         for (name, shape), x in zip(there.items(), whole.split([s.numel() for s in there.values()]), strict=True):
@@ -77,10 +77,13 @@ class Flats:
         """A rank's part of a group, counted among the ranks that share it."""
         return self._flats[kind, number][rank].clone()
 
+    def _groups(self) -> Iterator[tuple[str, int, FlatGroup]]:
+        dense = [(number, group) for number, group in enumerate(self._cut.groups) if not group.experts]
+        return ((kind, number, group) for number, group in dense for kind in ("fp32", *self._cut.states))
+
     def _files(self) -> Iterator[tuple[str, int, torch.dtype]]:
-        for number, group in enumerate(self._cut.groups):
-            for kind in () if group.experts else ("fp32", *self._cut.states):
-                yield f"{kind}.{number}", group.size * group.ranks, torch.float32
+        for kind, number, group in self._groups():
+            yield f"{kind}.{number}", group.size * group.ranks, torch.float32
         yield "weights", sum(s.numel() for s in self._weights().values()), self._cut.dtype
 
     def _weights(self) -> dict[str, torch.Size]:

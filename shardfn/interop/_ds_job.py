@@ -229,10 +229,6 @@ def _check_experts(
         out.append(f"ranks = {job.ranks}, and ep_size = {job.ep_size} does not divide that")
     if zero.get("elastic_checkpoint"):
         out.append("zero_optimization.elastic_checkpoint: DeepSpeed joins states of unlike experts; leave it out")
-    if (config.get("expert_parallel") or {}).get("enabled"):
-        out.append(
-            "expert_parallel.enabled: the module has native experts, which AutoEP does not replace; leave it out"
-        )
     params = config["optimizer"].get("params") or {}
     if stage == 0 and dtype is not torch.float32:
         out.append(f"zero_optimization.stage = 0 in {dtype}: its masters have no names; take stage 1 or 2, or float32")

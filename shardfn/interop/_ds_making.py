@@ -11,6 +11,19 @@ from torch import Tensor
 from ._ds_parts import StatePart
 
 
+def making_of(place: pathlib.Path) -> pathlib.Path:
+    """The directory of a checkpoint that has no name yet."""
+    return place.with_name(place.name + ".tmp")
+
+
+def give_name(place: pathlib.Path, newest: str) -> None:
+    """Gives a complete checkpoint its name, and names it in the file `newest` beside it."""
+    making_of(place).rename(place)
+    made = place.with_name(newest + ".tmp")
+    made.write_text(place.name)
+    made.rename(place.with_name(newest))
+
+
 class FilesInTheMaking(ABC):
     """Files of a checkpoint that get its name only when all of them are written; an error leaves nothing behind.
 
@@ -20,8 +33,7 @@ class FilesInTheMaking(ABC):
     """
 
     def __init__(self, place: pathlib.Path, newest: str) -> None:
-        self._place, self._newest = place, place.with_name(newest)
-        self._making = place.with_name(place.name + ".tmp")
+        self._place, self._newest, self._making = place, newest, making_of(place)
 
     def __enter__(self) -> Self:
         shutil.rmtree(self._making, ignore_errors=True)
@@ -38,10 +50,7 @@ class FilesInTheMaking(ABC):
         try:
             if error is None:
                 self._finish()
-                self._making.rename(self._place)
-                made = self._newest.with_name(self._newest.name + ".tmp")
-                made.write_text(self._place.name)
-                made.rename(self._newest)
+                give_name(self._place, self._newest)
         finally:
             # A complete checkpoint has been renamed already.
             shutil.rmtree(self._making, ignore_errors=True)
