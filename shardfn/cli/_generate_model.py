@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-import json
 import pathlib
 import shutil
 import tempfile
@@ -206,7 +205,7 @@ def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> S
     if job.adapter is not None:  # its files name the module's own weights
         return _of_module(functools.partial(_module, path, job), job, mesh, text)
     try:
-        gpt_config(json.loads((path / "config.json").read_text(encoding="utf-8")))
+        gpt_config(object_of(path / "config.json"))
     except ValueError as error:
         return _of_module(functools.partial(_module, path, job), job, mesh, text, error)
     with reading(path, "its weights"):
@@ -225,7 +224,7 @@ def _of_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.
     folder = pathlib.Path(held.enter_context(tempfile.TemporaryDirectory(prefix="shardfn-generate-")))
     module.config.to_json_file(folder / "config.json")
     try:
-        gpt_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        gpt_config(object_of(folder / "config.json"))
     except ValueError as error:
         return _of_module(lambda axis: (module, None), job, mesh, text, error)
     with ArchiveWriter(folder, {name: (x.dtype, tuple(x.shape)) for name, x in module.named_parameters()}) as writer:

@@ -13,7 +13,7 @@ from shardfn.engine import WeightedMean
 
 from ._answers import answer_mask, counted_mean, masked, row_mean
 from ._kl import Estimator, kl
-from ._older import drawn_ratios, truncated_weights
+from ._older import TRUNCATE, drawn_ratios, truncated_weights
 from ._shapes import check_lengths, check_shapes
 
 Clip = float | tuple[float, float]
@@ -28,7 +28,7 @@ def ppo_policy(
     clip: Clip = 0.2,
     most: float | None = None,
     behaviour_BT: Float[Tensor, "b t"] | None = None,
-    truncate: float = 2.0,
+    truncate: float = TRUNCATE,
 ) -> WeightedMean:
     """PPO's loss: -min(rho A, clip(rho, 1 - clip, 1 + clip) A), a mean over all tokens.
 
@@ -114,7 +114,7 @@ def grpo(
     estimator: Estimator = "k3",
     corrected: bool = False,
     behaviour_BT: Float[Tensor, "b t"] | None = None,
-    truncate: float = 2.0,
+    truncate: float = TRUNCATE,
 ) -> WeightedMean:
     """The loss of answers whose tokens share an advantage.
 
@@ -158,8 +158,7 @@ def grpo(
     Raises:
         ValueError: shapes do not fit, or a length is not from 0 to T; a choice is unknown; `constant` is missing, or
             without effect; `beta` without a reference, or a reference without `beta`; `corrected` without a
-            reference; `truncate` is not positive, or without
-            `behaviour_BT`.
+            reference; `truncate` is not positive, or without `behaviour_BT`.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -252,7 +251,7 @@ def policy_metrics(
     clip: Clip = 0.2,
     reference_BT: Float[Tensor, "b t"] | None = None,
     behaviour_BT: Float[Tensor, "b t"] | None = None,
-    truncate: float = 2.0,
+    truncate: float = TRUNCATE,
 ) -> dict[str, WeightedMean]:
     """Metrics for a loss's aux: means over all tokens, without gradients.
 

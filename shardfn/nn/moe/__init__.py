@@ -4,11 +4,10 @@ from ._routing import Routing as Routing
 from ._route import gshard_top2 as gshard_top2, switch_top1 as switch_top1, top_k as top_k
 from ._groups import sigmoid_groups as sigmoid_groups
 from ._over_tokens import expert_choice as expert_choice, sinkhorn as sinkhorn
-from ._logits import check_finite as check_finite
+from ._logits import check_chosen as check_chosen, check_finite as check_finite
 from ._noise import jitter as jitter, token_numbers as token_numbers
 from ._capacity import capacity as capacity, with_capacity as with_capacity
 from . import balance as balance
-from ._logits import check_chosen as check_chosen
 from ._bias import bias_update as bias_update
 from ._metrics import load as load
 from ._permute import Permutation as Permutation, combine as combine, dispatch as dispatch, permutation as permutation
