@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE  # pyright: ignore[reportMissingImports]
 from deepspeed_expert_model import CASES, Case, Net, config_of, everywhere, filled, groups_of, tokens
-from deepspeed_partitions import compared
+from deepspeed_partitions import compared, losses_of
 
 
 def layer(width: int, expert: torch.nn.Module, number: int, ep_size: int, residual: bool) -> torch.nn.Module:
@@ -42,15 +42,7 @@ def engine_of(case: Case) -> tuple[Any, Net]:
 
 
 def trained(engine: Any, net: Net, steps: range, case: Case) -> dict[str, Any]:
-    losses = []
-    for step in steps:
-        x = tokens(step).chunk(dist.get_world_size())[dist.get_rank()]
-        loss = torch.nn.functional.cross_entropy(engine(x).float(), (x + 1) % 11)
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().float().clone()
-        dist.all_reduce(total)
-        losses.append(float(total) / dist.get_world_size())
+    losses = losses_of(engine, steps, tokens)
     rates = [float(x["lr"]) for x in engine.optimizer.param_groups]
     return {"losses": losses, "params": params_of(net, case), "rates": rates, "steps": engine.global_steps}
 

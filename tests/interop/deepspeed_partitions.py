@@ -13,6 +13,7 @@ import io
 import pathlib
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed  # pyright: ignore[reportMissingImports]
@@ -31,7 +32,8 @@ def engine_of(case: str) -> tuple[Any, torch.nn.Module]:
     return deepspeed.initialize(model=net, model_parameters=groups, config=config_of(case))[0], net
 
 
-def trained(engine: Any, net: torch.nn.Module, steps: range) -> dict[str, Any]:
+def losses_of(engine: Any, steps: range, tokens: Callable[[int], torch.Tensor]) -> list[float]:
+    """The mean losses of all ranks, in steps that train."""
     losses = []
     for step in steps:
         x = tokens(step).chunk(dist.get_world_size())[dist.get_rank()]
@@ -41,6 +43,11 @@ def trained(engine: Any, net: torch.nn.Module, steps: range) -> dict[str, Any]:
         total = loss.detach().float().clone()
         dist.all_reduce(total)
         losses.append(float(total) / dist.get_world_size())
+    return losses
+
+
+def trained(engine: Any, net: torch.nn.Module, steps: range) -> dict[str, Any]:
+    losses = losses_of(engine, steps, tokens)
     with deepspeed.zero.GatheredParameters(list(net.parameters())):
         params = {name: p.detach().float().clone() for name, p in net.named_parameters()}
     rates = [float(x["lr"]) for x in engine.optimizer.param_groups]
