@@ -23,6 +23,7 @@ Fang, Zhao, USP: A Unified Sequence Parallelism Approach, 2024, https://arxiv.or
 import contextlib
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ from ._inputs import narrowed
 from ._local import Local
 from ._masks import Causal, Full, Mask
 from ._online import OnlineScores, Rows, factor, wide
-from ._parallel import all_ranges, own_range
+from ._parallel import all_ranges, own_range, ranges_over
 from ._ring import online
 
 
@@ -131,17 +132,16 @@ class Ring:
         """The positions of this rank's tokens of a sequence."""
         return self._all_rows(length)[axis_index(self.axis)]
 
-    def order(self, length: int, num_ranks: int) -> Rows:
+    def order(self, length: int, num_ranks: Sequence[int]) -> Rows:
         """The positions of all tokens, in the order in which they lie before they are cut."""
         if not self.zigzag:
             return ((0, length),)
-        sizes = [len(x) for x in torch.arange(length).chunk(num_ranks)]
-        return tuple(span for rows in _zigzag(sizes) for span in rows)
+        return tuple(span for rows in _zigzag(ranges_over(length, num_ranks)) for span in rows)
 
     @property
-    def ring_size(self) -> int:
-        """Ranks of its ring."""
-        return axis_size(self.axis)
+    def dealt_axes(self) -> tuple[str, ...]:
+        """Axes over which tokens are dealt out of order, major to minor."""
+        return self.axes if self.zigzag else ()
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Attention of this rank's queries over all keys."""
@@ -149,7 +149,7 @@ class Ring:
 
     def _all_rows(self, length: int) -> tuple[Rows, ...]:
         cuts = all_ranges(length, self.axis)
-        return _zigzag([b - a for a, b in cuts]) if self.zigzag else tuple(((a, b),) if a < b else () for a, b in cuts)
+        return _zigzag(cuts) if self.zigzag else tuple(((a, b),) if a < b else () for a, b in cuts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,11 +180,11 @@ class Ulysses:
         return self.inner.lengths | (frozenset() if self.length is None else {self.length})
 
     @property
-    def ring_size(self) -> int:
-        """Ranks of the ring within."""
-        return self.inner.ring_size
+    def dealt_axes(self) -> tuple[str, ...]:
+        """Axes over which tokens are dealt out of order, major to minor."""
+        return self.inner.dealt_axes
 
-    def order(self, length: int, num_ranks: int) -> Rows:
+    def order(self, length: int, num_ranks: Sequence[int]) -> Rows:
         """The positions of all tokens, in the order in which they lie before they are cut."""
         return self.inner.order(length, num_ranks)
 
@@ -224,19 +224,28 @@ class Attending(NamedTuple):
     impl: Body = DENSE
 
 
-def sequence_order(body: Body, length: int, num_ranks: int) -> Int64[Tensor, " t"]:
+def sequence_order(body: Body, length: int, num_ranks: int | Sequence[int]) -> Int64[Tensor, " t"]:
     """The order of tokens before they are cut: `x[:, order]`. That of positions, except with zigzag.
 
     Args:
         body: how attention is computed.
         length: T.
-        num_ranks: ranks along the axis of the ring.
+        num_ranks: ranks along the axis of the ring; along each of its axes, major to minor, if it has several.
+
+    Raises:
+        ValueError: a ring of several axes and one number, from which the cut of the tokens does not follow.
 
     Example:
         >>> sequence_order(Ring("sp", 8, zigzag=True), 8, num_ranks=2).tolist()
         [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    return torch.cat([torch.arange(a, b) for a, b in (*body.order(length, num_ranks), (0, 0))])
+    ranks = (num_ranks,) if isinstance(num_ranks, int) else tuple(num_ranks)
+    if body.dealt_axes and len(ranks) != len(body.dealt_axes):
+        raise ValueError(
+            f"sequence_order: num_ranks={num_ranks} is for {len(ranks)} axes, and {body} deals tokens over"
+            f" {body.dealt_axes}; give the ranks along each of them, major to minor."
+        )
+    return torch.cat([torch.arange(a, b) for a, b in (*body.order(length, ranks), (0, 0))])
 
 
 def own_rows(body: Body, num_tokens: int) -> Rows:
@@ -299,7 +308,7 @@ def whole_sequence(x_BT: Int64[Tensor, "b t"], body: Body) -> Int64[Tensor, "b t
     if not body.axes:
         return x_BT
     length = whole_length(body, x_BT.shape[1])
-    order = sequence_order(body, length, body.ring_size)
+    order = sequence_order(body, length, [axis_size(a) for a in body.dealt_axes])
     return all_gather(x_BT, body.axes, dim=1, size=length)[:, order.argsort().to(x_BT.device)]
 
 
@@ -342,8 +351,9 @@ def _multiplied(
         return ((p_BHTS if scales is None else p_BHTS * scales) @ v_BHSK).to(qkv[0].dtype)
 
 
-def _zigzag(sizes: list[int]) -> tuple[Rows, ...]:
-    """Two stretches per rank, together of its size: fronts in the order of ranks, and backs in reverse."""
+def _zigzag(ranges: list[tuple[int, int]]) -> tuple[Rows, ...]:
+    """Two stretches per rank, together as long as its range: fronts in the order of ranks, and backs in reverse."""
+    sizes = [stop - start for start, stop in ranges]
     fronts = [-(-n // 2) for n in sizes]
     backs, out = [n - f for n, f in zip(sizes, fronts, strict=True)], []
     for r in range(len(sizes)):

@@ -16,6 +16,7 @@ https://arxiv.org/abs/2408.16978
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -29,7 +30,7 @@ from ._dealer import Dealer
 from ._inputs import narrowed, refuse_gradients
 from ._masks import Span
 from ._online import OnlineScores, Rows, wide
-from ._parallel import all_ranges, own_range
+from ._parallel import all_ranges, own_range, ranges_over
 from ._rectangles import TORCH_TILE, Rectangle, attend_over, gradients_over, kernel_tile, merged
 from ._waiting import Sums, Waiting
 
@@ -83,18 +84,18 @@ class Chunked:
         return frozenset() if self.length is None else frozenset({self.length})
 
     @property
-    def ring_size(self) -> int:
-        """Ranks over which each chunk is cut."""
-        return axis_size(self.axis)
+    def dealt_axes(self) -> tuple[str, ...]:
+        """Axes over which tokens are dealt out of order, major to minor."""
+        return self.axes
 
     def rows(self, length: int) -> Rows:
         """The positions of this rank's tokens of a sequence."""
-        return _rows(_sizes([b - a for a, b in all_ranges(length, self.axis)], self.chunk), int(axis_index(self.axis)))
+        return _rows(_sizes(all_ranges(length, self.axis), self.chunk), int(axis_index(self.axis)))
 
-    def order(self, length: int, num_ranks: int) -> Rows:
+    def order(self, length: int, num_ranks: Sequence[int]) -> Rows:
         """The positions of all tokens, in the order in which they lie before they are cut."""
-        sizes = _sizes([len(x) for x in torch.arange(length).chunk(num_ranks)], self.chunk)
-        return tuple(span for r in range(len(sizes[0]) if sizes else 0) for span in _rows(sizes, r))
+        sizes = _sizes(ranges_over(length, num_ranks), self.chunk)
+        return tuple(span for r in range(math.prod(num_ranks)) for span in _rows(sizes, r))
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Attention of this rank's queries over all keys."""
@@ -112,8 +113,8 @@ class Chunked:
             )
         q, k, v = narrowed(q_BTHK, k_BSGK, v_BSGK)
         H, G = q.shape[2], k.shape[2]
-        own = how.of_heads(*own_range(H, self.axis)) if self.ring_size > 1 else how
-        sizes = _sizes([b - a for a, b in all_ranges(length, self.axis)], self.chunk)
+        own = how.of_heads(*own_range(H, self.axis)) if axis_size(self.axis) > 1 else how
+        sizes = _sizes(all_ranges(length, self.axis), self.chunk)
         tile = kernel_tile(own, q.device, TORCH_TILE)
         at = (tile or TORCH_TILE, tile is not None)
         plan = ChunkPlan(self.axis, sizes, (H, G), own._replace(slopes_H=None), at, self.pool)
@@ -262,8 +263,9 @@ def _nothing(q_BTHK: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(q_BTHK), q_BTHK.new_full((B, H, T), -math.inf)
 
 
-def _sizes(own: list[int], chunk: int) -> tuple[tuple[int, ...], ...]:
-    """Tokens of each rank's piece of each span, [spans][P], for ranks with `own` tokens."""
+def _sizes(ranges: list[Span], chunk: int) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each rank's piece of each span, [spans][P], for ranks with the rows of these ranges."""
+    own = [stop - start for start, stop in ranges]
     each = -(-chunk // len(own))
     num = -(-max(own) // each)
     return tuple(tuple(min(each, max(n - i * each, 0)) for n in own) for i in range(num))

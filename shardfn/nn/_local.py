@@ -1,6 +1,7 @@
 """The base of bodies of attention on one device: each has all tokens, in the order of positions."""
 
 import abc
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -28,12 +29,12 @@ class Local(abc.ABC):
         """The tokens of the whole sequence that it states."""
         return frozenset()
 
-    def order(self, length: int, num_ranks: int) -> Rows:
+    def order(self, length: int, num_ranks: Sequence[int]) -> Rows:
         """The positions of all tokens, in the order in which they lie before they are cut."""
         del num_ranks
         return ((0, length),)
 
     @property
-    def ring_size(self) -> int:
-        """Ranks of a ring within."""
-        return 1
+    def dealt_axes(self) -> tuple[str, ...]:
+        """Axes over which tokens are dealt out of order, major to minor."""
+        return ()

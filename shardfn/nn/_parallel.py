@@ -288,5 +288,16 @@ def all_ranges(size: int, axis: Axes) -> list[tuple[int, int]]:
     axes = mesh.axes(axis)
     if not axes:  # as in most layers of most steps
         return [(0, size)]
-    cuts = [block_slices((size,), P(axes), mesh.shape, at)[0] for at in all_coords({a: mesh.shape[a] for a in axes})]
+    return ranges_over(size, [mesh.shape[a] for a in axes])
+
+
+def ranges_over(size: int, num_ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """As `all_ranges`, over axes of `num_ranks` ranks, major to minor; ranks without a row have empty blocks.
+
+    Example:
+        >>> ranges_over(5, [4]), ranges_over(5, [2, 2])
+        ([(0, 2), (2, 4), (4, 5), (5, 5)], [(0, 2), (2, 3), (3, 4), (4, 5)])
+    """
+    axes = {str(i): num for i, num in enumerate(num_ranks)}
+    cuts = [block_slices((size,), P(tuple(axes)), axes, at)[0] for at in all_coords(axes)]
     return [(cut.start, cut.stop) for cut in cuts]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
 import warnings
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn import nn
+from shardfn import core, nn
 from shardfn.collectives import bind_mesh
-from shardfn.nn import _bodies, _online, _ring
+from shardfn.nn import _bodies, _online, _parallel, _ring
 from shardfn.testing import distributed
 
 with warnings.catch_warnings():  # ranks import this file, and torch's decompositions for jvp warn of torch's own code
@@ -424,12 +425,33 @@ def test_hops_without_pairs_are_not_sent() -> None:
 def test_zigzag_is_balanced_and_sends_no_more() -> None:
     """No rank has 2% more pairs of a causal mask than the mean; cut plainly, the last has nearly twice the mean."""
     for T, P in ((4096, 4), (4097, 3), (1000, 8)):
-        sizes = [len(x) for x in torch.arange(T).chunk(P)]
-        cuts = _bodies._zigzag(sizes)
+        ranges = _parallel.ranges_over(T, [P])
+        cuts = _bodies._zigzag(ranges)
         work = [sum(nn.Causal().count(q, (0, T)) for q in rows) for rows in cuts]
         assert sum(work) == T * (T + 1) // 2
         assert max(work) <= 1.02 * sum(work) / P
-        assert [sum(b - a for a, b in rows) for rows in cuts] == sizes
+        assert [sum(b - a for a, b in rows) for rows in cuts] == [b - a for a, b in ranges]
+
+
+@pytest.mark.parametrize("sizes", [(2,), (3,), (4,), (5,), (2, 2), (2, 3), (3, 2)], ids=str)
+def test_ranks_have_their_blocks_of_the_order(sizes: tuple[int, ...]) -> None:
+    """The positions of a rank are the rows that its spec cuts from `sequence_order`, also where ranks have none."""
+    axes = {"ab"[i]: num for i, num in enumerate(sizes)}
+    for T, chunk in itertools.product(range(14), (1, 2, 4, 5, 100)):
+        ring = nn.Ring(tuple(axes), T, zigzag=True)
+        for body in (ring, nn.Chunked(chunk, tuple(axes), T), nn.Ulysses("a", T), nn.Ulysses(tuple(axes), T)):
+            order = nn.sequence_order(body, T, sizes)
+            assert order.sort().values.equal(torch.arange(T))
+            for at in core.all_coords(axes):
+                with bind_mesh(sf.make_mesh(axes, device="cpu", abstract=at)):
+                    own = core.block_slices((T,), sf.P(body.axes), axes, at)
+                    rows = body.rows(T)
+                    assert torch.cat([torch.arange(a, b) for a, b in (*rows, (0, 0))]).equal(order[own]), (body, at)
+
+
+def test_one_number_for_a_ring_of_two_axes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"num_ranks=4 is for 1 axes, and Ring.* deals tokens over \('a', 'b'\)"):
+        nn.sequence_order(nn.Ring(("a", "b"), 9, zigzag=True), 9, 4)
 
 
 def test_tiles_without_pairs_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_chunks_on_ranks_are_dense_attention(world: int) -> None:
 @pytest.mark.nightly
 @distributed(world=[2, 3, 4], timeout=600)
 def test_many_chunks_on_ranks(world: int) -> None:
-    on_ranks(sf.make_mesh({"sp": world}), (world * 2 - 1, 23, 40, 61))
+    on_ranks(sf.make_mesh({"sp": world}), (world + 1, world * 2 - 1, 23, 40, 61))
 
 
 # Memory of the device.
