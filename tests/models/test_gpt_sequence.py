@@ -63,7 +63,6 @@ def parity(
     body: nn.Ulysses | nn.Ring | nn.Chunked,
     T: int,
     *,
-    ring: str = "sp",
     packed: bool = False,
     stage: int = 0,
     jit: bool = False,
@@ -73,7 +72,7 @@ def parity(
     tile: int | None = None,
 ) -> None:
     torch.set_num_threads(1)
-    order = nn.sequence_order(body, T, mesh.axis_size(ring))
+    order = nn.sequence_order(body, T, [mesh.axis_size(axis) for axis in body.dealt_axes])
     cut, pp = dataclasses.replace(config, attention=body, loss_tile=tile), mesh.axis_size("pp") > 1
     how: dict[str, Any] = {"axis": "tp", "sequence": sequence, "wrap": sf.remat if remat else lambda f: f}
     loss: Any = functools.partial(gpt.loss, cut, **how)
@@ -130,7 +129,7 @@ def test_dp_and_tp_and_a_captured_step() -> None:
 def test_ring_and_ulysses_at_once() -> None:
     mesh = sf.make_mesh({"r": 2, "u": 2})
     body = nn.Ulysses("u", 9, nn.Ring("r", zigzag=True, block=4))
-    parity(CONFIGS["llama"], mesh, body, 9, ring="r", packed=True, stage=3)
+    parity(CONFIGS["llama"], mesh, body, 9, packed=True, stage=3)
 
 
 @pytest.mark.nightly
@@ -199,7 +198,16 @@ def test_a_grid_beside_another_axis(other: str, stage: int, world: int) -> None:
         if 2 * r * u == world:
             body = nn.Ulysses("u", 9, nn.Ring("r", zigzag=True, block=4))
             mesh = sf.make_mesh({other: 2, "r": r, "u": u})
-            parity(config, mesh, body, 9, ring="r", stage=stage, tile=tile, packed=tile is None)
+            parity(config, mesh, body, 9, stage=stage, tile=tile, packed=tile is None)
+
+
+@pytest.mark.nightly
+@distributed(world=4, timeout=600)
+def test_two_axes_cut_one_sequence() -> None:
+    """Of 9 tokens the four ranks have 3, 2, 2 and 2; cut over one axis, they would have 3, 3, 3 and none."""
+    mesh, axes = sf.make_mesh({"a": 2, "b": 2}), ("a", "b")
+    for body in (nn.Ring(axes, 9, zigzag=True, block=4), nn.Chunked(4, axes, 9), nn.Ulysses(axes, 9)):
+        parity(dataclasses.replace(CONFIGS["llama"], stacked=True), mesh, body, 9, stage=3, packed=True)
 
 
 @distributed(world=3)
