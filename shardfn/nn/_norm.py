@@ -32,9 +32,7 @@ def layer_norm(
         >>> layer_norm(torch.tensor([-1.0, 1.0]), torch.ones(2), eps=0.0).tolist()
         [-1.0, 1.0]
     """
-    if x_D.numel() == 0:
-        return _of_nothing(x_D, w_D, b_D)
-    return _in_dtype_of(w_D, lambda x_D: F.layer_norm(x_D, x_D.shape[-1:], w_D, b_D, eps), x_D)
+    return _of_rows(w_D, lambda x_D: F.layer_norm(x_D, x_D.shape[-1:], w_D, b_D, eps), x_D)
 
 
 def rms_norm(
@@ -52,19 +50,19 @@ def rms_norm(
         >>> rms_norm(torch.tensor([2.0, -2.0]), torch.ones(2), eps=0.0).tolist()
         [1.0, -1.0]
     """
-    if x_D.numel() == 0:
-        return _of_nothing(x_D, w_D, None)
-    return _in_dtype_of(w_D, lambda x_D: F.rms_norm(x_D, x_D.shape[-1:], w_D, eps), x_D)
+    return _of_rows(w_D, lambda x_D: F.rms_norm(x_D, x_D.shape[-1:], w_D, eps), x_D)
 
 
-def _of_nothing(x_D: Tensor, w_D: Tensor, b_D: Tensor | None) -> Tensor:
-    """The norm of no rows, as a function of the weights.
+def _of_rows(w_D: Tensor, norm: Callable[[Tensor], Tensor], x_D: Tensor) -> Tensor:
+    """`norm(x)`; without a row the norm of a row of zeros that is cut off.
 
-    A rank without rows of a sequence adds its gradient to those of the others like every rank; torch's norms do not
-    depend on the weights then.
+    A rank without rows of a sequence runs the operations of the others, and its backward needs the leaves that theirs
+    needs, in their order: torch's norms of nothing may leave out the weights.
     """
-    y_D = x_D * w_D
-    return (y_D if b_D is None else y_D + b_D).to(x_D.dtype)
+    if x_D.numel():
+        return _in_dtype_of(w_D, norm, x_D)
+    padded = torch.cat([x_D.reshape(0, x_D.shape[-1]), x_D.new_zeros(1, x_D.shape[-1])])
+    return _in_dtype_of(w_D, norm, padded)[:0].view(x_D.shape)
 
 
 def _in_dtype_of(w_D: Tensor, norm: Callable[[Tensor], Tensor], x_D: Tensor) -> Tensor:

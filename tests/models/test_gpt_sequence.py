@@ -210,6 +210,25 @@ def test_two_axes_cut_one_sequence() -> None:
         parity(dataclasses.replace(CONFIGS["llama"], stacked=True), mesh, body, 9, stage=3, packed=True)
 
 
+@distributed(world=2)
+def test_a_rank_without_tokens_fetches_the_leaves_of_the_others() -> None:
+    """All ranks ask for the leaves of the first backward in one order; a rank that asked for fewer would hang the others."""
+    torch.set_num_threads(1)
+    config = dataclasses.replace(CONFIGS["gpt2"], stacked=True, attention=nn.Chunked(4, "sp", 1))
+    first, layer, last = gpt.stages(config)
+    assert_parity(
+        sf.pipeline(first, [layer] * config.num_layers, last, num_microbatches=1),
+        optim.sgd(0.1),
+        params_of(dataclasses.replace(config, stacked=False)),
+        batches_of(config, 1, False, torch.arange(1)),
+        mesh=sf.make_mesh({"sp": 2}),
+        reference=functools.partial(gpt.loss, dataclasses.replace(CONFIGS["gpt2"], stacked=False)),
+        trainable=trainable_of(dataclasses.replace(config, stacked=False)),
+        zero=sf.Zero(stage=0, axis="sp", params="host", persist_elements=0),
+        batch={"tokens": sf.P("dp", "sp"), "targets": sf.P("dp", "sp"), "index": sf.P("dp")},
+    )
+
+
 @distributed(world=3)
 def test_cut_sequences_follow_the_spec() -> None:
     """The tokens of each rank, taken by position, are its block of the rows in `sequence_order`."""
