@@ -212,7 +212,7 @@ def test_two_axes_cut_one_sequence() -> None:
 
 @distributed(world=2)
 def test_a_rank_without_tokens_fetches_the_leaves_of_the_others() -> None:
-    """All ranks ask for the leaves of the first backward in one order; a rank that asked for fewer would hang the others."""
+    """All ranks ask for the leaves of the first backward in one order: a rank that asked for fewer would hang them."""
     torch.set_num_threads(1)
     config = dataclasses.replace(CONFIGS["gpt2"], stacked=True, attention=nn.Chunked(4, "sp", 1))
     first, layer, last = gpt.stages(config)
