@@ -143,6 +143,21 @@ def test_a_captured_step_takes_any_routing(push: str) -> None:
 
 
 @distributed(world=2)
+@pytest.mark.parametrize("lengths", [[7, 1], [1, 7]])
+def test_a_captured_step_has_room_for_the_tokens_of_unequal_ranks(lengths: list[int]) -> None:
+    """All experts of the first rank come to it, whose own tokens are few or many."""
+    with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
+        _check(mesh, moe.Tokens("ep", tokens=8), lengths, 4, 2, "all on the first", jit=True)
+        if lengths[0] == 1:
+            for exchange, remedy in (
+                (moe.Tokens("ep"), "takes all ranks to have as many tokens: give Tokens"),
+                (moe.Tokens("ep", tokens=3), "room for 6; give Tokens"),
+            ):
+                with pytest.raises(ValueError, match=rf"rows come to rank 0 of 'ep'.*{remedy}\(tokens=\) the most"):
+                    _check(mesh, exchange, lengths, 4, 2, "all on the first", jit=True)
+
+
+@distributed(world=2)
 @pytest.mark.parametrize("graph", [False, True])
 def test_more_rows_than_room_end_the_step_on_all_ranks_and_not_the_next(graph: bool) -> None:
     exchange, params = moe.Tokens("ep", rows=6), _params(4)
