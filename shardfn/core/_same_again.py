@@ -42,7 +42,7 @@ def same_again(x: Shaped[Tensor, "..."], name: str) -> None:
     """A recomputation of the function around must have the same `x` here, without a gradient.
 
     Args:
-        x: its values are compared, so a capture, where there are none, leaves it out.
+        x: its values are compared. A capture has no values, and leaves it out.
         name: begins the error of a difference.
 
     Example:

@@ -63,7 +63,7 @@ def exact_rows(gm: GraphModule) -> GraphModule:
 
 
 def balanced_shares(gm: GraphModule) -> dict[Node, float]:
-    """The share of its rows that a value has, if each rank gets as many rows as it sends, by values of `exact_rows`.
+    """The share of its rows that a value has, if each rank gets the number that it sends, by values of `exact_rows`.
 
     Args:
         gm: a captured step, before `exact_rows`.

@@ -108,8 +108,8 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20, balanced: bool = Fals
     Args:
         gm: the step.
         largest: how many of the largest pieces at the peak to list.
-        balanced: rows that an exchange brings, and that the step holds exactly (`exact_rows`), count as if as many came
-            as this rank sends: experts are equally busy. Else the most that may come count: a bound for all routings.
+        balanced: of the rows that an exchange brings, and that the step holds exactly (`exact_rows`), the number that
+            this rank sends counts, as with equally busy experts. Else the most that may come count.
 
     Returns:
         The analysis; `print` shows it as a table.

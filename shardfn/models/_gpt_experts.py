@@ -113,7 +113,7 @@ def check_bias(config: Config, bias_mE: Tensor | None) -> None:
         if experts is not None and experts.bias_rate > 0:
             raise ValueError(
                 f"experts with bias_rate={experts.bias_rate} are chosen by biases, which lie in the model state, and"
-                ' bias is None; pass bias=model_state["bias"], or train by models.moe.loss.'
+                ' bias is missing; pass bias=model_state["bias"], or train by models.moe.loss.'
             )
         return
     wanted = None if experts is None else (len(config.expert_layers), experts.num)

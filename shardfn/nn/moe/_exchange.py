@@ -215,7 +215,7 @@ class Tokens:
     def _remedy(self) -> str:
         if self.rows is not None:
             return 'give it more by Tokens(rows=), or drop some by overflow="drop"'
-        counted = "its captured step takes all ranks to have as many tokens: " if self.tokens is None else ""
+        counted = "its captured step takes ranks to have equal numbers of tokens: " if self.tokens is None else ""
         return f"{counted}give Tokens(tokens=) the most tokens that all ranks have together"
 
 

@@ -159,7 +159,7 @@ def test_a_captured_step_has_room_for_the_tokens_of_unequal_ranks(lengths: list[
         _check(mesh, moe.Tokens("ep", tokens=8), lengths, 4, 2, "all on the first", jit=True)
         if lengths[0] == 1:
             for exchange, remedy in (
-                (moe.Tokens("ep"), "takes all ranks to have as many tokens: give Tokens"),
+                (moe.Tokens("ep"), "takes ranks to have equal numbers of tokens: give Tokens"),
                 (moe.Tokens("ep", tokens=3), "room for 6; give Tokens"),
             ):
                 with pytest.raises(ValueError, match=rf"rows come to rank 0 of 'ep'.*{remedy}\(tokens=\) the most"):
