@@ -70,7 +70,7 @@ def exact(setup: Setup) -> Exact:
 
 
 def _step(setup: Setup):
-    loss = functools.partial(gpt.loss, setup.config, **({"wrap": remat} if setup.remat else {}))
+    loss = functools.partial(gpt.loss, _without_biases(setup.config), **({"wrap": remat} if setup.remat else {}))
     if setup.accumulate > 1:
         loss = accumulate(loss, setup.accumulate)
     if _is_narrow(setup):
@@ -80,6 +80,13 @@ def _step(setup: Setup):
         loss = mixed_precision(loss, Policy(dtype, dtype, reduce=dtype, accum=accum), scale)
     mesh = make_mesh(setup.mesh, device="cpu", abstract=True)
     return sharded_step(loss, optim.adamw(1e-4), mesh=mesh, batch=P("dp"), zero=setup.zero)
+
+
+def _without_biases(config: gpt.Config) -> gpt.Config:
+    """The config, whose experts are chosen without biases: they lie in no parameter."""
+    if config.experts is None:
+        return config
+    return dataclasses.replace(config, experts=dataclasses.replace(config.experts, bias_rate=0.0))
 
 
 def _inputs(setup: Setup) -> tuple[object, dict[str, torch.Tensor]]:
@@ -93,6 +100,8 @@ def _inputs(setup: Setup) -> tuple[object, dict[str, torch.Tensor]]:
 
 def _notes(setup: Setup) -> tuple[str, ...]:
     notes = ["Captured: dropout is off, and times are at the device's full rates, without --efficiency."]
+    if setup.config.experts is not None and setup.config.experts.bias_rate > 0:
+        notes.append("Captured: experts are chosen without biases, which are a number for each expert of a layer.")
     if _is_narrow(setup):
         notes.append(
             f"Captured: `optim.adamw` under a policy that keeps parameters in {setup.bytes_of.dtype}, and"

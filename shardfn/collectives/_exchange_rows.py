@@ -59,7 +59,14 @@ def exchange_rows(
     return one_operation(_exchanged, x, sizes, line, rows, along=axis)
 
 
-def check_room(sizes: Int64[Tensor, "n n"], room: Int64[Tensor, " n"], axis: Axes, *, name: str) -> None:
+def check_room(
+    sizes: Int64[Tensor, "n n"],
+    room: Int64[Tensor, " n"],
+    axis: Axes,
+    *,
+    name: str,
+    remedy: str = "give it more, or a rule to drop some",
+) -> None:
     """Raises where more rows come to a rank than it has room for; in a captured step, too, and on all ranks alike.
 
     Args:
@@ -67,6 +74,7 @@ def check_room(sizes: Int64[Tensor, "n n"], room: Int64[Tensor, " n"], axis: Axe
         room: the rows of each index's result.
         axis: as of `exchange_rows`.
         name: of the exchange, for the message.
+        remedy: ends the message of each rank.
 
     Raises:
         ValueError: lists the ranks, each with both numbers. In a captured step it comes when the step runs.
@@ -75,7 +83,7 @@ def check_room(sizes: Int64[Tensor, "n n"], room: Int64[Tensor, " n"], axis: Axe
         >>> check_room(torch.tensor([[2]]), torch.tensor([3]), "ep", name="blocks.0")
     """
     line = line_along(axis)
-    torch.ops.shardfn.check_room(sizes, room, name, "" if line is None else ",".join(line.axes))
+    torch.ops.shardfn.check_room(sizes, room, name, "" if line is None else ",".join(line.axes), remedy)
 
 
 def values_are_known(*tensors: Tensor) -> bool:
@@ -101,14 +109,13 @@ def _exchanged(x: Tensor, sizes: Tensor, line: Line | None, rows: int | None) ->
 
 
 _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
-_LIBRARY.define("check_room(Tensor sizes, Tensor room, str name, str axes) -> ()")
+_LIBRARY.define("check_room(Tensor sizes, Tensor room, str name, str axes, str remedy) -> ()")
 
 
-def _check_room(sizes: Tensor, room: Tensor, name: str, axes: str) -> None:
+def _check_room(sizes: Tensor, room: Tensor, name: str, axes: str, remedy: str) -> None:
     pairs = zip(sizes.sum(0).tolist(), room.tolist(), strict=True)
     full = [
-        f"{name}: {come} rows come to rank {rank} of {axes!r}, which has room for {most}; give it more, or a rule to"
-        " drop some"
+        f"{name}: {come} rows come to rank {rank} of {axes!r}, which has room for {most}; {remedy}"
         for rank, (come, most) in enumerate(pairs)
         if come > most
     ]
@@ -119,8 +126,8 @@ _LIBRARY.impl("check_room", _check_room, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("shardfn::check_room", lib=_LIBRARY)
-def _(sizes: Tensor, room: Tensor, name: str, axes: str) -> None:
-    del sizes, room, name, axes
+def _(sizes: Tensor, room: Tensor, name: str, axes: str, remedy: str) -> None:
+    del sizes, room, name, axes, remedy
 
 
 # Its result has no use, so that dead code would be removed.

@@ -1,4 +1,4 @@
-"""Exchanges of rows whose result has exactly the rows that come, in graphs that run op by op."""
+"""Exchanges of rows whose result has exactly the rows that come, in graphs whose ops on these rows run one by one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -35,7 +35,7 @@ def exact_rows(gm: GraphModule) -> GraphModule:
         "like"     the result has the number of rows of the second operand
 
     An op without an entry, or a graph that returns such a value, keeps all values of that table at their whole size.
-    The result is for a back end that runs op by op: abstract values keep the whole size.
+    Abstract values keep the whole size. So a compiler of static shapes must leave out the nodes of `has_short_rows`.
 
     Args:
         gm: a captured step, scheduled.
@@ -51,13 +51,42 @@ def exact_rows(gm: GraphModule) -> GraphModule:
     """
     if not any(n.target is _ARRIVED for n in gm.graph.nodes):
         return gm
-    found = _Walk(Memory(gm)).exact()
-    if not found:
+    walk = _Walk(Memory(gm))
+    if not walk.exact():
         return gm
     out, new = reordered(gm, list(gm.graph.nodes))
-    for start in found:
+    for start in walk.exact():
         new[start].update_arg(_ROWS, -1)
+    for node in walk.short():
+        new[node].meta["short_rows"] = True
     return out
+
+
+def balanced_shares(gm: GraphModule) -> dict[Node, float]:
+    """The share of its rows that a value has, if each rank gets the number that it sends, by values of `exact_rows`.
+
+    Args:
+        gm: a captured step, before `exact_rows`.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> balanced_shares(make_fx(lambda x: (x + 1,), tracing_mode="fake")(torch.ones(2)))
+        {}
+    """
+    if not any(n.target is _ARRIVED for n in gm.graph.nodes):
+        return {}
+    walk = _Walk(Memory(gm))
+    return {n: walk.balanced_share(n) for n in walk.short()}
+
+
+def has_short_rows(node: Node) -> bool:
+    """Whether the value of a node, in a graph of `exact_rows`, may have fewer rows than its abstract value.
+
+    Example:
+        >>> has_short_rows(torch.fx.Graph().placeholder("x"))
+        False
+    """
+    return node.meta.get("short_rows", False)
 
 
 class _Walk:
@@ -80,6 +109,16 @@ class _Walk:
     def exact(self) -> list[Node]:
         """The exchanges whose result may have exactly the rows that come."""
         return [s for table, starts in self._starts.items() if table not in self._whole for s in starts]
+
+    def short(self) -> list[Node]:
+        """The values that may have fewer rows than in the graph."""
+        return [n for n, table in self._table.items() if table in self._starts and table not in self._whole]
+
+    def balanced_share(self, node: Node) -> float:
+        """The rows that this rank sends, as a share of those that may come."""
+        start = self._starts[self._table[node]][0]
+        sent = len(next(iter(tensors_of(start.all_input_nodes[0]))))
+        return min(sent / max(int(start.args[_ROWS]), 1), 1.0)  # pyright: ignore[reportArgumentType]
 
     def _note_exchange(self, mark: Node) -> None:
         """Notes the exchange that makes the marked value, if one does."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from shardfn.core import dtype_name
 
+from ._exact_rows import balanced_shares
 from ._leaves import sources
 from ._lifetimes import Block, blocks_of
 from ._moves import memory_of
@@ -94,7 +96,7 @@ class MemoryAnalysis:
         return [f"{m} peak {_mib(self.by_memory[m])} ({', '.join(shown[m])})" for m in used]
 
 
-def memory_analysis(gm: GraphModule, *, largest: int = 20) -> MemoryAnalysis:
+def memory_analysis(gm: GraphModule, *, largest: int = 20, balanced: bool = False) -> MemoryAnalysis:
     """The peak of live tensor bytes of a captured step, by kind and over time.
 
     live(i) = sum of the blocks born at or before node i that die at or after it, and the scratch of i itself;
@@ -106,6 +108,8 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20) -> MemoryAnalysis:
     Args:
         gm: the step.
         largest: how many of the largest pieces at the peak to list.
+        balanced: of the rows that an exchange brings, and that the step holds exactly (`exact_rows`), the number that
+            this rank sends counts, as with equally busy experts. Else the most that may come count.
 
     Returns:
         The analysis; `print` shows it as a table.
@@ -117,7 +121,8 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20) -> MemoryAnalysis:
         12000
     """
     nodes, sent, phases = list(gm.graph.nodes), transfers(gm), phases_of(gm)
-    blocks = blocks_of(gm, sent)
+    shares = balanced_shares(gm) if balanced else {}
+    blocks = [_shrunk(b, shares) for b in blocks_of(gm, sent)]
     kinds = _kinds(blocks, sent, phases)
     walks = {m: _walk_in(m, nodes, blocks, kinds) for m in MEMORIES}
     walk, pairs = walks["device"], zip(blocks, kinds, strict=True)
@@ -137,6 +142,11 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20) -> MemoryAnalysis:
         by_memory={m: max(w.peak, 0) for m, w in walks.items()},
         max_by_memory={m: w.most for m, w in walks.items()},
     )
+
+
+def _shrunk(block: Block, shares: Mapping[Node, float]) -> Block:
+    share = next((shares[h] for h in block.holders if h in shares), 1.0)
+    return dataclasses.replace(block, nbytes=math.ceil(block.nbytes * share))
 
 
 def _begins(nodes: Sequence[Node], phases: Mapping[Node, str]) -> dict[str, int]:
@@ -216,7 +226,9 @@ def _sums(alive: Sequence[tuple[Block, str]], scratch: int) -> dict[str, int]:
 
 def _live(block: Block, kind: str) -> Live:
     maker = block.maker
-    value = next((t for t in tensors_of(maker) if t.untyped_storage().nbytes() == block.nbytes), None)
+    # Memory that rows do not fill is larger than its block.
+    fits = [t for t in tensors_of(maker) if t.untyped_storage().nbytes() >= block.nbytes]
+    value = min(fits, key=lambda t: t.untyped_storage().nbytes(), default=None)
     shown = value is not None and not block.operand
     shape = tuple(value.shape) if value is not None and shown else ()
     leaf = maker.meta.get("leaf", "") or block.operand

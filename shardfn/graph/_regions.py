@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from shardfn._torch import INDUCTOR_ROUNDS
 
+from ._exact_rows import has_short_rows
 from ._moves import memory_of
 from ._ops import op_of
 from ._transfers import is_wait
@@ -124,9 +125,12 @@ def _fuses(node: Node) -> bool:
         return False
     if op.writes or op.draws or is_view(node):
         return False
-    if any(memory_of(n) != "device" for n in (node, *node.all_input_nodes)):
+    around = (node, *node.all_input_nodes)
+    if any(memory_of(n) != "device" for n in around):
         return False  # a kernel works in one memory, and the device's is the one that is worth it
-    near = [tensors_of(n) for n in (node, *node.all_input_nodes)]
+    if any(map(has_short_rows, around)):
+        return False
+    near = [tensors_of(n) for n in around]
     return all(near) and all(_plain(t) for tensors in near for t in tensors)
 
 

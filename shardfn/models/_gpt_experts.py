@@ -102,6 +102,28 @@ def by_layer(config: Config, chosen_BTmk: Tensor, tokens_BT: Tensor) -> Tensor:
     return chosen_BTmk.permute(2, 0, 1, 3)
 
 
+def check_bias(config: Config, bias_mE: Tensor | None) -> None:
+    """Refuses biases of other experts, and none where tokens choose by some.
+
+    Raises:
+        ValueError: has both shapes, and the remedy.
+    """
+    experts = config.experts
+    if bias_mE is None:
+        if experts is not None and experts.bias_rate > 0:
+            raise ValueError(
+                f"experts with bias_rate={experts.bias_rate} are chosen by biases, which lie in the model state, and"
+                ' bias is missing; pass bias=model_state["bias"], or train by models.moe.loss.'
+            )
+        return
+    wanted = None if experts is None else (len(config.expert_layers), experts.num)
+    if tuple(bias_mE.shape) != wanted:
+        raise ValueError(
+            f"bias has shape {tuple(bias_mE.shape)}, and the config's layers with experts need {wanted}: a number for"
+            " each expert of each, as models.moe.init_state makes them; a config without experts takes None."
+        )
+
+
 def _features_are_cut(experts: Experts, along: Along) -> bool:
     """Whether each rank along the blocks' axis has its own features of each expert.
 

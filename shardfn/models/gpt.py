@@ -36,6 +36,7 @@ from ._gpt_decode import decode as decode
 from ._gpt_decode import linear_sizes as linear_sizes
 from ._gpt_decode import pack as pack
 from ._gpt_decode import packed_specs as packed_specs
+from ._gpt_experts import check_bias
 from ._gpt_leaves import Params as Params
 from ._gpt_leaves import check_blocks, layers_of
 from ._gpt_leaves import init as init
@@ -54,6 +55,7 @@ def apply(
     axis: Axes = None,
     sequence: bool = False,
     chosen: Int[Tensor, "b t m k"] | None = None,
+    bias: Float[Tensor, "m e"] | None = None,
     at: Int[Tensor, "b s"] | None = None,
 ) -> Float[Tensor, "b _ v"]:
     """Logits of the next token at each position, or at some of them.
@@ -71,6 +73,8 @@ def apply(
         sequence: between blocks each rank of `axis` has its own tokens (Megatron's sequence parallelism).
         chosen: the experts of each token in each layer that has some, in place of the routers' choices, such as those
             of `rl.Rollout.routes`; -1 is a choice without an expert. The routers' weights and gradients are as before.
+        bias: of the experts in each of the m layers that have some, in the choice alone: `model_state["bias"]` of
+            `models.moe`, which a config with `bias_rate` needs.
         at: the positions of each row whose logits are returned, such as `rl.answer_positions`; the head multiplies no
             others. None is all of them.
 
@@ -79,8 +83,9 @@ def apply(
         `all_gather_invariant(logits, axis, dim=-1, size=V)` joins.
 
     Raises:
-        ValueError: too long a sequence, dropout without `index_B`, leaves that are not cut along `axis`, choices of
-            other experts, or `at` where a rank has only some of the tokens.
+        ValueError: too long a sequence, dropout without `index_B`, leaves that are not cut along `axis`, choices or
+            biases of other experts, no biases where experts have some, or `at` where a rank has only some of the
+            tokens.
 
     Example:
         >>> import shardfn.core as core
@@ -89,7 +94,8 @@ def apply(
         torch.Size([2, 5, 64])
     """
     along = _Along(axis, tokens_BT.shape[1] if sequence else None)
-    x_BTD, _ = _hidden(config, params, {"tokens": tokens_BT, "index": index_B}, key, wrap, along, chosen=chosen)
+    batch = {"tokens": tokens_BT, "index": index_B}
+    x_BTD, _ = _hidden(config, params, batch, key, wrap, along, bias=bias, chosen=chosen)
     return _logits(config, params, x_BTD if at is None else _rows_at(config, along, x_BTD, at), along)
 
 
@@ -100,6 +106,7 @@ def choices(
     *,
     axis: Axes = None,
     chosen: Int[Tensor, "b t m k"] | None = None,
+    bias: Float[Tensor, "m e"] | None = None,
 ) -> Int64[Tensor, "b t m k"]:
     """The experts of each token in each of the m layers that have some, as `apply` uses them.
 
@@ -109,6 +116,7 @@ def choices(
         tokens_BT: as for `apply`.
         axis: as for `apply`.
         chosen: as for `apply`.
+        bias: as for `apply`.
 
     Raises:
         ValueError: as `apply`; or the model has no experts.
@@ -120,7 +128,7 @@ def choices(
         >>> choices(config, init(config, core.key(0)), torch.zeros(2, 5, dtype=torch.int64)).shape
         torch.Size([2, 5, 3, 2])
     """
-    _, seen = _hidden(config, params, {"tokens": tokens_BT}, along=_Along(axis), chosen=chosen)
+    _, seen = _hidden(config, params, {"tokens": tokens_BT}, along=_Along(axis), bias=bias, chosen=chosen)
     if seen is None:
         raise ValueError(
             "choices: the config has experts=None, so tokens choose none; give it models.moe.Experts(...)."
@@ -138,6 +146,7 @@ def loss(
     axis: Axes = None,
     sequence: bool = False,
     tile: Wrap | None = None,
+    bias: Float[Tensor, "m e"] | None = None,
 ) -> Any:
     """Mean cross entropy of each token given those before it; without `causal`, of the "targets" given all tokens.
 
@@ -156,6 +165,7 @@ def loss(
         axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
         sequence: between blocks each rank of `axis` has its own tokens (Megatron's sequence parallelism).
         tile: applied to a block's norm and MLP, a function of single tokens: `tile=partial(sf.tiled, tiles=8)`.
+        bias: as of `apply`; `models.moe.loss` takes it from the model state, and counts the choices that move it.
 
     Returns:
         A 0-d tensor, or a WeightedMean where "targets", "segment_ids" or "mask" are in the batch.
@@ -173,7 +183,7 @@ def loss(
         >>> loss(config, init(config, core.key(0)), batch).shape
         torch.Size([])
     """
-    options: dict[str, Any] = {"wrap": wrap, "axis": axis, "sequence": sequence, "tile": tile}
+    options: dict[str, Any] = {"wrap": wrap, "axis": axis, "sequence": sequence, "tile": tile, "bias": bias}
     return loss_and_seen(config, params, batch, key, load=False, **options)[0]
 
 
@@ -183,12 +193,12 @@ def loss_and_seen(
     batch: dict[str, Any],
     key: Int64[Tensor, "2"] | None = None,
     *,
-    bias: Tensor | None = None,
     load: bool = True,
     wrap: Wrap = lambda inner: inner,
     axis: Axes = None,
     sequence: bool = False,
     tile: Wrap | None = None,
+    bias: Float[Tensor, "m e"] | None = None,
 ) -> tuple[Any, Seen | None]:
     """`loss`, and the facts of all routers; `models.moe.loss` makes metrics of them.
 
@@ -197,12 +207,12 @@ def loss_and_seen(
         params: as of `loss`.
         batch: as of `loss`.
         key: as of `loss`.
+        load: whether `Seen.metrics` are computed; over axes each layer sends E counts for them.
         wrap: as of `loss`.
         axis: as of `loss`.
         sequence: as of `loss`.
         tile: as of `loss`.
-        bias: `[layers with experts, E]`, in the choice of experts alone; None adds nothing.
-        load: whether `Seen.metrics` are computed; over axes each layer sends E counts for them.
+        bias: as of `loss`.
 
     Example:
         >>> import shardfn.core as core
@@ -384,6 +394,7 @@ def generate(
     key: Int64[Tensor, "2"],
     temperature: float = 1.0,
     axis: Axes = None,
+    bias: Float[Tensor, "m e"] | None = None,
 ) -> Int64[Tensor, "b s"]:
     """Samples a continuation: argmax(logits / temperature + Gumbel noise), token by token.
 
@@ -398,6 +409,7 @@ def generate(
         key: the key of the noise.
         temperature: 0 takes the likeliest token.
         axis: the mesh axes along which the leaves are cut, as in `apply`.
+        bias: as in `apply`.
 
     Returns:
         The prompt and its continuation, [B, T + num_tokens].
@@ -421,7 +433,7 @@ def generate(
         raise ValueError("generate: a model with causal=False sees later tokens, and cannot go on with a text.")
     tokens_BT, config = prompt_BT, dataclasses.replace(config, attention=nn.Dense())
     for step in range(num_tokens):
-        x_BTD, _ = _hidden(config, params, {"tokens": tokens_BT[:, -config.max_len :]}, along=_Along(axis))
+        x_BTD, _ = _hidden(config, params, {"tokens": tokens_BT[:, -config.max_len :]}, along=_Along(axis), bias=bias)
         own_BV = _logits(config, params, x_BTD[:, -1], _Along(axis))
         logits_BV = all_gather_invariant(own_BV, axis, dim=-1, size=config.vocab_size)
         next_B = _sample(logits_BV.float(), fold_in(key, step), temperature)
@@ -470,6 +482,7 @@ def _hidden(
     chosen: Tensor | None = None,
 ) -> tuple[Tensor, Seen | None]:
     chosen = None if chosen is None else _by_layer(config, chosen, batch["tokens"])
+    check_bias(config, bias)
     if tile is not None and along.sequence is not None:
         raise ValueError("loss(tile=, sequence=True): layers along `axis` take a rank's tokens together; drop one.")
     tokens_BT, index_B, mask_BT = batch["tokens"], batch.get("index"), batch.get("mask")

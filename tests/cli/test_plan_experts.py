@@ -1,12 +1,13 @@
 """Covers plans of models with experts: their sizes, states, work, exchange, the best number of ranks, and mistakes."""
 
+import dataclasses
 import functools
 import json
 
 import pytest
 
 import shardfn as sf
-from shardfn.cli import Setup, main, model_states, parse_model, plan, step_cost
+from shardfn.cli import Setup, exact, main, model_states, parse_model, plan, step_cost
 from shardfn.core import Zero
 from shardfn.graph import cluster
 from shardfn.models import gpt, moe
@@ -108,3 +109,12 @@ def test_mistakes_are_named(arguments, text, capsys):
 def test_a_dense_plan_has_no_experts():
     made = plan(run("gpt2", {"dp": 8}, seq=1024))
     assert made.experts is None and made.cost.experts == 0
+
+
+def test_a_captured_step_of_experts_with_biases_leaves_them_out_and_has_a_note() -> None:
+    experts = moe.Experts(num=4, d_ff=8, route=layers.sigmoid_groups, bias_rate=0.1)
+    biased = dataclasses.replace(tiny(), experts=experts)
+    plain = dataclasses.replace(biased, experts=dataclasses.replace(experts, bias_rate=0.0))
+    found, without = (exact(run(c, {"dp": 2}, precision="fp32-adam", seq=8)) for c in (biased, plain))
+    assert found.peak == without.peak and any("chosen without biases" in note for note in found.notes)
+    assert not any("biases" in note for note in without.notes)

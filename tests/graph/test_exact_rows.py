@@ -10,7 +10,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardfn as sf
-from shardfn.graph import compile_graph, exact_rows
+from shardfn.graph import compile_graph, exact_rows, memory_analysis
+from shardfn.graph._inductor import find_compiler
+from shardfn.graph._regions import Region, cut
 from shardfn.models import gpt, moe
 from shardfn.nn import moe as layers
 
@@ -109,6 +111,37 @@ def test_a_mixture_of_experts_holds_the_rows_that_come(mlp: Any) -> None:
         batch=sf.P("ep"),
     )
     params = sf.eval_shape(lambda: gpt.init(config, sf.key(0)))
-    gm = step.lower(params, {"tokens": torch.empty(2, 5, dtype=torch.int64, device="meta")}).gm
+    lowered = step.lower(params, {"tokens": torch.empty(2, 5, dtype=torch.int64, device="meta")})
     # To the experts and back, and so the gradients.
-    assert sorted(_rows(gm)) == [-1, -1, 16, 16]
+    assert sorted(_rows(lowered.gm)) == [-1, -1, 16, 16]
+    most, balanced = lowered.memory_analysis(), lowered.memory_analysis(balanced=True)
+    assert balanced.peak < most.peak and balanced.by_kind["params"] == most.by_kind["params"]
+
+
+def test_compiled_regions_leave_out_the_rows_that_come() -> None:
+    """Arithmetic on other values is compiled beside them."""
+
+    def f(come: Tensor, w: Tensor, counts: Tensor) -> Tensor:
+        h = torch.relu(come.sin()) * 2
+        return _KERNELS.grouped_outer(h, _product(h, torch.relu(w.sin()) * 2, counts), counts)
+
+    gm, given = _graph(f)
+    regions = [step for step in cut(exact_rows(gm), min_bytes=0) if isinstance(step, Region)]
+    assert len([step for step in cut(gm, min_bytes=0) if isinstance(step, Region)]) == 2
+    assert [node.name for region in regions for node in region.nodes] == ["sin_1", "relu_1", "mul_1"]
+    if find_compiler() is not None:
+        got = compile_graph(gm, "inductor", min_bytes=0)
+        assert got.num_regions == 1
+        torch.testing.assert_close(got(*given), compile_graph(gm, "graph")(*given))
+
+
+def test_the_memory_of_a_balanced_load_has_the_rows_that_are_sent() -> None:
+    """Three rows are sent, and eight may come."""
+    gm, _ = _graph(_layer)
+    most, balanced = ({x.name: x for x in memory_analysis(gm, balanced=b).largest} for b in (False, True))
+    assert set(balanced) == set(most)
+    shorter = {name: (x.nbytes, balanced[name].nbytes) for name, x in most.items() if balanced[name] != x}
+    assert shorter == dict.fromkeys(("ragged_all_to_all_start", "cat"), (8 * 4 * 4, 3 * 4 * 4))
+    assert balanced["cat"].shape == most["cat"].shape == (8, 4)
+    graph, _ = _graph(WHOLE["a sum over rows"])
+    assert memory_analysis(graph, balanced=True) == memory_analysis(graph)

@@ -269,3 +269,44 @@ def test_the_load_is_computed_and_sent_where_it_is_asked_for() -> None:
 def step_rows(step: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """This rank's rows of a batch."""
     return {name: x[step.rows(len(x))] for name, x in batch.items()}
+
+
+def test_biases_take_part_in_logits_losses_and_choices() -> None:
+    experts = moe.Experts(num=4, d_ff=8, route=layers.sigmoid_groups, bias_rate=0.01, balance=0.0)
+    c = moe.deepseek_v3_like(**TINY, max_len=16, experts=experts)
+    p, batch, state = params(c), batches()[0], moe.init_state(c)
+    tokens = batch["tokens"][:, :-1]
+    # Far above any score: all tokens choose the last two.
+    state["bias"][:, 2:] = 5.0
+    chosen = gpt.choices(c, p, tokens, bias=state["bias"])
+    assert (
+        set(chosen.flatten().tolist())
+        == {2, 3}
+        != set(gpt.choices(c, p, tokens, bias=state["bias"] * 0).flatten().tolist())
+    )
+    want = gpt.apply(c, p, tokens, chosen=chosen, bias=state["bias"] * 0)
+    assert torch.equal(gpt.apply(c, p, tokens, bias=state["bias"]), want)
+    assert torch.equal(gpt.loss(c, p, batch, bias=state["bias"]), moe.loss(c, p, state, batch)[0])
+    greedy = gpt.generate(c, p, tokens, 1, sf.key(0), temperature=0, bias=state["bias"])
+    assert torch.equal(greedy[:, -1], want[:, -1].argmax(-1))
+
+
+def test_biases_that_are_missing_or_of_other_experts_are_refused() -> None:
+    experts = moe.Experts(num=4, d_ff=8, route=layers.sigmoid_groups, bias_rate=0.01, balance=0.0)
+    c = moe.deepseek_v3_like(**TINY, max_len=16, experts=experts)
+    p, batch = params(c), batches()[0]
+    tokens = batch["tokens"][:, :-1]
+    dense = dataclasses.replace(c, experts=None)
+    calls: list[Any] = [
+        lambda **rest: gpt.apply(c, p, tokens, **rest),
+        lambda **rest: gpt.loss(c, p, batch, **rest),
+        lambda **rest: gpt.choices(c, p, tokens, **rest),
+        lambda **rest: gpt.generate(c, p, tokens, 1, sf.key(0), **rest),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r'bias_rate=0\.01.*bias is missing; pass bias=model_state\["bias"\]'):
+            call()
+        with pytest.raises(ValueError, match=r"bias has shape \(2, 3\).*need \(2, 4\)"):
+            call(bias=torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"bias has shape \(2, 4\).*need None.*without experts takes None"):
+        gpt.loss(dense, params(dense), batch, bias=torch.zeros(2, 4))

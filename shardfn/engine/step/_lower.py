@@ -67,9 +67,13 @@ class Lowered:
         """The compared schedules, with seconds and peak, and the chosen one; else the one in use."""
         return f"given: {self.schedule}" if self.choice is None else str(self.choice)
 
-    def memory_analysis(self) -> MemoryAnalysis:
-        """The peak of live bytes on this rank, by kind, from the lifetimes of the graph's values."""
-        return memory_analysis(self.gm)
+    def memory_analysis(self, *, balanced: bool = False) -> MemoryAnalysis:
+        """The peak of live bytes on this rank, by kind, from the lifetimes of the graph's values.
+
+        Args:
+            balanced: rows that come by an exchange count as if experts were equally busy, and not as the most that may.
+        """
+        return memory_analysis(self.gm, balanced=balanced)
 
     def cost_analysis(self) -> CostAnalysis:
         """Flops, and bytes sent by collective and axis."""

@@ -8,20 +8,10 @@
 #include <cstring>
 #include <initializer_list>
 
+#include "../_generations.h"
 #include "../_threads.h"
 
-#define INLINE inline __attribute__((always_inline))
 #define APART __attribute__((noinline))
-#define UNROLL _Pragma("GCC unroll 16")
-
-// Several generations of processors, of which `chosen` takes the one it finds; MR rows by NV vectors fill its registers.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-#define GENERATIONS 3
-#define V4 __attribute__((target("arch=x86-64-v4")))
-#define V3 __attribute__((target("arch=x86-64-v3")))
-#else
-#define GENERATIONS 1
-#endif
 
 namespace {
 
@@ -477,9 +467,7 @@ using Run = void (*)(const Call<T>&, int64_t, T*);
     void name##_any(const Call<T>& o, int64_t unit, T* scratch) { name<T, OfAny>(o, unit, scratch); }            \
     template <typename T>                                                                                       \
     Run<T> name##_here(int64_t most) {                                                                          \
-        __builtin_cpu_init();                                                                                   \
-        if (most >= 4 && __builtin_cpu_supports("x86-64-v4")) return name##_v4<T>;                              \
-        return most >= 3 && __builtin_cpu_supports("x86-64-v3") ? name##_v3<T> : name##_any<T>;                 \
+        return form_of<Run<T>>(most, name##_v4<T>, name##_v3<T>, name##_any<T>);                                \
     }
 #else
 #define GENERATION(name)                                                                                        \

@@ -5,17 +5,11 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../_generations.h"
 #include "../_threads.h"
 
-#define INLINE inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
-
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-#define GENERATIONS 3
-#define V4 __attribute__((target("arch=x86-64-v4,prefer-vector-width=512")))
-#define V3 __attribute__((target("arch=x86-64-v3")))
-#else
-#define GENERATIONS 1
+#if GENERATIONS == 3
+#define WIDE_V4 __attribute__((target("arch=x86-64-v4,prefer-vector-width=512")))
 #endif
 
 namespace {
@@ -356,16 +350,12 @@ template <typename What>
 void any(const What& o, int64_t i, const Room& room) { one<16>(o, i, room); }
 #if GENERATIONS == 3
 template <typename What>
-V4 void v4(const What& o, int64_t i, const Room& room) { one<64>(o, i, room); }
+WIDE_V4 void v4(const What& o, int64_t i, const Room& room) { one<64>(o, i, room); }
 template <typename What>
 V3 void v3(const What& o, int64_t i, const Room& room) { one<32>(o, i, room); }
 
 template <typename What>
-Run<What> here(int64_t newest) {
-    __builtin_cpu_init();
-    if (newest >= 4 && __builtin_cpu_supports("x86-64-v4")) return v4<What>;
-    return newest >= 3 && __builtin_cpu_supports("x86-64-v3") ? v3<What> : any<What>;
-}
+Run<What> here(int64_t newest) { return form_of<Run<What>>(newest, v4<What>, v3<What>, any<What>); }
 #else
 template <typename What>
 Run<What> here(int64_t) { return any<What>; }

@@ -9,7 +9,7 @@ from ._noise import jitter as jitter, token_numbers as token_numbers
 from ._capacity import capacity as capacity, with_capacity as with_capacity
 from . import balance as balance
 from ._bias import bias_update as bias_update
-from ._metrics import load as load
+from ._metrics import load as load, other_choices as other_choices
 from ._permute import Permutation as Permutation, combine as combine, dispatch as dispatch, permutation as permutation
 from ._grouped import grouped as grouped
 from ._functions_of_ops import FUNCTIONS_OF_OPS as FUNCTIONS_OF_OPS

@@ -141,8 +141,8 @@ class Tokens:
     """Experts are cut along an axis whose ranks have tokens of their own: rows go to their experts' ranks, and back.
 
     In eager code the rows that arrive have exactly their number. A captured step has one size for all routings: by
-    default the largest that ranks of equally many tokens can send, `n S min(k, E / n)`, or `tokens min(k, E / n)`. With
-    `backend="graph"` it still holds exactly the rows that arrive, if every operation of the experts goes by rows.
+    default the largest that ranks of equally many tokens can send, `n S min(k, E / n)`, or `tokens min(k, E / n)`. It
+    still holds exactly the rows that arrive, if every operation of the experts goes by rows.
 
     Attributes:
         axis: the mesh axes that cut the experts; None is one device.
@@ -201,7 +201,7 @@ class Tokens:
             places, _ = permutation(chosen_Sk, E)
         sizes_nn = _by_owner(table_nE, ranges)
         if rows is not None:
-            check_room(sizes_nn, room_n, self.axis, name=name)
+            check_room(sizes_nn, room_n, self.axis, name=name, remedy=self._remedy())
         come = exchange_rows(dispatch(x_SD, places), sizes_nn, self.axis, rows=rows)
         come = _arrived(checkpoint_name(come, "moe_rows"), sizes_nn)
         of_row = _expert_of_row(table_nE, *own_range(E, self.axis), len(come))
@@ -211,6 +211,12 @@ class Tokens:
         y = undispatch(experts(params, dispatch(come, sorted_), own_counts), sorted_)
         back = exchange_rows(_arrived(y, sizes_nn), sizes_nn.t(), self.axis, rows=S * k)
         return combine(checkpoint_name(back, "moe_results"), places, routing.weights)
+
+    def _remedy(self) -> str:
+        if self.rows is not None:
+            return 'give it more by Tokens(rows=), or drop some by overflow="drop"'
+        counted = "its captured step takes ranks to have equal numbers of tokens: " if self.tokens is None else ""
+        return f"{counted}give Tokens(tokens=) the most tokens that all ranks have together"
 
 
 def _arrived(x: Tensor, sizes_nn: Tensor) -> Tensor:

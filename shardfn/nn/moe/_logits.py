@@ -44,8 +44,8 @@ def check_finite(x: Tensor, name: str, noun: str = "weights") -> None:
     if _is_batched(rows):
         return  # vmap has no branch on a value
     if isinstance(rows, FakeTensor):
-        # In a graph, where a message is a constant: it has the layer, and no number of rows.
-        check_tensor_all(rows == 0, lambda: _not_finite(noun, "some", name))
+        # In a graph, which each rank captures for itself, a message is a constant: it has no number of rows.
+        check_tensor_all(rows == 0, lambda: _not_finite(noun, "some", name + _on_rank()))
         return
     if rows != 0:
         raise ValueError(_not_finite(noun, f"{int(rows)} of {len(x)}", name + _on_rank()))

@@ -57,6 +57,42 @@ def load(
     return {name: (total.to(dtype), weight.to(dtype)) for name, (total, weight) in found.items()}
 
 
+def other_choices(
+    routing: Routing, other: Routing, *, mask: Bool[Tensor, " s"] | None = None
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """The share of choices that another routing of the same tokens does not have, as a sum and its weight.
+
+    It measures a dtype, a kernel or an older router by the experts that change with it; the order of a token's choices
+    does not count. A loss returns it beside its value, as `sf.WeightedMean(*other_choices(...))`, and the step averages
+    it over the whole batch.
+
+    Args:
+        routing: of this rank's tokens.
+        other: of the same tokens, such as that of logits in bfloat16, or of choices that a rollout has made.
+        mask: the tokens that count. None: those that have an expert in `routing`.
+
+    Raises:
+        ValueError: the routings are of other numbers of tokens.
+
+    Example:
+        >>> from shardfn.nn import moe
+        >>> logits = torch.tensor([[1.999, 2.0, 0], [0, 1, 4]])  # bfloat16 has 2 for both
+        >>> total, weight = other_choices(moe.top_k(logits, 1), moe.top_k(logits.bfloat16(), 1))
+        >>> (total / weight).item()
+        0.5
+    """
+    if len(routing.experts) != len(other.experts):
+        raise ValueError(
+            f"other_choices: the routings are of {len(routing.experts)} and {len(other.experts)} tokens; pass two of"
+            " the same tokens."
+        )
+    counted = routing.routed() if mask is None else mask
+    made = counted[:, None] & (routing.experts >= 0)
+    kept = (routing.experts[:, :, None] == other.experts[:, None, :]).any(-1)
+    dtype = routing.probs.dtype
+    return (made & ~kept).sum().to(dtype), made.sum().to(dtype)
+
+
 def _entropy(scores: Tensor) -> Tensor:
     """[S]: of the scores as probabilities."""
     probs = as_shares(scores)

@@ -92,7 +92,7 @@ def test_logits_that_are_not_finite_are_refused(world: int, jit: bool) -> None:
     # On the other rank the error names this one.
     where = " (on the rank at dp 1)" if world > 1 else ""
     rows = "some tokens" if jit else f"2 of {6 // world} tokens"
-    text = f"layers.3.moe{'' if jit else where}: the router's logits are not finite in {rows}"
+    text = f"layers.3.moe{where}: the router's logits are not finite in {rows}"
     assert text in str(caught.value)
     assert isinstance(caught.value, ValueError) or "rank 1 raised ValueError" in str(caught.value)
     assert torch.equal(sf.unshard(state.params["router"]), before)

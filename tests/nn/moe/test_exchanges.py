@@ -57,7 +57,7 @@ def _wanted(params: Any, batches: list[dict[str, Tensor]], k: int) -> tuple[Tens
 
 
 def _check(
-    mesh: sf.Mesh, exchange: Any, lengths: list[int], E: int, k: int, push: str, jit: bool = False, **options: Any
+    mesh: sf.Mesh, exchange: Any, lengths: list[int], E: int, k: int, push: str, jit: bool | str = False, **options: Any
 ) -> None:
     params, batches = _params(E), _batch(lengths, E, push)
     loss, grads = _wanted(params, batches, k)
@@ -65,7 +65,7 @@ def _check(
     f: Any = lambda p, b: _loss(p, b, k=k, exchange=exchange)  # noqa: E731
     f = sf.remat(f) if options.pop("remat", False) else f
     step = sf.sharded_step(
-        sf.jit(f, backend="graph") if jit else f,
+        sf.jit(f, backend="graph" if jit is True else jit) if jit else f,
         sf.optim.sgd(1.0),
         mesh=mesh,
         specs={"router": sf.P(), "experts": cut},
@@ -140,6 +140,30 @@ def test_two_runs_have_the_same_bits(jit: bool) -> None:
 def test_a_captured_step_takes_any_routing(push: str) -> None:
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
         _check(mesh, moe.Tokens("ep"), [4, 4], 3, 2, push, jit=True)
+
+
+@pytest.mark.nightly
+@distributed(world=2, timeout=600)
+@pytest.mark.parametrize("push", ["", "all on the first"])
+def test_a_compiled_step_takes_any_routing(push: str) -> None:
+    """Enough rows that arithmetic on them would be compiled."""
+    with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
+        _check(mesh, moe.Tokens("ep"), [900, 900], 3, 2, push, jit="inductor")
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("lengths", [[7, 1], [1, 7]])
+def test_a_captured_step_has_room_for_the_tokens_of_unequal_ranks(lengths: list[int]) -> None:
+    """All experts of the first rank come to it, whose own tokens are few or many."""
+    with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
+        _check(mesh, moe.Tokens("ep", tokens=8), lengths, 4, 2, "all on the first", jit=True)
+        if lengths[0] == 1:
+            for exchange, remedy in (
+                (moe.Tokens("ep"), "takes ranks to have equal numbers of tokens: give Tokens"),
+                (moe.Tokens("ep", tokens=3), "room for 6; give Tokens"),
+            ):
+                with pytest.raises(ValueError, match=rf"rows come to rank 0 of 'ep'.*{remedy}\(tokens=\) the most"):
+                    _check(mesh, exchange, lengths, 4, 2, "all on the first", jit=True)
 
 
 @distributed(world=2)

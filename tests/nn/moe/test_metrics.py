@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -52,3 +53,34 @@ def test_metrics_of_a_step_are_those_of_the_batch(world: int) -> None:
     kept = [moe.with_capacity(moe.top_k(part @ params["router"], 2), 2) for part in x.chunk(world)]
     dropped = sum(int((k.experts < 0).sum()) for k in kept)
     assert abs(metrics["dropped"].item() - dropped / 24) < 1e-6
+
+
+def test_other_choices_are_those_that_the_other_routing_lacks() -> None:
+    logits, mask = normal(sf.key(4), (50, 6)), torch.arange(50) % 3 > 0
+    routing, other = moe.top_k(logits, 2, mask=mask), moe.top_k(logits + normal(sf.key(5), (50, 6)), 2)
+    sets = [(set(a) - {-1}, set(b)) for a, b in zip(routing.experts.tolist(), other.experts.tolist(), strict=True)]
+    total, weight = moe.other_choices(routing, other)
+    assert (total.item(), weight.item()) == (sum(len(a - b) for a, b in sets), 2 * int(mask.sum()))
+    assert 0 < total < weight
+    turned = other._replace(experts=other.experts.flip(1))
+    assert moe.other_choices(other, turned)[0] == 0
+    with pytest.raises(ValueError, match="of 50 and 49 tokens; pass two of the same"):
+        moe.other_choices(routing, moe.top_k(logits[1:], 2))
+
+
+def counting(params: Any, x: Tensor) -> Any:
+    """The choices of a router in bfloat16, beside those in float32."""
+    routing, narrow = moe.top_k(x @ params["router"], 2), moe.top_k(x.bfloat16() @ params["router"].bfloat16(), 2)
+    return routing.weights.square().mean(), {"other": sf.WeightedMean(*moe.other_choices(routing, narrow))}
+
+
+@distributed(world=[1, 2])
+def test_other_choices_under_bfloat16_are_a_metric_of_the_batch(world: int) -> None:
+    x, params = normal(sf.key(2), (1000, 8)), {"router": normal(sf.key(3), (8, 16))}
+    step = sf.sharded_step(
+        sf.accumulate(counting, 2), sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": world}), has_aux=True
+    )
+    _, metrics = step(step.init(params), x[step.rows(1000)])
+    want = counting(params, x)[1]["other"].mean()
+    assert 0 < want < 0.05
+    torch.testing.assert_close(metrics["other"], want, rtol=1e-6, atol=0)

@@ -1,4 +1,7 @@
-"""Covers the bytes of a layer's exchanges: as counted, by the formula of the numbers of rows, and within the plan's."""
+"""Covers the bytes of a layer's exchanges: as counted, by the formula of the numbers of rows, and within the plan's.
+
+Tokens of padding are in no number.
+"""
 
 import functools
 from typing import Any
@@ -18,18 +21,20 @@ AXES = ("ep",)
 
 def loss(params: Any, batch: dict[str, Tensor], *, exchange: Any) -> Tensor:
     x = batch["x"] * params["scale"]  # so that rows have a gradient, which goes back
-    routing = moe.top_k(x @ params["router"].t() + batch["push"], K)
+    routing = moe.top_k(x @ params["router"].t() + batch["push"], K, mask=batch["mask"])
     return moe.apply(moe.swiglu_experts, params["experts"], x, routing, exchange=exchange).square().mean()
 
 
-def problem(push: float) -> tuple[Any, list[dict[str, Tensor]]]:
+def problem(push: float, padding: int) -> tuple[Any, list[dict[str, Tensor]]]:
+    """Parameters, and a batch for each rank, whose last tokens are padding: on each rank one more."""
     made = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randn, generator=made, dtype=torch.float64)
     params = {"router": draw(E, D), "experts": {"w_gate_up": draw(E, 2, F, D), "w_down": draw(E, D, F)}}
     params["scale"] = torch.ones(D, dtype=torch.float64)
     toward = torch.zeros(S, E, dtype=torch.float64)
     toward[:, :2] = push
-    return params, [{"x": draw(S, D), "push": toward} for _ in range(4)]
+    tokens = [S - padding - i if padding else S for i in range(4)]
+    return params, [{"x": draw(S, D), "push": toward, "mask": torch.arange(S) < num} for num in tokens]
 
 
 def rows_between(params: Any, batches: list[dict[str, Tensor]], n: int) -> Tensor:
@@ -38,7 +43,7 @@ def rows_between(params: Any, batches: list[dict[str, Tensor]], n: int) -> Tenso
     owner = torch.arange(E).div(-(-E // n), rounding_mode="floor")
     for i, batch in enumerate(batches[:n]):
         logits = (batch["x"] * params["scale"]) @ params["router"].t() + batch["push"]
-        for e in logits.topk(K).indices.flatten().tolist():
+        for e in logits[batch["mask"]].topk(K).indices.flatten().tolist():
             table[i, owner[e]] += 1
     return table
 
@@ -50,10 +55,13 @@ def expected(table: Tensor, r: int) -> int:
 
 
 @distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("push", [0.0, 50.0, -50.0])
+@pytest.mark.parametrize(("push", "padding"), [(0.0, 0), (50.0, 0), (-50.0, 0), (0.0, 3), (0.0, S)])
 @pytest.mark.parametrize("jit", [False, True])
-def test_counted_bytes_are_those_of_the_counts_and_under_the_bound(world: int, push: float, jit: bool) -> None:
-    exchange, (params, batches) = moe.Tokens("ep"), problem(push)
+def test_counted_bytes_are_those_of_the_counts_and_under_the_bound(
+    world: int, push: float, padding: int, jit: bool
+) -> None:
+    """Padding sends nothing, and a batch of padding alone no row at all."""
+    exchange, (params, batches) = moe.Tokens("ep"), problem(push, padding)
     cut = dict.fromkeys(params["experts"], exchange.spec)
     f: Any = functools.partial(loss, exchange=exchange)
     with sf.make_mesh({"ep": world}, device="cpu") as mesh:

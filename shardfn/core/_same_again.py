@@ -1,0 +1,63 @@
+"""Values that a recomputation must repeat, such as the experts that tokens have chosen."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from ._ambient import Ambient
+
+Sees = Callable[[Tensor, str], None]
+_SEEING = Ambient[Sees]("sees values that a recomputation must repeat", by_thread=True)
+
+
+class FirstRun:
+    """The values of a function's first run that later runs must repeat.
+
+    Example:
+        >>> run = FirstRun()
+        >>> with run.noted():
+        ...     same_again(torch.tensor([1, 2]), "blocks.0: choices")
+        >>> with run.repeated():
+        ...     same_again(torch.tensor([1, 2]), "blocks.0: choices")
+    """
+
+    def __init__(self) -> None:
+        self._values: list[Tensor] = []
+
+    def noted(self) -> AbstractContextManager[Any]:
+        """Notes values while the function runs for the first time."""
+        return _SEEING.bound(lambda x, name: self._values.append(x))
+
+    def repeated(self) -> AbstractContextManager[Any]:
+        """Compares values while the function runs again; a difference is a RuntimeError."""
+        before = iter(self._values)
+        return _SEEING.bound(lambda x, name: _compare(next(before, None), x, name))
+
+
+def same_again(x: Shaped[Tensor, "..."], name: str) -> None:
+    """A recomputation of the function around must have the same `x` here, without a gradient.
+
+    Args:
+        x: its values are compared. A capture has no values, and leaves it out.
+        name: begins the error of a difference.
+
+    Example:
+        >>> same_again(torch.ones(2), "mask")  # no function around is recomputed
+    """
+    for sees in _SEEING.all if _SEEING else ():
+        sees(x.detach(), name)
+
+
+def _compare(before: Tensor | None, x: Tensor, name: str) -> None:
+    if before is not None and torch.equal(before, x):
+        return
+    alike = before is not None and before.shape == x.shape
+    places = f" in {int((before != x).sum())} of {x.numel()} places" if alike else ""
+    raise RuntimeError(
+        f"{name} differ{places} between the forward and its recomputation, whose gradients would be those of another"
+        " function; draw by keys, and use nothing that changes in between."
+    )
