@@ -61,16 +61,24 @@ def check_lengths(who: str, width: int, **named: Tensor) -> None:
             )
 
 
-def check_numbers(who: str, least: float = 0.0, most: float = math.inf, **named: float) -> None:
-    """Refuses numbers outside of a range; `least` itself is outside where `most` is infinite, and inside otherwise.
+def check_numbers(who: str, zero: bool = False, unit: bool = False, **named: float) -> None:
+    """Refuses numbers that are not above 0 and finite.
+
+    Args:
+        who: the function, for the error.
+        zero: whether 0 is allowed, too.
+        unit: whether the range is from 0 to 1 instead.
+        **named: numbers by the names of the arguments.
 
     Raises:
         ValueError: names the argument, its value and the range.
+
+    Example:
+        >>> check_numbers("dpo", beta=0.1)
     """
     for name, value in named.items():
-        inside = least < value < most if most == math.inf else least <= value <= most
-        if not inside:
-            wanted = f"above {least:g} and finite" if most == math.inf else f"from {least:g} to {most:g}"
+        if not (0 < value < math.inf or (value == 0 and (zero or unit))) or (unit and value > 1):
+            wanted = "from 0 to 1" if unit else f"{'0 or more' if zero else 'above 0'} and finite"
             raise ValueError(f"{who}: {name} is {value}; it must be {wanted}.")
 
 
