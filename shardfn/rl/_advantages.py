@@ -122,7 +122,7 @@ def gae(
         https://arxiv.org/abs/1506.02438
     """
     check_shapes("gae", rewards_BT=rewards_BT, values_BT=values_BT, lengths_B=lengths_B)
-    check_numbers("gae", unit=True, discount=discount, decay=decay)
+    check_numbers("gae", "from 0 to 1", discount=discount, decay=decay)
     check_lengths("gae", rewards_BT.shape[1], lengths_B=lengths_B)
     mask_BT = answer_mask(lengths_B, rewards_BT.shape[1])
     r_BT, v_BT = (masked(x.detach(), mask_BT) for x in (rewards_BT, values_BT))

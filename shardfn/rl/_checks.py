@@ -32,7 +32,7 @@ def check_first_ratios(logprobs_BT: Float[Tensor, "b t"], rollout: Rollout, *, t
         >>> rollout = empty_rollout(1, 8, 2)
         >>> check_first_ratios(rollout.logprobs, rollout)
     """
-    check_numbers("check_first_ratios", zero=True, tolerance=tolerance)
+    check_numbers("check_first_ratios", "0 or more", tolerance=tolerance)
     mask_BT = answer_mask(rollout.lengths, rollout.width)
     # A NaN is not within any tolerance.
     wrong_BT = mask_BT & ~((logprobs_BT - rollout.logprobs).abs() <= tolerance)

@@ -354,7 +354,7 @@ def _check_choices(
             f'grpo: constant is {constant!r} and normalise is {normalise!r}; "constant" takes the tokens of the longest'
             " answer, as in constant=256, and the others take None."
         )
-    check_numbers("grpo", zero=True, beta=beta)
+    check_numbers("grpo", "0 or more", beta=beta)
     if (reference is None) != (beta == 0):
         raise ValueError(
             f"grpo: beta is {beta} {'without a' if reference is None else 'with a'} reference; pass both or neither."

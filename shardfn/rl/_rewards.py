@@ -54,8 +54,9 @@ def kl_rewards(
     check_shapes(
         "kl_rewards", logprobs_BT=logprobs_BT, reference_BT=reference_BT, scores_B=scores_B, lengths_B=lengths_B
     )
-    check_numbers("kl_rewards", zero=True, beta=beta)
-    check_numbers("kl_rewards", **({} if clip is None else {"clip": clip}))
+    check_numbers("kl_rewards", "0 or more", beta=beta)
+    if clip is not None:
+        check_numbers("kl_rewards", clip=clip)
     width = logprobs_BT.shape[1]
     check_lengths("kl_rewards", width, lengths_B=lengths_B)
     drift_BT = masked((logprobs_BT - reference_BT).detach(), answer_mask(lengths_B, width))

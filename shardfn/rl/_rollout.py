@@ -140,7 +140,7 @@ def check_versions(rollout: Rollout, newest: int, *, behind: int = 0) -> None:
     Example:
         >>> check_versions(empty_rollout(2, 8, 4), 3)
     """
-    check_numbers("check_versions", zero=True, behind=behind)
+    check_numbers("check_versions", "0 or more", behind=behind)
     mask = answer_mask(rollout.lengths, rollout.width)
     wrong = mask & ((rollout.versions > newest) | (rollout.versions < newest - behind))
     if bool(wrong.any()):

@@ -1,6 +1,7 @@
 """Checks of the tensors of a loss: broadcasting would take other shapes, too, and give another number."""
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -61,13 +62,14 @@ def check_lengths(who: str, width: int, **named: Tensor) -> None:
             )
 
 
-def check_numbers(who: str, zero: bool = False, unit: bool = False, **named: float) -> None:
-    """Refuses numbers that are not above 0 and finite.
+def check_numbers(
+    who: str, wanted: Literal["above 0", "0 or more", "from 0 to 1"] = "above 0", /, **named: float
+) -> None:
+    """Refuses numbers that are not finite, or out of range.
 
     Args:
         who: the function, for the error.
-        zero: whether 0 is allowed, too.
-        unit: whether the range is from 0 to 1 instead.
+        wanted: the range.
         **named: numbers by the names of the arguments.
 
     Raises:
@@ -77,9 +79,10 @@ def check_numbers(who: str, zero: bool = False, unit: bool = False, **named: flo
         >>> check_numbers("dpo", beta=0.1)
     """
     for name, value in named.items():
-        if not (0 < value < math.inf or (value == 0 and (zero or unit))) or (unit and value > 1):
-            wanted = "from 0 to 1" if unit else f"{'0 or more' if zero else 'above 0'} and finite"
-            raise ValueError(f"{who}: {name} is {value}; it must be {wanted}.")
+        inside = {"above 0": 0 < value, "0 or more": 0 <= value, "from 0 to 1": 0 <= value <= 1}[wanted]
+        if not (inside and value < math.inf):
+            finite = "" if wanted == "from 0 to 1" else " and finite"
+            raise ValueError(f"{who}: {name} is {value}; it must be {wanted}{finite}.")
 
 
 def check_negative(who: str, **named: Tensor) -> None:

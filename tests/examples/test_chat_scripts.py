@@ -127,7 +127,7 @@ def formula(beta: float, weights: tuple[float, float], params: Any, batch: Any) 
     def gain(answers: Any, row: int) -> torch.Tensor:
         ids, start, num = answers["ids"][row : row + 1], int(answers["prompts"][row]), int(answers["lengths"][row])
         logs = [gpt.apply(CONFIG, params[name], ids)[0].log_softmax(-1) for name in ("policy", "reference")]
-        return sum((logs[0] - logs[1])[i - 1, ids[0, i]] for i in range(start, start + num))
+        return torch.stack([(logs[0] - logs[1])[i - 1, ids[0, i]] for i in range(start, start + num)]).sum()
 
     num, wanted = len(batch["wanted"]), batch["wanted"].tolist()
     z = torch.stack([gain(batch["other"], row) for row in range(num)]).mean().detach().clamp(min=0)

@@ -14,7 +14,8 @@ from shardfn.testing import distributed
 CONFIG = gpt.Config.llama_like(
     vocab_size=16, num_layers=2, d_model=32, num_heads=4, d_ff=64, max_len=16, exact=True, tie_embeddings=True
 )
-WIDE = {name: torch.float64 for name in ("param", "reduce", "accum", "master")}
+F64 = torch.float64
+POLICY = sf.Policy(param=F64, compute=torch.float32, reduce=F64, accum=F64, master=F64)
 PROMPTS = [[3, 4], [5, 6, 7], [8], [9, 9]]
 
 
@@ -40,7 +41,7 @@ def test_first_ratios_of_a_state_in_float64_are_one(world: int) -> None:
     limits = limits_of(made, running=8, buckets=(32,))
     with sf.make_mesh({"dp": world}, device="cpu") as mesh:
         for stage, parts in ((0, 1), (3, 2)):
-            mixed = sf.mixed_precision(loss, sf.Policy(compute=torch.float32, **WIDE))
+            mixed = sf.mixed_precision(loss, POLICY)
             zero = sf.Zero(stage=stage, persist_elements=0)
             step = sf.sharded_step(
                 sf.accumulate(mixed, parts) if world == 1 else mixed,
