@@ -1,4 +1,4 @@
-"""Models with chat templates, and rows of conversations, for chat_sft.py, chat_dpo.py and chat_grpo.py.
+"""Models with chat templates, and rows of conversations, for the other programs chat_*.py.
 
 A model is one of
 
@@ -9,6 +9,8 @@ and its parameters are those of `models.gpt`. Rows have the names of columns tha
 
     chat_sft.py    messages; prompt and completion; text
     chat_dpo.py    chosen and rejected, with a prompt or with one that both begin with
+    chat_reward.py   the same
+    chat_kto.py    prompt, completion and label, which is true for an answer that is wanted
     chat_grpo.py   prompt, perhaps with an answer that is to be found
 
 or those of ShareGPT (conversations), Alpaca (instruction, input, output) and GSM8K (question, answer).
@@ -53,7 +55,11 @@ class Model:
     decode: Callable[[list[int]], str]
     chat: Callable[[list[dict[str, str]], bool], list[int]]
     end: int
-    save: Callable[[str, Any], None]
+    write: Callable[[str, gpt.Config, Any], None]
+
+    def save(self, folder, params):
+        """Writes a model of this shape, with this tokenizer; collective."""
+        self.write(folder, self.config, params)
 
 
 def load(name, mesh, **changes):
@@ -91,12 +97,12 @@ def of_transformers(folder, **changes):
             tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=reply, return_dict=False)
         )
 
-    def save(folder, params):  # collective
+    def write(folder, config, params):
         sf.interop.gpt_to_hf(folder, config, params)
         tokenizer.save_pretrained(folder)
 
     end = tokenizer.eos_token_id
-    return Model(config, params, lambda text: tokenizer(text)["input_ids"], tokenizer.decode, chat, end, save)
+    return Model(config, params, lambda text: tokenizer(text)["input_ids"], tokenizer.decode, chat, end, write)
 
 
 def of_run(run, mesh, **changes):
@@ -114,14 +120,23 @@ def of_run(run, mesh, **changes):
         pieces = [f"{m['role']}: {m['content']}\0" for m in messages] + ["assistant: "] * reply
         return [token for piece in pieces for token in encode(piece)]
 
-    def save(folder, params):
+    def write(folder, config, params):
         if mesh.rank == 0:
             os.makedirs(folder, exist_ok=True)
-            for name in ("model.json", *([] if own else [given["tokenizer"]])):
+            row = given | {"model": sf.interop.hf_config(config), "per_head": config.per_head}
+            pathlib.Path(folder, "model.json").write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
+            for name in [] if own else [given["tokenizer"]]:
                 shutil.copy(run / name, folder)
         sf.checkpoint.save(f"{folder}/checkpoints", rl.as_global(params, mesh, None), 1, at="params")
 
-    return Model(config, params, encode, tokenizer.decode, chat, encode("\0")[-1], save)
+    return Model(config, params, encode, tokenizer.decode, chat, encode("\0")[-1], write)
+
+
+def valued(model):
+    """The model as one of values: its first logit, by a head of its own that begins with zeros."""
+    config, embed = dataclasses.replace(model.config, tie_embeddings=False), model.params["embed"]
+    head = torch.zeros(config.vocab_size, config.d_model, dtype=embed.dtype)
+    return dataclasses.replace(model, config=config, params={**model.params, "head": head})
 
 
 def rows_of(path):
@@ -174,9 +189,12 @@ class Encoded:
     def __len__(self):
         return len(self.rows)
 
+    def encoded(self, index):
+        return self.encode(self.rows[index])
+
     def __getitem__(self, index):
         try:
-            return self.encode(self.rows[index])
+            return self.encoded(index)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path}: row {index}: {error}") from error
 
@@ -228,15 +246,35 @@ def pair(model, row, length):
         else:
             start = common(*both)
             both = tuple(x[len(start) :] for x in both)
-        prompt = model.encode(start)
-        made = [prompt + model.encode(x) + [model.end] for x in both]
     else:
         # A prompt that is a text is the first message of both already.
         first = row["prompt"] if isinstance(row.get("prompt"), list) else []
         both = [x if x[: len(first)] == first else [*first, *x] for x in both]
-        shared = common(*both)
-        prompt = model.chat(shared, True)
-        made = [model.chat(x, False) for x in both]
+        start = common(*both)
+        both = [x[len(start) :] for x in both]
+    return answered(model, start, both, length)
+
+
+def judged(model, row, length):
+    """(tokens, tokens of the prompt, whether it was cut) of an answer, and whether it is wanted."""
+    if missing := {"prompt", "completion", "label"} - row.keys():
+        raise ValueError(f"it has the columns {sorted(row)}; {' and '.join(sorted(missing))} are missing.")
+    prompt, completion, label = (row[name] for name in ("prompt", "completion", "label"))
+    if label not in (True, False):
+        raise ValueError(f"its label is {label!r}; it must be true for an answer that is wanted, and else false.")
+    if isinstance(prompt, str) and not isinstance(completion, str):
+        prompt = [{"role": "user", "content": prompt}]
+    return *answered(model, prompt, [completion], length), bool(label)
+
+
+def answered(model, start, answers, length):
+    """(tokens, tokens of the prompt, whether it was cut) of each answer to a prompt: texts, or lists of messages."""
+    if isinstance(start, str):
+        prompt = model.encode(start)
+        made = [prompt + model.encode(x) + [model.end] for x in answers]
+    else:
+        prompt = model.chat(start, True)
+        made = [model.chat([*start, *x], False) for x in answers]
         if any(x[: len(prompt)] != prompt for x in made):
             raise ValueError(
                 "the template writes the prompt in another way when an answer follows; pass texts instead."

@@ -26,9 +26,9 @@ def main():
     with sf.make_mesh({"dp": -1}) as mesh:
         model = chat.load(args.model, mesh)
         trained = WithReference(model, args.lora, args.seed)
-        encode = functools.partial(chat.pair, model, length=args.length)
+        read = functools.partial(chat.Encoded, encode=functools.partial(chat.pair, model, length=args.length))
         loss = functools.partial(loss_of, model.config, trained, args.beta)
-        fit(args, mesh, trained, loss, encode, functools.partial(rows, length=args.length))
+        fit(args, mesh, trained, loss, read, functools.partial(rows, length=args.length))
     if dist.is_initialized():
         dist.destroy_process_group()
 

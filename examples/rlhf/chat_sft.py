@@ -20,6 +20,8 @@ import shardfn as sf
 from shardfn import rl
 from shardfn.models import gpt
 
+ADAPTED = r"\.w[qkvo]$", r"\.w_"  # the weights that have adapters
+
 
 def main():
     args = options(__doc__)
@@ -27,9 +29,9 @@ def main():
         model = chat.load(args.model, mesh)
         trained = Trained(model, args.lora, args.seed)
         pad = functools.partial(padded, sf.data.pad(args.length))
-        encode = functools.partial(chat.example, model, length=args.length)
+        read = functools.partial(chat.Encoded, encode=functools.partial(chat.example, model, length=args.length))
         loss = trained.adapt(functools.partial(loss_of, model.config))
-        fit(args, mesh, trained, loss, encode, pad)
+        fit(args, mesh, trained, loss, read, pad)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -48,11 +50,11 @@ def padded(pad, examples):
 class Trained:
     """The parameters of a run: a whole model, or adapters beside a frozen one."""
 
-    def __init__(self, model, rank, seed):
+    def __init__(self, model, rank, seed, adapted=ADAPTED):
         self.model, self.lora = model, None
         self.params, self.specs, self.trainable = model.params, gpt.specs(model.config), True
         if rank:
-            self.lora = sf.lora.LoRA.of(model.params, [r"\.w[qkvo]$", r"\.w_"], rank=rank, specs=self.specs)
+            self.lora = sf.lora.LoRA.of(model.params, adapted, rank=rank, specs=self.specs)
             self.params = {"base": model.params, "lora": self.lora.init(sf.key(seed))}
             self.specs, self.trainable = self.lora.specs, self.lora.trainable
 
@@ -71,14 +73,17 @@ class Trained:
         return self.lora.merge(params["base"], params["lora"]) if self.lora else params
 
 
-def fit(args, mesh, trained, loss, encode, collate):
-    """Trains, evaluates on the held-out rows every --every steps and at the end, and saves the model."""
+def fit(args, mesh, trained, loss, read, collate):
+    """Trains, evaluates on the held-out rows every --every steps and at the end, and saves the model.
+
+    `read(path)` are the examples of a file.
+    """
     schedule = sf.optim.warmup_cosine_decay_schedule(0.0, args.lr, max(1, args.steps // 10), args.steps)
     rule = sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(schedule))
     how = {"specs": trained.specs, "trainable": trained.trainable, "zero": sf.Zero(stage=args.zero), "has_aux": True}
     step = sf.sharded_step(loss, rule, mesh=mesh, **how)
     state = step.init(trained.params)
-    training, held_out = (chat.Encoded(path, encode) for path in (args.train, args.held_out))
+    training, held_out = (read(path) for path in (args.train, args.held_out))
     batches = sf.data.ExampleBatches(training, args.batch, collate, seed=args.seed)
     held_out = sf.data.ExampleBatches(held_out, args.batch, collate, seed=None)
     cursor = sf.data.Cursor(batches, args.steps, mesh)
@@ -118,7 +123,10 @@ def options(text):
     parser.add_argument("--batch", type=int, default=8, help="rows of a step, of all ranks (%(default)s)")
     parser.add_argument("--length", type=int, default=256, help="tokens of a row; longer ones are cut (%(default)s)")
     parser.add_argument("--lr", type=float, default=1e-4, help="%(default)s")
-    parser.add_argument("--beta", type=float, default=0.1, help="of chat_dpo.py (%(default)s)")
+    parser.add_argument("--beta", type=float, default=0.1, help="of chat_dpo.py and chat_kto.py (%(default)s)")
+    parser.add_argument(
+        "--weights", type=float, nargs=2, default=(1.0, 1.0), help="of wanted and other answers, of chat_kto.py (1 1)"
+    )
     parser.add_argument("--zero", type=int, default=3, help="stage (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="%(default)s")
     return parser.parse_args()

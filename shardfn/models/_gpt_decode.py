@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardfn import nn
 from shardfn.collectives import all_gather_invariant, axis_size
-from shardfn.core import Axes, CodePolicy, P, PyTree, check_policy, codes_of
+from shardfn.core import Axes, CodePolicy, P, PyTree, check_policy, codes_of, named_leaves, raise_all
 from shardfn.kernels import GROUP, Codes, pack_blocks, pack_rows, rotate
 
 from ._gpt_block import Along, block, norm, position_tables
@@ -152,6 +152,7 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy
             fits: `{"embed|head": "int8", "": "int4"}`.
 
     Raises:
+        TypeError: leaves of an exact model are float64 or float16; lists all.
         ValueError: leaves are missing, unknown, or of another model; lists all. Or codes of layers that are not exact,
             or whose groups of inputs lie on several ranks.
 
@@ -163,6 +164,8 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy
         torch.Size([1, 32, 64])
     """
     check_leaves(config, params, axis)
+    if config.exact:
+        _check_exact(params)
     blocks = params["blocks"]
     if config.stacked:
         num = config.num_layers // config.layers_a_block
@@ -184,6 +187,16 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy
         for i, (p, own) in enumerate(zip(blocks, shapes["blocks"], strict=True))
     ]
     return params | {"blocks": blocks, head: _packed(head, params[head], shapes[head].shape, codes_of(codes, head))}
+
+
+def _check_exact(params: Params) -> None:
+    known = torch.float32, torch.bfloat16, torch.uint8
+    wrong = [f"{name} is {x.dtype}" for name, x in named_leaves(params) if x.dtype not in known]
+    raise_all(
+        TypeError,
+        "pack: an exact model computes float32; convert these leaves, as in tree_map(lambda x: x.float(), params):",
+        wrong,
+    )
 
 
 def _check_codes(config: Config, leaves: Params, axis: Axes, policy: CodePolicy) -> None:

@@ -43,6 +43,9 @@ from ._gpt_leaves import init as init
 from ._gpt_leaves import num_params as num_params
 from ._gpt_leaves import specs as specs
 
+# From logits and a batch to a loss, in place of the cross entropy.
+LogitsLoss = Callable[[Tensor, Any], Any]
+
 
 def apply(
     config: Config,
@@ -294,7 +297,7 @@ class Stages(NamedTuple):
     Attributes:
         first: `first(params, batch[, key]) -> h`: embeds the tokens.
         block: `block(p, h[, key]) -> h`: one layer; p has its leaves.
-        last: `last(params, h, batch[, key])`: the mean cross entropy.
+        last: `last(params, h, batch[, key])`: the mean cross entropy, or another loss of the logits.
     """
 
     first: Callable[..., Any]
@@ -302,7 +305,14 @@ class Stages(NamedTuple):
     last: Callable[..., Any]
 
 
-def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = None, sequence: bool = False) -> Stages:
+def stages(
+    config: Config,
+    *,
+    wrap: Wrap = lambda inner: inner,
+    axis: Axes = None,
+    sequence: bool = False,
+    loss: LogitsLoss | None = None,
+) -> Stages:
     """`loss` as the parts of a pipeline: `pipeline(*stages(config), axis="pp")` with `specs(config, pp="pp")`.
 
     Stages send the residual stream, the positions and documents of the tokens, and with dropout the samples' numbers. A
@@ -313,9 +323,13 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
         wrap: applied to the block function, as in `wrap=remat`.
         axis: the mesh axes along which `specs(config, tp=axis)` cuts the leaves; None is one device.
         sequence: between blocks each rank of `axis` has its own tokens.
+        loss: `loss(logits, batch)`, in place of the mean cross entropy, such as one of `shardfn.rl`: a 0-d tensor or a
+            WeightedMean, and with `has_aux` an aux. The logits are those of `apply` for all of `batch["tokens"]`, a
+            part of V on each rank of `axis`; as with `apply`, no balance of experts is added.
 
     Raises:
-        ValueError: the blocks are not stacked, or experts have a bias, which `models.moe.stages` passes on.
+        ValueError: the blocks are not stacked, or experts have a bias, which `models.moe.stages` passes on; `loss` with
+            a `loss_tile`, which computes no logits.
 
     Example:
         >>> import shardfn.core as core
@@ -327,13 +341,16 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
         ...     h = block({name: x[i] for name, x in params["blocks"].items()}, h)
         >>> torch.allclose(last(params, h, batch), loss(config, params, batch))
         True
+        >>> _, _, last = stages(config, loss=lambda logits, batch: logits.square().mean())
+        >>> torch.allclose(last(params, h, batch), apply(config, params, batch["tokens"][:, :-1]).square().mean())
+        True
     """
     if config.experts is not None and config.experts.bias_rate > 0:
         raise ValueError(
             f"gpt.stages of experts with bias_rate={config.experts.bias_rate}: these functions have no biases, by which"
             " tokens choose experts. Use models.moe.stages, with sharded_step(has_state=True)."
         )
-    first, run, last = stages_and_seen(config, axis, sequence)
+    first, run, last = stages_and_seen(config, axis, sequence, loss)
 
     def layer(p: Params, h: dict[str, Tensor], key: Tensor | None = None) -> dict[str, Tensor]:
         return run(p, h, key)[0]
@@ -341,20 +358,27 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
     return Stages(first, wrap(layer), last)
 
 
-def stages_and_seen(config: Config, axis: Axes = None, sequence: bool = False) -> Stages:
+def stages_and_seen(
+    config: Config, axis: Axes = None, sequence: bool = False, loss: LogitsLoss | None = None
+) -> Stages:
     """The parts of `stages`, of which `block(p, h, key, bias_E)` also returns the facts of its router, or None.
 
     Raises:
-        ValueError: the blocks are not stacked.
+        ValueError: the blocks are not stacked; or `loss` with a `loss_tile`.
     """
     if not config.stacked:
         raise ValueError("stages: a pipeline runs stacked layers; use Config(stacked=True).")
+    if loss is not None and config.loss_tile is not None:
+        raise ValueError(
+            f"stages: loss={loss} reads logits, and Config(loss_tile={config.loss_tile}) has only those of a tile at a"
+            " time; take loss_tile=None."
+        )
 
     def along(num_tokens: int) -> _Along:
         return _Along(axis, num_tokens if sequence else None)
 
     def first(params: Params, batch: dict[str, Any], key: Tensor | None = None) -> dict[str, Tensor]:
-        batch = _shifted(config, batch)
+        batch = batch if loss is not None else _shifted(config, batch)
         tokens_BT, index_B = batch["tokens"], batch.get("index")
         cut, positions_T = along(tokens_BT.shape[1]), _positions(config, tokens_BT)
         x_BTD = _embedded(config, params, tokens_BT, positions_T, cut)
@@ -380,6 +404,8 @@ def stages_and_seen(config: Config, axis: Axes = None, sequence: bool = False) -
         del key
         cut = along(len(h["position"]))
         x_BTD = _norm(config, cut, h["x"], params["norm_w"], params.get("norm_b"))
+        if loss is not None:
+            return loss(_logits(config, params, x_BTD, cut), batch)
         return _mean(config, params, x_BTD, shifted(batch), cut, h.get("balance"), weighted=_weighted(batch))
 
     return Stages(first, layer, last)

@@ -151,6 +151,7 @@ def stages(
     wrap: gpt.Wrap = lambda inner: inner,
     axis: Axes = None,
     sequence: bool = False,
+    loss: gpt.LogitsLoss | None = None,
 ) -> gpt.Stages:
     """`gpt.stages` of experts with a bias, which each stage keeps for its own layers.
 
@@ -162,6 +163,7 @@ def stages(
         wrap: as of `gpt.stages`.
         axis: as of `gpt.stages`.
         sequence: as of `gpt.stages`.
+        loss: as of `gpt.stages`.
 
     Raises:
         ValueError: experts have no bias; or as `gpt.stages`.
@@ -179,7 +181,7 @@ def stages(
     """
     if not _has_bias(config):
         raise ValueError(f"moe.stages: {config.experts} have no bias (bias_rate=0); use gpt.stages.")
-    first, run, last = gpt.stages_and_seen(config, axis, sequence)
+    first, run, last = gpt.stages_and_seen(config, axis, sequence, loss)
 
     def layer(p: Params, state: ModelState, h: Any, key: Tensor | None = None) -> tuple[Any, ModelState]:
         h, seen = run(p, h, key, state["bias"])

@@ -145,7 +145,10 @@ class ExactWeight(Weight):
         if self.ndim != 2:
             raise ValueError(f"linear: an ExactWeight of shape {tuple(self.shape)}; flatten its dims to two.")
         if x.dtype != torch.float32:
-            raise TypeError(f"linear: x is {x.dtype}, and exact layers compute float32; leave out mixed precision.")
+            raise TypeError(
+                f"linear: x is {x.dtype}, and exact layers compute float32; leave out mixed precision, or take"
+                " Policy(compute=torch.float32), also for parameters in float64."
+            )
         if self.source is None:
             y = kernels.row_linear(x, self.panels, self.shape[0], chunks=self.chunks, bias=bias)
             return y if self.then is None else self.then(x, y)

@@ -70,7 +70,10 @@ def exact_sum(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch 1"]:
 
 def _check(x: Tensor) -> None:
     if x.dtype != torch.float32:
-        raise TypeError(f"exact scores of {x.dtype}: exact layers compute float32; leave out mixed precision.")
+        raise TypeError(
+            f"exact scores of {x.dtype}: exact layers compute float32; leave out mixed precision, or take"
+            " Policy(compute=torch.float32), also for parameters in float64."
+        )
 
 
 def _sigmoid(x: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def group_advantages(
         size: answers of a prompt.
         baseline: see above.
         deviation: see above.
-        eps: added to the deviation.
+        eps: added to the deviation; above 0, as that of equal rewards is 0.
         axis: mesh axes that cut the rows, also within groups; all ranks have equal numbers of them. Only a loss, or
             another function that a mesh runs, knows its axes: elsewhere the rows are this rank's own.
 
@@ -49,7 +49,7 @@ def group_advantages(
         The advantages of this rank's rows; constants.
 
     Raises:
-        ValueError: rewards are not one dim, or `size` does not divide the number of rows.
+        ValueError: rewards are not one dim, `size` does not divide the number of rows, or `eps` is not above 0.
 
     Example:
         >>> group_advantages(torch.tensor([1.0, 0.0, 2.0, 2.0]), 2, deviation=False).tolist()
@@ -61,6 +61,7 @@ def group_advantages(
         Ahmadian et al., Back to Basics, 2024, https://arxiv.org/abs/2402.14740
     """
     check_shapes("group_advantages", rewards_B=rewards_B)
+    check_numbers("group_advantages", eps=eps)
     whole = rewards_B.detach() if axis is None else all_gather(rewards_B.detach(), axis)
     if size < 1 or len(whole) % size:
         raise ValueError(f"group_advantages: {len(whole)} rewards and groups of {size}; pass whole groups.")
@@ -121,7 +122,7 @@ def gae(
         https://arxiv.org/abs/1506.02438
     """
     check_shapes("gae", rewards_BT=rewards_BT, values_BT=values_BT, lengths_B=lengths_B)
-    check_numbers("gae", most=1.0, discount=discount, decay=decay)
+    check_numbers("gae", "from 0 to 1", discount=discount, decay=decay)
     check_lengths("gae", rewards_BT.shape[1], lengths_B=lengths_B)
     mask_BT = answer_mask(lengths_B, rewards_BT.shape[1])
     r_BT, v_BT = (masked(x.detach(), mask_BT) for x in (rewards_BT, values_BT))

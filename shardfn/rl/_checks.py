@@ -10,7 +10,7 @@ from shardfn.engine import WeightedMean
 
 from ._answers import answer_mask, counted_mean, masked, row_mean
 from ._rollout import Rollout
-from ._shapes import check_lengths, check_shapes
+from ._shapes import check_lengths, check_numbers, check_shapes
 
 
 def check_first_ratios(logprobs_BT: Float[Tensor, "b t"], rollout: Rollout, *, tolerance: float = 0.0) -> None:
@@ -25,13 +25,14 @@ def check_first_ratios(logprobs_BT: Float[Tensor, "b t"], rollout: Rollout, *, t
         tolerance: the largest difference; for a model that is not exact about 1e-4 in float32.
 
     Raises:
-        ValueError: names the first row and token that differ, with both values.
+        ValueError: names the first row and token that differ, with both values; or the tolerance is negative.
 
     Example:
         >>> from shardfn.rl import empty_rollout
         >>> rollout = empty_rollout(1, 8, 2)
         >>> check_first_ratios(rollout.logprobs, rollout)
     """
+    check_numbers("check_first_ratios", "0 or more", tolerance=tolerance)
     mask_BT = answer_mask(rollout.lengths, rollout.width)
     # A NaN is not within any tolerance.
     wrong_BT = mask_BT & ~((logprobs_BT - rollout.logprobs).abs() <= tolerance)

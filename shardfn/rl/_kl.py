@@ -11,6 +11,8 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
+from ._shapes import check_numbers
+
 Estimator = Literal["k1", "k2", "k3"]
 
 
@@ -68,7 +70,8 @@ def follow_divergence(beta: float, divergence: float, target: float, *, rate: fl
         most: of the relative error.
 
     Raises:
-        ValueError: a number is not above 0 and finite.
+        ValueError: a number is not above 0 and finite, or `rate * most` is not below 1, so that beta would not stay
+            above 0.
 
     Example:
         >>> follow_divergence(0.5, 0.3, 0.1), follow_divergence(0.5, 0.1, 0.1), follow_divergence(0.5, 0.0, 0.1)
@@ -77,9 +80,12 @@ def follow_divergence(beta: float, divergence: float, target: float, *, rate: fl
     References:
         Ziegler et al., Fine-Tuning Language Models from Human Preferences, 2019, https://arxiv.org/abs/1909.08593
     """
-    for name, value in (("beta", beta), ("target", target), ("rate", rate), ("most", most)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"follow_divergence: {name} is {value}; it must be above 0 and finite, such as 0.1.")
+    check_numbers("follow_divergence", beta=beta, target=target, rate=rate, most=most)
+    if rate * most >= 1:
+        raise ValueError(
+            f"follow_divergence: rate is {rate} and most {most}; their product must be below 1, or beta would not stay"
+            " above 0."
+        )
     if not math.isfinite(divergence):
         raise ValueError(
             f"follow_divergence: divergence is {divergence}, of a target of {target}; it must be finite: look at the"

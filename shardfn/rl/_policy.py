@@ -3,6 +3,7 @@
 rho = exp(log pi - log pi_old). B rows, T tokens of an answer.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ from shardfn.engine import WeightedMean
 from ._answers import answer_mask, counted_mean, masked, row_mean
 from ._kl import Estimator, kl
 from ._older import TRUNCATE, drawn_ratios, truncated_weights
-from ._shapes import check_lengths, check_shapes
+from ._shapes import check_lengths, check_numbers, check_shapes
 
 Clip = float | tuple[float, float]
 
@@ -38,14 +39,15 @@ def ppo_policy(
         advantages_BT: of each token, as from `gae`.
         lengths_B: tokens of each answer.
         clip: how far a ratio may go; (below, above) where these differ.
-        most: the largest ratio of tokens whose advantage is negative, which `clip` leaves unbounded; None is any.
+        most: the largest ratio of tokens whose advantage is negative, which `clip` leaves unbounded; at least that of
+            `clip`. None is any.
         behaviour_BT: of the policy that drew the answers, where it is older than that of `old_BT`: each token's loss
             then counts min(pi_old / pi_behaviour, truncate) times. None is the policy of `old_BT`.
         truncate: the largest such factor.
 
     Raises:
         ValueError: shapes do not fit, or a length is not from 0 to T; `truncate` is not positive, or without
-            `behaviour_BT`.
+            `behaviour_BT`; or a clip is out of range.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -57,6 +59,7 @@ def ppo_policy(
         Ye et al., Mastering Complex Control in MOBA Games, 2019, https://arxiv.org/abs/1912.09729
     """
     tensors = {"old_BT": old_BT, "advantages_BT": advantages_BT, "lengths_B": lengths_B, "behaviour_BT": behaviour_BT}
+    _check_clip("ppo_policy", clip, most)
     check_shapes("ppo_policy", logprobs_BT=logprobs_BT, **tensors)
     check_lengths("ppo_policy", logprobs_BT.shape[1], lengths_B=lengths_B)
     log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
@@ -82,13 +85,14 @@ def ppo_value(
         clip: how far a value may go.
 
     Raises:
-        ValueError: shapes do not fit, or a length is not from 0 to T.
+        ValueError: shapes do not fit, a length is not from 0 to T, or the clip is not above 0.
 
     Example:
         >>> one = torch.ones(1, 1)
         >>> ppo_value(one, 0 * one, one, torch.tensor([1])).mean()
         tensor(0.3200)
     """
+    check_numbers("ppo_value", clip=clip)
     check_shapes("ppo_value", values_BT=values_BT, old_BT=old_BT, returns_BT=returns_BT, lengths_B=lengths_B)
     check_lengths("ppo_value", values_BT.shape[1], lengths_B=lengths_B)
     mask_BT = answer_mask(lengths_B, values_BT.shape[1])
@@ -134,7 +138,8 @@ def grpo(
         advantages_B: as from `group_advantages`.
         lengths_B: tokens of each answer.
         clip: how far a ratio may go; (below, above) where these differ.
-        most: the largest ratio of answers whose advantage is negative, which `clip` leaves unbounded; None is any.
+        most: the largest ratio of answers whose advantage is negative, which the objective "clip" leaves unbounded; at
+            least that of `clip`. None is any.
         normalise: "sequence" is the mean over an answer's tokens, and over answers; "batch" that over all tokens;
             "constant" the sum over an answer's tokens by `constant`, and the mean over answers.
         constant: the longest answer's tokens, as a rule.
@@ -158,7 +163,8 @@ def grpo(
     Raises:
         ValueError: shapes do not fit, or a length is not from 0 to T; a choice is unknown; `constant` is missing, or
             without effect; `beta` without a reference, or a reference without `beta`; `corrected` without a
-            reference; `truncate` is not positive, or without `behaviour_BT`.
+            reference; `truncate` is not positive, or without `behaviour_BT`; a clip is out of range, `beta` negative,
+            or `most` without effect.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -179,6 +185,12 @@ def grpo(
         DeepSeek-AI, DeepSeek-V3.2, 2025, section 3.1 (`corrected`), https://arxiv.org/abs/2512.02556
     """
     _check_choices(normalise, constant, ratio, objective, reference_BT, beta)
+    _check_clip("grpo", clip, most)
+    if most is not None and objective == "weight":
+        raise ValueError(
+            f'grpo: most is {most} with objective="weight", whose ratios are all within clip, so it has no effect;'
+            " leave it out."
+        )
     if corrected and reference_BT is None:
         raise ValueError(
             "grpo: corrected is True without a reference, so it has no effect; pass reference_BT and beta."
@@ -194,11 +206,7 @@ def grpo(
     if objective == "clip":
         loss_BT = _surrogate(rho_BT, a_BT, clip, most)
     else:
-        loss_BT = (
-            -_clipped(rho_BT if most is None else rho_BT.clamp(max=most), clip).detach()
-            * a_BT
-            * masked(logprobs_BT, mask_BT)
-        )
+        loss_BT = -_clipped(rho_BT, clip).detach() * a_BT * masked(logprobs_BT, mask_BT)
     loss_BT = loss_BT * truncated_weights("grpo", old_BT, behaviour_BT, lengths_B, truncate)
     if reference_BT is not None:
         kl_BT = kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT), estimator=estimator)
@@ -227,7 +235,7 @@ def rloo(
         clip: how far a ratio may go; (below, above) where these differ.
 
     Raises:
-        ValueError: shapes do not fit, or a length is not from 0 to T.
+        ValueError: shapes do not fit, a length is not from 0 to T, or the clip is out of range.
 
     Example:
         >>> logprobs = torch.tensor([[-1.0, -2.0]])
@@ -237,6 +245,7 @@ def rloo(
     References:
         Ahmadian et al., Back to Basics, 2024, https://arxiv.org/abs/2402.14740
     """
+    _check_clip("rloo", clip)
     check_shapes("rloo", logprobs_BT=logprobs_BT, old_BT=old_BT, advantages_B=advantages_B, lengths_B=lengths_B)
     check_lengths("rloo", logprobs_BT.shape[1], lengths_B=lengths_B)
     log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
@@ -272,7 +281,7 @@ def policy_metrics(
 
     Raises:
         ValueError: shapes do not fit, or a length is not from 0 to T; `truncate` is not positive, or without
-            `behaviour_BT`.
+            `behaviour_BT`; or the clip is out of range.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -280,6 +289,7 @@ def policy_metrics(
         {'ratio': 1.0, 'exact': 1.0, 'clipped': 0.0, 'length': 1.0}
     """
     tensors = {"old_BT": old_BT, "lengths_B": lengths_B, "reference_BT": reference_BT}
+    _check_clip("policy_metrics", clip)
     check_shapes("policy_metrics", logprobs_BT=logprobs_BT, **tensors, behaviour_BT=behaviour_BT)
     check_lengths("policy_metrics", logprobs_BT.shape[1], lengths_B=lengths_B)
     mask_BT, logprobs_BT = answer_mask(lengths_B, logprobs_BT.shape[1]), logprobs_BT.detach()
@@ -294,8 +304,26 @@ def policy_metrics(
     return found | {"length": row_mean(lengths_B.to(rho_BT.dtype))}
 
 
+def _both(clip: Clip) -> tuple[float, float]:
+    return clip if isinstance(clip, tuple) else (clip, clip)
+
+
+def _check_clip(who: str, clip: Clip, most: float | None = None) -> None:
+    below, above = _both(clip)
+    if not (0 < below <= 1 and 0 < above < math.inf):
+        raise ValueError(
+            f"{who}: clip is {clip}; ratios are clipped to [1 - below, 1 + above], and below must be above 0 and at"
+            " most 1, above positive and finite: clip=0.2, or clip=(0.2, 0.28)."
+        )
+    if most is not None and not 1 + above <= most < math.inf:
+        raise ValueError(
+            f"{who}: most is {most} and clip {clip}; it must be finite and at least {1 + above:g}, the largest ratio of"
+            " clip, which it would otherwise cut for positive advantages."
+        )
+
+
 def _clipped(rho: Tensor, clip: Clip) -> Tensor:
-    below, above = clip if isinstance(clip, tuple) else (clip, clip)
+    below, above = _both(clip)
     return rho.clamp(1 - below, 1 + above)
 
 
@@ -326,6 +354,7 @@ def _check_choices(
             f'grpo: constant is {constant!r} and normalise is {normalise!r}; "constant" takes the tokens of the longest'
             " answer, as in constant=256, and the others take None."
         )
+    check_numbers("grpo", "0 or more", beta=beta)
     if (reference is None) != (beta == 0):
         raise ValueError(
             f"grpo: beta is {beta} {'without a' if reference is None else 'with a'} reference; pass both or neither."

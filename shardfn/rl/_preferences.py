@@ -45,7 +45,7 @@ def dpo(
     References:
         Rafailov et al., Direct Preference Optimization, 2023, https://arxiv.org/abs/2305.18290
     """
-    check_numbers("dpo", most=1.0, smoothing=smoothing)
+    check_numbers("dpo", "from 0 to 1", smoothing=smoothing)
     h_B = beta * _margins("dpo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
     return row_mean(-(1 - smoothing) * F.logsigmoid(h_B) - smoothing * F.logsigmoid(-h_B))
 
@@ -152,6 +152,7 @@ def kto(
         Ethayarajh et al., KTO: Model Alignment as Prospect Theoretic Optimization, 2024, https://arxiv.org/abs/2402.01306
     """
     check_numbers("kto", beta=beta)
+    check_numbers("kto", "0 or more", **{"weights[0]": weights[0], "weights[1]": weights[1]})
     check_shapes("kto", logprobs_B=logprobs_B, reference_B=reference_B, wanted_B=wanted_B)
     ahead_B = beta * (logprobs_B - reference_B - divergence.detach().clamp(min=0))
     sign_B = torch.where(wanted_B, 1.0, -1.0).to(ahead_B.dtype)

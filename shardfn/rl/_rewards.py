@@ -41,7 +41,7 @@ def kl_rewards(
             the lengths themselves.
 
     Raises:
-        ValueError: shapes do not fit, or a length is not from 0 to T.
+        ValueError: shapes do not fit; a length is not from 0 to T; `beta` is negative, or `clip` not above 0.
 
     Example:
         >>> policy, reference = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.0]])
@@ -54,6 +54,7 @@ def kl_rewards(
     check_shapes(
         "kl_rewards", logprobs_BT=logprobs_BT, reference_BT=reference_BT, scores_B=scores_B, lengths_B=lengths_B
     )
+    check_numbers("kl_rewards", "0 or more", beta=beta)
     if clip is not None:
         check_numbers("kl_rewards", clip=clip)
     width = logprobs_BT.shape[1]

@@ -14,6 +14,7 @@ from shardfn.core import Axes, Mesh, P, PyTree, tree_map
 from shardfn.engine import WeightedMean
 
 from ._answers import answer_mask, row_mean
+from ._shapes import check_numbers
 
 # Of a call of a function in Python: an exception, no result in time, one that is not accepted, the end of its process.
 FAILURES = ("raised", "late", "invalid", "died")
@@ -134,11 +135,12 @@ def check_versions(rollout: Rollout, newest: int, *, behind: int = 0) -> None:
         behind: versions that an answer may be older.
 
     Raises:
-        ValueError: names the first row, its versions, and those that are expected.
+        ValueError: names the first row, its versions, and those that are expected; or `behind` is negative.
 
     Example:
         >>> check_versions(empty_rollout(2, 8, 4), 3)
     """
+    check_numbers("check_versions", "0 or more", behind=behind)
     mask = answer_mask(rollout.lengths, rollout.width)
     wrong = mask & ((rollout.versions > newest) | (rollout.versions < newest - behind))
     if bool(wrong.any()):

@@ -1,6 +1,7 @@
 """Checks of the tensors of a loss: broadcasting would take other shapes, too, and give another number."""
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -61,17 +62,27 @@ def check_lengths(who: str, width: int, **named: Tensor) -> None:
             )
 
 
-def check_numbers(who: str, least: float = 0.0, most: float = math.inf, **named: float) -> None:
-    """Refuses numbers outside of a range; `least` itself is outside where `most` is infinite, and inside otherwise.
+def check_numbers(
+    who: str, wanted: Literal["above 0", "0 or more", "from 0 to 1"] = "above 0", /, **named: float
+) -> None:
+    """Refuses numbers that are not finite, or out of range.
+
+    Args:
+        who: the function, for the error.
+        wanted: the range.
+        **named: numbers by the names of the arguments.
 
     Raises:
         ValueError: names the argument, its value and the range.
+
+    Example:
+        >>> check_numbers("dpo", beta=0.1)
     """
     for name, value in named.items():
-        inside = least < value < most if most == math.inf else least <= value <= most
-        if not inside:
-            wanted = f"above {least:g} and finite" if most == math.inf else f"from {least:g} to {most:g}"
-            raise ValueError(f"{who}: {name} is {value}; it must be {wanted}.")
+        inside = {"above 0": 0 < value, "0 or more": 0 <= value, "from 0 to 1": 0 <= value <= 1}[wanted]
+        if not (inside and value < math.inf):
+            finite = "" if wanted == "from 0 to 1" else " and finite"
+            raise ValueError(f"{who}: {name} is {value}; it must be {wanted}{finite}.")
 
 
 def check_negative(who: str, **named: Tensor) -> None:

@@ -1,6 +1,7 @@
 """A model that draws at another temperature, with the log probabilities of the distribution that it draws from."""
 
 import dataclasses
+import math
 from typing import Any
 
 from shardfn.core import PyTree
@@ -24,7 +25,7 @@ def tempered(decoder: Decoder, temperature: float) -> Decoder:
         temperature: positive; below 1 draws fewer tokens.
 
     Raises:
-        ValueError: the temperature is not positive.
+        ValueError: the temperature is not above 0 and finite.
 
     Example:
         >>> from shardfn import inference
@@ -33,9 +34,9 @@ def tempered(decoder: Decoder, temperature: float) -> Decoder:
         >>> tempered(inference.decoder(config), 0.7).vocab
         64
     """
-    if not temperature > 0:
+    if not 0 < temperature < math.inf:
         raise ValueError(
-            f"tempered: temperature is {temperature}; it must be positive. engine.generate with"
+            f"tempered: temperature is {temperature}; it must be above 0 and finite. engine.generate with"
             " Sampling(temperature=0.0) draws the most probable tokens."
         )
 

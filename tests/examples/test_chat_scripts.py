@@ -1,8 +1,10 @@
-"""SFT and DPO on conversations: rows under the names of TRL's columns, held-out metrics, adapters, and SmolLM2."""
+"""SFT, DPO, KTO and rewards on conversations: rows under TRL's names, held-out metrics, adapters, and SmolLM2."""
 
 import argparse
+import functools
 import importlib
 import json
+import operator
 import pathlib
 import sys
 from typing import Any
@@ -11,24 +13,34 @@ import pytest
 import torch
 
 import shardfn as sf
+from shardfn import rl
 from shardfn.checkpoint import steps
 from shardfn.models import gpt
+from shardfn.testing import assert_parity, distributed
 from tests.cli.test_generate import smol_python as smol_python  # a fixture
 from tests.examples.test_grpo_arithmetic import EXAMPLE, rows, run
 
+NAMES = "chat", "chat_sft", "chat_dpo", "chat_kto", "chat_reward"
 SFT, DPO = (EXAMPLE.with_name(f"chat_{name}.py") for name in ("sft", "dpo"))
 CONFIG = gpt.Config.llama_like(vocab_size=256, num_layers=1, d_model=32, num_heads=2, d_ff=64, max_len=64)
 ASK, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "a?"), ("assistant", "yes"), ("assistant", "no"))
 )
 
+JUDGED = [
+    {"prompt": [ASK], "completion": [GOOD], "label": True},
+    {"prompt": [ASK], "completion": [BAD], "label": False},
+    {"prompt": "b?", "completion": [GOOD], "label": True},
+    {"prompt": "Is it? ", "completion": "no, it is not", "label": False},
+]
+
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(SFT.parent))
-    yield {name: importlib.import_module(name) for name in ("chat", "chat_sft", "chat_dpo")}
-    for name in ("chat", "chat_sft", "chat_dpo"):
+    yield {name: importlib.import_module(name) for name in NAMES}
+    for name in NAMES:
         if name not in before:
             del sys.modules[name]
 
@@ -40,8 +52,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     row = {"model": sf.interop.hf_config(CONFIG), "per_head": CONFIG.per_head, "tokenizer": "bytes"}
     (folder / "model.json").write_text(json.dumps(row))
     sf.checkpoint.save(folder / "checkpoints", gpt.init(CONFIG, sf.key(0)), 3, at="params")
-    for name, made in (("sft", {"messages": [ASK, GOOD]}), ("dpo", {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]})):
+    pair = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+    for name, made in (("sft", {"messages": [ASK, GOOD]}), ("dpo", pair), ("reward", pair)):
         (folder / f"{name}.jsonl").write_text((json.dumps(made) + "\n") * 4)
+    lines = [json.dumps(row) + "\n" for row in JUDGED]
+    (folder / "kto.jsonl").write_text("".join(lines))
     return folder
 
 
@@ -94,6 +109,66 @@ def test_rows_of_pairs(parts: Any, files: pathlib.Path, row: Any, prompt: list[i
         assert ids[:start] == prompt and bytes(ids[start:]).decode().strip(" ") == text
 
 
+def test_rows_of_single_answers(parts: Any, files: pathlib.Path) -> None:
+    model = parts["chat"].load(str(files), sf.make_mesh(alone=True))
+    read = parts["chat_kto"].Judged(str(files / "kto.jsonl"), functools.partial(parts["chat"].judged, model, length=40))
+    asked = [CHAT, CHAT, tokens("user: b?\0assistant: "), tokens("Is it? ")]
+    said = ["yes\0", "no\0", "yes\0", "no, it is not\0"]
+    # Rows 0 and 1 have one prompt, so both are read with the completion of row 2.
+    others = ["yes\0", "yes\0"]
+    for i, (own, other, wanted) in enumerate(read[i] for i in range(2)):
+        assert own == (asked[i] + tokens(said[i]), len(asked[i]), False) and wanted == JUDGED[i]["label"]
+        assert other == (asked[i] + tokens(others[i]), len(asked[i]), False)
+
+
+def formula(beta: float, weights: tuple[float, float], params: Any, batch: Any) -> torch.Tensor:
+    """1 - sigmoid(beta (gain - z)) of wanted answers, 1 - sigmoid(beta (z - gain)) of others; z = max(mean gain, 0)."""
+
+    def gain(answers: Any, row: int) -> torch.Tensor:
+        ids, start, num = answers["ids"][row : row + 1], int(answers["prompts"][row]), int(answers["lengths"][row])
+        logs = [gpt.apply(CONFIG, params[name], ids)[0].log_softmax(-1) for name in ("policy", "reference")]
+        return torch.stack([(logs[0] - logs[1])[i - 1, ids[0, i]] for i in range(start, start + num)]).sum()
+
+    num, wanted = len(batch["wanted"]), batch["wanted"].tolist()
+    z = torch.stack([gain(batch["other"], row) for row in range(num)]).mean().detach().clamp(min=0)
+    signs = [1 if one else -1 for one in wanted]
+    losses = [1 - torch.sigmoid(sign * beta * (gain(batch["own"], row) - z)) for row, sign in enumerate(signs)]
+    return torch.stack([weights[0 if one else 1] * loss for one, loss in zip(wanted, losses, strict=True)]).mean()
+
+
+def compare_with_formula(folder: pathlib.Path, mesh: sf.Mesh) -> None:
+    chat, script = (importlib.import_module(name) for name in ("chat", "chat_kto"))
+    model = chat.load(str(folder), sf.make_mesh(alone=True))
+    read = script.Judged(str(folder / "kto.jsonl"), functools.partial(chat.judged, model, length=40))
+    batch, trained = script.rows([read[i] for i in range(4)], 40), script.WithReference(model, 0, 0)
+    loss = functools.partial(script.loss_of, CONFIG, trained, 0.5, (1.0, 2.0))
+    one, two = (sf.tree_map(lambda x: x.double(), gpt.init(CONFIG, sf.key(i))) for i in (0, 7))
+    found = []
+    for policy, reference in ((one, two), (two, one)):  # with a z above 0, and with one of 0
+        params = {"policy": policy, "reference": reference}
+        how: dict[str, Any] = {"specs": trained.specs, "zero": sf.Zero(stage=3, persist_elements=0)}
+        how |= {"mesh": mesh, "trainable": trained.trainable}
+        alone = functools.partial(formula, 0.5, (1.0, 2.0))
+        assert_parity(lambda *x: loss(*x)[0], sf.optim.sgd(0.1), params, [batch], reference=alone, **how)
+        step = sf.sharded_step(loss, sf.optim.sgd(0.1), has_aux=True, **how)
+        _, metrics = step(step.init(params), sf.tree_map(operator.itemgetter(step.rows(4)), batch))
+        found.append(float(metrics["z"]))
+    assert found[0] * found[1] < 0
+
+
+def test_the_loss_of_single_answers_is_the_formula(parts: Any, files: pathlib.Path) -> None:
+    del parts
+    compare_with_formula(files, sf.make_mesh({"dp": 1}, device="cpu"))
+
+
+@pytest.mark.nightly
+@distributed(world=2)
+def test_the_loss_of_single_answers_is_that_of_all_ranks(files: pathlib.Path) -> None:
+    sys.path.insert(0, str(SFT.parent))
+    with sf.make_mesh({"dp": 2}, device="cpu") as mesh:
+        compare_with_formula(files, mesh)
+
+
 def test_mistakes_in_rows_are_named(parts: Any, files: pathlib.Path, tmp_path: pathlib.Path) -> None:
     chat, path = parts["chat"], tmp_path / "rows.jsonl"
     model = chat.load(str(files), sf.make_mesh(alone=True))
@@ -103,6 +178,14 @@ def test_mistakes_in_rows_are_named(parts: Any, files: pathlib.Path, tmp_path: p
         encoded[1]
     with pytest.raises(ValueError, match=r"it has the columns \['text'\]; chosen and rejected are missing"):
         chat.pair(model, {"text": "a"}, 64)
+    with pytest.raises(ValueError, match=r"it has the columns \['text'\]; completion and label and prompt are missing"):
+        chat.judged(model, {"text": "a"}, 64)
+    with pytest.raises(ValueError, match="its label is 'good'; it must be true for an answer that is wanted"):
+        chat.judged(model, {"prompt": "a", "completion": "b", "label": "good"}, 64)
+    path.write_text('{"prompt": "a", "completion": "b", "label": true}\n' * 3)
+    read = parts["chat_kto"].Judged(str(path), lambda row: chat.judged(model, row, 64))
+    with pytest.raises(ValueError, match=r"rows.jsonl: row 2: all rows have its prompt.*add some"):
+        read[2]
     with pytest.raises(ValueError, match="its prompt has 20 tokens, and rows have 9; pass a larger --length"):
         chat.pair(model, {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, 9)
     model.chat = lambda messages, reply: [len(messages), *range(3 * len(messages) - reply)]
@@ -120,6 +203,7 @@ def arguments(files: pathlib.Path, kind: str, **changed: Any) -> argparse.Namesp
         "length": 40,
         "lr": 1e-2,
         "beta": 0.1,
+        "weights": (1.0, 1.0),
         "zero": 3,
         "seed": 0,
     }
@@ -127,12 +211,13 @@ def arguments(files: pathlib.Path, kind: str, **changed: Any) -> argparse.Namesp
 
 
 @pytest.mark.parametrize("lora", [0, 2])
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "reward"])
 def test_a_run_learns_and_saves_a_model(
     parts: Any, files: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, kind: str, lora: int
 ) -> None:
     script = parts[f"chat_{kind}"]
-    monkeypatch.setattr(script, "options", lambda _: arguments(files, kind, lora=lora, out=str(tmp_path)))
+    changed = {"lora": lora, "beta": 1.0 if kind == "kto" else 0.1, "out": str(tmp_path)}
+    monkeypatch.setattr(script, "options", lambda _: arguments(files, kind, **changed))
     script.main()
     found = [row for row in rows(tmp_path) if "held_out/loss" in row]
     assert all(row["held_out/cut"] == 0 for row in found)
@@ -140,10 +225,23 @@ def test_a_run_learns_and_saves_a_model(
     if kind == "dpo":
         assert abs(found[0]["held_out/loss"] - 0.6931472) < 1e-6  # policy and reference are one
         assert found[0]["held_out/accuracy"] == 0 and found[-1]["held_out/accuracy"] == 1
+    if kind == "kto":
+        assert found[0]["held_out/loss"] == 0.5 and found[0]["held_out/z"] == 0  # policy and reference are one
+        assert found[-1]["held_out/wanted"] > found[-1]["held_out/other"] + 0.1
     again = parts["chat"].load(str(tmp_path / "model"), sf.make_mesh(alone=True))
+    if kind == "reward":
+        assert abs(found[0]["held_out/loss"] - 0.6931472) < 1e-6 and found[0]["held_out/margin"] == 0  # a head of zeros
+        assert found[-1]["held_out/accuracy"] == 1
+        scores = [value_of(again, messages) for messages in ([ASK, GOOD], [ASK, BAD])]
+        assert abs(scores[0] - scores[1] - found[-1]["held_out/margin"]) < 1e-4
     first = parts["chat"].load(str(files), sf.make_mesh(alone=True))
     assert not torch.equal(again.params["blocks"][0]["wq"], first.params["blocks"][0]["wq"])
     assert steps(tmp_path / "checkpoints")[-1] == 6
+
+
+def value_of(model: Any, messages: list[Any]) -> float:
+    ids = torch.tensor([model.chat(messages, False)])
+    return float(rl.last_values(gpt.apply(model.config, model.params, ids)[..., 0], torch.tensor([ids.shape[1]])))
 
 
 def test_rows_that_are_cut_are_counted(parts: Any, files: pathlib.Path) -> None:

@@ -28,9 +28,9 @@ def start(command: list[str], *options: str, example: pathlib.Path = EXAMPLE) ->
     return subprocess.Popen([*command, str(example), *options], env=env, cwd=ROOT, start_new_session=True, **how)
 
 
-def run(command: list[str], *options: str, example: pathlib.Path = EXAMPLE) -> str:
+def run(command: list[str], *options: str, example: pathlib.Path = EXAMPLE, seconds: float = 400) -> str:
     process = start(command, *options, example=example)
-    out, err = process.communicate(timeout=400)
+    out, err = process.communicate(timeout=seconds)
     assert process.returncode == 0, err[-3000:]
     return out
 
@@ -57,6 +57,17 @@ def test_a_run_one_behind_is_one_version_behind_and_has_the_same_bits_again(tmp_
     assert found == rows(tmp_path / "two") and diff(tmp_path / "one/checkpoints", tmp_path / "two/checkpoints") == []
     assert found[0]["weight"] == 1 and all(row["weight"] != 1 for row in found[2:])
     assert all(row["exact"] == 1 for row in found[::2])
+
+
+@pytest.mark.nightly
+def test_a_run_one_behind_is_the_synchronous_one_while_weights_are_the_same(tmp_path: pathlib.Path) -> None:
+    for rate in ("0", "1e-3"):
+        for behind in ("0", "1"):
+            run(ALONE, *SHORT, "--lr", rate, "--behind", behind, "--out", str(tmp_path / rate / behind))
+    synchronous, one = (rows(tmp_path / "0" / behind) for behind in ("0", "1"))  # weights never move
+    assert synchronous == one and all(row["exact"] == row["weight"] == 1 for row in one)
+    synchronous, one = (rows(tmp_path / "1e-3" / behind) for behind in ("0", "1"))
+    assert synchronous[:2] == one[:2] and synchronous[2] != one[2]  # both begin with answers of the first weights
 
 
 @pytest.mark.nightly

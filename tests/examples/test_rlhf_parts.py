@@ -121,8 +121,10 @@ def test_a_run_that_is_killed_anywhere_goes_on_bit_for_bit(tmp_path: pathlib.Pat
 
 @pytest.mark.nightly
 def test_rewards_by_a_model_rise(tmp_path: pathlib.Path) -> None:
-    options = "--imitate", "40", "--lr", "3e-4", "--iterations", "80", "--out", str(tmp_path)
-    out = run(ALONE, *options, example=PPO)
+    # Of 100 problems 14 more are right after 80 iterations, and 21 after 160. The model of rewards depends on the
+    # rounding of the machine, which orders 95% to 99% of its pairs; so the gain has room above the limit.
+    options = "--imitate", "40", "--lr", "3e-4", "--iterations", "160", "--out", str(tmp_path)
+    out = run(ALONE, *options, example=PPO, seconds=1200)
     parts = [line.split()[-1] for line in out.splitlines() if line.endswith("%")]
     ordered, before, after = (float(x.rstrip("%")) / 100 for x in parts)
     assert ordered > 0.9 and after > before + 0.1, out

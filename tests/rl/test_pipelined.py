@@ -1,5 +1,7 @@
 """A policy whose layers lie on several ranks: its loss is that of one device, and its first ratios are 1."""
 
+import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -7,11 +9,80 @@ import torch
 
 import shardfn as sf
 from shardfn import rl
+from shardfn.inference import Engine, Sampling, decoder, limits_of
+from shardfn.models import gpt
 from shardfn.testing import assert_parity, distributed
 from tests.inference.hf_models import MODELS
 from tests.modules.test_module_exact import logprobs_of, sampled
 
 PATH = "model.layers"
+EXACT = gpt.Config.llama_like(
+    vocab_size=16, num_layers=2, d_model=32, num_heads=4, d_ff=64, max_len=16, exact=True, stacked=True
+)
+WIDE = dataclasses.replace(EXACT, exact=False)  # float64
+
+
+@functools.cache
+def drawn() -> dict[str, Any]:
+    """A batch of answers of the exact model, four to each of two prompts, some of other lengths."""
+    made = decoder(EXACT)
+    limits = limits_of(made, running=8, buckets=(32,))
+    engine = Engine(made, gpt.init(EXACT, sf.key(0)), mesh=sf.make_mesh(alone=True), limits=limits)
+    sampling = Sampling(max_tokens=6, n=4, stop_tokens=(0, 1, 2))
+    x = rl.sample(engine, [[3, 4], [5, 6, 7]], sampling, key=sf.key(1), length=10)
+    assert len(set(x.lengths.tolist())) > 1
+    reference = x.logprobs - 0.3 * torch.linspace(0, 1, 6)
+    return {"tokens": x.ids, "rollout": x, "advantages": torch.linspace(-1, 1, 8), "reference": reference}
+
+
+def learns(logits: torch.Tensor, batch: Any) -> Any:
+    x = batch["rollout"]
+    logprobs = rl.answer_logprobs(logits, batch["tokens"], *x.where)
+    old, reference, advantages = (y.to(logits.dtype) for y in (x.logprobs, batch["reference"], batch["advantages"]))
+    loss = rl.grpo(logprobs, old, advantages, x.lengths, clip=(0.2, 0.28), reference_BT=reference, beta=0.1)
+    return loss, rl.policy_metrics(logprobs, old, x.lengths, reference_BT=reference)
+
+
+def by_apply(config: gpt.Config, params: Any, batch: Any) -> Any:
+    return learns(gpt.apply(config, params, batch["tokens"]), batch)
+
+
+def test_stages_of_a_policy_are_its_loss() -> None:
+    params = sf.tree_map(lambda x: x.double(), gpt.init(WIDE, sf.key(0)))
+    loss, aux = sf.pipeline(*gpt.stages(WIDE, loss=learns), num_microbatches=4)(params, drawn())
+    want, metrics = by_apply(WIDE, params, drawn())
+    torch.testing.assert_close(loss.mean(), want.mean(), rtol=1e-12, atol=0)
+    for name, x in metrics.items():
+        torch.testing.assert_close(aux[name].mean(), x.mean(), rtol=1e-12, atol=0)
+
+
+def test_a_loss_of_logits_needs_all_of_them() -> None:
+    with pytest.raises(ValueError, match=r"Config\(loss_tile=4\) has only those of a tile.*take loss_tile=None"):
+        gpt.stages(dataclasses.replace(WIDE, loss_tile=4), loss=learns)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("stage", "jit"), [(0, True), (1, False), (3, True)])
+@distributed(world=4)
+def test_a_gpt_policy_in_stages(stage: int, jit: bool) -> None:
+    with sf.make_mesh({"pp": 2, "dp": 2}, device="cpu") as mesh:
+        how: dict[str, Any] = {"specs": gpt.specs(EXACT, pp="pp"), "batch": sf.P("dp")}
+        how |= {"zero": sf.Zero(stage=stage, persist_elements=0)} if stage else {}
+        around = sf.jit if jit else lambda loss: loss
+        piped = sf.pipeline(*gpt.stages(EXACT, loss=learns), num_microbatches=2)
+        step = sf.sharded_step(around(piped), sf.optim.adamw(1e-2), mesh=mesh, has_aux=True, **how)
+        state = step.init(gpt.init(EXACT, sf.key(0)))
+        own = sf.tree_map(lambda x: x[step.rows(8)], drawn())  # the same on both ranks along "pp"
+        state, metrics = step(state, own)
+        assert metrics["exact"] == 1  # the first ratios, to the last bit
+        _, metrics = step(state, own)
+        assert metrics["exact"] < 1
+
+        params = sf.tree_map(lambda x: x.double(), gpt.init(WIDE, sf.key(0)))
+        plain = gpt.stages(WIDE, loss=lambda *x: learns(*x)[0])
+        loss = around(sf.pipeline(*plain, num_microbatches=2))
+        how |= {"mesh": mesh, "reference": lambda *x: by_apply(WIDE, *x)[0]}
+        assert_parity(loss, sf.optim.adamw(1e-2), params, [drawn()] * 3, **how)
 
 
 @pytest.mark.nightly

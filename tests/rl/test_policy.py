@@ -55,7 +55,7 @@ def test_ppo_of_deepspeed_chat() -> None:
         {"normalise": "constant", "constant": 9, "beta": 0.3},
         {"beta": 0.3, "estimator": "k2", "clip": (0.1, 0.4)},
         {"beta": 0.3, "corrected": True},
-        {"most": 1.1},
+        {"most": 1.25},
     ],
     ids=str,
 )

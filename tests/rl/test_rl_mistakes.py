@@ -2,6 +2,8 @@
 
 import functools
 import math
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -109,7 +111,70 @@ MISTAKES = [
             ValueError, "kl_rewards: clip is 0.0", "it must be above 0 and finite"),
     Mistake("there is no reference for a divergence", lambda: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, beta=0.1),
             ValueError, "beta is 0.1 without a reference", "pass both or neither"),
+    Mistake("a ratio is clipped above its end", lambda: rl.rloo(-ONE, -ONE, torch.ones(1), TWO, clip=(0.2, -0.28)),
+            ValueError, "rloo: clip is (0.2, -0.28)", "above positive and finite: clip=0.2, or clip=(0.2, 0.28)"),
+    Mistake("the largest ratio is within the clip", lambda: rl.ppo_policy(-ONE, -ONE, ONE, TWO, most=1.1),
+            ValueError, "ppo_policy: most is 1.1 and clip 0.2", "it must be finite and at least 1.2"),
+    Mistake("the largest ratio is that of the clip already",
+            lambda: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, objective="weight", clip=(1.0, 4.0), most=6.0),
+            ValueError, 'most is 6.0 with objective="weight"', "leave it out"),
+    Mistake("a weight would become negative", lambda: rl.follow_divergence(0.1, 0.1, 0.1, rate=6.0),
+            ValueError, "rate is 6.0 and most 0.2", "their product must be below 1"),
 ]  # fmt: skip
+
+# Each number by its function and argument: a call with it, and whether it may be 0, and more than 1.
+PAIR = [torch.ones(1)] * 4
+KTO = torch.ones(1), torch.ones(1), torch.tensor([True]), torch.tensor(0.0)
+RANGES: dict[tuple[str, str], tuple[Callable[[Any], Any], bool, bool]] = {
+    ("ppo_policy", "clip"): (lambda x: rl.ppo_policy(-ONE, -ONE, ONE, TWO, clip=x), False, False),
+    ("ppo_policy", "truncate"): (
+        lambda x: rl.ppo_policy(-ONE, -ONE, ONE, TWO, behaviour_BT=-ONE, truncate=x), False, True),
+    ("ppo_value", "clip"): (lambda x: rl.ppo_value(ONE, ONE, ONE, TWO, clip=x), False, True),
+    ("grpo", "clip"): (lambda x: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, clip=x), False, False),
+    ("grpo", "truncate"): (
+        lambda x: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, behaviour_BT=-ONE, truncate=x), False, True),
+    ("grpo", "beta"): (
+        lambda x: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, reference_BT=-ONE if x else None, beta=x), True, True),
+    ("rloo", "clip"): (lambda x: rl.rloo(-ONE, -ONE, torch.ones(1), TWO, clip=x), False, False),
+    ("policy_metrics", "clip"): (lambda x: rl.policy_metrics(-ONE, -ONE, TWO, clip=x), False, False),
+    ("policy_metrics", "truncate"): (
+        lambda x: rl.policy_metrics(-ONE, -ONE, TWO, behaviour_BT=-ONE, truncate=x), False, True),
+    ("group_advantages", "eps"): (lambda x: rl.group_advantages(torch.ones(2), 2, eps=x), False, True),
+    ("gae", "discount"): (lambda x: rl.gae(ONE, ONE, TWO, discount=x), True, False),
+    ("gae", "decay"): (lambda x: rl.gae(ONE, ONE, TWO, decay=x), True, False),
+    ("kl_rewards", "beta"): (lambda x: rl.kl_rewards(-ONE, -ONE, torch.ones(1), TWO, beta=x), True, True),
+    ("kl_rewards", "clip"): (lambda x: rl.kl_rewards(-ONE, -ONE, torch.ones(1), TWO, clip=x), False, True),
+    ("dpo", "beta"): (lambda x: rl.dpo(*PAIR, beta=x), False, True),
+    ("dpo", "smoothing"): (lambda x: rl.dpo(*PAIR, smoothing=x), True, False),
+    ("ipo", "beta"): (lambda x: rl.ipo(*PAIR, beta=x), False, True),
+    ("hinge", "beta"): (lambda x: rl.hinge(*PAIR, beta=x), False, True),
+    ("kto", "beta"): (lambda x: rl.kto(*KTO, beta=x), False, True),
+    ("kto", "weights[0]"): (lambda x: rl.kto(*KTO, weights=(x, 1.0)), True, True),
+    ("kto", "weights[1]"): (lambda x: rl.kto(*KTO, weights=(1.0, x)), True, True),
+    ("orpo", "beta"): (lambda x: rl.orpo(-ONE[0], -ONE[0], beta=x), False, True),
+    ("follow_divergence", "beta"): (lambda x: rl.follow_divergence(x, 0.1, 0.1), False, True),
+    ("follow_divergence", "target"): (lambda x: rl.follow_divergence(0.1, 0.1, x), False, True),
+    ("follow_divergence", "rate"): (lambda x: rl.follow_divergence(0.1, 0.1, 0.1, rate=x, most=0.1), False, True),
+    ("follow_divergence", "most"): (lambda x: rl.follow_divergence(0.1, 0.1, 0.1, rate=0.1, most=x), False, True),
+    ("check_first_ratios", "tolerance"): (
+        lambda x: rl.check_first_ratios(torch.zeros(1, 2), rl.empty_rollout(1, 8, 2), tolerance=x), True, True),
+    ("check_versions", "behind"): (lambda x: rl.check_versions(rl.empty_rollout(1, 8, 2), 3, behind=x), True, True),
+    ("tempered", "temperature"): (lambda x: rl.tempered(decoder(CONFIG), x), False, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "argument"), RANGES)
+def test_numbers_out_of_range_are_refused(function: str, argument: str) -> None:
+    call, zero, more = RANGES[function, argument]
+    for right in (1.0, *([0.0] if zero else []), *([5.0] if more else [])):
+        call(right)
+    for wrong in (-0.2, math.nan, *([] if zero else [0.0]), *([] if more else [1.5])):
+        with pytest.raises(ValueError, match=re.escape(f"{function}: {argument} is {wrong}")) as caught:
+            call(wrong)
+        assert "must be" in str(caught.value)
+    if argument != "truncate":  # which then has no bound
+        with pytest.raises(ValueError, match=re.escape(f"{function}: {argument} is inf")):
+            call(math.inf)
 
 
 @pytest.mark.parametrize("mistake", cases(MISTAKES))

@@ -42,7 +42,7 @@ def test_tokens_are_those_of_the_temperature() -> None:
     assert found.tokens == wanted.tokens and found.logprobs != wanted.logprobs
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_a_temperature_that_is_not_positive_is_named(temperature: float) -> None:
-    with pytest.raises(ValueError, match=f"temperature is {temperature}; it must be positive"):
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_temperature_out_of_range_is_named(temperature: float) -> None:
+    with pytest.raises(ValueError, match=f"temperature is {temperature}; it must be above 0"):
         rl.tempered(decoder(CONFIG), temperature)
