@@ -133,6 +133,11 @@ class Engine:
         return [*self._state.names, *self._adding]
 
     @property
+    def running(self) -> list[str]:
+        """The requests that hold blocks, first in order first."""
+        return list(dict.fromkeys(sequence.name for sequence in self._state.running))
+
+    @property
     def padding(self) -> float:
         """The part of all rows so far that was padding."""
         return 1 - self._rows / self._run_rows if self._run_rows else 0.0

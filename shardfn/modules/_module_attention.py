@@ -38,6 +38,7 @@ from shardfn.nn import (
 )
 
 from ._module_draws import Draws
+from ._module_windows import CALL, Windows, kind_of
 
 NAME = "shardfn"
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -109,14 +110,16 @@ class RoutedCall:
         # a later model that is given others begins anew.
         self._whole_BT: Tensor | None = None
         self._filled: Tensor | None = None
+        self.windows = Windows()
         self.num_calls = 0
         self.attends = True
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """While it is open, attention is computed by the body."""
-        with named(self._route.configs, NAME), self._route.watched(self._called), _CALL.bound(self):
-            yield
+        with named(self._route.configs, NAME), self._route.watched(self._called):
+            with _CALL.bound(self), CALL.bound(self.windows):
+                yield
 
     def check(self) -> None:
         """Refuses a forward that has not called attention.
@@ -154,11 +157,11 @@ class RoutedCall:
     def _called(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = list(inspect.signature(model.forward).parameters)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        raise_all(
-            ValueError,
-            f"{type(model).__name__} with attention={self.body}:",
-            _problems_of_call(given, cut=_is_cut(self.body)),
-        )
+        counts = numbers_tokens(model) and given.get("position_ids") is None
+        problems = _problems_of_call(given, cut=_is_cut(self.body))
+        if counts and _is_cut(self.body):
+            problems.append("it numbers tokens by all ids of a sequence, those of padding apart; give position_ids")
+        raise_all(ValueError, f"{type(model).__name__} with attention={self.body}:", problems)
         tokens = next((given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
         if tokens is None:
             return None
@@ -167,7 +170,7 @@ class RoutedCall:
             _refuse_no_tokens(model, self.body, rows, length)
             self._draws.cut_tokens(rows, length)
         more: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
-        if "position_ids" in names:
+        if "position_ids" in names and not counts:
             more["position_ids"] = self._positions(given.get("position_ids"), tokens)
         return args[:1], {**dict(list(zip(names, args, strict=False))[1:]), **kwargs, **more}
 
@@ -213,13 +216,14 @@ def routed_attention(
     if call is None:
         raise RuntimeError(f"attention {NAME!r} is for modules that run by from_module(attention=).")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    window = call.windows.of(module, sliding_window)
     raise_all(
         ValueError,
         f"{type(module).__name__} with attention={call.body}:",
         [
             *(["a mask is not known for all tokens; leave attention_mask out"] if attention_mask is not None else []),
             *([f"{n} is not computed by a body" for n in _UNKNOWN if kwargs.get(n) is not None]),
-            *(["a window that looks ahead is not computed"] if sliding_window is not None and not causal else []),
+            *(["a window that looks ahead is not computed"] if window is not None and not causal else []),
             *_problems_of_positions(module, call.body, query.shape[2]),
             *(
                 [f"{query.shape[2]} queries attend to {key.shape[2]} keys; only a sequence to itself is cut"]
@@ -230,7 +234,7 @@ def routed_attention(
     )
     call.num_calls += 1
     q_BTHK, k_BSGK, v_BSGK = (x.transpose(1, 2) for x in (query, key, value))
-    mask = call.mask(q_BTHK, causal=causal, window=sliding_window, chunk=_chunk(module))
+    mask = call.mask(q_BTHK, causal=causal, window=window, chunk=_chunk(module))
     mask = mask & call.dropped(dropout) if dropout else mask
     sinks_H = kwargs.get("s_aux")
     return attention(q_BTHK, k_BSGK, v_BSGK, mask=mask, scale=scaling, sinks_H=sinks_H, impl=call.body), None
@@ -238,10 +242,12 @@ def routed_attention(
 
 def _chunk(module: Any) -> int | None:
     """The tokens of a chunk, of a layer whose tokens attend to those of their own chunk, as in Llama 4."""
-    config = getattr(module, "config", None)
-    kinds, at = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    chunked = bool(kinds) and at is not None and kinds[at] == "chunked_attention"
-    return getattr(config, "attention_chunk_size", None) if chunked else None
+    return module.config.attention_chunk_size if kind_of(module) == "chunked_attention" else None
+
+
+def numbers_tokens(module: nn.Module) -> bool:
+    """Whether a model numbers tokens by their ids: RoBERTa from above the id of padding on, without such tokens."""
+    return any(hasattr(m, "create_position_ids_from_input_ids") for m in module.modules())
 
 
 def _problems_of_positions(module: Any, body: Body, num_tokens: int) -> list[str]:
@@ -255,11 +261,15 @@ def _problems_of_positions(module: Any, body: Body, num_tokens: int) -> list[str
     ]
 
 
-def mask_of_none(*, use_vmap: bool = False, mask_function: Any = None, **kwargs: Any) -> None:
-    """Replaces the mask that transformers would make of this rank's tokens."""
+def mask_of_none(
+    *, use_vmap: bool = False, mask_function: Any = None, local_size: int | None = None, **kwargs: Any
+) -> None:
+    """Replaces the mask that transformers would make of this rank's tokens, and notes its window."""
     del kwargs
     if use_vmap or _adds_pairs(mask_function):
         raise ValueError("from_module(attention=): the model attends by a mask of its own, which is not routed.")
+    if (windows := CALL.innermost()) is not None:
+        windows.made.add(local_size)
 
 
 def _adds_pairs(mask_function: Any) -> bool:

@@ -22,8 +22,10 @@ from shardfn.nn import moe
 
 from ._expert_table import FIELD, experts_in, leaves_of
 from ._from_module import ModuleFunction, from_module
-from ._module_attention import OVER_TOKENS, configs_of, mask_of_none, models_in, named
+from ._module_attention import OVER_TOKENS, configs_of, mask_of_none, models_in, named, numbers_tokens
 from ._module_served_experts import CALL, ServedExperts, served_experts
+from ._module_windows import CALL as MASKS
+from ._module_windows import Windows
 
 NAME = "shardfn_decoding"
 _KINDS = ("full_attention", "sliding_attention")
@@ -114,6 +116,7 @@ class DecodingFunction:
                 named(self._of_experts, NAME, FIELD),
                 _CALL.bound(attend),
                 CALL.bound(served),
+                MASKS.bound(Windows()),
             ):
                 out = self.module(
                     input_ids=tokens_T.long()[None],
@@ -188,8 +191,8 @@ def served_attention(
         ValueError: the layer needs other attention.
         RuntimeError: no function of `decoding` runs.
     """
-    attend = _CALL.innermost()
-    if attend is None:
+    attend, windows = _CALL.innermost(), MASKS.innermost()
+    if attend is None or windows is None:
         raise RuntimeError(f"attention {NAME!r} is for modules that run by decoding(module).")
     layer = getattr(module, "layer_idx", None)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
@@ -213,7 +216,8 @@ def served_attention(
         if wrong
     ]
     raise_all(ValueError, f"{type(module).__name__} cannot be served:", problems)
-    scores = Scores(int(layer), scaling, sliding_window, softcap, s_aux)  # pyright: ignore[reportArgumentType]
+    window = windows.of(module, sliding_window)
+    scores = Scores(int(layer), scaling, window, softcap, s_aux)  # pyright: ignore[reportArgumentType]
     return attend(scores, *(x.transpose(1, 2) for x in (query, key, value))), None
 
 
@@ -270,6 +274,8 @@ def _other_layers(module: Any) -> Iterator[str]:
             yield f"{path} is cut by transformers itself; load the model without its expert parallelism"
     if missing := [n for n in _ARGUMENTS if n not in names]:
         yield f"its forward does not take {', '.join(missing)}; load it by AutoModelForCausalLM"
+    if numbers_tokens(module):
+        yield "it numbers tokens by all ids of a sequence, those of padding apart; served are positions from 0 on"
     if getattr(config, "max_position_embeddings", None) is None:
         yield "its config has no max_position_embeddings, the most tokens of a sequence"
     if module.training:

@@ -45,6 +45,9 @@ class Call:
         drawn: tokens so far.
         embeds: whether prompts are embedded, in place of being continued.
         vectors: embeddings so far, by the number of the request.
+        began: the time of its arrival.
+        ran: the beginning of its first step; None before that.
+        first: the time of its first token; None before that, and for embeddings.
     """
 
     def __init__(self, requests: Sequence[Request], number: int, *, embeds: bool = False) -> None:
@@ -57,6 +60,8 @@ class Call:
         self.left = self.starts[-1]  # choices without an end
         self.waiting = dict(zip(self.names, (len(request.prompt) for request in requests), strict=True))
         self.began, self.last = time.monotonic(), dict[int, float]()
+        self.ran: float | None = None
+        self.first: float | None = None
         self._due, self._news = list[Piece](), asyncio.Event()
         self._error: ApiError | None = None
 
@@ -168,6 +173,9 @@ class Calls:
     def report(self, report: Report) -> None:
         """Hands the tokens of a step to their calls."""
         now = time.monotonic()
+        for name in report.begun:
+            if (call := self._of.get(name)) is not None and call.ran is None:
+                call.ran = max(call.began, self.progress)  # a step begins with the report of the one before
         self.counts, self.taken, self.progress = dict(report.counts), report.taken, now
         before, self._so_far = self._so_far, (*report.guesses, *report.use)
         for name, old, new in zip(_OF_ENGINE, before, self._so_far, strict=True):
@@ -215,7 +223,8 @@ class Calls:
         if token.token is not None:
             if token.name in call.waiting:
                 waited = now - call.began
-                if not call.drawn and not call.embeds:
+                if call.first is None and not call.embeds:
+                    call.first = now
                     self._metrics.observe("vllm:time_to_first_token_seconds", waited)
                 num = self._started(call, token.name)
                 self._metrics.add("vllm:prompt_tokens", num)
@@ -226,7 +235,17 @@ class Calls:
             self._metrics.add("vllm:request_success", label=token.finish)
         call.put(Piece(choice, token))
         if not call.left:
-            self._metrics.observe("vllm:e2e_request_latency_seconds", now - call.began)
+            self._ended(call, now)
+
+    def _ended(self, call: Call, now: float) -> None:
+        self._metrics.observe("vllm:e2e_request_latency_seconds", now - call.began)
+        if call.ran is None:  # it never ran
+            return
+        self._metrics.observe("vllm:request_queue_time_seconds", call.ran - call.began)
+        self._metrics.observe("vllm:request_inference_time_seconds", now - call.ran)
+        if call.first is not None:
+            self._metrics.observe("vllm:request_prefill_time_seconds", call.first - call.ran)
+            self._metrics.observe("vllm:request_decode_time_seconds", now - call.first)
 
     def _drawn(self, call: Call, choice: int, now: float) -> None:
         call.drawn += 1

@@ -7,7 +7,7 @@ for each step. Both ends are processes of one program on one machine, so message
 import asyncio
 import pickle
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,6 +80,7 @@ class Report(NamedTuple):
         vectors: by name of a request whose prompt is embedded, float32 numbers.
         guesses: counts of drafts so far, as `Engine.guesses`.
         use: counts of the cache's use so far, as `Engine.cache_use`.
+        begun: names of requests that have blocks since this step, and had none before it.
     """
 
     tokens: list[Token]
@@ -89,6 +90,7 @@ class Report(NamedTuple):
     vectors: Mapping[str, bytes]
     guesses: Guesses = Guesses()
     use: CacheUse = CacheUse()
+    begun: Sequence[str] = ()
 
 
 def packed(value: object) -> bytes:

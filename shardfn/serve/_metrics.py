@@ -11,6 +11,10 @@ _TIMES = {
     "vllm:time_to_first_token_seconds": "from a request's arrival to its first token",
     "vllm:inter_token_latency_seconds": "between tokens of a choice",
     "vllm:e2e_request_latency_seconds": "from a request's arrival to its end",
+    "vllm:request_queue_time_seconds": "from a request's arrival to the step in which it begins",
+    "vllm:request_prefill_time_seconds": "from that step to the first token",
+    "vllm:request_decode_time_seconds": "from the first token to the last",
+    "vllm:request_inference_time_seconds": "from that step to the last token",
 }
 _COUNTS = {
     "vllm:prompt_tokens": "tokens of prompts",

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 VOCAB, CONTEXT = 13, 28
 _SIZES = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "use_cache": True}
-_LLAMA = {
+LLAMA = {
     **_SIZES,
     "hidden_size": 24,
     "intermediate_size": 37,  # no multiple of a vector
@@ -23,7 +23,7 @@ _LLAMA = {
 }
 _EXPERTS = {"moe_intermediate_size": 19, "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [0]}
 # The products of torch that transformers takes by default have no rows of 37.
-_EAGER = {"experts_implementation": "eager"}
+EAGER = {"experts_implementation": "eager"}
 _KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -55,7 +55,7 @@ def _opt(num_attention_heads: int = 4) -> Any:
 
 
 def _llama_like(kind: str, **more: Any) -> Callable[..., Any]:
-    return lambda **changes: made(kind, **(_LLAMA | more | changes))
+    return lambda **changes: made(kind, **(LLAMA | more | changes))
 
 
 MODELS: dict[str, Callable[..., Any]] = {
@@ -71,8 +71,8 @@ MODELS: dict[str, Callable[..., Any]] = {
     "gemma2": _llama_like("Gemma2", head_dim=8, sliding_window=5, attn_logit_softcapping=1.5, **_KINDS),
     "gemma3": _llama_like("Gemma3", head_dim=8, sliding_window=5, **_KINDS),
     "smollm3": _llama_like("SmolLM3", no_rope_layers=[1, 0]),
-    "mixtral": _llama_like("Mixtral", **_EAGER, num_local_experts=5, num_experts_per_tok=2, sliding_window=5),
-    "qwen3_moe": _llama_like("Qwen3Moe", **_EAGER, **_EXPERTS, head_dim=8, num_experts=6, decoder_sparse_step=1),
-    "olmoe": _llama_like("Olmoe", **_EAGER, num_experts=4, num_experts_per_tok=3),
+    "mixtral": _llama_like("Mixtral", **EAGER, num_local_experts=5, num_experts_per_tok=2, sliding_window=5),
+    "qwen3_moe": _llama_like("Qwen3Moe", **EAGER, **_EXPERTS, head_dim=8, num_experts=6, decoder_sparse_step=1),
+    "olmoe": _llama_like("Olmoe", **EAGER, num_experts=4, num_experts_per_tok=3),
     "olmo3": _llama_like("Olmo3", sliding_window=5, **_KINDS),
 }

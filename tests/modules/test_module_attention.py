@@ -1,5 +1,6 @@
 """Covers attention of models of transformers by a body: values on one device, restored configs, refusals."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import shardfn as sf
 from shardfn import nn
+from shardfn.modules._module_windows import Windows
 from shardfn.testing import RTOL, distributed
 
 transformers = pytest.importorskip("transformers")
@@ -105,6 +107,56 @@ def test_masks_that_have_more_pairs_are_refused() -> None:
     params, apply = sf.from_module(transformers.PaliGemmaForConditionalGeneration(config), attention=nn.Dense())
     with pytest.raises(ValueError, match="attends by a mask of its own"):
         apply(params, input_ids=TOKENS, token_type_ids=torch.zeros_like(TOKENS))
+
+
+@pytest.mark.parametrize("kind", ["Phimoe", "Qwen2Moe"])
+def test_windows_of_masks_alone_hold(kind: str) -> None:
+    experts = {"num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 20, "decoder_sparse_step": 1}
+    window = {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=11, **SIZES, **window, **experts, num_key_value_heads=2, experts_implementation="eager"
+    )
+    model = drawn(transformers.AutoModelForCausalLM.from_config(config)).eval()
+    params, apply = sf.from_module(model, attention=nn.Blockwise(4))
+    given = [{"input_ids": x} for x in (TOKENS, TOKENS[:, -3:])]
+    got, want = ([f(**x).logits[:, -1] for x in given] for f in (functools.partial(apply, params), model))
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    assert (want[0] - want[1]).abs().max() > 1e-3  # two layers see beyond the last window
+
+
+def test_several_windows_of_masks_alone_are_refused() -> None:
+    windows = Windows()
+    windows.made |= {3, 5}
+    assert windows.of(torch.nn.Identity(), 4) == 4
+    with pytest.raises(ValueError, match=r"Identity has no window of its own, and masks .* windows of \[3, 5\]"):
+        windows.of(torch.nn.Identity(), None)
+
+
+def roberta() -> Any:
+    config = transformers.RobertaConfig(vocab_size=11, pad_token_id=1, max_position_embeddings=20, **SIZES)
+    return drawn(transformers.RobertaForMaskedLM(config)).eval()
+
+
+def test_a_model_numbers_whole_rows_by_its_own_rule() -> None:
+    model, tokens = roberta(), TOKENS.clamp(min=2)
+    params, apply = sf.from_module(model, attention=nn.Dense())
+    torch.testing.assert_close(apply(params, tokens).logits, model(tokens).logits, rtol=1e-6, atol=1e-6)
+
+
+@distributed(world=2)
+def test_rows_that_a_model_would_number_on_each_rank_need_positions() -> None:
+    mesh, model, tokens = sf.make_mesh({"sp": 2}), roberta(), TOKENS[:, :6].clamp(min=2)
+    params, apply = sf.from_module(model, attention=nn.Ring("sp", 6))
+    step = sf.sharded_step(
+        lambda p, b: apply(p, **b).logits.square().mean(), sf.optim.sgd(0.1), mesh=mesh, batch=sf.P(None, "sp")
+    )
+    state, rank = step.init(params), torch.distributed.get_rank()
+    whole = {"input_ids": tokens, "position_ids": torch.arange(2, 8).expand(2, -1)}
+    own = {name: x.chunk(2, 1)[rank] for name, x in whole.items()}
+    want = model(tokens).logits.square().mean()
+    torch.testing.assert_close(step.loss(state.params, own), want, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=r"numbers tokens by all ids of a sequence.*give position_ids"):
+        step.loss(state.params, {"input_ids": own["input_ids"]})
 
 
 @distributed(world=3)

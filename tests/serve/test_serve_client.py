@@ -250,8 +250,10 @@ def test_many_at_once_are_not_mixed(server: Running) -> None:
 
 
 def test_metrics_count(server: Running, client: Any) -> None:
+    parts = ("queue", "prefill", "decode", "inference")
     names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:e2e_request_latency_seconds_count")
+    names += tuple(f"vllm:request_{part}_time_seconds_count" for part in parts)
     before = [metric(server, name) for name in names]
     made = client.completions.create(model=NAME, prompt="abcd", max_tokens=7, temperature=0)
     after = [metric(server, name) for name in names]
-    assert [b - a for a, b in zip(before, after, strict=True)] == [4, made.usage.completion_tokens, 1]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [4, made.usage.completion_tokens, 1, 1, 1, 1, 1]
