@@ -26,6 +26,7 @@ from ._generate_fit import fitted
 from ._generate_gguf import with_blocks
 from ._generate_job import DRAFTERS, DTYPES, GenerateJob, kind_of, run_of
 from ._generate_text import Text, text_of_data, text_of_transformers
+from ._model_sizes import check_sizes
 
 AXIS = "tp"
 # A model of transformers, and its weights where it has none of its own.
@@ -201,6 +202,7 @@ def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer
 
 
 def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> Served:
+    check_sizes(path / "config.json", object_of(path / "config.json"))
     changes, inexact = _exactness(job)
     if job.adapter is not None:  # its files name the module's own weights
         return _of_module(functools.partial(_module, path, job), job, mesh, text)
@@ -264,6 +266,7 @@ def _of_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
         raise ValueError(f"{run / 'model.json'} has no {missing}; it has {sorted(given)}. Train again to write it.")
     changes, inexact = _exactness(job)
     with reading(run / "model.json", "its model"):
+        check_sizes(run / "model.json", given["model"])
         config = gpt_config(given["model"], per_head=given["per_head"], **changes)
     tokenizer = _tokenizer_of_run(run, given)
     place = sharded(lambda params: params, mesh=mesh, specs=gpt.specs(config, tp=_axis(mesh)))

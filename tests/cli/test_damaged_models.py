@@ -120,7 +120,12 @@ WEIGHTS, STORED = "model.safetensors", "checkpoints/*/*.safetensors"
 FILES: dict[str, tuple[Damage, str]] = {
     "config cut": (cut("config.json", 50), "config.json' is not a valid JSON file"),
     "config a list": (edit("config.json", lambda _: b"[]"), "its tokenizer cannot be read: TypeError"),
-    "no width": (config("config.json", hidden_size=0), "its model cannot be read"),
+    "no width": (config("config.json", hidden_size=0), "config.json has sizes that no model has"),
+    "no positions": (
+        config("config.json", max_position_embeddings=0, num_key_value_heads=-1),
+        "- num_key_value_heads is -1; it must be an integer of 1 or more"
+        " - max_position_embeddings is 0; it must be an integer of 1 or more",
+    ),
     "width a text": (config("config.json", hidden_size="16"), "Field 'hidden_size' expected int, got str"),
     "3 heads": (config("config.json", num_attention_heads=3), "not a multiple of the number of attention heads"),
     "more layers": (config("config.json", num_hidden_layers=2), "model.layers.1.input_layernorm.weight is missing"),
@@ -161,7 +166,18 @@ RUN: dict[str, tuple[Damage, str]] = {
     "settings a list": (edit("model.json", lambda _: b"[]"), "model.json has a list; it must have an object of JSON"),
     "no model": (config("model.json", model=...), "model.json has no ['model']"),
     "model a text": (config("model.json", model="x"), "model.json: its model cannot be read: AttributeError"),
-    "no heads": (config("model.json", model=MODEL | {"num_attention_heads": 0}), "its model cannot be read"),
+    "no heads": (
+        config("model.json", model=MODEL | {"num_attention_heads": 0}),
+        "num_attention_heads is 0; it must be an integer of 1 or more",
+    ),
+    "no positions": (
+        config("model.json", model=MODEL | {"max_position_embeddings": 0}),
+        "max_position_embeddings is 0; it must be an integer of 1 or more",
+    ),
+    "positions a text": (
+        config("model.json", model=MODEL | {"max_position_embeddings": "512"}),
+        "max_position_embeddings is '512'; it must be an integer of 1 or more",
+    ),
     "tokenizer a number": (config("model.json", tokenizer=3), "tokenizer is 3; it must be 'bytes', or a file's name"),
     "tokenizer missing": (config("model.json", tokenizer="no.json"), "no.json"),
     "more layers": (
