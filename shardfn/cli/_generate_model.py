@@ -207,7 +207,8 @@ def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> S
     if job.adapter is not None:  # its files name the module's own weights
         return _of_module(functools.partial(_module, path, job), job, mesh, text)
     try:
-        gpt_config(object_of(path / "config.json"))
+        with reading(path / "config.json", "its model"):
+            gpt_config(object_of(path / "config.json"))
     except ValueError as error:
         return _of_module(functools.partial(_module, path, job), job, mesh, text, error)
     with reading(path, "its weights"):
@@ -358,8 +359,18 @@ def _model(directory: pathlib.Path, job: GenerateJob, **more: Any) -> Any:
 
 
 def _ends(path: pathlib.Path) -> frozenset[int]:
-    """The tokens that end a text by a file of configuration, if there is one."""
-    return _ids(object_of(path).get("eos_token_id")) if path.is_file() else frozenset()
+    """The tokens that end a text by a file of configuration, if there is one.
+
+    Raises:
+        ValueError: they are not integers.
+    """
+    value = object_of(path).get("eos_token_id") if path.is_file() else None
+    wrong = [
+        x for x in (value if isinstance(value, list) else [value]) if not isinstance(x, int) or isinstance(x, bool)
+    ]
+    if value is not None and wrong:
+        raise ValueError(f"{path}: eos_token_id is {value!r:.60}; it must be a token, an integer, or a list of tokens.")
+    return _ids(value)
 
 
 def _ids(value: int | list[int] | None) -> frozenset[int]:

@@ -1,5 +1,6 @@
-"""Sizes in a model's settings, checked before anything is made of them."""
+"""Sizes and other numbers in a model's settings, checked before anything is made of them."""
 
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -10,22 +11,25 @@ from shardfn.core import raise_all
 _SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head")
 _SIZES += ("num_key_value_heads", "intermediate_size", "n_inner", "head_dim", "max_position_embeddings", "n_positions")
 _SIZES += ("seq_length",)
+_NUMBERS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta")
 
 
 def check_sizes(path: pathlib.Path, settings: Mapping[str, Any]) -> None:
-    """Refuses sizes that no model has.
+    """Refuses sizes and other numbers that no model has.
 
     Args:
         path: of the file, for the message.
         settings: as in `config.json`.
 
     Raises:
-        ValueError: lists the fields that are not integers of 1 or more.
+        ValueError: lists the sizes that are not integers of 1 or more, and the numbers that are not above 0.
     """
-    given = {name: settings[name] for name in _SIZES if settings.get(name) is not None}
+    rope = settings.get("rope_parameters")
+    given = {**settings, **rope} if isinstance(rope, Mapping) else dict(settings)
+    found = {name: given[name] for name in (*_SIZES, *_NUMBERS) if given.get(name) is not None}
     wrong = [
-        f"{name} is {x!r:.60}; it must be an integer of 1 or more"
-        for name, x in given.items()
-        if not isinstance(x, int) or isinstance(x, bool) or x < 1
+        f"{name} is {x!r:.60}; it must be {'an integer of 1 or more' if name in _SIZES else 'a number above 0'}"
+        for name, x in found.items()
+        if isinstance(x, bool) or not isinstance(x, int if name in _SIZES else int | float) or not 0 < x < math.inf
     ]
-    raise_all(ValueError, f"{path} has sizes that no model has; copy the file from the model again:", wrong)
+    raise_all(ValueError, f"{path} has numbers that no model has; copy the file from the model again:", wrong)

@@ -120,7 +120,7 @@ WEIGHTS, STORED = "model.safetensors", "checkpoints/*/*.safetensors"
 FILES: dict[str, tuple[Damage, str]] = {
     "config cut": (cut("config.json", 50), "config.json' is not a valid JSON file"),
     "config a list": (edit("config.json", lambda _: b"[]"), "its tokenizer cannot be read: TypeError"),
-    "no width": (config("config.json", hidden_size=0), "config.json has sizes that no model has"),
+    "no width": (config("config.json", hidden_size=0), "hidden_size is 0; it must be an integer of 1 or more"),
     "no positions": (
         config("config.json", max_position_embeddings=0, num_key_value_heads=-1),
         "- num_key_value_heads is -1; it must be an integer of 1 or more"
@@ -135,6 +135,15 @@ FILES: dict[str, tuple[Damage, str]] = {
     "other positions": (config("config.json", rope_parameters={"rope_type": "no"}), "its model cannot be read"),
     "other function": (config("config.json", hidden_act="no"), "its model cannot be read: KeyError: 'no'"),
     "an end outside": (config("config.json", eos_token_id=10**6), "eos_token_id has 1000000, which is not a token"),
+    "ends a text": (
+        config("generation_config.json", eos_token_id="2"),
+        "generation_config.json: eos_token_id is '2'; it must be a token, an integer, or a list of tokens",
+    ),
+    "ends of texts": (config("generation_config.json", eos_token_id=[2, None]), "eos_token_id is [2, None]; it must"),
+    "no base of positions": (
+        config("config.json", rope_parameters={"rope_type": "default", "rope_theta": -1.0}),
+        "rope_theta is -1.0; it must be a number above 0",
+    ),
     "weights empty": (cut(WEIGHTS, 0), "was cut short: its header would have 0 bytes"),
     "weights without header": (cut(WEIGHTS, 4), "was cut short"),
     "header cut": (cut(WEIGHTS, 100), "was cut short"),
@@ -173,6 +182,10 @@ RUN: dict[str, tuple[Damage, str]] = {
     "no positions": (
         config("model.json", model=MODEL | {"max_position_embeddings": 0}),
         "max_position_embeddings is 0; it must be an integer of 1 or more",
+    ),
+    "norms a text": (
+        config("model.json", model=MODEL | {"rms_norm_eps": "1e-5"}),
+        "rms_norm_eps is '1e-5'; it must be a number above 0",
     ),
     "positions a text": (
         config("model.json", model=MODEL | {"max_position_embeddings": "512"}),
