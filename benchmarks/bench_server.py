@@ -11,7 +11,8 @@ Parts:
              of the texts from which drafts come
     streams  `--streams` at a time for `--seconds`: lost answers, equal requests with other texts, and memory
     idle     processor time of front and two ranks without requests, in parts of one core
-    kills    seconds from the end of one of two ranks, by `kill -9`, until the last of 50 streams has its error
+    kills    seconds from the end of one of two ranks, by `kill -9`, until the last of 50 streams has its error; for
+             `--kills` servers
 
 Engine and server take turns within a round; ratios are formed within it.
 """
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -47,6 +49,7 @@ SIZES = {
     "tiny": {"vocab_size": 256, "num_layers": 2, "d_model": 32, "num_heads": 2, "d_ff": None, "max_len": 512},
 }
 BUDGET, RUNNING = 128, 32
+_KILLED = 50  # streams
 TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -66,6 +69,11 @@ class Server:
         texts = [pathlib.Path(f"/proc/{pid}/status").read_text() for pid in self.pids]
         return [int(re.findall(r"VmRSS:\s+(\d+)", text)[0]) / 1024 for text in texts]
 
+    def open_streams(self) -> int:
+        """The number of streams that it serves."""
+        text = urllib.request.urlopen(self.url.removesuffix("/v1") + "/metrics").read().decode()
+        return int(float(re.findall(r"^shardfn:open_streams\S* (\S+)$", text, re.MULTILINE)[0]))
+
 
 def main() -> None:
     """Measures and reports."""
@@ -77,6 +85,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--kills", type=int, default=2, help="servers that lose a rank, up to 4; %(default)s")
     parser.add_argument("--out", default="")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -235,25 +244,29 @@ def idle_part(args: argparse.Namespace) -> str:
 
 def kills_part(args: argparse.Namespace) -> str:
     """The delay of errors, for each rank, at the first tokens and later."""
-    del args
     rows = list[list[str]]()
-    for rank, after in ((0, 0.0), (1, 0.0), (0, 2.0), (1, 2.0)):
+    for rank, after in [(rank, after) for after in (0.0, 0.5) for rank in (0, 1)][: args.kills]:
         with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as held:
             made("tiny", pathlib.Path(place))
-            server = held.enter_context(running(pathlib.Path(place), ranks=2))
-
-            async def killed(server: Server = server, rank: int = rank, after: float = after) -> tuple[float, int]:
-                asking = asyncio.ensure_future(measure(server.url, "it", [Arrival(0, [1, 2], 500)] * 50))
-                await asyncio.sleep(0.3 + after)
-                os.kill(server.pids[1 + rank], signal.SIGKILL)
-                began = time.monotonic()
-                found = await asking
-                return time.monotonic() - began, sum(f"Rank {rank} of the engine" in x.error for x in found)
-
-            seconds, errors = asyncio.run(killed())
+            few = ("--running", "8", "--budget", "16")  # a server with few graphs starts soon
+            server = held.enter_context(running(pathlib.Path(place), ranks=2, more=few))
+            seconds, errors = asyncio.run(_killed(server, rank, after))
             status = server.process.wait()
-        rows.append([str(rank), f"{after:.0f}", f"{seconds:.2f}", f"{errors} of 50", str(status)])
+        rows.append([str(rank), f"{after:.1f}", f"{seconds:.2f}", f"{errors} of {_KILLED}", str(status)])
     return table(["rank", "killed after, s", "last error after, s", "streams with the error", "exit status"], rows)
+
+
+async def _killed(server: Server, rank: int, after: float) -> tuple[float, int]:
+    """Kills a rank once all streams are open, and some seconds later; the delay of the last error, and their number."""
+    asking = asyncio.ensure_future(measure(server.url, "it", [Arrival(0, [1, 2], 500)] * _KILLED))
+    while await asyncio.to_thread(server.open_streams) < _KILLED:
+        assert not asking.done(), asking.result()
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(after)
+    os.kill(server.pids[1 + rank], signal.SIGKILL)
+    began = time.monotonic()
+    found = await asking
+    return time.monotonic() - began, sum(f"Rank {rank} of the engine" in x.error for x in found)
 
 
 def _ask(server: Server, arrivals: list[Arrival]) -> None:

@@ -26,6 +26,7 @@ from ._generate_fit import fitted
 from ._generate_gguf import with_blocks
 from ._generate_job import DRAFTERS, DTYPES, GenerateJob, kind_of, run_of
 from ._generate_text import Text, text_of_data, text_of_transformers
+from ._model_sizes import check_sizes
 
 AXIS = "tp"
 # A model of transformers, and its weights where it has none of its own.
@@ -201,11 +202,13 @@ def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer
 
 
 def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> Served:
+    check_sizes(path / "config.json", object_of(path / "config.json"))
     changes, inexact = _exactness(job)
     if job.adapter is not None:  # its files name the module's own weights
         return _of_module(functools.partial(_module, path, job), job, mesh, text)
     try:
-        gpt_config(object_of(path / "config.json"))
+        with reading(path / "config.json", "its model"):
+            gpt_config(object_of(path / "config.json"))
     except ValueError as error:
         return _of_module(functools.partial(_module, path, job), job, mesh, text, error)
     with reading(path, "its weights"):
@@ -264,6 +267,7 @@ def _of_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
         raise ValueError(f"{run / 'model.json'} has no {missing}; it has {sorted(given)}. Train again to write it.")
     changes, inexact = _exactness(job)
     with reading(run / "model.json", "its model"):
+        check_sizes(run / "model.json", given["model"])
         config = gpt_config(given["model"], per_head=given["per_head"], **changes)
     tokenizer = _tokenizer_of_run(run, given)
     place = sharded(lambda params: params, mesh=mesh, specs=gpt.specs(config, tp=_axis(mesh)))
@@ -355,8 +359,18 @@ def _model(directory: pathlib.Path, job: GenerateJob, **more: Any) -> Any:
 
 
 def _ends(path: pathlib.Path) -> frozenset[int]:
-    """The tokens that end a text by a file of configuration, if there is one."""
-    return _ids(object_of(path).get("eos_token_id")) if path.is_file() else frozenset()
+    """The tokens that end a text by a file of configuration, if there is one.
+
+    Raises:
+        ValueError: they are not integers.
+    """
+    value = object_of(path).get("eos_token_id") if path.is_file() else None
+    wrong = [
+        x for x in (value if isinstance(value, list) else [value]) if not isinstance(x, int) or isinstance(x, bool)
+    ]
+    if value is not None and wrong:
+        raise ValueError(f"{path}: eos_token_id is {value!r:.60}; it must be a token, an integer, or a list of tokens.")
+    return _ids(value)
 
 
 def _ids(value: int | list[int] | None) -> frozenset[int]:

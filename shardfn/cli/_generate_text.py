@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from shardfn.data import Tokenizer
 
+from ._template_time import check_template, rendered
+
 
 class Text(NamedTuple):
     """A tokenizer.
@@ -36,10 +38,11 @@ def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> 
 
     def chat(messages: list[dict[str, str]]) -> list[int]:
         try:  # the template has the special tokens, and none is added to them
-            ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+            check_template(tokenizer.get_chat_template())
+            text = rendered(lambda: tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template is a program, which may divide by zero
             raise ValueError(f"--chat: the chat template refuses these messages: {reason_of(error)}") from error
-        return list(ids)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
     own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)

@@ -48,6 +48,7 @@ from .partition import (
     prepare as prepare,
 )
 from .pipeline import (
+    Adapters as Adapters,
     PipelineState as PipelineState,
     PipelinedFunctions as PipelinedFunctions,
     PipelinedLayers as PipelinedLayers,

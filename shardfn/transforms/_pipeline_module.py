@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardfn.core import PyTree
-from shardfn.engine import Accumulated, Partitioned, PipelinedModule, check_order
+from shardfn.engine import Accumulated, Adapters, Partitioned, PipelinedModule, check_order
 from shardfn.modules import LayeredFunction
 from shardfn.schedules import PipelineSchedule
 
@@ -21,6 +21,7 @@ def pipeline_module(
     num_microbatches: int = 1,
     schedule: str | PipelineSchedule = "1f1b",
     layers_per_stage: Sequence[int] | None = None,
+    adapters: Adapters | None = None,
 ) -> Accumulated | PipelinedModule | Partitioned:
     """A loss of an unmodified module, whose layers may lie on different ranks: `pipeline` of a module.
 
@@ -50,12 +51,15 @@ def pipeline_module(
         num_microbatches: the number of microbatches; must divide the rows of the batch.
         schedule: "gpipe" or "1f1b"; or one of `shardfn.schedules`.
         layers_per_stage: as in `pipeline`, for a padded `params["model.layers"]` whose layers are of one kind.
+        adapters: of the module's leaves. The parameters are then `{"base": params, "lora": adapters.init(key)}`, with
+            `adapters.specs`, and `loss` gets the module's, with the adapters in their places. Layers are of one kind.
 
     Raises:
         TypeError: `function` was made without naming the layers.
-        ValueError: as in `pipeline`. Also when a step is built: a rank would have layers, of several kinds, that do not
-            run one after another. Also when a step runs: the result of a layer is used outside of the next layer;
-            layers do not run once each, in order; or transformers records outputs of all layers.
+        ValueError: as in `pipeline`; or layers of several kinds have adapters. Also when a step is built: a rank would
+            have layers, of several kinds, that do not run one after another. Also when a step runs: the result of a
+            layer is used outside of the next layer; layers do not run once each, in order; or transformers records
+            outputs of all layers.
 
     Example:
         >>> import torch
@@ -92,9 +96,15 @@ def pipeline_module(
             f"pipeline_module(layers_per_stage={tuple(layers_per_stage)}): the layers are of"
             f" {len(function.kinds.kinds)} kinds, and their stacks are cut evenly; leave it out."
         )
+    if adapters is not None and len(function.kinds.kinds) > 1:
+        raise ValueError(
+            f"pipeline_module(adapters=...): the layers are of {len(function.kinds.kinds)} kinds, and adapters are of"
+            " one; write the layers as functions: sf.pipeline(first, block, last)."
+        )
     table, path, per_stage = schedule_of(schedule, 1), function.path, per_stage_of(layers_per_stage, 1)
     whole = loss.inner if isinstance(loss, Partitioned) else loss
-    made = PipelinedModule(functools.partial(_layers, path), axis, table, 1, False, per_stage, whole, function)
+    blocks = functools.partial(_layers, path) if adapters is None else functools.partial(_adapted, path, adapters)
+    made = PipelinedModule(blocks, axis, table, 1, False, per_stage, whole, function, adapters)
     piped = Accumulated(made, num_microbatches) if num_microbatches > 1 else made
     return dataclasses.replace(loss, inner=piped) if isinstance(loss, Partitioned) else piped
 
@@ -103,7 +113,15 @@ def _layers(path: str, params: PyTree) -> PyTree:
     if path not in params:
         raise ValueError(
             f"pipeline_module(loss, function): params have {sorted(params)}, and the function's layers are at {path!r};"
-            " pass the parameters of from_module themselves. For adapters beside the layers, write them as functions:"
-            " sf.pipeline(first, block, last)."
+            " pass the parameters of from_module themselves; or, with adapters beside them, adapters=lora."
         )
     return params[path]
+
+
+def _adapted(path: str, adapters: Adapters, params: PyTree) -> PyTree:
+    if set(params) != {"base", "lora"}:
+        raise ValueError(
+            f"pipeline_module(adapters=...): params have {sorted(params)}; pass {{'base': params, 'lora': adapters}}."
+        )
+    own = {name: params["lora"][name] for name, site in adapters.sites.items() if site.entries[0] == path}
+    return {"base": _layers(path, params["base"]), "lora": own}

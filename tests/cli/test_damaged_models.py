@@ -120,7 +120,12 @@ WEIGHTS, STORED = "model.safetensors", "checkpoints/*/*.safetensors"
 FILES: dict[str, tuple[Damage, str]] = {
     "config cut": (cut("config.json", 50), "config.json' is not a valid JSON file"),
     "config a list": (edit("config.json", lambda _: b"[]"), "its tokenizer cannot be read: TypeError"),
-    "no width": (config("config.json", hidden_size=0), "its model cannot be read"),
+    "no width": (config("config.json", hidden_size=0), "hidden_size is 0; it must be an integer of 1 or more"),
+    "no positions": (
+        config("config.json", max_position_embeddings=0, num_key_value_heads=-1),
+        "- num_key_value_heads is -1; it must be an integer of 1 or more"
+        " - max_position_embeddings is 0; it must be an integer of 1 or more",
+    ),
     "width a text": (config("config.json", hidden_size="16"), "Field 'hidden_size' expected int, got str"),
     "3 heads": (config("config.json", num_attention_heads=3), "not a multiple of the number of attention heads"),
     "more layers": (config("config.json", num_hidden_layers=2), "model.layers.1.input_layernorm.weight is missing"),
@@ -130,6 +135,15 @@ FILES: dict[str, tuple[Damage, str]] = {
     "other positions": (config("config.json", rope_parameters={"rope_type": "no"}), "its model cannot be read"),
     "other function": (config("config.json", hidden_act="no"), "its model cannot be read: KeyError: 'no'"),
     "an end outside": (config("config.json", eos_token_id=10**6), "eos_token_id has 1000000, which is not a token"),
+    "ends a text": (
+        config("generation_config.json", eos_token_id="2"),
+        "generation_config.json: eos_token_id is '2'; it must be a token, an integer, or a list of tokens",
+    ),
+    "ends of texts": (config("generation_config.json", eos_token_id=[2, None]), "eos_token_id is [2, None]; it must"),
+    "no base of positions": (
+        config("config.json", rope_parameters={"rope_type": "default", "rope_theta": -1.0}),
+        "rope_theta is -1.0; it must be a number above 0",
+    ),
     "weights empty": (cut(WEIGHTS, 0), "was cut short: its header would have 0 bytes"),
     "weights without header": (cut(WEIGHTS, 4), "was cut short"),
     "header cut": (cut(WEIGHTS, 100), "was cut short"),
@@ -161,7 +175,22 @@ RUN: dict[str, tuple[Damage, str]] = {
     "settings a list": (edit("model.json", lambda _: b"[]"), "model.json has a list; it must have an object of JSON"),
     "no model": (config("model.json", model=...), "model.json has no ['model']"),
     "model a text": (config("model.json", model="x"), "model.json: its model cannot be read: AttributeError"),
-    "no heads": (config("model.json", model=MODEL | {"num_attention_heads": 0}), "its model cannot be read"),
+    "no heads": (
+        config("model.json", model=MODEL | {"num_attention_heads": 0}),
+        "num_attention_heads is 0; it must be an integer of 1 or more",
+    ),
+    "no positions": (
+        config("model.json", model=MODEL | {"max_position_embeddings": 0}),
+        "max_position_embeddings is 0; it must be an integer of 1 or more",
+    ),
+    "norms a text": (
+        config("model.json", model=MODEL | {"rms_norm_eps": "1e-5"}),
+        "rms_norm_eps is '1e-5'; it must be a number above 0",
+    ),
+    "positions a text": (
+        config("model.json", model=MODEL | {"max_position_embeddings": "512"}),
+        "max_position_embeddings is '512'; it must be an integer of 1 or more",
+    ),
     "tokenizer a number": (config("model.json", tokenizer=3), "tokenizer is 3; it must be 'bytes', or a file's name"),
     "tokenizer missing": (config("model.json", tokenizer="no.json"), "no.json"),
     "more layers": (

@@ -350,7 +350,7 @@ def test_without_its_packages(
     assert "it needs uvicorn, which is missing: pip install 'shardfn[serve]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("source", ["{% for %}", "{{ x"])
+@pytest.mark.parametrize("source", ["{% for %}", "{{ x", "{{ 9 ** 9 ** 9 }}"])
 def test_a_file_that_is_no_template(
     model: pathlib.Path, tmp_path: pathlib.Path, source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,6 +370,21 @@ def test_templates_run_in_a_sandbox() -> None:
         made([{"role": "user", "content": "a"}])
 
 
+def test_a_template_of_a_model_with_a_power_refuses_the_messages() -> None:
+    from shardfn.cli._generate_text import text_of_transformers
+    from tests.cli.test_generate import WORDS, tokenizer_of
+
+    theirs = tokenizer_of(WORDS)
+    theirs.chat_template = "**{{ messages[0].content }}**\n{{ 9 ** 9 ** 9 }}"
+    chat = text_of_transformers(theirs).chat
+    assert chat is not None
+    with pytest.raises(ValueError, match=r"refuses these messages: the chat template has \*\* in line 2"):
+        chat([{"role": "user", "content": "a"}])
+
+
+ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -378,6 +393,7 @@ def test_templates_run_in_a_sandbox() -> None:
         ("{% for i in range(messages[0].content | int) %}x{% endfor %}", "Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
         ("{{ messages[3].content.x }}", "list object has no element 3"),
+        (ENDLESS, "it takes more than 1 s of a processor"),
     ],
 )
 def test_a_template_that_fails_refuses_the_messages(source: str, words: str) -> None:

@@ -276,3 +276,27 @@ def test_a_tokenizer_without_a_template(start: Any) -> None:
     found = server.send("/v1/chat/completions", CHAT)
     assert (found.status, found.error["code"]) == (400, "no_chat_template")
     assert server.send("/v1/completions", COMPLETION).status == 200
+
+
+CHATML = (
+    "{% for m in messages %}{% if m['content'] == 'endless' %}"
+    "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_a_template_without_an_end_refuses_its_request(start: Any) -> None:
+    from shardfn.cli._chat_template import template
+    from shardfn.cli._generate_text import text_of_data
+    from shardfn.data import ByteTokenizer
+    from tests.serve.server import WORDS
+
+    server = start(text=WORDS._replace(chat=template(CHATML, text_of_data(ByteTokenizer()))))
+    found = server.send("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "endless"}]})
+    assert (found.status, found.error["param"]) == (400, "messages")
+    assert "refuses these messages: it takes more than 1 s of a processor" in found.error["message"]
+    found = server.send("/v1/chat/completions", CHAT)
+    assert found.status == 200
+    text = "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
+    assert found.json["usage"]["prompt_tokens"] == len(text)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import shardfn as sf
 from shardfn import P, Zero, optim
+from shardfn.lora import LoRA
 from shardfn.modules import from_module
 from shardfn.testing import assert_parity, distributed
 
@@ -138,6 +139,50 @@ def test_with_zero(name: str, stage: int) -> None:
     mesh = sf.make_mesh({"dp": 2, "pp": 2}, device="cpu")
     for tied, dtype in ((True, torch.float64), (False, torch.float32))[name in IN_FLOAT32 :]:
         _parity(name, mesh, tied=tied, dtype=dtype, zero=Zero(stage=stage, persist_elements=0), layers=3)
+
+
+TARGETS = [r"(q|v|down)_proj", "embed_tokens"]  # in the layers, and before them
+
+
+def _with_adapters(params: dict[str, Any], path: str) -> tuple[LoRA, dict[str, Any]]:
+    """Adapters that change the model, and the parameters with them."""
+    cuts = {key: P("pp") if key == path else P() for key in params}
+    lora = LoRA.of(params, TARGETS, rank=2, alpha=6.0, specs=cuts)
+    own = lora.init(sf.key(1), dtype=params[path]["mlp.down_proj.weight"].dtype)
+    g = torch.Generator().manual_seed(2)
+    for adapter in own.values():
+        adapter["b"] = torch.randn(adapter["b"].shape, generator=g, dtype=adapter["b"].dtype) / 8
+    return lora, {"base": params, "lora": own}
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.nightly)])
+@distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_adapters_lie_with_their_layers(world: int, stage: int) -> None:
+    params, (loss, apply), plain, path = _made("llama", 4, False, torch.float64)
+    lora, tree = _with_adapters(params, path)
+
+    def whole(tree: Any, batch: Any) -> Tensor:
+        """The loss of torch's own call, with sums of weights and products."""
+        summed = {key: dict(x) if key == path else x for key, x in tree["base"].items()}
+        for name, own in tree["lora"].items():
+            at, key = (summed[path], name.removeprefix(f"{path}.")) if name.startswith(path) else (summed, name)
+            at[key] = at[key] + 3.0 * own["b"] @ own["a"]
+        return plain(summed, batch)
+
+    mesh = sf.make_mesh({"dp": world // 2, "pp": 2}, device="cpu")
+    piped = sf.pipeline_module(loss, apply, num_microbatches=2, adapters=lora)
+    assert_parity(
+        piped, optim.sgd(0.1, momentum=0.9), tree, _batches(True), mesh=mesh, reference=whole, specs=lora.specs,
+        trainable=lora.trainable, batch=P("dp"), zero=Zero(stage=stage, persist_elements=0),
+    )  # fmt: skip
+
+
+def test_adapters_that_do_not_fit() -> None:
+    params, (loss, apply), _, path = _made("llama", 2, False, torch.float32)
+    lora, _ = _with_adapters(params, path)
+    piped = sf.pipeline_module(loss, apply, adapters=lora)
+    with pytest.raises(ValueError, match=r"pass \{'base': params, 'lora': adapters\}"):
+        piped(params, _batches(False)[0])
 
 
 @pytest.mark.nightly

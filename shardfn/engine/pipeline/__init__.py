@@ -16,6 +16,7 @@ from ._pipelined_functions import (
     PipelinedFunctions as PipelinedFunctions,
 )
 from ._pipelined_module import (
+    Adapters as Adapters,
     PipelinedModule as PipelinedModule,
 )
 from ._stage_layout import (

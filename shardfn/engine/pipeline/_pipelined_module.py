@@ -1,8 +1,8 @@
 """The loss that `pipeline_module` returns: of a module whose layers may lie on several ranks."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -14,6 +14,20 @@ from ._pipelined import Pipelined, Place
 from ._remote_stack import ElsewhereTensor
 
 
+@runtime_checkable
+class Adapters(Protocol):
+    """Adapters of a module's leaves, as `lora.LoRA`: the step's parameters are `{"base": ..., "lora": ...}`."""
+
+    @property
+    def sites(self) -> Mapping[str, Any]:
+        """By path, the leaves that have one."""
+        ...
+
+    def apply(self, params: PyTree, adapters: PyTree) -> PyTree:
+        """The parameters as the module takes them."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class PipelinedModule(Pipelined):
     """A loss that calls a module once. Each stage runs the whole of it, around its own layers.
@@ -21,15 +35,17 @@ class PipelinedModule(Pipelined):
     Attributes:
         loss: `loss(params, batch[, key])`.
         function: the module that it calls.
+        adapters: of the module's leaves; those of its layers lie on the ranks of their layers. None without any.
     """
 
     loss: Callable[..., Any]
     function: LayeredFunction
+    adapters: Adapters | None = None
 
     def __call__(self, params: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """The loss."""
         if axis_size(self.axis) == 1:
-            return self.loss(self._filled(params), batch, *key)
+            return self.loss(self._adapted(params), batch, *key)
         return super().__call__(params, batch, *key)
 
     def tied(self, params: PyTree) -> PyTree:
@@ -57,8 +73,10 @@ class PipelinedModule(Pipelined):
         return self._run(params, batch, LayerSpan(0, 0, None, False), key)
 
     def kinds(self, stack: PyTree) -> Sequence[PyTree]:
-        """The stacks of each kind of layers."""
-        return self.function.kinds.stacks(stack)
+        """The stacks of each kind of layers, with their adapters."""
+        if self.adapters is None:
+            return self.function.kinds.stacks(stack)
+        return [stack]
 
     def cut(self, rows: Sequence[Sequence[int]]) -> list[bool]:
         """Which kinds of layers have a stack that is cut."""
@@ -87,18 +105,23 @@ class PipelinedModule(Pipelined):
 
     def _num_layers(self, params: PyTree, place: Place) -> int:
         kinds = self.function.kinds
-        rows = [tree_leaves(stack)[0].shape[0] for stack in kinds.stacks(self.filled(self.blocks(params)))]
+        rows = [tree_leaves(stack)[0].shape[0] for stack in self.kinds(self.filled(self.blocks(params)))]
         if len(rows) == 1:
             return rows[0]
         last = int(axis_index(self.axis)) == axis_size(self.axis) - 1
         return kinds.end(place.row, rows, last=last) - place.row
 
-    def _filled(self, params: PyTree) -> PyTree:
-        return {**params, self.function.path: self.filled(params[self.function.path])}
+    def _adapted(self, params: PyTree) -> PyTree:
+        """The module's parameters, with the adapters in their places, and without unused rows."""
+        path, stack = self.function.path, self.filled(self.blocks(params))
+        if self.adapters is None:
+            return {**params, path: stack}
+        base, lora = {**params["base"], path: stack["base"]}, {**params["lora"], **stack["lora"]}
+        return self.adapters.apply(base, lora)
 
     def _run(self, params: PyTree, batch: PyTree, span: LayerSpan, key: tuple[Tensor, ...]) -> Any:
-        filled = self._filled(params)
-        stack = filled[self.function.path]
-        hidden: Any = tree_map(ElsewhereTensor.of, stack)
+        given = self._adapted(params)
+        stack = given[self.function.path]
+        hidden: Any = tree_map(ElsewhereTensor.of, stack, is_leaf=lambda x: isinstance(x, Tensor))
         span.stack, span.shown = stack, hidden
-        return self.function.on_span(span, self.loss, {**filled, self.function.path: hidden}, batch, *key)
+        return self.function.on_span(span, self.loss, {**given, self.function.path: hidden}, batch, *key)
