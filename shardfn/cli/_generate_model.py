@@ -29,7 +29,7 @@ from ._generate_text import Text, text_of_data, text_of_transformers
 from ._model_sizes import check_sizes
 
 AXIS = "tp"
-# A model of transformers, and its weights where it has none of its own.
+# A model of transformers, and weights for one without its own.
 _Module = tuple[Any, Mapping[str, Any] | None]
 _FILES_ALONE = {"trust_remote_code": False}  # without it transformers asks the user, and waits
 _WIDE = "_keep_in_fp32_modules_strict"  # names layers that from_pretrained leaves in float32

@@ -57,7 +57,7 @@ def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> 
 
 
 def reason_of(error: Exception) -> str:
-    """The message of an error that a template has met; its type where it has none."""
+    """The message of an error that a template has met, or its type, where the message is empty."""
     return str(error) or type(error).__name__
 
 

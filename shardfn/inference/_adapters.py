@@ -84,7 +84,7 @@ class Adapters:
         return self._names[name].digest
 
     def of(self, plan: Plan) -> LowRank | None:
-        """The adapters of a plan's tokens; None if it has none."""
+        """The adapters of a plan's tokens; None for a plan without any."""
         return low_rank(plan.sequences, plan.adapters, self._slots, self._sites) if plan.adapters else None
 
     def of_padding(self, bucket: int) -> LowRank | None:

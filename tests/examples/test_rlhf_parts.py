@@ -121,7 +121,7 @@ def test_a_run_that_is_killed_anywhere_goes_on_bit_for_bit(tmp_path: pathlib.Pat
 
 @pytest.mark.nightly
 def test_rewards_by_a_model_rise(tmp_path: pathlib.Path) -> None:
-    # Of 100 problems 14 more are right after 80 iterations, and 21 after 160. The model of rewards depends on the
+    # 14 more of 100 problems are right after 80 iterations, and 21 after 160. The model of rewards depends on the
     # rounding of the machine, which orders 95% to 99% of its pairs; so the gain has room above the limit.
     options = "--imitate", "40", "--lr", "3e-4", "--iterations", "160", "--out", str(tmp_path)
     out = run(ALONE, *options, example=PPO, seconds=1200)

@@ -204,7 +204,7 @@ def test_a_grid_beside_another_axis(other: str, stage: int, world: int) -> None:
 @pytest.mark.nightly
 @distributed(world=4, timeout=600)
 def test_two_axes_cut_one_sequence() -> None:
-    """Of 9 tokens the four ranks have 3, 2, 2 and 2; cut over one axis, they would have 3, 3, 3 and none."""
+    """The four ranks have 3, 2, 2 and 2 of 9 tokens; cut over one axis, they would have 3, 3, 3 and none."""
     mesh, axes = sf.make_mesh({"a": 2, "b": 2}), ("a", "b")
     for body in (nn.Ring(axes, 9, zigzag=True, block=4), nn.Chunked(4, axes, 9), nn.Ulysses(axes, 9)):
         parity(dataclasses.replace(CONFIGS["llama"], stacked=True), mesh, body, 9, stage=3, packed=True)

@@ -31,7 +31,7 @@ def test_counts_of_the_engine_are_on_the_page() -> None:
 
 
 def times(metrics: Metrics) -> dict[str, tuple[float, float]]:
-    """Of each part of a request's time the number of requests, and the sum of seconds."""
+    """The number of requests with each part of a request's time, and its sum in seconds."""
     values = dict(line.rsplit(" ", 1) for line in metrics.text({}).splitlines() if not line.startswith("#"))
     parts = ("queue_time", "prefill_time", "decode_time", "inference_time")
     names = {part: f"vllm:request_{part}_seconds" for part in parts} | {"all": "vllm:e2e_request_latency_seconds"}

@@ -89,7 +89,7 @@ def test_experts_are_parallel_by_their_spec(world: int, experts: str, num: int, 
     # The transposes of the tokens' rows and of their weights, and the sum of the results: that of `Sum("ep")`.
     if experts == "lookup":  # the biases are gathered; between the products rows stay with their ranks
         biases = [("all_gather", (num, 2 * F)), ("all_gather", (num, D))]
-        # Of more ranks each compares its rows with the ends of the experts, and sends their numbers, no row of floats.
+        # Each of more ranks compares its rows with the ends of the experts, and sends their numbers, no row of floats.
         numbers = [("all_gather_invariant", (S * K,))] if (world, num) == (3, 5) else []
         assert sent == [("pvary", (S, D)), *biases, *numbers, ("pvary", (S, K)), ("psum", (S, D))]
         return

@@ -36,7 +36,7 @@ def loss(params: Any, x: Tensor, *, until: int, outer: bool, calls: list[None]) 
 def params_of() -> Any:
     drawn = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randn, generator=drawn, dtype=torch.float64)
-    # Of the two first experts one is the choice of each token.
+    # Each token chooses one of the two first experts.
     router = draw(E, D) - torch.tensor([0.0, 0.0, 100.0, 100.0], dtype=torch.float64)[:, None]
     return {"router": router, "experts": {"w_up": draw(E, F, D), "w_down": draw(E, D, F)}}
 
