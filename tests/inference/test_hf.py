@@ -66,7 +66,9 @@ def check_tokens(model: Any, completions: list[Completion], tol: float = TOL) ->
         torch.testing.assert_close(torch.tensor([*got.prompt_logprobs, *got.logprobs]), told, rtol=0, atol=tol)
         drawn = len(prompt) - 1
         assert bool((logprobs[drawn:].amax(-1) - told[drawn:] < 2 * tol).all())
-        want = model.generate(sequence[:, : len(prompt)], max_new_tokens=len(got.tokens), do_sample=False)
+        start = sequence[:, : len(prompt)]  # with a mask, as `generate` else hides tokens equal to the padding
+        mask = torch.ones_like(start)
+        want = model.generate(start, attention_mask=mask, max_new_tokens=len(got.tokens), do_sample=False)
         for i, (a, b) in enumerate(zip(got.tokens, want[0, len(prompt) :].tolist(), strict=True)):
             if a != b:
                 assert abs(float(logprobs[drawn + i, a] - logprobs[drawn + i, b])) < 2 * tol

@@ -96,7 +96,7 @@ def test_logits_are_those_of_the_full_forward(kind: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["Apertus", "Arcee", "Bert", "BertGeneration", "CodeGen"])
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_tokens_are_those_of_generate(kind: str) -> None:
     model = model_of(kind)
     decoder, params = hf_decoder(model, exact=True)
