@@ -150,9 +150,11 @@ class Runner:
     def _made(self, prefetch: int | None = None) -> dict[str, Sharded]:
         """The pure step over sharded weights, by the results that are wanted beside tokens."""
         schedule: dict[str, Any] = {} if prefetch is None else {"prefetch": prefetch, "passes": (without_copies,)}
+        # A compiled cosine has other bits than torch's, and only graphs of many rows have regions worth compiling.
+        backend = "graph" if self._decoder.exact else None
         return {
             more: sharded(
-                jit(functools.partial(_step, self._decoder, num), **schedule),
+                jit(functools.partial(_step, self._decoder, num), backend=backend, **schedule),
                 mesh=self.mesh,
                 specs=self._decoder.packed,
                 zero=self._zero,

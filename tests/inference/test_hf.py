@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from shardfn import core
 from shardfn.inference import Completion, Decoder, Engine, Limits, Runner, Sampling, hf_decoder
 from shardfn.inference._cache import alone
 from shardfn.testing import distributed
-from tests.inference.hf_models import CONTEXT, MODELS, VOCAB, config_of, transformers
+from tests.inference.hf_models import CONTEXT, LLAMA, MODELS, VOCAB, config_of, made, transformers
 from tests.inference.stories import check, draw_alone, run
 from tests.inference.test_stories import drawn_stories
 
@@ -95,6 +95,13 @@ def test_tokens_are_those_of_generate(kind: str) -> None:
     assert model.config._attn_implementation == before
     check_tokens(model, completions)
     check_alone(Model(made, [params]), completions)
+
+
+def test_graphs_of_many_rows_have_the_bits_of_a_forward() -> None:
+    """Rotary tables of 12 rows of 128 are large enough for a compiler, whose cosine is another one."""
+    model = made("Llama", **(LLAMA | {"hidden_size": 32, "head_dim": 128}))
+    decoder, params = hf_decoder(model, exact=True)
+    check_alone(Model(decoder, [params]), complete(decoder, params, replace(LIMITS, buckets=(12,))))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
