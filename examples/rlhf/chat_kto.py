@@ -57,8 +57,8 @@ def loss_of(config, trained, beta, weights, params, batch):
         gains = sums(config, policy, batch["other"]) - sums(config, reference, batch["other"])
         z = sf.psum(gains.sum(), "dp") / sf.psum(gains.new_tensor(len(gains)), "dp")
     gain = (own - before).detach()
-    means = {name: (kind.to(gain.dtype), gain) for name, kind in (("wanted", wanted), ("other", ~wanted))}
-    metrics = {name: sf.WeightedMean((kind * x).sum(), kind.sum()) for name, (kind, x) in means.items()}
+    kinds = {"wanted": wanted.to(gain.dtype), "other": (~wanted).to(gain.dtype)}
+    metrics = {name: sf.WeightedMean((kind * gain).sum(), kind.sum()) for name, kind in kinds.items()}
     metrics |= {"z": rl.row_mean(gains), "cut": rl.row_mean(batch["own"]["cut"])}
     return rl.kto(own, before, wanted, z, beta=beta, weights=weights), metrics
 

@@ -202,13 +202,14 @@ def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer
 
 
 def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> Served:
-    check_sizes(path / "config.json", object_of(path / "config.json"))
+    settings = object_of(path / "config.json")
+    check_sizes(path / "config.json", settings)
     changes, inexact = _exactness(job)
     if job.adapter is not None:  # its files name the module's own weights
         return _of_module(functools.partial(_module, path, job), job, mesh, text)
     try:
         with reading(path / "config.json", "its model"):
-            gpt_config(object_of(path / "config.json"))
+            gpt_config(settings)
     except ValueError as error:
         return _of_module(functools.partial(_module, path, job), job, mesh, text, error)
     with reading(path, "its weights"):
@@ -365,12 +366,10 @@ def _ends(path: pathlib.Path) -> frozenset[int]:
         ValueError: they are not integers.
     """
     value = object_of(path).get("eos_token_id") if path.is_file() else None
-    wrong = [
-        x for x in (value if isinstance(value, list) else [value]) if not isinstance(x, int) or isinstance(x, bool)
-    ]
-    if value is not None and wrong:
+    tokens = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(x) is not int for x in tokens):
         raise ValueError(f"{path}: eos_token_id is {value!r:.60}; it must be a token, an integer, or a list of tokens.")
-    return _ids(value)
+    return frozenset(tokens)
 
 
 def _ids(value: int | list[int] | None) -> frozenset[int]:

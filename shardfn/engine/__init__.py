@@ -48,7 +48,7 @@ from .partition import (
     prepare as prepare,
 )
 from .pipeline import (
-    Adapters as Adapters,
+    LeafAdapters as LeafAdapters,
     PipelineState as PipelineState,
     PipelinedFunctions as PipelinedFunctions,
     PipelinedLayers as PipelinedLayers,

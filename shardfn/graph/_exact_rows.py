@@ -49,13 +49,12 @@ def exact_rows(gm: GraphModule) -> GraphModule:
         >>> exact_rows(gm) is gm
         True
     """
-    if not any(n.target is _ARRIVED for n in gm.graph.nodes):
-        return gm
-    walk = _Walk(Memory(gm))
-    if not walk.exact():
+    walk = _walked(gm)
+    starts = [] if walk is None else walk.exact()
+    if walk is None or not starts:
         return gm
     out, new = reordered(gm, list(gm.graph.nodes))
-    for start in walk.exact():
+    for start in starts:
         new[start].update_arg(_ROWS, -1)
     for node in walk.short():
         new[node].meta["short_rows"] = True
@@ -73,10 +72,8 @@ def balanced_shares(gm: GraphModule) -> dict[Node, float]:
         >>> balanced_shares(make_fx(lambda x: (x + 1,), tracing_mode="fake")(torch.ones(2)))
         {}
     """
-    if not any(n.target is _ARRIVED for n in gm.graph.nodes):
-        return {}
-    walk = _Walk(Memory(gm))
-    return {n: walk.balanced_share(n) for n in walk.short()}
+    walk = _walked(gm)
+    return {} if walk is None else {n: walk.balanced_share(n) for n in walk.short()}
 
 
 def has_short_rows(node: Node) -> bool:
@@ -87,6 +84,11 @@ def has_short_rows(node: Node) -> bool:
         False
     """
     return node.meta.get("short_rows", False)
+
+
+def _walked(gm: GraphModule) -> "_Walk | None":
+    """The walk through a graph; None if no rows come by an exchange."""
+    return _Walk(Memory(gm)) if any(n.target is _ARRIVED for n in gm.graph.nodes) else None
 
 
 class _Walk:

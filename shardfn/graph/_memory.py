@@ -121,8 +121,10 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20, balanced: bool = Fals
         12000
     """
     nodes, sent, phases = list(gm.graph.nodes), transfers(gm), phases_of(gm)
-    shares = balanced_shares(gm) if balanced else {}
-    blocks = [_shrunk(b, shares) for b in blocks_of(gm, sent)]
+    blocks = blocks_of(gm, sent)
+    if balanced:
+        shares = balanced_shares(gm)
+        blocks = [_shrunk(b, shares) for b in blocks]
     kinds = _kinds(blocks, sent, phases)
     walks = {m: _walk_in(m, nodes, blocks, kinds) for m in MEMORIES}
     walk, pairs = walks["device"], zip(blocks, kinds, strict=True)

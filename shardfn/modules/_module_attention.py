@@ -38,7 +38,7 @@ from shardfn.nn import (
 )
 
 from ._module_draws import Draws
-from ._module_windows import CALL, Windows, kind_of
+from ._module_windows import WINDOWS, Windows, kind_of
 
 NAME = "shardfn"
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -118,7 +118,7 @@ class RoutedCall:
     def running(self) -> Iterator[None]:
         """While it is open, attention is computed by the body."""
         with named(self._route.configs, NAME), self._route.watched(self._called):
-            with _CALL.bound(self), CALL.bound(self.windows):
+            with _CALL.bound(self), WINDOWS.bound(self.windows):
                 yield
 
     def check(self) -> None:
@@ -268,7 +268,7 @@ def mask_of_none(
     del kwargs
     if use_vmap or _adds_pairs(mask_function):
         raise ValueError("from_module(attention=): the model attends by a mask of its own, which is not routed.")
-    if (windows := CALL.innermost()) is not None:
+    if (windows := WINDOWS.innermost()) is not None:
         windows.made.add(local_size)
 
 

@@ -24,8 +24,7 @@ from ._expert_table import FIELD, experts_in, leaves_of
 from ._from_module import ModuleFunction, from_module
 from ._module_attention import OVER_TOKENS, configs_of, mask_of_none, models_in, named, numbers_tokens
 from ._module_served_experts import CALL, ServedExperts, served_experts
-from ._module_windows import CALL as MASKS
-from ._module_windows import Windows
+from ._module_windows import WINDOWS, Windows
 
 NAME = "shardfn_decoding"
 _KINDS = ("full_attention", "sliding_attention")
@@ -116,7 +115,7 @@ class DecodingFunction:
                 named(self._of_experts, NAME, FIELD),
                 _CALL.bound(attend),
                 CALL.bound(served),
-                MASKS.bound(Windows()),
+                WINDOWS.bound(Windows()),
             ):
                 out = self.module(
                     input_ids=tokens_T.long()[None],
@@ -191,7 +190,7 @@ def served_attention(
         ValueError: the layer needs other attention.
         RuntimeError: no function of `decoding` runs.
     """
-    attend, windows = _CALL.innermost(), MASKS.innermost()
+    attend, windows = _CALL.innermost(), WINDOWS.innermost()
     if attend is None or windows is None:
         raise RuntimeError(f"attention {NAME!r} is for modules that run by decoding(module).")
     layer = getattr(module, "layer_idx", None)

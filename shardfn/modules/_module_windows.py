@@ -46,4 +46,4 @@ def kind_of(module: Any) -> str | None:
     return kinds[at] if kinds and at is not None else None
 
 
-CALL = Ambient[Windows]("windows of a module's call", by_thread=True)
+WINDOWS = Ambient[Windows]("windows of a module's call", by_thread=True)

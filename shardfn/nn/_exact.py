@@ -145,10 +145,7 @@ class ExactWeight(Weight):
         if self.ndim != 2:
             raise ValueError(f"linear: an ExactWeight of shape {tuple(self.shape)}; flatten its dims to two.")
         if x.dtype != torch.float32:
-            raise TypeError(
-                f"linear: x is {x.dtype}, and exact layers compute float32; leave out mixed precision, or take"
-                " Policy(compute=torch.float32), also for parameters in float64."
-            )
+            raise not_float32(f"linear: x is {x.dtype}, and")
         if self.source is None:
             y = kernels.row_linear(x, self.panels, self.shape[0], chunks=self.chunks, bias=bias)
             return y if self.then is None else self.then(x, y)
@@ -214,6 +211,14 @@ def linears_of(x: Tensor, weights: Sequence[AnyWeight], biases: Sequence[Tensor 
 def rows_of(index: Tensor, w: AnyWeight) -> Tensor:
     """`embedding` of a table of either kind."""
     return w.rows(index) if isinstance(w, ExactWeight) else F.embedding(index, w)
+
+
+def not_float32(begin: str) -> TypeError:
+    """The error of an exact layer in another dtype, whose message begins so."""
+    return TypeError(
+        f"{begin} exact layers compute float32; leave out mixed precision, or take Policy(compute=torch.float32), also"
+        " for parameters in float64."
+    )
 
 
 def own_node(w: ExactWeight, inputs: int, axis: Axes) -> ExactWeight:

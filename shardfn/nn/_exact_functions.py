@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from shardfn import kernels
 
-from ._exact import AnyWeight, ExactWeight
+from ._exact import AnyWeight, ExactWeight, not_float32
 
 
 def gelu(x_F: Tensor, w: AnyWeight) -> Tensor:
@@ -115,10 +115,7 @@ def _norm(x: Tensor, w: Tensor, b: Tensor | None, eps: float, centered: bool) ->
         return handle_torch_function(_norm, (x, w, b), x, w, b, eps, centered)
     wrong = [t.dtype for t in (x, w, b) if t is not None and t.dtype != torch.float32]
     if wrong:
-        raise TypeError(
-            f"an exact norm of {wrong[0]}: exact layers compute float32; leave out mixed precision, or take"
-            " Policy(compute=torch.float32), also for parameters in float64."
-        )
+        raise not_float32(f"an exact norm of {wrong[0]}:")
     return _Norm.apply(x, w, b, eps, centered)  # pyright: ignore[reportReturnType]
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from shardfn import kernels
 
+from ._exact import not_float32
 from ._exact_functions import pointwise
 
 _LEAST = -87.0  # below it e^x is 0, so that nothing is subnormal
@@ -70,10 +71,7 @@ def exact_sum(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch 1"]:
 
 def _check(x: Tensor) -> None:
     if x.dtype != torch.float32:
-        raise TypeError(
-            f"exact scores of {x.dtype}: exact layers compute float32; leave out mixed precision, or take"
-            " Policy(compute=torch.float32), also for parameters in float64."
-        )
+        raise not_float32(f"exact scores of {x.dtype}:")
 
 
 def _sigmoid(x: Tensor) -> Tensor:

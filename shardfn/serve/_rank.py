@@ -42,10 +42,10 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
             stops = stops or isinstance(event, End)
             refused |= _enter(engine, event, embeds)
         tokens = engine.step()
-        before, running = set(running), engine.running
         vectors = _vectors(engine, tokens, embeds)
         if first:
             tokens = [token for token in tokens if token.name not in embeds or token.finish is not None]
+            before, running = set(running), engine.running
             so_far, begun = (engine.guesses, engine.cache_use), [name for name in running if name not in before]
             end.sendall(packed(Report(tokens, engine.counts(), taken, refused, vectors, *so_far, begun)))
         embeds -= {token.name for token in tokens if token.finish is not None}

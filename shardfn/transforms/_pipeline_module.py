@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardfn.core import PyTree
-from shardfn.engine import Accumulated, Adapters, Partitioned, PipelinedModule, check_order
+from shardfn.engine import Accumulated, LeafAdapters, Partitioned, PipelinedModule, check_order
 from shardfn.modules import LayeredFunction
 from shardfn.schedules import PipelineSchedule
 
@@ -21,7 +21,7 @@ def pipeline_module(
     num_microbatches: int = 1,
     schedule: str | PipelineSchedule = "1f1b",
     layers_per_stage: Sequence[int] | None = None,
-    adapters: Adapters | None = None,
+    adapters: LeafAdapters | None = None,
 ) -> Accumulated | PipelinedModule | Partitioned:
     """A loss of an unmodified module, whose layers may lie on different ranks: `pipeline` of a module.
 
@@ -118,7 +118,7 @@ def _layers(path: str, params: PyTree) -> PyTree:
     return params[path]
 
 
-def _adapted(path: str, adapters: Adapters, params: PyTree) -> PyTree:
+def _adapted(path: str, adapters: LeafAdapters, params: PyTree) -> PyTree:
     if set(params) != {"base", "lora"}:
         raise ValueError(
             f"pipeline_module(adapters=...): params have {sorted(params)}; pass {{'base': params, 'lora': adapters}}."

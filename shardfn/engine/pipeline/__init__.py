@@ -16,7 +16,7 @@ from ._pipelined_functions import (
     PipelinedFunctions as PipelinedFunctions,
 )
 from ._pipelined_module import (
-    Adapters as Adapters,
+    LeafAdapters as LeafAdapters,
     PipelinedModule as PipelinedModule,
 )
 from ._stage_layout import (

@@ -15,7 +15,7 @@ from ._remote_stack import ElsewhereTensor
 
 
 @runtime_checkable
-class Adapters(Protocol):
+class LeafAdapters(Protocol):
     """Adapters of a module's leaves, as `lora.LoRA`: the step's parameters are `{"base": ..., "lora": ...}`."""
 
     @property
@@ -40,7 +40,7 @@ class PipelinedModule(Pipelined):
 
     loss: Callable[..., Any]
     function: LayeredFunction
-    adapters: Adapters | None = None
+    adapters: LeafAdapters | None = None
 
     def __call__(self, params: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """The loss."""
