@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 
 from shardfn._torch import DYNAMO, DataDependentOutputException, DynamicOutputShapeException, use_lazy_graph_module
 from shardfn.collectives import counting_nothing, current_application, current_line, recording_lines, with_sizes
-from shardfn.core import Ambient, one_tracing, progress
+from shardfn.core import Ambient, one_tracing, progress, runs_op_by_op
 from shardfn.memory import in_host_region
 
 from ._asserted import Asserting
@@ -116,6 +116,8 @@ class Recorder:
                 node.meta["part"] = self.part
             if in_host_region():
                 node.meta["memory"] = "host"
+            if runs_op_by_op():
+                node.meta["op_by_op"] = True
             line = current_line()
             # In eager steps the generator is put back before a recomputation; that is no op, and no graph holds it.
             if _RECOMPUTING and draws(node):

@@ -46,6 +46,7 @@ from ._module_names import named_buffers as named_buffers, named_modules as name
 from ._module_names import named_parameters as named_parameters, state_names as state_names
 from ._module_names import is_compiled as is_compiled, uncompiled as uncompiled
 from ._metadata import METADATA as METADATA, MetadataTensor as MetadataTensor
+from ._op_by_op import op_by_op as op_by_op, runs_op_by_op as runs_op_by_op
 from ._progress import progress as progress
 from ._per_mesh import PerMesh as PerMesh
 from ._pending import Pending as Pending

@@ -90,8 +90,8 @@ def compile_graph(gm: GraphModule, backend: Backend | None = None, *, min_bytes:
 
     "graph": each node is one call, in the graph's order; bit-identical to eager. "inductor": runs of pointwise ops
     and reductions become compiled calls (see `cut`); transfers, writes in place, matrix products and attention are as
-    in "graph", at the same places, and so are ops on rows that come by an exchange, whose number is data. Either way a
-    value is dropped after its last use.
+    in "graph", at the same places, and so are ops on rows that come by an exchange, whose number is data, and those
+    that were captured under `op_by_op`. Either way a value is dropped after its last use.
 
     Args:
         gm: a flat graph of aten ops with `meta["val"]`.

@@ -89,7 +89,7 @@ def finish(gm: GraphModule, graph: Graph) -> GraphModule:
 def call(
     graph: Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, like: Node
 ) -> Node:
-    """Adds a node at the insertion point, with its abstract value and with `like`'s phase and line.
+    """Adds a node at the insertion point, with its abstract value and with `like`'s phase, line, memory, and whether it may be compiled.
 
     Args:
         graph: where.
@@ -99,7 +99,7 @@ def call(
         like: the node that it replaces.
     """
     node = graph.create_node("call_function", target, args, dict(kwargs or {}), target._schema.name.split("::")[1])
-    node.meta.update({k: like.meta[k] for k in ("phase", "where", "memory") if k in like.meta})
+    node.meta.update({k: like.meta[k] for k in ("phase", "where", "memory", "op_by_op") if k in like.meta})
     node.meta["val"] = abstract_value(node)
     return node
 

@@ -123,7 +123,7 @@ def _fuses(node: Node) -> bool:
     op = op_of(node)
     if not (op.pointwise or op.fuses) or getattr(node.target, "namespace", "") != "aten":
         return False
-    if op.writes or op.draws or is_view(node):
+    if op.writes or op.draws or is_view(node) or node.meta.get("op_by_op"):
         return False
     around = (node, *node.all_input_nodes)
     if any(memory_of(n) != "device" for n in around):

@@ -150,7 +150,7 @@ class Runner:
     def _made(self, prefetch: int | None = None) -> dict[str, Sharded]:
         """The pure step over sharded weights, by the results that are wanted beside tokens."""
         schedule: dict[str, Any] = {} if prefetch is None else {"prefetch": prefetch, "passes": (without_copies,)}
-        # A compiled cosine has other bits than torch's, and only graphs of many rows have regions worth compiling.
+        # Its bits are torch's on every back end, and what lies between its kernels is not worth a compiler's time.
         backend = "graph" if self._decoder.exact else None
         return {
             more: sharded(

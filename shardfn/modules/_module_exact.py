@@ -10,14 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from shardfn import nn
 
-from ._module_rows import handlers_of, linear_operands
+from ._module_rows import RowByRow, handlers_of, linear_operands
 
 
-class ExactForward(TorchFunctionMode):
+class ExactForward(RowByRow):
     """Computes linear layers and some other functions row by row, in float32.
 
     Args:

@@ -11,7 +11,7 @@ and ranks exchange elements without adding them: results have the same bits on a
 import enum
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from shardfn.collectives import all_gather_invariant, take_own_block
-from shardfn.core import Axes
+from shardfn.core import Axes, op_by_op
 from shardfn.kernels import gated_silu, gelu, grouped_product, row_linear, row_norm
 from shardfn.nn import exact_softmax, own_range
 
@@ -86,7 +86,24 @@ class PackedWeight(NamedTuple):
         return y if self.edge is Edge.ENTER else all_gather_invariant(y, self.axis, dim=-1, size=self.num)
 
 
-class ExactRows(TorchFunctionMode):
+class RowByRow(TorchFunctionMode):
+    """A mode whose functions, also those that it leaves to torch, have the bits of the eager call in every graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._op_by_op = op_by_op()
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._op_by_op.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._op_by_op.__exit__(*error)
+        super().__exit__(*error)
+
+
+class ExactRows(RowByRow):
     """Computes linear layers and some other functions row by row, in float32 inside.
 
     Args:

@@ -18,12 +18,12 @@ KINDS = [k if k in ("gpt2", "llama", "mixtral") else pytest.param(k, marks=night
 PROMPTS, LENGTH = [[1, 2, 3, 4, 5], [7], [3, 3, 8, 1, 2]], 20
 
 
-def sampled(model: Any, **how: Any) -> rl.Rollout:
+def sampled(model: Any, length: int = LENGTH, **how: Any) -> rl.Rollout:
     """Answers of an exact engine on one device."""
     made, params = hf_decoder(model, exact=True)
     how = {"limits": limits_of(made, running=6, block=4, buckets=(32,)), "mesh": sf.make_mesh(alone=True)} | how
     sampling = Sampling(max_tokens=8, n=2, stop_tokens=(0,))
-    return rl.sample(Engine(made, params, **how), PROMPTS, sampling, key=sf.key(1), length=LENGTH)
+    return rl.sample(Engine(made, params, **how), PROMPTS, sampling, key=sf.key(1), length=length)
 
 
 def logprobs_of(apply: Any, params: Any, x: rl.Rollout) -> torch.Tensor:
@@ -47,6 +47,21 @@ def test_log_probabilities_are_those_of_the_engine(kind: str) -> None:
     _, plain = gradients(sf.from_module(model)[1], params, x)
     for name, want in plain.items():
         torch.testing.assert_close(exact[name], want, rtol=1e-4, atol=1e-4 * float(want.abs().max()), msg=name)
+
+
+def test_compiled_graphs_have_the_bits_of_the_engine() -> None:
+    """Rotary tables of 64 rows of 128 are large enough for a compiler, whose cosine is another one."""
+    model = MODELS["llama"](hidden_size=32, head_dim=128)
+    x = sampled(model, length=64)
+    params, apply = sf.from_module(model, exact=True)
+
+    def loss(params: Any, x: rl.Rollout) -> Any:
+        logprobs = logprobs_of(apply, params, x)
+        return -logprobs.mean(), rl.policy_metrics(logprobs, x.logprobs, x.lengths)
+
+    step = sf.sharded_step(sf.jit(loss, backend="inductor"), sf.optim.sgd(0.1), has_aux=True)
+    _, metrics = step(step.init(params), x)
+    assert float(metrics["exact"]) == 1
 
 
 @pytest.mark.parametrize("kind", [pytest.param("mixtral", marks=nightly), "llama"])
