@@ -10,23 +10,28 @@ A Llama of 8 layers, width 512 and 33.7M parameters, float32. Parts:
     split   the 95th percentile of the time between tokens of running sequences while prompts of 1,800 tokens arrive,
             with budgets of 64 rows and of 2,048, which leaves prompts whole
     start   capture of the graphs of all buckets
+    share   the part of a step, of one sequence and of 32, that is outside of products, attention and norms: for this
+            model, and for transformers' Llama of the same sizes
 
 Peers take turns within a round; ratios are formed within it.
 """
 
 import argparse
+import collections
+import contextlib
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from _report import publish, table
 
 from shardfn import core, interop
-from shardfn.inference import Engine, Runner, Sampling, decoder, limits_of
+from shardfn.inference import Engine, Runner, Sampling, decoder, hf_decoder, limits_of
+from shardfn.kernels import _dispatch
 from shardfn.models import gpt
 
 CONFIG = gpt.Config.llama_like(
@@ -43,7 +48,7 @@ def main() -> None:
     args = _arguments()
     torch.set_num_threads(args.threads)
     params = gpt.init(CONFIG, core.key(0))
-    parts = {"decode": decode_part, "trace": trace_part, "split": split_part, "start": start_part}
+    parts = {"decode": decode_part, "trace": trace_part, "split": split_part, "start": start_part, "share": share_part}
     body = [f"{args.threads} threads (transformers {args.peer_threads}), {args.rounds} rounds, float32, exact mode"]
     body += [f"## {name}\n\n{parts[name](params, args)}" for name in args.parts]
     publish("The inference engine", "\n\n".join(body), out=args.out)
@@ -204,6 +209,76 @@ def start_part(params: Any, args: argparse.Namespace) -> str:
     start = time.perf_counter()
     engine.warm_up()
     return f"{len(engine.limits.buckets)} buckets captured in {time.perf_counter() - start:.1f} s; {engine.memory()}"
+
+
+def share_part(params: Any, args: argparse.Namespace) -> str:
+    """Seconds of a step by kernels, and outside of all."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+    served = hf_decoder(LlamaForCausalLM(LlamaConfig(vocab_size=8192, **sizes)).eval(), exact=True)
+    rows = []
+    for name, (model, weights) in {"models.gpt": (MODEL, params), "transformers": served}.items():
+        limits = limits_of(model, context=512, running=32, buckets=(1, 32, 256))
+        seconds: dict[str, float] = collections.defaultdict(float)
+        with _timed_kernels(seconds):
+            engine = Engine(model, weights, limits=limits)
+            for num in (1, 32):
+                names = [engine.add([7] * 100, Sampling(max_tokens=400, temperature=GREEDY)) for _ in range(num)]
+                while engine.counts()["waiting"] or engine.step()[-1:] == []:
+                    engine.step()
+                found = [_parts(engine, seconds) for _ in range(args.rounds * 10)]
+                for one in names:
+                    engine.cancel(one)
+                while not engine.idle:
+                    engine.step()
+                middle = [statistics.median(x) for x in zip(*found, strict=True)]
+                low, mid, high = _quartiles([100 * x[-1] / x[0] for x in found])
+                rows.append([name, num, *(f"{1e3 * x:.3f}" for x in middle), f"{mid:.1f}", f"{low:.1f} .. {high:.1f}"])
+    head = ["model", "sequences", "step, ms", *_KERNELS, "other kernels", "outside of the three", "%", "quartiles"]
+    return table(head, rows)
+
+
+# The folders of kernels that are products, attention and norms.
+_KERNELS = {
+    "products": ("row_linear", "grouped_product"),
+    "attention": ("ragged_attention",),
+    "norms": ("row_norm",),
+}
+
+
+def _parts(engine: Engine, seconds: dict[str, float]) -> list[float]:
+    """Seconds of a step: all, those of each kind of kernel, of other kernels, and outside of the kinds."""
+    seconds.clear()
+    start = time.perf_counter()
+    engine.step()
+    whole = time.perf_counter() - start
+    kinds = [sum(seconds.get(folder, 0.0) for folder in folders) for folders in _KERNELS.values()]
+    return [whole, *kinds, sum(seconds.values()) - sum(kinds), whole - sum(kinds)]
+
+
+@contextlib.contextmanager
+def _timed_kernels(seconds: dict[str, float]) -> Iterator[None]:
+    """In it, each kernel's time is added to its folder's."""
+    find = _dispatch._find
+
+    def timed(folder: str, name: str, kind: str) -> Callable[..., Any]:
+        run = find(folder, name, kind)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                seconds[folder] += time.perf_counter() - start
+
+        return call
+
+    _dispatch._find = timed
+    try:
+        yield
+    finally:
+        _dispatch._find = find
 
 
 def _rate() -> float:

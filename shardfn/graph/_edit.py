@@ -89,7 +89,7 @@ def finish(gm: GraphModule, graph: Graph) -> GraphModule:
 def call(
     graph: Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, like: Node
 ) -> Node:
-    """Adds a node at the insertion point, with its abstract value and with `like`'s phase, line, memory, and whether it may be compiled.
+    """Adds a node at the insertion point, with its abstract value, and with `like`'s phase, line and way of running.
 
     Args:
         graph: where.

@@ -140,6 +140,7 @@ def test_other_models_run_by_their_own_code(tmp_path: pathlib.Path, capsys: pyte
     assert row["tokens"] == out[0, 3:].tolist()
 
 
+@pytest.mark.nightly
 def test_an_adapter_of_peft(given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = transformers.AutoModelForCausalLM.from_pretrained(given).eval()
     params, _ = sf.from_module(module)
@@ -164,7 +165,7 @@ def test_an_adapter_of_peft(given: pathlib.Path, tmp_path: pathlib.Path, capsys:
     )
 
 
-@pytest.mark.parametrize("codes", ["int8", "int4"])
+@pytest.mark.parametrize("codes", [pytest.param("int8", marks=pytest.mark.nightly), "int4"])
 def test_weights_in_codes(given: pathlib.Path, codes: Any, capsys: pytest.CaptureFixture[str]) -> None:
     config, deferred = interop.gpt_from_hf(given, exact=True)
     made = inference.decoder(config, codes=codes)
@@ -177,6 +178,7 @@ def test_weights_in_codes(given: pathlib.Path, codes: Any, capsys: pytest.Captur
     )
 
 
+@pytest.mark.nightly
 def test_codes_fitted_to_a_text(run: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, empty = tmp_path / "text", tmp_path / "empty"
     text.write_text("def f(x): return x * x + 1")
@@ -297,6 +299,7 @@ def test_drafts_change_no_completion(
     assert out == plain and "drafts accepted" in err
 
 
+@pytest.mark.nightly
 def test_a_draft_model_changes_no_completion(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same model as its own draft model is always right, also where tokens are sampled."""
     asked = ["generate", str(run), "aba", "bab", "--json", "--seed", "2"]
@@ -339,6 +342,7 @@ def test_a_chat_has_one_beginning(given: pathlib.Path, capsys: pytest.CaptureFix
     assert len(row["tokens"]) <= 2
 
 
+@pytest.mark.nightly
 def test_stop_strings_end_a_text(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [run, "abc", "--seed", 1, "--max-tokens", 9]
     [whole] = generated(capsys, *given)

@@ -111,6 +111,7 @@ def test_a_dense_plan_has_no_experts():
     assert made.experts is None and made.cost.experts == 0
 
 
+@pytest.mark.nightly
 def test_a_captured_step_of_experts_with_biases_leaves_them_out_and_has_a_note() -> None:
     experts = moe.Experts(num=4, d_ff=8, route=layers.sigmoid_groups, bias_rate=0.1)
     biased = dataclasses.replace(tiny(), experts=experts)

@@ -139,7 +139,7 @@ def test_files_that_differ_between_ranks_are_named(tmp_path: pathlib.Path) -> No
         Engine(cut, params, mesh=mesh, limits=LIMITS)
 
 
-@pytest.mark.parametrize("codes", [None, "int4"])
+@pytest.mark.parametrize("codes", [None, pytest.param("int4", marks=pytest.mark.nightly)])
 def test_one_device_generates_the_same_tokens(codes: Any, tmp_path: pathlib.Path) -> None:
     model = MODELS["gemma2"]()
     folder = saved(model, tmp_path)

@@ -66,7 +66,7 @@ def drawn_stories(limits: Limits, number: int) -> list[Story]:
 
 @pytest.mark.parametrize("kind", ["gpt2", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("llama", "mixtral"))])
 def test_stories(kind: str) -> None:
-    tell(kind, 30)
+    tell(kind, 20)
 
 
 @pytest.mark.nightly

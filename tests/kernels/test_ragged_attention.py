@@ -102,7 +102,7 @@ def test_the_plain_formula(heads: tuple[int, int, int], how: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("kind", ["native", "reference", "triton"])
-@pytest.mark.parametrize("how", [HOW[0], HOW[-1]], ids=["plain", "all"])
+@pytest.mark.parametrize("how", [pytest.param(HOW[0], id="plain"), pytest.param(HOW[-1], id="all", marks=NIGHTLY)])
 def test_lse_is_the_logarithm_of_the_sum(how: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "triton":
         pytest.importorskip("triton")

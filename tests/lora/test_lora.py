@@ -304,6 +304,7 @@ def test_dropout_has_the_same_masks_on_any_number_of_ranks() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_dropout_acts_on_the_inputs_of_adapters_alone() -> None:
     lora, tree = _flat()
     batch, other = _numbered()[0], _numbered()[1]

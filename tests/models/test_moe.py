@@ -109,7 +109,7 @@ def test_tensor_parallel_experts_on_an_axis_of_the_batch_in_microbatches(jit: bo
 
 @distributed(world=2)
 @pytest.mark.parametrize("capacity", [None, 0.7])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_ranks_have_unequal_parts_of_a_sequence(capacity: float | None, jit: bool) -> None:
     """All seven tokens come to both ranks, also to that with three of its own."""
     alone = config("mixtral", capacity=capacity)
@@ -133,7 +133,7 @@ def test_ranks_have_unequal_parts_of_a_sequence(capacity: float | None, jit: boo
 
 
 @distributed(world=2)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", [s if s == "gpt" else pytest.param(s, marks=pytest.mark.nightly) for s in SETTINGS])
 def test_stacked_layers_equal_separate_ones(setting: str) -> None:
     apart, stacked = config(setting), config(setting, stacked=True)
     batch = batches()[0]

@@ -78,7 +78,7 @@ def test_gradients_are_those_of_finite_differences(kind: str) -> None:
         assert abs(float(exact)) > 0.01
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, captured])
+@pytest.mark.parametrize("wrap", [lambda f: f, pytest.param(captured, marks=pytest.mark.nightly)])
 def test_steps_replay_in_microbatches_and_layers_that_run_again(wrap: Any) -> None:
     model = model_of("mixtral")
     params, apply = sf.from_module(model, experts=moe.Local())  # graphs hold these; the model's own need values

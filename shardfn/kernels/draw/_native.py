@@ -35,7 +35,7 @@ def draw(
     if found is None:
         return _reference.draw(logits, *arguments)
     r, v = logits.shape
-    threads = min(threads_for(r * v, FEW), max(r, 1))
+    threads = threads_for(r * v, FEW, r)
     tokens, logprobs = logits.new_empty(r, dtype=torch.int64), logits.new_empty(r)
     memory = logits.new_empty(threads * room(v), dtype=torch.float64)
     at = (None if x is None else x.data_ptr() for x in (logits, *arguments, tokens, logprobs, memory))
@@ -51,7 +51,7 @@ def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
     if found is None:
         return _reference.top_logprobs(logits, num)
     r, v = logits.shape
-    threads = min(threads_for(r * v, FEW), max(r, 1))
+    threads = threads_for(r * v, FEW, r)
     tokens, logprobs = logits.new_empty(r, num, dtype=torch.int64), logits.new_empty(r, num)
     memory = logits.new_empty(threads * room(v), dtype=torch.float64)
     at = (x.data_ptr() for x in (logits, tokens, logprobs, memory))

@@ -27,7 +27,7 @@ def penalise(
     if run is None:
         return _reference.penalise(logits, *arguments)
     r, v = logits.shape
-    threads = min(threads_for(r * v, FEW), max(r, 1))
+    threads = threads_for(r * v, FEW, r)
     out, counts = torch.empty_like(logits), history.new_zeros(threads * v)
     at = (x.data_ptr() for x in (logits, *arguments, out, counts))
     if run(*at, r, v, history.shape[1], threads):
