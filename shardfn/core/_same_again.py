@@ -4,9 +4,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from jaxtyping import Shaped
 from torch import Tensor
+
+from shardfn._torch import FakeTensor, check_tensor_all
 
 from ._ambient import Ambient
 
@@ -39,10 +40,12 @@ class FirstRun:
 
 
 def same_again(x: Shaped[Tensor, "..."], name: str) -> None:
-    """A recomputation of the function around must have the same `x` here, without a gradient.
+    """A recomputation of the functions around must have the same `x` here, without a gradient.
+
+    Functions are those under `remat`, and under `torch.utils.checkpoint` on a mesh or in a step.
 
     Args:
-        x: its values are compared. A capture has no values, and leaves it out.
+        x: its values are compared; in a capture by an operation of the graph.
         name: begins the error of a difference.
 
     Example:
@@ -53,11 +56,17 @@ def same_again(x: Shaped[Tensor, "..."], name: str) -> None:
 
 
 def _compare(before: Tensor | None, x: Tensor, name: str) -> None:
-    if before is not None and torch.equal(before, x):
-        return
-    alike = before is not None and before.shape == x.shape
-    places = f" in {int((before != x).sum())} of {x.numel()} places" if alike else ""
-    raise RuntimeError(
+    if before is None or before.shape != x.shape:
+        raise RuntimeError(_differ(name, ""))
+    differ = before != x
+    if isinstance(differ, FakeTensor):  # in a graph a message is a constant
+        check_tensor_all(~differ, lambda: _differ(name, " in some places"))
+    elif num := int(differ.sum()):
+        raise RuntimeError(_differ(name, f" in {num} of {x.numel()} places"))
+
+
+def _differ(name: str, places: str) -> str:
+    return (
         f"{name} differ{places} between the forward and its recomputation, whose gradients would be those of another"
         " function; draw by keys, and use nothing that changes in between."
     )

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from shardfn.activations import Forward, Rerun, Results, SavePolicy, noticing_names, pool_of
 from shardfn.capture import recomputing
 from shardfn.collectives import transforming
-from shardfn.core import FirstRun, tree_flatten, tree_unflatten
+from shardfn.core import checkpoints_as_now, tree_flatten, tree_unflatten
 from shardfn.engine import check_order, in_section
 from shardfn.leaves import LazyLeaf
 
@@ -49,7 +49,8 @@ def remat(
         ValueError: `f` is an `accumulate`d loss: its microbatches would be recomputed all at once; or it is jitted, is
             offloaded, or has a precision policy; (when called) the policy returns "disk" without a directory, or names
             a value too late.
-        RuntimeError: (in the backward) `f` runs other operations the second time, or its tokens choose other experts.
+        RuntimeError: (in the backward) `f` runs other operations the second time, or its tokens choose other experts; in
+            a captured step other experts are a ValueError when it runs.
         CaptureError: (when called) inside `jit`, the policy returns "disk" and `directory` is not the step's.
 
     Example:
@@ -88,7 +89,7 @@ def remat(
         for i in at:
             leaves[i] = None
         # Empty in the forward alone: every later call is a recomputation.
-        ran, first = list[None](), FirstRun()
+        ran = list[None]()
 
         def run(*tensors: Tensor) -> Any:
             filled = list(leaves)
@@ -96,13 +97,12 @@ def remat(
                 filled[i] = x
             args, kwargs = tree_unflatten(treedef, filled)
             with contextlib.ExitStack() as stack:
-                stack.enter_context(first.repeated() if ran else first.noted())
                 if ran:
                     stack.enter_context(recomputing())
                 ran.append(None)
                 return f(*args, **kwargs)
 
-        with noticing_names("remat", policy, called):
+        with noticing_names("remat", policy, called), checkpoints_as_now():
             return checkpoint(run, *tensors, **options)
 
     return recomputed
