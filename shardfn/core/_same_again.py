@@ -4,10 +4,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from jaxtyping import Shaped
 from torch import Tensor
-
-from shardfn._torch import FakeTensor, check_tensor_all
+from torch.fx.node import has_side_effect
 
 from ._ambient import Ambient
 
@@ -58,11 +58,7 @@ def same_again(x: Shaped[Tensor, "..."], name: str) -> None:
 def _compare(before: Tensor | None, x: Tensor, name: str) -> None:
     if before is None or before.shape != x.shape:
         raise RuntimeError(_differ(name, ""))
-    differ = before != x
-    if isinstance(differ, FakeTensor):  # in a graph a message is a constant
-        check_tensor_all(~differ, lambda: _differ(name, " in some places"))
-    elif num := int(differ.sum()):
-        raise RuntimeError(_differ(name, f" in {num} of {x.numel()} places"))
+    torch.ops.shardfn.same_again(before, x, name)
 
 
 def _differ(name: str, places: str) -> str:
@@ -70,3 +66,28 @@ def _differ(name: str, places: str) -> str:
         f"{name} differ{places} between the forward and its recomputation, whose gradients would be those of another"
         " function; draw by keys, and use nothing that changes in between."
     )
+
+
+# One operation without a result: a policy that goes by the operations of a forward does not count it.
+_LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
+_LIBRARY.define("same_again(Tensor before, Tensor x, str name) -> ()")
+
+
+def _same_again(before: Tensor, x: Tensor, name: str) -> None:
+    """Raises RuntimeError if values differ; on a GPU the program ends later, without a wait for it."""
+    if x.is_cuda:
+        torch._assert_async((before == x).all(), _differ(name, ""))
+    elif not torch.equal(before, x):
+        raise RuntimeError(_differ(name, f" in {int((before != x).sum())} of {x.numel()} places"))
+
+
+_LIBRARY.impl("same_again", _same_again, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("shardfn::same_again", lib=_LIBRARY)
+def _(before: Tensor, x: Tensor, name: str) -> None:
+    del before, x, name
+
+
+# Its result has no use, so that dead code would be removed.
+has_side_effect(torch.ops.shardfn.same_again.default)

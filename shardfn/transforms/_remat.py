@@ -49,8 +49,7 @@ def remat(
         ValueError: `f` is an `accumulate`d loss: its microbatches would be recomputed all at once; or it is jitted, is
             offloaded, or has a precision policy; (when called) the policy returns "disk" without a directory, or names
             a value too late.
-        RuntimeError: (in the backward) `f` runs other operations the second time, or its tokens choose other experts,
-            which in a captured step are a ValueError when it runs.
+        RuntimeError: (in the backward) `f` runs other operations the second time, or its tokens choose other experts.
         CaptureError: (when called) inside `jit`, the policy returns "disk" and `directory` is not the step's.
 
     Example:

@@ -38,7 +38,7 @@ def apply(
         ValueError: leaves with another number of experts, by path; a routing of other tokens; or more rows than the
             exchange has room for, on all ranks.
         RuntimeError: (in the backward, under `remat` or torch's checkpoint) the tokens have other experts than in the
-            forward; in a captured step a ValueError when it runs.
+            forward.
 
     Example:
         >>> import torch
