@@ -195,9 +195,9 @@ def test_leaves_beside_experts_travel_in_codes() -> None:
     params["norm_w"] -= 0.25
     for block in params["blocks"]:
         block["norm1_w"], block["norm2_w"] = block["norm1_w"] - 0.25, block["norm2_w"] - 0.25
-    found = []
+    found, travels = [], list[dict[str, Any]]([{}, {"gather": "int8", "secondary_axis": "ep"}, CODES])
     with sf.make_mesh({"dp": 2, "ep": 2}, device="cpu") as mesh:
-        for travel in ({}, {"gather": "int8", "secondary_axis": "ep"}, CODES):
+        for travel in travels:
             given = travelling(mesh, **travel)
             step = sf.sharded_step(given.pop("loss"), optimizer_of(), **given)
             grads, _ = step.gradients(step.init(params), own_rows(batch_of(0, 16), sf.P(BATCH), mesh))
