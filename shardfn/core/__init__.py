@@ -65,4 +65,4 @@ from ._ambient import (
 from ._again import Again as Again, Note as Note, Replaced as Replaced, as_now as as_now
 from ._again import bound_again as bound_again, checkpoints_as_now as checkpoints_as_now, noted_again as noted_again
 from ._checkpoint_name import checkpoint_name as checkpoint_name, hearing_names as hearing_names
-from ._same_again import FirstRun as FirstRun, same_again as same_again
+from ._same_again import same_again as same_again

@@ -17,6 +17,8 @@ import torch.utils.checkpoint as torch_checkpoint
 
 from shardfn._torch import CHECKPOINT, CHECKPOINT_APART, CHECKPOINT_GENERATOR
 
+from ._same_again import FirstRun
+
 # Binds a value again, each time that it is called.
 Again = Callable[[], AbstractContextManager[Any]]
 # Notes something on arguments.
@@ -120,6 +122,8 @@ _VALUES: dict[tuple[Any, str], _Attribute] = {}
 def checkpoints_as_now() -> AbstractContextManager[None]:
     """While it is active, functions under `torch.utils.checkpoint` run again with the ambient values of their forward.
 
+    Values of `same_again` must then be those of the forward.
+
     The reentrant kind runs as the other, which means the same: it adds gradients to the `.grad` of leaves, past a step,
     and drops those of the function's parameters where none of its arguments needs a gradient.
     """
@@ -147,14 +151,16 @@ def _generator(original: Callable[..., Any]) -> Callable[..., Any]:
     def generator(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = args[0] if CHECKPOINT_APART else args
         again, notes = as_now(), [note for note in (look(given) for look in _ARGUMENTS) if note is not None]
+        first = FirstRun()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with again():
+            with again(), first.repeated():
                 for note in notes:
                     note(args)
                 return f(*args, **kwargs)
 
-        return original(f if again is contextlib.nullcontext else run, *args, **kwargs)
+        with first.noted():  # torch runs the forward while the driver is at its one yield
+            yield from original(run, *args, **kwargs)
 
     return generator
 

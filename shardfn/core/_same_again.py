@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from ._ambient import Ambient
 
@@ -39,10 +40,12 @@ class FirstRun:
 
 
 def same_again(x: Shaped[Tensor, "..."], name: str) -> None:
-    """A recomputation of the function around must have the same `x` here, without a gradient.
+    """A recomputation of the functions around must have the same `x` here, without a gradient.
+
+    Functions are those under `remat`, and under `torch.utils.checkpoint` on a mesh or in a step.
 
     Args:
-        x: its values are compared. A capture has no values, and leaves it out.
+        x: its values are compared; in a capture by an operation of the graph.
         name: begins the error of a difference.
 
     Example:
@@ -53,11 +56,38 @@ def same_again(x: Shaped[Tensor, "..."], name: str) -> None:
 
 
 def _compare(before: Tensor | None, x: Tensor, name: str) -> None:
-    if before is not None and torch.equal(before, x):
-        return
-    alike = before is not None and before.shape == x.shape
-    places = f" in {int((before != x).sum())} of {x.numel()} places" if alike else ""
-    raise RuntimeError(
+    if before is None or before.shape != x.shape:
+        raise RuntimeError(_differ(name, ""))
+    torch.ops.shardfn.same_again(before, x, name)
+
+
+def _differ(name: str, places: str) -> str:
+    return (
         f"{name} differ{places} between the forward and its recomputation, whose gradients would be those of another"
         " function; draw by keys, and use nothing that changes in between."
     )
+
+
+# One operation without a result: a policy that goes by the operations of a forward does not count it.
+_LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
+_LIBRARY.define("same_again(Tensor before, Tensor x, str name) -> ()")
+
+
+def _same_again(before: Tensor, x: Tensor, name: str) -> None:
+    """Raises RuntimeError if values differ; on a GPU the program ends later, without a wait for it."""
+    if x.is_cuda:
+        torch._assert_async((before == x).all(), _differ(name, ""))
+    elif not torch.equal(before, x):
+        raise RuntimeError(_differ(name, f" in {int((before != x).sum())} of {x.numel()} places"))
+
+
+_LIBRARY.impl("same_again", _same_again, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("shardfn::same_again", lib=_LIBRARY)
+def _(before: Tensor, x: Tensor, name: str) -> None:
+    del before, x, name
+
+
+# Its result has no use, so that dead code would be removed.
+has_side_effect(torch.ops.shardfn.same_again.default)

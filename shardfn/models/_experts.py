@@ -5,7 +5,7 @@ E experts, k choices of a token, F ffn of an expert.
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -26,9 +26,9 @@ class Experts:
         d_ff: F; None is that of the dense layers.
         every: layer i has experts where `i >= first` and `(i - first + 1) % every == 0`: 1 is all, 2 every second.
         first: number of dense layers at the beginning.
-        route: `route(logits, k)` to a `moe.Routing`: `moe.top_k`, or others, with settings by `functools.partial`. It
-            also gets `name=`, `bias=` where `bias_rate` is above 0, `exact=True` in an exact model, `mask=` where the
-            batch has one, and `chosen=` where choices are replayed.
+        route: `route(logits, k=, name=)` to a `moe.Routing`: `moe.top_k`, or others, with settings by
+            `functools.partial`. It also gets `bias=` where `bias_rate` is above 0, `exact=True` in an exact model,
+            `mask=` where the batch has one, and `chosen=` where choices are replayed.
         balance: weight in the loss of the mean of `balance_loss` over layers.
         balance_loss: a function of `moe.balance`; it gets `axes=`, and `mask=` as `route` does.
         z: weight in the loss of the mean of `moe.balance.z`.
@@ -42,7 +42,7 @@ class Experts:
             `moe.Sum("tp")`.
 
     Raises:
-        ValueError: lists every field out of range.
+        ValueError: lists every field out of range, and the arguments that `route` does not take.
 
     Example:
         >>> [Experts(num=8, every=2).in_layer(i) for i in range(4)]
@@ -81,27 +81,61 @@ class Experts:
             problems.append(f"capacity={self.capacity} must be above 0; None drops nothing.")
         if self.d_ff is not None and self.d_ff < 1:
             problems.append(f"d_ff={self.d_ff} must be at least 1.")
+        problems += [
+            f"route={self._route_name} takes no {n}=; wrap it in a function of logits, k and name."
+            for n in self._not_taken(("k", "name"))
+        ]
+        if self.bias_rate > 0 and self._not_taken(("bias",)):
+            problems.append(
+                f"bias_rate={self.bias_rate} moves a bias in the choice, and route={self._route_name} takes no bias=;"
+                " use moe.sigmoid_groups or another router that does, or bias_rate=0."
+            )
         raise_all(ValueError, "Experts:", problems)
 
     def in_layer(self, i: int) -> bool:
         """Whether layer `i` has experts."""
         return i >= self.first and (i - self.first + 1) % self.every == 0
 
-    def options(self, name: str, bias: Tensor | None, exact: bool) -> dict[str, Any]:
-        """The options of `route` in one layer."""
-        return {"name": name} | ({} if bias is None else {"bias": bias}) | ({"exact": True} if exact else {})
+    def routing(self, logits_SE: Tensor, name: str, **options: Any) -> moe.Routing:
+        """The experts of tokens, by `route`.
+
+        Args:
+            logits_SE: of the router.
+            name: of the layer.
+            options: of `route`; those that are None are left out.
+
+        Raises:
+            ValueError: `route` does not take one of the options; or its own.
+        """
+        given = {n: x for n, x in options.items() if x is not None}
+        raise_all(
+            ValueError,
+            f"{name}: route={self._route_name}",
+            [f"takes no {n}=, which the model passes on here; use a router that does." for n in self._not_taken(given)],
+        )
+        return self.route(logits_SE, k=self.top_k, name=name, **given)
 
     def inexact(self) -> list[str]:
         """Reasons for which a token's results depend on the other tokens, or on the ranks."""
-        out, taken = [], inspect.signature(self.route).parameters
+        out = list[str]()
         if self.capacity is not None:
             out.append(f"capacity={self.capacity} drops a token's choices for those of other tokens; leave it out.")
-        if "exact" not in taken and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-            name = getattr(self.route, "__name__", self.route)
-            out.append(f"route={name} takes no exact=True; use moe.top_k or another router of single tokens.")
+        if self._not_taken(("exact",)):
+            out.append(
+                f"route={self._route_name} takes no exact=True; use moe.top_k or another router of single tokens."
+            )
         if isinstance(self.exchange, moe.Sum) and not self.exchange.in_order:
             fixed = dataclasses.replace(self.exchange, in_order=True)
             out.append(f"{self.exchange} adds results in the order of ranks; use {fixed}.")
         if isinstance(self.exchange, moe.Tokens) and self.exchange.overflow == "drop":
             out.append(f'{self.exchange} drops choices; use overflow="error".')
         return out
+
+    @property
+    def _route_name(self) -> str:
+        return getattr(self.route, "__name__", str(self.route))
+
+    def _not_taken(self, names: Iterable[str]) -> list[str]:
+        """The keyword arguments that `route` does not take."""
+        taken = inspect.signature(self.route).parameters
+        return [] if any(p.kind is p.VAR_KEYWORD for p in taken.values()) else [n for n in names if n not in taken]

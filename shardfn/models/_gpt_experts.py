@@ -62,10 +62,13 @@ def mixture(
             f"{name}: exact=True with {config.experts.exchange}: ranks along {along.axis!r} would have features of all"
             f" experts, whose sums have other bits; use exchange=moe.Sum({along.axis!r}, in_order=True)."
         )
-    more = {} if mask_BT is None else {"mask": mask_BT.flatten()}
-    chosen = {} if chosen_BTk is None else {"chosen": chosen_BTk.flatten(0, 1).long()}
+    options = {
+        "bias": bias_E,
+        "mask": None if mask_BT is None else mask_BT.flatten(),
+        "chosen": None if chosen_BTk is None else chosen_BTk.flatten(0, 1).long(),
+    }
     logits_BTE = _logits_of_all(config, p["router"], x_BTD, along)
-    routing, seen = _routed(config, config.experts, logits_BTE, bias_E, name, more, chosen, load)
+    routing, seen = _routed(config, config.experts, logits_BTE, name, options, load)
     if cut:
         # Each rank has its own features of every expert, and so a part of each result.
         x_BTD, routing = enter_parallel(x_BTD, *along), routing._replace(weights=pvary(routing.weights, along.axis))
@@ -146,17 +149,14 @@ def _routed(
     config: Config,
     experts: Experts,
     logits_BTE: Tensor,
-    bias_E: Tensor | None,
     name: str,
-    mask: dict[str, Any],
-    chosen: dict[str, Any],
+    options: dict[str, Any],
     load: bool,
 ) -> tuple[moe.Routing, Seen]:
     """The choices of all tokens that the ranks of a block have; the counts of a load are sent where it is asked for."""
-    by: dict[str, Any] = {"axes": experts.axes} | mask
-    routing = experts.route(
-        logits_BTE.flatten(0, 1), experts.top_k, **experts.options(name, bias_E, config.exact), **mask, **chosen
-    )
+    mask = options["mask"]
+    by: dict[str, Any] = {"axes": experts.axes} | ({} if mask is None else {"mask": mask})
+    routing = experts.routing(logits_BTE.flatten(0, 1), name, exact=config.exact or None, **options)
     own = by
     if experts.balance_loss is moe.balance.sequence:
         own = by | {"axes": config.attention.axes or None, "num_sequences": len(logits_BTE)}
@@ -166,7 +166,7 @@ def _routed(
     kept = routing
     if experts.capacity is not None:
         tokens = tokens_of_all(config, Along(), experts.axes, *logits_BTE.shape[:2])
-        tokens = psum(mask["mask"].sum(), experts.axes) if mask else tokens  # without padding, and no longer static
+        tokens = tokens if mask is None else psum(mask.sum(), experts.axes)  # without padding, and no longer static
         num = moe.capacity(tokens, experts.top_k, experts.num, experts.capacity, minimum=1)
         kept = moe.with_capacity(routing, num, axes=experts.axes)
     return kept, Seen(loss, routing.counts(), moe.load(routing, kept, **by) if load else {}, routing.experts)

@@ -127,7 +127,10 @@ def loss(
     value, seen = gpt.loss_and_seen(config, params, *rest, bias=bias, load=True, **options)
     assert seen is not None
     pairs = {name: WeightedMean(total.sum(), weight.sum()) for name, (total, weight) in seen.metrics.items()}
-    aux = {"balance": seen.loss.detach().mean()} | pairs
+    balance = seen.loss.detach().mean()
+    # Where ranks count by their targets, the loss holds the balance by this weight.
+    weighted = WeightedMean(balance * value.weight, value.weight) if isinstance(value, WeightedMean) else balance
+    aux = {"balance": weighted} | pairs
     if state is None:
         return value, aux
     return value, aux, {**state, "counts": state["counts"] + psum(seen.counts, axes)}

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from shardfn.activations import Forward, Rerun, Results, SavePolicy, noticing_names, pool_of
 from shardfn.capture import recomputing
 from shardfn.collectives import transforming
-from shardfn.core import FirstRun, tree_flatten, tree_unflatten
+from shardfn.core import checkpoints_as_now, tree_flatten, tree_unflatten
 from shardfn.engine import check_order, in_section
 from shardfn.leaves import LazyLeaf
 
@@ -88,7 +88,7 @@ def remat(
         for i in at:
             leaves[i] = None
         # Empty in the forward alone: every later call is a recomputation.
-        ran, first = list[None](), FirstRun()
+        ran = list[None]()
 
         def run(*tensors: Tensor) -> Any:
             filled = list(leaves)
@@ -96,13 +96,12 @@ def remat(
                 filled[i] = x
             args, kwargs = tree_unflatten(treedef, filled)
             with contextlib.ExitStack() as stack:
-                stack.enter_context(first.repeated() if ran else first.noted())
                 if ran:
                     stack.enter_context(recomputing())
                 ran.append(None)
                 return f(*args, **kwargs)
 
-        with noticing_names("remat", policy, called):
+        with noticing_names("remat", policy, called), checkpoints_as_now():
             return checkpoint(run, *tensors, **options)
 
     return recomputed

@@ -141,6 +141,18 @@ def test_derivatives_are_those_of_the_slow_spec(world: int) -> None:
             torch.testing.assert_close(by_func(xs[r].detach()), got[0])
 
 
+@distributed(world=3)
+@pytest.mark.parametrize("rows", [None, 7])
+def test_the_transpose_of_an_exchange_is_its_inverse_bit_for_bit(rows: int | None) -> None:
+    sizes = torch.tensor([[1, 0, 3], [2, 2, 0], [0, 0, 1]])
+    with sf.make_mesh({"ep": 3}, device="cpu") as mesh, bind_mesh(mesh):
+        x = draw(sizes.sum(1).tolist(), (2,), torch.float64, 0)[mesh.rank].requires_grad_()
+        y = sf.collectives.exchange_rows(x, sizes, "ep", rows=rows)
+        assert len(y) == (sizes[:, mesh.rank].sum() if rows is None else rows)
+        _same(torch.autograd.grad(y, x, y.detach())[0], x.detach())
+        _same(sf.collectives.exchange_rows(y, sizes.t(), "ep", rows=len(x)), x)
+
+
 @distributed(world=(pytest.param(1, marks=pytest.mark.nightly), 3))
 def test_batches_of_rows_and_batches_of_places_are_their_members(world: int) -> None:
     r = dist.get_rank() if world > 1 else 0

@@ -15,7 +15,7 @@ from shardfn import checkpoint
 from shardfn.models import gpt, moe
 from shardfn.nn import moe as layers
 from shardfn.testing import distributed
-from tests.mistakes import Mistake, check_on_all_ranks, made
+from tests.mistakes import Mistake, check, check_on_all_ranks, made
 
 SIZES: dict[str, Any] = {"vocab_size": 20, "num_layers": 2, "d_model": 12, "num_heads": 2, "d_ff": 10, "max_len": 8}
 
@@ -36,19 +36,21 @@ def step_of(loss: Any, params: Any, rows: Any, **options: Any) -> None:
     """One step; a refused one changes no leaf of the state."""
     step = made(loss, **options)
     state = step.init(params)
-    before = [x.local.clone() for x in sf.core.tree_leaves(state.params)]
+    whole = [x for x in sf.core.tree_leaves(state) if isinstance(x, sf.GlobalTensor)]
+    assert len(whole) > 2 * len(sf.core.tree_leaves(params))  # with the optimizer's
+    before = [x.local.clone() for x in whole]
     try:
         step(state, rows)
     finally:
-        for x, y in zip(sf.core.tree_leaves(state.params), before, strict=True):
+        for x, y in zip(whole, before, strict=True):
             torch.testing.assert_close(x.local, y, rtol=0, atol=0, equal_nan=True)
 
 
-def trained(c: gpt.Config, *, params: Any = None, specs: Any = None) -> None:
-    """One step of a model."""
-    batch = {"tokens": (torch.arange(4 * 8).view(4, 8) + dist.get_rank()) % 20}
+def trained(c: gpt.Config, *, params: Any = None, specs: Any = None, wrap: Any = lambda f: f, **more: Tensor) -> None:
+    """One step of a model; `more` is beside the tokens."""
+    batch = {"tokens": (torch.arange(4 * 8).view(4, 8) + dist.get_rank()) % 20, **more}
     given: dict[str, Any] = {"specs": gpt.specs(c) if specs is None else specs, "batch": sf.P("ep")}
-    step_of(functools.partial(gpt.loss, c), params or gpt.init(c, sf.key(0)), batch, **given)
+    step_of(wrap(functools.partial(gpt.loss, c)), params or gpt.init(c, sf.key(0)), batch, **given)
 
 
 def too_many_choices(logits: Tensor, k: int, **options: Any) -> layers.Routing:
@@ -69,37 +71,65 @@ def without_exchange(batch: sf.P, wrap: Any = lambda f: f) -> None:
     step_of(wrap(own_block), params, torch.ones(4, 3), specs={"experts": sf.P("ep")}, batch=batch)
 
 
-MISTAKES = [
+def without_mask(logits: Tensor, k: int, name: str) -> layers.Routing:
+    return layers.top_k(logits, k, name=name)
+
+
+OF_CONFIGS = [
     Mistake("a capacity of nothing", lambda: config(capacity=0.0),
             ValueError, "capacity=0.0 must be above 0", "None drops nothing"),
     Mistake("more choices than experts", lambda: config(top_k=5),
             ValueError, "top_k=5 choices of num=4 experts", "choose at most all of them"),
-    Mistake("a router that chooses more than there are", lambda: trained(config(route=too_many_choices)),
-            ValueError, "blocks.1: k=5 choices of 4 experts", "choose k in 1 .. 4"),
-    Mistake("a router that is not finite", lambda: trained(config(), params=spoilt(config())),
-            ValueError, "blocks.1 (on the rank at ep ", "Look for the first activation or parameter"),
-    Mistake("more rows than room", lambda: trained(config(layers.Tokens("ep", rows=3))),
-            ValueError, "nothing was sent ... blocks.1: ", "which has room for 3; give it more"),
-    Mistake("experts that the ranks do not divide", lambda: trained(config(layers.Tokens("ep", uneven=False), 5)),
-            ValueError, "blocks.1: the 5 experts would lie on the ranks of 'ep' as [3, 2]", "a multiple of 2 experts"),
-    Mistake("leaves that are cut for a layer that exchanges nothing",
-            lambda: trained(config(layers.Local()), specs=gpt.specs(config())),
-            ValueError, "blocks.1: with Local()", "its first dim must be 4 of the 4 experts"),
-    Mistake("whole leaves for a layer that exchanges",
-            lambda: trained(config(), specs=gpt.specs(config(layers.Local()))),
-            ValueError, "blocks.1: with Tokens(axis='ep'", "its first dim must be 2 of the 4 experts"),
-    Mistake("an axis of experts that no exchange of the loss is along", lambda: without_exchange(sf.P()),
-            sf.collectives.AxisTypeError, "the loss varies along 'ep'", "Sum the ranks' parts"),
-    Mistake("an axis of the batch that cuts experts, and no exchange along it", lambda: without_exchange(sf.P("ep")),
-            sf.collectives.AxisTypeError, "params['experts'] is cut along 'ep'", "exchange=nn.moe.Tokens('ep')"),
-    Mistake("such an axis in a captured step", lambda: without_exchange(sf.P("ep"), captured),
-            sf.collectives.AxisTypeError, "params['experts'] is cut along 'ep'", "exchange=nn.moe.Tokens('ep')"),
+    Mistake("a bias for a router without one", lambda: config(bias_rate=0.1),
+            ValueError, "bias_rate=0.1 moves a bias in the choice, and route=top_k takes no bias=",
+            "use moe.sigmoid_groups ... or bias_rate=0"),
+    Mistake("a router of one choice", lambda: config(route=layers.switch_top1),
+            ValueError, "route=switch_top1 takes no k=", "wrap it in a function of logits, k and name"),
+    Mistake("a router that takes a capacity for the choices", lambda: config(route=layers.expert_choice),
+            ValueError, "route=expert_choice takes no k=", "wrap it"),
 ]  # fmt: skip
 
 
+def of_steps(wrap: Any) -> list[Mistake]:
+    """Mistakes that a step finds, whose loss is wrapped."""
+    run = functools.partial(trained, wrap=wrap)
+    uneven = layers.Tokens("ep", uneven=False)
+    return [
+        Mistake("a router that chooses more than there are", lambda: run(config(route=too_many_choices)),
+                ValueError, "blocks.1: k=5 choices of 4 experts", "choose k in 1 .. 4"),
+        Mistake("a router that is not finite", lambda: run(config(), params=spoilt(config())),
+                ValueError, "blocks.1 (on the rank at ep ", "Look for the first activation or parameter"),
+        Mistake("more rows than room", lambda: run(config(layers.Tokens("ep", rows=3))),
+                ValueError, "nothing was sent ... blocks.1: ", "which has room for 3; give it more"),
+        Mistake("experts that the ranks do not divide", lambda: run(config(uneven, 5)),
+                ValueError, "blocks.1: the 5 experts would lie on the ranks of 'ep' as [3, 2]",
+                "a multiple of 2 experts"),
+        Mistake("leaves that are cut for a layer that exchanges nothing",
+                lambda: run(config(layers.Local()), specs=gpt.specs(config())),
+                ValueError, "blocks.1: with Local()", "its first dim must be 4 of the 4 experts"),
+        Mistake("whole leaves for a layer that exchanges",
+                lambda: run(config(), specs=gpt.specs(config(layers.Local()))),
+                ValueError, "blocks.1: with Tokens(axis='ep'", "its first dim must be 2 of the 4 experts"),
+        Mistake("an axis of experts that no exchange of the loss is along", lambda: without_exchange(sf.P(), wrap),
+                sf.collectives.AxisTypeError, "the loss varies along 'ep'", "Sum the ranks' parts"),
+        Mistake("an axis of the batch that cuts experts, and no exchange along it",
+                lambda: without_exchange(sf.P("ep"), wrap),
+                sf.collectives.AxisTypeError, "params['experts'] is cut along 'ep'", "exchange=nn.moe.Tokens('ep')"),
+        Mistake("padding for a router that knows none",
+                lambda: run(config(route=without_mask), mask=torch.ones(4, 8, dtype=torch.bool)),
+                ValueError, "blocks.1: route=without_mask ... takes no mask=", "use a router that does"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", OF_CONFIGS, ids=lambda m: m.sentence)
+def test_a_config_that_cannot_route_is_refused(mistake: Mistake) -> None:
+    check(mistake)
+
+
 @distributed(world=2, timeout=120)
-def test_all_ranks_refuse_a_mistake_and_keep_the_state() -> None:
-    check_on_all_ranks(MISTAKES, {"ep": 2})
+@pytest.mark.parametrize("jit", [False, True])
+def test_all_ranks_refuse_a_mistake_and_keep_the_state(jit: bool) -> None:
+    check_on_all_ranks(of_steps(captured if jit else lambda f: f), {"ep": 2})
 
 
 @distributed(world=2)

@@ -150,7 +150,10 @@ def test_metrics_of_own_rows_are_means_over_the_ranks(mesh: Any, how: Any) -> No
     loads = [layers.load(r) for of_layer in apart for r in of_layer]
     want = {name: sum(x[name][0] for x in loads) / sum(x[name][1] for x in loads) for name in loads[0]}
     terms = [0.5 * layers.balance.switch(r) + 0.05 * layers.balance.z(r) for of_layer in apart for r in of_layer]
-    want["balance"] = torch.stack(terms).mean()
+    # As the loss: by the targets of each rank.
+    targets = pieces(batch["targets"], groups, mesh.get("sp", 1))
+    weights = torch.stack([(t != sf.data.IGNORED).sum().double() for t in targets])
+    want["balance"] = (torch.stack(terms).view(len(seen), -1).mean(0) * weights).sum() / weights.sum()
     with made(mesh) as whole:
         step = sf.sharded_step(
             functools.partial(moe.loss, c, axis="tp", **how),

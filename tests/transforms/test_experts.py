@@ -157,6 +157,58 @@ def test_experts_on_the_host_and_on_disk_have_the_bits_of_the_device(stage: int,
             assert_same(run(**where), want, exact=True)
 
 
+CODES: dict[str, Any] = {"gather": "int8", "secondary_axis": "ep", "reduce": "int4"}
+
+
+def travelling(mesh: sf.Mesh, jit: bool = False, **travel: Any) -> dict[str, Any]:
+    """A loss in microbatches with leaves that are gathered again, and the options of its step at stage 3."""
+    c = config(3)
+    loss: Any = sf.accumulate(sf.remat(functools.partial(gpt.loss, c)), 2)
+    zero = sf.Zero.flat(stage=3, axis=BATCH, persist_elements=0, **travel)
+    loss = sf.jit(loss, backend="graph") if jit else loss
+    return {"loss": loss, "mesh": mesh, "batch": sf.P(BATCH), "specs": gpt.specs(c), "zero": zero}
+
+
+@distributed(world=4, timeout=300)
+@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=NIGHT)])
+def test_secondary_pieces_beside_experts_change_no_bit_and_captured_codes_neither(jit: bool) -> None:
+    batches = [batch_of(n, 16) for n in range(2)]
+
+    def run(mesh: sf.Mesh, jit: bool, **travel: Any) -> Any:
+        given = travelling(mesh, jit, **travel)
+        dtype = torch.float32 if "gather" in travel else torch.float64
+        return on_mesh(given.pop("loss"), optimizer_of(), params_of(config(3), dtype), batches, **given)
+
+    with sf.make_mesh({"dp": 2, "ep": 2}, device="cpu") as mesh:
+        want = run(mesh, False)
+        for near in BATCH:
+            assert_same(run(mesh, jit, secondary_axis=near), want, exact=True)
+        if jit:
+            assert_same(run(mesh, jit, **CODES), run(mesh, False, **CODES), exact=True)
+
+
+@distributed(world=4)
+def test_leaves_beside_experts_travel_in_codes() -> None:
+    """0 and the least number of a block have codes without rounding; gradients are rounded on each of their hops."""
+    params = sf.core.tree_map(lambda x: torch.where(x < 0, -0.25, 0.0), params_of(config(3), torch.float32))
+    # Weights of norms are not negative, and with zeros alone no leaf would have a gradient.
+    params["norm_w"] -= 0.25
+    for block in params["blocks"]:
+        block["norm1_w"], block["norm2_w"] = block["norm1_w"] - 0.25, block["norm2_w"] - 0.25
+    found, travels = [], list[dict[str, Any]]([{}, {"gather": "int8", "secondary_axis": "ep"}, CODES])
+    with sf.make_mesh({"dp": 2, "ep": 2}, device="cpu") as mesh:
+        for travel in travels:
+            given = travelling(mesh, **travel)
+            step = sf.sharded_step(given.pop("loss"), optimizer_of(), **given)
+            grads, _ = step.gradients(step.init(params), own_rows(batch_of(0, 16), sf.P(BATCH), mesh))
+            found.append(sf.core.tree_leaves(sf.unshard(grads)))
+    for path, x, gathered, reduced in zip(sf.core.tree_paths(params), *found, strict=True):
+        assert (gathered - x).abs().max() <= 1e-6 * x.abs().max() and x.any(), path
+        # Half a step of 15 codes on each of two hops, of sums that may be larger than the result.
+        assert (reduced - x).abs().max() <= x.abs().max(), path
+    assert not all(map(torch.equal, found[1], found[2]))
+
+
 @distributed(world=2)
 def test_experts_alone_lie_on_the_host(tmp_path: pathlib.Path) -> None:
     with sf.make_mesh({"dp": 1, "ep": 2}, device="cpu") as mesh:

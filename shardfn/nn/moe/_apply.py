@@ -3,7 +3,6 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.collectives import values_are_known
 from shardfn.core import PyTree, same_again
 
 from ._exchange import Exchange, Local
@@ -38,7 +37,8 @@ def apply(
     Raises:
         ValueError: leaves with another number of experts, by path; a routing of other tokens; or more rows than the
             exchange has room for, on all ranks.
-        RuntimeError: (in the backward, under `remat`) the tokens have other experts than in the forward.
+        RuntimeError: (in the backward, under `remat` or torch's checkpoint) the tokens have other experts than in the
+            forward.
 
     Example:
         >>> import torch
@@ -52,6 +52,5 @@ def apply(
         raise ValueError(
             f"{name}: the routing is of {len(routing.experts)} tokens, and x has {len(x_SD)}; route these tokens."
         )
-    if values_are_known(routing.experts):
-        same_again(routing.experts, f"{name}: the experts of tokens")
+    same_again(routing.experts, f"{name}: the experts of tokens")
     return exchange.run(experts, params, x_SD, routing, name=name)
