@@ -46,7 +46,8 @@ IGNORED = sf.data.IGNORED
 class Model:
     """A model, its tokenizer and its template.
 
-    `chat(messages, reply)` has the ids of a conversation; `reply` begins an answer.
+    `chat(messages, reply)` has the ids of a conversation; `reply` begins an answer. `vocabulary` has
+    the id of each token.
     """
 
     config: gpt.Config
@@ -55,6 +56,7 @@ class Model:
     decode: Callable[[list[int]], str]
     chat: Callable[[list[dict[str, str]], bool], list[int]]
     end: int
+    vocabulary: dict[str, int]
     write: Callable[[str, gpt.Config, Any], None]
 
     def save(self, folder, params):
@@ -101,8 +103,12 @@ def of_transformers(folder, **changes):
         sf.interop.gpt_to_hf(folder, config, params)
         tokenizer.save_pretrained(folder)
 
-    end = tokenizer.eos_token_id
-    return Model(config, params, lambda text: tokenizer(text)["input_ids"], tokenizer.decode, chat, end, write)
+    end, vocabulary = tokenizer.eos_token_id, tokenizer.get_vocab()
+
+    def encode(text):
+        return tokenizer(text)["input_ids"]
+
+    return Model(config, params, encode, tokenizer.decode, chat, end, vocabulary, write)
 
 
 def of_run(run, mesh, **changes):
@@ -129,7 +135,8 @@ def of_run(run, mesh, **changes):
                 shutil.copy(run / name, folder)
         sf.checkpoint.save(f"{folder}/checkpoints", rl.as_global(params, mesh, None), 1, at="params")
 
-    return Model(config, params, encode, tokenizer.decode, chat, encode("\0")[-1], write)
+    vocabulary = {repr(bytes([i])): i for i in range(256)} if own else tokenizer.inner.get_vocab()
+    return Model(config, params, encode, tokenizer.decode, chat, encode("\0")[-1], vocabulary, write)
 
 
 def valued(model):

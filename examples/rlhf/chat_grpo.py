@@ -7,6 +7,11 @@
 With --questions prompts are rows of a file, as chat.py lists them; where a row has an answer, the reward is whether it
 is the last word, as in "The answer is 7."
 
+With --rewards a model of chat_reward.py is the reward, and answers of rows are not read. It is a branch of the state
+that does not learn, and it has the tokens and the template of the policy:
+
+    python examples/rlhf/chat_grpo.py models/smollm2 --rewards runs/reward/model --out run
+
 The reference is the model at the beginning, as in chat_dpo.py. With --lora the engine has the sums of weights and
 adapters; their products in the training forward are rounded in another order, so ratios begin near 1. Without it the
 model is exact, and they begin at 1.
@@ -20,6 +25,7 @@ import chat
 import torch
 import torch.distributed as dist
 from chat_dpo import WithReference
+from chat_reward import scores
 
 import shardfn as sf
 from shardfn import rl
@@ -37,12 +43,19 @@ def main():
     args = options()
     with sf.make_mesh({"dp": -1}) as mesh:
         model = chat.load(args.model, mesh, exact=True)
-        train(args, mesh, model, WithReference(model, args.lora, args.seed))
+        trained, scored = WithReference(model, args.lora, args.seed), functools.partial(by_rule, model)
+        if args.rewards:
+            rewards = chat.load(args.rewards, mesh, exact=True)
+            check_same(model, rewards)
+            trained.freeze("reward", rewards)
+            scored = functools.partial(by_model, rewards)
+        train(args, mesh, model, trained, scored)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def train(args, mesh, model, trained):
+def train(args, mesh, model, trained, scored):
+    """GRPO; `scored(step, state, rollout, solutions)` is the rollout with its rewards."""
     rule = sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(args.lr))
     how = {"specs": trained.specs, "trainable": trained.trainable, "zero": sf.Zero(stage=args.zero), "has_aux": True}
     step = sf.sharded_step(functools.partial(loss, model.config, trained, args.beta), rule, mesh=mesh, **how)
@@ -62,7 +75,7 @@ def train(args, mesh, model, trained):
             prompts, solutions = [prompt for prompt, _ in asked], [one for _, one in asked for _ in range(args.answers)]
             rollout = rl.sample(engine, prompts, sampling, key=key, start=own.start, length=length)
             rl.check_versions(rollout, version)
-            rollout = rl.score(functools.partial(reward, model), rollout, solutions, seconds=5.0).rollout
+            rollout = scored(step, state, rollout, solutions)
             batch = {"rollout": rollout, "advantages": rl.group_advantages(rollout.rewards, args.answers)}
             for _ in range(args.epochs):
                 state, metrics = step(state, batch)
@@ -71,6 +84,39 @@ def train(args, mesh, model, trained):
                 shown = ("reward", "kl", "ratio", "length", "entropy")
                 print(f"iteration {n}: " + ", ".join(f"{name} {row[name]:.3f}" for name in shown), flush=True)
     model.save(f"{args.out}/model", trained.result(state))
+
+
+def by_rule(model, step, state, rollout, solutions):
+    return rl.score(functools.partial(reward, model), rollout, solutions, seconds=5.0).rollout
+
+
+def by_model(rewards, step, state, rollout, solutions):
+    rows = whole(rewards, rollout)
+    return rollout._replace(rewards=step.apply(functools.partial(scores, rewards.config), state, rows))
+
+
+TALK = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+
+
+def whole(model, rollout):
+    """The ids and lengths of conversations as chat_reward.py has them: with the template's tokens behind an end."""
+    talk = model.chat(list(TALK), False)
+    tail = talk[len(talk) - talk[::-1].index(model.end) :] if model.end in talk else []
+    ids, ends = torch.nn.functional.pad(rollout.ids, (0, len(tail))), rollout.prompts + rollout.lengths
+    for row in rollout.ended.nonzero()[:, 0].tolist():
+        ids[row, ends[row] : ends[row] + len(tail)] = torch.tensor(tail, dtype=ids.dtype)
+    return ids, ends + len(tail) * rollout.ended
+
+
+def check_same(model, rewards):
+    """Refuses a model of rewards that would read the ids of a conversation as another one."""
+    rl.check_tokenizers(model.vocabulary, rewards.vocabulary)
+    ours, theirs = (x.chat(list(TALK), False) for x in (model, rewards))
+    if ours != theirs:
+        raise ValueError(
+            f"the template of the policy writes {model.decode(ours)!r}, and that of the model of rewards"
+            f" {model.decode(theirs)!r}; train the model of rewards from a model with the policy's template."
+        )
 
 
 def reward(model, prompt, answer, solution=None):
@@ -107,6 +153,7 @@ def options():
     add = parser.add_argument
     add("model", help="as of chat.py")
     add("--questions", help="rows with prompts; default some of its own")
+    add("--rewards", default="", help="a model of chat_reward.py, in place of a rule")
     add("--out", default="runs/grpo", help="%(default)s")
     add("--lora", type=int, default=0, help="rank of adapters; 0 trains all weights")
     add("--iterations", type=int, default=20, help="%(default)s")

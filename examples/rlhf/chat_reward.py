@@ -6,7 +6,9 @@ The options are those of chat_sft.py, and the rows those of chat_dpo.py. The mod
 whose first logit is the value; the reward of a conversation is the value at its last token:
 
     model = chat.load("run/model", mesh)
-    rl.last_values(gpt.apply(model.config, model.params, ids)[..., 0], lengths)
+    scores(model.config, {"reward": model.params}, (ids, lengths))
+
+chat_grpo.py and ppo.py take it by --rewards.
 
 "accuracy" is the part of pairs whose chosen answer has the higher reward, "margin" the mean difference, and "cut" the
 part of pairs with a row of more than --length tokens.
@@ -45,6 +47,12 @@ def loss_of(config, params, batch):
     metrics = {"accuracy": rl.row_mean((margins > 0).float()), "margin": rl.row_mean(margins)}
     metrics["cut"] = rl.row_mean(torch.maximum(*(x["cut"] for x in both)))
     return rl.pairwise(*values, *ids, *lengths), metrics
+
+
+def scores(config, params, rows):
+    """The reward of each row of (ids, lengths), by the branch "reward" of a state's parameters."""
+    ids, lengths = rows
+    return rl.last_values(gpt.apply(config, params["reward"], ids)[..., 0], lengths)
 
 
 if __name__ == "__main__":

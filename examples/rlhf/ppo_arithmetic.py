@@ -23,6 +23,7 @@ from shardfn.inference import Engine, decoder, limits_of
 from shardfn.models import gpt
 
 VALUES = dataclasses.replace(CONFIG, tie_embeddings=False)  # its first logit is the value
+CONFIGS = {"actor": CONFIG, "critic": VALUES, "reference": CONFIG, "reward": VALUES}
 LEARNING = "actor", "critic"
 SHOWN = "actor/reward", "actor/divergence", "actor/exact", "actor/length", "actor/entropy", "critic/loss"
 
@@ -40,14 +41,14 @@ def by_rule(step, state, rollout):
     return rl.score(reward, rollout, seconds=5.0).rollout
 
 
-def train(args, mesh, models, scored, say=None):
+def train(args, mesh, models, scored, say=None, configs=CONFIGS):
     """PPO from an actor, a critic and other models that do not learn.
 
-    `scored(step, state, rollout)` is the rollout with its rewards.
+    `scored(step, state, rollout)` is the rollout with its rewards, and `configs` has the shape of each model.
     """
     say = say or (functools.partial(print, flush=True) if mesh.rank == 0 else lambda *_: None)
     models = models | {"reference": sf.tree_map(torch.clone, models["actor"])}
-    step = step_of(args, mesh, models)
+    step = step_of(args, mesh, models, configs)
     state, beta, done = step.init(models), args.beta, 0
     rows, problems = step.rows(args.prompts * SAMPLING.n), step.rows(args.prompts)
     buffer = learnt_from(rl.empty_rollout(rows.stop - rows.start, LENGTH, WIDTH))
@@ -91,14 +92,14 @@ def train(args, mesh, models, scored, say=None):
             one.close()
 
 
-def step_of(args, mesh, models):
+def step_of(args, mesh, models, configs=CONFIGS):
     def rule(rate):
         # Adam's first updates have the full rate for every weight and any gradient; the critic knows nothing yet.
         schedule = sf.optim.warmup_constant_schedule(0.0, rate, args.warmup)
         return sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(schedule))
 
     only = {name: {other: other == name for other in models} for name in LEARNING}
-    plain = {name: gpt.specs(CONFIG if name in ("actor", "reference") else VALUES) for name in models}
+    plain = {name: gpt.specs(configs[name]) for name in models}
     on_host = sf.tree_map(lambda spec: sf.Sharding(spec, memory_kind="host"), plain["reference"])
     return sf.sharded_step(
         {"actor": sf.Objective(of_actor, only["actor"]), "critic": sf.Objective(of_critic, only["critic"])},

@@ -71,11 +71,11 @@ def as_rows(lines):
 def arguments(text):
     parser = arguments_of_ppo(text)
     parser.add_argument("--pairs", type=int, default=400, help="steps of the model of rewards (%(default)s)")
-    return parser.parse_args()
+    return parser
 
 
 def main():
-    args = arguments(__doc__)
+    args = arguments(__doc__).parse_args()
     with sf.make_mesh({"dp": -1}) as mesh:
         _, ordered = train(args, mesh, sft.train(args, mesh))
         if mesh.rank == 0:

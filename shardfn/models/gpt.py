@@ -325,11 +325,13 @@ def stages(
         sequence: between blocks each rank of `axis` has its own tokens.
         loss: `loss(logits, batch)`, in place of the mean cross entropy, such as one of `shardfn.rl`: a 0-d tensor or a
             WeightedMean, and with `has_aux` an aux. The logits are those of `apply` for all of `batch["tokens"]`, a
-            part of V on each rank of `axis`; as with `apply`, no balance of experts is added.
+            part of V on each rank of `axis`; as with `apply`, no balance of experts is added. The batch may have "at"
+            and "routes", which are `at` and `chosen` of `apply`; stages then also send the routes, as int32.
 
     Raises:
         ValueError: the blocks are not stacked, or experts have a bias, which `models.moe.stages` passes on; `loss` with
-            a `loss_tile`, which computes no logits.
+            a `loss_tile`, which computes no logits. By the first stage: "at" or "routes" without a `loss`, or
+            routes of other experts.
 
     Example:
         >>> import shardfn.core as core
@@ -378,7 +380,9 @@ def stages_and_seen(
         return _Along(axis, num_tokens if sequence else None)
 
     def first(params: Params, batch: dict[str, Any], key: Tensor | None = None) -> dict[str, Tensor]:
-        batch = batch if loss is not None else _shifted(config, batch)
+        if loss is None:
+            _check_of_logits(batch)
+            batch = _shifted(config, batch)
         tokens_BT, index_B = batch["tokens"], batch.get("index")
         cut, positions_T = along(tokens_BT.shape[1]), _positions(config, tokens_BT)
         x_BTD = _embedded(config, params, tokens_BT, positions_T, cut)
@@ -386,6 +390,8 @@ def stages_and_seen(
         h = {"x": x_BTD, "position": positions_T}
         h |= {name: batch[name] for name in ("segment_ids", "mask") if name in batch}
         h |= {"balance": x_BTD.new_zeros(())} if config.experts else {}
+        if "routes" in batch:  # each layer takes the first ones and puts them last; NCCL sends no int16
+            h["routes"] = _by_layer(config, batch["routes"], tokens_BT).int().contiguous()
         return h | ({} if key is None or index_B is None else {"index": index_B})
 
     def layer(
@@ -393,11 +399,14 @@ def stages_and_seen(
     ) -> tuple[dict[str, Tensor], Seen | None]:
         table = _table(config, h["position"], h["x"].dtype, h.get("segment_ids"))
         cut, x_BTD, index_B, seen = along(len(h["position"])), h["x"], h.get("index"), None
+        routes_mBTk = h.get("routes")
+        more = "blocks", h.get("mask"), None if routes_mBTk is None else routes_mBTk[0]
         layers = layers_of(config, p)
         keys = [key] if len(layers) == 1 or key is None else split(key, len(layers)).unbind()
         for own, k in zip(layers, keys * len(layers) if key is None else keys, strict=True):
-            x_BTD, seen = _block(config, cut, None, own, x_BTD, table, k, index_B, bias_E, "blocks", h.get("mask"))
+            x_BTD, seen = _block(config, cut, None, own, x_BTD, table, k, index_B, bias_E, *more)
         share = {} if seen is None else {"balance": h["balance"] + seen.loss / len(config.expert_layers)}
+        share |= {} if routes_mBTk is None else {"routes": routes_mBTk.roll(-1, 0)}
         return h | {"x": x_BTD} | share, seen
 
     def last(params: Params, h: dict[str, Tensor], batch: dict[str, Any], key: Tensor | None = None) -> Any:
@@ -405,6 +414,7 @@ def stages_and_seen(
         cut = along(len(h["position"]))
         x_BTD = _norm(config, cut, h["x"], params["norm_w"], params.get("norm_b"))
         if loss is not None:
+            x_BTD = x_BTD if (at_BS := batch.get("at")) is None else _rows_at(config, cut, x_BTD, at_BS)
             return loss(_logits(config, params, x_BTD, cut), batch)
         return _mean(config, params, x_BTD, shifted(batch), cut, h.get("balance"), weighted=_weighted(batch))
 
@@ -597,6 +607,19 @@ def _shifted(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
             ' batch "segment_ids", in which padding has a number of its own.'
         )
     return shifted(batch)
+
+
+def _check_of_logits(batch: dict[str, Any]) -> None:
+    """Refuses entries of a batch that a mean cross entropy does not use.
+
+    Raises:
+        ValueError: names them.
+    """
+    if given := [name for name in ("at", "routes") if name in batch]:
+        raise ValueError(
+            f"stages: the batch has {' and '.join(map(repr, given))}, and the mean cross entropy is of all tokens, by"
+            " the routers' own choices; pass stages(loss=), or leave them out."
+        )
 
 
 def _weighted(batch: dict[str, Any]) -> bool:

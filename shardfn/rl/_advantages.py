@@ -33,8 +33,8 @@ def group_advantages(
     | Dr. GRPO | "mean" | False |
     | RLOO | mean of the "others" | False |
 
-    A group of equal rewards has advantages 0. A reward that is NaN is missing: its answer has advantage 0, and the
-    others are a group without it; a group of one answer has advantage 0.
+    A group of equal rewards has advantages 0. A reward that is NaN or infinite is missing: its answer has advantage 0,
+    and the others are a group without it; a group of one answer has advantage 0.
 
     Args:
         rewards_B: rows `size * i` to `size * (i + 1) - 1` are group i.
@@ -73,7 +73,7 @@ def group_advantages(
 
 
 def _of_groups(rewards: Tensor, others: bool, eps: float | None) -> Tensor:
-    known = ~rewards.isnan()
+    known = rewards.isfinite()
     num = known.sum(1, keepdim=True).to(rewards.dtype)
     # Less the largest of the group first: the mean of equal rewards is then exactly theirs.
     shifted = masked(rewards - torch.where(known, rewards, -torch.inf).amax(1, keepdim=True), known)

@@ -141,7 +141,7 @@ def kto(
 
     Raises:
         ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first; or beta is not
-            above 0.
+            above 0, or a weight negative.
 
     Example:
         >>> x = torch.tensor

@@ -26,8 +26,8 @@ def kl_rewards(
 ) -> Float[Tensor, "b t"]:
     """The reward of each token: -beta times k1, and at the last token the answer's clipped score.
 
-    A score that is NaN, of a reward function that failed, counts as 0; an empty answer has no token that its score
-    could go to.
+    A score that is NaN, of a reward function that failed, or infinite counts as 0; an empty answer has no token that
+    its score could go to.
 
     Args:
         logprobs_BT: of the policy that drew the answers.
@@ -60,7 +60,7 @@ def kl_rewards(
     width = logprobs_BT.shape[1]
     check_lengths("kl_rewards", width, lengths_B=lengths_B)
     drift_BT = masked((logprobs_BT - reference_BT).detach(), answer_mask(lengths_B, width))
-    scores_B = scores_B.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    scores_B = scores_B.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     scores_B = scores_B if clip is None else scores_B.clamp(-clip, clip)
     at_B = lengths_B.clamp(max=width - 1) if after_end else lengths_B - 1
     last_BT = torch.arange(width, device=lengths_B.device) == at_B[:, None]

@@ -29,7 +29,7 @@ class Rollout(NamedTuple):
         lengths: tokens of each answer, those that the model drew.
         logprobs: [B, T], of each token when it was drawn; 0 from the end on.
         versions: [B, T], of the weights that drew it; -1 from the end on.
-        rewards: of each answer; NaN where it has not got one.
+        rewards: of each answer; NaN where it has not got one. An infinite one, as of a model, is as NaN.
         ended: whether the answer ended by a stop token, and not by its length.
         places: [B, T], of each token in `ids`; 0 from the end on. Those of `sample` follow their prompts; between those
             of `converse` are the tokens of a tool, which no loss learns from.
@@ -166,7 +166,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, WeightedMean]:
         >>> rollout_metrics(empty_rollout(2, 8, 4))["missing"].mean()
         tensor(1.)
     """
-    known, dtype = ~rollout.rewards.isnan(), rollout.rewards.dtype
+    known, dtype = rollout.rewards.isfinite(), rollout.rewards.dtype
     reward = WeightedMean(torch.where(known, rollout.rewards, 0.0).sum(), known.sum().to(dtype))
     rows = {"missing": ~known, "ended": rollout.ended, "length": rollout.lengths}
     rows |= {kind: rollout.failed == number for number, kind in enumerate(FAILURES, 1)}

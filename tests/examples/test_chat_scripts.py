@@ -1,6 +1,7 @@
 """SFT, DPO, KTO and rewards on conversations: rows under TRL's names, held-out metrics, adapters, and SmolLM2."""
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import json
@@ -254,6 +255,18 @@ def test_rows_that_are_cut_are_counted(parts: Any, files: pathlib.Path) -> None:
     assert batch["chosen"]["cut"].tolist() == [0] and batch["rejected"]["cut"].tolist() == [1]
 
 
+def of_rule(parts: Any, script: Any, model: Any) -> tuple[Any, ...]:
+    trained = parts["chat_dpo"].WithReference(model, 0, 0)
+    return sf.make_mesh(alone=True), model, trained, functools.partial(script.by_rule, model)
+
+
+def rewards_of(parts: Any, files: pathlib.Path, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model of chat_reward.py, whose values are not 0."""
+    monkeypatch.setattr(parts["chat_reward"], "options", lambda _: arguments(files, "reward", out=str(folder)))
+    parts["chat_reward"].main()
+    return str(folder / "model")
+
+
 def test_grpo_rewards_the_form_of_answers(parts: Any, files: pathlib.Path, tmp_path: pathlib.Path) -> None:
     script = importlib.import_module("chat_grpo")
     model = parts["chat"].load(str(files), sf.make_mesh(alone=True), exact=True)
@@ -265,7 +278,7 @@ def test_grpo_rewards_the_form_of_answers(parts: Any, files: pathlib.Path, tmp_p
         lora=0, iterations=1, epochs=2, prompts=2, answers=2, tokens=4, beta=0.1, lr=1e-3, zero=0, seed=0
     )
     args.out, args.questions = str(tmp_path), None
-    script.train(args, sf.make_mesh(alone=True), model, parts["chat_dpo"].WithReference(model, 0, 0))
+    script.train(args, *of_rule(parts, script, model))
     found = rows(tmp_path)
     assert [row["step"] for row in found] == [1, 2] and found[0]["exact"] == 1 and found[0]["kl"] == 0
 
@@ -285,9 +298,57 @@ def test_grpo_takes_questions_of_a_file(parts: Any, files: pathlib.Path, tmp_pat
         chat.question(model, {"text": "a"})
     args = argparse.Namespace(lora=0, iterations=1, epochs=1, prompts=3, answers=2, tokens=4, beta=0.1, lr=1e-3, zero=0)
     args.seed, args.out, args.questions = 0, str(tmp_path), str(path)
-    script.train(args, sf.make_mesh(alone=True), model, parts["chat_dpo"].WithReference(model, 0, 0))
+    script.train(args, *of_rule(parts, script, model))
     [row] = rows(tmp_path)
     assert row["exact"] == 1 and row["missing"] == 0
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+def test_grpo_takes_a_model_of_rewards(
+    parts: Any, files: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, lora: int
+) -> None:
+    script, found = importlib.import_module("chat_grpo"), list[tuple[rl.Rollout, Any]]()
+    rewards, scored = rewards_of(parts, files, tmp_path / "reward", monkeypatch), script.by_model
+
+    def kept(model: Any, step: Any, state: Any, rollout: rl.Rollout, solutions: Any) -> rl.Rollout:
+        out = scored(model, step, state, rollout, solutions)
+        found.append((out, sf.tree_map(torch.clone, sf.unshard(state.params["reward"]))))
+        return out
+
+    monkeypatch.setattr(script, "by_model", kept)
+    given = ["chat_grpo.py", str(files), "--rewards", rewards, "--out", str(tmp_path / "run"), "--lora", str(lora)]
+    options = ["--iterations", "2", "--prompts", "2", "--answers", "2", "--tokens", "4"]
+    monkeypatch.setattr(sys, "argv", [*given, *options])
+    script.main()
+    model = parts["chat"].load(rewards, sf.make_mesh(alone=True), exact=True)
+    for (rollout, params), row in zip(found, rows(tmp_path / "run"), strict=True):
+        for i in range(4):
+            ids = torch.tensor([[*rollout.tokens(i)[0], *rollout.tokens(i)[1]]])
+            value = gpt.apply(model.config, model.params, ids)[0, -1, 0]
+            assert torch.equal(rollout.rewards[i], value) and value != 0
+        assert abs(row["reward"] - float(rollout.rewards.mean())) < 1e-6
+        for x, y in zip(sf.tree_leaves(params), sf.tree_leaves(model.params), strict=True):
+            assert torch.equal(x, y)  # it does not learn
+
+
+def test_a_model_of_rewards_reads_whole_conversations(parts: Any, files: pathlib.Path) -> None:
+    script, model = importlib.import_module("chat_grpo"), parts["chat"].load(str(files), sf.make_mesh(alone=True))
+    rollout = rl.empty_rollout(2, 24, 4)
+    for i, answer in enumerate((tokens("yes\0"), tokens("no"))):
+        rollout.ids[i, : 18 + len(answer)] = torch.tensor([*CHAT, *answer][-18 - len(answer) :])
+        rollout.prompts[i], rollout.lengths[i], rollout.ended[i] = 18, len(answer), i == 0
+    for tail in ([], tokens("\n\n")):
+        behind = functools.partial(lambda tail, *x: model.chat(*x) + tail * (not x[1]), tail)
+        ids, lengths = script.whole(dataclasses.replace(model, chat=behind), rollout)
+        assert lengths.tolist() == [22 + len(tail), 20]
+        for i, end in enumerate((tail, [])):
+            assert ids[i].tolist()[: int(lengths[i])] == [*rollout.tokens(i)[0], *rollout.tokens(i)[1], *end]
+    other = dataclasses.replace(model, vocabulary={"a": 0})
+    with pytest.raises(ValueError, match=r"check_tokenizers: id 0 is .*encode the text with the other one"):
+        script.check_same(model, other)
+    other = dataclasses.replace(model, chat=lambda messages, reply: tokens("b"))
+    with pytest.raises(ValueError, match=r"of the policy writes 'user: a.*of the model of rewards 'b'; train"):
+        script.check_same(model, other)
 
 
 @pytest.mark.nightly

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import os
 import pathlib
 import random
@@ -19,6 +20,7 @@ from shardfn.checkpoint import diff, steps
 from tests.examples.test_grpo_arithmetic import ALONE, EXAMPLE, TWO, rows, run, start
 
 PPO = EXAMPLE.with_name("ppo.py")
+NAMES = "chat", "sft", "reward_model", "ppo_arithmetic", "ppo"
 SHORT = ["--imitate", "20", "--pairs", "20", "--prompts", "4", "--iterations", "2", "--lr", "3e-4"]
 
 
@@ -27,8 +29,8 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modules of the examples, in this process."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(PPO.parent))
-    yield {name: importlib.import_module(name) for name in ("sft", "reward_model", "ppo_arithmetic", "ppo")}
-    for name in ("sft", "reward_model", "ppo", "ppo_arithmetic", "grpo_arithmetic"):
+    yield {name: importlib.import_module(name) for name in NAMES}
+    for name in (*NAMES, "grpo_arithmetic", "chat_reward", "chat_dpo", "chat_sft"):
         if name not in before:
             del sys.modules[name]
 
@@ -54,6 +56,33 @@ def test_the_parts_run_in_one_process(parts: Any, tmp_path: pathlib.Path) -> Non
         rows(tmp_path)[0]["actor/exact"] == 1 and rows(tmp_path)[1]["beta"] >= 0.1 and steps(tmp_path / "ppo") == [1, 2]
     )
     assert lines[1].startswith("iteration 0: actor/reward")
+
+
+def test_rewards_by_a_model_of_other_tokens(parts: Any, tmp_path: pathlib.Path) -> None:
+    gpt, mesh = sf.models.gpt, sf.make_mesh(alone=True)
+    config = gpt.Config.llama_like(vocab_size=256, num_layers=1, d_model=32, num_heads=2, d_ff=64, max_len=64)
+    row = {"model": sf.interop.hf_config(config), "per_head": config.per_head, "tokenizer": "bytes"}
+    (tmp_path / "model.json").write_text(json.dumps(row))
+    sf.checkpoint.save(tmp_path / "checkpoints", gpt.init(config, sf.key(0)), 1, at="params")
+    rewards = parts["chat"].load(str(tmp_path), mesh, exact=True)
+    found, scored = list[Any](), parts["ppo"].by_texts
+
+    def kept(*given: Any) -> Any:
+        found.append(scored(*given))
+        return found[-1]
+
+    parts["ppo"].by_texts = kept
+    args = arguments(out=str(tmp_path / "run"))
+    parts["ppo"].train_by(rewards, args, mesh, parts["sft"].train(args, mesh), lambda line: None)
+    [x] = found
+    for row, texts in enumerate(x.tokens(row) for row in range(8)):
+        line = "".join(map(parts["ppo"].decode, texts))
+        value = gpt.apply(rewards.config, rewards.params, torch.tensor([[*line.encode(), 0]]))[0, -1, 0]
+        assert torch.equal(x.rewards[row], value)
+    assert rows(tmp_path / "run")[0]["actor/exact"] == 1 and len(x.rewards.unique()) > 1
+    rewards.encode = lambda text: list(3 * text.encode())
+    with pytest.raises(ValueError, match=r"'7\+8=15\.' has more than 16 tokens of the model of rewards; raise ROOM"):
+        parts["ppo"].as_rows(rewards, [([7, 10, 8, 11], [1, 5, 12])])
 
 
 def test_rewards_by_a_rule(parts: Any, tmp_path: pathlib.Path) -> None:

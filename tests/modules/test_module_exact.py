@@ -64,6 +64,29 @@ def test_compiled_graphs_have_the_bits_of_the_engine() -> None:
     assert float(metrics["exact"]) == 1
 
 
+@nightly
+@distributed(world=2, timeout=400)
+def test_ratios_of_wide_heads_over_ranks_begin_at_1(world: int) -> None:
+    """The default back end of `jit` compiles regions as large as these rotary tables."""
+    model = MODELS["llama"](hidden_size=32, head_dim=128, num_hidden_layers=1)
+    x = sampled(model, length=64)
+    params, apply = sf.from_module(model, exact=True)
+
+    def loss(params: Any, batch: Any) -> Any:
+        x, advantages = batch
+        logprobs = logprobs_of(apply, params, x)
+        return rl.grpo(logprobs, x.logprobs, advantages, x.lengths), rl.policy_metrics(logprobs, x.logprobs, x.lengths)
+
+    with sf.make_mesh({"dp": world}, device="cpu") as mesh:
+        zero = sf.Zero(stage=3, persist_elements=0)
+        step = sf.sharded_step(sf.jit(loss), sf.optim.sgd(0.1), mesh=mesh, zero=zero, has_aux=True)
+        state, own = step.init(params), step.rows(6)
+        batch = sf.tree_map(lambda leaf: leaf[own], (x, torch.linspace(-1, 1, 6)))
+        for exact in (True, False):
+            state, metrics = step(state, batch)
+            assert (float(metrics["exact"]) == 1) == exact
+
+
 @pytest.mark.parametrize("kind", [pytest.param("mixtral", marks=nightly), "llama"])
 def test_layers_that_run_again_have_the_same_bits(kind: str) -> None:
     model = MODELS[kind](attention_dropout=0.0)

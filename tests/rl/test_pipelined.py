@@ -10,7 +10,7 @@ import torch
 import shardfn as sf
 from shardfn import rl
 from shardfn.inference import Engine, Sampling, decoder, limits_of
-from shardfn.models import gpt
+from shardfn.models import gpt, moe
 from shardfn.testing import assert_parity, distributed
 from tests.inference.hf_models import MODELS
 from tests.modules.test_module_exact import logprobs_of, sampled
@@ -20,6 +20,17 @@ EXACT = gpt.Config.llama_like(
     vocab_size=16, num_layers=2, d_model=32, num_heads=4, d_ff=64, max_len=16, exact=True, stacked=True
 )
 WIDE = dataclasses.replace(EXACT, exact=False)  # float64
+EXPERTS = moe.mixtral_like(
+    vocab_size=16,
+    num_layers=4,
+    d_model=16,
+    num_heads=2,
+    num_kv_heads=1,
+    d_ff=16,
+    max_len=16,
+    experts=moe.Experts(num=4, balance=0.0),
+    stacked=True,
+)
 
 
 @functools.cache
@@ -35,22 +46,33 @@ def drawn() -> dict[str, Any]:
     return {"tokens": x.ids, "rollout": x, "advantages": torch.linspace(-1, 1, 8), "reference": reference}
 
 
+def routed() -> dict[str, Any]:
+    """The batch with experts that differ by layer and are not the routers' choices, and with positions of answers."""
+    x, draw = drawn()["rollout"], torch.Generator().manual_seed(0)
+    routes = torch.rand(*x.ids.shape, 4, 4, generator=draw).argsort(-1)[..., :2].to(torch.int16)
+    return drawn() | {"at": rl.answer_positions(x.ids, *x.where), "routes": routes}
+
+
 def learns(logits: torch.Tensor, batch: Any) -> Any:
     x = batch["rollout"]
-    logprobs = rl.answer_logprobs(logits, batch["tokens"], *x.where)
+    logprobs_of = rl.logprobs_at if "at" in batch else rl.answer_logprobs
+    logprobs = logprobs_of(logits, batch["tokens"], *x.where)
     old, reference, advantages = (y.to(logits.dtype) for y in (x.logprobs, batch["reference"], batch["advantages"]))
     loss = rl.grpo(logprobs, old, advantages, x.lengths, clip=(0.2, 0.28), reference_BT=reference, beta=0.1)
     return loss, rl.policy_metrics(logprobs, old, x.lengths, reference_BT=reference)
 
 
 def by_apply(config: gpt.Config, params: Any, batch: Any) -> Any:
-    return learns(gpt.apply(config, params, batch["tokens"]), batch)
+    logits = gpt.apply(config, params, batch["tokens"], at=batch.get("at"), chosen=batch.get("routes"))
+    return learns(logits, batch)
 
 
-def test_stages_of_a_policy_are_its_loss() -> None:
-    params = sf.tree_map(lambda x: x.double(), gpt.init(WIDE, sf.key(0)))
-    loss, aux = sf.pipeline(*gpt.stages(WIDE, loss=learns), num_microbatches=4)(params, drawn())
-    want, metrics = by_apply(WIDE, params, drawn())
+@pytest.mark.parametrize("kind", ["dense", "routed"])
+def test_stages_of_a_policy_are_its_loss(kind: str) -> None:
+    config, batch = (WIDE, drawn()) if kind == "dense" else (EXPERTS, routed())
+    params = sf.tree_map(lambda x: x.double(), gpt.init(config, sf.key(0)))
+    loss, aux = sf.pipeline(*gpt.stages(config, loss=learns), num_microbatches=4)(params, batch)
+    want, metrics = by_apply(config, params, batch)
     torch.testing.assert_close(loss.mean(), want.mean(), rtol=1e-12, atol=0)
     for name, x in metrics.items():
         torch.testing.assert_close(aux[name].mean(), x.mean(), rtol=1e-12, atol=0)
@@ -59,6 +81,15 @@ def test_stages_of_a_policy_are_its_loss() -> None:
 def test_a_loss_of_logits_needs_all_of_them() -> None:
     with pytest.raises(ValueError, match=r"Config\(loss_tile=4\) has only those of a tile.*take loss_tile=None"):
         gpt.stages(dataclasses.replace(WIDE, loss_tile=4), loss=learns)
+
+
+def test_a_cross_entropy_takes_no_positions_and_routes() -> None:
+    params = gpt.init(EXPERTS, sf.key(0))
+    with pytest.raises(ValueError, match=r"has 'at' and 'routes', and the mean cross entropy.*pass stages\(loss=\)"):
+        gpt.stages(EXPERTS).first(params, routed())
+    other = routed() | {"routes": routed()["routes"][:, :, :2]}
+    with pytest.raises(ValueError, match=r"chosen has shape \(8, 10, 2, 2\).* must be \(8, 10, 4, 2\)"):
+        gpt.stages(EXPERTS, loss=learns).first(params, other)
 
 
 @pytest.mark.nightly
@@ -83,6 +114,19 @@ def test_a_gpt_policy_in_stages(stage: int, jit: bool) -> None:
         loss = around(sf.pipeline(*plain, num_microbatches=2))
         how |= {"mesh": mesh, "reference": lambda *x: by_apply(WIDE, *x)[0]}
         assert_parity(loss, sf.optim.adamw(1e-2), params, [drawn()] * 3, **how)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("stage", "jit"), [(0, True), (3, False)])
+@distributed(world=4)
+def test_stages_send_the_experts_of_a_policy(stage: int, jit: bool) -> None:
+    with sf.make_mesh({"pp": 2, "dp": 2}, device="cpu") as mesh:
+        params = sf.tree_map(lambda x: x.double(), gpt.init(EXPERTS, sf.key(0)))
+        piped = sf.pipeline(*gpt.stages(EXPERTS, loss=lambda *x: learns(*x)[0]), num_microbatches=2)
+        how: dict[str, Any] = {"specs": gpt.specs(EXPERTS, pp="pp"), "batch": sf.P("dp"), "mesh": mesh}
+        how |= {"zero": sf.Zero(stage=stage, persist_elements=0)} if stage else {}
+        how |= {"reference": lambda *x: by_apply(EXPERTS, *x)[0]}
+        assert_parity(sf.jit(piped) if jit else piped, sf.optim.adamw(1e-2), params, [routed()] * 3, **how)
 
 
 @pytest.mark.nightly

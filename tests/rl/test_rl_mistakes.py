@@ -222,8 +222,20 @@ def test_bad_rewards_are_counted_and_make_no_nan() -> None:
     assert metrics["missing"] == 3 / 12 and all(map(math.isfinite, metrics.values()))
 
 
-def test_bad_rewards_of_a_critic_make_no_nan() -> None:
-    scores, lengths = torch.tensor([math.nan, 1.0, 2.0]), torch.tensor([2, 0, 4])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_of_a_model_that_is_not_finite_is_missing(bad: float) -> None:
+    rewards = torch.tensor([bad, 1.0, 2.0, 3.0, bad, bad, 5.0, bad])
+    for baseline in ("mean", "others"):
+        found = rl.group_advantages(rewards, 4, baseline=baseline, deviation=False)
+        one = rl.group_advantages(rewards[1:4], 3, baseline=baseline, deviation=False)
+        assert found.tolist() == [0.0, *one.tolist(), 0.0, 0.0, 0.0, 0.0]
+    metrics = rl.rollout_metrics(rl.empty_rollout(8, 4, 2)._replace(rewards=rewards))
+    assert float(metrics["missing"].mean()) == 4 / 8 and float(metrics["reward"].mean()) == 11 / 4
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_bad_rewards_of_a_critic_make_no_nan(bad: float) -> None:
+    scores, lengths = torch.tensor([bad, 1.0, 2.0]), torch.tensor([2, 0, 4])
     rewards = rl.kl_rewards(torch.full((3, 4), -1.0), torch.full((3, 4), -1.0), scores, lengths)
     assert rewards.tolist() == [[0.0] * 4, [0.0] * 4, [0.0, 0.0, 0.0, 2.0]]
     advantages, returns = rl.gae(rewards, torch.zeros(3, 4), lengths)
