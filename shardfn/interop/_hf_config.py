@@ -22,6 +22,9 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     return json.loads((pathlib.Path(directory) / "config.json").read_text())
 
 
+_SIZES = ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "max_len")
+
+
 def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
     """The `Config` whose GPT computes the same as the model of this `config.json`.
 
@@ -44,6 +47,13 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
             " Any module of torch trains by from_module; module_from_hf reads its weights."
         )
     fields, refused = {"gpt2": _gpt2, "bloom": _bloom}.get(kind, _llama)(told)
+    sizes = {name: fields.get(name) for name in _SIZES}
+    wrong = [
+        f"{name}={x!r} is not an integer; write it without a fraction or exponent"
+        for name, x in sizes.items()
+        if x is not None and type(x) is not int
+    ]
+    raise_all(ValueError, "config.json: sizes are integers:", wrong)
     raise_all(ValueError, f"config.json: this {kind} has parts that models.gpt lacks:", refused)
     return gpt.Config(**{**fields, **changes})
 
