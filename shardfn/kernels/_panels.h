@@ -64,17 +64,21 @@ template <typename W>
 struct Coming {
     static constexpr int line = sizeof(W) < 64 ? 64 / sizeof(W) : 1;
     const W* from;
-    int64_t each;  // elements for each k
+    int64_t K, each;  // elements for each k
 
-    Coming(const W* next, int64_t K, int64_t tile, int64_t tiles)
-        : from(next), each((PANEL / line + tiles - 1) / tiles * line) {
-        if (!next || (tile + 1) * each > PANEL) each = 0;
-        from += tile * each * K;
+    Coming(const W* next, int64_t K, int64_t tiles)
+        : from(next), K(K), each(next ? (PANEL / line + tiles - 1) / tiles * line : 0) {}
+
+    INLINE Coming of_tile(int64_t tile) const {
+        Coming own = *this;
+        own.from += tile * each * K;
+        if ((tile + 1) * each > PANEL) own.each = 0;
+        return own;
     }
 
-    INLINE void fetch(int64_t k) const {
-        const W* at = from + k * each;
-        for (const W* p = at; p < at + each; p += line) __builtin_prefetch(p);
+    // Those for the elements of K from k to `last`.
+    INLINE void fetch(int64_t k, int64_t last) const {
+        for (const W *p = from + k * each, *end = from + last * each; p < end; p += line) __builtin_prefetch(p);
     }
 };
 
@@ -82,56 +86,42 @@ struct Coming {
 template <typename T, typename W, int BYTES, bool FUSES, int R, int NV>
 struct Chain {
     typedef typename Wide<T, BYTES>::V V;
+    // Of k: those for which a tile fetches at once, and those of an unrolled loop.
+    static constexpr int FETCHED = 16, STEPS = FUSES ? 4 : 1;
+
     static INLINE void run(const Job<T, W>& o, const T* left, int64_t k, int64_t last, int at,
                            const Coming<W>& coming, V (&sum)[R][NV]) {
         const W* right = o.b + k * o.across + at;
-        for (; k < last; ++k, left += o.along, right += o.across) {
-            if constexpr (R > 2) coming.fetch(k);  // for a row or two processors fetch enough
-            V row[NV];
-            UNROLL
-            for (int v = 0; v < NV; ++v) row[v] = wide<T, BYTES>(right + v * Wide<T, BYTES>::lanes);
-            add_row<T, BYTES, FUSES, R, NV>(sum, left, o.down, row);
+        for (int64_t end; k < last; k = end) {
+            end = k + FETCHED < last ? k + FETCHED : last;
+            if constexpr (R > 2) coming.fetch(k, end);  // for a row or two processors fetch enough
+            int64_t i = k;
+            for (; i + STEPS <= end; i += STEPS)
+                UNROLL
+                for (int j = 0; j < STEPS; ++j) step(o, left, right, sum);
+            for (; i < end; ++i) step(o, left, right, sum);
         }
+    }
+
+    static INLINE void step(const Job<T, W>& o, const T*& left, const W*& right, V (&sum)[R][NV]) {
+        V row[NV];
+        UNROLL
+        for (int v = 0; v < NV; ++v) row[v] = wide<T, BYTES>(right + v * Wide<T, BYTES>::lanes);
+        add_row<T, BYTES, FUSES, R, NV>(sum, left, o.down, row);
+        left += o.along;
+        right += o.across;
     }
 };
 
-// R rows by NV vectors of one panel, from column `at` of it.
-template <typename T, typename W, int BYTES, bool FUSES, int R, int NV>
-INLINE void tile(const Job<T, W>& o, const T* a, T* y, int at, const Coming<W>& coming) {
+// Writes the results of a tile.
+template <typename T, int BYTES, int R, int NV, typename J>
+INLINE void write(const J& o, T* y, int at, const typename Wide<T, BYTES>::V (&sum)[R][NV]) {
     typedef typename Wide<T, BYTES>::V V;
     constexpr int lanes = Wide<T, BYTES>::lanes;
-    V node[LEVELS][R][NV], sum[R][NV];
-    for (int64_t c = 0; c < o.chunks; ++c) {
-        UNROLL
-        for (int r = 0; r < R; ++r)
-            UNROLL
-            for (int v = 0; v < NV; ++v) sum[r][v] = V{};
-        const int64_t k = c * o.K / o.chunks, last = (c + 1) * o.K / o.chunks;
-        Chain<T, W, BYTES, FUSES, R, NV>::run(o, a + k * o.along, k, last, at, coming, sum);
-        int level = 0;
-        for (int64_t n = c; n & 1; n >>= 1, ++level)
-            UNROLL
-            for (int r = 0; r < R; ++r)
-                UNROLL
-                for (int v = 0; v < NV; ++v) sum[r][v] = node[level][r][v] + sum[r][v];
-        UNROLL
-        for (int r = 0; r < R; ++r)
-            UNROLL
-            for (int v = 0; v < NV; ++v) node[level][r][v] = sum[r][v];
-    }
-    // The nodes that are left, the last one first.
-    int level = __builtin_ctzll(o.chunks);
-    const int first = level;
-    for (++level; level < LEVELS; ++level)
-        if (o.chunks >> level & 1)
-            UNROLL
-            for (int r = 0; r < R; ++r)
-                UNROLL
-                for (int v = 0; v < NV; ++v) node[first][r][v] = node[level][r][v] + node[first][r][v];
     const int64_t valid = o.valid - at;
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < NV; ++v) {
-            const V value = node[first][r][v];
+            const V value = sum[r][v];
             const T* shift = o.bias ? o.bias + at + v * lanes : nullptr;
             T* to = y + r * o.out + at + v * lanes;
             if ((v + 1) * lanes <= valid)
@@ -141,29 +131,100 @@ INLINE void tile(const Job<T, W>& o, const T* a, T* y, int at, const Coming<W>& 
         }
 }
 
-template <typename T, typename W, int BYTES, bool FUSES, int R, int NV>
-INLINE void rows(const Job<T, W>& o, int64_t m) {
-    constexpr int width = NV * Wide<T, BYTES>::lanes, across = PANEL / width;
-    const int64_t before = (m + 5) / 6 * across, tiles = (o.M + 5) / 6 * across;
-    for (int at = 0; at < PANEL && at < o.valid; at += width)
-        tile<T, W, BYTES, FUSES, R, NV>(o, o.a + m * o.down, o.y + m * o.out, at, {o.next, o.K, before + at / width, tiles});
+// The nodes of the trees of some rows, by level.
+template <typename T, int ROWS>
+struct Nodes {
+    alignas(64) T of[LEVELS][ROWS * PANEL];
+};
+
+// A chunk of K, from k to `last`.
+struct Chunk {
+    int64_t number, k, last;
+
+    Chunk(int64_t number, int64_t K, int64_t chunks)
+        : number(number), k(number * K / chunks), last((number + 1) * K / chunks) {}
+};
+
+// One chunk of R rows, from `first` on, by NV vectors of one panel, from column `at` of it. With the last chunk, the
+// results are written. The first row of the nodes is row `first - row`.
+template <typename T, typename W, int BYTES, bool FUSES, int R, int NV, int ROWS>
+INLINE void tile(const Job<T, W>& o, int64_t first, int at, const Coming<W>& coming, const Chunk& chunk, int64_t row,
+                 Nodes<T, ROWS>& nodes) {
+    typedef typename Wide<T, BYTES>::V V;
+    constexpr int lanes = Wide<T, BYTES>::lanes;
+    const int64_t place = row * PANEL + at;
+    V sum[R][NV];
+    UNROLL
+    for (int r = 0; r < R; ++r)
+        UNROLL
+        for (int v = 0; v < NV; ++v) sum[r][v] = V{};
+    Chain<T, W, BYTES, FUSES, R, NV>::run(o, o.a + first * o.down + chunk.k * o.along, chunk.k, chunk.last,
+                                          at, coming, sum);
+    const auto add = [&](int level) __attribute__((always_inline)) {
+        UNROLL
+        for (int r = 0; r < R; ++r)
+            UNROLL
+            for (int v = 0; v < NV; ++v) sum[r][v] = *(const V*)(nodes.of[level] + place + r * PANEL + v * lanes) + sum[r][v];
+    };
+    int level = 0;
+    for (int64_t n = chunk.number; n & 1; n >>= 1, ++level) add(level);
+    if (chunk.number + 1 < o.chunks) {
+        UNROLL
+        for (int r = 0; r < R; ++r)
+            UNROLL
+            for (int v = 0; v < NV; ++v) *(V*)(nodes.of[level] + place + r * PANEL + v * lanes) = sum[r][v];
+        return;
+    }
+    // The nodes that are left, the last one first.
+    for (++level; level < LEVELS; ++level)
+        if (o.chunks >> level & 1) add(level);
+    write<T, BYTES, R, NV>(o, o.y + first * o.out, at, sum);
 }
 
-// All rows of a job; `NV` vectors by six rows fill the registers, fewer rows take more of them.
+// All columns of some rows.
+template <typename T, typename W, int BYTES, bool FUSES, int R, int NV, int ROWS>
+INLINE void rows(const Job<T, W>& o, int64_t first, const Chunk& chunk, const Coming<W>& coming, int64_t row,
+                 Nodes<T, ROWS>& nodes) {
+    constexpr int width = NV * Wide<T, BYTES>::lanes, across = PANEL / width;
+    int64_t number = (first + 5) / 6 * across;
+    for (int at = 0; at < PANEL && at < o.valid; at += width, ++number)
+        tile<T, W, BYTES, FUSES, R, NV>(o, first, at, coming.of_tile(number), chunk, row, nodes);
+}
+
+// A chunk of a panel is multiplied by all rows of a block before the next: so it is read from near memory.
+constexpr int BLOCK = 48, MOST_ROWS = BLOCK + 2;
+
+// `NV` vectors by six rows fill the registers; fewer rows take more vectors.
+template <typename T, typename W, int BYTES, bool FUSES, int NV>
+INLINE void block(const Job<T, W>& o, int64_t first, int64_t num, const Chunk& chunk, const Coming<W>& coming,
+                  Nodes<T, MOST_ROWS>& nodes) {
+    constexpr int most = PANEL / Wide<T, BYTES>::lanes, two = 2 * NV < most ? 2 * NV : most;
+    constexpr int one = 4 * NV < most ? 4 * NV : most;
+    int64_t m = 0;
+    // Seven rows and eight are two tiles of about one size: one or two rows alone would not fill the registers.
+    for (; num - m > 8 || num - m == 6; m += 6) rows<T, W, BYTES, FUSES, 6, NV>(o, first + m, chunk, coming, m, nodes);
+    if (num - m > 6) {
+        rows<T, W, BYTES, FUSES, 4, NV>(o, first + m, chunk, coming, m, nodes);
+        m += 4;
+    }
+    switch (num - m) {
+        case 5: return rows<T, W, BYTES, FUSES, 5, NV>(o, first + m, chunk, coming, m, nodes);
+        case 4: return rows<T, W, BYTES, FUSES, 4, NV>(o, first + m, chunk, coming, m, nodes);
+        case 3: return rows<T, W, BYTES, FUSES, 3, NV>(o, first + m, chunk, coming, m, nodes);
+        case 2: return rows<T, W, BYTES, FUSES, 2, two>(o, first + m, chunk, coming, m, nodes);
+        case 1: return rows<T, W, BYTES, FUSES, 1, one>(o, first + m, chunk, coming, m, nodes);
+    }
+}
+
+// All rows of a job.
 template <typename T, typename W, int BYTES, bool FUSES, int NV>
 INLINE void panel_of(const Job<T, W>& o) {
-    constexpr int most = PANEL / Wide<T, BYTES>::lanes, two = 2 * NV < most ? 2 * NV : most;
-    int64_t m = 0;
-    // Seven rows and eight are two parts of about one size: one or two rows alone would not fill the registers.
-    for (; o.M - m > 8 || o.M - m == 6; m += 6) rows<T, W, BYTES, FUSES, 6, NV>(o, m);
-    switch (o.M - m) {
-        case 8: rows<T, W, BYTES, FUSES, 4, NV>(o, m); return rows<T, W, BYTES, FUSES, 4, NV>(o, m + 4);
-        case 7: rows<T, W, BYTES, FUSES, 4, NV>(o, m); return rows<T, W, BYTES, FUSES, 3, NV>(o, m + 4);
-        case 5: return rows<T, W, BYTES, FUSES, 5, NV>(o, m);
-        case 4: return rows<T, W, BYTES, FUSES, 4, NV>(o, m);
-        case 3: return rows<T, W, BYTES, FUSES, 3, NV>(o, m);
-        case 2: return rows<T, W, BYTES, FUSES, 2, two>(o, m);
-        case 1: return rows<T, W, BYTES, FUSES, 1, two>(o, m);
+    static thread_local Nodes<T, MOST_ROWS> nodes;
+    const Coming<W> coming(o.next, o.K, (o.M + 5) / 6 * (PANEL / (NV * Wide<T, BYTES>::lanes)));
+    for (int64_t first = 0, num; first < o.M; first += num) {
+        num = o.M - first > MOST_ROWS ? BLOCK : o.M - first;
+        for (int64_t c = 0; c < o.chunks; ++c)
+            block<T, W, BYTES, FUSES, NV>(o, first, num, {c, o.K, o.chunks}, coming, nodes);
     }
 }
 

@@ -210,7 +210,16 @@ INLINE void decoded_panel(const Job<float, W>& o, void (*multiply)(const Job<flo
     multiply({o.a, room, o.bias, o.y, o.down, o.along, PANEL, o.out, o.M, o.K, o.chunks, o.valid});
 }
 
-// Up to eight rows at once: a code is decoded for all of them.
+// Rows whose codes are decoded once for all of them.
+template <typename W, int BYTES, bool FUSES, int R, int NV>
+INLINE void coded_rows(const Job<float, W>& o, int64_t first) {
+    Nodes<float, R> nodes;
+    for (int at = 0; at < PANEL && at < o.valid; at += NV * Wide<float, BYTES>::lanes)
+        for (int64_t c = 0; c < o.chunks; ++c)
+            tile<float, W, BYTES, FUSES, R, NV>(o, first, at, {nullptr, o.K, 1}, {c, o.K, o.chunks}, 0, nodes);
+}
+
+// Up to eight rows at once.
 template <typename W, int BYTES, bool FUSES>
 INLINE void coded_panel(const Job<float, W>& o, void (*multiply)(const Job<float, float>&)) {
     if (o.M > few_rows<W, BYTES>) return decoded_panel<W, BYTES>(o, multiply);
@@ -218,18 +227,18 @@ INLINE void coded_panel(const Job<float, W>& o, void (*multiply)(const Job<float
     int64_t m = 0;
     for (; o.M - m > 8; m += o.M - m == 9 ? 5 : 8)
         if (o.M - m == 9)
-            rows<float, W, BYTES, FUSES, 5, few>(o, m);
+            coded_rows<W, BYTES, FUSES, 5, few>(o, m);
         else
-            rows<float, W, BYTES, FUSES, 8, few>(o, m);
+            coded_rows<W, BYTES, FUSES, 8, few>(o, m);
     switch (o.M - m) {
-        case 8: return rows<float, W, BYTES, FUSES, 8, few>(o, m);
-        case 7: return rows<float, W, BYTES, FUSES, 7, few>(o, m);
-        case 6: return rows<float, W, BYTES, FUSES, 6, few>(o, m);
-        case 5: return rows<float, W, BYTES, FUSES, 5, few>(o, m);
-        case 4: return rows<float, W, BYTES, FUSES, 4, 2 * few>(o, m);
-        case 3: return rows<float, W, BYTES, FUSES, 3, 2 * few>(o, m);
-        case 2: return rows<float, W, BYTES, FUSES, 2, four>(o, m);
-        case 1: return rows<float, W, BYTES, FUSES, 1, four>(o, m);
+        case 8: return coded_rows<W, BYTES, FUSES, 8, few>(o, m);
+        case 7: return coded_rows<W, BYTES, FUSES, 7, few>(o, m);
+        case 6: return coded_rows<W, BYTES, FUSES, 6, few>(o, m);
+        case 5: return coded_rows<W, BYTES, FUSES, 5, few>(o, m);
+        case 4: return coded_rows<W, BYTES, FUSES, 4, 2 * few>(o, m);
+        case 3: return coded_rows<W, BYTES, FUSES, 3, 2 * few>(o, m);
+        case 2: return coded_rows<W, BYTES, FUSES, 2, four>(o, m);
+        case 1: return coded_rows<W, BYTES, FUSES, 1, four>(o, m);
     }
 }
 
