@@ -194,25 +194,28 @@ INLINE void rows(const Job<T, W>& o, int64_t first, const Chunk& chunk, const Co
 // A chunk of a panel is multiplied by all rows of a block before the next: so it is read from near memory.
 constexpr int BLOCK = 48, MOST_ROWS = BLOCK + 2;
 
+// Little code, a row at a time, for processors of x86-64 without fused multiply-adds: compilers take long for more.
+template <bool FUSES>
+constexpr bool slim = GENERATIONS == 3 && !FUSES;
+
 // `NV` vectors by six rows fill the registers; fewer rows take more vectors.
 template <typename T, typename W, int BYTES, bool FUSES, int NV>
 INLINE void block(const Job<T, W>& o, int64_t first, int64_t num, const Chunk& chunk, const Coming<W>& coming,
                   Nodes<T, MOST_ROWS>& nodes) {
     constexpr int most = PANEL / Wide<T, BYTES>::lanes, two = 2 * NV < most ? 2 * NV : most;
     constexpr int one = 4 * NV < most ? 4 * NV : most;
-    int64_t m = 0;
-    // Seven rows and eight are two tiles of about one size: one or two rows alone would not fill the registers.
-    for (; num - m > 8 || num - m == 6; m += 6) rows<T, W, BYTES, FUSES, 6, NV>(o, first + m, chunk, coming, m, nodes);
-    if (num - m > 6) {
-        rows<T, W, BYTES, FUSES, 4, NV>(o, first + m, chunk, coming, m, nodes);
-        m += 4;
-    }
-    switch (num - m) {
-        case 5: return rows<T, W, BYTES, FUSES, 5, NV>(o, first + m, chunk, coming, m, nodes);
-        case 4: return rows<T, W, BYTES, FUSES, 4, NV>(o, first + m, chunk, coming, m, nodes);
-        case 3: return rows<T, W, BYTES, FUSES, 3, NV>(o, first + m, chunk, coming, m, nodes);
-        case 2: return rows<T, W, BYTES, FUSES, 2, two>(o, first + m, chunk, coming, m, nodes);
-        case 1: return rows<T, W, BYTES, FUSES, 1, one>(o, first + m, chunk, coming, m, nodes);
+    for (int64_t m = 0, height; m < num; m += height) {
+        const int64_t rest = num - m;
+        // Seven rows and eight are two tiles of about one size: one or two rows alone would not fill the registers.
+        height = slim<FUSES> ? 1 : rest > 8 || rest == 6 ? 6 : rest > 6 ? 4 : rest;
+        if constexpr (!slim<FUSES>) switch (height) {
+            case 6: rows<T, W, BYTES, FUSES, 6, NV>(o, first + m, chunk, coming, m, nodes); continue;
+            case 5: rows<T, W, BYTES, FUSES, 5, NV>(o, first + m, chunk, coming, m, nodes); continue;
+            case 4: rows<T, W, BYTES, FUSES, 4, NV>(o, first + m, chunk, coming, m, nodes); continue;
+            case 3: rows<T, W, BYTES, FUSES, 3, NV>(o, first + m, chunk, coming, m, nodes); continue;
+            case 2: rows<T, W, BYTES, FUSES, 2, two>(o, first + m, chunk, coming, m, nodes); continue;
+        }
+        rows<T, W, BYTES, FUSES, 1, one>(o, first + m, chunk, coming, m, nodes);
     }
 }
 

@@ -224,21 +224,19 @@ template <typename W, int BYTES, bool FUSES>
 INLINE void coded_panel(const Job<float, W>& o, void (*multiply)(const Job<float, float>&)) {
     if (o.M > few_rows<W, BYTES>) return decoded_panel<W, BYTES>(o, multiply);
     constexpr int most = PANEL / Wide<float, BYTES>::lanes, four = most < 4 ? most : 4, few = BYTES == 64 ? 2 : 1;
-    int64_t m = 0;
-    for (; o.M - m > 8; m += o.M - m == 9 ? 5 : 8)
-        if (o.M - m == 9)
-            coded_rows<W, BYTES, FUSES, 5, few>(o, m);
-        else
-            coded_rows<W, BYTES, FUSES, 8, few>(o, m);
-    switch (o.M - m) {
-        case 8: return coded_rows<W, BYTES, FUSES, 8, few>(o, m);
-        case 7: return coded_rows<W, BYTES, FUSES, 7, few>(o, m);
-        case 6: return coded_rows<W, BYTES, FUSES, 6, few>(o, m);
-        case 5: return coded_rows<W, BYTES, FUSES, 5, few>(o, m);
-        case 4: return coded_rows<W, BYTES, FUSES, 4, 2 * few>(o, m);
-        case 3: return coded_rows<W, BYTES, FUSES, 3, 2 * few>(o, m);
-        case 2: return coded_rows<W, BYTES, FUSES, 2, four>(o, m);
-        case 1: return coded_rows<W, BYTES, FUSES, 1, four>(o, m);
+    for (int64_t m = 0, height; m < o.M; m += height) {
+        const int64_t rest = o.M - m;
+        height = slim<FUSES> ? 1 : rest == 9 ? 5 : rest > 8 ? 8 : rest;
+        if constexpr (!slim<FUSES>) switch (height) {
+            case 8: coded_rows<W, BYTES, FUSES, 8, few>(o, m); continue;
+            case 7: coded_rows<W, BYTES, FUSES, 7, few>(o, m); continue;
+            case 6: coded_rows<W, BYTES, FUSES, 6, few>(o, m); continue;
+            case 5: coded_rows<W, BYTES, FUSES, 5, few>(o, m); continue;
+            case 4: coded_rows<W, BYTES, FUSES, 4, 2 * few>(o, m); continue;
+            case 3: coded_rows<W, BYTES, FUSES, 3, 2 * few>(o, m); continue;
+            case 2: coded_rows<W, BYTES, FUSES, 2, four>(o, m); continue;
+        }
+        coded_rows<W, BYTES, FUSES, 1, four>(o, m);
     }
 }
 
