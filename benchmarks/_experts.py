@@ -150,27 +150,56 @@ class _Mixture(nn.Module):
 
 def deepspeed(directory: str) -> Step:
     """Its native layer under ZeRO-1, the highest stage of the native layer with its 2; no token is dropped."""
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-    import deepspeed as ds  # pyright: ignore[reportMissingImports]
+    rank = _started_deepspeed()
     from deepspeed.moe import utils  # pyright: ignore[reportMissingImports]
 
-    ds.init_distributed("gloo", auto_mpi_discovery=False)
     model = _loaded(directory)
     for layer in model.model.layers:
         layer.mlp = _Mixture(layer.mlp, rank)
     groups = utils.split_params_into_different_moe_groups_for_optimizer(
         [{"params": list(model.parameters()), "name": "parameters"}]
     )
+    return _by_deepspeed(
+        model, groups, {"stage": 1, "reduce_bucket_size": 5_000_000, "allgather_bucket_size": 5_000_000}
+    )
+
+
+def autoep(directory: str) -> Step:
+    """DeepSpeed's AutoEP, which puts layers of its own in place of Mixtral's, under ZeRO-3."""
+    _started_deepspeed()
+    model = _loaded(directory).train()
+    experts = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral", "disable_triton_grouped_mm": True}
+    return _by_deepspeed(
+        model,
+        list(model.parameters()),
+        {"stage": 3, "stage3_param_persistence_threshold": 0},
+        expert_parallel=experts,
+    )
+
+
+def _started_deepspeed() -> int:
+    """This rank, with DeepSpeed on gloo."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    import deepspeed as ds  # pyright: ignore[reportMissingImports]
+
+    ds.init_distributed("gloo", auto_mpi_discovery=False)
+    return rank
+
+
+def _by_deepspeed(model: Any, params: list[Any], zero: dict[str, Any], **more: Any) -> Step:
+    import deepspeed as ds  # pyright: ignore[reportMissingImports]
+
     config = {
         "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": 5_000_000, "allgather_bucket_size": 5_000_000},
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
+        **more,
     }
-    optimizer = torch.optim.AdamW(groups, fused=True, **ADAMW)
+    optimizer = torch.optim.AdamW(params, fused=True, **ADAMW)
     engine, *_ = ds.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
 
     def step(tokens: Tensor) -> Tensor:
@@ -195,4 +224,5 @@ PEERS: dict[str, Callable[[str], Step]] = {
     "shardfn 1 jit": functools.partial(shardfn, stage=1, jit=True),
     "transformers": transformers,
     "deepspeed": deepspeed,
+    "deepspeed autoep": autoep,
 }
