@@ -4,6 +4,7 @@ E experts, k choices of a token, F ffn of an expert.
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -137,5 +138,10 @@ class Experts:
 
     def _not_taken(self, names: Iterable[str]) -> list[str]:
         """The keyword arguments that `route` does not take."""
+        return [] if self._taken is None else [n for n in names if n not in self._taken]
+
+    @functools.cached_property
+    def _taken(self) -> frozenset[str] | None:
+        """The arguments that `route` takes; None is any keyword. Every layer of every forward asks for them."""
         taken = inspect.signature(self.route).parameters
-        return [] if any(p.kind is p.VAR_KEYWORD for p in taken.values()) else [n for n in names if n not in taken]
+        return None if any(p.kind is p.VAR_KEYWORD for p in taken.values()) else frozenset(taken)

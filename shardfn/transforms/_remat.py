@@ -95,10 +95,9 @@ def remat(
             for i, x in zip(at, tensors, strict=True):
                 filled[i] = x
             args, kwargs = tree_unflatten(treedef, filled)
-            with contextlib.ExitStack() as stack:
-                if ran:
-                    stack.enter_context(recomputing())
-                ran.append(None)
+            around = recomputing() if ran else contextlib.nullcontext()
+            ran.append(None)
+            with around:
                 return f(*args, **kwargs)
 
         with noticing_names("remat", policy, called), checkpoints_as_now():
