@@ -42,7 +42,16 @@ INLINE typename Wide<T, BYTES>::V wide(const uint16_t* p) {  // bfloat16
 // left * right + sum, rounded once: by contraction, or element by element where the processor may lack it.
 template <typename T, int BYTES, bool FUSES>
 INLINE void add_product(typename Wide<T, BYTES>::V& sum, T left, typename Wide<T, BYTES>::V right) {
-    if (FUSES)
+    typedef typename Wide<T, BYTES>::V V;
+    if constexpr (FUSES && BYTES == 32) {
+        // With 16 registers, compilers that may choose the form of the instruction keep some of the sums in memory.
+        V both = left - V{}, next = sum;
+        if constexpr (sizeof(T) == 4)
+            asm("vfmadd231ps %2, %1, %0" : "+v"(next) : "v"(right), "v"(both));
+        else
+            asm("vfmadd231pd %2, %1, %0" : "+v"(next) : "v"(right), "v"(both));
+        sum = next;
+    } else if (FUSES)
         sum += left * right;
     else
         for (int i = 0; i < Wide<T, BYTES>::lanes; ++i) sum[i] = std::fma(left, right[i], sum[i]);
@@ -87,7 +96,7 @@ template <typename T, typename W, int BYTES, bool FUSES, int R, int NV>
 struct Chain {
     typedef typename Wide<T, BYTES>::V V;
     // Of k: those for which a tile fetches at once, and those of an unrolled loop.
-    static constexpr int FETCHED = 16, STEPS = FUSES ? 4 : 1;
+    static constexpr int FETCHED = 16, STEPS = FUSES ? 2 : 1;
 
     static INLINE void run(const Job<T, W>& o, const T* left, int64_t k, int64_t last, int at,
                            const Coming<W>& coming, V (&sum)[R][NV]) {
@@ -119,15 +128,24 @@ INLINE void write(const J& o, T* y, int at, const typename Wide<T, BYTES>::V (&s
     typedef typename Wide<T, BYTES>::V V;
     constexpr int lanes = Wide<T, BYTES>::lanes;
     const int64_t valid = o.valid - at;
-    for (int r = 0; r < R; ++r)
+    if (NV * lanes <= valid) {
+        UNROLL
         for (int v = 0; v < NV; ++v) {
-            const V value = sum[r][v];
-            const T* shift = o.bias ? o.bias + at + v * lanes : nullptr;
-            T* to = y + r * o.out + at + v * lanes;
-            if ((v + 1) * lanes <= valid)
-                *(V*)to = o.bias ? value + *(const V*)shift : value;
-            else
-                for (int i = 0; i < lanes && v * lanes + i < valid; ++i) to[i] = o.bias ? value[i] + shift[i] : value[i];
+            const V shift = o.bias ? *(const V*)(o.bias + at + v * lanes) : -V{};  // -0 changes no sum
+            UNROLL
+            for (int r = 0; r < R; ++r) *(V*)(y + r * o.out + at + v * lanes) = sum[r][v] + shift;
+        }
+        return;
+    }
+    alignas(64) T part[R * NV * lanes];
+    UNROLL
+    for (int r = 0; r < R; ++r)
+        UNROLL
+        for (int v = 0; v < NV; ++v) *(V*)(part + (r * NV + v) * lanes) = sum[r][v];
+    for (int r = 0; r < R; ++r)
+        for (int i = 0; i < valid; ++i) {
+            const T value = part[r * NV * lanes + i];
+            y[r * o.out + at + i] = o.bias ? value + o.bias[at + i] : value;
         }
 }
 
@@ -222,12 +240,14 @@ INLINE void block(const Job<T, W>& o, int64_t first, int64_t num, const Chunk& c
 // All rows of a job.
 template <typename T, typename W, int BYTES, bool FUSES, int NV>
 INLINE void panel_of(const Job<T, W>& o) {
-    static thread_local Nodes<T, MOST_ROWS> nodes;
+    static thread_local Nodes<T, MOST_ROWS> own;
+    Nodes<T, MOST_ROWS>* nodes = &own;
+    asm("" : "+r"(nodes));  // or compilers ask for the address of the thread's own in every tile, by a call
     const Coming<W> coming(o.next, o.K, (o.M + 5) / 6 * (PANEL / (NV * Wide<T, BYTES>::lanes)));
     for (int64_t first = 0, num; first < o.M; first += num) {
         num = o.M - first > MOST_ROWS ? BLOCK : o.M - first;
         for (int64_t c = 0; c < o.chunks; ++c)
-            block<T, W, BYTES, FUSES, NV>(o, first, num, {c, o.K, o.chunks}, coming, nodes);
+            block<T, W, BYTES, FUSES, NV>(o, first, num, {c, o.K, o.chunks}, coming, *nodes);
     }
 }
 
