@@ -19,6 +19,7 @@ from shardfn._torch import OpOverload
 from shardfn.kernels import without_dispatch
 from shardfn.memory import on_host
 
+from ._looks import needed, reads, whole_views
 from ._moves import memory_of
 from ._ops import op_of
 from ._regions import Region
@@ -41,8 +42,10 @@ def emit(gm: GraphModule, steps: Sequence[Node | Region], calls: Sequence[Callab
         >>> emit(gm, list(gm.graph.nodes), [])(torch.zeros(1))
         (tensor([1.]),)
     """
-    writer = _CodeWriter(gm, iter(calls), _written(gm))
-    last = _last_uses(steps)
+    first = whole_views(steps)
+    steps = needed(steps, first)
+    writer = _CodeWriter(gm, iter(calls), _written(gm), first)
+    last = _last_uses(steps, first)
     for i, step in enumerate(steps):
         writer.write(step, last.get(i, []))
     return writer.function()
@@ -94,35 +97,21 @@ def _view_or_copy(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         return x.reshape(shape)
 
 
-def _same_as(node: Node) -> Node | None:
-    """The node that this one is a view of with equal shape and strides, so that it can replace it; else None."""
-    of = node.args[0] if node.target in _LOOKS else None
-    if not isinstance(of, Node) or not _is_passed_on(node):
-        return None
-    x, y = (n.meta.get("val") for n in (of, node))
-    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
-        return None
-    return of if x.shape == y.shape and x.stride() == y.stride() else None
-
-
-def _is_passed_on(node: Node) -> bool:
-    """Whether only ops of the graph use a value; a returned value must be a tensor of its own."""
-    return all(user.op != "output" for user in node.users)
-
-
-def _reads(step: Node | Region) -> Sequence[Node]:
-    return step.inputs if isinstance(step, Region) else step.all_input_nodes
+def _is_same(node: Node, of: Node) -> bool:
+    """Whether a view of all elements of a value can be that value; a returned value must be a tensor of its own."""
+    same = node.meta["val"].shape == of.meta["val"].shape
+    return same and all(user.op != "output" for user in node.users)
 
 
 def _makes(step: Node | Region) -> Sequence[Node]:
     return step.outputs if isinstance(step, Region) else (step,)
 
 
-def _last_uses(steps: Sequence[Node | Region]) -> dict[int, list[Node]]:
+def _last_uses(steps: Sequence[Node | Region], first: dict[Node, Node]) -> dict[int, list[Node]]:
     """For each step, the values that no later step needs, without arguments and constants, which others own."""
     last: dict[Node, int] = {}
     for i, step in enumerate(steps):
-        for node in (*_makes(step), *_reads(step)):
+        for node in (*_makes(step), *reads(step, first)):
             if node.op not in ("placeholder", "get_attr", "output"):
                 last[node] = i
     by_step: dict[int, list[Node]] = {}
@@ -138,8 +127,8 @@ def _forget(name: str, entry: tuple[Any, ...]) -> None:
 
 
 class _CodeWriter:
-    def __init__(self, gm: GraphModule, calls: Any, written: set[Any]) -> None:
-        self.gm, self.calls, self.written = gm, calls, written
+    def __init__(self, gm: GraphModule, calls: Any, written: set[Any], first: dict[Node, Node]) -> None:
+        self.gm, self.calls, self.written, self.first = gm, calls, written, first
         self.names: dict[Node, str] = {}
         self.globals: dict[str, Any] = {}
         self.bound: dict[Any, str] = {}
@@ -184,12 +173,19 @@ class _CodeWriter:
         self._line(f"{''.join(self._name(node) + ', ' for node in region.outputs)}= {call}(given)")
 
     def _call(self, node: Node, dead: list[Node]) -> None:
-        of = _same_as(node)
-        text = f"{self._op(node)}({self._arguments(node)})" if of is None else self.names[of]
+        text = (
+            self._view(node, self.first[node]) if node in self.first else f"{self._op(node)}({self._arguments(node)})"
+        )
         where = "; ".join(part for part in (node.meta.get("where"), part_of(node)) if part)
         unused = [n for n in dead if n is node]
         self._line(("" if unused else f"{self._name(node)} = ") + text + (f"  # {where}" if where else ""))
         self._drop([n for n in dead if n is not node])
+
+    def _view(self, node: Node, of: Node) -> str:
+        if _is_same(node, of):
+            return self.names[of]
+        view = torch.Tensor.view if storage_of(node.meta["val"]) in self.written else _view_or_copy
+        return f"{self._global(view)}({self.names[of]}, {self._text(list(node.meta['val'].shape))})"
 
     def _op(self, node: Node) -> str:
         if node.op == "call_method":

@@ -1,0 +1,67 @@
+"""Chains of views that show all elements of one tensor in their order, which one view can take from the first."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from ._exact_rows import has_short_rows
+from ._ops import op_of
+from ._regions import Region
+from ._values import storage_of
+
+
+def whole_views(steps: Sequence[Node | Region]) -> dict[Node, Node]:
+    """Of views that show all elements of another value in their order, the earliest value that has them.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda x: ((x + 1).view(2, 3)[None][0].t(),), tracing_mode="fake")(torch.ones(6))
+        >>> {node.name: of.name for node, of in whole_views(list(gm.graph.nodes)).items()}
+        {'view': 'add', 'unsqueeze': 'add', 'select': 'add'}
+    """
+    first: dict[Node, Node] = {}
+    for step in steps:
+        if isinstance(step, Node) and (of := _viewed(step)) is not None and _shows_all(step, of):
+            first[step] = first.get(of, of)
+    return first
+
+
+def needed(steps: Sequence[Node | Region], first: dict[Node, Node]) -> list[Node | Region]:
+    """The steps without views that no other step reads, if those in `first` read their value there."""
+    read: set[Node] = set()
+    kept: list[Node | Region] = []
+    for step in reversed(steps):
+        if isinstance(step, Node) and step in first and step not in read:
+            continue
+        kept.append(step)
+        read.update(reads(step, first))
+    return kept[::-1]
+
+
+def reads(step: Node | Region, first: dict[Node, Node]) -> Sequence[Node]:
+    """The values that a step reads."""
+    if isinstance(step, Region):
+        return step.inputs
+    return [first[step]] if step in first else step.all_input_nodes
+
+
+def _viewed(node: Node) -> Node | None:
+    at = op_of(node).views
+    of = None if at is None or at >= len(node.args) else node.args[at]
+    return of if isinstance(of, Node) else None
+
+
+def _shows_all(node: Node, of: Node) -> bool:
+    x, y = of.meta.get("val"), node.meta.get("val")
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor) or has_short_rows(node):
+        return False
+    if x.dtype != y.dtype or x.numel() != y.numel() or not all(type(size) is int for size in (*x.shape, *y.shape)):
+        return False
+    one_memory = storage_of(x) == storage_of(y) and x.storage_offset() == y.storage_offset()
+    return one_memory and _is_dense(x) and _is_dense(y)
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether its strides are those of `view`, also in dims of one element."""
+    return x.stride() == torch.empty(x.shape, device="meta").stride()

@@ -1,0 +1,71 @@
+"""Chains of views, which emitted code takes from the first tensor at once."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardfn.graph import compile_graph
+from shardfn.graph._looks import needed, whole_views
+
+# By name, a view of a tensor of two dims or more; those of the second row show it in another order, or a part of it.
+LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "flat": lambda x: x.reshape(x.numel() // 2, 2),
+    "unsqueeze": lambda x: x[None],
+    "select": lambda x: x[None][0],
+    "squeeze": lambda x: x.unsqueeze(1).squeeze(1),
+    "alias": lambda x: x.detach(),
+    "transposed": lambda x: x.transpose(0, 1),
+    "part": lambda x: x[:, :-1] if x.shape[1] > 1 else x,
+}
+
+
+def program(names: list[str], write: int) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """A chain of views, of which one is written; all that is read afterwards must show the write."""
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        base = x + 1
+        chain = [base]
+        for name in names:
+            chain.append(LOOKS[name](chain[-1]))
+        if write < len(chain):
+            chain[write].mul_(3)
+        return chain[-1] * 2, base * chain[0], chain[-1], chain[len(chain) // 2].sum(0)
+
+    return run
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_chains_have_the_values_of_eager(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(12):
+        names = draw.choices(list(LOOKS), k=draw.randint(1, 6))
+        run = program(names, draw.randint(0, 9))
+        x = torch.randn(draw.randint(1, 3) * 2, draw.randint(1, 3) * 2)
+        try:
+            want = run(x)
+        except RuntimeError:
+            continue  # a `reshape` to a copy, which the chain wrote
+        gm = make_fx(run, tracing_mode="fake")(x)
+        got = compile_graph(gm, "graph")(x)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b), names
+            assert a.stride() == b.stride(), names
+
+
+def test_a_chain_is_one_view() -> None:
+    gm = make_fx(lambda x: (torch.relu((x + 1).view(4, 3)[None][0].view(2, 6)),), tracing_mode="fake")(torch.ones(12))
+    steps = list(gm.graph.nodes)
+    first = whole_views(steps)
+    assert [str(step) for step in needed(steps, first)] == ["x_1", "add", "view_1", "relu", "output"]
+    assert {str(a): str(b) for a, b in first.items()}["view_1"] == "add"
+
+
+def test_a_returned_view_is_a_tensor_of_its_own() -> None:
+    gm = make_fx(lambda x: (y := x + 1, y.view(2, 3).view(6)), tracing_mode="fake")(torch.ones(6))
+    y, view = compile_graph(gm, "graph")(torch.ones(6))
+    assert y is not view
+    assert y.data_ptr() == view.data_ptr()
