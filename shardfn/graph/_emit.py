@@ -16,9 +16,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from shardfn._torch import OpOverload
-from shardfn.kernels import without_dispatch
+from shardfn.kernels import Chain, without_dispatch
 from shardfn.memory import on_host
 
+from ._chains import ChainRegion, with_chains
 from ._looks import needed, reads, whole_views
 from ._moves import memory_of
 from ._ops import op_of
@@ -44,11 +45,26 @@ def emit(gm: GraphModule, steps: Sequence[Node | Region], calls: Sequence[Callab
     """
     first = whole_views(steps)
     steps = needed(steps, first)
-    writer = _CodeWriter(gm, iter(calls), _written(gm), first)
+    (steps, outside), written, given = with_chains(steps, first), _written(gm), iter(calls)
+    regions = [step for step in steps if isinstance(step, Region)]
+    calls = [_chain(gm, r, written, first) if isinstance(r, ChainRegion) else next(given) for r in regions]
+    first = outside
+    writer = _CodeWriter(gm, iter(calls), written, first)
     last = _last_uses(steps, first)
     for i, step in enumerate(steps):
         writer.write(step, last.get(i, []))
     return writer.function()
+
+
+def _chain(gm: GraphModule, region: ChainRegion, written: set[Any], first: dict[Node, Node]) -> Chain:
+    writer = _CodeWriter(gm, iter(()), written, first)
+    for node in region.inputs:
+        writer.take(node)
+    for node in region.steps:
+        writer.write(node, [])
+    writer.give(region.outputs)
+    results = [node.meta["val"] for node in region.outputs]
+    return Chain(region.calls, region.place, region.room, results, writer.function(f".{region.nodes[0].name}"))
 
 
 def name_line(error: BaseException) -> None:
@@ -141,18 +157,26 @@ class _CodeWriter:
         if isinstance(step, Region):
             self._region(step, dead)
         elif step.op == "placeholder":
-            self.arguments.append(self._name(step))
+            self.take(step)
         elif step.op == "get_attr":
             self.names[step] = self._global(operator.attrgetter(str(step.target))(self.gm))
         elif step.op == "output":
-            self._line(f"return {self._text(_as_tuple(step.args[0]))}")
+            self.give(_as_tuple(step.args[0]))
         else:
             self._call(step, dead)
 
-    def function(self) -> Callable[..., Any]:
+    def take(self, node: Node) -> None:
+        """Makes a value an argument of the function."""
+        self.arguments.append(self._name(node))
+
+    def give(self, values: tuple[Any, ...]) -> None:
+        """Makes values the results of the function."""
+        self._line(f"return {self._text(values)}")
+
+    def function(self, part: str = "") -> Callable[..., Any]:
         """Compiles the written lines; tracebacks show them."""
         source = "\n".join([f"def step({', '.join(self.arguments)}):", *self.lines])
-        name = f"{_FILE}{id(self.gm):x}>"
+        name = f"{_FILE}{id(self.gm):x}{part}>"
         entry = linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         exec(compile(source, name, "exec"), self.globals)
         weakref.finalize(self.globals["step"], _forget, name, entry).atexit = False
@@ -170,7 +194,8 @@ class _CodeWriter:
         made = set(region.outputs)
         self._drop([node for node in dead if node not in made])
         call = self._global(next(self.calls))
-        self._line(f"{''.join(self._name(node) + ', ' for node in region.outputs)}= {call}(given)")
+        names = "".join(f"{self._name(node)}, " for node in region.outputs)
+        self._line(f"{names}= {call}(given)" if names else f"{call}(given)")
 
     def _call(self, node: Node, dead: list[Node]) -> None:
         text = (

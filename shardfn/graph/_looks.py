@@ -1,6 +1,6 @@
 """Chains of views that show all elements of one tensor in their order, which one view can take from the first."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import Node
@@ -39,7 +39,7 @@ def needed(steps: Sequence[Node | Region], first: dict[Node, Node]) -> list[Node
     return kept[::-1]
 
 
-def reads(step: Node | Region, first: dict[Node, Node]) -> Sequence[Node]:
+def reads(step: Node | Region, first: Mapping[Node, Node]) -> Sequence[Node]:
     """The values that a step reads."""
     if isinstance(step, Region):
         return step.inputs

@@ -102,19 +102,20 @@ def call(name: str, *args: Any, source: str = _SHARED) -> None:
 
 
 @functools.cache
-def function(source: str, name: str, kinds: str) -> Any:
+def function(source: str, name: str, kinds: str, *, returns: bool = False) -> Any:
     """A function of a C++ file with the types of its arguments, which keeps short calls cheap; None without a compiler.
 
     Args:
         source: the file.
-        name: of the function, which returns nothing.
+        name: of the function.
         kinds: of its arguments, a letter each: p is an address, i an int64, f a float.
+        returns: whether it returns an int64, else nothing.
     """
     found = library(source)
     if found is None:
         return None
     run = getattr(found, name)
-    run.argtypes, run.restype = [_KINDS[kind] for kind in kinds], None
+    run.argtypes, run.restype = [_KINDS[kind] for kind in kinds], ctypes.c_int64 if returns else None
     return run
 
 

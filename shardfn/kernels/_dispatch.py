@@ -66,6 +66,11 @@ def is_native(folder: str) -> bool:
     return (pathlib.Path(__file__).parent / source).exists() and library(source) is not None
 
 
+def is_asked() -> bool:
+    """Whether an implementation was asked for by `implemented_by`."""
+    return bool(_ASKED)
+
+
 def implementation(folder: str, name: str, device: torch.device) -> Callable[..., Any]:
     """The function `name` of an op's folder, of the implementation for tensors on a device."""
     return _find(folder, name, _ASKED[-1] if _ASKED else _serving(device.type))

@@ -5,8 +5,11 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from shardfn.kernels._arguments import check_dtype, check_shape
+from shardfn.kernels._chain import define_call
 from shardfn.kernels._dispatch import implementation
 from shardfn.kernels._library import define, map_rows, refuse_backward
+
+from . import _native
 
 
 def gated_silu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) -> Float32[Tensor, "*shape"]:
@@ -177,3 +180,8 @@ for _name, _num, _layer in (("gated_silu", 2, "swiglu"), ("gelu", 1, "mlp")):
 map_rows("gated_silu_gradient", 2)
 for _name in ("gated_silu_gradient", "gated_silu_gradient_"):
     refuse_backward(_name, "differentiate F.silu(gate) * up twice.")
+define_call("shardfn_kernels::gated_silu.default", _native.call_gated_silu)
+define_call("shardfn_kernels::gelu.default", _native.call_gelu)
+define_call("shardfn_kernels::rotate.default", _native.call_rotate)
+define_call("aten::add.Tensor", _native.call_add)
+define_call("aten::add_.Tensor", _native.call_add)

@@ -2,6 +2,7 @@
 // do not change its bits.
 #include <cstring>
 
+#include "../_chain.h"
 #include "../_threads.h"
 #include "../_vectors.h"
 
@@ -39,6 +40,12 @@ struct Gelu {
         const auto factor = L::fused(x * x, ALL(0.0713548162726009f), ALL(1.59576912160573f));
         return by_sigmoid<L>(x, x * factor);
     }
+};
+
+struct Added {
+    static constexpr int operands = 2;
+    template <class L>
+    static INLINE typename L::V of(typename L::V x, typename L::V y) { return x + y; }
 };
 
 template <class L, typename Op>
@@ -133,8 +140,17 @@ void rotate(const float* x, const float* cos, const float* sin, float* y, int64_
         for (int64_t h = 0; h < heads; ++h, x += dim, y += dim) turn(x, cos, sin, y, dim / 2);
 }
 
+void added(const float* x, const float* other, float* y, int64_t n, int64_t threads, int64_t newest) {
+    run<Added>({x, other, y, n}, threads, newest);
+}
+
 void gelu(const float* x, float* y, int64_t n, int64_t threads, int64_t newest) {
     run<Gelu>({x, nullptr, y, n}, threads, newest);
 }
 
 }  // extern "C"
+
+CHAINED(gated_silu)
+CHAINED(rotate)
+CHAINED(gelu)
+CHAINED(added)

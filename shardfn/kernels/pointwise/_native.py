@@ -1,9 +1,13 @@
 """Activations of single elements, on a CPU, in C++."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from shardfn.kernels._build import function
+from shardfn.kernels._chain import Arguments, Call, addresses, are_dense
 from shardfn.kernels._num_threads import threads_for
 
 from . import _reference
@@ -21,7 +25,7 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     if run is None:
         return _reference.gated_silu(gate, up)
     y = torch.empty_like(gate)
-    run(gate.data_ptr(), up.data_ptr(), y.data_ptr(), y.numel(), threads_for(y.numel(), FEW), NEWEST)
+    run(*addresses(_arguments(gate, up, y)))
     return y
 
 
@@ -31,7 +35,7 @@ def gelu(x: Tensor) -> Tensor:
     if run is None:
         return _reference.gelu(x)
     y = torch.empty_like(x)
-    run(x.data_ptr(), y.data_ptr(), y.numel(), threads_for(y.numel(), FEW), NEWEST)
+    run(*addresses(_arguments(x, y)))
     return y
 
 
@@ -41,5 +45,34 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if run is None:
         return _reference.rotate(x, cos, sin)
     y = torch.empty_like(x)
-    run(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), *x.shape, NEWEST)
+    run(*addresses((x, cos, sin, y, *x.shape, NEWEST)))
     return y
+
+
+def call_gated_silu(arguments: Sequence[Any], y: Tensor) -> Call | None:
+    """The call of the op in a chain."""
+    return Call(SOURCE, "gated_silu", _arguments(*arguments, y)) if are_dense(*arguments) else None
+
+
+def call_gelu(arguments: Sequence[Any], y: Tensor) -> Call | None:
+    """The call of the op in a chain."""
+    return Call(SOURCE, "gelu", _arguments(*arguments, y)) if are_dense(*arguments) else None
+
+
+def call_rotate(arguments: Sequence[Any], y: Tensor) -> Call | None:
+    """The call of the op in a chain."""
+    x, cos, sin = arguments
+    return Call(SOURCE, "rotate", (x, cos, sin, y, *x.shape, NEWEST)) if are_dense(x, cos, sin) else None
+
+
+def call_add(arguments: Sequence[Any], y: Tensor) -> Call | None:
+    """The call of torch's `add` and `add_` of two tensors in a chain: it has the same bits."""
+    x, other = arguments
+    if not isinstance(other, Tensor) or x.shape != other.shape or not are_dense(x, other):
+        return None
+    return Call(SOURCE, "added", _arguments(x, other, y))
+
+
+def _arguments(*tensors: Tensor) -> Arguments:
+    n = tensors[-1].numel()
+    return *tensors, n, threads_for(n, FEW), NEWEST

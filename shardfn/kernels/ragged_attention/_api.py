@@ -8,9 +8,11 @@ from jaxtyping import Bool, Float, Float32, Int32, Shaped, UInt8
 from torch import Tensor
 
 from shardfn.kernels._arguments import check_dtype, check_shape, check_written
+from shardfn.kernels._chain import define_call
 from shardfn.kernels._dispatch import implementation
 from shardfn.kernels._library import define, refuse_backward
 
+from . import _native
 from ._codes import LARGEST, cache_row
 
 # The widest head.
@@ -160,3 +162,4 @@ define(
     lambda q, *rest: (q.new_empty(q.shape), q.new_empty(q.shape[:2])),
 )
 refuse_backward("ragged_attention", "call it on q.detach(), k.detach() and v.detach() or under torch.no_grad().")
+define_call("shardfn_kernels::ragged_attention.default", _native.call)

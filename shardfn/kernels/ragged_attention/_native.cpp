@@ -1,5 +1,6 @@
 // Attention of ragged tokens over a paged cache, which first receives their keys and values. Threads take groups: tokens
 // of one sequence that follow each other in the plan, with the query heads of one key head.
+#include "../_chain.h"
 #include "../_threads.h"
 #include "_rows.h"
 #include "_tile.h"
@@ -251,3 +252,5 @@ int64_t ragged_attention(const float* q, const float* k, const float* v, void* c
 }
 
 }  // extern "C"
+
+CHAINED(ragged_attention)

@@ -2,12 +2,14 @@
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfn.kernels._build import library
+from shardfn.kernels._chain import Arguments, Call, addresses, are_dense
 from shardfn.kernels._num_threads import num_threads
 
 from . import _reference
@@ -32,19 +34,36 @@ def ragged_attention(
     if run is None:
         args = q, k, v, cache, slots, positions, sequences, tables, scale, window, softcap, slopes, sinks, tree
         return _reference.ragged_attention(*args)
-    (T, H, K), G = q.shape, k.shape[1]
+    T, H, K = q.shape
     q, k, v = (x if x.stride()[1:] == (K, 1) else x.contiguous() for x in (q, k, v))
     slopes, sinks, tree = (None if x is None else x.contiguous() for x in (slopes, sinks, tree))
     y, lse = q.new_empty(T, H, K), q.new_empty(T, H)
-    tensors = q, k, v, cache, slots, positions, sequences, tables, slopes, sinks, tree, y, lse
-    at = (None if x is None else x.data_ptr() for x in tensors)
-    sizes = *(T, H, G, K), *(x.stride(0) for x in (q, k, v)), cache.shape[0], cache.shape[3], *tables.shape
-    scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
-    threads = num_threads()
-    if run(*at, *sizes, window or 0, KINDS[cache.dtype], *scores, threads, FEW, NEWEST):
-        check_plan(cache, slots, positions, sequences, tables, window, tree)
+    plan = slots, positions, sequences, tables
+    if run(*addresses(_arguments(q, k, v, cache, *plan, scale, window, softcap, slopes, sinks, tree, y, lse))):
+        check_plan(cache, *plan, window, tree)
         raise AssertionError("C++ refused a plan that is in range")
     return y, lse
+
+
+def call(arguments: Sequence[Any], results: Sequence[Tensor]) -> Call | None:
+    """The call of the op in a chain."""
+    *_, slopes, sinks, tree = arguments
+    whole = all(x is None or x.is_contiguous() for x in (*arguments[3:8], tree))
+    if not whole or not are_dense(*arguments[:3], slopes, sinks):
+        return None
+    return Call(SOURCE, "ragged_attention", _arguments(*arguments, *results))
+
+
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
+    scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
+    tree: Tensor | None, y: Tensor, lse: Tensor,
+) -> Arguments:  # fmt: skip
+    (T, H, K), G = q.shape, k.shape[1]
+    tensors = q, k, v, cache, slots, positions, sequences, tables, slopes, sinks, tree, y, lse
+    sizes = *(T, H, G, K), *(x.stride(0) for x in (q, k, v)), cache.shape[0], cache.shape[3], *tables.shape
+    scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
+    return *tensors, *sizes, window or 0, KINDS[cache.dtype], *scores, num_threads(), FEW, NEWEST
 
 
 @functools.cache

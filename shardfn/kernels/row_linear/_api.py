@@ -8,9 +8,11 @@ from jaxtyping import Float, Float32, Shaped
 from torch import Tensor
 
 from shardfn.kernels._arguments import check_dtype, check_shape
+from shardfn.kernels._chain import define_call
 from shardfn.kernels._dispatch import implementation
 from shardfn.kernels._library import LIBRARY, define, map_rows, refuse_backward
 
+from . import _native
 from ._codes import GROUP, PANEL, Codes, code_blocks, pack_blocks, packed_shape
 
 # The most levels of the tree that adds up chunks.
@@ -182,3 +184,5 @@ define(
 )
 torch.library.register_vmap("shardfn_kernels::row_linears", _mapped, lib=LIBRARY)
 refuse_backward("row_linears", "call it on x.detach() or under torch.no_grad().")
+define_call("shardfn_kernels::row_linear.default", _native.call_one)
+define_call("shardfn_kernels::row_linears.default", _native.call)

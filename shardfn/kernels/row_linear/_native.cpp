@@ -1,5 +1,6 @@
 // y = x W^T + bias of packed W: each element is the fixed expression of _panels.h.
 #include "../_panels.h"
+#include "../_chain.h"
 #include "../_threads.h"
 #include "_codes.h"
 
@@ -65,6 +66,12 @@ void row_linears(const float* x, const void* layers, int64_t num, int64_t M, int
         case 2: return by_panels(decodes<Int8>(newest), o, 0, groups);
         case 3: return by_panels(decodes<Int4>(newest), o, 0, groups);
     }
+}
+
+// The same; its layers come last, each as its four fields.
+int64_t row_linears_chained(const int64_t* from) {
+    row_linears((const float*)from[0], from + 8, from[1], from[2], from[3], from[4], from[5], from[6], from[7]);
+    return 0;
 }
 
 }  // extern "C"

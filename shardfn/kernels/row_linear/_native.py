@@ -4,11 +4,13 @@ import itertools
 import math
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfn.kernels._build import function
+from shardfn.kernels._chain import Call, are_dense
 from shardfn.kernels._num_threads import threads_for
 
 from . import _reference
@@ -45,3 +47,21 @@ def row_linears(
         run(x.data_ptr(), layers.buffer_info()[0], end - start, m, k, chunks, kind, threads, NEWEST)
         start = end
     return ys
+
+
+def call_one(arguments: Sequence[Any], y: Tensor) -> Call | None:
+    """The call of `row_linear` in a chain."""
+    x, packed, num, chunks, bias = arguments
+    return call((x, [packed], [num], chunks, [bias]), [y])
+
+
+def call(arguments: Sequence[Any], ys: Sequence[Tensor]) -> Call | None:
+    """The call of `row_linears` in a chain, if its layers are of one kind."""
+    x, packed, nums, chunks, biases = arguments
+    kinds = {_KINDS.get(kind_of(w) or w.dtype) for w in packed}
+    if len(kinds) != 1 or not are_dense(x, *biases) or not all(w.is_contiguous() for w in packed):
+        return None
+    m, k = x.shape[:-1].numel(), x.shape[-1]
+    layers = [part for w, bias, y in zip(packed, biases, ys, strict=True) for part in (w, bias, y, y.shape[-1])]
+    threads = threads_for(m * k * sum(nums), FEW)
+    return Call(SOURCE, "row_linears", (x, len(packed), m, k, chunks, *kinds, threads, NEWEST, *layers))

@@ -5,8 +5,11 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from shardfn.kernels._arguments import check_dtype, check_shape
+from shardfn.kernels._chain import define_call
 from shardfn.kernels._dispatch import implementation
 from shardfn.kernels._library import define, map_rows, refuse_backward
+
+from . import _native
 
 
 def row_norm(
@@ -63,3 +66,4 @@ define(
 )
 map_rows("row_norm", 1)
 refuse_backward("row_norm", "use nn.exact_rms_norm or nn.exact_layer_norm, or detach its arguments.")
+define_call("shardfn_kernels::row_norm.default", _native.call)

@@ -2,6 +2,7 @@
 // halving: the rows beside it, threads and the width of vectors do not change the bits of a row.
 #include <cstring>
 
+#include "../_chain.h"
 #include "../_threads.h"
 #include "../_vectors.h"
 
@@ -110,3 +111,5 @@ void row_norm(const float* x, const float* w, const float* b, float* y, float ep
 }
 
 }  // extern "C"
+
+CHAINED(row_norm)

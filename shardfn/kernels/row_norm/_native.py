@@ -1,9 +1,13 @@
 """Norms of rows, on a CPU, in C++."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from shardfn.kernels._build import function
+from shardfn.kernels._chain import Arguments, Call, addresses, are_dense
 from shardfn.kernels._num_threads import threads_for
 
 from . import _reference
@@ -21,7 +25,17 @@ def row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centere
     if run is None:
         return _reference.row_norm(x, weight, bias, eps, centered)
     y = torch.empty_like(x)
-    threads = threads_for(x.numel(), FEW)
-    shift = None if bias is None else bias.data_ptr()
-    run(x.data_ptr(), weight.data_ptr(), shift, y.data_ptr(), eps, *x.shape, centered, threads, NEWEST)
+    run(*addresses(_arguments(x, weight, bias, eps, centered, y)))
     return y
+
+
+def call(arguments: Sequence[Any], y: Tensor) -> Call | None:
+    """The call of the op in a chain."""
+    x, weight, bias, eps, centered = arguments
+    whole = are_dense(x, weight, bias)
+    return Call(SOURCE, "row_norm", _arguments(x, weight, bias, eps, centered, y)) if whole else None
+
+
+def _arguments(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, y: Tensor) -> Arguments:
+    rows, d = x.shape[:-1].numel(), x.shape[-1]
+    return x, weight, bias, y, eps, rows, d, centered, threads_for(x.numel(), FEW), NEWEST

@@ -1,0 +1,170 @@
+"""Runs of kernels on a CPU, which are one call from Python each.
+
+A kernel of few rows takes about as long as its call, its results' allocation and the views around it. In a run of them
+values that nothing else reads are places in one piece of memory, found for all when the program is compiled.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from shardfn.kernels import Call, call_of
+
+from ._exact_rows import has_short_rows
+from ._looks import reads
+from ._moves import memory_of
+from ._regions import Region
+from ._values import num_bytes, storage_of, tensors_of
+
+# Of its results and its room: the bytes that a chain may hold, which it does from its begin to its end. Programs with
+# larger values spend little of their time on calls.
+MOST_BYTES = 1 << 22
+_ALIGNED = 64
+
+Place = tuple[int, int]  # a storage, and elements before it
+
+
+@dataclasses.dataclass(frozen=True)
+class ChainRegion(Region):
+    """Kernels that run one after another.
+
+    Attributes:
+        steps: its nodes, and the views between them.
+        room: bytes of the values that only these kernels read.
+        places: of each value, the number of its memory, and its first byte there (`kernels.Chain`).
+    """
+
+    steps: tuple[Node, ...]
+    room: int
+    places: dict[Place, tuple[int, int]]
+
+    def calls(self) -> list[Call]:
+        """The calls, for the present number of threads."""
+        return [call for node in self.nodes if (call := _call(node)) is not None]
+
+    def place(self, x: Tensor) -> tuple[int, int]:
+        """Of a tensor of the calls: its memory, and its first byte there."""
+        return self.places[_place(x)]
+
+
+def with_chains(
+    steps: Sequence[Node | Region], views: Mapping[Node, Node]
+) -> tuple[list[Node | Region], dict[Node, Node]]:
+    """The steps, with a region in place of each run of kernels that are one call, and the views outside of regions.
+
+    Args:
+        steps: nodes and regions in order.
+        views: by view of all elements of another value, the earliest value that has them.
+
+    Returns:
+        The steps, and `views` with the results of ops that a region writes over the memory of another value.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda x: (x.cos() + x + x,), tracing_mode="fake")(torch.ones(2))
+        >>> [str(s) if isinstance(s, Node) else len(s.nodes) for s in with_chains(list(gm.graph.nodes), {})[0]]
+        ['x_1', 'cos', 2, 'output']
+    """
+    readers: dict[Node, list[Node | Region]] = {}
+    for step in steps:
+        for node in reads(step, views):
+            readers.setdefault(node, []).append(step)
+    out, outside = list[Node | Region](), dict(views)
+    run: list[Node] = []
+    for step in steps:
+        if isinstance(step, Node) and _joins(step, run, views):
+            run.append(step)
+            continue
+        out += [*_closed(run, views, outside, readers), step]
+        run = []
+    return out, outside
+
+
+def _joins(node: Node, run: list[Node], views: Mapping[Node, Node]) -> bool:
+    if node in views:
+        return bool(run)
+    if node.target is operator.getitem:
+        return node.args[0] in run
+    return _call(node) is not None
+
+
+def _call(node: Node) -> Call | None:
+    if node.op != "call_function" or node.kwargs or node.target is operator.getitem:
+        return None
+    around = (node, *node.all_input_nodes)
+    if any(memory_of(n) != "device" or has_short_rows(n) or n.meta.get("val") is None for n in around):
+        return None
+    return call_of(node.target, map_arg(node.args, lambda n: n.meta["val"]), node.meta["val"])
+
+
+def _closed(
+    run: list[Node], views: Mapping[Node, Node], outside: dict[Node, Node], readers: dict[Node, list[Node | Region]]
+) -> list[Node | Region]:
+    """A run as a region, and the views that others read, which are made after it; the run itself if none is made."""
+    nodes = [n for n in run if n not in views]
+    if sum(n.target is not operator.getitem for n in nodes) < 2:
+        return list(run)
+    inside, owners = set(run), {n: views[n] for n in run if n in views}
+    for node in nodes:
+        of = node.args[0]
+        if isinstance(of, Node) and isinstance(of.meta["val"], Tensor) and _place_of(node) == _place_of(of):
+            owners[node] = of  # an op that writes over its operand
+    seen = {n for n in run if any(user not in inside for user in readers.get(n, []))}
+    shown = [n for n in run if n in owners and n in seen]
+    made_by = {n: _owner(n, owners) for n in shown}
+    seen.update(made_by.values())
+    inputs = list(dict.fromkeys(n for step in run for n in reads(step, views) if n not in inside))
+    outputs = [n for n in nodes if n in seen and n not in owners]
+    if not all(isinstance(n.meta["val"], Tensor) for n in outputs):
+        return list(run)
+    places, room = _placed(nodes, inputs, outputs)
+    if room + sum(num_bytes(n.meta["val"]) for n in outputs) > MOST_BYTES:
+        return list(run)
+    outside.update(made_by)
+    return [ChainRegion(tuple(nodes), tuple(inputs), tuple(outputs), tuple(run), room, places), *shown]
+
+
+def _owner(node: Node, owners: Mapping[Node, Node]) -> Node:
+    while node in owners:
+        node = owners[node]
+    return node
+
+
+def _place_of(node: Node) -> Place | None:
+    value = node.meta["val"]
+    return _place(value) if isinstance(value, Tensor) else None
+
+
+def _placed(
+    nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]
+) -> tuple[dict[Place, tuple[int, int]], int]:
+    """The places of all values, and the bytes of the room."""
+    places = {_place(x): (i, 0) for i, n in enumerate(inputs) for x in tensors_of(n)}
+    places |= {_place(x): (len(inputs) + 1 + i, 0) for i, n in enumerate(outputs) for x in tensors_of(n)}
+    last: dict[Place, int] = {}
+    for i, node in enumerate(nodes):
+        for n in (node, *node.all_input_nodes):
+            last |= dict.fromkeys(map(_place, tensors_of(n)), i)
+    live: list[tuple[int, int, int]] = []  # begin, end, the last call that reads it; by begin
+    room = 0
+    for i, node in enumerate(nodes):
+        live = [x for x in live if x[2] >= i]
+        for made in tensors_of(node):
+            if _place(made) not in places:
+                begin, size = 0, -(-num_bytes(made) // _ALIGNED) * _ALIGNED
+                for taken, end, _ in live:
+                    if begin + size <= taken:
+                        break
+                    begin = max(begin, end)
+                live = sorted([*live, (begin, begin + size, last[_place(made)])])
+                room = max(room, begin + size)
+                places[_place(made)] = len(inputs), begin
+    return places, room
+
+
+def _place(x: Tensor) -> Place:
+    return storage_of(x), int(x.storage_offset())

@@ -1,0 +1,153 @@
+"""Calls of C++ functions one after another, by one call from Python.
+
+A captured step calls the same functions on the same shapes again and again. What differs are addresses. So their list
+is made once, and a run takes the addresses of the tensors that come, and memory for those that are made.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._build import function, library
+from ._dispatch import is_asked
+from ._num_threads import num_threads
+
+_SOURCE = "_chain.cpp"
+_MOST = 64  # arguments of a call
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a C++ function that has one type with all others (`_chain.h`).
+
+    Attributes:
+        source: the file of the function.
+        name: of the function.
+        arguments: tensors pass as addresses, None as null.
+    """
+
+    source: str
+    name: str
+    arguments: tuple[Tensor | int | float | None, ...]
+
+
+Arguments = tuple[Tensor | int | float | None, ...]
+
+
+def addresses(arguments: Arguments) -> list[int | float | None]:
+    """The arguments of a call from Python: tensors pass as addresses."""
+    return [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+
+
+# By the name of an op: from its arguments and its results, without data, to its call; None where it has none.
+_CALLS: dict[str, Callable[..., Call | None]] = {}
+
+
+def define_call(op: str, call: Callable[..., Call | None]) -> None:
+    """Makes an op callable in chains: `call(arguments, results)` gives its call, or None for those that have none."""
+    _CALLS[op] = call
+
+
+def call_of(op: Any, arguments: Sequence[Any], results: Any) -> Call | None:
+    """The call of an op on a CPU, from tensors of which only shapes, strides and dtypes are read; None if it has none.
+
+    Args:
+        op: of torch.
+        arguments: by position.
+        results: the tensor that it returns, or the list of them.
+
+    Example:
+        >>> x = torch.ones(2, 3)
+        >>> call = call_of(torch.ops.aten.add.Tensor, (x, x), x)
+        >>> call is None or call.name
+        'added'
+    """
+    make = _CALLS.get(f"{op._schema.name}.{op._overloadname}") if hasattr(op, "_schema") else None
+    if make is None or library(_SOURCE) is None:
+        return None
+    call = make(arguments, results)
+    if call is None or library(call.source) is None:
+        return None
+    plain = all(_is_plain(x) for x in call.arguments if isinstance(x, Tensor))
+    return call if plain and len(call.arguments) <= _MOST else None
+
+
+def are_dense(*tensors: Tensor | None) -> bool:
+    """Whether tensors have elements of float32 one after another."""
+    return all(x is None or (x.dtype == torch.float32 and x.is_contiguous()) for x in tensors)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.device.type == "cpu" and all(type(size) is int for size in (*x.shape, *x.stride()))
+
+
+class Chain:
+    """Calls one after another, of tensors that come, and of those that they make.
+
+    Args:
+        calls: from nothing to the calls, which may depend on the number of threads.
+        place: of a tensor in a call: the number of its memory, and its first byte there. Memories 0 to n - 1 are those
+            of the n tensors that come, n is the room, and the others are the results.
+        room: bytes of the values that no one sees.
+        results: tensors like those that are made for others, of which only shapes and dtypes are read.
+        plain: the same by operations of torch, for tensors with other strides, and for errors.
+    """
+
+    def __init__(
+        self,
+        calls: Callable[[], Sequence[Call]],
+        place: Callable[[Tensor], tuple[int, int]],
+        room: int,
+        results: Sequence[Tensor],
+        plain: Callable[..., Sequence[Tensor]],
+    ) -> None:
+        self._calls, self._place, self._room, self._plain = calls, place, room, plain
+        self._results = [(tuple(x.shape), x.dtype) for x in results]
+        self._programs: dict[int, "tuple[array[int], int]"] = {}  # by the number of threads
+
+    def __call__(self, given: list[Tensor]) -> Sequence[Tensor]:
+        """The results. Empties the list of the tensors that come."""
+        if is_asked() or not all(x.is_contiguous() for x in given):
+            return self._plain(*given)
+        threads = num_threads()
+        program, calls = self._programs.get(threads) or self._programs.setdefault(threads, self._program())
+        room = torch.empty(self._room, dtype=torch.uint8)
+        made = [torch.empty(shape, dtype=dtype) for shape, dtype in self._results]
+        bases = array("q", [x.data_ptr() for x in given])
+        bases.append(room.data_ptr())
+        bases.extend([x.data_ptr() for x in made])
+        if _run()(program.buffer_info()[0], calls, bases.buffer_info()[0]):
+            return self._plain(*given)  # which raises the error of the call that failed
+        given.clear()
+        return made
+
+    def _program(self) -> "tuple[array[int], int]":
+        """The numbers that `run_chain` reads, and the number of calls."""
+        program, calls = array("q"), self._calls()
+        for call in calls:
+            program.extend((_address(call), len(call.arguments)))
+            for x in call.arguments:
+                program.extend(self._place(x) if isinstance(x, Tensor) else (-1, _bits(x)))
+        return program, len(calls)
+
+
+@functools.cache
+def _run() -> Any:
+    return function(_SOURCE, "run_chain", "pip", returns=True)
+
+
+def _address(call: Call) -> int:
+    return ctypes.cast(getattr(library(call.source), call.name + "_chained"), ctypes.c_void_p).value or 0
+
+
+def _bits(x: float | None) -> int:
+    if isinstance(x, float):
+        return struct.unpack("<i", struct.pack("<f", x))[0]
+    return 0 if x is None else int(x)

@@ -1,0 +1,158 @@
+"""Runs of kernels that are one call: they have the bits of the kernels called one by one."""
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardfn import kernels
+from shardfn.graph import compile_graph
+from shardfn.graph._chains import MOST_BYTES, ChainRegion, with_chains
+from shardfn.graph._looks import needed, whole_views
+
+if not kernels.is_native("row_linear"):
+    pytest.skip("chains are of kernels in C++", allow_module_level=True)
+
+D = 8
+
+
+class Given(NamedTuple):
+    """Weights of a layer, and angles of its rows."""
+
+    scale: Tensor
+    bias: Tensor
+    cos: Tensor
+    sin: Tensor
+    first: Tensor
+    second: Tensor
+
+
+def given() -> Given:
+    packed = (kernels.pack_rows(torch.randn(D, D)) for _ in range(2))
+    return Given(torch.randn(D), torch.randn(D), torch.randn(6, 4), torch.randn(6, 4), *packed)
+
+
+def norm(x: Tensor, y: Tensor, p: Given) -> Tensor:
+    return kernels.row_norm(x, p.scale, y[0].contiguous(), centered=True)
+
+
+def linear(x: Tensor, y: Tensor, p: Given) -> Tensor:
+    del y
+    return kernels.row_linear(x, p.first, D, bias=p.bias)
+
+
+def linears(x: Tensor, y: Tensor, p: Given) -> Tensor:
+    a, b = kernels.row_linears(x, [p.first, p.second], [D, D])
+    return kernels.gated_silu(a, b) + y
+
+
+def turned(x: Tensor, y: Tensor, p: Given) -> Tensor:
+    return kernels.rotate(x.view(6, 2, 4), p.cos, p.sin).view(6, D) + y
+
+
+def written(x: Tensor, y: Tensor, p: Given) -> Tensor:
+    return linear(x, y, p).add_(kernels.gelu(x))
+
+
+def through_a_view(x: Tensor, y: Tensor, p: Given) -> Tensor:
+    del p
+    base = kernels.gelu(y)
+    base[None][0].add_(x)
+    return base
+
+
+Step = Callable[[Tensor, Tensor, Given], Tensor]
+STEPS: list[Step] = [norm, linear, linears, turned, written, through_a_view]
+BREAKS: list[Step] = [lambda x, y, p: x.cos() * y, lambda x, y, p: x.t().contiguous().t()]
+
+
+def regions(gm: torch.fx.GraphModule) -> list[ChainRegion]:
+    steps = list(gm.graph.nodes)
+    views = whole_views(steps)
+    return [s for s in with_chains(needed(steps, views), views)[0] if isinstance(s, ChainRegion)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_runs_have_the_bits_of_single_calls(seed: int) -> None:
+    draw = random.Random(seed)
+    names = [draw.choice(STEPS if draw.random() < 0.8 else BREAKS) for _ in range(draw.randint(3, 12))]
+    kept = draw.sample(range(len(names)), 2)
+
+    def run(x: Tensor, *p: Tensor) -> tuple[Tensor, ...]:
+        made = [x, x + 1]
+        for step in names:
+            made.append(step(made[-1], draw.choice(made[-3:]), Given(*p)))
+        return (*(made[i + 2] for i in kept), made[-1].view(2, 3, D), made[-1][1:])
+
+    state = draw.getstate()
+    gm = make_fx(run, tracing_mode="fake")(torch.randn(6, D), *given())
+    assert regions(gm)
+    step = compile_graph(gm, "graph")
+    for num in (1, 2, 1):
+        x, p = torch.randn(6, D), given()
+        draw.setstate(state)
+        want = run(x.clone(), *p)
+        before = torch.get_num_threads()
+        torch.set_num_threads(num)
+        got = step(x.clone(), *p)
+        torch.set_num_threads(before)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b), [n.__name__ for n in names]
+            assert a.stride() == b.stride()
+
+
+def block(x: Tensor, *p: Tensor) -> tuple[Tensor]:
+    for _ in range(4):
+        x = x + linears(kernels.row_norm(x, p[0], p[1], centered=False), x, Given(*p))
+    return (x,)
+
+
+def test_layers_are_one_call_in_memory_of_few_values() -> None:
+    gm = make_fx(block, tracing_mode="fake")(torch.ones(6, D), *given())
+    [region] = regions(gm)
+    assert len(region.calls()) == 4 * 5
+    assert region.room <= 6 * 6 * D * 4  # in place of 20 values
+    assert [len(region.inputs), len(region.outputs)] == [5, 1]  # x, two matrices, the norm's scale and bias
+
+
+def test_larger_values_are_made_one_by_one() -> None:
+    rows = MOST_BYTES // (4 * D)
+    assert not regions(make_fx(block, tracing_mode="fake")(torch.ones(rows, D), *given()))
+
+
+def test_other_strides_and_an_implementation_that_is_asked_for_run_one_by_one() -> None:
+    step = compile_graph(make_fx(block, tracing_mode="fake")(torch.ones(6, D), *given()), "graph")
+    x, p = torch.randn(D, 6).t(), given()
+    assert torch.equal(step(x, *p)[0], block(x, *p)[0])
+    with kernels.implemented_by("reference"):
+        assert torch.equal(step(x.contiguous(), *p)[0], block(x, *p)[0])
+
+
+PLAN = torch.arange(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
+
+
+def attention(slots: Tensor, q: Tensor, cache: Tensor, scale: Tensor, *plan: Tensor) -> tuple[Tensor, Tensor]:
+    q = kernels.row_norm(q, scale, centered=False).view(3, 1, D)
+    y, lse = kernels.ragged_attention(q, q, q, cache, slots, *plan)
+    return kernels.gelu(y), lse
+
+
+def test_a_plan_out_of_range_is_an_error_and_nothing_is_written() -> None:
+    slots, q, ones = torch.tensor([4, 5, 6], dtype=torch.int32), torch.randn(3, D), torch.ones(D)
+    cache = torch.zeros(2, 2, 1, 4, D)
+    gm = make_fx(attention, tracing_mode="fake")(slots, q, cache, ones, *PLAN)
+    assert [len(r.calls()) for r in regions(gm)] == [3]
+    step = compile_graph(gm, "graph")
+    own, want = cache.clone(), cache.clone()
+    for a, b in zip(step(slots, q, own, ones, *PLAN), attention(slots, q, want, ones, *PLAN), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(own, want)
+    assert own.any()
+    before = own.clone()
+    with pytest.raises(ValueError, match="slots"):
+        step(slots + 100, q + 1, own, ones, *PLAN)
+    assert torch.equal(own, before)
