@@ -19,6 +19,7 @@ Peers take turns within a round; ratios are formed within it.
 import argparse
 import collections
 import contextlib
+import ctypes
 import random
 import statistics
 import tempfile
@@ -31,7 +32,7 @@ from _report import publish, table
 
 from shardfn import core, interop
 from shardfn.inference import Engine, Runner, Sampling, decoder, hf_decoder, limits_of
-from shardfn.kernels import _dispatch
+from shardfn.kernels import Call, _chain, _dispatch
 from shardfn.models import gpt
 
 CONFIG = gpt.Config.llama_like(
@@ -220,21 +221,19 @@ def share_part(params: Any, args: argparse.Namespace) -> str:
     rows = []
     for name, (model, weights) in {"models.gpt": (MODEL, params), "transformers": served}.items():
         limits = limits_of(model, context=512, running=32, buckets=(1, 32, 256))
-        seconds: dict[str, float] = collections.defaultdict(float)
-        with _timed_kernels(seconds):
-            engine = Engine(model, weights, limits=limits)
-            for num in (1, 32):
-                names = [engine.add([7] * 100, Sampling(max_tokens=400, temperature=GREEDY)) for _ in range(num)]
-                while engine.counts()["waiting"] or engine.step()[-1:] == []:
-                    engine.step()
-                found = [_parts(engine, seconds) for _ in range(args.rounds * 10)]
-                for one in names:
-                    engine.cancel(one)
-                while not engine.idle:
-                    engine.step()
-                middle = [statistics.median(x) for x in zip(*found, strict=True)]
-                low, mid, high = _quartiles([100 * x[-1] / x[0] for x in found])
-                rows.append([name, num, *(f"{1e3 * x:.3f}" for x in middle), f"{mid:.1f}", f"{low:.1f} .. {high:.1f}"])
+        engine = Engine(model, weights, limits=limits)
+        for num in (1, 32):
+            names = [engine.add([7] * 100, Sampling(max_tokens=400, temperature=GREEDY)) for _ in range(num)]
+            while engine.counts()["waiting"] or engine.step()[-1:] == []:
+                engine.step()
+            found = [_parts(engine) for _ in range(args.rounds * 10)]
+            for one in names:
+                engine.cancel(one)
+            while not engine.idle:
+                engine.step()
+            middle = [statistics.median(x) for x in zip(*found, strict=True)]
+            low, mid, high = _quartiles([100 * x[-1] / x[0] for x in found])
+            rows.append([name, num, *(f"{1e3 * x:.3f}" for x in middle), f"{mid:.1f}", f"{low:.1f} .. {high:.1f}"])
     head = ["model", "sequences", "step, ms", *_KERNELS, "other kernels", "outside of the three", "%", "quartiles"]
     return table(head, rows)
 
@@ -247,38 +246,64 @@ _KERNELS = {
 }
 
 
-def _parts(engine: Engine, seconds: dict[str, float]) -> list[float]:
-    """Seconds of a step: all, those of each kind of kernel, of other kernels, and outside of the kinds."""
-    seconds.clear()
+def _parts(engine: Engine) -> list[float]:
+    """Seconds of a step; of the next one, those of each kind of kernel and of others; the first without the kinds."""
     start = time.perf_counter()
     engine.step()
     whole = time.perf_counter() - start
+    with _timed_kernels() as seconds:
+        engine.step()
     kinds = [sum(seconds.get(folder, 0.0) for folder in folders) for folders in _KERNELS.values()]
     return [whole, *kinds, sum(seconds.values()) - sum(kinds), whole - sum(kinds)]
 
 
+# By the address of a function that chains call, the folder of its kernel.
+_FOLDERS: dict[int, str] = {}
+
+
 @contextlib.contextmanager
-def _timed_kernels(seconds: dict[str, float]) -> Iterator[None]:
-    """In it, each kernel's time is added to its folder's."""
-    find = _dispatch._find
+def _timed_kernels() -> Iterator[dict[str, float]]:
+    """Seconds by folder of the kernels that run in it."""
+    seconds: dict[str, float] = collections.defaultdict(float)
+    find, run = _dispatch._find, _chain._run
 
     def timed(folder: str, name: str, kind: str) -> Callable[..., Any]:
-        run = find(folder, name, kind)
+        kernel = find(folder, name, kind)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
-                return run(*args, **kwargs)
+                return kernel(*args, **kwargs)
             finally:
                 seconds[folder] += time.perf_counter() - start
 
         return call
 
-    _dispatch._find = timed
+    def one_by_one(program: int, calls: int, bases: int) -> int:
+        for _ in range(calls):
+            address, num = (ctypes.c_int64.from_address(program + 8 * i).value for i in range(2))
+            start = time.perf_counter()
+            if run()(program, 1, bases):
+                return 1
+            seconds[_FOLDERS[address]] += time.perf_counter() - start
+            program += 8 * (2 + 2 * num)
+        return 0
+
+    _dispatch._find, _chain._run = timed, lambda: one_by_one
     try:
-        yield
+        yield seconds
     finally:
-        _dispatch._find = find
+        _dispatch._find, _chain._run = find, run
+
+
+def _noted(call: Call) -> int:
+    """The address of a function, whose folder is noted."""
+    address = _ADDRESS(call)
+    _FOLDERS[address] = call.source.partition("/")[0]
+    return address
+
+
+_ADDRESS, _chain._address = _chain._address, _noted
 
 
 def _rate() -> float:

@@ -20,8 +20,8 @@ from ._moves import memory_of
 from ._regions import Region
 from ._values import num_bytes, storage_of, tensors_of
 
-# Of its results and its room: the bytes that a chain may hold, which it does from its begin to its end. Programs with
-# larger values spend little of their time on calls.
+# The most bytes of results and room, which a chain holds from its begin to its end. Programs with larger values spend
+# little of their time on calls.
 MOST_BYTES = 1 << 22
 _ALIGNED = 64
 

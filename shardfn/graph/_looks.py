@@ -12,7 +12,7 @@ from ._values import storage_of
 
 
 def whole_views(steps: Sequence[Node | Region]) -> dict[Node, Node]:
-    """Of views that show all elements of another value in their order, the earliest value that has them.
+    """The earliest value with all elements of a view in its order, by view.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx

@@ -46,17 +46,17 @@ def addresses(arguments: Arguments) -> list[int | float | None]:
     return [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
 
 
-# By the name of an op: from its arguments and its results, without data, to its call; None where it has none.
+# By the name of an op: from its arguments and its results, without data, to its call or None.
 _CALLS: dict[str, Callable[..., Call | None]] = {}
 
 
 def define_call(op: str, call: Callable[..., Call | None]) -> None:
-    """Makes an op callable in chains: `call(arguments, results)` gives its call, or None for those that have none."""
+    """Makes an op callable in chains: `call(arguments, results)` gives its call, or None for other arguments."""
     _CALLS[op] = call
 
 
 def call_of(op: Any, arguments: Sequence[Any], results: Any) -> Call | None:
-    """The call of an op on a CPU, from tensors of which only shapes, strides and dtypes are read; None if it has none.
+    """The call of an op on a CPU, from the shapes, strides and dtypes of its tensors; None for other ops.
 
     Args:
         op: of torch.
@@ -96,7 +96,7 @@ class Chain:
         place: of a tensor in a call: the number of its memory, and its first byte there. Memories 0 to n - 1 are those
             of the n tensors that come, n is the room, and the others are the results.
         room: bytes of the values that no one sees.
-        results: tensors like those that are made for others, of which only shapes and dtypes are read.
+        results: tensors with the shapes and dtypes of those that are made for others.
         plain: the same by operations of torch, for tensors with other strides, and for errors.
     """
 

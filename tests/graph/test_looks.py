@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shardfn.graph import compile_graph
 from shardfn.graph._looks import needed, whole_views
 
-# By name, a view of a tensor of two dims or more; those of the second row show it in another order, or a part of it.
+# By name, a view of a tensor of two dims or more; the last two show it in another order, or a part of it.
 LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
     "flat": lambda x: x.reshape(x.numel() // 2, 2),
     "unsqueeze": lambda x: x[None],
@@ -24,7 +24,7 @@ LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def program(names: list[str], write: int) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """A chain of views, of which one is written; all that is read afterwards must show the write."""
+    """A chain of views with a write to one of them, which later reads must show."""
 
     def run(x: Tensor) -> tuple[Tensor, ...]:
         base = x + 1
