@@ -6,8 +6,7 @@ import torch
 from torch.fx import Node
 
 from ._exact_rows import has_short_rows
-from ._ops import op_of
-from ._regions import Region
+from ._regions import Region, is_view
 from ._values import storage_of
 
 
@@ -47,8 +46,7 @@ def reads(step: Node | Region, first: Mapping[Node, Node]) -> Sequence[Node]:
 
 
 def _viewed(node: Node) -> Node | None:
-    at = op_of(node).views
-    of = None if at is None or at >= len(node.args) else node.args[at]
+    of = node.args[0] if is_view(node) else None
     return of if isinstance(of, Node) else None
 
 

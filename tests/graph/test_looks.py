@@ -69,3 +69,14 @@ def test_a_returned_view_is_a_tensor_of_its_own() -> None:
     y, view = compile_graph(gm, "graph")(torch.ones(6))
     assert y is not view
     assert y.data_ptr() == view.data_ptr()
+
+
+def test_an_end_of_a_transfer_is_no_view() -> None:
+    ops = torch.ops.shardfn
+    gm = make_fx(lambda x: (ops.wait(ops.all_gather_start(x, [1, 1], "dp"))[None][0] + 1,), tracing_mode="fake")(
+        torch.ones(2)
+    )
+    steps = list(gm.graph.nodes)
+    first = whole_views(steps)
+    assert {str(a): str(b) for a, b in first.items()} == {"unsqueeze": "wait", "select": "wait"}
+    assert "wait" in map(str, needed(steps, first))
