@@ -135,12 +135,11 @@ def reward(model, prompt, answer, solution=None):
 def loss(config, trained, beta, params, batch):
     policy, reference = trained.both(params)
     rollout = batch["rollout"]
-    where = rollout.prompts, rollout.lengths, rollout.width
     logits = gpt.apply(config, policy, rollout.ids)
-    logprobs = rl.answer_logprobs(logits, rollout.ids, *where)
+    logprobs = rl.answer_logprobs(logits, rollout.ids, *rollout.where)
     with torch.no_grad():
-        before = rl.answer_logprobs(gpt.apply(config, reference, rollout.ids), rollout.ids, *where)
-        entropies = rl.answer_entropies(logits, *where)
+        before = rl.answer_logprobs(gpt.apply(config, reference, rollout.ids), rollout.ids, *rollout.where)
+        entropies = rl.answer_entropies(logits, *rollout.where)
     drawn = rollout.logprobs, rollout.lengths
     metrics = rl.policy_metrics(logprobs, *drawn, reference_BT=before) | rl.rollout_metrics(rollout)
     metrics["entropy"] = rl.token_mean(entropies, rollout.lengths)

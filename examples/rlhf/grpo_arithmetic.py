@@ -120,18 +120,16 @@ def empty(rows, behind):
 
 
 def old_logprobs(params, rollout):
-    where = rollout.prompts, rollout.lengths, rollout.width
-    return rl.answer_logprobs(gpt.apply(CONFIG, params["actor"], rollout.ids), rollout.ids, *where)
+    return rl.answer_logprobs(gpt.apply(CONFIG, params["actor"], rollout.ids), rollout.ids, *rollout.where)
 
 
 def loss(beta, params, batch):
     rollout, old = batch["rollout"], batch["old"]
-    where = rollout.prompts, rollout.lengths, rollout.width
     logits = gpt.apply(CONFIG, params["actor"], rollout.ids)
-    logprobs = rl.answer_logprobs(logits, rollout.ids, *where)
+    logprobs = rl.answer_logprobs(logits, rollout.ids, *rollout.where)
     with torch.no_grad():
-        reference = rl.answer_logprobs(gpt.apply(CONFIG, params["reference"], rollout.ids), rollout.ids, *where)
-        entropies = rl.answer_entropies(logits, *where)
+        reference = rl.answer_logprobs(gpt.apply(CONFIG, params["reference"], rollout.ids), rollout.ids, *rollout.where)
+        entropies = rl.answer_entropies(logits, *rollout.where)
     how = {"reference_BT": reference, "behaviour_BT": rollout.logprobs}  # equal to `old` for the newest weights
     metrics = rl.policy_metrics(logprobs, old, rollout.lengths, **how) | rl.rollout_metrics(rollout)
     metrics["entropy"] = rl.token_mean(entropies, rollout.lengths)

@@ -118,9 +118,8 @@ def step_of(args, mesh, models, configs=CONFIGS):
 def before(params, rollout):
     """For each token the critic's value, the reference's log probability, and the divergence from the reference."""
     logits, reference = (gpt.apply(CONFIG, params[name], rollout.ids) for name in ("actor", "reference"))
-    where = rollout.prompts, rollout.lengths, rollout.width
-    divergences = rl.answer_divergences(logits, reference, *where)
-    return values_of(params["critic"], rollout), rl.answer_logprobs(reference, rollout.ids, *where), divergences
+    divergences = rl.answer_divergences(logits, reference, *rollout.where)
+    return values_of(params["critic"], rollout), rl.answer_logprobs(reference, rollout.ids, *rollout.where), divergences
 
 
 def learnt_from(rollout, values=None, reference=None, divergences=None, beta=0.0):
@@ -135,14 +134,13 @@ def learnt_from(rollout, values=None, reference=None, divergences=None, beta=0.0
 
 def of_actor(params, batch):
     rollout = batch["rollout"]
-    where = rollout.prompts, rollout.lengths, rollout.width
     logits = gpt.apply(CONFIG, params["actor"], rollout.ids)
-    logprobs = rl.answer_logprobs(logits, rollout.ids, *where)
+    logprobs = rl.answer_logprobs(logits, rollout.ids, *rollout.where)
     drawn = rollout.logprobs, rollout.lengths
     metrics = rl.policy_metrics(logprobs, *drawn, reference_BT=batch["reference"]) | rl.rollout_metrics(rollout)
     metrics["divergence"] = rl.token_mean(batch["divergences"], rollout.lengths)
     with torch.no_grad():
-        metrics["entropy"] = rl.token_mean(rl.answer_entropies(logits, *where), rollout.lengths)
+        metrics["entropy"] = rl.token_mean(rl.answer_entropies(logits, *rollout.where), rollout.lengths)
     return rl.ppo_policy(logprobs, rollout.logprobs, batch["advantages"], rollout.lengths), metrics
 
 
@@ -153,7 +151,7 @@ def of_critic(params, batch):
 
 def values_of(params, rollout):
     values = gpt.apply(VALUES, params, rollout.ids)[..., 0]
-    return rl.answer_values(values, rollout.prompts, rollout.lengths, rollout.width)
+    return rl.answer_values(values, *rollout.where)
 
 
 def arguments(text):

@@ -22,6 +22,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,  # codes, with a scale for each token, key head, and key or value
     "fp8": torch.float8_e4m3fn,  # likewise
+    "float64": torch.float64,  # of a model in float64
 }
 
 
@@ -139,7 +140,8 @@ class Paged(nn.Local):
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """The same with the arguments of `kernels.ragged_attention`."""
-        q_THK, k_TGK, v_TGK = (x[0].float() for x in (q_BTHK, k_BTGK, v_BTGK))
+        kind = torch.float64 if self.cache.dtype == torch.float64 else torch.float32
+        q_THK, k_TGK, v_TGK = (x[0].to(kind) for x in (q_BTHK, k_BTGK, v_BTGK))
         y_THK, _ = kernels.ragged_attention(
             *(q_THK, k_TGK, v_TGK),
             *(self.cache, self.slots, self.positions, self.sequences, self.tables),

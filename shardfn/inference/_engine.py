@@ -123,6 +123,11 @@ class Engine:
         return self._state.idle and not self._events and not self._others
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of its log probabilities: float64 where parameters and cache are float64, else float32."""
+        return torch.float64 if self.limits.cache_dtype == "float64" else torch.float32
+
+    @property
     def weights(self) -> PyTree:
         """The newest weights, in their served form."""
         return self._weights[self._newest]
@@ -441,8 +446,14 @@ class Engine:
 
         Raises:
             TypeError: an argument is of another kind.
-            ValueError: the name is taken, the decoder is not exact, or the adapter does not fit the model.
+            ValueError: the name is taken, the decoder is not exact, the engine is in float64, or the adapter does not
+                fit the model.
         """
+        if self.dtype == torch.float64:
+            raise ValueError(
+                f"adapter {name!r}: adapters are added in float32, and this engine is in float64; merge it into the"
+                " parameters by LoRA.merge, or take float32."
+            )
         self._adapters.add(name, given)
 
     def remove_adapter(self, name: str) -> None:

@@ -22,7 +22,7 @@ class Limits:
         age: after this number of steps since its arrival, a sequence comes before all that arrived later, whatever
             their priorities.
         cache_dtype: "float32", "bfloat16", "int8" or "fp8", part of the key of a block's content. The last two are
-            codes of one byte, with a scale for each token and key head.
+            codes of one byte, with a scale for each token and key head. "float64" is for parameters in float64.
         drafts: the most drafts of a step with one row; each further row takes the place of one. Where none is left,
             drafts only fill rows that would be padding. 0 is no guessing.
 

@@ -23,6 +23,7 @@ from ._limits import Limits
 from ._low_rank import LowRank
 from ._plan import Plan, padding
 from ._requests import MOST_TOP
+from ._score import widened
 from ._tensors import Step, tensors
 from ._weights import Source, bytes_in, packed_apart, packed_shapes, without_copies, zero_of
 
@@ -183,9 +184,11 @@ class Runner:
         """The served form of parameters.
 
         Raises:
-            ValueError: they have other leaves than `like`, the served form of earlier ones.
+            ValueError: the cache of an exact decoder is in float64 and they are not, or they are and the cache is not;
+                or they have other leaves than `like`, the served form of earlier ones.
         """
         leaves = tree_leaves(params)
+        _check_cache(self._decoder, self._limits, leaves)
         if self._zero.params != "device" or any(isinstance(x, Draw) for x in leaves):
             return self._packed_apart(params, like)
         if all(isinstance(x, GlobalTensor) for x in leaves):
@@ -344,10 +347,10 @@ def _bodies(cache: list[Tensor], step: Step) -> list[Paged]:
 
 def _drawn(logits_RV: Tensor, step: Step) -> tuple[Tensor, Tensor]:
     """Tokens of the rows, and their log probabilities."""
-    given = logits_RV.float()
+    given = widened(logits_RV)
     changed = given if step.penalties is None else kernels.penalise(given, **step.penalties._asdict())
     if step.biases is not None:
-        changed = changed.scatter_add(1, step.biases.tokens, step.biases.values)
+        changed = changed.scatter_add(1, step.biases.tokens, step.biases.values.to(changed.dtype))
     if step.allowed is not None:
         changed = torch.where(step.allowed, changed, -torch.inf)
     uniforms = kernels.draw_uniforms(step.keys, step.places)
@@ -362,7 +365,7 @@ def _top(logits_RV: Tensor, step: Step) -> tuple[Tensor, ...]:
     """The most probable tokens of the rows of an extended step, under the raw logits."""
     if step.biases is None:
         return ()
-    return kernels.top_logprobs(logits_RV.float(), min(MOST_TOP, logits_RV.shape[1]))
+    return kernels.top_logprobs(widened(logits_RV), min(MOST_TOP, logits_RV.shape[1]))
 
 
 def _tops(plan: Plan, top: tuple[Tensor, ...]) -> list[Top]:
@@ -402,6 +405,16 @@ def _misfits(decoder: Decoder, limits: Limits) -> list[str]:
     if limits.cache_dtype not in DTYPES:
         problems.append(f"limits.cache_dtype is {limits.cache_dtype!r}; it must be one of {', '.join(DTYPES)}")
     return problems
+
+
+def _check_cache(decoder: Decoder, limits: Limits, leaves: list[Any]) -> None:
+    wide = torch.float64 in [x.dtype for x in leaves]
+    if decoder.exact and wide != (limits.cache_dtype == "float64"):
+        own = "float64" if wide else "not float64"
+        raise ValueError(
+            f"engine: parameters are {own}, and limits.cache_dtype is {limits.cache_dtype!r}: logits would not be those"
+            " of one forward. Take limits_of(decoder, cache_dtype='float64') for float64, and for it alone."
+        )
 
 
 def _check_alike(old: PyTree, new: PyTree) -> None:

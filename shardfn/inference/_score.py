@@ -3,20 +3,20 @@
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from shardfn import kernels
 from shardfn.memory import capturing
 
 
-def logprobs(logits: Float[Tensor, "*batch vocab"], tokens: Int[Tensor, "*batch"]) -> Float32[Tensor, "*batch"]:
+def logprobs(logits: Float[Tensor, "*batch vocab"], tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     """The log probabilities of tokens, with the bits that an engine returns for these logits.
 
     Its derivative is that of `log_softmax`, whose values are within rounding.
 
     Args:
-        logits: as from `gpt.apply` at the position before each token.
+        logits: as from `gpt.apply` at the position before each token; 16-bit ones are widened to float32.
         tokens: ids.
 
     Raises:
@@ -26,12 +26,17 @@ def logprobs(logits: Float[Tensor, "*batch vocab"], tokens: Int[Tensor, "*batch"
         >>> logprobs(torch.tensor([[0.0, 0.0]]), torch.tensor([1]))
         tensor([-0.6931])
     """
-    rows, targets = logits.float().flatten(0, -2), tokens.flatten().long()
+    rows, targets = widened(logits).flatten(0, -2), tokens.flatten().long()
     if tokens.numel() and not capturing() and not 0 <= int(targets.min()) <= int(targets.max()) < rows.shape[1]:
         raise ValueError(
             f"tokens are from {int(targets.min())} to {int(targets.max())}, and there are {rows.shape[1]} logits."
         )
     return _LogProbs.apply(rows, targets).view(tokens.shape)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def widened(logits: Tensor) -> Tensor:
+    """Logits in the dtype in which tokens are drawn: float32, or float64 of that."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class _LogProbs(torch.autograd.Function):

@@ -4,12 +4,19 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+EXACT = (torch.float32, torch.float64)
 
 
 def check_float(name: str, x: Tensor) -> None:
     """Raises TypeError unless the dtype is fp32, bf16 or fp16, which are computed in fp32."""
     if x.dtype not in FLOATS:
         raise TypeError(f"{name} is {x.dtype}; kernels compute in fp32 from fp32, bf16 or fp16: convert it")
+
+
+def check_exact(name: str, x: Tensor) -> None:
+    """Raises TypeError unless the dtype is one in which rows are exact: float32, or float64 by the definitions."""
+    if x.dtype not in EXACT:
+        raise TypeError(f"{name} is {x.dtype}, must be {EXACT[0]} or {EXACT[1]}")
 
 
 def check_dtype(name: str, x: Tensor, dtype: torch.dtype) -> None:

@@ -2,7 +2,8 @@
 
 Tensors on the CPU are computed by the `native` file of an op's folder where there is one and a C++ compiler, else by
 its `cpu` file: the bits are the same. Tensors elsewhere are computed by `triton` where that package is installed, else
-by `reference`, which is the definition and runs wherever torch does.
+by `reference`, which is the definition and runs wherever torch does. Exact rows in float64 are computed by
+`reference` everywhere.
 """
 
 import contextlib
@@ -69,6 +70,11 @@ def is_native(folder: str) -> bool:
 def is_asked() -> bool:
     """Whether an implementation was asked for by `implemented_by`."""
     return bool(_ASKED)
+
+
+def implementation_of_rows(folder: str, name: str, x: torch.Tensor) -> Callable[..., Any]:
+    """`implementation` for a tensor of exact rows: of float64 the definition, which is slow, on every device."""
+    return _find(folder, name, "reference") if x.dtype == torch.float64 else implementation(folder, name, x.device)
 
 
 def implementation(folder: str, name: str, device: torch.device) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Multiply-adds that are rounded once, and e^x by them: the definitions. `_vectors.h` has the same in C++."""
+"""Multiply-adds, and e^x by them: the definitions. `_vectors.h` has those of float32 in C++."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,20 @@ MAGIC = 12582912.0  # 1.5 * 2^23: numbers added to it are rounded to whole numbe
 LEAST = -87.0
 # The polynomial of Cephes, the highest power first: e^r for |r| <= log 2 / 2.
 EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0)
+# The same of float64, whose coefficients are 1 / i!.
+WIDE_HIGH, WIDE_LOW = 0.693145751953125, 1.4286068203094173e-06
+WIDE_MAGIC = 6755399441055744.0  # 1.5 * 2^52
+WIDE_LEAST, WIDE_TERMS = -708.0, 13
 
 
 def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """The sum a b + c of fp32, rounded once.
+    """The sum a b + c: of fp32, rounded once; of float64, with the product rounded, too.
 
-    The product is exact in float64. The sum there is rounded to odd, so that the second rounding, to float32, is that
-    of the exact sum (Boldo and Melquiond, 2008).
+    The product of fp32 is exact in float64. The sum there is rounded to odd, so that the second rounding, to float32,
+    is that of the exact sum (Boldo and Melquiond, 2008).
     """
+    if c.dtype == torch.float64:
+        return a * b + c
     product, c = a.double() * b.double(), c.double()
     total = product + c
     part = total - product
@@ -26,13 +32,30 @@ def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def exponential(x: Tensor) -> Tensor:
-    """e^x of x <= 0, by x = n log 2 + r and a polynomial; 0 below -87, so that nothing is subnormal."""
+    """e^x of x <= 0, by x = n log 2 + r and a polynomial; 0 below -87, so that nothing is subnormal.
+
+    Of float64, the polynomial is the Taylor series, and results are 0 below -708.
+    """
+    if x.dtype == torch.float64:
+        return _wide_exponential(x)
     number = x.new_tensor
     at = x.clamp(min=LEAST)
     n = fused(at, number(LOG2E), number(MAGIC)) - number(MAGIC)
     r = fused(n, number(-LOW), fused(n, number(-HIGH), at))
     power = ((n.nan_to_num().to(torch.int32) + 127) << 23).view(torch.float32)
     return torch.where(x < LEAST, 0.0, polynomial(EXP, r) * power)
+
+
+def _wide_exponential(x: Tensor) -> Tensor:
+    small = x < WIDE_LEAST
+    x = torch.where(small, WIDE_LEAST, x)
+    n = (x * LOG2E + WIDE_MAGIC) - WIDE_MAGIC
+    r = (x - n * WIDE_HIGH) - n * WIDE_LOW
+    y = torch.ones_like(x)
+    for i in range(WIDE_TERMS, 0, -1):
+        y = y * r * (1 / i) + 1
+    power = ((n.nan_to_num().to(torch.int64) + 1023) << 52).view(torch.float64)
+    return torch.where(small, 0.0, y * power)
 
 
 def polynomial(terms: tuple[float, ...], x: Tensor) -> Tensor:

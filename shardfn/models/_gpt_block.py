@@ -96,7 +96,8 @@ def norm(config: Config, along: Along, x_BTD: Tensor, w_D: Tensor, b_D: Tensor |
 def position_tables(config: Config, positions_T: Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """Attention's arguments for the positions of tokens, of all heads."""
     if config.position == "rope" and config.exact:
-        return {"table": nn.exact_rope_table(positions_T, config.head_dim, base=config.rope_base)}
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return {"table": nn.exact_rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=wide)}
     if config.position == "rope":
         return {"table": nn.rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=dtype)}
     if config.position == "alibi":

@@ -152,7 +152,8 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy
             fits: `{"embed|head": "int8", "": "int4"}`.
 
     Raises:
-        TypeError: leaves of an exact model are float64 or float16; lists all.
+        TypeError: leaves of an exact model are float16, or some are float64 and others not; lists all. Or float64 has
+            codes.
         ValueError: leaves are missing, unknown, or of another model; lists all. Or codes of layers that are not exact,
             or whose groups of inputs lie on several ranks.
 
@@ -165,7 +166,7 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy
     """
     check_leaves(config, params, axis)
     if config.exact:
-        _check_exact(params)
+        _check_exact(params, codes)
     blocks = params["blocks"]
     if config.stacked:
         num = config.num_layers // config.layers_a_block
@@ -189,13 +190,20 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy
     return params | {"blocks": blocks, head: _packed(head, params[head], shapes[head].shape, codes_of(codes, head))}
 
 
-def _check_exact(params: Params) -> None:
+def _check_exact(params: Params, codes: CodePolicy) -> None:
+    named = named_leaves(params)
+    if named and all(x.dtype == torch.float64 for _, x in named):
+        if codes is not None:
+            raise TypeError(
+                f"pack: codes={codes!r} of leaves in float64; convert them: tree_map(lambda x: x.float(), params)"
+            )
+        return
     known = torch.float32, torch.bfloat16, torch.uint8
-    wrong = [f"{name} is {x.dtype}" for name, x in named_leaves(params) if x.dtype not in known]
     raise_all(
         TypeError,
-        "pack: an exact model computes float32; convert these leaves, as in tree_map(lambda x: x.float(), params):",
-        wrong,
+        "pack: an exact model computes float32, or float64 if all leaves are float64; convert these leaves, as in"
+        " tree_map(lambda x: x.float(), params):",
+        [f"{name} is {x.dtype}" for name, x in named if x.dtype not in known],
     )
 
 

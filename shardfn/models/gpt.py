@@ -177,7 +177,8 @@ def loss(
         TypeError: the batch is not a dict with "tokens" of integers, [B, T + 1].
         ValueError: as `apply`; a model that looks ahead and a batch without "targets", whose tokens it would see, or
             with a "mask" without "segment_ids", by which tokens leave out padding; a "mask" that does not fit the
-            tokens; or `tile` and `sequence`, whose layers take all of a rank's tokens together.
+            tokens; "at" or "routes", which are of `stages(loss=)`; or `tile` and `sequence`, whose layers take all of a
+            rank's tokens together.
 
     Example:
         >>> import shardfn.core as core
@@ -226,6 +227,7 @@ def loss_and_seen(
         None
     """
     _check_batch(batch)
+    _check_of_logits(batch, "loss", "take a loss of apply(..., at=, chosen=)")
     given, batch = batch, _shifted(config, batch)
     along = _Along(axis, batch["tokens"].shape[1] if sequence else None)
     x_BTD, seen = _hidden(config, params, batch, key, wrap, along, tile, bias, load=load)
@@ -381,7 +383,7 @@ def stages_and_seen(
 
     def first(params: Params, batch: dict[str, Any], key: Tensor | None = None) -> dict[str, Tensor]:
         if loss is None:
-            _check_of_logits(batch)
+            _check_of_logits(batch, "stages", "pass stages(loss=)")
             batch = _shifted(config, batch)
         tokens_BT, index_B = batch["tokens"], batch.get("index")
         cut, positions_T = along(tokens_BT.shape[1]), _positions(config, tokens_BT)
@@ -609,7 +611,7 @@ def _shifted(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
     return shifted(batch)
 
 
-def _check_of_logits(batch: dict[str, Any]) -> None:
+def _check_of_logits(batch: dict[str, Any], who: str, remedy: str) -> None:
     """Refuses entries of a batch that a mean cross entropy does not use.
 
     Raises:
@@ -617,8 +619,8 @@ def _check_of_logits(batch: dict[str, Any]) -> None:
     """
     if given := [name for name in ("at", "routes") if name in batch]:
         raise ValueError(
-            f"stages: the batch has {' and '.join(map(repr, given))}, and the mean cross entropy is of all tokens, by"
-            " the routers' own choices; pass stages(loss=), or leave them out."
+            f"{who}: the batch has {' and '.join(map(repr, given))}, and the mean cross entropy is of all tokens, by"
+            f" the routers' own choices; {remedy}, or leave them out."
         )
 
 

@@ -23,6 +23,8 @@ from shardfn.core import Axes
 from ._exact_gradients import exact_gradients
 from ._products import Product, Weight
 
+# The dtypes of exact rows.
+EXACT = (torch.float32, torch.float64)
 # From the input of a layer and its result to the result in its place.
 Then = Callable[[Tensor, Tensor], Tensor]
 
@@ -104,7 +106,7 @@ class ExactWeight(Weight):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the weight, float32 of one in codes; results are float32."""
+        """That of the weight, float32 of one in codes; results are float32, or float64 of a weight in it."""
         stored = self._stored.dtype
         return stored if stored.is_floating_point else torch.float32
 
@@ -136,16 +138,16 @@ class ExactWeight(Weight):
         return self._changed(shape, None if self.source is None else self.source.flatten(start, end), self.chunks)
 
     def linear(self, x: Float[Tensor, "*batch k"], bias: Float[Tensor, " n"] | None = None) -> Float[Tensor, "..."]:
-        """The affine map x w^T + bias, float32.
+        """The affine map x w^T + bias, in the dtype of x.
 
         Raises:
-            TypeError: x or the bias is not float32.
+            TypeError: x or the bias is neither float32 nor, as the weight is, float64.
             ValueError: the weight has more than two dims.
         """
         if self.ndim != 2:
             raise ValueError(f"linear: an ExactWeight of shape {tuple(self.shape)}; flatten its dims to two.")
-        if x.dtype != torch.float32:
-            raise not_float32(f"linear: x is {x.dtype}, and")
+        if x.dtype not in EXACT or (torch.float64 in (x.dtype, self.dtype) and x.dtype != self.dtype):
+            raise not_exact(f"linear: x is {x.dtype}, the weight is {self.dtype}, and")
         if self.source is None:
             y = kernels.row_linear(x, self.panels, self.shape[0], chunks=self.chunks, bias=bias)
             return y if self.then is None else self.then(x, y)
@@ -201,7 +203,7 @@ def linears_of(x: Tensor, weights: Sequence[AnyWeight], biases: Sequence[Tensor 
     """`linear_of` of several weights of one input: in one call where all are packed, with the same bits."""
     packed = [w for w in weights if isinstance(w, ExactWeight) and w.source is None and w.ndim == 2]
     chunks = {w.chunks for w in packed}
-    if len(packed) < len(weights) or len(chunks) > 1 or x.dtype != torch.float32:
+    if len(packed) < len(weights) or len(chunks) > 1 or x.dtype not in EXACT:
         return [linear_of(x, w, b) for w, b in zip(weights, biases, strict=True)]
     nums = [w.shape[0] for w in packed]
     ys = kernels.row_linears(x, [w.panels for w in packed], nums, chunks=chunks.pop(), biases=biases)
@@ -213,11 +215,11 @@ def rows_of(index: Tensor, w: AnyWeight) -> Tensor:
     return w.rows(index) if isinstance(w, ExactWeight) else F.embedding(index, w)
 
 
-def not_float32(begin: str) -> TypeError:
+def not_exact(begin: str) -> TypeError:
     """The error of an exact layer in another dtype, whose message begins so."""
     return TypeError(
-        f"{begin} exact layers compute float32; leave out mixed precision, or take Policy(compute=torch.float32), also"
-        " for parameters in float64."
+        f"{begin} exact layers compute float32, or float64 where all is float64; leave out mixed precision, or take"
+        " Policy(compute=torch.float32)."
     )
 
 

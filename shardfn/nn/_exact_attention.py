@@ -28,8 +28,8 @@ BLOCK = 32
 class Exact(Local):
     """Attention in which the bits of a token depend on the tokens that it sees alone, as those of exact layers do.
 
-    The mask is `Causal()` or `Window(left)`. Queries, keys and values are float32. Derivatives are those of
-    `Blockwise()`, whose rows are not exact.
+    The mask is `Causal()` or `Window(left)`. Queries, keys and values are float32, or all float64. Derivatives are
+    those of `Blockwise()`, whose rows are not exact.
     """
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from shardfn import kernels
 
-from ._exact import AnyWeight, ExactWeight, not_float32
+from ._exact import EXACT, AnyWeight, ExactWeight, not_exact
 
 
 def gelu(x_F: Tensor, w: AnyWeight) -> Tensor:
@@ -37,7 +37,7 @@ def exact_gelu(x_F: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """GELU in its form with tanh, by `kernels.gelu`: each element by one expression wherever it lies.
 
     Args:
-        x_F: float32.
+        x_F: float32 or float64.
 
     Example:
         >>> exact_gelu(torch.zeros(2)).tolist()
@@ -50,7 +50,7 @@ def exact_gated_silu(gate_F: Float[Tensor, "*shape"], up_F: Float[Tensor, "*shap
     """silu(gate) * up, by `kernels.gated_silu`: each element by one expression wherever it lies.
 
     Args:
-        gate_F: float32.
+        gate_F: float32 or float64.
         up_F: as `gate_F`.
 
     Example:
@@ -75,9 +75,9 @@ def exact_layer_norm(
     """`layer_norm` whose rows have the same bits beside any other rows, by `kernels.row_norm`.
 
     Args:
-        x_D: float32, any leading dims.
-        w_D: scale, float32.
-        b_D: shift, float32, or None.
+        x_D: float32 or float64, any leading dims.
+        w_D: scale, in the dtype of x.
+        b_D: shift, likewise, or None.
         eps: added to the variance.
 
     Raises:
@@ -96,8 +96,8 @@ def exact_rms_norm(
     """`rms_norm` whose rows have the same bits beside any other rows, by `kernels.row_norm`.
 
     Args:
-        x_D: float32, any leading dims.
-        w_D: scale, float32.
+        x_D: float32 or float64, any leading dims.
+        w_D: scale, in the dtype of x.
         eps: added to the mean square.
 
     Raises:
@@ -113,9 +113,9 @@ def exact_rms_norm(
 def _norm(x: Tensor, w: Tensor, b: Tensor | None, eps: float, centered: bool) -> Tensor:
     if has_torch_function((x, w, b)):  # a lazy leaf
         return handle_torch_function(_norm, (x, w, b), x, w, b, eps, centered)
-    wrong = [t.dtype for t in (x, w, b) if t is not None and t.dtype != torch.float32]
-    if wrong:
-        raise not_float32(f"an exact norm of {wrong[0]}:")
+    dtypes = dict.fromkeys(t.dtype for t in (x, w, b) if t is not None)
+    if len(dtypes) > 1 or x.dtype not in EXACT:
+        raise not_exact(f"an exact norm of {', '.join(map(str, dtypes))}:")
     return _Norm.apply(x, w, b, eps, centered)  # pyright: ignore[reportReturnType]
 
 

@@ -4,7 +4,7 @@ T tokens, K head dim.
 """
 
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 # pi / 2 in two parts; products of the first and a whole number below 2^20 are exact.
@@ -14,14 +14,17 @@ _TERMS = 9
 
 
 def exact_rope_table(
-    positions_T: Int64[Tensor, " t"], head_dim: int, *, base: float = 10000.0
-) -> tuple[Float32[Tensor, "t k"], Float32[Tensor, "t k"]]:
-    """`rope_table` of float32 whose numbers are the same on every processor: a row depends on its position alone.
+    positions_T: Int64[Tensor, " t"], head_dim: int, *, base: float = 10000.0, dtype: torch.dtype = torch.float32
+) -> tuple[Float[Tensor, "t k"], Float[Tensor, "t k"]]:
+    """`rope_table` whose numbers are the same on every processor: a row depends on its position alone.
+
+    In float64, powers of the base are those of the C library, which may differ in their last bit from another's.
 
     Args:
         positions_T: global positions of the tokens.
         head_dim: K, even.
         base: the longest wave is 2 pi base tokens.
+        dtype: float32 or float64.
 
     Returns:
         cos_TK and sin_TK, for `rope`.
@@ -37,8 +40,8 @@ def exact_rope_table(
     if head_dim % 2:
         raise ValueError(f"exact_rope_table(head_dim={head_dim}): rotation pairs dims, so the head dim must be even.")
     powers = [base ** -(i / head_dim) for i in range(0, head_dim, 2)]
-    inverse = torch.tensor(powers, dtype=torch.float32, device=positions_T.device)
-    x = (positions_T.to(torch.float32)[:, None] * inverse).double()
+    inverse = torch.tensor(powers, dtype=dtype, device=positions_T.device)
+    x = (positions_T.to(dtype)[:, None] * inverse).double()
     quarters = (x * (1 / (_HIGH + _LOW)) + _MAGIC) - _MAGIC
     r = (x - quarters * _HIGH) - quarters * _LOW
     square, near_cos, near_sin = r * r, torch.ones_like(r), torch.ones_like(r)
@@ -51,4 +54,4 @@ def exact_rope_table(
     cos, sin = torch.where(swapped, near_sin, near_cos), torch.where(swapped, near_cos, near_sin)
     cos = torch.where((quarter == 1) | (quarter == 2), -cos, cos)
     sin = torch.where(quarter >= 2, -sin, sin)
-    return cos.float().repeat(1, 2), sin.float().repeat(1, 2)
+    return cos.to(dtype).repeat(1, 2), sin.to(dtype).repeat(1, 2)

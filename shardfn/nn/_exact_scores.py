@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from shardfn import kernels
 
-from ._exact import not_float32
+from ._exact import EXACT, not_exact
 from ._exact_functions import pointwise
 
 _LEAST = -87.0  # below it e^x is 0, so that nothing is subnormal
@@ -24,7 +24,7 @@ def exact_softmax(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch e"]:
     """Softmax over the last dim, whose rows have the same bits beside any other rows.
 
     Args:
-        x_E: float32, finite; e is 1 or more.
+        x_E: float32 or float64, finite; e is 1 or more.
 
     Raises:
         TypeError: for other dtypes.
@@ -41,7 +41,7 @@ def exact_sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """The sigmoid of each element, by one expression wherever it lies.
 
     Args:
-        x: float32, finite.
+        x: float32 or float64, finite.
 
     Raises:
         TypeError: for other dtypes.
@@ -70,8 +70,8 @@ def exact_sum(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch 1"]:
 
 
 def _check(x: Tensor) -> None:
-    if x.dtype != torch.float32:
-        raise not_float32(f"exact scores of {x.dtype}:")
+    if x.dtype not in EXACT:
+        raise not_exact(f"exact scores of {x.dtype}:")
 
 
 def _sigmoid(x: Tensor) -> Tensor:

@@ -85,8 +85,8 @@ def answer_logprobs(
 ) -> Float[Tensor, "b t"]:
     """The log probabilities of answers, by a forward of prompts and answers, with a derivative.
 
-    Float32 logits of an exact model give the bits of `Rollout.logprobs` for the weights that drew the answers, so the
-    first ratio is exactly 1. Logits of 16 bits are widened; float64 ones take `log_softmax`, which no engine draws by.
+    Logits of an exact model, in float32 or float64, give the bits of `Rollout.logprobs` for the weights that drew the
+    answers, so the first ratio is exactly 1. Logits of 16 bits are widened to float32.
 
     Args:
         logits_BLV: of the next token at each position, as from `gpt.apply`; the last position may be left out.
@@ -314,6 +314,4 @@ def _drawn(rows_BTV: Tensor, ids_BL: Tensor, before_BT: Tensor, lengths_B: Tenso
     """The log probability of the token behind each position, by the logits there."""
     mask_BT = answer_mask(lengths_B, rows_BTV.shape[1])
     tokens_BT = masked(ids_BL.gather(1, (before_BT + 1).clamp(max=ids_BL.shape[1] - 1)), mask_BT)
-    if rows_BTV.dtype == torch.float64:
-        return masked(rows_BTV.log_softmax(-1).gather(-1, tokens_BT[..., None])[..., 0], mask_BT)
     return masked(logprobs(rows_BTV, tokens_BT), mask_BT)

@@ -19,8 +19,8 @@ from shardfn.inference import Completion, Engine, Sampling
 
 from ._answers import row_mean
 from ._forked import Called, Outcome, count_kinds, outcomes_of
-from ._rollout import FAILURES, Rollout, empty_rollout
-from ._sample import check_end, check_prompts, check_sampling, put_routes, seeds_of
+from ._rollout import FAILURES, Rollout
+from ._sample import check_end, check_prompts, check_sampling, put_routes, rollout_for, seeds_of
 from ._shapes import check_shapes
 
 
@@ -143,7 +143,7 @@ def converse(
         outcomes += [(going[row], kind, value) for row, kind, value in found]
         going = [i for i, one in zip(going, found, strict=True) if _put(talks[i], one, failed, length)]
     return Conversations(
-        _rollout(talks, empty_rollout(len(talks), length, sampling.max_tokens, routes=engine.routes), since, engine),
+        _rollout(talks, rollout_for(engine, len(talks), length, sampling.max_tokens), since, engine),
         torch.tensor([talk.calls for talk in talks], device=engine.mesh.device),
         count_kinds(outcomes),
         next((asked.text(one) for one in outcomes if one[1]), ""),
@@ -261,7 +261,7 @@ def _rollout(talks: list[_Talk], out: Rollout, since: int, engine: Engine) -> Ro
         num = len(talk.places)
         out.prompts[i], out.lengths[i], out.ended[i] = talk.prompt, num, talk.ended
         out.ids[i, : len(talk.ids)] = torch.tensor(talk.ids)
-        out.logprobs[i, :num] = torch.tensor(talk.logprobs)
+        out.logprobs[i, :num] = torch.tensor(talk.logprobs, dtype=engine.dtype)
         out.versions[i, :num] = torch.tensor(talk.versions) + since
         out.places[i, :num] = torch.tensor(talk.places)
         assert talk.last is not None  # every conversation has a turn

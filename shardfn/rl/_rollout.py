@@ -79,6 +79,7 @@ def empty_rollout(
     width: int,
     *,
     routes: tuple[int, int] = (0, 0),
+    dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Rollout:
     """A rollout of empty answers to empty prompts, without rewards: the form to restore one into.
@@ -88,6 +89,7 @@ def empty_rollout(
         length: L.
         width: T.
         routes: m and k: `engine.routes`.
+        dtype: of log probabilities: `engine.dtype`.
         device: of its tensors.
 
     Example:
@@ -99,7 +101,7 @@ def empty_rollout(
         ids=torch.zeros(rows, length, dtype=torch.int64, device=device),
         prompts=num,
         lengths=num.clone(),
-        logprobs=torch.zeros(rows, width, device=device),
+        logprobs=torch.zeros(rows, width, dtype=dtype, device=device),
         versions=torch.full((rows, width), -1, dtype=torch.int64, device=device),
         rewards=torch.full((rows,), torch.nan, device=device),
         ended=torch.zeros(rows, dtype=torch.bool, device=device),

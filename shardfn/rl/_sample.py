@@ -72,7 +72,12 @@ def sample(
         for prompt, made in zip(prompts, found, strict=True)
         for one in (made if isinstance(made, list) else [made])
     ]
-    return _rollout(rows, empty_rollout(len(rows), length, sampling.max_tokens, routes=engine.routes), since, engine)
+    return _rollout(rows, rollout_for(engine, len(rows), length, sampling.max_tokens), since, engine)
+
+
+def rollout_for(engine: Engine, rows: int, length: int, width: int) -> Rollout:
+    """The empty rollout for answers of an engine."""
+    return empty_rollout(rows, length, width, routes=engine.routes, dtype=engine.dtype)
 
 
 def seeds_of(key: Tensor, start: int, num: int) -> list[int]:
@@ -135,7 +140,7 @@ def _rollout(rows: Sequence[tuple[Sequence[int], Completion]], out: Rollout, sin
         start, num = len(prompt), len(one.tokens)
         out.prompts[i], out.lengths[i], out.ended[i] = start, num, one.finish == "stop"
         out.ids[i, : start + num] = torch.tensor([*prompt, *one.tokens])
-        out.logprobs[i, :num] = torch.tensor(one.logprobs)
+        out.logprobs[i, :num] = torch.tensor(one.logprobs, dtype=engine.dtype)
         out.versions[i, :num] = torch.tensor(one.versions) + since
         out.places[i, :num] = torch.arange(start, start + num)
         put_routes(out, i, one)

@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
+import torch
+
 from shardfn.core import PyTree
 from shardfn.inference import Decoder, Outputs
 
@@ -42,6 +44,7 @@ def tempered(decoder: Decoder, temperature: float) -> Decoder:
 
     def outputs(weights: PyTree, *rest: Any) -> Outputs:
         found = decoder.outputs(weights, *rest)
-        return found._replace(logits=found.logits.float() / temperature)
+        wide = torch.promote_types(found.logits.dtype, torch.float32)
+        return found._replace(logits=found.logits.to(wide) / temperature)
 
     return dataclasses.replace(decoder, outputs=outputs)

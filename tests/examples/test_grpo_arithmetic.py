@@ -30,9 +30,25 @@ def start(command: list[str], *options: str, example: pathlib.Path = EXAMPLE) ->
 
 def run(command: list[str], *options: str, example: pathlib.Path = EXAMPLE, seconds: float = 400) -> str:
     process = start(command, *options, example=example)
-    out, err = process.communicate(timeout=seconds)
+    try:
+        out, err = process.communicate(timeout=seconds)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # with the ranks of a launcher: it is the leader of its session
+            process.communicate()
     assert process.returncode == 0, err[-3000:]
     return out
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path: pathlib.Path) -> None:
+    script, pid = tmp_path / "sleeps.py", tmp_path / "pid"
+    script.write_text(
+        f"import os, pathlib, time\npathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\ntime.sleep(600)"
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        run([sys.executable], example=script, seconds=5)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 def rows(folder: pathlib.Path) -> list[dict[str, float]]:

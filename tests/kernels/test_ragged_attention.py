@@ -384,7 +384,7 @@ REFUSALS: list[tuple[dict[str, Any], Any, str]] = [
         r"consecutive positions up to 2",
     ),
     ({"q": torch.ones(2, 3, 3)}, ValueError, "q has 3 heads and cache 2 key heads"),
-    ({"q": torch.ones(2, 4, 3).double()}, TypeError, "q is torch.float64"),
+    ({"q": torch.ones(2, 4, 3).half()}, TypeError, "q is torch.float16"),
     ({"k": torch.ones(2, 1, 3)}, ValueError, r"k is of shape \(2, 1, 3\), must be \(2, 2, 3\)"),
     ({"cache": torch.zeros(3, 2, 2, 2, 3).half()}, TypeError, "cache is torch.float16"),
     (

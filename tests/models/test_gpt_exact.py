@@ -121,6 +121,20 @@ def test_gradients_are_those_of_torch_in_float64(name: str) -> None:
     torch.testing.assert_close(pushed, true.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_float64_has_the_same_laws(name: str) -> None:
+    config, tokens = config_of(name), tokens_of(3, 12)
+    params = tree_map(lambda x: x.double() * (1 + 1e-9), params_of(config))
+    plain, logits = dataclasses.replace(config, exact=False), gpt.apply(config, params, tokens)
+    torch.testing.assert_close(logits, gpt.apply(plain, params, tokens), rtol=1e-11, atol=1e-11)
+    for rows, length in ((slice(1, 2), 12), (slice(0, 1), 1), (slice(1, 3), 7)):
+        assert torch.equal(gpt.apply(config, params, tokens[rows, :length]), logits[rows, :length]), (rows, length)
+    batch = {"tokens": tokens[:2, :7]}
+    got, want = (torch.func.grad(functools.partial(gpt.loss, x))(params, batch) for x in (config, plain))
+    for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
 # Ranks.
 
 
@@ -241,7 +255,7 @@ def test_settings_that_are_not_exact_are_refused(changes: dict[str, Any], said: 
 def test_narrow_parameters_and_documents_are_refused() -> None:
     config = config_of("gpt2")
     params = params_of(config)
-    with pytest.raises(TypeError, match=r"bfloat16: exact layers compute float32; leave out mixed precision"):
+    with pytest.raises(TypeError, match=r"bfloat16: exact layers compute float32, .*; leave out mixed precision"):
         gpt.apply(config, tree_map(torch.Tensor.bfloat16, params), tokens_of(1, 3))
     batch = {"tokens": tokens_of(1, 4), "segment_ids": torch.zeros(1, 4, dtype=torch.int64)}
     with pytest.raises(ValueError, match=r"(?s)attention by Exact\(\):.*Segments"):

@@ -10,6 +10,7 @@ from shardfn.models import gpt
 from tests.mistakes import Mistake, cases, check
 
 _GPT = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
+_ROUTES = torch.zeros(2, 8, 1, dtype=torch.int64)
 _BATCH = "a batch of gpt is {'tokens': int64 [B, T + 1]}"
 
 
@@ -29,6 +30,10 @@ MISTAKES = [
             TypeError, "a dict whose tokens are torch.int64 of shape (9,)", _BATCH),
     Mistake("the tokens have another name", lambda: _loss({"input_ids": torch.ones(2, 9, dtype=torch.int64)}),
             TypeError, "this is a dict with ['input_ids']", _BATCH),
+    Mistake("positions and experts in a batch of the mean cross entropy",
+            lambda: _loss({"tokens": torch.ones(2, 9, dtype=torch.int64), "at": _ROUTES[..., 0], "routes": _ROUTES}),
+            ValueError, "loss: the batch has 'at' and 'routes', and the mean cross entropy is of all tokens",
+            "take a loss of apply(..., at=, chosen=), or leave them out"),
     Mistake("logits at positions, of tokens that ranks share out", _at,
             ValueError, "apply(at=) of shape (2, 1) takes positions of whole rows",
             "sequence=True a rank has only some tokens of each; drop"),

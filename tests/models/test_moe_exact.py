@@ -100,6 +100,20 @@ def test_captured_programs_and_remat_have_the_bits_of_eager_code(name: str) -> N
     assert torch.equal(compiled(shards, tokens), want)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_float64_has_the_same_laws(name: str) -> None:
+    config, tokens = config_of(name), tokens_of(3, 12)
+    params = tree_map(lambda x: x.double() * (1 + 1e-9), params_of(config))
+    plain, logits = dataclasses.replace(config, exact=False), gpt.apply(config, params, tokens)
+    torch.testing.assert_close(logits, gpt.apply(plain, params, tokens), rtol=1e-11, atol=1e-11)
+    for rows, length in ((slice(1, 2), 12), (slice(0, 1), 1), (slice(1, 3), 7)):
+        assert torch.equal(gpt.apply(config, params, tokens[rows, :length]), logits[rows, :length]), (rows, length)
+    batch = {"tokens": tokens[:2, :7]}
+    got, want = (torch.func.grad(functools.partial(gpt.loss, x))(params, batch) for x in (config, plain))
+    for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
 # Ranks.
 
 
@@ -187,8 +201,8 @@ def test_features_of_experts_on_ranks_are_refused() -> None:
 
 
 def test_narrow_scores_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"float64: exact layers compute float32"):
-        moe.top_k(torch.zeros(2, 3, dtype=torch.float64), 1, exact=True)
+    with pytest.raises(TypeError, match=r"float16: exact layers compute float32, or float64"):
+        nn.exact_softmax(torch.zeros(2, 3, dtype=torch.float16))
 
 
 def test_biases_of_the_losss_state_are_not_served() -> None:

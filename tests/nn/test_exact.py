@@ -329,7 +329,11 @@ _W: Any = nn.ExactWeight.of(torch.ones(4, 3))
         (lambda: torch.matmul(torch.ones(2, 4), _W), TypeError, "torch's matmul does not take an ExactWeight"),
         (lambda: F.linear(_W, torch.ones(4, 3)), TypeError, "an ExactWeight is the weight"),
         (lambda: F.embedding(torch.tensor([0]), _W, 0), TypeError, "takes the indices and the weight alone"),
-        (lambda: nn.linear(torch.ones(2, 3).double(), _W), TypeError, r"x is torch\.float64, and exact layers"),
+        (
+            lambda: nn.linear(torch.ones(2, 3).double(), _W),
+            TypeError,
+            r"x is torch\.float64, the weight is torch\.float32, ",
+        ),
         (lambda: _W.flatten().linear(torch.ones(3)), ValueError, r"ExactWeight of shape \(12,\); flatten"),
         (
             lambda: nn.ExactWeight(torch.ones(1, 3, 64), (4, 5)),

@@ -109,15 +109,13 @@ def test_the_mean_gradient_of_tokens_of_older_weights_is_that_of_the_policy() ->
 
 def loss(params: Any, batch: Any) -> Any:
     rollout, advantages, old = batch
-    where = rollout.prompts, rollout.lengths, rollout.width
-    logprobs = rl.answer_logprobs(gpt.apply(CONFIG, params, rollout.ids), rollout.ids, *where)
+    logprobs = rl.answer_logprobs(gpt.apply(CONFIG, params, rollout.ids), rollout.ids, *rollout.where)
     metrics = rl.policy_metrics(logprobs, old, rollout.lengths, behaviour_BT=rollout.logprobs)
     return rl.grpo(logprobs, old, advantages, rollout.lengths, behaviour_BT=rollout.logprobs), metrics
 
 
 def logprobs(params: Any, rollout: rl.Rollout) -> torch.Tensor:
-    where = rollout.prompts, rollout.lengths, rollout.width
-    return rl.answer_logprobs(gpt.apply(CONFIG, params, rollout.ids), rollout.ids, *where)
+    return rl.answer_logprobs(gpt.apply(CONFIG, params, rollout.ids), rollout.ids, *rollout.where)
 
 
 def learn(beside: bool) -> tuple[Any, list[rl.Rollout]]:

@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Float, Float64, Int, Integer
 from torch import Tensor
 
-from shardfn.kernels._arguments import check_dtype, check_shape
-from shardfn.kernels._dispatch import implementation
+from shardfn.kernels._arguments import check_dtype, check_exact, check_shape
+from shardfn.kernels._dispatch import implementation, implementation_of_rows
 from shardfn.kernels._library import define, refuse_backward
 from shardfn.kernels._num_threads import num_threads
 
@@ -33,7 +33,7 @@ def draw(
     penalties, biases and masks to the logits before.
 
     Args:
-        logits: float32; -inf excludes a token.
+        logits: float32 or float64; -inf excludes a token.
         uniform: float64 in [0, 1); not read where the temperature is 0 or a target is given.
         temperature: float64; 0 takes the largest logit, as every temperature below 1e-5 does.
         top_k: int64; the number of largest logits that are kept. 0 keeps all.
@@ -42,8 +42,9 @@ def draw(
         targets: int64; a token whose log probability is wanted, instead of a draw. -1 draws.
 
     Returns:
-        Tokens int64, and float32 log probabilities under the softmax of the logits as given, before temperature and
-        filters. A row with a NaN, or without a finite largest logit, gives -1 and NaN, and no other row is affected.
+        Tokens int64, and log probabilities in the dtype of the logits, under the softmax of the logits as given, before
+        temperature and filters. A row with a NaN, or without a finite largest logit, gives -1 and NaN, and no other row
+        is affected.
 
     Raises:
         TypeError: for other dtypes.
@@ -66,7 +67,7 @@ def draw(
         >>> tokens, logprobs
         (tensor([1, 2, 0]), tensor([-0.4076, -1.4076, -2.4076]))
     """
-    check_dtype("logits", logits, torch.float32)
+    check_exact("logits", logits)
     if not logits.shape[1]:
         raise ValueError(f"logits is of shape {tuple(logits.shape)}: there is no token to draw")
     given = {"uniform": uniform, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -84,13 +85,13 @@ def top_logprobs(
     """The most probable tokens of each row, and their log probabilities, by the expression of `draw`.
 
     Args:
-        logits: float32.
+        logits: float32 or float64.
         num: of tokens, from 1 to the number of logits.
 
     Returns:
-        Tokens int64, the most probable first, of equal logits that of the lower index first; and float32 log
-        probabilities under the softmax of the logits, with the bits that `draw` gives for that token. A row with a NaN,
-        or without a finite largest logit, gives -1 and NaN.
+        Tokens int64, the most probable first, of equal logits that of the lower index first; and log
+        probabilities, in the dtype of the logits, under their softmax, with the bits that `draw` gives for that token.
+        A row with a NaN, or without a finite largest logit, gives -1 and NaN.
 
     Raises:
         TypeError: for another dtype.
@@ -101,7 +102,7 @@ def top_logprobs(
         >>> top_logprobs(torch.tensor([[0.0, 2.0, 1.0]]), 2)
         (tensor([[1, 2]]), tensor([[-0.4076, -1.4076]]))
     """
-    check_dtype("logits", logits, torch.float32)
+    check_exact("logits", logits)
     if not 1 <= num <= logits.shape[1]:
         raise ValueError(f"num is {num}; must be from 1 to {logits.shape[1]}, the number of logits")
     return torch.ops.shardfn_kernels.top_logprobs(logits, num)
@@ -147,13 +148,13 @@ def _draw(
     min_p: Tensor,
     targets: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    run = implementation("draw", "draw", logits.device)
+    run = implementation_of_rows("draw", "draw", logits)
     rest = [x.contiguous() for x in (uniform, temperature, top_k, top_p, min_p)]
     return run(logits.contiguous(), *rest, None if targets is None else targets.contiguous())
 
 
 def _top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    return implementation("draw", "top_logprobs", logits.device)(logits.contiguous(), num)
+    return implementation_of_rows("draw", "top_logprobs", logits)(logits.contiguous(), num)
 
 
 def _draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:

@@ -1,18 +1,20 @@
-"""Tokens drawn from logits: the definition. All arithmetic is float64, each operation rounded once."""
+"""Tokens drawn from logits: the definition. All arithmetic is float64, each operation rounded once.
+
+Log probabilities are in the dtype of the logits.
+"""
 
 import math
 
 import torch
 from torch import Tensor
 
+from shardfn.kernels._exponential import WIDE_HIGH, WIDE_LOW, exponential
+
 from ._values import COLDEST, check_values
 
 # Weights are added up in blocks, each by 8 lanes over its 8 rows and a tree over the lanes.
 LANES, BLOCK = 8, 64
-MAGIC = 6755399441055744.0  # 1.5 * 2^52: numbers added to it are rounded to whole numbers, ties to even
-LOG2E, HIGH, LOW = 1.4426950408889634, 0.693145751953125, 1.4286068203094173e-06
-TERMS, ODD_TERMS = 13, 14
-LEAST = -708.0
+ODD_TERMS = 14
 # Words of threefry2x32.
 MASK, PARITY = 0xFFFFFFFF, 0x1BD11BDA
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
@@ -36,21 +38,18 @@ def draw(
         token, logprob = _one(row, *(x.item() for x in how))
         tokens.append(token)
         logprobs.append(logprob)
-    here = logits.device
-    return torch.tensor(tokens, dtype=torch.int64, device=here), torch.tensor(
-        logprobs, dtype=torch.float32, device=here
-    )
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device), logits.new_tensor(logprobs)
 
 
 def top_logprobs(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """The most probable tokens of logits [r, v], and their log probabilities [r, num]."""
     tokens = torch.full((len(logits), num), -1, dtype=torch.int64)
-    logprobs = torch.full((len(logits), num), math.nan)
+    logprobs = torch.full((len(logits), num), math.nan, dtype=logits.dtype)
     for i, row in enumerate(logits.cpu()):
         shifted = row.double() - float(row.max())
         if math.isfinite(float(row.max())):
             tokens[i] = row.sort(descending=True, stable=True).indices[:num]
-            logprobs[i] = (shifted[tokens[i]] - logarithm(_sums(exponential(shifted))[-1])).float()
+            logprobs[i] = shifted[tokens[i]] - logarithm(_sums(exponential(shifted))[-1])
     return tokens.to(logits.device), logprobs.to(logits.device)
 
 
@@ -81,7 +80,9 @@ def _one(
     elif temperature < COLDEST:
         token = int((row == row.max()).nonzero()[0])
     else:
-        token = _drawn(_kept(exponential(shifted / temperature), row, top_k, top_p, min_p), u)
+        # An excluded logit at an infinite temperature is NaN, and has no weight.
+        weights = exponential(shifted / temperature).nan_to_num(0.0)
+        token = _drawn(_kept(weights, row, top_k, top_p, min_p), u)
     return token, float(shifted[token]) - logarithm(sums[-1])
 
 
@@ -132,19 +133,6 @@ def _sums(weights: Tensor) -> list[float]:
     return sums
 
 
-def exponential(x: Tensor) -> Tensor:
-    """e^x of x <= 0, by x = n log 2 + r and a series; 0 below the normal numbers."""
-    small = ~(x >= LEAST)
-    x = torch.where(small, LEAST, x)
-    n = (x * LOG2E + MAGIC) - MAGIC
-    r = (x - n * HIGH) - n * LOW
-    y = torch.ones_like(x)
-    for i in range(TERMS, 0, -1):
-        y = y * r * (1 / i) + 1
-    power = ((n.to(torch.int64) + 1023) << 52).view(torch.float64)
-    return torch.where(small, 0.0, y * power)
-
-
 def logarithm(x: float) -> float:
     """The natural logarithm of a normal number, by x = m 2^e and the series of the inverse hyperbolic tangent."""
     m, e = math.frexp(x)
@@ -154,4 +142,4 @@ def logarithm(x: float) -> float:
     square, y = f * f, 0.0
     for i in range(ODD_TERMS, -1, -1):
         y = y * square + 1 / (2 * i + 1)
-    return e * LOW + (2 * f * y) + e * HIGH
+    return e * WIDE_LOW + (2 * f * y) + e * WIDE_HIGH

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardfn.kernels._exponential import LOG2E, WIDE_HIGH, WIDE_LOW, WIDE_MAGIC, WIDE_TERMS
 from shardfn.kernels._triton import ceil, launch
 from shardfn.kernels.block_sparse_attention._dropped_triton import threefry
 
@@ -64,12 +65,12 @@ def draw_uniforms(keys: Tensor, places: Tensor) -> Tensor:
 
 def _weights(logits: Tensor, most: Tensor, temperature: Tensor) -> Tensor:
     """Weights [r, wide], with zeros up to whole blocks."""
-    (r, v), reference = logits.shape, _reference
+    r, v = logits.shape
     wide = ceil(v, BLOCK) * BLOCK
-    constants = [reference.LOG2E, reference.MAGIC, reference.HIGH, reference.LOW]
-    constants += [1 / i for i in range(reference.TERMS, 0, -1)]
+    constants = [LOG2E, WIDE_MAGIC, WIDE_HIGH, WIDE_LOW]
+    constants += [1 / i for i in range(WIDE_TERMS, 0, -1)]
     table = most.new_tensor(constants)
-    weights, tiles, terms = most.new_empty(r, wide), ceil(wide, WIDTH), reference.TERMS
+    weights, tiles, terms = most.new_empty(r, wide), ceil(wide, WIDTH), WIDE_TERMS
     launch(
         *(_weigh, r * tiles, logits.device, logits, most, temperature, table, weights, v, wide, tiles),
         TERMS=terms,
@@ -122,7 +123,7 @@ def _logarithm(x: Tensor) -> Tensor:
     for i in range(_reference.ODD_TERMS, -1, -1):
         y = y * square
         y = y + 1 / (2 * i + 1)
-    return e * _reference.LOW + (2 * f * y) + e * _reference.HIGH
+    return e * WIDE_LOW + (2 * f * y) + e * WIDE_HIGH
 
 
 @triton.jit

@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.kernels._arguments import check_dtype, check_shape
-from shardfn.kernels._dispatch import implementation
+from shardfn.kernels._arguments import EXACT, check_dtype, check_shape
+from shardfn.kernels._dispatch import implementation, implementation_of_rows
 from shardfn.kernels._library import define, map_rows, refuse_backward
 
 from ._values import outer_depth, panel_bytes, turns
@@ -32,10 +32,10 @@ def grouped_product(
         w: a matrix [k, n] for each group, in the dtype of `x`.
         counts: the rows of each group, not negative, on the device of `x`. It is not read on the host of a GPU.
         transposed: `w` has matrices [n, k], as `torch.nn.functional.linear` takes them.
-        exact: every implementation has the bits of `row_linear` for each row; float32 alone.
+        exact: every implementation has the bits of `row_linear` for each row; float32, or float64, which is slow.
 
     Raises:
-        TypeError: dtypes differ, are not floating point, or `exact` is asked of another one than float32.
+        TypeError: dtypes differ, are not floating point, or `exact` is asked of another one than float32 and float64.
         ValueError: shapes do not fit; on a CPU, a count is negative, or the counts are more than the rows.
         NotImplementedError: in a backward.
 
@@ -45,8 +45,8 @@ def grouped_product(
         tensor([[ 2., 10., 10.,  0.]])
     """
     _check("w", x, w, counts)
-    if exact and x.dtype != torch.float32:
-        raise TypeError(f"x is {x.dtype}; exact products are float32: leave out exact=True")
+    if exact and x.dtype not in EXACT:
+        raise TypeError(f"x is {x.dtype}; exact products are float32 or float64: leave out exact=True")
     at = 2 if transposed else 1
     if w.ndim != 3 or w.shape[at] != x.shape[1]:
         raise ValueError(
@@ -94,7 +94,8 @@ def _check(name: str, x: Tensor, other: Tensor, counts: Tensor) -> None:
 
 
 def _grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exact: bool) -> Tensor:
-    run = implementation("grouped_product", "grouped_product", x.device)
+    name = "grouped_product"
+    run = implementation_of_rows(name, name, x) if exact else implementation(name, name, x.device)
     if not w.is_contiguous() and w.mT.is_contiguous():
         w, transposed = w.mT, not transposed
     return run(x.contiguous(), w.contiguous(), counts.contiguous(), transposed, exact)

@@ -1,11 +1,11 @@
 """Penalties on the logits of tokens that a sequence has already."""
 
 import torch
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.kernels._arguments import check_dtype, check_shape
-from shardfn.kernels._dispatch import implementation
+from shardfn.kernels._arguments import check_dtype, check_exact, check_shape
+from shardfn.kernels._dispatch import implementation_of_rows
 from shardfn.kernels._library import define, refuse_backward
 
 
@@ -17,15 +17,15 @@ def penalise(
     repetition: Float[Tensor, " rows"],
     presence: Float[Tensor, " rows"],
     frequency: Float[Tensor, " rows"],
-) -> Float32[Tensor, "rows vocab"]:
+) -> Float[Tensor, "rows vocab"]:
     """Logits, changed for the tokens of each row's history.
 
     For a token of the history, first positive logits are divided by `repetition`, others multiplied by it. For one of
     the output, `frequency` times its number there and then `presence` are subtracted. Arithmetic is float64, and the
-    result is rounded to float32 at the end. Apply it before biases, masks and `draw`.
+    result is rounded to the dtype of the logits at the end. Apply it before biases, masks and `draw`.
 
     Args:
-        logits: float32.
+        logits: float32 or float64.
         history: int32; ids of the prompt and then of the output. -1 anywhere is left out.
         prompts: int32; the first ids of a row that are its prompt.
         repetition: float64 above 0; over prompt and output. 1 changes nothing.
@@ -48,7 +48,7 @@ def penalise(
         >>> penalise(logits, history, prompts, repetition=same * 2, presence=same, frequency=same * 0.5)
         tensor([[ 1.5000, -3.5000,  0.0000,  5.0000]])
     """
-    check_dtype("logits", logits, torch.float32)
+    check_exact("logits", logits)
     check_dtype("history", history, torch.int32)
     check_shape("history", history, (len(logits), history.shape[-1]), "a history for each row")
     given = {"prompts": prompts, "repetition": repetition, "presence": presence, "frequency": frequency}
@@ -61,7 +61,7 @@ def penalise(
 def _penalise(
     logits: Tensor, history: Tensor, prompts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    run = implementation("penalise", "penalise", logits.device)
+    run = implementation_of_rows("penalise", "penalise", logits)
     return run(*(x.contiguous() for x in (logits, history, prompts, repetition, presence, frequency)))
 
 

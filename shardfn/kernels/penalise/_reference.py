@@ -1,4 +1,7 @@
-"""Penalties on logits: the definition. Arithmetic is float64, each operation rounded once; results are fp32."""
+"""Penalties on logits: the definition. Arithmetic is float64, each operation rounded once.
+
+Results have the dtype of the logits.
+"""
 
 import torch
 from torch import Tensor
@@ -23,4 +26,4 @@ def penalise(
     lowered = (y - frequency[:, None] * drawn) - presence[:, None]
     y = torch.where(drawn > 0, lowered, y)
     neutral = (repetition == 1) & (presence == 0) & (frequency == 0)
-    return torch.where(neutral[:, None] | (seen == 0), logits, y.float())
+    return torch.where(neutral[:, None] | (seen == 0), logits, y.to(logits.dtype))

@@ -1,26 +1,26 @@
 """Activations of single elements, with the same bits in any batch and on any processor."""
 
 import torch
-from jaxtyping import Float, Float32
+from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.kernels._arguments import check_dtype, check_shape
+from shardfn.kernels._arguments import check_dtype, check_exact, check_shape
 from shardfn.kernels._chain import define_call
-from shardfn.kernels._dispatch import implementation
+from shardfn.kernels._dispatch import implementation_of_rows
 from shardfn.kernels._library import define, map_rows, refuse_backward
 
 from . import _native
 
 
-def gated_silu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) -> Float32[Tensor, "*shape"]:
+def gated_silu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) -> Float[Tensor, "*shape"]:
     """`gate / (1 + e^-gate) * up`, each element by one fixed expression.
 
     Torch's silu rounds the last elements of a thread's range otherwise than the rest, so that its bits depend on the
     number of rows. For a derivative take `nn.swiglu` with weights that are `nn.ExactWeight`s.
 
     Args:
-        gate: the argument of silu, float32.
-        up: the factor, float32, of the same shape.
+        gate: the argument of silu, float32 or float64.
+        up: the factor, of the same dtype and shape.
 
     Raises:
         TypeError: for other dtypes.
@@ -31,20 +31,20 @@ def gated_silu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) -> 
         >>> gated_silu(torch.tensor([0.0, 100.0]), torch.tensor([2.0, 3.0]))
         tensor([  0., 300.])
     """
-    check_dtype("gate", gate, torch.float32)
-    check_dtype("up", up, torch.float32)
+    check_exact("gate", gate)
+    check_dtype("up", up, gate.dtype)
     check_shape("up", up, tuple(gate.shape), "that of gate")
     return torch.ops.shardfn_kernels.gated_silu(gate, up)
 
 
-def gelu(x: Float[Tensor, "*shape"]) -> Float32[Tensor, "*shape"]:
+def gelu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """GELU in GPT-2's form with tanh, as `x / (1 + e^-a)`, a = x (c + 0.044715 c x^2), c = 2 sqrt(2 / pi).
 
     Each element is one fixed expression, which equals x (1 + tanh(a / 2)) / 2. For a derivative take `nn.mlp` with
     weights that are `nn.ExactWeight`s.
 
     Args:
-        x: float32, any shape.
+        x: float32 or float64, any shape.
 
     Raises:
         TypeError: for other dtypes.
@@ -54,17 +54,17 @@ def gelu(x: Float[Tensor, "*shape"]) -> Float32[Tensor, "*shape"]:
         >>> gelu(torch.tensor([-100.0, 0.0, 100.0]))
         tensor([ -0.,   0., 100.])
     """
-    check_dtype("x", x, torch.float32)
+    check_exact("x", x)
     return torch.ops.shardfn_kernels.gelu(x)
 
 
-def rotate(x: Float[Tensor, "t h k"], cos: Float[Tensor, "t k"], sin: Float[Tensor, "t k"]) -> Float32[Tensor, "t h k"]:
+def rotate(x: Float[Tensor, "t h k"], cos: Float[Tensor, "t k"], sin: Float[Tensor, "t k"]) -> Float[Tensor, "t h k"]:
     """`x cos + (-b, a) sin` of rows x = (a, b) of two halves: `nn.rope` in one pass, with the same bits.
 
     Args:
-        x: queries or keys of tokens, float32; K is even.
-        cos: of each token, float32.
-        sin: of each token, float32.
+        x: queries or keys of tokens, float32 or float64; K is even.
+        cos: of each token, in the dtype of x.
+        sin: likewise.
 
     Raises:
         TypeError: for other dtypes.
@@ -76,9 +76,9 @@ def rotate(x: Float[Tensor, "t h k"], cos: Float[Tensor, "t k"], sin: Float[Tens
         tensor([[[-2.,  1.]]])
     """
     T, _, K = x.shape
-    check_dtype("x", x, torch.float32)
+    check_exact("x", x)
     for name, table in (("cos", cos), ("sin", sin)):
-        check_dtype(name, table, torch.float32)
+        check_dtype(name, table, x.dtype)
         check_shape(name, table, (T, K), "a row for each token")
     if K % 2:
         raise ValueError(f"x is of shape {tuple(x.shape)}; rotation pairs the two halves of a row: K must be even")
@@ -148,15 +148,15 @@ def _parts(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
 
 
 def _gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    return implementation("pointwise", "gated_silu", gate.device)(gate.contiguous(), up.contiguous())
+    return implementation_of_rows("pointwise", "gated_silu", gate)(gate.contiguous(), up.contiguous())
 
 
 def _gelu(x: Tensor) -> Tensor:
-    return implementation("pointwise", "gelu", x.device)(x.contiguous())
+    return implementation_of_rows("pointwise", "gelu", x)(x.contiguous())
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return implementation("pointwise", "rotate", x.device)(*(t.contiguous() for t in (x, cos, sin)))
+    return implementation_of_rows("pointwise", "rotate", x)(*(t.contiguous() for t in (x, cos, sin)))
 
 
 # Elements of a part: on a CPU those of a thread, which stay in its cache.

@@ -12,18 +12,18 @@ CUBIC = 0.044715 * LINEAR
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """From fp32 of one shape to fp32 of that shape."""
+    """From tensors of one shape to that shape."""
     return _by_sigmoid(gate, gate) * up
 
 
 def gelu(x: Tensor) -> Tensor:
-    """From fp32 to fp32 of that shape."""
+    """From any shape to that shape."""
     factor = fused(x * x, x.new_tensor(CUBIC), x.new_tensor(LINEAR))
     return _by_sigmoid(x, x * factor)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """From fp32 [t, h, k], and [t, k] twice, to fp32 [t, h, k]."""
+    """From [t, h, k], and [t, k] twice, to [t, h, k]."""
     a, b = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat((-b, a), dim=-1) * sin[:, None]
 

@@ -4,12 +4,12 @@ T tokens, H heads, G key heads, K head dim, S sequences.
 """
 
 import torch
-from jaxtyping import Bool, Float, Float32, Int32, Shaped, UInt8
+from jaxtyping import Bool, Float, Int32, Shaped, UInt8
 from torch import Tensor
 
-from shardfn.kernels._arguments import check_dtype, check_shape, check_written
+from shardfn.kernels._arguments import check_dtype, check_exact, check_shape, check_written
 from shardfn.kernels._chain import define_call
-from shardfn.kernels._dispatch import implementation
+from shardfn.kernels._dispatch import implementation_of_rows
 from shardfn.kernels._library import define, refuse_backward
 
 from . import _native
@@ -17,7 +17,8 @@ from ._codes import LARGEST, cache_row
 
 # The widest head.
 WIDEST = 256
-_CACHES = (torch.float32, torch.bfloat16, *LARGEST)
+# By the dtype of keys.
+_CACHES = {torch.float32: (torch.float32, torch.bfloat16, *LARGEST), torch.float64: (torch.float64,)}
 
 
 def ragged_attention(
@@ -36,7 +37,7 @@ def ragged_attention(
     slopes: Float[Tensor, " h"] | None = None,
     sinks: Float[Tensor, " h"] | None = None,
     tree: Bool[Tensor, "t t"] | UInt8[Tensor, "t t"] | None = None,
-) -> tuple[Float32[Tensor, "t h k"], Float32[Tensor, "t h"]]:
+) -> tuple[Float[Tensor, "t h k"], Float[Tensor, "t h"]]:
     """Writes the keys and values of tokens into a cache, then returns the attention of each to its sequence.
 
         cache[slots[i] // block, :, :, slots[i] % block] = k[i], v[i]               for all tokens i, then
@@ -51,14 +52,15 @@ def ragged_attention(
     alone. So its bits depend neither on the tables, the size of blocks, the cut of a sequence into calls, and other
     tokens, nor on threads and the processor. The expression: tiles of 32 positions from position 0 on, without those
     that are wholly masked; a softmax carried from tile to tile; sums of fused multiply-adds in a fixed order.
-    There is no derivative yet.
+    In float64, products are rounded before they are added, and it is slow. There is no derivative yet.
 
     Args:
-        q: queries, float32; G divides H.
-        k: keys, float32.
-        v: values, float32.
-        cache: float32, bfloat16, int8 or float8_e4m3fn, contiguous, written in place. Keys and values are rounded to
-            its dtype before they are read, also a token's own. Of tokens with the same slot the last one's are kept.
+        q: queries, float32 or float64; G divides H.
+        k: keys, in the dtype of q.
+        v: values, likewise.
+        cache: float32, bfloat16, int8 or float8_e4m3fn, or float64 where q is; contiguous, written in place. Keys and
+            values are rounded to its dtype before they are read, also a token's own. Of tokens with the same slot the
+            last one's are kept.
             A row has K elements; int8 and float8 are codes with one scale a row, of `cache_row(K, dtype)` elements.
         slots: where each token is written, int32.
         positions: of each token in its sequence, int32.
@@ -67,16 +69,16 @@ def ragged_attention(
         scale: of scores; 1 / sqrt(K) if None.
         window: the number of positions that a token sees at most, with its own.
         softcap: the bound c of scores.
-        slopes: of ALiBi, float32.
-        sinks: the score of one more key, whose value is 0, float32.
+        slopes: of ALiBi, in the dtype of q.
+        sinks: the score of one more key, whose value is 0, in the dtype of q.
         tree: for guesses that branch: where row i has bits, the keys at the last positions that token i sees are those
             of the tokens j with tree[i, j], read from their slots instead of the table's. In the order of j, these are
             tokens of i's sequence, at consecutive positions up to positions[i], and the last one is i. A row without
             bits uses the table alone.
 
     Returns:
-        y, and lse; float32. A row of y is 0 if all its scores are -inf, and lse is -inf. The bits of lse depend on the
-        logarithm of the device.
+        y, and lse, in the dtype of q. A row of y is 0 if all its scores are -inf, and lse is -inf. The bits of lse
+        depend on the logarithm of the device.
 
     Raises:
         TypeError: for other dtypes.
@@ -105,7 +107,7 @@ def ragged_attention(
     T, H, K = q.shape
     for name, x in (("slopes", slopes), ("sinks", sinks)):
         if x is not None:
-            check_dtype(name, x, torch.float32)
+            check_dtype(name, x, q.dtype)
             check_shape(name, x, (H,), "one for each head")
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; a token sees at least its own position: 1 or more, or None")
@@ -123,10 +125,12 @@ def ragged_attention(
 
 
 def _check_arguments(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: dict[str, Tensor], tables: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_dtype(name, x, torch.float32)
-    if cache.dtype not in _CACHES:
-        raise TypeError(f"cache is {cache.dtype}; must be one of {', '.join(map(str, _CACHES))}")
+    check_exact("q", q)
+    for name, x in (("k", k), ("v", v)):
+        check_dtype(name, x, q.dtype)
+    if cache.dtype not in _CACHES[q.dtype]:
+        known = ", ".join(map(str, _CACHES[q.dtype]))
+        raise TypeError(f"cache is {cache.dtype}; must be one of {known}, as q is {q.dtype}")
     T, H, K = q.shape
     if not 1 <= K <= WIDEST:
         raise ValueError(f"q is of shape {tuple(q.shape)}; heads have from 1 to {WIDEST} elements")
@@ -149,7 +153,7 @@ def _ragged_attention(
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    run = implementation("ragged_attention", "ragged_attention", q.device)
+    run = implementation_of_rows("ragged_attention", "ragged_attention", q)
     plan = (x.contiguous() for x in (slots, positions, sequences, tables))
     return run(q, k, v, cache, *plan, scale, window, softcap, slopes, sinks, tree)
 

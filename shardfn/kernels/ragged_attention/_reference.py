@@ -1,4 +1,4 @@
-"""Attention of ragged tokens over a paged cache: the definition. Arithmetic is float32, each operation rounded once.
+"""Attention of ragged tokens over a paged cache: the definition. Each operation is rounded once.
 
 T tokens, G key heads, R query heads for each of them, K head dim, N positions of a tile.
 """
@@ -16,6 +16,8 @@ TILE, LANES = 32, 16
 # The polynomial of Cephes, the highest power first: (tanh x - x) / x^3 of x^2, |x| < 0.625.
 TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 SMALL = 0.625
+# Of the series of float64.
+WIDE_TERMS = 9
 
 
 def ragged_attention(
@@ -23,7 +25,7 @@ def ragged_attention(
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fp32 [T, H, K] and [T, H]. Writes cache [blocks, 2, G, block, row]."""
+    """[T, H, K] and [T, H]. Writes cache [blocks, 2, G, block, row]."""
     check_plan(cache, slots, positions, sequences, tables, window, tree)
     write(k, v, cache, slots)
     (T, H, K), G = q.shape, k.shape[1]
@@ -36,11 +38,11 @@ def ragged_attention(
         at = places[:, begin : begin + TILE]
         slot = at.clamp(min=0)
         rows = by_place[slot // block, :, :, slot % block]
-        kv_TN2GK = decoded_rows(rows, K, cache.dtype) if cache.dtype in LARGEST else rows.float()
+        kv_TN2GK = decoded_rows(rows, K, cache.dtype) if cache.dtype in LARGEST else rows.to(q.dtype)
         x = _scores(q, kv_TN2GK[:, :, 0], scale, softcap)
         if slope is not None:
             p = torch.arange(begin, begin + TILE, device=q.device)
-            x = fused(-slope[..., None], (positions[:, None] - p).float()[:, None, None], x)
+            x = fused(-slope[..., None], (positions[:, None] - p).to(q.dtype)[:, None, None], x)
         state = _with_tile(state, x, kv_TN2GK[:, :, 1], at >= 0)
     most, lanes, y = state
     total = halved(lanes)
@@ -83,7 +85,7 @@ def _start(q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     most = q.new_full(q.shape[:-1], -torch.inf)
     most = most if sink is None else sink.expand_as(most)
     lanes = q.new_zeros(*most.shape, LANES)
-    lanes[..., 0] = (most > -torch.inf).float()
+    lanes[..., 0] = (most > -torch.inf).to(q.dtype)
     return most, lanes, torch.zeros_like(q)
 
 
@@ -135,5 +137,14 @@ def halved(x: Tensor) -> Tensor:
 def tanh(x: Tensor) -> Tensor:
     """The hyperbolic tangent: a polynomial near 0, else by e^(-2 |x|)."""
     square, e = x * x, exponential(-2 * x.abs())
-    near = fused(polynomial(TANH, square) * square, x, x)
+    near = _wide_near(x, square) if x.dtype == torch.float64 else fused(polynomial(TANH, square) * square, x, x)
     return torch.where(x.abs() < SMALL, near, torch.copysign((1 - e) / (1 + e), x))
+
+
+def _wide_near(x: Tensor, square: Tensor) -> Tensor:
+    """The quotient of the series of sinh and cosh."""
+    sinh, cosh = torch.ones_like(x), torch.ones_like(x)
+    for i in range(2 * WIDE_TERMS - 1, 0, -2):
+        cosh = 1 + cosh * square * (1 / (i * (i + 1)))
+        sinh = 1 + sinh * square * (1 / ((i + 1) * (i + 2)))
+    return x * sinh / cosh

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float32, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from shardfn.kernels._arguments import check_dtype, check_shape
+from shardfn.kernels._arguments import check_dtype, check_exact, check_shape
 from shardfn.kernels._chain import define_call
-from shardfn.kernels._dispatch import implementation
+from shardfn.kernels._dispatch import implementation_of_rows
 from shardfn.kernels._library import LIBRARY, define, map_rows, refuse_backward
 
 from . import _native
@@ -17,21 +17,22 @@ from ._codes import GROUP, PANEL, Codes, code_blocks, pack_blocks, packed_shape
 
 # The most levels of the tree that adds up chunks.
 LEVELS = 16
-_WEIGHTS = (torch.float32, torch.bfloat16)
+_WEIGHTS = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def pack_rows(weight: Float[Tensor, "n k"], codes: Codes | None = None) -> Shaped[Tensor, "panels inputs columns"]:
     """A weight, as `torch.nn.functional.linear` takes it, in the order in which `row_linear` reads it.
 
     Args:
-        weight: float32 or bfloat16.
+        weight: float32, bfloat16 or float64.
         codes: "int8" or "int4" rounds to these, by `code_blocks`; None keeps the weight's dtype.
+            A float64 weight is not rounded.
 
     Returns:
         Panels of 64 outputs, padded with zeros; in the weight's dtype, or those of `pack_blocks`.
 
     Raises:
-        TypeError: for other dtypes.
+        TypeError: for other dtypes, and float64 with codes.
         ValueError: for other codes.
 
     Example:
@@ -41,7 +42,9 @@ def pack_rows(weight: Float[Tensor, "n k"], codes: Codes | None = None) -> Shape
         1280
     """
     if weight.dtype not in _WEIGHTS:
-        raise TypeError(f"weight is {weight.dtype}; packed weights are {_WEIGHTS[0]} or {_WEIGHTS[1]}: convert it")
+        raise TypeError(f"weight is {weight.dtype}; packed weights are {', '.join(map(str, _WEIGHTS))}: convert it")
+    if codes is not None and weight.dtype == torch.float64:
+        raise TypeError(f"weight is {weight.dtype}, with codes={codes!r}, which hold float32: pass weight.float()")
     n, k = weight.shape
     if codes is not None:
         padded = torch.nn.functional.pad(weight, (0, -k % GROUP))
@@ -57,22 +60,23 @@ def row_linear(
     *,
     chunks: int = 8,
     bias: Float[Tensor, " outputs"] | None = None,
-) -> Float32[Tensor, "*rows num"]:
+) -> Float[Tensor, "*rows num"]:
     """`x @ weight.T + bias`, each element by one fixed expression.
 
     K is cut in `chunks`; an element is a chain of fused multiply-adds over ascending k for each chunk, and the chains
     are added by a binary tree. So its bits depend on its row of `x` and its row of the weight alone: neither on the
     number of rows, nor on threads, nor on the processor. Where `chunks` divides K, a rank that holds some neighbouring
     chunks, as many as a node of the tree, computes this node. Errors are about half of those of a single chain.
+    In float64, products are rounded before they are added, and it is slow: for tests and small models.
     There is no derivative yet.
 
     Args:
-        x: float32.
+        x: float32, or float64 with a weight in float64.
         packed: the weight [num, k] from `pack_rows` or `pack_blocks`; bfloat16 is widened, which is exact, and codes
             are decoded in registers, so that bits are those of the float32 weight of `unpack_rows`.
         num: outputs.
         chunks: of k; chunk i has the elements from i k / chunks to (i + 1) k / chunks.
-        bias: added last.
+        bias: added last; in the dtype of x.
 
     Raises:
         TypeError: for other dtypes.
@@ -102,7 +106,7 @@ def row_linears(
     So one layer's weights are fetched while another's are multiplied. Weights may be in different dtypes and codes.
 
     Args:
-        x: float32.
+        x: as of `row_linear`.
         packed: the weights.
         nums: outputs of each.
         chunks: of k, in all layers.
@@ -127,15 +131,17 @@ def row_linears(
 
 
 def _check(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> None:
-    check_dtype("x", x, torch.float32)
+    check_exact("x", x)
     if packed.dtype not in (*_WEIGHTS, torch.uint8):
         raise TypeError(f"packed is {packed.dtype}, must be from pack_rows")
+    if torch.float64 in (x.dtype, packed.dtype) and x.dtype != packed.dtype:
+        raise TypeError(f"x is {x.dtype} and packed is {packed.dtype}; float64 is multiplied by float64 alone: convert")
     want = packed_shape(packed, num, x.shape[-1])
     check_shape("packed", packed, want, f"panels of {num} outputs, of x's last dim")
     if not 1 <= chunks < 1 << LEVELS:
         raise ValueError(f"chunks is {chunks}; must be from 1 to {(1 << LEVELS) - 1}")
     if bias is not None:
-        check_dtype("bias", bias, torch.float32)
+        check_dtype("bias", bias, x.dtype)
         check_shape("bias", bias, (num,), "one for each output")
 
 
@@ -146,7 +152,7 @@ def _row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor |
 def _row_linears(
     x: Tensor, packed: list[Tensor], nums: list[int], chunks: int, biases: list[Tensor | None]
 ) -> list[Tensor]:
-    return implementation("row_linear", "row_linears", x.device)(x, packed, nums, chunks, biases)
+    return implementation_of_rows("row_linear", "row_linears", x)(x, packed, nums, chunks, biases)
 
 
 def _mapped(info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chunks: int, biases: Any) -> Any:

@@ -13,7 +13,7 @@ next one in its high nibbles.
 from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Float32, Int, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 PANEL, GROUP = 64, 32
@@ -166,8 +166,8 @@ def _parts(packed: Tensor) -> _Parts:
     return _Parts(numbers[..., :PANEL], numbers[..., PANEL:], rows.unflatten(-1, (GROUP // 2, PANEL)))
 
 
-def unpack_rows(packed: Tensor, num: int, k: int) -> Float32[Tensor, "num k"]:
-    """The weight of a packed one, in float32: of codes, the values that `row_linear` multiplies by.
+def unpack_rows(packed: Tensor, num: int, k: int) -> Float[Tensor, "num k"]:
+    """The weight of a packed one, in float32, or float64 of that: of codes, the values that `row_linear` multiplies by.
 
     Args:
         packed: from `pack_rows` or `pack_blocks`.
@@ -181,7 +181,7 @@ def unpack_rows(packed: Tensor, num: int, k: int) -> Float32[Tensor, "num k"]:
         True
     """
     if kind_of(packed) is None:
-        return packed.transpose(1, 2).flatten(0, 1)[:num, :k].float()
+        return packed.transpose(1, 2).flatten(0, 1)[:num, :k].to(torch.promote_types(packed.dtype, torch.float32))
     scale, least, rows = _parts(packed)
     value = _decoded(rows, scale[..., None, :], None if least is None else least[..., None, :], 2)
     return value.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)[:num, :k]

@@ -10,7 +10,7 @@ from ._codes import unpack_rows
 
 
 def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | None) -> Tensor:
-    """From x fp32 [m, k] and packed [panels, k, 64], or codes, to fp32 [m, num]."""
+    """From x [m, k] and packed [panels, k, 64], or codes, to [m, num]."""
     k = x.shape[1]
     weight = unpack_rows(packed, num, k)
     chains = []
@@ -32,7 +32,7 @@ def row_linears(
     *,
     one: Callable[..., Tensor] = row_linear,
 ) -> list[Tensor]:
-    """From x fp32 [*, k] to fp32 [*, num] of each layer, which `one` computes."""
+    """From x [*, k] to [*, num] of each layer, which `one` computes."""
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
     layers = zip(packed, nums, biases, strict=True)
     return [one(rows, w.contiguous(), n, chunks, bias).view(*x.shape[:-1], n) for w, n, bias in layers]

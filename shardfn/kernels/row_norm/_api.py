@@ -1,12 +1,12 @@
 """Norms of rows, with the same bits in any batch and on any processor."""
 
 import torch
-from jaxtyping import Float, Float32
+from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.kernels._arguments import check_dtype, check_shape
+from shardfn.kernels._arguments import check_dtype, check_exact, check_shape
 from shardfn.kernels._chain import define_call
-from shardfn.kernels._dispatch import implementation
+from shardfn.kernels._dispatch import implementation_of_rows
 from shardfn.kernels._library import define, map_rows, refuse_backward
 
 from . import _native
@@ -19,7 +19,7 @@ def row_norm(
     *,
     eps: float = 1e-5,
     centered: bool,
-) -> Float32[Tensor, "*rows d"]:
+) -> Float[Tensor, "*rows d"]:
     """`(x - m) / sqrt(mean((x - m)^2) + eps) * weight + bias`, each row by one fixed expression.
 
     m is 0, as in an RMS norm, or with `centered` the mean, as in a layer norm. A sum over D is of 64 lanes: lane j adds
@@ -28,9 +28,9 @@ def row_norm(
     on any number of threads, and on any processor. For a derivative take `nn.exact_rms_norm` or `nn.exact_layer_norm`.
 
     Args:
-        x: float32, any leading dims.
-        weight: [D], float32.
-        bias: [D], float32, or None.
+        x: float32, or float64 by two roundings for each multiply-add; any leading dims.
+        weight: [D], in the dtype of x.
+        bias: [D], in that dtype, or None.
         eps: added to the mean square.
         centered: whether the mean is subtracted.
 
@@ -44,10 +44,10 @@ def row_norm(
         tensor([[ 1., -1.],
                 [-1.,  1.]])
     """
-    check_dtype("x", x, torch.float32)
+    check_exact("x", x)
     for name, w in (("weight", weight), ("bias", bias)):
         if w is not None:
-            check_dtype(name, w, torch.float32)
+            check_dtype(name, w, x.dtype)
             check_shape(name, w, (x.shape[-1],), "one for each element of a row of x")
     return torch.ops.shardfn_kernels.row_norm(x, weight, bias, float(eps), centered)
 
@@ -55,7 +55,7 @@ def row_norm(
 def _row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
     bias = None if bias is None else bias.contiguous()
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
-    run = implementation("row_norm", "row_norm", x.device)
+    run = implementation_of_rows("row_norm", "row_norm", x)
     return run(rows, weight.contiguous(), bias, eps, centered).view(x.shape)
 
 

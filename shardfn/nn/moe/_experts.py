@@ -36,7 +36,7 @@ def swiglu_experts(
             of a sum.
         x_MD: rows, by expert; those past the last count are zeros, and stay so.
         counts_E: rows of each expert.
-        exact: a row has the same bits beside any other rows; float32 alone.
+        exact: a row has the same bits beside any other rows; float32 or float64.
 
     Example:
         >>> import torch
@@ -65,7 +65,7 @@ def gelu_experts(
         counts_E: rows of each expert.
         axis: mesh axes that cut F, of which all ranks have the same rows: the result is then this rank's part of a sum,
             with the second bias on the first rank alone. None is one device.
-        exact: a row has the same bits beside any other rows; float32 alone.
+        exact: a row has the same bits beside any other rows; float32 or float64.
 
     Example:
         >>> import torch

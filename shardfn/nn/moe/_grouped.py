@@ -32,7 +32,7 @@ def grouped(
         w: a matrix [k, n] for each expert, in the dtype of `x`.
         counts: the rows of each expert.
         transposed: `w` has matrices [n, k], as Hugging Face's experts have them.
-        exact: forward, each row has the bits of `kernels.row_linear` on any device; float32 alone.
+        exact: forward, each row has the bits of `kernels.row_linear` on any device; float32 or float64.
 
     Raises:
         TypeError: dtypes differ or are not floating point.

@@ -48,7 +48,7 @@ def top_k(
         mask: False for padding, which gets no expert.
         chosen: experts to use in place of the best, such as those of an earlier routing; gradients reach the router
             through the weights as before. -1 is a choice without an expert.
-        exact: a token's weights have the same bits beside any other tokens, on every processor; float32 alone.
+        exact: a token's weights have the same bits beside any other tokens, on every processor; float32 or float64.
         name: the layer, in errors.
 
     Raises:
