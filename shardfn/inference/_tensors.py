@@ -131,7 +131,7 @@ def tensors(
         allowed=None if allowed is None else torch.from_numpy(allowed).to(device),
         low=low,
         tree=_tree(plan).to(device) if limits.drafts else None,
-        moved=moved_by(plan, limits) if cache == "host" else None,
+        moved=moved_by(plan, limits, device) if cache == "host" else None,
     )
 
 

@@ -394,7 +394,8 @@ def _check(arguments: Sequence[Argument], mesh: Mesh) -> None:
             if x.memory_kind != "device" and path in stay - there
         ]
         + [
-            f"{path} is kept at {x.memory_kind!r}, and in_specs has it on the host; move it by Sharding(spec, 'host')"
+            f"{path} is kept at {x.memory_kind!r}, and in_specs has it at 'host'; pass"
+            f" sf.reshard(x, sf.Sharding({x.spec!r}, 'host'))"
             for path, x, _ in sharded
             if x.memory_kind != "host" and path in there
         ]
