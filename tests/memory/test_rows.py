@@ -52,7 +52,7 @@ def test_they_do_not_wait_for_their_turn() -> None:
 def test_mistakes() -> None:
     x = torch.ones(3, 2)
     for rows in ([3], [0, -1]):
-        with pytest.raises(ValueError, match="rows are from .* and the tensor has 3; pass 0 to 2"):
+        with pytest.raises(ValueError, match=r"rows are from .* and the tensor has 3; pass 0 to 2"):
             memory.rows_to_device(x, torch.tensor(rows))
     with pytest.raises(ValueError, match=r"rows are on meta.*pass rows\.cpu\(\)"):
         memory.rows_to_device(x, torch.empty(1, dtype=torch.int64, device="meta"))
@@ -76,3 +76,4 @@ def test_in_a_graph_they_are_moves_with_a_wait_each() -> None:
         assert torch.equal(gm(x, rows), torch.tensor([9.0]))
     assert torch.equal(x, torch.tensor([[0.0, 1.0], [2.0, 3.0], [8.0, 10.0]]))
     assert book.moved("host", "device") == book.moved("device", "host") == 8
+    assert book.peak("device") <= 24 + 4 * 8  # `x` was there before
