@@ -156,7 +156,6 @@ def test_specs_on_the_host_that_fit_no_call_are_refused() -> None:
         ({"in_specs": (sf.Sharding(P(), "disk"),)}, r"in_specs.*write Sharding\(spec, 'host'\)"),
         ({"in_specs": (sf.Sharding(P()),)}, r"in_specs.*write Sharding\(spec, 'host'\) for a block"),
         ({"out_specs": sf.Sharding(P(), "host")}, r"out_specs.*or Donated\(k\) for a result"),
-        ({"in_specs": (sf.Sharding(P("tp"), "host"),)}, "tp"),
     ):
         with pytest.raises(ValueError, match=words):
             sf.sharded(_added, **how)
