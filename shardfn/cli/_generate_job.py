@@ -125,8 +125,8 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--cache",
         metavar="KINDS",
-        help=f"the dtype of keys and values, {_CACHES}; int8 and fp8 are rounded (default: DTYPE); host: the memory from"
-        " which a step brings those of its requests layer by layer; or both, such as int8,host",
+        help=f"the dtype of keys and values, {_CACHES}; int8 and fp8 are rounded (default: DTYPE); host: the memory"
+        " from which a step brings those of its requests layer by layer; or both, such as int8,host",
     )
 
 
