@@ -15,6 +15,7 @@ from shardfn.inference import Drafter, Grammar, Limits, Ngram, Request, Sampling
 from shardfn.kernels import Codes
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8", "fp8")
+_CACHES = "float32, bfloat16, int8 or fp8"
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DRAFTERS: Mapping[str, Drafter | None] = {"none": None, "ngram": Ngram(), "suffix": Suffix()}
 _DRAFTS = 15
@@ -43,6 +44,7 @@ class GenerateJob:
         fit: a text to which codes are fitted, or None.
         disk: the directory for "disk"; None is a temporary one.
         cache: the dtype of keys and values; None is `dtype`.
+        cache_memory: of keys and values between their uses.
         json: whether the output is JSON lines.
         drafter: a key of `DRAFTERS`.
         draft_model: the path of a smaller model that guesses, or None.
@@ -66,6 +68,7 @@ class GenerateJob:
     memory: MemoryKind = "device"
     disk: str | None = None
     cache: str | None = None
+    cache_memory: MemoryKind = "device"
     json: bool = False
     drafter: str = "none"
     adapter: str | None = None
@@ -119,7 +122,12 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--fit", metavar="FILE", help="a text like those of prompts: codes are fitted to it, and not only rounded")
     add("--disk", metavar="DIR", help="an empty directory for --weights disk (default: a temporary one)")
-    add("--cache", choices=CACHE_DTYPES, help="the dtype of keys and values; int8 and fp8 are rounded (default: DTYPE)")
+    add(
+        "--cache",
+        metavar="KINDS",
+        help=f"the dtype of keys and values, {_CACHES}; int8 and fp8 are rounded (default: DTYPE); host: the memory"
+        " from which a step brings those of its requests layer by layer; or both, such as int8,host",
+    )
 
 
 def weights_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -127,7 +135,7 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
     words = [] if args.weights is None else args.weights.split(",")
     codes, memories = ([w for w in words if w in of] for of in (("int8", "int4"), ("host", "disk")))
     found: dict[str, Any] = {"weights": codes[0] if codes else None, "memory": memories[0] if memories else "device"}
-    found |= {"fit": args.fit, "disk": args.disk, "cache": args.cache}
+    found |= {"fit": args.fit, "disk": args.disk, **_cache_of(args.cache)}
     if len(codes) > 1 or len(memories) > 1 or len(codes) + len(memories) < len(words):
         found["weights"] = Problem(f"--weights {args.weights}: write int8 or int4, and disk or host, or one: int4,disk")
     elif codes and args.dtype != "float32":
@@ -139,6 +147,15 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
         found["fit"] = Problem(f"--fit {args.fit} is no file; give a text like those of prompts")
     if args.disk is not None and found["memory"] != "disk":
         found["disk"] = Problem(f"--disk {args.disk} has no effect without --weights disk")
+    return found
+
+
+def _cache_of(given: str | None) -> dict[str, Any]:
+    words = [] if given is None else given.split(",")
+    dtypes, memories = ([w for w in words if w in of] for of in (CACHE_DTYPES, ("host",)))
+    found: dict[str, Any] = {"cache": dtypes[0] if dtypes else None, "cache_memory": "host" if memories else "device"}
+    if len(dtypes) > 1 or len(memories) > 1 or len(dtypes) + len(memories) < len(words):
+        found["cache"] = Problem(f"--cache {given}: write {_CACHES}, and host, or one: int8,host")
     return found
 
 

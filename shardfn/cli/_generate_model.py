@@ -133,16 +133,17 @@ def engine_of(
     """
     drafter = _load_drafter(job, limits, held)
     more = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _disk_of(job)}
-    engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, **more)
+    engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, cache=job.cache_memory, **more)
     for name, place in adapters.items():
         engine.add_adapter(name, load_peft(place, served.params))
     return engine, drafter
 
 
 def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | None) -> str:
-    """The lines about a model that is ready: its size, the codes and place of its weights, exactness and memory."""
+    """The lines about a model that is ready: its size, the codes and place of weights, exactness and memory."""
     place = "" if job.memory == "device" else f"on {job.memory}"
-    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place)))
+    cache = "" if job.cache_memory == "device" else f"cache on {job.cache_memory}"
+    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place, cache)))
     how = f"not exact: {served.inexact}" if served.inexact else "exact"
     lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", str(engine.memory())]
     lines += [f"{job.draft_model}, which guesses: {drafter.memory()}"] if isinstance(drafter, DraftModel) else []

@@ -160,13 +160,14 @@ def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
         "--budget": job.budget,
         "--drafter": model.drafter,
         **({} if model.context is None else {"--context": model.context}),
-        **({} if model.cache is None else {"--cache": model.cache}),
         **({} if model.fit is None else {"--fit": model.fit}),
         **({} if model.disk is None else {"--disk": model.disk}),
         **({} if model.draft_model is None else {"--draft-model": model.draft_model}),
     }
     kinds = [kind for kind in (model.weights, model.memory) if kind not in (None, "device")]
     options |= {"--weights": ",".join(map(str, kinds))} if kinds else {}
+    kinds = [kind for kind in (model.cache, model.cache_memory) if kind not in (None, "device")]
+    options |= {"--cache": ",".join(map(str, kinds))} if kinds else {}
     flat = [str(x) for pair in options.items() for x in pair]
     flat += [f"--adapter={name}={place}" for name, place in job.adapters.items()]
     return [python, "-m", "shardfn.cli._serve_rank", str(end), model.model, *flat]

@@ -14,7 +14,7 @@ from ._exact_rows import balanced_shares
 from ._leaves import sources
 from ._lifetimes import Block, blocks_of
 from ._moves import memory_of
-from ._ops import TO_DEVICE
+from ._ops import ROWS_TO_DEVICE, TO_DEVICE
 from ._scratch import scratch_bytes
 from ._transfers import Transfer, transfers
 from ._values import phases_of, tensors_of, where_of
@@ -255,7 +255,7 @@ def _kind(block: Block, gathered: set[Node], summed: set[Node], phases: Mapping[
     if maker.op != "call_function":
         kind = maker.meta.get("kind", "other")
         return kind if kind in KINDS else "other"
-    brought = maker.target is TO_DEVICE and phases[maker] != "update"
+    brought = maker.target in (TO_DEVICE, ROWS_TO_DEVICE) and phases[maker] != "update"
     if brought or maker.target is _DECODE or any(h in gathered for h in block.holders):
         return "gathered"
     if block.operand or any(h in summed for h in block.holders):

@@ -30,6 +30,7 @@ _WIRE, _MEMORY, _KERNELS = torch.ops.shardfn, torch.ops.shardfn_memory, torch.op
 ALL_GATHER, PSUM_SCATTER = _WIRE.all_gather_start.default, _WIRE.psum_scatter_start.default
 ALL_GATHER_INTO, PSUM = _WIRE.all_gather_into_start.default, _WIRE.psum_start.default
 TO_DEVICE, READ, TO_HOST = (getattr(_MEMORY, f"{name}_start").default for name in ("to_device", "read", "to_host"))
+ROWS_TO_DEVICE, ROWS_TO_HOST = _MEMORY.rows_to_device_start.default, _MEMORY.rows_to_host_start.default
 WAIT, SENT = _WIRE.wait.default, _WIRE.sent.default
 MOVE_WAIT = _MEMORY.wait.default
 
@@ -223,6 +224,8 @@ OPS: dict[Any, Op] = {
     _MEMORY.to_host_into_start: Op(move=Crossing("device", "host", 1)),
     _MEMORY.to_device_start: Op(move=Crossing("host", "device", 0), makes_in="device", fetches=True),
     _MEMORY.to_device_into_start: Op(move=Crossing("host", "device", 1)),
+    _MEMORY.rows_to_device_start: Op(move=Crossing("host", "device", None), makes_in="device", fetches=True),
+    _MEMORY.rows_to_host_start: Op(move=Crossing("device", "host", 1)),
     _MEMORY.read_start: Op(move=Crossing("disk", "host", None), makes_in="host", fetches=True),
     _MEMORY.read_into_start: Op(move=Crossing("disk", "host", 0)),
     _MEMORY.write_start: Op(move=Crossing("host", "disk", 2)),

@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 from ._edit import reordered
 from ._hazards import Memory, dependences, legal_order, put_off, ready_after
 from ._moves import is_fetch
-from ._ops import READ, TO_DEVICE
+from ._ops import READ, ROWS_TO_DEVICE, ROWS_TO_HOST, TO_DEVICE
 from ._sink import waits_and_views
 from ._transfers import is_gather, is_start, is_wait, start_of
 from ._values import phases_of
@@ -24,7 +24,7 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
     before it is written. Their waits go down to the first use, as in `sink_waits`; a gather that was ahead by more than
     the budget is held back. Where leaves come in two hops the first runs twice as far ahead. Blocks on the host begin
     their way to the device `budget` bytes before they are gathered, or used; those on disk are read three times as far
-    ahead.
+    ahead. Rows of a value on the host are brought likewise, and waits for rows on their way there go down to the end.
 
         w1 = wait(all_gather_start(a))          h1 = all_gather_start(a)
         y = x @ w1                              h2 = all_gather_start(b)
@@ -66,13 +66,17 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
     def used(node: Node) -> bool:  # the update bounds its moves in flight by its own order
         return phases[node] != "update"
 
-    order = put_off(memory.order, before, waits_and_views(memory, lambda n: _lands(n) and (used(n) or _gathers(n))))
+    def late(node: Node) -> bool:
+        return (_lands(node) and (used(node) or _gathers(node))) or _returns(node)
+
+    order = put_off(memory.order, before, waits_and_views(memory, late))
     far = memory.far
     stages: list[tuple[Callable[[Node], bool], int]] = [(lambda n: _gathers(n) and n not in far, budget)]
     if far:
         stages.append((far.__contains__, FAR_AHEAD * budget))
     if any(map(is_fetch, memory.order)):
         stages += [(lambda n: n.target is TO_DEVICE and used(n), budget)]
+        stages += [(lambda n: n.target is ROWS_TO_DEVICE and used(n), budget)]
         stages += [(lambda n: n.target is READ and used(n), READ_AHEAD * budget)]
     # One stage after another, the nearest first: moves that feed a gather are placed by the gather's new position.
     for which, limit in stages:
@@ -83,6 +87,10 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
 
 def _lands(node: Node) -> bool:
     return is_wait(node) and (is_gather(start_of(node)) or is_fetch(node))
+
+
+def _returns(node: Node) -> bool:
+    return is_wait(node) and start_of(node).target is ROWS_TO_HOST
 
 
 def _gathers(node: Node) -> bool:

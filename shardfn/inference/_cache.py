@@ -3,8 +3,10 @@
 T tokens of all sequences, H query heads, G key and value heads, K head dim.
 """
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import torch
@@ -13,9 +15,11 @@ from torch import Tensor
 
 from shardfn import kernels, nn
 from shardfn.collectives import GlobalTensor
-from shardfn.core import Axes, Mesh, P
+from shardfn.core import Axes, MemoryKind, Mesh, P, Sharding
+from shardfn.memory import host_empty
 
 from ._limits import Limits
+from ._moved import Moved
 
 DTYPES = {
     "float32": torch.float32,
@@ -24,6 +28,18 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,  # likewise
     "float64": torch.float64,  # of a model in float64
 }
+
+
+def check_memory(kind: MemoryKind) -> MemoryKind:
+    """The memory of a cache.
+
+    Raises:
+        ValueError: a cache is not kept there.
+    """
+    if kind not in ("device", "host"):
+        hint = "; its dtype is Limits(cache_dtype=)" if kind in DTYPES else ""
+        raise ValueError(f"engine: cache={kind!r}; keys and values are kept on 'device' or 'host'{hint}.")
+    return kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +71,10 @@ class CacheLayout:
         """The spec of a layer's cache."""
         return P(None, None, self.axis) if self.axis else P()
 
+    def kept(self, memory: MemoryKind) -> P | Sharding:
+        """The entry of `in_specs` for the cache in a memory."""
+        return self.spec if memory == "device" else Sharding(self.spec, memory)
+
     def shape(self, limits: Limits) -> torch.Size:
         """That of a layer's cache, on all ranks together."""
         return self.layer_shape(limits.blocks, limits.block, dtype=limits.cache_dtype)
@@ -74,12 +94,20 @@ class CacheLayout:
         """Bytes of the whole cache, on all ranks together."""
         return self.layers * math.prod(self.shape(limits)) * DTYPES[limits.cache_dtype].itemsize
 
-    def init(self, limits: Limits, mesh: Mesh) -> list[GlobalTensor]:
-        """An empty cache."""
+    def init(self, limits: Limits, mesh: Mesh, memory: MemoryKind = "device") -> list[GlobalTensor]:
+        """An empty cache, on the device or the host."""
         shape, ranks = self.shape(limits), mesh.axis_size(self.axis)
         own = self.layer_shape(limits.blocks, limits.block, ranks=ranks, dtype=limits.cache_dtype)
-        options = {"dtype": DTYPES[limits.cache_dtype], "device": mesh.device}
-        return [GlobalTensor(torch.zeros(own, **options), shape, self.spec, mesh) for _ in range(self.layers)]
+        dtype = DTYPES[limits.cache_dtype]
+
+        def zeros() -> Tensor:
+            if memory == "device":
+                return torch.zeros(own, dtype=dtype, device=mesh.device)
+            held = host_empty(own, dtype)
+            held.view(torch.uint8).zero_()  # not all dtypes of codes can be filled
+            return held
+
+        return [GlobalTensor(zeros(), shape, self.spec, mesh, memory) for _ in range(self.layers)]
 
     def move(self, cache: Seq[GlobalTensor], moves: Seq[tuple[int, int]]) -> None:
         """Moves the content of slots to others, all at once, in place."""
@@ -102,6 +130,7 @@ class Paged(nn.Local):
         sequences: the sequence of each token.
         tables: the blocks of each sequence.
         tree: where drafts may branch, the drafts that each token sees in their slots; see `kernels.ragged_attention`.
+        moved: of a cache on the host, the part that is moved; None where the cache is on the device.
     """
 
     cache: Shaped[Tensor, "blocks 2 g block row"]
@@ -110,6 +139,7 @@ class Paged(nn.Local):
     sequences: Int[Tensor, " t"]
     tables: Int[Tensor, "s width"]
     tree: Bool[Tensor, "t t"] | None = None
+    moved: Moved | None = None
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
         """Attention of the tokens, which are one row, each over its own sequence."""
@@ -142,17 +172,26 @@ class Paged(nn.Local):
         """The same with the arguments of `kernels.ragged_attention`."""
         kind = torch.float64 if self.cache.dtype == torch.float64 else torch.float32
         q_THK, k_TGK, v_TGK = (x[0].to(kind) for x in (q_BTHK, k_BTGK, v_BTGK))
-        y_THK, _ = kernels.ragged_attention(
-            *(q_THK, k_TGK, v_TGK),
-            *(self.cache, self.slots, self.positions, self.sequences, self.tables),
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            slopes=slopes_H,
-            sinks=sinks_H,
-            tree=self.tree,
-        )
+        with self._here() as cache:
+            y_THK, _ = kernels.ragged_attention(
+                *(q_THK, k_TGK, v_TGK),
+                *(cache, self.slots, self.positions, self.sequences, self.tables),
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                slopes=slopes_H,
+                sinks=sinks_H,
+                tree=self.tree,
+            )
         return y_THK[None].to(q_BTHK.dtype)
+
+    @contextlib.contextmanager
+    def _here(self) -> Iterator[Tensor]:
+        """The cache on the device; rows that are written to it there are kept."""
+        here = self.cache if self.moved is None else self.moved.brought(self.cache, self.slots.device)
+        yield here
+        if self.moved is not None:
+            self.moved.keep(here, self.cache)
 
 
 def alone(layout: CacheLayout, num: int, *, ranks: int = 1, dtype: str = "float32") -> list[Paged]:

@@ -56,13 +56,17 @@ class Engine:
         weights: the memory of weights between their uses, "device", "host" or "disk": a step reads those of a layer
             while the layer before computes, so that a model may be larger than the memory. Bits are the same.
         disk: the directory for "disk", which no other engine uses; each rank makes one of its own in it.
+        cache: the memory of keys and values, "device" or "host": a step brings the blocks of its sequences in a layer
+            while the layer before computes, so that the cache may be larger than the device's memory. Bits are the
+            same.
         routes: records the experts that each token has chosen, for `Completion.routes`.
 
     Raises:
         TypeError: `tokenizer` is an object of another kind.
         ValueError: the limits do not fit the model, or the mesh does not divide its heads; or the parameters, or an
             adapter's, are not those of the model; or there is a drafter, and `limits.drafts` is 0,
-            or it is a model of another vocabulary; or `routes` of a decoder without experts.
+            or it is a model of another vocabulary; or `routes` of a decoder without experts; or weights or cache are
+            not kept in such a memory.
 
     Example:
         >>> from shardfn import core
@@ -88,11 +92,12 @@ class Engine:
         adapters: Mapping[str, Given] = MappingProxyType({}),
         weights: MemoryKind = "device",
         disk: Disk | None = None,
+        cache: MemoryKind = "device",
         routes: bool = False,
     ) -> None:
         self.limits = limits = sizes_of(decoder, limits, drafter)
         self._routes = Routes(limits, decoder) if routes else None
-        self.runner = runner_of(runner, decoder, self.limits, mesh, weights, disk)
+        self.runner = runner_of(runner, decoder, self.limits, mesh, weights, disk, cache)
         self.mesh = self.runner.mesh
         self._weights: dict[int, PyTree] = {0: self.runner.packed(params)}
         self._cache = self.runner.empty_cache()

@@ -17,7 +17,7 @@ from shardfn.core import Disk, Draw, MemoryKind, Mesh, PyTree, make_mesh, raise_
 from shardfn.engine import BoundCall, Donated, Sharded, reshard, sharded
 from shardfn.transforms import jit
 
-from ._cache import DTYPES, Paged
+from ._cache import DTYPES, Paged, check_memory
 from ._decoder import Decoder
 from ._limits import Limits
 from ._low_rank import LowRank
@@ -75,21 +75,31 @@ class MemoryPlan(NamedTuple):
         weights: in their served form, one version, without those on disk. From `update_weights` on two are held, until
             the next step has changed to the new one; with `recompute=False`, until requests that have begun are done.
         cache: keys and values.
-        step: all else that is alive at the peak of the largest step, with the weights that are read ahead.
+        step: all else that is alive at the peak of the largest step, with the weights and the layers of a cache on the
+            host that are brought ahead.
+        host: the bytes of all these that are in the memory of the host.
     """
 
     weights: int
     cache: int
     step: int
+    host: int
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All of them, on the device and on the host."""
         return self.weights + self.cache + self.step
 
+    @property
+    def device(self) -> int:
+        """Those on the device."""
+        return self.total - self.host
+
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in self._asdict().items())
-        return f"{self.total / 2**20:.1f} MiB a rank: {parts}"
+        sizes = {name: f"{name} {size / 2**20:.1f} MiB" for name, size in self._asdict().items()}
+        there = f"; of all these, on the {sizes['host']}" if self.host else ""
+        parts = ", ".join(sizes[name] for name in ("weights", "cache", "step"))
+        return f"{self.total / 2**20:.1f} MiB a rank: {parts}{there}"
 
 
 class Results(NamedTuple):
@@ -122,6 +132,8 @@ class Runner:
         weights: the memory of weights between their uses, "device", "host" or "disk". A step reads those of a layer
             while the layer before computes; bits are the same.
         disk: the directory for "disk".
+        cache: the memory of keys and values, "device" or "host". A step brings the blocks of its sequences in a layer
+            while the layer before computes, and returns the rows of its tokens; bits are the same.
 
     Raises:
         ValueError: the limits do not fit the model, or the mesh does not divide its heads; or there is no such memory,
@@ -136,15 +148,18 @@ class Runner:
         mesh: Mesh | None = None,
         weights: MemoryKind = "device",
         disk: Disk | None = None,
+        cache: MemoryKind = "device",
     ) -> None:
         mesh = make_mesh({}, alone=True) if mesh is None else mesh
         _check(decoder, limits, mesh)
         self._decoder, self._limits, self.mesh = decoder, limits, mesh
         self._zero = zero_of(weights, disk)
+        self._cache: MemoryKind = check_memory(cache)
         # The work of an exact decoder is in kernels.
         self._threads = kernels.threads_for_kernels if decoder.exact else contextlib.nullcontext
         self._pack = sharded(decoder.pack, mesh=mesh, specs=decoder.specs, out_specs=decoder.packed)
-        self._run = self._made()
+        # With a budget of 0 bytes the next layer's cache is brought, and nothing else.
+        self._run = self._made(prefetch=None if cache == "device" else 0)
         # By bucket, whether rows are extended or have grammars, their adapters, and the further results.
         self._bound: dict[tuple[int, bool, bool, Any, str], BoundCall] = {}
 
@@ -159,7 +174,7 @@ class Runner:
                 mesh=self.mesh,
                 specs=self._decoder.packed,
                 zero=self._zero,
-                in_specs=(self._decoder.cache.spec, None),
+                in_specs=(self._decoder.cache.kept(self._cache), None),
                 out_specs=(None, None, Donated(1), None, *[None] * num),
                 donate=1,
             )
@@ -211,7 +226,7 @@ class Runner:
 
     def empty_cache(self) -> Cache:
         """A cache without content."""
-        return self._decoder.cache.init(self._limits, self.mesh)
+        return self._decoder.cache.init(self._limits, self.mesh, self._cache)
 
     def bind(
         self,
@@ -230,7 +245,7 @@ class Runner:
         if step is None:
             plan = padding(bucket, self._limits, extended=extended)
             allowed = np.ones((len(plan.rows), self._limits.vocab), bool) if grammars else None
-            step = tensors(plan, self._limits, self.mesh.device, allowed, low)
+            step = tensors(plan, self._limits, self.mesh.device, allowed, low, cache=self._cache)
         sites = None if step.low is None else tuple((name, f.a.shape) for name, f in step.low.sites.items())
         key = (
             bucket,
@@ -268,9 +283,9 @@ class Runner:
     def memory(self, weights: PyTree, cache: Cache) -> MemoryPlan:
         """The bytes that this rank needs; captures the graph of the largest bucket."""
         graph = self.bind(self._limits.budget, weights, cache).memory_analysis()
-        held, cached = bytes_in(weights, "device", "host"), bytes_in(cache, "device")
-        peaks = (graph.by_memory.get(kind, 0) for kind in ("device", "host"))
-        return MemoryPlan(held, cached, max(sum(peaks) - held - cached, 0))
+        held, cached = bytes_in(weights, "device", "host"), bytes_in(cache, "device", "host")
+        device, host = (graph.by_memory.get(kind, 0) for kind in ("device", "host"))
+        return MemoryPlan(held, cached, max(device + host - held - cached, 0), host)
 
     def run(
         self,
@@ -295,7 +310,7 @@ class Runner:
             routed: whether the experts of the plan's tokens are wanted, and hidden states.
         """
         self._decoder.cache.move(cache, plan.moves)
-        step = tensors(plan, self._limits, self.mesh.device, allowed, low)
+        step = tensors(plan, self._limits, self.mesh.device, allowed, low, cache=self._cache)
         call = self.bind(plan.bucket, weights, cache, step, hidden=hidden, routed=routed)
         with self._threads():
             tokens, logprobs, cache, top, *more = call(weights, cache, step)
@@ -326,23 +341,31 @@ def _step(
 
 
 def runner_of(
-    runner: Runner | None, decoder: Decoder, limits: Limits, mesh: Mesh | None, weights: MemoryKind, disk: Disk | None
+    runner: Runner | None,
+    decoder: Decoder,
+    limits: Limits,
+    mesh: Mesh | None,
+    weights: MemoryKind,
+    disk: Disk | None,
+    cache: MemoryKind,
 ) -> Runner:
     """The runner of an engine: the given one if it fits, or a new one.
 
     Raises:
-        ValueError: it is of another model, limits or mesh; or the memory of weights is given beside it.
+        ValueError: it is of another model, limits or mesh; or the memory of weights or of the cache is given beside it.
     """
     if runner is None:
-        return Runner(decoder, limits, mesh=mesh, weights=weights, disk=disk)
+        return Runner(decoder, limits, mesh=mesh, weights=weights, disk=disk, cache=cache)
     if weights != "device" or disk is not None:
         raise ValueError(f"engine: weights={weights!r} is the runner's to choose: Runner(..., weights=, disk=).")
+    if cache != "device":
+        raise ValueError(f"engine: cache={cache!r} is the runner's to choose: Runner(..., cache=).")
     runner.check(decoder, limits, mesh)
     return runner
 
 
 def _bodies(cache: list[Tensor], step: Step) -> list[Paged]:
-    return [Paged(x, step.slots, step.positions, step.sequences, step.tables, step.tree) for x in cache]
+    return [Paged(x, step.slots, step.positions, step.sequences, step.tables, step.tree, step.moved) for x in cache]
 
 
 def _drawn(logits_RV: Tensor, step: Step) -> tuple[Tensor, Tensor]:

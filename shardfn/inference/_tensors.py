@@ -9,8 +9,11 @@ import torch
 from jaxtyping import Bool, Float32, Float64, Int
 from torch import Tensor
 
+from shardfn.core import MemoryKind
+
 from ._limits import Limits
 from ._low_rank import LowRank
+from ._moved import Moved, moved_by
 from ._plan import Plan
 from ._requests import MOST_BIASES, Sampling
 
@@ -69,6 +72,7 @@ class Step(NamedTuple):
         allowed: bool [R, vocab] where a row has a grammar, else None; the tokens that it may draw.
         low: where a row has an adapter, else None.
         tree: bool [B, B] in an engine that has drafts, else None; see `kernels.ragged_attention`.
+        moved: where the cache is on the host, else None.
     """
 
     tokens: Int[Tensor, " b"]
@@ -89,6 +93,7 @@ class Step(NamedTuple):
     allowed: Bool[Tensor, "r vocab"] | None = None
     low: LowRank | None = None
     tree: Bool[Tensor, "b b"] | None = None
+    moved: Moved | None = None
 
 
 def tensors(
@@ -97,8 +102,10 @@ def tensors(
     device: torch.device,
     allowed: Bool[np.ndarray, "r vocab"] | None = None,
     low: LowRank | None = None,
+    *,
+    cache: MemoryKind = "device",
 ) -> Step:
-    """The tensors of a plan. Those on a CPU share the memory of the plan's arrays."""
+    """The tensors of a plan, for a cache in a memory. Those on a CPU share the memory of the plan's arrays."""
     num_rows = len(plan.rows)
     sampling = [*plan.sampling, *[_NEUTRAL] * (num_rows - len(plan.sampling))]
 
@@ -124,6 +131,7 @@ def tensors(
         allowed=None if allowed is None else torch.from_numpy(allowed).to(device),
         low=low,
         tree=_tree(plan).to(device) if limits.drafts else None,
+        moved=moved_by(plan, limits, device) if cache == "host" else None,
     )
 
 

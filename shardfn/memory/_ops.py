@@ -2,6 +2,8 @@
 
     to_host_start(x) -> handle                     to_host_into_start(into, x) -> handle
     to_device_start(x, device) -> handle           to_device_into_start(into, x) -> handle
+    rows_to_device_start(x, rows, device) -> handle        of x's shape, with some of its rows
+    rows_to_host_start(into, x, places) -> handle          into[places] = x
     read_start(value, lo, hi, shape, dtype) -> handle      rows lo:hi of a value on disk
     read_into_start(into, value, lo, hi) -> handle
     flat(value) -> value                           as one dim
@@ -32,6 +34,7 @@ from shardfn.core import Ambient, OfProgram, Pending, Stored
 
 from ._host import host_empty
 from ._ledger import on_host
+from ._rows import rows_to_device, rows_to_host
 from ._transfer import to_device, to_host
 
 _LIBRARY = torch.library.Library("shardfn_memory", "DEF")
@@ -39,6 +42,8 @@ _LIBRARY.define("to_host_start(Tensor x) -> Tensor")
 _LIBRARY.define("to_host_into_start(Tensor(a!) into, Tensor x) -> Tensor")
 _LIBRARY.define("to_device_start(Tensor x, Device device) -> Tensor")
 _LIBRARY.define("to_device_into_start(Tensor(a!) into, Tensor x) -> Tensor")
+_LIBRARY.define("rows_to_device_start(Tensor x, Tensor rows, Device device) -> Tensor")
+_LIBRARY.define("rows_to_host_start(Tensor(a!) into, Tensor x, Tensor[] places) -> Tensor")
 _LIBRARY.define("read_start(Tensor value, int lo, int hi, int[] shape, ScalarType dtype) -> Tensor")
 _LIBRARY.define("read_into_start(Tensor(a!) into, Tensor value, int lo, int hi) -> Tensor")
 _LIBRARY.define("flat(Tensor value) -> Tensor")
@@ -133,6 +138,15 @@ def _to_device_into_start(into: Tensor, x: Tensor) -> Tensor:
     return _under_way(to_device(x, into.device, into))
 
 
+def _rows_to_device_start(x: Tensor, rows: Tensor, device: torch.device) -> Tensor:
+    return _under_way(rows_to_device(x, rows, device))
+
+
+def _rows_to_host_start(into: Tensor, x: Tensor, places: Sequence[Tensor]) -> Tensor:
+    # Its wait returns no memory that is there already: a ledger would count it anew.
+    return _under_way(rows_to_host(x, into, places).then(lambda _: None))
+
+
 def _read_start(value: Tensor, lo: int, hi: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     del shape, dtype
     stored: Stored = stored_of(value)
@@ -173,6 +187,8 @@ for _name, _impl in (
     ("to_host_into_start", _to_host_into_start),
     ("to_device_start", _to_device_start),
     ("to_device_into_start", _to_device_into_start),
+    ("rows_to_device_start", _rows_to_device_start),
+    ("rows_to_host_start", _rows_to_host_start),
     ("read_start", _read_start),
     ("read_into_start", _read_into_start),
     ("flat", _flat),
@@ -208,6 +224,8 @@ for _name, _fake in (
     ("to_host_into_start", _nothing),
     ("to_device_start", _like),
     ("to_device_into_start", _nothing),
+    ("rows_to_device_start", lambda x, rows, device: _like(x, device)),
+    ("rows_to_host_start", _nothing),
     ("read_start", lambda value, lo, hi, shape, dtype: _empty(shape, dtype)),
     ("read_into_start", _nothing),
     ("flat", _token),
@@ -220,5 +238,8 @@ for _name, _fake in (
     torch.library.register_fake(f"shardfn_memory::{_name}", _fake, lib=_LIBRARY)
 
 # Ops that are not to be removed though their values are unused.
-for _name in ("to_host_into_start", "to_device_into_start", "read_into_start", "write_start", "wait", "finish"):
+for _name in (
+    *("to_host_into_start", "to_device_into_start", "rows_to_host_start", "read_into_start", "write_start"),
+    *("wait", "finish"),
+):
     has_side_effect(getattr(torch.ops.shardfn_memory, _name).default)

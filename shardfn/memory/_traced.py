@@ -6,6 +6,7 @@ otherwise; a `TracedPool` replaces the pool. A value on disk is not a tensor, so
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,6 +51,16 @@ def traced_to_host(x: Tensor, out: Tensor | None) -> Pending[Any]:
 def traced_to_device(x: Tensor, device: torch.device, out: Tensor | None) -> Pending[Any]:
     """`to_device`, as an op."""
     return _traced(_ops.to_device_start(x, device) if out is None else _ops.to_device_into_start(out, x), out)
+
+
+def traced_rows_to_device(x: Tensor, rows: Tensor, device: torch.device) -> Pending[Any]:
+    """`rows_to_device`, as an op."""
+    return _traced(_ops.rows_to_device_start(x, rows, device))
+
+
+def traced_rows_to_host(x: Tensor, out: Tensor, places: Sequence[Tensor]) -> Pending[Any]:
+    """`rows_to_host`, as an op."""
+    return _traced(_ops.rows_to_host_start(out, x, list(places)), out)
 
 
 def traced_host_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

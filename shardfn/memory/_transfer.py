@@ -8,7 +8,7 @@ are the same, only the link is RAM. Ren et al., ZeRO-Offload, 2021, https://arxi
 import concurrent.futures
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -68,8 +68,8 @@ def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) 
     _check_out(x, out, torch.device("cpu"))
     record_move("device", "host", x.nbytes)
     if x.is_cuda:
-        return _copy_cuda(out, x, x.device, "down")
-    return of_futures(out, [_thread("down").submit(_copy, out, x)])
+        return _copy_cuda(out, [(out, x)], x.device, "down")
+    return on_thread("down", out, _copy, [(out, x)])
 
 
 def to_device(
@@ -101,9 +101,19 @@ def to_device(
         out = torch.empty(x.shape, dtype=x.dtype, device=place)
     _check_out(x, out, place)
     record_move("host", "device", x.nbytes)
+    return copies_to_device(out, [(out, x)])
+
+
+def copies_to_device(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Pending[Tensor]:
+    """A device tensor, under way, whose parts are copied from the host: `(part, source)` for each."""
     if out.is_cuda:
-        return _copy_cuda(out, x, out.device, "up")
-    return of_futures(out, [_thread("up").submit(_copy, out, x)])
+        return _copy_cuda(out, parts, out.device, "up")
+    return on_thread("up", out, _copy, parts)
+
+
+def on_thread(way: str, out: Tensor, run: Callable[..., object], *args: Any) -> Pending[Tensor]:
+    """A tensor, under way, that a call by the thread of one direction fills."""
+    return of_futures(out, [_thread(way).submit(run, *args)])
 
 
 def _check_out(x: Tensor, out: Tensor, device: torch.device) -> None:
@@ -120,18 +130,20 @@ def _check_out(x: Tensor, out: Tensor, device: torch.device) -> None:
         raise ValueError(f"out has {'; '.join(wrong)}. A transfer copies bytes: cast or reshape before or after it.")
 
 
-def _copy(out: Tensor, x: Tensor) -> None:
-    out.copy_(x)
+def _copy(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for out, x in parts:
+        out.copy_(x)
 
 
-def _copy_cuda(out: Tensor, x: Tensor, device: torch.device, way: str) -> Pending[Tensor]:
+def _copy_cuda(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], device: torch.device, way: str) -> Pending[Tensor]:
     stream, event = _stream(device.index, way), torch.cuda.Event()
     # After the computation of the source, and after earlier uses of the memory of a fresh `out`.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        out.copy_(x, non_blocking=True)
+        for part, x in parts:
+            part.copy_(x, non_blocking=True)
         event.record(stream)
-    for side in (x, out):
+    for side in (out, *(x for _, x in parts)):
         if side.is_cuda:
             side.record_stream(stream)
 

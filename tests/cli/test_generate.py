@@ -207,6 +207,10 @@ def test_weights_on_disk_and_a_cache_in_codes(
     assert got.out == want.out and ", int4, float32, on disk, exact" in got.err
     assert list(tmp_path.iterdir())
     [row] = generated(capsys, given, *how[:-1], "--cache", "int8")
+    assert main(["generate", *map(str, (given, *how, "--cache", "int8,host"))]) == 0
+    got = capsys.readouterr()
+    assert json.loads(got.out)["logprobs"] == row["logprobs"]
+    assert ", float32, cache on host, exact" in got.err and "of all these, on the host" in got.err
     config, deferred = interop.gpt_from_hf(given, exact=True)
     made = inference.decoder(config)
     limits = inference.limits_of(made, running=1, buckets=(2,), cache_dtype="int8")
@@ -223,6 +227,8 @@ def test_weights_on_disk_and_a_cache_in_codes(
         (["--fit", "here"], "--fit here has no effect without codes; add --weights int4, or int8"),
         (["--fit", "here", "--weights", "int4"], "--fit here is no file"),
         (["--disk", "here"], "--disk here has no effect without --weights disk"),
+        (["--cache", "disk"], "--cache disk: write float32, bfloat16, int8 or fp8, and host, or one: int8,host"),
+        (["--cache", "int8,fp8"], "--cache int8,fp8: write float32, bfloat16, int8 or fp8, and host"),
     ],
 )
 def test_refused_kinds_of_weights(

@@ -169,6 +169,7 @@ def test_a_rank_loads_the_draft_model(model: pathlib.Path) -> None:
         ("--weights int4,disk", "int4, float32, on disk"),
         ("--cache int8", "float32"),
         ("--weights int8 --cache fp8", "int8, float32"),
+        ("--weights disk --cache int8,host", "float32, on disk, cache on host"),
     ],
 )
 def test_draft_models_change_nothing_beside_other_kinds_of_weights_and_caches(

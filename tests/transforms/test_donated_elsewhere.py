@@ -104,6 +104,63 @@ def test_arguments_and_results_that_do_not_fit_are_refused_with_the_remedy(tmp_p
         f(params, x.requires_grad_(), host)
 
 
+def _doubled(params: dict[str, Tensor], rows: Tensor, cache: dict[str, Tensor]) -> Any:
+    here = sf.memory.rows_to_device(cache["h"], rows).result()[rows] * params["w"]
+    sf.memory.rows_to_host(here, cache["h"], [rows]).result()
+    return here, cache
+
+
+@distributed(world=[1, 2])
+def test_a_function_sees_an_argument_on_the_host_and_moves_rows_of_it() -> None:
+    mesh, rows = sf.make_mesh({"dp": -1}), torch.tensor([1, 0])
+    for wrap in (lambda f: f, sf.jit):
+        f = sf.sharded(
+            wrap(_doubled),
+            mesh=mesh,
+            zero=3,
+            in_specs=(None, {"h": sf.Sharding(P("dp"), "host"), "n": P("dp")}),
+            out_specs=(P("dp"), sf.Donated(2)),
+            donate=2,
+        )
+        params, cache = f.init({"w": torch.tensor([1.0, 2.0, 4.0])}), _cache(mesh, "host", None)
+        lowered = f.lower(params, rows, cache)
+        calls = [f, f] if wrap is not sf.jit else [f, f.bind(params, rows, cache), lowered.compile()]
+        assert lowered.memory_analysis().by_memory["host"] >= cache["h"].local.nbytes
+        want, place, nbytes = cache["h"].local.clone(), cache["h"].local.data_ptr(), cache["h"].local[:2].nbytes
+        for call in calls:
+            before = cache
+            with sf.memory.ledger() as book:
+                out, cache = call(params, rows, cache)
+            want[rows] *= torch.tensor([1.0, 2.0, 4.0])
+            assert torch.equal(out.local, want[rows]) and torch.equal(cache["h"].local, want)
+            assert cache["h"].local.data_ptr() == place and cache["h"].memory_kind == "host" and before["h"].donated
+            # "n" is not used, but goes to the device and back whole.
+            assert book.moved("host", "device") == nbytes + cache["n"].local.nbytes
+            assert book.moved("device", "host") == nbytes + cache["n"].local.nbytes
+        with pytest.raises(
+            ValueError, match=r"args\[2\]\['h'\] is kept at 'device', and in_specs has it at 'host'; pass"
+        ):
+            f(params, rows, _cache(mesh, "device", None))
+        if wrap is sf.jit:
+            other = {"h": _cache(mesh, "device", None)["h"], "n": cache["n"]}
+            with pytest.raises(ValueError, match=r"(?s)args\[2\]\['h'\] is bound as .*host.*device"):
+                calls[1](params, rows, other)
+            twice = cache | {"n": cache["n"].with_block(cache["h"].local.view(-1)[: cache["n"].local.numel()])}
+            for call in calls[:2]:
+                with pytest.raises(ValueError, match=r"share memory"):
+                    call(params, rows, twice)
+
+
+def test_specs_on_the_host_that_fit_no_call_are_refused() -> None:
+    for how, words in (
+        ({"in_specs": (sf.Sharding(P(), "disk"),)}, r"in_specs.*write Sharding\(spec, 'host'\)"),
+        ({"in_specs": (sf.Sharding(P()),)}, r"in_specs.*write Sharding\(spec, 'host'\) for a block"),
+        ({"out_specs": sf.Sharding(P(), "host")}, r"out_specs.*or Donated\(k\) for a result"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sf.sharded(_added, **how)
+
+
 def _added(w: Tensor, x: Tensor) -> Tensor:
     return x + w
 

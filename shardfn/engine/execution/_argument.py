@@ -1,7 +1,8 @@
 """`Argument`: a leaf of the arguments of a sharded function, on its way to the device and back to where it is kept.
 
 A donated leaf may be kept on the host or on disk, as parameters may: the function sees a copy on the device, and the
-result that takes its place is written to the memory of the leaf.
+result that takes its place is written to the memory of the leaf. Where `in_specs` has a `Sharding` on the host, the
+function sees the leaf there, and moves the parts that it needs itself.
 """
 
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ class Argument(NamedTuple):
         donated: whether the function may overwrite its memory.
         position: that of its argument, counted from the first, which is 0.
         block: the copy on the device of a block that is kept elsewhere; None before, and for the others.
+        on_host: whether the function sees the block in the memory of the host.
     """
 
     path: str
@@ -34,6 +36,7 @@ class Argument(NamedTuple):
     donated: bool
     position: int = 0
     block: Tensor | None = None
+    on_host: bool = False
 
     @property
     def seen(self) -> Any:
@@ -47,9 +50,14 @@ class Argument(NamedTuple):
         """Whether its block is kept elsewhere than on the device."""
         return self.spec is not None and self.given.memory_kind != "device"
 
+    @property
+    def moves(self) -> bool:
+        """Whether the function sees a copy on the device of a block that is kept elsewhere."""
+        return self.away and not self.on_host
+
     def moved(self, device: torch.device) -> "Argument":
         """The same leaf with its block on the device."""
-        return self._replace(block=on_device(self.given, device)) if self.away else self
+        return self._replace(block=on_device(self.given, device)) if self.moves else self
 
 
 def on_device(x: GlobalTensor, device: torch.device) -> Tensor:
@@ -75,11 +83,12 @@ def refuse_away(arguments: Sequence[Argument]) -> None:
 def taking_the_place_of(given: GlobalTensor, x: Tensor) -> GlobalTensor:
     """A result as the successor of a donated leaf: of its shape, its spec and its memory.
 
-    Host memory is written over; on disk it is a new value, and the file of the one before is used again.
+    Host memory is written over, unless the result is in it already; on disk it is a new value, and the file of the one
+    before is used again.
     """
-    if given.memory_kind == "device":
-        return given.with_block(x)
     held = given.held
+    if given.memory_kind == "device" or (isinstance(held, Tensor) and x.data_ptr() == held.data_ptr()):
+        return given.with_block(x)
     if isinstance(held, Tensor):
         return given.with_block(to_host(x, out=held).result())
     assert isinstance(held, DiskTensor)  # arguments of other kinds are refused

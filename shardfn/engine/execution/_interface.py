@@ -15,6 +15,7 @@ from shardfn.core import (
     Mesh,
     P,
     PyTree,
+    Sharding,
     Zero,
     all_coords,
     block_slices,
@@ -43,7 +44,12 @@ ShapeOf = Callable[[Sequence[tuple[str, Tensor, P]]], list[torch.Size]]
 
 def is_entry(x: Any) -> bool:
     """Whether `x` is a leaf of `in_specs` or `out_specs`; None means that the value is passed on unchanged."""
-    return x is None or isinstance(x, P | Donated)
+    return x is None or isinstance(x, P | Sharding | Donated)
+
+
+def _spec_of(entry: Any) -> P | None:
+    """The spec of an entry of `in_specs`; None where the value is passed on unchanged."""
+    return entry.spec if isinstance(entry, Sharding) else entry
 
 
 class ResultPlaces(NamedTuple):
@@ -66,7 +72,8 @@ class Interface:
 
     Attributes:
         mesh: the mesh.
-        in_specs: a prefix tree of `P` for each argument beyond the first; None: it is not sharded.
+        in_specs: a prefix tree of `P` for each argument beyond the first; None: it is not sharded. A `Sharding` on the
+            host is for leaves that are kept there, and that the function sees there.
         out_specs: a prefix tree of `P` and `Donated` for the result; None = this rank's own value.
         donate: positions, among all arguments, of those whose memory the function may overwrite.
     """
@@ -95,9 +102,20 @@ class Interface:
             for path, x in named_leaves(self.in_specs, "in_specs", is_leaf=is_entry)
             if isinstance(x, Donated)
         ]
+        problems += [
+            f"{path} is {x!r}; write Sharding(spec, 'host') for a block that the function sees on the host, else a P"
+            for path, x in named_leaves(self.in_specs, "in_specs", is_leaf=is_entry)
+            if isinstance(x, Sharding) and x != Sharding(x.spec, "host")
+        ]
+        problems += [
+            f"{path} is {x!r}; write a P, or Donated(k) for a result that takes the place of an argument on the host"
+            for path, x in named_leaves(self.out_specs, "out_specs", is_leaf=is_entry)
+            if isinstance(x, Sharding)
+        ]
         raise_all(ValueError, "the specs of arguments:", problems)
         entries = tree_leaves(self.out_specs, is_leaf=is_entry)
-        check_specs([x for x in tree_leaves(trees, is_leaf=is_entry) if isinstance(x, P)], P(), Zero(), self.mesh)
+        specs = map(_spec_of, tree_leaves(trees, is_leaf=is_entry))
+        check_specs([x for x in specs if isinstance(x, P)], P(), Zero(), self.mesh)
         for k in self.donate:
             if k == 0:
                 raise ValueError(
@@ -128,25 +146,28 @@ class Interface:
         for k, tree in enumerate(args, 1):
             spec = self.in_specs[k - 1] if k <= len(self.in_specs) else None
             specs = broadcast_prefix(spec, tree, is_entry, names=(f"in_specs[{k - 1}]", f"args[{k}]"))
-            named = zip(tree_paths(tree, f"args[{k}]"), tree_leaves(tree), specs, strict=True)
-            out += [Argument(path, x, p, k in self.donate and p is not None, k) for path, x, p in named]
+            for path, x, entry in zip(tree_paths(tree, f"args[{k}]"), tree_leaves(tree), specs, strict=True):
+                donated, there = k in self.donate and entry is not None, isinstance(entry, Sharding)
+                out.append(Argument(path, x, _spec_of(entry), donated, k, on_host=there))
         _check(out, self.mesh)
         return out
 
     def abstract(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments without data. Sharded ones may be whole tensors, which are cut to this rank's blocks."""
 
-        def without_data(x: Any, spec: P | None) -> Any:
+        def without_data(x: Any, entry: P | Sharding | None) -> Any:
+            spec, there = _spec_of(entry), isinstance(entry, Sharding)
             if isinstance(x, GlobalTensor):
                 held = x.held if isinstance(x.held, Tensor) else torch.empty(x.held.shape, dtype=x.dtype, device="meta")
-                return GlobalTensor(fakes([held], self.mesh.device)[0], x.shape, x.spec, x.mesh, x.memory_kind)
+                on = "cpu" if there else self.mesh.device
+                return GlobalTensor(fakes([held], on)[0], x.shape, x.spec, x.mesh, x.memory_kind)
             if not isinstance(x, Tensor):
                 return x
-            (whole,) = fakes([x], self.mesh.device)
+            (whole,) = fakes([x.cpu() if there and not x.is_meta else x], "cpu" if there else self.mesh.device)
             if spec is None:
                 return whole
             block = whole[block_slices(tuple(x.shape), spec, self.mesh.shape, self.mesh.coords)]
-            return GlobalTensor(block.contiguous(), x.shape, spec, self.mesh)
+            return GlobalTensor(block.contiguous(), x.shape, spec, self.mesh, "host" if there else "device")
 
         out: list[Any] = []
         for k, tree in enumerate(args, 1):
@@ -346,6 +367,7 @@ def entered_as_rows(a: Argument, plan: Plan) -> Any:
 def _check(arguments: Sequence[Argument], mesh: Mesh) -> None:
     sharded = [(a.path, a.given, a.spec) for a in arguments if a.spec is not None]
     stay = {a.path for a in arguments if not a.donated}
+    there = {a.path for a in arguments if a.on_host}
     raise_all(
         TypeError,
         "in_specs declares arguments as trees of GlobalTensors; make one with sf.shard(x, spec, mesh), or write None:",
@@ -369,7 +391,13 @@ def _check(arguments: Sequence[Argument], mesh: Mesh) -> None:
             f"{path} is kept at {x.memory_kind!r}; only the first argument and those in donate= may be kept elsewhere"
             " than on the device"
             for path, x, _ in sharded
-            if x.memory_kind != "device" and path in stay
+            if x.memory_kind != "device" and path in stay - there
+        ]
+        + [
+            f"{path} is kept at {x.memory_kind!r}, and in_specs has it at 'host'; pass"
+            f" sf.reshard(x, sf.Sharding({x.spec!r}, 'host'))"
+            for path, x, _ in sharded
+            if x.memory_kind != "host" and path in there
         ]
         + [
             f"{path} is kept on disk as a {type(x.held).__name__}; make it without stacked=True"

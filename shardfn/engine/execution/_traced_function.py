@@ -108,6 +108,9 @@ def capture_function(
     known += [Leaf(a.path, a.spec.axes if a.spec is not None else ()) for a in given]
     for node, leaf in zip(inputs, known, strict=True):
         node.meta["enters"] = leaf
+    for node, a in zip(inputs[len(held) :], given, strict=True):
+        if a.on_host:
+            node.meta["memory"] = "host"
     gm.meta["donated"] = {n.name for n, a in zip(inputs[len(held) :], given, strict=True) if a.donated}
     gm.meta["batch_axes"], gm.meta["results"] = plan.batch_axes, made[2]
     return FunctionProgram(gm, f"a tree {made[0]}", made[0], made[1])

@@ -276,9 +276,8 @@ def leaf_signature(x: Any) -> Any:
     if isinstance(x, Tensor):
         return tuple(x.shape), x.stride(), x.dtype, x.device
     if isinstance(x, GlobalTensor):
-        # A block that is kept elsewhere is copied to the device, and then contiguous.
-        elsewhere = x.memory_kind != "device"
-        own = (tuple(x.held.shape), x.dtype) if elsewhere else leaf_signature(x.local)
+        # A block on disk is read to the device, and then contiguous.
+        own = (tuple(x.held.shape), x.dtype) if x.memory_kind == "disk" else leaf_signature(x.local)
         return tuple(x.shape), x.spec, x.mesh, x.memory_kind, own
     # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
     return type(x), repr(x) if isinstance(x, float) else x

@@ -20,7 +20,7 @@ class Blocks:
     def __init__(self, params: PyTree, arguments: Sequence[Argument]) -> None:
         own = [a for a in arguments if a.spec is not None]
         held = [x.held for x in tree_leaves(params)]
-        away = [a for a in own if a.away and isinstance(a.given.held, Tensor)]
+        away = [a for a in own if a.moves and isinstance(a.given.held, Tensor)]
         # By the address of a storage. Those of arguments, and of the parameters, that the call may not keep in its
         # result are in `_kept`; of donated ones it may keep one tensor. All of them outlive the call, so that no
         # address is another's.

@@ -153,11 +153,11 @@ class BoundCall:
         shared = False
         for x, a, want in zip(given, self._arguments, self._wanted[1], strict=True):
             cut = type(x) is GlobalTensor and a.spec is not None
-            away = cut and x.memory_kind != "device"
+            away = cut and x.memory_kind != "device" and not a.on_host
             held = x.held if cut else x.local if type(x) is GlobalTensor else x
             if cut and not away and isinstance(held, Tensor):
                 same = (held.shape, held.stride(), held.dtype, held.device) == want[4]
-                same = same and (x.shape, x.spec) == want[:2] and x.mesh.is_like(want[2])
+                same = same and (x.shape, x.spec, x.memory_kind) == (*want[:2], want[3]) and x.mesh.is_like(want[2])
             else:
                 same = leaf_signature(x) == want
             if not same:

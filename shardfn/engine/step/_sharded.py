@@ -139,6 +139,8 @@ def sharded(
             no effect here.
         in_specs: an entry for each argument beyond the first: a prefix tree of `P` for a tree of `GlobalTensor`s, where
             `f` sees this rank's blocks; None, or no entry, for this rank's own value, which is passed on unchanged.
+            Blocks that are kept on the host are copied whole to the device; those of a `Sharding(spec, "host")` `f`
+            sees on the host, and moves the parts that it needs itself, as by `memory.rows_to_device`.
         out_specs: a prefix tree for the result: `P` makes a `GlobalTensor` of this rank's block, which must be the same
             on all ranks along axes that the spec leaves out; `Donated(k)` gives the result the shapes, specs and memory
             of argument k; None returns this rank's value unchanged.
