@@ -11,6 +11,8 @@ Parts:
              of the texts from which drafts come
     streams  `--streams` at a time for `--seconds`: lost answers, equal requests with other texts, and memory
     idle     processor time of front and two ranks without requests, in parts of one core
+    starts   seconds until a server of two ranks is ready, and processor seconds of its processes and compilers, with an
+             empty cache of C++ and with the same cache, full
     kills    seconds from the end of one of two ranks, by `kill -9`, until the last of 50 streams has its error; for
              `--kills` servers
 
@@ -24,6 +26,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import signal
 import statistics
 import subprocess
@@ -31,7 +34,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,6 +54,7 @@ SIZES = {
 }
 BUDGET, RUNNING = 128, 32
 _KILLED = 50  # streams
+_FEW = ("--running", "8", "--budget", "16")  # a server with few graphs starts soon
 TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -90,17 +95,19 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     parts = {"ratio": ratio_part, "streams": streams_part, "requests": requests_part, "idle": idle_part}
-    parts["kills"] = kills_part
+    parts |= {"starts": starts_part, "kills": kills_part}
     load = f"load of the machine before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     publish("The server", "\n\n".join([load, *(f"## {x}\n\n{parts[x](args)}" for x in args.parts)]), out=args.out)
 
 
 @contextlib.contextmanager
-def running(folder: pathlib.Path, ranks: int = 1, more: Sequence[str] = ()) -> Iterator[Server]:
-    """A server of a run of train_gpt."""
+def running(
+    folder: pathlib.Path, ranks: int = 1, more: Sequence[str] = (), variables: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Server]:
+    """A server of a run of train_gpt, with some environment variables."""
     sizes = ["--running", RUNNING, "--budget", BUDGET, "--cache-gib", 0.5, "--max-waiting-tokens", 10**9]
     command = [sys.executable, "-m", "shardfn", "serve", folder, "--port", 0, "--name", "it", "--mesh", f"tp={ranks}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     flat = [str(x) for x in [*command, *sizes, *more]]
     process = subprocess.Popen(flat, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
@@ -242,14 +249,33 @@ def idle_part(args: argparse.Namespace) -> str:
     return f"{sum(parts):.2f}% of a core over {args.seconds:.0f} s (front, rank 0, rank 1: {each})"
 
 
+def starts_part(args: argparse.Namespace) -> str:
+    """The start of servers of two ranks, with and without built C++."""
+    rows = list[list[str]]()
+    with tempfile.TemporaryDirectory() as place, tempfile.TemporaryDirectory() as cache:
+        made("tiny", pathlib.Path(place))
+        for name in ("empty", *["full"] * args.rounds):
+            before, began = _seconds_of_children(), time.monotonic()
+            with running(pathlib.Path(place), ranks=2, more=_FEW, variables={"XDG_CACHE_HOME": cache}):
+                ready = time.monotonic() - began
+            files = sum(path.suffix == ".so" for path in pathlib.Path(cache, "shardfn").iterdir())
+            rows.append([name, f"{ready:.1f}", f"{_seconds_of_children() - before:.1f}", str(files)])
+    return table(["cache", "ready after, s", "processor, s", "built files then"], rows)
+
+
+def _seconds_of_children() -> float:
+    """Processor time of all processes that have ended, among them those that these have started."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def kills_part(args: argparse.Namespace) -> str:
     """The delay of errors, for each rank, at the first tokens and later."""
     rows = list[list[str]]()
     for rank, after in [(rank, after) for after in (0.0, 0.5) for rank in (0, 1)][: args.kills]:
         with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as held:
             made("tiny", pathlib.Path(place))
-            few = ("--running", "8", "--budget", "16")  # a server with few graphs starts soon
-            server = held.enter_context(running(pathlib.Path(place), ranks=2, more=few))
+            server = held.enter_context(running(pathlib.Path(place), ranks=2, more=_FEW))
             seconds, errors = asyncio.run(_killed(server, rank, after))
             status = server.process.wait()
         rows.append([str(rank), f"{after:.1f}", f"{seconds:.2f}", f"{errors} of {_KILLED}", str(status)])

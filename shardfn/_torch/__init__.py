@@ -77,6 +77,7 @@ from ._process_groups import (
     default_store as default_store,
     default_timeout as default_timeout,
     is_registered as is_registered,
+    on_one_thread as on_one_thread,
     registered_group as registered_group,
 )
 from ._refusals import in_other_words as in_other_words

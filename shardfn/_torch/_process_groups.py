@@ -1,7 +1,8 @@
 """torch's registry of process groups: the default group, its store, and groups that are made without a collective."""
 
+import contextlib
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,41 @@ def is_registered(group: dist.ProcessGroup) -> bool:
     return group in _c10d()._world.pg_map
 
 
+@contextlib.contextmanager
+def on_one_thread() -> Iterator[None]:
+    """A context whose new gloo groups have the device of the default group, if that is gloo: one thread reads them all.
+
+    torch gives each group a device of its own, whose thread wakes a hundred times a second, and takes no other. So its
+    constructor is replaced for as long as groups are made.
+    """
+    if not dist.is_gloo_available():
+        yield
+        return
+    c10d, own = _c10d(), _c10d().ProcessGroupGloo
+    c10d.ProcessGroupGloo = _SharingGloo
+    try:
+        yield
+    finally:
+        c10d.ProcessGroupGloo = own
+
+
+if dist.is_gloo_available():
+
+    class _SharingGloo(dist.ProcessGroupGloo):
+        """A gloo group on the device of the default group."""
+
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+            group, cpu = default_group(), torch.device("cpu")
+            default = group._get_backend(cpu) if cpu in group._device_types else None
+            if not isinstance(default, dist.ProcessGroupGloo):
+                super().__init__(store, rank, size, timeout=timeout)
+                return
+            shared: Any = default.options  # its stubs lack some fields
+            options = type(shared)()
+            options._timeout, options._devices, options._threads = timeout, shared._devices, shared._threads
+            super().__init__(store, rank, size, options)
+
+
 def registered_group(
     line: Sequence[int], name: str, backend: str | None, timeout: datetime.timedelta | None
 ) -> dist.ProcessGroup:
@@ -43,7 +79,8 @@ def registered_group(
     made = dist.Backend(backend or default_backend)
     limit = timeout or c10d._get_default_timeout(made)
     at = line.index(dist.get_rank())
-    group, _ = c10d._new_process_group_helper(len(line), at, list(line), made, store, name, timeout=limit)
+    with on_one_thread():
+        group, _ = c10d._new_process_group_helper(len(line), at, list(line), made, store, name, timeout=limit)
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(line)}
     return group
 

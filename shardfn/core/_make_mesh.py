@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardfn._torch import on_one_thread
+
 from ._groups import MadeGroups, end_lost, end_with
 from ._keywords import explains_keywords
 from ._mesh import Mesh, close_at_exit
@@ -93,7 +95,8 @@ def make_mesh(
     if world == 1:
         return Mesh(shape, dev, timeout=limit, agreement_timeout=agreement)
     end_lost()
-    grid = dist.init_device_mesh(dev.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    with on_one_thread():
+        grid = dist.init_device_mesh(dev.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     mesh, own = Mesh(shape, dev, grid, limit, agreement_timeout=agreement), MadeGroups()
     for group in grid.get_all_groups():
         if group is not dist.group.WORLD:

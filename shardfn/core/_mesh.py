@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn._torch import default_timeout
+from shardfn._torch import default_timeout, on_one_thread
 
 from ._errors import did_you_mean
 from ._groups import MadeGroups, NamedGroups, end_lost, end_with, name_of
@@ -284,7 +284,8 @@ class Mesh:
         """A gloo group of all ranks that outlives the mesh. Collective over the mesh."""
         if self._apart is not None:
             return self._apart.new(self.ranks, "gloo", self.timeout)
-        group = dist.new_group(backend="gloo", timeout=self.timeout)
+        with on_one_thread():
+            group = dist.new_group(backend="gloo", timeout=self.timeout)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -300,7 +301,8 @@ class Mesh:
         for row in rows.tolist():
             made = None
             if self._apart is None:
-                made = dist.new_group(row, backend=backend, timeout=self.timeout)
+                with on_one_thread():
+                    made = dist.new_group(row, backend=backend, timeout=self.timeout)
             # A mesh of some ranks only cannot call `new_group`, for which the whole program is needed.
             elif self.rank in row:
                 made = self._apart.new([self.ranks[i] for i in row], backend, self.timeout)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from shardfn.kernels import Call, call_of
+from shardfn.kernels import Call, are_built, call_of
 
 from ._exact_rows import has_short_rows
 from ._looks import reads
@@ -65,7 +65,8 @@ def with_chains(
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
-        >>> gm = make_fx(lambda x: (x.cos() + x + x,), tracing_mode="fake")(torch.ones(2))
+        >>> from shardfn.kernels import gelu
+        >>> gm = make_fx(lambda x: (gelu(x.cos()) + x,), tracing_mode="fake")(torch.ones(2))
         >>> [str(s) if isinstance(s, Node) else len(s.nodes) for s in with_chains(list(gm.graph.nodes), {})[0]]
         ['x_1', 'cos', 2, 'output']
     """
@@ -106,7 +107,9 @@ def _closed(
 ) -> list[Node | Region]:
     """A run as a region, and the views that others read, which are made after it; the run itself if none is made."""
     nodes = [n for n in run if n not in views]
-    if sum(n.target is not operator.getitem for n in nodes) < 2:
+    made = [n for n in nodes if n.target is not operator.getitem]
+    # Additions alone are torch's, so that programs without kernels of shardfn build none.
+    if len(made) < 2 or all(getattr(n.target, "namespace", "") == "aten" for n in made):
         return list(run)
     inside, owners = set(run), {n: views[n] for n in run if n in views}
     for node in nodes:
@@ -122,10 +125,13 @@ def _closed(
     if not all(isinstance(n.meta["val"], Tensor) for n in outputs):
         return list(run)
     places, room = _placed(nodes, inputs, outputs)
+    region = ChainRegion(tuple(nodes), tuple(inputs), tuple(outputs), tuple(run), room, places)
     if room + sum(num_bytes(n.meta["val"]) for n in outputs) > MOST_BYTES:
         return list(run)
+    if not are_built(region.calls()):
+        return list(run)
     outside.update(made_by)
-    return [ChainRegion(tuple(nodes), tuple(inputs), tuple(outputs), tuple(run), room, places), *shown]
+    return [region, *shown]
 
 
 def _owner(node: Node, owners: Mapping[Node, Node]) -> Node:

@@ -14,6 +14,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from shardfn.core import Disk, MemoryKind, Mesh, PyTree
+from shardfn.kernels import building
 
 from ._adapters import Adapters, Given, adapter_of_each
 from ._admission import check_name, request_of, sampling_of_each, sizes_of
@@ -97,6 +98,7 @@ class Engine:
     ) -> None:
         self.limits = limits = sizes_of(decoder, limits, drafter)
         self._routes = Routes(limits, decoder) if routes else None
+        self._chooses = any(decoder.routes)
         self.runner = runner_of(runner, decoder, self.limits, mesh, weights, disk, cache)
         self.mesh = self.runner.mesh
         self._weights: dict[int, PyTree] = {0: self.runner.packed(params)}
@@ -183,7 +185,9 @@ class Engine:
     def warm_up(
         self, *, penalties: bool = False, grammars: bool = False, embeddings: bool = False, adapters: bool = False
     ) -> None:
-        """Captures the graphs of all buckets, so that no later step does.
+        """Captures the graphs of all buckets, and builds the C++ of their kernels, so that no later step does.
+
+        Where ranks of one machine start together, one of them builds a file, and the others wait for it.
 
         Args:
             penalties: also those of steps in which a request has penalties, biases, or wants the most probable tokens;
@@ -194,12 +198,20 @@ class Engine:
         """
         if grammars:
             self._constraints.prepare()
-        if isinstance(self._state.drafter, Computes):
-            self._state.drafter.warm_up(extended=penalties)
-        kinds = {"extended": penalties, "grammars": grammars, "hidden": embeddings and self._embeddings.possible}
-        for bucket in self.limits.buckets:
-            low = self._adapters.of_padding(bucket) if adapters else None
-            self.runner.bind_kinds(bucket, self.weights, self._cache, low=low, routed=self._routes is not None, **kinds)
+        with building(self.mesh.device, self._kernels(penalties, adapters)):
+            if isinstance(self._state.drafter, Computes):
+                self._state.drafter.warm_up(extended=penalties)
+            kinds = {"extended": penalties, "grammars": grammars, "hidden": embeddings and self._embeddings.possible}
+            for bucket in self.limits.buckets:
+                low = self._adapters.of_padding(bucket) if adapters else None
+                more = {"low": low, "routed": self._routes is not None}
+                self.runner.bind_kinds(bucket, self.weights, self._cache, **more, **kinds)
+
+    def _kernels(self, penalties: bool, adapters: bool) -> list[str]:
+        """The ops of all steps, by their folders; those whose C++ takes long to build come first."""
+        always = ["row_linear", "ragged_attention", "draw", "row_norm", "pointwise"]
+        chosen = ["grouped_product", "gather_rows"] if self._chooses else []
+        return always + chosen + ["grouped_product"] * adapters + ["penalise"] * penalties
 
     def add(
         self, prompt: Sequence[int], sampling: Sampling | None = None, *, name: str | None = None, **more: Any

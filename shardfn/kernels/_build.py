@@ -1,10 +1,12 @@
 """Builds C++ when it is first used, if there is a compiler: the sources of this room, and those of other rooms.
 
 The sources include only the headers of the language, so that a build takes about a second. The result is kept in the
-user's cache, under a name made of sources and flags. Ranks that start together may each build it; each puts its file in
-the same place, and the files are equal. There is no lock, so that no process can wait for that of a dead one.
+user's cache, under a name made of sources and flags. Where processes start together, one of them builds a file, and the
+others wait, but no longer than a compiler may take. The system frees its lock when it ends. Files are renamed into
+their place, so that no process loads half a file.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,10 +17,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 _ROOM = pathlib.Path(__file__).parent
@@ -41,6 +47,9 @@ _FLAGS_OF = {
     **dict.fromkeys((f"{name}/_native.cpp" for name in ("draw", "penalise")), _CHAINED),
 }
 
+_PATIENCE = 120.0  # seconds that a compiler may take, and that a process waits for another one's
+_PERIOD = 0.02
+
 
 class NoCompilerError(Exception):
     """C++ cannot be built here: there is no compiler, or the sources are not written for this system."""
@@ -60,6 +69,29 @@ def library(source: str = _SHARED) -> ctypes.CDLL | None:
             f"{cxx_compiler()} did not build shardfn's kernels, which run on numpy instead:\n{said}", stacklevel=2
         )
         return None
+
+
+@contextlib.contextmanager
+def building(device: torch.device, folders: Sequence[str]) -> Iterator[None]:
+    """A context that builds and loads the C++ of ops beside its body, several files at a time; it ends after them.
+
+    Calls of these ops in the body wait for their own files alone.
+
+    Args:
+        device: of the tensors; nothing is built for other devices than CPUs.
+        folders: of the ops; files that take long come first.
+
+    Example:
+        >>> with building(torch.device("cpu"), ["row_norm"]):
+        ...     x = torch.ones(2, 3)
+    """
+    # The shared source is the default of `library`, whose cache has it under no argument.
+    asked = [*((f"{folder}/_native.cpp",) for folder in folders), (), (_POOL,)] if device.type == "cpu" else []
+    with ThreadPoolExecutor(os.cpu_count(), "shardfn-build") as threads:
+        made = [threads.submit(library, *args) for args in asked]
+        yield
+    for one in made:
+        one.result()  # raises where warnings are errors
 
 
 def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
@@ -143,14 +175,37 @@ def _built(name: str, compiler: str, sources: tuple[pathlib.Path, ...], flags: t
     texts = [source.read_text() for source in sources]
     key = "\0".join([*texts, compiler, *flags, platform.machine(), *platform.libc_ver()])
     path = _folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            fresh = pathlib.Path(folder) / path.name
-            run = [compiler, *flags, "-o", str(fresh), str(sources[0])]
-            subprocess.run(run, check=True, capture_output=True, text=True, timeout=120)
-            # By one rename: other ranks build, too, and must never load half a file.
-            fresh.replace(path)
+    with _turn(path):
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                fresh = pathlib.Path(folder) / path.name
+                run = [compiler, *flags, "-o", str(fresh), str(sources[0])]
+                subprocess.run(run, check=True, capture_output=True, text=True, timeout=_PATIENCE)
+                fresh.replace(path)
     return path
+
+
+@contextlib.contextmanager
+def _turn(path: pathlib.Path) -> Iterator[None]:
+    """Waits until a file exists, or is this process's to build; or for as long as another one's compiler may take."""
+    if path.exists():
+        yield
+        return
+    import fcntl  # only POSIX has it
+
+    end, place = time.monotonic() + _PATIENCE, path.with_suffix(".lock")
+    with place.open("w") as lock:
+        while not path.exists() and time.monotonic() < end:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_PERIOD)
+            except OSError:  # a file system without locks: each process builds
+                break
+        yield
+    if path.exists():  # a process that locks another file of this name finds the result
+        place.unlink(missing_ok=True)
 
 
 def _folder() -> pathlib.Path:

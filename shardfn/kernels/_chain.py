@@ -65,18 +65,24 @@ def call_of(op: Any, arguments: Sequence[Any], results: Any) -> Call | None:
 
     Example:
         >>> x = torch.ones(2, 3)
-        >>> call = call_of(torch.ops.aten.add.Tensor, (x, x), x)
-        >>> call is None or call.name
+        >>> call_of(torch.ops.aten.add.Tensor, (x, x), x).name
         'added'
     """
     make = _CALLS.get(f"{op._schema.name}.{op._overloadname}") if hasattr(op, "_schema") else None
-    if make is None or library(_SOURCE) is None:
+    call = None if make is None else make(arguments, results)
+    if call is None or len(call.arguments) > _MOST:
         return None
-    call = make(arguments, results)
-    if call is None or library(call.source) is None:
-        return None
-    plain = all(_is_plain(x) for x in call.arguments if isinstance(x, Tensor))
-    return call if plain and len(call.arguments) <= _MOST else None
+    return call if all(_is_plain(x) for x in call.arguments if isinstance(x, Tensor)) else None
+
+
+def are_built(calls: Sequence[Call]) -> bool:
+    """Whether the C++ of calls is built, or can be built, here; builds it.
+
+    Example:
+        >>> are_built([]) == (library() is not None)
+        True
+    """
+    return all(library(source) is not None for source in {_SOURCE, *(call.source for call in calls)})
 
 
 def are_dense(*tensors: Tensor | None) -> bool:

@@ -3,6 +3,8 @@
 import copy
 import gc
 import os
+import pathlib
+import sys
 import time
 
 import pytest
@@ -163,3 +165,24 @@ def test_a_device_mesh_of_other_ranks_or_in_another_order_is_refused() -> None:
         grid = dist.DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("dp",))
         with pytest.raises(ValueError, match=r"has the ranks \[.*\], this program has 2.*Pass the whole mesh"):
             _trained(grid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads")
+@distributed(world=2)
+def test_all_groups_of_a_rank_have_one_thread_that_reads() -> None:
+    def readers() -> int:
+        names = [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+        return names.count("gloo_tcp_loop")
+
+    before = readers()
+    whole, apart = sf.make_mesh({"dp": 1, "tp": 2}), sf.make_mesh({"tp": 2}, ranks=[0, 1])
+    groups = [whole.new_group("tp"), whole.group_for_good(), apart.new_group("tp"), apart.group("tp")]
+    for i, group in enumerate(groups):
+        x = torch.full([3], float(i + dist.get_rank()))
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [2 * i + 1] * 3 and dist.get_backend(group) == "gloo"
+    assert before >= 1 and readers() == before
+    whole.close()  # ends some of the groups alone
+    x = torch.ones(1)
+    dist.all_reduce(x, group=groups[-1])
+    assert x == 2

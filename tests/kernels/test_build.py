@@ -1,0 +1,170 @@
+"""Covers builds of C++ by several processes: one builds, the others wait for it, and never for a dead or stuck one."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shardfn.kernels import _build, build, building, cxx_compiler, implemented_by, row_norm
+
+pytestmark = pytest.mark.skipif(cxx_compiler() is None, reason="there is no C++ compiler")
+
+ROOT = pathlib.Path(__file__).parents[2]
+LIMIT = 100.0  # seconds; a machine with other work needs them
+PROGRAM = """
+import pathlib, sys
+from shardfn.kernels import build
+print("begins", flush=True)
+sys.stdin.readline()
+print(build("probe", pathlib.Path(sys.argv[1])).answer())
+"""
+
+
+class Builders:
+    """Processes that build one source in an empty cache, by a compiler that writes down its calls."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.calls, self.cache, self._source = folder / "calls", folder / "cache" / "shardfn", folder / "probe.cpp"
+        self.stuck = folder / "stuck"  # while it exists, the compiler does nothing
+        self._source.write_text('extern "C" int answer() { return 42; }')
+        self.calls.touch()
+        (folder / "bin").mkdir()
+        compiler = folder / "bin" / "c++"
+        wait = f"if [ -e {self.stuck} ]; then exec sleep 600; fi"
+        compiler.write_text(f'#!/bin/sh\necho $$ >> {self.calls}\n{wait}\nexec {cxx_compiler()} "$@"\n')
+        compiler.chmod(0o755)
+        self._env = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+        self._env["PATH"] = f"{compiler.parent}{os.pathsep}{os.environ['PATH']}"
+        self.all = list[subprocess.Popen[str]]()
+
+    def start(self) -> subprocess.Popen[str]:
+        """A process that is ready to build."""
+        command = [sys.executable, "-c", PROGRAM, str(self._source)]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.all.append(subprocess.Popen(command, env=self._env, **pipes))
+        assert self.all[-1].stdout is not None and self.all[-1].stdout.readline() == "begins\n"
+        return self.all[-1]
+
+    def compilers(self) -> list[int]:
+        return [int(line) for line in self.calls.read_text().split()]
+
+    def waits(self, process: subprocess.Popen[str]) -> bool:
+        """Whether a process has opened the lock."""
+        links = pathlib.Path(f"/proc/{process.pid}/fd").glob("*")
+        return any(os.readlink(link).endswith(".lock") for link in links)
+
+
+@pytest.fixture
+def builders(tmp_path: pathlib.Path) -> Iterator[Builders]:
+    made = Builders(tmp_path)
+    yield made
+    for process in made.all:
+        process.kill()
+        process.communicate()
+    for pid in made.compilers():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def wait_for(holds: Callable[[], Any]) -> None:
+    end = time.monotonic() + LIMIT
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_of_processes_that_start_together_one_builds(builders: Builders) -> None:
+    several = [builders.start() for _ in range(3)]
+    for process in several:
+        go(process)
+    assert [process.communicate(timeout=LIMIT)[0] for process in several] == ["42\n"] * 3
+    assert len(builders.compilers()) == 1
+    assert [path.suffix for path in builders.cache.iterdir()] == [".so"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sees the files that a process has opened")
+def test_when_the_builder_is_killed_another_one_builds(builders: Builders) -> None:
+    builders.stuck.touch()
+    first, second = builders.start(), builders.start()
+    go(first)
+    wait_for(builders.compilers)
+    go(second)
+    wait_for(lambda: builders.waits(second))
+    time.sleep(0.2)
+    assert len(builders.compilers()) == 1  # it waits
+    builders.stuck.unlink()
+    first.kill()  # its compiler lives on
+    assert second.communicate(timeout=LIMIT)[0] == "42\n"
+    assert len(builders.compilers()) == 2
+
+
+@pytest.fixture
+def source(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """A file, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "probe.cpp"
+    path.write_text('extern "C" int answer() { return 7; }')
+    return path
+
+
+def test_without_locks_each_process_builds(source: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert build("probe", source).answer() == 7
+
+
+def test_a_builder_that_is_stuck_is_waited_for_as_long_as_a_compiler_may_take(
+    source: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(_build, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    build("probe", source)
+    [made] = (source.parent / "shardfn").iterdir()
+    made.unlink()
+    assert clock == [0.0]
+    with made.with_suffix(".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert build("probe", source).answer() == 7
+    assert clock[0] == pytest.approx(120, abs=0.1)
+
+
+def test_ops_are_built_beside_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[Any]()
+    monkeypatch.setattr(_build, "library", lambda *args: begun.append(args))
+    with building(torch.device("cpu"), ["row_norm", "draw"]):
+        pass
+    assert sorted(begun) == [(), ("_pool.cpp",), ("draw/_native.cpp",), ("row_norm/_native.cpp",)]
+    with building(torch.device("meta"), ["row_norm"]):
+        pass
+    assert len(begun) == 4
+
+
+def test_a_built_op_computes() -> None:
+    x, one, zero = torch.randn(3, 8), torch.ones(8), torch.zeros(8)
+    with building(torch.device("cpu"), ["row_norm"]), implemented_by("native"):
+        found = row_norm(x, one, zero, eps=1e-5, centered=True)
+    with implemented_by("reference"):
+        assert torch.equal(found, row_norm(x, one, zero, eps=1e-5, centered=True))
