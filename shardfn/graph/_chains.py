@@ -47,7 +47,7 @@ class ChainRegion(Region):
         return [call for node in self.nodes if (call := _call(node)) is not None]
 
     def place(self, x: Tensor) -> tuple[int, int]:
-        """Of a tensor of the calls: its memory, and its first byte there."""
+        """The memory of a tensor of the calls, and its first byte there."""
         return self.places[_place(x)]
 
 
