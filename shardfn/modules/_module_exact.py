@@ -35,6 +35,11 @@ class ExactForward(RowByRow):
         if found is not None and id(found[1]) in self._params:
             x, weight, bias = found
             assert weight is not None
+            if x.dtype == torch.float64:
+                raise TypeError(
+                    f"from_module(exact=True): x is {x.dtype}, and a module's exact rows are those of an engine in"
+                    " float32; take parameters in float32, or Policy(compute=torch.float32)."
+                )
             return nn.linear(x, nn.ExactWeight.of(weight if func is F.linear else weight.T), bias)
         handler = _HANDLERS.get(func)
         return func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
