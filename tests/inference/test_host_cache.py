@@ -136,6 +136,18 @@ def test_the_step_is_the_same_eager_and_captured() -> None:
     assert all((x.local[2:4] != 0).any() and not x.local[5:].any() for x in cache)
 
 
+def test_the_next_layers_blocks_are_under_way_while_a_layer_attends() -> None:
+    engine = engine_of(cache="host")
+    call: Any = engine.runner.bind(12, engine.weights, engine._cache)
+    order = [n.target.__name__.split(".")[0] for n in call._ready.program.gm.graph.nodes if n.op == "call_function"]
+    starts, attends = (
+        [i for i, x in enumerate(order) if x == name] for name in ("rows_to_device_start", "ragged_attention")
+    )
+    assert len(starts) == len(attends) == 12
+    assert all(a < b for a, b in zip(starts[1:], attends[:-1], strict=True))
+    assert all(a > b for a, b in zip(starts[2:], attends[:-2], strict=True))
+
+
 def test_a_step_moves_the_blocks_of_its_sequences_and_the_rows_of_its_tokens() -> None:
     engine = engine_of(cache="host")
     engine.warm_up()
@@ -180,7 +192,7 @@ def test_a_model_of_three_times_the_devices_memory_generates(tmp_path: pathlib.P
 @pytest.mark.nightly
 @distributed(world=2)
 def test_ranks_with_weights_on_disk_and_the_cache_on_the_host(tmp_path: pathlib.Path) -> None:
-    config = gpt.Config(**SIZES | {"num_layers": 3}, exact=True)
+    config = gpt.Config(**{**SIZES, "num_layers": 3}, exact=True)
     made, params, mesh = decoder(config, tp="tp"), gpt.init(config, sf.key(0)), sf.make_mesh({"tp": 2})
     how: dict[str, Any] = {"mesh": mesh, "limits": limits_of(made, running=4, buckets=(2, 12))}
     engine = Engine(made, params, cache="host", weights="disk", disk=sf.Disk(str(tmp_path)), **how)
@@ -190,9 +202,9 @@ def test_ranks_with_weights_on_disk_and_the_cache_on_the_host(tmp_path: pathlib.
 @pytest.mark.nightly
 @pytest.mark.parametrize("exact", [True, False])
 def test_weights_on_the_host_embeddings_and_top_tokens(exact: bool) -> None:
-    config = gpt.Config(**SIZES | {"num_layers": 3}, exact=exact)
+    config = gpt.Config(**{**SIZES, "num_layers": 3}, exact=exact)
     made, params = decoder(config), gpt.init(config, sf.key(0))
-    engines = [Engine(made, params, **how) for how in ({}, {"cache": "host", "weights": "host"})]
+    engines = [Engine(made, params), Engine(made, params, cache="host", weights="host")]
     first, second = (e.generate(PROMPTS, Sampling(max_tokens=5, top_logprobs=3, temperature=0.0)) for e in engines)
     assert first == second
     assert torch.equal(*(e.embed(PROMPTS, "mean") for e in engines))
@@ -201,13 +213,14 @@ def test_weights_on_the_host_embeddings_and_top_tokens(exact: bool) -> None:
 def test_mistakes() -> None:
     made, params = deep()
     limits = limits_of(made, running=4, buckets=(2, 12))
-    for wrong, words in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"cache": "disk"}, "cache='disk'; keys and values are kept on 'device' or 'host'"),
         ({"cache": "int8"}, r"cache='int8'; .* on 'device' or 'host'; its dtype is Limits\(cache_dtype=\)"),
         (
             {"cache": "host", "runner": Runner(made, limits)},
             r"cache='host' is the runner's to choose: Runner\(\.\.\., cache=\)",
         ),
-    ):
+    ]
+    for wrong, words in cases:
         with pytest.raises(ValueError, match=words):
             Engine(made, params, limits=limits, **wrong)

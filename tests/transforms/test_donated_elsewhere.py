@@ -152,11 +152,12 @@ def test_a_function_sees_an_argument_on_the_host_and_moves_rows_of_it() -> None:
 
 
 def test_specs_on_the_host_that_fit_no_call_are_refused() -> None:
-    for how, words in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"in_specs": (sf.Sharding(P(), "disk"),)}, r"in_specs.*write Sharding\(spec, 'host'\)"),
         ({"in_specs": (sf.Sharding(P()),)}, r"in_specs.*write Sharding\(spec, 'host'\) for a block"),
         ({"out_specs": sf.Sharding(P(), "host")}, r"out_specs.*or Donated\(k\) for a result"),
-    ):
+    ]
+    for how, words in cases:
         with pytest.raises(ValueError, match=words):
             sf.sharded(_added, **how)
 
