@@ -18,14 +18,14 @@ from ._exact_rows import has_short_rows
 from ._looks import reads
 from ._moves import memory_of
 from ._regions import Region
-from ._values import num_bytes, storage_of, tensors_of
+from ._values import num_bytes, storage_of, tensors_of, written_by
 
 # The most bytes of results and room, which a chain holds from its begin to its end. Programs with larger values spend
 # little of their time on calls.
 MOST_BYTES = 1 << 22
 _ALIGNED = 64
 
-Place = tuple[int, int]  # a storage, and elements before it
+Place = tuple[int, int]  # a storage, and bytes before it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,8 @@ def _joins(node: Node, run: list[Node], views: Mapping[Node, Node]) -> bool:
         return bool(run)
     if node.target is operator.getitem:
         return node.args[0] in run
-    return _call(node) is not None
+    # A view that is written may have to be a copy of its value, if that has other strides than its abstract value.
+    return _call(node) is not None and not any(n in views for n in written_by(node))
 
 
 def _call(node: Node) -> Call | None:
@@ -122,7 +123,7 @@ def _closed(
     seen.update(made_by.values())
     inputs = list(dict.fromkeys(n for step in run for n in reads(step, views) if n not in inside))
     outputs = [n for n in nodes if n in seen and n not in owners]
-    if not all(isinstance(n.meta["val"], Tensor) for n in outputs):
+    if not all(isinstance(n.meta["val"], Tensor) for n in outputs) or not _are_apart(inputs, outputs, views):
         return list(run)
     places, room = _placed(nodes, inputs, outputs)
     region = ChainRegion(tuple(nodes), tuple(inputs), tuple(outputs), tuple(run), room, places)
@@ -132,6 +133,12 @@ def _closed(
         return list(run)
     outside.update(made_by)
     return [region, *shown]
+
+
+def _are_apart(inputs: Sequence[Node], outputs: Sequence[Node], views: Mapping[Node, Node]) -> bool:
+    """Whether each place is that of one value: arguments of a program may share an abstract value."""
+    given = {views.get(n, n) for n in inputs}
+    return len({_place_of(n) for n in inputs}) == len(given) and len({_place_of(n) for n in outputs}) == len(outputs)
 
 
 def _owner(node: Node, owners: Mapping[Node, Node]) -> Node:
@@ -173,4 +180,4 @@ def _placed(
 
 
 def _place(x: Tensor) -> Place:
-    return storage_of(x), int(x.storage_offset())
+    return storage_of(x), int(x.storage_offset()) * x.element_size()

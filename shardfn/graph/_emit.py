@@ -23,7 +23,7 @@ from ._chains import ChainRegion, with_chains
 from ._looks import needed, reads, whole_views
 from ._moves import memory_of
 from ._ops import op_of
-from ._regions import Region
+from ._regions import Region, is_view
 from ._values import part_of, storage_of, tensors_of
 
 _FILE = "<shardfn graph "
@@ -43,28 +43,27 @@ def emit(gm: GraphModule, steps: Sequence[Node | Region], calls: Sequence[Callab
         >>> emit(gm, list(gm.graph.nodes), [])(torch.zeros(1))
         (tensor([1.]),)
     """
-    first = whole_views(steps)
-    steps = needed(steps, first)
-    (steps, outside), written, given = with_chains(steps, first), _written(gm), iter(calls)
+    views = whole_views(steps)
+    (steps, outside), written, given = with_chains(needed(steps, views), views), _written(gm), iter(calls)
     regions = [step for step in steps if isinstance(step, Region)]
-    calls = [_chain(gm, r, written, first) if isinstance(r, ChainRegion) else next(given) for r in regions]
-    first = outside
-    writer = _CodeWriter(gm, iter(calls), written, first)
-    last = _last_uses(steps, first)
+    calls = [_chain(gm, r, written, views) if isinstance(r, ChainRegion) else next(given) for r in regions]
+    writer = _CodeWriter(gm, iter(calls), written, outside)
+    last = _last_uses(steps, outside)
     for i, step in enumerate(steps):
         writer.write(step, last.get(i, []))
     return writer.function()
 
 
-def _chain(gm: GraphModule, region: ChainRegion, written: set[Any], first: dict[Node, Node]) -> Chain:
-    writer = _CodeWriter(gm, iter(()), written, first)
+def _chain(gm: GraphModule, region: ChainRegion, written: set[Any], views: dict[Node, Node]) -> Chain:
+    writer = _CodeWriter(gm, iter(()), written, views)
     for node in region.inputs:
         writer.take(node)
-    for node in region.steps:
-        writer.write(node, [])
+    last, kept = _last_uses(region.steps, views), {*region.inputs, *region.outputs}
+    for i, node in enumerate(region.steps):
+        writer.write(node, [n for n in last.get(i, []) if n not in kept])
     writer.give(region.outputs)
-    results = [node.meta["val"] for node in region.outputs]
-    return Chain(region.calls, region.place, region.room, results, writer.function(f".{region.nodes[0].name}"))
+    given, results = ([node.meta["val"] for node in nodes] for nodes in (region.inputs, region.outputs))
+    return Chain(region.calls, region.place, given, region.room, results, writer.function(f".{region.nodes[0].name}"))
 
 
 def name_line(error: BaseException) -> None:
@@ -114,9 +113,9 @@ def _view_or_copy(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _is_same(node: Node, of: Node) -> bool:
-    """Whether a view of all elements of a value can be that value; a returned value must be a tensor of its own."""
+    """Whether a view of all elements of a value can be that value; a returned view must be a tensor of its own."""
     same = node.meta["val"].shape == of.meta["val"].shape
-    return same and all(user.op != "output" for user in node.users)
+    return same and not (is_view(node) and any(user.op == "output" for user in node.users))
 
 
 def _makes(step: Node | Region) -> Sequence[Node]:

@@ -57,7 +57,9 @@ def _shows_all(node: Node, of: Node) -> bool:
     if x.dtype != y.dtype or x.numel() != y.numel() or not all(type(size) is int for size in (*x.shape, *y.shape)):
         return False
     one_memory = storage_of(x) == storage_of(y) and x.storage_offset() == y.storage_offset()
-    return one_memory and _is_dense(x) and _is_dense(y)
+    # The marks of `conj` and of a negative view are a part of the value.
+    one_value = x.is_conj() == y.is_conj() and x.is_neg() == y.is_neg()
+    return one_memory and one_value and _is_dense(x) and _is_dense(y)
 
 
 def _is_dense(x: torch.Tensor) -> bool:

@@ -204,6 +204,8 @@ def _turn(path: pathlib.Path) -> Iterator[None]:
             except OSError:  # a file system without locks: each process builds
                 break
         yield
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a process forked meanwhile has the file, too
     if path.exists():  # a process that locks another file of this name finds the result
         place.unlink(missing_ok=True)
 

@@ -7,7 +7,6 @@ is made once, and a run takes the addresses of the tensors that come, and memory
 import ctypes
 import dataclasses
 import functools
-import struct
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,11 +30,13 @@ class Call:
         source: the file of the function.
         name: of the function.
         arguments: tensors pass as addresses, None as null.
+        check: of a function that may fail, one that then raises its error, and the arguments of that one.
     """
 
     source: str
     name: str
     arguments: tuple[Tensor | int | float | None, ...]
+    check: tuple[Callable[..., None], tuple[Any, ...]] | None = None
 
 
 Arguments = tuple[Tensor | int | float | None, ...]
@@ -87,7 +88,7 @@ def are_built(calls: Sequence[Call]) -> bool:
 
 def are_dense(*tensors: Tensor | None) -> bool:
     """Whether tensors have elements of float32 one after another."""
-    return all(x is None or (x.dtype == torch.float32 and x.is_contiguous()) for x in tensors)
+    return all(x is None or (x.dtype == torch.float32 and x.is_contiguous() and not x.is_neg()) for x in tensors)
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -101,38 +102,49 @@ class Chain:
         calls: from nothing to the calls, which may depend on the number of threads.
         place: of a tensor in a call: the number of its memory, and its first byte there. Memories 0 to n - 1 are those
             of the n tensors that come, n is the room, and the others are the results.
+        given: tensors with the shapes and dtypes of those that come.
         room: bytes of the values that no one sees.
         results: tensors with the shapes and dtypes of those that are made for others.
-        plain: the same by operations of torch, for tensors with other strides, and for errors.
+        plain: the same by operations of torch, for tensors that differ from `given`, or are not contiguous.
     """
 
     def __init__(
         self,
         calls: Callable[[], Sequence[Call]],
         place: Callable[[Tensor], tuple[int, int]],
+        given: Sequence[Tensor],
         room: int,
         results: Sequence[Tensor],
         plain: Callable[..., Sequence[Tensor]],
     ) -> None:
         self._calls, self._place, self._room, self._plain = calls, place, room, plain
+        self._given = [(x.shape, x.dtype) for x in given]
         self._results = [(tuple(x.shape), x.dtype) for x in results]
         self._programs: dict[int, "tuple[array[int], int]"] = {}  # by the number of threads
 
     def __call__(self, given: list[Tensor]) -> Sequence[Tensor]:
         """The results. Empties the list of the tensors that come."""
-        if is_asked() or not all(x.is_contiguous() for x in given):
-            return self._plain(*given)
+        come = tuple(given)
+        given.clear()
+        if is_asked() or not all(map(_is_as, come, self._given)):
+            return self._plain(*come)
         threads = num_threads()
         program, calls = self._programs.get(threads) or self._programs.setdefault(threads, self._program())
-        room = torch.empty(self._room, dtype=torch.uint8)
-        made = [torch.empty(shape, dtype=dtype) for shape, dtype in self._results]
-        bases = array("q", [x.data_ptr() for x in given])
+        room = torch.empty(self._room, dtype=torch.uint8, device="cpu")
+        made = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in self._results]
+        bases = array("q", [x.data_ptr() for x in come])
         bases.append(room.data_ptr())
         bases.extend([x.data_ptr() for x in made])
-        if _run()(program.buffer_info()[0], calls, bases.buffer_info()[0]):
-            return self._plain(*given)  # which raises the error of the call that failed
-        given.clear()
+        failed = _run()(program.buffer_info()[0], calls, bases.buffer_info()[0])
+        if failed:
+            self._raise(self._calls()[failed - 1], come)
         return made
+
+    def _raise(self, call: Call, come: Sequence[Tensor]) -> None:
+        if call.check is not None:
+            check, arguments = call.check
+            check(*(come[self._place(x)[0]].view(x.shape) if isinstance(x, Tensor) else x for x in arguments))
+        raise AssertionError(f"{call.name} in C++ failed without an error")
 
     def _program(self) -> "tuple[array[int], int]":
         """The numbers that `run_chain` reads, and the number of calls."""
@@ -153,7 +165,11 @@ def _address(call: Call) -> int:
     return ctypes.cast(getattr(library(call.source), call.name + "_chained"), ctypes.c_void_p).value or 0
 
 
+def _is_as(x: Tensor, like: tuple[torch.Size, torch.dtype]) -> bool:
+    return x.shape == like[0] and x.dtype is like[1] and x.is_contiguous() and x.is_cpu
+
+
 def _bits(x: float | None) -> int:
     if isinstance(x, float):
-        return struct.unpack("<i", struct.pack("<f", x))[0]
+        return ctypes.c_int32.from_buffer(ctypes.c_float(x)).value
     return 0 if x is None else int(x)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardfn import kernels
-from shardfn.graph import compile_graph
+from shardfn.graph import compile_graph, donate
 from shardfn.graph._chains import MOST_BYTES, ChainRegion, with_chains
 from shardfn.graph._looks import needed, whole_views
 
@@ -156,3 +156,55 @@ def test_a_plan_out_of_range_is_an_error_and_nothing_is_written() -> None:
     with pytest.raises(ValueError, match="slots"):
         step(slots + 100, q + 1, own, ones, *PLAN)
     assert torch.equal(own, before)
+
+
+def test_a_write_through_a_view_of_a_strided_value_is_kept() -> None:
+    def run(x: Tensor, y: Tensor) -> tuple[Tensor]:
+        base = kernels.gelu(x + y) + x
+        flat = (x + y).view(-1) + kernels.gelu(base).view(-1)
+        return (flat.cos(),)
+
+    gm = donate(make_fx(run, tracing_mode="fake")(torch.ones(4, 4), torch.ones(4, 4)))
+    assert regions(gm)
+    step = compile_graph(gm, "graph")
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    assert torch.equal(step(x, y)[0], run(x, y)[0])
+    want = (x.t() + y.t() + kernels.gelu(kernels.gelu(x.t() + y.t()) + x.t())).reshape(-1).cos()
+    assert torch.equal(step(x.t(), y.t())[0], want)
+
+
+def test_arguments_that_shared_a_value_when_they_were_captured_are_apart() -> None:
+    base = torch.randn(48)
+    gm = make_fx(lambda a, b: (kernels.gelu(a) + kernels.gelu(b),), tracing_mode="fake")(
+        base.view(6, D), base.view(6, D)
+    )
+    a, b = torch.randn(6, D), torch.randn(6, D)
+    assert torch.equal(compile_graph(gm, "graph")(a, b)[0], kernels.gelu(a) + kernels.gelu(b))
+
+
+def test_other_shapes_and_dtypes_run_one_by_one() -> None:
+    step = compile_graph(make_fx(lambda x: (kernels.gelu(x) + x,), tracing_mode="fake")(torch.ones(6, D)), "graph")
+    x = torch.randn(2, D)
+    assert torch.equal(step(x)[0], kernels.gelu(x) + x)
+    assert torch.equal(step(x.double())[0], kernels.gelu(x.double()) + x.double())
+
+
+def test_a_default_device_is_not_that_of_values() -> None:
+    step = compile_graph(make_fx(lambda x: (kernels.gelu(x) + x,), tracing_mode="fake")(torch.ones(6, D)), "graph")
+    x = torch.randn(6, D)
+    with torch.device("meta"):
+        got = step(x)[0]
+    assert torch.equal(got, kernels.gelu(x) + x)
+
+
+def test_a_write_before_an_error_is_made_once() -> None:
+    def run(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        return (x.add_(kernels.gelu(rest[1])), *attention(*rest))
+
+    slots, q, ones = torch.tensor([4, 5, 600], dtype=torch.int32), torch.randn(3, D), torch.ones(D)
+    rest = slots, q, torch.zeros(2, 2, 1, 4, D), ones, *PLAN
+    x = torch.randn(3, D)
+    want = x + kernels.gelu(q)
+    with pytest.raises(ValueError, match="slots"):
+        compile_graph(make_fx(run, tracing_mode="fake")(x, *rest), "graph")(x, *rest)
+    assert torch.equal(x, want)

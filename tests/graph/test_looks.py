@@ -80,3 +80,13 @@ def test_an_end_of_a_transfer_is_no_view() -> None:
     first = whole_views(steps)
     assert {str(a): str(b) for a, b in first.items()} == {"unsqueeze": "wait", "select": "wait"}
     assert "wait" in map(str, needed(steps, first))
+
+
+def test_conjugates_and_negatives_are_values_of_their_own() -> None:
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        return x.conj() * 2, x.conj().imag, (x * x.conj()).real
+
+    x = torch.randn(3, dtype=torch.complex64)
+    got = compile_graph(make_fx(run, tracing_mode="fake")(x), "graph")(x)
+    for a, b in zip(got, run(x), strict=True):
+        assert torch.equal(a, b)

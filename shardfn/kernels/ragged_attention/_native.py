@@ -51,7 +51,9 @@ def call(arguments: Sequence[Any], results: Sequence[Tensor]) -> Call | None:
     whole = all(x is None or x.is_contiguous() for x in (*arguments[3:8], tree))
     if not whole or not are_dense(*arguments[:3], slopes, sinks):
         return None
-    return Call(SOURCE, "ragged_attention", _arguments(*arguments, *results))
+    _, _, _, cache, *plan, _, window, _, _, _, tree = arguments
+    check = check_plan, (cache, *plan, window, tree)
+    return Call(SOURCE, "ragged_attention", _arguments(*arguments, *results), check)
 
 
 def _arguments(
