@@ -66,9 +66,9 @@ def row_linear(
     K is cut in `chunks`; an element is a chain of fused multiply-adds over ascending k for each chunk, and the chains
     are added by a binary tree. So its bits depend on its row of `x` and its row of the weight alone: neither on the
     number of rows, nor on threads, nor on the processor. Where `chunks` divides K, a rank that holds some neighbouring
-    chunks, as many as a node of the tree, computes this node. Errors are about half of those of a single chain.
-    In float64, products are rounded before they are added, and it is slow: for tests and small models.
-    There is no derivative yet.
+    chunks, as many as a node of the tree, computes this node. Errors are about half of those of a single chain. In
+    float64, products are rounded before they are added, and it is slow: for tests and small models. There is no
+    derivative yet.
 
     Args:
         x: float32, or float64 with a weight in float64.
