@@ -51,11 +51,14 @@ if dist.is_gloo_available():
     class _SharingGloo(dist.ProcessGroupGloo):
         """A gloo group on the device of the default group."""
 
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        def __init__(
+            self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, **reconfigured: bool
+        ) -> None:
             group, cpu = default_group(), torch.device("cpu")
             default = group._get_backend(cpu) if cpu in group._device_types else None
-            if not isinstance(default, dist.ProcessGroupGloo):
-                super().__init__(store, rank, size, timeout=timeout)
+            # Torch 2.14 can make groups that are reconfigured later; these take no options.
+            if any(reconfigured.values()) or not isinstance(default, dist.ProcessGroupGloo):
+                super().__init__(store, rank, size, timeout=timeout, **reconfigured)
                 return
             shared: Any = default.options  # its stubs lack some fields
             options = type(shared)()
