@@ -32,7 +32,7 @@ from _report import publish, table
 
 from shardfn import core, interop
 from shardfn.inference import Engine, Runner, Sampling, decoder, hf_decoder, limits_of
-from shardfn.kernels import Call, _chain, _dispatch
+from shardfn.kernels import KernelCall, _chain, _dispatch
 from shardfn.models import gpt
 
 CONFIG = gpt.Config.llama_like(
@@ -296,7 +296,7 @@ def _timed_kernels() -> Iterator[dict[str, float]]:
         _dispatch._find, _chain._run = find, run
 
 
-def _noted(call: Call) -> int:
+def _noted(call: KernelCall) -> int:
     """The address of a function, whose folder is noted."""
     address = _ADDRESS(call)
     _FOLDERS[address] = call.source.partition("/")[0]

@@ -5,7 +5,7 @@ import dataclasses
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from shardfn.inference import Drafter, Grammar, Limits, Ngram, Request, Sampling
 from shardfn.kernels import Codes
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8", "fp8")
-_CACHES = "float32, bfloat16, int8 or fp8"
+_CACHES = f"{', '.join(CACHE_DTYPES[:-1])} or {CACHE_DTYPES[-1]}"
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DRAFTERS: Mapping[str, Drafter | None] = {"none": None, "ngram": Ngram(), "suffix": Suffix()}
 _DRAFTS = 15
@@ -132,15 +132,17 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
 
 def weights_of(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of a job that `add_weights_arguments` describes, or a message in place of each wrong value."""
-    words = [] if args.weights is None else args.weights.split(",")
-    codes, memories = ([w for w in words if w in of] for of in (("int8", "int4"), ("host", "disk")))
-    found: dict[str, Any] = {"weights": codes[0] if codes else None, "memory": memories[0] if memories else "device"}
-    found |= {"fit": args.fit, "disk": args.disk, **_cache_of(args.cache)}
-    if len(codes) > 1 or len(memories) > 1 or len(codes) + len(memories) < len(words):
+    codes, memory, fits = _pair(args.weights, ("int8", "int4"), ("host", "disk"))
+    dtype, cache_memory, cache_fits = _pair(args.cache, CACHE_DTYPES, ("host",))
+    found: dict[str, Any] = {"weights": codes, "memory": memory or "device", "fit": args.fit, "disk": args.disk}
+    found |= {"cache": dtype, "cache_memory": cache_memory or "device"}
+    if not cache_fits:
+        found["cache"] = Problem(f"--cache {args.cache}: write {_CACHES}, and host, or one: int8,host")
+    if not fits:
         found["weights"] = Problem(f"--weights {args.weights}: write int8 or int4, and disk or host, or one: int4,disk")
     elif codes and args.dtype != "float32":
         hint = "needs --dtype float32, in which exact layers compute; leave out --dtype"
-        found["weights"] = Problem(f"--weights {codes[0]} {hint}")
+        found["weights"] = Problem(f"--weights {codes} {hint}")
     if args.fit is not None and not codes:
         found["fit"] = Problem(f"--fit {args.fit} has no effect without codes; add --weights int4, or int8")
     elif args.fit is not None and not pathlib.Path(args.fit).is_file():
@@ -150,13 +152,12 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _cache_of(given: str | None) -> dict[str, Any]:
+def _pair(given: str | None, *known: Sequence[str]) -> tuple[str | None, str | None, bool]:
+    """A word of each of two kinds from an option such as "int4,disk", or None; and whether it has no other words."""
     words = [] if given is None else given.split(",")
-    dtypes, memories = ([w for w in words if w in of] for of in (CACHE_DTYPES, ("host",)))
-    found: dict[str, Any] = {"cache": dtypes[0] if dtypes else None, "cache_memory": "host" if memories else "device"}
-    if len(dtypes) > 1 or len(memories) > 1 or len(dtypes) + len(memories) < len(words):
-        found["cache"] = Problem(f"--cache {given}: write {_CACHES}, and host, or one: int8,host")
-    return found
+    one, other = ([w for w in words if w in of] for of in known)
+    fits = len(one) <= 1 and len(other) <= 1 and len(one) + len(other) == len(words)
+    return next(iter(one), None), next(iter(other), None), fits
 
 
 def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:

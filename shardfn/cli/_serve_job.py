@@ -164,10 +164,9 @@ def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
         **({} if model.disk is None else {"--disk": model.disk}),
         **({} if model.draft_model is None else {"--draft-model": model.draft_model}),
     }
-    kinds = [kind for kind in (model.weights, model.memory) if kind not in (None, "device")]
-    options |= {"--weights": ",".join(map(str, kinds))} if kinds else {}
-    kinds = [kind for kind in (model.cache, model.cache_memory) if kind not in (None, "device")]
-    options |= {"--cache": ",".join(map(str, kinds))} if kinds else {}
+    for option, pair in (("--weights", (model.weights, model.memory)), ("--cache", (model.cache, model.cache_memory))):
+        kinds = [kind for kind in pair if kind not in (None, "device")]
+        options |= {option: ",".join(map(str, kinds))} if kinds else {}
     flat = [str(x) for pair in options.items() for x in pair]
     flat += [f"--adapter={name}={place}" for name, place in job.adapters.items()]
     return [python, "-m", "shardfn.cli._serve_rank", str(end), model.model, *flat]

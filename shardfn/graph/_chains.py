@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from shardfn.kernels import Call, are_built, call_of
+from shardfn.kernels import KernelCall, are_built, call_of
 
 from ._exact_rows import has_short_rows
 from ._looks import reads
@@ -35,14 +35,14 @@ class ChainRegion(Region):
     Attributes:
         steps: its nodes, and the views between them.
         room: bytes of the values that only these kernels read.
-        places: of each value, the number of its memory, and its first byte there (`kernels.Chain`).
+        places: of each value, the number of its memory, and its first byte there (`kernels.KernelChain`).
     """
 
     steps: tuple[Node, ...]
     room: int
     places: dict[Place, tuple[int, int]]
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[KernelCall]:
         """The calls, for the present number of threads."""
         return [call for node in self.nodes if (call := _call(node)) is not None]
 
@@ -94,7 +94,7 @@ def _joins(node: Node, run: list[Node], views: Mapping[Node, Node]) -> bool:
     return _call(node) is not None and not any(n in views for n in written_by(node))
 
 
-def _call(node: Node) -> Call | None:
+def _call(node: Node) -> KernelCall | None:
     if node.op != "call_function" or node.kwargs or node.target is operator.getitem:
         return None
     around = (node, *node.all_input_nodes)

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from shardfn._torch import OpOverload
-from shardfn.kernels import Chain, without_dispatch
+from shardfn.kernels import KernelChain, without_dispatch
 from shardfn.memory import on_host
 
 from ._chains import ChainRegion, with_chains
@@ -54,7 +54,7 @@ def emit(gm: GraphModule, steps: Sequence[Node | Region], calls: Sequence[Callab
     return writer.function()
 
 
-def _chain(gm: GraphModule, region: ChainRegion, written: set[Any], views: dict[Node, Node]) -> Chain:
+def _chain(gm: GraphModule, region: ChainRegion, written: set[Any], views: dict[Node, Node]) -> KernelChain:
     writer = _CodeWriter(gm, iter(()), written, views)
     for node in region.inputs:
         writer.take(node)
@@ -63,7 +63,8 @@ def _chain(gm: GraphModule, region: ChainRegion, written: set[Any], views: dict[
         writer.write(node, [n for n in last.get(i, []) if n not in kept])
     writer.give(region.outputs)
     given, results = ([node.meta["val"] for node in nodes] for nodes in (region.inputs, region.outputs))
-    return Chain(region.calls, region.place, given, region.room, results, writer.function(f".{region.nodes[0].name}"))
+    plain = writer.function(f".{region.nodes[0].name}")
+    return KernelChain(region.calls, region.place, given, region.room, results, plain)
 
 
 def name_line(error: BaseException) -> None:
@@ -208,8 +209,13 @@ class _CodeWriter:
     def _view(self, node: Node, of: Node) -> str:
         if _is_same(node, of):
             return self.names[of]
-        view = torch.Tensor.view if storage_of(node.meta["val"]) in self.written else _view_or_copy
-        return f"{self._global(view)}({self.names[of]}, {self._text(list(node.meta['val'].shape))})"
+        shape = self._text(list(node.meta["val"].shape))
+        return f"{self._global(self._look(node))}({self.names[of]}, {shape})"
+
+    def _look(self, node: Node) -> Callable[..., torch.Tensor]:
+        """The function that takes a view; a view of memory that is written must not be a copy."""
+        apart = self.written.isdisjoint(map(storage_of, tensors_of(node)))
+        return _view_or_copy if apart else torch.Tensor.view
 
     def _op(self, node: Node) -> str:
         if node.op == "call_method":
@@ -217,8 +223,8 @@ class _CodeWriter:
         if node.op == "call_module":
             return self._global(self.gm.get_submodule(str(node.target)))
         op: Any = node.target
-        if op in _LOOKS and self.written.isdisjoint(map(storage_of, tensors_of(node))):
-            return self._global(_view_or_copy)
+        if op in _LOOKS:
+            return self._global(self._look(node))
         # The same kernels through torch's parsers written in C++: 1 us a call less, which matters for small ops.
         if not node.kwargs and (function := without_dispatch(op)) is not None:
             return self._global(function)

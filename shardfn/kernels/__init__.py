@@ -1,10 +1,11 @@
 """Fast operations on one device, on plain tensors. Each op has a folder; its `_reference.py` defines the result."""
 
+from ._arguments import EXACT as EXACT
 from ._build import NoCompilerError as NoCompilerError, build as build, building as building
 from ._build import cxx_compiler as cxx_compiler
 from ._dispatch import implemented_by as implemented_by, is_native as is_native
 from ._num_threads import threads_for_kernels as threads_for_kernels
-from ._chain import Call as Call, Chain as Chain, are_built as are_built, call_of as call_of
+from ._chain import KernelCall as KernelCall, KernelChain as KernelChain, are_built as are_built, call_of as call_of
 from ._library import scratch_bytes as scratch_bytes, without_dispatch as without_dispatch
 from .signs import pack_signs as pack_signs, unpack_signs as unpack_signs
 from .sign_compress import sign_compress as sign_compress, sign_compress_ as sign_compress_

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Those of exact rows.
 EXACT = (torch.float32, torch.float64)
 
 

@@ -6,7 +6,6 @@ is made once, and a run takes the addresses of the tensors that come, and memory
 
 import ctypes
 import dataclasses
-import functools
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,8 +21,11 @@ _SOURCE = "_chain.cpp"
 _MOST = 64  # arguments of a call
 
 
+Arguments = tuple[Tensor | int | float | None, ...]
+
+
 @dataclasses.dataclass(frozen=True)
-class Call:
+class KernelCall:
     """A call of a C++ function that has one type with all others (`_chain.h`).
 
     Attributes:
@@ -35,11 +37,8 @@ class Call:
 
     source: str
     name: str
-    arguments: tuple[Tensor | int | float | None, ...]
+    arguments: Arguments
     check: tuple[Callable[..., None], tuple[Any, ...]] | None = None
-
-
-Arguments = tuple[Tensor | int | float | None, ...]
 
 
 def addresses(arguments: Arguments) -> list[int | float | None]:
@@ -48,15 +47,15 @@ def addresses(arguments: Arguments) -> list[int | float | None]:
 
 
 # By the name of an op: from its arguments and its results, without data, to its call or None.
-_CALLS: dict[str, Callable[..., Call | None]] = {}
+_CALLS: dict[str, Callable[..., KernelCall | None]] = {}
 
 
-def define_call(op: str, call: Callable[..., Call | None]) -> None:
+def define_call(op: str, call: Callable[..., KernelCall | None]) -> None:
     """Makes an op callable in chains: `call(arguments, results)` gives its call, or None for other arguments."""
     _CALLS[op] = call
 
 
-def call_of(op: Any, arguments: Sequence[Any], results: Any) -> Call | None:
+def call_of(op: Any, arguments: Sequence[Any], results: Any) -> KernelCall | None:
     """The call of an op on a CPU, from the shapes, strides and dtypes of its tensors; None for other ops.
 
     Args:
@@ -76,7 +75,7 @@ def call_of(op: Any, arguments: Sequence[Any], results: Any) -> Call | None:
     return call if all(_is_plain(x) for x in call.arguments if isinstance(x, Tensor)) else None
 
 
-def are_built(calls: Sequence[Call]) -> bool:
+def are_built(calls: Sequence[KernelCall]) -> bool:
     """Whether the C++ of calls is built, or can be built, here; builds it.
 
     Example:
@@ -95,7 +94,7 @@ def _is_plain(x: Tensor) -> bool:
     return x.device.type == "cpu" and all(type(size) is int for size in (*x.shape, *x.stride()))
 
 
-class Chain:
+class KernelChain:
     """Calls one after another, of tensors that come, and of those that they make.
 
     Args:
@@ -110,7 +109,7 @@ class Chain:
 
     def __init__(
         self,
-        calls: Callable[[], Sequence[Call]],
+        calls: Callable[[], Sequence[KernelCall]],
         place: Callable[[Tensor], tuple[int, int]],
         given: Sequence[Tensor],
         room: int,
@@ -140,7 +139,7 @@ class Chain:
             self._raise(self._calls()[failed - 1], come)
         return made
 
-    def _raise(self, call: Call, come: Sequence[Tensor]) -> None:
+    def _raise(self, call: KernelCall, come: Sequence[Tensor]) -> None:
         if call.check is not None:
             check, arguments = call.check
             check(*(come[self._place(x)[0]].view(x.shape) if isinstance(x, Tensor) else x for x in arguments))
@@ -156,12 +155,11 @@ class Chain:
         return program, len(calls)
 
 
-@functools.cache
 def _run() -> Any:
     return function(_SOURCE, "run_chain", "pip", returns=True)
 
 
-def _address(call: Call) -> int:
+def _address(call: KernelCall) -> int:
     return ctypes.cast(getattr(library(call.source), call.name + "_chained"), ctypes.c_void_p).value or 0
 
 

@@ -95,13 +95,12 @@ def norm(config: Config, along: Along, x_BTD: Tensor, w_D: Tensor, b_D: Tensor |
 
 def position_tables(config: Config, positions_T: Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """Attention's arguments for the positions of tokens, of all heads."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
     if config.position == "rope" and config.exact:
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
         return {"table": nn.exact_rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=wide)}
     if config.position == "rope":
         return {"table": nn.rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=dtype)}
     if config.position == "alibi":
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
         return {"slopes_H": torch.tensor(nn.alibi_slopes(config.num_heads), dtype=wide, device=positions_T.device)}
     return {}
 

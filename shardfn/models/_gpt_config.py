@@ -62,8 +62,8 @@ class Config:
         causal: False: tokens attend to later ones, too, as in BERT. A batch then has "targets".
         attention_dropout: rate, on the probabilities of attention (`nn.PairDropout`); active only where a key is given.
         exact: a token's logits have the same bits beside any other tokens, on any number of threads, and on the ranks
-            of tensor parallelism that `chunks` allows. Parameters are float32; or all
-            float64, which is slow, for tests and small models. Gradients are torch's.
+            of tensor parallelism that `chunks` allows. Parameters are float32; or all float64, which is slow, for tests
+            and small models. Gradients are torch's.
         experts: layers whose feed-forward part is a mixture of experts, with `mlp` as each expert. None: all are dense.
         chunks: with `exact`, the chunks of a linear layer's inputs (`nn.ExactWeight`): a power of two for 1, 2, 4, ..
             ranks of tensor parallelism, 24 for 1, 3 or 6. Results depend on it.

@@ -23,8 +23,6 @@ from shardfn.core import Axes
 from ._exact_gradients import exact_gradients
 from ._products import Product, Weight
 
-# The dtypes of exact rows.
-EXACT = (torch.float32, torch.float64)
 # From the input of a layer and its result to the result in its place.
 Then = Callable[[Tensor, Tensor], Tensor]
 
@@ -146,7 +144,7 @@ class ExactWeight(Weight):
         """
         if self.ndim != 2:
             raise ValueError(f"linear: an ExactWeight of shape {tuple(self.shape)}; flatten its dims to two.")
-        if x.dtype not in EXACT or (torch.float64 in (x.dtype, self.dtype) and x.dtype != self.dtype):
+        if x.dtype not in kernels.EXACT or (torch.float64 in (x.dtype, self.dtype) and x.dtype != self.dtype):
             raise not_exact(f"linear: x is {x.dtype}, the weight is {self.dtype}, and")
         if self.source is None:
             y = kernels.row_linear(x, self.panels, self.shape[0], chunks=self.chunks, bias=bias)
@@ -203,7 +201,7 @@ def linears_of(x: Tensor, weights: Sequence[AnyWeight], biases: Sequence[Tensor 
     """`linear_of` of several weights of one input: in one call where all are packed, with the same bits."""
     packed = [w for w in weights if isinstance(w, ExactWeight) and w.source is None and w.ndim == 2]
     chunks = {w.chunks for w in packed}
-    if len(packed) < len(weights) or len(chunks) > 1 or x.dtype not in EXACT:
+    if len(packed) < len(weights) or len(chunks) > 1 or x.dtype not in kernels.EXACT:
         return [linear_of(x, w, b) for w, b in zip(weights, biases, strict=True)]
     nums = [w.shape[0] for w in packed]
     ys = kernels.row_linears(x, [w.panels for w in packed], nums, chunks=chunks.pop(), biases=biases)

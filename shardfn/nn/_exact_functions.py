@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from shardfn import kernels
 
-from ._exact import EXACT, AnyWeight, ExactWeight, not_exact
+from ._exact import AnyWeight, ExactWeight, not_exact
 
 
 def gelu(x_F: Tensor, w: AnyWeight) -> Tensor:
@@ -114,7 +114,7 @@ def _norm(x: Tensor, w: Tensor, b: Tensor | None, eps: float, centered: bool) ->
     if has_torch_function((x, w, b)):  # a lazy leaf
         return handle_torch_function(_norm, (x, w, b), x, w, b, eps, centered)
     dtypes = dict.fromkeys(t.dtype for t in (x, w, b) if t is not None)
-    if len(dtypes) > 1 or x.dtype not in EXACT:
+    if len(dtypes) > 1 or x.dtype not in kernels.EXACT:
         raise not_exact(f"an exact norm of {', '.join(map(str, dtypes))}:")
     return _Norm.apply(x, w, b, eps, centered)  # pyright: ignore[reportReturnType]
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from shardfn import kernels
 
-from ._exact import EXACT, not_exact
+from ._exact import not_exact
 from ._exact_functions import pointwise
 
 _LEAST = -87.0  # below it e^x is 0, so that nothing is subnormal
@@ -70,7 +70,7 @@ def exact_sum(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch 1"]:
 
 
 def _check(x: Tensor) -> None:
-    if x.dtype not in EXACT:
+    if x.dtype not in kernels.EXACT:
         raise not_exact(f"exact scores of {x.dtype}:")
 
 

@@ -89,9 +89,9 @@ def top_logprobs(
         num: of tokens, from 1 to the number of logits.
 
     Returns:
-        Tokens int64, the most probable first, of equal logits that of the lower index first; and log
-        probabilities, in the dtype of the logits, under their softmax, with the bits that `draw` gives for that token.
-        A row with a NaN, or without a finite largest logit, gives -1 and NaN.
+        Tokens int64, the most probable first, of equal logits that of the lower index first; and log probabilities, in
+        the dtype of the logits, under their softmax, with the bits that `draw` gives for that token. A row with a NaN,
+        or without a finite largest logit, gives -1 and NaN.
 
     Raises:
         TypeError: for another dtype.

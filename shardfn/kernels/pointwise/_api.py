@@ -1,5 +1,7 @@
 """Activations of single elements, with the same bits in any batch and on any processor."""
 
+import functools
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -180,8 +182,8 @@ for _name, _num, _layer in (("gated_silu", 2, "swiglu"), ("gelu", 1, "mlp")):
 map_rows("gated_silu_gradient", 2)
 for _name in ("gated_silu_gradient", "gated_silu_gradient_"):
     refuse_backward(_name, "differentiate F.silu(gate) * up twice.")
-define_call("shardfn_kernels::gated_silu.default", _native.call_gated_silu)
-define_call("shardfn_kernels::gelu.default", _native.call_gelu)
+for _name in ("gated_silu", "gelu"):
+    define_call(f"shardfn_kernels::{_name}.default", functools.partial(_native.call, _name))
 define_call("shardfn_kernels::rotate.default", _native.call_rotate)
-define_call("aten::add.Tensor", _native.call_add)
-define_call("aten::add_.Tensor", _native.call_add)
+for _name in ("add", "add_"):
+    define_call(f"aten::{_name}.Tensor", _native.call_add)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardfn.kernels._build import function
-from shardfn.kernels._chain import Arguments, Call, addresses, are_dense
+from shardfn.kernels._chain import Arguments, KernelCall, addresses, are_dense
 from shardfn.kernels._num_threads import threads_for
 
 from . import _reference
@@ -49,28 +49,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
-def call_gated_silu(arguments: Sequence[Any], y: Tensor) -> Call | None:
-    """The call of the op in a chain."""
-    return Call(SOURCE, "gated_silu", _arguments(*arguments, y)) if are_dense(*arguments) else None
+def call(name: str, arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
+    """The call of `gated_silu` or `gelu` in a chain."""
+    return KernelCall(SOURCE, name, _arguments(*arguments, y)) if are_dense(*arguments) else None
 
 
-def call_gelu(arguments: Sequence[Any], y: Tensor) -> Call | None:
-    """The call of the op in a chain."""
-    return Call(SOURCE, "gelu", _arguments(*arguments, y)) if are_dense(*arguments) else None
-
-
-def call_rotate(arguments: Sequence[Any], y: Tensor) -> Call | None:
+def call_rotate(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
     """The call of the op in a chain."""
     x, cos, sin = arguments
-    return Call(SOURCE, "rotate", (x, cos, sin, y, *x.shape, NEWEST)) if are_dense(x, cos, sin) else None
+    return KernelCall(SOURCE, "rotate", (x, cos, sin, y, *x.shape, NEWEST)) if are_dense(x, cos, sin) else None
 
 
-def call_add(arguments: Sequence[Any], y: Tensor) -> Call | None:
+def call_add(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
     """The call of torch's `add` and `add_` of two tensors in a chain: it has the same bits."""
     x, other = arguments
-    if not isinstance(other, Tensor) or x.shape != other.shape or not are_dense(x, other):
-        return None
-    return Call(SOURCE, "added", _arguments(x, other, y))
+    return call("added", arguments, y) if isinstance(other, Tensor) and x.shape == other.shape else None
 
 
 def _arguments(*tensors: Tensor) -> Arguments:

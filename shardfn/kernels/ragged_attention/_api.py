@@ -60,8 +60,8 @@ def ragged_attention(
         v: values, likewise.
         cache: float32, bfloat16, int8 or float8_e4m3fn, or float64 where q is; contiguous, written in place. Keys and
             values are rounded to its dtype before they are read, also a token's own. Of tokens with the same slot the
-            last one's are kept.
-            A row has K elements; int8 and float8 are codes with one scale a row, of `cache_row(K, dtype)` elements.
+            last one's are kept. A row has K elements; int8 and float8 are codes with one scale a row, of
+            `cache_row(K, dtype)` elements.
         slots: where each token is written, int32.
         positions: of each token in its sequence, int32.
         sequences: the row of `tables` for each token, int32.

@@ -1,15 +1,13 @@
 """Attention of ragged tokens over a paged cache, on a CPU, in C++."""
 
-import ctypes
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.kernels._build import library
-from shardfn.kernels._chain import Arguments, Call, addresses, are_dense
+from shardfn.kernels._build import function
+from shardfn.kernels._chain import Arguments, KernelCall, addresses, are_dense
 from shardfn.kernels._num_threads import num_threads
 
 from . import _reference
@@ -30,7 +28,7 @@ def ragged_attention(
     tree: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Fp32 [T, H, K] and [T, H]. Writes cache [blocks, 2, G, block, row]."""
-    run = _function()
+    run = function(SOURCE, "ragged_attention", "p" * 13 + "i" * 13 + "ff" + "iii", returns=True)
     if run is None:
         args = q, k, v, cache, slots, positions, sequences, tables, scale, window, softcap, slopes, sinks, tree
         return _reference.ragged_attention(*args)
@@ -45,15 +43,13 @@ def ragged_attention(
     return y, lse
 
 
-def call(arguments: Sequence[Any], results: Sequence[Tensor]) -> Call | None:
+def call(arguments: Sequence[Any], results: Sequence[Tensor]) -> KernelCall | None:
     """The call of the op in a chain."""
-    *_, slopes, sinks, tree = arguments
-    whole = all(x is None or x.is_contiguous() for x in (*arguments[3:8], tree))
-    if not whole or not are_dense(*arguments[:3], slopes, sinks):
+    q, k, v, cache, *plan, _, window, _, slopes, sinks, tree = arguments
+    if not are_dense(q, k, v, slopes, sinks) or not all(x is None or x.is_contiguous() for x in (cache, *plan, tree)):
         return None
-    _, _, _, cache, *plan, _, window, _, _, _, tree = arguments
     check = check_plan, (cache, *plan, window, tree)
-    return Call(SOURCE, "ragged_attention", _arguments(*arguments, *results), check)
+    return KernelCall(SOURCE, "ragged_attention", _arguments(*arguments, *results), check)
 
 
 def _arguments(
@@ -66,15 +62,3 @@ def _arguments(
     sizes = *(T, H, G, K), *(x.stride(0) for x in (q, k, v)), cache.shape[0], cache.shape[3], *tables.shape
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
     return *tensors, *sizes, window or 0, KINDS[cache.dtype], *scores, num_threads(), FEW, NEWEST
-
-
-@functools.cache
-def _function() -> Any:
-    """The function, with the types of its arguments, which keeps calls of few rows cheap; None without a compiler."""
-    found = library(SOURCE)
-    if found is None:
-        return None
-    numbers = ctypes.c_int64, ctypes.c_float
-    found.ragged_attention.argtypes = [ctypes.c_void_p] * 13 + [numbers[0]] * 13 + [numbers[1]] * 2 + [numbers[0]] * 3
-    found.ragged_attention.restype = ctypes.c_int64
-    return found.ragged_attention

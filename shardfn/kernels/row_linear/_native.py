@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardfn.kernels._build import function
-from shardfn.kernels._chain import Call, are_dense
+from shardfn.kernels._chain import KernelCall, are_dense
 from shardfn.kernels._num_threads import threads_for
 
 from . import _reference
@@ -49,13 +49,13 @@ def row_linears(
     return ys
 
 
-def call_one(arguments: Sequence[Any], y: Tensor) -> Call | None:
+def call_one(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
     """The call of `row_linear` in a chain."""
     x, packed, num, chunks, bias = arguments
     return call((x, [packed], [num], chunks, [bias]), [y])
 
 
-def call(arguments: Sequence[Any], ys: Sequence[Tensor]) -> Call | None:
+def call(arguments: Sequence[Any], ys: Sequence[Tensor]) -> KernelCall | None:
     """The call of `row_linears` in a chain, if its layers are of one kind."""
     x, packed, nums, chunks, biases = arguments
     kinds = {_KINDS.get(kind_of(w) or w.dtype) for w in packed}
@@ -64,4 +64,4 @@ def call(arguments: Sequence[Any], ys: Sequence[Tensor]) -> Call | None:
     m, k = x.shape[:-1].numel(), x.shape[-1]
     layers = [part for w, bias, y in zip(packed, biases, ys, strict=True) for part in (w, bias, y, y.shape[-1])]
     threads = threads_for(m * k * sum(nums), FEW)
-    return Call(SOURCE, "row_linears", (x, len(packed), m, k, chunks, *kinds, threads, NEWEST, *layers))
+    return KernelCall(SOURCE, "row_linears", (x, len(packed), m, k, chunks, *kinds, threads, NEWEST, *layers))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardfn.kernels._build import function
-from shardfn.kernels._chain import Arguments, Call, addresses, are_dense
+from shardfn.kernels._chain import Arguments, KernelCall, addresses, are_dense
 from shardfn.kernels._num_threads import threads_for
 
 from . import _reference
@@ -29,11 +29,11 @@ def row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centere
     return y
 
 
-def call(arguments: Sequence[Any], y: Tensor) -> Call | None:
+def call(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
     """The call of the op in a chain."""
     x, weight, bias, eps, centered = arguments
     whole = are_dense(x, weight, bias)
-    return Call(SOURCE, "row_norm", _arguments(x, weight, bias, eps, centered, y)) if whole else None
+    return KernelCall(SOURCE, "row_norm", _arguments(x, weight, bias, eps, centered, y)) if whole else None
 
 
 def _arguments(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, y: Tensor) -> Arguments:
