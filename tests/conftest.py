@@ -1,6 +1,7 @@
 """Shape checks for the whole package, here and in the workers of `shardfn.testing.distributed`."""
 
 import argparse
+import collections
 import fcntl
 import importlib.util
 import os
@@ -42,8 +43,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", metavar="K/N", type=_share, help="only part K of N (0 <= K < N) of the tests")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps the share of the tests that `--share` asks for."""
+    """Marks the cases of `day` that run at night, and keeps the share of the tests that `--share` asks for."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("day") and not item.get_closest_marker("nightly"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for family in cases.values():
+        for item in _by_night(family):
+            item.add_marker(pytest.mark.nightly)
     share = config.getoption("--share")
     if share is not None:
         part, parts = share
@@ -51,6 +60,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         taken = set(mine)
         config.hook.pytest_deselected(items=[item for item in items if item not in taken])
         items[:] = mine
+
+
+def _by_night(family: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases of a test that run at night: all but those that its `day` names, or all but a number, evenly spaced."""
+    mark = family[0].get_closest_marker("day")
+    assert mark is not None
+    if len(family) == 1:  # named by its id, or alone by `-k`
+        return []
+    if isinstance(mark.args[0], int):
+        day = {i * len(family) // mark.args[0] for i in range(mark.args[0])}
+        return [item for i, item in enumerate(family) if i not in day]
+    ids = {item.nodeid.partition("[")[2][:-1]: item for item in family}
+    unknown = set(mark.args) - ids.keys()
+    if unknown:
+        raise pytest.UsageError(f"{family[0].nodeid}: day names {sorted(unknown)}, and its cases are {list(ids)}")
+    return [item for name, item in ids.items() if name not in mark.args]
 
 
 def _share(text: str) -> tuple[int, int]:

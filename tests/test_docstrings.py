@@ -46,6 +46,7 @@ def _module_of(test: doctest.DocTest) -> str:
     return ".".join(("shardfn", *(p for p in parts if p != "__init__")))
 
 
+@pytest.mark.day(191)
 @pytest.mark.parametrize(
     "test",
     [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(list(_examples()))],

@@ -33,6 +33,7 @@ def test_its_parts_run_on_a_cpu(tmp_path: pathlib.Path) -> None:
     assert isinstance(parity, dict) and parity["cases"] > 20 and not parity["failed"]
 
 
+@pytest.mark.nightly
 def test_a_part_without_time_is_left_out_and_named(tmp_path: pathlib.Path) -> None:
     found = _run(tmp_path / "gpu.json", "--parts", "machine,offload", "--seconds", "0")
     assert found["machine"] == found["offload"] == "left out: no time is left"
@@ -46,6 +47,7 @@ time.sleep({seconds})
 """
 
 
+@pytest.mark.day("0")
 @pytest.mark.parametrize("seconds", [0, 300])
 def test_no_process_of_a_part_is_left(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, seconds: int) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -38,6 +38,7 @@ print(metrics["loss"].item(), state.params["w"].local.tolist())
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_everything_imports_and_a_step_runs(name: str) -> None:
     modules, functions = SYSTEMS[name]

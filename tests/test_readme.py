@@ -141,6 +141,7 @@ def test_the_training_program_has_the_options_that_are_named() -> None:
         assert option in done.stdout
 
 
+@pytest.mark.day("2-docs/index.md")
 @pytest.mark.parametrize(
     "page", [pytest.param(x, marks=() if x in DAILY else pytest.mark.nightly) for x in ["README.md", *DOCS]]
 )

@@ -119,6 +119,7 @@ def test_functions_inside_functions_share_their_checks(module: ModuleType) -> No
     assert code is two.__wrapped__.__code__ and id(code) in shape_checks._CHECKS
 
 
+@pytest.mark.nightly
 def test_bindings_of_an_inner_function_end_with_it(module: ModuleType) -> None:
     held = module.Later()
     size, ended = module.holder(held), weakref.ref(held)

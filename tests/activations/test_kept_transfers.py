@@ -98,6 +98,7 @@ CASES = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", [pytest.param(x, marks=() if x in BY_DAY else NIGHT) for x in CASES])
 def test_a_recomputation_sends_nothing_where_results_are_kept_by_name(case: tuple[str, str, int]) -> None:
     _kept(case)
@@ -214,6 +215,7 @@ def _experts_loss(policy: Any) -> Callable[..., Tensor]:
     return lambda p, x: wrapped(p, x).exp().mean()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=NIGHT)])
 def test_a_layer_with_experts_exchanges_once(mode: str) -> None:
     _exchanged_once(mode)

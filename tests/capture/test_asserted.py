@@ -29,6 +29,7 @@ def run(f: Any, labels: list[int]) -> Tensor:
     return step(step.init({"w": torch.arange(10.0).view(5, 2)}), torch.tensor(labels))[1]["loss"]
 
 
+@pytest.mark.nightly
 def test_checks_are_part_of_the_graph() -> None:
     graph = sf.jit(checked, backend="graph")
     step = sf.sharded_step(graph, sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": 1}))
@@ -48,6 +49,7 @@ def test_checks_are_part_of_the_graph() -> None:
     assert step.cache_info().misses == 1
 
 
+@pytest.mark.day("<lambda>")
 @pytest.mark.parametrize("remat", [sf.remat, lambda f: functools.partial(checkpoint, f, use_reentrant=False)])
 def test_checks_of_a_function_that_runs_again_are_part_of_the_graph(remat: Any) -> None:
     """Also where values are followed along an axis, by a mode between the check and the capture."""
@@ -82,6 +84,7 @@ def test_checks_of_a_module_are_part_of_the_graph() -> None:
             step(state, torch.tensor(labels))
 
 
+@pytest.mark.nightly
 def test_an_assert_of_an_item(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "model.py"  # pytest writes the asserts of a test anew
     path.write_text("def f(p, x):\n    assert x.max().item() <= 3, 'large'\n    return p['w'].sum()\n")
@@ -93,6 +96,7 @@ def test_an_assert_of_an_item(tmp_path: pathlib.Path) -> None:
         run(f, [1, 4])
 
 
+@pytest.mark.nightly
 def test_branches_that_do_more_than_raise_are_not_taken() -> None:
     def two(p: dict, x: Tensor) -> Tensor:
         if x.max() > 1 and x.min() > 1:

@@ -45,6 +45,7 @@ class Compiled(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")  # torch's compiler is imported, and looks at tensors in ways that it deprecates
 def test_a_compiled_submodule_is_captured_without_its_compilation() -> None:
     torch.manual_seed(0)

@@ -128,6 +128,7 @@ def _(x: Tensor) -> Tensor:
 _turned.register_autograd(lambda ctx, grad: grad.clone())
 
 
+@pytest.mark.nightly
 def test_a_view_of_a_tensor_with_other_strides_than_inferred_is_a_copy_unless_it_is_written_to() -> None:
     step = {
         name: sf.sharded_step(sf.jit(loss, backend="graph"), sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": 1}))

@@ -61,6 +61,7 @@ def test_numbers_drawn_at_the_capture_are_refused_with_the_line() -> None:
         assert metrics["loss"].item() == pytest.approx(number)
 
 
+@pytest.mark.nightly
 def test_values_cached_by_a_capture_are_forgotten() -> None:
     @functools.lru_cache
     def positions(n: int) -> tuple[Tensor, int]:

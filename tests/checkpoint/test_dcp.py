@@ -64,6 +64,7 @@ def _state_restored(place: pathlib.Path, stage: int, world: int) -> Any:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP's warning in one process
 @pytest.mark.parametrize(
     "source", [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)]
@@ -103,6 +104,7 @@ def _dtensors_restored(place: pathlib.Path, world: int) -> Any:
     return {k: x.full_tensor().clone() if isinstance(x, GlobalTensor) else x for k, x in tree.items()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "source", [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)]
 )
@@ -164,6 +166,7 @@ def _layers_restored(place: pathlib.Path, world: int) -> None:
         assert_bits(by_path(tree), want)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("source", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_heads_stages_disk_and_stacks_there_and_back(tmp_path: pathlib.Path, source: int) -> None:
     """Two ranks have the layers stacked, along stages; all others in a list, and four have them cut along tp."""

@@ -107,6 +107,7 @@ def _other_dim(directory: pathlib.Path) -> None:
         checkpoint.restore(directory / "one", compressing({"w": sf.P(None, "tp")}))
 
 
+@pytest.mark.nightly
 def test_errors_of_leaves_that_are_cut_along_another_dim_move(tmp_path: pathlib.Path) -> None:
     _other_dim(tmp_path)
 
@@ -162,6 +163,7 @@ def _given_up(directory: pathlib.Path, name: str) -> None:
         assert metrics["loss"].isfinite()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", ["onebit_adam", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("onebit_lamb", "zero_one_adam"))]
 )

@@ -391,6 +391,7 @@ def test_a_rank_that_dies_leaves_whole_checkpoints(tmp_path: pathlib.Path) -> No
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
+@pytest.mark.nightly
 def test_every_flipped_byte_is_found(tmp_path: pathlib.Path) -> None:
     place = pathlib.Path(
         checkpoint.save(tmp_path, {"a": torch.arange(5.0), "b": torch.ones(3, dtype=torch.bool)}, 1).path

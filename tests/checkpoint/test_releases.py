@@ -115,6 +115,7 @@ def test_onebit_adam_of_a_release_opens_with_the_errors_of_ranks(version: str) -
     assert_opens(RELEASES / version / "onebit_adam", "onebit_adam", 2, 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("version", VERSIONS)
 def test_onebit_adam_of_a_release_opens_on_other_ranks(version: str) -> None:
     assert_opens(RELEASES / version / "onebit_adam", "onebit_adam", 3, 0, but=r"\.(residual|codes|begun)\b")

@@ -65,6 +65,7 @@ def _restored(directory: pathlib.Path, cut: str, dtype: torch.dtype, world: int)
         assert torch.equal(tree[name].full_tensor(), x.to(dtype))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("cut", "dtype"),
     [
@@ -78,6 +79,7 @@ def test_a_restore_has_its_blocks_and_no_more_than_a_leaf(tmp_path: pathlib.Path
     _restored(tmp_path, cut, dtype, world=2)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_weights_of_hugging_face_are_read_a_leaf_at_a_time() -> None:
     place = [tempfile.mkdtemp()]

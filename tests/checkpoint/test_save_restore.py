@@ -143,6 +143,7 @@ def test_any_tree_from_all_worlds_to_all_others(tmp_path: pathlib.Path) -> None:
         _read(tmp_path, [1, 2, 3, 4], range(20), world=world)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_ranks_write_equally_much_and_read_their_own_blocks(tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": 2, "tp": 2}, device="cpu")
@@ -182,6 +183,7 @@ def _experts(directory: pathlib.Path, sources: list[str], world: int) -> None:
             assert all(torch.equal(got[name].full_tensor(), x) for name, x in want.items())
 
 
+@pytest.mark.nightly
 def test_experts_move_between_ranks_that_do_not_divide_them(tmp_path: pathlib.Path) -> None:
     for world in (1, 2, 4):
         _experts(tmp_path, [], world=world)
@@ -286,6 +288,7 @@ def test_a_part_of_the_layers_of_a_stack_is_no_fit(tmp_path: pathlib.Path) -> No
     assert [x["w"].tolist() for x in got] == [[0.0, 1.0], [2.0, 3.0]]
 
 
+@pytest.mark.nightly
 def test_more_files_than_a_process_may_open(tmp_path: pathlib.Path) -> None:
     state = {f"w{i}": torch.full((2,), float(i)) for i in range(300)}
     place = pathlib.Path(checkpoint.save(tmp_path, state, step=1, file_bytes=1).path)

@@ -22,6 +22,7 @@ def server() -> Iterator[Running]:
     assert made.close() == 0
 
 
+@pytest.mark.nightly
 def test_all_requests_are_measured(server: Running, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     args = ["bench", "serve", "--url", server.url, "--model", NAME, "--requests", "12", "--rate", "200", "--drawn", "8"]

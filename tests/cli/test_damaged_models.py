@@ -207,6 +207,7 @@ CASES: list[Any] = [("files", name) for name in FILES if name not in SLOW] + [("
 CASES += [pytest.param("files", name, marks=pytest.mark.nightly) for name in SLOW]
 
 
+@pytest.mark.day(18)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_a_damaged_model_is_named(
     kind: str, name: str, tmp_path: pathlib.Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

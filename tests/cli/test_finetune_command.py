@@ -101,6 +101,7 @@ def test_it_plans_trains_and_leaves_a_model(
     assert main(words(given, tmp_path)) == 0 and rows_of(tmp_path) == rows
 
 
+@pytest.mark.nightly
 def test_adapters_of_a_file_of_options(given: pathlib.Path, tmp_path: pathlib.Path) -> None:
     toml = tmp_path / "run.toml"
     toml.write_text('lora = 2\nlora-alpha = 4\nmerge = true\nlr = 0.5\nprecision = "fp32"\n')
@@ -122,6 +123,7 @@ def test_adapters_of_a_file_of_options(given: pathlib.Path, tmp_path: pathlib.Pa
     assert not any("base" in path for path in stored(tmp_path / "out/checkpoints"))
 
 
+@pytest.mark.nightly
 def test_adapters_beside_weights_in_codes(given: pathlib.Path, tmp_path: pathlib.Path) -> None:
     more = ["--lora", "2", "--codes", "int4", "--merge", "--steps", "2", "--lr", "1e-9", "--precision", "fp32"]
     assert main(words(given, tmp_path, *more)) == 0
@@ -189,6 +191,7 @@ def test_tensor_parallel_beside_codes(width: int, given: pathlib.Path, tmp_path:
     assert adapters.read_bytes() == want
 
 
+@pytest.mark.nightly
 def test_the_result_is_the_checkpoint_with_the_lowest_validation_loss(
     given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +247,7 @@ def equals_checkpoint(out: pathlib.Path, step: int) -> bool:
     return all(torch.equal(paths[path], x) for path, x in read_leaves(out / "checkpoints", paths, step))
 
 
+@pytest.mark.day("chats")
 @pytest.mark.parametrize("kind", ["pairs", "chats"])
 def test_prompts_and_chats(kind: str, given: pathlib.Path, tmp_path: pathlib.Path) -> None:
     told = words(given, tmp_path, "--steps", "2")
@@ -345,6 +349,7 @@ def test_every_bad_argument_is_named_before_anything_is_loaded(
     )
 
 
+@pytest.mark.nightly
 def test_a_run_that_goes_on_keeps_its_settings(
     given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

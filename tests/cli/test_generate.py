@@ -105,6 +105,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
     return lines[0]
 
 
+@pytest.mark.nightly
 def test_greedy_tokens_are_those_of_gpt(given: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, deferred = interop.gpt_from_hf(given, exact=True)
     params = core.tree_map(lambda x: x.full(), deferred)
@@ -124,6 +125,7 @@ def test_greedy_tokens_are_those_of_gpt(given: pathlib.Path, capsys: pytest.Capt
         assert row["text"].split() == [WORDS[token - 3] for token in words if token > 2]
 
 
+@pytest.mark.nightly
 def test_other_models_run_by_their_own_code(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer_of(WORDS).save_pretrained(tmp_path)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -165,6 +167,7 @@ def test_an_adapter_of_peft(given: pathlib.Path, tmp_path: pathlib.Path, capsys:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("codes", [pytest.param("int8", marks=pytest.mark.nightly), "int4"])
 def test_weights_in_codes(given: pathlib.Path, codes: Any, capsys: pytest.CaptureFixture[str]) -> None:
     config, deferred = interop.gpt_from_hf(given, exact=True)
@@ -237,6 +240,7 @@ def test_refused_kinds_of_weights(
     assert words in refused(capsys, given, "one", *args)
 
 
+@pytest.mark.nightly
 def test_a_gguf_file_lends_the_blocks_that_decode_to_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     config = gpt.Config.llama_like(vocab_size=64, num_layers=1, d_model=64, num_heads=2, d_ff=96, max_len=16)
     config = dataclasses.replace(config, exact=True, tie_embeddings=False)
@@ -273,6 +277,7 @@ def test_a_gguf_file_lends_the_blocks_that_decode_to_its_weights(monkeypatch: py
     assert (got.tokens, got.logprobs, got.prompt_logprobs) == (want.tokens, want.logprobs, want.prompt_logprobs)
 
 
+@pytest.mark.nightly
 def test_a_run_completes_lines_of_stdin(
     run: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +323,7 @@ def test_a_draft_model_changes_no_completion(run: pathlib.Path, capsys: pytest.C
     assert found is not None and found[1] == found[2] != "0"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("more", [[], ["--json"]])
 def test_logits_that_are_not_finite_are_an_error(
     run: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
@@ -334,11 +340,13 @@ def test_logits_that_are_not_finite_are_an_error(
     assert "logits are not finite" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_bfloat16_is_not_exact(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(run), "abc", "--dtype", "bfloat16", "--max-tokens", "2"]) == 0
     assert "bfloat16, not exact: exact layers compute float32, and --dtype is bfloat16\n" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_chat_has_one_beginning(given: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = text_of_transformers(transformers.AutoTokenizer.from_pretrained(given))
     assert text.chat is not None and text.encode("one") == [1, 3]
@@ -374,6 +382,7 @@ def test_texts_of_a_schema_and_of_an_expression(
     assert "grammar: " in capsys.readouterr().err
 
 
+@pytest.mark.day(8)
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -412,6 +421,7 @@ def test_a_prompt_longer_than_the_context(given: pathlib.Path, capsys: pytest.Ca
     assert "prompt 2 of 2: prompt has 21 tokens; it must have from 1 to 15" in line
 
 
+@pytest.mark.day(6)
 @pytest.mark.parametrize(
     ("made", "words"),
     [

@@ -22,6 +22,7 @@ def setup_of(V: int, L: int, D: int, mesh: Any = None, **more: Any) -> Setup:
     return Setup("tiny", config, mesh or {"dp": 1}, cluster("cpu"), Zero(3), "fp32-adam", **more)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_one_token_more_does_not_fit(ranks: int) -> None:
     setup, limit = setup_of(1000, 2, 64, {"dp": ranks}), 100 << 20
@@ -48,6 +49,7 @@ def counted(setup: Setup, settings: LongSettings, tokens: int) -> int:
     return book.peak("device")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("shape", "tokens", "settings"),
     [
@@ -69,6 +71,7 @@ def test_bytes_are_within_5_percent_of_those_counted(
     assert abs(planned / found - 1) <= 0.05, (planned, found)
 
 
+@pytest.mark.nightly
 def test_the_program_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     run = ["plan", "--model", "llama-7b", "--mesh", "dp=8", "--longest"]
     assert main(run) == 0

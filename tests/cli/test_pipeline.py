@@ -19,6 +19,7 @@ def run(mesh: dict[str, int], m: int, schedule: str = "1f1b", *, remat: bool = F
     return Setup("tiny", TINY, mesh, places, zero, "bf16-adam", **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.day("gpipe-False", "gpipe-True", "zb-h1-True")
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(SCHEDULES)]
@@ -85,6 +86,7 @@ def test_a_pipeline_that_cannot_be_is_refused(setup: Setup, says: str):
         plan(setup)
 
 
+@pytest.mark.nightly
 def test_a_search_splits_ranks_among_three_axes():
     found = search(run({"pp": 2, "dp": 2, "tp": 2}, 4))
     meshes = {(p.setup.axis("dp"), p.setup.axis("tp"), p.setup.axis("pp")) for p in (*found.best, *found.failed)}
@@ -93,6 +95,7 @@ def test_a_search_splits_ranks_among_three_axes():
     assert [p.cost.seconds for p in found.best] == sorted(p.cost.seconds for p in found.best)
 
 
+@pytest.mark.nightly
 def test_recipes_match_the_published_numbers(capsys: pytest.CaptureFixture[str]):
     made = {name: plan(recipe(name).setup) for name in RECIPES}
     assert all(p.fits for p in made.values())

@@ -226,6 +226,7 @@ def test_small_numbers_have_three_figures(capsys):
     assert "0.000e9" not in text and not re.search(r"\b0\.00[1-9]\b", text), text
 
 
+@pytest.mark.nightly
 def test_a_small_model_is_in_smaller_units(capsys):
     assert main(["plan", "--model", f"{TINY},bias=False", "--exact"]) == 0
     text = capsys.readouterr().out
@@ -348,6 +349,7 @@ def test_search_leaves_tp_alone_unless_the_mesh_names_it():
     assert {p.setup.axis("tp") for p in search(run("gpt2", {"dp": 8, "tp": 1}, 3)).best} == {1, 2, 4, 8}
 
 
+@pytest.mark.nightly
 def test_search_explains_why_nothing_fits(capsys, tmp_path):
     arguments = ["plan", "--model", "1t", "--mesh", "dp=4,tp=4", "--device", "rtx4090", "--search"]
     assert main([*arguments, "--png", str(tmp_path / "none.png")]) == 1

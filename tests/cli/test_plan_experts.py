@@ -37,6 +37,7 @@ def tiny(exchange=None, **changes):
     return gpt.Config.llama_like(**sizes, experts=experts, **changes)
 
 
+@pytest.mark.day("2")
 @distributed(world=4)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_states_are_those_of_a_step(stage: int) -> None:

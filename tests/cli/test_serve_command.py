@@ -386,6 +386,7 @@ def test_a_template_of_a_model_with_a_power_refuses_the_messages() -> None:
 ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
 
 
+@pytest.mark.day(4)
 @pytest.mark.parametrize(
     ("source", "words"),
     [

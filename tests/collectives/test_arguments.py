@@ -88,6 +88,7 @@ def test_refusals_on_one_rank() -> None:
     refuse_all()
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_refusals_on_several_ranks() -> None:
     with c.bind_mesh(make_mesh({"dp": 2}, device="cpu")):
@@ -144,6 +145,7 @@ def test_a_tensor_subclass_may_intercept() -> None:
         assert leaf.grad is not None and leaf.grad.tolist() == [3.0, 3.0]
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_tracer_captures_the_collectives_of_forward_and_backward() -> None:
     with c.bind_mesh(make_mesh({"dp": 2}, device="cpu")):

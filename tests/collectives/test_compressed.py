@@ -143,6 +143,7 @@ def test_sizes() -> None:
 # Equal to the formula
 
 
+@pytest.mark.nightly
 @distributed(
     world=[
         pytest.param(1, marks=pytest.mark.nightly),
@@ -185,6 +186,7 @@ def check_conservation(x: Tensor, before: Any, out: Tensor, after: Any) -> None:
     torch.testing.assert_close(left, right, rtol=1e-6, atol=2e-6)
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_leaves_buckets_donation_dtypes_and_codes_change_no_bits(world: int) -> None:
     with on(world):
@@ -222,6 +224,7 @@ def test_leaves_buckets_donation_dtypes_and_codes_change_no_bits(world: int) -> 
         torch.testing.assert_close(wide.bfloat16(), out["d"], **EXACT)
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_every_compressor_equals_its_formula_and_bounds_its_error(world: int) -> None:
     with on(world):
@@ -362,6 +365,7 @@ def test_errors_are_global_tensors() -> None:
 # Two axes
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_two_axes_are_exact_inside_and_compressed_between() -> None:
     mesh = make_mesh({"node": 2, "gpu": 2}, device="cpu")
@@ -452,6 +456,7 @@ def _rounded(compressor: Compressor, blocks: list[Tensor], dim: int) -> list[Ten
     return out
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_psum_scatter_over_two_links() -> None:
     mesh = make_mesh({"node": 2, "gpu": 2}, device="cpu")
@@ -476,6 +481,7 @@ def test_psum_scatter_over_two_links() -> None:
 # quantized_all_gather
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_quantized_all_gather(world: int) -> None:
     with on(world):

@@ -54,6 +54,7 @@ def test_an_interrupt_of_a_wait_damages_nothing(monkeypatch: pytest.MonkeyPatch)
         end.close()
 
 
+@pytest.mark.nightly
 def test_an_interrupted_start_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = _pair(monkeypatch)
     engine = one._engine

@@ -67,6 +67,7 @@ WITHOUT_CASTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.day("closed over-2")
 @distributed(world=[2])
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(WITHOUT_CASTS)]
@@ -124,6 +125,7 @@ REFUSED: dict[str, Any] = {
 }
 
 
+@pytest.mark.day("twice declared-2", "declared varying-2")
 @distributed(world=[2])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_result_that_differs_where_its_spec_promises_one_is_refused(world: int, name: str) -> None:
@@ -167,6 +169,7 @@ CHOSEN_BY_AN_INDEX: dict[str, Any] = {
 }
 
 
+@pytest.mark.day("max-2", "in-2")
 @distributed(world=[2])
 @pytest.mark.parametrize("name", CHOSEN_BY_AN_INDEX)
 def test_a_number_that_is_chosen_by_an_index_is_refused_on_all_ranks(world: int, name: str) -> None:
@@ -248,6 +251,7 @@ def _averaged(p: Any, x: Tensor) -> Tensor:
     return sf.pmean(_own(p, x).square().mean(), "dp")
 
 
+@pytest.mark.day("False-_averaged-2")
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 @pytest.mark.parametrize(
     "loss",
@@ -318,6 +322,7 @@ _OF_ONE_AXIS: dict[str, Any] = {
 }
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(_OF_ONE_AXIS)]

@@ -73,6 +73,7 @@ def test_values_are_those_of_rank_order_to_the_bit(world: int) -> None:
         assert [x.shared_bytes > RINGS // 2 for x in _channels(mesh)] == [True]
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_all_dtypes_and_orders_of_axes_are_as_by_gloo() -> None:
     made, found = torch.Generator().manual_seed(dist.get_rank()), {}
@@ -154,6 +155,7 @@ def _params() -> dict[str, Tensor]:
     return {"w": torch.randn(4, 6, generator=made), "v": torch.randn(6, 3, generator=made)}
 
 
+@pytest.mark.day("")
 @distributed(world=2)
 @pytest.mark.parametrize("backend", ["", "graph", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_steps_and_their_graphs_send_through_memory_alone(backend: str) -> None:
@@ -185,6 +187,7 @@ def test_steps_and_their_graphs_send_through_memory_alone(backend: str) -> None:
     _equal(runs["memory"], runs["gloo"])
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("backend", ["", "graph"])
 def test_a_rank_that_raises_in_a_loss_is_named_and_the_next_step_goes_through_memory(backend: str) -> None:
@@ -296,6 +299,7 @@ def test_a_program_s_own_collectives_on_the_same_group_stay_its_own() -> None:
     dist.barrier(group)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_meshes_of_one_group_do_not_know_one_another() -> None:
     grid = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -354,6 +358,7 @@ def test_a_function_captured_before_a_step_fails_goes_on_after_it(backend: str) 
         assert float(f(torch.ones(1))) == 4 and float(sf.psum(torch.ones(1), "tp")) == 2
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_losses_that_torch_compiles_run_uncompiled_along_an_axis_of_the_model(backend: str) -> None:

@@ -122,6 +122,7 @@ def _longer(world: int, runs: Sequence[Run]) -> None:
         _compare(world, run, [[n, n // 3, n - 1, 0][:world]], [torch.float32])
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_messages_longer_than_a_ring_have_the_bits_of_gloo(world: int) -> None:
     _longer(world, (_gathers, _scatters))
@@ -180,6 +181,7 @@ def test_sums_of_any_number_of_rows_are_taken_in_their_order(dtype: torch.dtype)
             assert torch.equal(out, _bits(want.to(dtype))), (k, place)
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_results_are_taken_in_any_order_and_wholly_apart_by_channel() -> None:
     mesh = sf.make_mesh({"dp": 3}, device="cpu")
@@ -230,6 +232,7 @@ def test_steps_have_the_bits_of_gloo() -> None:
     mesh.close()
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_the_ledger_counts_memory_that_a_step_has_set_aside_to_share() -> None:
     loss, peaks = (lambda p, x: (x @ p).square().mean()), {}

@@ -177,6 +177,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Ite
     assert set(pathlib.Path("/dev/shm").glob("*shardfn*")) <= before
 
 
+@pytest.mark.day("3-1")
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize(("world", "victims"), [(2, 1), (3, 1), pytest.param(2, 2, marks=pytest.mark.nightly)])
 def test_a_killed_rank_is_noticed_at_once_and_leaves_nothing(world: int, victims: int) -> None:
@@ -190,6 +191,7 @@ def test_ranks_killed_at_any_instant_are_noticed_at_once_and_leave_nothing(seed:
     _kill(2 + seed % 3, 1 + seed % 2, seed)
 
 
+@pytest.mark.nightly
 def test_a_stopped_rank_is_waited_for_no_longer_than_agreed_and_then_named() -> None:
     ranks = _start(_on_and_on, 3, timeout=2.0)
     try:
@@ -346,6 +348,7 @@ def test_ranks_that_cannot_share_memory_talk_by_gloo_and_warn_with_the_reason() 
     assert _made()
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_limit_on_one_rank_s_memory_is_the_reason_why_all_talk_by_gloo() -> None:
     assert _made()  # with the library that the first channel builds

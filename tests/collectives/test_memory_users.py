@@ -159,6 +159,7 @@ def test_ranks_of_a_user_without_a_home_go_on_by_gloo_and_the_first_warns() -> N
     assert "'/proc/none" in first.warned[0] and not second.warned, (first, second)
 
 
+@pytest.mark.nightly
 @switches
 @pytest.mark.parametrize("users", [[ROOT, NOBODY], _night(NOBODY, DAEMON), _night(NOBODY, NOBODY, ROOT)], ids=str)
 def test_ranks_of_different_users_go_on_by_gloo_and_the_first_warns(users: list[int]) -> None:

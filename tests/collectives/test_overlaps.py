@@ -4,6 +4,7 @@ import itertools
 import random
 from collections import Counter
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -45,6 +46,7 @@ def _mask(shape: tuple[int, ...], box: Box) -> Tensor:
     return mask
 
 
+@pytest.mark.nightly
 def test_each_rank_gets_each_element_of_its_block_once_from_one_that_holds_it() -> None:
     for seed in range(150):
         draw = random.Random(seed)

@@ -4,6 +4,7 @@ import logging
 import time
 from typing import Any
 
+import pytest
 import torch
 
 import shardfn as sf
@@ -27,6 +28,7 @@ class _Heard(logging.Handler):
         self.texts.append(record.getMessage())
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_rank_alone_in_full_tensor_raises() -> None:
     mesh, heard, before = sf.make_mesh(), _Heard(), _patience.SECONDS

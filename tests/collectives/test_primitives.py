@@ -219,6 +219,7 @@ def test_rows_along_one_or_several_axes_of_a_grid() -> None:
         check_rows(("tp", "dp"), 0, (7,))
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_blocks_are_those_of_the_partition_spec() -> None:
     mesh = make_mesh({"dp": 2, "tp": 2}, device="cpu")
@@ -280,6 +281,7 @@ def test_pmean_and_trees() -> None:
         assert c.psum_scatter(flags, "dp").tolist() == [[1, 1], [0, 2]][me]
 
 
+@pytest.mark.nightly
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_nan_of_one_rank_is_the_maximum_of_all(world: int) -> None:
     """By torch's own group and through memory, eagerly and captured; NaN of either sign, infinities and zeros."""

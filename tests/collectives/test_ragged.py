@@ -96,6 +96,7 @@ def _ref(case: Case, xs: list[Tensor], outs: list[Tensor]) -> list[Tensor]:
     return ragged_all_to_all_ref(xs, outs, case.input_offsets, case.send_sizes, case.output_offsets)
 
 
+@pytest.mark.day("gloo-3")
 @distributed(world=(pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3))
 @pytest.mark.parametrize("way", ["memory", "gloo"])
 def test_rows_go_to_the_ranks_that_their_senders_choose(world: int, way: str) -> None:
@@ -257,6 +258,7 @@ def test_a_backward_may_come_when_no_mesh_is_bound() -> None:
 _GOOD = {"io": [0, 1], "ss": [1, 1], "oo": [0, 0], "rs": [1, 1]}
 
 
+@pytest.mark.day("False")
 @distributed(world=2)
 @pytest.mark.parametrize("graph", [False, True])
 def test_places_that_do_not_fit_are_refused_on_all_ranks_before_anything_is_sent(graph: bool) -> None:
@@ -325,6 +327,7 @@ def test_operands_that_do_not_go_together_are_refused_on_all_ranks() -> None:
         sf.ragged_all_to_all(good["x"], good["out"], one[:1] - 1, one[:1], one[:1] + 1, one[:1], "ep")
 
 
+@pytest.mark.day("inductor-2")
 @distributed(world=(pytest.param(1, marks=pytest.mark.nightly), 2))
 @pytest.mark.parametrize("backend", ["graph", "inductor"])
 def test_one_graph_serves_all_places(world: int, backend: str) -> None:

@@ -56,6 +56,7 @@ def _step(mesh: sf.Mesh, loss: Any, stage: int = 0) -> Any:
     return sf.sharded_step(loss, sf.optim.sgd(0.3), mesh=mesh, specs=specs, batch=sf.P("ep"), zero=zero)
 
 
+@pytest.mark.day("plain")
 @distributed(world=2)
 @pytest.mark.parametrize(
     "wrap",
@@ -107,6 +108,7 @@ def test_rows_that_have_come_vary_along_the_axis() -> None:
     assert sf.grad(lambda x: total(x))(x).tolist() == [4, 0]
 
 
+@pytest.mark.day("False")
 @distributed(world=2)
 @pytest.mark.parametrize("graph", [False, True])
 def test_places_that_do_not_fit_end_a_step_on_all_ranks_and_not_the_next(graph: bool) -> None:

@@ -125,6 +125,7 @@ def whole(shape: tuple[int, ...]) -> Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=F64).reshape(shape) + 1
 
 
+@pytest.mark.day("0")
 @pytest.mark.parametrize(
     "part", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(range(4))]
 )
@@ -222,6 +223,7 @@ def test_codes_are_summed_block_by_block_in_two_hops() -> None:
     assert route((512, 8), grad, kept, NODES, via=(half,)).hops == (PsumScatter(("dp",), 0), PsumScatter(("node",), 0))
 
 
+@pytest.mark.nightly
 def test_two_hops_lead_where_one_does() -> None:
     for seed in range(60):
         draw = random.Random(seed)
@@ -306,6 +308,7 @@ def test_placements_without_a_route_are_named(src: Placement, dst: Placement, wo
 # carried out
 
 
+@pytest.mark.nightly
 @distributed(world=4, timeout=120)
 def test_blocks_are_carried_along_routes_and_bytes_are_the_predicted_ones() -> None:
     mesh = make_mesh({"a": 2, "c": 2}, device="cpu")

@@ -102,6 +102,7 @@ def test_bernoulli_is_jax_s():
     assert bernoulli(key(42), 0.3, (10,)).nonzero().flatten().tolist() == [6]
 
 
+@pytest.mark.day(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     ("shape", "slices"),
@@ -234,6 +235,7 @@ def test_a_draw_refuses_to_be_written():
     assert other.tolist() == [2.0, 2.0] and w.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.nightly
 def test_traced_draw_is_one_graph_with_the_same_bits():
     from torch.fx.experimental.proxy_tensor import make_fx
 

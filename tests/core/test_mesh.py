@@ -72,6 +72,7 @@ def test_meshes_that_are_dropped_leave_nothing(num: int) -> None:
     assert _grew(kept[0], kept[-1]) and kept[-1][2] == 2
 
 
+@pytest.mark.nightly
 @distributed(world=2, timeout=240)
 @pytest.mark.parametrize("num", [3, pytest.param(20, marks=pytest.mark.nightly)])
 def test_failures_that_are_recovered_from_leave_nothing(num: int) -> None:

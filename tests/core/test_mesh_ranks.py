@@ -22,6 +22,7 @@ def _trained(mesh: Mesh) -> Tensor:
     return state.params["w"].full_tensor()
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_each_half_of_the_ranks_trains_by_itself_as_often_as_it_likes() -> None:
     rank = dist.get_rank()

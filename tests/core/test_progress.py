@@ -63,6 +63,7 @@ def test_other_ranks_are_silent() -> None:
         sys.stderr = plain
 
 
+@pytest.mark.nightly
 def test_saves_restores_captures_and_plans_show_theirs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch)
     monkeypatch.setattr("shardfn.core._progress._SOON", 0.0)

@@ -52,6 +52,7 @@ def test_a_mesh_is_drawn() -> None:
     assert mesh._repr_html_().startswith("<pre>Mesh(pp=2")
 
 
+@pytest.mark.nightly
 def test_a_lowered_step_shows_its_size(capsys: pytest.CaptureFixture[str]) -> None:
     mesh = sf.make_mesh({"dp": 4}, abstract=True)
     step = sf.sharded_step(_loss, sf.optim.sgd(0.1), mesh=mesh, zero=sf.Zero(stage=3))

@@ -113,6 +113,7 @@ def test_a_shuffle_buffer_is_refused_and_can_be_replayed() -> None:
     _assert_resumes(lambda: Stream(_of_hub(_streamed(buffer=8)), resume="replay"), [1, 3, 6])
 
 
+@pytest.mark.day("0")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_any_loader_of_a_fixed_order_can_be_replayed(workers: int) -> None:
     def loader(data: Any, **options: Any) -> Any:
@@ -202,6 +203,7 @@ class Rows(Dataset[Any]):
         return torch.tensor([float(i), 1.0])
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_run_that_goes_on_has_the_losses_of_one_that_was_not_interrupted(tmp_path: Any) -> None:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")

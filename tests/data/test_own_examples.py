@@ -28,6 +28,7 @@ class _Placed(IterableDataset[int]):
         self.at = state["at"]
 
 
+@pytest.mark.day(4)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("world", [1, 3])
 def test_every_example_is_seen_once(world: int, workers: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 from shardfn.data import permute
 
 
+@pytest.mark.day("key3")
 @pytest.mark.parametrize(
     "key",
     [(), pytest.param((0,), marks=pytest.mark.nightly), pytest.param((-1, 3), marks=pytest.mark.nightly), (2**70, 1)],
@@ -51,6 +52,7 @@ def test_keys_name_different_orders() -> None:
     assert len(orders) == 100
 
 
+@pytest.mark.nightly
 def test_first_image_is_near_uniform() -> None:
     # 10 cells, 1000 draws: chi-square with 9 degrees of freedom exceeds 33.7 once in 10,000 keys; the draws are fixed
     firsts = [int(permute(np.zeros(1, np.int64), 10, seed)[0]) for seed in range(1000)]

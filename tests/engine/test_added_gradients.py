@@ -260,6 +260,7 @@ def _equal(a: Any, b: Any) -> bool:
     return np.array_equal(a, b) if isinstance(a, np.ndarray) else torch.equal(a, b)
 
 
+@pytest.mark.day(4)
 @pytest.mark.parametrize("accumulate", ["each", "once"])
 @pytest.mark.parametrize(
     "case",
@@ -304,6 +305,7 @@ def _pipelined(mesh: sf.Mesh, stacked: bool, schedule: str) -> list[Any]:
     return [*out, *(x.full_tensor() for x in sf.tree_leaves(state.params))]
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_sums_of_a_pipeline_are_those_out_of_place() -> None:
     mesh = sf.make_mesh({"pp": 2}, device="cpu")
@@ -315,6 +317,7 @@ def test_sums_of_a_pipeline_are_those_out_of_place() -> None:
             assert len(got) == len(want) > 16 and all(map(_equal, got, want)), (stacked, schedule)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_sums_of_gradients_in_messages_are_those_out_of_place() -> None:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")

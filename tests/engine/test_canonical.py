@@ -129,6 +129,7 @@ def test_any_number_of_ranks_gives_the_same_bits(world: int) -> None:
                 assert torch.equal(x, y), (case, world, rank, i, (x - y).abs().max())
 
 
+@pytest.mark.nightly
 def test_it_is_the_mean_of_the_global_batch() -> None:
     """Beside the plain step on one device, within rounding."""
     for case in CASES:

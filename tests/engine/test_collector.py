@@ -54,6 +54,7 @@ def chain(params: list[Tensor], x: Tensor) -> Tensor:
     return x.mean()
 
 
+@pytest.mark.day("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_no_collection_begins_inside_a_step(stage: int) -> None:
     step, state = stepping(chain, stage=stage, **({"persist_elements": 0} if stage else {}))
@@ -92,6 +93,7 @@ def test_live_objects_do_not_grow_over_two_hundred_steps() -> None:
     assert counts[1] - counts[0] < 2_000, counts
 
 
+@pytest.mark.nightly
 def test_a_step_that_makes_much_garbage_is_caught_up_with_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_collector, "MOST", 2_000)
     made: list[weakref.ref[Node]] = []

@@ -21,6 +21,7 @@ def _step(mesh: sf.Mesh, **options: Any) -> Any:
     return sf.sharded_step(loss, optim.sgd(1.0), mesh=mesh, specs=gpt.specs(CONFIG, tp="tp"), **options)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_ranks_of_an_axis_of_the_model_pass_the_same_rows() -> None:
     mesh = sf.make_mesh({"dp": 2, "tp": 2})
@@ -49,6 +50,7 @@ def test_rows_of_a_pipeline_are_compared() -> None:
         step(state, torch.full((2,), float(mesh.rank)))
 
 
+@pytest.mark.day("False")
 @pytest.mark.parametrize("jitted", [False, True])
 @distributed(world=2)
 def test_a_batch_cut_along_an_axis_of_the_model_is_refused(jitted: bool) -> None:

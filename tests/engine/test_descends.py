@@ -70,6 +70,7 @@ def test_a_label_whose_rule_has_no_rate_and_a_policy_with_masters() -> None:
         _step(optim.multi_transform(rules, LABELS), loss).init(_params())
 
 
+@pytest.mark.day("one rate")
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(RIGHT)]
 )

@@ -74,6 +74,7 @@ def _own(mesh: Any, rows: Tensor, num: int) -> Tensor:
     return torch.cat([micro.chunk(mesh.size)[mesh.rank] for micro in rows.chunk(num)])
 
 
+@pytest.mark.day("1-2")
 @pytest.mark.parametrize("num", [1, 2, 4])
 @pytest.mark.parametrize("world", [1, 2])
 def test_it_runs_once_a_step_on_the_counts_of_all_microbatches_and_ranks(world: int, num: int) -> None:
@@ -98,6 +99,7 @@ def _counted(nums: list[int], world: int) -> None:
                 assert all(torch.equal(got[k], x) for k, x in want[n].items()), (num, mode, remat, n, got, want[n])
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_gradients_leave_it_to_the_update() -> None:
     mesh = sf.make_mesh({"dp": 2})
@@ -120,6 +122,7 @@ def test_gradients_leave_it_to_the_update() -> None:
         assert int(state.model_state["ends"].local) == 1
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_several_losses_have_one_end() -> None:
     mesh = sf.make_mesh({"dp": 2})
@@ -178,6 +181,7 @@ def _finish_stages(s: sf.PipelineState) -> sf.PipelineState:
     return s._replace(blocks={"bias": moved, "counts": torch.zeros_like(counts)}, last={"seen": -s.last["seen"]})
 
 
+@pytest.mark.nightly
 @distributed(world=2, timeout=120)
 def test_each_stage_of_a_pipeline_ends_its_own_part() -> None:
     layers = [_params() for _ in range(3)]
@@ -226,6 +230,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mistake", list(MISTAKES))
 def test_a_wrong_result_is_refused_by_path_and_the_state_stays(mistake: str) -> None:
     finish, error, words = MISTAKES[mistake]
@@ -245,6 +250,7 @@ def test_it_needs_a_model_state_and_is_a_function() -> None:
         check_finish(FIRST, has_state=True)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_ranks_that_do_not_join_their_counts_raise() -> None:
     mesh = sf.make_mesh({"dp": 2})

@@ -194,6 +194,7 @@ def cosine(like: Any, whole: Any) -> Any:
     return tree_map(lambda x, w: sf.shard(torch.cos(w), x.spec, x.mesh), like, whole)
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_per_example_gradients(world: int) -> None:
     mesh, batch = sf.make_mesh({"dp": world}), odd_batch(0)

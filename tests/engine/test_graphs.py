@@ -93,6 +93,7 @@ def test_a_signature_is_captured_once_and_found_again() -> None:
     assert case.jitted.cache_info().misses == 0  # two steps around one function count apart
 
 
+@pytest.mark.nightly
 def test_where_one_rank_lacks_the_graph_all_capture_it() -> None:
     case = Case()
     first = case.ready()
@@ -123,6 +124,7 @@ def test_the_least_recently_used_graph_is_evicted() -> None:
     assert vars(cache.counts) | {"hits": 3, "evictions": 3} == vars(cache.counts)
 
 
+@pytest.mark.nightly
 def test_calls_count_hits_misses_and_evictions_and_keep_the_order_of_use() -> None:
     case = Case(max_graphs=2)
     for rows in (2, 3, 2, 4, 2, 3):  # 4 evicts 3, 3 evicts 4
@@ -132,6 +134,7 @@ def test_calls_count_hits_misses_and_evictions_and_keep_the_order_of_use() -> No
     assert [case.graphs.knows(("plan", rows)) for rows in (2, 3, 4)] == [True, True, False]
 
 
+@pytest.mark.nightly
 def test_an_evicted_graph_is_freed_with_its_code() -> None:
     case = Case(max_graphs=1)
     first = case.call(2)
@@ -145,6 +148,7 @@ def test_an_evicted_graph_is_freed_with_its_code() -> None:
     assert [x() for x in held] == [None] * 4 and file not in linecache.cache
 
 
+@pytest.mark.nightly
 def test_an_evicted_graph_of_a_function_alone_is_freed() -> None:
     held: list[weakref.ref[Any]] = []
 
@@ -161,6 +165,7 @@ def test_an_evicted_graph_of_a_function_alone_is_freed() -> None:
     assert (info.hits, info.misses, info.currsize, info.evictions, info.maxsize) == (0, 2, 1, 1, 1)
 
 
+@pytest.mark.nightly
 def test_more_evictions_than_graphs_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     case = Case(max_graphs=2)
     with caplog.at_level(logging.WARNING, "shardfn.jit"):
@@ -232,6 +237,7 @@ def test_a_failure_of_another_rank_is_an_error_here_and_leaves_no_graph(at: int)
     assert not case.graphs.knows(("plan", 3))
 
 
+@pytest.mark.day("collectives")
 @pytest.mark.parametrize(
     ("told", "says"),
     [

@@ -43,6 +43,7 @@ def test_the_words_are_those_of_the_refused_orders() -> None:
     assert set(WHY) == {pair for pair in itertools.product(TABLE, TABLE) if _refused(*pair)}
 
 
+@pytest.mark.day(14)
 @pytest.mark.parametrize(
     ("outer", "inner"),
     [

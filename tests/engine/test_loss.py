@@ -62,6 +62,7 @@ def _said(step: Any, x: Tensor) -> str:
     return ""
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_weight_that_requires_a_gradient_is_refused_and_both_remedies_work() -> None:
     mesh = sf.make_mesh({"dp": 2})
@@ -146,6 +147,7 @@ def _on_first_rows(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return _mean(params, x) if x.any() else _detached(params, x)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("zero", [None, sf.Zero(stage=3, persist_elements=0)])
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_loss_without_a_gradient_is_refused_on_all_ranks(world: int, zero: sf.Zero | None) -> None:

@@ -122,6 +122,7 @@ def test_a_mistake_is_refused_with_its_remedy(mistake: Mistake) -> None:
     check(mistake)
 
 
+@pytest.mark.nightly
 @distributed(world=2, timeout=120)
 def test_all_ranks_refuse_a_mistake() -> None:
     check_on_all_ranks(MISTAKES)
@@ -153,6 +154,7 @@ _ALONG_TP = [
 ]  # fmt: skip
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_loss_that_never_sums_over_an_axis_of_its_specs_is_refused_and_the_remedy_works() -> None:
     check_on_all_ranks(_ALONG_TP, {"tp": 2})
@@ -183,6 +185,7 @@ def test_a_write_that_torch_refuses_is_named_with_its_line() -> None:
         run(writes)
 
 
+@pytest.mark.day("0")
 @pytest.mark.parametrize("stage", [0, 3])
 @distributed(world=2)
 def test_a_batch_of_another_width_is_named_with_its_remedy(stage: int) -> None:
@@ -212,6 +215,7 @@ def _assigns(params: dict, batch: dict) -> Tensor:
     return loss_of(params, batch)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("jit", [False, True])
 @distributed(world=2)
 def test_a_write_is_one_error_at_all_stages(jit: bool) -> None:

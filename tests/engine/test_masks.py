@@ -76,6 +76,7 @@ def check(make: Make, world: int, zero: sf.Zero, transform: Any = lambda f: f, *
         assert_parity(transform(loss), make(mask), make_params(), batches(), mesh=mesh, zero=zero, **options)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_mask_decides_by_whole_leaves() -> None:
     mesh = sf.make_mesh({"dp": 2})
@@ -92,6 +93,7 @@ def test_a_mask_decides_by_whole_leaves_at_every_stage(world: int, stage: int, n
     check(RULES[name], world, sf.Zero(stage=stage, persist_elements=0))
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_mask_decides_by_whole_leaves_on_host_and_disk(tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": 2})
@@ -169,6 +171,7 @@ def test_a_mask_decides_by_whole_leaves_with_masters() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_function_is_shown_whole_leaves_where_the_loss_sees_blocks() -> None:
     asked: list[Any] = []
@@ -195,6 +198,7 @@ def test_a_function_is_shown_whole_leaves_where_the_loss_sees_blocks() -> None:
         assert asked == [{"w": (5, 3), "b": (4,)}]
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_rule_of_ones_own_declares_how_it_is_decided() -> None:
     def twice(inner: GradientTransformation, **more: Any) -> GradientTransformation:

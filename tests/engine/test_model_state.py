@@ -81,6 +81,7 @@ def _runs(world: int, modes: list[str], stages: list[int], micros: list[int]) ->
             assert all(torch.equal(got[k], x) for k, x in first.items()), (mode, stage)
 
 
+@pytest.mark.nightly
 def test_equals_one_device() -> None:
     _ranks(cases=[["eager", "graph"], [3], [2]], world=2)
 
@@ -168,6 +169,7 @@ def test_it_is_cut_and_resumed(tmp_path: Any) -> None:
     assert torch.equal(again.model_state["own"].local, state.model_state["own"].local) and int(again.step) == 2
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_ranks_whose_states_drift_apart_raise_in_the_first_step() -> None:
     mesh = sf.make_mesh({"dp": 2})
@@ -217,6 +219,7 @@ def test_a_leaf_that_is_no_model_state_is_refused_by_path(mode: str) -> None:
             step(step.init(_params(), model_state={"mean": torch.zeros(3)}), x)
 
 
+@pytest.mark.nightly
 def test_a_state_of_another_step_is_refused() -> None:
     step = sf.sharded_step(_loss, optim.sgd(0.1), has_state=True)
     plain = sf.sharded_step(lambda p, x: (x @ p["w"]).mean(), optim.sgd(0.1))

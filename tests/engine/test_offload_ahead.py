@@ -51,6 +51,7 @@ def _counted() -> Iterator[list[int]]:
         yield units
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "case",
     [
@@ -81,6 +82,7 @@ def test_an_update_beside_the_backward_has_the_bits_of_one_after_it(world: int, 
     assert len(units) >= 3 * len(set(units)) > 0  # in all steps but the first
 
 
+@pytest.mark.nightly
 def test_a_rule_that_needs_the_whole_gradient_waits_for_it(tmp_path: pathlib.Path) -> None:
     mesh, adamw = sf.make_mesh({"dp": 1}), sf.optim.adamw(1e-2)
     weighted = lambda p, x: sf.WeightedMean(_loss(p, x) * len(x), torch.tensor(float(len(x))))  # noqa: E731
@@ -210,6 +212,7 @@ def test_a_clip_of_waiting_gradients_adds_no_moves(tmp_path: pathlib.Path) -> No
     assert moved[0] == moved[1]
 
 
+@pytest.mark.day("host-1", "host-3", "disk-1")
 @pytest.mark.parametrize("place", [1, 3])  # of the counter of a DelayedState, and of its `measured`
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_a_counter_is_not_taken_for_the_state_of_a_scalar(tmp_path: pathlib.Path, kind: Any, place: int) -> None:

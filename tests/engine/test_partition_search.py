@@ -79,6 +79,7 @@ def cheapest(search: Search, scope: Scope, start: Any, ends: Any) -> float:
     return min(search._ended(scope, s, start, ends).total for s in states)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_small_programs_get_the_cheapest_plan(num: int) -> None:
     better = 0

@@ -144,6 +144,7 @@ def test_states_are_cut_over_the_other_axis_at_every_stage() -> None:
         step.init(odd_params())
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_conflicting_options_are_refused() -> None:
     mesh = sf.make_mesh({"dp": 2})

@@ -193,6 +193,7 @@ def test_pipelines_that_look_like_mistakes_are_taken() -> None:
     torch.testing.assert_close(_called(f), loss(_params(), torch.ones(4, 3)))
 
 
+@pytest.mark.nightly
 def test_on_a_mesh_without_the_axis_it_may_be_jitted() -> None:
     step = sf.sharded_step(sf.jit(_loss("1f1b"), backend="graph"), optim.sgd(0.1))
     plain = sf.sharded_step(_loss("1f1b"), optim.sgd(0.1))

@@ -27,6 +27,7 @@ def cheapest(found, limit):
     return min(found.proposal(forms).sent for forms in every if found._held(forms) <= limit)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_small_programs_get_the_cheapest_forms(num):
     cut = 0

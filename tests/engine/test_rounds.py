@@ -41,6 +41,7 @@ def _step(mesh: sf.Mesh | None, loss: Any = _loss) -> Any:
     return sf.sharded_step(loss, optim.sgd(0.1), mesh=mesh, specs=P("pp"), batch=P("dp"), zero=zero)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_stages_learn_orders_of_their_own() -> None:
     mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
@@ -62,6 +63,7 @@ def test_stages_learn_orders_of_their_own() -> None:
     assert names == [f"params['{k}']" for k in ("abc" if mesh.coords["pp"] == 0 else "ba")]
 
 
+@pytest.mark.nightly
 @distributed(world=4, timeout=60)
 def test_a_failure_in_one_stage_raises_in_the_other() -> None:
     mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
@@ -82,6 +84,7 @@ def _alone(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return torch.tanh(x @ p["a"]).square().mean()
 
 
+@pytest.mark.nightly
 @distributed(world=4, timeout=60)
 def test_no_group_goes_on_to_the_update_when_another_has_failed() -> None:
     mesh, failing = sf.make_mesh({"sp": 2, "dp": 2}, device="cpu"), [False]
@@ -153,6 +156,7 @@ def test_a_captured_step_agrees_once_on_its_program_and_that_all_have_its_graph(
     assert [_rounds_of(sf.jit(_squares, backend="graph"), stage) for stage in (0, 3)] == [1, 1]
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_captured_step_is_made_by_all_where_one_rank_has_no_graph_of_it() -> None:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")

@@ -83,6 +83,7 @@ def _whole(state: sf.TrainState) -> list[Tensor]:
     return [x.local.clone() for x in tree_leaves(held) if isinstance(x, sf.GlobalTensor)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_all_ranks_raise_and_the_state_goes_on(mode: str, stage: int) -> None:
@@ -135,6 +136,7 @@ def _capped(p: dict, x: Tensor) -> Tensor:
     return (sf.checkpoint_name(rows, "moe_rows") * p["experts"].sum()).square().sum() + (x @ p["last"]).sum()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.nightly)])
 def test_an_overflow_has_one_text_on_all_ranks_and_the_state_goes_on(mode: str, stage: int) -> None:

@@ -53,6 +53,7 @@ def test_one_row_with_several_values_is_noticed() -> None:
     assert not _warned(mesh, [{"x": torch.full((1, 3), 2.0)}])
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_each_axis_that_cuts_the_batch_is_looked_at() -> None:
     mesh = sf.make_mesh({"dp": 2, "tp": 2}, device="cpu")

@@ -33,6 +33,7 @@ def loss(p: dict, x: Tensor) -> Tensor:
     return sf.scan(layer, p["h"].expand(4, 4), p["w"])[0].square().mean() + sf.scan(layer, x, p["w"])[0].square().mean()
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_leaves_that_are_not_stacked_are_not_taken_to_be_written_to(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})

@@ -65,6 +65,7 @@ _DIFFERENT = {
 }
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_steps_that_differ_never_meet_in_a_transfer() -> None:
     mesh, rank = sf.make_mesh(), dist.get_rank()
@@ -143,6 +144,7 @@ def test_a_state_of_another_optimizer_and_steps_that_differ_later_are_found_too(
     )
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=pytest.mark.nightly)])
 def test_ranks_without_a_dp_axis_train_together(mode: str) -> None:
@@ -164,6 +166,7 @@ def test_ranks_without_a_dp_axis_train_together(mode: str) -> None:
     assert torch.equal(same, other)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_program_of_several_ranks_needs_a_mesh() -> None:
     for make in (

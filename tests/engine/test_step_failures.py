@@ -123,6 +123,7 @@ def _die_in_mid_step(stage: int, out: pathlib.Path) -> None:
         raise
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_rank_that_dies_is_named(stage: int, tmp_path: pathlib.Path) -> None:
     with pytest.raises(sf.RankError, match="rank 1"):
@@ -131,6 +132,7 @@ def test_a_rank_that_dies_is_named(stage: int, tmp_path: pathlib.Path) -> None:
     assert told and all("rank 1 died" in text for text in told.values()), told
 
 
+@pytest.mark.nightly
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_branches_that_only_some_ranks_take_neither_hang_nor_err(world: int) -> None:
     """Facts of the matter: rank-dependent leaves, a branch by call counter, a different number of calls."""

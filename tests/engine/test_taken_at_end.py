@@ -25,6 +25,7 @@ def _params() -> dict[str, Tensor]:
     return {"a": a, "b": a.flip(0).clone(), "c": torch.tensor(0.5, dtype=torch.float64)}
 
 
+@pytest.mark.day("1048576")
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
 @distributed(world=2)
 def test_leaves_that_share_or_lack_a_gradient(bucket_bytes: int) -> None:

@@ -108,6 +108,7 @@ WRONG = {
 RIGHT = [_right, _no_pvary, _two_psums, _psum_of_the_batch]
 
 
+@pytest.mark.day("unpacked")
 @pytest.mark.parametrize(
     "loss",
     [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(WRONG)],
@@ -139,6 +140,7 @@ def test_correct_losses_are_not_refused() -> None:
         _lowered(_many_ways, zero, has_aux=True)
 
 
+@pytest.mark.day("psum_of_the_batch")
 @pytest.mark.parametrize(
     "loss",
     [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(RIGHT)],
@@ -150,6 +152,7 @@ def test_casts_are_inserted_where_a_loss_lacks_them(loss: Callable[..., Any]) ->
     assert "tp" in into and ("dp" in into) == (loss is _psum_of_the_batch)
 
 
+@pytest.mark.nightly
 def test_a_psum_over_the_batch_that_counts_as_varying_is_right() -> None:
     def normalised(p: Any, b: Any) -> Tensor:  # a batch norm over all ranks
         mean = sf.pvary(sf.pmean(b["x"].mean(0) + p["shift"], "dp"), "dp")
@@ -158,6 +161,7 @@ def test_a_psum_over_the_batch_that_counts_as_varying_is_right() -> None:
     _lowered(normalised, STAGES[-1])
 
 
+@pytest.mark.nightly
 def test_types_go_through_a_step() -> None:
     gm = _lowered(_right, STAGES[0]).gm
     types = value_types(gm)
@@ -169,6 +173,7 @@ def test_types_go_through_a_step() -> None:
     assert told["new metrics['loss']"] == told["new metrics['grad_norm']"] == {"dp": "invariant", "tp": "invariant"}
 
 
+@pytest.mark.nightly
 def test_pvary_is_an_op_of_its_own_that_makes_no_memory() -> None:
     gm = _lowered(_right, STAGES[0]).gm
     pvarys = [n for n in gm.graph.nodes if n.target is torch.ops.shardfn.pvary.default]

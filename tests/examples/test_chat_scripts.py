@@ -157,6 +157,7 @@ def compare_with_formula(folder: pathlib.Path, mesh: sf.Mesh) -> None:
     assert found[0] * found[1] < 0
 
 
+@pytest.mark.nightly
 def test_the_loss_of_single_answers_is_the_formula(parts: Any, files: pathlib.Path) -> None:
     del parts
     compare_with_formula(files, sf.make_mesh({"dp": 1}, device="cpu"))
@@ -211,6 +212,7 @@ def arguments(files: pathlib.Path, kind: str, **changed: Any) -> argparse.Namesp
     return argparse.Namespace(**given | changed)
 
 
+@pytest.mark.day("sft-2")
 @pytest.mark.parametrize("lora", [0, 2])
 @pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "reward"])
 def test_a_run_learns_and_saves_a_model(
@@ -267,6 +269,7 @@ def rewards_of(parts: Any, files: pathlib.Path, folder: pathlib.Path, monkeypatc
     return str(folder / "model")
 
 
+@pytest.mark.nightly
 def test_grpo_rewards_the_form_of_answers(parts: Any, files: pathlib.Path, tmp_path: pathlib.Path) -> None:
     script = importlib.import_module("chat_grpo")
     model = parts["chat"].load(str(files), sf.make_mesh(alone=True), exact=True)

@@ -42,6 +42,7 @@ def arguments(**changed: Any) -> argparse.Namespace:
     )
 
 
+@pytest.mark.nightly
 def test_the_parts_run_in_one_process(parts: Any, tmp_path: pathlib.Path) -> None:
     args, mesh, lines = arguments(out=str(tmp_path)), sf.make_mesh(alone=True), []
     actor = parts["sft"].train(args, mesh)
@@ -85,6 +86,7 @@ def test_rewards_by_a_model_of_other_tokens(parts: Any, tmp_path: pathlib.Path) 
         parts["ppo"].as_rows(rewards, [([7, 10, 8, 11], [1, 5, 12])])
 
 
+@pytest.mark.nightly
 def test_rewards_by_a_rule(parts: Any, tmp_path: pathlib.Path) -> None:
     loop, mesh, lines = parts["ppo_arithmetic"], sf.make_mesh(alone=True), []
     models = {"actor": parts["sft"].train(arguments(), mesh), "critic": sf.models.gpt.init(loop.VALUES, sf.key(3))}

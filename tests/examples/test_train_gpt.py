@@ -117,6 +117,7 @@ def refusals(text: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> di
     return {name: (code, text) for name, (code, text) in zip(runs, json.loads(said), strict=True)}
 
 
+@pytest.mark.day("dp=x")
 @pytest.mark.parametrize(
     "mesh", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(NO_MESHES)]
 )

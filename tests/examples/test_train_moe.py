@@ -24,6 +24,7 @@ def run(out: pathlib.Path, ranks: int, *more: str) -> dict[str, list[list[list[f
     return found
 
 
+@pytest.mark.nightly
 def test_it_compares_two_models(tmp_path: pathlib.Path) -> None:
     found = run(tmp_path, 1)
     assert [step for step, _ in found["8 experts"][0]] == [2, 4]

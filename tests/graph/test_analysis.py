@@ -117,6 +117,7 @@ def test_predicted_bytes_are_the_counted_bytes(world: int) -> None:
     assert predicted == traffic.by_op
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_the_collectives_of_a_loss_are_counted_alike() -> None:
     mesh = make_mesh({"dp": 2, "tp": 2}, device="cpu")

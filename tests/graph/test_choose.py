@@ -85,6 +85,7 @@ def test_a_slow_link_is_prefetched_for_and_a_fast_one_is_not() -> None:
     assert str(one).count("*") == 1
 
 
+@pytest.mark.nightly
 def test_latency_is_met_by_larger_messages() -> None:
     gm, late = _step(), _box(Link(1e8, 0.1))
     choice = choose(gm, late)

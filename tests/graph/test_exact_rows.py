@@ -99,6 +99,7 @@ def test_values_of_two_tables_that_meet_keep_their_whole_size() -> None:
     assert _rows(make_fx(f, tracing_mode="fake")(*given)) == [_MOST, _MOST]
 
 
+@pytest.mark.day("gelu")
 @pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
 def test_a_mixture_of_experts_holds_the_rows_that_come(mlp: Any) -> None:
     experts = moe.Experts(num=4, exchange=layers.Tokens("ep"))
@@ -118,6 +119,7 @@ def test_a_mixture_of_experts_holds_the_rows_that_come(mlp: Any) -> None:
     assert balanced.peak < most.peak and balanced.by_kind["params"] == most.by_kind["params"]
 
 
+@pytest.mark.nightly
 def test_compiled_regions_leave_out_the_rows_that_come() -> None:
     """Arithmetic on other values is compiled beside them."""
 

@@ -493,12 +493,14 @@ _PASSES = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("one", _PASSES)
 def test_a_pass_keeps_all_bits(one: Callable[[GraphModule], GraphModule]) -> None:
     for seed in range(6):
         _check(seed, _world(seed), one)
 
 
+@pytest.mark.day("0", "3")
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(4, 12))])
 def test_all_passes_in_any_order_keep_all_bits(seed: int) -> None:
     rng = random.Random(seed)

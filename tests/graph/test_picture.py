@@ -23,6 +23,7 @@ def _lowered() -> Lowered:
     return step.lower({"w": torch.ones(64, 33)}, torch.ones(7, 64))
 
 
+@pytest.mark.nightly
 def test_drawn_memory_equals_the_analysis(tmp_path: pathlib.Path) -> None:
     low = _lowered()
     found = low.memory_analysis()

@@ -389,6 +389,7 @@ def forms_of(tensors, num):
     return out
 
 
+@pytest.mark.day(4)
 @pytest.mark.parametrize("num", [2, 3])
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(list(CASES))]

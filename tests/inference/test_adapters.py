@@ -58,6 +58,7 @@ def check_merged(kind: str, name: str, prompt: list[int], got: Completion) -> No
     torch.testing.assert_close(torch.tensor([*got.prompt_logprobs, *got.logprobs]), logprobs, rtol=0, atol=1e-3)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.nightly)])
 def test_models_of_transformers(kind: str) -> None:
     one, names = engine(kind), ["a", None, "b", "a", None]
@@ -100,6 +101,7 @@ def logits_alone(kind: str, name: str | None, tokens: list[int]) -> Tensor:
         return made.outputs(made.pack(params), torch.tensor(tokens, dtype=torch.int32), at_T, at_T, bodies, low)[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("drafter", ["suffix", pytest.param("model", marks=pytest.mark.nightly)])
 def test_drafts_change_no_token_of_an_adapter(drafter: str) -> None:
     """A draft model knows no adapter, so that fewer of its drafts are right, and no other token is drawn."""
@@ -116,6 +118,7 @@ def test_drafts_change_no_token_of_an_adapter(drafter: str) -> None:
     assert guessing.guesses.accepted > 5
 
 
+@pytest.mark.nightly
 def test_blocks_are_not_shared_between_adapters() -> None:
     one, prompt, how = engine(), PROMPTS[2], dataclasses.replace(GREEDY, prompt_logprobs=False)
     for i, name in enumerate((None, "a"), 1):
@@ -126,6 +129,7 @@ def test_blocks_are_not_shared_between_adapters() -> None:
         assert engine().generate([prompt], how, adapter=name) == [first]
 
 
+@pytest.mark.nightly
 def test_another_adapter_under_the_same_name() -> None:
     made = served("llama")[2]
     one, prompt = engine(adapters={"x": made["a"]}), PROMPTS[2]
@@ -142,6 +146,7 @@ def test_another_adapter_under_the_same_name() -> None:
     assert one.generate([prompt], GREEDY, adapter="x") == engine().generate([prompt], GREEDY, adapter="b")
 
 
+@pytest.mark.nightly
 def test_embeddings_with_an_adapter() -> None:
     one = engine()
     made = one.embed(PROMPTS, "mean", adapter=["a", None, "b", "a", None])
@@ -150,6 +155,7 @@ def test_embeddings_with_an_adapter() -> None:
     assert not torch.equal(made[0], one.embed(PROMPTS[:1], "mean")[0])
 
 
+@pytest.mark.nightly
 def test_files_of_peft(tmp_path: pathlib.Path) -> None:
     made, params, adapters = served("llama")
     save_peft(tmp_path, *adapters["a"])
@@ -157,6 +163,7 @@ def test_files_of_peft(tmp_path: pathlib.Path) -> None:
     assert one.generate(PROMPTS, GREEDY, adapter="file") == engine().generate(PROMPTS, GREEDY, adapter="a")
 
 
+@pytest.mark.nightly
 def test_the_training_forward_is_near() -> None:
     _, params, adapters = served("llama")
     _, apply = sf.from_module(MODELS["llama"]())
@@ -171,6 +178,7 @@ def test_the_training_forward_is_near() -> None:
     torch.testing.assert_close(torch.tensor([*got.prompt_logprobs, *got.logprobs]), logprobs, rtol=0, atol=1e-3)
 
 
+@pytest.mark.day("changes0")
 @pytest.mark.parametrize("changes", [{"per_head": True}, {"stacked": True}, {"per_head": True, "stacked": True}])
 def test_leaves_of_gpt_by_head_and_stacked(changes: dict[str, bool]) -> None:
     one = model(**changes)

@@ -54,6 +54,7 @@ def limits_in(kind: str, dtype: str) -> Limits:
     return replace(KINDS[kind][1], cache_dtype=dtype)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "dtype, kind, number",
     [
@@ -117,6 +118,7 @@ def test_codes_change_logits_little_and_are_no_float_cache() -> None:
         assert 0 < error < most, (dtype, error)
 
 
+@pytest.mark.nightly
 def test_a_model_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}

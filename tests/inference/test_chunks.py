@@ -48,6 +48,7 @@ def in_parts(kind: str, ends: Sequence[int], block: int, order: Sequence[int]) -
     return torch.cat(logits)
 
 
+@pytest.mark.day("bloom")
 @pytest.mark.parametrize("kind", [k if k in DAY else pytest.param(k, marks=pytest.mark.nightly) for k in CASES])
 @settings(max_examples=25, derandomize=True, deadline=None, database=None)
 @given(
@@ -60,6 +61,7 @@ def test_any_cut_has_the_logits_of_one_forward(kind: str, cuts: set[int], block:
     assert torch.equal(got, packed(kind)[0].full(0, TOKENS))
 
 
+@pytest.mark.day(3)
 @pytest.mark.parametrize("block", [3, 4, 16])
 @pytest.mark.parametrize("off", [-1, 0, 1])
 def test_cuts_beside_the_end_of_a_block(block: int, off: int) -> None:

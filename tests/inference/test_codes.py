@@ -70,6 +70,7 @@ def tell(one: Model, kind: str, number: int) -> None:
         check(story, told, one)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kind, codes, blocks",
     [
@@ -99,6 +100,7 @@ def test_memory_counts_the_bytes_of_codes() -> None:
     assert held[None] - held["int4"] == elements * 4 - elements // 32 * 20
 
 
+@pytest.mark.nightly
 def test_new_weights_are_rounded_too() -> None:
     config, greedy = gpt.Config(**SIZES), Sampling(max_tokens=5, temperature=0.0)
     first, second = (tree_map(lambda x: x * 8, gpt.init(config, sf.key(i))) for i in (0, 1))
@@ -128,6 +130,7 @@ def test_two_ranks_have_the_bits_of_one(codes: kernels.Codes) -> None:
         Engine(decoder(narrow, tp="tp", codes=codes), gpt.init(narrow, sf.key(0)), mesh=mesh)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("codes", ["int4", pytest.param("int8", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.nightly)])
 def test_unmodified_models(kind: str, codes: kernels.Codes) -> None:

@@ -23,6 +23,7 @@ def engine(limits: Limits = LIMITS, **more: Any) -> Engine:
     return Engine(one.decoder, one.params[0], limits=replace(limits, **more), tokenizer=TOKENS, **shared)
 
 
+@pytest.mark.nightly
 def test_neighbours_and_their_order_change_no_bit() -> None:
     many = engine(blocks=64 * 7 + 1, buckets=(1, 8, 65), running=64)
     scored = replace(HOT, prompt_logprobs=True)
@@ -35,6 +36,7 @@ def test_neighbours_and_their_order_change_no_bit() -> None:
             assert made[::step][0] == alone
 
 
+@pytest.mark.nightly
 def test_requests_of_one_seed_draw_the_same_tokens_beside_others() -> None:
     hows = [HOT, *(replace(HOT, seed=i) for i in range(20, 40)), HOT]
     first, *others, last = engine().generate([[4, 2]] * 22, hows)

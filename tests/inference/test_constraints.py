@@ -38,6 +38,7 @@ def test_log_probabilities_are_those_of_the_raw_logits() -> None:
     assert bound.tokens != free.tokens and bound.logprobs[0] < free.logprobs[0]
 
 
+@pytest.mark.nightly
 def test_choices_and_company_change_no_token() -> None:
     how = Sampling(max_tokens=9, temperature=50.0, seed=3, n=3, grammar=WORDS, repetition_penalty=1.3)
     [alone] = engine().generate([[1, 2]], how)
@@ -102,6 +103,7 @@ def test_a_refused_or_cancelled_request_leaves_no_matcher() -> None:
     assert one._constraints._matchers == {}
 
 
+@pytest.mark.nightly
 def test_schemas_of_json() -> None:
     tokens = [bytes([i]) for i in b'{}":,ab 1'] + [b'"a"', None]
     one = engine(tokenizer=[*tokens[:12], b"]"])

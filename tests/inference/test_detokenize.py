@@ -30,6 +30,7 @@ def ids(draw: st.DrawFn, kind: str) -> list[int]:
     return [token for part in parts for token in part]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("kind", FOLLOWED + ASKED)
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -46,6 +47,7 @@ def test_known_decoders_are_followed_and_others_are_asked(kind: str) -> None:
     assert all(detokenizer(trained(other)).bytes_of is None for other in ASKED)
 
 
+@pytest.mark.day("metaspace")
 @pytest.mark.parametrize("kind", FOLLOWED)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())

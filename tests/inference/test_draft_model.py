@@ -31,6 +31,7 @@ def own(engine: Engine) -> DraftModel:
     return drafter
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", [pytest.param(GREEDY, marks=pytest.mark.nightly), HOT])
 def test_the_same_model_is_always_right(how: Sampling) -> None:
     """Also where tokens are sampled, as both use one uniform number, and with penalties."""
@@ -39,6 +40,7 @@ def test_the_same_model_is_always_right(how: Sampling) -> None:
     assert guessing.guesses.accepted == guessing.guesses.drafted > 10
 
 
+@pytest.mark.nightly
 def test_several_sequences_share_its_steps_and_few_blocks() -> None:
     """The small model has 11 blocks; five sequences need 35, so that they take them from one another."""
     prompts = [[1, 2, i] * 3 for i in range(5)]
@@ -90,6 +92,7 @@ def test_a_sequence_beyond_its_context_has_no_drafts() -> None:
     assert 0 < guessing.guesses.drafted <= 12 - 3
 
 
+@pytest.mark.nightly
 def test_it_proposes_nothing_where_drafts_would_only_fill_padding() -> None:
     """Four sequences leave one row of five to drafts, six of twelve are padding, and proposals take time."""
     prompts = [[1, 2, i] for i in range(5)]
@@ -121,6 +124,7 @@ def test_it_needs_the_same_vocabulary() -> None:
         engine(DraftModel(small.decoder, small.params[0]))
 
 
+@pytest.mark.nightly
 def test_warm_up_captures_its_graphs() -> None:
     one = model(**KINDS["gpt2"][0])
     drafter = DraftModel(one.decoder, one.params[0], limits=draft_model(0).limits)

@@ -47,6 +47,7 @@ def engine(kind: str, blocks: int | None = None, **more: Any) -> Engine:
     return Engine(one.decoder, one.params[0], runner=runner(kind), limits=limits, **more)
 
 
+@pytest.mark.day("gpt2-mean", "llama-mean")
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_they_are_pooled_states_of_the_plain_forward(kind: str, pooling: str) -> None:
@@ -68,6 +69,7 @@ def test_a_length_of_one() -> None:
     assert torch.allclose(made.norm(dim=1), torch.ones(4))
 
 
+@pytest.mark.day("llama")
 @pytest.mark.parametrize("kind", ["gpt2", "llama", pytest.param("gemma2", marks=pytest.mark.nightly)])
 def test_models_of_transformers(kind: str) -> None:
     module = MODELS[kind]()
@@ -82,6 +84,7 @@ def test_models_of_transformers(kind: str) -> None:
             torch.testing.assert_close(row, pooled(states, pooling), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_ranks_have_the_bits_of_one_device(world: int) -> None:
     changes, limits = KINDS["gpt2"]

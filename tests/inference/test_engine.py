@@ -177,6 +177,7 @@ def test_choices_are_a_list_each_with_draws_of_its_own() -> None:
     assert again == choices
 
 
+@pytest.mark.day("presence", "frequency")
 @pytest.mark.parametrize("kind", ["repetition", "presence", "frequency"])
 def test_penalties_change_draws_and_not_log_probabilities(kind: str) -> None:
     one = model(tie_embeddings=True)
@@ -203,6 +204,7 @@ def test_weights_with_a_nan_end_requests_as_errors() -> None:
     assert len(made[1].tokens) == 2  # those at positions 6 and 7
 
 
+@pytest.mark.day(7)
 @pytest.mark.parametrize(
     ("prompt", "sampling", "message"),
     [
@@ -265,6 +267,7 @@ def test_weights_of_another_model_are_refused() -> None:
     assert one.generate([[1]], GREEDY)
 
 
+@pytest.mark.nightly
 def test_rollouts_have_the_log_probabilities_of_the_training_forward() -> None:
     """Equal bits: the importance ratio of the first epoch is exactly 1."""
     one = model(tie_embeddings=True)
@@ -278,6 +281,7 @@ def test_rollouts_have_the_log_probabilities_of_the_training_forward() -> None:
     assert logprobs(logits, tokens[0, 3:]).tolist() == rollout.logprobs and set(rollout.versions) == {1}
 
 
+@pytest.mark.nightly
 def test_training_goes_on_as_if_nothing_was_generated() -> None:
     one = model(tie_embeddings=True)
     step = sf.sharded_step(lambda p, batch: gpt.loss(one.config, p, batch), sf.optim.adamw(0.1))
@@ -300,6 +304,7 @@ def test_planned_memory_has_weights_cache_and_step() -> None:
     assert str(plan).startswith(f"{plan.total / 2**20:.1f} MiB a rank")
 
 
+@pytest.mark.nightly
 def test_a_request_leaves_no_object_behind() -> None:
     one = engine()
 

@@ -31,6 +31,7 @@ def logits(config: gpt.Config, params: Any) -> Tensor:
     return gpt.apply(config, params, text(8)[6:])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stacked", [pytest.param(False, marks=pytest.mark.nightly), True])
 @pytest.mark.parametrize("codes", ["int4", {r"\.w_(up|down)$": "int4", "blocks": "int8"}])
 def test_the_engine_rounds_to_the_fitted_values(codes: Any, stacked: bool) -> None:
@@ -44,6 +45,7 @@ def test_the_engine_rounds_to_the_fitted_values(codes: Any, stacked: bool) -> No
     assert 0 < sum(same) < len(same)
 
 
+@pytest.mark.nightly
 def test_it_has_less_error_of_outputs_than_rounding() -> None:
     config, params = model()
     made, rows, name = decoder(config), text(32), "blocks.0.w_up"
@@ -70,6 +72,7 @@ def test_layers_are_fitted_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(a, b)
 
 
+@pytest.mark.nightly
 def test_a_step_and_its_engine_have_the_fitted_codes() -> None:
     config, params = model(d_ff=96)
     fitted = fit_codes(decoder(config), params, "int4", text())
@@ -88,6 +91,7 @@ def test_a_step_and_its_engine_have_the_fitted_codes() -> None:
     assert (got.tokens, got.logprobs) == (want.tokens, want.logprobs)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [pytest.param("gpt2", marks=pytest.mark.nightly), "llama"])
 def test_unmodified_models(kind: str) -> None:
     pytest.importorskip("transformers")

@@ -196,6 +196,7 @@ def test_penalties_see_the_drafts_before_a_row() -> None:
         assert engine.guesses.accepted > 5
 
 
+@pytest.mark.day("ab")
 @pytest.mark.parametrize(
     "grammar", [Grammar.regex("(ab )*z"), Grammar.regex("[ab]{1,9}c"), HARD], ids=["ab", "c", "hard"]
 )

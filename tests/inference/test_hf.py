@@ -85,6 +85,7 @@ def check_alone(model: Model, completions: list[Completion]) -> None:
             assert draw_alone(full[place], greedy, 0, place, token) == (token, logprob)
 
 
+@pytest.mark.day("llama")
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_generate(kind: str) -> None:
     model = MODELS[kind]()
@@ -97,6 +98,7 @@ def test_tokens_are_those_of_generate(kind: str) -> None:
     check_alone(Model(made, [params]), completions)
 
 
+@pytest.mark.nightly
 def test_graphs_of_many_rows_have_the_bits_of_a_forward() -> None:
     """Rotary tables of 12 rows of 128 are large enough for a compiler, whose cosine is another one."""
     model = made("Llama", **(LLAMA | {"hidden_size": 32, "head_dim": 128}))
@@ -104,6 +106,7 @@ def test_graphs_of_many_rows_have_the_bits_of_a_forward() -> None:
     check_alone(Model(decoder, [params]), complete(decoder, params, replace(LIMITS, buckets=(12,))))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_16_bit_weights_are_exact(kind: str) -> None:
     made, params = hf_decoder(MODELS[kind]().bfloat16(), exact=True)
@@ -122,6 +125,7 @@ def tell(kind: str, number: int) -> None:
         check(story, told, model)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.nightly)])
 def test_stories(kind: str) -> None:
     tell(kind, 8)
@@ -133,6 +137,7 @@ def test_many_stories(kind: str) -> None:
     tell(kind, 60)
 
 
+@pytest.mark.nightly
 def test_a_model_that_cannot_be_exact_is_served_without(caplog: pytest.LogCaptureFixture) -> None:
     model = MODELS["llama"]().double()
     with pytest.raises(ValueError, match=r"(?s)LlamaForCausalLM with exact=True:.*weights are of torch.float64"):
@@ -227,6 +232,7 @@ def test_mistakes_are_refused() -> None:
         Engine(made, params | {"model.norm.weight": torch.ones(2)}, limits=LIMITS)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_mesh_of_several_ranks_is_refused() -> None:
     decoder, params = hf_decoder(MODELS["llama"](), exact=False)

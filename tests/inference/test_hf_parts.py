@@ -73,6 +73,7 @@ def compared_bytes(params: Mapping[str, Tensor]) -> int:
     return sum(4 * math.prod(min(4, n) for n in x.shape[:-1]) * x.shape[-1] for x in params.values())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_rank_reads_its_own_parts(world: int, kind: str, tmp_path: pathlib.Path) -> None:
@@ -125,6 +126,7 @@ def run_fresh(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_files_that_differ_between_ranks_are_named(tmp_path: pathlib.Path) -> None:
     mesh, model = core.make_mesh({"tp": 2}), MODELS["llama"]()
@@ -139,6 +141,7 @@ def test_files_that_differ_between_ranks_are_named(tmp_path: pathlib.Path) -> No
         Engine(cut, params, mesh=mesh, limits=LIMITS)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("codes", [None, pytest.param("int4", marks=pytest.mark.nightly)])
 def test_one_device_generates_the_same_tokens(codes: Any, tmp_path: pathlib.Path) -> None:
     model = MODELS["gemma2"]()

@@ -53,6 +53,7 @@ def logits_of(decoder: Decoder, params: Any, mesh: Mesh, tokens: list[int]) -> T
         return sharded(forward, mesh=mesh, specs=decoder.packed)(pack(pack.init(params)))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_tokens_and_logits_are_those_of_one_device(world: int, kind: str) -> None:
@@ -107,6 +108,7 @@ def test_a_rank_has_its_own_features_where_the_plan_of_the_model_holds() -> None
     assert edges(MODELS["olmo3"]()) == {n: e for n, e in (ENTER | LEAVE).items() if n not in apart}
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_ranks_join_results_four_times_a_layer_of_llama() -> None:
     mesh, joins = core.make_mesh({"tp": 2}), {"llama": 4, "gpt2": 5}
@@ -149,6 +151,7 @@ def test_layers_that_are_not_exact_are_not_cut() -> None:
         hf_decoder(MODELS["llama"]().double(), tp="tp")
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_heads_that_ranks_do_not_divide_are_refused() -> None:
     decoder, params = hf_decoder(MODELS["llama"](), tp="tp")
@@ -178,6 +181,7 @@ def test_16_bit_weights_on_ranks() -> None:
     assert torch.equal(got.float(), Model(one, [params]).full(0, tuple(PROMPTS[2])))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("codes", [pytest.param("int8", marks=pytest.mark.nightly), "int4"])
 @pytest.mark.parametrize("kind", ["llama", *(pytest.param(k, marks=pytest.mark.nightly) for k in ("gpt2", "gemma3"))])
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])

@@ -32,6 +32,7 @@ def walk(matcher: Matcher, rng: np.random.Generator, most: int = 60) -> tuple[li
     return tokens, end
 
 
+@pytest.mark.day("byte level", "llama", "metaspace")
 @pytest.mark.parametrize("kind", [*FOLLOWED, "bytes"])
 def test_walks_are_texts_of_the_grammar(kind: str) -> None:
     if kind == "metaspace":
@@ -61,6 +62,7 @@ def drafts(rng: np.random.Generator, allowed: np.ndarray, most: int) -> Tree:
     return Tree(tuple(map(int, tokens)), tuple(parents))
 
 
+@pytest.mark.day("regex")
 @pytest.mark.parametrize(
     "grammar", [Grammar.json_schema(SCHEMA), Grammar.regex("([ab]{1,3}c)*d?")], ids=["json", "regex"]
 )

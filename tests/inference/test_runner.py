@@ -32,6 +32,7 @@ def test_biases_of_tokens() -> None:
     assert one.generate([[1, 2, 3]], Sampling(max_tokens=6, temperature=0.0))[0].top_logprobs == ()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("exact", [True, False])
 def test_torch_takes_one_thread_beside_kernels(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[int]()  # by torch in the pure step, when it is captured and when it runs

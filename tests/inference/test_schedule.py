@@ -375,11 +375,13 @@ def grown(num: int) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num", [1000, pytest.param(100_000, marks=pytest.mark.nightly)])
 def test_requests_that_have_ended_leave_nothing(num: int) -> None:
     assert grown(num) < 16_384
 
 
+@pytest.mark.nightly
 def test_padding_of_a_trace_is_small() -> None:
     rng, limits = random.Random(0), Limits(vocab=5, context=512, blocks=1025)
     adds: dict[int, list[Request]] = {}

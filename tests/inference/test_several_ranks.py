@@ -31,6 +31,7 @@ def tell(world: int, kind: str, number: int, part: slice = slice(None), **more: 
         check(story, told, one)
 
 
+@pytest.mark.nightly
 @distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_stories(world: int) -> None:
     tell(world, "gpt2", 6)

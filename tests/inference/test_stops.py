@@ -3,6 +3,7 @@
 import itertools
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from shardfn.inference._stops import Cut
@@ -19,6 +20,7 @@ def whole_cut(text: str, stops: list[str], include: bool) -> tuple[str, bool]:
     return text[: end if include else end + length], True
 
 
+@pytest.mark.nightly
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(
     text=st.text("ab", max_size=14),

@@ -64,6 +64,7 @@ def drawn_stories(limits: Limits, number: int) -> list[Story]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["gpt2", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("llama", "mixtral"))])
 def test_stories(kind: str) -> None:
     tell(kind, 20)

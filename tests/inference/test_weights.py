@@ -45,6 +45,7 @@ def reference(codes: Any = None, **changes: Any) -> Any:
     return made, params, completed(engine_of(made, params))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "changes",
     [
@@ -84,6 +85,7 @@ def test_stories_of_weights_on_disk(tmp_path: pathlib.Path) -> None:
         check(story, told, one)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["disk", "device"])
 def test_deferred_parameters_are_drawn_a_few_at_a_time(
     kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -104,6 +106,7 @@ def test_deferred_parameters_are_drawn_a_few_at_a_time(
     assert completed(engine) == want
 
 
+@pytest.mark.nightly
 def test_deferred_parameters_from_which_one_leaf_is_made() -> None:
     made, params, want = reference(**LLAMA)
     one, two = ({"head": x} for x in (params["head"][:40], params["head"][40:]))
@@ -134,6 +137,7 @@ def test_a_step_reads_each_weight_once_and_at_most_a_layer_ahead(tmp_path: pathl
     assert engine.memory().step < 2 * layer
 
 
+@pytest.mark.nightly
 def test_parameters_that_are_on_disk_themselves(tmp_path: pathlib.Path) -> None:
     made, params, want = reference(**LLAMA)
     zero = sf.Zero(params="disk", disk=sf.Disk(str(tmp_path / "params")), persist_elements=0)
@@ -150,6 +154,7 @@ def test_a_model_of_transformers(tmp_path: pathlib.Path) -> None:
     assert completed(engine_of(made, params, **on_disk(tmp_path))) == completed(engine_of(made, params))
 
 
+@pytest.mark.nightly
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_ranks_read_their_own_weights(world: int, tmp_path: pathlib.Path) -> None:
     config = gpt.Config(
@@ -200,6 +205,7 @@ def test_a_model_of_three_times_the_memory_generates(tmp_path: pathlib.Path) -> 
     assert refused.returncode != 0 and "allocate" in refused.stderr, refused.stderr
 
 
+@pytest.mark.nightly
 def test_an_engine_that_is_closed_frees_its_directory_at_once(tmp_path: pathlib.Path) -> None:
     made, params, want = reference(**LLAMA)
     gc.disable()  # the directory of an open engine is refused to the next one

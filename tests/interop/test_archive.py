@@ -166,6 +166,7 @@ def test_a_writer_that_fails_leaves_the_old_files_and_nothing_else(
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == had
 
 
+@pytest.mark.day("0-2", "0-3", "3-2")
 @pytest.mark.parametrize("files", [2, 3])
 @pytest.mark.parametrize(
     "renames", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(range(5))]

@@ -242,6 +242,7 @@ def test_rates_by_hand(kind: str, params: dict[str, Any], want: list[float]) -> 
     assert [float(recipe.learning_rate(torch.tensor(n))) for n in range(6)] == pytest.approx(want)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kind",
     [

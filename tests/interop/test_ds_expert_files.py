@@ -144,6 +144,7 @@ def _identity(directory: str, shape: dict[str, int], zero: int, world: int) -> N
         assert torch.equal(bits(x), bits(y))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "shape, zero",
     [
@@ -181,6 +182,7 @@ def fresh() -> Any:
     return interop.restore_deepspeed(found("exp_avg", "exp_avg_sq"), step.init(start()), names=names)
 
 
+@pytest.mark.nightly
 def test_frozen_experts_momentum_and_weights_alone_are_there(tmp_path: pathlib.Path) -> None:
     want = found("momentum_buffer", frozen=True)
     step = step_of({"dp": 1}, sf.optim.sgd(0.1, momentum=0.9), frozen=True)
@@ -197,6 +199,7 @@ def test_frozen_experts_momentum_and_weights_alone_are_there(tmp_path: pathlib.P
         assert not [*(tmp_path / f"w{stage}").glob("*optim*")]
 
 
+@pytest.mark.nightly
 def test_names_may_be_asked_for_one_expert_alone(tmp_path: pathlib.Path) -> None:
     def numbered(name: str) -> str:
         name = re.sub(r"(moes\.\d+)\.experts\.(\d+)\.(\d+)", r"\1.deepspeed_moe.experts.deepspeed_experts.\2.\3", name)
@@ -207,6 +210,7 @@ def test_names_may_be_asked_for_one_expert_alone(tmp_path: pathlib.Path) -> None
     assert same(interop.read_deepspeed_experts(str(tmp_path)), found("exp_avg", "exp_avg_sq"))
 
 
+@pytest.mark.nightly
 def test_weights_are_in_the_dtype_of_the_module(tmp_path: pathlib.Path) -> None:
     assert same(saved(tmp_path, config=config_of(1, bf16={"enabled": True})), found("exp_avg", "exp_avg_sq"))
     file = torch.load(tmp_path / "tag" / "layer_1_expert_7_mp_rank_00_model_states.pt")
@@ -301,6 +305,7 @@ def _full(directory: str) -> None:
     assert saved(pathlib.Path(directory), state=state).step == 0
 
 
+@pytest.mark.nightly
 def test_a_rank_without_space_ends_the_call_of_all(tmp_path: pathlib.Path) -> None:
     _full(str(tmp_path))
 
@@ -325,5 +330,6 @@ def _apart(directory: str) -> None:
     assert sizes and not any(sizes)
 
 
+@pytest.mark.nightly
 def test_no_expert_is_sent_to_another_rank(tmp_path: pathlib.Path) -> None:
     _apart(str(tmp_path))

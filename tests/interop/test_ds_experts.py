@@ -89,6 +89,7 @@ def trained(directory: str) -> None:
         torch.testing.assert_close(metrics["loss"], loss(moe.Local())(tree, x_SD), rtol=1e-6, atol=0)
 
 
+@pytest.mark.nightly
 def test_native_experts_train_on_two_ranks(tmp_path: pathlib.Path) -> None:
     write(tmp_path / "tag")
     trained(str(tmp_path))

@@ -88,6 +88,7 @@ TWO = [
 ]
 
 
+@pytest.mark.day("1-zero0-3", "2-zero3-1")
 @pytest.mark.parametrize("ranks", [1, 3, 5])
 @pytest.mark.parametrize(
     "stage, zero",

@@ -60,6 +60,7 @@ def _restored(world: int, stage: int, memory: str) -> None:
     step(state, torch.ones(1))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "stage, memory",
     [

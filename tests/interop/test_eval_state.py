@@ -65,6 +65,7 @@ def check(name: str, world: int, **zero: Any) -> None:
     step(state, rows[step.rows(12)])
 
 
+@pytest.mark.day("debiased")
 @every
 @distributed(world=2)
 def test_the_average_is_evaluated(world: int, name: str) -> None:
@@ -108,6 +109,7 @@ def averaged(debias: bool) -> list[Any]:
     return out
 
 
+@pytest.mark.day("1-1")
 @pytest.mark.parametrize("stage", [pytest.param(k, marks=pytest.mark.nightly if k in (0, 2) else ()) for k in range(4)])
 @distributed(world=[1, 2])
 def test_the_average_has_the_bits_of_one_device(world: int, stage: int) -> None:

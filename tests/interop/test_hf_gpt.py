@@ -65,6 +65,7 @@ def close(x: Tensor, y: Tensor) -> None:
     torch.testing.assert_close(x, y, rtol=RTOL[x.dtype], atol=RTOL[x.dtype] * float(y.abs().max()))
 
 
+@pytest.mark.day("mistral")
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(MODELS)]
 )
@@ -169,6 +170,7 @@ def _cannot_be_written(directory: str, when: str) -> None:
     assert torch.equal(tree["embed"].full_tensor(), whole["embed"])  # the ranks still agree
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("when", [pytest.param("first", marks=pytest.mark.nightly), "later"])
 def test_a_writer_that_fails_raises_on_all(tmp_path: pathlib.Path, when: str) -> None:
     """Without a directory to write to, and with a disk that is full after a tensor."""

@@ -22,6 +22,7 @@ def _config(tie: bool = True) -> Any:
     )
 
 
+@pytest.mark.day("True")
 @pytest.mark.parametrize("tie", [True, False])
 @torch.no_grad()
 def test_a_module_without_weights_reads_them(tie: bool, tmp_path: pathlib.Path) -> None:
@@ -74,6 +75,7 @@ def test_no_weight_is_read_before_it_is_used(tmp_path: pathlib.Path, monkeypatch
     assert reads == [8 * 64 * 4]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_16_bits_come_as_master_copies(dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
     module = nn.Linear(8, 6, bias=False).to(dtype)

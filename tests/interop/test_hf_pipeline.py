@@ -55,6 +55,7 @@ def _parity(body: Any, T: int, mesh: sf.Mesh, *, jit: bool = False, **how: Any) 
     torch.testing.assert_close(found, [float(total / weight)] * 2, rtol=1e-12, atol=0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "body", [nn.Blockwise(3), pytest.param(nn.Chunked(3), marks=pytest.mark.nightly)], ids=["blockwise", "chunked"]
 )

@@ -125,6 +125,7 @@ def parity(name: str, body: Any, T: int, mesh: sf.Mesh, *, stage: int, packed: b
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("body", ["ulysses", pytest.param("ring", marks=pytest.mark.nightly)])
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_llama_along_a_sequence(body: str, world: int) -> None:

@@ -67,6 +67,7 @@ def _assert_same(ours: pathlib.Path, theirs: pathlib.Path) -> None:
     assert [name for name in a if a[name] != b[name]] == []
 
 
+@pytest.mark.day("llama-True", "llama-False", "qwen2-True")
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2"])
 def test_the_directory_is_that_of_save_pretrained(name: str, tie: bool, tmp_path: pathlib.Path) -> None:

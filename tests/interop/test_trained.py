@@ -60,6 +60,7 @@ def test_the_masters_come_out_not_their_roundings(world: int, tmp_path: pathlib.
     assert all(torch.equal(p, before[n] if mesh.rank else wide[n].float()) for n, p in other.named_parameters())
 
 
+@pytest.mark.nightly
 def test_parameters_that_are_wide_are_their_own_masters() -> None:
     state = _trained(sf.make_mesh({"dp": 1}, device="cpu"), _module(), None)
     masters = sf.master_params(state)

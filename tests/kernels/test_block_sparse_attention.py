@@ -119,6 +119,7 @@ def compare(seed: int, dtype: torch.dtype, small: bool = False) -> None:
     assert not y.transpose(1, 2)[empty].any() and not got[0].transpose(1, 2)[empty].any()
 
 
+@pytest.mark.day("native-torch.float32")
 @pytest.mark.parametrize(
     "dtype", [pytest.param(x, marks=() if x == torch.float32 else pytest.mark.nightly) for x in TOLERANCE], ids=str
 )

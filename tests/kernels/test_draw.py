@@ -61,6 +61,7 @@ def test_c_has_the_bits_of_the_definition(generation: int, vocab: int) -> None:
     assert _same(got, want) and torch.equal(got[0] < 0, got[1].isnan()), generation
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("vocab", [1, 130])
 def test_triton_has_the_bits_of_a_cpu(monkeypatch: pytest.MonkeyPatch, vocab: int) -> None:
     pytest.importorskip("triton")
@@ -103,6 +104,7 @@ def test_a_row_is_drawn_like_the_row_alone(monkeypatch: pytest.MonkeyPatch, thre
         assert _same(got, (tokens[:n], logprobs[:n])), n
 
 
+@pytest.mark.day(3)
 @pytest.mark.parametrize("vocab", [1, 63, 777])
 def test_top_tokens_have_the_bits_of_the_definition(generation: int, vocab: int) -> None:
     logits = _case(40, vocab)[0]
@@ -204,6 +206,7 @@ def test_temperature_zero_takes_the_first_of_the_largest() -> None:
     assert kernels.draw(logits, torch.tensor([0.99], dtype=F64), **_of(1, temperature=0.0))[0].tolist() == [1]
 
 
+@pytest.mark.day("how0", "how2")
 @pytest.mark.parametrize(
     "how", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}]
 )

@@ -43,6 +43,7 @@ def test_each_coder_has_less_of_its_own_error(codes: Any) -> None:
     assert outputs[3] < 0.85 * min(outputs[:3])
 
 
+@pytest.mark.day(4)
 @pytest.mark.parametrize("codes", CODES)
 @pytest.mark.parametrize("spread, middle", [(1.0, 0.0), (1e-3, 0.5), (1e-6, 0.0), (1e4, 0.0)])
 def test_rounding_keeps_them(spread: float, middle: float, codes: Any) -> None:

@@ -21,6 +21,7 @@ def _drawn(dtype: torch.dtype, n: int = 9, d: int = 37, m: int = 20, j: int = 3)
     return x.to(dtype), index, weights.to(dtype)
 
 
+@pytest.mark.day(8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("d", [1, 37, pytest.param(2051, marks=NIGHTLY)])
 def test_every_implementation_has_the_bits_of_the_definition(kind: str, d: int, dtype: torch.dtype) -> None:
@@ -36,6 +37,7 @@ def test_every_implementation_has_the_bits_of_the_definition(kind: str, d: int, 
             assert torch.equal(got, want)
 
 
+@pytest.mark.day(5)
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dots_are_those_of_float64(dtype: torch.dtype) -> None:

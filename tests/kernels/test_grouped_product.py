@@ -44,6 +44,7 @@ def _close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     assert (got.double() - want).abs().max() <= TOLERANCE[dtype] * max(float(want.abs().max()), 1)
 
 
+@pytest.mark.day(24)
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -93,6 +94,7 @@ def test_every_processor_multiplies(dtype: torch.dtype) -> None:
     _close(kernels.grouped_outer(x, y, sizes), outer, dtype)
 
 
+@pytest.mark.day("native")
 @pytest.mark.usefixtures("kind")
 def test_an_exact_row_has_its_bits_alone() -> None:
     x, w, _, sizes = _drawn(torch.float32, [3, 0, 17, 5], k=27)
@@ -117,6 +119,7 @@ def test_threads_and_runs_have_the_same_bits() -> None:
         assert torch.equal(got[0][0], other[0]) and torch.equal(got[0][1], other[1])
 
 
+@pytest.mark.day(6)
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("shape", [(0, 3, 2, 2), (4, 0, 2, 2), (4, 3, 0, 2), (4, 3, 2, 0)], ids=str)
 def test_nothing(shape: tuple[int, int, int, int]) -> None:

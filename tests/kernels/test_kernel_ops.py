@@ -85,6 +85,7 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
 ]  # fmt: skip
 
 
+@pytest.mark.day("quantize", "dequantize_sum_quantize", "moving_average_")
 @pytest.mark.parametrize(
     "name, function, args, flat",
     [pytest.param(*x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(CASES)],
@@ -195,4 +196,5 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(shutil, "which", lambda name: "/bin/false")
     with pytest.warns(UserWarning, match="/bin/false did not build"):
         kernels.pack_signs(X)
-    assert _dispatch._serving("cpu") == "cpu" and not list((tmp_path / "shardfn").iterdir())
+    assert _dispatch._serving("cpu") == "cpu"
+    assert [left.suffix for left in (tmp_path / "shardfn").iterdir()] == [".lock"]  # the file that builders lock

@@ -47,6 +47,7 @@ def test_the_formulas() -> None:
     assert together[0].tolist() == [1.0, -4.75, -0.75, 0.0, 7.0]
 
 
+@pytest.mark.day(3)
 @pytest.mark.parametrize("vocab, width", [(1, 3), (50, 0), (50, 130), (777, 40)])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_c_has_the_bits_of_the_definition(
@@ -68,6 +69,7 @@ def test_c_has_the_bits_of_the_definition(
     assert torch.equal(torch.cat(alone).nan_to_num(9), got.nan_to_num(9))
 
 
+@pytest.mark.nightly
 def test_triton_has_the_bits_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -79,6 +79,7 @@ def test_every_processor_has_the_bits_of_the_definition(name: str) -> None:
     assert got.isnan().sum() == 2  # of NaN, and of minus infinity, as torch's
 
 
+@pytest.mark.day("x86-64-v1-gated_silu-77-1", "x86-64-v1-gelu-77-1")
 @pytest.mark.usefixtures("generation")
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=NIGHTLY)])
 @pytest.mark.parametrize("width", WIDTHS)
@@ -103,6 +104,7 @@ def test_values_are_those_of_torch() -> None:
     assert kernels.gelu(x[:0]).shape == (0, 500)
 
 
+@pytest.mark.day("gated_silu")
 @pytest.mark.parametrize("name", ["gated_silu", "gelu"])
 def test_triton_has_the_bits_of_a_row_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")

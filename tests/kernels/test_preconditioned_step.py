@@ -22,6 +22,7 @@ def _moments(n: int) -> tuple[Tensor, Tensor, Tensor]:
     return p, m, nu
 
 
+@pytest.mark.day(27)
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("corrections", [(C1, C2), (None, C2), (None, None)], ids=["both", "second", "none"])
 @pytest.mark.parametrize("n", [0, 1, 8, 1023, 1025, BLOCK + 1])

@@ -49,6 +49,7 @@ def _same(asked: Any, run: Any, *args: Any, **options: Any) -> Any:
     return want
 
 
+@pytest.mark.day(4)
 @pytest.mark.parametrize(
     "shape",
     [pytest.param(x, marks=pytest.mark.nightly if x in ((1, 1501), (3, 8), (2, 255)) else ()) for x in SHAPES],

@@ -101,6 +101,7 @@ def test_the_plain_formula(heads: tuple[int, int, int], how: dict[str, Any]) -> 
         torch.testing.assert_close(y, want, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.day("plain-native", "plain-reference")
 @pytest.mark.parametrize("kind", ["native", "reference", "triton"])
 @pytest.mark.parametrize("how", [pytest.param(HOW[0], id="plain"), pytest.param(HOW[-1], id="all", marks=NIGHTLY)])
 def test_lse_is_the_logarithm_of_the_sum(how: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +138,7 @@ def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
     return all(map(torch.equal, some, others))
 
 
+@pytest.mark.day(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *CODES], ids=str)
 @pytest.mark.parametrize(
     "heads, how",
@@ -171,6 +173,7 @@ def test_the_functions_of_scores() -> None:
     assert _reference.tanh(torch.tensor(math.nan)).isnan() and _reference.exponential(torch.tensor(math.nan)).isnan()
 
 
+@pytest.mark.day("plain-1", "plain-16", "plain-32")
 @pytest.mark.parametrize("block", [1, 4, 16, 32])
 @pytest.mark.parametrize("how", [HOW[0], HOW[4]], ids=["plain", "all"])
 def test_chunks_blocks_tables_and_neighbours_change_no_bit(block: int, how: dict[str, Any]) -> None:
@@ -193,6 +196,7 @@ def test_chunks_blocks_tables_and_neighbours_change_no_bit(block: int, how: dict
         assert _equal([torch.cat(ys) for ys in found], want), (block, seed)
 
 
+@pytest.mark.day("x86-64-v4", "x86-64-v3")
 def test_a_row_has_its_bits_among_any_number_of_rows(generation: int) -> None:
     story = _story((66,), (2, 1, 20))
     (want,) = Pages(story, 16).whole()
@@ -254,6 +258,7 @@ def test_a_cache_in_bfloat16_holds_rounded_keys_and_values() -> None:
     assert _equal(Pages(story, 4, dtype=torch.bfloat16).whole(), Pages(rounded, 4).whole())
 
 
+@pytest.mark.day("x86-64-v4", "x86-64-v1")
 def test_values_that_are_not_finite_reach_only_the_rows_that_see_them(generation: int) -> None:
     story = _story((40, 50, 9), (4, 2, 24))
     want = Pages(story, 4).whole()
@@ -279,6 +284,7 @@ def test_scores_and_sinks_at_the_ends(generation: int) -> None:
     assert torch.equal(Pages(story, 4).whole()[0], torch.zeros(3, 2, 4))
 
 
+@pytest.mark.day("x86-64-v4-torch.float32", "x86-64-v4-torch.int8")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, pytest.param(CODES[1], marks=NIGHTLY)], ids=str)
 def test_guesses_that_branch_have_the_bits_of_their_branch(generation: int, dtype: torch.dtype) -> None:
     # After 30 or 37 tokens come guesses: token -> its parent among the guesses.
@@ -335,6 +341,7 @@ def test_padding_that_shares_a_slot_changes_nothing() -> None:
         assert torch.equal(y[20:], v[-1:].expand(3, 2, 8))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kinds",
     [

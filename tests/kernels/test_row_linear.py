@@ -66,6 +66,7 @@ def test_every_processor_has_the_bits_of_the_definition(
         assert torch.equal(got, want), (generation, chunks)
 
 
+@pytest.mark.day("x86-64-v4-(77, 70)-1", "x86-64-v3-(77, 70)-1")
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=NIGHTLY)])
 @pytest.mark.parametrize(
     "shape", [(77, 70), *(pytest.param(x, marks=NIGHTLY) for x in ((512, 513), (1409, 77)))], ids=str
@@ -204,6 +205,7 @@ print(torch.equal(kernels.row_linear(x, packed, 700), alone))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
 def test_without_more_threads_this_one_does_the_work() -> None:
     env = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}

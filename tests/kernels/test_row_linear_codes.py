@@ -55,6 +55,7 @@ def test_bits_are_those_of_the_decoded_weight(
             assert torch.equal(got, want[:rows]), (chunks, rows)
 
 
+@pytest.mark.day("int8-reference", "int8-triton", "int4-reference")
 @pytest.mark.parametrize("kind", ["reference", "triton"])
 @pytest.mark.parametrize("codes", CODES)
 def test_every_implementation_multiplies_by_the_decoded_weight(

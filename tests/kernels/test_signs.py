@@ -60,6 +60,7 @@ def _same(run: Callable[[], Any], asked: str) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
+@pytest.mark.day(11)
 @pytest.mark.parametrize(
     "shape",
     [

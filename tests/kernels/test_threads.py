@@ -54,6 +54,7 @@ print(threads() - before)
     assert run(text) == ["2", "4"]
 
 
+@pytest.mark.nightly
 def test_a_forked_process_makes_its_own_threads() -> None:
     text = """
 def forked(depth):
@@ -74,6 +75,7 @@ print(threads() - before)
     assert run(text) == ["1 3", "1 3", "2"]
 
 
+@pytest.mark.nightly
 def test_callers_of_several_threads() -> None:
     text = """
 wrong = []
@@ -96,10 +98,12 @@ print(len(wrong), threads() - before)
     assert run(text) == ["0 2"]
 
 
+@pytest.mark.nightly
 def test_a_process_ends_while_its_threads_sleep() -> None:
     assert run("print(torch.equal(linear(), want))") == ["True"]
 
 
+@pytest.mark.nightly
 def test_threads_for_kernels_leave_one_to_torch() -> None:
     text = """
 torch.get_num_threads = counted

@@ -103,6 +103,7 @@ def check(name: str, world: int, *, stage: int = 3, stacked: bool = True, wrap: 
     )
 
 
+@pytest.mark.day("vmap")
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(DAILY)]
 )

@@ -101,6 +101,7 @@ def _check(shapes: dict[str, tuple[int, ...]], world: int, **zero: Any) -> None:
     _check_even(plan, wholes, world)
 
 
+@pytest.mark.day("1")
 @pytest.mark.parametrize(
     "world", [pytest.param(n, marks=() if n in (1, 3, 5) else pytest.mark.nightly) for n in range(1, 9)]
 )
@@ -121,6 +122,7 @@ def _params() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in SHARED.items()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.nightly), 3])
 @distributed(world=2)
 def test_a_leaf_without_elements_travels_with_others(stage: int) -> None:

@@ -119,6 +119,7 @@ def test_writes_are_named_wherever_a_leaf_lives(tmp_path: pathlib.Path) -> None:
     _check(sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh), X.chunk(2)[mesh.rank], "a cast")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [0, 3])
 @distributed(world=2)
 def test_a_captured_write_is_named_with_its_line(stage: int) -> None:
@@ -131,6 +132,7 @@ def test_a_captured_write_is_named_with_its_line(stage: int) -> None:
         assert "test_writes.py:" in said or "through a view" in said or "(by " in said, (name, said)
 
 
+@pytest.mark.day("0")
 @pytest.mark.parametrize("stage", [0, 3])
 @distributed(world=2)
 def test_a_write_to_a_stack_is_named(stage: int) -> None:
@@ -156,6 +158,7 @@ def test_a_clone_may_be_written_to_and_data_read() -> None:
             assert_same(on_mesh(wrap(_to_a_clone), sf.optim.sgd(0.1), _params(), [X, X], mesh=mesh, zero=zero), want)
 
 
+@pytest.mark.day("False")
 @pytest.mark.parametrize("graph", [False, True])
 def test_other_memory_for_a_leaf_is_named(graph: bool) -> None:
     loss = _loss_that(lambda w: setattr(w, "data", w.data * 0.5))
@@ -170,6 +173,7 @@ def _augmented(w: Tensor) -> None:
 IN_PLACE = [lambda w: w.mul_(2), _augmented, lambda w: w.__setitem__(0, 1.0), lambda w: torch.relu_(w)]
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_writes_in_place_are_one_error_at_all_stages(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})

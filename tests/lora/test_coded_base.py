@@ -76,6 +76,7 @@ def with_adapters(params: Any, codes: Any, specs: Any = P(), **options: Any) -> 
 STACKED = {"blocks": sf.Sharding(P(), stacked=True), "head": P()}
 
 
+@pytest.mark.day("plain-int4")
 @pytest.mark.parametrize("codes", CODES)
 @pytest.mark.parametrize("how", ["plain", "remat", "graph", pytest.param("inductor", marks=NIGHTLY)])
 def test_it_has_the_bits_of_the_decoded_base(how: str, codes: Any) -> None:
@@ -100,6 +101,7 @@ def test_it_has_the_bits_of_the_decoded_base(how: str, codes: Any) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("codes", CODES)
 @pytest.mark.parametrize("stage", [1, 3, *(pytest.param(n, marks=NIGHTLY) for n in (0, 2))])
 @pytest.mark.parametrize("capture", [False, pytest.param(True, marks=NIGHTLY)])
@@ -154,6 +156,7 @@ def in_stages(codes: Any) -> tuple[LoRA, Any, Any, Any]:
     return lora, {"blocks": tree, "head": params["head"]}, piped, plain
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("codes", CODES)
 @distributed(world=[2, pytest.param(3, marks=NIGHTLY)])
 def test_in_the_stages_of_a_pipeline(world: int, codes: Any, tmp_path: pathlib.Path) -> None:
@@ -189,6 +192,7 @@ def test_ranks_keep_and_gather_codes() -> None:
     assert torch.equal(want, rounded(params["blocks"]["up"], "int4"))
 
 
+@pytest.mark.day("1-device", "1-host")
 @pytest.mark.parametrize("kind", ["device", "host"])
 @distributed(world=[1, 2])
 def test_checkpoints_keep_the_codes(world: int, kind: Any, tmp_path: pathlib.Path) -> None:
@@ -234,6 +238,7 @@ def test_layers_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(most) in (4 * L - 2, 4 * L - 1, 4 * L) and max(most) <= 2
 
 
+@pytest.mark.nightly
 def test_the_engine_serves_the_trained_codes() -> None:
     """Rows of a trained base are the blocks that the decoder takes, and adding them changes no value."""
     config = gpt.Config(vocab_size=13, num_layers=1, d_model=64, num_heads=2, max_len=16, exact=True)
@@ -253,6 +258,7 @@ def test_the_engine_serves_the_trained_codes() -> None:
     assert base["blocks"][0]["wq"].dtype == torch.uint8 and (got.tokens, got.logprobs) == (want.tokens, want.logprobs)
 
 
+@pytest.mark.day("1")
 @distributed(world=[1, 2])
 def test_refusals(world: int) -> None:
     mesh, params = sf.make_mesh({"dp": world}, device="cpu"), params_of()

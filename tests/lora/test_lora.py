@@ -86,6 +86,7 @@ def test_layers_that_are_gathered_one_at_a_time(capture: bool) -> None:
 TP = {"blocks": {"up": P(None, "tp"), "down": P(None, None, "tp"), "g": P()}, "head": P()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [0, 3, *(pytest.param(n, marks=NIGHTLY) for n in (1, 2))])
 @distributed(world=2)
 def test_sharded_it_equals_one_device(stage: int) -> None:
@@ -243,6 +244,7 @@ def _whole(lora: LoRA, loss: Any) -> Any:
     return plain
 
 
+@pytest.mark.day("patterns")
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world=2)
 def test_each_kind_trains_sharded_as_on_one_device(kind: str) -> None:
@@ -254,6 +256,7 @@ def test_each_kind_trains_sharded_as_on_one_device(kind: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "dora" else NIGHTLY) for kind in KINDS])
 @distributed(world=2)
 def test_each_kind_beside_leaves_that_are_cut(kind: str) -> None:
@@ -295,6 +298,7 @@ def _numbered() -> list[Any]:
     return [{**batch, "index": torch.arange(B) + n * B} for n, batch in enumerate(_batches())]
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_dropout_has_the_same_masks_on_any_number_of_ranks() -> None:
     mesh, (lora, tree) = sf.make_mesh({"dp": 2}, device="cpu"), _flat()

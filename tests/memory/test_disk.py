@@ -20,6 +20,7 @@ def pool(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[mem
         yield pool
 
 
+@pytest.mark.day(10)
 @pytest.mark.parametrize("rows", [1, 5, 1024, 70_001])
 def test_rows_come_back(pool: memory.Pool, rows: int) -> None:
     draw = random.Random(rows)
@@ -34,6 +35,7 @@ def test_rows_come_back(pool: memory.Pool, rows: int) -> None:
             assert value.read(lo, hi, out=out).result() is out and torch.equal(out, x[lo:hi])
 
 
+@pytest.mark.day(4)
 def test_chunks_may_come_in_any_order_and_share_pages(pool: memory.Pool) -> None:
     draw, rows = random.Random(0), 60_000
     x = torch.randn(rows, 2)

@@ -47,6 +47,7 @@ def test_regions_and_transfers_keep_device_and_host_apart() -> None:
     assert book.table().splitlines()[-1].split() == ["host", "->", "device", "1", "400,000"]
 
 
+@pytest.mark.nightly
 def test_backward_and_func_transforms_are_seen() -> None:
     w = torch.ones(50, 50, requires_grad=True)
     with memory.ledger() as book:

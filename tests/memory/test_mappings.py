@@ -32,6 +32,7 @@ def test_returned_memory_is_lent_again() -> None:
     assert np.frombuffer(mappings.lend(3 * PAGE), np.uint8).ctypes.data != where
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "view",
     [

@@ -309,6 +309,7 @@ def _refuse(flags: int) -> int:
     return flags
 
 
+@pytest.mark.nightly
 def test_an_opening_that_fails_gives_the_directory_back_once(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

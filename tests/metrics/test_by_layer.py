@@ -28,6 +28,7 @@ def wanted() -> dict[str, float]:
     return {k: float(torch.cat([x.flatten() for x in xs]).double().norm()) for k, xs in squares.items()}
 
 
+@pytest.mark.day("1")
 @distributed(world=[1, 2])
 def test_layers_in_a_list_and_in_a_stack_have_the_same_norms(world: int) -> None:
     mesh = sf.make_mesh({"dp": world}, device="cpu")

@@ -138,6 +138,7 @@ def test_known_parameter_counts():
     assert gpt.num_params(benchmark) == 33_739_776
 
 
+@pytest.mark.day(4)
 @every_config
 def test_deferred_init_is_eager_init_bit_for_bit(config):
     eager = gpt.init(config, key(3))
@@ -181,6 +182,7 @@ def test_loss_at_init_is_near_log_vocab(config):
     assert abs(loss.item() - math.log(config.vocab_size)) < 0.1
 
 
+@pytest.mark.day("no_bias", "odd")
 @every_config
 def test_gradients_equal_finite_differences(config):
     params = tree_map(lambda x: x.requires_grad_(), params_of(config, noise=0.1))
@@ -211,6 +213,7 @@ def test_tied_embedding_sums_both_gradients():
     torch.testing.assert_close(both, pair[0] + pair[1])
 
 
+@pytest.mark.nightly
 def test_tiny_model_overfits():
     config = CONFIGS["llama_gqa"]
     params = tree_map(lambda x: x.requires_grad_(), gpt.init(config, key(0)))
@@ -225,6 +228,7 @@ def test_tiny_model_overfits():
     assert torch.equal(out, batch["tokens"])
 
 
+@pytest.mark.nightly
 def test_generate_shape_determinism_and_cropping():
     config = CONFIGS["gpt2"]
     params, prompt = params_of(config, torch.float32), tokens_of(config, T=3)
@@ -246,6 +250,7 @@ def test_generate_samples_the_softmax():
     torch.testing.assert_close(drawn.bincount(minlength=4) / 20_000, want, rtol=0, atol=0.02)
 
 
+@pytest.mark.day("dropout")
 @pytest.mark.parametrize("name", ["dropout", "attention_dropout"])
 def test_dropout_belongs_to_samples(name):
     config = dataclasses.replace(gpt.Config(**TINY), **{name: 0.2})
@@ -314,6 +319,7 @@ def test_config_names_every_bad_field_with_its_value():
         gpt.apply(config, params_of(config), tokens_of(config, T=17))
 
 
+@pytest.mark.day("gpt2_tied", "odd")
 @every_config
 def test_stacked_blocks_are_the_same_model(config: gpt.Config) -> None:
     stacked = dataclasses.replace(config, stacked=True)

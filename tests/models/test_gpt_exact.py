@@ -44,6 +44,7 @@ def tokens_of(*shape: int) -> Tensor:
     return torch.randint(67, shape, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.day("llama")
 @pytest.mark.parametrize("name", NAMES)
 def test_samples_and_prefixes_have_the_bits_that_they_have_alone(name: str) -> None:
     config, tokens = config_of(name), tokens_of(3, 34)
@@ -104,6 +105,7 @@ def test_weights_that_are_packed_before_have_the_same_bits(name: str) -> None:
     assert torch.equal(gpt.apply(config, packed(config, params), tokens), gpt.apply(config, params, tokens))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
 def test_gradients_are_those_of_torch_in_float64(name: str) -> None:
@@ -157,6 +159,7 @@ def _same_bits(name: str, ranks: int, chunks: int, sequence: bool) -> None:
         assert torch.equal(sf.all_gather_invariant(logits, "tp", dim=-1, size=config.vocab_size), want)
 
 
+@pytest.mark.day("llama-True")
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "llama" else NIGHTLY) for x in SETTINGS])
 @distributed(world=2)
@@ -178,6 +181,7 @@ def test_four_ranks_have_the_bits_of_one(name: str) -> None:
     _same_bits(name, 4, 8, True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=NIGHTLY)])
 @distributed(world=2)
 def test_a_step_of_two_ranks_has_the_forward_of_one(jit: bool) -> None:

@@ -83,6 +83,7 @@ def parity(
     )
 
 
+@pytest.mark.day("bloom-sequence")
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.nightly if x in SLOW else ()) for x in CONFIGS])
 @distributed(world=2)
@@ -122,6 +123,7 @@ def test_three_ranks_and_float32() -> None:
         parity(CONFIGS["llama_gqa"], mesh, STAGES[2], dtype=torch.float32, sequence=sequence)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["eager", "jit"])
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["whole", "sequence"])
 @distributed(world=4)
@@ -171,6 +173,7 @@ def _own_blocks(config: gpt.Config) -> Any:
     return tree_unflatten(treedef, [x[cut].clone() for x, cut in zip(leaves, cuts, strict=True)])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["gpt2_tied", pytest.param("llama_gqa", marks=pytest.mark.nightly)])
 @distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_a_block_sends_four_all_reduces_or_their_volume_in_pairs(name: str, world: int) -> None:

@@ -100,6 +100,7 @@ def parity(
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     [pytest.param("ulysses", marks=pytest.mark.nightly), pytest.param("ring", marks=pytest.mark.nightly), "zigzag"],
@@ -210,6 +211,7 @@ def test_two_axes_cut_one_sequence() -> None:
         parity(dataclasses.replace(CONFIGS["llama"], stacked=True), mesh, body, 9, stage=3, packed=True)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_rank_without_tokens_fetches_the_leaves_of_the_others() -> None:
     """All ranks ask for the leaves of the first backward in one order: a rank that asked for fewer would hang them."""

@@ -83,6 +83,7 @@ def test_bodies_compute_the_same(causal: bool) -> None:
     assert not torch.allclose(gpt.loss(everything, params, batch).mean(), value)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_dropout_of_tiles_on_two_ranks() -> None:
     """Each rank draws the same as one device for its heads and samples."""

@@ -48,6 +48,7 @@ def check(c: gpt.Config, mesh: Any, rows: int = 4, wrap: Any = lambda f: f, **op
 EXCHANGES = {"tokens": layers.Tokens("ep"), "weights": layers.Weights("ep")}
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -58,6 +59,7 @@ def test_experts_on_an_axis_of_the_batch_equal_one_device(setting: str, exchange
         check(c, mesh, batch=sf.P("ep"), zero=sf.Zero(stage=stage, axis="ep", persist_elements=0))
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_tokens_that_all_ranks_have_alike_are_summed(setting: str) -> None:
@@ -66,6 +68,7 @@ def test_tokens_that_all_ranks_have_alike_are_summed(setting: str) -> None:
         check(c, mesh, batch=sf.P(), tp="tp", loss={"axis": "tp"})
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("sequence", [False, True])
@@ -75,6 +78,7 @@ def test_features_of_experts_are_cut(setting: str, sequence: bool) -> None:
         check(c, mesh, batch=sf.P(), tp="tp", loss={"axis": "tp", "sequence": sequence})
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("exchange", [layers.Tokens("tp"), layers.Weights("tp")], ids=repr)
 def test_experts_lie_on_the_axis_that_cuts_features_and_tokens_elsewhere(exchange: Any) -> None:
@@ -83,6 +87,7 @@ def test_experts_lie_on_the_axis_that_cuts_features_and_tokens_elsewhere(exchang
         check(c, mesh, batch=sf.P(), tp="tp", loss={"axis": "tp", "sequence": True})
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_tensor_parallel_experts_on_an_axis_of_the_batch_in_microbatches(jit: bool) -> None:
@@ -107,6 +112,7 @@ def test_tensor_parallel_experts_on_an_axis_of_the_batch_in_microbatches(jit: bo
         )
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("capacity", [None, 0.7])
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -132,6 +138,7 @@ def test_ranks_have_unequal_parts_of_a_sequence(capacity: float | None, jit: boo
         )
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("setting", [s if s == "gpt" else pytest.param(s, marks=pytest.mark.nightly) for s in SETTINGS])
 def test_stacked_layers_equal_separate_ones(setting: str) -> None:
@@ -152,6 +159,7 @@ def test_stacked_layers_equal_separate_ones(setting: str) -> None:
         )
 
 
+@pytest.mark.day("mixtral")
 @distributed(world=2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_balance_losses_travel_through_a_pipeline(setting: str) -> None:
@@ -171,6 +179,7 @@ def test_balance_losses_travel_through_a_pipeline(setting: str) -> None:
             torch.testing.assert_close(got.full_tensor(), want, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.day("1-False")
 @distributed(world=2)
 @pytest.mark.parametrize(
     ("num", "jit"),
@@ -219,6 +228,7 @@ def test_biases_move_once_a_step_by_the_counts_of_all_its_tokens(num: int, jit: 
             assert {"balance", "max_load", "dead", "entropy", "dropped"} <= set(metrics)
 
 
+@pytest.mark.nightly
 @distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("remat", [False, True])
 def test_each_stage_of_a_pipeline_moves_the_biases_of_its_layers(world: int, remat: bool) -> None:

@@ -101,6 +101,7 @@ def size_of(layout: str) -> int:
 TARGETS = ["ep 1", "ep 3", pytest.param("ep 4", marks=NIGHT), "tp 2", pytest.param("ep 2, tp 2", marks=NIGHT)]
 
 
+@pytest.mark.day("3-ep 2-ep 1")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("source", ["ep 2", pytest.param("ep 2, tp 2", marks=NIGHT)])
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=NIGHT), 3])
@@ -115,6 +116,7 @@ def test_a_checkpoint_has_the_same_experts_on_any_ranks(
         torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_a_state_moves_to_other_ranks_of_experts_and_back() -> None:
     steps = {name: made(name, 3) for name in ("ep 4", "dp 2, ep 2", "ep 2, tp 2")}

@@ -33,6 +33,7 @@ def config_of(name: str, **changes: Any) -> gpt.Config:
     return gpt.Config(**{**BASE, **SETTINGS[name], "exact": True, **changes})
 
 
+@pytest.mark.day("gpt-oss")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_samples_and_prefixes_have_the_bits_that_they_have_alone(name: str) -> None:
     config, tokens = config_of(name), tokens_of(3, 34)
@@ -43,6 +44,7 @@ def test_samples_and_prefixes_have_the_bits_that_they_have_alone(name: str) -> N
         assert torch.equal(gpt.apply(config, params, tokens[rows, :length]), logits[rows, :length]), (rows, length)
 
 
+@pytest.mark.day("mixtral", "gshard", "gpt-oss")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_served_weights_have_the_logits_of_training(name: str) -> None:
     config, tokens_T = config_of(name), tokens_of(1, 9)[0]
@@ -70,6 +72,7 @@ def test_threads_do_not_change_bits(name: str) -> None:
     assert torch.equal(torch.stack(alone), found[0][0])
 
 
+@pytest.mark.day("gshard")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
 def test_gradients_are_those_of_torch_in_float64(name: str) -> None:
@@ -138,6 +141,7 @@ EXCHANGES: list[tuple[moe.Exchange, bool]] = [
 ]
 
 
+@pytest.mark.day("gshard-exchange0-False", "gshard-exchange1-True")
 @pytest.mark.parametrize("exchange, sequence", EXCHANGES)
 @pytest.mark.parametrize("name", NAMES)
 @distributed(world=2)
@@ -151,6 +155,7 @@ def test_two_ranks_have_the_bits_of_one(name: str, exchange: moe.Exchange, seque
         assert torch.equal(sf.all_gather_invariant(logits, "tp", dim=-1, size=config.vocab_size), want)
 
 
+@pytest.mark.day("True")
 @pytest.mark.parametrize("exact", [True, False])
 @distributed(world=2)
 def test_a_step_of_two_ranks_has_the_update_of_one(exact: bool) -> None:

@@ -132,6 +132,7 @@ def test_all_ranks_refuse_a_mistake_and_keep_the_state(jit: bool) -> None:
     check_on_all_ranks(of_steps(captured if jit else lambda f: f), {"ep": 2})
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_the_step_after_a_refused_one_is_as_if_it_had_not_been(jit: bool) -> None:

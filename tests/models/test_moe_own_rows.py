@@ -119,6 +119,7 @@ def check(mesh: dict[str, int], how: dict[str, Any], jit: bool) -> None:
         )
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("mesh, how", MESHES, ids=str)
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=NIGHT)])
@@ -134,6 +135,7 @@ def test_balance_of_own_rows_where_two_axes_cut(mesh: Any, how: Any, jit: bool) 
     check(mesh, how, jit)
 
 
+@pytest.mark.day("{'sp': 2}-{}")
 @distributed(world=2)
 @pytest.mark.parametrize("mesh, how", MESHES[:-1], ids=str)
 def test_metrics_of_own_rows_are_means_over_the_ranks(mesh: Any, how: Any) -> None:

@@ -45,6 +45,7 @@ def value_and_grads(c: gpt.Config, loss: Any) -> tuple[Tensor, list[Tensor]]:
     return value.detach(), list(torch.autograd.grad(value, leaves))
 
 
+@pytest.mark.day("0.7")
 @pytest.mark.parametrize("capacity", [None, 0.7])
 def test_a_padded_row_has_the_loss_and_gradients_of_its_tokens(capacity: float | None) -> None:
     c, batch = config(capacity=capacity), padded([6])
@@ -78,6 +79,7 @@ def test_padding_changes_nothing() -> None:
     torch.testing.assert_close(masked.total / masked.weight, plain, rtol=1e-12, atol=0)
 
 
+@pytest.mark.day(1)
 @distributed(world=2)
 @pytest.mark.parametrize("exchange", [layers.Tokens("ep"), layers.Weights("ep")], ids=repr)
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -93,6 +95,7 @@ def test_ranks_with_unequal_padding_equal_one_device(exchange: Any, jit: bool, s
         assert_parity(wrapped, sf.optim.adamw(0.01), params(c), batches, reference=loss, **options)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_features_and_tokens_between_blocks_are_cut(sequence: bool) -> None:

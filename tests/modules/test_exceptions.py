@@ -30,6 +30,7 @@ def _steps(loss: Any, params: Any, tokens: Tensor, num: int = 2, **options: Any)
     return state, losses
 
 
+@pytest.mark.nightly
 @distributed(world=[1, pytest.param(2, marks=pytest.mark.nightly)], timeout=180)
 def test_norms_in_float32(world: int) -> None:
     module = _llama()

@@ -130,6 +130,7 @@ def test_a_conversion_that_changes_nothing_passes(jit: bool) -> None:
     step_on(module.double(), x, jit=jit)  # the remedy
 
 
+@pytest.mark.day("False")
 @pytest.mark.parametrize("jit", [False, True])
 def test_parameters_that_the_forward_assigns_or_has_by_another_way(jit: bool) -> None:
     def assigns(self: Any, x: Tensor) -> Tensor:
@@ -148,6 +149,7 @@ def test_parameters_that_the_forward_assigns_or_has_by_another_way(jit: bool) ->
         step_on(module, torch.ones(4, 3), jit=jit)
 
 
+@pytest.mark.day("EmbeddingBag")
 @pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
 def test_sparse_embeddings_have_dense_gradients(make: Any) -> None:
     x = torch.tensor([[1, 2, 1], [0, 3, 1]])

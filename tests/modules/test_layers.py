@@ -192,6 +192,7 @@ def test_layers_that_are_elsewhere_are_not_used_outside_of_their_calls() -> None
         step(step.init(params), x)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_loss_that_uses_the_stack_outside_of_its_layers_is_refused() -> None:
     mesh, x = sf.make_mesh({"pp": 2}), torch.ones(4, 3)

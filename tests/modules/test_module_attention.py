@@ -81,6 +81,7 @@ def test_a_model_that_sees_has_its_language_model_routed_alone() -> None:
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_rows_of_a_model_that_sees_are_embedded_before_they_are_cut() -> None:
     mesh, model = sf.make_mesh({"sp": 2}), llava()

@@ -63,6 +63,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
 }
 
 
+@pytest.mark.day(4)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize(
     "how", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(CHANGES)]
@@ -188,6 +189,7 @@ CACHES = {"read": _read, "cached": _cached, "registered": _registered, "same": _
 SLOW = ("read", "same", "zeroed")
 
 
+@pytest.mark.day(3)
 @pytest.mark.parametrize(
     ("how", "jit"),
     [

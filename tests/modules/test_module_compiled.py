@@ -84,6 +84,7 @@ def test_a_step_over_a_compiled_module_is_that_of_the_module(world: int, tmp_pat
         assert all(torch.equal(p, want[name]) for name, p in written.items())
 
 
+@pytest.mark.day("<lambda>")
 @pytest.mark.parametrize(
     "compiled", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(COMPILED)]
 )

@@ -65,6 +65,7 @@ def want() -> Any:
     return one_device(loss, sf.optim.sgd(0.1), params, batches(), key=sf.key(5))
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_masks_belong_to_samples() -> None:
     assert_same(run_of(), want())
@@ -144,6 +145,7 @@ def test_rates_of_0_and_1_and_eval_need_no_key() -> None:
     assert apply.keyed(sf.key(0), torch.arange(2))({}, x).sum() == 0
 
 
+@pytest.mark.day("False")
 @pytest.mark.parametrize("jit", [False, True])
 def test_without_a_key_dropout_is_refused_and_both_remedies_work(jit: bool) -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1))
@@ -210,6 +212,7 @@ def test_other_draws_are_refused_by_name(name: str) -> None:
             f({}, torch.ones(4, 3))
 
 
+@pytest.mark.day("False")
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_number_that_decides_whether_a_layer_is_skipped(jit: bool) -> None:
     """As in encoders: drawn for each layer, at any rate."""

@@ -64,6 +64,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(POLICIES)]
 )

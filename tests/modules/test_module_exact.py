@@ -37,6 +37,7 @@ def gradients(apply: Any, params: Any, x: rl.Rollout) -> tuple[torch.Tensor, dic
     return found.detach(), {name: p.grad for name, p in leaves.items()}
 
 
+@pytest.mark.day("mixtral")
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probabilities_are_those_of_the_engine(kind: str) -> None:
     model = MODELS[kind]()
@@ -87,6 +88,7 @@ def test_ratios_of_wide_heads_over_ranks_begin_at_1(world: int) -> None:
             assert (float(metrics["exact"]) == 1) == exact
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [pytest.param("mixtral", marks=nightly), "llama"])
 def test_layers_that_run_again_have_the_same_bits(kind: str) -> None:
     model = MODELS[kind](attention_dropout=0.0)
@@ -122,6 +124,7 @@ def learn(wrap: Any, world: int, stage: int) -> None:
             assert (float(metrics["exact"]) == 1) == exact
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("wrap", [lambda f: f, pytest.param(sf.jit, marks=nightly)])
 def test_ratios_of_a_step_begin_at_1(wrap: Any) -> None:
     learn(wrap, 1, 0)

@@ -89,6 +89,7 @@ STAGES = [(0, plain), pytest.param(0, captured, marks=nightly), pytest.param(1, 
 STAGES += [pytest.param(1, captured, marks=nightly), pytest.param(3, plain, marks=nightly), (3, captured)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("stage, wrap", STAGES)
 @distributed(world=2)
@@ -117,6 +118,7 @@ def test_experts_by_their_weights_and_by_a_sum() -> None:
         check(model_of("gpt-oss"), moe.Sum("tp"), mesh, batch=sf.P())
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_rank_whose_experts_have_no_row_and_layers_that_run_again() -> None:
     model = model_of("mixtral", num=4)
@@ -133,6 +135,7 @@ def _to_the_first_two(gate: Any, args: Any, out: Any) -> Any:
     return logits, weights, chosen % 2
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_experts_beside_data_and_in_microbatches() -> None:
     with sf.make_mesh({"dp": 2, "ep": 2}, device="cpu") as mesh:
@@ -144,6 +147,7 @@ def test_experts_beside_data_and_in_microbatches() -> None:
         check(model, moe.Tokens("ep"), mesh, wrap=lambda f: sf.accumulate(f, 2), rows=rows, **options)
 
 
+@pytest.mark.day("plain")
 @pytest.mark.parametrize("wrap", [plain, captured])
 @distributed(world=2)
 def test_buffers_of_a_router_are_model_state(wrap: Any) -> None:
@@ -221,6 +225,7 @@ def test_specs_are_those_of_the_plan_of_the_model(kind: str) -> None:
     assert set(sf.from_module(model)[1].specs.values()) == {sf.P()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["mixtral", pytest.param("deepseek", marks=nightly)])
 @pytest.mark.parametrize("wrap", [plain, captured])
 @distributed(world=2)
@@ -272,6 +277,7 @@ def test_experts_that_cannot_be_routed_are_refused() -> None:
         model(BATCHES[0]["tokens"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("wrap", [pytest.param(plain, marks=pytest.mark.nightly), captured])
 @distributed(world=2)
 def test_experts_in_bfloat16(wrap: Any) -> None:
@@ -292,6 +298,7 @@ def test_experts_in_bfloat16(wrap: Any) -> None:
         torch.testing.assert_close(got.params[name].float(), x.float(), rtol=rtol, atol=rtol, msg=name)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("wrap", [plain, pytest.param(captured, marks=nightly)])
 @distributed(world=4)
 def test_experts_in_the_layers_of_a_pipeline(wrap: Any) -> None:

@@ -75,6 +75,7 @@ def test_a_mistake_is_refused_with_its_remedy(mistake: Mistake) -> None:
     check(mistake)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_all_ranks_refuse_a_mistake() -> None:
     check_on_all_ranks(MISTAKES)

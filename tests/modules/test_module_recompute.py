@@ -95,6 +95,7 @@ def run_of(how: Callable[..., Any] | None, transform: Callable[..., Any] | None 
 GRAPH = functools.partial(sf.jit, backend="graph")
 
 
+@pytest.mark.day("nested", "remat")
 @pytest.mark.parametrize("way", [pytest.param(x, marks=pytest.mark.nightly if x == "checkpoint" else ()) for x in WAYS])
 def test_a_checkpoint_in_a_module_changes_no_bit(way: str) -> None:
     checkpointed, plain = WAYS[way]
@@ -126,6 +127,7 @@ def test_every_stage_and_transform(world: int, stage: int) -> None:
             assert_same(run_of(how, transform, stage), want)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_in_mixed_precision() -> None:
     mixed = functools.partial(sf.mixed_precision, policy=sf.Policy.bf16())
@@ -237,6 +239,7 @@ class _Reversed(torch.autograd.Function):
         return x.grad, None
 
 
+@pytest.mark.day("False")
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_function_that_would_run_parts_in_its_backward_is_refused_and_the_remedy_works(jit: bool) -> None:
     class Model(nn.Module):

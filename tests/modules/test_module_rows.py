@@ -88,6 +88,7 @@ def test_other_products_and_other_uses_of_a_weight_are_seen() -> None:
     assert uses.linear == {"w": False} and uses.others == {"w"} and len(uses.products) == 1
 
 
+@pytest.mark.day("2-5")
 @pytest.mark.parametrize("num", [1, 5, 130])
 @distributed(world=[2, 3])
 def test_ranks_that_cut_outputs_have_the_bits_of_one(world: int, num: int) -> None:

@@ -85,6 +85,7 @@ def _trains(world: int, cases: list[tuple[str, int]]) -> None:
     assert all(torch.equal(x, before[name]) for name, x in net.named_buffers())
 
 
+@pytest.mark.nightly
 def test_batch_norm_equals_torch_on_the_global_batch() -> None:
     _trains(cases=[("eager", 3)], world=2)
 
@@ -161,6 +162,7 @@ def test_a_buffer_may_change_in_any_way_and_the_module_stays_unchanged(how: str)
         sf.from_module(net.lin, has_state=True)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_state_by_the_rows_of_each_rank_raises_in_the_first_step() -> None:
     mesh = sf.make_mesh({"dp": 2})

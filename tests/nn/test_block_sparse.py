@@ -33,6 +33,7 @@ def gradients(impl: Any, qkv: list[Tensor], w: Tensor, **options: Any) -> list[T
     return [y.detach(), *torch.autograd.grad((y * w).sum(), own)]
 
 
+@pytest.mark.day("0", "12")
 @pytest.mark.parametrize(
     "which", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(range(len(PATTERNS)))]
 )
@@ -129,6 +130,7 @@ def loss(w: Tensor, x: Tensor, impl: Any, wrap: Any = lambda f: f) -> Tensor:
     return y.square().mean()
 
 
+@pytest.mark.nightly
 def test_a_captured_graph_has_one_node_a_pass() -> None:
     w, x = torch.randn(3, 8, 24) / 4, torch.randn(2, 32, 8)
     want = torch.func.grad(loss)(w, x, nn.Blockwise(4))
@@ -140,6 +142,7 @@ def test_a_captured_graph_has_one_node_a_pass() -> None:
     assert torch.equal(remat, eager)
 
 
+@pytest.mark.nightly
 def test_flops_are_those_of_the_tiles() -> None:
     """Two products forward and five backward, of the tiles that there are; all heads of one layout."""
     q, k = torch.randn(2, 32, 4, 8), torch.randn(2, 32, 2, 8)

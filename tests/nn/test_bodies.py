@@ -133,6 +133,7 @@ def test_rows_without_keys_are_zeros() -> None:
         assert all(x.isfinite().all() for x in (y, dq, dk, dv))
 
 
+@pytest.mark.day("Dense()", "Blockwise(block=2)")
 @pytest.mark.parametrize("impl", [nn.Dense(), nn.Blockwise(2), nn.BlockSparse(2)], ids=str)
 def test_a_rank_without_heads(impl: Any) -> None:
     """As where there are more ranks than heads: results and gradients are empty, also in batches of `vmap`."""
@@ -156,6 +157,7 @@ def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     return torch.einsum("bhts,bshk->bthk", p[..., :-1], v)
 
 
+@pytest.mark.day(3)
 @pytest.mark.parametrize("width", [3, 5, 7])
 @pytest.mark.parametrize(
     "impl",
@@ -230,6 +232,7 @@ def test_queries_and_keys_of_other_numbers() -> None:
         assert_close(differentiated([q, k, v], w, nn.Full(), None, impl), want)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
 def test_blocks_are_closed_under_transforms() -> None:
     """vmap, jvp, grad of grad, and vmap of grad; the plain formula is the reference."""
@@ -386,6 +389,7 @@ def sent(impl: nn.Body, mask: nn.Mask, tokens: int, heads: int, key_heads: int) 
     return numbers, calls
 
 
+@pytest.mark.nightly
 @distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_bytes_are_those_of_the_formulas(world: int) -> None:
     torch.set_num_threads(1)
@@ -404,6 +408,7 @@ def test_bytes_are_those_of_the_formulas(world: int) -> None:
             assert calls == [P - 1, (P - 1) + (P - 2) + 1]
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_hops_without_pairs_are_not_sent() -> None:
     """A causal ring sends half; a window of one block sends once; documents, which are data, do not change it."""
@@ -433,6 +438,7 @@ def test_zigzag_is_balanced_and_sends_no_more() -> None:
         assert [sum(b - a for a, b in rows) for rows in cuts] == [b - a for a, b in ranges]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", [(2,), (3,), (4,), (5,), (2, 2), (2, 3), (3, 2)], ids=str)
 def test_ranks_have_their_blocks_of_the_order(sizes: tuple[int, ...]) -> None:
     """The positions of a rank are the rows that its spec cuts from `sequence_order`, also where ranks have none."""

@@ -274,6 +274,7 @@ def _same_bits(ranks: int, chunks: int, sequence: bool) -> None:
     assert torch.equal(got, want[:, rows])
 
 
+@pytest.mark.day("True")
 @pytest.mark.parametrize("sequence", [False, True])
 @sf.testing.distributed(world=2)
 def test_two_ranks_have_the_bits_of_one(sequence: bool) -> None:

@@ -31,6 +31,7 @@ MASKS = [
 PAIRS = [a & b for a, b in itertools.product(MASKS, MASKS)]
 
 
+@pytest.mark.day(31)
 @pytest.mark.parametrize(
     "mask",
     [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate([*MASKS, *PAIRS])],
@@ -79,6 +80,7 @@ def test_intersections_are_those_of_the_dense_masks() -> None:
         assert torch.equal(both.pairs(*span).expand(want.shape), want)
 
 
+@pytest.mark.nightly
 def test_tiles_are_classified_exactly_by_positions() -> None:
     """The cover of a mask of positions is "some" only for a mixed rectangle."""
     for mask in (nn.Causal(), nn.Window(3, 2), nn.Window(None, 1), nn.Window(4), nn.Prefix(7)):

@@ -128,6 +128,7 @@ def one_rank(seed: int) -> None:
         assert_close(differentiated(attend, qkv, w), want, f"{impl} {mask} seed {seed}")
 
 
+@pytest.mark.nightly
 def test_bodies_on_one_rank() -> None:
     torch.set_num_threads(1)
     for seed in range(1, 9):
@@ -190,6 +191,7 @@ def test_many_bodies_on_ranks(world: int) -> None:
         many_ranks(sf.make_mesh({"dp": 2, "sp": 3}), line, range(40, 50))
 
 
+@pytest.mark.day("BlockSparse(block=3)")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
 @pytest.mark.parametrize("impl", [nn.Blockwise(4), nn.BlockSparse(3)], ids=str)
 def test_blocks_are_closed_under_transforms(impl: nn.Body) -> None:

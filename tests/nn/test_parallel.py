@@ -196,6 +196,7 @@ NAMES = [*LAYERS, "words", *GPTS]
 BY_DAY = ("words",)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("cut", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["whole", "sequence"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in NAMES]
@@ -258,6 +259,7 @@ def test_alibi() -> None:
         nn.attention(q, k, v, slopes_H=slopes_H, causal=False)
 
 
+@pytest.mark.nightly
 def test_dropout_of_rows_is_that_of_the_whole() -> None:
     index_B, key = torch.arange(3) + 7, sf.key(1)
     for tokens, width in ((13, 3), (4, 8), (1, 5), (6, 1)):
@@ -347,6 +349,7 @@ def test_the_size_of_the_whole_layer_is_required(option: str) -> None:
         UNSAID[option](torch.ones(B, T, D))
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_bias_of_values_without_one_of_keys() -> None:
     mesh = sf.make_mesh({"tp": 2})

@@ -47,6 +47,7 @@ def steps(tx: Any, in_place: bool) -> Any:
     return params, state
 
 
+@pytest.mark.day("decay", "multi", "delayed")
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(RULES)]
 )
@@ -115,6 +116,7 @@ def rule_of_my_own(inner: Any) -> Any:
     return optim.GradientTransformation(inner.init, inner.update, needs=optim.join_needs([inner], rule_of_my_own))
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_an_undecided_rule_refuses_blocks(world: int) -> None:
     mesh = sf.make_mesh({"dp": 2})

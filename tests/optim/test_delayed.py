@@ -54,6 +54,7 @@ def stale(tx: optim.GradientTransformation, gradient: Any, warmup: int, steps: i
     return points[-1], state
 
 
+@pytest.mark.day(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(RULES)]
 )
@@ -73,6 +74,7 @@ def test_equals_the_stale_reference(name: str, gradient: Any, warmup: int) -> No
         params, state = optim.inplace(tx)(gradient(params), state, params)
 
 
+@pytest.mark.day("sgd")
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(RULES)]
 )

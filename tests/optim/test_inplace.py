@@ -51,6 +51,7 @@ def make_grads(params: Any, step: int) -> Any:
     return tree_map(lambda p: torch.randn(p.shape, generator=draw).to(p.dtype), params)
 
 
+@pytest.mark.day(24)
 @every
 @pytest.mark.parametrize(
     ("dtype", "tol"), [(torch.float32, 1e-6), (torch.float64, 1e-6), (torch.bfloat16, 2**-6)], ids=str

@@ -50,6 +50,7 @@ def trace(overflows: list[int], **options: Any) -> list[float]:
     return out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("seed", "rate", "options"),
     [

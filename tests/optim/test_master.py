@@ -9,6 +9,7 @@ from shardfn.core import tree_leaves
 BF16 = torch.bfloat16
 
 
+@pytest.mark.nightly
 def test_a_thousand_small_steps_are_lost_without_a_master_and_kept_with_one() -> None:
     start, g = torch.linspace(1.0, 1.99, 64), torch.ones(64)
     plain = master = None

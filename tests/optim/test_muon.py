@@ -100,6 +100,7 @@ def rule(others: Any = None) -> optim.GradientTransformation:
     return optim.chain(optim.clip_by_global_norm(0.5), optim.muon(0.05, others or optim.adamw(0.01), weight_decay=0.1))
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_sharded_equals_one_device() -> None:
     mesh = sf.make_mesh({"dp": 2})
@@ -133,6 +134,7 @@ def tp_loss(p: Any, ids: Tensor) -> Tensor:
     return loss({**p, **whole}, ids)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_matrices_cut_by_tensor_parallelism_are_computed_whole() -> None:
     assert_parity(tp_loss, rule(), params(), batches(), mesh=sf.make_mesh({"tp": 2}), reference=loss, specs=SPECS)

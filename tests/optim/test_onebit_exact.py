@@ -57,6 +57,7 @@ def assert_equal(got: Any, want: Any) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b), (a, b)
 
 
+@pytest.mark.day("True-onebit_adam")
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(PARENTS)]
 )
@@ -133,6 +134,7 @@ class Reference:
         self.state = (self.state[0]._replace(mu=mu, nu=nu), *self.state[1:])
 
 
+@pytest.mark.nightly
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_through_the_identity_compressor_the_rules_are_exact(world: int) -> None:
     with bind_mesh(sf.make_mesh({"dp": world})) as mesh:
@@ -154,6 +156,7 @@ def test_through_the_identity_compressor_the_rules_are_exact(world: int) -> None
             assert int(state.freeze.frozen) == FREEZE and int(state.adam[-1].count) == STEPS
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_zero_one_adam_through_the_identity_compressor_is_exact() -> None:
     with bind_mesh(sf.make_mesh({"dp": 2})) as mesh:
@@ -203,6 +206,7 @@ def test_zero_one_adam_through_the_identity_compressor_is_exact() -> None:
         assert names == [*early, "local", "local", "round", "local", "local"]
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_onebit_lamb_through_the_identity_compressor_is_exact() -> None:
     with bind_mesh(sf.make_mesh({"dp": 2})) as mesh:

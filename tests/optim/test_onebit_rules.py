@@ -36,6 +36,7 @@ def walk(tx: Any, steps: int, dtype: torch.dtype = torch.float32) -> Any:
     return params, state, names
 
 
+@pytest.mark.day("zero_one_adam")
 @every
 def test_update_is_pure_and_equals_apply(name: str) -> None:
     for dtype, tol in ((torch.float32, 2e-7), (torch.bfloat16, 2e-2)):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -42,6 +43,7 @@ def run(tx: Any, params: Any, grads: Callable[[int], Any], steps: int, *, in_pla
     return out, state
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_the_values_computed_by_hand() -> None:
     mesh = sf.make_mesh({"dp": 2})

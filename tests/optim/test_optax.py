@@ -43,6 +43,7 @@ def compare(got: list[torch.Tensor], want: list[list[float]]) -> None:
         torch.testing.assert_close(a, torch.tensor(b, dtype=torch.float64), rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.day(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(oracle.RULES)]
 )

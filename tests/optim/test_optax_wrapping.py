@@ -83,6 +83,7 @@ def compare(got: Any, want: Any) -> None:
             np.testing.assert_allclose(got[step][name], x, rtol=1e-9, atol=1e-10, err_msg=f"{name} at step {step}")
 
 
+@pytest.mark.day("schedule free")
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(OURS)]
 )

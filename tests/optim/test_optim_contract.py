@@ -143,6 +143,7 @@ def test_init_is_abstract(name: str) -> None:
         assert a.device.type == "meta" and (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
+@pytest.mark.day(12)
 @every
 @pytest.mark.parametrize("in_place", [False, True])
 def test_step_is_abstract(name: str, in_place: bool) -> None:
@@ -155,6 +156,7 @@ def test_step_is_abstract(name: str, in_place: bool) -> None:
     assert tree_structure(new) == tree_structure(params)
 
 
+@pytest.mark.day(32)
 @every
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -187,6 +189,7 @@ def test_update_is_pure(name: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.day(5)
 @every
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
 def test_apply_equals_update(name: str, dtype: torch.dtype, tol: float) -> None:
@@ -198,6 +201,7 @@ def test_apply_equals_update(name: str, dtype: torch.dtype, tol: float) -> None:
     assert_close(in_place[1], pure[1], rtol=tol, atol=tol)
 
 
+@pytest.mark.day(8)
 @every
 def test_apply_equals_update_in_half_precision(name: str) -> None:
     tx, params = OPTIMIZERS[name](), make_params(torch.bfloat16)
@@ -215,6 +219,7 @@ def test_apply_reuses_every_buffer(name: str) -> None:
     assert moved == []
 
 
+@pytest.mark.day(6)
 @all_but("masked last", "clip, freeze")
 def test_descends_a_quadratic(name: str) -> None:
     tx = OPTIMIZERS[name]()
@@ -249,6 +254,7 @@ def test_odd_leaves_step_as_plain_ones(name: str) -> None:
     assert got["w"] is odd["w"] and not got["w"].is_contiguous()
 
 
+@pytest.mark.day(8)
 @every
 def test_dtypes_may_be_mixed(name: str) -> None:
     tx, params = OPTIMIZERS[name](), make_params()

@@ -150,6 +150,7 @@ TORCH: dict[str, tuple[GradientTransformation, Callable[..., torch.optim.Optimiz
 }
 
 
+@pytest.mark.day(14)
 @both
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
 @pytest.mark.parametrize("name", TORCH)

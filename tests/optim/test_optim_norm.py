@@ -201,6 +201,7 @@ def test_norms_of_other_orders(dtype: torch.dtype) -> None:
         optim.global_norm(tree, ord=3)
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_norms_of_other_orders_of_blocks(world: int) -> None:
     mesh, tree = make_mesh({"dp": world}), {"a": torch.randn(7, 2, generator=torch.Generator().manual_seed(0))}
@@ -283,6 +284,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
+@pytest.mark.day("False-block rms", "True-lamb", "True-rmsprop")
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(OPTIMIZERS)]
 )

@@ -101,6 +101,7 @@ def check(make: Any, stage: int, world: int, f: Any = loss, **more: Any) -> None
     assert_same(run, one_device(loss, optim.as_transformation(make()), params(), batches()))
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_pair_in_a_step_equals_one_device() -> None:
     for stage in (0, 3):
@@ -125,6 +126,7 @@ def test_pairs_at_every_stage(world: int, name: str) -> None:
     check(RULES[name], 3, world, sf.jit(loss, backend="graph"))
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_an_elementwise_rule_is_shown_blocks_and_sends_nothing() -> None:
     mesh, seen = sf.make_mesh({"dp": 2}), []
@@ -165,6 +167,7 @@ def test_blocks_of_leaves_that_are_not_known_are_refused() -> None:
             fixed.init(block)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_states_that_cannot_be_kept_are_refused() -> None:
     mesh = sf.make_mesh({"dp": 2})

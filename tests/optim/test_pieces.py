@@ -156,6 +156,7 @@ def assert_same(got: Any, want: Any) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b), entry
 
 
+@pytest.mark.day(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate([*ELEMENT, *LEAF])]
 )

@@ -84,6 +84,7 @@ def test_sharded_equals_one_device_at_every_stage(world: int, name: str) -> None
         check(name, mesh, stage=2, optimizer="host")
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_factored_moments_of_leaves_cut_by_tensor_parallelism() -> None:
     mesh = sf.make_mesh({"tp": 2})

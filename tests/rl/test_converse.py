@@ -42,6 +42,7 @@ def logprobs(params: Any, x: rl.Rollout) -> torch.Tensor:
     return rl.answer_logprobs(gpt.apply(CONFIG, params, x.ids), x.ids, *x.where)
 
 
+@pytest.mark.nightly
 def test_log_probabilities_are_those_of_one_forward_of_the_whole_conversation() -> None:
     x, calls, counts, *_ = converse()
     assert torch.equal(logprobs(params(), x), x.logprobs) and not any(counts.values())
@@ -114,6 +115,7 @@ def failing(prompt: Sequence[int], answer: Sequence[int]) -> Any:
             return [99]
 
 
+@pytest.mark.nightly
 def test_a_tool_that_fails_is_counted_and_the_model_goes_on() -> None:
     x, calls, counts, first, failed = converse(f=failing, failed=[11, 11], seconds=0.5, workers=9, calls=2)
     assert counts["raised"] and counts["late"] and counts["invalid"] and sum(counts.values()) == int(calls.sum())

@@ -111,6 +111,7 @@ def trained(mesh: Mesh, zero: sf.Zero) -> Any:
     return {"params": sf.unshard(state.params), "rewards": rewards}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.nightly), 3])
 @distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_four_models_equal_one_device(world: int, stage: int) -> None:
@@ -137,6 +138,7 @@ def captured(config: gpt.Config, mesh: Mesh, *, host: bool) -> tuple[Any, Any, A
     return loop.step, state, batch, loop.step.lower(state, batch).memory_analysis()
 
 
+@pytest.mark.nightly
 @distributed(world=[1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_memory_is_that_of_the_analysis(world: int) -> None:
     config = dataclasses.replace(CONFIG, num_layers=1, d_model=128, d_ff=1024, max_len=64)

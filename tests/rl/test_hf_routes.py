@@ -28,6 +28,7 @@ def choices(model: Any, apply: Any, params: Any, ids: torch.Tensor) -> torch.Ten
     return torch.stack(found, 1).unflatten(0, ids.shape)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_records_the_experts_of_the_training_forward(kind: str) -> None:
     model = MODELS[kind]()
@@ -39,6 +40,7 @@ def test_an_engine_records_the_experts_of_the_training_forward(kind: str) -> Non
     assert bool((x.routes[~at] == -1).all())
 
 
+@pytest.mark.day("mixtral")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replay_has_the_log_probabilities_of_the_engine(kind: str) -> None:
     model = MODELS[kind]()
@@ -51,6 +53,7 @@ def test_a_replay_has_the_log_probabilities_of_the_engine(kind: str) -> None:
         torch.testing.assert_close(got[1][name], grad, rtol=1e-5, atol=1e-5 * float(grad.abs().max()), msg=name)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replay_by_functions_of_torch_is_near(kind: str) -> None:
     model = MODELS[kind]()
@@ -72,6 +75,7 @@ def near_ties(model: Any) -> None:
             p.data[1::2] = p.data[: 2 * (len(p) // 2) : 2] * factors
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replay_keeps_the_experts_of_weights_that_are_rounded(kind: str) -> None:
     model = MODELS[kind]()

@@ -152,6 +152,7 @@ def learn(beside: bool) -> tuple[Any, list[rl.Rollout]]:
     return sf.unshard(state.params), found
 
 
+@pytest.mark.nightly
 def test_draws_beside_a_step_have_the_bits_of_draws_before_it() -> None:
     for a, b in zip(*(sf.tree_leaves(learn(beside)) for beside in (True, False)), strict=True):
         assert torch.equal(a.nan_to_num(), b.nan_to_num())

@@ -74,6 +74,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.nightly
 @distributed(world=[1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_every_cut_has_the_gradient_of_the_whole_batch(world: int) -> None:
     mesh, whole = sf.make_mesh({"dp": world}), rollouts()

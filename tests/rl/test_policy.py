@@ -47,6 +47,7 @@ def test_ppo_of_deepspeed_chat() -> None:
     assert round(policy.mean().item(), 9) == -2.863643389 and round(value.mean().item(), 9) == 7.649466018
 
 
+@pytest.mark.day(3)
 @pytest.mark.parametrize(
     "arguments",
     [

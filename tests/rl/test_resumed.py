@@ -40,6 +40,7 @@ def go_on(folder: pathlib.Path, mesh: Mesh, zero: sf.Zero, first: int, last: int
     return sf.unshard({"params": state.params, "held": tree["held"]})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("reduction", ["canonical", pytest.param("by_rank", marks=pytest.mark.nightly)])
 @distributed(world=2)
 def test_a_run_goes_on_on_another_number_of_ranks(reduction: Any, tmp_path: pathlib.Path) -> None:

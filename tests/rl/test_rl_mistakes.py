@@ -177,6 +177,7 @@ def test_numbers_out_of_range_are_refused(function: str, argument: str) -> None:
             call(math.inf)
 
 
+@pytest.mark.day(4)
 @pytest.mark.parametrize("mistake", cases(MISTAKES))
 def test_a_mistake_is_refused_with_its_remedy(mistake: Mistake) -> None:
     check(mistake)

@@ -72,6 +72,7 @@ def check_routes(x: rl.Rollout, params: Any) -> None:
     assert bool((x.routes[~known(x)] == -1).all()) and len(own[known(x)].unique()) > 8
 
 
+@pytest.mark.nightly
 def test_recorded_experts_are_those_of_the_training_forward() -> None:
     x = sampled(params())
     assert x.routes.shape == (6, LENGTH, 2, 2) and x.routes.dtype == torch.int16
@@ -119,6 +120,7 @@ def test_experts_of_preempted_requests_are_known() -> None:
     assert torch.equal(sampled(params(), tight).routes, sampled(params()).routes)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["ngram", "chain", "tree", pytest.param("shared", marks=pytest.mark.nightly)])
 def test_drafts_change_no_experts(kind: str) -> None:
     x, sizes = sampled(params()), limits_of(MODEL, running=6, block=4, buckets=(48,), drafts=24)

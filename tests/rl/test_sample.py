@@ -72,6 +72,7 @@ def of_one_device() -> list[rl.Rollout]:
     return iterate(step, engine_of(CONFIG, params, mesh=alone), params)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", STAGES)
 @distributed(world=[1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_first_ratios_are_one_on_any_ranks(world: int, stage: int) -> None:
@@ -84,6 +85,7 @@ def test_first_ratios_are_one_on_any_ranks(world: int, stage: int) -> None:
         assert torch.equal(a.nan_to_num(), b[rows].nan_to_num())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", STAGES)
 @distributed(world=2)
 def test_first_ratios_are_one_under_tensor_parallelism(world: int, stage: int) -> None:
@@ -96,6 +98,7 @@ def test_first_ratios_are_one_under_tensor_parallelism(world: int, stage: int) -
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
+@pytest.mark.day("remat")
 @pytest.mark.parametrize("how", ["accumulate", "remat", pytest.param("jit", marks=pytest.mark.nightly), "tied"])
 def test_first_ratios_are_one_under_transforms(how: str) -> None:
     small = gpt.Config(vocab_size=19, num_layers=2, d_model=32, num_heads=4, max_len=24, tie_embeddings=True)
@@ -107,6 +110,7 @@ def test_first_ratios_are_one_under_transforms(how: str) -> None:
     iterate(step, engine_of(config, params), params)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_first_ratios_are_one_of_logits_at_answers_only(jit: bool) -> None:
     params, one = gpt.init(CONFIG, sf.key(0)), functools.partial(loss_at_answers, CONFIG)
@@ -114,6 +118,7 @@ def test_first_ratios_are_one_of_logits_at_answers_only(jit: bool) -> None:
     iterate(step, engine_of(CONFIG, params), params)
 
 
+@pytest.mark.nightly
 def test_answers_do_not_depend_on_the_rank_that_draws_them() -> None:
     engine, key = engine_of(CONFIG, gpt.init(CONFIG, sf.key(0))), sf.key(3)
     whole = rl.sample(engine, PROMPTS, SAMPLING, key=key, length=LENGTH)
@@ -128,6 +133,7 @@ def test_answers_do_not_depend_on_the_rank_that_draws_them() -> None:
         assert bool(whole.ended[row]) == ended and (ended or whole.lengths[row] == 7)
 
 
+@pytest.mark.nightly
 def test_mistakes_are_named() -> None:
     params = gpt.init(CONFIG, sf.key(0))
     engine = engine_of(CONFIG, params)

@@ -38,6 +38,7 @@ def alive(pid: int) -> bool:
     return True
 
 
+@pytest.mark.day("1", "3")
 @pytest.mark.parametrize("workers", [1, 3, 20])
 def test_rewards(workers: int) -> None:
     known = {5: 0.5}  # of this process
@@ -74,6 +75,7 @@ def spoilt(prompt: list[int], answer: list[int]) -> float:
     return 1.0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [1, 4])
 def test_failures_are_counted_and_end(workers: int, forks: list[int]) -> None:
     start = time.monotonic()
@@ -127,6 +129,7 @@ def slow_on_some(prompt: list[int], answer: list[int], rank: int) -> float:
     return prompt[0] + rank / 10
 
 
+@pytest.mark.day("1")
 @distributed(world=[1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ranks_of_equal_rows_have_equal_rewards(world: int) -> None:
     mesh = make_mesh({"dp": max(world // 2, 1), "tp": min(world, 2)})

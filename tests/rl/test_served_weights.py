@@ -12,6 +12,7 @@ from shardfn.testing import distributed
 from tests.rl.test_sample import CONFIG, LENGTH, PROMPTS, SAMPLING, engine_of
 
 
+@pytest.mark.day("3")
 @pytest.mark.parametrize("stage", [0, 3])
 @distributed(world=2)
 def test_leaves_that_zero_cuts_are_gathered_once(world: int, stage: int) -> None:

@@ -66,6 +66,7 @@ def test_a_length_beyond_the_tokens_is_refused(name: str, wrong: int) -> None:
         TOO_LONG[name](lengths)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["grpo", "gae", pytest.param("ppo_value", marks=pytest.mark.nightly)])
 def test_a_captured_step_refuses_a_length_beyond_the_tokens(name: str) -> None:
     def loss(w: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -96,6 +97,7 @@ def test_answers_that_fill_their_rows_and_empty_ones_are_taken() -> None:
     assert logprobs([5, 0], [3, 0], 3).shape == (2, 3)
 
 
+@pytest.mark.nightly
 def test_a_captured_step_refuses_an_answer_outside_of_its_row() -> None:
     def loss(w: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         logits = w * torch.ones(2, 8, 5)

@@ -33,6 +33,7 @@ def test_first_ratios_are_one(temperature: float) -> None:
         rl.check_first_ratios(logprobs(params, x, 1.0), x)
 
 
+@pytest.mark.nightly
 def test_tokens_are_those_of_the_temperature() -> None:
     params = gpt.init(CONFIG, sf.key(0))
     [found], [wanted] = (

@@ -62,6 +62,7 @@ def test_a_rank_without_a_prompt(world: int, stage: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_log_probabilities_under_the_recorded_version_are_those_recorded() -> None:
     versions = [gpt.init(CONFIG, sf.key(i)) for i in range(3)]
     engine = engine_of(CONFIG, versions[0])
@@ -74,6 +75,7 @@ def test_log_probabilities_under_the_recorded_version_are_those_recorded() -> No
             rl.check_first_ratios(logprobs(versions[version - 1], x), x)
 
 
+@pytest.mark.nightly
 def test_log_probabilities_do_not_depend_on_padding() -> None:
     params = gpt.init(CONFIG, sf.key(0))
     x = rl.sample(engine_of(CONFIG, params), PROMPTS, SAMPLING, key=sf.key(1), length=LENGTH)

@@ -58,6 +58,7 @@ def test_all_run_and_a_timeline_meets_every_need() -> None:
                 assert all(ends[x] <= span.start + 1e-9 for x in needs), name
 
 
+@pytest.mark.day("costs0-gpipe", "costs1-gpipe")
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])
 @pytest.mark.parametrize("costs", [Costs(), UNEQUAL])
 def test_gpipe_and_1f1b(make: Callable[[int, int], PipelineSchedule], costs: Costs) -> None:

@@ -49,6 +49,7 @@ def test_a_signal_lets_requests_end(start: Start) -> None:
     assert server.join() == 0
 
 
+@pytest.mark.nightly
 def test_requests_that_outlast_the_drain_are_cancelled(start: Start) -> None:
     server = start(slow=0.02, drain_seconds=0.2)
     stream = Stream(server)
@@ -95,6 +96,7 @@ def test_a_rank_that_ends_is_reported_to_all(start: Start) -> None:
     assert any("error: rank 0 has ended with status 1" in line for line in server.lines)
 
 
+@pytest.mark.nightly
 def test_a_step_that_does_not_end_is_seen(start: Start) -> None:
     server = start(health_seconds=0.2)
     assert server.get("/health").status == 200
@@ -106,6 +108,7 @@ def test_a_step_that_does_not_end_is_seen(start: Start) -> None:
     stream.close()
 
 
+@pytest.mark.nightly
 def test_logits_that_are_not_finite_end_their_request(start: Start) -> None:
     server = start()
     run = server.engine.runner.run
@@ -140,6 +143,7 @@ def test_a_failure_of_the_front_is_an_answer(start: Start, caplog: pytest.LogCap
     assert "KeyError" in caplog.text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stop", ["v", ["xyz", "v"]])
 def test_stop_strings(start: Start, stop: Any) -> None:
     server = start()

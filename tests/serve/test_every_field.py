@@ -155,6 +155,7 @@ def test_all_routes_and_tables_are_here(server: Running) -> None:
     assert names - UNBOUNDED <= set(OUTSIDE) and not names & UNBOUNDED & set(OUTSIDE)
 
 
+@pytest.mark.day(4)
 @pytest.mark.parametrize(("route", "at"), PLACES, ids=str)
 def test_another_type(server: Running, route: str, at: Path) -> None:
     for name, value in cases(route, at):
@@ -191,6 +192,7 @@ def test_given_twice(server: Running, route: str, at: Path) -> None:
         assert found.error["message"] == f"{name} is given twice."
 
 
+@pytest.mark.day(6)
 @pytest.mark.parametrize(("route", "at"), PLACES, ids=str)
 def test_fields_that_are_not_served(server: Running, route: str, at: Path) -> None:
     for name in {*_fields.REFUSED, "unheard", ""} - set(TABLES[route][at]):
@@ -199,6 +201,7 @@ def test_fields_that_are_not_served(server: Running, route: str, at: Path) -> No
         assert words in found.error["message"]
 
 
+@pytest.mark.day(3)
 @pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer other", "Bearer key other", "Basic key", "key"])
 def test_no_body_is_read_without_a_key(start: Any, given: str | None) -> None:
     """A body that is declared and never sent is waited for by no answer; no state changes."""

@@ -221,6 +221,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.day(4)
 @pytest.mark.parametrize(("error", "param", "words"), REFUSED, ids=lambda x: str(x)[:20])
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_reason_of_the_engine_is_the_answer(
@@ -286,6 +287,7 @@ CHATML = (
 )
 
 
+@pytest.mark.nightly
 def test_a_template_without_an_end_refuses_its_request(start: Any) -> None:
     from shardfn.cli._chat_template import template
     from shardfn.cli._generate_text import text_of_data

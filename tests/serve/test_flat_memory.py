@@ -54,6 +54,7 @@ def growth(server: Running, num: int, *, plain: bool, keep: Callable[[], object]
     return least
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("num", "plain"), [(66, True), pytest.param(2310, False, marks=pytest.mark.nightly)])
 def test_requests_that_have_ended_leave_no_object(server: Running, num: int, plain: bool) -> None:
     for i in range(66 if plain else 132):
@@ -63,6 +64,7 @@ def test_requests_that_have_ended_leave_no_object(server: Running, num: int, pla
     assert not (engine._awaited or engine._texts._texts or engine._constraints._matchers or engine._state.sequences)
 
 
+@pytest.mark.nightly
 def test_an_object_that_each_request_leaves_is_found(server: Running) -> None:
     held = list[Any]()
     assert growth(server, FEW, plain=True, keep=lambda: held.append(object.__new__(Running))) >= FEW

@@ -202,6 +202,7 @@ def test_a_client_that_leaves_in_the_body(server: Running) -> None:
     assert server.send("/v1/completions", BODY).status == 200
 
 
+@pytest.mark.nightly
 def test_a_slow_reader_is_cancelled(start: Start) -> None:
     server = start(stall_seconds=0.3)
     many = LONG | {"stream": True, "n": 100, "logprobs": 0}  # megabytes of events

@@ -104,6 +104,7 @@ def test_a_streamed_chat(client: Any) -> None:
     assert all(chunk.usage is None for chunk in chunks) and len({chunk.id for chunk in chunks}) == 1
 
 
+@pytest.mark.day("True")
 @pytest.mark.parametrize("stream", [False, True])
 def test_top_log_probabilities_of_completions(client: Any, stream: bool) -> None:
     given = {"model": NAME, "prompt": ["abc", "d"], "max_tokens": 20, "seed": 4, "logprobs": 3, "n": 2}
@@ -209,6 +210,7 @@ def test_embeddings(client: Any, kind: str) -> None:
         assert [row.index for row in made.data] == list(range(len(made.data))) and last.object == "embedding"
 
 
+@pytest.mark.nightly
 def test_embeddings_beside_completions_and_adapters(server: Running, client: Any) -> None:
     stream = client.completions.create(model=NAME, prompt="ab", max_tokens=60, stream=True)
     next(stream)

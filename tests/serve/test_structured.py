@@ -24,6 +24,7 @@ def of_schema(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_schema(server: Running, stream: bool) -> None:
     for seed in range(3):

@@ -71,6 +71,7 @@ def _resumed_by_three(place: pathlib.Path) -> tuple[str, Any]:
     return _resume(place, {"dp": 3})
 
 
+@pytest.mark.nightly
 def test_exchanged_directories_are_detected_and_can_be_put_back(tmp_path: pathlib.Path) -> None:
     want = _written(tmp_path, {"dp": 2})[0]
     _exchange(tmp_path)
@@ -82,6 +83,7 @@ def test_exchanged_directories_are_detected_and_can_be_put_back(tmp_path: pathli
         assert not told and torch.equal(got, want)
 
 
+@pytest.mark.nightly
 def test_another_number_of_ranks_is_named(tmp_path: pathlib.Path) -> None:
     _written(tmp_path, {"dp": 2})
     for told, _ in [_resume(tmp_path, {"dp": 1}), *_resumed_by_three(tmp_path)]:
@@ -96,6 +98,7 @@ def test_another_mesh_or_another_cut_is_named(tmp_path: pathlib.Path) -> None:
     assert [told for told, _ in _resumed(tmp_path, {"dp": 2, "tp": 1})] == ["", ""]
 
 
+@pytest.mark.nightly
 def test_directories_of_two_runs_are_distinguished(tmp_path: pathlib.Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     _written(a, {"dp": 2})

@@ -93,6 +93,7 @@ def _image_loss(params: dict[str, Tensor], batch: dict[str, Tensor]) -> sf.Weigh
     return sf.WeightedMean(squares.sum(), squares.numel())
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_batch_with_its_own_cuts_is_never_cut_inside_an_image(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})

@@ -72,6 +72,7 @@ def check(name: str, mesh: Any, first: Any, then: Any) -> None:
         torch.testing.assert_close(x.full_tensor(), want[k], rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.day("common")
 @pytest.mark.parametrize("name", ["common", "own"])
 @distributed(world=2)
 def test_leaves_are_unfrozen_in_the_middle(name: str) -> None:

@@ -43,6 +43,7 @@ def _inputs(cache: dict[str, sf.GlobalTensor], n: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(n)), torch.tensor([n % LENGTH])
 
 
+@pytest.mark.day("1")
 @distributed(world=[1, 2, 3])
 def test_a_bound_call_has_the_bits_of_a_call() -> None:
     mesh = sf.make_mesh({"dp": -1})

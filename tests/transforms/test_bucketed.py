@@ -44,6 +44,7 @@ def _cache(mesh: sf.Mesh) -> sf.GlobalTensor:
     return sf.shard(torch.zeros(10, WIDTH), P(), mesh)
 
 
+@pytest.mark.day("1")
 @distributed(world=[1, 2])
 def test_lengths_of_a_bucket_share_a_graph_and_have_the_values_of_the_function() -> None:
     mesh = sf.make_mesh({"dp": -1})
@@ -80,6 +81,7 @@ def test_the_contract_is_checked_by_other_padding() -> None:
         assert_bucket_invariant(f, params, _cache(mesh), _plan(3))
 
 
+@pytest.mark.nightly
 def test_functions_that_see_the_padding_are_found() -> None:
     mean = sf.bucketed(sf.jit(lambda x, n: x.sum() / n, backend="graph"), (0,))
     with pytest.raises(AssertionError, match=r"result differs in the bucket of 4 if the 1 rows .* copies of the first"):

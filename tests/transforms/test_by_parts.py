@@ -107,11 +107,13 @@ def with_zero(name):
     return check(name, {"dp": 2, "tp": 2}, zero=Zero(stage=3, axis="dp", persist_elements=0))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("jitted", [False, True])
 def test_equal_parts_are_cut_each_and_send_the_bytes_of_separate_leaves(jitted):
     assert two_ranks("equal", jitted)[0] == ["psum", "pvary", "psum"]  # of the batch no gradient is asked
 
 
+@pytest.mark.nightly
 def test_unequal_parts_are_leaves_each_and_stay_cut_where_they_are_joined():
     assert three_ranks("unequal")[0] == ["psum"]
 

@@ -50,6 +50,7 @@ def _rows(mesh: sf.Mesh, n: int) -> Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(n))
 
 
+@pytest.mark.day("device-1", "host-1")
 @distributed(world=[1, 2])
 @pytest.mark.parametrize("kind", ["device", "host", "disk"])
 def test_a_donated_cache_returns_to_its_memory_with_the_bits_of_the_device(kind: str, tmp_path: pathlib.Path) -> None:
@@ -73,6 +74,7 @@ def test_a_donated_cache_returns_to_its_memory_with_the_bits_of_the_device(kind:
             assert kind == "disk" or cache["h"].local.data_ptr() == held.data_ptr()
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_arguments_and_results_that_do_not_fit_are_refused_with_the_remedy(tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": -1})

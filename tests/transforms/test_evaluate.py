@@ -40,6 +40,7 @@ def _batches(cuts: list[tuple[int, int]]) -> list[dict[str, Tensor]]:
     return [{"x": ROWS[a:b], "weight": WEIGHTS[a:b]} for a, b in cuts]
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_means_are_those_of_one_device(world: int) -> None:
     mesh = sf.make_mesh({"dp": -1}, device="cpu")
@@ -102,6 +103,7 @@ def test_a_metric_without_a_mean_is_an_error() -> None:
         step.evaluate(state, _batches([(0, 2)]))
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_ranks_of_a_tensor_axis_pass_the_same_rows() -> None:
     mesh = sf.make_mesh({"dp": 2, "tp": 2}, device="cpu")

@@ -95,6 +95,7 @@ def check_gradients(axes: dict[str, int], stage: int, num: int) -> None:
 MESHES = {1: [{"dp": 1, "ep": 1}], 2: [{"dp": 1, "ep": 2}], 4: [{"dp": 4, "ep": 1}, {"dp": 2, "ep": 2}, {"ep": 4}]}
 
 
+@pytest.mark.day("3")
 @distributed(world=2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_of_each_leaf_are_those_of_one_device(stage: int) -> None:
@@ -114,6 +115,7 @@ def optimizer_of() -> Any:
     return sf.optim.chain(sf.optim.clip_by_global_norm(0.5), sf.optim.adamw(1e-2))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=NIGHT), pytest.param(2, marks=NIGHT), 3])
 @distributed(world=4)
 def test_every_leaf_and_state_has_the_bytes_of_its_specs(stage: int) -> None:
@@ -136,6 +138,7 @@ def test_every_leaf_and_state_has_the_bytes_of_its_specs(stage: int) -> None:
 PLACES = [("host", "host", "host"), ("disk", "device", "disk"), ("device", "host", "disk")]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=NIGHT), pytest.param(2, marks=NIGHT), 3])
 @distributed(world=2)
 def test_experts_on_the_host_and_on_disk_have_the_bits_of_the_device(stage: int, tmp_path: pathlib.Path) -> None:
@@ -209,6 +212,7 @@ def test_leaves_beside_experts_travel_in_codes() -> None:
     assert not all(map(torch.equal, found[1], found[2]))
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_experts_alone_lie_on_the_host(tmp_path: pathlib.Path) -> None:
     with sf.make_mesh({"dp": 1, "ep": 2}, device="cpu") as mesh:
@@ -236,6 +240,7 @@ def test_experts_alone_lie_on_the_host(tmp_path: pathlib.Path) -> None:
         assert_same(runs[1], runs[0], exact=True)
 
 
+@pytest.mark.nightly
 @distributed(world=2, timeout=300)
 @pytest.mark.parametrize("num", [8, pytest.param(100, marks=NIGHT)])
 def test_one_capture_serves_all_routings(num: int) -> None:
@@ -266,6 +271,7 @@ def test_one_capture_serves_all_routings(num: int) -> None:
         torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 def test_the_router_computes_in_32_bits_of_a_model_of_16(policy: str) -> None:

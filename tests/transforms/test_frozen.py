@@ -301,6 +301,7 @@ def _kept(name: str) -> Any:
     return pytest.param(name, marks=[] if name in DAILY else [pytest.mark.nightly])
 
 
+@pytest.mark.day("zero0")
 @pytest.mark.parametrize("name", [_kept(name) for name in CASES])
 def test_a_step_equals_its_frozen_program(name: str) -> None:
     text = described(name)

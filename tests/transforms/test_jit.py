@@ -143,6 +143,7 @@ def test_skipping_and_keeping_the_state() -> None:
         assert torch.equal(sf.unshard(state.params)["w"], torch.ones(6))
 
 
+@pytest.mark.nightly
 def test_a_new_shape_captures_again_and_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     step = sf.sharded_step(graph(lambda w, x: (w * x).mean()), optim.sgd(0.1))
     state = step.init(torch.ones(3))
@@ -179,6 +180,7 @@ def test_operations_that_a_graph_cannot_hold_are_named_by_line() -> None:
             graph(loss)(torch.ones(3), torch.ones(2, 3))
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_ranks_that_capture_different_collectives_all_raise() -> None:
     mesh = sf.make_mesh({"dp": 2})
@@ -235,6 +237,7 @@ def test_bad_options() -> None:
         sf.remat(sf.jit(odd_loss))
 
 
+@pytest.mark.nightly
 def test_draws_from_a_generator_inside_remat_are_refused() -> None:
     def noisy(w: Tensor, x: Tensor) -> Tensor:
         return (torch.nn.functional.dropout(w * x, 0.5) ** 2).mean()
@@ -257,6 +260,7 @@ def test_constants_are_distinguished_by_type() -> None:
     assert torch.signbit(scaled(torch.ones(1), -0.0)) and not torch.signbit(scaled(torch.ones(1), 0.0))
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_sharded_gradients_and_counts_come_out_of_a_graph() -> None:
     mesh = sf.make_mesh({"dp": 2})
@@ -299,6 +303,7 @@ def test_a_step_that_fails_in_its_graph_leaves_the_state() -> None:
     assert int(new.step) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:the loss draws from torch")
 def test_draws_of_a_captured_step_are_those_of_the_eager_one() -> None:
     def loss(w: Tensor, x: Tensor) -> Tensor:

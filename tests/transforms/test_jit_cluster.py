@@ -85,6 +85,7 @@ def test_lower_shows_the_candidates() -> None:
         _lowered(mesh, cluster=_box(LATE), memory=64)
 
 
+@pytest.mark.nightly
 def test_functions_alone_choose_and_options_without_effect_are_refused() -> None:
     box = _box(NOTHING)
     f = sf.jit(lambda x: (x * 2).sum(), backend="graph", cluster=box)

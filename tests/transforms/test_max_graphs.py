@@ -46,6 +46,7 @@ def _step(loss: Any, mesh: sf.Mesh) -> Any:
     return sf.sharded_step(loss, optim.adam(0.1), mesh=mesh, zero=sf.Zero(stage=3, persist_elements=0))
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_three_shapes_in_two_graphs_have_the_bits_of_eager() -> None:
     mesh = sf.make_mesh({"dp": 2})
@@ -60,6 +61,7 @@ def test_three_shapes_in_two_graphs_have_the_bits_of_eager() -> None:
     assert _counts(jitted.cache_info()) == (2, 5, 2, 3, 2)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_rank_that_evicts_more_than_others_captures_with_them() -> None:
     mesh = sf.make_mesh({"dp": 2})
@@ -81,6 +83,7 @@ def test_ranks_with_other_numbers_of_graphs_are_refused() -> None:
         step.init(_params())
 
 
+@pytest.mark.nightly
 def test_the_halves_of_a_step_share_its_graphs() -> None:
     step = sf.sharded_step(sf.jit(_loss, backend="graph", max_graphs=3), optim.sgd(0.1))
     eager = sf.sharded_step(_loss, optim.sgd(0.1))
@@ -94,6 +97,7 @@ def test_the_halves_of_a_step_share_its_graphs() -> None:
     assert _counts(step.cache_info()) == (5, 5, 3, 2, 3)
 
 
+@pytest.mark.nightly
 def test_a_sharded_function_has_the_limit_of_graphs_of_its_jit() -> None:
     f = sf.sharded(sf.jit(lambda w, x, by: w * x * by, backend="graph", max_graphs=1))
     w = f.init(torch.ones(3))

@@ -59,6 +59,7 @@ def test_stages_equal_one_device_and_one_another(world: int) -> None:
         assert {x.dtype for x in tree_leaves(want.params)} == {policy.param, *policy.exceptions.values()}
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_narrow_sums_travel_narrow_and_orders_of_nesting_mean_the_same() -> None:
     mesh = sf.make_mesh({"dp": 2})
@@ -277,6 +278,7 @@ def test_under_torch_func_a_population_overflows_member_by_member() -> None:
     assert slope["w"].dtype == BF16 and plain.loss(state.params, batches[0]).dtype == FP32
 
 
+@pytest.mark.day("llama_like")
 @pytest.mark.parametrize("kind", ["llama_like", "gpt2_like"])
 def test_a_gpt_keeps_its_norms_in_float32(kind: str) -> None:
     size = {"num_layers": 2, "d_model": 16, "num_heads": 2, "max_len": 8}
@@ -347,6 +349,7 @@ def test_errors_give_the_remedy() -> None:
         scaled(state._replace(loss_scale=()), torch.ones(2))
 
 
+@pytest.mark.day("False")
 @pytest.mark.parametrize("jit", [False, True])
 @distributed(world=2)
 def test_autocast_around_a_step_is_that_of_the_loss_alone(jit: bool) -> None:

@@ -209,6 +209,7 @@ def test_damage_is_named_and_leaves_the_state(tmp_path: pathlib.Path, job: dict[
         job["make"](str(tmp_path), sf.make_mesh({"dp": 1})).resume(job["params"]())
 
 
+@pytest.mark.nightly
 def test_a_full_disk_leaves_the_state_and_the_step_can_be_taken_again(
     small_disk: pathlib.Path, job: dict[str, Any]
 ) -> None:

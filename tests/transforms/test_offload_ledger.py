@@ -60,6 +60,7 @@ def _set_aside(mesh: sf.Mesh) -> int:
     return sum(nbytes for _, nbytes in [*comms.channels.shared(), *comms.control.shared()])
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_offload_keeps_two_bytes_a_parameter_on_the_device_and_moves_four(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})

@@ -55,6 +55,7 @@ def _trained(mesh: sf.Mesh, tx: Any, stage: int, mode: Any = lambda f: f) -> lis
     return out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "rule", [r if r == "onebit_adam" else pytest.param(r, marks=pytest.mark.nightly) for r in RULES]
 )
@@ -129,6 +130,7 @@ def _states(
     return sf.unshard(state.params), norms
 
 
+@pytest.mark.day("zero_one_adam")
 @pytest.mark.parametrize("rule", ["onebit_adam", "zero_one_adam"])
 def test_with_one_bit_each_rank_s_experts_are_as_leaves_of_their_own(rule: str) -> None:
     dense: list[Any] = _dense(rule)
@@ -187,6 +189,7 @@ def _compressed(rule: str, want: Tensor) -> None:
     torch.testing.assert_close(got["experts"], want, rtol=1e-6 if rule == "onebit_lamb" else 0, atol=0)
 
 
+@pytest.mark.day("zero_one_adam")
 @pytest.mark.parametrize("rule", list(RULES))
 def test_experts_cut_along_all_axes_of_the_mean_are_not_rounded(rule: str) -> None:
     [want] = _uncompressed(rule)
@@ -240,6 +243,7 @@ def _owed(residual: Any, size: int, blocks: int) -> Tensor:
     return total.view(blocks, -1)[:, : size // blocks].reshape(-1)
 
 
+@pytest.mark.nightly
 def test_errors_are_in_checkpoints_and_move_to_other_meshes(tmp_path: pathlib.Path) -> None:
     _saved(tmp_path)
 

@@ -53,6 +53,7 @@ def test_every_stage(world: int, accumulate: int) -> None:
         assert_same(_opened(sf.accumulate(odd_loss, accumulate), world, stage), want)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("grads", ["host", "disk"])
 @pytest.mark.parametrize(
     "kept", ["host", pytest.param("disk", marks=pytest.mark.nightly)]
@@ -63,6 +64,7 @@ def test_gradients_that_wait_elsewhere(world: int, grads: str, kept: str) -> Non
         _opened(sf.accumulate(odd_loss, 2), world, stage, grads=grads, kept=kept)
 
 
+@pytest.mark.nightly
 @distributed(world=[2])
 def test_an_update_commits_the_state(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
@@ -97,6 +99,7 @@ def _masked(n: int) -> dict:
     return odd_batch(n) | {"mask": torch.tensor([1.0, 0, 1, 0, 0, 0, 1, 1, 0, 1, 0, 0])}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "grads",
     [pytest.param("device", marks=pytest.mark.nightly), "host", pytest.param("disk", marks=pytest.mark.nightly)],
@@ -113,6 +116,7 @@ def test_a_weighted_mean(world: int, grads: str) -> None:
             assert_same(_opened(_weighted, world, zero, grads=grads, **given), want)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("overflows", [pytest.param(False, marks=pytest.mark.nightly), True])
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_loss_scale(world: int, overflows: bool) -> None:
@@ -142,6 +146,7 @@ def _counts(params: dict, model_state: dict, batch: dict) -> tuple[Tensor, dict,
     return ((h - mean) ** 2).mean(), {"mean": h.mean()}, {"mean": mean, "same": model_state["same"]}
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_model_state_and_aux(world: int) -> None:
     given: dict[str, Any] = {
@@ -166,6 +171,7 @@ def test_a_key(world: int) -> None:
     _opened(_noisy, world, 3, key=sf.key(7), **given)
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_canonical_sums(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
@@ -205,6 +211,7 @@ def test_a_jitted_step(world: int, stage: int, grads: str) -> None:
     _opened(sf.jit(sf.accumulate(odd_loss, 2), backend="graph"), world, stage, grads=grads)
 
 
+@pytest.mark.nightly
 @distributed(world=[2])
 def test_a_jitted_step_with_a_loss_scale_and_a_model_state(world: int) -> None:
     scale = sf.optim.dynamic_loss_scale(2.0**127)
@@ -215,6 +222,7 @@ def test_a_jitted_step_with_a_loss_scale_and_a_model_state(world: int) -> None:
     assert bool(run.metrics[0]["skipped"])
 
 
+@pytest.mark.nightly
 @distributed(world=[2])
 def test_a_captured_step_counts_a_graph_for_each_half(world: int) -> None:
     step = sf.sharded_step(sf.jit(odd_loss, backend="graph"), _optimizer(), mesh=sf.make_mesh({"dp": world}), zero=2)
@@ -261,6 +269,7 @@ def _stacked_loss(params: dict, batch: dict) -> Tensor:
     return ((h[:, :3] - batch["y"]) ** 2).mean()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "grads",
     ["device", pytest.param("host", marks=pytest.mark.nightly), pytest.param("disk", marks=pytest.mark.nightly)],
@@ -276,6 +285,7 @@ def test_stacked_leaves(world: int, grads: str) -> None:
         _opened(loss, world, 3, grads=grads, **given)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("grads", [pytest.param("host", marks=pytest.mark.nightly), "disk"])
 def test_changed_gradients_of_leaves_elsewhere(grads: str) -> None:
     """Twice the gradient is the gradient of twice the loss, eager and jitted."""

@@ -191,6 +191,7 @@ def test_an_optimizer_that_averages_by_itself() -> None:
     state, _ = step(state, torch.ones(2, 4))
 
 
+@pytest.mark.day("eager")
 @pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: sf.jit(loss, backend="graph")], ids=["eager", "jit"])
 def test_a_gradient_that_is_the_batch_is_not_written_over(wrap: Any) -> None:
     """The gradient of a dot product is its other operand, and two leaves may have one gradient."""

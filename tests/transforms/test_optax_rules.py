@@ -50,6 +50,7 @@ def compare(world: int, name: str, stages: tuple[int, ...]) -> None:
         assert_same(on_mesh(odd_loss, tx, odd_params(), batches, mesh=mesh, zero=zero, trainable=ODD_TRAINABLE), want)
 
 
+@pytest.mark.day("units")
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.nightly if i % 3 else ()) for i, x in enumerate(LEAF)]
 )
@@ -83,6 +84,7 @@ def test_jit_and_states_on_a_host_keep_every_bit(name: str) -> None:
         assert_same(run, runs[0], exact=True)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_mean_in_bfloat16_is_kept_in_pieces_and_on_a_host() -> None:
     mesh, batches = sf.make_mesh({"dp": 2}), [odd_batch(n) for n in range(STEPS)]
@@ -110,6 +112,7 @@ def test_units_and_norms_of_leaves_that_specs_cut() -> None:
         assert_same(on_mesh(_tp_loss, make(), params, batches, mesh=mesh, specs=specs, zero=None), want)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_a_saved_state_goes_on(tmp_path: pathlib.Path) -> None:
     mesh = sf.make_mesh({"dp": 2})

@@ -83,6 +83,7 @@ def _compare_stages(world: int, name: str) -> None:
             assert_same(runs[3], runs[1], exact=True)
 
 
+@pytest.mark.nightly
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_remat_is_bit_identical(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
@@ -174,6 +175,7 @@ def _weighted_loss(params: dict, batch: dict) -> sf.WeightedMean:
     return sf.WeightedMean(errors.sum(), batch["mask"].sum())
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_weighted_mean_is_the_global_mean_for_uneven_ranks(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
@@ -195,6 +197,7 @@ def _noisy_loss(params: dict, batch: dict, key: torch.Tensor) -> torch.Tensor:
     return ((x @ params["w"] - batch["y"][:, 0]) ** 2).mean()
 
 
+@pytest.mark.nightly
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_dropout_draws_the_same_bits_under_any_sharding(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})

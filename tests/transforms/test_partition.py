@@ -99,6 +99,7 @@ DAILY = [("gpt2", megatron), ("llama_gqa", vocabulary), ("tied", vocabulary), ("
 EVERY = [(name, specs) for name in CONFIGS for specs in (megatron, vocabulary)]
 
 
+@pytest.mark.day("gpt2-megatron")
 @pytest.mark.parametrize(
     "name, specs", [x if x in DAILY else pytest.param(*x, marks=pytest.mark.nightly) for x in EVERY]
 )
@@ -118,6 +119,7 @@ def test_a_captured_step_computes_the_same(name):
     two_ranks(name, vocabulary, True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "stage, jitted",
     [(3, False), *(pytest.param(*x, marks=pytest.mark.nightly) for x in [(0, False), (0, True), (3, True)])],
@@ -227,6 +229,7 @@ def refusals():
     return told
 
 
+@pytest.mark.nightly
 def test_operations_that_a_graph_of_the_forward_cannot_hold_are_refused():
     told = refusals()[0]
     for name, (_, message) in REFUSED.items():

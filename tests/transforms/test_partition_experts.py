@@ -72,6 +72,7 @@ def rows() -> list[Tensor]:
     return list(torch.randn(2, S, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
 
 
+@pytest.mark.nightly
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("num", [pytest.param(4, marks=pytest.mark.nightly), 5])
@@ -96,6 +97,7 @@ def test_experts_are_parallel_by_their_spec(world: int, experts: str, num: int, 
     assert sent == [("pvary", (S, D)), ("pvary", (S, K)), ("psum", (S, D))]
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("experts", ["swiglu", "gpt-oss"])
 def test_a_loss_with_experts_is_differentiated_and_batched_by_torch(experts: str) -> None:
@@ -124,6 +126,7 @@ def close(got: Any, want: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.day("gpt-False")
 @distributed(world=2)
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("setting", ["mixtral", "gpt"])

@@ -108,6 +108,7 @@ def four_ranks(name, **how):
     check(name, {"pp": 2, "tp": 2}, **how)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("parted", [around, pytest.param(inside, marks=NIGHTLY)])
 def test_stages_for_one_device_are_cut_by_specs(parted):
     four_ranks("tied", parted=parted)

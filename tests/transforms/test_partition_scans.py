@@ -55,6 +55,7 @@ def plain(jitted):
     return [(x.name, x.times) for x in program.sent]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_one_layer_is_planned_with_megatrons_collectives(jitted):
     sent = plain(jitted)[0]

@@ -76,6 +76,7 @@ def large(sent):
     return [name for name, _, shape in sent if len(shape) > 1], sum(n for _, n, shape in sent if len(shape) > 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.nightly)])
 def test_sums_become_scatters_and_gathers_of_the_same_volume(name):
     cut, whole = two_ranks(name)[0]

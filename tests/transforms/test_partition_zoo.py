@@ -93,6 +93,7 @@ def joined(inner, whole, params, tokens):
 MEGATRON = ["pvary", "psum"] * 4  # two layers of two pairs; the transpose of each is one too
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["Qwen2", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("Llama", "Mistral"))])
 def test_a_decoder_has_megatrons_collectives_and_equals_one_device(name):
     assert two_ranks(name)[0][0] == MEGATRON
@@ -146,6 +147,7 @@ def experts_on_two_ranks(kind, num, whole=None):
     return [x.name for x in loss.programs()[0].sent]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num", [4, pytest.param(3, marks=pytest.mark.nightly)])
 def test_experts_that_are_cut_add_up_over_ranks(num):
     sent = experts_on_two_ranks("Mixtral", num)[0]
@@ -153,6 +155,7 @@ def test_experts_that_are_cut_add_up_over_ranks(num):
     assert sent == ["pvary", "pvary", "psum"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num", [4, pytest.param(3, marks=pytest.mark.nightly)])
 def test_experts_of_gpt_oss_look_up_their_biases(num):
     # Besides, the transposes of two biases, which all ranks hold.

@@ -137,6 +137,7 @@ def test_norms_are_of_whole_leaves() -> None:
         _parity(mesh, zero=Zero.flat(stage=stage, **ODD), optimizer=lamb, loss=_loss(m=2), dtype=torch.float32)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_weighted_means() -> None:
     mesh = sf.make_mesh({"dp": 2, "pp": 2}, device="cpu")
@@ -178,6 +179,7 @@ def _dropped(p: Any, x: Any, key: Tensor) -> Any:
     return {**y, "h": sf.nn.dropout(key, y["h"], 0.3, x["rows"])}
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_keys_give_the_masks_of_one_device() -> None:
     mesh, key = sf.make_mesh({"pp": 2}, device="cpu"), sf.key(7)
@@ -267,6 +269,7 @@ def test_evaluation_and_derivatives_run_stage_after_stage() -> None:
         torch.testing.assert_close(sf.unshard(got), grads, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_an_empty_stage_passes_on_its_input() -> None:
     mesh = sf.make_mesh({"pp": 3}, device="cpu")
@@ -387,6 +390,7 @@ def _turning(p: Any, batch: Any) -> Tensor:
     return _plain()({**p, "blocks": [p["blocks"][0], flipped]}, batch)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_down_the_ranks_and_up_again() -> None:
     """The second stack runs in reverse, for any number of ranks."""
@@ -400,6 +404,7 @@ def test_down_the_ranks_and_up_again() -> None:
         _parity(mesh, 7, loss, reference=_turning, chunks=2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["zb-h1", *(pytest.param(x, marks=NIGHTLY) for x in ("zb-v", "dualpipe-v"))])
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_split_backwards(world: int, name: str) -> None:
@@ -481,6 +486,7 @@ def test_split_backwards_of_other_kinds_of_losses() -> None:
     _parity(mesh, loss=sf.accumulate(_loss(m=2, schedule="zb-h1"), 2))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("per_stage", [(1, 4, 2), pytest.param((3, 1, 3), marks=pytest.mark.nightly)])
 @distributed(world=3)
 def test_unequal_numbers_of_layers(per_stage: tuple[int, ...]) -> None:

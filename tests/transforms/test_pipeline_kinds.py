@@ -196,6 +196,7 @@ def _net(kinds: list[str], mesh: sf.Mesh, uncut: str = "", net: type[_Net] = _Ne
     torch.testing.assert_close(found, float(reference(params, batches[0])), rtol=1e-12, atol=0)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_stacks_of_two_kinds_are_cut_for_the_same_stages() -> None:
     mesh = sf.make_mesh({"pp": 2}, device="cpu")
@@ -228,6 +229,7 @@ def test_kinds_whose_stages_are_not_in_order_are_refused() -> None:
         sf.pipeline_module(loss, apply, layers_per_stage=(1, 1))
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_the_result_of_a_layer_that_asks_for_values_is_learnt_from_an_own_layer() -> None:
     mesh = sf.make_mesh({"pp": 2}, device="cpu")
@@ -239,6 +241,7 @@ def test_the_result_of_a_layer_that_asks_for_values_is_learnt_from_an_own_layer(
         assert "A layer's result was assumed to be a tensor" in "".join(getattr(caught.value, "__notes__", []))
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_a_rank_without_layers_cannot_learn_the_result_of_one() -> None:
     mesh = sf.make_mesh({"pp": 3}, device="cpu")

@@ -122,6 +122,7 @@ DAILY = {"llama", "gemma2"}
 NAMES = [name if name in DAILY else pytest.param(name, marks=pytest.mark.nightly) for name in MODELS]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 @distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_stages_equal_one_device(world: int, name: str) -> None:
@@ -155,6 +156,7 @@ def _with_adapters(params: dict[str, Any], path: str) -> tuple[LoRA, dict[str, A
     return lora, {"base": params, "lora": own}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.nightly)])
 @distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_adapters_lie_with_their_layers(world: int, stage: int) -> None:
@@ -195,6 +197,7 @@ def test_split_backwards(name: str) -> None:
         _parity(name, mesh, dtype=dtype, schedule="zb-h1", m=4, checkpointed=checkpointed)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_keys_give_the_masks_of_one_device() -> None:
     params, (_, apply), _, path = _made("gpt2", 4, True, torch.float64)

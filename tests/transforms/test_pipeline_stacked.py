@@ -22,6 +22,7 @@ def _same(mesh: sf.Mesh, layers: int, *args: Any, chunks: int = 1, **options: An
     return _parity(mesh, layers, *args, chunks=chunks, specs=_stacked(_params(layers, chunks=chunks)), **options)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_it_equals_one_device() -> None:
     mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")

@@ -89,6 +89,7 @@ def test_a_profile_trains_as_steps_do_and_loses_nothing_without_donation() -> No
     assert not state.params["first"].donated
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_predictions_are_beside_the_measured_times() -> None:
     step, state = _step(3)
@@ -109,6 +110,7 @@ def test_predictions_are_beside_the_measured_times() -> None:
     assert found._repr_html_().startswith("<pre>a step, the mean of 1")
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_the_total_of_a_jitted_step_is_measured_and_the_profile_notes_it() -> None:
     step, state = _step(3, sf.jit(_loss, backend="graph"))

@@ -123,6 +123,7 @@ def test_leaves_that_fit_stay_whole_and_unused_ones_are_cut():
     assert found == {"up": P(), "down": P(), "unused": P("tp")}
 
 
+@pytest.mark.day("tree-unused")
 @pytest.mark.parametrize("kept", ["up", "unused"])
 @pytest.mark.parametrize("labels", ["tree", "function"])
 def test_states_count_by_the_label_of_their_leaf(labels, kept):
@@ -190,6 +191,7 @@ def test_by_default_a_rank_holds_an_even_share_and_a_quarter_more_of_all_ranks_a
     assert share_of_largest(params, found, SQUARE) <= 1.25
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "multiple",
     [
@@ -266,6 +268,7 @@ def test_the_slow_wire_counts_for_ranks_on_several_nodes():
     assert priced(box(fast, slow, per_node=2), mesh=outer) == WHOLE
 
 
+@pytest.mark.nightly
 def test_the_rate_is_that_of_the_dtype():
     rates: Any = {"float32": RATE, "bfloat16": 10 * RATE}
     wire = 2 * even_wire()

@@ -143,6 +143,7 @@ def test_one_dtype_is_that_of_floating_point_leaves() -> None:
         sf.reshard(tree["n"], P(), dtype=torch.bfloat16)
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_gradients_go_the_way_back() -> None:
     """On each rank the gradient's block is that of the one-device gradient; under vmap and jvp, too."""
@@ -174,6 +175,7 @@ def test_gradients_go_the_way_back() -> None:
         torch.testing.assert_close(tangent, torch.func.jvp(one, (x,), (weight,))[1])
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_it_runs_in_a_jitted_function() -> None:
     mesh = sf.make_mesh({"dp": 2}, device="cpu")
@@ -284,6 +286,7 @@ def test_big_leaves_go_in_pieces_and_ranks_that_hold_the_same_share_the_work() -
     assert traffic.calls >= (8 * 3003) // 400 if old.is_member else traffic.calls == 0
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_small_leaves_share_a_message_for_each_pair_of_ranks_and_dtype() -> None:
     old, new = sf.make_mesh({"dp": 2}, ranks=[0, 1], device="cpu"), sf.make_mesh({"tp": 2}, ranks=[1, 2], device="cpu")
@@ -315,6 +318,7 @@ def test_two_meshes_of_the_same_ranks_share_nothing() -> None:
     assert torch.equal(sf.reshard(x, P(), mesh=new).local, torch.arange(5.0))  # values of a closed mesh are still there
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_a_trained_state_goes_to_a_mesh_that_serves_it() -> None:
     train, serve = sf.make_mesh({"dp": 2}, ranks=[0, 1]), sf.make_mesh({"dp": 2}, ranks=[1, 2])
@@ -405,6 +409,7 @@ def test_a_rank_in_neither_mesh_raises() -> None:
     assert new.is_member == (out.held.nbytes > 0)
 
 
+@pytest.mark.nightly
 @distributed(world=3, timeout=60)
 def test_an_error_of_one_rank_or_of_all_is_one_everywhere_and_the_next_call_works() -> None:
     old, new = sf.make_mesh({"dp": 2}, ranks=[0, 1]), sf.make_mesh({"dp": 2}, ranks=[1, 2])
@@ -434,6 +439,7 @@ def test_an_error_of_one_rank_or_of_all_is_one_everywhere_and_the_next_call_work
         assert not out.mesh.is_member or torch.equal(out.local, torch.arange(6.0))
 
 
+@pytest.mark.nightly
 @distributed(world=3, timeout=90)
 def test_a_rank_that_fails_under_way_is_heard_of() -> None:
     """The last rank's disk is gone when its leaf has come; the others learn of it in their next call at the latest."""
@@ -487,6 +493,7 @@ def _small(mesh: Mesh) -> tuple[dict[str, GlobalTensor], dict[str, Any]]:
     return tree, to
 
 
+@pytest.mark.day("2")
 @distributed(world=[2, 3])
 def test_small_leaves_with_the_same_hops_share_a_message_and_have_the_bits_of_messages_of_their_own() -> None:
     mesh = sf.make_mesh({"dp": -1}, device="cpu")

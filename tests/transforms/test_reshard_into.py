@@ -61,6 +61,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly
 @distributed(world=[2, 3])
 def test_blocks_on_one_mesh_are_overwritten_where_they_are() -> None:
     mesh = sf.make_mesh({"dp": dist.get_world_size()}, device="cpu")
@@ -89,6 +90,7 @@ def test_leaves_of_a_tensor_parallel_cut_are_overwritten_from_rows() -> None:
     assert places(into) == before
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 @pytest.mark.parametrize("ranks", [[1, 2], [2], [0, 1, 2]])
 def test_blocks_on_another_mesh_are_overwritten_where_they_are(ranks: list[int]) -> None:
@@ -108,6 +110,7 @@ def test_blocks_on_another_mesh_are_overwritten_where_they_are(ranks: list[int])
     check(sf.reshard(into, into=(back := blank(into, ZERO3, train))), back, sf.reshard(into, ZERO3, mesh=train))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [[2], [1, 2], [0, 1, 2]])
 @distributed(world=3)
 def test_a_serving_layout_goes_back_to_the_training_layout(ranks: list[int]) -> None:
@@ -124,6 +127,7 @@ def test_a_serving_layout_goes_back_to_the_training_layout(ranks: list[int]) -> 
     check(again, again, served)
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_one_call_overwrites_leaves_on_several_meshes() -> None:
     train, one = sf.make_mesh({"dp": 3}, device="cpu"), sf.make_mesh({"tp": 2}, ranks=[0, 2], device="cpu")
@@ -281,6 +285,7 @@ def test_neither_graphs_nor_gradients_overwrite() -> None:
     assert torch.equal(sf.reshard(x, into=parameter).local.detach(), torch.ones(4))
 
 
+@pytest.mark.nightly
 @distributed(world=3, timeout=60)
 def test_an_error_of_one_rank_is_one_on_all_and_the_target_is_intact() -> None:
     train = sf.make_mesh({"dp": 2}, ranks=[0, 1], device="cpu")

@@ -121,6 +121,7 @@ def test_parts_of_a_stack() -> None:
         )
 
 
+@pytest.mark.nightly
 def test_a_part_of_a_stack_gathers_its_layers_alone() -> None:
     def some(p: dict, x: Tensor) -> Tensor:
         return sf.scan(lambda h, w: (torch.tanh(h @ w), None), x, p["w"].narrow(0, 1, 2))[0].square().mean()
@@ -249,6 +250,7 @@ def test_tensor_parallel_layers() -> None:
         assert_same(on_mesh(graph, optim.adamw(1e-2), start, batches, **options), eager, exact=True)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_layout_apply_donation_and_transforms_of_stacked_leaves() -> None:
     mesh = sf.make_mesh({"dp": 2})

@@ -178,6 +178,7 @@ def test_jitted_losses(world: int, case: str) -> None:
     _compare(case, world, sf.Zero(stage=2), lambda loss: sf.jit(loss, backend="graph"))
 
 
+@pytest.mark.nightly
 @distributed(world=[2])
 def test_accumulated_losses_with_gradients_on_the_host(world: int) -> None:
     zero = sf.Zero(stage=2, persist_elements=0, grads="host", optimizer="host")
@@ -313,6 +314,7 @@ def test_a_loss_scale_is_that_of_all_losses() -> None:
     assert not new.params["generator"]["w"].donated
 
 
+@pytest.mark.nightly
 def test_losses_of_a_model_state_keep_one_graph_each_and_compute_one_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     def halves(p: Any, kept: Any, x: Tensor) -> Any:
         return (p["w"] * x).mean(), {"m": kept["m"] / 2 + x.mean()}

@@ -23,6 +23,7 @@ def _agree(names: list[str], jax: Results, world: int, jit: bool = True) -> None
     assert not bad, f"{len(bad)} of {len(names)} programs:\n" + "\n".join(lines)
 
 
+@pytest.mark.day("3")
 @pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.nightly if n == 4 else ()) for n in MESHES])
 def test_the_programs_that_are_kept(world: int) -> None:
     _agree(golden_names(world), load(GOLDEN), world, jit=False)

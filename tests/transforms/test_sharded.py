@@ -31,6 +31,7 @@ def _same(got: Any, want: Any) -> None:
         assert a == b if not isinstance(b, Tensor) else torch.equal(a, b)
 
 
+@pytest.mark.day("eager")
 @pytest.mark.parametrize("mode", JITS)
 def test_equals_one_device(mode: str) -> None:
     _equals_one_device([3], mode, world=2)
@@ -67,6 +68,7 @@ def _scanned(p: dict, x: Tensor) -> Tensor:
     return h @ p["out"]
 
 
+@pytest.mark.nightly
 def test_a_home_and_stacked_leaves_keep_every_bit(tmp_path: Any) -> None:
     _homes(tmp_path, ["graph"], ["host"])
 
@@ -196,6 +198,7 @@ def _decodes(world: int) -> None:
             f(params, xs[0][:rows], before, 0)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_arguments_that_are_not_donated_are_not_written() -> None:
     cache: dict[str, sf.GlobalTensor] = {}
@@ -222,6 +225,7 @@ def test_arguments_that_are_not_donated_are_not_written() -> None:
         assert cache["k"].donated == consumed
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_only_a_forward_is_captured_and_leaves_go_after_use() -> None:
     mesh = sf.make_mesh({"dp": 2})
@@ -296,6 +300,7 @@ def _broadcast(tree: dict) -> dict:
     return tree
 
 
+@pytest.mark.nightly
 def test_an_abstract_mesh_is_lowered_for() -> None:
     mesh = sf.make_mesh({"dp": 64, "tp": 2}, abstract=True)
     f = sf.sharded(
@@ -314,6 +319,7 @@ def test_an_abstract_mesh_is_lowered_for() -> None:
         lowered.compile()
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_apply_of_a_step_is_one_and_keeps_jit() -> None:
     mesh = sf.make_mesh({"dp": 2})
@@ -331,6 +337,7 @@ def test_apply_of_a_step_is_one_and_keeps_jit() -> None:
     assert torch.equal(step.apply(odd_loss, state, rows), odd_loss(odd_params(), rows))
 
 
+@pytest.mark.nightly
 @distributed(world=3)
 def test_results_are_blocks_of_one_tensor_or_an_error_on_all_ranks() -> None:
     mesh = sf.make_mesh({"dp": 3})

@@ -74,6 +74,7 @@ def alone(way: str, p: Any, x: Tensor) -> Tensor:
     return plain(p, plain(p, x)) if way == "nested" else plain(p, x)
 
 
+@pytest.mark.day("checkpoint")
 @pytest.mark.parametrize("way", [w if w in DAILY else pytest.param(w, marks=NIGHTLY) for w in WAYS])
 @distributed(world=2)
 def test_a_block_that_may_run_again_in_the_backward(way: str) -> None:
@@ -130,6 +131,7 @@ BODIES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("remat", [False, pytest.param(True, marks=NIGHTLY)])
 @pytest.mark.parametrize("window", [None, pytest.param(3, marks=NIGHTLY)])
 @pytest.mark.parametrize("name", [n if n in ("ring", "chunked") else pytest.param(n, marks=NIGHTLY) for n in BODIES])
@@ -251,6 +253,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [pytest.param(n, marks=NIGHTLY if n == "chunks" else ()) for n in PIPELINES])
 @distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_pipelines_of_each_kind(world: int, name: str) -> None:
@@ -283,6 +286,7 @@ def megatron(path: str) -> P:
     return P(None, "tp") if name in ("wo", "w_down") else P()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=NIGHTLY)])
 @pytest.mark.parametrize("remat", [True, pytest.param(False, marks=NIGHTLY)])
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
@@ -307,6 +311,7 @@ def test_partitioned_losses(world: int, remat: bool, sequence: bool) -> None:
 # Parameters in other memories.
 
 
+@pytest.mark.day("3-disk-0")
 @pytest.mark.parametrize("stage", [0, 3, *(pytest.param(n, marks=NIGHTLY) for n in (1, 2))])
 @pytest.mark.parametrize("home", ["host", "disk"])
 @distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3])
@@ -333,6 +338,7 @@ def test_leaves_on_disk_are_refused_by_torch_func_and_their_gradients_are_on_the
 # Failures.
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_the_others_raise_when_a_rank_fails(world: int) -> None:
     mesh = sf.make_mesh({"pp": world}, device="cpu", timeout=600)

@@ -71,6 +71,7 @@ def test_tiles_are_the_whole(tiles: int | None) -> None:
     close(results(sf.tiled(total, 1, tiles=tiles), *given, **whole), results(total, *given, **whole))
 
 
+@pytest.mark.day("dtype1")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_are_summed_in_float32(dtype: torch.dtype) -> None:
     """64 times half of the dtype's epsilon, and then 1: each would be lost beside the 1."""

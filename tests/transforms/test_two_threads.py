@@ -98,6 +98,7 @@ def same(got: list[Tensor], want: list[Tensor]) -> None:
     assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.day("eager-eager")
 @pytest.mark.parametrize(("train", "serve"), [("eager", "eager"), ("graph", "graph"), ("eager", "bound")])
 def test_a_thread_that_trains_and_one_that_serves_have_the_results_of_each_alone(train: str, serve: str) -> None:
     alone = training(train)(), serving(serve)()
@@ -106,6 +107,7 @@ def test_a_thread_that_trains_and_one_that_serves_have_the_results_of_each_alone
     same(served, alone[1])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("train", "serve"), [pytest.param("eager", "eager", marks=pytest.mark.nightly), ("graph", "bound")]
 )

@@ -19,6 +19,7 @@ OTHER_TIES = {"JinaEmbeddingsV3ForMaskedLM", "LukeForMaskedLM"}
 NAMES = [pytest.param(name, marks=[] if name in DAILY else pytest.mark.nightly) for name in ZOO]
 
 
+@pytest.mark.day("GraniteMoeForCausalLM", "MixtralForCausalLM", "NemotronHForCausalLM")
 @pytest.mark.parametrize("name", NAMES)
 def test_files_of_the_zoo(name: str, tmp_path: pathlib.Path) -> None:
     kind: Any = getattr(transformers, name)

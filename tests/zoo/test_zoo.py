@@ -35,6 +35,7 @@ REMEDIES = {
 graph = functools.partial(sf.jit, backend="graph")
 
 
+@pytest.mark.day("BertLMHeadModel-checkpointing")
 @pytest.mark.parametrize("name, mode", DAILY)
 @distributed(world=WORLD, timeout=150)
 def test_a_few_equal_one_device(name: str, mode: str) -> None:

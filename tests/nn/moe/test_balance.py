@@ -62,6 +62,7 @@ def test_sequences_are_apart() -> None:
         balance.sequence(routing, 3)
 
 
+@pytest.mark.nightly
 def test_gradients_are_finite_differences() -> None:
     x = normal(sf.key(1), (6, 4), dtype=torch.float64).requires_grad_()
     mask = torch.arange(6) != 2
@@ -105,6 +106,7 @@ CASES = [
 ]
 
 
+@pytest.mark.day("1-own-3-False")
 @pytest.mark.parametrize(("loss", "of", "jit"), CASES)
 @distributed(world=[1, 2])
 def test_the_router_has_the_gradient_of_one_device(world: int, loss: Any, of: int, jit: bool) -> None:
@@ -128,6 +130,7 @@ def weighted(params: Any, batch: Any) -> sf.WeightedMean:
     return sf.WeightedMean(total + tokens * balance.switch(routing, axes="dp"), tokens)
 
 
+@pytest.mark.day("8")
 @pytest.mark.parametrize("tokens", [8, 6])  # the last rank has two of them, or none
 @distributed(world=2)
 def test_ranks_with_unequal_numbers_of_tokens_are_one_device(world: int, tokens: int) -> None:

@@ -79,6 +79,7 @@ def routed(dtype: torch.dtype) -> tuple[moe.Routing, Tensor]:
     return moe.top_k(logits, 3, mask=torch.arange(24) % 7 != 3), torch.arange(24) + 100
 
 
+@pytest.mark.day(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("by", get_args(By))
 def test_the_first_ones_of_each_order_stay(by: By, dtype: torch.dtype) -> None:
@@ -99,6 +100,7 @@ def test_a_capacity_of_a_number_of_tokens_that_is_data() -> None:
         assert torch.equal(moe.with_capacity(routing, found).experts, slow(routing, C, "position", index))
 
 
+@pytest.mark.nightly
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_experts_choose_among_the_tokens_of_all_ranks(world: int) -> None:
     cuts = [0, 5, 24] if world == 2 else [0, 0, 11, 24]  # unequal numbers of tokens

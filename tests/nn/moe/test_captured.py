@@ -58,6 +58,7 @@ def plainly(f: Any) -> Any:
 NIGHT = pytest.mark.nightly
 
 
+@pytest.mark.day("1-plainly")
 @pytest.mark.parametrize("wrap", [plainly, pytest.param(sf.remat, marks=NIGHT), pytest.param(sf.jit, marks=NIGHT)])
 @distributed(world=[1, 2])
 def test_a_step_of_ranks_is_one_of_one_device(world: int, wrap: Any) -> None:
@@ -78,6 +79,7 @@ def plain(params: Any, x: Tensor) -> Tensor:
     return moe.switch_top1(x @ params["router"], name="layers.3.moe").weights.mean()
 
 
+@pytest.mark.day("1-False", "1-True")
 @pytest.mark.parametrize("jit", [False, True])
 @distributed(world=[1, 2])
 def test_logits_that_are_not_finite_are_refused(world: int, jit: bool) -> None:

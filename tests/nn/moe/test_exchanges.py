@@ -78,6 +78,7 @@ def _check(
     torch.testing.assert_close(moved, grads, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.day(1)
 @distributed(world=2)
 @pytest.mark.parametrize("exchange", [moe.Tokens("ep"), moe.Weights("ep"), moe.Local()], ids=repr)
 @pytest.mark.parametrize("push", ["", "all on the first", "none on the last"])
@@ -86,6 +87,7 @@ def test_two_ranks_equal_a_loop_over_tokens(exchange: Any, push: str) -> None:
         _check(mesh, exchange, [5, 3], 3, 2, push)
 
 
+@pytest.mark.day("lengths0")
 @distributed(world=2)
 @pytest.mark.parametrize("lengths", [[0, 4], [7, 0], [1, 9]])
 def test_ranks_without_tokens_take_part(lengths: list[int]) -> None:
@@ -93,6 +95,7 @@ def test_ranks_without_tokens_take_part(lengths: list[int]) -> None:
         _check(mesh, moe.Tokens("ep"), lengths, 4, 2, "")
 
 
+@pytest.mark.day("0-1", "1-1", "2-1")
 @distributed(world=[1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_of_experts_and_stages_equal_a_loop_over_tokens(world: int, stage: int) -> None:
@@ -105,6 +108,7 @@ def test_ranks_of_experts_and_stages_equal_a_loop_over_tokens(world: int, stage:
         _check(mesh, moe.Tokens("ep"), lengths, 5, 2, "all on the first", zero=zero)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("lengths", [[0, 1000], [1000, 0]])
 def test_a_rank_with_all_tokens(lengths: list[int]) -> None:
@@ -112,6 +116,7 @@ def test_a_rank_with_all_tokens(lengths: list[int]) -> None:
         _check(mesh, moe.Tokens("ep"), lengths, 4, 2, "none on the last", remat=True)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("jit", [False, True])
 def test_two_runs_have_the_same_bits(jit: bool) -> None:
@@ -135,6 +140,7 @@ def test_two_runs_have_the_same_bits(jit: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.day("all on the first")
 @distributed(world=2)
 @pytest.mark.parametrize("push", ["", "all on the first"])
 def test_a_captured_step_takes_any_routing(push: str) -> None:
@@ -151,6 +157,7 @@ def test_a_compiled_step_takes_any_routing(push: str) -> None:
         _check(mesh, moe.Tokens("ep"), [900, 900], 3, 2, push, jit="inductor")
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("lengths", [[7, 1], [1, 7]])
 def test_a_captured_step_has_room_for_the_tokens_of_unequal_ranks(lengths: list[int]) -> None:
@@ -166,6 +173,7 @@ def test_a_captured_step_has_room_for_the_tokens_of_unequal_ranks(lengths: list[
                     _check(mesh, exchange, lengths, 4, 2, "all on the first", jit=True)
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("graph", [False, True])
 def test_more_rows_than_room_end_the_step_on_all_ranks_and_not_the_next(graph: bool) -> None:
@@ -184,6 +192,7 @@ def test_more_rows_than_room_end_the_step_on_all_ranks_and_not_the_next(graph: b
         assert metrics["loss"].isfinite()
 
 
+@pytest.mark.day("3", "5")
 @distributed(world=2)
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 5, 6, 7, 8])
 def test_overflow_drops_the_last_choices_of_each_expert_in_the_order_of_all_tokens(room: int) -> None:

@@ -35,6 +35,7 @@ def test_it_has_the_bits_of_its_parts(exact: bool, f: int) -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.nightly
 def test_derivatives_are_those_of_finite_differences() -> None:
     operands = _operands(f=2)
     with warnings.catch_warnings():

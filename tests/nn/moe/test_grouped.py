@@ -25,6 +25,7 @@ def _operands(transposed: bool, dtype: torch.dtype = torch.float64) -> tuple[Ten
     return _drawn(9, 3, dtype=dtype), _drawn(4, *((5, 3) if transposed else (3, 5)), dtype=dtype)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("transposed", [False, True])
 def test_derivatives_are_those_of_finite_differences(transposed: bool) -> None:
     x, w = _operands(transposed)
@@ -109,6 +110,7 @@ def on_two_ranks(stage: int, jitted: bool) -> None:
         assert_parity(loss, optim.adamw(0.1), params, batches, mesh=mesh, reference=_loss, **options)
 
 
+@pytest.mark.day("3-False")
 @pytest.mark.parametrize("stage, jitted", [(3, False), (3, True), pytest.param(1, False, marks=pytest.mark.nightly)])
 def test_experts_under_zero_equal_one_device(stage: int, jitted: bool) -> None:
     on_two_ranks(stage, jitted)

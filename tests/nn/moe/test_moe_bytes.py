@@ -54,6 +54,7 @@ def expected(table: Tensor, r: int) -> int:
     return 2 * int(leaving + others) * D * 8
 
 
+@pytest.mark.day("False-0.0-3-2")
 @distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("push", "padding"), [(0.0, 0), (50.0, 0), (-50.0, 0), (0.0, 3), (0.0, S)])
 @pytest.mark.parametrize("jit", [False, True])

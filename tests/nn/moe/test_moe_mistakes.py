@@ -70,6 +70,7 @@ def test_all_ranks_refuse_a_mistake() -> None:
     check_on_all_ranks(MISTAKES)
 
 
+@pytest.mark.day("False")
 @distributed(world=2)
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_sum_refuses_an_expert_that_a_token_has_chosen_twice(jit: bool) -> None:
@@ -88,6 +89,7 @@ def test_a_sum_refuses_an_expert_that_a_token_has_chosen_twice(jit: bool) -> Non
             step(step.init(params), torch.eye(3, 2))
 
 
+@pytest.mark.nightly
 def test_a_captured_step_refuses_a_choice_of_other_experts() -> None:
     def loss(w: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         return moe.top_k(w * X, 1, chosen=chosen).weights.sum()

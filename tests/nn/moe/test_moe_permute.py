@@ -57,6 +57,7 @@ def test_rows_past_a_static_number_have_no_place() -> None:
     assert p.source.tolist() == [0, 2, 0, 1, 2, 3, 3] + [-1] * 6 and counts.sum() == 7
 
 
+@pytest.mark.day("13")
 @pytest.mark.parametrize("rows", ROWS)
 def test_derivatives_are_those_of_finite_differences(rows: int | None) -> None:
     p, _ = moe.permutation(CHOICES, 5, rows)
@@ -115,6 +116,7 @@ def test_choices_inside_of_transforms() -> None:
     torch.testing.assert_close(slope, (want[0] * x).sum())
 
 
+@pytest.mark.nightly
 def test_captures_have_shapes_that_no_choice_decides() -> None:
     x, router, w = _operands()
     gradients = torch.func.grad(_layer, (0, 1, 2))

@@ -156,6 +156,7 @@ def drawn(rows: int) -> Tensor:
     return normal(key(rows), (rows, 4), dtype=torch.float64)
 
 
+@pytest.mark.day(4)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_gradients_are_finite_differences(name: str) -> None:
     x = drawn(7).requires_grad_()
