@@ -128,6 +128,7 @@ def _plain(x: Tensor) -> Tensor:
     return torch.sin(_named(sf.psum(h, "dp"))).exp().sum()
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_policies_of_other_kinds_send_again() -> None:
     with sf.collectives.bind_mesh(sf.make_mesh({"dp": 2})):

@@ -49,7 +49,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[pathlib.
     return dict(enumerate(zip(places, map(int, done.stdout.split()), strict=True), 1))
 
 
-@pytest.mark.day("4")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "nth", [1, pytest.param(2, marks=pytest.mark.nightly), pytest.param(3, marks=pytest.mark.nightly), 4]
 )

@@ -67,6 +67,7 @@ def watched(runner: Runner) -> list[Plan]:
     return plans
 
 
+@pytest.mark.nightly
 def test_a_prompt_that_it_knows_is_not_computed_again() -> None:
     guessing, plans = engine(draft_model(0)), watched(own_runner := draft_model(0)._runner)
     try:

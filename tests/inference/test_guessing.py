@@ -80,10 +80,8 @@ def tell(name: str, number: int) -> None:
         assert (accepted > 0) == (name != "wrong at 0")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [x if x == "bush" else pytest.param(x, marks=pytest.mark.nightly) for x in DRAFTERS],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_stories_with_a_drafter(name: str) -> None:
     tell(name, 5)
 

@@ -64,6 +64,7 @@ def tell(kind: str, number: int, drafter: Any = None, tp: str | None = None, mes
     return sum(use.preemptions for use in uses)
 
 
+@pytest.mark.nightly
 def test_stories() -> None:
     assert tell("gpt2", 4) > 0
 
@@ -85,6 +86,7 @@ def test_stories_of_other_dtypes(dtype: str) -> None:
         assert told == want
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_ranks_keep_their_own_heads() -> None:
     tell("gpt2", 4, tp="tp", mesh=sf.make_mesh({"tp": 2}))
@@ -166,6 +168,7 @@ def test_a_step_moves_the_blocks_of_its_sequences_and_the_rows_of_its_tokens() -
         assert book.peak("device") < 2.2 * own.nbytes
 
 
+@pytest.mark.nightly
 def test_the_device_needs_less_by_the_cache_but_for_two_layers() -> None:
     engine, resident = engine_of(cache="host"), engine_of()
     assert completed(engine) == completed(resident)
@@ -177,6 +180,7 @@ def test_the_device_needs_less_by_the_cache_but_for_two_layers() -> None:
     assert "of all these, on the host" in str(plan) and "host" not in str(want)
 
 
+@pytest.mark.nightly
 def test_a_model_of_three_times_the_devices_memory_generates(tmp_path: pathlib.Path) -> None:
     """With weights on disk, too, the device holds neither; a CPU reads weights to the memory of the host."""
     resident = engine_of()

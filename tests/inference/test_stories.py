@@ -64,10 +64,8 @@ def drawn_stories(limits: Limits, number: int) -> list[Story]:
     return found
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["gpt2", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("llama", "mixtral"))])
-def test_stories(kind: str) -> None:
-    tell(kind, 20)
+def test_stories() -> None:
+    tell("gpt2", 60)
 
 
 @pytest.mark.nightly

@@ -34,6 +34,7 @@ print(built > 3, _build.library.cache_info().misses - built)
 """
 
 
+@pytest.mark.day("plain")
 @pytest.mark.skipif(cxx_compiler() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("kind", ["plain", "experts", "adapters"])
 def test_no_request_builds_afterwards(kind: str) -> None:

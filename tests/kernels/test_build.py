@@ -90,6 +90,7 @@ def wait_for(holds: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.nightly
 def test_of_processes_that_start_together_one_builds(builders: Builders) -> None:
     several = [builders.start() for _ in range(3)]
     for process in several:

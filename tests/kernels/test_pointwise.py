@@ -79,7 +79,7 @@ def test_every_processor_has_the_bits_of_the_definition(name: str) -> None:
     assert got.isnan().sum() == 2  # of NaN, and of minus infinity, as torch's
 
 
-@pytest.mark.day("x86-64-v1-gated_silu-77-1", "x86-64-v1-gelu-77-1")
+@pytest.mark.day("x86-64-v4-gated_silu-77-1", "x86-64-v1-gelu-77-1")
 @pytest.mark.usefixtures("generation")
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=NIGHTLY)])
 @pytest.mark.parametrize("width", WIDTHS)

@@ -159,7 +159,7 @@ def _same_bits(name: str, ranks: int, chunks: int, sequence: bool) -> None:
         assert torch.equal(sf.all_gather_invariant(logits, "tp", dim=-1, size=config.vocab_size), want)
 
 
-@pytest.mark.day("llama-True")
+@pytest.mark.nightly
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "llama" else NIGHTLY) for x in SETTINGS])
 @distributed(world=2)

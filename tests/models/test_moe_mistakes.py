@@ -126,6 +126,7 @@ def test_a_config_that_cannot_route_is_refused(mistake: Mistake) -> None:
     check(mistake)
 
 
+@pytest.mark.day("False")
 @distributed(world=2, timeout=120)
 @pytest.mark.parametrize("jit", [False, True])
 def test_all_ranks_refuse_a_mistake_and_keep_the_state(jit: bool) -> None:

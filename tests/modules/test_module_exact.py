@@ -50,6 +50,7 @@ def test_log_probabilities_are_those_of_the_engine(kind: str) -> None:
         torch.testing.assert_close(exact[name], want, rtol=1e-4, atol=1e-4 * float(want.abs().max()), msg=name)
 
 
+@pytest.mark.nightly
 def test_compiled_graphs_have_the_bits_of_the_engine() -> None:
     """Rotary tables of 64 rows of 128 are large enough for a compiler, whose cosine is another one."""
     model = MODELS["llama"](hidden_size=32, head_dim=128)

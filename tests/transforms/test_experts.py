@@ -172,6 +172,7 @@ def travelling(mesh: sf.Mesh, jit: bool = False, **travel: Any) -> dict[str, Any
     return {"loss": loss, "mesh": mesh, "batch": sf.P(BATCH), "specs": gpt.specs(c), "zero": zero}
 
 
+@pytest.mark.nightly
 @distributed(world=4, timeout=300)
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=NIGHT)])
 def test_secondary_pieces_beside_experts_change_no_bit_and_captured_codes_neither(jit: bool) -> None:
@@ -190,6 +191,7 @@ def test_secondary_pieces_beside_experts_change_no_bit_and_captured_codes_neithe
             assert_same(run(mesh, jit, **CODES), run(mesh, False, **CODES), exact=True)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_leaves_beside_experts_travel_in_codes() -> None:
     """0 and the least number of a block have codes without rounding; gradients are rounded on each of their hops."""

@@ -73,6 +73,7 @@ def batch() -> Tensor:
 CASES = [("remat", False), ("remat", True), ("torch", False), ("torch", True), ("reentrant", False)]
 
 
+@pytest.mark.day("True-remat-False-2", "False-remat-True-1", "False-torch-False-2")
 @distributed(world=[1, 2])
 @pytest.mark.parametrize(("wrap", "jit"), CASES)
 @pytest.mark.parametrize("outer", [False, True])
@@ -89,6 +90,7 @@ def test_other_experts_in_the_recomputation_end_the_step(world: int, wrap: str, 
         )
 
 
+@pytest.mark.day("True-remat-True-1", "False-torch-False-2", "True-reentrant-False-2")
 @distributed(world=[1, 2])
 @pytest.mark.parametrize(("wrap", "jit"), CASES)
 @pytest.mark.parametrize("outer", [False, True])
