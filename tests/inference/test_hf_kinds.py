@@ -9,6 +9,8 @@ import torch
 from shardfn.inference import hf_decoder
 from tests.inference.hf_models import CONTEXT, EAGER, LLAMA, VOCAB, config_of, made, transformers
 from tests.inference.test_hf import LIMITS, PROMPTS, TOL, Model, check_alone, check_tokens, complete
+from tests.zoo.architectures import ZOO
+from tests.zoo.tiny_configs import tiny
 
 _EXPERTS = {
     **EAGER,
@@ -105,6 +107,33 @@ def test_tokens_are_those_of_generate(kind: str) -> None:
     completions = complete(decoder, params, replace(LIMITS, buckets=(12,)))
     check_tokens(model, completions)
     check_alone(Model(decoder, [params]), completions)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [x for x in ZOO if x.endswith(("ForCausalLM", "LMHeadModel", "Decoder"))])
+def test_a_decoder_of_the_zoo_is_exact_or_refused(name: str) -> None:
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    config = tiny(kind.config_class, ZOO[name].config)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1 if p.ndim == 1 else 0.3)
+    try:
+        decoder, params = hf_decoder(model, exact=True)
+    except ValueError as error:
+        assert "cannot be served:" in str(error)
+        return
+    reference = Model(decoder, [params])
+    with torch.no_grad():
+        want = model(torch.tensor([PROMPTS[2]])).logits[0]
+    got = reference.full(0, tuple(PROMPTS[2]))
+    torch.testing.assert_close(got.log_softmax(-1), want.log_softmax(-1), rtol=0, atol=TOL)
+    limits = replace(LIMITS, vocab=decoder.vocab, context=min(CONTEXT, decoder.context))
+    check_alone(reference, complete(decoder, params, limits))
 
 
 @pytest.mark.parametrize("kind", ["Roberta", "Camembert", "XLMRoberta", "XLMRobertaXL", "Data2VecText"])
