@@ -14,6 +14,7 @@ from shardfn.core import raise_all
 
 from ._emit import emit, name_line
 from ._exact_rows import exact_rows
+from ._fusions import with_fusions
 from ._inductor import compile_regions, find_compiler
 from ._regions import Region, cut
 
@@ -118,7 +119,7 @@ def compile_graph(gm: GraphModule, backend: Backend | None = None, *, min_bytes:
     """
     start = time.perf_counter()
     chosen = resolve_backend(backend)
-    gm = exact_rows(gm)
+    gm = with_fusions(exact_rows(gm))
     if chosen == "graph":
         return Compiled(emit(gm, list(gm.graph.nodes), ()), chosen, time.perf_counter() - start)
     steps = cut(gm, min_bytes=min_bytes)

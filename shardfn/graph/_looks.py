@@ -20,18 +20,23 @@ def whole_views(steps: Sequence[Node | Region]) -> dict[Node, Node]:
         {'view': 'add', 'unsqueeze': 'add', 'select': 'add'}
     """
     first: dict[Node, Node] = {}
+    bases: dict[Node, tuple[Node, ...]] = {}  # by view, all values that it is a view of, the earliest first
     for step in steps:
-        if isinstance(step, Node) and (of := _viewed(step)) is not None and _shows_all(step, of):
-            first[step] = first.get(of, of)
+        of = _viewed(step) if isinstance(step, Node) else None
+        if isinstance(step, Node) and of is not None:
+            bases[step] = (*bases.get(of, ()), of)
+            base = next((base for base in bases[step] if _shows_all(step, base)), None)
+            if base is not None:
+                first[step] = first.get(base, base)
     return first
 
 
 def needed(steps: Sequence[Node | Region], first: dict[Node, Node]) -> list[Node | Region]:
-    """The steps without views that no other step reads, if those in `first` read their value there."""
+    """The steps without views that no other step reads, where those in `first` read their value there."""
     read: set[Node] = set()
     kept: list[Node | Region] = []
     for step in reversed(steps):
-        if isinstance(step, Node) and step in first and step not in read:
+        if isinstance(step, Node) and step not in read and is_view(step):
             continue
         kept.append(step)
         read.update(reads(step, first))

@@ -13,6 +13,7 @@ from shardfn import kernels
 from shardfn.graph import compile_graph, donate
 from shardfn.graph._chains import MOST_BYTES, ChainRegion, with_chains
 from shardfn.graph._looks import needed, whole_views
+from shardfn.kernels.pointwise import _native
 
 if not kernels.is_native("row_linear"):
     pytest.skip("chains are of kernels in C++", allow_module_level=True)
@@ -208,3 +209,62 @@ def test_a_write_before_an_error_is_made_once() -> None:
     with pytest.raises(ValueError, match="slots"):
         compile_graph(make_fx(run, tracing_mode="fake")(x, *rest), "graph")(x, *rest)
     assert torch.equal(x, want)
+
+
+# Operations of torch that chains run, of rows x, a factor for each row, and a row of factors.
+OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "product": lambda x, each, alike: x * (x + 1),
+    "product in place": lambda x, each, alike: (x + 1).mul_(x),
+    "factors of rows": lambda x, each, alike: each * x,
+    "factors in place": lambda x, each, alike: (x + 1).mul_(each),
+    "factors of columns": lambda x, each, alike: x * alike,
+    "columns first": lambda x, each, alike: alike[None] * x,
+    "shift": lambda x, each, alike: x + 1e-5,
+    "shift in place": lambda x, each, alike: (x * x).add_(3),
+    "square": lambda x, each, alike: x.pow(2),
+    "root": lambda x, each, alike: torch.rsqrt(x),
+    "root in place": lambda x, each, alike: (x * x).rsqrt_(),
+    "norm": lambda x, each, alike: alike * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
+}
+_EDGES = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-42, -3e38, 1e-38])
+
+
+@pytest.mark.parametrize("newest", [4, 3, 1])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_of_torch_have_its_bits(name: str, newest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "NEWEST", newest)
+    for rows, size in ((1, 1), (3, 17), (5, 64), (2, 1)):
+
+        def run(x: Tensor, each: Tensor, alike: Tensor) -> tuple[Tensor, ...]:
+            before, y = kernels.gelu(x), OPERATIONS[name](x, each, alike)
+            return y, kernels.gelu(y) + before
+
+        args = torch.randn(rows, size), torch.randn(rows, 1), torch.randn(size)
+        gm = make_fx(run, tracing_mode="fake")(*args)
+        chained = sum(len(r.calls()) for r in regions(gm))
+        single = ("aten.mean.dim", "aten.unsqueeze.default")
+        made = [n for n in gm.graph.nodes if n.op == "call_function" and str(n.target) not in single]
+        assert chained == len(made), name
+        args[0].view(-1)[: len(_EDGES)] = _EDGES[: args[0].numel()]
+        for got, want in zip(compile_graph(gm, "graph")(*args), run(*args), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(got.signbit(), want.signbit()) or want.isnan().any()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x, y: torch.add(x, y, alpha=2),
+        lambda x, y: x.pow(3),
+        lambda x, y: x * 3,
+        lambda x, y: x * y[:1, :1],
+        lambda x, y: x[:, None] * y[None],
+        lambda x, y: x.t() * y.t(),
+        lambda x, y: x * y.double(),
+    ],
+)
+def test_other_operations_of_torch_run_one_by_one(run: Callable[[Tensor, Tensor], Tensor]) -> None:
+    x, y = torch.randn(6, 6), torch.randn(6, 6)
+    gm = make_fx(lambda x, y: (run(kernels.gelu(x), y),), tracing_mode="fake")(x, y)
+    assert not regions(gm)
+    assert torch.equal(compile_graph(gm, "graph")(x, y)[0], run(kernels.gelu(x), y))

@@ -1,5 +1,6 @@
 // Activations of single elements. Each is one fixed expression: the elements beside it, threads and the width of vectors
 // do not change its bits.
+#include <cmath>
 #include <cstring>
 
 #include "../_chain.h"
@@ -46,6 +47,12 @@ struct Added {
     static constexpr int operands = 2;
     template <class L>
     static INLINE typename L::V of(typename L::V x, typename L::V y) { return x + y; }
+};
+
+struct Multiplied {
+    static constexpr int operands = 2;
+    template <class L>
+    static INLINE typename L::V of(typename L::V x, typename L::V y) { return x * y; }
 };
 
 template <class L, typename Op>
@@ -125,6 +132,36 @@ Turn turns(int64_t newest) { return form_of(newest, turn_v4, turn_v3, turn_any);
 Turn turns(int64_t) { return turn_any; }
 #endif
 
+// Rows times one factor each, or all times a row of factors.
+template <class L>
+INLINE void scaled_row(const float* x, const float* by, float* y, int64_t size, bool one) {
+    int64_t k = 0;
+    for (; k + L::lanes <= size; k += L::lanes) {
+        const auto factor = one ? ALL(*by) : load<L>(by + k);
+        store<L>(y + k, load<L>(x + k) * factor);
+    }
+    for (; k < size; ++k) y[k] = x[k] * by[one ? 0 : k];
+}
+
+using Scale = void (*)(const float*, const float*, float*, int64_t, bool);
+
+void scale_any(const float* x, const float* by, float* y, int64_t size, bool one) {
+    scaled_row<Any>(x, by, y, size, one);
+}
+
+#if GENERATIONS == 3
+V4 void scale_v4(const float* x, const float* by, float* y, int64_t size, bool one) {
+    scaled_row<Avx512>(x, by, y, size, one);
+}
+V3 void scale_v3(const float* x, const float* by, float* y, int64_t size, bool one) {
+    scaled_row<Avx2>(x, by, y, size, one);
+}
+
+Scale scales(int64_t newest) { return form_of(newest, scale_v4, scale_v3, scale_any); }
+#else
+Scale scales(int64_t) { return scale_any; }
+#endif
+
 }  // namespace
 
 extern "C" {
@@ -144,6 +181,23 @@ void added(const float* x, const float* other, float* y, int64_t n, int64_t thre
     run<Added>({x, other, y, n}, threads, newest);
 }
 
+void multiplied(const float* x, const float* other, float* y, int64_t n, int64_t threads, int64_t newest) {
+    run<Multiplied>({x, other, y, n}, threads, newest);
+}
+
+void scaled(const float* x, const float* by, float* y, int64_t rows, int64_t size, int64_t one, int64_t newest) {
+    const Scale scale = scales(newest);
+    for (int64_t r = 0; r < rows; ++r) scale(x + r * size, by + (one ? r : 0), y + r * size, size, one);
+}
+
+void shifted(const float* x, float* y, int64_t n, float by) {
+    for (int64_t i = 0; i < n; ++i) y[i] = x[i] + by;
+}
+
+void inverse_root(const float* x, float* y, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) y[i] = 1.0f / std::sqrt(x[i]);
+}
+
 void gelu(const float* x, float* y, int64_t n, int64_t threads, int64_t newest) {
     run<Gelu>({x, nullptr, y, n}, threads, newest);
 }
@@ -154,3 +208,7 @@ CHAINED(gated_silu)
 CHAINED(rotate)
 CHAINED(gelu)
 CHAINED(added)
+CHAINED(multiplied)
+CHAINED(scaled)
+CHAINED(shifted)
+CHAINED(inverse_root)

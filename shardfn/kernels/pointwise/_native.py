@@ -60,10 +60,43 @@ def call_rotate(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
     return KernelCall(SOURCE, "rotate", (x, cos, sin, y, *x.shape, NEWEST)) if are_dense(x, cos, sin) else None
 
 
+# Operations of torch whose numbers IEEE 754 determines, so that these have the same bits.
+
+
 def call_add(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """The call of torch's `add` and `add_` of two tensors in a chain: it has the same bits."""
+    """The call of torch's `add` and `add_`: of two tensors of one shape, or of a tensor and a number."""
     x, other = arguments
+    if type(other) in (int, float) and are_dense(x, y):
+        return KernelCall(SOURCE, "shifted", (x, y, x.numel(), float(other)))
     return call("added", arguments, y) if isinstance(other, Tensor) and x.shape == other.shape else None
+
+
+def call_multiply(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
+    """The call of torch's `mul` and `mul_`: of two tensors of one shape, or of rows and their factors."""
+    x, by = arguments
+    if not isinstance(by, Tensor) or not are_dense(x, by, y):
+        return None
+    if x.shape == by.shape:
+        return call("multiplied", arguments, y)
+    if y.shape == by.shape:
+        x, by = by, x
+    rows, size = y.numel() // max(y.shape[-1], 1), y.shape[-1]
+    each, alike = (*y.shape[:-1], 1), (*[1] * (by.ndim - 1), size)
+    if y.shape != x.shape or y.numel() > FEW or by.shape not in (each, alike):
+        return None
+    return KernelCall(SOURCE, "scaled", (x, by, y, rows, size, int(by.shape == each), NEWEST))
+
+
+def call_square(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
+    """The call of torch's `pow` with an exponent of two."""
+    x, exponent = arguments
+    return call("multiplied", (x, x), y) if exponent == 2 and are_dense(x, y) else None
+
+
+def call_inverse_root(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
+    """The call of torch's `rsqrt` and `rsqrt_`."""
+    (x,) = arguments
+    return KernelCall(SOURCE, "inverse_root", (x, y, x.numel())) if are_dense(x, y) else None
 
 
 def _arguments(*tensors: Tensor) -> Arguments:
