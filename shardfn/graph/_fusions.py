@@ -6,7 +6,7 @@ operations run one by one, each is a pass over memory and a call. Their kernels 
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,8 +62,7 @@ def with_fusions(gm: GraphModule) -> GraphModule:
 def _fusions(node: Node) -> Iterator[_Fusion]:
     if not node.meta.get("op_by_op") or node.kwargs or not isinstance(node.meta.get("val"), Tensor):
         return
-    makers = {**dict.fromkeys(_ADD, _rotation), **dict.fromkeys(_MUL, _gated)}
-    fusion = makers[node.target](node) if node.target in makers else None
+    fusion = _rotation(node) if node.target in _ADD else _gated(node) if node.target in _MUL else None
     if fusion is None or not all(len(n.users) == 1 and not n.kwargs.get("dtype") for n in fusion.inner):
         return
     around = {n for inner in (node, *fusion.inner) for n in (inner, *inner.all_input_nodes)}
@@ -75,95 +74,97 @@ def _fusions(node: Node) -> Iterator[_Fusion]:
 
 
 def _rotation(node: Node) -> _Fusion | None:
-    for plain, turned in (node.args[:2], node.args[1::-1]):
-        match = _halves(turned)
-        if match is None or not _is_call(plain, _MUL[:1]):
+    one, other = node.args
+    for plain, turned in ((one, other), (other, one)):
+        match, factors = _halves(turned), _arguments(plain, _MUL[:1])
+        if match is None or factors is None:
             continue
         x, sin, inner = match
-        cos = _other(plain, x)
-        if cos is not None and _rotates(node, x, cos, sin):
+        cos = factors[1] if factors[0] is x else factors[0] if factors[1] is x else None
+        if isinstance(plain, Node) and isinstance(cos, Node) and _rotates(node, x, cos, sin):
             return _Fusion((plain, *inner), (x, cos, sin), _write_rotation)
     return None
 
 
-def _halves(node: object) -> tuple[Node, Node, tuple[Node, ...]] | None:
-    """Of `(-b, a) sin`: x = (a, b), the sine, and the operations."""
-    if not _is_call(node, _MUL):
+def _halves(turned: Any) -> tuple[Node, Node, tuple[Node, ...]] | None:
+    """The parts of `(-b, a) sin`: x = (a, b), the sine, and the operations."""
+    cat: Any
+    cat, sin = _arguments(turned, _MUL) or (None, None)
+    parts, dim = (*(_arguments(cat, (_ATEN.cat.default,)) or ()), 0, 0)[:2]
+    if not isinstance(parts, list | tuple) or len(parts) != 2 or not isinstance(sin, Node):
         return None
-    cat, sin = node.args
-    if not _is_call(cat, (_ATEN.cat.default,)) or not isinstance(sin, Node):
+    negative, a = parts
+    b: Any
+    (b,) = _arguments(negative, (_ATEN.neg.default,)) or (None,)
+    first, second = _slice(a), _slice(b)
+    if first is None or second is None or first[0] is not second[0]:
         return None
-    parts, dim = cat.args[0], cat.args[1] if len(cat.args) > 1 else 0
-    if not isinstance(parts, list | tuple) or len(parts) != 2 or not _is_call(parts[0], (_ATEN.neg.default,)):
+    x, last = first[0], first[0].meta["val"].ndim - 1
+    size = x.meta["val"].shape[-1]
+    if dim not in (-1, last) or size % 2 or first[1:] != (last, 0, size // 2) or second[1:] != (last, size // 2, size):
         return None
-    b, a = parts[0].args[0], parts[1]
-    if not _is_call(a, (_ATEN.slice.Tensor,)) or not _is_call(b, (_ATEN.slice.Tensor,)):
-        return None
-    x = a.args[0]
-    if not isinstance(x, Node) or b.args[0] is not x or not isinstance(x.meta.get("val"), Tensor):
-        return None
-    last, size = x.meta["val"].ndim - 1, x.meta["val"].shape[-1]
-    first_half, second_half = _range(a), _range(b)
-    fits = dim in (-1, last) and size % 2 == 0
-    if not fits or first_half != (last, 0, size // 2) or second_half != (last, size // 2, size):
-        return None
-    return x, sin, (node, cat, parts[0], a, b)
+    return x, sin, (turned, cat, negative, a, b)
 
 
-def _range(node: Node) -> tuple[int, int, int] | None:
-    """The dim, the begin and the end of a slice of step 1."""
-    x = node.all_input_nodes[0].meta["val"]
-    _, dim, begin, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
-    if step != 1 or not isinstance(dim, int):
+def _slice(node: Any) -> tuple[Node, int, int, int] | None:
+    """The tensor, the dim, the begin and the end of a slice of step 1."""
+    args = _arguments(node, (_ATEN.slice.Tensor,))
+    if args is None or not isinstance(args[0].meta.get("val"), Tensor):
         return None
-    begin, end, step = slice(begin, end).indices(x.shape[dim])
-    return dim % x.ndim, begin, end
+    given: Any = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    x, dim, begin, end, step = given
+    if step != 1:
+        return None
+    return x, dim % x.meta["val"].ndim, *slice(begin, end).indices(x.meta["val"].shape[dim])[:2]
 
 
 def _rotates(node: Node, x: Node, cos: Node, sin: Node) -> bool:
-    X, out, tables = x.meta["val"], node.meta["val"], (cos.meta.get("val"), sin.meta.get("val"))
+    X, out, tables = x.meta["val"], node.meta["val"], [n.meta.get("val") for n in (cos, sin)]
     if X.ndim != 4 or out.shape != X.shape or not _is_transposed(X) or not _is_transposed(out):
         return False
     batch, heads, time, k = X.shape
     if any(not isinstance(t, Tensor) or t.shape != (batch, 1, time, k) or not t.is_contiguous() for t in tables):
         return False
     rows, table = X.new_empty(batch * time, heads, k), X.new_empty(batch * time, k)
-    return _is_kernel(_KERNELS.rotate.default, (rows, table, table), rows, (X, out, *tables))
+    return _is_kernel(_KERNELS.rotate.default, (rows, table, table), rows, [X, out, *tables])
 
 
 def _write_rotation(node: Node, x: Node, cos: Node, sin: Node) -> None:
     graph, out = node.graph, node.meta["val"]
     batch, heads, time, k = out.shape
     with graph.inserting_before(node):
-        if x.target is _ATEN.transpose.int and x.args[1:] in ((1, 2), (2, 1)):
-            base = x.all_input_nodes[0]
-        else:
-            base = call(graph, _ATEN.transpose.int, (x, 1, 2), like=node)
+        base = x.all_input_nodes[0] if _exchanges(x) else call(graph, _ATEN.transpose.int, (x, 1, 2), like=node)
         given = [call(graph, _ATEN.view.default, (base, [batch * time, heads, k]), like=node)]
         given += [call(graph, _ATEN.view.default, (t, [batch * time, k]), like=node) for t in (cos, sin)]
         made = call(graph, _KERNELS.rotate.default, tuple(given), like=node)
         # Views of the result share memory with the abstract value that they were captured with.
         made.meta["val"] = out.transpose(1, 2).view(batch * time, heads, k)
         rows = call(graph, _ATEN.view.default, (made, [batch, time, heads, k]), like=node)
-        for user in list(node.users):
-            if user.target is _ATEN.transpose.int and user.args[1:] in ((1, 2), (2, 1)):
-                user.replace_all_uses_with(rows)
-                graph.erase_node(user)
+        for user in filter(_exchanges, list(node.users)):
+            user.replace_all_uses_with(rows)
+            graph.erase_node(user)
         node.replace_all_uses_with(call(graph, _ATEN.transpose.int, (rows, 1, 2), like=node))
+
+
+def _exchanges(node: Node) -> bool:
+    """Whether it exchanges heads and time."""
+    args = _arguments(node, (_ATEN.transpose.int,))
+    return args is not None and args[1:] in ((1, 2), (2, 1))
 
 
 # silu(gate) 1 up.
 
 
 def _gated(node: Node) -> _Fusion | None:
-    for silu, up in (node.args[:2], node.args[1::-1]):
-        if not _is_call(silu, (_KERNELS.gated_silu.default,)) or not isinstance(up, Node):
+    pair: Any = node.args
+    one, other = pair
+    for silu, up in ((one, other), (other, one)):
+        given: Any = _arguments(silu, (_KERNELS.gated_silu.default,)) or (None, None)
+        gate, ones = given
+        if _arguments(ones, (_ATEN.ones_like.default,)) is None or not isinstance(up, Node) or up is silu:
             continue
-        gate, ones = silu.args
-        if not isinstance(gate, Node) or not _is_call(ones, (_ATEN.ones_like.default,)) or up is silu:
-            continue
-        values = tuple(n.meta.get("val") for n in (gate, ones, up, node))
-        if all(isinstance(x, Tensor) and x.shape == values[0].shape for x in values):
+        values: list[Any] = [n.meta.get("val") for n in (gate, ones, up, node)]
+        if all(isinstance(x, Tensor) and x.shape == node.meta["val"].shape for x in values):
             if _is_kernel(_KERNELS.gated_silu.default, (values[0], values[2]), values[3], values):
                 return _Fusion((silu, ones), (gate, up), _write_gated)
     return None
@@ -176,23 +177,17 @@ def _write_gated(node: Node, gate: Node, up: Node) -> None:
     node.replace_all_uses_with(made)
 
 
-def _is_call(node: object, targets: tuple[object, ...]) -> bool:
-    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
-
-
-def _other(node: Node, x: Node) -> Node | None:
-    """The operand of a product beside x."""
-    a, b = node.args[:2]
-    other = b if a is x else a if b is x else None
-    return other if isinstance(other, Node) else None
+def _arguments(node: Any, targets: tuple[object, ...]) -> Any:
+    """The arguments by position of a call of one of these operations, a tuple; None for others."""
+    return node.args if isinstance(node, Node) and node.op == "call_function" and node.target in targets else None
 
 
 def _is_transposed(x: Tensor) -> bool:
     return x.transpose(1, 2).is_contiguous()
 
 
-def _is_kernel(op: object, arguments: tuple[Tensor, ...], result: Tensor, values: tuple[Tensor, ...]) -> bool:
-    """Whether an op has a kernel in C++ here for float32 of a CPU."""
+def _is_kernel(op: object, arguments: tuple[Any, ...], result: Tensor, values: list[Any]) -> bool:
+    """Whether an op has a kernel in C++ here, for values of float32 on a CPU."""
     if any(x.dtype != torch.float32 or x.device.type != "cpu" or x.is_neg() for x in values):
         return False
     made = call_of(op, arguments, result)

@@ -1,4 +1,4 @@
-"""Groups of torch's operations in place of which one kernel runs: it has their bits, and others stay as they are."""
+"""One kernel in place of a group of torch's operations has their bits, and other groups do not change."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ Run = Callable[..., tuple[Tensor, ...]]
 
 
 def captured(run: Run, *args: Tensor, alone: bool = True) -> GraphModule:
-    """The graph of a function, as it is captured under `op_by_op` if `alone`."""
+    """The graph of a function, captured as under `op_by_op` if `alone`."""
     gm = make_fx(run, tracing_mode="fake")(*args)
     for node in gm.graph.nodes:
         if alone and node.op == "call_function":

@@ -47,7 +47,10 @@ def test_log_probabilities_are_those_of_the_engine(kind: str) -> None:
     assert torch.equal(got, x.logprobs)
     _, plain = gradients(sf.from_module(model)[1], params, x)
     for name, want in plain.items():
-        torch.testing.assert_close(exact[name], want, rtol=1e-4, atol=1e-4 * float(want.abs().max()), msg=name)
+        # In exact arithmetic the bias of keys without positions has no gradient; the scale is that of its layer.
+        layer = [x for other, x in plain.items() if other.rpartition(".")[0] == name.rpartition(".")[0]]
+        scale = max(float(x.abs().max()) for x in layer)
+        torch.testing.assert_close(exact[name], want, rtol=1e-4, atol=1e-4 * scale, msg=name)
 
 
 @pytest.mark.nightly
