@@ -26,7 +26,7 @@ from ._detokenize import detokenizer
 from ._drafters import Computes, Drafter
 from ._drawn import new_tokens
 from ._embed import Embeddings, check_end, check_pooling
-from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
+from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
 from ._follower import together
 from ._guesses import Guesses
 from ._limits import Limits
@@ -286,8 +286,7 @@ class Engine:
 
     def tick(self, time: int) -> None:
         """Gives the clock's reading, in milliseconds, against which deadlines are held; equal on all ranks."""
-        if type(time) is not int or not 0 <= time < 1 << 63:
-            raise ValueError(f"time is {time!r}; it must be an integer from 0 to {(1 << 63) - 1}, in milliseconds.")
+        check_time(time)
         self._events.append(Clock(self._next, time))
 
     def drain(self) -> None:
@@ -501,7 +500,7 @@ class Engine:
         Raises:
             ValueError: the name is unknown, or a request in progress has the adapter.
         """
-        digest = self._adapters.digest(name)
+        digest = self._adapters.named(name).digest
         running = [(one.name, one.request) for one in self._state.sequences.values()]
         coming = [(event.name, event.request) for event in self._events if isinstance(event, Add)]
         users = sorted({user for user, request in running + coming if request.adapter == digest})

@@ -20,7 +20,7 @@ from shardfn.core import DonatedError
 
 from ._arrange import arrange
 from ._drafting import Permit, add_drafts, take_drafts
-from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
+from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
 from ._plan import Plan, Rows, make_plan, wanted
 from ._pool import extend_contents
 from ._requests import check_request
@@ -66,7 +66,7 @@ def advance(
         The next state, the plan, or None if there is nothing to compute, and outputs in the order of the plan's rows.
 
     Raises:
-        ValueError: an event's number, name or request, or the drawn tokens are wrong; the state is unchanged.
+        ValueError: an event's number, name, request or time, or the drawn tokens are wrong; the state is unchanged.
         DonatedError: the state was advanced before.
 
     Example:
@@ -122,6 +122,8 @@ def _check(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
                 raise ValueError(f"a request named {event.name!r} is in progress; give the new one another name.")
             names.add(event.name)
             check_request(event.request, state.limits)
+        elif isinstance(event, Clock):
+            check_time(event.time)
         elif isinstance(event, Weights):
             if event.version <= version:
                 raise ValueError(f"version is {event.version}; it must be above {version}, the last one.")
