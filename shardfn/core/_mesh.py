@@ -284,10 +284,15 @@ class Mesh:
         """A gloo group of all ranks that outlives the mesh. Collective over the mesh."""
         if self._apart is not None:
             return self._apart.new(self.ranks, "gloo", self.timeout)
-        with on_one_thread():
-            group = dist.new_group(backend="gloo", timeout=self.timeout)
-        assert isinstance(group, dist.ProcessGroup)
+        group = self._new_group(None, "gloo")
+        assert group is not None
         return group
+
+    def _new_group(self, row: list[int] | None, backend: str | None) -> dist.ProcessGroup | None:
+        """A group of some ranks of the program, or of all; None on the others. Collective over the program."""
+        with on_one_thread():
+            group = dist.new_group(row, backend=backend, timeout=self.timeout)
+        return group if isinstance(group, dist.ProcessGroup) else None
 
     def _make_group(self, names: tuple[str, ...], backend: str | None = None) -> dist.ProcessGroup:
         if list(names) != [n for n in self.axis_names if n in names]:
@@ -301,12 +306,11 @@ class Mesh:
         for row in rows.tolist():
             made = None
             if self._apart is None:
-                with on_one_thread():
-                    made = dist.new_group(row, backend=backend, timeout=self.timeout)
+                made = self._new_group(row, backend)
             # A mesh of some ranks only cannot call `new_group`, for which the whole program is needed.
             elif self.rank in row:
                 made = self._apart.new([self.ranks[i] for i in row], backend, self.timeout)
-            if self.rank in row and isinstance(made, dist.ProcessGroup):
+            if self.rank in row and made is not None:
                 mine = made
         assert mine is not None
         if dist.get_backend(mine) == "gloo" and mine.size() > 1:

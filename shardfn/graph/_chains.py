@@ -26,6 +26,7 @@ MOST_BYTES = 1 << 22
 _ALIGNED = 64
 
 Place = tuple[int, int]  # a storage, and bytes before it
+_Run = dict[Node, KernelCall | None]  # in order; None for views and parts of results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,23 +76,26 @@ def with_chains(
         for node in reads(step, views):
             readers.setdefault(node, []).append(step)
     out, outside = list[Node | Region](), dict(views)
-    run: list[Node] = []
+    run: _Run = {}
     for step in steps:
         if isinstance(step, Node) and _joins(step, run, views):
-            run.append(step)
             continue
         out += [*_closed(run, views, outside, readers), step]
-        run = []
+        run = {}
     return out, outside
 
 
-def _joins(node: Node, run: list[Node], views: Mapping[Node, Node]) -> bool:
-    if node in views:
-        return bool(run)
-    if node.target is operator.getitem:
-        return node.args[0] in run
-    # A view that is written may have to be a copy of its value, if that has other strides than its abstract value.
-    return _call(node) is not None and not any(n in views for n in written_by(node))
+def _joins(node: Node, run: _Run, views: Mapping[Node, Node]) -> bool:
+    """Adds a node to a run if it can be a part of it; returns whether it is."""
+    if node in views or node.target is operator.getitem:
+        call, joins = None, bool(run) if node in views else node.args[0] in run
+    else:
+        call = _call(node)
+        # A view that is written may have to be a copy of its value, if that has other strides than its abstract value.
+        joins = call is not None and not any(n in views for n in written_by(node))
+    if joins:
+        run[node] = call
+    return joins
 
 
 def _call(node: Node) -> KernelCall | None:
@@ -104,7 +108,7 @@ def _call(node: Node) -> KernelCall | None:
 
 
 def _closed(
-    run: list[Node], views: Mapping[Node, Node], outside: dict[Node, Node], readers: dict[Node, list[Node | Region]]
+    run: _Run, views: Mapping[Node, Node], outside: dict[Node, Node], readers: dict[Node, list[Node | Region]]
 ) -> list[Node | Region]:
     """A run as a region, and the views that others read, which are made after it; the run itself if none is made."""
     nodes = [n for n in run if n not in views]
@@ -112,16 +116,16 @@ def _closed(
     # Additions alone are torch's, so that programs without kernels of shardfn build none.
     if len(made) < 2 or all(getattr(n.target, "namespace", "") == "aten" for n in made):
         return list(run)
-    inside, owners = set(run), {n: views[n] for n in run if n in views}
+    owners = {n: views[n] for n in run if n in views}
     for node in nodes:
         of = node.args[0]
         if isinstance(of, Node) and isinstance(of.meta["val"], Tensor) and _place_of(node) == _place_of(of):
             owners[node] = of  # an op that writes over its operand
-    seen = {n for n in run if any(user not in inside for user in readers.get(n, []))}
+    seen = {n for n in run if any(user not in run for user in readers.get(n, []))}
     shown = [n for n in run if n in owners and n in seen]
     made_by = {n: _owner(n, owners) for n in shown}
     seen.update(made_by.values())
-    inputs = list(dict.fromkeys(n for step in run for n in reads(step, views) if n not in inside))
+    inputs = list(dict.fromkeys(n for step in run for n in reads(step, views) if n not in run))
     outputs = [n for n in nodes if n in seen and n not in owners]
     if not all(isinstance(n.meta["val"], Tensor) for n in outputs) or not _are_apart(inputs, outputs, views):
         return list(run)
@@ -129,7 +133,7 @@ def _closed(
     region = ChainRegion(tuple(nodes), tuple(inputs), tuple(outputs), tuple(run), room, places)
     if room + sum(num_bytes(n.meta["val"]) for n in outputs) > MOST_BYTES:
         return list(run)
-    if not are_built(region.calls()):
+    if not are_built([call for call in run.values() if call is not None]):
         return list(run)
     outside.update(made_by)
     return [region, *shown]

@@ -76,12 +76,18 @@ class Adapters:
         Raises:
             ValueError: the name is unknown.
         """
-        if name is None:
-            return b""
+        return b"" if name is None else self.named(name).digest
+
+    def named(self, name: Any) -> Adapter:
+        """The adapter of a name.
+
+        Raises:
+            ValueError: the name is unknown.
+        """
         if not isinstance(name, str) or name not in self._names:
             hint = did_you_mean(name, self._names) if isinstance(name, str) else ""
             raise ValueError(f"adapter is {name!r}; the engine has {self.names}.{hint}")
-        return self._names[name].digest
+        return self._names[name]
 
     def of(self, plan: Plan) -> LowRank | None:
         """The adapters of a plan's tokens; None for a plan without any."""

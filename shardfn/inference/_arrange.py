@@ -117,11 +117,7 @@ def _victims(state: State, sequence: Sequence, need: int, full: bool) -> list[Se
 
 def _trim(state: State, num_decodes: int, prompts: Chunks) -> Chunks:
     """Puts the end of the prompts off to the next step where that saves more padding than it defers tokens."""
-    total = num_decodes + sum(count for _, count in prompts)
-    lower = max((size for size in state.limits.buckets if size <= total), default=0)
-    excess = total - lower
-    if not excess or lower <= num_decodes or excess >= state.limits.bucket_of(total) - total:
-        return prompts
+    excess = state.limits.excess(num_decodes + sum(count for _, count in prompts), least=num_decodes + 1)
     kept = prompts[:]
     while excess:
         sequence, count = kept.pop()

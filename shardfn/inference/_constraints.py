@@ -104,13 +104,10 @@ class Constraints:
     def allowed(self, state: State, rows: int) -> Bool[np.ndarray, "rows vocab"] | None:
         """The tokens that each of the next plan's rows may draw, padding included; None if all may draw all."""
         found: dict[int, Allowed] = {}
-        at = 0
-        for chunk in state.flight if self._matchers else ():
-            at += len(chunk.positions)
-            one = state.sequences[chunk.serial]
+        for chunk, one, first in state.rows_in_flight() if self._matchers else ():
             if chunk.positions and chunk.positions[-1] + 1 >= len(one.tokens):
                 masks = self._masks((one.name, one.choice), chunk)
-                found.update(enumerate(masks, at - len(masks)))
+                found.update(enumerate(masks, first + len(chunk.positions) - len(masks)))
         self._after.clear()
         if not found:
             return None

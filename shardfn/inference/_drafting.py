@@ -12,10 +12,10 @@ from ._plan import Rows
 from ._state import Chunk, Sequence, State
 from ._trees import Tree
 
-Cut = Callable[[Context, Tree], Tree]  # the drafts of a sequence with a grammar that the grammar permits
+Permit = Callable[[Context, Tree], Tree]  # the drafts of a sequence with a grammar that the grammar permits
 
 
-def add_drafts(state: State, chunks: list[Rows], cut: Cut | None = None) -> list[Rows]:
+def add_drafts(state: State, chunks: list[Rows], cut: Permit | None = None) -> list[Rows]:
     """The chunks of a plan, with drafts for sequences that draw; without `cut`, for those without a grammar alone."""
     spare = _spare(state, chunks) if state.drafter is not None and chunks else 0
     if spare <= 0:
@@ -102,7 +102,7 @@ def _checked(state: State, proposal: Seq[int] | Tree, most: int) -> Tree:
     return drafts
 
 
-def _permitted(chunks: list[Rows], found: _Found, cut: Cut) -> _Found:
+def _permitted(chunks: list[Rows], found: _Found, cut: Permit) -> _Found:
     """Leaves out drafts that grammars exclude: they cannot be drawn. A proposal of such drafts alone was rejected."""
     kept: _Found = {}
     for i, drafts in found.items():
@@ -117,12 +117,7 @@ def _permitted(chunks: list[Rows], found: _Found, cut: Cut) -> _Found:
 
 def _trim(state: State, rows: int, found: _Found) -> None:
     """Leaves the last drafts out where that saves more padding than it loses drafts."""
-    limits = state.limits
-    total = rows + sum(map(len, found.values()))
-    lower = max((size for size in limits.buckets if size <= total), default=0)
-    excess = total - lower
-    if lower < rows or excess >= limits.bucket_of(total) - total:
-        return
+    excess = state.limits.excess(rows + sum(map(len, found.values())), least=rows)
     for i in reversed(list(found)):
         cut = min(excess, len(found[i]))
         found[i] = found[i].first(len(found[i]) - cut)

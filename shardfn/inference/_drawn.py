@@ -32,12 +32,10 @@ def new_tokens(state: State, drawn: Sequence[int]) -> Iterator[Drawn]:
 
     Tokens of logits that were not finite, and those after them, are left out.
     """
-    at = 0
-    for chunk in state.flight:
-        one = state.sequences[chunk.serial]
-        how = one.request.sampling
-        for row, p in chunk.valid(drawn[at : at + len(chunk.positions)]):
-            token, place = drawn[at + row], p + 1
+    for chunk, one, first in state.rows_in_flight():
+        how, own = one.request.sampling, chunk.own(drawn, first)
+        for row, p in chunk.valid(own):
+            token, place = own[row], p + 1
             if token < 0:
                 break
             if place >= len(one.tokens):
@@ -45,4 +43,3 @@ def new_tokens(state: State, drawn: Sequence[int]) -> Iterator[Drawn]:
                 yield Drawn((one.name, one.choice, place), token, one.request, last)
                 if last:
                     break
-        at += len(chunk.positions)

@@ -101,7 +101,7 @@ class Embeddings:
 
     def wanted(self, state: State) -> bool:
         """Whether rows of the plan in flight are embedded."""
-        return bool(self._pooled) and any(state.sequences[c.serial].name in self._pooled for c in state.flight)
+        return bool(self._pooled) and any(one.name in self._pooled for _, one, _ in state.rows_in_flight())
 
     def ran(self, plan: Plan, results: Results) -> None:
         """Keeps the states of a plan's rows."""

@@ -26,7 +26,7 @@ from ._detokenize import detokenizer
 from ._drafters import Computes, Drafter
 from ._drawn import new_tokens
 from ._embed import Embeddings, check_end, check_pooling
-from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
+from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
 from ._follower import together
 from ._guesses import Guesses
 from ._limits import Limits
@@ -136,7 +136,12 @@ class Engine:
 
     @property
     def weights(self) -> PyTree:
-        """The newest weights, in their served form."""
+        """The newest weights, in their served form.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        self._check_open()
         return self._weights[self._newest]
 
     @property
@@ -179,7 +184,11 @@ class Engine:
         return self._state.use
 
     def memory(self) -> MemoryPlan:
-        """The bytes that this rank needs, as planned from the graph of the largest bucket, without penalties."""
+        """The bytes that this rank needs, as planned from the graph of the largest bucket, without penalties.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
         return self.runner.memory(self.weights, self._cache)
 
     def warm_up(
@@ -195,7 +204,11 @@ class Engine:
             grammars: likewise.
             embeddings: also those of steps that embed, beside requests without penalties and grammars.
             adapters: also all of these with the present adapters.
+
+        Raises:
+            RuntimeError: the engine is closed.
         """
+        self._check_open()
         if grammars:
             self._constraints.prepare()
         with building(self.mesh.device, self._kernels(penalties, adapters)):
@@ -229,8 +242,8 @@ class Engine:
 
         Raises:
             TypeError: a prompt is no sequence of integers, or another argument is of a wrong type.
-            ValueError: a value is out of range, the request can never fit, or another of this name is in progress; or
-                the grammar is refused.
+            ValueError: a value is out of range, the request can never fit, or another of this name is in progress or
+                has an embedding that was not taken; or the grammar is refused.
             ImportError: the request has a grammar, and llguidance is missing.
         """
         return self._enter(self._request(prompt, sampling, **more), name)
@@ -238,10 +251,16 @@ class Engine:
     def _enter(self, made: tuple[Request, Any], name: str | None = None) -> str:
         request, admitted = made
         if name is None:
-            name = next(name for i in self._names if not self._known(name := f"request-{i}"))
+            names = (f"request-{i}" for i in self._names)
+            name = next(name for name in names if not self._known(name) and name not in self._embeddings)
         check_name(name)
         if self._known(name):
             raise ValueError(f"a request named {name!r} is in progress; give the new one another name.")
+        if name in self._embeddings:
+            raise ValueError(
+                f"the embedding of a request named {name!r} was not taken; call embedding({name!r}) first, or give the"
+                " new request another name."
+            )
         self._events.append(Add(self._next, name, request))
         self._adding[name] = None
         self._follower.begin(name, admitted)
@@ -267,8 +286,7 @@ class Engine:
 
     def tick(self, time: int) -> None:
         """Gives the clock's reading, in milliseconds, against which deadlines are held; equal on all ranks."""
-        if type(time) is not int or not 0 <= time < 1 << 63:
-            raise ValueError(f"time is {time!r}; it must be an integer from 0 to {(1 << 63) - 1}, in milliseconds.")
+        check_time(time)
         self._events.append(Clock(self._next, time))
 
     def drain(self) -> None:
@@ -287,6 +305,7 @@ class Engine:
             The version of the new weights; each token names the version that computed it.
 
         Raises:
+            RuntimeError: the engine is closed.
             ValueError: the parameters are of another model; lists the leaves.
         """
         packed = self.runner.packed(params, like=self.weights)
@@ -300,7 +319,8 @@ class Engine:
     def step(self) -> list[Token]:
         """Takes what has happened since the last step, and runs the next one; returns the tokens of the last one.
 
-        Tokens of requests that `stream` or `generate` has begun are returned there alone, and all others here alone.
+        Tokens of requests that `stream` or `generate` has begun are returned there alone, and all others here alone:
+        also the last ones of a stream that was closed.
 
         Raises:
             RankError: ranks hold different states; names the first field that differs.
@@ -315,7 +335,8 @@ class Engine:
     ) -> Generator[Token, None, None]:
         """Adds a request and yields its tokens; the engine steps meanwhile, for all requests.
 
-        Several streams may be read in turns. Closing the iterator cancels the request: on all ranks, as every call.
+        Several streams may be read in turns. Closing the iterator cancels the request: on all ranks, as every call. The
+        next `step` returns the tokens that were not read.
 
         Raises:
             ValueError: as `add`.
@@ -479,7 +500,7 @@ class Engine:
         Raises:
             ValueError: the name is unknown, or a request in progress has the adapter.
         """
-        digest = self._adapters.digest(name)
+        digest = self._adapters.named(name).digest
         running = [(one.name, one.request) for one in self._state.sequences.values()]
         coming = [(event.name, event.request) for event in self._events if isinstance(event, Add)]
         users = sorted({user for user, request in running + coming if request.adapter == digest})
@@ -490,7 +511,8 @@ class Engine:
     def close(self) -> None:
         """Ends the engine: drops its weights and cache, and frees the directory on disk unless the runner was given.
 
-        Calls that step are refused from here on. A `Runner` that was given has a `close` of its own.
+        Calls that step or need its weights are refused from here on. A `Runner` that was given has a `close` of its
+        own.
 
         Example:
             >>> from shardfn import core
@@ -520,7 +542,15 @@ class Engine:
             self.cancel(name)
 
     def _stream(self, name: str, left: int) -> Generator[Token, None, None]:
+        """The tokens of a request up to the last of its choices to end."""
+        tokens = self._begun_stream(name, left)
+        next(tokens)  # the `finally` of a generator that has not begun never runs
+        return tokens
+
+    def _begun_stream(self, name: str, left: int) -> Generator[Any, None, None]:
+        """Yields None once, then the tokens. Ends the request however the iterator ends."""
         try:
+            yield None
             while left:
                 while not self._awaited[name]:
                     self._advance()
@@ -544,9 +574,12 @@ class Engine:
 
     # One step.
 
-    def _advance(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this engine is closed; make another one.")
+
+    def _advance(self) -> None:
+        self._check_open()
         if self._failed is not None:
             raise RuntimeError("a step of this engine failed before; make another engine.") from self._failed
         try:

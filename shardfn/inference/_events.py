@@ -1,6 +1,7 @@
 """Events: the only input from outside. Rank 0 numbers them, and all ranks take the same ones in the same step."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from ._requests import Request
 
@@ -102,6 +103,16 @@ class Stop:
     choice: int
     at: int
     finish: str = "stop"
+
+
+def check_time(time: Any) -> None:
+    """Refuses a reading of the clock that is not an integer of 63 bits.
+
+    Raises:
+        ValueError: it is another value.
+    """
+    if type(time) is not int or not 0 <= time < 1 << 63:
+        raise ValueError(f"time is {time!r}; it must be an integer from 0 to {(1 << 63) - 1}, in milliseconds.")
 
 
 Event = Stop | Add | Cancel | Clock | Weights | Drain

@@ -90,3 +90,18 @@ class Limits:
     def bucket_of(self, rows: int) -> int:
         """The smallest bucket with this number of rows."""
         return next(size for size in self.buckets if size >= rows)
+
+    def excess(self, rows: int, least: int) -> int:
+        """The rows beyond the next smaller bucket, if leaving them out saves more padding than rows; else 0.
+
+        Args:
+            rows: of a step.
+            least: the fewest rows that the step may have.
+
+        Example:
+            >>> limits = Limits(vocab=100, context=64, blocks=9, buckets=(4, 8), running=4)
+            >>> limits.excess(5, least=1), limits.excess(5, least=5), limits.excess(6, least=1)
+            (1, 0, 0)
+        """
+        excess = rows - max((size for size in self.buckets if least <= size <= rows), default=rows)
+        return excess if excess < self.bucket_of(rows) - rows else 0

@@ -10,6 +10,8 @@ from ._requests import Sampling
 from ._state import Sequence
 from ._trees import NO_DRAFTS, Tree
 
+_Arrays = tuple[array, array, array, array, array, array, array, array, array, array]
+
 
 class Rows(NamedTuple):
     """The rows of a sequence in a plan.
@@ -89,7 +91,7 @@ class Plan:
     branches: tuple[tuple[int, tuple[int, ...]], ...] = ()
     moves: tuple[tuple[int, int], ...] = ()
 
-    def arrays(self) -> tuple[array, ...]:
+    def arrays(self) -> _Arrays:
         """All arrays but histories, in the order of the attributes."""
         return (
             *(self.tokens, self.positions, self.sequences, self.slots, self.tables, self.lengths),
@@ -114,65 +116,80 @@ def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int, moves:
         >>> list(plan.tables), list(plan.lengths), list(plan.rows), list(plan.places)
         ([3, 0, 0, 0, 0, 0], [3, 1, 1], [2, 0], [3, 0])
     """
-    block, width = limits.block, limits.width
-    tokens, positions, sequences, slots = (array("i") for _ in range(4))
-    tables, lengths, rows, places, targets, keys = *(array("i") for _ in range(5)), array("Q")
-    sampling: list[Sampling] = []
-    rows_by_row: list[tuple[Rows, int]] = []
-    branches: list[tuple[int, tuple[int, ...]]] = []
-    empty = array("i", bytes(4 * width))
+    columns = _Columns()
     for s, chunk in enumerate(chunks):
-        sequence, count, positions_wanted, drafts = chunk
-        begin, end, known = sequence.computed, sequence.computed + count, sequence.tokens
-        first_wanted = len(tokens) + count - len(positions_wanted)
-        blocks = sequence.blocks
-        if count == 1:
-            tokens.append(known[begin])
-            positions.append(begin)
-            sequences.append(s)
-            slots.append(blocks[begin // block] * block + begin % block)
-        else:
-            tokens.extend(array("i", known[begin:end]))
-            tokens.extend(array("i", drafts.tokens))
-            positions.extend(positions_wanted if drafts.branches else range(begin, end))
-            if drafts.branches:
-                branches.append((first_wanted + 1, drafts.parents))
-            sequences.extend([s] * count)
-            slots.extend([blocks[p // block] * block + p % block for p in range(begin, end)])
-        tables.fromlist(blocks)
-        tables.extend(empty[len(blocks) :])
-        lengths.append(end)
-        for wanted_row, p in enumerate(positions_wanted):
-            rows.append(first_wanted + wanted_row)
-            keys.append(sequence.key)
-            places.append(p + 1)
-            targets.append(known[p + 1] if p + 1 < len(known) else -1)
-            sampling.append(sequence.request.sampling)
-            rows_by_row.append((chunk, wanted_row))
-    num_tokens, num_rows = len(tokens), len(rows)
+        columns.take(s, chunk, limits)
+    num_tokens, num_rows = len(columns.tokens), len(columns.rows)
+    wanted = [(chunk, row) for chunk in chunks for row in range(len(chunk.positions))]
     adapters = tuple([chunk.sequence.request.adapter for chunk in chunks])
     bucket = limits.bucket_of(num_tokens)
-    most, most_rows = min(bucket, limits.running), limits.wanted(bucket)
-    _pad(bucket, 0, tokens, positions, slots)
-    _pad(bucket, most, sequences)
-    _pad((most + 1) * width, 0, tables)
-    _pad(most + 1, 1, lengths)
-    _pad(most_rows, 0, rows, keys, places)
-    _pad(most_rows, -1, targets)
+    arrays, histories = columns.padded(bucket, limits), _histories(wanted, limits.wanted(bucket), limits.context)
     return Plan(
-        *(step, version, bucket, num_tokens, num_rows, tokens, positions, sequences, slots, tables, lengths),
-        *(rows, keys, places, targets, tuple(sampling), *_histories(rows_by_row, most_rows, limits.context)),
+        *(step, version, bucket, num_tokens, num_rows, *arrays, tuple(columns.sampling), *histories),
         adapters=adapters if any(adapters) else (),
-        branches=tuple(branches),
+        branches=tuple(columns.branches),
         moves=tuple(moves),
     )
+
+
+class _Columns:
+    """The arrays of a plan while sequences add their rows; `Plan` documents them."""
+
+    def __init__(self) -> None:
+        self.tokens, self.positions, self.sequences, self.slots = (array("i") for _ in range(4))
+        self.tables, self.lengths, self.rows, self.places, self.targets = (array("i") for _ in range(5))
+        self.keys = array("Q")
+        self.sampling: list[Sampling] = []
+        self.branches: list[tuple[int, tuple[int, ...]]] = []
+
+    def take(self, number: int, chunk: Rows, limits: Limits) -> None:
+        """Adds the rows of a sequence, which has this number in the plan."""
+        sequence, count, wanted, drafts = chunk
+        begin, end, known = sequence.computed, sequence.computed + count, sequence.tokens
+        blocks, block = sequence.blocks, limits.block
+        if count == 1:
+            self.tokens.append(known[begin])
+            self.positions.append(begin)
+            self.sequences.append(number)
+            self.slots.append(blocks[begin // block] * block + begin % block)
+        else:
+            if drafts.branches:
+                self.branches.append((len(self.tokens) + count - len(drafts), drafts.parents))
+            self.tokens.extend(array("i", known[begin:end]))
+            self.tokens.extend(array("i", drafts.tokens))
+            self.positions.extend(wanted if drafts.branches else range(begin, end))
+            self.sequences.extend([number] * count)
+            self.slots.extend([blocks[p // block] * block + p % block for p in range(begin, end)])
+        self.tables.fromlist(blocks)
+        _pad(limits.width * (number + 1), 0, self.tables)
+        self.lengths.append(end)
+        self.rows.extend(range(len(self.tokens) - len(wanted), len(self.tokens)))
+        for p in wanted:
+            self.keys.append(sequence.key)
+            self.places.append(p + 1)
+            self.targets.append(known[p + 1] if p + 1 < len(known) else -1)
+            self.sampling.append(sequence.request.sampling)
+
+    def padded(self, bucket: int, limits: Limits) -> _Arrays:
+        """The arrays in the sizes of a bucket, in the order of `Plan.arrays`."""
+        most, num_rows = min(bucket, limits.running), limits.wanted(bucket)
+        _pad(bucket, 0, self.tokens, self.positions, self.slots)
+        _pad(bucket, most, self.sequences)
+        _pad((most + 1) * limits.width, 0, self.tables)
+        _pad(most + 1, 1, self.lengths)
+        _pad(num_rows, 0, self.rows, self.keys, self.places)
+        _pad(num_rows, -1, self.targets)
+        return (
+            *(self.tokens, self.positions, self.sequences, self.slots, self.tables, self.lengths),
+            *(self.rows, self.keys, self.places, self.targets),
+        )
 
 
 def _histories(rows: Seq[tuple[Rows, int]], num: int, context: int) -> tuple[array | None, array | None]:
     """The tokens before the places of rows with penalties, and how many of them are the prompt's; see `Plan`."""
     if not any(chunk.sequence.request.sampling.extended for chunk, _ in rows):
         return None, None
-    histories, prompts = array("i", [-1]) * (num * context), array("i", [0] * num)
+    histories, prompts = _no_histories(num, context)
     for i, (chunk, row) in enumerate(rows):
         if not chunk.sequence.request.sampling.penalised:
             continue
@@ -184,16 +201,13 @@ def _histories(rows: Seq[tuple[Rows, int]], num: int, context: int) -> tuple[arr
 
 def padding(bucket: int, limits: Limits, *, extended: bool = False) -> Plan:
     """A plan of a bucket that has no tokens: it writes to block 0 alone. If `extended`, it has histories, too."""
-    most, num = min(bucket, limits.running), limits.wanted(bucket)
-    zeros = [array("i", [0] * n) for n in (bucket, bucket, bucket, (most + 1) * limits.width, num, num)]
-    tokens, positions, slots, tables, rows, places = zeros
-    lengths, sequences, targets = array("i", [1] * (most + 1)), array("i", [most] * bucket), array("i", [-1] * num)
-    keys = array("Q", [0] * num)
-    past = (array("i", [-1]) * (num * limits.context), array("i", [0] * num)) if extended else (None, None)
-    return Plan(
-        *(0, 0, bucket, 0, 0, tokens, positions, sequences, slots, tables, lengths, rows, keys, places, targets, ()),
-        *past,
-    )
+    num = limits.wanted(bucket)
+    past = _no_histories(num, limits.context) if extended else (None, None)
+    return Plan(0, 0, bucket, 0, 0, *_Columns().padded(bucket, limits), (), *past)
+
+
+def _no_histories(num: int, context: int) -> tuple[array, array]:
+    return array("i", [-1]) * (num * context), array("i", [0] * num)
 
 
 def wanted(sequence: Sequence, count: int) -> range:

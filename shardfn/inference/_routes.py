@@ -56,8 +56,7 @@ class Routes:
 
     def before(self, state: State) -> None:
         """Keeps the blocks of the sequences in the plan in flight, which lose them where they end."""
-        sequences = (state.sequences[chunk.serial] for chunk in state.flight)
-        self._blocks = {(one.name, one.choice): one.blocks[:] for one in sequences}
+        self._blocks = {(one.name, one.choice): one.blocks[:] for _, one, _ in state.rows_in_flight()}
 
     def moved(self, moves: Seq[tuple[int, int]]) -> None:
         """Keeps the moves that the next step begins with."""

@@ -19,8 +19,8 @@ from typing import NamedTuple
 from shardfn.core import DonatedError
 
 from ._arrange import arrange
-from ._drafting import Cut, add_drafts, take_drafts
-from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
+from ._drafting import Permit, add_drafts, take_drafts
+from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
 from ._plan import Plan, Rows, make_plan, wanted
 from ._pool import extend_contents
 from ._requests import check_request
@@ -50,7 +50,7 @@ class Output(NamedTuple):
 
 
 def advance(
-    state: State, events: Seq[Event] = (), drawn: Seq[int] = (), cut: Cut | None = None
+    state: State, events: Seq[Event] = (), drawn: Seq[int] = (), cut: Permit | None = None
 ) -> tuple[State, Plan | None, list[Output]]:
     """One step: takes the tokens that the last plan has drawn, then the events, and makes the next plan.
 
@@ -66,7 +66,7 @@ def advance(
         The next state, the plan, or None if there is nothing to compute, and outputs in the order of the plan's rows.
 
     Raises:
-        ValueError: an event's number, name or request, or the drawn tokens are wrong; the state is unchanged.
+        ValueError: an event's number, name, request or time, or the drawn tokens are wrong; the state is unchanged.
         DonatedError: the state was advanced before.
 
     Example:
@@ -122,6 +122,8 @@ def _check(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
                 raise ValueError(f"a request named {event.name!r} is in progress; give the new one another name.")
             names.add(event.name)
             check_request(event.request, state.limits)
+        elif isinstance(event, Clock):
+            check_time(event.time)
         elif isinstance(event, Weights):
             if event.version <= version:
                 raise ValueError(f"version is {event.version}; it must be above {version}, the last one.")
@@ -135,13 +137,10 @@ def _check(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
 
 def _is_drawn(state: State, stop: Stop, drawn: Seq[int]) -> bool:
     """Whether the plan in flight draws the token of a stop."""
-    at = 0
-    for chunk in state.flight:
-        one = state.sequences[chunk.serial]
+    for chunk, one, first in state.rows_in_flight():
         if (one.name, one.choice) == (stop.name, stop.choice):
-            places = [p + 1 for _, p in chunk.valid(drawn[at : at + len(chunk.positions)])]
+            places = [p + 1 for _, p in chunk.valid(chunk.own(drawn, first))]
             return stop.at in places and stop.at >= len(one.tokens)
-        at += len(chunk.positions)
     return False
 
 
@@ -150,12 +149,10 @@ _Stops = dict[tuple[str, int, int], str]  # by names, choices and positions
 
 def _settle(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output]) -> None:
     """Takes the results of the plan in flight, also those of requests that end by an event of this step."""
-    at = 0
-    for chunk in state.flight:
-        sequence, ends = state.sequences[chunk.serial], False
-        known, own = len(sequence.tokens), drawn[at : at + len(chunk.positions)]
+    for chunk, sequence, first in state.rows_in_flight():
+        known, own, ends = len(sequence.tokens), chunk.own(drawn, first), False
         for row, p in chunk.valid(own):
-            if ends := _take_token(state, sequence, p + 1, own[row], at + row, stops, outputs):
+            if ends := _take_token(state, sequence, p + 1, own[row], first + row, stops, outputs):
                 break
         accepted = max(0, len(sequence.tokens) - known - 1)
         sequence.computed = chunk.start + chunk.count - len(chunk.drafts) + accepted
@@ -164,7 +161,6 @@ def _settle(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output])
             take_drafts(state, sequence, chunk, accepted, own)
         if ends:
             state.remove(sequence)
-        at += len(chunk.positions)
     state.flight = []
 
 

@@ -31,6 +31,10 @@ class Chunk:
     positions: Seq[int]
     drafts: Tree = NO_DRAFTS
 
+    def own(self, drawn: Seq[int], first: int) -> Seq[int]:
+        """The tokens of its rows among those of all rows of the plan, from the number of its first row on."""
+        return drawn[first : first + len(self.positions)]
+
     def valid(self, drawn: Seq[int]) -> list[tuple[int, int]]:
         """Rows whose results are those of known tokens alone, and their positions: drafts are valid if they are drawn.
 
@@ -167,6 +171,13 @@ class State:
             moves=self.moves[:],
             consumed=False,
         )
+
+    def rows_in_flight(self) -> Iterator[tuple[Chunk, Sequence, int]]:
+        """The chunks of the plan in flight, their sequences, and the numbers of their first wanted rows."""
+        first = 0
+        for chunk in self.flight:
+            yield chunk, self.sequences[chunk.serial], first
+            first += len(chunk.positions)
 
     def rank(self, sequence: Sequence) -> tuple[int, int, int]:
         """A sequence's place in order: old ones by arrival, then the others by priority and arrival."""

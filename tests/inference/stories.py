@@ -15,9 +15,20 @@ import torch
 from torch import Tensor
 
 from shardfn import core, kernels, nn
-from shardfn.inference import Decoder, Drafter, Engine, Grammar, Limits, Runner, Sampling, Token, detokenizer
-from shardfn.inference._cache import CacheLayout, alone
-from shardfn.inference._matchers import Compiler
+from shardfn.inference import (
+    CacheLayout,
+    Compiler,
+    Decoder,
+    Drafter,
+    Engine,
+    Grammar,
+    Limits,
+    Runner,
+    Sampling,
+    Token,
+    detokenizer,
+)
+from shardfn.inference._cache import alone
 from shardfn.inference._state import draw_key
 from shardfn.lora import LoRA
 from shardfn.models import gpt

@@ -200,6 +200,8 @@ def test_refusals() -> None:
     for name in ("c", 3):
         with pytest.raises(ValueError, match=rf"adapter is {name!r}; the engine has \['a', 'b'\]"):
             one.add([1, 2], adapter=name)
+    with pytest.raises(ValueError, match=r"adapter is None; the engine has \['a', 'b'\]"):
+        one.remove_adapter(None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="5 prompts and 2 adapters; give one for all, or one each"):
         one.generate(PROMPTS, GREEDY, adapter=["a", "b"])
     with pytest.raises(TypeError, match=r"adapter 'c' is a dict; pass \(lora, values\)"):

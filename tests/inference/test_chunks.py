@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from shardfn.inference._cache import CacheLayout, Paged
+from shardfn.inference import CacheLayout, Paged
 from shardfn.models import gpt
 from tests.inference.stories import Model, model
 from tests.inference.test_stories import KINDS

@@ -94,6 +94,20 @@ def test_ranks_have_the_bits_of_one_device(world: int) -> None:
     assert torch.equal(made, torch.stack([pooled(plain("gpt2", prompt), "mean") for prompt in PROMPTS]))
 
 
+def test_a_name_is_taken_until_its_embedding_is() -> None:
+    one = engine("gpt2")
+    name = one.add_embedding([4, 4, 2], name="request-0")
+    while not one.idle:
+        one.step()
+    with pytest.raises(ValueError, match="the embedding of a request named 'request-0' was not taken"):
+        one.add([4, 2], name=name)
+    assert one.add([4, 2]) == "request-1"
+    while not one.idle:
+        one.step()
+    assert torch.equal(one.embedding(name), pooled(plain("gpt2", [4, 4, 2]), "last"))
+    assert one.add([4, 2], name=name) == name
+
+
 def test_refusals() -> None:
     one = engine("gpt2")
     for arguments, told in [

@@ -42,6 +42,14 @@ def test_a_stream_that_is_closed_cancels_its_request() -> None:
     assert told[-1].finish == "cancelled" and one.idle and one.counts()["held"] == 0
 
 
+def test_a_stream_that_is_closed_before_its_first_token_cancels_its_request() -> None:
+    one = engine()
+    one.stream([1, 2, 0], GREEDY).close()
+    [end] = one.step()
+    assert end.finish == "cancelled" and one.idle and one.names == []
+    assert one.add([1, 2, 0], GREEDY, name=end.name) == end.name  # its name is free
+
+
 def test_a_cancel_loses_no_token() -> None:
     [whole] = engine().generate([[1, 2, 0]], GREEDY)
     one = engine()
@@ -344,6 +352,15 @@ def test_an_engine_after_a_failed_step_is_refused(monkeypatch: pytest.MonkeyPatc
         one.step()
     with pytest.raises(RuntimeError, match="make another engine"):
         one.step()
+
+
+@pytest.mark.parametrize("call", ["step", "weights", "memory", "warm_up", "update_weights"])
+def test_a_closed_engine_refuses_calls_that_need_its_weights(call: str) -> None:
+    one = engine()
+    one.close()
+    with pytest.raises(RuntimeError, match="this engine is closed; make another one"):
+        found = getattr(one, call)
+        found(*[model(tie_embeddings=True).params[0]] * (call == "update_weights"))
 
 
 def test_a_bucket_is_captured_once_and_quietly(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from shardfn.data import ByteTokenizer
-from shardfn.inference import Grammar, detokenizer
-from shardfn.inference._matchers import Compiler, Matcher
-from shardfn.inference._trees import Tree
+from shardfn.inference import Compiler, Grammar, Tree, detokenizer
+from shardfn.inference._matchers import Matcher
 from tests.inference.stories import TOKENS
 from tests.inference.tokenizers import FOLLOWED, trained
 
