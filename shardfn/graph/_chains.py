@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from shardfn.kernels import KernelCall, are_built, call_of
 
 from ._exact_rows import has_short_rows
-from ._looks import reads
+from ._looks import is_dense, reads
 from ._moves import memory_of
 from ._regions import Region
 from ._values import num_bytes, storage_of, tensors_of, written_by
@@ -127,7 +127,9 @@ def _closed(
     seen.update(made_by.values())
     inputs = list(dict.fromkeys(n for step in run for n in reads(step, views) if n not in run))
     outputs = [n for n in nodes if n in seen and n not in owners]
-    if not all(isinstance(n.meta["val"], Tensor) for n in outputs) or not _are_apart(inputs, outputs, views):
+    if not all(isinstance(n.meta["val"], Tensor) and is_dense(n.meta["val"]) for n in outputs) or not _are_apart(
+        inputs, outputs, views
+    ):
         return list(run)
     places, room = _placed(nodes, inputs, outputs)
     region = ChainRegion(tuple(nodes), tuple(inputs), tuple(outputs), tuple(run), room, places)
@@ -141,8 +143,9 @@ def _closed(
 
 def _are_apart(inputs: Sequence[Node], outputs: Sequence[Node], views: Mapping[Node, Node]) -> bool:
     """Whether each place is that of one value: arguments of a program may share an abstract value."""
-    given = {views.get(n, n) for n in inputs}
-    return len({_place_of(n) for n in inputs}) == len(given) and len({_place_of(n) for n in outputs}) == len(outputs)
+    given, made = {_place_of(n) for n in inputs}, {_place_of(n) for n in outputs}
+    once = len(given) == len({views.get(n, n) for n in inputs}) and len(made) == len(outputs)
+    return once and given.isdisjoint(made)
 
 
 def _owner(node: Node, owners: Mapping[Node, Node]) -> Node:

@@ -5,7 +5,8 @@ operations run one by one, each is a pass over memory and a call. Their kernels 
 (`_chains.py`).
 """
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ from shardfn.kernels import are_built, call_of
 from ._edit import call, reordered
 from ._exact_rows import has_short_rows
 from ._moves import memory_of
+from ._ops import op_of
+from ._regions import is_view
+from ._values import storage_of, tensors_of, written_by
 
 _ATEN, _KERNELS = torch.ops.aten, torch.ops.shardfn_kernels
 _MUL, _ADD = (_ATEN.mul.Tensor, _ATEN.mul_.Tensor), (_ATEN.add.Tensor, _ATEN.add_.Tensor)
@@ -26,14 +30,14 @@ class _Fusion(NamedTuple):
     """A group of operations with one result.
 
     Attributes:
-        inner: the operations that the result alone reads, the last first.
+        inner: the operations that the result alone reads.
         operands: of the kernel.
-        write: adds the kernel before a result and in its place; from the result and the operands.
+        write: adds the kernel before a result, from the result and the operands, and returns the node in its place.
     """
 
     inner: tuple[Node, ...]
     operands: tuple[Node, ...]
-    write: Callable[..., None]
+    write: Callable[..., Node]
 
 
 def with_fusions(gm: GraphModule) -> GraphModule:
@@ -48,26 +52,69 @@ def with_fusions(gm: GraphModule) -> GraphModule:
         >>> with_fusions(gm) is gm
         True
     """
-    found = {node: fusion for node in gm.graph.nodes for fusion in _fusions(node)}
+    order = list(gm.graph.nodes)
+    places = {node: i for i, node in enumerate(order)}
+    lost = {storage_of(x) for n in order for of in _changed_by(n) for x in tensors_of(of)}
+    found, joined = dict[Node, _Fusion](), set[Node]()
+    for node in order:
+        fusion = _fusion(node)
+        if fusion is None or not joined.isdisjoint((node, *fusion.inner)):
+            continue
+        begin = min(places[n] for n in fusion.inner)
+        between = [n for n in order[begin : places[node]] if n not in fusion.inner]
+        if not any(written_by(n) for n in between) and all(_is_kept(n, lost) for n in fusion.operands):
+            found[node] = fusion
+            joined.update((node, *fusion.inner))
     if not found:
         return gm
-    out, new = reordered(gm, list(gm.graph.nodes))
+    out, new = reordered(gm, order)
     for node, fusion in found.items():
-        fusion.write(new[node], *(new[n] for n in fusion.operands))
-        for inner in (node, *fusion.inner):
-            out.graph.erase_node(new[inner])
+        old = new[node]
+        new[node] = fusion.write(old, *(new[n] for n in fusion.operands))
+        for erased in (old, *(new[n] for n in fusion.inner)):
+            out.graph.erase_node(erased)
     return out
 
 
-def _fusions(node: Node) -> Iterator[_Fusion]:
-    if not node.meta.get("op_by_op") or node.kwargs or not isinstance(node.meta.get("val"), Tensor):
-        return
+def _changed_by(node: Node) -> list[Node]:
+    """The values that a node overwrites while others may still read them."""
+    return [] if node.meta.get("overwrites") == "dead" else written_by(node)
+
+
+def _is_kept(operand: Node, lost: set[int]) -> bool:
+    """Whether nothing overwrites a value, and its strides follow from the graph, not from those of arguments."""
+    return all(storage_of(x) not in lost for x in tensors_of(operand)) and _has_own_strides(operand)
+
+
+# Operations whose results have strides that follow from those of their operands.
+_FOLLOWING = (_ATEN.cat.default, _ATEN._to_copy.default, _ATEN.mean.dim)
+
+
+def _has_own_strides(node: Node) -> bool:
+    value = node.meta.get("val")
+    if node.op == "get_attr" or (isinstance(value, Tensor) and value.ndim < 2 and value.is_contiguous()):
+        return True
+    if getattr(node.target, "namespace", "") == "shardfn_kernels":
+        return True
+    if is_view(node) or node.target is operator.getitem or node.target in _FOLLOWING or op_of(node).pointwise:
+        return all(map(_has_own_strides, node.all_input_nodes))
+    return False
+
+
+def _fusion(node: Node) -> _Fusion | None:
+    if node.kwargs or not isinstance(node.meta.get("val"), Tensor):
+        return None
     fusion = _rotation(node) if node.target in _ADD else _gated(node) if node.target in _MUL else None
-    if fusion is None or not all(len(n.users) == 1 and not n.kwargs.get("dtype") for n in fusion.inner):
-        return
-    around = {n for inner in (node, *fusion.inner) for n in (inner, *inner.all_input_nodes)}
-    if all(memory_of(n) == "device" and not has_short_rows(n) for n in around):
-        yield fusion
+    if fusion is None or not all(len(n.users) == 1 for n in fusion.inner):
+        return None
+    # A write to an operand is not the kernel's.
+    if not all(n in fusion.inner for n in written_by(node)):
+        return None
+    group = (node, *fusion.inner)
+    around = {n for made in group for n in (made, *made.all_input_nodes)}
+    alone = all(n.meta.get("op_by_op") for n in group)
+    plain = all(memory_of(n) == "device" and not has_short_rows(n) for n in around)
+    return fusion if alone and plain else None
 
 
 # x cos + (-b, a) sin of x = (a, b) [batch, heads, time, k], whose memory is [batch, time, heads, k].
@@ -122,6 +169,8 @@ def _rotates(node: Node, x: Node, cos: Node, sin: Node) -> bool:
     X, out, tables = x.meta["val"], node.meta["val"], [n.meta.get("val") for n in (cos, sin)]
     if X.ndim != 4 or out.shape != X.shape or not _is_transposed(X) or not _is_transposed(out):
         return False
+    if not out.numel() or _is_returned(node):  # the strides of dims of one element are torch's
+        return False
     batch, heads, time, k = X.shape
     if any(not isinstance(t, Tensor) or t.shape != (batch, 1, time, k) or not t.is_contiguous() for t in tables):
         return False
@@ -129,7 +178,7 @@ def _rotates(node: Node, x: Node, cos: Node, sin: Node) -> bool:
     return _is_kernel(_KERNELS.rotate.default, (rows, table, table), rows, [X, out, *tables])
 
 
-def _write_rotation(node: Node, x: Node, cos: Node, sin: Node) -> None:
+def _write_rotation(node: Node, x: Node, cos: Node, sin: Node) -> Node:
     graph, out = node.graph, node.meta["val"]
     batch, heads, time, k = out.shape
     with graph.inserting_before(node):
@@ -142,8 +191,14 @@ def _write_rotation(node: Node, x: Node, cos: Node, sin: Node) -> None:
         rows = call(graph, _ATEN.view.default, (made, [batch, time, heads, k]), like=node)
         for user in filter(_exchanges, list(node.users)):
             user.replace_all_uses_with(rows)
-            graph.erase_node(user)
-        node.replace_all_uses_with(call(graph, _ATEN.transpose.int, (rows, 1, 2), like=node))
+        turned = call(graph, _ATEN.transpose.int, (rows, 1, 2), like=node)
+    node.replace_all_uses_with(turned)
+    return turned
+
+
+def _is_returned(node: Node) -> bool:
+    """Whether a value, or a view of it, is a result of the program."""
+    return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)
 
 
 def _exchanges(node: Node) -> bool:
@@ -152,7 +207,7 @@ def _exchanges(node: Node) -> bool:
     return args is not None and args[1:] in ((1, 2), (2, 1))
 
 
-# silu(gate) 1 up.
+# silu(gate) * ones * up, where silu(gate) * ones is one kernel.
 
 
 def _gated(node: Node) -> _Fusion | None:
@@ -170,11 +225,12 @@ def _gated(node: Node) -> _Fusion | None:
     return None
 
 
-def _write_gated(node: Node, gate: Node, up: Node) -> None:
+def _write_gated(node: Node, gate: Node, up: Node) -> Node:
     with node.graph.inserting_before(node):
         made = call(node.graph, _KERNELS.gated_silu.default, (gate, up), like=node)
     made.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(made)
+    return made
 
 
 def _arguments(node: Any, targets: tuple[object, ...]) -> Any:

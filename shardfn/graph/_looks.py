@@ -1,13 +1,16 @@
 """Chains of views that show all elements of one tensor in their order, which one view can take from the first."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch.fx import Node
 
 from ._exact_rows import has_short_rows
 from ._regions import Region, is_view
-from ._values import storage_of
+from ._values import storage_of, tensors_of
+
+_RESIZES = (torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.set_)
 
 
 def whole_views(steps: Sequence[Node | Region]) -> dict[Node, Node]:
@@ -21,9 +24,11 @@ def whole_views(steps: Sequence[Node | Region]) -> dict[Node, Node]:
     """
     first: dict[Node, Node] = {}
     bases: dict[Node, tuple[Node, ...]] = {}  # by view, all values that it is a view of, the earliest first
+    # Tensors that get another shape are not what they were captured as.
+    reshaped = {storage_of(x) for step in steps if _reshapes(step) for n in step.all_input_nodes for x in tensors_of(n)}
     for step in steps:
         of = _viewed(step) if isinstance(step, Node) else None
-        if isinstance(step, Node) and of is not None:
+        if isinstance(step, Node) and of is not None and reshaped.isdisjoint(map(storage_of, tensors_of(step))):
             bases[step] = (*bases.get(of, ()), of)
             base = next((base for base in bases[step] if _shows_all(step, base)), None)
             if base is not None:
@@ -36,7 +41,7 @@ def needed(steps: Sequence[Node | Region], first: dict[Node, Node]) -> list[Node
     read: set[Node] = set()
     kept: list[Node | Region] = []
     for step in reversed(steps):
-        if isinstance(step, Node) and step not in read and is_view(step):
+        if isinstance(step, Node) and step not in read and is_view(step) and not _reshapes(step):
             continue
         kept.append(step)
         read.update(reads(step, first))
@@ -51,8 +56,15 @@ def reads(step: Node | Region, first: Mapping[Node, Node]) -> Sequence[Node]:
 
 
 def _viewed(node: Node) -> Node | None:
-    of = node.args[0] if is_view(node) else None
+    # `as_strided` counts in memory, whose strides at run time may be others.
+    of = node.args[0] if is_view(node) and node.target is not torch.ops.aten.as_strided.default else None
     return of if isinstance(of, Node) else None
+
+
+def _reshapes(step: Node | Region) -> TypeGuard[Node]:
+    """Whether it changes the shape of a tensor, or its memory, in place."""
+    target: Any = step.target if isinstance(step, Node) else None
+    return torch.Tag.inplace_view in getattr(target, "tags", ()) or getattr(target, "overloadpacket", None) in _RESIZES
 
 
 def _shows_all(node: Node, of: Node) -> bool:
@@ -64,9 +76,9 @@ def _shows_all(node: Node, of: Node) -> bool:
     one_memory = storage_of(x) == storage_of(y) and x.storage_offset() == y.storage_offset()
     # The marks of `conj` and of a negative view are a part of the value.
     one_value = x.is_conj() == y.is_conj() and x.is_neg() == y.is_neg()
-    return one_memory and one_value and _is_dense(x) and _is_dense(y)
+    return one_memory and one_value and is_dense(x) and is_dense(y)
 
 
-def _is_dense(x: torch.Tensor) -> bool:
+def is_dense(x: torch.Tensor) -> bool:
     """Whether its strides are those of `view`, also in dims of one element."""
     return x.stride() == torch.empty(x.shape, device="meta").stride()

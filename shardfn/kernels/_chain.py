@@ -101,10 +101,10 @@ class KernelChain:
         calls: from nothing to the calls, which may depend on the number of threads.
         place: of a tensor in a call: the number of its memory, and its first byte there. Memories 0 to n - 1 are those
             of the n tensors that come, n is the room, and the others are the results.
-        given: tensors with the shapes and dtypes of those that come.
+        given: tensors with the shapes, strides and dtypes of those that come.
         room: bytes of the values that no one sees.
         results: tensors with the shapes and dtypes of those that are made for others.
-        plain: the same by operations of torch, for tensors that differ from `given`, or are not contiguous.
+        plain: the same by operations of torch, for tensors that differ from `given`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class KernelChain:
         plain: Callable[..., Sequence[Tensor]],
     ) -> None:
         self._calls, self._place, self._room, self._plain = calls, place, room, plain
-        self._given = [(x.shape, x.dtype) for x in given]
+        self._given = [(x.shape, x.stride(), x.dtype) for x in given]
         self._results = [(tuple(x.shape), x.dtype) for x in results]
         self._programs: dict[int, "tuple[array[int], int]"] = {}  # by the number of threads
 
@@ -163,8 +163,8 @@ def _address(call: KernelCall) -> int:
     return ctypes.cast(getattr(library(call.source), call.name + "_chained"), ctypes.c_void_p).value or 0
 
 
-def _is_as(x: Tensor, like: tuple[torch.Size, torch.dtype]) -> bool:
-    return x.shape == like[0] and x.dtype is like[1] and x.is_contiguous() and x.is_cpu
+def _is_as(x: Tensor, like: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> bool:
+    return x.shape == like[0] and x.stride() == like[1] and x.dtype is like[2] and x.is_cpu
 
 
 def _bits(x: float | None) -> int:

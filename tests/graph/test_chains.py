@@ -257,6 +257,7 @@ def test_operations_of_torch_have_its_bits(name: str, newest: int, monkeypatch: 
         lambda x, y: torch.add(x, y, alpha=2),
         lambda x, y: x.pow(3),
         lambda x, y: x * 3,
+        lambda x, y: x + ((1 << 54) + (1 << 30) + 1),
         lambda x, y: x * y[:1, :1],
         lambda x, y: x[:, None] * y[None],
         lambda x, y: x.t() * y.t(),
@@ -268,3 +269,15 @@ def test_other_operations_of_torch_run_one_by_one(run: Callable[[Tensor, Tensor]
     gm = make_fx(lambda x, y: (run(kernels.gelu(x), y),), tracing_mode="fake")(x, y)
     assert not regions(gm)
     assert torch.equal(compile_graph(gm, "graph")(x, y)[0], run(kernels.gelu(x), y))
+
+
+def test_results_have_the_strides_of_eager_in_dims_of_one_element() -> None:
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        return kernels.gelu(x) + x, kernels.gelu(kernels.gelu(x).transpose(0, 1) + 1) + 1
+
+    odd = torch.randn(6, 13)[:, :1]
+    for like in (torch.ones(6, 1), torch.ones(1, 6), odd):
+        step = compile_graph(make_fx(run, tracing_mode="fake")(like), "graph")
+        for x in (like, odd) if like.shape == odd.shape else (like,):
+            for got, want in zip(step(x), run(x), strict=True):
+                assert torch.equal(got, want) and got.stride() == want.stride()

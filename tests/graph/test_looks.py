@@ -90,3 +90,25 @@ def test_conjugates_and_negatives_are_values_of_their_own() -> None:
     got = compile_graph(make_fx(run, tracing_mode="fake")(x), "graph")(x)
     for a, b in zip(got, run(x), strict=True):
         assert torch.equal(a, b)
+
+
+def shape_in_place(x: Tensor) -> tuple[Tensor, ...]:
+    base = x + 1
+    view = base.t().t()
+    view.t_()
+    other = x * 2
+    flat = other.t().t()
+    other.unsqueeze_(0)
+    return base, view * 1, other * 1, flat * 1
+
+
+def strides_in_memory(x: Tensor) -> tuple[Tensor, ...]:
+    return x.as_strided((3, 2), (1, 3)).as_strided((2, 3), (3, 1)) * 1, (x + 1).t().t() * 2
+
+
+@pytest.mark.parametrize("run", [shape_in_place, strides_in_memory])
+def test_changes_of_shape_and_strides_in_memory_are_no_looks(run: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+    step = compile_graph(make_fx(run, tracing_mode="fake")(torch.ones(2, 3)), "graph")
+    for x in (torch.randn(2, 3), torch.randn(3, 2).t()):
+        for got, want in zip(step(x), run(x), strict=True):
+            assert torch.equal(got, want) and got.stride() == want.stride()

@@ -24,7 +24,7 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     run = function(SOURCE, "gated_silu", "pppiii")
     if run is None:
         return _reference.gated_silu(gate, up)
-    y = torch.empty_like(gate)
+    y = torch.empty(gate.shape, device=gate.device)
     run(*addresses(_arguments(gate, up, y)))
     return y
 
@@ -34,7 +34,7 @@ def gelu(x: Tensor) -> Tensor:
     run = function(SOURCE, "gelu", "ppiii")
     if run is None:
         return _reference.gelu(x)
-    y = torch.empty_like(x)
+    y = torch.empty(x.shape, device=x.device)
     run(*addresses(_arguments(x, y)))
     return y
 
@@ -44,7 +44,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     run = function(SOURCE, "rotate", "ppppiiii")
     if run is None:
         return _reference.rotate(x, cos, sin)
-    y = torch.empty_like(x)
+    y = torch.empty(x.shape, device=x.device)
     run(*addresses((x, cos, sin, y, *x.shape, NEWEST)))
     return y
 
@@ -66,7 +66,7 @@ def call_rotate(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
 def call_add(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
     """The call of torch's `add` and `add_`: of two tensors of one shape, or of a tensor and a number."""
     x, other = arguments
-    if type(other) in (int, float) and are_dense(x, y):
+    if type(other) in (int, float) and abs(other) <= 1 << 53 and are_dense(x, y):
         return KernelCall(SOURCE, "shifted", (x, y, x.numel(), float(other)))
     return call("added", arguments, y) if isinstance(other, Tensor) and x.shape == other.shape else None
 
@@ -90,7 +90,8 @@ def call_multiply(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
 def call_square(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
     """The call of torch's `pow` with an exponent of two."""
     x, exponent = arguments
-    return call("multiplied", (x, x), y) if exponent == 2 and are_dense(x, y) else None
+    two = type(exponent) in (int, float) and exponent == 2
+    return call("multiplied", (x, x), y) if two and are_dense(x, y) else None
 
 
 def call_inverse_root(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
