@@ -28,4 +28,4 @@ from ._draft_model import DraftModel as DraftModel
 from ._detokenize import Detokenizer as Detokenizer, Growing as Growing, detokenizer as detokenizer
 from ._results import Completion as Completion, Token as Token
 from ._engine import Engine as Engine
-from ._score import logprobs as logprobs
+from ._score import logprobs as logprobs, widened as widened

@@ -34,8 +34,16 @@ def logprobs(logits: Float[Tensor, "*batch vocab"], tokens: Int[Tensor, "*batch"
     return _LogProbs.apply(rows, targets).view(tokens.shape)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def widened(logits: Tensor) -> Tensor:
-    """Logits in the dtype in which tokens are drawn: float32, or float64 of that."""
+def widened(logits: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """Logits in the dtype in which an engine draws tokens: float32, or float64 of float64.
+
+    Args:
+        logits: of any floating-point dtype.
+
+    Example:
+        >>> widened(torch.tensor([0.5], dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardfn.collectives import all_gather, axis_index
 from shardfn.core import Axes
+from shardfn.inference import widened
 
 from ._answers import answer_mask, masked
 from ._shapes import check_lengths, check_numbers, check_shapes
@@ -67,9 +68,10 @@ def group_advantages(
         raise ValueError(f"group_advantages: {len(whole)} rewards and groups of {size}; pass whole groups.")
     if baseline not in ("mean", "others"):
         raise ValueError(f'baseline is {baseline!r}; it must be "mean" or "others".')
-    of_all = _of_groups(whole.view(-1, size), baseline == "others", eps if deviation else None).flatten()
+    # In float64 the square of no reward in float32 overflows.
+    of_all = _of_groups(whole.double().view(-1, size), baseline == "others", eps if deviation else None).flatten()
     start = 0 if axis is None else int(axis_index(axis)) * len(rewards_B)
-    return of_all[start : start + len(rewards_B)]
+    return of_all[start : start + len(rewards_B)].to(widened(rewards_B).dtype)
 
 
 def _of_groups(rewards: Tensor, others: bool, eps: float | None) -> Tensor:

@@ -126,7 +126,7 @@ def converse(
     check_key("converse", key)
     check_sampling("converse", sampling)
     length = engine.limits.context if length is None else length
-    check_prompts("converse", prompts, sampling.max_tokens, length)
+    check_prompts("converse", prompts, sampling.max_tokens, length, engine)
     _check(engine, sampling, call_tokens, failed, length, calls)
     talks = [
         _Talk(list(prompt), len(prompt), seed)

@@ -34,7 +34,7 @@ class Called(NamedTuple):
     Attributes:
         who: the function of this room that calls it, for errors.
         function: of a row's arguments.
-        accept: from its result to the outcome's value, by a ValueError or TypeError where it is invalid.
+        accept: from its result to the outcome's value, by an error where it is invalid.
         wanted: a result that is accepted, for texts: "a finite number".
     """
 
@@ -195,8 +195,15 @@ def _outcome(called: Called, call: Any) -> tuple[str, Any]:
     try:
         value = called.function(*call)
     except BaseException as error:
-        return "raised", f"{type(error).__name__}: {error}"
+        return "raised", f"{type(error).__name__}: {_text(error, str)}"
     try:
         return "", called.accept(value)
-    except (TypeError, ValueError):
-        return "invalid", repr(value)[:80]
+    except Exception:
+        return "invalid", _text(value, repr)[:80]
+
+
+def _text(value: Any, form: Callable[[Any], str]) -> str:
+    try:
+        return form(value)
+    except Exception as error:
+        return f"a {type(value).__name__} whose text raises {type(error).__name__}"

@@ -40,7 +40,7 @@ def ppo_policy(
         lengths_B: tokens of each answer.
         clip: how far a ratio may go; (below, above) where these differ.
         most: the largest ratio of tokens whose advantage is negative, which `clip` leaves unbounded; at least that of
-            `clip`. None is any.
+            `clip`. None is any, and a loss of inf where the ratio overflows.
         behaviour_BT: of the policy that drew the answers, where it is older than that of `old_BT`: each token's loss
             then counts min(pi_old / pi_behaviour, truncate) times. None is the policy of `old_BT`.
         truncate: the largest such factor.
@@ -64,7 +64,7 @@ def ppo_policy(
     check_lengths("ppo_policy", logprobs_BT.shape[1], lengths_B=lengths_B)
     log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
     weight_BT = truncated_weights("ppo_policy", old_BT, behaviour_BT, lengths_B, truncate)
-    return counted_mean(_surrogate(log_BT.exp(), advantages_BT, clip, most) * weight_BT, lengths_B)
+    return counted_mean(_surrogate(log_BT, advantages_BT, clip, most) * weight_BT, lengths_B)
 
 
 def ppo_value(
@@ -139,7 +139,7 @@ def grpo(
         lengths_B: tokens of each answer.
         clip: how far a ratio may go; (below, above) where these differ.
         most: the largest ratio of answers whose advantage is negative, which the objective "clip" leaves unbounded; at
-            least that of `clip`. None is any.
+            least that of `clip`. None is any, and a loss of inf where the ratio overflows.
         normalise: "sequence" is the mean over an answer's tokens, and over answers; "batch" that over all tokens;
             "constant" the sum over an answer's tokens by `constant`, and the mean over answers.
         constant: the longest answer's tokens, as a rule.
@@ -202,11 +202,11 @@ def grpo(
     log_BT = masked(logprobs_BT - old_BT, mask_BT)
     if ratio == "sequence":
         log_BT = (log_BT.sum(1) / lengths_B.clamp(min=1))[:, None].expand_as(log_BT)
-    rho_BT, a_BT = log_BT.exp(), advantages_B[:, None].expand_as(log_BT)
+    a_BT = advantages_B[:, None].expand_as(log_BT)
     if objective == "clip":
-        loss_BT = _surrogate(rho_BT, a_BT, clip, most)
+        loss_BT = _surrogate(log_BT, a_BT, clip, most)
     else:
-        loss_BT = -_clipped(rho_BT, clip).detach() * a_BT * masked(logprobs_BT, mask_BT)
+        loss_BT = -_clipped(log_BT.exp(), clip).detach() * a_BT * masked(logprobs_BT, mask_BT)
     loss_BT = loss_BT * truncated_weights("grpo", old_BT, behaviour_BT, lengths_B, truncate)
     if reference_BT is not None:
         kl_BT = kl(masked(logprobs_BT, mask_BT), masked(reference_BT, mask_BT), estimator=estimator)
@@ -249,7 +249,7 @@ def rloo(
     check_shapes("rloo", logprobs_BT=logprobs_BT, old_BT=old_BT, advantages_B=advantages_B, lengths_B=lengths_B)
     check_lengths("rloo", logprobs_BT.shape[1], lengths_B=lengths_B)
     log_BT = masked(logprobs_BT - old_BT, answer_mask(lengths_B, logprobs_BT.shape[1]))
-    return row_mean(_surrogate(log_BT.sum(1).exp(), advantages_B, clip, None))
+    return row_mean(_surrogate(log_BT.sum(1), advantages_B, clip, None))
 
 
 def policy_metrics(
@@ -327,7 +327,13 @@ def _clipped(rho: Tensor, clip: Clip) -> Tensor:
     return rho.clamp(1 - below, 1 + above)
 
 
-def _surrogate(rho: Tensor, a: Tensor, clip: Clip, most: float | None) -> Tensor:
+def _surrogate(log: Tensor, a: Tensor, clip: Clip, most: float | None) -> Tensor:
+    # Ratios beyond their bound have no gradient. Some way beyond it they stay there, so that exp does not overflow: inf
+    # times an advantage or a gradient of 0 is NaN.
+    beyond = 1.0
+    above = log.clamp(max=math.log1p(_both(clip)[1]) + beyond)
+    below = log if most is None else log.clamp(max=math.log(most) + beyond)
+    rho = torch.where(a < 0, below, above).exp()
     free = rho if most is None else rho.clamp(max=most)
     return -torch.minimum(free * a, _clipped(rho, clip) * a)
 

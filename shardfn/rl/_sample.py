@@ -63,7 +63,7 @@ def sample(
     check_key("sample", key)
     check_sampling("sample", sampling)
     length = engine.limits.context if length is None else length
-    check_prompts("sample", prompts, sampling.max_tokens, length)
+    check_prompts("sample", prompts, sampling.max_tokens, length, engine)
     seeds = seeds_of(key, start, len(prompts))
     each = [dataclasses.replace(sampling, seed=seed) for seed in seeds]
     found = engine.generate(prompts, each)
@@ -115,22 +115,24 @@ def check_sampling(who: str, sampling: Sampling) -> None:
             )
 
 
-def check_prompts(who: str, prompts: Sequence[Sequence[int]], width: int, length: int) -> None:
-    """Refuses prompts without tokens, or without room for an answer of `width` tokens in a row of `length`.
+def check_prompts(who: str, prompts: Sequence[Sequence[int]], width: int, length: int, engine: Engine) -> None:
+    """Refuses prompts without tokens, or without room for an answer of `width` tokens in `length` and the context.
 
     Raises:
         ValueError: names the prompt, its tokens and the limits.
     """
+    context = engine.limits.context
     for i, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(
                 f"{who}: prompts[{i}] has no tokens, and the first token of an answer needs one before it; begin it"
                 " with a token, such as that of the beginning of a text."
             )
-        if len(prompt) + width > length:
+        if len(prompt) + width > min(length, context):
             raise ValueError(
                 f"{who}: prompts[{i}] has {len(prompt)} tokens and answers have up to {width}, together"
-                f" {len(prompt) + width}; the rows have {length}. Pass a longer length, or leave the prompt out."
+                f" {len(prompt) + width}; the rows have {length}, and the engine's context {context}."
+                " Pass a longer length, limits of a longer context or fewer max_tokens, or leave the prompt out."
             )
 
 

@@ -81,7 +81,6 @@ def score(
 
 
 def _finite(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(number)
-    return number
+    if not math.isfinite(value):  # refuses texts, which float() reads
+        raise ValueError(value)
+    return float(value)

@@ -4,10 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
-import torch
-
 from shardfn.core import PyTree
-from shardfn.inference import Decoder, Outputs
+from shardfn.inference import Decoder, Outputs, widened
 
 
 def tempered(decoder: Decoder, temperature: float) -> Decoder:
@@ -44,7 +42,6 @@ def tempered(decoder: Decoder, temperature: float) -> Decoder:
 
     def outputs(weights: PyTree, *rest: Any) -> Outputs:
         found = decoder.outputs(weights, *rest)
-        wide = torch.promote_types(found.logits.dtype, torch.float32)
-        return found._replace(logits=found.logits.to(wide) / temperature)
+        return found._replace(logits=widened(found.logits) / temperature)
 
     return dataclasses.replace(decoder, outputs=outputs)

@@ -75,3 +75,9 @@ def test_gae_of_answers_of_any_length() -> None:
         assert advantages[i, n:].eq(0).all() and returns[i, n:].eq(0).all()
         torch.testing.assert_close(returns[i, :n], (wanted + values[i])[:n])
     assert rl.gae(rewards[:, :0], values[:, :0], torch.zeros(4, dtype=torch.int64))[0].shape == (4, 0)
+
+
+def test_large_rewards_neither_vanish_nor_overflow() -> None:
+    rewards = torch.tensor([3e38, -3e38, 0.0, 0.0])
+    found = rl.group_advantages(rewards, 4)
+    torch.testing.assert_close(found, rl.group_advantages(rewards / 3e38, 4, eps=1e-30))

@@ -84,3 +84,9 @@ def test_values_are_those_before_each_token() -> None:
     values = torch.arange(24.0).view(3, 8)
     found = rl.answer_values(values, PROMPTS, LENGTHS, 5)
     assert found.tolist() == [[0, 1, 2, 3, 0], [12, 13, 14, 0, 0], [0] * 5]
+
+
+def test_means_of_16_bits_count_exactly() -> None:
+    ones, lengths = torch.ones(1, 257).bfloat16(), torch.tensor([257])
+    for found in (rl.row_mean(ones[0]), rl.token_mean(ones, lengths)):
+        assert [float(x) for x in found] == [257, 257]

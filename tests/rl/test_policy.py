@@ -134,3 +134,24 @@ def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
         rl.grpo(x["logprobs"], x["old"], x["advantages"], x["lengths"], reference_BT=x["old"])
     with pytest.raises(ValueError, match=r"corrected is True without a reference.*pass reference_BT and beta"):
         rl.grpo(x["logprobs"], x["old"], x["advantages"], x["lengths"], corrected=True)
+
+
+@pytest.mark.parametrize("most", [None, 3.0])
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_a_ratio_that_overflows_makes_no_nan(advantage: float, most: float | None) -> None:
+    old = torch.tensor([[-101.0, -1.0]])  # e^100 is beyond float32
+    policy = -torch.ones(1, 2, requires_grad=True)
+    own, of_each, two = torch.tensor([advantage]), torch.full((1, 2), advantage), torch.tensor([2])
+    largest = 3.0 if advantage < 0 else 1.2
+    losses = [
+        (rl.grpo(policy, old, own, two, most=most), [0.0, -advantage / 2], -advantage * (largest + 1) / 2),
+        (rl.ppo_policy(policy, old, of_each, two, most=most), [0.0, -advantage / 2], -advantage * (largest + 1) / 2),
+        (rl.rloo(policy, old, own, two), [0.0, 0.0], -advantage * 1.2),
+    ]
+    for loss, gradient, value in losses[:2] if most else losses:
+        (grad,) = torch.autograd.grad(loss.mean(), policy)
+        if advantage < 0 and most is None:  # the loss has no bound
+            assert loss.mean() == torch.inf and grad[0, 0] == torch.inf and not grad.isnan().any()
+        else:
+            torch.testing.assert_close(loss.mean(), torch.tensor(value))
+            assert grad.tolist() == [gradient]

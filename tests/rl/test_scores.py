@@ -138,3 +138,21 @@ def test_ranks_of_equal_rows_have_equal_rewards(world: int) -> None:
     wanted = [0, 1.1, math.nan, 3.1, 4] if world > 1 else [0, 1, math.nan, 3, 4]
     assert torch.equal(found.rollout.rewards.nan_to_num(-1), torch.tensor(wanted).nan_to_num(-1))
     assert found.counts["late"] == 1 and found.first == "row 2 took more than 0.3 seconds"
+
+
+def test_any_result_and_any_error_is_counted() -> None:
+    class Unspoken(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    results = [1.0, True, torch.tensor(2.0), "5", 10**400, 10**5000]
+    found = rl.score(lambda prompt, answer: results[prompt[0]], rollout(6))
+    assert found.rollout.rewards[:3].tolist() == [1, 1, 2] and found.rollout.rewards[3:].isnan().all()
+    assert found.counts["invalid"] == 3 and found.first == "row 3 returned '5', which is not a finite number"
+
+    def raises(prompt: list[int], answer: list[int]) -> float:
+        raise Unspoken
+
+    found = rl.score(raises, rollout(1))
+    assert found.counts["raised"] == 1
+    assert found.first == "row 0 raised Unspoken: a Unspoken whose text raises RuntimeError"
