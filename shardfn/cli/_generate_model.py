@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shardfn.checkpoint import restore
-from shardfn.core import Disk, Mesh, PyTree, first_of, key, make_mesh, tree_leaves, tree_map
+from shardfn.core import Disk, Mesh, PyTree, first_of, key, make_mesh, raise_all, tree_leaves, tree_map
 from shardfn.data import BPETokenizer, ByteTokenizer
 from shardfn.inference import Decoder, Drafter, DraftModel, Engine, Limits, decoder, hf_decoder, limits_of
-from shardfn.interop import ArchiveWriter, gpt_config, gpt_from_hf, module_from_hf, without_weights
+from shardfn.interop import ArchiveWriter, check_sizes, gpt_config, gpt_from_hf, module_from_hf, without_weights
 from shardfn.lora import load_peft
 from shardfn.models import gpt
 from shardfn.transforms import eval_shape, sharded
@@ -26,7 +26,6 @@ from ._generate_fit import fitted
 from ._generate_gguf import with_blocks
 from ._generate_job import DRAFTERS, DTYPES, GenerateJob, kind_of, run_of
 from ._generate_text import Text, text_of_data, text_of_transformers
-from ._model_sizes import check_sizes
 
 AXIS = "tp"
 # A model of transformers, and weights for one without its own.
@@ -204,7 +203,7 @@ def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer
 
 def _of_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> Served:
     settings = object_of(path / "config.json")
-    check_sizes(path / "config.json", settings)
+    check_sizes(settings, path / "config.json")
     changes, inexact = _exactness(job)
     if job.adapter is not None:  # its files name the module's own weights
         return _of_module(functools.partial(_module, path, job), job, mesh, text)
@@ -269,7 +268,7 @@ def _of_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
         raise ValueError(f"{run / 'model.json'} has no {missing}; it has {sorted(given)}. Train again to write it.")
     changes, inexact = _exactness(job)
     with reading(run / "model.json", "its model"):
-        check_sizes(run / "model.json", given["model"])
+        check_sizes(given["model"], run / "model.json")
         config = gpt_config(given["model"], per_head=given["per_head"], **changes)
     tokenizer = _tokenizer_of_run(run, given)
     place = sharded(lambda params: params, mesh=mesh, specs=gpt.specs(config, tp=_axis(mesh)))
@@ -357,7 +356,14 @@ def _model(directory: pathlib.Path, job: GenerateJob, **more: Any) -> Any:
     automatic = _transformers(directory).AutoModelForCausalLM
     more |= _FILES_ALONE if "gguf_file" in more else {"use_safetensors": True, **_FILES_ALONE}
     with reading(directory, "its model"):
-        return automatic.from_pretrained(directory, dtype=DTYPES[job.dtype], **more).eval()
+        how = {"dtype": DTYPES[job.dtype], "output_loading_info": True, **more}
+        made, about = automatic.from_pretrained(directory, **how)
+    # transformers fills these with random values.
+    missing = [f"{name} is missing" for name in sorted(about["missing_keys"])]
+    raise_all(
+        ValueError, f"the files of {directory} are not those of the model in its config.json:", first_of(missing, 20)
+    )
+    return made.eval()
 
 
 def _ends(path: pathlib.Path) -> frozenset[int]:

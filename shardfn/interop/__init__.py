@@ -2,6 +2,7 @@
 
 from ._archive import Archive as Archive, ArchiveWriter as ArchiveWriter
 from ._hf_config import gpt_config as gpt_config, hf_config as hf_config
+from ._hf_sizes import check_sizes as check_sizes
 from ._hf_gpt import gpt_from_hf as gpt_from_hf, gpt_to_hf as gpt_to_hf
 from ._hf_module import module_from_hf as module_from_hf, module_to_hf as module_to_hf
 from ._hf_module import without_weights as without_weights

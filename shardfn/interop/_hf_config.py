@@ -9,6 +9,8 @@ from typing import Any
 from shardfn.core import did_you_mean, raise_all
 from shardfn.models import gpt
 
+from ._hf_sizes import check_sizes
+
 MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "bloom")
 _CLASSES = {"gpt2": "GPT2LMHeadModel", "bloom": "BloomForCausalLM"}
 
@@ -22,9 +24,6 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     return json.loads((pathlib.Path(directory) / "config.json").read_text())
 
 
-_SIZES = ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "max_len")
-
-
 def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
     """The `Config` whose GPT computes the same as the model of this `config.json`.
 
@@ -33,7 +32,8 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
         **changes: other fields of the result, such as `stacked=True`.
 
     Raises:
-        ValueError: the model is of another type, or computes something else; lists every setting.
+        ValueError: the model is of another type, has sizes that `check_sizes` refuses, or computes something else;
+            lists every setting.
 
     Example:
         >>> told = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64}
@@ -46,14 +46,8 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
             f"config.json: model_type={kind!r} is not one of {MODEL_TYPES}.{did_you_mean(str(kind), MODEL_TYPES)}"
             " Any module of torch trains by from_module; module_from_hf reads its weights."
         )
+    check_sizes(told)
     fields, refused = {"gpt2": _gpt2, "bloom": _bloom}.get(kind, _llama)(told)
-    sizes = {name: fields.get(name) for name in _SIZES}
-    wrong = [
-        f"{name}={x!r} is not an integer; write it without a fraction or exponent"
-        for name, x in sizes.items()
-        if x is not None and type(x) is not int
-    ]
-    raise_all(ValueError, "config.json: sizes are integers:", wrong)
     raise_all(ValueError, f"config.json: this {kind} has parts that models.gpt lacks:", refused)
     return gpt.Config(**{**fields, **changes})
 
@@ -130,7 +124,10 @@ def _llama(t: Mapping[str, Any]) -> _Fields:
     fields["bias"] = "qkv" if kind == "qwen2" else bool(t.get("attention_bias", False))
     sliding = t.get("sliding_window") if kind == "mistral" or t.get("use_sliding_window") else None
     fields["window"] = sliding
-    refused = _differing(t, {"hidden_act": ("silu",), "mlp_bias": (False,), "head_dim": (None, D // H)})
+    must: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "mlp_bias": (False,)}
+    if D % H == 0:  # else `Config` refuses the heads
+        must["head_dim"] = None, D // H
+    refused = _differing(t, must)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     refused += [f"rope_type={rope_type!r}; only 'default' is known"] if rope_type != "default" else []
     if sliding is not None and kind == "qwen2":

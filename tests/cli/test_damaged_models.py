@@ -16,6 +16,7 @@ import torch
 
 from shardfn import core, interop
 from shardfn.checkpoint import save
+from shardfn.cli import main
 from shardfn.cli._generate_model import load_text
 from shardfn.cli._serve_rank import _warm
 from shardfn.models import gpt
@@ -123,14 +124,31 @@ FILES: dict[str, tuple[Damage, str]] = {
     "no width": (config("config.json", hidden_size=0), "hidden_size is 0; it must be an integer of 1 or more"),
     "no positions": (
         config("config.json", max_position_embeddings=0, num_key_value_heads=-1),
-        "- num_key_value_heads is -1; it must be an integer of 1 or more"
+        "- num_key_value_heads is -1; it must be an integer of 1 or more, and at most 2147483647"
         " - max_position_embeddings is 0; it must be an integer of 1 or more",
     ),
     "width a text": (config("config.json", hidden_size="16"), "Field 'hidden_size' expected int, got str"),
     "3 heads": (config("config.json", num_attention_heads=3), "not a multiple of the number of attention heads"),
     "more layers": (config("config.json", num_hidden_layers=2), "model.layers.1.input_layernorm.weight is missing"),
+    "more layers, of a model of another kind": (
+        config("config.json", num_hidden_layers=2, hidden_act="gelu"),
+        "are not those of the model in its config.json: - model.layers.1.input_layernorm.weight is missing",
+    ),
     "fewer words": (config("config.json", vocab_size=5), r"embed_tokens.weight is (11, 16) in the file, but (5, 16)"),
     "too many words": (config("config.json", vocab_size=10**9), "but (1000000000, 16) by config.json"),
+    "words without end": (config("config.json", vocab_size=10**12), "vocab_size is 1000000000000; it must be an"),
+    "layers without end": (
+        config("config.json", num_hidden_layers=10**9),
+        "num_hidden_layers is 1000000000; it must be an integer of 1 or more, and at most 10000",
+    ),
+    "heads without end": (
+        config("config.json", num_key_value_heads=10**12),
+        "num_key_value_heads is 1000000000000; it must be an integer of 1 or more, and at most 2147483647",
+    ),
+    "width without end, of a model of another kind": (
+        config("config.json", hidden_act="gelu", intermediate_size=10**12),
+        "intermediate_size is 1000000000000; it must be an integer of 1 or more, and at most 2147483647",
+    ),
     "no type": (config("config.json", model_type=...), "Should have a `model_type` key"),
     "other positions": (config("config.json", rope_parameters={"rope_type": "no"}), "its model cannot be read"),
     "other function": (config("config.json", hidden_act="no"), "its model cannot be read: KeyError: 'no'"),
@@ -142,7 +160,7 @@ FILES: dict[str, tuple[Damage, str]] = {
     "ends of texts": (config("generation_config.json", eos_token_id=[2, None]), "eos_token_id is [2, None]; it must"),
     "no base of positions": (
         config("config.json", rope_parameters={"rope_type": "default", "rope_theta": -1.0}),
-        "rope_theta is -1.0; it must be a number above 0",
+        "rope_theta is -1.0; it must be a finite number above 0",
     ),
     "weights empty": (cut(WEIGHTS, 0), "was cut short: its header would have 0 bytes"),
     "weights without header": (cut(WEIGHTS, 4), "was cut short"),
@@ -185,11 +203,27 @@ RUN: dict[str, tuple[Damage, str]] = {
     ),
     "norms a text": (
         config("model.json", model=MODEL | {"rms_norm_eps": "1e-5"}),
-        "rms_norm_eps is '1e-5'; it must be a number above 0",
+        "rms_norm_eps is '1e-5'; it must be a finite number above 0",
     ),
     "positions a text": (
         config("model.json", model=MODEL | {"max_position_embeddings": "512"}),
         "max_position_embeddings is '512'; it must be an integer of 1 or more",
+    ),
+    "words without end": (
+        config("model.json", model=MODEL | {"vocab_size": 10**12}),
+        "vocab_size is 1000000000000; it must be an integer of 1 or more, and at most 2147483647",
+    ),
+    "layers without end": (
+        config("model.json", model=MODEL | {"num_hidden_layers": 10**9}),
+        "num_hidden_layers is 1000000000; it must be an integer of 1 or more, and at most 10000",
+    ),
+    "heads without end": (
+        config("model.json", model=MODEL | {"num_attention_heads": 10**12}),
+        "num_attention_heads is 1000000000000; it must be an integer of 1 or more, and at most 2147483647",
+    ),
+    "width a fraction": (
+        config("model.json", model=MODEL | {"hidden_size": 16.0}),
+        "hidden_size is 16.0; it must be an integer of 1 or more",
     ),
     "tokenizer a number": (config("model.json", tokenizer=3), "tokenizer is 3; it must be 'bytes', or a file's name"),
     "tokenizer missing": (config("model.json", tokenizer="no.json"), "no.json"),
@@ -240,3 +274,16 @@ def test_a_server_of_a_damaged_model_ends(files: pathlib.Path, tmp_path: pathlib
     [line] = [line for line in done.stderr.splitlines() if "(31, 16)" in line]
     assert line.startswith("shardfn serve: error: ")
     assert "up_proj.weight is (31, 16) in the file, but (32, 16) by config.json" in line
+
+
+@pytest.mark.parametrize("kind", ["files", "run"])
+def test_generate_refuses_sizes_that_no_model_has(
+    kind: str, tmp_path: pathlib.Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "model"
+    shutil.copytree(request.getfixturevalue(kind), place)
+    damage, words = (FILES if kind == "files" else RUN)["layers without end"]
+    damage(place)
+    assert main(["generate", str(place), "a"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert str(place / ("config.json" if kind == "files" else "model.json")) in said and words in said

@@ -214,6 +214,43 @@ def test_everything_that_does_not_fit_is_listed(tmp_path: pathlib.Path) -> None:
         gpt_config({"model_type": "lama"})
 
 
+TOLD: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 1, "vocab_size": 64, "n_positions": 16, "n_inner": 64},
+    "bloom": {"hidden_size": 32, "n_head": 4, "n_layer": 1, "vocab_size": 64, "seq_length": 16},
+    "mistral": {
+        **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1},
+        **{"vocab_size": 64, "intermediate_size": 64, "max_position_embeddings": 16, "sliding_window": 8},
+    },
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, told in TOLD.items() for name in told])
+def test_sizes_that_no_model_has_are_refused_by_name(kind: str, name: str) -> None:
+    told = {"model_type": kind, **TOLD[kind]}
+    gpt_config(told)
+    most = 10_000 if "layer" in name else 2**31 - 1
+    for x in (0, -1, most + 1, 10**12, 8.0, "8", True):
+        with pytest.raises(ValueError) as error:
+            gpt_config(told | {name: x})
+        said = f"- {name} is {x!r}; it must be an integer of 1 or more, and at most {most}"
+        assert str(error.value).splitlines()[1:] == [f"  {said}"]
+
+
+def test_the_largest_sizes_pass_and_other_numbers_are_finite() -> None:
+    told = {"model_type": "mistral", **TOLD["mistral"]}
+    most = {name: 2**31 - 1 for name in ("vocab_size", "intermediate_size", "max_position_embeddings")}
+    made = gpt_config(told | most | {"num_hidden_layers": 10_000})
+    assert (made.vocab_size, made.ff_dim, made.max_len, made.num_layers) == (*most.values(), 10_000)
+    for heads in (12, 2**31 - 1):  # the size of a head follows from their number, and is not named
+        with pytest.raises(ValueError, match=rf"num_heads={heads} does not divide d_model=32") as error:
+            gpt_config(told | {"num_attention_heads": heads, "num_key_value_heads": None, "head_dim": 8})
+        assert "head_dim" not in str(error.value)
+    for x in (0, -1.0, float("nan"), float("inf"), 10**400, "1e-5", True):
+        for part in ({"rms_norm_eps": x}, {"rope_parameters": {"rope_theta": x}}, {"rope_scaling": {"rope_theta": x}}):
+            with pytest.raises(ValueError, match=r"- (rms_norm_eps|rope_theta) is .*; it must be a finite number"):
+                gpt_config(told | part)
+
+
 def test_a_model_that_transformers_lacks_is_refused(tmp_path: pathlib.Path) -> None:
     config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, mlp="swiglu")
     with pytest.raises(ValueError, match="mlp='swiglu', but a gpt2 has 'gelu'"):
