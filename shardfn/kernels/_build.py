@@ -49,6 +49,7 @@ _FLAGS_OF = {
 
 _PATIENCE = 120.0  # seconds that a compiler may take, and that a process waits for another one's
 _PERIOD = 0.02
+_BUILDING = "building-"  # begins the names of temporary folders
 
 
 class NoCompilerError(Exception):
@@ -177,12 +178,33 @@ def _built(name: str, compiler: str, sources: tuple[pathlib.Path, ...], flags: t
     path = _folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     with _turn(path):
         if not path.exists():
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                fresh = pathlib.Path(folder) / path.name
+            with _own_folder(path.parent) as folder:
+                fresh = folder / path.name
                 run = [compiler, *flags, "-o", str(fresh), str(sources[0])]
                 subprocess.run(run, check=True, capture_output=True, text=True, timeout=_PATIENCE)
                 fresh.replace(path)
     return path
+
+
+@contextlib.contextmanager
+def _own_folder(cache: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A temporary folder for a build; removes those of builders that are dead.
+
+    A builder holds the lock of its folder's `lock` as long as it lives. The file has this name only once it is locked.
+    """
+    import fcntl  # only POSIX has it
+
+    for old in cache.glob(f"{_BUILDING}*/lock"):
+        with contextlib.suppress(OSError), old.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=cache) as name:
+        folder = pathlib.Path(name)
+        with (folder / "unlocked").open("w") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks: no other process removes the folder
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                (folder / "unlocked").rename(folder / "lock")
+            yield folder
 
 
 @contextlib.contextmanager

@@ -481,7 +481,8 @@ def spoil(how: str, place: pathlib.Path) -> None:
     elif how == "larger":
         tokenizer_of([*WORDS, "nine"]).save_pretrained(place)
     elif how == "unknown":
-        (place / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+        sizes = {"vocab_size": config["vocab_size"], "hidden_size": 8, "num_hidden_layers": 1, "state_size": 2}
+        transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).save_pretrained(place)
     else:
         tensors = load_file(place / "model.safetensors")
         del tensors["model.layers.1.mlp.up_proj.weight"]

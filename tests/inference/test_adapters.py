@@ -164,6 +164,25 @@ def test_files_of_peft(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtypes_of_adapters_and_streamed_weights(base: torch.dtype, dtype: torch.dtype) -> None:
+    """Adapters are added in float32, for any dtypes of their files and of the base, on the device and on the host."""
+    made, params = hf_decoder(MODELS["llama"]().to(base), exact=True)
+    description, values = adapter(params, TARGETS["llama"], 3, 0)
+    narrow = {path: {k: (x / 4).bfloat16() for k, x in own.items()} for path, own in values.items()}
+    of = {path: {k: x.to(dtype) for k, x in own.items()} for path, own in narrow.items()}
+    wide = {path: {k: x.float() for k, x in own.items()} for path, own in narrow.items()}
+    names = ["a", None, "a", "a", None]
+    plain = Engine(made, params, limits=HF_LIMITS, adapters={"a": (description, wide)})
+    want = plain.generate(PROMPTS, GREEDY, adapter=names)
+    streamed = Engine(made, params, limits=HF_LIMITS, adapters={"a": (description, of)}, weights="host")
+    assert streamed.generate(PROMPTS, GREEDY, adapter=names) == want
+    assert [streamed.generate([p], GREEDY, adapter=n)[0] for p, n in zip(PROMPTS, names, strict=True)] == want
+    assert streamed.generate(PROMPTS[:1], GREEDY) != want[:1]
+
+
+@pytest.mark.nightly
 def test_the_training_forward_is_near() -> None:
     _, params, adapters = served("llama")
     _, apply = sf.from_module(MODELS["llama"]())

@@ -48,9 +48,9 @@ class Builders:
         self._env["PATH"] = f"{compiler.parent}{os.pathsep}{os.environ['PATH']}"
         self.all = list[subprocess.Popen[str]]()
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self, source: pathlib.Path | None = None) -> subprocess.Popen[str]:
         """A process that is ready to build."""
-        command = [sys.executable, "-c", PROGRAM, str(self._source)]
+        command = [sys.executable, "-c", PROGRAM, str(source or self._source)]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.all.append(subprocess.Popen(command, env=self._env, **pipes))
         assert self.all[-1].stdout is not None and self.all[-1].stdout.readline() == "begins\n"
@@ -114,6 +114,29 @@ def test_when_the_builder_is_killed_another_one_builds(builders: Builders) -> No
     first.kill()  # its compiler lives on
     assert second.communicate(timeout=LIMIT)[0] == "42\n"
     assert len(builders.compilers()) == 2
+    assert [path.suffix for path in builders.cache.iterdir()] == [".so"]  # the folder of the dead one is gone
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ends processes by signals")
+def test_folders_of_dead_builders_alone_are_removed(builders: Builders, tmp_path: pathlib.Path) -> None:
+    builders.stuck.touch()
+    dead, live = builders.start(), builders.start(tmp_path / "live.cpp")
+    (tmp_path / "live.cpp").write_text('extern "C" int answer() { return 43; }')
+    go(dead)
+    wait_for(builders.compilers)
+    [old] = builders.cache.glob("building-*")
+    dead.kill()
+    dead.communicate()
+    assert old.exists()
+    go(live)
+    wait_for(lambda: len(builders.compilers()) == 2)
+    [own] = builders.cache.glob("building-*")
+    assert own != old
+    builders.stuck.unlink()
+    (tmp_path / "other.cpp").write_text('extern "C" int answer() { return 44; }')
+    other = builders.start(tmp_path / "other.cpp")
+    assert other.communicate("\n", timeout=LIMIT)[0] == "44\n"
+    assert live.poll() is None and own.exists()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Covers `pipeline_module`: unmodified Hugging Face decoders in stages equal one device."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import shardfn as sf
-from shardfn import P, Zero, optim
+from shardfn import P, Zero, core, optim
 from shardfn.lora import LoRA
 from shardfn.modules import from_module
 from shardfn.testing import assert_parity, distributed
@@ -177,6 +178,32 @@ def test_adapters_lie_with_their_layers(world: int, stage: int) -> None:
         piped, optim.sgd(0.1, momentum=0.9), tree, _batches(True), mesh=mesh, reference=whole, specs=lora.specs,
         trainable=lora.trainable, batch=P("dp"), zero=Zero(stage=stage, persist_elements=0),
     )  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
+@distributed(world=2)
+def test_adapters_of_another_dtype_in_stages(world: int, base: torch.dtype) -> None:
+    """They are trained with the bits of one device, in their own dtype."""
+    dtype = torch.bfloat16 if base == torch.float32 else torch.float32
+    params, (loss, apply), _, path = _made("llama", 4, False, base)
+    lora, tree = _with_adapters(params, path)
+    tree["lora"] = {name: {k: x.to(dtype) for k, x in own.items()} for name, own in tree["lora"].items()}
+    piped = sf.pipeline_module(loss, apply, num_microbatches=2, adapters=lora)
+    whole = sf.accumulate(lora.adapt(loss), 2)
+    found = []
+    for f, mesh, specs in ((piped, sf.make_mesh({"pp": 2}, device="cpu"), lora.specs), (whole, None, P())):
+        mesh = sf.make_mesh({}, alone=True) if mesh is None else mesh
+        step = sf.sharded_step(f, optim.sgd(0.1), mesh=mesh, specs=specs, trainable=lora.trainable, batch=P())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*trained in torch.bfloat16 without a policy")
+            state = step.init(tree)
+        for batch in _batches(True):
+            state, _ = step(state, batch)
+        found.append([x.full_tensor() for x in core.tree_leaves(state.params["lora"])])
+    before = core.tree_leaves(tree["lora"])
+    assert all(x.dtype == dtype and torch.equal(x, y) for x, y in zip(*found, strict=True))
+    assert not all(torch.equal(x, y) for x, y in zip(found[0], before, strict=True))
 
 
 def test_adapters_that_do_not_fit() -> None:
