@@ -47,8 +47,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the cases of `day` that run at night, and keeps the share of the tests that `--share` asks for."""
     cases = collections.defaultdict(list)
+    by_id = any("[" in arg for arg in config.args)  # cases that the command line names run
     for item in items:
-        if item.get_closest_marker("day") and not item.get_closest_marker("nightly"):
+        if item.get_closest_marker("day") and not item.get_closest_marker("nightly") and not by_id:
             cases[item.nodeid.partition("[")[0]].append(item)
     for family in cases.values():
         for item in _by_night(family):
@@ -66,8 +67,6 @@ def _by_night(family: list[pytest.Item]) -> list[pytest.Item]:
     """The cases of a test that run at night: all but those that its `day` names, or all but a number, evenly spaced."""
     mark = family[0].get_closest_marker("day")
     assert mark is not None
-    if len(family) == 1:  # named by its id, or alone by `-k`
-        return []
     if isinstance(mark.args[0], int):
         day = {i * len(family) // mark.args[0] for i in range(mark.args[0])}
         return [item for i, item in enumerate(family) if i not in day]
