@@ -117,6 +117,25 @@ def test_triton_has_the_bits_of_a_row_alone(name: str, monkeypatch: pytest.Monke
     torch.testing.assert_close(got, _of(name, x), rtol=1e-5, atol=1e-5)
 
 
+def test_results_have_the_dtype_and_strides_of_their_abstract_values() -> None:
+    x = torch.randn(6, 13)[:, :1]  # of strides (13, 1), and contiguous all the same
+    results = [
+        lambda x: kernels.gelu(x),
+        lambda x: kernels.gated_silu(x, x),
+        lambda x: kernels.rotate(x.expand(6, 2)[:, None].contiguous(), x.expand(6, 2), x.expand(6, 2)),
+        lambda x: kernels.row_norm(x, x[0], None, centered=False),
+    ]
+    before = [call(x) for call in results]
+    torch.set_default_dtype(torch.float64)
+    try:
+        after = [call(x) for call in results]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(before, after, strict=True):
+        assert other.dtype == torch.float32 and torch.equal(one, other)
+        assert one.stride() == torch.empty(one.shape).stride()
+
+
 def test_a_mapped_dim_joins_the_rows() -> None:
     x, up = _drawn(4, 3, 5), _drawn(3, 5)
     got = torch.func.vmap(kernels.gated_silu, in_dims=(1, None))(x.movedim(0, 1), up)

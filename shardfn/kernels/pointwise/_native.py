@@ -24,7 +24,7 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     run = function(SOURCE, "gated_silu", "pppiii")
     if run is None:
         return _reference.gated_silu(gate, up)
-    y = torch.empty(gate.shape, device=gate.device)
+    y = torch.empty_like(gate, memory_format=torch.contiguous_format)
     run(*addresses(_arguments(gate, up, y)))
     return y
 
@@ -34,7 +34,7 @@ def gelu(x: Tensor) -> Tensor:
     run = function(SOURCE, "gelu", "ppiii")
     if run is None:
         return _reference.gelu(x)
-    y = torch.empty(x.shape, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     run(*addresses(_arguments(x, y)))
     return y
 
@@ -44,7 +44,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     run = function(SOURCE, "rotate", "ppppiiii")
     if run is None:
         return _reference.rotate(x, cos, sin)
-    y = torch.empty(x.shape, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     run(*addresses((x, cos, sin, y, *x.shape, NEWEST)))
     return y
 

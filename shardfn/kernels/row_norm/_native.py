@@ -24,7 +24,7 @@ def row_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centere
     run = function(SOURCE, "row_norm", "ppppfiiiii")
     if run is None:
         return _reference.row_norm(x, weight, bias, eps, centered)
-    y = torch.empty(x.shape, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     run(*addresses(_arguments(x, weight, bias, eps, centered, y)))
     return y
 
