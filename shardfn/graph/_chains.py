@@ -127,9 +127,8 @@ def _closed(
     seen.update(made_by.values())
     inputs = list(dict.fromkeys(n for step in run for n in reads(step, views) if n not in run))
     outputs = [n for n in nodes if n in seen and n not in owners]
-    if not all(isinstance(n.meta["val"], Tensor) and is_dense(n.meta["val"]) for n in outputs) or not _are_apart(
-        inputs, outputs, views
-    ):
+    dense = all(isinstance(n.meta["val"], Tensor) and is_dense(n.meta["val"]) for n in outputs)
+    if not dense or not _are_apart(inputs, outputs, views):
         return list(run)
     places, room = _placed(nodes, inputs, outputs)
     region = ChainRegion(tuple(nodes), tuple(inputs), tuple(outputs), tuple(run), room, places)

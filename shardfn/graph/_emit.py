@@ -24,7 +24,7 @@ from ._looks import needed, reads, whole_views
 from ._moves import memory_of
 from ._ops import op_of
 from ._regions import Region, is_view
-from ._values import part_of, storage_of, tensors_of
+from ._values import overwritten, part_of, storage_of, tensors_of
 
 _FILE = "<shardfn graph "
 _LOOKS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
@@ -44,7 +44,7 @@ def emit(gm: GraphModule, steps: Sequence[Node | Region], calls: Sequence[Callab
         (tensor([1.]),)
     """
     views = whole_views(steps)
-    (steps, outside), written, given = with_chains(needed(steps, views), views), _written(gm), iter(calls)
+    (steps, outside), written, given = with_chains(needed(steps, views), views), overwritten(gm), iter(calls)
     regions = [step for step in steps if isinstance(step, Region)]
     calls = [_chain(gm, r, written, views) if isinstance(r, ChainRegion) else next(given) for r in regions]
     writer = _CodeWriter(gm, iter(calls), written, outside)
@@ -91,18 +91,6 @@ def name_line(error: BaseException) -> None:
     call, _, where = text.partition("  # ")
     if where:
         error.add_note(f"in a captured step, at {where}: {call}")
-
-
-def _written(gm: GraphModule) -> set[Any]:
-    """The memories (storages of abstract values) that some op overwrites."""
-    nodes = [node for node in gm.graph.nodes if node.meta.get("overwrites") != "dead"]
-    arguments = [x for node in nodes for i, name in op_of(node).writes for x in _given(node, i, name)]
-    return {storage_of(x) for node in arguments for x in tensors_of(node)}
-
-
-def _given(node: Node, position: int, name: str) -> list[Node]:
-    value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
-    return [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Node)]
 
 
 def _view_or_copy(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ._exact_rows import has_short_rows
 from ._moves import memory_of
 from ._ops import op_of
 from ._regions import is_view
-from ._values import storage_of, tensors_of, written_by
+from ._values import overwritten, storage_of, tensors_of, written_by
 
 _ATEN, _KERNELS = torch.ops.aten, torch.ops.shardfn_kernels
 _MUL, _ADD = (_ATEN.mul.Tensor, _ATEN.mul_.Tensor), (_ATEN.add.Tensor, _ATEN.add_.Tensor)
@@ -53,22 +53,13 @@ def with_fusions(gm: GraphModule) -> GraphModule:
         True
     """
     order = list(gm.graph.nodes)
-    places = {node: i for i, node in enumerate(order)}
-    lost = {storage_of(x) for n in order for of in _changed_by(n) for x in tensors_of(of)}
-    found, joined = dict[Node, _Fusion](), set[Node]()
-    for node in order:
-        fusion = _fusion(node)
-        if fusion is None or not joined.isdisjoint((node, *fusion.inner)):
-            continue
-        begin = min(places[n] for n in fusion.inner)
-        between = [n for n in order[begin : places[node]] if n not in fusion.inner]
-        if not any(written_by(n) for n in between) and all(_is_kept(n, lost) for n in fusion.operands):
-            found[node] = fusion
-            joined.update((node, *fusion.inner))
-    if not found:
+    groups = {node: fusion for node in order if (fusion := _fusion(node)) is not None}
+    if groups:
+        groups = _apart(groups, order, overwritten(gm))
+    if not groups:
         return gm
     out, new = reordered(gm, order)
-    for node, fusion in found.items():
+    for node, fusion in groups.items():
         old = new[node]
         new[node] = fusion.write(old, *(new[n] for n in fusion.operands))
         for erased in (old, *(new[n] for n in fusion.inner)):
@@ -76,29 +67,37 @@ def with_fusions(gm: GraphModule) -> GraphModule:
     return out
 
 
-def _changed_by(node: Node) -> list[Node]:
-    """The values that a node overwrites while others may still read them."""
-    return [] if node.meta.get("overwrites") == "dead" else written_by(node)
+def _apart(groups: dict[Node, _Fusion], order: list[Node], lost: set[int]) -> dict[Node, _Fusion]:
+    """The groups that share no operation, and whose operands nothing overwrites, in order.
 
-
-def _is_kept(operand: Node, lost: set[int]) -> bool:
-    """Whether nothing overwrites a value, and its strides follow from the graph, not from those of arguments."""
-    return all(storage_of(x) not in lost for x in tensors_of(operand)) and _has_own_strides(operand)
+    The strides of operands follow from the graph, not from those of arguments.
+    """
+    places, own, found, joined = {n: i for i, n in enumerate(order)}, _with_own_strides(order), {}, set[Node]()
+    for node, fusion in groups.items():
+        begin = min(places[n] for n in fusion.inner)
+        between = [n for n in order[begin : places[node]] if n not in fusion.inner]
+        kept = all(n in own and lost.isdisjoint(map(storage_of, tensors_of(n))) for n in fusion.operands)
+        if kept and joined.isdisjoint((node, *fusion.inner)) and not any(map(written_by, between)):
+            found[node] = fusion
+            joined.update((node, *fusion.inner))
+    return found
 
 
 # Operations whose results have strides that follow from those of their operands.
-_FOLLOWING = (_ATEN.cat.default, _ATEN._to_copy.default, _ATEN.mean.dim)
+_FOLLOWING = (_ATEN.cat.default, _ATEN._to_copy.default, _ATEN.mean.dim, operator.getitem)
 
 
-def _has_own_strides(node: Node) -> bool:
-    value = node.meta.get("val")
-    if node.op == "get_attr" or (isinstance(value, Tensor) and value.ndim < 2 and value.is_contiguous()):
-        return True
-    if getattr(node.target, "namespace", "") == "shardfn_kernels":
-        return True
-    if is_view(node) or node.target is operator.getitem or node.target in _FOLLOWING or op_of(node).pointwise:
-        return all(map(_has_own_strides, node.all_input_nodes))
-    return False
+def _with_own_strides(order: list[Node]) -> set[Node]:
+    """The values whose strides do not depend on those of arguments of two dims or more."""
+    own = set[Node]()
+    for node in order:
+        value = node.meta.get("val")
+        fixed = node.op == "get_attr" or getattr(node.target, "namespace", "") == "shardfn_kernels"
+        fixed = fixed or (isinstance(value, Tensor) and value.ndim < 2 and value.is_contiguous())
+        follows = is_view(node) or node.target in _FOLLOWING or op_of(node).pointwise
+        if fixed or (follows and own.issuperset(node.all_input_nodes)):
+            own.add(node)
+    return own
 
 
 def _fusion(node: Node) -> _Fusion | None:
@@ -218,10 +217,10 @@ def _gated(node: Node) -> _Fusion | None:
         gate, ones = given
         if _arguments(ones, (_ATEN.ones_like.default,)) is None or not isinstance(up, Node) or up is silu:
             continue
-        values: list[Any] = [n.meta.get("val") for n in (gate, ones, up, node)]
-        if all(isinstance(x, Tensor) and x.shape == node.meta["val"].shape for x in values):
-            if _is_kernel(_KERNELS.gated_silu.default, (values[0], values[2]), values[3], values):
-                return _Fusion((silu, ones), (gate, up), _write_gated)
+        x, y, out = values = [n.meta["val"] for n in (gate, up, node)]
+        alike = all(isinstance(one, Tensor) and one.shape == out.shape for one in values)
+        if alike and _is_kernel(_KERNELS.gated_silu.default, (x, y), out, values):
+            return _Fusion((silu, ones), (gate, up), _write_gated)
     return None
 
 

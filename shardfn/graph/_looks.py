@@ -32,7 +32,7 @@ def whole_views(steps: Sequence[Node | Region]) -> dict[Node, Node]:
             bases[step] = (*bases.get(of, ()), of)
             base = next((base for base in bases[step] if _shows_all(step, base)), None)
             if base is not None:
-                first[step] = first.get(base, base)
+                first[step] = base
     return first
 
 

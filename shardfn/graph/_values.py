@@ -58,6 +58,12 @@ def written_by(node: Node) -> list[Node]:
     return out
 
 
+def overwritten(gm: GraphModule) -> set[int]:
+    """The memories (`storage_of` abstract values) that some node overwrites while others may still read them."""
+    nodes = [node for node in gm.graph.nodes if node.meta.get("overwrites") != "dead"]
+    return {storage_of(x) for node in nodes for of in written_by(node) for x in tensors_of(of)}
+
+
 def is_view(node: Node) -> bool:
     """Whether `node` is a view of existing memory: it reads and writes no byte."""
     if node.op != "call_function" or written_arguments(node.target):

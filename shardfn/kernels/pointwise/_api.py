@@ -185,12 +185,11 @@ for _name in ("gated_silu_gradient", "gated_silu_gradient_"):
 for _name in ("gated_silu", "gelu"):
     define_call(f"shardfn_kernels::{_name}.default", functools.partial(_native.call, _name))
 define_call("shardfn_kernels::rotate.default", _native.call_rotate)
-_TORCH = {
-    "add{}.Tensor": _native.call_add,
-    "mul{}.Tensor": _native.call_multiply,
-    "pow{}.{}Scalar": _native.call_square,
-    "rsqrt{}.default": _native.call_inverse_root,
-}
-for _name, _call in _TORCH.items():
-    define_call(f"aten::{_name.format('', 'Tensor_')}", _call)
-    define_call(f"aten::{_name.format('_', '')}", _call)
+for _names, _call in (
+    (("add.Tensor", "add_.Tensor"), _native.call_add),
+    (("mul.Tensor", "mul_.Tensor"), _native.call_multiply),
+    (("pow.Tensor_Scalar", "pow_.Scalar"), _native.call_square),
+    (("rsqrt.default", "rsqrt_.default"), _native.call_inverse_root),
+):
+    for _name in _names:
+        define_call(f"aten::{_name}", _call)

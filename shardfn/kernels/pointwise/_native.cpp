@@ -55,21 +55,28 @@ struct Multiplied {
     static INLINE typename L::V of(typename L::V x, typename L::V y) { return x * y; }
 };
 
+// The second operand is one number.
+template <typename Op>
+struct WithOne : Op {
+    static constexpr int operands = 0;
+};
+
 template <class L, typename Op>
 INLINE void part_of(const Call& o, int64_t part) {
     typedef typename L::V V;
     constexpr int lanes = L::lanes;
     const int64_t end = (part + 1) * PART < o.n ? (part + 1) * PART : o.n;
+    const V one = Op::operands == 0 ? ALL(*o.up) : V{};
     int64_t i = part * PART;
     for (; i + lanes <= end; i += lanes) {
-        const V up = Op::operands == 2 ? load<L>(o.up + i) : V{};
+        const V up = Op::operands == 2 ? load<L>(o.up + i) : one;
         store<L>(o.y + i, Op::template of<L>(load<L>(o.x + i), up));
     }
     if (i == end) return;
     float x[lanes] = {}, up[lanes] = {};
     std::memcpy(x, o.x + i, (end - i) * sizeof(float));
     if (Op::operands == 2) std::memcpy(up, o.up + i, (end - i) * sizeof(float));
-    store<L>(x, Op::template of<L>(load<L>(x), load<L>(up)));
+    store<L>(x, Op::template of<L>(load<L>(x), Op::operands == 2 ? load<L>(up) : one));
     std::memcpy(o.y + i, x, (end - i) * sizeof(float));
 }
 
@@ -132,36 +139,6 @@ Turn turns(int64_t newest) { return form_of(newest, turn_v4, turn_v3, turn_any);
 Turn turns(int64_t) { return turn_any; }
 #endif
 
-// Rows times one factor each, or all times a row of factors.
-template <class L>
-INLINE void scaled_row(const float* x, const float* by, float* y, int64_t size, bool one) {
-    int64_t k = 0;
-    for (; k + L::lanes <= size; k += L::lanes) {
-        const auto factor = one ? ALL(*by) : load<L>(by + k);
-        store<L>(y + k, load<L>(x + k) * factor);
-    }
-    for (; k < size; ++k) y[k] = x[k] * by[one ? 0 : k];
-}
-
-using Scale = void (*)(const float*, const float*, float*, int64_t, bool);
-
-void scale_any(const float* x, const float* by, float* y, int64_t size, bool one) {
-    scaled_row<Any>(x, by, y, size, one);
-}
-
-#if GENERATIONS == 3
-V4 void scale_v4(const float* x, const float* by, float* y, int64_t size, bool one) {
-    scaled_row<Avx512>(x, by, y, size, one);
-}
-V3 void scale_v3(const float* x, const float* by, float* y, int64_t size, bool one) {
-    scaled_row<Avx2>(x, by, y, size, one);
-}
-
-Scale scales(int64_t newest) { return form_of(newest, scale_v4, scale_v3, scale_any); }
-#else
-Scale scales(int64_t) { return scale_any; }
-#endif
-
 }  // namespace
 
 extern "C" {
@@ -185,13 +162,16 @@ void multiplied(const float* x, const float* other, float* y, int64_t n, int64_t
     run<Multiplied>({x, other, y, n}, threads, newest);
 }
 
-void scaled(const float* x, const float* by, float* y, int64_t rows, int64_t size, int64_t one, int64_t newest) {
-    const Scale scale = scales(newest);
-    for (int64_t r = 0; r < rows; ++r) scale(x + r * size, by + (one ? r : 0), y + r * size, size, one);
+// Rows times a factor each (`each`), or each times one row of factors.
+void scaled(const float* x, const float* by, float* y, int64_t rows, int64_t size, int64_t each, int64_t newest) {
+    for (int64_t r = 0; r < rows; ++r, x += size, y += size) {
+        if (each) run<WithOne<Multiplied>>({x, by + r, y, size}, 1, newest);
+        else run<Multiplied>({x, by, y, size}, 1, newest);
+    }
 }
 
-void shifted(const float* x, float* y, int64_t n, float by) {
-    for (int64_t i = 0; i < n; ++i) y[i] = x[i] + by;
+void shifted(const float* x, float* y, int64_t n, float by, int64_t threads, int64_t newest) {
+    run<WithOne<Added>>({x, &by, y, n}, threads, newest);
 }
 
 void inverse_root(const float* x, float* y, int64_t n) {

@@ -67,7 +67,8 @@ def call_add(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
     """The call of torch's `add` and `add_`: of two tensors of one shape, or of a tensor and a number."""
     x, other = arguments
     if type(other) in (int, float) and abs(other) <= 1 << 53 and are_dense(x, y):
-        return KernelCall(SOURCE, "shifted", (x, y, x.numel(), float(other)))
+        n = x.numel()
+        return KernelCall(SOURCE, "shifted", (x, y, n, float(other), threads_for(n, FEW), NEWEST))
     return call("added", arguments, y) if isinstance(other, Tensor) and x.shape == other.shape else None
 
 
