@@ -217,7 +217,7 @@ def _experts_loss(policy: Any) -> Callable[..., Tensor]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=NIGHT)])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_layer_with_experts_exchanges_once(mode: str) -> None:
     _exchanged_once(mode)
 

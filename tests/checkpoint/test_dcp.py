@@ -66,9 +66,7 @@ def _state_restored(place: pathlib.Path, stage: int, world: int) -> Any:
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP's warning in one process
-@pytest.mark.parametrize(
-    "source", [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("source", [1, 2, 3])
 def test_a_state_saved_for_dcp_is_read_by_torch_and_by_us(tmp_path: pathlib.Path, source: int) -> None:
     want = _state_saved(tmp_path, world=source)[0]
     plain = {p: torch.full_like(x, 9) for p, x in want.items()}
@@ -105,9 +103,7 @@ def _dtensors_restored(place: pathlib.Path, world: int) -> Any:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "source", [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("source", [1, 2, 3])
 def test_dtensors_saved_by_torch_are_restored_on_any_mesh(tmp_path: pathlib.Path, source: int) -> None:
     _dtensors_saved(tmp_path, world=source)
     for target in (1, 2, 3):
@@ -167,7 +163,7 @@ def _layers_restored(place: pathlib.Path, world: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("source", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("source", [2, 4])
 def test_heads_stages_disk_and_stacks_there_and_back(tmp_path: pathlib.Path, source: int) -> None:
     """Two ranks have the layers stacked, along stages; all others in a list, and four have them cut along tp."""
     _layers_saved(tmp_path, world=source)

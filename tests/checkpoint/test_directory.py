@@ -50,9 +50,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[pathlib.
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "nth", [1, pytest.param(2, marks=pytest.mark.nightly), pytest.param(3, marks=pytest.mark.nightly), 4]
-)
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
 def test_a_kill_while_one_checkpoint_gives_way_to_another_keeps_one(
     killed: dict[int, tuple[pathlib.Path, int]], nth: int
 ) -> None:

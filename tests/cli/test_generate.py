@@ -168,7 +168,7 @@ def test_an_adapter_of_peft(given: pathlib.Path, tmp_path: pathlib.Path, capsys:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("codes", [pytest.param("int8", marks=pytest.mark.nightly), "int4"])
+@pytest.mark.parametrize("codes", ["int8", "int4"])
 def test_weights_in_codes(given: pathlib.Path, codes: Any, capsys: pytest.CaptureFixture[str]) -> None:
     config, deferred = interop.gpt_from_hf(given, exact=True)
     made = inference.decoder(config, codes=codes)

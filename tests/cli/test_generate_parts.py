@@ -54,7 +54,7 @@ def test_a_rank_of_two_reads_about_half(world: int, tmp_path: pathlib.Path) -> N
 
 
 @pytest.mark.nightly
-@distributed(world=[1, pytest.param(2, marks=pytest.mark.nightly)])
+@distributed(world=[1, 2])
 def test_codes_are_fitted_from_one_load(world: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads, text = list[Any](), tmp_path / "text"
     module = _generate_model._module

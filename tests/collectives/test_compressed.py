@@ -146,10 +146,10 @@ def test_sizes() -> None:
 @pytest.mark.nightly
 @distributed(
     world=[
-        pytest.param(1, marks=pytest.mark.nightly),
+        1,
         2,
-        pytest.param(3, marks=pytest.mark.nightly),
-        pytest.param(4, marks=pytest.mark.nightly),
+        3,
+        4,
     ]
 )
 def test_equals_the_formula_of_all_ranks(world: int) -> None:
@@ -187,7 +187,7 @@ def check_conservation(x: Tensor, before: Any, out: Tensor, after: Any) -> None:
 
 
 @pytest.mark.nightly
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3])
+@distributed(world=[1, 2, 3])
 def test_leaves_buckets_donation_dtypes_and_codes_change_no_bits(world: int) -> None:
     with on(world):
         compressor = c.error_feedback(c.sign())
@@ -225,7 +225,7 @@ def test_leaves_buckets_donation_dtypes_and_codes_change_no_bits(world: int) -> 
 
 
 @pytest.mark.nightly
-@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
+@distributed(world=[2, 3])
 def test_every_compressor_equals_its_formula_and_bounds_its_error(world: int) -> None:
     with on(world):
         for plain in COMPRESSORS:
@@ -416,7 +416,7 @@ def test_two_axes_are_exact_inside_and_compressed_between() -> None:
 
 
 @pytest.mark.nightly
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3])
+@distributed(world=[1, 2, 3])
 def test_compressed_psum_scatter(world: int) -> None:
     with on(world):
         shapes = [(7,), (5, 3), (1, 4), (2, 0), (8, 16)]
@@ -482,7 +482,7 @@ def test_psum_scatter_over_two_links() -> None:
 
 
 @pytest.mark.nightly
-@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
+@distributed(world=[2, 3])
 def test_quantized_all_gather(world: int) -> None:
     with on(world):
         cases: list[tuple[torch.dtype, Literal[8, 4]]] = [(torch.float32, 8), (torch.bfloat16, 8), (torch.float16, 4)]

@@ -360,7 +360,7 @@ def test_a_function_captured_before_a_step_fails_goes_on_after_it(backend: str) 
 
 @pytest.mark.nightly
 @distributed(world=2)
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_losses_that_torch_compiles_run_uncompiled_along_an_axis_of_the_model(backend: str) -> None:
     with sf.make_mesh({"tp": 2}, device="cpu") as mesh, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the tests' checks of shapes have functions that dynamo does not know

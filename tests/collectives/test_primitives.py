@@ -282,7 +282,7 @@ def test_pmean_and_trees() -> None:
 
 
 @pytest.mark.nightly
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@distributed(world=[2, 3])
 def test_a_nan_of_one_rank_is_the_maximum_of_all(world: int) -> None:
     """By torch's own group and through memory, eagerly and captured; NaN of either sign, infinities and zeros."""
     me = torch.distributed.get_rank()

@@ -74,7 +74,7 @@ def test_meshes_that_are_dropped_leave_nothing(num: int) -> None:
 
 @pytest.mark.nightly
 @distributed(world=2, timeout=240)
-@pytest.mark.parametrize("num", [3, pytest.param(20, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num", [3, 20])
 def test_failures_that_are_recovered_from_leave_nothing(num: int) -> None:
     failing, before, after = [False], [], []
 

@@ -118,9 +118,7 @@ def on_4() -> list[list[Tensor]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "world", [pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_any_number_of_ranks_gives_the_same_bits(world: int) -> None:
     (want,) = on_1()
     for rank, found in enumerate({2: on_2, 3: on_3, 4: on_4}[world]()):

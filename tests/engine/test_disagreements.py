@@ -120,7 +120,7 @@ def _pairs(pairs: Sequence[tuple[str, str]], channel: str, where: pathlib.Path, 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("channel", ["memory", pytest.param("gloo", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("channel", ["memory", "gloo"])
 def test_after_calls_that_differ_the_next_step_runs(channel: str, tmp_path: pathlib.Path) -> None:
     _pairs(BY_DAY[:2], channel, tmp_path)
 

@@ -84,10 +84,8 @@ def plain_step(loss: Any, tx: Any) -> Any:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "name", ["adamw", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("sgd", "lion", "lamb"))]
-)
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "lamb"])
+@distributed(world=[1, 2, 4])
 def test_vmap_over_learning_rates_trains_a_population(world: int, name: str) -> None:
     mesh = sf.make_mesh({"dp": world})
     loss, params, batch = problem("smooth" if name == "lamb" else "odd")  # LAMB has its norms in float32
@@ -195,7 +193,7 @@ def cosine(like: Any, whole: Any) -> Any:
 
 
 @pytest.mark.nightly
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)])
+@distributed(world=[1, 2, 4])
 def test_per_example_gradients(world: int) -> None:
     mesh, batch = sf.make_mesh({"dp": world}), odd_batch(0)
     one = lambda p, x, y: odd_loss(p, {"x": x[None], "y": y[None]})  # noqa: E731
@@ -216,8 +214,8 @@ def test_per_example_gradients(world: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["smooth", pytest.param("odd", marks=pytest.mark.nightly)])
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["smooth", "odd"])
+@distributed(world=[1, 2, 4])
 def test_hessian_vector_products_both_ways_and_jvp(world: int, name: str) -> None:
     mesh, (loss, whole, batch_of) = sf.make_mesh({"dp": world}), problem(name)
     batch, direction = batch_of(0), tree_map(torch.cos, whole)
@@ -316,7 +314,7 @@ def test_hypergradients_of_other_optimizers(world: int) -> None:
 
 
 @pytest.mark.nightly
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@distributed(world=[2, 3])
 def test_a_population_sends_the_same_messages_each_k_times_as_large(world: int) -> None:
     mesh, own = sf.make_mesh({"dp": world}), rows(odd_batch(0), sf.make_mesh({"dp": world}))
     for stage in STAGES:

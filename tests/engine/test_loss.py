@@ -149,7 +149,7 @@ def _on_first_rows(params: dict[str, Tensor], x: Tensor) -> Tensor:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("zero", [None, sf.Zero(stage=3, persist_elements=0)])
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
+@distributed(world=[1, 2])
 def test_a_loss_without_a_gradient_is_refused_on_all_ranks(world: int, zero: sf.Zero | None) -> None:
     mesh = sf.make_mesh({"dp": world})
     jitted: Callable[..., Any] = lambda f: sf.jit(f, backend="graph")  # noqa: E731

@@ -55,13 +55,13 @@ def _counted() -> Iterator[list[int]]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param("adamw, disk", marks=pytest.mark.nightly),
+        "adamw, disk",
         "adamw, host",
-        pytest.param("delayed, disk", marks=pytest.mark.nightly),
-        pytest.param("delayed, host", marks=pytest.mark.nightly),
+        "delayed, disk",
+        "delayed, host",
     ],
 )
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
+@distributed(world=[1, 2])
 def test_an_update_beside_the_backward_has_the_bits_of_one_after_it(world: int, case: str) -> None:
     mesh = sf.make_mesh({"dp": world})
     policy = sf.Policy.bf16(reduce=torch.bfloat16)

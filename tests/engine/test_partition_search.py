@@ -80,7 +80,7 @@ def cheapest(search: Search, scope: Scope, start: Any, ends: Any) -> float:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("num", [2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num", [2, 3])
 def test_small_programs_get_the_cheapest_plan(num: int) -> None:
     better = 0
     for seed in range(12):

@@ -28,7 +28,7 @@ def cheapest(found, limit):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("num", [2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num", [2, 3])
 def test_small_programs_get_the_cheapest_forms(num):
     cut = 0
     for seed in range(6):

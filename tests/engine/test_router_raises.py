@@ -85,7 +85,7 @@ def _whole(state: sf.TrainState) -> list[Tensor]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_all_ranks_raise_and_the_state_goes_on(mode: str, stage: int) -> None:
     _raised(mode, stage)
 
@@ -138,7 +138,7 @@ def _capped(p: dict, x: Tensor) -> Tensor:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_an_overflow_has_one_text_on_all_ranks_and_the_state_goes_on(mode: str, stage: int) -> None:
     _overflowed(mode, stage)
 

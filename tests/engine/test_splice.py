@@ -34,7 +34,7 @@ def loss(p: dict, x: Tensor) -> Tensor:
 
 
 @pytest.mark.nightly
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
+@distributed(world=[1, 2])
 def test_leaves_that_are_not_stacked_are_not_taken_to_be_written_to(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     tx, want = optim.adam(1e-2), one_device(loss, optim.adam(1e-2), start(), [rows()] * 2)

@@ -146,7 +146,7 @@ def test_a_state_of_another_optimizer_and_steps_that_differ_later_are_found_too(
 
 @pytest.mark.nightly
 @distributed(world=2)
-@pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_ranks_without_a_dp_axis_train_together(mode: str) -> None:
     rank = dist.get_rank()
     loss = sf.jit(_loss, backend="graph") if mode == "graph" else _loss

@@ -74,7 +74,7 @@ class _FailingBackward(torch.autograd.Function):
 
 
 @pytest.mark.nightly
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@distributed(world=[2, 3])
 def test_a_rank_that_raises_is_named_by_the_others_at_once(world: int) -> None:
     # At once: a rank that waits in vain waits for 30 minutes, the limit of a mesh, and this test has three.
     rank = torch.distributed.get_rank()
@@ -124,7 +124,7 @@ def _die_in_mid_step(stage: int, out: pathlib.Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_that_dies_is_named(stage: int, tmp_path: pathlib.Path) -> None:
     with pytest.raises(sf.RankError, match="rank 1"):
         _die_in_mid_step(stage, tmp_path)
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_is_named(stage: int, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.nightly
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@distributed(world=[2, 3])
 def test_branches_that_only_some_ranks_take_neither_hang_nor_err(world: int) -> None:
     """Facts of the matter: rank-dependent leaves, a branch by call counter, a different number of calls."""
     rank = torch.distributed.get_rank()

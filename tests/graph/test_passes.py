@@ -509,9 +509,7 @@ def test_all_passes_in_any_order_keep_all_bits(seed: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "budget", [None, pytest.param(0, marks=pytest.mark.nightly), pytest.param(2000, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("budget", [None, 0, 2000])
 def test_the_schedule_keeps_all_bits(budget: int | None) -> None:
     for seed in range(6):
         options = {"budget": budget, "prefetch": 300, "bucket": 250, "reductions": 300, "donate": False}

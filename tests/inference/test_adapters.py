@@ -59,7 +59,7 @@ def check_merged(kind: str, name: str, prompt: list[int], got: Completion) -> No
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_models_of_transformers(kind: str) -> None:
     one, names = engine(kind), ["a", None, "b", "a", None]
     together = one.generate(PROMPTS, GREEDY, adapter=names)
@@ -102,7 +102,7 @@ def logits_alone(kind: str, name: str | None, tokens: list[int]) -> Tensor:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("drafter", ["suffix", pytest.param("model", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("drafter", ["suffix", "model"])
 def test_drafts_change_no_token_of_an_adapter(drafter: str) -> None:
     """A draft model knows no adapter, so that fewer of its drafts are right, and no other token is drawn."""
     made, params, adapters = served("llama")

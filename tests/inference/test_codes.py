@@ -131,8 +131,8 @@ def test_two_ranks_have_the_bits_of_one(codes: kernels.Codes) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("codes", ["int4", pytest.param("int8", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("codes", ["int4", "int8"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_unmodified_models(kind: str, codes: kernels.Codes) -> None:
     pytest.importorskip("transformers")
     from tests.inference.hf_models import MODELS

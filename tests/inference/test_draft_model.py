@@ -32,7 +32,7 @@ def own(engine: Engine) -> DraftModel:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("how", [pytest.param(GREEDY, marks=pytest.mark.nightly), HOT])
+@pytest.mark.parametrize("how", [GREEDY, HOT])
 def test_the_same_model_is_always_right(how: Sampling) -> None:
     """Also where tokens are sampled, as both use one uniform number, and with penalties."""
     guessing = engine(draft_model(0))

@@ -32,7 +32,7 @@ def logits(config: gpt.Config, params: Any) -> Tensor:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stacked", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("codes", ["int4", {r"\.w_(up|down)$": "int4", "blocks": "int8"}])
 def test_the_engine_rounds_to_the_fitted_values(codes: Any, stacked: bool) -> None:
     config, params = model(stacked=stacked)
@@ -92,7 +92,7 @@ def test_a_step_and_its_engine_have_the_fitted_codes() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", [pytest.param("gpt2", marks=pytest.mark.nightly), "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_unmodified_models(kind: str) -> None:
     pytest.importorskip("transformers")
     from tests.inference.hf_models import MODELS

@@ -126,7 +126,7 @@ def tell(kind: str, number: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_stories(kind: str) -> None:
     tell(kind, 8)
 

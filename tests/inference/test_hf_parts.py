@@ -75,7 +75,7 @@ def compared_bytes(params: Mapping[str, Tensor]) -> int:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@distributed(world=[2, 3])
 def test_a_rank_reads_its_own_parts(world: int, kind: str, tmp_path: pathlib.Path) -> None:
     model, mesh = model_of(kind, world), core.make_mesh({"tp": world})
     folder = saved(model, tmp_path)
@@ -142,7 +142,7 @@ def test_files_that_differ_between_ranks_are_named(tmp_path: pathlib.Path) -> No
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("codes", [None, pytest.param("int4", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("codes", [None, "int4"])
 def test_one_device_generates_the_same_tokens(codes: Any, tmp_path: pathlib.Path) -> None:
     model = MODELS["gemma2"]()
     folder = saved(model, tmp_path)

@@ -55,7 +55,7 @@ def logits_of(decoder: Decoder, params: Any, mesh: Mesh, tokens: list[int]) -> T
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
-@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
+@distributed(world=[2, 3])
 def test_tokens_and_logits_are_those_of_one_device(world: int, kind: str) -> None:
     compare(world, kind)
 
@@ -182,9 +182,9 @@ def test_16_bit_weights_on_ranks() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("codes", [pytest.param("int8", marks=pytest.mark.nightly), "int4"])
-@pytest.mark.parametrize("kind", ["llama", *(pytest.param(k, marks=pytest.mark.nightly) for k in ("gpt2", "gemma3"))])
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("codes", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3"])
+@distributed(world=[2, 3])
 def test_ranks_have_the_bits_of_one_device_in_codes(world: int, kind: str, codes: Any) -> None:
     model, mesh = model_of(kind, world), core.make_mesh({"tp": world})
     (one, params), (cut, _) = hf_decoder(model, codes=codes), hf_decoder(model, tp="tp", codes=codes)

@@ -32,7 +32,7 @@ def tell(world: int, kind: str, number: int, part: slice = slice(None), **more: 
 
 
 @pytest.mark.nightly
-@distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
+@distributed(world=[2, 4])
 def test_stories(world: int) -> None:
     tell(world, "gpt2", 6)
 

@@ -49,14 +49,14 @@ def reference(codes: Any = None, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(LLAMA, marks=pytest.mark.nightly),
+        LLAMA,
         pytest.param({"tie_embeddings": True, "stacked": True}, marks=pytest.mark.nightly),
         LLAMA | {"codes": "int4"},
         pytest.param({"exact": False}, marks=pytest.mark.nightly),
     ],
     ids=["llama", "stacked", "int4", "not-exact"],
 )
-@pytest.mark.parametrize("kind", ["disk", pytest.param("host", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["disk", "host"])
 def test_bits_are_those_of_resident_weights(
     changes: dict[str, Any], kind: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +155,7 @@ def test_a_model_of_transformers(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.nightly
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@distributed(world=[2, 3])
 def test_ranks_read_their_own_weights(world: int, tmp_path: pathlib.Path) -> None:
     config = gpt.Config(
         **{**SIZES, **LLAMA, "num_heads": 6, "num_kv_heads": 6, "d_ff": 192, "chunks": 6 if world == 3 else 8}

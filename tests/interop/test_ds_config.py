@@ -247,13 +247,13 @@ def test_rates_by_hand(kind: str, params: dict[str, Any], want: list[float]) -> 
     "kind",
     [
         "Adam",
-        pytest.param("AdamW", marks=pytest.mark.nightly),
-        pytest.param("Lamb", marks=pytest.mark.nightly),
+        "AdamW",
+        "Lamb",
         "Lion",
-        pytest.param("SGD", marks=pytest.mark.nightly),
-        pytest.param("OneBitAdam", marks=pytest.mark.nightly),
+        "SGD",
+        "OneBitAdam",
         "OneBitLamb",
-        pytest.param("ZeroOneAdam", marks=pytest.mark.nightly),
+        "ZeroOneAdam",
     ],
 )
 @distributed(world=2)

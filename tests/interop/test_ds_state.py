@@ -70,9 +70,7 @@ def _restored(world: int, stage: int, memory: str) -> None:
         (3, "host"),
     ],
 )
-@pytest.mark.parametrize(
-    "world", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3]
-)
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_state_of_any_mesh_has_all_of_it(world: int, stage: int, memory: str) -> None:
     _restored(world=world, stage=stage, memory=memory)
 

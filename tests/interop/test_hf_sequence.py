@@ -126,8 +126,8 @@ def parity(name: str, body: Any, T: int, mesh: sf.Mesh, *, stage: int, packed: b
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("body", ["ulysses", pytest.param("ring", marks=pytest.mark.nightly)])
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("body", ["ulysses", "ring"])
+@distributed(world=[2, 3])
 def test_llama_along_a_sequence(body: str, world: int) -> None:
     """Stages 0 and 3; packed documents; 7 tokens, which no mesh divides; and a key head that all ranks share."""
     mesh = sf.make_mesh({"sp": world})

@@ -161,7 +161,7 @@ def triton_is_the_formula(monkeypatch: pytest.MonkeyPatch, seeds: range, dtype: 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float16, *(pytest.param(x, marks=pytest.mark.nightly) for x in (torch.float32, torch.bfloat16))],
+    [torch.float16, torch.float32, torch.bfloat16],
     ids=str,
 )
 def test_triton_is_the_formula(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

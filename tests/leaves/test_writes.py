@@ -174,7 +174,7 @@ IN_PLACE = [lambda w: w.mul_(2), _augmented, lambda w: w.__setitem__(0, 1.0), la
 
 
 @pytest.mark.nightly
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
+@distributed(world=[1, 2])
 def test_writes_in_place_are_one_error_at_all_stages(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     for stage in (0, 3):

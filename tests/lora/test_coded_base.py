@@ -103,9 +103,9 @@ def test_it_has_the_bits_of_the_decoded_base(how: str, codes: Any) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("codes", CODES)
-@pytest.mark.parametrize("stage", [1, 3, *(pytest.param(n, marks=NIGHTLY) for n in (0, 2))])
-@pytest.mark.parametrize("capture", [False, pytest.param(True, marks=NIGHTLY)])
-@distributed(world=[2, pytest.param(3, marks=NIGHTLY)])
+@pytest.mark.parametrize("stage", [1, 3, 0, 2])
+@pytest.mark.parametrize("capture", [False, True])
+@distributed(world=[2, 3])
 def test_sharded_it_equals_one_device(world: int, capture: bool, stage: int, codes: Any) -> None:
     mesh, params = sf.make_mesh({"dp": world}, device="cpu"), params_of(codes)
     for specs in (P(), STACKED):
@@ -158,7 +158,7 @@ def in_stages(codes: Any) -> tuple[LoRA, Any, Any, Any]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("codes", CODES)
-@distributed(world=[2, pytest.param(3, marks=NIGHTLY)])
+@distributed(world=[2, 3])
 def test_in_the_stages_of_a_pipeline(world: int, codes: Any, tmp_path: pathlib.Path) -> None:
     lora, tree, piped, plain = in_stages(codes)
     mesh, specs = sf.make_mesh({"pp": world}, device="cpu"), {"blocks": lora.specs, "head": P()}

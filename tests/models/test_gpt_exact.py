@@ -182,7 +182,7 @@ def test_four_ranks_have_the_bits_of_one(name: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=NIGHTLY)])
+@pytest.mark.parametrize("jit", [False, True])
 @distributed(world=2)
 def test_a_step_of_two_ranks_has_the_forward_of_one(jit: bool) -> None:
     torch.set_num_threads(1)

@@ -124,8 +124,8 @@ def test_three_ranks_and_float32() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["eager", "jit"])
-@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @distributed(world=4)
 def test_more_ranks_than_heads_tokens_and_classes(sequence: bool, jit: bool) -> None:
     """3 heads, 3 tokens and 5 classes over 4 ranks: the last rank has no head, token or class."""
@@ -174,8 +174,8 @@ def _own_blocks(config: gpt.Config) -> Any:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["gpt2_tied", pytest.param("llama_gqa", marks=pytest.mark.nightly)])
-@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 4])
+@pytest.mark.parametrize("name", ["gpt2_tied", "llama_gqa"])
+@distributed(world=[2, 4])
 def test_a_block_sends_four_all_reduces_or_their_volume_in_pairs(name: str, world: int) -> None:
     torch.set_num_threads(1)
     mesh = sf.make_mesh({"tp": world})

@@ -103,7 +103,7 @@ def parity(
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("ulysses", marks=pytest.mark.nightly), pytest.param("ring", marks=pytest.mark.nightly), "zigzag"],
+    ["ulysses", "ring", "zigzag"],
 )
 @distributed(world=2)
 def test_every_style_on_two_ranks(name: str) -> None:

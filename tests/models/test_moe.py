@@ -89,7 +89,7 @@ def test_experts_lie_on_the_axis_that_cuts_features_and_tokens_elsewhere(exchang
 
 @pytest.mark.nightly
 @distributed(world=4)
-@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("jit", [False, True])
 def test_tensor_parallel_experts_on_an_axis_of_the_batch_in_microbatches(jit: bool) -> None:
     c = config("gpt", layers.Tokens("ep"))
     assert c.experts is not None
@@ -115,7 +115,7 @@ def test_tensor_parallel_experts_on_an_axis_of_the_batch_in_microbatches(jit: bo
 @pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("capacity", [None, 0.7])
-@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("jit", [False, True])
 def test_ranks_have_unequal_parts_of_a_sequence(capacity: float | None, jit: bool) -> None:
     """All seven tokens come to both ranks, also to that with three of its own."""
     alone = config("mixtral", capacity=capacity)
@@ -140,7 +140,7 @@ def test_ranks_have_unequal_parts_of_a_sequence(capacity: float | None, jit: boo
 
 @pytest.mark.nightly
 @distributed(world=2)
-@pytest.mark.parametrize("setting", [s if s == "gpt" else pytest.param(s, marks=pytest.mark.nightly) for s in SETTINGS])
+@pytest.mark.parametrize("setting", list(SETTINGS))
 def test_stacked_layers_equal_separate_ones(setting: str) -> None:
     apart, stacked = config(setting), config(setting, stacked=True)
     batch = batches()[0]
@@ -229,7 +229,7 @@ def test_biases_move_once_a_step_by_the_counts_of_all_its_tokens(num: int, jit: 
 
 
 @pytest.mark.nightly
-@distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
+@distributed(world=[2, 4])
 @pytest.mark.parametrize("remat", [False, True])
 def test_each_stage_of_a_pipeline_moves_the_biases_of_its_layers(world: int, remat: bool) -> None:
     experts = moe.Experts(

@@ -135,7 +135,7 @@ def test_all_ranks_refuse_a_mistake_and_keep_the_state(jit: bool) -> None:
 
 @pytest.mark.nightly
 @distributed(world=2)
-@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("jit", [False, True])
 def test_the_step_after_a_refused_one_is_as_if_it_had_not_been(jit: bool) -> None:
     """Each rank sends more rows than there is room for in one batch; before and behind it are others."""
     c = config(layers.Tokens("ep", rows=24))

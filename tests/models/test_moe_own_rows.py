@@ -122,7 +122,7 @@ def check(mesh: dict[str, int], how: dict[str, Any], jit: bool) -> None:
 @pytest.mark.nightly
 @distributed(world=2)
 @pytest.mark.parametrize("mesh, how", MESHES, ids=str)
-@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=NIGHT)])
+@pytest.mark.parametrize("jit", [False, True])
 def test_balance_of_own_rows_is_that_of_each_rank_apart(mesh: Any, how: Any, jit: bool) -> None:
     check(mesh, how, jit)
 

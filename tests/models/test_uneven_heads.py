@@ -29,7 +29,7 @@ CONFIGS = {
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [pytest.param("28 heads", marks=pytest.mark.nightly), "28 heads, 4 of keys"])
+@pytest.mark.parametrize("name", ["28 heads", "28 heads, 4 of keys"])
 @distributed(world=3)
 def test_three_ranks(name: str) -> None:
     parity(CONFIGS[name], sf.make_mesh({"tp": 3}), None)

@@ -31,7 +31,7 @@ def _steps(loss: Any, params: Any, tokens: Tensor, num: int = 2, **options: Any)
 
 
 @pytest.mark.nightly
-@distributed(world=[1, pytest.param(2, marks=pytest.mark.nightly)], timeout=180)
+@distributed(world=[1, 2], timeout=180)
 def test_norms_in_float32(world: int) -> None:
     module = _llama()
     seen: dict[str, set[torch.dtype]] = {"norm": set(), "q_proj": set()}

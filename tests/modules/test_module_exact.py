@@ -93,7 +93,7 @@ def test_ratios_of_wide_heads_over_ranks_begin_at_1(world: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", [pytest.param("mixtral", marks=nightly), "llama"])
+@pytest.mark.parametrize("kind", ["mixtral", "llama"])
 def test_layers_that_run_again_have_the_same_bits(kind: str) -> None:
     model = MODELS[kind](attention_dropout=0.0)
     params, apply = sf.from_module(model, exact=True)
@@ -129,7 +129,7 @@ def learn(wrap: Any, world: int, stage: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("wrap", [lambda f: f, pytest.param(sf.jit, marks=nightly)])
+@pytest.mark.parametrize("wrap", [lambda f: f, sf.jit])
 def test_ratios_of_a_step_begin_at_1(wrap: Any) -> None:
     learn(wrap, 1, 0)
 

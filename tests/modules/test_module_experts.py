@@ -226,7 +226,7 @@ def test_specs_are_those_of_the_plan_of_the_model(kind: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["mixtral", pytest.param("deepseek", marks=nightly)])
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek"])
 @pytest.mark.parametrize("wrap", [plain, captured])
 @distributed(world=2)
 def test_a_router_that_is_not_finite_is_refused_on_all_ranks(kind: str, wrap: Any) -> None:
@@ -278,7 +278,7 @@ def test_experts_that_cannot_be_routed_are_refused() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("wrap", [pytest.param(plain, marks=pytest.mark.nightly), captured])
+@pytest.mark.parametrize("wrap", [plain, captured])
 @distributed(world=2)
 def test_experts_in_bfloat16(wrap: Any) -> None:
     model = model_of("mixtral").float()
@@ -299,7 +299,7 @@ def test_experts_in_bfloat16(wrap: Any) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("wrap", [plain, pytest.param(captured, marks=nightly)])
+@pytest.mark.parametrize("wrap", [plain, captured])
 @distributed(world=4)
 def test_experts_in_the_layers_of_a_pipeline(wrap: Any) -> None:
     model, path = model_of("mixtral"), "model.layers"

@@ -390,7 +390,7 @@ def sent(impl: nn.Body, mask: nn.Mask, tokens: int, heads: int, key_heads: int) 
 
 
 @pytest.mark.nightly
-@distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
+@distributed(world=[2, 4])
 def test_bytes_are_those_of_the_formulas(world: int) -> None:
     torch.set_num_threads(1)
     mesh, P, K = sf.make_mesh({"sp": world}), world, 4

@@ -197,7 +197,7 @@ BY_DAY = ("words",)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("cut", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in NAMES]
 )

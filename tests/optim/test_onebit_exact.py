@@ -135,7 +135,7 @@ class Reference:
 
 
 @pytest.mark.nightly
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@distributed(world=[2, 3])
 def test_through_the_identity_compressor_the_rules_are_exact(world: int) -> None:
     with bind_mesh(sf.make_mesh({"dp": world})) as mesh:
         rank = mesh.axis_index("dp")

@@ -202,7 +202,7 @@ def test_norms_of_other_orders(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.nightly
-@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
+@distributed(world=[2, 3])
 def test_norms_of_other_orders_of_blocks(world: int) -> None:
     mesh, tree = make_mesh({"dp": world}), {"a": torch.randn(7, 2, generator=torch.Generator().manual_seed(0))}
     specs = {"a": P("dp"), "b": P()}

@@ -112,8 +112,8 @@ def trained(mesh: Mesh, zero: sf.Zero) -> Any:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.nightly), 3])
-@distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("stage", [0, 3])
+@distributed(world=[2, 4])
 def test_four_models_equal_one_device(world: int, stage: int) -> None:
     zero = sf.Zero(stage=stage, persist_elements=0)
     one, found = trained(sf.make_mesh(alone=True), sf.Zero()), trained(sf.make_mesh({"dp": world}), zero)
@@ -139,7 +139,7 @@ def captured(config: gpt.Config, mesh: Mesh, *, host: bool) -> tuple[Any, Any, A
 
 
 @pytest.mark.nightly
-@distributed(world=[1, pytest.param(2, marks=pytest.mark.nightly)])
+@distributed(world=[1, 2])
 def test_memory_is_that_of_the_analysis(world: int) -> None:
     config = dataclasses.replace(CONFIG, num_layers=1, d_model=128, d_ff=1024, max_len=64)
     mesh, bytes_of_one = sf.make_mesh({"dp": world}), 4 * gpt.num_params(config)

@@ -75,7 +75,7 @@ LOSSES = {
 
 
 @pytest.mark.nightly
-@distributed(world=[1, 2, pytest.param(4, marks=pytest.mark.nightly)])
+@distributed(world=[1, 2, 4])
 def test_every_cut_has_the_gradient_of_the_whole_batch(world: int) -> None:
     mesh, whole = sf.make_mesh({"dp": world}), rollouts()
     draw = torch.Generator().manual_seed(1)

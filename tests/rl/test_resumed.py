@@ -41,7 +41,7 @@ def go_on(folder: pathlib.Path, mesh: Mesh, zero: sf.Zero, first: int, last: int
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("reduction", ["canonical", pytest.param("by_rank", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("reduction", ["canonical", "by_rank"])
 @distributed(world=2)
 def test_a_run_goes_on_on_another_number_of_ranks(reduction: Any, tmp_path: pathlib.Path) -> None:
     mesh, alone = sf.make_mesh({"dp": 2}), sf.make_mesh(alone=True)

@@ -121,7 +121,7 @@ def test_experts_of_preempted_requests_are_known() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["ngram", "chain", "tree", pytest.param("shared", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["ngram", "chain", "tree", "shared"])
 def test_drafts_change_no_experts(kind: str) -> None:
     x, sizes = sampled(params()), limits_of(MODEL, running=6, block=4, buckets=(48,), drafts=24)
     rows = zip(x.ids, x.prompts + x.lengths, strict=True)

@@ -74,7 +74,7 @@ def of_one_device() -> list[rl.Rollout]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("stage", STAGES)
-@distributed(world=[1, 2, pytest.param(4, marks=pytest.mark.nightly)])
+@distributed(world=[1, 2, 4])
 def test_first_ratios_are_one_on_any_ranks(world: int, stage: int) -> None:
     mesh, params = sf.make_mesh({"dp": world}), gpt.init(CONFIG, sf.key(0))
     how: dict[str, Any] = {"mesh": mesh, "zero": sf.Zero(stage=stage, persist_elements=0), "has_aux": True}
@@ -111,7 +111,7 @@ def test_first_ratios_are_one_under_transforms(how: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("jit", [False, True])
 def test_first_ratios_are_one_of_logits_at_answers_only(jit: bool) -> None:
     params, one = gpt.init(CONFIG, sf.key(0)), functools.partial(loss_at_answers, CONFIG)
     step = sf.sharded_step(sf.jit(one) if jit else one, sf.optim.sgd(0.5), has_aux=True)

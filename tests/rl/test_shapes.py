@@ -67,7 +67,7 @@ def test_a_length_beyond_the_tokens_is_refused(name: str, wrong: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["grpo", "gae", pytest.param("ppo_value", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["grpo", "gae", "ppo_value"])
 def test_a_captured_step_refuses_a_length_beyond_the_tokens(name: str) -> None:
     def loss(w: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         found = TOO_LONG[name](lengths)

@@ -34,7 +34,7 @@ def _weighted(params: dict[str, Tensor], batch: dict[str, Tensor]) -> sf.Weighte
 
 
 @pytest.mark.nightly
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly), 3])
+@distributed(world=[1, 2, 3])
 def test_a_weighted_mean_over_uneven_microbatches_equals_one_device(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     batches = [_batch(8, 1), _batch(7, 2), _batch(world, 3)]  # 7 rows that no number divides; 1 row a rank in 3 parts
@@ -94,7 +94,7 @@ def _image_loss(params: dict[str, Tensor], batch: dict[str, Tensor]) -> sf.Weigh
 
 
 @pytest.mark.nightly
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
+@distributed(world=[1, 2])
 def test_a_batch_with_its_own_cuts_is_never_cut_inside_an_image(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     sizes = [[3, 1, 4, 2], [5, 2, 1, 1, 6]]

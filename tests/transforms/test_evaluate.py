@@ -41,7 +41,7 @@ def _batches(cuts: list[tuple[int, int]]) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.nightly
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)])
+@distributed(world=[1, 2, 3])
 def test_means_are_those_of_one_device(world: int) -> None:
     mesh = sf.make_mesh({"dp": -1}, device="cpu")
     whole = {"x": ROWS, "weight": WEIGHTS}

@@ -116,7 +116,7 @@ def optimizer_of() -> Any:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=NIGHT), pytest.param(2, marks=NIGHT), 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @distributed(world=4)
 def test_every_leaf_and_state_has_the_bytes_of_its_specs(stage: int) -> None:
     """The axis of experts is one of the batch: ZeRO cuts dense leaves over both, and experts over the other."""
@@ -139,7 +139,7 @@ PLACES = [("host", "host", "host"), ("disk", "device", "disk"), ("device", "host
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=NIGHT), pytest.param(2, marks=NIGHT), 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @distributed(world=2)
 def test_experts_on_the_host_and_on_disk_have_the_bits_of_the_device(stage: int, tmp_path: pathlib.Path) -> None:
     with sf.make_mesh({"dp": 1, "ep": 2}, device="cpu") as mesh:
@@ -174,7 +174,7 @@ def travelling(mesh: sf.Mesh, jit: bool = False, **travel: Any) -> dict[str, Any
 
 @pytest.mark.nightly
 @distributed(world=4, timeout=300)
-@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=NIGHT)])
+@pytest.mark.parametrize("jit", [False, True])
 def test_secondary_pieces_beside_experts_change_no_bit_and_captured_codes_neither(jit: bool) -> None:
     batches = [batch_of(n, 16) for n in range(2)]
 
@@ -244,7 +244,7 @@ def test_experts_alone_lie_on_the_host(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.nightly
 @distributed(world=2, timeout=300)
-@pytest.mark.parametrize("num", [8, pytest.param(100, marks=NIGHT)])
+@pytest.mark.parametrize("num", [8, 100])
 def test_one_capture_serves_all_routings(num: int) -> None:
     """Tokens of one kind choose the same experts: each batch has other kinds, some have one alone."""
     with sf.make_mesh({"dp": 1, "ep": 2}, device="cpu") as mesh:

@@ -61,7 +61,7 @@ def _set_aside(mesh: sf.Mesh) -> int:
 
 
 @pytest.mark.nightly
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
+@distributed(world=[1, 2])
 def test_offload_keeps_two_bytes_a_parameter_on_the_device_and_moves_four(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     for chunk in (1 << 20, 64 << 20):

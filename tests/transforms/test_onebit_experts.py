@@ -56,9 +56,7 @@ def _trained(mesh: sf.Mesh, tx: Any, stage: int, mode: Any = lambda f: f) -> lis
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "rule", [r if r == "onebit_adam" else pytest.param(r, marks=pytest.mark.nightly) for r in RULES]
-)
+@pytest.mark.parametrize("rule", list(RULES))
 def test_without_compression_it_has_the_steps_of_one_device(rule: str) -> None:
     alone: list[Any] = _on_one(rule)[0]
     for sizes in ({"dp": 2, "ep": 1}, {"dp": 2, "ep": 2}):

@@ -55,10 +55,8 @@ def test_every_stage(world: int, accumulate: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("grads", ["host", "disk"])
-@pytest.mark.parametrize(
-    "kept", ["host", pytest.param("disk", marks=pytest.mark.nightly)]
-)  # on disk the step updates beside the backward, and halves cannot
-@distributed(world=[1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kept", ["host", "disk"])  # on disk the step updates beside the backward, and halves cannot
+@distributed(world=[1, 2])
 def test_gradients_that_wait_elsewhere(world: int, grads: str, kept: str) -> None:
     for stage in (1, 2, 3):
         _opened(sf.accumulate(odd_loss, 2), world, stage, grads=grads, kept=kept)
@@ -102,9 +100,9 @@ def _masked(n: int) -> dict:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "grads",
-    [pytest.param("device", marks=pytest.mark.nightly), "host", pytest.param("disk", marks=pytest.mark.nightly)],
+    ["device", "host", "disk"],
 )
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 3])
+@distributed(world=[1, 3])
 def test_a_weighted_mean(world: int, grads: str) -> None:
     params = {"w": torch.randn(5, generator=torch.Generator().manual_seed(6))}
     batches = [_masked(n) for n in range(STEPS)]
@@ -117,8 +115,8 @@ def test_a_weighted_mean(world: int, grads: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("overflows", [pytest.param(False, marks=pytest.mark.nightly), True])
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
+@pytest.mark.parametrize("overflows", [False, True])
+@distributed(world=[1, 2])
 def test_a_loss_scale(world: int, overflows: bool) -> None:
     scale = sf.optim.dynamic_loss_scale(2.0**127 if overflows else 2.0**10)
     loss = sf.mixed_precision(odd_loss, sf.Policy.bf16(), loss_scale=scale)
@@ -147,7 +145,7 @@ def _counts(params: dict, model_state: dict, batch: dict) -> tuple[Tensor, dict,
 
 
 @pytest.mark.nightly
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
+@distributed(world=[1, 2])
 def test_a_model_state_and_aux(world: int) -> None:
     given: dict[str, Any] = {
         "params": {"w": torch.ones(5)},
@@ -172,7 +170,7 @@ def test_a_key(world: int) -> None:
 
 
 @pytest.mark.nightly
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2])
+@distributed(world=[1, 2])
 def test_canonical_sums(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     zero = sf.Zero(stage=3, persist_elements=2, reduction="canonical", reduction_chunks=4)
@@ -272,7 +270,7 @@ def _stacked_loss(params: dict, batch: dict) -> Tensor:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "grads",
-    ["device", pytest.param("host", marks=pytest.mark.nightly), pytest.param("disk", marks=pytest.mark.nightly)],
+    ["device", "host", "disk"],
 )
 @distributed(world=[2])
 def test_stacked_leaves(world: int, grads: str) -> None:
@@ -286,7 +284,7 @@ def test_stacked_leaves(world: int, grads: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("grads", [pytest.param("host", marks=pytest.mark.nightly), "disk"])
+@pytest.mark.parametrize("grads", ["host", "disk"])
 def test_changed_gradients_of_leaves_elsewhere(grads: str) -> None:
     """Twice the gradient is the gradient of twice the loss, eager and jitted."""
     found = []

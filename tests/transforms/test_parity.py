@@ -84,7 +84,7 @@ def _compare_stages(world: int, name: str) -> None:
 
 
 @pytest.mark.nightly
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@distributed(world=[2, 3])
 def test_remat_is_bit_identical(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     for stage in range(4):
@@ -176,7 +176,7 @@ def _weighted_loss(params: dict, batch: dict) -> sf.WeightedMean:
 
 
 @pytest.mark.nightly
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 3])
+@distributed(world=[1, 3])
 def test_weighted_mean_is_the_global_mean_for_uneven_ranks(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     g = torch.Generator().manual_seed(5)
@@ -198,7 +198,7 @@ def _noisy_loss(params: dict, batch: dict, key: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.nightly
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)])
+@distributed(world=[1, 2, 4])
 def test_dropout_draws_the_same_bits_under_any_sharding(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     params = {"w": torch.randn(5, generator=torch.Generator().manual_seed(6))}

@@ -108,7 +108,7 @@ def test_two_ranks_equal_one(name, specs):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [x if x == "odd_gqa" else pytest.param(x, marks=pytest.mark.nightly) for x in CONFIGS])
+@pytest.mark.parametrize("name", list(CONFIGS))
 def test_three_ranks_equal_one(name):
     three_ranks(name, vocabulary, False)
 

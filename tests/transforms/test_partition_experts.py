@@ -73,9 +73,9 @@ def rows() -> list[Tensor]:
 
 
 @pytest.mark.nightly
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@distributed(world=[2, 3])
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("num", [pytest.param(4, marks=pytest.mark.nightly), 5])
+@pytest.mark.parametrize("num", [4, 5])
 @pytest.mark.parametrize("experts", EXPERTS)
 def test_experts_are_parallel_by_their_spec(world: int, experts: str, num: int, jit: bool) -> None:
     loss = functools.partial(layer, experts)

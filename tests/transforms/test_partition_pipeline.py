@@ -109,7 +109,7 @@ def four_ranks(name, **how):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("parted", [around, pytest.param(inside, marks=NIGHTLY)])
+@pytest.mark.parametrize("parted", [around, inside])
 def test_stages_for_one_device_are_cut_by_specs(parted):
     four_ranks("tied", parted=parted)
 

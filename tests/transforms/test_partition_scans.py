@@ -56,7 +56,7 @@ def plain(jitted):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("jitted", [False, True])
 def test_one_layer_is_planned_with_megatrons_collectives(jitted):
     sent = plain(jitted)[0]
     assert [x for x in sent if x[1] > 1] == [(name, LAYERS) for name in ("pvary", "psum") * 2]
@@ -180,7 +180,7 @@ def small_losses(world):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world", [2, 3])
 def test_small_losses_equal_one_device(world):
     small_losses(world=world)
 

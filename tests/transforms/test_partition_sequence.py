@@ -77,7 +77,7 @@ def large(sent):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_sums_become_scatters_and_gathers_of_the_same_volume(name):
     cut, whole = two_ranks(name)[0]
     names, volume = large(cut)

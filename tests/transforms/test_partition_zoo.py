@@ -94,7 +94,7 @@ MEGATRON = ["pvary", "psum"] * 4  # two layers of two pairs; the transpose of ea
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["Qwen2", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("Llama", "Mistral"))])
+@pytest.mark.parametrize("name", ["Qwen2", "Llama", "Mistral"])
 def test_a_decoder_has_megatrons_collectives_and_equals_one_device(name):
     assert two_ranks(name)[0][0] == MEGATRON
 
@@ -148,7 +148,7 @@ def experts_on_two_ranks(kind, num, whole=None):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("num", [4, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num", [4, 3])
 def test_experts_that_are_cut_add_up_over_ranks(num):
     sent = experts_on_two_ranks("Mixtral", num)[0]
     # The transposes of tokens and of their weights, and one sum.
@@ -156,7 +156,7 @@ def test_experts_that_are_cut_add_up_over_ranks(num):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("num", [4, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num", [4, 3])
 def test_experts_of_gpt_oss_look_up_their_biases(num):
     # Besides, the transposes of two biases, which all ranks hold.
     assert experts_on_two_ranks("GptOss", num, whole="bias")[0] == ["pvary"] * 4 + ["psum"]

@@ -106,7 +106,7 @@ def test_stages_equal_one_device(world: int, schedule: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=NIGHTLY) for n in (0, 1, 2)), 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @distributed(world=4)
 def test_with_every_stage_of_zero(stage: int) -> None:
     mesh = sf.make_mesh({"pp": 2, "dp": 2}, device="cpu")
@@ -405,8 +405,8 @@ def test_down_the_ranks_and_up_again() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["zb-h1", *(pytest.param(x, marks=NIGHTLY) for x in ("zb-v", "dualpipe-v"))])
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe-v"])
+@distributed(world=[2, 3])
 def test_split_backwards(world: int, name: str) -> None:
     """B gives gradients of activations, W those of weights."""
     mesh, chunks = sf.make_mesh({"pp": world}, device="cpu"), 1 if name == "zb-h1" else 2

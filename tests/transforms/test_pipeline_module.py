@@ -125,7 +125,7 @@ NAMES = [name if name in DAILY else pytest.param(name, marks=pytest.mark.nightly
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
-@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
+@distributed(world=[2, 3])
 def test_stages_equal_one_device(world: int, name: str) -> None:
     mesh = sf.make_mesh({"pp": world}, device="cpu")
     if name not in IN_FLOAT32:
@@ -158,8 +158,8 @@ def _with_adapters(params: dict[str, Any], path: str) -> tuple[LoRA, dict[str, A
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.nightly)])
-@distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("stage", [0, 3])
+@distributed(world=[2, 4])
 def test_adapters_lie_with_their_layers(world: int, stage: int) -> None:
     params, (loss, apply), plain, path = _made("llama", 4, False, torch.float64)
     lora, tree = _with_adapters(params, path)

@@ -59,7 +59,7 @@ def test_a_gather_that_is_slow_shows_at_its_leaf(world: int) -> None:
 
 
 @pytest.mark.nightly
-@distributed(world=[pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(3, marks=pytest.mark.nightly)])
+@distributed(world=[1, 2, 3])
 def test_seconds_and_bytes_add_up_to_the_step(world: int) -> None:
     for stage in (0, 1, 3):
         step, state = _step(stage)

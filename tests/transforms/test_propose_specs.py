@@ -196,9 +196,9 @@ def test_by_default_a_rank_holds_an_even_share_and_a_quarter_more_of_all_ranks_a
     "multiple",
     [
         1.25,
-        pytest.param(1.5, marks=pytest.mark.nightly),
-        pytest.param(1.75, marks=pytest.mark.nightly),
-        pytest.param(2.0, marks=pytest.mark.nightly),
+        1.5,
+        1.75,
+        2.0,
     ],
 )
 def test_a_model_that_fits_if_the_first_axis_cuts_more_is_not_refused(multiple):

@@ -68,7 +68,7 @@ def _assert_same(state: Any, module: nn.Module) -> None:
 
 
 @pytest.mark.nightly
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@distributed(world=[2, 3])
 def test_a_step_equals_torch_with_frozen_parameters(world: int) -> None:
     module, mesh = _module(), sf.make_mesh({"dp": -1}, device="cpu")
     params, apply = sf.from_module(module)

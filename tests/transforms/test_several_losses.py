@@ -172,7 +172,7 @@ def test_the_sum_of_losses_is_that_of_plain_torch(world: int, case: str) -> None
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("case", ["gan", *(pytest.param(x, marks=NIGHTLY) for x in ("distillation",))])
+@pytest.mark.parametrize("case", ["gan", "distillation"])
 @distributed(world=[2])
 def test_jitted_losses(world: int, case: str) -> None:
     _compare(case, world, sf.Zero(stage=2), lambda loss: sf.jit(loss, backend="graph"))

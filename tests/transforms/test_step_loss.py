@@ -132,10 +132,10 @@ BODIES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=NIGHTLY)])
-@pytest.mark.parametrize("window", [None, pytest.param(3, marks=NIGHTLY)])
-@pytest.mark.parametrize("name", [n if n in ("ring", "chunked") else pytest.param(n, marks=NIGHTLY) for n in BODIES])
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("name", list(BODIES))
+@distributed(world=[2, 3])
 def test_sequences_that_are_cut(world: int, name: str, window: int | None, remat: bool) -> None:
     mesh = sf.make_mesh({"sp": world}, device="cpu")
     sizes: dict[str, Any] = {
@@ -255,7 +255,7 @@ PIPELINES = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [pytest.param(n, marks=NIGHTLY if n == "chunks" else ()) for n in PIPELINES])
-@distributed(world=[pytest.param(2, marks=pytest.mark.nightly), 3])
+@distributed(world=[2, 3])
 def test_pipelines_of_each_kind(world: int, name: str) -> None:
     params, loss, piped, specs = PIPELINES[name]()
     mesh = sf.make_mesh({"pp": world}, device="cpu")
@@ -287,9 +287,9 @@ def megatron(path: str) -> P:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=NIGHTLY)])
-@pytest.mark.parametrize("remat", [True, pytest.param(False, marks=NIGHTLY)])
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("remat", [True, False])
+@distributed(world=[2, 3])
 def test_partitioned_losses(world: int, remat: bool, sequence: bool) -> None:
     config = gpt.Config(vocab_size=37, num_layers=1, d_model=20, num_heads=5, max_len=7, bias=False)
     params = tree_map(lambda x: x.double() + 0.1, gpt.init(config, sf.key(0)))

@@ -101,7 +101,7 @@ def test_a_capacity_of_a_number_of_tokens_that_is_data() -> None:
 
 
 @pytest.mark.nightly
-@distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
+@distributed(world=[2, 3])
 def test_experts_choose_among_the_tokens_of_all_ranks(world: int) -> None:
     cuts = [0, 5, 24] if world == 2 else [0, 0, 11, 24]  # unequal numbers of tokens
     mesh = sf.make_mesh({"dp": world})
