@@ -16,7 +16,6 @@ from shardfn.nn import moe as layers
 from shardfn.testing import assert_same, distributed, on_mesh, own_rows
 
 BATCH = ("dp", "ep")
-NIGHT = pytest.mark.nightly
 ZERO = sf.Zero(stage=3, axis="ep", persist_elements=0)
 
 

@@ -135,7 +135,6 @@ CASES: dict[str, tuple[Any, Callable[[], Any], Callable[[int], Any]]] = {
     "penalty": (PENALTY, _gan, _twice),
     "distillation": (DISTILLATION, _models, _lesson),
 }
-NIGHTLY = pytest.mark.nightly
 
 
 def _compare(case: str, world: int, zero: sf.Zero, wrap: Callable[[Any], Any] = lambda loss: loss) -> None:
