@@ -1,10 +1,12 @@
-"""Writes docs/reference/: a page for each public room, and a table of the names of `shardfn` itself.
+"""Makes the pages of the reference: a page for each public room, and a table of the names of `shardfn` itself.
 
-    python docs/make_reference.py
+`mkdocs build` adds the pages to the site (`site_hooks.py`). Their text is made of the docstrings (`site_docstrings.py`).
 
-The text is that of the docstrings (`site_docstrings.py`), as Markdown that a git host shows, too. The tests compare.
+    python docs/make_reference.py           writes the pages to docs/reference/, to read them without the site
+    python docs/make_reference.py --names   writes docs/names.txt, the list of public names that a test compares
 """
 
+import argparse
 import importlib
 import inspect
 import itertools
@@ -15,6 +17,7 @@ import site_docstrings
 import shardfn
 
 OUT = pathlib.Path(__file__).parent / "reference"
+NAMES = pathlib.Path(__file__).parent / "names.txt"
 # Rooms that a user of the library imports from. engine, state, leaves, capture, activations and modules are its inside.
 ROOMS = (
     "transforms",
@@ -121,11 +124,27 @@ def _own(room: str, module: object) -> dict[str, object]:
 
 
 def pages() -> dict[str, str]:
-    """File names and texts of all pages."""
+    """Returns the texts of all pages by their file names."""
     return {"index.md": index()} | {f"{room}.md": page(room) for room in ROOMS}
 
 
-if __name__ == "__main__":
+def public_names() -> list[str]:
+    """Returns the public names: `sf.adamw` where `shardfn` itself has a name, else `shardfn.optim.adamw`."""
+    short = {f"sf.{name}" for name, value in named(shardfn).items()}
+    return sorted(short | {f"shardfn.{room}.{name}" for room, name, _ in _everywhere()})
+
+
+def main() -> None:
+    """Writes the pages, or the list of names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--names", action="store_true", help="write docs/names.txt in place of the pages")
+    if parser.parse_args().names:
+        NAMES.write_text("\n".join(public_names()) + "\n")
+        return
     OUT.mkdir(exist_ok=True)
     for file, text in pages().items():
         (OUT / file).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ import posixpath
 import re
 from typing import Any
 
+import make_reference
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -19,22 +20,28 @@ _STEP = ("apply", "cache_info", "close", "evaluate", "init", "loss", "lower", "r
 def _reference() -> dict[str, str]:
     """Names as scripts write them -> the page of the reference and the anchor there."""
     found: dict[str, str] = {}
-    for page in sorted((DOCS / "reference").glob("*.md")):
-        for name in re.findall(r'^<a id="(shardfn\.[\w.]+)"></a>$', page.read_text(), re.M):
-            found["sf" + name.removeprefix("shardfn")] = f"{page.name}#{name}"
-    short = re.findall(r"\[`(sf\.\w+)`\]\((\S+?\.md#[\w.]+)\)", (DOCS / "reference/index.md").read_text())
+    for file, text in sorted(_PAGES.items()):
+        for name in re.findall(r'^<a id="(shardfn\.[\w.]+)"></a>$', text, re.M):
+            found["sf" + name.removeprefix("shardfn")] = f"{file}#{name}"
+    short = re.findall(r"\[`(sf\.\w+)`\]\((\S+?\.md#[\w.]+)\)", _PAGES["index.md"])
     classes = {name.removeprefix("sf."): anchor for name, anchor in short if name[3].isupper()}
     methods = {f"step.{name}": f"transforms.md#shardfn.transforms.ShardedStep.{name}" for name in _STEP}
     return found | dict(short) | classes | methods
 
 
+_PAGES = make_reference.pages()
 _KNOWN = _reference()
 
 
 def on_files(files: Files, config: Any, **rest: Any) -> Files:
-    """Adds a page for each file outside of docs/ that a page links to, with its text."""
+    """Adds the pages of the reference, and a page for each file outside of docs/ that a page links to."""
     del rest
-    for path in sorted({path for page in DOCS.rglob("*.md") for path in _outside(page)}):
+    for file, text in _PAGES.items():
+        old = files.get_file_from_path(f"reference/{file}")  # written by hand, and not newer
+        if old is not None:
+            files.remove(old)
+        files.append(File.generated(config, f"reference/{file}", content=text))
+    for path in sorted({path for page in _written() for path in _outside(page)}):
         source = path.relative_to(ROOT).as_posix()
         text = path.read_text()
         page = f"# {source}\n\n````{_language(path)}\n{text}\n````\n"
@@ -71,6 +78,11 @@ def _prose(text: str, page: pathlib.Path) -> str:
     reference = posixpath.relpath((DOCS / "reference").as_posix(), page.parent.as_posix())
     lines = _LINK.sub(link, text).split("\n")
     return "\n".join(line if line.startswith("#") else _NAME.sub(name, line) for line in lines)
+
+
+def _written() -> list[pathlib.Path]:
+    """Returns the pages that are written by hand."""
+    return [page for page in DOCS.rglob("*.md") if page.parent != make_reference.OUT]
 
 
 def _outside(page: pathlib.Path) -> set[pathlib.Path]:
