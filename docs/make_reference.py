@@ -1,6 +1,7 @@
 """Makes the pages of the reference: a page for each public room, and a table of the names of `shardfn` itself.
 
-`mkdocs build` adds the pages to the site (`site_hooks.py`). Their text is made of the docstrings (`site_docstrings.py`).
+`mkdocs build` adds the pages to the site (`site_hooks.py`). Their text is made of the docstrings
+(`site_docstrings.py`).
 
     python docs/make_reference.py           writes the pages to docs/reference/, to read them without the site
     python docs/make_reference.py --names   writes docs/names.txt, the list of public names that a test compares

@@ -59,9 +59,9 @@ LIMITS = {
 FLOORS = {EXAMPLES, RULES}
 # First words of a function's name that are neither a verb nor a noun.
 FIRST_WORDS = set(
-    "of as for from in by at on to with without under over beside between into per and or if where when while than that "
-    "those this these it its given kept taken made passed drawn laid dealt sent found held seen known owed joined counted "
-    "sorted moved narrowed looked heard noted used any all each one no both other another same own".split()
+    "of as for from in by at on to with without under over beside between into per and or if where when while than "
+    "that those this these it its given kept taken made passed drawn laid dealt sent found held seen known owed joined "
+    "counted sorted moved narrowed looked heard noted used any all each one no both other another same own".split()
 )
 NOT_A_NOUN = re.compile(
     r"^(of|as|for|from|in|by|at|on|to|with|without|under|those|that|whose|whether it|if|where|when|likewise|also|it|its"
