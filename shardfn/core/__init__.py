@@ -62,6 +62,7 @@ from ._ambient import (
     ambient_names as ambient_names,
     this_program as this_program,
 )
+from ._evaluating import evaluating as evaluating, is_evaluating as is_evaluating
 from ._again import Again as Again, Note as Note, Replaced as Replaced, as_now as as_now
 from ._again import bound_again as bound_again, checkpoints_as_now as checkpoints_as_now, noted_again as noted_again
 from ._checkpoint_name import checkpoint_name as checkpoint_name, hearing_names as hearing_names

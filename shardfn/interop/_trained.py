@@ -11,8 +11,10 @@ from shardfn.core import (
     PyTree,
     did_you_mean,
     named_buffers,
+    named_leaves,
     named_parameters,
     raise_all,
+    tree_entries,
     tree_leaves,
     uncompiled,
 )
@@ -51,7 +53,8 @@ def master_params(state: TrainState) -> PyTree:
 def to_module(state: TrainState, module: nn.Module, *, rank0_only: bool = False) -> None:
     """Writes trained parameters into a module: master copies where there are some, and its changing buffers.
 
-    Leaves are gathered one after another. Collective.
+    Buffers are those of the model state, or of a part of it, with the module's names. Leaves are gathered one after
+    another. Collective.
 
     Args:
         state: of a step over the parameters that `from_module(module)` gave.
@@ -78,7 +81,7 @@ def to_module(state: TrainState, module: nn.Module, *, rank0_only: bool = False)
     module = uncompiled(module)
     params = master_params(state)
     names, buffers = parameter_names(module), dict(named_buffers(module))
-    changed = {name: x for name, x in _model_state(state).items() if name in buffers}
+    changed = _changed_buffers(state, buffers)
     _check(params, {name: tuple(p.shape) for name, p in named_parameters(module)}, type(module).__name__)
     writes = not rank0_only or is_writer(tree_leaves(params))
     for name, x in params.items():
@@ -135,12 +138,36 @@ def export(
     params = master_params(state)
     shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
     _check(params, shapes, type(module).__name__)
-    own = _model_state(state)
+    own = _changed_buffers(state, dict(named_buffers(module)))
     module_to_hf(module, params, directory, dtype=dtype, file_bytes=file_bytes, buffers=own, tokenizer=tokenizer)
 
 
-def _model_state(state: TrainState) -> Mapping[str, Any]:
-    return state.model_state if isinstance(state.model_state, Mapping) else {}
+def _changed_buffers(state: TrainState, own: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns the buffers of a module that are in the model state, by name.
+
+    They may be a part of the model state, such as `{"net": buffers, "steps": count}`.
+
+    Args:
+        state: the state.
+        own: the module's buffers by name.
+
+    Raises:
+        ValueError: several parts of the model state have a buffer of that name; lists them.
+    """
+    found: dict[str, list[tuple[tuple[Any, ...], str, Any]]] = {}
+    named = named_leaves(state.model_state, "model_state")
+    for entries, (path, x) in zip(tree_entries(state.model_state), named, strict=True):
+        if entries and entries[-1] in own:
+            found.setdefault(entries[-1], []).append((entries, path, x))
+    nearest = {name: min(len(entries) for entries, _, _ in rows) for name, rows in found.items()}
+    found = {name: [row for row in rows if len(row[0]) == nearest[name]] for name, rows in found.items()}
+    raise_all(
+        ValueError,
+        "the model state has several values for buffers of the module; pass a state with the right part of it,"
+        " state._replace(model_state=...):",
+        [f"{name}: {', '.join(path for _, path, _ in rows)}" for name, rows in found.items() if len(rows) > 1],
+    )
+    return {name: rows[0][2] for name, rows in found.items()}
 
 
 def _check(params: PyTree, shapes: Mapping[str, tuple[int, ...]], what: str) -> None:

@@ -270,8 +270,8 @@ class LoRA:
         """`f(params, ...)` as a function of `{"base": params, "lora": adapters}`.
 
         With dropout it is a function of `(tree, batch, key, ...)`, which `sharded_step(key=)` calls; `f` does not get
-        the key. Masks are functions of the key and of the number of each row, the same on any number of ranks. To
-        evaluate without dropout: `dataclasses.replace(lora, dropout=0.0).adapt(f)`.
+        the key. Masks are functions of the key and of the number of each row, the same on any number of ranks.
+        `step.evaluate` drops nothing; elsewhere use `dataclasses.replace(lora, dropout=0.0).adapt(f)`.
 
         Args:
             f: `f(params, batch, ...)`.

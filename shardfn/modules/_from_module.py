@@ -12,7 +12,7 @@ from jaxtyping import Int, Int64
 from torch import Tensor, nn
 
 from shardfn._torch import BatchNorm
-from shardfn.core import Again, Axes, P, frozen, named_buffers, named_parameters, state_names
+from shardfn.core import Again, Axes, P, frozen, is_evaluating, named_buffers, named_parameters, state_names
 from shardfn.leaves import LazyLeaf
 from shardfn.nn import Body, moe
 
@@ -20,9 +20,20 @@ from ._module_checks import check_cache, check_keyed, check_module
 from ._module_compiled import original, running_as_written
 from ._module_draws import Draws
 from ._module_dtypes import Casts, casts, compute_dtype, forwards
+from ._module_kept import warn_of_own_buffers
 from ._module_layers import LayeredFunction, layered
 from ._module_mode import ModuleMode
-from ._module_parts import GivenTensors, ModuleParts, Overrides, Placed, first_names, one_thread, resolve, shadowed
+from ._module_parts import (
+    GivenTensors,
+    ModuleParts,
+    Overrides,
+    Placed,
+    first_names,
+    in_eval_mode,
+    one_thread,
+    resolve,
+    shadowed,
+)
 from ._module_recompute import running_module
 from ._module_replacements import Replacements, replacements_of
 from ._module_replay import Replay
@@ -176,6 +187,8 @@ class ModuleFunction:
         # At each call: between calls the module's owner may move or replace its tensors.
         parts = ModuleParts.of(self.module)
         given = resolve(parts, self._firsts, params)
+        if state is None:
+            warn_of_own_buffers(self.module, parts, given)
         found = self._found(parts, given)
         given.buffers.update(_cast(parts, given, found, state or {}))
         call = _ModuleCall(parts, given, found, draws, state, self._axis, self._replaced)
@@ -264,6 +277,7 @@ class _ModuleCall:
     ) -> None:
         self._parts, self._given, self._found, self._draws = parts, given, found, draws
         self._state, self._axis, self._replaced, self._routed = state, axis, replaced, replaced.of_call(draws)
+        self._evaluates = is_evaluating()  # parts that run again do so in the mode of the call
         self._placed: Placed | None = None  # while it runs
         # Parts may run again on autograd's thread, on behalf of this one: `one_thread` needs its id.
         self._caller = threading.get_ident()
@@ -331,6 +345,7 @@ class _ModuleCall:
         with (
             one_thread(module, self._caller),
             running_as_written(module),
+            in_eval_mode(self._parts) if self._evaluates else contextlib.nullcontext(),
             Placed(self._parts, given) as placed,
             self._at(placed),
         ):
@@ -423,7 +438,7 @@ def from_module(
     in the dtype of these, and return that of their input.
 
     Args:
-        module: any module, in the mode (train or eval) it should run in.
+        module: any module, in the mode (train or eval) it should run in. Inside of `step.evaluate` the mode is eval.
         keep_dtype: patterns; buffers in whose names `re.search` finds one keep their dtype.
         has_state: whether the buffers in `state_dict` become model state, so that a forward may change them: running
             statistics, counters.

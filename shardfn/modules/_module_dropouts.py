@@ -134,7 +134,8 @@ class _KeyedNoise(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         if func is _aten.bernoulli_.float:
-            return args[0].copy_(self._scales(args[0], 1 - args[1]) * args[1])
+            keep = args[1] if len(args) > 1 else 0.5  # torch leaves out an argument that equals its default
+            return args[0].copy_(self._scales(args[0], 1 - keep) * keep)
         if func is _aten.native_dropout.default and args[2]:
             x, p, _ = args
             scales = self._scales(x, p)

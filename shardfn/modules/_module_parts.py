@@ -234,6 +234,22 @@ def shadowed(forwards: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def in_eval_mode(parts: ModuleParts) -> Iterator[None]:
+    """Sets all submodules to eval mode for a while.
+
+    Their method `train` is not called, since a module may override it, for example to merge weights.
+    """
+    before = [sub for _, sub in parts.unique if sub.training]
+    for sub in before:
+        sub.training = False
+    try:
+        yield
+    finally:
+        for sub in before:
+            sub.training = True
+
+
+@contextlib.contextmanager
 def one_thread(module: nn.Module, caller: int) -> Iterator[None]:
     """Refuses to run a module in a thread while another one runs it: it has one place for each tensor.
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from shardfn.core import fold_in, threefry2x32
+from shardfn.core import fold_in, is_evaluating, threefry2x32
 
 # A number of 16 bits decides on an element.
 LEVELS = 1 << 16
@@ -29,7 +29,8 @@ def dropout(
 
     The mask is a function of (key, sample number, position): the same bits however the samples are dealt to ranks and
     microbatches, and again under remat. One call of the cipher serves four elements with 16 bits each: `rate` is
-    rounded to a multiple of 2**-16, and the scale is that of the rounded rate, so the mean is exact.
+    rounded to a multiple of 2**-16, and the scale is that of the rounded rate, so the mean is exact. Inside of
+    `step.evaluate` it returns `x`.
 
     Args:
         key: a key for this place and step.
@@ -116,8 +117,8 @@ def _lanes(key: Tensor, index_B: Tensor, size: int, start: int, count: int) -> T
 
 
 def dropped_levels(rate: float) -> int:
-    """The number of the `LEVELS` values at which an element is dropped."""
-    return min(round(rate * LEVELS), LEVELS - 1)
+    """Returns the number of the `LEVELS` values at which an element is dropped: none in an evaluation."""
+    return 0 if is_evaluating() else min(round(rate * LEVELS), LEVELS - 1)
 
 
 def quarters(keys: Tensor, counter: Tensor) -> list[Tensor]:

@@ -28,6 +28,7 @@ class PairDropout(Mask):
     Every pair counts in the softmax; probabilities are dropped after it. `keep` is a function of (key, sample number,
     query head, query, key), so it is the same bits for any body, block, number of ranks and microbatches, and when the
     backward makes it again. `rate` is rounded to a multiple of 2**-16, and the scale is that of the rounded rate.
+    Inside of `step.evaluate` nothing is dropped.
 
     `Dense()` has the probabilities in memory whole, [B, H, T, S]. The kernels of `BlockSparse()` and `Blockwise()` draw
     a tile's numbers while they compute it. With several such masks at once `BlockSparse()` raises, and the other bodies

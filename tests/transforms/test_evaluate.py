@@ -87,6 +87,53 @@ def test_aux_model_state_and_key_go_along() -> None:
     assert got == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: sf.jit(f, backend="graph")], ids=["eager", "graph"])
+def test_nothing_is_dropped(wrap: Any) -> None:
+    params = {"w": torch.ones(6, 5)}
+    lora = sf.lora.LoRA.of(params, ["w"], rank=2, dropout=0.5)
+    adapters = lora.init(sf.key(1))
+    adapters["w"]["b"] += 1.0
+    batch = {"x": ROWS[:4], "index": torch.arange(4)}
+
+    def adapted(p: Any, b: Any) -> Tensor:
+        return (b["x"] @ p["w"]).square().mean()
+
+    def by_hand(p: Any, b: Any, key: Tensor) -> Tensor:
+        x = sf.nn.dropout(key, b["x"], 0.5, b["index"])
+        q = x.view(-1, 1, 2, 3) * p["w"].mean()
+        mask = sf.nn.Causal() & sf.nn.PairDropout(key, 0.5, b["index"])
+        return x.square().mean() * p["w"].mean() + sf.nn.attention(q, q, q, mask=mask).square().mean()
+
+    plain = sf.lora.LoRA.of(params, ["w"], rank=2).adapt(adapted)
+    whole = {"base": params, "lora": adapters}
+    q = ROWS[:4].view(-1, 1, 2, 3)
+    attended = sf.nn.attention(q, q, q, mask=sf.nn.Causal()).square().mean()
+    for loss, first, want in (
+        (lora.adapt(adapted), whole, plain(whole, batch)),
+        (by_hand, params, ROWS[:4].square().mean() + attended),
+    ):
+        step = sf.sharded_step(wrap(loss), sf.optim.sgd(0.0), key=sf.key(0))
+        state = step.init(first)
+        assert step.evaluate(state, [batch])["loss"] == pytest.approx(float(want), rel=1e-6)
+        state, metrics = step(state, batch)  # training still drops
+        assert float(metrics["loss"]) != pytest.approx(float(want), rel=1e-3)
+
+
+def test_metrics_take_the_model_state() -> None:
+    def loss(params: Any, seen: Any, batch: Any) -> Any:
+        return _mean(params, batch), seen
+
+    step = sf.sharded_step(sf.mixed_precision(loss, sf.Policy.bf16()), sf.optim.sgd(0.1), has_state=True)
+    state = step.init(_params(), model_state={"bias": torch.tensor(2.125 + 2**-20)})
+    got = step.evaluate(state, _batches([(0, 11)]), metrics=lambda p, seen, b: {"bias": seen["bias"]})
+    assert got == {"bias": 2.125 + 2**-20}  # in its own precision
+    with pytest.raises(TypeError, match=r"evaluate\(metrics=\) calls it, _metrics\(params, model_state, batch\)"):
+        step.evaluate(state, _batches([(0, 11)]), metrics=_metrics)
+    without = sf.sharded_step(_mean, sf.optim.sgd(0.1))
+    with pytest.raises(TypeError, match=r"<lambda>\(params, batch\).* a key by none"):
+        without.evaluate(without.init(_params()), _batches([(0, 2)]), metrics=lambda p, b, key: {"a": 1.0})
+
+
 def test_a_metric_without_a_mean_is_an_error() -> None:
     step = sf.sharded_step(_mean, sf.optim.sgd(0.1), donate=True)
     state = step.init(_params())

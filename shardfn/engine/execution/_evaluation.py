@@ -12,6 +12,7 @@ from torch import Tensor
 from shardfn.core import (
     PyTree,
     broadcast_prefix,
+    evaluating,
     not_scalar,
     raise_all,
     tree_leaves,
@@ -26,14 +27,17 @@ Metric = Callable[..., Any]
 
 
 def evaluation(loss: Loss, metrics: Metric | None, specs: PyTree, *, has_aux: bool, has_state: bool) -> Metric:
-    """`sums(params, batch[, key])`, or with `has_state` `sums(params, model_state, batch[, key])`, without a psum.
+    """Returns `sums(params, batch[, key])`, or with `has_state` `sums(params, model_state, batch[, key])`.
+
+    They are sums of this rank's rows. Modules run in eval mode, and nothing is dropped.
 
     Args:
         loss: the step's, bound to its leaves. A batch is not cut in microbatches.
-        metrics: measures other values than the loss: `metrics(params, batch)` in the precision of the loss.
+        metrics: measures other values than the loss: `metrics(params, batch)`, or with `has_state`
+            `metrics(params, model_state, batch)`, in the precision of the loss.
         specs: how the global batch is cut.
         has_aux: whether the loss returns aux.
-        has_state: whether it takes a model state.
+        has_state: whether the loss takes a model state.
 
     Returns:
         A function to name -> [total, weight], float64; it raises `TypeError` or `ValueError` for a value that is not a
@@ -44,9 +48,11 @@ def evaluation(loss: Loss, metrics: Metric | None, specs: PyTree, *, has_aux: bo
     def sums(params: PyTree, *args: Any) -> dict[str, Tensor]:
         state, batch, *key = args if has_state else ((), *args)
         if metrics is not None:
-            found = (Mixed(metrics, loss.policy) if isinstance(loss, Mixed) else metrics)(params, batch)
+            measure = Mixed(metrics, loss.policy, has_state=has_state) if isinstance(loss, Mixed) else metrics
+            with evaluating():
+                found = measure(params, *([state] if has_state else []), batch)
             return _sums(found, "what metrics= returns", batch, specs)
-        with ModelState(state).through():
+        with evaluating(), ModelState(state).through():
             out = loss(params, batch, *key)
         main, aux = out if has_aux else (out, {})
         return _sums({"loss": main, **aux}, "the loss and its aux", batch, specs)

@@ -17,6 +17,7 @@ from ._accumulated import (
 from ._bounded_cache import BoundedCache as BoundedCache
 from ._callable import (
     check_loss as check_loss,
+    check_metrics as check_metrics,
     function_name as function_name,
     module_name as module_name,
 )

@@ -82,6 +82,29 @@ def check_loss(loss: Any, *, key: bool, has_state: bool) -> None:
     raise TypeError(f"{calls}. {_remedy(takes, len(given), key=key, has_state=has_state)}")
 
 
+def check_metrics(metrics: Callable[..., Any], *, has_state: bool) -> None:
+    """Refuses metrics that cannot be called as `step.evaluate` calls them.
+
+    Args:
+        metrics: the function.
+        has_state: whether the step has a model state, which metrics then take.
+
+    Raises:
+        TypeError: lists the arguments that it takes, those that `step.evaluate` passes, and the remedy.
+    """
+    given = ["params", *(["model_state"] if has_state else []), "batch"]
+    takes = _signature(metrics)
+    if takes is None or _fits(takes, len(given)):
+        return
+    name, call = function_name(metrics), ", ".join(given)
+    remedy = (
+        "With has_state=True metrics take the model state, such as running statistics, as the loss does."
+        if has_state
+        else "A model state is passed by a step with has_state=True, and a key by none; bind other arguments before."
+    )
+    raise TypeError(f"{name}{takes} cannot be called as evaluate(metrics=) calls it, {name}({call}). {remedy}")
+
+
 def _remedy(takes: inspect.Signature, num: int, *, key: bool, has_state: bool) -> str:
     if not key and _fits(takes, num + 1):
         last = [p.name for p in takes.parameters.values()][num]

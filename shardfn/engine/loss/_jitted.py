@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from shardfn.capture import CaptureError, capture, capturing, quiet
 from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh, noting_meshes, transforming
-from shardfn.core import Mesh, PyTree, named_leaves, tree_flatten, tree_paths, tree_unflatten
+from shardfn.core import Mesh, PyTree, is_evaluating, named_leaves, tree_flatten, tree_paths, tree_unflatten
 from shardfn.graph import (
     Choice,
     Cluster,
@@ -240,16 +240,20 @@ def _mesh_of_the_loss(gm: GraphModule, meshes: Sequence[Mesh]) -> Mesh | None:
 
 
 def ambient() -> Any:
-    """The settings besides arguments that a function's result depends on: autocast."""
-    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
-    return tuple((k, torch.get_autocast_dtype(k)) for k in kinds)
+    """Returns the settings besides arguments that a function's result depends on: autocast, and eval mode."""
+    return is_evaluating(), tuple((k, torch.get_autocast_dtype(k)) for k in _casting())
+
+
+def _casting() -> list[str]:
+    """Returns the kinds of devices on which autocast is on."""
+    return [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
 
 
 @contextlib.contextmanager
 def plain_arithmetic() -> Iterator[None]:
     """Turns autocast off: around graphs, which have its casts, and around the optimizer, which a policy determines."""
     with contextlib.ExitStack() as stack:
-        for kind, _ in ambient():
+        for kind in _casting():
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 

@@ -16,7 +16,7 @@ import torch
 
 from shardfn._torch import in_other_words
 from shardfn.collectives import axis_index, axis_size, not_following
-from shardfn.core import PyTree, tree_flatten, tree_unflatten
+from shardfn.core import PyTree, is_evaluating, tree_flatten, tree_unflatten
 from shardfn.engine.loss import MAX_GRAPHS, BoundedCache, Loss, Transform
 from shardfn.engine.plan import LeafView, LeafViews
 
@@ -95,7 +95,13 @@ class Partitioned(Transform):
         call = LossCall.of(around, params, args, views, whole, _VALUE_PRICE if self.sequence else 0.0)
         loss, leaves = call.loss, call.leaves
         looks = tuple((tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad) for x in call.tensors)
-        seen = tuple(x.dtype for x in leaves), tuple((type(x), x) for x in loss.static), looks, _autocast(leaves)
+        seen = (
+            tuple(x.dtype for x in leaves),
+            tuple((type(x), x) for x in loss.static),
+            looks,
+            _autocast(leaves),
+            is_evaluating(),
+        )
         # The blocks that the axes before this one leave are planned with this rank's sizes.
         at = self.views and self.views.planner, axes, tuple(int(axis_index(a)) for a in before)
         key = (self.inner, at, tuple(views), loss.treedef, loss.rest_def, *seen)

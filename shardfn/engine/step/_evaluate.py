@@ -20,11 +20,13 @@ from shardfn.engine.loss import (
     BoundedCache,
     Jitted,
     Unwrapped,
+    check_metrics,
     is_spec,
     told_before,
 )
 from shardfn.engine.plan import Planner
 from shardfn.engine.transfers import StepParts
+from shardfn.modules import beside_model_state
 from shardfn.state import TrainState
 
 from ._sharded import MAX_APPLIED, Sharded
@@ -60,12 +62,12 @@ class Measures:
         batches: Iterable[PyTree],
         keys: tuple[Any, ...],
     ) -> dict[str, float]:
-        """The means of the metrics, None = of the step's loss; see `step.evaluate`."""
+        """Returns the means of the metrics, None = of the step's loss; see `step.evaluate`."""
         f, planner = self._of(metrics), self._planner
-        kept = [state.model_state] if self._parts.has_state and metrics is None else []
+        kept = [state.model_state] if self._parts.has_state else []
 
         def sums(batch: PyTree) -> dict[str, Tensor]:
-            with torch.no_grad():
+            with torch.no_grad(), beside_model_state(state.model_state):
                 return f(state.params, *kept, batch, *keys)
 
         control = comms_of(planner.mesh).control
@@ -75,17 +77,22 @@ class Measures:
         found = self._made.find(metrics)
         if found is None:
             parts = self._parts
-            has_state = parts.has_state and metrics is None
-            f = evaluation(parts.loss, metrics, self._planner.batch, has_aux=parts.has_aux, has_state=has_state)
+            batch, flags = self._planner.batch, {"has_aux": parts.has_aux, "has_state": parts.has_state}
+            f = evaluation(parts.loss, metrics, batch, **flags)
             jitted = None if self._jitted is None else dataclasses.replace(self._jitted, inner=f)
-            specs = [self._state_specs] if has_state else []
+            specs = [self._state_specs] if parts.has_state else []
             found = self._over_params(Unwrapped(f, jitted), "evaluate", *specs)
             self._made.keep(metrics, found)
         return found
 
 
-def check_batches(batches: Any, metrics: Any) -> None:
-    """Refuses one batch where an iterable of them is expected, and metrics that are not a function.
+def check_batches(batches: Any, metrics: Any, *, has_state: bool) -> None:
+    """Refuses one batch where an iterable of batches is expected, and metrics that `step.evaluate` cannot call.
+
+    Args:
+        batches: the second argument of `step.evaluate`.
+        metrics: its third argument, None = the step's loss.
+        has_state: whether the step has a model state, which metrics then take.
 
     Raises:
         TypeError: the remedy is in the message.
@@ -100,6 +107,8 @@ def check_batches(batches: Any, metrics: Any) -> None:
             f"evaluate(metrics=) takes a function metrics(params, batch) -> {{name: value}}, and this is"
             f" {a_kind(metrics)}; of several functions write one that calls them."
         )
+    if metrics is not None:
+        check_metrics(metrics, has_state=has_state)
 
 
 def evaluate(

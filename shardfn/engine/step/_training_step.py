@@ -53,6 +53,7 @@ from shardfn.engine.transfers import (
     close_pool,
 )
 from shardfn.graph import Cluster
+from shardfn.modules import beside_model_state
 from shardfn.optim import Phase
 from shardfn.state import TrainState, check_alive, check_passed, widest
 
@@ -468,41 +469,43 @@ class ShardedStep(Transform):
             )
 
     def apply(self, f: Callable[..., Any], state: TrainState, *args: Any) -> Any:
-        """`f(params, *args)` without gradients, with params as the loss sees them: for evaluation and sampling.
+        """Returns `f(params, *args)` without gradients, with params as the loss sees them: for predictions.
 
         It is `sharded(f)` with the step's specs. Collective: every rank calls it. The result of `f` is returned
-        unchanged, so a mean over this rank's rows is of this rank only. The same function object reuses the order of
-        gathers of its first call, and a jitted one its graph.
+        unchanged, so a mean over this rank's rows is of this rank only. Modules run in their own mode. The same
+        function object reuses the order of gathers of its first call, and a jitted one its graph.
         """
         if not isinstance(state, TrainState):
             with told_before(comms_of(self.mesh).control):
                 check_passed(state, f, call="step.apply(f, state, *args)")
         g = self._functions.of(f)
-        with contextlib.nullcontext() if transforming() else torch.no_grad():
+        with contextlib.nullcontext() if transforming() else torch.no_grad(), beside_model_state(state.model_state):
             return g(state.params, *args)
 
     def evaluate(
         self, state: TrainState, batches: Iterable[PyTree], metrics: Callable[..., dict[str, Any]] | None = None
     ) -> dict[str, float]:
-        """Means over all rows of all batches of all ranks, exact for any numbers of rows and batches per rank.
+        """Returns means over all rows of all batches of all ranks, exact for any numbers of rows and batches per rank.
 
         It runs in the precision of the step, jitted if the step is, without gradients, and does not change the state.
-        Each batch runs as a whole, not in microbatches. The means equal those of one device that gets all rows.
-        Collective.
+        Modules of `from_module` run in eval mode, whatever mode they are in, with the statistics of the model state;
+        nothing is dropped, by modules, adapters or `sf.nn`. Each batch runs as a whole, not in microbatches. The means
+        equal those of one device that gets all rows. Collective.
 
         Args:
             state: the state.
             batches: this rank's batches, cut like those of the step. Ranks may have different numbers of batches, the
                 last batch may be shorter, and a rank may have no batch.
-            metrics: `metrics(params, batch) -> {name: value}`; a value is a `WeightedMean`, or a scalar that is a mean
-                over the rows of the batch. Default: the step's loss as "loss", and its aux. For a loss with dropout
-                pass metrics without it. Pass the same function object each time, so that its captures are reused.
+            metrics: `metrics(params, batch) -> {name: value}`, and with `has_state` `metrics(params, model_state,
+                batch)`; a value is a `WeightedMean`, or a scalar that is a mean over the rows of the batch. Default:
+                the step's loss as "loss", and its aux. Pass the same function object each time, so that its captures
+                are reused.
 
         Returns:
             Name -> float, the same on all ranks. Scalars are averaged over rows; a `WeightedMean` by its weights.
 
         Raises:
-            TypeError: `metrics` does not return a dict of scalars.
+            TypeError: `metrics` takes other arguments, or does not return a dict of scalars.
             ValueError: the batches have no rows, or the weights of a metric add up to 0.
             DonatedError: the state was consumed by a step.
 
@@ -519,7 +522,7 @@ class ShardedStep(Transform):
             if metrics is None:
                 self._refuse_several("step.evaluate(state, batches) without metrics=")
             check_passed(state, batches, call="step.evaluate(state, batches)")
-            check_batches(batches, metrics)
+            check_batches(batches, metrics, has_state=self._parts.has_state)
             self._planner.plan_of(state)
             check_alive(state)
         agree_on_step(comms.control, "step.evaluate")
