@@ -38,6 +38,19 @@ class Recuts(Protocol):
         ...
 
 
+class Kinds(Protocol):
+    """States of an optimizer that are paired by their fields: `KindMatch`."""
+
+    @property
+    def keeps_some(self) -> bool:
+        """Whether some state goes on, and it is known which."""
+        ...
+
+    def text(self) -> str:
+        """Returns the states that go on, begin anew and are left out, in words."""
+        ...
+
+
 class Target(NamedTuple):
     """A leaf of the tree: its path, entry by entry, shape and dtype."""
 
@@ -99,6 +112,7 @@ def matched(
     cast: bool,
     but: Recuts,
     keep: Sequence[str] = (),
+    left: Sequence[str] = (),
 ) -> tuple[list[Source | None], list[str]]:
     """The source of each leaf of the tree, None for leaves that keep their values; and the problems found.
 
@@ -111,14 +125,14 @@ def matched(
         cast: whether values may be rounded.
         but: leaves to leave out, which are converted elsewhere.
         keep: prefixes of paths; leaves there keep their values, and those of the checkpoint are ignored.
+        left: leaves of the checkpoint that are left out.
     """
     problems = [
         f"keep={k!r} begins no path of the tree" for k in keep if not any(t.path.startswith(k) for t in targets)
     ]
-    rename = keeping(rename, keep)
     sources = [None if i in but.at else source_of(t, manifest, rename) for i, t in enumerate(targets)]
     used = but.paths.union(path for x in sources if isinstance(x, Source) for path in x.paths)
-    free = [p for p in manifest.leaves if p not in used]
+    free = [p for p in manifest.leaves if p not in used and p not in left]
     out: list[Source | None] = []
     for target, found in zip(targets, sources, strict=True):
         out.append(None if isinstance(found, str) else found)
@@ -142,7 +156,12 @@ def keeping(rename: Rename | None, keep: Sequence[str]) -> Rename | None:
 
 
 def remedy(
-    targets: Sequence[Target], sources: Sequence[Source | None], manifest: Manifest, at: str, but: Recuts
+    targets: Sequence[Target],
+    sources: Sequence[Source | None],
+    manifest: Manifest,
+    at: str,
+    but: Recuts,
+    kinds: Kinds,
 ) -> str:
     """How to read a checkpoint whose leaves are not those of the tree: the arguments of `restore` that do it.
 
@@ -152,13 +171,14 @@ def remedy(
         manifest: of the checkpoint.
         at: the prefix of the tree's paths.
         but: leaves to leave out, which are converted elsewhere.
+        kinds: the states of the optimizer, paired by their fields.
     """
     used = but.paths.union(path for x in sources if x is not None for path in x.paths)
     extra = [p for p in manifest.leaves if p not in used and p.startswith(at)]
     pairs = zip(targets, sources, strict=True)
     missing = [t.path for i, (t, x) in enumerate(pairs) if x is None and i not in but.at]
     moved = _moved(missing, set(extra))
-    if moved is not None:
+    if moved is not None and len(missing) == len(extra):
         old, new = moved
         return (
             f" The leaves that are missing are there under another path, since the tree is built otherwise; read them"
@@ -168,9 +188,11 @@ def remedy(
         return ""
     if all(path.startswith("opt_state") for path in [*missing, *extra]):
         how = "keep='opt_state') keeps the fresh state of this one" if missing else "partial=True) passes over them"
+        goes_on = f" restore(..., by_kind=True) reads the states that both have: {kinds.text()}."
         return (
-            " Only states of the optimizer differ, so that it is another one: restore into a state of a step with the"
-            f" optimizer of the checkpoint; or restore(..., {how}, and reads all else."
+            f" Only states of the optimizer differ, so that it is another one.{goes_on if kinds.keeps_some else ''}"
+            " Or restore into a state of a step with the optimizer of the checkpoint, name each path by"
+            f" restore(..., rename=), or restore(..., {how}, and reads all else."
         )
     return (
         " Leaves of another path are read by restore(..., rename=), a function from a path of the tree to one of the"

@@ -1,5 +1,6 @@
 """`restore`: reads a checkpoint into a tree of any other mesh, memory and dtype; each rank reads its own blocks."""
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,12 +29,18 @@ from shardfn.state import check_alive
 
 from ._codes import as_codes, from_codes
 from ._contents import mesh_of
+from ._kinds import copying, match_kinds
 from ._located import check_directory, located
 from ._match import Rename, Source, Target, keeping, matched, remedy
 from ._place import read_manifest
 from ._read import BoxReader, ChunkReader
 from ._recut import recut
 
+log = logging.getLogger("shardfn.checkpoint")
+_UNEQUAL = (
+    "restore(by_kind=True) cannot pair states of the optimizer of which the checkpoint has another number; name their"
+    " paths by rename= in place of it:"
+)
 # Bytes of a leaf that goes to the disk, or to a device, that are in memory at a time.
 _PIECE = 32 << 20
 
@@ -72,6 +79,7 @@ def restore(
     at: str = "",
     rename: Rename | None = None,
     keep: str | Sequence[str] = (),
+    by_kind: bool = False,
     partial: bool = False,
     cast: bool = False,
     donate: bool = True,
@@ -92,7 +100,11 @@ def restore(
         at: a prefix of the tree's paths, such as "params" for `state.params`.
         rename: from a path of the tree to the path in the checkpoint; None = the leaf keeps its value.
         keep: prefixes of paths; leaves there keep their values in `like`, and those of the checkpoint are ignored:
-            "opt_state" goes on with another optimizer.
+            "opt_state" goes on with another optimizer. Copies of parameters in a new state of the optimizer, such as
+            master copies and averages, are those of the parameters that are read.
+        by_kind: whether states of the optimizer are found by their fields, wherever their rule is: for an optimizer
+            with other rules around the same ones, such as a clip, a schedule or `apply_if_finite`. States that the
+            checkpoint lacks begin anew, and states that this optimizer lacks are left out; both are logged.
         partial: whether leaves that only one side has are ignored; those of `like` stay unchanged.
         cast: whether values may be rounded to a leaf's dtype. Casts that lose nothing are always made.
         donate: whether the memory of `like` is reused; `like` cannot be used afterwards. If False, the result has its
@@ -139,12 +151,23 @@ def restore(
         leaves = tree_leaves(like)
         targets = targets_of(like, at)
         kept = [keep] if isinstance(keep, str) else keep
-        recuts = recut(like, targets, manifest, keeping(rename, kept))
-        sources, problems = matched(targets, manifest, at, rename, partial=partial, cast=cast, but=recuts, keep=kept)
+        kinds, given = match_kinds(targets, manifest.leaves), rename
+        if by_kind:
+            raise_all(ValueError, _UNEQUAL, kinds.problems)
+            rename = kinds.rename(rename)
+        rename = copying(like, targets, manifest, keeping(rename, kept), partial=partial) if not at else rename
+        recuts = recut(like, targets, manifest, rename)
+        left = [path for path in manifest.leaves if by_kind and kinds.leaves_out(path)]
+        sources, problems = matched(
+            targets, manifest, at, rename, partial=partial, cast=cast, but=recuts, keep=kept, left=left
+        )
         problems += recuts.problems
-        how = remedy(targets, sources, manifest, at, recuts) if problems and rename is None and not partial else ""
+        helps = problems and given is None and not by_kind and not partial
+        how = remedy(targets, sources, manifest, at, recuts, kinds) if helps else ""
         problems = problems or nowhere(targets, leaves, sources, pool, recuts.at)
         raise_all(ValueError, f"the checkpoint {place} does not fit.{how} They differ in:", problems)
+    if by_kind:
+        log.info("restoring by kind: %s", kinds.text())
     agree_on_step(comms.control, "checkpoint.restore", (f"{place.name}, step {manifest.step}", ()))
     with losing_no_peer(comms), torch.no_grad(), ChunkReader(place, manifest) as reader:
         out = read_all(

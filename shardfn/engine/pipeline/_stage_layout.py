@@ -79,11 +79,15 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
             f"a pipeline along {of.axis!r} gives every stage the same rows, but the batch is cut along"
             f" {plan.batch_axes}; leave {of.axis!r} out of batch=, and pass the same rows to its ranks."
         )
+    # A kind of layers may have fewer than there are stages, such as one dense layer before many with experts.
+    longest = {
+        i: max(plan.leaves[j].shape[0] for k in ks for j in k if j in inside) for ks in kinds for k in ks for i in k
+    }
     raise_all(
         ValueError,
         f"a pipeline of {num} stages along {of.axis!r} needs a layer for each; stack more layers, or give the mesh"
         f" fewer ranks along {of.axis!r}:",
-        [f"{plan.leaves[i].path} has {plan.leaves[i].shape[0]}" for i in inside if plan.leaves[i].shape[0] < num],
+        [f"{plan.leaves[i].path} has {plan.leaves[i].shape[0]}" for i in inside if longest[i] < num],
     )
     raise_all(
         ValueError,

@@ -195,7 +195,12 @@ class _OneByOne:
         at = self._plan.leaves[leaf].ways.state
         storage = rows.untyped_storage()._cdata
         for entry, owner in zip(self._entries, self._owners, strict=True):
-            if owner is not None and self._train[owner] == leaf and entry in found:
+            if entry not in found:
+                continue
+            if owner is None:
+                # A counter of all leaves is there already; another is of this leaf, as factored moments, and whole.
+                self._found.setdefault(entry, found[entry])
+            elif self._train[owner] == leaf:
                 # A state may start as the parameters themselves; it gets memory of its own.
                 x = found[entry]
                 own = x.clone() if at.memory_kind == "device" and x.untyped_storage()._cdata == storage else x
