@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardfn.core import frozen, named_parameters, raise_all
+from shardfn.core import P, frozen, named_parameters, raise_all
 
 
 class LayerKind(NamedTuple):
@@ -80,6 +80,16 @@ class LayerKinds(NamedTuple):
     def trainable(self) -> Any:
         """Whether each stacked leaf is not frozen, as a tree like the stacks in params."""
         return self.tree([{name: name not in kind.frozen for name in kind.names} for kind in self.kinds])
+
+    def specs(self, of_layers: Mapping[str, P], axis: str) -> Any:
+        """Returns the specs of the stacks, as a tree like the stacks in params: dim 0 is cut along `axis`.
+
+        Args:
+            of_layers: the specs of the layers' leaves by full name.
+            axis: the axis of the stages.
+        """
+        firsts = [(kind, f"{self.path}.{kind.layers[0]}.") for kind in self.kinds]
+        return self.tree([{name: P(axis, *of_layers[dot + name]) for name in kind.names} for kind, dot in firsts])
 
     def stacked(self, params: Mapping[str, Tensor]) -> Any:
         """The stacks of all kinds in the form of params, from the layers' leaves by full name."""
@@ -172,11 +182,17 @@ class LayerKinds(NamedTuple):
                 raise ValueError(
                     f"{self.path!r} has layers of {len(self.kinds)} kinds, each cut evenly, and so rank {rank} of {num}"
                     f" would have {', '.join(later)}, while the ranks before lack the layers behind these. Use"
-                    " another number of stages, or cut one kind alone: the specs of the others are P()."
+                    " another number of stages, or cut only one kind, as in"
+                    f" specs={{{self.path!r}: {self._one_cut()}}}."
                 )
             bounds.append(found)
         bounds.append(self.num_layers)
         return [stop - start for start, stop in itertools.pairwise(bounds)]
+
+    def _one_cut(self) -> str:
+        """The specs that cut only the kind with the most layers, in words."""
+        most = max(self.kinds, key=lambda kind: len(kind.layers))
+        return "{" + ", ".join(f"{k.key!r}: {'P(axis)' if k is most else 'P()'}" for k in self.kinds) + "}"
 
 
 def _kind(rows: Sequence[int], first: Mapping[str, Tensor]) -> LayerKind:

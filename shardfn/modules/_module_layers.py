@@ -34,6 +34,7 @@ class RunsModule(Protocol):
 
     module: nn.Module
     trainable: dict[str, bool]
+    specs: Any
 
     def draws(self, key: Tensor, index_B: Tensor) -> Callable[[], Draws]:
         """Makes the random numbers of one call."""
@@ -67,6 +68,8 @@ class LayeredFunction:
             parameters; found when a stage runs.
         returns: a layer's further results, and the structure of all; None until a stage has learnt them.
         trainable: as of a `ModuleFunction`, a tree like the parameters.
+        specs: as of a `ModuleFunction`, a tree like the parameters; stacked leaves are cut along "pp", the default axis
+            of `pipeline_module`, which a mesh need not have.
     """
 
     def __init__(self, function: RunsModule, kinds: LayerKinds) -> None:
@@ -75,6 +78,8 @@ class LayeredFunction:
         flags = function.trainable.items()
         self.trainable: dict[str, Any] = {k: v for k, v in flags if not k.startswith(f"{self.path}.")}
         self.trainable[self.path] = kinds.trainable
+        self.specs: dict[str, Any] = {k: v for k, v in function.specs.items() if not k.startswith(f"{self.path}.")}
+        self.specs[self.path] = kinds.specs(function.specs, "pp")
         self.needs_params = False
         self.returns: tuple[list[Any], Any] | None = None
 

@@ -153,8 +153,9 @@ class _Factored:
                 out.append(wide(g) / v.sqrt())
             else:
                 s_row, s_column = next(sums)
-                row = (d * row + (1 - d) * s_row / leaf.shape[leaf.dims[1]]).to(row.dtype)
-                column = (d * column + (1 - d) * s_column / leaf.shape[leaf.dims[0]]).to(column.dtype)
+                by = d.to(row.device)
+                row = (by * row + (1 - by) * s_row / leaf.shape[leaf.dims[1]]).to(row.dtype)
+                column = (by * column + (1 - by) * s_column / leaf.shape[leaf.dims[0]]).to(column.dtype)
                 out.append(wide(g) * leaf.factor(row, column))
             new.append((row, column, v))
         trees = (tree_unflatten(treedef, [x[k] for x in new]) for k in range(3))

@@ -212,14 +212,14 @@ def check_alive(state: PyTree, name: str = "state", *, abstract: bool = False) -
 def state_owners(
     opt_state: PyTree, params: PyTree, optimizer: GradientTransformation | None = None
 ) -> list[int | None]:
-    """For each leaf of an optimizer's state the leaf of params that it belongs to; None for a counter.
+    """Returns for each leaf of an optimizer's state the leaf of params that it belongs to; None for a counter.
 
     A leaf belongs to the parameter whose path ends its own path and whose local shape it has; the others are 0-d, or
     `GlobalTensor`s with a placement of their own, and belong to no parameter.
 
     Args:
-        opt_state: the state, initialised on local blocks.
-        params: tree of the local blocks; of all leaves only shapes count.
+        opt_state: the state, initialised on local blocks, or its blocks.
+        params: tree of the local blocks; of all leaves only shapes and dtypes count.
         optimizer: the rule, where its state is kept elsewhere than on the device: leaves that it also makes for a tree
             without leaves are counters, even if their paths match (position 1 of a state is not the 0-d parameter at
             position 1).
@@ -230,14 +230,24 @@ def state_owners(
     nothing = None if optimizer is None else optimizer.init(tree_map(lambda x: None, params))
     counters = set(tree_entries(nothing)) if optimizer is not None else set()
     out: list[int | None] = []
+    placed: frozenset[Any] | None = None
     rows = zip(tree_entries(opt_state), named_leaves(opt_state, "opt_state"), owners(opt_state, params), strict=True)
     for path, (name, leaf), owner in rows:
         if isinstance(leaf, GlobalTensor) or path in counters:
             owner = None
-        elif owner is None and len(leaf.shape) > 0:
+        elif owner is None and len(leaf.shape) > 0 and path not in (placed := _placed(optimizer, params, placed)):
             raise ValueError(
                 f"{name} of shape {tuple(leaf.shape)} has the shape of no parameter, so its sharding is unknown;"
                 " optimizer states are 0-d, shaped as their parameter, or a GlobalTensor."
             )
         out.append(owner)
     return out
+
+
+def _placed(optimizer: GradientTransformation | None, params: PyTree, known: frozenset[Any] | None) -> frozenset[Any]:
+    """Returns the paths of states that a rule makes with a placement of their own, such as factored moments."""
+    if known is not None or optimizer is None:
+        return known or frozenset()
+    like = optimizer.init(tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), params))
+    pairs = zip(tree_entries(like), tree_leaves(like), strict=True)
+    return frozenset(path for path, x in pairs if isinstance(x, GlobalTensor))

@@ -229,6 +229,10 @@ class _Stream:
         params: list[Any] = [None] * len(u.params)
         grads: list[Any] = [None] * len(u.params)
         state: list[Any] = [c.held if owner is None else None for c, owner in zip(u.state, u.owners, strict=True)]
+        # Values that belong to no rows, such as factored moments, come to where the rows are stepped.
+        beside = {k: x for k, x in enumerate(state) if x is not None and x.ndim}
+        for k, x in beside.items():
+            state[k] = x.to(chunk[0][1][0].device)
         for rows, (param, grad, *rest) in chunk:
             if u.scale is not None:
                 grad.mul_(u.scale.to(grad.device))
@@ -240,6 +244,9 @@ class _Stream:
         gs, ps, cuts = (tree_unflatten(u.treedef, x) for x in (grads, params, specs))
         new, after = self._pieces.apply(token, gs, given, ps, specs=cuts)
         _keep([*tree_leaves(ps), *tree_leaves(given)], [*tree_leaves(new), *tree_leaves(after)])
+        for k, x in beside.items():
+            if state[k] is not x:
+                x.copy_(state[k])
 
 
 def _keep(before: list[Tensor], after: list[Tensor]) -> None:

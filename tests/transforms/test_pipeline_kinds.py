@@ -184,7 +184,7 @@ def _net(kinds: list[str], mesh: sf.Mesh, uncut: str = "", net: type[_Net] = _Ne
     def reference(params: Any, x: Tensor) -> Tensor:
         return plain(params, x).square().mean()
 
-    specs: dict[str, Any] = {key: P("pp") if key == "layers" else P() for key in params}
+    specs: dict[str, Any] = dict(apply.specs)
     if uncut:
         specs["layers"] = {key: P() if key == uncut else P("pp") for key in params["layers"]}
     batches = [torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (0, 1)]
@@ -205,10 +205,31 @@ def test_stacks_of_two_kinds_are_cut_for_the_same_stages() -> None:
     _net(["a", "a", "a", "b"], mesh, uncut="3")
 
 
+@distributed(world=2)
+def test_a_kind_may_have_fewer_layers_than_there_are_stages() -> None:
+    _net(["a", "b", "b", "b"], sf.make_mesh({"pp": 2}, device="cpu"))
+
+
+@distributed(world=2)
+def test_a_kind_of_one_layer_at_the_end_is_left_uncut() -> None:
+    told = r"in specs=\{'layers': \{'0': P\(axis\), '3': P\(\)\}\}"
+    with pytest.raises(ValueError, match=told):
+        _net(["a", "a", "a", "b"], sf.make_mesh({"pp": 2}, device="cpu"))
+
+
+def test_specs_are_a_tree_like_the_parameters() -> None:
+    params, apply = from_module(_Net(["a", "b", "b"]), layers="layers")
+    assert sf.core.tree_paths(apply.specs, is_leaf=lambda x: isinstance(x, P)) == sf.core.tree_paths(params)
+    assert {*apply.specs["layers"]["1"].values()} == {P("pp")} and apply.specs["embed.weight"] == P()
+    step = sf.sharded_step(lambda p, x: apply(p, x).square().mean(), optim.sgd(0.1), specs=apply.specs)
+    step(step.init(params), torch.ones(2, 3))
+
+
 @pytest.mark.nightly
 @distributed(world=3)
 def test_stacks_of_two_kinds_on_three_ranks() -> None:
     mesh = sf.make_mesh({"pp": 3}, device="cpu")
+    _net(["a", "b", "b", "b"], mesh, m=3)
     _net(["a", "b"] * 3, mesh)
     _net(["b", "a", "a", "a", "b", "a"], mesh, uncut="0", m=3)
 
