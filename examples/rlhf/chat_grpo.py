@@ -143,7 +143,7 @@ def loss(config, trained, beta, params, batch):
     drawn = rollout.logprobs, rollout.lengths
     metrics = rl.policy_metrics(logprobs, *drawn, reference_BT=before) | rl.rollout_metrics(rollout)
     metrics["entropy"] = rl.token_mean(entropies, rollout.lengths)
-    how = {"beta": beta, "reference_BT": before, "corrected": True}
+    how = {"beta": beta, "reference_BT": before}
     return rl.grpo(logprobs, rollout.logprobs, batch["advantages"], rollout.lengths, **how), metrics
 
 

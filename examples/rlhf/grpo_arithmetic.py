@@ -133,8 +133,7 @@ def loss(beta, params, batch):
     how = {"reference_BT": reference, "behaviour_BT": rollout.logprobs}  # equal to `old` for the newest weights
     metrics = rl.policy_metrics(logprobs, old, rollout.lengths, **how) | rl.rollout_metrics(rollout)
     metrics["entropy"] = rl.token_mean(entropies, rollout.lengths)
-    how |= {"beta": beta, "corrected": True}
-    return rl.grpo(logprobs, old, batch["advantages"], rollout.lengths, **how), metrics
+    return rl.grpo(logprobs, old, batch["advantages"], rollout.lengths, beta=beta, **how), metrics
 
 
 def reward(prompt, answer):

@@ -89,8 +89,8 @@ def empty_rollout(
         length: L.
         width: T.
         routes: m and k: `engine.routes`.
-        dtype: of log probabilities: `engine.dtype`.
-        device: of its tensors.
+        dtype: dtype of log probabilities, `engine.dtype`, and of rewards, which have at least 32 bits.
+        device: device of the tensors.
 
     Example:
         >>> empty_rollout(1, 8, 4).rewards
@@ -103,7 +103,7 @@ def empty_rollout(
         lengths=num.clone(),
         logprobs=torch.zeros(rows, width, dtype=dtype, device=device),
         versions=torch.full((rows, width), -1, dtype=torch.int64, device=device),
-        rewards=torch.full((rows,), torch.nan, device=device),
+        rewards=torch.full((rows,), torch.nan, dtype=torch.promote_types(dtype, torch.float32), device=device),
         ended=torch.zeros(rows, dtype=torch.bool, device=device),
         places=torch.zeros(rows, width, dtype=torch.int64, device=device),
         routes=torch.full((rows, length, *routes), -1, dtype=torch.int16, device=device),
