@@ -10,6 +10,7 @@ is trained whole has {"full": its copy}.
 import dataclasses
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -182,7 +183,7 @@ class LoRA:
 
     @property
     def trainable(self) -> PyTree:
-        """For `sharded_step`: adapters alone."""
+        """Returns the mask for `sharded_step`: only adapters are trained."""
         return {"base": False, "lora": True}
 
     @property
@@ -255,6 +256,7 @@ class LoRA:
                 " one LoRA."
             )
         (leaves, treedef), at = tree_flatten(params), {e: i for i, e in enumerate(tree_entries(params))}
+        _warn_of_trained([path for path, site in self.sites.items() if leaves[at[site.entries]].requires_grad])
         for number, (path, site) in enumerate(self.sites.items()):
             i = at[site.entries]
             w, own = leaves[i], adapters[path]
@@ -267,8 +269,9 @@ class LoRA:
         return tree_unflatten(treedef, leaves)
 
     def adapt(self, f: Callable[..., Any], index: Callable[[Any], Tensor] | None = None) -> Callable[..., Any]:
-        """`f(params, ...)` as a function of `{"base": params, "lora": adapters}`.
+        """Turns `f(params, ...)` into a function of `{"base": params, "lora": adapters}`.
 
+        A step of this function trains only the adapters, unless `sharded_step(trainable=)` names other leaves.
         With dropout it is a function of `(tree, batch, key, ...)`, which `sharded_step(key=)` calls; `f` does not get
         the key. Masks are functions of the key and of the number of each row, the same on any number of ranks. To
         evaluate without dropout: `dataclasses.replace(lora, dropout=0.0).adapt(f)`.
@@ -291,7 +294,9 @@ class LoRA:
         def dropped(tree: PyTree, batch: PyTree, key: Tensor, *rest: Any, **named: Any) -> Any:
             return f(self.apply(tree["base"], tree["lora"], key, _numbers(batch, index)), batch, *rest, **named)
 
-        return dropped if self.dropout else adapted
+        loss: Any = dropped if self.dropout else adapted
+        loss.trains = self.trainable
+        return loss
 
     @torch.no_grad()
     def merge(self, params: PyTree, adapters: PyTree) -> PyTree:
@@ -378,3 +383,13 @@ def _dropping(rate: float, key: Tensor, index_B: Tensor | None) -> Callable[[Ten
 def _merged(tree: PyTree) -> tuple[Any, list[Any]]:
     leaves, treedef = tree_flatten(tree, is_leaf=lambda x: type(x) is LowRankWeight)
     return treedef, [x.whole() if type(x) is LowRankWeight else x for x in leaves]
+
+
+def _warn_of_trained(paths: Sequence[str]) -> None:
+    if paths and torch.is_grad_enabled():
+        warnings.warn(
+            f"LoRA trains only adapters, but {len(paths)} weights that have one get a gradient, too, such as"
+            f" {paths[0]}: the base would be trained, and has an optimizer state. Pass trainable=lora.trainable to"
+            " sharded_step, or a loss of lora.adapt without trainable=.",
+            stacklevel=3,
+        )

@@ -154,13 +154,16 @@ def check_versions(rollout: Rollout, newest: int, *, behind: int = 0) -> None:
         )
 
 
-def rollout_metrics(rollout: Rollout) -> dict[str, WeightedMean]:
-    """Metrics for a loss's aux: means over the answers of all ranks.
+def rollout_metrics(rollout: Rollout, advantages_B: Float[Tensor, " b"] | None = None) -> dict[str, WeightedMean]:
+    """Returns metrics for a loss's aux: means over the answers of all ranks.
 
     Args:
-        rollout: with rewards.
+        rollout: rollout with rewards.
+        advantages_B: advantages of `group_advantages`, for "flat".
 
     Returns:
+        With advantages "flat", the part of answers whose advantage is 0, such as those of a group of equal rewards:
+        where it is 1 nothing is learnt (`RewardSignal`).
         "reward", over the answers that have one; "missing", the part without; "raised", "late", "invalid" and "died",
         the parts without one for that failure; "ended", the part that ended by a stop token; "length".
 
@@ -172,4 +175,5 @@ def rollout_metrics(rollout: Rollout) -> dict[str, WeightedMean]:
     reward = WeightedMean(torch.where(known, rollout.rewards, 0.0).sum(), known.sum().to(dtype))
     rows = {"missing": ~known, "ended": rollout.ended, "length": rollout.lengths}
     rows |= {kind: rollout.failed == number for number, kind in enumerate(FAILURES, 1)}
+    rows |= {} if advantages_B is None else {"flat": advantages_B == 0}
     return {"reward": reward} | {name: row_mean(x.to(dtype)) for name, x in rows.items()}

@@ -43,7 +43,8 @@ def batch(name: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 def test_losses_of_pairs_with_the_names_of_trl_have_its_values(case: dict[str, Any]) -> None:
     x, mask = batch(case["batch"])
     policy = [x["logprobs"].requires_grad_(), x["old"].requires_grad_()]
-    both = [(p * m).sum(1) for p, m in zip([*policy, x["reference"], x["reference"].flip(0)], [mask, mask.flip(0)] * 2)]
+    values = [*policy, x["reference"], x["reference"].flip(0)]
+    both = [(p * m).sum(1) for p, m in zip(values, [mask, mask.flip(0)] * 2, strict=True)]
     lengths = (x["lengths"], x["lengths"].flip(0)) if case["loss_of"] == "ipo" else ()
     loss = getattr(rl, case["loss_of"])(*both, *lengths, **case["arguments"]).mean()
     grads = torch.autograd.grad(loss, policy)

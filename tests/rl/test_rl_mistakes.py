@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,18 @@ MISTAKES = [
             ValueError, "seconds is 0 and workers is 1", "both must be positive"),
     Mistake("values are given for other rows", lambda: score(given=[1, 2, 3]),
             ValueError, "3 values are given for 2 rows", "pass one for each"),
+    Mistake("the reward function has the arguments of TRL",
+            lambda: rl.score(lambda completions, **rest: [1.0] * len(completions), rl.empty_rollout(2, 8, 4)),
+            UserWarning, "it failed for all 2 answers (raised 2), so nothing is learnt ... row 0 raised TypeError",
+            "It is called as reward(prompt, answer), with lists of ids"),
+    Mistake("a reward is never finite",
+            lambda: rl.score(lambda *rest: math.nan, rl.empty_rollout(3, 8, 4), [1, 2, 3]),
+            UserWarning, "it failed for all 3 answers (invalid 3)", "and the row's entry of given"),
+    Mistake("rewards are not computed", lambda: rl.group_advantages(rl.empty_rollout(4, 8, 4).rewards, 2),
+            UserWarning, "all 4 rewards are missing (NaN or infinite), so all advantages are 0", "by rollout = rl.sc"),
+    Mistake("answers are never better than one another",
+            lambda: functools.reduce(lambda x, _: x.update(torch.tensor(1.0)), range(2), rl.RewardSignal(patience=2)),
+            UserWarning, "2 rollouts in a row had only advantages of 0", "Look at the rewards"),
     Mistake("a group is cut", lambda: rl.group_advantages(torch.zeros(5), 2),
             ValueError, "5 rewards and groups of 2", "pass whole groups"),
     Mistake("the constant of a mean is left out",
@@ -227,6 +240,28 @@ def test_bad_rewards_are_counted_and_make_no_nan() -> None:
     metrics = {name: float(x.mean()) for name, x in rl.rollout_metrics(found).items()}
     assert [round(12 * metrics[kind]) for kind in rl.FAILURES] == [1, 1, 1, 0]
     assert metrics["missing"] == 3 / 12 and all(map(math.isfinite, metrics.values()))
+
+
+def test_a_signal_is_missed_only_after_rollouts_in_a_row() -> None:
+    rollout, advantages = rl.empty_rollout(4, 8, 4), torch.tensor([0.0, 0.0, 0.5, -0.5])
+    flat = [float(rl.rollout_metrics(rollout, x)["flat"].mean()) for x in (torch.zeros(4), advantages)]
+    assert flat == [1.0, 0.5] and "flat" not in rl.rollout_metrics(rollout)
+    signal, warned = rl.RewardSignal(patience=2), []
+    for part in (flat[0], flat[1], *[flat[0]] * 5):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            signal = signal.update(part)
+        warned.append(len(caught))
+    assert warned == [0, 0, 0, 1, 0, 1, 0] and signal.waited == 5
+
+
+def test_a_captured_step_has_advantages_of_missing_rewards_without_a_warning() -> None:
+    def loss(w: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+        return (w * rl.group_advantages(rewards, 2)).sum()
+
+    step = sf.sharded_step(sf.jit(loss), sf.optim.sgd(1.0))
+    state, _ = step(step.init(torch.tensor(1.0)), torch.full((4,), math.nan))
+    assert state.params.full_tensor() == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
