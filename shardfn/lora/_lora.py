@@ -27,6 +27,7 @@ from shardfn.core import (
     PyTree,
     Sharding,
     broadcast_prefix,
+    explains_keywords,
     fold_in,
     tree_entries,
     tree_flatten,
@@ -40,6 +41,20 @@ from shardfn.nn import dropout
 
 from ._site import Site, of_pattern, unused
 from ._weight import LowRankWeight
+
+# Keywords of peft, and their counterparts here.
+_MEANT = {
+    "r": "rank={value!r}",
+    "lora_rank": "rank={value!r}",
+    "lora_alpha": "alpha={value!r}",
+    "lora_dropout": "dropout={value!r}",
+    "target_modules": "targets={value!r}, regular expressions for paths of leaves",
+    "use_rslora": "rslora={value!r}",
+    "use_dora": "dora={value!r}",
+    "layers_to_transform": "the numbers of layers in targets, as in r'layers\\.(0|1)\\..*q_proj'",
+    "bias": "modules_to_save=, regular expressions for the biases that are trained",
+    "task_type": "nothing: an adapter does not depend on the task",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +104,7 @@ class LoRA:
     codes: Codes | None = None
 
     @staticmethod
+    @explains_keywords(**_MEANT)
     def of(
         params: PyTree,
         targets: Sequence[str],
@@ -170,6 +186,20 @@ class LoRA:
             some = f" Paths are such as {', '.join(paths[:3])}." if paths else ""
             raise ValueError("\n  - ".join([f"these adapters cannot be made.{some}", *problems]))
         return LoRA(rank, default, rslora, fan_in_fan_out, sites, specs, dora, dropout, codes)
+
+    def __repr__(self) -> str:
+        kinds = dict[tuple[str, tuple[int, ...], int, float, bool], int]()
+        for path, site in self.sites.items():
+            kind = re.sub(r"(?<![^.])\d+(?![^.])", "*", path), site.shape, site.rank, site.alpha, site.full
+            kinds[kind] = kinds.get(kind, 0) + 1
+        num = sum(math.prod(shape) for shapes in self.shapes.values() for shape in shapes.values())
+        plain = {"rslora": False, "fan_in_fan_out": False, "dora": False, "dropout": 0.0, "codes": None}
+        more = [f"{name}={getattr(self, name)!r}" for name, usual in plain.items() if getattr(self, name) != usual]
+        lines = [f"{', '.join([f'rank={self.rank}', f'alpha={self.alpha:g}', *more])}: {num:,} trained parameters"]
+        for (path, shape, rank, alpha, full), count in kinds.items():
+            own = "trained whole" if full else f"rank {rank}, alpha {alpha:g}"
+            lines.append(f"  {count} x {path} {shape}: {own}")
+        return "\n".join([f"LoRA({lines[0]}", *lines[1:]]) + ")"
 
     @property
     def scale(self) -> float:

@@ -11,13 +11,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shardfn.collectives import all_gather, axis_index
-from shardfn.core import Axes
+from shardfn.core import Axes, explains_keywords
 from shardfn.inference import widened
 
 from ._answers import answer_mask, masked
+from ._meant import ADVANTAGES
 from ._shapes import check_lengths, check_numbers, check_shapes, has_values
 
 
+@explains_keywords(**ADVANTAGES)
 def group_advantages(
     rewards_B: Float[Tensor, " b"],
     size: int,
@@ -101,6 +103,7 @@ def _of_groups(rewards: Tensor, others: bool, eps: float | None) -> Tensor:
     return torch.where(num > 1, centred, 0.0)
 
 
+@explains_keywords(**ADVANTAGES)
 def gae(
     rewards_BT: Float[Tensor, "b t"],
     values_BT: Float[Tensor, "b t"],

@@ -10,16 +10,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shardfn.core import explains_keywords
 from shardfn.engine import WeightedMean
 
 from ._answers import answer_mask, counted_mean, masked, row_mean
 from ._kl import Estimator, kl
+from ._meant import MEANT
 from ._older import TRUNCATE, drawn_ratios, truncated_weights
 from ._shapes import check_lengths, check_numbers, check_shapes
 
 Clip = float | tuple[float, float]
 
 
+@explains_keywords(**MEANT)
 def ppo_policy(
     logprobs_BT: Float[Tensor, "b t"],
     old_BT: Float[Tensor, "b t"],
@@ -67,6 +70,7 @@ def ppo_policy(
     return counted_mean(_surrogate(log_BT, advantages_BT, clip, most) * weight_BT, lengths_B)
 
 
+@explains_keywords(**MEANT)
 def ppo_value(
     values_BT: Float[Tensor, "b t"],
     old_BT: Float[Tensor, "b t"],
@@ -101,6 +105,7 @@ def ppo_value(
     return counted_mean(torch.maximum((v_BT - r_BT) ** 2, (near_BT - r_BT) ** 2) / 2, lengths_B)
 
 
+@explains_keywords(**MEANT)
 def grpo(
     logprobs_BT: Float[Tensor, "b t"],
     old_BT: Float[Tensor, "b t"],
@@ -211,6 +216,7 @@ def grpo(
     return _normalised(loss_BT, lengths_B, normalise, constant)
 
 
+@explains_keywords(**MEANT)
 def rloo(
     logprobs_BT: Float[Tensor, "b t"],
     old_BT: Float[Tensor, "b t"],
@@ -248,6 +254,7 @@ def rloo(
     return row_mean(_surrogate(log_BT.sum(1), advantages_B, clip, None))
 
 
+@explains_keywords(**MEANT)
 def policy_metrics(
     logprobs_BT: Float[Tensor, "b t"],
     old_BT: Float[Tensor, "b t"],

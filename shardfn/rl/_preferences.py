@@ -8,12 +8,15 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shardfn.core import explains_keywords
 from shardfn.engine import WeightedMean
 
 from ._answers import row_mean
+from ._meant import PREFERENCES
 from ._shapes import check_negative, check_numbers, check_shapes
 
 
+@explains_keywords(**PREFERENCES)
 def dpo(
     chosen_B: Float[Tensor, " b"],
     rejected_B: Float[Tensor, " b"],
@@ -53,6 +56,7 @@ def dpo(
     return row_mean(-(1 - smoothing) * F.logsigmoid(h_B) - smoothing * F.logsigmoid(-h_B))
 
 
+@explains_keywords(**PREFERENCES)
 def robust_dpo(
     chosen_B: Float[Tensor, " b"],
     rejected_B: Float[Tensor, " b"],
@@ -93,6 +97,7 @@ def robust_dpo(
     return row_mean((-(1 - smoothing) * F.logsigmoid(h_B) + smoothing * F.logsigmoid(-h_B)) / (1 - 2 * smoothing))
 
 
+@explains_keywords(**PREFERENCES)
 def ipo(
     chosen_B: Float[Tensor, " b"],
     rejected_B: Float[Tensor, " b"],
@@ -139,6 +144,7 @@ def ipo(
     return row_mean((h_B - 1 / (2 * beta)) ** 2)
 
 
+@explains_keywords(**PREFERENCES)
 def hinge(
     chosen_B: Float[Tensor, " b"],
     rejected_B: Float[Tensor, " b"],
@@ -172,6 +178,7 @@ def hinge(
     return row_mean((1 - beta * h_B).relu())
 
 
+@explains_keywords(**PREFERENCES)
 def kto(
     logprobs_B: Float[Tensor, " b"],
     reference_B: Float[Tensor, " b"],
@@ -214,6 +221,7 @@ def kto(
     return row_mean(torch.where(wanted_B, weights[0] * rows_B, weights[1] * rows_B))
 
 
+@explains_keywords(**PREFERENCES)
 def orpo(chosen_B: Float[Tensor, " b"], rejected_B: Float[Tensor, " b"], *, beta: float = 0.1) -> WeightedMean:
     """The term of odds ratio preference optimisation: -beta log sigmoid(log odds(chosen) - log odds(rejected)).
 

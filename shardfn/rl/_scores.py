@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardfn.core import Axes, Mesh
+from shardfn.core import Axes, Mesh, explains_keywords
 
 from ._forked import Called, count_kinds, outcomes_of
+from ._meant import ADVANTAGES
 from ._rollout import FAILURES, Rollout
 
 
@@ -28,6 +29,7 @@ class Scores(NamedTuple):
     first: str
 
 
+@explains_keywords(**ADVANTAGES)
 def score(
     reward: Callable[..., float],
     rollout: Rollout,
