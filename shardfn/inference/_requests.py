@@ -12,7 +12,7 @@ from ._grammar import Grammar
 from ._limits import Limits
 
 # Keywords of vLLM, transformers and TRL, and their counterparts here.
-_GRAMMAR = "grammar=, one of inference.grammar"
+_GRAMMAR = "grammar=, an inference.Grammar"
 _MEANT = {
     "max_new_tokens": "max_tokens={value!r}",
     "max_completion_length": "max_tokens={value!r}",
