@@ -85,7 +85,8 @@ def wrong_calls(text: str) -> Iterator[str]:
 
 def wrong_names(text: str) -> Iterator[str]:
     """Yields the names of rooms in a text, and of torch, that do not exist."""
-    for path in re.findall(r"(?<![\w./'\"-])((?:sf|torch|" + "|".join(_ROOMS) + r")(?:\.[A-Za-z_]\w*)+)(?!\w)", text):
+    rooms = "|".join(("sf", "torch", *_ROOMS))
+    for path in re.findall(rf"(?<![\w./'\"-])((?:{rooms})(?:\.[A-Za-z_]\w*)+)(?!\w)", text):
         first, *names = path.split(".")
         if names[-1] in ("jsonl", "csv"):  # a file
             continue
@@ -101,7 +102,7 @@ def wrong_names(text: str) -> Iterator[str]:
 
 @functools.cache
 def options() -> frozenset[str]:
-    """Returns the options of the command line and the examples: written in parsers, or made of the fields of its jobs."""
+    """Returns the options of the command line and the examples: written in parsers, or made of the fields of its jobs."""  # noqa: E501
     examples = pathlib.Path(__file__).parents[1] / "examples"
     files = [*(ROOT / "cli").glob("*.py"), *examples.rglob("*.py")]
     nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
