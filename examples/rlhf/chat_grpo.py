@@ -67,6 +67,7 @@ def train(args, mesh, model, trained, scored):
     num = (own.stop - own.start) * args.answers
     limits = limits_of(made, running=max(num, 1), buckets=(max(num, 1), max(4 * num, length)))
     engine = Engine(made, trained.result(state), mesh=sf.make_mesh(alone=True), limits=limits)
+    signal = rl.RewardSignal()
     with sf.metrics.Logger(args.out, mesh) as logger:
         for n in range(args.iterations):
             version = engine.update_weights(trained.result(state)) if n else 0
@@ -80,6 +81,7 @@ def train(args, mesh, model, trained, scored):
             for _ in range(args.epochs):
                 state, metrics = step(state, batch)
                 row = logger.write(int(state.step), metrics)
+            signal = signal.update(row["flat"])
             if mesh.rank == 0:
                 shown = ("reward", "kl", "ratio", "length", "entropy")
                 print(f"iteration {n}: " + ", ".join(f"{name} {row[name]:.3f}" for name in shown), flush=True)
@@ -141,9 +143,11 @@ def loss(config, trained, beta, params, batch):
         before = rl.answer_logprobs(gpt.apply(config, reference, rollout.ids), rollout.ids, *rollout.where)
         entropies = rl.answer_entropies(logits, *rollout.where)
     drawn = rollout.logprobs, rollout.lengths
-    metrics = rl.policy_metrics(logprobs, *drawn, reference_BT=before) | rl.rollout_metrics(rollout)
+    metrics = rl.policy_metrics(logprobs, *drawn, reference_BT=before) | rl.rollout_metrics(
+        rollout, batch["advantages"]
+    )
     metrics["entropy"] = rl.token_mean(entropies, rollout.lengths)
-    how = {"beta": beta, "reference_BT": before, "corrected": True}
+    how = {"beta": beta, "reference_BT": before}
     return rl.grpo(logprobs, rollout.logprobs, batch["advantages"], rollout.lengths, **how), metrics
 
 

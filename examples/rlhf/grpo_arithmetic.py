@@ -76,7 +76,7 @@ def main():
 
     engine.warm_up()  # so that no graph is captured beside a step
     beside = concurrent.futures.ThreadPoolExecutor(1)
-    coming = beside.submit(held.get, "coming") if done else None
+    coming, signal = beside.submit(held.get, "coming") if done else None, rl.RewardSignal()
     for n in range(done, args.iterations * args.epochs):
         iteration, epoch = divmod(n, args.epochs)
         if epoch == 0:
@@ -90,6 +90,7 @@ def main():
             held["old"] = step.apply(old_logprobs, state, rollout) if args.behind else rollout.logprobs
         batch = {"advantages": rl.group_advantages(held["rollout"].rewards, SAMPLING.n)}
         state, metrics = step(state, batch | {name: held[name] for name in ("rollout", "old")})
+        signal = signal.update(metrics["flat"]) if epoch == 0 else signal
         shown = ("reward", "kl", "exact", "weight", "entropy", "length", "missing")
         if epoch == 0 and iteration % args.every == 0:
             say(f"iteration {iteration}: " + ", ".join(f"{name} {float(metrics[name]):.3f}" for name in shown))
@@ -131,10 +132,11 @@ def loss(beta, params, batch):
         reference = rl.answer_logprobs(gpt.apply(CONFIG, params["reference"], rollout.ids), rollout.ids, *rollout.where)
         entropies = rl.answer_entropies(logits, *rollout.where)
     how = {"reference_BT": reference, "behaviour_BT": rollout.logprobs}  # equal to `old` for the newest weights
-    metrics = rl.policy_metrics(logprobs, old, rollout.lengths, **how) | rl.rollout_metrics(rollout)
+    metrics = rl.policy_metrics(logprobs, old, rollout.lengths, **how) | rl.rollout_metrics(
+        rollout, batch["advantages"]
+    )
     metrics["entropy"] = rl.token_mean(entropies, rollout.lengths)
-    how |= {"beta": beta, "corrected": True}
-    return rl.grpo(logprobs, old, batch["advantages"], rollout.lengths, **how), metrics
+    return rl.grpo(logprobs, old, batch["advantages"], rollout.lengths, beta=beta, **how), metrics
 
 
 def reward(prompt, answer):

@@ -39,6 +39,7 @@ def main():
     limits = limits_of(model, running=64, block=4, buckets=(64, 256))
     engine = Engine(model, sf.unshard(state.params), mesh=sf.make_mesh(alone=True), limits=limits)
     say = functools.partial(print, flush=True) if mesh.rank == 0 else lambda *_: None
+    signal = rl.RewardSignal()
     for iteration in range(args.iterations):
         version = engine.update_weights(sf.unshard(state.params))
         asked = [encode(f"{a}+{b}=") for a, b in drawn(args.seed, iteration, args.prompts)[problems]]
@@ -49,6 +50,7 @@ def main():
         rollout = rl.score(reward, found.rollout, seconds=1.0).rollout
         batch = {"rollout": rollout, "calls": found.calls, "failed": found.failed}
         state, metrics = step(state, batch | {"advantages": rl.group_advantages(rollout.rewards, SAMPLING.n)})
+        signal = signal.update(metrics["flat"])
         if iteration % args.every == 0 or iteration == args.iterations - 1:
             shown = ("reward", "exact", "calls", "calls_raised", "length")
             prompt, answer = map(decode, rollout.tokens(0))
@@ -71,7 +73,9 @@ def loss(params, batch):
     rollout = batch["rollout"]
     logits = gpt.apply(CONFIG, params, rollout.ids)
     logprobs = rl.answer_logprobs(logits, rollout.ids, *rollout.where)  # of the letters that the model drew
-    metrics = rl.policy_metrics(logprobs, rollout.logprobs, rollout.lengths) | rl.rollout_metrics(rollout)
+    metrics = rl.policy_metrics(logprobs, rollout.logprobs, rollout.lengths) | rl.rollout_metrics(
+        rollout, batch["advantages"]
+    )
     metrics |= rl.call_metrics(batch["calls"], batch["failed"])
     return rl.grpo(logprobs, rollout.logprobs, batch["advantages"], rollout.lengths), metrics
 

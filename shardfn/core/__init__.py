@@ -12,7 +12,7 @@ from ._errors import (
     raise_all as raise_all,
 )
 from ._keywords import explains_attributes as explains_attributes, explains_extra as explains_extra
-from ._keywords import explains_keywords as explains_keywords
+from ._keywords import explains_keywords as explains_keywords, explains_fields as explains_fields
 from ._mesh import HOUSE_AXES as HOUSE_AXES, Axes as Axes, Mesh as Mesh
 from ._mesh import MOST_DRAWN as MOST_DRAWN, all_coords as all_coords
 from ._groups import is_known as is_known

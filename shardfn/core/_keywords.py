@@ -29,26 +29,61 @@ def explains_keywords(**meant: str) -> Callable[[Callable[A, R]], Callable[A, R]
     """
 
     def decorate(f: Callable[A, R]) -> Callable[A, R]:
+        who, method = _name_of(f)
         kinds = {p.name: p.kind for p in inspect.signature(f).parameters.values()}
         known = [name for name, kind in kinds.items() if kind in (kind.KEYWORD_ONLY, kind.POSITIONAL_OR_KEYWORD)]
         first = [name for name, kind in kinds.items() if kind is kind.POSITIONAL_OR_KEYWORD]
         most = len(kinds) if any(kind is kind.VAR_POSITIONAL for kind in kinds.values()) else len(first)
+        others = any(kind is kind.VAR_KEYWORD for kind in kinds.values())
 
         @functools.wraps(f)
         def call(*args: A.args, **kwargs: A.kwargs) -> R:
             if len(args) > most and len(known) > most:
                 raise TypeError(
-                    f"{f.__name__} takes {' and '.join(first)} by position and got {len(args)} arguments; pass the"
-                    f" others by name: {', '.join(f'{name}=' for name in known[most:])}."
+                    f"{who} takes {' and '.join(first[method:])} by position and got {len(args) - method} arguments;"
+                    f" pass the others by name: {', '.join(f'{name}=' for name in known[most:])}."
                 )
             for name, value in kwargs.items():
-                if name not in known:
-                    raise TypeError(_unknown(f.__name__, name, value, known, meant))
+                if name not in known and (name in meant or not others):
+                    raise TypeError(_unknown(who, name, value, known[method:], meant))
             return f(*args, **kwargs)
 
         return call
 
     return decorate
+
+
+def explains_fields(**meant: str) -> Callable[[type[C]], type[C]]:
+    """Refuses keywords that a class of fields does not have, as `explains_keywords` does for a function.
+
+    Args:
+        **meant: keyword that users try -> the remedy.
+
+    Example:
+        >>> import dataclasses
+        >>> @explains_fields(lr="learning_rate={value!r}")
+        ... @dataclasses.dataclass
+        ... class Rule:
+        ...     learning_rate: float
+        >>> Rule(lr=0.1)
+        Traceback (most recent call last):
+            ...
+        TypeError: Rule(lr=0.1): there is no argument 'lr'. Write learning_rate=0.1.
+    """
+
+    def decorate(cls: type[C]) -> type[C]:
+        made = "__new__" if issubclass(cls, tuple) else "__init__"
+        setattr(cls, made, explains_keywords(**meant)(getattr(cls, made)))
+        return cls
+
+    return decorate
+
+
+def _name_of(f: Callable[..., Any]) -> tuple[str, bool]:
+    """Returns the name of a function as a user calls it, and whether its first argument is passed by Python."""
+    name = f.__qualname__.rpartition("<locals>.")[2]
+    called = name.removesuffix(".__init__").removesuffix(".__new__")
+    return called, called != name
 
 
 def explains_attributes(**meant: str) -> Callable[[type[C]], type[C]]:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from shardfn.core import Disk, MemoryKind, Mesh, PyTree
+from shardfn.core import Disk, MemoryKind, Mesh, PyTree, explains_keywords
 from shardfn.kernels import building
 
 from ._adapters import Adapters, Given, adapter_of_each
@@ -30,6 +30,7 @@ from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
 from ._follower import together
 from ._guesses import Guesses
 from ._limits import Limits
+from ._meant import MEANT
 from ._plan import Plan
 from ._requests import Request, Sampling
 from ._results import Completion, Token, append
@@ -80,6 +81,7 @@ class Engine:
         (4, 'length')
     """
 
+    @explains_keywords(**MEANT)
     def __init__(
         self,
         decoder: Decoder,

@@ -6,10 +6,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shardfn.core import explains_fields
+
 from ._grammar import Grammar
 from ._limits import Limits
 
+# Keywords of vLLM, transformers and TRL, and their counterparts here.
+_GRAMMAR = "grammar=, an inference.Grammar"
+_MEANT = {
+    "max_new_tokens": "max_tokens={value!r}",
+    "max_completion_length": "max_tokens={value!r}",
+    "max_completion_tokens": "max_tokens={value!r}",
+    "max_length": "max_tokens=, the number of new tokens, without the prompt",
+    "do_sample": "temperature=1.0 to draw, or temperature=0.0 for the most probable tokens",
+    "greedy": "temperature=0.0",
+    "num_return_sequences": "n={value!r}",
+    "num_generations": "n={value!r}",
+    "best_of": "n={value!r}, and take the best of the choices",
+    "num_beams": "n={value!r}, and take the best of the choices: beams are not searched",
+    "beam_width": "n={value!r}, and take the best of the choices: beams are not searched",
+    "stop_token_ids": "stop_tokens={value!r}",
+    "eos_token_id": "stop_tokens=({value!r},)",
+    "stop_strings": "stop={value!r}",
+    "ignore_eos": "stop_tokens=(), the default",
+    "include_stop_str_in_output": "include_stop={value!r}",
+    "logprobs": "top_logprobs={value!r}; the log probability of each drawn token is there without it",
+    "repeat_penalty": "repetition_penalty={value!r}",
+    "guided_json": _GRAMMAR,
+    "guided_regex": _GRAMMAR,
+    "structured_outputs": _GRAMMAR,
+    "response_format": _GRAMMAR,
+    "pad_token_id": "nothing: prompts have their own lengths",
+}
 
+
+@explains_fields(**_MEANT)
 @dataclass(frozen=True)
 class Sampling:
     """How a request's tokens are drawn. A draw sees these values, its logits, and (seed, choice, position).

@@ -13,7 +13,18 @@ from torch import Tensor
 
 from shardfn import kernels
 from shardfn.collectives import GlobalTensor
-from shardfn.core import Disk, Draw, MemoryKind, Mesh, PyTree, make_mesh, raise_all, tree_leaves, tree_paths
+from shardfn.core import (
+    Disk,
+    Draw,
+    MemoryKind,
+    Mesh,
+    PyTree,
+    explains_keywords,
+    make_mesh,
+    raise_all,
+    tree_leaves,
+    tree_paths,
+)
 from shardfn.engine import BoundCall, Donated, Sharded, reshard, sharded
 from shardfn.transforms import jit
 
@@ -21,6 +32,7 @@ from ._cache import DTYPES, Paged, check_memory
 from ._decoder import Decoder
 from ._limits import Limits
 from ._low_rank import LowRank
+from ._meant import MEANT_BY_LIMITS
 from ._plan import Plan, padding
 from ._requests import MOST_TOP
 from ._score import widened
@@ -33,6 +45,7 @@ _FURTHER = {"": 0, "hidden": 1, "routed": 2}
 Top = tuple[tuple[int, float], ...]  # tokens and their log probabilities, the most probable first
 
 
+@explains_keywords(**MEANT_BY_LIMITS)
 def limits_of(decoder: Decoder, *, context: int | None = None, cache_bytes: int = 1 << 30, **sizes: Any) -> Limits:
     """The sizes of an engine for a model.
 

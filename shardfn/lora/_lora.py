@@ -10,6 +10,7 @@ is trained whole has {"full": its copy}.
 import dataclasses
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +27,7 @@ from shardfn.core import (
     PyTree,
     Sharding,
     broadcast_prefix,
+    explains_keywords,
     fold_in,
     tree_entries,
     tree_flatten,
@@ -39,6 +41,20 @@ from shardfn.nn import dropout
 
 from ._site import Site, of_pattern, unused
 from ._weight import LowRankWeight
+
+# Keywords of peft, and their counterparts here.
+_MEANT = {
+    "r": "rank={value!r}",
+    "lora_rank": "rank={value!r}",
+    "lora_alpha": "alpha={value!r}",
+    "lora_dropout": "dropout={value!r}",
+    "target_modules": "targets={value!r}, regular expressions for paths of leaves",
+    "use_rslora": "rslora={value!r}",
+    "use_dora": "dora={value!r}",
+    "layers_to_transform": "the numbers of layers in targets, as in r'layers\\.(0|1)\\..*q_proj'",
+    "bias": "modules_to_save=, regular expressions for the biases that are trained",
+    "task_type": "nothing: an adapter does not depend on the task",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +104,7 @@ class LoRA:
     codes: Codes | None = None
 
     @staticmethod
+    @explains_keywords(**_MEANT)
     def of(
         params: PyTree,
         targets: Sequence[str],
@@ -170,6 +187,20 @@ class LoRA:
             raise ValueError("\n  - ".join([f"these adapters cannot be made.{some}", *problems]))
         return LoRA(rank, default, rslora, fan_in_fan_out, sites, specs, dora, dropout, codes)
 
+    def __repr__(self) -> str:
+        kinds = dict[tuple[str, tuple[int, ...], int, float, bool], int]()
+        for path, site in self.sites.items():
+            kind = re.sub(r"(?<![^.])\d+(?![^.])", "*", path), site.shape, site.rank, site.alpha, site.full
+            kinds[kind] = kinds.get(kind, 0) + 1
+        num = sum(math.prod(shape) for shapes in self.shapes.values() for shape in shapes.values())
+        plain = {"rslora": False, "fan_in_fan_out": False, "dora": False, "dropout": 0.0, "codes": None}
+        more = [f"{name}={getattr(self, name)!r}" for name, usual in plain.items() if getattr(self, name) != usual]
+        lines = [f"{', '.join([f'rank={self.rank}', f'alpha={self.alpha:g}', *more])}: {num:,} trained parameters"]
+        for (path, shape, rank, alpha, full), count in kinds.items():
+            own = "trained whole" if full else f"rank {rank}, alpha {alpha:g}"
+            lines.append(f"  {count} x {path} {shape}: {own}")
+        return "\n".join([f"LoRA({lines[0]}", *lines[1:]]) + ")"
+
     @property
     def scale(self) -> float:
         """The factor of `b @ a`, where no pattern names another rank or alpha."""
@@ -182,7 +213,7 @@ class LoRA:
 
     @property
     def trainable(self) -> PyTree:
-        """For `sharded_step`: adapters alone."""
+        """Returns the mask for `sharded_step`: only adapters are trained."""
         return {"base": False, "lora": True}
 
     @property
@@ -255,6 +286,7 @@ class LoRA:
                 " one LoRA."
             )
         (leaves, treedef), at = tree_flatten(params), {e: i for i, e in enumerate(tree_entries(params))}
+        _warn_of_trained([path for path, site in self.sites.items() if leaves[at[site.entries]].requires_grad])
         for number, (path, site) in enumerate(self.sites.items()):
             i = at[site.entries]
             w, own = leaves[i], adapters[path]
@@ -267,8 +299,9 @@ class LoRA:
         return tree_unflatten(treedef, leaves)
 
     def adapt(self, f: Callable[..., Any], index: Callable[[Any], Tensor] | None = None) -> Callable[..., Any]:
-        """`f(params, ...)` as a function of `{"base": params, "lora": adapters}`.
+        """Turns `f(params, ...)` into a function of `{"base": params, "lora": adapters}`.
 
+        A step of this function trains only the adapters, unless `sharded_step(trainable=)` names other leaves.
         With dropout it is a function of `(tree, batch, key, ...)`, which `sharded_step(key=)` calls; `f` does not get
         the key. Masks are functions of the key and of the number of each row, the same on any number of ranks.
         `step.evaluate` drops nothing; elsewhere use `dataclasses.replace(lora, dropout=0.0).adapt(f)`.
@@ -291,7 +324,9 @@ class LoRA:
         def dropped(tree: PyTree, batch: PyTree, key: Tensor, *rest: Any, **named: Any) -> Any:
             return f(self.apply(tree["base"], tree["lora"], key, _numbers(batch, index)), batch, *rest, **named)
 
-        return dropped if self.dropout else adapted
+        loss: Any = dropped if self.dropout else adapted
+        loss.trains = self.trainable
+        return loss
 
     @torch.no_grad()
     def merge(self, params: PyTree, adapters: PyTree) -> PyTree:
@@ -378,3 +413,13 @@ def _dropping(rate: float, key: Tensor, index_B: Tensor | None) -> Callable[[Ten
 def _merged(tree: PyTree) -> tuple[Any, list[Any]]:
     leaves, treedef = tree_flatten(tree, is_leaf=lambda x: type(x) is LowRankWeight)
     return treedef, [x.whole() if type(x) is LowRankWeight else x for x in leaves]
+
+
+def _warn_of_trained(paths: Sequence[str]) -> None:
+    if paths and torch.is_grad_enabled():
+        warnings.warn(
+            f"LoRA trains only adapters, but {len(paths)} weights that have one get a gradient, too, such as"
+            f" {paths[0]}: the base would be trained, and has an optimizer state. Pass trainable=lora.trainable to"
+            " sharded_step, or a loss of lora.adapt without trainable=.",
+            stacklevel=3,
+        )

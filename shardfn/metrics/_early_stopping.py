@@ -4,9 +4,23 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from shardfn.core import not_scalar
+from shardfn.core import explains_fields, not_scalar
+
+# Keywords of Lightning, Keras and transformers, and their counterparts here.
+_MEANT = {
+    "early_stopping_patience": "patience={value!r}",
+    "early_stopping_threshold": "min_delta={value!r}",
+    "threshold": "min_delta={value!r}",
+    "monitor": "nothing: pass the value of the metric to update(value)",
+    "metric": "nothing: pass the value of the metric to update(value)",
+    "metric_for_best_model": "nothing: pass the value of the metric to update(value)",
+    "greater_is_better": 'mode="max" where higher values are better, or mode="min"',
+    "baseline": "best={value!r}",
+    "restore_best_weights": "nothing: checkpoint.Manager keeps the best checkpoints",
+}
 
 
+@explains_fields(**_MEANT)
 class EarlyStopping(NamedTuple):
     """Ends a run whose metric no longer improves: a pure value that each evaluation turns into the next one.
 

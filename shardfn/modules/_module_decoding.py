@@ -264,21 +264,41 @@ def _other_attention(module: Any) -> Iterator[str]:
 
 
 def _other_layers(module: Any) -> Iterator[str]:
-    config, names = module.config, inspect.signature(module.forward).parameters
+    config = module.config
     experts = {n: v for n, v in vars(config).items() if _EXPERTS.fullmatch(n) and isinstance(v, int) and v > 1}
     for name, value in experts.items() if not experts_in(module) else ():
         yield f"its layers have experts ({name}={value}) that are not in transformers' ExpertsInterface"
     for path, m in experts_in(module).items():
         if m._is_expert_parallel:
             yield f"{path} is cut by transformers itself; load the model without its expert parallelism"
-    if missing := [n for n in _ARGUMENTS if n not in names]:
-        yield f"its forward does not take {', '.join(missing)}; load it by AutoModelForCausalLM"
+    if missing := [n for n in _ARGUMENTS if n not in _arguments_of(module)]:
+        yield f"its forward does not take {', '.join(missing)}{_with_head(module)}"
     if numbers_tokens(module):
         yield "it numbers tokens by all ids of a sequence, those of padding apart; served are positions from 0 on"
     if getattr(config, "max_position_embeddings", None) is None:
         yield "its config has no max_position_embeddings, the most tokens of a sequence"
     if module.training:
         yield "it is in training mode; call eval()"
+
+
+def _arguments_of(module: Any) -> set[str]:
+    """Returns the names that a forward takes, with those of the model inside to which it passes other keywords."""
+    own = inspect.signature(module.forward).parameters.values()
+    names = {p.name for p in own}
+    inner = module.base_model
+    if inner is module or not any(p.kind is p.VAR_KEYWORD for p in own):
+        return names
+    return names | {*inspect.signature(inner.forward).parameters}
+
+
+def _with_head(module: Any) -> str:
+    """Returns the remedy for a model without a head, if transformers has the same model with one."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    whole = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(module.config), None)
+    if whole is None or isinstance(module, whole):
+        return ""
+    return f"; load it by AutoModelForCausalLM, as a {whole.__name__}"
 
 
 def _weights(module: nn.Module, params: Mapping[str, Tensor] | None) -> Iterator[str]:

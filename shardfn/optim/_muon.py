@@ -69,7 +69,8 @@ def scale_by_muon(
     Args:
         beta: rate of the mean, in [0, 1).
         nesterov: look ahead.
-        bias_correction: divide by `1 - beta^t`, as optax does. Without it the first steps are those of torch.
+        bias_correction: whether the momentum is divided by `1 - beta^t`, as in optax. False gives the steps of
+            `torch.optim.Muon`, whose first ones differ.
         consistent_rms: None scales by `sqrt(max(1, rows / columns))`; a number by `sqrt(max(rows, columns))` times it,
             so that updates have this root mean square. 0.2 is about that of AdamW.
         newton_schulz: the iterations.
@@ -108,6 +109,7 @@ def muon(
     *,
     beta: Number = 0.95,
     nesterov: bool = True,
+    bias_correction: bool = True,
     weight_decay: Number = 0.0,
     consistent_rms: float | None = None,
     newton_schulz: NewtonSchulz = NewtonSchulz(),  # noqa: B008  # a value
@@ -123,6 +125,7 @@ def muon(
             `Sequential`, needs this.
         beta: rate of the momentum, in [0, 1).
         nesterov: look ahead.
+        bias_correction: see `scale_by_muon`.
         weight_decay: factor of the decay of matrices, >= 0; it is multiplied by the learning rate.
         consistent_rms: see `scale_by_muon`.
         newton_schulz: the iterations.
@@ -148,6 +151,7 @@ def muon(
     not_negative("muon", weight_decay=weight_decay)
     others = as_transformation(adamw(learning_rate, weight_decay=0.0) if others is None else others)
     how: dict[str, Any] = {"consistent_rms": consistent_rms, "newton_schulz": newton_schulz}
+    how |= {"bias_correction": bias_correction}
     scale_by_muon(beta, nesterov, **how)
 
     def of_matrices(dims: Mask) -> GradientTransformation:

@@ -13,9 +13,10 @@ from ._rewards import kl_rewards as kl_rewards, last_values as last_values, pair
 from ._advantages import gae as gae, group_advantages as group_advantages
 from ._policy import ppo_policy as ppo_policy, ppo_value as ppo_value, grpo as grpo, rloo as rloo
 from ._policy import policy_metrics as policy_metrics
-from ._preferences import dpo as dpo, hinge as hinge, ipo as ipo, kto as kto, orpo as orpo
+from ._preferences import dpo as dpo, robust_dpo as robust_dpo, hinge as hinge, ipo as ipo, kto as kto, orpo as orpo
 from ._rollout import Rollout as Rollout, as_global as as_global, check_versions as check_versions
 from ._rollout import FAILURES as FAILURES, empty_rollout as empty_rollout, rollout_metrics as rollout_metrics
+from ._reward_signal import RewardSignal as RewardSignal
 from ._scores import Scores as Scores, score as score
 from ._sample import sample as sample
 from ._converse import Conversations as Conversations, call_metrics as call_metrics, converse as converse

@@ -3,6 +3,7 @@
 B rows, T tokens of an answer.
 """
 
+import warnings
 from typing import Literal
 
 import torch
@@ -10,13 +11,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shardfn.collectives import all_gather, axis_index
-from shardfn.core import Axes
+from shardfn.core import Axes, explains_keywords
 from shardfn.inference import widened
 
 from ._answers import answer_mask, masked
-from ._shapes import check_lengths, check_numbers, check_shapes
+from ._meant import ADVANTAGES
+from ._shapes import check_lengths, check_numbers, check_shapes, has_values
 
 
+@explains_keywords(**ADVANTAGES)
 def group_advantages(
     rewards_B: Float[Tensor, " b"],
     size: int,
@@ -26,7 +29,7 @@ def group_advantages(
     eps: float = 1e-4,
     axis: Axes = None,
 ) -> Float[Tensor, " b"]:
-    """Each reward less those of the answers to the same prompt.
+    """Returns each reward less the rewards of the answers to the same prompt.
 
     | | baseline | deviation |
     |---|---|---|
@@ -35,7 +38,8 @@ def group_advantages(
     | RLOO | mean of the "others" | False |
 
     A group of equal rewards has advantages 0. A reward that is NaN or infinite is missing: its answer has advantage 0,
-    and the others are a group without it; a group of one answer has advantage 0.
+    and the others are a group without it; a group of one answer has advantage 0. If all rewards are missing, as where
+    `score` was not called, there is a warning, except in a captured step.
 
     Args:
         rewards_B: rows `size * i` to `size * (i + 1) - 1` are group i.
@@ -68,10 +72,21 @@ def group_advantages(
         raise ValueError(f"group_advantages: {len(whole)} rewards and groups of {size}; pass whole groups.")
     if baseline not in ("mean", "others"):
         raise ValueError(f'baseline is {baseline!r}; it must be "mean" or "others".')
+    _warn_without_rewards(whole)
     # In float64 the square of no reward in float32 overflows.
     of_all = _of_groups(whole.double().view(-1, size), baseline == "others", eps if deviation else None).flatten()
     start = 0 if axis is None else int(axis_index(axis)) * len(rewards_B)
     return of_all[start : start + len(rewards_B)].to(widened(rewards_B).dtype)
+
+
+def _warn_without_rewards(rewards: Tensor) -> None:
+    if has_values(rewards) and len(rewards) and not rewards.isfinite().any():
+        warnings.warn(
+            f"group_advantages: all {len(rewards)} rewards are missing (NaN or infinite), so all advantages are 0 and"
+            " nothing is learnt. Fill in rewards by rollout = rl.score(reward, rollout).rollout, or by"
+            " rollout._replace(rewards=...); rl.score counts the failures of a reward function.",
+            stacklevel=3,
+        )
 
 
 def _of_groups(rewards: Tensor, others: bool, eps: float | None) -> Tensor:
@@ -88,6 +103,7 @@ def _of_groups(rewards: Tensor, others: bool, eps: float | None) -> Tensor:
     return torch.where(num > 1, centred, 0.0)
 
 
+@explains_keywords(**ADVANTAGES)
 def gae(
     rewards_BT: Float[Tensor, "b t"],
     values_BT: Float[Tensor, "b t"],

@@ -43,8 +43,8 @@ def check_first_ratios(logprobs_BT: Float[Tensor, "b t"], rollout: Rollout, *, t
             f"check_first_ratios: row {row} has at token {token} log probability {found!r} in training, and"
             f" {drawn!r} when it was drawn, by version {int(rollout.versions[row, token])};"
             f" {int(wrong_BT.sum())} of {int(mask_BT.sum())} tokens differ by more than {tolerance}. Turn dropout off"
-            " in the actor (from_module(train=False), or no key), call update_weights before sample, and pass the"
-            " temperature of the draws. A model that is not exact needs a tolerance."
+            " in the actor (module.eval() before from_module, or no key), call update_weights before sample, and pass"
+            " the temperature of the draws. A model that is not exact needs a tolerance."
         )
 
 

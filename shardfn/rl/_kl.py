@@ -28,8 +28,8 @@ def kl(
     | k3 | e^x - 1 - x | KL(pi, ref) | that of KL(ref, pi) |
 
     The means are over tokens that pi draws itself. Tokens of an older policy need the ratio to it as a weight: with
-    its gradient, too, k1 and k3 have the mean gradient of KL(pi, ref) (`grpo(corrected=True)`). In a reward, where only
-    the value counts, take k1 or k3; in a loss without ratios k2 or k3.
+    its gradient, too, k1 and k3 have the mean gradient of KL(pi, ref) (`grpo` does so by default). In a reward, where
+    only the value counts, take k1 or k3; in a loss without ratios k2 or k3.
 
     Args:
         logprobs: of the policy.

@@ -10,16 +10,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shardfn.core import explains_keywords
 from shardfn.engine import WeightedMean
 
 from ._answers import answer_mask, counted_mean, masked, row_mean
 from ._kl import Estimator, kl
+from ._meant import MEANT
 from ._older import TRUNCATE, drawn_ratios, truncated_weights
 from ._shapes import check_lengths, check_numbers, check_shapes
 
 Clip = float | tuple[float, float]
 
 
+@explains_keywords(**MEANT)
 def ppo_policy(
     logprobs_BT: Float[Tensor, "b t"],
     old_BT: Float[Tensor, "b t"],
@@ -67,6 +70,7 @@ def ppo_policy(
     return counted_mean(_surrogate(log_BT, advantages_BT, clip, most) * weight_BT, lengths_B)
 
 
+@explains_keywords(**MEANT)
 def ppo_value(
     values_BT: Float[Tensor, "b t"],
     old_BT: Float[Tensor, "b t"],
@@ -101,6 +105,7 @@ def ppo_value(
     return counted_mean(torch.maximum((v_BT - r_BT) ** 2, (near_BT - r_BT) ** 2) / 2, lengths_B)
 
 
+@explains_keywords(**MEANT)
 def grpo(
     logprobs_BT: Float[Tensor, "b t"],
     old_BT: Float[Tensor, "b t"],
@@ -116,7 +121,7 @@ def grpo(
     reference_BT: Float[Tensor, "b t"] | None = None,
     beta: float = 0.0,
     estimator: Estimator = "k3",
-    corrected: bool = False,
+    corrected: bool = True,
     behaviour_BT: Float[Tensor, "b t"] | None = None,
     truncate: float = TRUNCATE,
 ) -> WeightedMean:
@@ -149,9 +154,10 @@ def grpo(
         reference_BT: log probabilities of the reference.
         beta: weight of `kl(logprobs, reference)`.
         estimator: of the divergence.
-        corrected: whether the divergence of a token has the weight pi / pi_behaviour, with the ratio's gradient. Then
-            k1 and k3 have the mean and the mean gradient of KL(pi, ref) in every epoch; without it a token that has
-            become improbable since its draw has a k3 of ref / pi. This weight has no bound: one of 2 made the
+        corrected: whether the divergence of a token has the weight pi / pi_behaviour, with the ratio's gradient, as in
+            DeepSeek-V3.2 and by default in TRL (`use_bias_correction_kl`). Then k1 and k3 have the mean and the mean
+            gradient of KL(pi, ref) in every epoch. Without it k3 has the gradient of KL(ref, pi), and a token that has
+            become improbable since its draw has a k3 of ref / pi. The weight has no bound: one of 2 made the
             divergence of a run up to 15% smaller than it was. Clip the norm of gradients, as rare weights are large.
         behaviour_BT: of the policy that drew the answers, where it is older than that of `old_BT`: each token's loss,
             without its divergence, then counts min(pi_old / pi_behaviour, truncate) times: truncated importance
@@ -162,9 +168,8 @@ def grpo(
 
     Raises:
         ValueError: shapes do not fit, or a length is not from 0 to T; a choice is unknown; `constant` is missing, or
-            without effect; `beta` without a reference, or a reference without `beta`; `corrected` without a
-            reference; `truncate` is not positive, or without `behaviour_BT`; a clip is out of range, `beta` negative,
-            or `most` without effect.
+            without effect; `beta` without a reference, or a reference without `beta`; `truncate` is not positive, or
+            without `behaviour_BT`; a clip is out of range, `beta` negative, or `most` without effect.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -191,10 +196,6 @@ def grpo(
             f'grpo: most is {most} with objective="weight", whose ratios are all within clip, so it has no effect;'
             " leave it out."
         )
-    if corrected and reference_BT is None:
-        raise ValueError(
-            "grpo: corrected is True without a reference, so it has no effect; pass reference_BT and beta."
-        )
     tensors = {"old_BT": old_BT, "advantages_B": advantages_B, "lengths_B": lengths_B, "reference_BT": reference_BT}
     check_shapes("grpo", logprobs_BT=logprobs_BT, **tensors, behaviour_BT=behaviour_BT)
     check_lengths("grpo", logprobs_BT.shape[1], lengths_B=lengths_B)
@@ -215,6 +216,7 @@ def grpo(
     return _normalised(loss_BT, lengths_B, normalise, constant)
 
 
+@explains_keywords(**MEANT)
 def rloo(
     logprobs_BT: Float[Tensor, "b t"],
     old_BT: Float[Tensor, "b t"],
@@ -252,6 +254,7 @@ def rloo(
     return row_mean(_surrogate(log_BT.sum(1), advantages_B, clip, None))
 
 
+@explains_keywords(**MEANT)
 def policy_metrics(
     logprobs_BT: Float[Tensor, "b t"],
     old_BT: Float[Tensor, "b t"],

@@ -5,15 +5,18 @@ h = (log pi - log ref)(chosen) - (log pi - log ref)(rejected), of sums over an a
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shardfn.core import explains_keywords
 from shardfn.engine import WeightedMean
 
 from ._answers import row_mean
+from ._meant import PREFERENCES
 from ._shapes import check_negative, check_numbers, check_shapes
 
 
+@explains_keywords(**PREFERENCES)
 def dpo(
     chosen_B: Float[Tensor, " b"],
     rejected_B: Float[Tensor, " b"],
@@ -23,14 +26,16 @@ def dpo(
     beta: float = 0.1,
     smoothing: float = 0.0,
 ) -> WeightedMean:
-    """Direct preference optimisation: -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h).
+    """Computes the loss of direct preference optimisation: -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h).
+
+    With `smoothing` it is conservative DPO. TRL's `label_smoothing` is that of another loss, `robust_dpo`.
 
     Args:
         chosen_B: log probabilities of the better answers: sums over their tokens.
-        rejected_B: those of the others.
-        chosen_reference_B: those of the reference.
-        rejected_reference_B: those of the reference.
-        beta: how strongly the policy is held to the reference.
+        rejected_B: log probabilities of the other answers.
+        chosen_reference_B: log probabilities of the better answers by the reference.
+        rejected_reference_B: log probabilities of the other answers by the reference.
+        beta: strength with which the policy is held to the reference.
         smoothing: s, the part of pairs that is expected to be the wrong way round.
 
     Raises:
@@ -44,46 +49,102 @@ def dpo(
 
     References:
         Rafailov et al., Direct Preference Optimization, 2023, https://arxiv.org/abs/2305.18290
+        Mitchell, A note on DPO with noisy preferences, 2023 (`smoothing`), https://ericmitchell.ai/cdpo.pdf
     """
     check_numbers("dpo", "from 0 to 1", smoothing=smoothing)
     h_B = beta * _margins("dpo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
     return row_mean(-(1 - smoothing) * F.logsigmoid(h_B) - smoothing * F.logsigmoid(-h_B))
 
 
-def ipo(
+@explains_keywords(**PREFERENCES)
+def robust_dpo(
     chosen_B: Float[Tensor, " b"],
     rejected_B: Float[Tensor, " b"],
     chosen_reference_B: Float[Tensor, " b"],
     rejected_reference_B: Float[Tensor, " b"],
     *,
+    smoothing: float,
     beta: float = 0.1,
 ) -> WeightedMean:
-    """Identity preference optimisation: (h - 1 / (2 beta))^2, whose optimum is finite for pairs without noise.
+    """Computes robust DPO: (-(1 - s) log sigmoid(beta h) + s log sigmoid(-beta h)) / (1 - 2 s).
+
+    Its mean over labels, of which a part s is wrong, is the mean of `dpo` over right labels. It equals TRL's
+    `loss_type="robust"` with `label_smoothing=s`.
 
     Args:
-        chosen_B: as of `dpo`; means over an answer's tokens are usual, too.
+        chosen_B: as of `dpo`.
         rejected_B: as of `dpo`.
         chosen_reference_B: as of `dpo`.
         rejected_reference_B: as of `dpo`.
-        beta: how strongly the policy is held to the reference.
+        smoothing: s, the part of pairs that is the wrong way round.
+        beta: strength with which the policy is held to the reference.
+
+    Raises:
+        ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first; or beta is not
+            above 0, or the smoothing is negative, or not below a half.
+
+    Example:
+        >>> x = torch.tensor
+        >>> robust_dpo(x([-5.0]), x([-7.0]), x([-5.5]), x([-6.8]), smoothing=0.1).mean()
+        tensor(0.6500)
+
+    References:
+        Chowdhury et al., Provably Robust DPO, 2024, https://arxiv.org/abs/2403.00409
+    """
+    if not 0 <= smoothing < 0.5:
+        raise ValueError(f"robust_dpo: smoothing is {smoothing}; it must be at least 0 and below 0.5.")
+    h_B = beta * _margins("robust_dpo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    return row_mean((-(1 - smoothing) * F.logsigmoid(h_B) + smoothing * F.logsigmoid(-h_B)) / (1 - 2 * smoothing))
+
+
+@explains_keywords(**PREFERENCES)
+def ipo(
+    chosen_B: Float[Tensor, " b"],
+    rejected_B: Float[Tensor, " b"],
+    chosen_reference_B: Float[Tensor, " b"],
+    rejected_reference_B: Float[Tensor, " b"],
+    chosen_lengths_B: Int[Tensor, " b"],
+    rejected_lengths_B: Int[Tensor, " b"],
+    *,
+    beta: float = 0.1,
+) -> WeightedMean:
+    """Computes identity preference optimisation: (h - 1 / (2 beta))^2, where h is of means over an answer's tokens.
+
+    The optimum is finite for pairs without noise. Means over tokens are those of the paper's experiments and of TRL;
+    for example, lengths of ones give the loss of sums.
+
+    Args:
+        chosen_B: as of `dpo`: sums over an answer's tokens.
+        rejected_B: as of `dpo`.
+        chosen_reference_B: as of `dpo`.
+        rejected_reference_B: as of `dpo`.
+        chosen_lengths_B: number of tokens of each better answer.
+        rejected_lengths_B: number of tokens of each other answer.
+        beta: strength with which the policy is held to the reference.
 
     Raises:
         ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first; or beta is not
             above 0.
 
     Example:
-        >>> x = torch.tensor
-        >>> ipo(x([-5.0]), x([-7.0]), x([-5.5]), x([-6.8])).mean()
-        tensor(18.4900)
+        >>> x, n = torch.tensor, torch.tensor([2])
+        >>> ipo(x([-5.0]), x([-7.0]), x([-5.5]), x([-6.8]), n, n).mean()
+        tensor(21.6225)
 
     References:
         Azar et al., A General Theoretical Paradigm to Understand Learning from Human Preferences, 2023,
         https://arxiv.org/abs/2310.12036
     """
-    h_B = _margins("ipo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    check_numbers("ipo", beta=beta)
+    references = {"chosen_reference_B": chosen_reference_B, "rejected_reference_B": rejected_reference_B}
+    lengths = {"chosen_lengths_B": chosen_lengths_B, "rejected_lengths_B": rejected_lengths_B}
+    check_shapes("ipo", chosen_B=chosen_B, rejected_B=rejected_B, **references, **lengths)
+    chosen_B = (chosen_B - chosen_reference_B) / chosen_lengths_B.clamp(min=1)
+    h_B = chosen_B - (rejected_B - rejected_reference_B) / rejected_lengths_B.clamp(min=1)
     return row_mean((h_B - 1 / (2 * beta)) ** 2)
 
 
+@explains_keywords(**PREFERENCES)
 def hinge(
     chosen_B: Float[Tensor, " b"],
     rejected_B: Float[Tensor, " b"],
@@ -92,7 +153,7 @@ def hinge(
     *,
     beta: float = 0.1,
 ) -> WeightedMean:
-    """The hinge loss of a pair: max(0, 1 - beta h).
+    """Computes the hinge loss of a pair: max(0, 1 - beta h).
 
     Args:
         chosen_B: as of `dpo`.
@@ -117,6 +178,7 @@ def hinge(
     return row_mean((1 - beta * h_B).relu())
 
 
+@explains_keywords(**PREFERENCES)
 def kto(
     logprobs_B: Float[Tensor, " b"],
     reference_B: Float[Tensor, " b"],
@@ -126,18 +188,18 @@ def kto(
     beta: float = 0.1,
     weights: tuple[float, float] = (1.0, 1.0),
 ) -> WeightedMean:
-    """Kahneman-Tversky optimisation, of single answers: w sigmoid(s beta (log pi - log ref - z)).
+    """Computes Kahneman-Tversky optimisation, of single answers: w sigmoid(s beta (log pi - log ref - z)).
 
     s is -1 for an answer that is wanted, and 1 for one that is not.
 
     Args:
-        logprobs_B: of the answers: sums over their tokens.
-        reference_B: those of the reference.
-        wanted_B: which answers are wanted.
-        divergence: the mean of log pi - log ref over answers that belong to other prompts, of all ranks (`pmean`). z is
+        logprobs_B: log probabilities of the answers: sums over their tokens.
+        reference_B: log probabilities of the answers by the reference.
+        wanted_B: whether each answer is wanted.
+        divergence: mean of log pi - log ref over answers that belong to other prompts, of all ranks (`pmean`). z is
             this number, or 0 if it is negative, as a constant.
-        beta: how strongly the policy is held to the reference.
-        weights: w of wanted answers, and of the others.
+        beta: strength with which the policy is held to the reference.
+        weights: w of wanted answers, and w of the others.
 
     Raises:
         ValueError: a tensor has not one number for each answer; sum log probabilities of tokens first; or beta is not
@@ -155,11 +217,11 @@ def kto(
     check_numbers("kto", "0 or more", **{"weights[0]": weights[0], "weights[1]": weights[1]})
     check_shapes("kto", logprobs_B=logprobs_B, reference_B=reference_B, wanted_B=wanted_B)
     ahead_B = beta * (logprobs_B - reference_B - divergence.detach().clamp(min=0))
-    sign_B = torch.where(wanted_B, 1.0, -1.0).to(ahead_B.dtype)
-    weight_B = torch.where(wanted_B, *weights).to(ahead_B.dtype)
-    return row_mean(weight_B * torch.sigmoid(-sign_B * ahead_B))
+    rows_B = torch.sigmoid(torch.where(wanted_B, -ahead_B, ahead_B))
+    return row_mean(torch.where(wanted_B, weights[0] * rows_B, weights[1] * rows_B))
 
 
+@explains_keywords(**PREFERENCES)
 def orpo(chosen_B: Float[Tensor, " b"], rejected_B: Float[Tensor, " b"], *, beta: float = 0.1) -> WeightedMean:
     """The term of odds ratio preference optimisation: -beta log sigmoid(log odds(chosen) - log odds(rejected)).
 

@@ -8,12 +8,15 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shardfn.core import explains_keywords
 from shardfn.engine import WeightedMean
 
 from ._answers import answer_mask, masked, row_mean
+from ._meant import ADVANTAGES
 from ._shapes import check_lengths, check_numbers, check_shapes
 
 
+@explains_keywords(**ADVANTAGES)
 def kl_rewards(
     logprobs_BT: Float[Tensor, "b t"],
     reference_BT: Float[Tensor, "b t"],

@@ -89,8 +89,8 @@ def empty_rollout(
         length: L.
         width: T.
         routes: m and k: `engine.routes`.
-        dtype: of log probabilities: `engine.dtype`.
-        device: of its tensors.
+        dtype: dtype of log probabilities, `engine.dtype`, and of rewards, which have at least 32 bits.
+        device: device of the tensors.
 
     Example:
         >>> empty_rollout(1, 8, 4).rewards
@@ -103,7 +103,7 @@ def empty_rollout(
         lengths=num.clone(),
         logprobs=torch.zeros(rows, width, dtype=dtype, device=device),
         versions=torch.full((rows, width), -1, dtype=torch.int64, device=device),
-        rewards=torch.full((rows,), torch.nan, device=device),
+        rewards=torch.full((rows,), torch.nan, dtype=torch.promote_types(dtype, torch.float32), device=device),
         ended=torch.zeros(rows, dtype=torch.bool, device=device),
         places=torch.zeros(rows, width, dtype=torch.int64, device=device),
         routes=torch.full((rows, length, *routes), -1, dtype=torch.int16, device=device),
@@ -154,13 +154,16 @@ def check_versions(rollout: Rollout, newest: int, *, behind: int = 0) -> None:
         )
 
 
-def rollout_metrics(rollout: Rollout) -> dict[str, WeightedMean]:
-    """Metrics for a loss's aux: means over the answers of all ranks.
+def rollout_metrics(rollout: Rollout, advantages_B: Float[Tensor, " b"] | None = None) -> dict[str, WeightedMean]:
+    """Returns metrics for a loss's aux: means over the answers of all ranks.
 
     Args:
-        rollout: with rewards.
+        rollout: rollout with rewards.
+        advantages_B: advantages of `group_advantages`, for "flat".
 
     Returns:
+        With advantages "flat", the part of answers whose advantage is 0, such as those of a group of equal rewards:
+        where it is 1 nothing is learnt (`RewardSignal`).
         "reward", over the answers that have one; "missing", the part without; "raised", "late", "invalid" and "died",
         the parts without one for that failure; "ended", the part that ended by a stop token; "length".
 
@@ -172,4 +175,5 @@ def rollout_metrics(rollout: Rollout) -> dict[str, WeightedMean]:
     reward = WeightedMean(torch.where(known, rollout.rewards, 0.0).sum(), known.sum().to(dtype))
     rows = {"missing": ~known, "ended": rollout.ended, "length": rollout.lengths}
     rows |= {kind: rollout.failed == number for number, kind in enumerate(FAILURES, 1)}
+    rows |= {} if advantages_B is None else {"flat": advantages_B == 0}
     return {"reward": reward} | {name: row_mean(x.to(dtype)) for name, x in rows.items()}

@@ -1,14 +1,16 @@
 """Rewards by a function in Python, which may fail: each call has a time limit, and failures are counted."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from shardfn.core import Axes, Mesh
+from shardfn.core import Axes, Mesh, explains_keywords
 
 from ._forked import Called, count_kinds, outcomes_of
+from ._meant import ADVANTAGES
 from ._rollout import FAILURES, Rollout
 
 
@@ -27,6 +29,7 @@ class Scores(NamedTuple):
     first: str
 
 
+@explains_keywords(**ADVANTAGES)
 def score(
     reward: Callable[..., float],
     rollout: Rollout,
@@ -39,7 +42,8 @@ def score(
 ) -> Scores:
     """Calls a reward function for each answer.
 
-    `group_advantages` leaves answers out that have no reward, and `kl_rewards` counts 0 for them.
+    `group_advantages` leaves answers out that have no reward, and `kl_rewards` counts 0 for them. If no answer of this
+    rank gets a reward, as where the function takes other arguments, a warning has the counts and the first failure.
 
     Args:
         reward: `reward(prompt, answer) -> float`, of lists of ids; with `given` also that row's entry. It runs in a
@@ -58,9 +62,10 @@ def score(
 
     Example:
         >>> from shardfn.rl import empty_rollout
-        >>> found = score(lambda prompt, answer: 1 / len(answer), empty_rollout(2, 8, 4))
-        >>> found.counts["raised"], found.first
-        (2, 'row 0 raised ZeroDivisionError: division by zero')
+        >>> rollout = empty_rollout(2, 8, 4)
+        >>> found = score(lambda prompt, answer, weight: 1 / weight, rollout, [0, 2])
+        >>> found.counts["raised"], found.first, found.rollout.rewards
+        (1, 'row 0 raised ZeroDivisionError: division by zero', tensor([   nan, 0.5000]))
     """
     num = len(rollout.ids)
     if given is not None and len(given) != num:
@@ -70,14 +75,27 @@ def score(
     outcomes = outcomes_of(called, calls, seconds=seconds, workers=workers, mesh=mesh, axis=axis)
     rewards = [value if kind == "" else math.nan for _, kind, value in outcomes]
     failed = [FAILURES.index(kind) + 1 if kind else 0 for _, kind, _ in outcomes]
+    counts = count_kinds(outcomes)
+    first = next((called.text(one) for one in outcomes if one[1]), "")
+    if num and all(failed):
+        some = ", ".join(f"{kind} {count}" for kind, count in counts.items() if count)
+        warnings.warn(
+            f"score: the reward function must return a finite number, but it failed for all {num} answers ({some}), so"
+            f" nothing is learnt from them. First failure: {first}. It is called as {_call(given)}.",
+            stacklevel=2,
+        )
     return Scores(
         rollout._replace(
             rewards=torch.tensor(rewards, dtype=rollout.rewards.dtype, device=rollout.rewards.device),
             failed=torch.tensor(failed, dtype=torch.int8, device=rollout.rewards.device),
         ),
-        count_kinds(outcomes),
-        next((called.text(one) for one in outcomes if one[1]), ""),
+        counts,
+        first,
     )
+
+
+def _call(given: Sequence[Any] | None) -> str:
+    return "reward(prompt, answer), with lists of ids" + ("" if given is None else ", and the row's entry of given")
 
 
 def _finite(value: Any) -> float:

@@ -149,6 +149,11 @@ def check_places(
         raise ValueError(text)
 
 
+def has_values(x: Tensor) -> bool:
+    """Returns whether a branch may depend on the values of `x`: not in a captured step, nor under vmap."""
+    return not isinstance(x, FakeTensor) and not _is_batched(x)
+
+
 def _is_batched(x: Tensor) -> bool:
     while is_functorch_wrapped_tensor(x):
         if functorch.is_batchedtensor(x):

@@ -32,6 +32,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 from shardfn.engine import num_microbatches
+from shardfn.engine.loss import trained_leaves
 from shardfn.optim import GradientTransformation, LossScale, MasterState, Pair, apply_updates, as_transformation
 from shardfn.state import TrainState
 from shardfn.transforms import Mixed, ShardedStep, WeightedMean, default_batch, sharded_step
@@ -74,6 +75,7 @@ def one_device(
     optimizer = as_transformation(optimizer)
     leaves, treedef = tree_flatten(tree_map(torch.clone, params))
     train = [not is_frozen(x) for x in leaves]
+    trainable = trained_leaves(loss) if trainable is None else trainable
     if trainable is not None:
         train = broadcast_prefix(trainable, params, lambda x: isinstance(x, bool), names=("trainable", "params"))
     train = [t and x.is_floating_point() for t, x in zip(train, leaves, strict=True)]
@@ -312,6 +314,7 @@ def assert_parity(
         >>> run.params
         tensor([0.9000, 0.8000])
     """
+    trainable = trained_leaves(loss) if trainable is None else trainable
     want = one_device(reference or loss, optimizer, params, batches, trainable=trainable, key=key, parts=parts)
     got = on_mesh(loss, optimizer, params, batches, mesh=mesh, trainable=trainable, key=key, zero=zero, **options)
     try:

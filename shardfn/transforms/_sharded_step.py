@@ -82,7 +82,8 @@ def sharded_step(
         donate: whether a step reuses the buffers of the state that it takes. That state cannot be used afterwards.
         skip_nonfinite: whether a step whose loss or gradient norm is not finite returns the old state.
         trainable: a prefix tree of bools for params; leaves that are False get no gradient and no optimizer state.
-            Default: all leaves but parameters with `requires_grad=False`, such as those from `from_module`.
+            Default: the adapters for a loss of `lora.adapt`; else all leaves but parameters with `requires_grad=False`,
+            such as those from `from_module`.
 
     Returns:
         The step. Its metrics are 0-d tensors, the same on all ranks: "loss" (global mean), "grad_norm" (of the averaged

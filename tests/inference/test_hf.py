@@ -182,7 +182,7 @@ def test_without_exactness_the_modules_own_functions_run(kind: str) -> None:
 _SMALL = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 1}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Mamba": (_SMALL, r"keep a state that is not keys and values.*is a Conv1d"),
-    "Bloom": (_SMALL | {"n_head": 4}, r"without transformers' AttentionInterface.*does not take position_ids"),
+    "Bloom": (_SMALL | {"n_head": 4}, r"without transformers' AttentionInterface.*does not take position_ids\n"),
     "Falcon": (_SMALL | {"num_attention_heads": 4, "alibi": True}, r"without transformers' AttentionInterface"),
     "JetMoe": (
         _SMALL | {"num_key_value_heads": 2, "kv_channels": 4},
@@ -205,6 +205,16 @@ def test_models_that_cannot_be_served_are_refused(kind: str) -> None:
         hf_decoder(model)
 
 
+def test_a_forward_that_passes_its_keywords_to_the_model_inside_is_served() -> None:
+    config = config_of("GraniteMoe", **_SMALL, num_attention_heads=4, num_local_experts=4, num_experts_per_tok=2)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()  # takes use_cache as one of its **kwargs
+    made, params = hf_decoder(model)
+    with torch.no_grad():
+        want = model(torch.tensor([PROMPTS[2]])).logits[0]
+    got = Model(made, [params]).full(0, tuple(PROMPTS[2]))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_an_encoder_and_decoder_is_refused() -> None:
     sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).eval()
@@ -218,7 +228,7 @@ def test_mistakes_are_refused() -> None:
     model = MODELS["llama"]()
     with pytest.raises(ValueError, match=r"training mode; call eval\(\)"):
         hf_decoder(model.train())
-    with pytest.raises(ValueError, match=r"LlamaModel cannot be served:\n.*logits_to_keep; load it by AutoModelForCau"):
+    with pytest.raises(ValueError, match=r"LlamaModel cannot be served:\n.*logits_to_keep; load it by .*a LlamaForCau"):
         hf_decoder(model.eval().model)
     with pytest.raises(ValueError, match=r"tokenizer has 14 tokens, and LlamaForCausalLM has 13; pass the tokenizer"):
         hf_decoder(model, tokenizer=range(14))

@@ -72,6 +72,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "FlexOlmo": _EXPERTS,
     "Glm4Moe": _EXPERTS | {"head_dim": 8},
     "GptOss": _EXPERTS | {"head_dim": 8} | _WINDOW,
+    "GraniteMoe": _EXPERTS,
+    "GraniteMoeShared": _EXPERTS,
     "HunYuanMoEV1": _EXPERTS | {"head_dim": 8, "moe_topk": 2},
     "MiniMaxM2": _EXPERTS | {"head_dim": 8},
     "Phimoe": _EXPERTS | {"sliding_window": 5},

@@ -266,7 +266,7 @@ def test_refusals(world: int) -> None:
     made = functools.partial(sf.sharded_step, lora.adapt(loss_of), optim.adamw(1e-2), mesh=mesh)
     up = r"params\['base'\]\['blocks'\]\['up'\] of shape \(3, 40, 64\)"
     with pytest.raises(ValueError, match=rf"{up} is trained, and codes='int4' would round each update away; freeze it"):
-        made(specs=lora.specs).init(tree)
+        made(specs=lora.specs, trainable=True).init(tree)
     disk = Zero(stage=3, params="disk", disk=sf.Disk("/nowhere"), persist_elements=0)
     with pytest.raises(ValueError, match=rf"{up} would be on disk; codes='int4' are kept on the device or on the host"):
         made(specs=lora.specs, trainable=lora.trainable, zero=disk).init(tree)

@@ -363,3 +363,49 @@ def test_leaves_that_cannot_be_adapted_are_refused() -> None:
         lora.adapt(sf.jit(_loss))
     with pytest.raises(ValueError, match=r"adapters are of .*, and the leaves with one are"):
         lora.apply(tree["base"], {"other": {}})
+
+
+@pytest.mark.parametrize("around", ["plain", "jit", "accumulate", "mixed", "partial", "several"])
+def test_a_loss_of_adapt_trains_only_adapters_by_default(around: str) -> None:
+    params = {"wq": torch.randn(4, 3), "bias": torch.zeros(4)}
+    lora = LoRA.of(params, ["wq"], rank=2)
+    loss = lora.adapt(lambda p, x: (torch.nn.functional.linear(x, p["wq"], p["bias"]) - 1).square().mean())
+    made: dict[str, Any] = {
+        "plain": loss,
+        "jit": sf.jit(loss),
+        "accumulate": sf.jit(sf.accumulate(loss, 2)),
+        "mixed": sf.mixed_precision(loss, sf.Policy.bf16()),
+        "partial": functools.partial(loss),
+        "several": {"one": loss, "two": loss},
+    }
+    step = sf.sharded_step(made[around], sf.optim.adamw(0.1))
+    state = step.init({"base": params, "lora": lora.init(sf.key(0))})
+    if around != "mixed":  # whose state is around that of the rule
+        assert state.opt_state[0].mu["base"] == {"wq": None, "bias": None}
+    rows = torch.randn(4, 3)
+    state, _ = step(state, dict.fromkeys(made[around], rows) if around == "several" else rows)
+    kept = state.params["base"]["wq"].full_tensor()
+    assert torch.equal(kept, params["wq"].to(kept.dtype))
+    assert state.params["lora"]["wq"]["b"].full_tensor().any()
+
+
+def test_a_named_mask_counts_more_than_that_of_adapt_and_a_trained_base_is_announced() -> None:
+    params = {"wq": torch.randn(4, 3), "wk": torch.randn(4, 3)}
+    lora = LoRA.of(params, ["wq", "wk"], rank=2)
+
+    def own(tree: Any, x: Tensor) -> Tensor:  # without adapt
+        p = lora.apply(tree["base"], tree["lora"])
+        return (x @ p["wq"].t() @ p["wk"]).square().mean()
+
+    adapted = lora.adapt(lambda p, x: (x @ p["wq"].t() @ p["wk"]).square().mean())
+    for loss, trainable in ((own, None), (adapted, True), (adapted, {"base": {"wq": True, "wk": False}, "lora": True})):
+        step = sf.sharded_step(loss, sf.optim.sgd(0.1), trainable=trainable)
+        state = step.init({"base": params, "lora": lora.init(sf.key(0))})
+        num = 1 if isinstance(trainable, dict) else 2
+        with pytest.warns(
+            UserWarning, match=rf"but {num} weights .* such as w[qk].*Pass trainable=lora.trainable to shard"
+        ):
+            state, _ = step(state, torch.ones(2, 3))
+        assert not torch.equal(state.params["base"]["wq"].full_tensor(), params["wq"])
+    step = sf.sharded_step(own, sf.optim.sgd(0.1), trainable=lora.trainable)  # no warning
+    step(step.init({"base": params, "lora": lora.init(sf.key(0))}), torch.ones(2, 3))

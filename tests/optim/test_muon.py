@@ -72,14 +72,38 @@ def test_without_bias_correction_it_takes_torchs_steps() -> None:
     w = torch.nn.Parameter(torch.randn(6, 4, generator=draw))
     mine = [w.detach().clone()]
     theirs = torch.optim.Muon([w], lr=0.05, weight_decay=0.1, momentum=0.95)
-    rule = optim.scale_by_muon(bias_correction=False, newton_schulz=NewtonSchulz(eps=1e-7, dtype=torch.bfloat16))
-    tx = optim.chain(rule, optim.add_decayed_weights(0.1), optim.scale_by_learning_rate(0.05))
+    how = {"bias_correction": False, "newton_schulz": NewtonSchulz(eps=1e-7, dtype=torch.bfloat16)}
+    tx = optim.muon(0.05, matrices=[True], weight_decay=0.1, **how)
     state = tx.init(mine)
     for _ in range(5):
         w.grad = torch.randn(6, 4, generator=draw)
         mine, state = optim.inplace(tx)([w.grad.clone()], state, mine)
         theirs.step()
     torch.testing.assert_close(mine[0], w.detach(), rtol=2e-2, atol=5e-3)
+
+
+@pytest.mark.parametrize(("nesterov", "rms"), [(True, None), (True, 0.2), (False, None)])
+def test_only_bias_correction_separates_its_steps_from_torchs(
+    nesterov: bool, rms: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch rounds its iterations to bfloat16, which hides the difference; all else is torch's own.
+    exact = NewtonSchulz(eps=1e-7)
+    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", lambda m, *how: exact(m))
+    draw = torch.Generator().manual_seed(0)
+    w = torch.nn.Parameter(torch.randn(6, 4, generator=draw, dtype=torch.float64))
+    how = {"nesterov": nesterov, "adjust_lr_fn": None if rms is None else "match_rms_adamw"}
+    theirs = torch.optim.Muon([w], lr=0.05, weight_decay=0.1, momentum=0.95, **how)
+    same = {"matrices": [True], "weight_decay": 0.1, "nesterov": nesterov}
+    same |= {"consistent_rms": rms, "newton_schulz": exact}
+    rules = [optim.muon(0.05, bias_correction=corrected, **same) for corrected in (False, True)]
+    found = [([w.detach().clone()], rule.init([w.detach()])) for rule in rules]
+    for _ in range(5):
+        w.grad = torch.randn(6, 4, generator=draw, dtype=torch.float64)
+        found = [optim.inplace(rule)([w.grad.clone()], s, p) for rule, (p, s) in zip(rules, found, strict=True)]
+        theirs.step()
+    far = [float((params[0] - w.detach()).abs().max()) for params, _ in found]
+    # Without Nesterov the correction is a factor of the whole momentum, which its normalisation removes.
+    assert far[0] < 1e-12 and (far[1] > 1e-4 if nesterov else far[1] < 1e-6), far
 
 
 def test_leaves_that_are_no_matrices_are_refused() -> None:

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,7 @@ def spoilt() -> Any:
 MISTAKES = [
     Mistake("dropout is active in the actor", with_dropout,
             ValueError, "check_first_ratios: row 0 has at token 0 log probability ... by version 0; ... tokens differ",
-            "Turn dropout off in the actor (from_module(train=False), or no key)"),
+            "Turn dropout off in the actor (module.eval() before from_module, or no key)"),
     Mistake("the prompt fills the context", lambda: sample(range(12)),
             ValueError, "prompts[1] has 12 tokens and answers have up to 4, together 16; the rows have 12",
             "leave the prompt out"),
@@ -96,6 +97,18 @@ MISTAKES = [
             ValueError, "seconds is 0 and workers is 1", "both must be positive"),
     Mistake("values are given for other rows", lambda: score(given=[1, 2, 3]),
             ValueError, "3 values are given for 2 rows", "pass one for each"),
+    Mistake("the reward function has the arguments of TRL",
+            lambda: rl.score(lambda completions, **rest: [1.0] * len(completions), rl.empty_rollout(2, 8, 4)),
+            UserWarning, "it failed for all 2 answers (raised 2), so nothing is learnt ... row 0 raised TypeError",
+            "It is called as reward(prompt, answer), with lists of ids"),
+    Mistake("a reward is never finite",
+            lambda: rl.score(lambda *rest: math.nan, rl.empty_rollout(3, 8, 4), [1, 2, 3]),
+            UserWarning, "it failed for all 3 answers (invalid 3)", "and the row's entry of given"),
+    Mistake("rewards are not computed", lambda: rl.group_advantages(rl.empty_rollout(4, 8, 4).rewards, 2),
+            UserWarning, "all 4 rewards are missing (NaN or infinite), so all advantages are 0", "by rollout = rl.sc"),
+    Mistake("answers are never better than one another",
+            lambda: functools.reduce(lambda x, _: x.update(torch.tensor(1.0)), range(2), rl.RewardSignal(patience=2)),
+            UserWarning, "2 rollouts in a row had only advantages of 0", "Look at the rewards"),
     Mistake("a group is cut", lambda: rl.group_advantages(torch.zeros(5), 2),
             ValueError, "5 rewards and groups of 2", "pass whole groups"),
     Mistake("the constant of a mean is left out",
@@ -104,8 +117,10 @@ MISTAKES = [
     Mistake("an answer of a pair is empty", lambda: rl.orpo(-torch.ones(2), torch.tensor([-1.0, -0.0])),
             ValueError, "orpo: rejected_B[1] is -0.0; odds need mean log probabilities below 0",
             "leave out pairs in which an answer is empty"),
-    Mistake("pairs have no weight", lambda: rl.ipo(*[torch.ones(1)] * 4, beta=0.0),
-            ValueError, "ipo: beta is 0.0", "it must be above 0 and finite"),
+    Mistake("pairs have no weight", lambda: rl.hinge(*[torch.ones(1)] * 4, beta=0.0),
+            ValueError, "hinge: beta is 0.0", "it must be above 0 and finite"),
+    Mistake("half of the labels are wrong", lambda: rl.robust_dpo(*[torch.ones(1)] * 4, smoothing=0.5),
+            ValueError, "robust_dpo: smoothing is 0.5", "it must be at least 0 and below 0.5"),
     Mistake("the part of wrong pairs is a percentage", lambda: rl.dpo(*[torch.ones(1)] * 4, smoothing=10),
             ValueError, "dpo: smoothing is 10", "it must be from 0 to 1"),
     Mistake("a discount grows", lambda: rl.gae(-ONE, -ONE, TWO, discount=1.05),
@@ -149,7 +164,8 @@ RANGES: dict[tuple[str, str], tuple[Callable[[Any], Any], bool, bool]] = {
     ("kl_rewards", "clip"): (lambda x: rl.kl_rewards(-ONE, -ONE, torch.ones(1), TWO, clip=x), False, True),
     ("dpo", "beta"): (lambda x: rl.dpo(*PAIR, beta=x), False, True),
     ("dpo", "smoothing"): (lambda x: rl.dpo(*PAIR, smoothing=x), True, False),
-    ("ipo", "beta"): (lambda x: rl.ipo(*PAIR, beta=x), False, True),
+    ("robust_dpo", "beta"): (lambda x: rl.robust_dpo(*PAIR, smoothing=0.1, beta=x), False, True),
+    ("ipo", "beta"): (lambda x: rl.ipo(*PAIR, *[torch.tensor([2])] * 2, beta=x), False, True),
     ("hinge", "beta"): (lambda x: rl.hinge(*PAIR, beta=x), False, True),
     ("kto", "beta"): (lambda x: rl.kto(*KTO, beta=x), False, True),
     ("kto", "weights[0]"): (lambda x: rl.kto(*KTO, weights=(x, 1.0)), True, True),
@@ -224,6 +240,28 @@ def test_bad_rewards_are_counted_and_make_no_nan() -> None:
     metrics = {name: float(x.mean()) for name, x in rl.rollout_metrics(found).items()}
     assert [round(12 * metrics[kind]) for kind in rl.FAILURES] == [1, 1, 1, 0]
     assert metrics["missing"] == 3 / 12 and all(map(math.isfinite, metrics.values()))
+
+
+def test_a_signal_is_missed_only_after_rollouts_in_a_row() -> None:
+    rollout, advantages = rl.empty_rollout(4, 8, 4), torch.tensor([0.0, 0.0, 0.5, -0.5])
+    flat = [float(rl.rollout_metrics(rollout, x)["flat"].mean()) for x in (torch.zeros(4), advantages)]
+    assert flat == [1.0, 0.5] and "flat" not in rl.rollout_metrics(rollout)
+    signal, warned = rl.RewardSignal(patience=2), []
+    for part in (flat[0], flat[1], *[flat[0]] * 5):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            signal = signal.update(part)
+        warned.append(len(caught))
+    assert warned == [0, 0, 0, 1, 0, 1, 0] and signal.waited == 5
+
+
+def test_a_captured_step_has_advantages_of_missing_rewards_without_a_warning() -> None:
+    def loss(w: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+        return (w * rl.group_advantages(rewards, 2)).sum()
+
+    step = sf.sharded_step(sf.jit(loss), sf.optim.sgd(1.0))
+    state, _ = step(step.init(torch.tensor(1.0)), torch.full((4,), math.nan))
+    assert state.params.full_tensor() == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

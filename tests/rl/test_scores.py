@@ -153,6 +153,7 @@ def test_any_result_and_any_error_is_counted() -> None:
     def raises(prompt: list[int], answer: list[int]) -> float:
         raise Unspoken
 
-    found = rl.score(raises, rollout(1))
+    with pytest.warns(UserWarning, match="failed for all 1 answers"):
+        found = rl.score(raises, rollout(1))
     assert found.counts["raised"] == 1
     assert found.first == "row 0 raised Unspoken: a Unspoken whose text raises RuntimeError"

@@ -25,7 +25,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: rl.dpo(BT, BT, BT, BT),
         r"dpo: .*\n.*chosen_B has shape \(3, 3\); it must be \[B\]\n",
     ),
-    "a column of references": (lambda: rl.ipo(B, B, B[:, None], B), r"chosen_reference_B has shape \(3, 1\)"),
+    "a column of references": (
+        lambda: rl.ipo(B, B, B[:, None], B, LENGTHS, LENGTHS),
+        r"chosen_reference_B has shape \(3, 1\)",
+    ),
     "wanted answers of a column": (lambda: rl.kto(B, B, B[:, None] > 0, B[0]), "wanted_B has shape"),
     "odds of tokens": (lambda: rl.orpo(BT - 1, BT - 1), "chosen_B has shape"),
     "rewards by group": (lambda: rl.group_advantages(BT, 3), r"rewards_B has shape \(3, 3\); it must be \[B\]"),

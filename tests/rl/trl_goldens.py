@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import trl  # pyright: ignore[reportMissingImports]  # of another environment
+from trl.trainer.dpo_trainer import DPOTrainer  # pyright: ignore[reportMissingImports]
 from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
+from trl.trainer.kto_trainer import KTOTrainer  # pyright: ignore[reportMissingImports]
 from trl.trainer.rloo_trainer import RLOOTrainer  # pyright: ignore[reportMissingImports]
 
 OUT = pathlib.Path(__file__).with_suffix(".json")
@@ -21,11 +23,19 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"normalise": "sequence"}, {"loss_type": "grpo"}),
     ({"normalise": "batch"}, {"loss_type": "dapo"}),
     ({"normalise": "constant", "constant": 4}, {"loss_type": "dr_grpo"}),
-    ({"normalise": "sequence", "beta": 0.1}, {"loss_type": "grpo", "beta": 0.1}),
+    ({"normalise": "sequence", "beta": 0.1, "corrected": False}, {"loss_type": "grpo", "beta": 0.1, "unbiased": False}),
     ({"normalise": "batch", "clip": [0.2, 0.28], "beta": 0.04}, {"loss_type": "bnpo", "high": 0.28, "beta": 0.04}),
     ({"normalise": "sequence", "ratio": "sequence"}, {"loss_type": "grpo", "level": "sequence"}),
     ({"normalise": "batch", "most": 1.25}, {"loss_type": "dapo", "delta": 1.25}),
     ({"normalise": "batch", "objective": "weight", "clip": [1.0, 0.3]}, {"loss_type": "cispo", "high": 1.3}),
+]
+# Losses of pairs: the function of `shardfn.rl` with its arguments, and the arguments of TRL.
+PAIRS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("dpo", {"beta": 0.3}, {"loss_type": "sigmoid", "beta": 0.3}),
+    ("dpo", {"beta": 0.3}, {"loss_type": "sigmoid", "beta": 0.3, "label_smoothing": 0.2}),
+    ("hinge", {"beta": 0.3}, {"loss_type": "hinge", "beta": 0.3}),
+    ("ipo", {"beta": 0.3}, {"loss_type": "ipo", "beta": 0.3}),
+    ("robust_dpo", {"beta": 0.3, "smoothing": 0.2}, {"loss_type": "robust", "beta": 0.3, "label_smoothing": 0.2}),
 ]
 
 
@@ -45,11 +55,25 @@ def batches() -> dict[str, dict[str, Any]]:
     return {"small": small, "large": large | {"advantages": [1.3, -0.4, 0, -2, 0.7], "lengths": [7, 1, 4, 5, 2]}}
 
 
-def stub(loss_type: str, beta: float = 0.0, high: float = 0.2, level: str = "token", delta: float | None = None) -> Any:
-    accelerator = types.SimpleNamespace(
-        num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
-    )
-    how = {"delta": delta, "use_bias_correction_kl": False, "steps_per_generation": 1}
+ACCELERATOR = types.SimpleNamespace(
+    num_processes=1,
+    gather=lambda x: x,
+    gather_for_metrics=lambda x: x,
+    reduce=lambda x, reduction: x,
+    sync_gradients=True,
+    device="cpu",
+)
+
+
+def stub(
+    loss_type: str,
+    beta: float = 0.0,
+    high: float = 0.2,
+    level: str = "token",
+    delta: float | None = None,
+    unbiased: bool = True,
+) -> Any:
+    how = {"delta": delta, "use_bias_correction_kl": unbiased, "steps_per_generation": 1}
     return types.SimpleNamespace(
         loss_type=loss_type,
         beta=beta,
@@ -57,7 +81,7 @@ def stub(loss_type: str, beta: float = 0.0, high: float = 0.2, level: str = "tok
         epsilon_high=high,
         importance_sampling_level=level,
         args=types.SimpleNamespace(**how),
-        accelerator=accelerator,
+        accelerator=ACCELERATOR,
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
@@ -92,6 +116,80 @@ def run(trainer: Any, one: Any, batch: dict[str, Any]) -> dict[str, Any]:
     return {"loss": loss.item(), "gradient": grad.tolist()}
 
 
+def of_pairs(batch: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
+    """The loss of DPOTrainer, where the tokens of the better answers are "logprobs" and those of the others "old"."""
+    x = {name: torch.tensor(value, dtype=torch.float64) for name, value in batch.items()}
+    policy, lengths = [x["logprobs"].requires_grad_(), x["old"].requires_grad_()], x["lengths"].long()
+    counts = torch.cat((lengths, lengths.flip(0)))
+    mask = torch.arange(policy[0].shape[1]) < counts[:, None]
+    reference = torch.cat((x["reference"], x["reference"].flip(0)))
+    one = stub_of_preferences(how, loss_types=[how["loss_type"]], loss_weights=[1.0])
+    loss = DPOTrainer._compute_loss(
+        one,
+        model_of(torch.cat(policy), mask),
+        {
+            "input_ids": torch.zeros(len(mask), mask.shape[1] + 1, dtype=torch.long),
+            "attention_mask": torch.ones(len(mask), mask.shape[1] + 1, dtype=torch.long),
+            "completion_mask": torch.nn.functional.pad(mask.long(), (1, 0)),
+            "ref_chosen_logps": (reference * mask).sum(1)[: len(lengths)],
+            "ref_rejected_logps": (reference * mask).sum(1)[len(lengths) :],
+        },
+        False,
+    )
+    grads = torch.autograd.grad(loss, policy)
+    return {"loss": loss.item(), "gradients": [grad.tolist() for grad in grads]}
+
+
+def of_answers(batch: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
+    """The loss of KTOTrainer, where answers with a positive advantage are wanted."""
+    x = {name: torch.tensor(value, dtype=torch.float64) for name, value in batch.items()}
+    policy, lengths = x["logprobs"].requires_grad_(), x["lengths"].long()
+    mask = torch.arange(policy.shape[1]) < lengths[:, None]
+    one = stub_of_preferences(how, calculate_KL=True)
+    one._compute_kl_logps = lambda model, batch: (x["old"] * mask).sum(1)
+    ids = torch.zeros(len(mask), mask.shape[1] + 1, dtype=torch.long)
+    loss = KTOTrainer._compute_loss(
+        one,
+        model_of(policy, mask),
+        {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "completion_mask": torch.nn.functional.pad(mask.long(), (1, 0)),
+            "label": x["advantages"] > 0,
+            "ref_logps": (x["reference"] * mask).sum(1),
+            "ref_KL_logps": (x["reference"] * mask).sum(1) - 0.5,
+        },
+        False,
+    )
+    (grad,) = torch.autograd.grad(loss, policy)
+    return {"loss": loss.item(), "gradient": grad.tolist()}
+
+
+def model_of(logprobs: torch.Tensor, mask: torch.Tensor) -> Any:
+    """A model whose labels have these log probabilities."""
+    zeros = torch.zeros_like(logprobs)
+    outputs = types.SimpleNamespace(
+        log_probs=logprobs * mask, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool(), log_sum_sq_probs=zeros
+    )
+    return lambda **rest: outputs
+
+
+def stub_of_preferences(how: dict[str, Any], **more: Any) -> Any:
+    return types.SimpleNamespace(
+        **{"label_smoothing": 0.0} | how | more,
+        accelerator=ACCELERATOR,
+        model=types.SimpleNamespace(training=True),
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        use_weighting=False,
+        _tp_size=1,
+        _total_train_tokens=0,
+        _metrics={"train": collections.defaultdict(list)},
+    )
+
+
 def main() -> None:
     out: dict[str, Any] = {"versions": {"trl": trl.__version__, "torch": torch.__version__}, "batches": batches()}
     out["grpo"] = [
@@ -101,6 +199,16 @@ def main() -> None:
     ]
     out["rloo"] = [
         {"batch": name, "arguments": {}, **run(RLOOTrainer, stub("none"), batch)} for name, batch in batches().items()
+    ]
+    out["pairs"] = [
+        {"batch": batch, "loss_of": name, "arguments": ours, "trl": theirs, **of_pairs(batches()[batch], theirs)}
+        for name, ours, theirs in PAIRS
+        for batch in batches()
+    ]
+    weights = {"desirable_weight": 0.7, "undesirable_weight": 1.3}
+    out["kto"] = [
+        {"batch": name, **of_answers(batch, {"loss_type": "kto", "beta": 0.3, **weights})}
+        for name, batch in batches().items()
     ]
     OUT.write_text(json.dumps(out, indent=1) + "\n")
 

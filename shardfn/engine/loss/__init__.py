@@ -117,6 +117,7 @@ from ._unequal import (
     naming_unequal as naming_unequal,
 )
 from ._unwrap import (
+    trained_leaves as trained_leaves,
     Unwrapped as Unwrapped,
     check_state as check_state,
     unwrap as unwrap,

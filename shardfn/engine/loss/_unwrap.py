@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from shardfn.core import PyTree
+
 from ._accumulated import Accumulated
 from ._jitted import Jitted
 from ._loss import Loss
@@ -53,6 +55,20 @@ def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
         if x.transform == "accumulate":
             inner = Accumulated(inner, x.num_microbatches, split=x.split)
     return Unwrapped(inner, jitted, mixed)
+
+
+def trained_leaves(loss: Callable[..., Any]) -> PyTree:
+    """Returns the leaves that a loss trains by default: its attribute `trains`, as `LoRA.adapt` gives it, or None.
+
+    Args:
+        loss: the loss, or transforms and `functools.partial` around it.
+    """
+    inner: Any = loss
+    while inner is not None:
+        if (found := getattr(inner, "trains", None)) is not None:
+            return found
+        inner = getattr(inner, "inner", None) or getattr(inner, "func", None)
+    return None
 
 
 def _refuse_unannounced_state(loss: Callable[..., Any], *, has_state: bool) -> None:

@@ -17,6 +17,7 @@ from shardfn.engine.loss import (
     check_loss,
     check_specs,
     default_batch,
+    trained_leaves,
     unwrap,
 )
 from shardfn.engine.partition import bind
@@ -65,6 +66,9 @@ def build_step(
     _check_flags(flags, trainable)
     check_finish(finish, has_state=has_state)
     losses = _named_losses(loss)
+    if trainable is None:
+        own = {name: trained_leaves(x.loss) if x.trainable is None else x.trainable for name, x in losses.items()}
+        losses = {name: x._replace(trainable=own[name]) for name, x in losses.items()}
     unwrapped = {name: unwrap(x.loss, has_state=has_state) for name, x in losses.items()}
     for x in losses.values():
         check_loss(x.loss, key=key is not None, has_state=has_state)
