@@ -3,10 +3,21 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from shardfn.core import Mesh, PyTree, tree_flatten, tree_leaves, tree_unflatten
-from shardfn.engine import HeldBytes, SpecSearch, Unplaced
+from shardfn.core import (
+    Mesh,
+    PyTree,
+    RankError,
+    named_leaves,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+from shardfn.engine import HeldBytes, SpecSearch, Unplaced, agree_on_step, comms_of
 from shardfn.graph import Cluster
 from shardfn.graph import cluster as named_cluster
 from shardfn.optim import GradientTransformation, decided
@@ -24,7 +35,9 @@ def propose_specs(
     memory: float | None = None,
     cluster: Cluster | str | None = None,
 ) -> PyTree:
-    """Specs for `partition(loss)` that send few bytes while no rank holds more than `memory`.
+    """Returns specs for `partition(loss)` that send few bytes while no rank holds more than `memory`.
+
+    All ranks get the same specs, those for the largest of their batches. Collective, unless the mesh is abstract.
 
     The cost of a layout is the number of bytes that `partition` plans to send with it, forward and backward. Without a
     `cluster` computation is not counted: then whole leaves are free, and are cut only because of the limit. For a
@@ -38,7 +51,8 @@ def propose_specs(
             the mesh has it; a rank holds the rows of its stages.
         params: a tree of tensors, with data or without.
         mesh: has the axes; may be abstract. Its other axes do not matter, but for that of a pipeline.
-        *batch: the other arguments of the loss: the rows of one rank, with data or without. Their shapes count.
+        *batch: the other arguments of the loss: the rows of one rank, with data or without. Their shapes count, and
+            ranks may have different numbers of rows, for example 4 and 3.
         axes: the axis along which leaves are cut; or several, as `partition` takes them. They are searched one after
             another: specs along the first are held while those along the second are searched. Each search prices the
             whole program along its axis; layouts that are better for both together only are not found.
@@ -58,6 +72,7 @@ def propose_specs(
             its stages lie along the axis; no device has that name, or it does not compute in the dtype of most of the
             work; or see `partition`.
         TypeError: the cluster is neither a name nor a value.
+        RankError: the batches of ranks differ in more than their numbers of rows. The message lists them.
 
     Example:
         >>> import torch
@@ -84,13 +99,41 @@ def propose_specs(
             f"propose_specs(cluster={cluster!r}): a Cluster, as sf.graph.calibrate(mesh) and sf.graph.cluster(name)"
             " make, or a name of sf.graph.DEVICES."
         )
-    of = Unplaced.of(loss, params, batch, mesh.shape)
+    of = Unplaced.of(loss, params, _largest(batch, mesh), mesh.shape)
     if of.stages in names:
         raise ValueError(
             f"propose_specs(axes={axes!r}): the layers of the pipeline lie along {of.stages!r}, and are cut along it"
             " anyway; name another axis."
         )
     return SpecSearch(of, mesh, names, _kept(params, optimizer), memory, on).found()
+
+
+def _largest(batch: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
+    """Returns the batch of the rank with the most elements, without data, or this rank's where all shapes are equal.
+
+    Raises:
+        RankError: the batches of ranks differ in their trees or dtypes. The message lists them.
+    """
+    if mesh.abstract or mesh.size == 1:
+        return batch
+    control = comms_of(mesh).control
+    agree_on_step(control, "propose_specs")
+    shown = tree_map(lambda x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x, batch)
+    of_all: list[Any] = control.gather(shown)
+    tensors = [[(path, x) for path, x in named_leaves(b, "batch") if isinstance(x, Tensor)] for b in of_all]
+    looks = [[(path, x.dtype, x.ndim) for path, x in own] for own in tensors]
+    if any(look != looks[0] for look in looks):
+        raise_all(
+            RankError,
+            "propose_specs: the batches of ranks must have the same leaves, dtypes and numbers of dims; got:",
+            [
+                f"rank {r}: {', '.join(f'{p} {tuple(x.shape)} {x.dtype}' for p, x in own)}"
+                for r, own in enumerate(tensors)
+            ],
+        )
+    if all([x.shape for _, x in own] == [x.shape for _, x in tensors[0]] for own in tensors):
+        return batch
+    return max(of_all, key=lambda b: sum(x.numel() for x in tree_leaves(b) if isinstance(x, Tensor)))
 
 
 def _kept(params: PyTree, optimizer: GradientTransformation | None) -> list[HeldBytes]:

@@ -296,3 +296,26 @@ def test_a_value_that_is_no_cluster():
         priced(box(1e9).device)
     with pytest.raises(ValueError, match=r"Cluster\(per_node=0\): 1 or more"):
         box(1e9, per_node=0)
+
+
+@distributed(world=2)
+def test_ranks_with_unequal_rows_get_the_same_specs() -> None:
+    mesh = sf.make_mesh({"tp": 2}, device="cpu")
+    params = {"up": torch.ones(64, 64), "down": torch.ones(64, 64)}
+
+    def loss(p, x):
+        up, down = (p["up"], p["down"]) if len(x) > 8 else (p["up"].t(), p["down"].t())
+        return (torch.tanh(x @ up) @ down).square().mean()
+
+    def alone(rows):
+        return sf.propose_specs(loss, params, ABSTRACT, torch.ones(rows, 64))
+
+    few, many = alone(1), alone(16)
+    assert few != many
+    found = sf.propose_specs(loss, params, mesh, torch.ones(1 if mesh.rank else 16, 64))
+    assert found == many
+    assert sf.propose_specs(loss, params, mesh, torch.ones(1, 64)) == few
+    told = r"rank 0: batch\[0\] \(3, 64\) torch.float32\n  - rank 1: batch\[0\]\['x'\] \(3, 64\)"
+    with pytest.raises(sf.RankError, match=told):
+        x = torch.ones(3, 64)
+        sf.propose_specs(loss, params, mesh, {"x": x} if mesh.rank else x)
