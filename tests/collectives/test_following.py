@@ -143,13 +143,24 @@ def test_numbers_made_of_an_index_remember_its_axes() -> None:
     with bind_mesh(mesh), Following(mesh, ("dp", "tp")) as mode:
         i, j = sf.axis_index("dp"), sf.axis_index("tp")
         integers = [i + 1, 1 + i, i - 2, 2 - i, i * 3, 3 * i, (i + 6) // 2, 7 // (i + 1), i % 2, 5 % (i + 1), -i]
-        integers += [2**i, i << 1, 1 | i, 3 ^ i, abs(i), ~i, True * i, round(1.6 * i), *divmod(7, i + 2), pow(i + 3, 2, 2)]
+        integers += [
+            2**i,
+            i << 1,
+            1 | i,
+            3 ^ i,
+            abs(i),
+            ~i,
+            True * i,
+            round(1.6 * i),
+            *divmod(7, i + 2),
+            pow(i + 3, 2, 2),
+        ]
         integers += [math.floor(0.5 * i), math.ceil(i / 2), math.trunc(1.5 * i), sum([1, i]), np.int64(3) * i]
         assert [int(x) for x in integers] == [
             1, 1, -2, 2, 0, 0, 3, 7, 0, 0, 0, 1, 0, 1, 3, 0, -1, 0, 0, 3, 1, 1, 0, 0, 0, 1, 0,
         ]  # fmt: skip
-        truths = [i == 0, i > 0, ~(i < 1), (i >= 0) & (i != 1), 3 > i, 0.5 < i, True == i, True & (i < 1), 1.0 >= i]
-        assert [int(x) for x in truths] == [1, 0, 0, 1, 1, 0, 0, 1, 1]
+        truths = [i == 0, i > 0, ~(i < 1), (i >= 0) & (i != 1), 3 > i, 0.5 < i, 0 == i, True & (i < 1), 1.0 >= i]
+        assert [int(x) for x in truths] == [1, 0, 0, 1, 1, 0, 1, 1, 1]
         floats = [i * 0.5, (i + 1) / 2, 1 / (1 + i), 0.5 * (i * 1.0) - 1, 0.5 * i, 0.5 - i, 2.0 / (i + 1), 0.5**i]
         floats += [3.5 % (i + 1), 3.5 // (i + 1), np.float64(0.5) * i, np.float32(0.5) + i]
         assert [x.item() for x in floats] == [0.0, 0.5, 1.0, -1.0, 0.0, 0.5, 2.0, 1.0, 0.5, 3.0, 0.0, 0.5]
@@ -224,7 +235,8 @@ def test_functions_of_torch_take_numbers_made_of_an_index() -> None:
             "power": (0.5 * i) ** x, "as_tensor": torch.as_tensor(i), "new_tensor": x.new_tensor([0, i]),
         }  # fmt: skip
         assert {name for name, y in taken.items() if mode.axes_of(y) != ("dp",)} == set()
-        assert torch.sym_max(i, 3).axes == ("dp",)
+        larger: Any = torch.sym_max(i, 3)
+        assert larger.axes == ("dp",)
         assert mode.axes_of(torch.zeros_like(x * i)) == ()
     torch.testing.assert_close(x * (1 + i), x)
     assert x[i].tolist() == [0.0, 1.0]

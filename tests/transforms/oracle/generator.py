@@ -161,7 +161,9 @@ class Generator:
             return None
         self.used.update(refs)
         self.values.append(value)
-        self.varies.append(varies - axes if op in TO_INVARIANT else varies | axes if op in (*TO_VARYING, *NUMBERS) else varies)
+        self.varies.append(
+            varies - axes if op in TO_INVARIANT else varies | axes if op in (*TO_VARYING, *NUMBERS) else varies
+        )
         return Statement(op, refs, params)
 
     def _ref(self) -> int:
