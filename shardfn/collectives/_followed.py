@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardfn.core import Again, Axes, Note, bound_again, noted_again
 
-from ._axis_index import AxisIndex
+from ._axis_index import AxisNumber
 from ._env import current_mesh
 from ._following import NOTED, Following
 from ._function_modes import WAITING, LateMode, began, function_modes, function_modes_changed, waiting_to_begin
@@ -75,7 +75,7 @@ def one_operation(f: Callable[..., Any], *args: Any, along: Axes = None) -> Any:
             return f(*args)
 
     # A number along these axes is one more operand.
-    return mode.operation(unfollowed, (AxisIndex(0, named), *args), {})
+    return mode.operation(unfollowed, (AxisNumber(0, named), *args), {})
 
 
 def summed_inside(x: Tensor, axis: Axes) -> Tensor:

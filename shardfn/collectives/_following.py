@@ -30,7 +30,7 @@ from torch import Tensor
 from shardfn._torch import DisableTorchFunctionSubclass, functorch, transforming
 from shardfn.core import Mesh
 
-from ._axis_index import AXIS_NUMBERS, AxisTypeError, plain
+from ._axis_index import AxisNumber, AxisTypeError, with_plain_numbers
 from ._function_modes import NotingMode, interception
 from ._line import line_along
 from ._primitive import Call, bind, own_block
@@ -116,14 +116,16 @@ class Following(NotingMode):
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation of any kind: the result varies along the union of the axes of its operands."""
-        union = None if kwargs or self._wrote else self._common(args)
+        union, numbered = None if kwargs or self._wrote else self._common(args), False
         if union is None:
+            given = args, kwargs
             union, unlike, args, kwargs = self._union(args, kwargs)
+            numbered = args is not given[0]
             if unlike and _recording_gradients():
                 args, kwargs = self._alike(args, union), self._alike(kwargs, union)
         out = func(*args, **kwargs)
         self._note_result(out, union, sys._getframe(2))
-        return out
+        return AxisNumber(out, self._named(union)) if numbered and type(out) in (bool, int, float) else out
 
     # Masks: bit i is the i-th axis.
 
@@ -173,7 +175,7 @@ class Following(NotingMode):
         for m in masks:
             union |= m
         if any(numbers):
-            args, kwargs = _with_plain_numbers(args), _with_plain_numbers(kwargs)
+            args, kwargs = with_plain_numbers(args), with_plain_numbers(kwargs)
         return union, any(m != union for m in masks), args, kwargs
 
     def _collect(self, x: Any, into: list[int]) -> bool:
@@ -183,7 +185,7 @@ class Following(NotingMode):
             into.append(self._of(x))
         elif kind is tuple or kind is list or kind is torch.Size:
             return any([self._collect(y, into) for y in x])
-        elif kind in AXIS_NUMBERS:
+        elif kind is AxisNumber:
             into.append(self._mask(x.axes))
             return True
         elif kind is slice:
@@ -371,15 +373,6 @@ def _carries_nothing(index: Any) -> bool:
     """Whether an index has neither tensors nor numbers that remember axes."""
     parts = index if type(index) is tuple else (index.start, index.stop, index.step)
     return all(type(x) in _CARRY_NOTHING or (type(x) is slice and _carries_nothing(x)) for x in parts)
-
-
-def _with_plain_numbers(x: Any) -> Any:
-    kind = type(x)
-    if kind is tuple or kind is list:
-        return kind(map(_with_plain_numbers, x))
-    if kind is dict:
-        return {k: _with_plain_numbers(y) for k, y in x.items()}
-    return slice(*map(plain, (x.start, x.stop, x.step))) if kind is slice else plain(x)
 
 
 def _base(x: Tensor) -> Tensor | None:

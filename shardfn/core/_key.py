@@ -7,7 +7,7 @@ Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011, https://doi
 """
 
 import numbers
-from typing import Any
+from typing import Any, SupportsInt
 
 import torch
 from jaxtyping import Int, Int32, Int64
@@ -70,7 +70,7 @@ def split(key: Int64[Tensor, "2"], num: int = 2) -> Int64[Tensor, "n 2"]:
     return fold_in(key, torch.arange(num, device=key.device))
 
 
-def fold_in(key: Int64[Tensor, "*k 2"], data: int | Int[Tensor, "*n"]) -> Int64[Tensor, "*m 2"]:
+def fold_in(key: Int64[Tensor, "*k 2"], data: SupportsInt | Int[Tensor, "*n"]) -> Int64[Tensor, "*m 2"]:
     """The key of (key, data): threefry of the two words of `data`. A tensor of data gives a key for each entry.
 
     Args:
@@ -82,16 +82,20 @@ def fold_in(key: Int64[Tensor, "*k 2"], data: int | Int[Tensor, "*n"]) -> Int64[
 
     Raises:
         ValueError: an integer `data` has more than 64 bits.
+        TypeError: `data` is a float.
 
     Example:
         >>> fold_in(key(42), 7).tolist()
         [2547012911, 1371500959]
     """
     _check_tensor("fold_in", key)
-    if isinstance(data, int):
-        if not -(1 << 63) <= int(data) < 1 << 64:  # an axis index has no order, but is a number of this rank
-            raise ValueError(f"fold_in(key, {data}): data has at most 64 bits.")
-        data = torch.tensor(data - (1 << 64) if int(data) >> 63 > 0 else data, device=key.device)
+    if not isinstance(data, Tensor):
+        number: Any = data  # an `axis_index`, too, which has no order
+        if not -(1 << 63) <= int(number) < 1 << 64:
+            raise ValueError(f"fold_in(key, {data}): data must have at most 64 bits.")
+        data = torch.tensor(number - (1 << 64) if int(number) >> 63 > 0 else number, device=key.device)
+        if data.is_floating_point():
+            raise TypeError(f"fold_in(key, {number}): data must be an integer, got a float; pass int(data).")
     words = threefry2x32(key, data.to(device=key.device, dtype=torch.int64))
     return torch.stack(words, dim=-1).to(torch.int64) & MASK
 

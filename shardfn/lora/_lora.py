@@ -405,7 +405,7 @@ def _dropping(rate: float, key: Tensor, index_B: Tensor | None) -> Callable[[Ten
                 f"dropout: an adapter's input is {tuple(x.shape)}, and the batch has {rows} rows, which have to be in"
                 " its dim 0; leave that leaf out of the targets, or dropout out."
             )
-        return dropout(key, x.reshape(rows, -1), rate, index_B).reshape(x.shape)
+        return dropout(key, x.reshape(rows, x.numel() // max(rows, 1)), rate, index_B).reshape(x.shape)
 
     return drop
 

@@ -159,17 +159,26 @@ def _routed(
     routing = experts.routing(logits_BTE.flatten(0, 1), name, exact=config.exact or None, **options)
     own = by
     if experts.balance_loss is moe.balance.sequence:
-        own = by | {"axes": config.attention.axes or None, "num_sequences": len(logits_BTE)}
+        cut = config.attention.axes
+        rest = tuple(a for a in P(experts.axes).axes if a not in cut)
+        own = by | {"axes": cut or None, "batch_axes": rest or None, "num_sequences": len(logits_BTE)}
     loss = experts.balance * experts.balance_loss(routing, **own)
     if experts.z:
         loss = loss + experts.z * moe.balance.z(routing, **by)
     kept = routing
     if experts.capacity is not None:
-        tokens = tokens_of_all(config, Along(), experts.axes, *logits_BTE.shape[:2])
-        tokens = tokens if mask is None else psum(mask.sum(), experts.axes)  # without padding, and no longer static
+        tokens = _count_tokens(routing, experts.axes, mask)
         num = moe.capacity(tokens, experts.top_k, experts.num, experts.capacity, minimum=1)
         kept = moe.with_capacity(routing, num, axes=experts.axes)
     return kept, Seen(loss, routing.counts(), moe.load(routing, kept, **by) if load else {}, routing.experts)
+
+
+def _count_tokens(routing: moe.Routing, axes: Axes, mask: Tensor | None) -> int | Tensor:
+    """Returns the number of tokens that count on all ranks of `axes`, which may have different numbers of rows."""
+    own = len(routing.experts)
+    if mask is not None:
+        return psum(mask.sum(), axes)
+    return own if axis_size(axes) == 1 else psum(routing.experts.new_tensor(own), axes)
 
 
 def tokens_of_all(config: Config, along: Along, axes: Axes, num_rows: int, num_tokens: int) -> int:
@@ -211,4 +220,5 @@ def _logits(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:
 
 
 def _own_rows(x_SE: Tensor, along: Along, batch: int) -> Tensor:
-    return take_own_block(x_SE.unflatten(0, (batch, -1)), along.axis, dim=1).flatten(0, 1)
+    assert along.sequence is not None
+    return take_own_block(x_SE.unflatten(0, (batch, along.sequence)), along.axis, dim=1).flatten(0, 1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn._torch import DisableTorchFunctionSubclass, pytree
+from shardfn._torch import DisableTorchFunctionSubclass, disable_current_modes, pytree
 from shardfn.core import MetadataTensor
 
 from ._module_buffers import writes
@@ -47,9 +47,10 @@ class AbsentTensor(MetadataTensor):
         if any(isinstance(x, Tensor) and type(x) is not AbsentTensor for x in pytree.tree_leaves(written)):
             raise NeedsValue(f"{name} writes it to a tensor")
         device = next(x.device for x in pytree.tree_leaves((args, kwargs)) if type(x) is AbsentTensor)
-        on_meta = pytree.tree_map(_converted, (args, {k: v for k, v in kwargs.items() if k != "device"}))
         try:
-            with DisableTorchFunctionSubclass(), torch.no_grad():
+            # A capture must not record the operations: its graph would run them on tensors of the meta device.
+            with DisableTorchFunctionSubclass(), disable_current_modes(), torch.no_grad():
+                on_meta = pytree.tree_map(_converted, (args, {k: v for k, v in kwargs.items() if k != "device"}))
                 out = func(*on_meta[0], **on_meta[1])
         except (RuntimeError, NotImplementedError) as error:  # torch's errors for meta tensors without values
             raise NeedsValue(f"{name}: {error}") from error

@@ -130,7 +130,7 @@ class Ring:
 
     def rows(self, length: int) -> Rows:
         """The positions of this rank's tokens of a sequence."""
-        return self._all_rows(length)[axis_index(self.axis)]
+        return self._all_rows(length)[int(axis_index(self.axis))]
 
     def order(self, length: int, num_ranks: Sequence[int]) -> Rows:
         """The positions of all tokens, in the order in which they lie before they are cut."""

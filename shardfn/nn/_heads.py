@@ -24,8 +24,8 @@ def dealt_heads(H: int, G: int, axis: Axes) -> tuple[list[int] | None, list[int]
     """
     queries, held = all_ranges(H, axis), all_ranges(G, axis)
     ratio = H // G if G else 1  # a rank may have no heads if these are cut along another axis, too
-    needed, own = [keys_of(q, ratio) for q in queries], queries[axis_index(axis)]
-    read = [h // ratio - needed[axis_index(axis)][0] for h in range(*own)]
+    needed, own = [keys_of(q, ratio) for q in queries], queries[int(axis_index(axis))]
+    read = [h // ratio - needed[int(axis_index(axis))][0] for h in range(*own)]
     if all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
         return None, read
     width = max(b - a for a, b in needed)

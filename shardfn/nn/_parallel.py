@@ -274,7 +274,7 @@ def own_range(size: int, axis: Axes) -> tuple[int, int]:
         >>> own_range(7, "tp")
         (0, 7)
     """
-    return all_ranges(size, axis)[axis_index(axis)]
+    return all_ranges(size, axis)[int(axis_index(axis))]
 
 
 def all_ranges(size: int, axis: Axes) -> list[tuple[int, int]]:

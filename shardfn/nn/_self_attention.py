@@ -207,9 +207,9 @@ def _projected(x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes) -> 
     aligned = all_ranges(heads.keys * rows, axis) == [(a * rows, b * rows) for a, b in held]
     if aligned and all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
         q, k, v = affines(x_BTD, (w.wq, w.wk, w.wv), (w.bq, w.bk, w.bv))
-        return held[axis_index(axis)][0], _by_head(q, heads), _by_head(k, heads), _by_head(v, heads)
+        return held[int(axis_index(axis))][0], _by_head(q, heads), _by_head(k, heads), _by_head(v, heads)
     q_BTHK = _by_head(affine(x_BTD, w.wq, w.bq), heads)
-    (start, stop), size = needed[axis_index(axis)], heads.keys * rows
+    (start, stop), size = needed[int(axis_index(axis))], heads.keys * rows
     own = slice(start * rows, stop * rows)
     if isinstance(w.wk, ExactWeight):  # whose keys are joined: panels cannot be cut
         parts = torch.stack([affine(x_BTD, w.wk, w.bk), affine(x_BTD, w.wv, w.bv)], -1)

@@ -190,7 +190,7 @@ class Pipelined(Transform):
             named = named_leaves(stack, "blocks")
             check_rows({path: len(x) for path, x in named}, self.per_stage)
         if axis_size(self.axis) > 1:
-            own = self.per_stage[axis_index(self.axis)]
+            own = self.per_stage[int(axis_index(self.axis))]
             return tree_map(lambda x: x.narrow(0, 0, own), stack)
         return unpadded(stack, self.per_stage)
 
@@ -396,7 +396,7 @@ class PipelinedLayers(Enclosed):
         """Which rows of this rank's block of a stack are layers."""
         assert self.per_stage is not None
         if axis_size(self.axis) > 1:
-            return list(range(self.per_stage[axis_index(self.axis)]))
+            return list(range(self.per_stage[int(axis_index(self.axis))]))
         return used_rows(self.per_stage)
 
 

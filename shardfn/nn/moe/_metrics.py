@@ -46,7 +46,7 @@ def load(
     counts = counts_of(experts, routing.num_experts)
     whole, made = psum(counts, axes), counts.sum()
     dropped = made * 0 if kept is None else made - (torch.where(counted[:, None], kept.experts, -1) >= 0).sum()
-    tokens, one = counted.sum(), torch.ones_like(made)
+    tokens, one = counted.sum(), (whole.sum() > 0).to(made.dtype)  # a rank without tokens is not in their mean
     found = {
         "max_load": (whole.max() * routing.num_experts / whole.sum().clamp(min=1), one),
         "dead": ((whole == 0).sum(), one),
