@@ -21,6 +21,7 @@ RESULT = {"role": "tool", "content": "3"}
 HEAD = "{% if tools %}<{{ tools | length }} tools>{% endif %}{% for m in messages %}<{{ m.role }}>"
 BODY = "{% if m.tool_calls %}call {{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}"
 TAIL = "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+THINK = "{% if m.role == 'assistant' and loop.last %}(think){% endif %}"  # as templates that drop earlier thoughts
 END = "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
 PLAIN = HEAD + BODY + END + TAIL
 MARKED = HEAD + "{% if m.role == 'assistant' %}{%- generation -%}" + BODY + "{{ eos_token }}{% endgeneration %}"
@@ -81,7 +82,7 @@ def test_the_prompt_of_a_learnt_answer_is_the_one_of_its_use(tokenizer: Any) -> 
         # As templates that drop the thoughts of earlier turns.
         (PLAIN.replace("{% for", "{{ messages | length }}{% for"), [ASK, YES], "after the tokens that begin an answer"),
         (
-            PLAIN.replace(BODY, "{% if loop.last %}(think){% endif %}" + BODY),
+            PLAIN.replace(BODY, THINK + BODY),
             [ASK, YES, MORE, NO],
             "messages 0 to 1 in another way when more messages follow",
         ),
@@ -100,9 +101,8 @@ def test_answers_that_cannot_be_found_are_an_error(tokenizer: Any, template: str
 
 
 def test_the_remedy_for_dropped_thoughts_works(tokenizer: Any) -> None:
-    think = "{% if m.role == 'assistant' and loop.last %}(think){% endif %}"
-    tokenizer.chat_template = PLAIN.replace(BODY, think + BODY)
-    with pytest.raises(ValueError, match="Write a row for each answer, {'prompt': "):
+    tokenizer.chat_template = PLAIN.replace(BODY, THINK + BODY)
+    with pytest.raises(ValueError, match=r"Write a row for each answer, {'prompt': "):
         encode_chat(tokenizer, [ASK, YES, MORE, NO])
     made = encode_chat(tokenizer, [ASK, YES, MORE, NO], start=3)
     assert shown(tokenizer, made).strip(".") == "(think)no$"
