@@ -21,7 +21,7 @@ from shardfn.transforms import TrainState, sharded_step
 
 from ._devices import device_cluster, local_cluster
 from ._finetune_job import FinetuneJob, settings
-from ._finetune_model import Trained, load_model
+from ._finetune_model import Trained, load_model, load_part
 from ._finetune_rows import check_samples, encode_row
 from ._models import parse_model
 from ._plan import plan
@@ -115,7 +115,7 @@ def _train(job: FinetuneJob, mesh: Mesh) -> None:
             row = logger.write(n + 1, logged, speed(tokens))
             if n == first or (n + 1) % job.log_every == 0 or last or "validation_loss" in row:
                 _report(job, bar, row)
-            if _is_finite(job, guard, n + 1, metrics):
+            if _is_finite(job, guard, n + 1, metrics, batch):
                 kept = None if by is None else logged
                 checkpoints.save(_kept(state, made.lora), n + 1, user=cursor.state(), metrics=kept, now=last)
         best = checkpoints.best() if by else None
@@ -130,7 +130,7 @@ def _load_tokenizer(job: FinetuneJob) -> Any:
     """Loads the tokenizer, and encodes one row of each form, before the model takes time."""
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(job.model)
+    tokenizer = load_part("tokenizer", job.model, transformers.AutoTokenizer.from_pretrained)
     check_samples(tokenizer, filter(None, (job.train, job.validation)), length=job.length, learn=job.learn)
     return tokenizer
 
@@ -161,7 +161,9 @@ def _report(job: FinetuneJob, bar: Any, row: Mapping[str, float]) -> None:
     print(f"step {int(row['step'])} of {job.steps}: {', '.join(figures)}{skipped}", flush=True)
 
 
-def _is_finite(job: FinetuneJob, guard: NonFiniteGuard, step: int, metrics: Mapping[str, Any]) -> bool:
+def _is_finite(
+    job: FinetuneJob, guard: NonFiniteGuard, step: int, metrics: Mapping[str, Any], batch: Mapping[str, torch.Tensor]
+) -> bool:
     """Returns whether a step was finite.
 
     Raises:
@@ -170,9 +172,14 @@ def _is_finite(job: FinetuneJob, guard: NonFiniteGuard, step: int, metrics: Mapp
     try:
         return guard(step, metrics, last=step == job.steps)
     except FloatingPointError as error:
+        why = ""
+        if not batch["weight"].any():
+            why = f" The rows of this step have no token to learn within --length {job.length}: pass a larger one."
+        elif guard.count == step:
+            why = " No step was finite: look at the weights of MODEL, too."
         raise FloatingPointError(
-            f"{error} No model was written to {job.out}; its checkpoints are from finite steps only. Start again with"
-            f" another --out."
+            f"{error}{why} No model was written to {job.out}, and its checkpoints are from finite steps only. Start"
+            " again with another --out."
         ) from None
 
 

@@ -175,6 +175,9 @@ def _problems(job: FinetuneJob) -> Iterator[str]:
 
 def _wrong_model(path: pathlib.Path) -> Iterator[str]:
     if not path.is_dir():
+        if path.exists():
+            yield f"MODEL {path} is a file; pass the directory that it is in"
+            return
         yield f"MODEL {path} is no directory; fetch one first: hf download {path} --local-dir {path.name}"
         return
     for names, what in (
@@ -213,6 +216,11 @@ def _wrong_mesh(job: FinetuneJob) -> Iterator[str]:
     if needed != world or min(job.shape.values()) < 1:
         start = f"torchrun --nproc-per-node {max(needed, 1)} -m shardfn finetune ..."
         yield f"--mesh {job.mesh} takes {max(needed, 1)} ranks, and there are {world}; start it by {start}"
+    if 1 < job.accumulate and job.batch < job.accumulate * job.shape["dp"]:
+        yield (
+            f"--accumulate {job.accumulate}: {job.accumulate} microbatches on dp={job.shape['dp']} need as many rows on"
+            f" each rank, and --batch has {job.batch}; pass a --batch of {job.accumulate * job.shape['dp']} or more"
+        )
     if job.remat and job.shape.get("tp", 1) > 1:
         yield f"--remat is for a mesh without tp, and this one is {job.mesh}"
 

@@ -70,11 +70,29 @@ def load_model(job: FinetuneJob, mesh: Mesh) -> Trained:
     return Trained(module, whole, first, specs, lora)
 
 
+def load_part(name: str, source: Any, load: Callable[[Any], Any]) -> Any:
+    """Returns what a function of transformers loads.
+
+    Args:
+        name: words for the part.
+        source: argument of the function.
+        load: function of transformers, which may raise anything for files that it does not know.
+
+    Raises:
+        ValueError: the function raised; has its message.
+    """
+    try:
+        return load(source)
+    except Exception as error:
+        raise ValueError(f"MODEL: transformers cannot load its {name}: {type(error).__name__}: {error}") from error
+
+
 def _empty_module(job: FinetuneJob) -> Any:
     import transformers
 
+    config = load_part("config.json", job.model, transformers.AutoConfig.from_pretrained)
     with without_weights():
-        module: Any = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(job.model))
+        module: Any = load_part("model", config, transformers.AutoModelForCausalLM.from_config)
     if pathlib.Path(job.model, "generation_config.json").is_file():
         module.generation_config = transformers.GenerationConfig.from_pretrained(job.model)
     module.train(job.remat)  # else dropout is off

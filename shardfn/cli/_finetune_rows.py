@@ -68,9 +68,7 @@ def _scan(path: str, learn: str, version: tuple[int, int]) -> Scan:
 
 def row_problems(name: str, path: str, learn: str) -> Iterator[str]:
     """Yields the problems of a file's rows, five of them and the number of the others."""
-    problems = scan_rows(path, learn).problems
-    for problem in first_of(problems, _LISTED):
-        yield f"{name} {problem}"
+    yield from first_of([f"{name} {problem}" for problem in scan_rows(path, learn).problems], _LISTED)
 
 
 def check_samples(
