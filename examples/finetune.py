@@ -57,6 +57,6 @@ with checkpoints, sf.metrics.Logger(args.out, mesh, tensorboard=True, start=curs
                 metrics["validation_loss"] = step.evaluate(state, validation.once(**own))["loss"]
         logger.write(n + 1, metrics, speed(batch["tokens"].numel() * mesh.size), {"learning_rate": schedule(n)})
         checkpoints.save(state, n + 1, user=cursor.state(), metrics=metrics)
-sf.export(state, model, f"{args.out}/model", tokenizer=tokenizer)
+sf.export(state, model, f"{args.out}/model", dtype=sf.interop.file_dtypes(model, args.model), tokenizer=tokenizer)
 if dist.is_initialized():
     dist.destroy_process_group()

@@ -363,3 +363,14 @@ def test_leaves_that_cannot_be_adapted_are_refused() -> None:
         lora.adapt(sf.jit(_loss))
     with pytest.raises(ValueError, match=r"adapters are of .*, and the leaves with one are"):
         lora.apply(tree["base"], {"other": {}})
+
+
+def test_a_merge_rounds_once() -> None:
+    w = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
+    lora = LoRA.of({"w": w}, ["w"], rank=2, alpha=3.0)
+    adapters = {"w": {name: torch.randn_like(x) for name, x in lora.init(sf.key(0))["w"].items()}}
+    merged = lora.merge({"w": w}, adapters)["w"]
+    assert merged.dtype == torch.bfloat16
+    assert torch.equal(merged, (w.float() + 1.5 * (adapters["w"]["b"] @ adapters["w"]["a"])).bfloat16())
+    with pytest.raises(ValueError, match=r"adapters are of \['v'\]"):
+        lora.merge({"w": w}, {"v": adapters["w"]})
