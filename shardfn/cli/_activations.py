@@ -65,7 +65,8 @@ def _block_bytes(setup: Setup) -> int:
     """Bytes that one block keeps for each token."""
     c, size = setup.config, setup.bytes_of.params
     features = math.ceil((2 if c.mlp == "gelu" else 4) * mean_width(c))
-    wide = 2 * c.d_model + 2 * c.kv_heads * c.head_dim + features
+    heads, kv_heads = setup.heads_on_a_rank
     masks = 2 * c.d_model if c.dropout else 0
     rows = math.ceil(row_copies(c) * c.d_model)  # whole: tensor parallelism cuts the experts' features
-    return size * (4 * c.d_model + rows + -(-wide // setup.axis("tp"))) + masks
+    wide = 2 * (heads + kv_heads) * c.head_dim + -(-features // setup.axis("tp"))
+    return size * (4 * c.d_model + rows + wide) + masks

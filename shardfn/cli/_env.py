@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardfn.graph import machine_memory
 from shardfn.kernels import NoCompilerError, build, cxx_compiler
 
 _PACKAGES = (
@@ -111,8 +112,7 @@ def _hardware() -> Iterator[Fact]:
         )
     except OSError:
         yield Fact("processor", platform.processor() or "?")
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield Fact("memory", f"{pages / 2**30:.1f} GiB")
+    yield Fact("memory", f"{machine_memory() / 2**30:.1f} GiB")
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             about = torch.cuda.get_device_properties(i)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shardfn.core import raise_all
+from shardfn.core import RankError, raise_all
 from shardfn.memory import DamagedError
 
 from ._advice import advice
@@ -39,9 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; default those of the process.
 
     Returns:
-        The exit status: 0; 1 if the run (with `--search`: every run) does not fit, if a checkpoint is damaged, or if
-        two differ; 2 for arguments that make no sense, or that a model
-        refuses.
+        The exit status: 0; 1 if the run (with `--search`: every run) does not fit, if a checkpoint is damaged, if two
+        differ, or if the loss of a run is not finite; 2 for arguments that make no sense, or that a model refuses.
 
     Example:
         >>> main(["plan", "--model", "gpt3", "--json"])
@@ -76,7 +75,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as e:  # ImportError for a URL whose package is missing
         print(f"shardfn {args.command}: error: {e}", file=sys.stderr)
         return 1 if isinstance(e, DamagedError) else 2
-    return job()  # whose errors keep their traceback
+    try:
+        return job()
+    except FloatingPointError as e:
+        print(f"shardfn {args.command}: error: {e}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError, ImportError, RankError) as e:
+        if not _is_for_users(e):
+            raise
+        print(f"shardfn {args.command}: error: {e}", file=sys.stderr)
+        return 1 if isinstance(e, DamagedError) else 2
+
+
+def _is_for_users(error: Exception) -> bool:
+    """Returns whether an error was raised by this package, whose messages name the mistake and the remedy.
+
+    Errors of other packages keep their traceback, without which nobody would know what they are about.
+    """
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return False
+    return Path(traceback.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
 
 
 def _job(args: argparse.Namespace) -> Callable[[], int] | None:

@@ -153,6 +153,13 @@ def _notes(s: Setup) -> tuple[str, ...]:
             "Tensor parallelism is planned in Megatron's layout (columns, rows, vocabulary), that of"
             " `models.gpt.specs(config, tp='tp')`."
         )
+    if s.has_uneven_heads:
+        tp, heads = s.axis("tp"), s.config.num_heads
+        notes.append(
+            f"tp={tp} does not divide the {heads} heads: the fullest rank has {s.heads_on_a_rank[0]}, the others"
+            " wait for it. `models.gpt` refuses this without Config(per_head=True), which the plan assumes. A loss"
+            " under `partition` runs as it is."
+        )
     if s.axis("pp") > 1:
         notes.append(
             "Every rank of a pipeline has the leaves outside the stack of blocks (embedding, last norm, output layer),"

@@ -106,6 +106,22 @@ class Setup:
         """The number of ranks along an axis; 1 if the mesh does not have it."""
         return self.mesh.get(name, 1)
 
+    @property
+    def has_uneven_heads(self) -> bool:
+        """Whether tp does not divide the number of heads."""
+        return self.config.num_heads % self.axis("tp") > 0
+
+    @property
+    def heads_on_a_rank(self) -> tuple[int, int]:
+        """Heads of the rank along tp that has the most, and the heads of keys and values that these read.
+
+        For example 28 heads over 8 ranks: 4, since the last rank has none.
+        """
+        heads = -(-self.config.num_heads // self.axis("tp"))
+        shared = self.config.num_heads // self.config.kv_heads  # heads that read one head of keys
+        apart = 1 if heads % shared and shared % heads else 0  # a rank's heads may begin inside a run of them
+        return heads, min(self.config.kv_heads, -(-heads // shared) + apart)
+
 
 @dataclasses.dataclass(frozen=True)
 class States:
@@ -158,7 +174,9 @@ def model_states(setup: Setup, num_layers: int | None = None) -> States:
         15.8
     """
     layers = -(-setup.config.num_layers // setup.axis("pp")) if num_layers is None else num_layers
-    return _states(setup.config, tuple(setup.mesh.items()), setup.zero, setup.precision, layers, setup.ep)
+    # Heads that tp does not divide need leaves by heads, of which the first ranks have more.
+    config = dataclasses.replace(setup.config, per_head=True) if setup.has_uneven_heads else setup.config
+    return _states(config, tuple(setup.mesh.items()), setup.zero, setup.precision, layers, setup.ep)
 
 
 @functools.lru_cache(maxsize=256)

@@ -103,7 +103,7 @@ def step_cost(setup: Setup) -> Cost:
     model_flops = setup.tokens * _flops_per_token(setup.config, setup.seq)
     again = setup.tokens * _block_flops_per_token(setup.config, setup.seq) / 3 if setup.remat else 0.0
     peak = device.rate(setup.bytes_of.dtype) * setup.world
-    compute = (model_flops + again) / (peak * setup.efficiency)
+    compute = (model_flops + again) / (peak * setup.efficiency) * _head_imbalance(setup)
     data, tensor, line = data_transfers(setup, states), tensor_transfers(setup), pipeline_transfers(setup, states)
     exposed = _exposed(setup, compute, data)
     update = 2 * (states.optimizer + states.params) / device.bandwidth  # each is read and written
@@ -221,6 +221,14 @@ def _imbalance(setup: Setup) -> float:
     fewest = setup.config.num_layers - (p - 1) * stage_layers(setup)
     slowest = max(layer * stage_layers(setup), layer * max(fewest, setup.config.num_layers // p) + last)
     return slowest * p / (whole + last)
+
+
+def _head_imbalance(setup: Setup) -> float:
+    """Returns the work of the rank with the most heads, divided by the mean of the ranks along tp."""
+    c, tp = setup.config, setup.axis("tp")
+    more = setup.heads_on_a_rank[0] * tp / c.num_heads - 1
+    attention = 12.0 * c.d_model * (c.d_model + c.kv_heads * c.head_dim + setup.seq)
+    return 1 + more * c.num_layers * attention / _flops_per_token(c, setup.seq)
 
 
 def _block_flops_per_token(c: gpt.Config, seq: int) -> float:

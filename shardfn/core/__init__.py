@@ -4,6 +4,7 @@
 from shardfn._torch import check_torch as check_torch
 from ._describe import describe as describe, is_own as is_own
 from ._errors import DonatedError as DonatedError, RankError as RankError
+from ._finite import count_nonfinite as count_nonfinite, raise_nonfinite as raise_nonfinite
 from ._errors import (
     a_kind as a_kind,
     did_you_mean as did_you_mean,

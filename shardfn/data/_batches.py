@@ -10,8 +10,9 @@ There is no state between batches: resuming at batch n needs n, and any rank can
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from shardfn.core import chunk_bounds
 
+from ._digest import digest_bytes, sampled_rows
 from ._permute import permute, shuffled
 
 
@@ -76,6 +78,17 @@ class Batches:
         """W, the windows an epoch visits; W / batch_size batches make an epoch."""
         first, stop = self._part
         return stop - first
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """The values by which a `Cursor` recognises the corpus: windows of an epoch, their length, and a digest.
+
+        The digest is of `part`, the number of ids, and at most 64 windows at equal distances.
+        """
+        starts = np.array(sampled_rows(self._total), np.int64) * self.length
+        ids = self.source.read(starts, self.length + 1)
+        digest = digest_bytes([repr((self._part, self.source.num_tokens)).encode(), ids.tobytes()])
+        return {"windows": self.num_windows, "length": self.length, "digest": digest}
 
     def split(self, fraction: float) -> tuple["Batches", "Batches"]:
         """Two disjoint parts, training and validation; the latter takes `fraction` of the windows, drawn at random.

@@ -6,15 +6,18 @@ As for `Batches`, there is no state between batches, and they do not depend on t
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int64
 
-from shardfn.core import Mesh, PyTree, chunk_bounds
+from shardfn.core import Mesh, PyTree, chunk_bounds, raise_all
 
 from ._collate import first_rows
+from ._digest import digest_examples
 from ._permute import shuffled
 
 
@@ -68,6 +71,17 @@ class ExampleBatches:
     def batches_per_epoch(self) -> float:
         """N / B; not whole where the last batch of an epoch reaches into the next one."""
         return len(self.examples) / self.batch_size
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """The values by which a `Cursor` recognises the data set: its number of examples, and its digest if it has one.
+
+        The digest is of at most 64 rows at equal distances. Lists, tuples, arrays and tensors of plain values have a
+        digest, and `JSONLines`, whose digest also covers the length of each line. So does each data set with a method
+        `digest()` that returns a str. Other data sets are recognised by their number of examples only.
+        """
+        digest = digest_examples(self.examples)
+        return {"examples": len(self.examples)} | ({} if digest is None else {"digest": digest})
 
     def __call__(self, n: int, *, rank: int = 0, world: int = 1) -> PyTree:
         """Batch n, or the rows of it that rank `rank` of `world` holds, collated on their own.
@@ -145,24 +159,50 @@ class Cursor:
         self.next += 1
         return batch
 
-    def state(self) -> dict[str, int]:
-        """The position to save beside the state of the step: plain numbers, for `Manager.save(user=...)`.
+    def state(self) -> dict[str, Any]:
+        """Returns the position to save beside the state of the step, plain values for `Manager.save(user=...)`.
 
-        It includes the seed and the size of the batches, where they have some: under others batch n would differ.
+        It has the seed and the size of the batches, and their `fingerprint`, where they have them: under other values
+        batch n would have other rows.
         """
         settings = {name: getattr(self.batches, name, None) for name in ("seed", "batch_size")}
-        return {"next": self.next} | {name: x for name, x in settings.items() if x is not None}
+        known = {name: x for name, x in settings.items() if x is not None}
+        return {"next": self.next} | known | dict(self._fingerprint())
 
-    def at(self, state: dict[str, int]) -> "Cursor":
-        """This cursor, moved to where `state` was taken; the number of ranks may be another one.
+    def at(self, state: Mapping[str, Any]) -> "Cursor":
+        """Moves this cursor to the position where `state` was taken; the number of ranks may be another one.
+
+        A position of an earlier version of shardfn has no fingerprint. It is taken up with a warning.
 
         Raises:
-            ValueError: the batches have another seed or size.
+            ValueError: the batches have another seed or size, or are of another data set; names both values.
         """
         mine = self.state()
-        changed = [name for name, x in state.items() if name != "next" and mine.get(name) != x]
-        differ = [f"{name} is {mine.get(name)}, and was {state[name]}" for name in changed]
-        if differ:
-            raise ValueError(f"the cursor is of other batches: {'; '.join(differ)}; make them as the saved run did.")
+        differ = [
+            f"{name} must be {x!r}, as in the saved position, got {mine.get(name)!r}"
+            for name, x in state.items()
+            if name != "next" and mine.get(name) != x
+        ]
+        raise_all(ValueError, f"this position in the data is of other batches. {_REMEDY}", differ)
+        missing = [name for name in self._fingerprint() if name not in state]
+        if missing:
+            warnings.warn(
+                f"the saved position in the data does not name the data set ({', '.join(missing)}): an earlier version"
+                f" of shardfn"
+                " saved it. Make sure that the data is the same, otherwise rows are seen twice or never.",
+                stacklevel=2,
+            )
         self.next = state["next"]
         return self
+
+    def _fingerprint(self) -> Mapping[str, Any]:
+        found = getattr(self.batches, "fingerprint", {})
+        return found if isinstance(found, Mapping) else {}
+
+
+# Rows that were seen already are not known for another order.
+_REMEDY = (
+    "Pass the same data with the same seed and batch size. To go on with other data, leave out at(): its first epoch"
+    " then starts from"
+    " its first batch."
+)

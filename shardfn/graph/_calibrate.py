@@ -12,6 +12,7 @@ from shardfn.collectives import all_gather, bind_mesh
 from shardfn.core import Mesh, dtype_name
 
 from ._device import Cluster, Device, Link
+from ._machine import machine_memory
 
 _SIZES = (1 << 10, 1 << 18, 1 << 22)
 
@@ -110,7 +111,7 @@ def _slowest(mesh: Mesh | None, measured: Sequence[float]) -> list[float]:
 def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return machine_memory()
 
 
 def _per_node(mesh: Mesh | None) -> int:

@@ -40,7 +40,7 @@ def export_checkpoint(
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: it has no leaves below `params`, or two of them would have the same name.
+        ValueError: it has no leaves below `params`, two of them would have the same name, or weights are not finite.
         DamagedError: files differ from those written.
 
     Example:

@@ -99,7 +99,8 @@ def gpt_to_hf(
         file_bytes: the size after which another file begins; several files have an index.
 
     Raises:
-        ValueError: transformers has no such model, or leaves do not fit the config; the message lists all.
+        ValueError: transformers has no such model, leaves do not fit the config, or weights are not finite; the message
+            lists all.
         OSError: the first rank could not write; no files are left. The others raise a `RankError` with its message.
 
     Example:

@@ -100,7 +100,7 @@ def export(
     module: nn.Module,
     directory: str | os.PathLike[str],
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     file_bytes: int = 5 << 30,
     tokenizer: Any = None,
 ) -> None:
@@ -114,13 +114,14 @@ def export(
         module: for names, its configurations, and buffers that `state.model_state` lacks; its parameters may be on
             `meta`. One in `DistributedDataParallel` or `torch.compile` counts as the module inside.
         directory: where to; made if missing.
-        dtype: the dtype to convert to; default that of the master copies.
+        dtype: the dtype to convert to, one for all or by name: `interop.file_dtypes(module, MODEL)` keeps the dtypes of
+            a model's files; default that of the master copies.
         file_bytes: the size after which another file begins.
         tokenizer: of transformers, or a processor, whose files and chat template are written too.
 
     Raises:
         TypeError: `state` is not a state, or the tokenizer has no `save_pretrained`.
-        ValueError: names or shapes are not those of the module; lists all.
+        ValueError: names or shapes are not those of the module, or weights are not finite; lists all.
         DonatedError: the state was consumed by a step.
 
     Example:

@@ -280,11 +280,7 @@ class LoRA:
         Raises:
             ValueError: they are not those of this value's leaves.
         """
-        if adapters.keys() != self.sites.keys():
-            raise ValueError(
-                f"adapters are of {sorted(adapters)}, and the leaves with one are {sorted(self.sites)}; make both by"
-                " one LoRA."
-            )
+        self._check_adapters(adapters)
         (leaves, treedef), at = tree_flatten(params), {e: i for i, e in enumerate(tree_entries(params))}
         _warn_of_trained([path for path, site in self.sites.items() if leaves[at[site.entries]].requires_grad])
         for number, (path, site) in enumerate(self.sites.items()):
@@ -328,11 +324,41 @@ class LoRA:
         loss.trains = self.trainable
         return loss
 
-    @torch.no_grad()
     def merge(self, params: PyTree, adapters: PyTree) -> PyTree:
-        """The model's parameters with the adapters added, as whole tensors of the leaves' dtypes."""
-        merged = self.apply(params, adapters)
-        return tree_unflatten(*_merged(merged))
+        """Returns the model's parameters with the adapters added, as whole tensors of the leaves' dtypes.
+
+        Sums are computed in float32 at least, and rounded once to the dtype of the leaf.
+
+        Raises:
+            ValueError: the adapters are not those of this value's leaves.
+        """
+        self._check_adapters(adapters)
+        (leaves, treedef), at = tree_flatten(params), {e: i for i, e in enumerate(tree_entries(params))}
+        for path, site in self.sites.items():
+            i = at[site.entries]
+            leaves[i] = self.merge_leaf(path, leaves[i], adapters[path])
+        return tree_unflatten(treedef, leaves)
+
+    @torch.no_grad()
+    def merge_leaf(self, path: str, leaf: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
+        """Returns one leaf with its adapter added, as `merge` does for all leaves.
+
+        Args:
+            path: path of the leaf, a key of `sites`.
+            leaf: the model's value, whole.
+            adapter: the leaf's entry of the adapters, whole.
+        """
+        if self.sites[path].full:
+            return adapter["full"].to(leaf.dtype)
+        wide = leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
+        return self._weight(wide, adapter, path).whole().to(leaf.dtype)
+
+    def _check_adapters(self, adapters: PyTree) -> None:
+        if adapters.keys() != self.sites.keys():
+            raise ValueError(
+                f"adapters are of {sorted(adapters)}, and the leaves with one are {sorted(self.sites)}; make both by"
+                " one LoRA."
+            )
 
     def _cuts(self, site: Site) -> dict[str, P | Sharding]:
         *stack, out, into = self._axes(site) if len(site.shape) > 1 else (None, None)
@@ -408,11 +434,6 @@ def _dropping(rate: float, key: Tensor, index_B: Tensor | None) -> Callable[[Ten
         return dropout(key, x.reshape(rows, x.numel() // max(rows, 1)), rate, index_B).reshape(x.shape)
 
     return drop
-
-
-def _merged(tree: PyTree) -> tuple[Any, list[Any]]:
-    leaves, treedef = tree_flatten(tree, is_leaf=lambda x: type(x) is LowRankWeight)
-    return treedef, [x.whole() if type(x) is LowRankWeight else x for x in leaves]
 
 
 def _warn_of_trained(paths: Sequence[str]) -> None:

@@ -11,7 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shardfn.core import P, PyTree, did_you_mean, raise_all, tree_entries, tree_flatten
+from shardfn.core import (
+    P,
+    PyTree,
+    count_nonfinite,
+    did_you_mean,
+    raise_all,
+    raise_nonfinite,
+    tree_entries,
+    tree_flatten,
+)
 
 from ._lora import LoRA
 from ._site import Site, of_pattern
@@ -40,7 +49,8 @@ def save_peft(
 ) -> None:
     """Writes adapters of a module's parameters so that `peft.PeftModel.from_pretrained(model, directory)` reads them.
 
-    Call it on one rank, with whole tensors: `sf.unshard(state.params["lora"])`.
+    Call it on one rank, with whole tensors: `sf.unshard(sf.master_params(state)["lora"])`. With mixed precision
+    `state.params["lora"]` are roundings of these.
 
     Args:
         directory: made if it is not there.
@@ -50,7 +60,7 @@ def save_peft(
         task_type: of `peft`.
 
     Raises:
-        ValueError: a leaf is not a weight of a module.
+        ValueError: a leaf is not a weight of a module, or adapters have elements that are not finite; lists all.
     """
     tensors, problems, ranks, alphas = {}, [], {}, {}
     modules: dict[bool, list[str]] = {True: [], False: []}
@@ -68,6 +78,8 @@ def save_peft(
             named = names if site.full else [f"{name}.{_SUFFIX[letter]}" for name in own]
             tensors |= {_PREFIX + name: part.contiguous().clone() for name, part in zip(named, parts, strict=True)}
     raise_all(ValueError, "peft has no names for these adapters:", problems)
+    counts = {name: (count_nonfinite(x), x.numel()) for name, x in tensors.items()}
+    raise_nonfinite(f"the adapters for {directory}", {n: c for n, c in counts.items() if c[0]}, len(counts))
     config = _PLAIN | {
         "r": lora.rank,
         "lora_alpha": lora.alpha,
