@@ -1,4 +1,4 @@
-"""Covers `generation_config.json`: its values hold where a user gives none, in `generate` and `serve`, or are ignored."""
+"""Covers `generation_config.json`: its values hold where a user gives none, in `generate` and `serve`."""
 
 import argparse
 import json
