@@ -20,7 +20,7 @@ from ._metrics import Metrics
 from ._model import Model, check_model
 from ._page import page
 from ._settings import Settings
-from ._streaming import Disconnected, EventStream, Stalled, paced, while_connected
+from ._streaming import Disconnected, EventStream, Stalled, pace_answer, while_connected
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -80,7 +80,7 @@ class App:
         """Counts answers, paces them, and refuses clients before anything of a body is read."""
         if scope["type"] != "http":
             return
-        send = paced(send, scope, self._settings.stall_seconds)
+        send = pace_answer(send, scope, self._settings.stall_seconds)
 
         async def counted(message: "Message") -> None:
             if message["type"] == "http.response.start":

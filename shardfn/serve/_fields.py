@@ -51,18 +51,18 @@ TEXTS = Kind("a string or a list of strings", lambda value: _is_text(value) or _
 ANY = Kind("a value", lambda value: True)
 
 
-def nothing(*values: Any) -> Kind:
+def neutral_kind(*values: Any) -> Kind:
     """Returns the type of a field that is not served, whose values are those that ask for nothing.
 
     Example:
-        >>> nothing(False).has(False), nothing(False).has(True), nothing(False).has(0)
+        >>> neutral_kind(False).has(False), neutral_kind(False).has(True), neutral_kind(False).has(0)
         (True, False, False)
     """
     texts = [json.dumps(value) for value in values]
     return Kind(" or ".join(texts), lambda value: json.dumps(value) in texts, served=False)
 
 
-def unheeded(kind: Kind) -> Kind:
+def ignored_kind(kind: Kind) -> Kind:
     """Returns the type of a field that has no effect on an answer."""
     return kind._replace(served=False)
 
@@ -97,35 +97,35 @@ COMMON: Mapping[str, Kind] = {
 # Fields of other servers, with the values that ask for nothing.
 _NEUTRAL: Mapping[str, Kind] = {
     # OpenAI's.
-    "tools": nothing([]),
-    "tool_choice": nothing("none", "auto"),  # among no tools
-    "parallel_tool_calls": unheeded(FLAG),
-    "functions": nothing([]),
-    "function_call": nothing("none", "auto"),
-    "store": nothing(False),
-    "metadata": unheeded(OBJECT),  # of stored answers
-    "service_tier": nothing("auto", "default"),
-    "modalities": nothing(["text"]),
-    "verbosity": nothing("medium"),
-    "reasoning_effort": nothing("none"),
-    "prompt_cache_key": unheeded(TEXT),
-    "prompt_cache_retention": unheeded(TEXT),
-    "safety_identifier": unheeded(TEXT),
-    "user": unheeded(TEXT),
+    "tools": neutral_kind([]),
+    "tool_choice": neutral_kind("none", "auto"),  # among no tools
+    "parallel_tool_calls": ignored_kind(FLAG),
+    "functions": neutral_kind([]),
+    "function_call": neutral_kind("none", "auto"),
+    "store": neutral_kind(False),
+    "metadata": ignored_kind(OBJECT),  # of stored answers
+    "service_tier": neutral_kind("auto", "default"),
+    "modalities": neutral_kind(["text"]),
+    "verbosity": neutral_kind("medium"),
+    "reasoning_effort": neutral_kind("none"),
+    "prompt_cache_key": ignored_kind(TEXT),
+    "prompt_cache_retention": ignored_kind(TEXT),
+    "safety_identifier": ignored_kind(TEXT),
+    "user": ignored_kind(TEXT),
     # vLLM's.
-    "use_beam_search": nothing(False),
-    "length_penalty": nothing(1, 1.0),  # of beams
-    "min_tokens": nothing(0),
-    "bad_words": nothing([]),
-    "logits_processors": nothing([]),
-    "skip_special_tokens": nothing(True),
-    "spaces_between_special_tokens": nothing(True),
-    "return_tokens_as_token_ids": nothing(False),
-    "return_token_ids": nothing(False),
-    "priority": nothing(0),
-    "request_id": unheeded(TEXT),
-    "kv_transfer_params": nothing({}),
-    "vllm_xargs": nothing({}),
+    "use_beam_search": neutral_kind(False),
+    "length_penalty": neutral_kind(1, 1.0),  # of beams
+    "min_tokens": neutral_kind(0),
+    "bad_words": neutral_kind([]),
+    "logits_processors": neutral_kind([]),
+    "skip_special_tokens": neutral_kind(True),
+    "spaces_between_special_tokens": neutral_kind(True),
+    "return_tokens_as_token_ids": neutral_kind(False),
+    "return_token_ids": neutral_kind(False),
+    "priority": neutral_kind(0),
+    "request_id": ignored_kind(TEXT),
+    "kv_transfer_params": neutral_kind({}),
+    "vllm_xargs": neutral_kind({}),
 }
 COMPLETIONS: Mapping[str, Kind] = {
     **_NEUTRAL,
@@ -134,8 +134,8 @@ COMPLETIONS: Mapping[str, Kind] = {
     "logprobs": INTEGER,
     "echo": FLAG,
     "best_of": INTEGER,
-    "suffix": nothing(""),
-    "add_special_tokens": nothing(True),
+    "suffix": neutral_kind(""),
+    "add_special_tokens": neutral_kind(True),
 }
 CHAT: Mapping[str, Kind] = {
     **_NEUTRAL,
@@ -144,29 +144,29 @@ CHAT: Mapping[str, Kind] = {
     "max_completion_tokens": INTEGER,
     "logprobs": FLAG,
     "top_logprobs": INTEGER,
-    "echo": nothing(False),
-    "add_special_tokens": nothing(False),
-    "add_generation_prompt": nothing(True),
-    "continue_final_message": nothing(False),
-    "chat_template_kwargs": nothing({}),
-    "mm_processor_kwargs": nothing({}),
-    "documents": nothing([]),
-    "include_reasoning": unheeded(FLAG),  # answers have no part of this kind
+    "echo": neutral_kind(False),
+    "add_special_tokens": neutral_kind(False),
+    "add_generation_prompt": neutral_kind(True),
+    "continue_final_message": neutral_kind(False),
+    "chat_template_kwargs": neutral_kind({}),
+    "mm_processor_kwargs": neutral_kind({}),
+    "documents": neutral_kind([]),
+    "include_reasoning": ignored_kind(FLAG),  # answers have no part of this kind
 }
 EMBEDDINGS: Mapping[str, Kind] = {
     "model": TEXT,
     "input": ANY,
     "encoding_format": TEXT,
     "dimensions": INTEGER,
-    "user": unheeded(TEXT),
-    "add_special_tokens": nothing(True),
-    "priority": nothing(0),
-    "request_id": unheeded(TEXT),
+    "user": ignored_kind(TEXT),
+    "add_special_tokens": neutral_kind(True),
+    "priority": neutral_kind(0),
+    "request_id": ignored_kind(TEXT),
 }
 OPTIONS: Mapping[str, Kind] = {
     "include_usage": FLAG,
-    "include_obfuscation": nothing(False),
-    "continuous_usage_stats": nothing(False),
+    "include_obfuscation": neutral_kind(False),
+    "continuous_usage_stats": neutral_kind(False),
 }
 FORMAT: Mapping[str, Kind] = {"type": TEXT, "json_schema": OBJECT}
 SCHEMA: Mapping[str, Kind] = {"name": TEXT, "description": TEXT, "strict": FLAG, "schema": OBJECT}
@@ -176,9 +176,9 @@ MESSAGE: Mapping[str, Kind] = {
     "name": TEXT,
     "reasoning": TEXT,
     "reasoning_content": TEXT,
-    "refusal": nothing(""),
-    "tool_calls": nothing([]),
-    "annotations": nothing([]),
+    "refusal": neutral_kind(""),
+    "tool_calls": neutral_kind([]),
+    "annotations": neutral_kind([]),
 }
 PART: Mapping[str, Kind] = {"type": TEXT, "text": TEXT}
 

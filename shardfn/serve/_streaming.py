@@ -55,7 +55,7 @@ class EventStream:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def paced(send: "Send", scope: "Scope", seconds: float) -> "Send":
+def pace_answer(send: "Send", scope: "Scope", seconds: float) -> "Send":
     """Returns a function that sends an answer piece by piece, and waits for the client to take each.
 
     Args:
