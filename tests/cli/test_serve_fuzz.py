@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tests.cli.test_serve_command import SMALL, running
 from tests.cli.test_serve_command import model as model  # a fixture
+from tests.cli.test_serve_command import running
 from tests.serve.test_fuzz import fuzz
 
 pytest.importorskip("starlette")
@@ -18,8 +18,8 @@ HONEST = {"model": "tiny", "prompt": "The sea", "max_tokens": 8, "temperature": 
 
 @pytest.mark.nightly
 def test_a_thousand_requests_at_two_ranks(model: pathlib.Path) -> None:
-    given = ["--mesh", "tp=2", "--chat-template", model / "chat.jinja"]
-    with running(model, *SMALL, *given) as server:
+    sizes = "--port 0 --budget 16 --running 12 --cache-gib 0.05".split()
+    with running(model, *sizes, "--mesh", "tp=2", "--chat-template", model / "chat.jinja") as server:
         answers, seconds, ends = list[str](), list[float](), threading.Event()
 
         def ask() -> None:
