@@ -107,7 +107,7 @@ def _prepared(job: GenerateJob) -> Ready:
         adapters = {} if job.adapter is None else {_ADAPTER: job.adapter}
         engine, drafter = engine_of(job, served, limits, mesh, held, adapters)
     engine.check(prompts[0].ids, prompts[0].sampling, adapter=_name(job))
-    engine.warm_up(grammars=job.sampling.grammar is not None)
+    engine.warm_up(grammars=job.sampling.grammar is not None, penalties=job.sampling.extended)
     lines = about(job, served, engine, drafter)  # of all ranks, which may capture together
     if mesh.rank == 0:
         print(lines, file=sys.stderr, flush=True)
@@ -150,7 +150,7 @@ def _encoded(job: GenerateJob, text: Text, asked: str) -> list[int]:
     if text.chat is None:
         raise ValueError(f"--chat: the tokenizer of {job.model} has no chat template; leave --chat out.")
     system = [] if job.system is None else [{"role": "system", "content": job.system}]
-    return text.chat([*system, {"role": "user", "content": asked}])
+    return text.plain(text.chat([*system, {"role": "user", "content": asked}]))
 
 
 def _stop(job: GenerateJob, text: Text, token: str) -> int:

@@ -26,6 +26,8 @@ from ._generate_fit import fitted
 from ._generate_gguf import with_blocks
 from ._generate_job import DRAFTERS, DTYPES, GenerateJob, kind_of, run_of
 from ._generate_text import Text, text_of_data, text_of_transformers
+from ._generation_config import NAME as GENERATION_CONFIG
+from ._generation_config import describe_sampling
 
 AXIS = "tp"
 # A model of transformers, and weights for one without its own.
@@ -93,7 +95,8 @@ def _loaded(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.E
     if job.kind == "gguf":
         return _of_gguf(path, job, mesh, held)
     tokenizer = _tokenizer_of_files(path)
-    text = text_of_transformers(tokenizer, _ends(path / "config.json") | _ends(path / "generation_config.json"))
+    configs = ("config.json", GENERATION_CONFIG) if job.generation_config == "auto" else ("config.json",)
+    text = text_of_transformers(tokenizer, frozenset[int]().union(*(_ends(path / name) for name in configs)))
     return _of_files(path, job, mesh, text)
 
 
@@ -145,6 +148,7 @@ def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | N
     kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place, cache)))
     how = f"not exact: {served.inexact}" if served.inexact else "exact"
     lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", str(engine.memory())]
+    lines += [describe_sampling(job.recommended)] if job.recommended else []
     lines += [f"{job.draft_model}, which guesses: {drafter.memory()}"] if isinstance(drafter, DraftModel) else []
     return "\n".join(lines)
 

@@ -31,15 +31,22 @@ def serve_command(job: ServeJob) -> int:
         settings = Settings(keys=keys, **job.server)
         text = load_text(job.model)
         if job.chat_template is not None:
-            text = text._replace(chat=template(pathlib.Path(job.chat_template).read_text(encoding="utf-8"), text))
+            text = text._replace(chat=template(pathlib.Path(job.chat_template).read_text(encoding="utf-8")))
         return serve(
             settings,
-            Text(text.encode, text.tokenizer, text.chat),
+            Text(text.encode, text.tokenizer, text.chat, text.plain),
             lambda end: command_of(job, end, sys.executable),
             ranks=job.model.ranks,
             threads=None if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // job.model.ranks),
-            report=lambda line: print(line, file=sys.stderr, flush=True),
+            report=_write,
         )
     except (ValueError, OSError, ImportError) as error:
         print(f"shardfn serve: error: {one_line(error)}", file=sys.stderr)
         return 2
+
+
+def _write(line: str) -> None:
+    """Writes a line to stderr, past Python's buffer: its lock would hold up the end of a process that nothing reads."""
+    data = f"{line}\n".encode("utf-8", "backslashreplace")
+    while data:
+        data = data[os.write(sys.stderr.fileno(), data) :]

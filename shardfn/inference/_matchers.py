@@ -9,6 +9,7 @@ References:
 
 import importlib
 import importlib.util
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from ._trees import NO_DRAFTS, Tree
 
 # About 50 of the first and 14 of the second take a microsecond.
 _LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "verbose_errors": False}
+# White space between the parts of JSON: without a bound a weak model draws it until `max_tokens`.
+_WHITE_SPACE = {"whitespace_pattern": r"[ \t\n\r]{1,20}"}
 Allowed = Bool[np.ndarray, " vocab"]
 
 
@@ -196,8 +199,17 @@ class Compiler:
 
     def _make(self, grammar: Grammar) -> Any:
         make = getattr(self._library.LLMatcher, f"grammar_from_{grammar.kind}")
+        made = make(grammar.text, _white_space(grammar.text)) if grammar.kind == "json_schema" else make(grammar.text)
         limits = self._library.LLParserLimits(**_LIMITS)
-        return self._library.LLMatcher(self._tokenizer, make(grammar.text), limits=limits, log_level=0)
+        return self._library.LLMatcher(self._tokenizer, made, limits=limits, log_level=0)
+
+
+def _white_space(schema: str) -> dict[str, str]:
+    """Returns the rule of white space for a schema that has none of its own, which this one would override."""
+    given = json.loads(schema)
+    own = given.get("x-guidance") if isinstance(given, dict) else None
+    has = isinstance(own, dict) and bool({"whitespace_flexible", "whitespace_pattern"} & set(own))
+    return {} if has else _WHITE_SPACE
 
 
 def _one_line(problem: str) -> str:

@@ -55,10 +55,11 @@ class Call:
         self.vectors = dict[int, bytes]()
         self.names = {f"{number}.{i}": i for i in range(len(requests))}
         self.choices = [request.sampling.n for request in requests]
-        self.prompt_tokens, self.drawn = sum(len(request.prompt) for request in requests), 0
+        self.lengths = [len(request.prompt) for request in requests]
+        self.prompt_tokens, self.drawn = sum(self.lengths), 0
         self.starts = [0, *itertools.accumulate(self.choices)]  # the first choice of each request
         self.left = self.starts[-1]  # choices without an end
-        self.waiting = dict(zip(self.names, (len(request.prompt) for request in requests), strict=True))
+        self.waiting = dict(zip(self.names, self.lengths, strict=True))
         self.began, self.last = time.monotonic(), dict[int, float]()
         self.ran: float | None = None
         self.first: float | None = None
@@ -107,11 +108,11 @@ class Calls:
     Args:
         send: takes each event.
         metrics: are kept up to date.
-        max_waiting: tokens of prompts that wait for their first token.
+        max_waiting: most tokens of prompts that wait for their first token.
     """
 
     def __init__(self, send: Callable[[Message], None], metrics: Metrics, max_waiting: int) -> None:
-        self._send, self._metrics, self._max_waiting = send, metrics, max_waiting
+        self._send, self._metrics, self.max_waiting = send, metrics, max_waiting
         self._numbers, self._events = itertools.count(), 0
         self._of: dict[str, Call] = {}  # by names of the engine's requests
         self._open: dict[int, Call] = {}
@@ -133,18 +134,27 @@ class Calls:
         """Begins a call.
 
         Args:
-            requests: of the engine.
+            requests: requests of the engine.
             pooling: embeds their prompts; None continues them.
 
         Raises:
-            ApiError: too many tokens wait already; 429, with the seconds after which to try again.
+            ApiError: the prompts have more tokens than may ever wait, 413. Or too many tokens wait already, 429, with
+                the seconds after which to try again.
         """
         call = Call(requests, next(self._numbers), embeds=pooling is not None)
-        if self.waiting and self.waiting + call.prompt_tokens > self._max_waiting:
+        if call.prompt_tokens > self.max_waiting:
+            raise ApiError(
+                413,
+                f"The request has {call.prompt_tokens} tokens in {len(requests)} prompts; the line of this server takes"
+                f" at most {self.max_waiting}. Send fewer prompts in each request, or start the server with a larger"
+                " --max-waiting-tokens.",
+                code="too_many_tokens",
+            )
+        if self.waiting + call.prompt_tokens > self.max_waiting:
             raise ApiError(
                 429,
                 f"{self.waiting} tokens of prompts wait, and the request has {call.prompt_tokens} more; together they"
-                f" must be at most {self._max_waiting}. Try again later.",
+                f" must be at most {self.max_waiting}. Try again later.",
                 headers={"Retry-After": str(self.retry_after)},
             )
         self.progress = self.progress if self._of else time.monotonic()
@@ -219,8 +229,9 @@ class Calls:
         self._send(event)
 
     def _record(self, call: Call, token: Token, now: float) -> None:
-        choice = call.starts[call.names[token.name]] + token.choice
-        if token.token is not None:
+        at = call.names[token.name]
+        choice = call.starts[at] + token.choice
+        if token.token is not None and token.position >= call.lengths[at]:  # drawn, not a token of the prompt
             if token.name in call.waiting:
                 waited = now - call.began
                 if call.first is None and not call.embeds:

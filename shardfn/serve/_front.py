@@ -14,18 +14,20 @@ from typing import Any, Protocol
 from shardfn.inference import Compiler, detokenizer
 
 from ._app import App
-from ._asked import Model, Text
 from ._calls import Calls
 from ._connection import protocol
 from ._errors import ApiError
 from ._link import Message, Ready, Report
+from ._log import Log, reporting_records
 from ._metrics import Metrics
+from ._model import Model, Text, find_longest
 from ._open_files import allow_connections
 from ._processes import Processes
 from ._settings import Settings
 
 ENDING = "The server ends."
 _LAST_WORDS = 3.0  # seconds in which clients read their error events
+_WAITING = 1 << 16  # tokens in line, unless the settings have a number
 _LAST_STEPS = 10.0  # seconds in which a process ends
 
 
@@ -90,9 +92,10 @@ class Front:
     def __init__(self, settings: Settings, text: Text, ranks: Ranks, report: Callable[[str], None] = print) -> None:
         self.settings, self._text, self._ranks, self._report = settings, text, ranks, report
         self.metrics = Metrics(settings.name)
-        self.calls = Calls(ranks.send, self.metrics, settings.max_waiting)
+        self.calls = Calls(ranks.send, self.metrics, settings.max_waiting or _WAITING)
         self.app = App(settings, self.calls, self.metrics)
         self._spelling, self._texts = detokenizer(text.tokenizer, special=True), detokenizer(text.tokenizer)
+        self._longest = find_longest(self._spelling)
         self.signals = 0
         self._signal = asyncio.Event()
 
@@ -150,8 +153,10 @@ class Front:
         settings = self.settings
         compiler = Compiler(self._texts, ready.limits.vocab) if ready.grammars else None
         fixed = settings.name, self._text, self._spelling
-        more = {"texts": self._texts, "adapters": settings.adapters, "width": ready.width}
+        more = {"texts": self._texts, "adapters": settings.adapters, "width": ready.width, "longest": self._longest}
+        more |= {"defaults": settings.defaults}
         self.app.model = Model(*fixed, ready.limits, ready.ends, settings.max_choices, compiler, **more)
+        self.calls.max_waiting = settings.max_waiting or max(_WAITING, ready.limits.context)
         self._report(ready.about)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._report(f"shardfn serve: ready at http://{host}:{settings.port}/v1, model {settings.name!r}")
@@ -238,7 +243,8 @@ def serve(
         command: from the number of a rank's end of its pair of sockets to its program, which calls `run_rank`.
         ranks: their number.
         threads: of each rank's computation; None does not set them.
-        report: takes lines for the user.
+        report: takes lines for the user, also those that the ranks write to stderr. It is called in a thread: it may
+            wait or fail, and the server goes on.
 
     Returns:
         The exit status.
@@ -251,10 +257,16 @@ def serve(
     listener = bound(settings)
     settings = replace(settings, port=listener.getsockname()[1])
 
+    log = Log(report)
+
     async def main() -> int:
-        front = Front(settings, text, Processes(command, ranks, threads), report)
+        front = Front(settings, text, Processes(command, ranks, threads, log), log)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, front.take_signal)
         return await front.run(listener)
 
-    return asyncio.run(main())
+    try:
+        with reporting_records(log):
+            return asyncio.run(main())
+    finally:
+        log.close()
