@@ -1,5 +1,6 @@
 """The wait of a command of `shardfn` that loads a model: from the first import to the end of its start."""
 
+import itertools
 import sys
 
 from ._waits import Wait, waiting
@@ -35,11 +36,8 @@ def _is_command(argv: list[str]) -> bool:
         >>> _is_command(["python", "/usr/bin/shardfn", "generate", "MODEL"]), _is_command(["python", "-m", "pytest"])
         (True, False)
     """
-    for i, word in enumerate(argv[:-1]):
-        if word == "-m" and argv[i + 1] == _RANK:
-            return True
-        if (word.endswith("/shardfn") or (i and argv[i - 1] == "-m" and word == "shardfn")) and argv[
-            i + 1
-        ] in _COMMANDS:
-            return True
-    return False
+    pairs = itertools.pairwise(argv[1:])  # the program's name comes after Python's
+    return _RANK in argv or any(word.rpartition("/")[2] == "shardfn" and then in _COMMANDS for word, then in pairs)
+
+
+announce_start()
