@@ -299,9 +299,8 @@ class Runner:
 
     def bind_kind(self, kind: "GraphKind", weights: PyTree, cache: Cache) -> BoundCall:
         """Captures the graph of a bucket and a kind."""
-        bucket, *rest = kind
-        names = "extended", "grammars", "hidden", "low", "routed"
-        return self.bind(bucket, weights, cache, **dict(zip(names, rest, strict=True)))
+        more: dict[str, Any] = kind._asdict()
+        return self.bind(more.pop("bucket"), weights, cache, **more)
 
     def memory(self, weights: PyTree, cache: Cache) -> MemoryPlan:
         """The bytes that this rank needs; captures the graph of the largest bucket."""
