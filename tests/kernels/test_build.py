@@ -249,5 +249,8 @@ def test_a_shipped_library_is_loaded_and_none_is_built(tmp_path: pathlib.Path, m
     _sources.compile_source(_sources.PACKAGE / source, _sources.flags_of(source, form), shipped)
     assert _build.load_library(source)._name == str(shipped)
     assert not (tmp_path / "cache").exists()
-    shipped.write_bytes(b"of another system")
+    foreign = tmp_path / "foreign"  # another path, as a library that is loaded stays loaded
+    foreign.mkdir()
+    (foreign / shipped.name).write_bytes(b"of another system")
+    monkeypatch.setattr(_sources, "SHIPPED", foreign)
     assert _build.load_library(source)._name.startswith(str(tmp_path / "cache"))
