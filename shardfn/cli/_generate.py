@@ -24,6 +24,7 @@ from shardfn.inference import (
     limits_of,
 )
 from shardfn.memory import DamagedError
+from shardfn.waits import end_start, waiting
 
 from ._generate_job import GenerateJob
 from ._generate_model import AXIS, about, engine_of, load
@@ -67,6 +68,7 @@ def generate(job: GenerateJob) -> int:
         try:
             ready = _prepared(job)
         except (ValueError, OSError, ImportError) as error:
+            end_start()
             if os.environ.get("RANK", "0") == "0":
                 print(f"shardfn generate: error: {one_line(error)}", file=sys.stderr)
             return 1 if isinstance(error, DamagedError) else 2
@@ -80,6 +82,7 @@ def generate(job: GenerateJob) -> int:
         print(file=sys.stderr)
         return 130  # as a program that the signal ends
     finally:
+        end_start()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -95,7 +98,8 @@ def _prepared(job: GenerateJob) -> Ready:
     mesh = make_mesh({AXIS: job.ranks} if job.ranks > 1 else {})
     asked = _asked(job, mesh)
     with contextlib.ExitStack() as held:
-        served = load(job, mesh, held)
+        with waiting("reading", job.model):
+            served = load(job, mesh, held)
         made, text = served.decoder, served.text
         prompts = _prompts(job, made, text, asked)
         limits = _limits(job, made, prompts)
@@ -105,7 +109,8 @@ def _prepared(job: GenerateJob) -> Ready:
             except ValueError as error:
                 raise ValueError(f"prompt {i + 1} of {len(prompts)}: {error}") from error
         adapters = {} if job.adapter is None else {_ADAPTER: job.adapter}
-        engine, drafter = engine_of(job, served, limits, mesh, held, adapters)
+        with waiting("packing weights"):
+            engine, drafter = engine_of(job, served, limits, mesh, held, adapters)
     engine.check(prompts[0].ids, prompts[0].sampling, adapter=_name(job))
     engine.warm_up(grammars=job.sampling.grammar is not None, penalties=job.sampling.extended)
     lines = about(job, served, engine, drafter)  # of all ranks, which may capture together
@@ -208,6 +213,7 @@ def _stream(ready: Ready) -> int:
     [prompt] = ready.prompts
     writes, drawn = ready.engine.mesh.rank == 0, 0
     for token in ready.engine.stream(prompt.ids, prompt.sampling, adapter=_name(ready.job)):
+        end_start()
         if token.finish == "error":
             raise FloatingPointError(f"prompt 1: {_reason(ready)} after {drawn} tokens")
         drawn += token.token is not None
@@ -223,6 +229,7 @@ def _all(ready: Ready) -> int:
     prompts = ready.prompts
     how = [p.sampling for p in prompts]
     made = ready.engine.generate([p.ids for p in prompts], how, adapter=_name(ready.job))
+    end_start()
     each = [[found] if isinstance(found, Completion) else found for found in made]
     broken = [i + 1 for i, choices in enumerate(each) if any(choice.finish == "error" for choice in choices)]
     if ready.engine.mesh.rank == 0:

@@ -12,6 +12,7 @@ from shardfn.memory import DamagedError
 from ._advice import advice
 from ._arguments import add_plan_arguments, check_recipe_alone, parse_setup
 from ._bench import add_bench_arguments, bench
+from ._build import build_command
 from ._chart import write_chart
 from ._checkpoint import add_checkpoint_arguments, checkpoint_command
 from ._env import env_text
@@ -62,7 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_checkpoint_arguments(commands.add_parser("checkpoint", help=about, description=about))
     about = "Lists the optional programs that this machine has, and the features that do not work without the others."
     commands.add_parser("env", help=about, description=about)
+    about = "Builds the C++ of all kernels for this processor, which other commands do when they first need a kernel."
+    commands.add_parser("build", help=about, description=about)
     args = parser.parse_args(argv)
+    if args.command == "build":
+        return build_command()
     if args.command == "env":
         print(env_text())
         return 0

@@ -6,6 +6,7 @@ import pathlib
 import sys
 
 from shardfn.serve import Settings, Text, read_keys, serve
+from shardfn.waits import end_start
 
 from ._chat_template import template
 from ._generate import one_line
@@ -32,6 +33,7 @@ def serve_command(job: ServeJob) -> int:
         text = load_text(job.model)
         if job.chat_template is not None:
             text = text._replace(chat=template(pathlib.Path(job.chat_template).read_text(encoding="utf-8")))
+        end_start()  # from here on the first rank reports
         return serve(
             settings,
             Text(text.encode, text.tokenizer, text.chat, text.plain),
@@ -41,6 +43,7 @@ def serve_command(job: ServeJob) -> int:
             report=_write,
         )
     except (ValueError, OSError, ImportError) as error:
+        end_start()
         print(f"shardfn serve: error: {one_line(error)}", file=sys.stderr)
         return 2
 

@@ -5,6 +5,7 @@ of each token are bit for bit those of one forward of its sequence alone.
 """
 
 import itertools
+from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from shardfn.core import Disk, MemoryKind, Mesh, PyTree, explains_keywords
 from shardfn.kernels import building
+from shardfn.waits import waiting
 
 from ._adapters import Adapters, Given, adapter_of_each
 from ._admission import check_name, request_of, sampling_of_each, sizes_of
@@ -35,7 +37,7 @@ from ._plan import Plan
 from ._requests import Request, Sampling
 from ._results import Completion, Token, append
 from ._routes import Routes
-from ._runner import MemoryPlan, Results, Runner, runner_of
+from ._runner import GraphKind, MemoryPlan, Results, Runner, graph_kinds, runner_of
 from ._schedule import Output, advance
 from ._state import State, start
 from ._texts import Texts
@@ -118,6 +120,7 @@ class Engine:
         self._newest = self._rows = self._run_rows = 0
         self._failed: BaseException | None = None
         self._owned, self._closed = runner is None, False
+        self._uncaptured = deque[GraphKind]()  # graphs that `warm_up` has left
         self._embeddings = Embeddings(decoder.embeds)
         self._adapters = Adapters(decoder, self.mesh.device)
         extras = self._constraints, self._texts, self._embeddings, self._adapters
@@ -194,7 +197,13 @@ class Engine:
         return self.runner.memory(self.weights, self._cache)
 
     def warm_up(
-        self, *, penalties: bool = False, grammars: bool = False, embeddings: bool = False, adapters: bool = False
+        self,
+        *,
+        penalties: bool = False,
+        grammars: bool = False,
+        embeddings: bool = False,
+        adapters: bool = False,
+        later: bool = False,
     ) -> None:
         """Captures the graphs of all buckets, and builds the C++ of their kernels, so that no later step does.
 
@@ -206,6 +215,8 @@ class Engine:
             grammars: likewise.
             embeddings: also those of steps that embed, beside requests without penalties and grammars.
             adapters: also all of these with the present adapters.
+            later: whether only the plain graphs of the smallest and the largest bucket are captured now. Each call of
+                `capture_next` then captures another one, and a step captures the graph that it needs.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -217,10 +228,33 @@ class Engine:
             if isinstance(self._state.drafter, Computes):
                 self._state.drafter.warm_up(extended=penalties)
             kinds = {"extended": penalties, "grammars": grammars, "hidden": embeddings and self._embeddings.possible}
+            each = list[list[GraphKind]]()
             for bucket in self.limits.buckets:
                 low = self._adapters.of_padding(bucket) if adapters else None
-                more = {"low": low, "routed": self._routes is not None}
-                self.runner.bind_kinds(bucket, self.weights, self._cache, **more, **kinds)
+                each.append(graph_kinds(bucket, low=low, routed=self._routes is not None, **kinds))
+            first = [each[0][0], each[-1][0]] if later else []
+            # Plain graphs of all buckets come before those of rarer steps.
+            rest = [kind for same in itertools.zip_longest(*each) for kind in same if kind is not None]
+            self._uncaptured = deque([*first, *rest])
+            num = len(first) if later else len(rest)
+            with waiting("capturing graphs", total=num) as wait:
+                for _ in range(num):
+                    self.capture_next()
+                    wait.update()
+
+    def capture_next(self) -> bool:
+        """Captures a graph that `warm_up(later=True)` has left, if there is one. Collective.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        if not self._uncaptured:
+            return False
+        self.runner.bind_kind(self._uncaptured.popleft(), self.weights, self._cache)
+        return True
 
     def _kernels(self, penalties: bool, adapters: bool) -> list[str]:
         """The ops of all steps, by their folders; those whose C++ takes long to build come first."""

@@ -115,6 +115,30 @@ class MemoryPlan(NamedTuple):
         return f"{self.total / 2**20:.1f} MiB a rank: {parts}{there}"
 
 
+class GraphKind(NamedTuple):
+    """The arguments of `Runner.bind` that choose a graph."""
+
+    bucket: int
+    extended: bool = False
+    grammars: bool = False
+    hidden: bool = False
+    low: LowRank | None = None
+    routed: bool = False
+
+
+def graph_kinds(
+    bucket: int, *, extended: bool, grammars: bool, hidden: bool, low: LowRank | None, routed: bool = False
+) -> list[GraphKind]:
+    """The graphs of a bucket: the plain one first, and those of these kinds, without and with adapters."""
+    made = list[GraphKind]()
+    for added in (None,) if low is None else (None, low):
+        for longer in (False, True)[: 1 + extended]:
+            made += [GraphKind(bucket, longer, x, low=added, routed=routed) for x in (False, True)[: 1 + grammars]]
+        if hidden and not routed:
+            made.append(GraphKind(bucket, hidden=True, low=added))
+    return made
+
+
 class Results(NamedTuple):
     """The results of a plan's rows.
 
@@ -273,25 +297,10 @@ class Runner:
                 self._bound[key] = self._run[key[-1]].bind(weights, cache, step, check_every=0)
         return self._bound[key]
 
-    def bind_kinds(
-        self,
-        bucket: int,
-        weights: PyTree,
-        cache: Cache,
-        *,
-        extended: bool,
-        grammars: bool,
-        hidden: bool,
-        low: Any,
-        routed: bool = False,
-    ) -> None:
-        """Captures the graphs of a bucket: the plain one, and those of these kinds, without and with adapters."""
-        for added in (None,) if low is None else (None, low):
-            for longer in (False, True)[: 1 + extended]:
-                for allowed in (False, True)[: 1 + grammars]:
-                    self.bind(bucket, weights, cache, extended=longer, grammars=allowed, low=added, routed=routed)
-            if hidden and not routed:
-                self.bind(bucket, weights, cache, hidden=True, low=added)
+    def bind_kind(self, kind: "GraphKind", weights: PyTree, cache: Cache) -> BoundCall:
+        """Captures the graph of a bucket and a kind."""
+        more: dict[str, Any] = kind._asdict()
+        return self.bind(more.pop("bucket"), weights, cache, **more)
 
     def memory(self, weights: PyTree, cache: Cache) -> MemoryPlan:
         """The bytes that this rank needs; captures the graph of the largest bucket."""

@@ -2,7 +2,9 @@
 
 from ._arguments import EXACT as EXACT
 from ._build import NoCompilerError as NoCompilerError, build as build, building as building
-from ._build import cxx_compiler as cxx_compiler
+from ._build import cxx_compiler as cxx_compiler, generation as generation
+from ._build_all import Built as Built, build_all as build_all
+from ._build import load_library as load_library
 from ._dispatch import implemented_by as implemented_by, is_native as is_native
 from ._num_threads import threads_for_kernels as threads_for_kernels
 from ._chain import KernelCall as KernelCall, KernelChain as KernelChain, are_built as are_built, call_of as call_of

@@ -34,6 +34,9 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
     if first:
         end.sendall(packed(ready))
     while True:
+        # Several ranks would have to agree on the time: their engine has captured all graphs before.
+        while engine.mesh.size == 1 and engine.idle and not waiting and engine.capture_next():
+            waiting.extend(inbox.take(wait=False))
         waiting.extend(inbox.take(wait=engine.idle and not waiting))
         refused, stops = dict[str, str](), False
         for _ in range(_of_all(engine.mesh, len(waiting))):

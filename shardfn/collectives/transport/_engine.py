@@ -3,11 +3,10 @@
 import ctypes
 import functools
 import os
-import pathlib
 import subprocess
 from typing import Any
 
-from shardfn.kernels import NoCompilerError, build
+from shardfn.kernels import NoCompilerError, load_library
 
 from ._segment import NotSharedError
 
@@ -83,10 +82,8 @@ def _engine(process: int) -> Engine:
 @functools.cache
 def _library() -> ctypes.CDLL | str:
     """The compiled functions, or the reason for their absence; cached, so that a compiler that fails runs once."""
-    source = pathlib.Path(__file__).with_name("_memory.cpp")
-    headers = [source.with_name(name) for name in ("_lanes.h", "_blocks.h", "_sum_rows.h")]
     try:
-        built = build("memory", source, *headers, flags=("-pthread",))
+        built = load_library("collectives/transport/_memory.cpp")
     except (NoCompilerError, OSError, subprocess.SubprocessError) as error:
         return (getattr(error, "stderr", None) or str(error)).strip()
     for name in _ADDRESSES:
