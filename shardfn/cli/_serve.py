@@ -5,6 +5,7 @@ import os
 import pathlib
 import sys
 
+from shardfn.kernels import num_processors
 from shardfn.serve import Settings, Text, read_keys, serve
 from shardfn.waits import end_start
 
@@ -39,7 +40,7 @@ def serve_command(job: ServeJob) -> int:
             Text(text.encode, text.tokenizer, text.chat, text.plain),
             lambda end: command_of(job, end, sys.executable),
             ranks=job.model.ranks,
-            threads=None if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // job.model.ranks),
+            threads=None if "OMP_NUM_THREADS" in os.environ else max(1, num_processors() // job.model.ranks),
             report=_write,
         )
     except (ValueError, OSError, ImportError) as error:

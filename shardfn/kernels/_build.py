@@ -146,7 +146,7 @@ def building(device: torch.device, folders: Sequence[str]) -> Iterator[None]:
         ...     x = torch.ones(2, 3)
     """
     asked = [*(f"{folder}/_native.cpp" for folder in folders), _SHARED, _POOL] if device.type == "cpu" else []
-    with ThreadPoolExecutor(_sources.processors(), "shardfn-build") as threads:
+    with ThreadPoolExecutor(_sources.num_processors(), "shardfn-build") as threads:
         made = [threads.submit(library, source) for source in asked]
         yield
     for one in made:

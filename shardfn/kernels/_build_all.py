@@ -30,7 +30,7 @@ def build_all() -> Iterator[Built]:
     """Builds the C++ of all ops, on all processors that this process may use; yields each file when it is there."""
     with (
         waiting("building all C++", total=len(_sources.FLAGS)) as wait,
-        ThreadPoolExecutor(_sources.processors(), "shardfn-build") as threads,
+        ThreadPoolExecutor(_sources.num_processors(), "shardfn-build") as threads,
     ):
         for done in as_completed([threads.submit(_built, source) for source in _sources.FLAGS]):
             wait.update()

@@ -79,8 +79,8 @@ def processor() -> int:
     return 4 if flags >= _NEEDS[4] else 3
 
 
-def processors() -> int:
-    """The number of processors that this process may use: so many files are built at a time."""
+def num_processors() -> int:
+    """Returns the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
